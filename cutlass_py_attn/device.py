@@ -1,0 +1,59 @@
+"""Architectures: what one GPU generation offers a block, as numbers; no driver is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass_py_attn.errors import NotSupported
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Limits of one compile target. Shared memory in bytes; `num_sms` is that of the usual data-centre part."""
+
+    name: str
+    shared_memory_per_block: int
+    shared_memory_per_sm: int
+    num_sms: int
+    vector_red: bool  # red.global.add.v4.f32, from sm_90 on
+    registers_per_sm: int = 65536
+    registers_per_thread: int = 255
+    threads_per_block: int = 1024
+    reserved_shared_memory: int = 1024  # what the driver keeps of each block's shared memory
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """(major, minor) of the devices that run this target's cubins (minor or later, same major)."""
+        digits = self.name.removeprefix("sm_").rstrip("af")
+        return int(digits[:-1]), int(digits[-1])
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether the Hopper family (wgmma, TMA, setmaxnreg) can be built for this target."""
+        return self.name == "sm_90a"
+
+
+_KIB = 1024
+ARCHITECTURES: dict[str, Architecture] = {
+    arch.name: arch
+    for arch in (
+        Architecture("sm_80", 163 * _KIB, 164 * _KIB, 108, False),
+        Architecture("sm_86", 99 * _KIB, 100 * _KIB, 84, False),
+        Architecture("sm_87", 163 * _KIB, 164 * _KIB, 16, False),
+        Architecture("sm_89", 99 * _KIB, 100 * _KIB, 142, False),
+        Architecture("sm_90", 227 * _KIB, 228 * _KIB, 132, True),
+        Architecture("sm_90a", 227 * _KIB, 228 * _KIB, 132, True),
+        Architecture("sm_100", 227 * _KIB, 228 * _KIB, 148, True),
+        Architecture("sm_120", 99 * _KIB, 100 * _KIB, 188, True),
+    )
+}
+
+
+def architecture(name: str) -> Architecture:
+    """The limits of target `name`; NotSupported lists the known targets."""
+    if name not in ARCHITECTURES:
+        raise NotSupported(
+            f"arch {name!r}: not a known target; allowed are {', '.join(ARCHITECTURES)}; "
+            "pass the compute capability of the GPU that will run the kernel, e.g. sm_90a for an H100 or H200"
+        )
+    return ARCHITECTURES[name]

@@ -1,0 +1,13 @@
+"""Views: the other reading order of a tile in shared memory, with no byte moved."""
+
+import cutlass.cute as cute
+
+
+def transposed(tile: cute.Tensor) -> cute.Tensor:
+    """(rows, columns[, stages]) read as (columns, rows[, stages]), the same bytes."""
+    order = [1, 0, *range(2, cute.rank(tile.layout))]
+    if isinstance(tile.layout, cute.ComposedLayout):
+        # (rows, columns) -> (columns, rows): the swizzle stays on the outside.
+        shape = [cute.size(tile, mode=[axis]) for axis in order]
+        return cute.composition(tile, cute.make_ordered_layout(tuple(shape), order=tuple(order)))
+    return cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=order))

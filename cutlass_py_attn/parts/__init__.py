@@ -1,0 +1,1 @@
+"""Parts the fused kernels are made of: integers, schedule, masking, softmax, moves."""

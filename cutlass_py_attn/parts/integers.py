@@ -1,0 +1,36 @@
+"""Integer helpers that give the same answer on Python ints and on values traced by the DSL.
+
+The DSL floors `//` like Python but truncates `%`; so `%` is never used on values that may be negative.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def smaller(a: Any, b: Any) -> Any:
+    """min(a, b) for ints and traced integers."""
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
+    import cutlass
+
+    return cutlass.min(a, b)
+
+
+def larger(a: Any, b: Any) -> Any:
+    """max(a, b) for ints and traced integers."""
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b)
+    import cutlass
+
+    return cutlass.max(a, b)
+
+
+def ceil_div(a: Any, b: int) -> Any:
+    """ceil(a / b) for a >= 0 and a positive Python int b."""
+    return (a + (b - 1)) // b
+
+
+def round_up(a: Any, b: int) -> Any:
+    """The smallest multiple of b that is >= a, for a >= 0."""
+    return ceil_div(a, b) * b

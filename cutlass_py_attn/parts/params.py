@@ -1,0 +1,57 @@
+"""Params: the kernels' one struct parameter, made from the same field list that the launch packs."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
+from cutlass import Float32, Int32, Int64
+
+from cutlass_py_attn.abi import Fields
+
+KINDS = {"i64": Int64, "i32": Int32, "f32": Float32}
+
+
+def struct(name: str, fields: Fields) -> Any:
+    """The struct as a DSL type: one by-value parameter with C layout."""
+    return cute.make_native_struct(name, **{field: KINDS[kind] for field, kind in fields})
+
+
+def representative(fields: Fields) -> tuple[Any, ...]:
+    """One value of each field's type: what the compiler needs to trace a host function."""
+    return tuple(KINDS[kind](1) for _, kind in fields)
+
+
+def filled(kind: Any, fields: Fields, values: tuple[Any, ...]) -> Any:
+    """The struct with `values` in the order of `fields`."""
+    return kind(**{field: value for (field, _), value in zip(fields, values, strict=True)})
+
+
+def pointer(address: Int64, dtype: Any, alignment: int = 16) -> cute.Pointer:
+    """A global-memory pointer from an address field; `alignment` in bytes is what the problem guarantees."""
+    return cute.make_ptr(dtype, address, cutlass.AddressSpace.gmem, assumed_align=alignment)
+
+
+def slice_at(address: Int64, dtype: Any, *steps: tuple[Any, Int64]) -> cute.Pointer:
+    """Pointer at sum(index * stride) elements from `address`; every product is 64 bits wide.
+
+    Strides are multiples of 16 bytes, so the result stays 16-byte aligned.
+    """
+    offset = Int64(0)
+    for index, stride in steps:
+        offset = offset + Int64(index) * stride
+    vector = 128 // dtype.width
+    return pointer(address, dtype) + cute.assume(offset, divby=vector)
+
+
+def fresh(register: str) -> Int32:
+    """A special register (tid.x, ctaid.y ...) read where this stands.
+
+    What is derived from it is then not kept in registers across a loop: addresses of swizzled tiles are many and
+    cheap to form again, registers are not.
+    """
+    # inline_ptx cannot name a special register: it reads the per cent sign as its own.
+    text = f"mov.u32 $0, %{register};"
+    value = llvm.inline_asm(ir.IntegerType.get_signless(32), [], text, "=r", has_side_effects=True, asm_dialect=0)
+    return Int32(value)

@@ -1,0 +1,60 @@
+"""Softmax: running maximum and sum of the forward, in base 2 and float32.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018): a new maximum rescales what was
+summed before. Scores are raw products; the factor scale * log2(e) is applied inside the exponent.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+QUAD = 4  # threads that share a row of an m16n8 accumulator
+TINY = 1e-30  # stands for a scale of zero: 0 * -inf would be NaN where a score is hidden
+
+
+def safe_scale(scale_log2: Float32) -> Float32:
+    """|scale_log2|, never zero; the sign is applied to the scores."""
+    magnitude = cute.arch.fmax(scale_log2, -scale_log2)
+    return cute.arch.fmax(magnitude, Float32(TINY))
+
+
+class OnlineSoftmax:
+    """Maximum and sum of the rows that a thread holds (a quarter of each; sums are joined at the end)."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.maximum = cute.make_rmem_tensor(rows, Float32)
+        self.sum = cute.make_rmem_tensor(rows, Float32)
+        self.maximum.fill(-Float32.inf)
+        self.sum.fill(0.0)
+
+    def step(self, scores: cute.Tensor, output: cute.Tensor, scale_log2: Float32) -> None:
+        """Scores (rows x columns) become exp2((s - max) scale_log2); `output` and the sums are rescaled."""
+        for row in range(self.rows):
+            values = scores[row, None].load()
+            tile_maximum = values.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+            tile_maximum = cute.arch.warp_reduction_max(tile_maximum, threads_in_group=QUAD)
+            maximum = cute.arch.fmax(self.maximum[row], tile_maximum)
+            # a row that has seen no key subtracts 0, so that (-inf) - (-inf) never arises
+            base = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
+            shrink = cute.math.exp2((self.maximum[row] - base) * scale_log2, fastmath=True)
+            weights = cute.math.exp2(values * scale_log2 - base * scale_log2, fastmath=True)
+            scores[row, None].store(weights)
+            self.sum[row] = self.sum[row] * shrink + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            self.maximum[row] = maximum
+            output[row, None].store(output[row, None].load() * shrink)
+
+    def finish(self, output: cute.Tensor, scale_log2: Float32) -> list[Float32]:
+        """Divide `output` by the sums; the logsumexp (natural log) of each row, -inf where no key was seen."""
+        result = []
+        for row in range(self.rows):
+            total = cute.arch.warp_reduction_sum(self.sum[row], threads_in_group=QUAD)
+            empty = total == 0.0
+            output[row, None].store(
+                output[row, None].load() * cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
+            )
+            lse = (self.maximum[row] * scale_log2 + cute.math.log2(total, fastmath=True)) * math.log(2.0)
+            result.append(cutlass.select_(empty, -Float32.inf, lse))
+        return result

@@ -1,0 +1,230 @@
+"""Plan: every number of one pass, frozen and printable; its build part is the cache key of the kernels.
+
+    Problem --plan--> Plan(build, launches, workspace) --compile--> Artifact --bind--> Bound
+
+`Build` decides the machine code. Problems that differ only in batch, heads, lengths, strides, scale or
+pointers have equal builds and share their kernels; `Launch` and `Workspace` carry what differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass_py_attn import masks
+from cutlass_py_attn.device import Architecture, architecture
+from cutlass_py_attn.parts.integers import round_up
+from cutlass_py_attn.problem import ITEM_BYTES, SHORT_NAMES
+
+COLUMN_MULTIPLE = 32  # head dims are padded to this inside the tile, never in global memory
+F32_ROW_PADDING = 4  # elements added to a shared-memory row of float32: rows of one column fall in other banks
+
+Warps = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A piece of shared memory: `offset` and `bytes`; alive from step `first` to step `last` of the kernel."""
+
+    name: str
+    offset: int
+    bytes: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What decides the machine code. `scores`, `grad_v`, `grad_k`, `grad_q` spread the warps of the mma.sync
+    products over (rows, columns); (0, 0) where a kernel has no such product. S and dP share `scores`."""
+
+    kind: str  # forward, backward, or room
+    family: str  # generic (mma.sync, cp.async) or hopper (wgmma, TMA)
+    arch: str
+    dtype: str
+    head_dim: int
+    head_dim_value: int
+    mask: str
+    tile_m: int
+    tile_n: int
+    warps: int
+    query_stages: int
+    grad_output_stages: int
+    scores: Warps
+    grad_v: Warps
+    grad_k: Warps
+    grad_q: Warps
+    deterministic: bool
+    room: str
+    shared_memory: tuple[Buffer, ...]
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return self.warps * 32
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def columns(self) -> int:
+        """head_dim padded inside the tile."""
+        return round_up(self.head_dim, COLUMN_MULTIPLE)
+
+    @property
+    def columns_value(self) -> int:
+        """head_dim_value padded inside the tile."""
+        return round_up(self.head_dim_value, COLUMN_MULTIPLE)
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Dynamic shared memory of one block."""
+        return max((buffer.offset + buffer.bytes for buffer in self.shared_memory), default=0)
+
+    @property
+    def mask_object(self) -> masks.Mask:
+        """The mask as an object."""
+        return masks.from_name(self.mask)
+
+    @property
+    def symbol(self) -> str:
+        """Short name of the kernel, without the compiler's `_0`; lower-case "cutlass" never occurs in it,
+        for ptxas emits other machine code for such names."""
+        dims = f"d{self.head_dim}" + (f"v{self.head_dim_value}" if self.head_dim_value != self.head_dim else "")
+        words = {
+            "forward": ["fwd", self.family, SHORT_NAMES[self.dtype], dims, self.mask],
+            "backward": ["bwd", self.family, SHORT_NAMES[self.dtype], dims, self.mask],
+            "room": [self.room, self.family, SHORT_NAMES[self.dtype], dims],
+        }[self.kind]
+        return "_".join([*words, "det"] if self.deterministic else words)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of every field: the plan's share of the cache key."""
+        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def buffer(self, name: str) -> Buffer:
+        """The shared-memory buffer of that name."""
+        return next(buffer for buffer in self.shared_memory if buffer.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """Recipe of one CUtensorMap over a contiguous 2-D array at struct field `field`: sizes and box in elements,
+    row-major (rows, columns)."""
+
+    field: str
+    rows: int
+    columns: int
+    box_rows: int
+    box_columns: int
+    swizzle_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch. `symbol` is the entry in the cubin. Parameters: the tensor maps in order, then the struct."""
+
+    symbol: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_memory_bytes: int
+    tensor_maps: tuple[TensorMap, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of the workspace, in bytes; `name` is the struct field that receives its address."""
+
+    name: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Device scratch of one call: the first `zero_bytes` are cleared before every launch."""
+
+    bytes: int = 0
+    zero_bytes: int = 0
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every number of one pass. `sizes` are the struct's integer fields; `num_splits_key` is 1 in the forward."""
+
+    build: Build
+    launches: tuple[Launch, ...]
+    workspace: Workspace
+    sizes: tuple[tuple[str, int], ...]
+    why: str
+
+    @property
+    def symbol(self) -> str:
+        """Name of the main kernel."""
+        return self.build.symbol
+
+    @property
+    def architecture(self) -> Architecture:
+        """Limits of the target."""
+        return architecture(self.build.arch)
+
+    @property
+    def num_splits_key(self) -> int:
+        """Blocks that share one (batch, head) in the backward."""
+        return dict(self.sizes).get("num_splits_key", 1)
+
+    def to_json(self) -> str:
+        """The plan as JSON; `from_json` gives an equal plan back."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan of a `to_json` text; ValueError names missing or unknown fields."""
+        return _plan_from(json.loads(text))
+
+    def explain(self) -> str:
+        """Tiles, warps, grid, shared-memory map, workspace and why this kernel, as text."""
+        from cutlass_py_attn.explain import explain
+
+        return explain(self)
+
+
+def build_from(data: Mapping[str, Any]) -> Build:
+    """A Build from its JSON object; ValueError names missing or unknown fields."""
+    _same_fields("build", data, Build)
+    pairs = {name: tuple(data[name]) for name in ("scores", "grad_v", "grad_k", "grad_q")}
+    buffers = tuple(Buffer(**item) for item in data["shared_memory"])
+    return Build(**{**data, **pairs, "shared_memory": buffers})
+
+
+def _plan_from(data: Mapping[str, Any]) -> Plan:
+    _same_fields("plan", data, Plan)
+    launches = tuple(
+        Launch(
+            symbol=item["symbol"],
+            grid=tuple(item["grid"]),
+            block=tuple(item["block"]),
+            shared_memory_bytes=item["shared_memory_bytes"],
+            tensor_maps=tuple(TensorMap(**recipe) for recipe in item["tensor_maps"]),
+        )
+        for item in data["launches"]
+    )
+    space = data["workspace"]
+    workspace = Workspace(space["bytes"], space["zero_bytes"], tuple(Part(**part) for part in space["parts"]))
+    sizes = tuple((name, value) for name, value in data["sizes"])
+    return Plan(build_from(data["build"]), launches, workspace, sizes, data["why"])
+
+
+def _same_fields(what: str, data: Mapping[str, Any], cls: type) -> None:
+    known = {item.name for item in dataclasses.fields(cls)}
+    missing, unknown = sorted(known - data.keys()), sorted(data.keys() - known)
+    if missing or unknown:
+        raise ValueError(f"{what}: missing fields {missing}, unknown fields {unknown}; written by another version")
