@@ -30,7 +30,7 @@ def padded(head_dim: int) -> int:
 
 
 _FORWARD_16 = {
-    64: (Tile(128, 64, 4),),
+    64: (Tile(128, 96, 4), Tile(128, 64, 4)),
     128: (Tile(128, 64, 4),),
 }
 _FORWARD_32 = {128: (Tile(64, 64, 4), Tile(64, 32, 4))}

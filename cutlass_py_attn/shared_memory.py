@@ -26,13 +26,14 @@ def tile_bytes(dtype: str, rows: int, columns: int) -> int:
 
 
 def forward_map(dtype: str, shape: Shape, tile: Tile) -> tuple[Buffer, ...]:
-    """query (reused for the output), key and value of the forward."""
+    """query (reused for the output), key and value of the forward, and four partial sums of each query row."""
     columns, columns_value = padded(shape.head_dim), padded(shape.head_dim_value)
     query = max(tile_bytes(dtype, tile.tile_m, columns), tile_bytes(dtype, tile.tile_m, columns_value))
     return _stack(
         ("query", query, 0, 4),
         ("key", tile_bytes(dtype, tile.tile_n, columns), 0, 1),
         ("value", tile_bytes(dtype, tile.tile_n, columns_value), 0, 3),
+        ("sums", 4 * tile.tile_m * F32_BYTES, 2, 4),
     )
 
 

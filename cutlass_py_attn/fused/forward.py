@@ -71,7 +71,8 @@ class Forward:
         r_o = self.output.accumulator(thread)
         r_o.fill(0.0)
         where = row_view(self.scores.coordinates(thread))
-        self.softmax = OnlineSoftmax(cute.size(where, mode=[0]))
+        rows = cute.size(where, mode=[0])
+        self.softmax = OnlineSoftmax(rows, self.row_sums(rows, thread))
         scale_log2 = safe_scale(p.scale_log2)
 
         for i in cutlass.range(key_tiles, unroll=1):
@@ -127,6 +128,12 @@ class Forward:
             tile("value", build.tile_n, build.columns_value),
             tile("query", build.tile_m, build.columns_value),
         )
+
+    def row_sums(self, rows: int, thread: Int32) -> cute.Tensor:
+        """This thread's partial row sums in shared memory."""
+        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024) + self.build.buffer("sums").offset
+        sums = cute.recast_ptr(base.align(128), dtype=Float32) + cute.assume(thread * rows, divby=rows)
+        return cute.make_tensor(sums, cute.make_layout(rows))
 
     def products(self) -> tuple[MmaSync, MmaSync]:
         """S = Q K^T, and O += P V: GradQ's form with (P, V) for (dS, K), P from the registers of S."""

@@ -75,8 +75,11 @@ class Gemm:
                 found.append(f"{self.name}: n = {self.n}: wgmma takes multiples of 8 up to 256")
         else:
             rows, columns = self.warps
-            if self.m % (rows * m) or self.n % (columns * 2 * n):
-                found.append(f"{self.name}: {self.m} x {self.n}: not divisible by {rows} x {columns} warps of 16 x 16")
+            wide = n if self.item_bytes == 4 else 2 * n  # one ldmatrix.x4 feeds two 16-bit instructions
+            if self.m % (rows * m) or self.n % (columns * wide):
+                found.append(
+                    f"{self.name}: {self.m} x {self.n}: not divisible by {rows} x {columns} warps of {m} x {wide}"
+                )
         if self.k % k:
             found.append(f"{self.name}: k = {self.k}: must be a multiple of {k}")
         return found

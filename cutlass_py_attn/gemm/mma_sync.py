@@ -5,7 +5,8 @@ float32 operands are split into two TF32 numbers, x = high + low, and each produ
 m16n8k8 instructions, low*high + high*low + high*high: the dropped low*low is 2^-22 of the product.
 """
 
-import cutlass
+from collections.abc import Iterator
+
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, TFloat32
 from cutlass.cute.nvgpu import warp
@@ -18,6 +19,10 @@ DTYPES = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32}
 # arithmetic, because the hardware truncates and the convert instruction is slower.
 TF32_HALF = 0x1000
 TF32_KEEP = -0x2000
+
+
+# Columns of B that a warp holds in registers at once: a whole step of 128 would take 32 of them.
+COLUMNS_AT_ONCE = 64
 
 
 class MmaSync:
@@ -77,12 +82,21 @@ class MmaSync:
         return RegisterOperand(cute.make_tensor(packed.iterator, _as_16_bit_operand(packed.layout)), False)
 
     def issue(self, accumulator: cute.Tensor, parts: "Operands") -> None:
-        """C = or += A B over all of k; the next step's operands are fetched before this step's instructions."""
-        if not self.spec.accumulate:
-            accumulator.fill(0.0)
-        depth = self.spec.k // (8 if self.spec.item_bytes == 4 else 16)
-        for k in range(depth):
-            self._multiply(accumulator, parts.a.fetch(k), parts.b.fetch(k))
+        """C = or += A B over all of k.
+
+        The tensor cores round their float32 sums towards zero, an error that grows with every addition. A float32
+        product that accumulates therefore sums one tile from zero and adds it to C with a rounding addition.
+        """
+        apart = self.spec.accumulate and self.spec.item_bytes == 4
+        target = cute.make_rmem_tensor_like(accumulator) if apart else accumulator
+        if apart or not self.spec.accumulate:
+            target.fill(0.0)
+        for k in range(self.spec.k // (8 if self.spec.item_bytes == 4 else 16)):
+            a = parts.a.fetch(k)
+            for columns, b in parts.b.fetch_columns(k):
+                self._multiply(target if columns is None else part_of_columns(target, columns), a, b)
+        if apart:
+            accumulator.store(accumulator.load() + target.load())
 
     def _multiply(self, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor) -> None:
         if self.spec.item_bytes != 4:
@@ -130,6 +144,17 @@ class LdMatrixOperand:
         cute.copy(self._copy, self._source[None, None, k], self._retiled[None, None, k])
         return self._fragment[None, None, k]
 
+    def fetch_columns(self, k: int) -> "Iterator[tuple[int | None, cute.Tensor]]":
+        """Registers of k step `k`, in parts of COLUMNS_AT_ONCE columns where the step has more."""
+        loads, at_once = cute.size(self._retiled, mode=[1]), COLUMNS_AT_ONCE // 16
+        if loads <= at_once:
+            yield None, self.fetch(k)
+            return
+        for part in range(loads // at_once):
+            for load in range(part * at_once, (part + 1) * at_once):
+                cute.copy(self._copy, self._source[None, load, k], self._retiled[None, load, k])
+            yield part, part_of_columns(self._fragment[None, None, k], part)
+
 
 class Float32Operand:
     """float32 tile in shared memory, fetched by plain loads."""
@@ -148,6 +173,10 @@ class Float32Operand:
         cute.autovec_copy(source, registers)
         return registers
 
+    def fetch_columns(self, k: int) -> "Iterator[tuple[int | None, cute.Tensor]]":
+        """Registers of k step `k`, all columns."""
+        yield None, self.fetch(k)
+
 
 class RegisterOperand:
     """A that already lies in registers."""
@@ -161,6 +190,14 @@ class RegisterOperand:
 
 
 Operand = LdMatrixOperand | Float32Operand | RegisterOperand
+
+
+def part_of_columns(values: cute.Tensor, part: int) -> cute.Tensor:
+    """(..., N) -> (..., COLUMNS_AT_ONCE / 8): one part of the columns of an accumulator or of B's registers."""
+    columns = COLUMNS_AT_ONCE // 8
+    modes = [None] * (cute.rank(values.layout) - 1)
+    # (..., N) -> (..., (columns, parts))
+    return cute.logical_divide(values, (*modes, cute.make_layout(columns)))[(*modes, (None, part))]
 
 
 def split_tf32(values: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:

@@ -21,17 +21,23 @@ def safe_scale(scale_log2: Float32) -> Float32:
 
 
 class OnlineSoftmax:
-    """Maximum and sum of the rows that a thread holds (a quarter of each; sums are joined at the end)."""
+    """Maximum and sum of the rows that a thread holds (a quarter of each; sums are joined at the end).
 
-    def __init__(self, rows: int) -> None:
+    The sums wait in `sums`, this thread's own shared memory: they are touched once a tile, and the products
+    between need every register.
+    """
+
+    def __init__(self, rows: int, sums: cute.Tensor) -> None:
         self.rows = rows
         self.maximum = cute.make_rmem_tensor(rows, Float32)
-        self.sum = cute.make_rmem_tensor(rows, Float32)
+        self.sum = sums
         self.maximum.fill(-Float32.inf)
         self.sum.fill(0.0)
 
     def step(self, scores: cute.Tensor, output: cute.Tensor, scale_log2: Float32) -> None:
         """Scores (rows x columns) become exp2((s - max) scale_log2); `output` and the sums are rescaled."""
+        sums = cute.make_rmem_tensor(self.rows, Float32)
+        cute.autovec_copy(self.sum, sums)
         for row in range(self.rows):
             values = scores[row, None].load()
             tile_maximum = values.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
@@ -42,9 +48,10 @@ class OnlineSoftmax:
             shrink = cute.math.exp2((self.maximum[row] - base) * scale_log2, fastmath=True)
             weights = cute.math.exp2(values * scale_log2 - base * scale_log2, fastmath=True)
             scores[row, None].store(weights)
-            self.sum[row] = self.sum[row] * shrink + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            sums[row] = sums[row] * shrink + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             self.maximum[row] = maximum
             output[row, None].store(output[row, None].load() * shrink)
+        cute.autovec_copy(sums, self.sum)
 
     def finish(self, output: cute.Tensor, scale_log2: Float32) -> list[Float32]:
         """Divide `output` by the sums; the logsumexp (natural log) of each row, -inf where no key was seen."""
