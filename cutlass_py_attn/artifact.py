@@ -38,13 +38,15 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A compiled Build: `kernels` in the order of the plan's launches; `toolchain` names the compiler."""
+    """A compiled Build: `kernels` in the order of the plan's launches; `toolchain` names the compiler, `allocation`
+    the register settings that held, which differ from the build's where those spilled."""
 
     build: Build
     ptx: str
     cubin: bytes
     kernels: tuple[Kernel, ...]
     toolchain: str
+    allocation: str
 
     def kernel(self, symbol: str) -> Kernel:
         """The entry of that symbol; Stale when the cubin has none."""
@@ -76,6 +78,7 @@ class Artifact:
             "build": dataclasses.asdict(self.build),
             "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
             "toolchain": self.toolchain,
+            "allocation": self.allocation,
         }
 
 
@@ -85,7 +88,7 @@ def artifact_from(description: dict[str, Any], ptx: str, cubin: bytes) -> Artifa
         Kernel(**{**item, "parameters": tuple(Parameter(**parameter) for parameter in item["parameters"])})
         for item in description["kernels"]
     )
-    return Artifact(build_from(description["build"]), ptx, cubin, kernels, description["toolchain"])
+    return Artifact(build_from(description["build"]), ptx, cubin, kernels, description["toolchain"], description["allocation"])
 
 
 class Folder:
@@ -103,7 +106,9 @@ class Folder:
             raise Stale(f"{build.symbol} for {build.arch}: not in {self.path}; {remedy}")
         found = self._read(description)
         if found.build != build:
-            raise Stale(f"{build.symbol} for {build.arch}: {self.path} holds another plan of this name; {remedy}")
+            raise Stale(
+                f"{build.symbol} for {build.arch}: {self.path} holds another plan of this name; {remedy}"
+            )
         return found
 
     def all(self) -> list[Artifact]:
@@ -126,7 +131,9 @@ class Folder:
             cubin = (description.parent / f"{name}.cubin").read_bytes()
             return artifact_from(json.loads(description.read_text()), ptx, cubin)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Stale(f"{description}: damaged or from another version ({error}); build it again") from error
+            raise Stale(
+                f"{description}: damaged or from another version ({error}); build it again"
+            ) from error
 
 
 def _write(path: Path, data: bytes) -> None:

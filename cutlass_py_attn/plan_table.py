@@ -6,6 +6,7 @@ The planner takes the first row that fits the target's shared memory; the rows b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cutlass_py_attn.parts.integers import round_up
@@ -15,13 +16,15 @@ from cutlass_py_attn.problem import Shape
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One row: query rows, key rows, warps, and stages of query and grad_output (0: the kernel has none)."""
+    """One row: query rows, key rows, warps, stages of query and grad_output (0: the kernel has none), and ptxas's
+    register usage level (5 is its own choice)."""
 
     tile_m: int
     tile_n: int
     warps: int
     query_stages: int = 1
     grad_output_stages: int = 0
+    register_usage_level: int = 5
 
 
 def padded(head_dim: int) -> int:
@@ -30,21 +33,21 @@ def padded(head_dim: int) -> int:
 
 
 _FORWARD_16 = {
-    64: (Tile(128, 96, 4), Tile(128, 64, 4)),
+    64: (Tile(128, 128, 4), Tile(128, 64, 4)),
     128: (Tile(128, 64, 4),),
 }
-_FORWARD_32 = {128: (Tile(64, 64, 4), Tile(64, 32, 4))}
+_FORWARD_32 = {128: (Tile(64, 64, 4, 1, 0, 3), Tile(64, 32, 4, 1, 0, 3))}
 _BACKWARD_16 = {
     64: (Tile(128, 128, 8, 2, 2), Tile(64, 128, 8, 1, 1)),
     128: (Tile(64, 128, 8, 2, 2), Tile(64, 64, 8, 1, 1)),
 }
 _BACKWARD_32 = {
-    64: (Tile(64, 64, 8, 1, 1), Tile(32, 64, 8, 1, 1)),
-    128: (Tile(64, 64, 8, 1, 1), Tile(32, 32, 8, 1, 1)),
+    64: (Tile(64, 64, 4, 1, 1), Tile(32, 64, 4, 1, 1)),
+    128: (Tile(64, 64, 8, 1, 1, 3), Tile(32, 32, 8, 1, 1)),
 }
 
 
-def _rows(table: dict[int, tuple[Tile, ...]], shape: Shape) -> tuple[Tile, ...]:
+def _rows(table: Mapping[int, tuple[Tile, ...]], shape: Shape) -> tuple[Tile, ...]:
     widest = max(padded(shape.head_dim), padded(shape.head_dim_value))
     return table[min(size for size in table if size >= widest)]
 

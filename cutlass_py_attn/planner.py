@@ -44,7 +44,12 @@ def plan_backward(problem: Problem, arch: str, num_sms: int | None = None) -> Pl
     tiles = (query_tiles, shape.num_heads, shape.batch)
     block, delta = (build.threads, 1, 1), (DELTA_THREADS, 1, 1)
     launches = (
-        Launch(f"{build.symbol}_delta_1", (ceil_div(query_tiles * build.tile_m, DELTA_ROWS), *tiles[1:]), delta, 0),
+        Launch(
+            f"{build.symbol}_delta_1",
+            (ceil_div(query_tiles * build.tile_m, DELTA_ROWS), *tiles[1:]),
+            delta,
+            0,
+        ),
         Launch(f"{build.symbol}_0", (splits, shape.num_heads, shape.batch), block, build.shared_memory_bytes),
         Launch(f"{build.symbol}_finish_2", tiles, block, finish_bytes(build)),
     )
@@ -61,15 +66,10 @@ def num_splits_key(problem: Problem, build: Build, num_sms: int) -> int:
     """
     key_tiles = max(ceil_div(problem.shape.num_keys, build.tile_n), 1)
     asked = problem.num_splits_key
-    if build.deterministic:
-        if asked is not None and 1 < asked < key_tiles:
-            raise NotSupported(
-                f"num_splits_key = {asked} with deterministic: must be 1, or at least the {key_tiles} key tiles of "
-                f"{build.tile_n} keys, so that no block waits for one that starts later; leave it None"
-            )
-        return key_tiles if asked is None else min(asked, key_tiles)
     if asked is not None:
         return min(asked, key_tiles)
+    if build.deterministic:
+        return key_tiles  # a block waits only for blocks that started before it
     groups = max(problem.shape.batch * problem.shape.num_heads, 1)
     return min(key_tiles, max(ceil_div(SPLIT_WAVES * num_sms, groups), 1))
 
@@ -103,7 +103,9 @@ def backward_workspace(problem: Problem, build: Build) -> Workspace:
 def _check(problem: Problem, direction: str) -> None:
     problem.check()
     if problem.direction != direction:
-        raise NotSupported(f"direction = {problem.direction!r}: plan_{direction} plans the {direction}; set it so")
+        raise NotSupported(
+            f"direction = {problem.direction!r}: plan_{direction} plans the {direction}; set it so"
+        )
 
 
 def _choose(problem: Problem, arch: str) -> Build:
@@ -152,6 +154,8 @@ def _build(problem: Problem, arch: str, tile: Tile) -> Build:
         grad_k=grad_k,
         grad_q=grad_q,
         deterministic=problem.deterministic and problem.direction == "backward",
+        register_usage_level=tile.register_usage_level,
+        min_blocks_per_sm=0,
         room="",
         shared_memory=make_map(problem.dtype, shape, tile),
     )

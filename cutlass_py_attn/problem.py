@@ -91,11 +91,17 @@ class Problem:
     @staticmethod
     def dense(direction: str, shape: Shape, dtype: str, mask: Mask | None = None) -> Problem:
         """A problem whose tensors are all contiguous; change the rest with dataclasses.replace."""
-        names = ["query", "key", "value", "output"]
-        if direction == "backward":
-            names += ["grad_output", "grad_query", "grad_key", "grad_value"]
-        tensors = {name: Tensor.contiguous(shape.of(name), dtype) for name in names}
-        return Problem(direction=direction, mask=mask or Full(), **tensors)
+
+        def tensor(name: str) -> Tensor:
+            return Tensor.contiguous(shape.of(name), dtype)
+
+        operands = Problem(
+            direction, tensor("query"), tensor("key"), tensor("value"), tensor("output"), mask=mask or Full()
+        )
+        if direction != "backward":
+            return operands
+        gradients = ("grad_output", "grad_query", "grad_key", "grad_value")
+        return operands.replace(**{name: tensor(name) for name in gradients})
 
     @property
     def shape(self) -> Shape:
@@ -153,7 +159,9 @@ class Problem:
 def _rank_objections(problem: Problem) -> Iterator[str]:
     if problem.direction not in DIRECTIONS:
         yield f"direction = {problem.direction!r}: must be one of {', '.join(DIRECTIONS)}"
-    needed = ("grad_output", "grad_query", "grad_key", "grad_value") if problem.direction == "backward" else ()
+    needed = (
+        ("grad_output", "grad_query", "grad_key", "grad_value") if problem.direction == "backward" else ()
+    )
     for name in needed:
         if getattr(problem, name) is None:
             yield f"{name} is missing: the backward needs it; pass a tensor of the matching BMHK shape"
@@ -224,3 +232,8 @@ def _option_objections(problem: Problem) -> Iterator[str]:
         yield f"num_splits_key = {splits}: only the backward splits keys; leave it None"
     elif splits < 1:
         yield f"num_splits_key = {splits}: must be at least 1, or None to let the plan choose"
+    elif splits > 1 and problem.deterministic:
+        yield (
+            f"num_splits_key = {splits} with deterministic: must be 1, or None for one block a key tile: with "
+            "another number a block would wait for one that starts after it"
+        )

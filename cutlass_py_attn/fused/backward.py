@@ -33,6 +33,7 @@ class Backward:
         self.build = build
         self.mask = build.mask_object
         self.dtype = DTYPES[build.dtype]
+        self.promise = params.promise(build)
         self.delta = Delta(build)
         self.grad_query = GradQuery(build)
 
@@ -40,13 +41,21 @@ class Backward:
     def __call__(self, *values):
         symbol, threads = self.build.symbol, self.build.threads
         grid = params.filled(Params, abi.BACKWARD, values).num_queries, 1, 1
-        self.delta_kernel.set_name_prefix(f"{symbol}_delta", remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.delta_kernel.set_name_prefix(
+            f"{symbol}_delta", remove_cutlass_symbol=True, keep_mangled_name=False
+        )
         self.kernel.set_name_prefix(symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.finish_kernel.set_name_prefix(f"{symbol}_finish", remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.finish_kernel.set_name_prefix(
+            f"{symbol}_finish", remove_cutlass_symbol=True, keep_mangled_name=False
+        )
         # A struct of its own for each launch: the DSL keeps the fields it has read of one with that launch.
-        self.kernel(params.filled(Params, abi.BACKWARD, values)).launch(grid=grid, block=(threads, 1, 1))
-        self.delta_kernel(params.filled(Params, abi.BACKWARD, values)).launch(grid=grid, block=(DELTA_THREADS, 1, 1))
-        self.finish_kernel(params.filled(Params, abi.BACKWARD, values)).launch(grid=grid, block=(threads, 1, 1))
+        self.kernel(params.filled(Params, abi.BACKWARD, values)).launch(grid=grid, block=(threads, 1, 1), **self.promise)
+        self.delta_kernel(params.filled(Params, abi.BACKWARD, values)).launch(
+            grid=grid, block=(DELTA_THREADS, 1, 1)
+        )
+        self.finish_kernel(params.filled(Params, abi.BACKWARD, values)).launch(
+            grid=grid, block=(threads, 1, 1)
+        )
 
     @cute.kernel
     def delta_kernel(self, p: Params):
@@ -74,7 +83,6 @@ class Backward:
         lengths = (p.num_queries, p.num_keys)
         tiles = (build.tile_m, build.tile_n, *lengths)
         key0 = key_tile * build.tile_n
-        group = Int64(batch) * p.num_heads + head
         s_k, s_v, s_q, s_do, s_p, s_ds, s_lse, s_delta = self.shared_tiles()
         self.products()
 
@@ -89,13 +97,15 @@ class Backward:
         r_dv.fill(0.0)
 
         for query_tile in cutlass.range(start, p.query_tiles, unroll=1):
-            here = params.fresh("tid.x")
+            here, at_head, at_batch = (params.fresh(name) for name in ("tid.x", "ctaid.y", "ctaid.z"))
             slot = (query_tile - start) % build.query_stages
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             if cutlass.const_expr(build.query_stages > 1):
                 next_slot = (query_tile + 1 - start) % build.query_stages
-                self.load_round(p, (batch, head, query_tile + 1), (s_q, s_do, s_lse, s_delta), next_slot, here)
+                self.load_round(
+                    p, (at_batch, at_head, query_tile + 1), (s_q, s_do, s_lse, s_delta), next_slot, here
+                )
                 cute.arch.cp_async_commit_group()
 
             score_parts = matmul_qk.operands(self.scores, s_q, s_k, here)
@@ -126,6 +136,7 @@ class Backward:
             # 6  dK += dS^T Q
             grad_k.issue(self.dk, r_dk, self.at(dk_parts, None, slot))
             # 7  dQ = dS K
+            group = Int64(at_batch) * p.num_heads + at_head
             r_dq = self.dq.accumulator(thread)
             grad_q.issue(self.dq, r_dq, dq_parts)
             if cutlass.const_expr(build.deterministic):
@@ -136,7 +147,9 @@ class Backward:
                 self.grad_query.pass_turn(p, group, query_tile, here)
             if cutlass.const_expr(build.query_stages == 1):
                 cute.arch.sync_threads()
-                self.load_round(p, (batch, head, query_tile + 1), (s_q, s_do, s_lse, s_delta), Int32(0), here)
+                self.load_round(
+                    p, (at_batch, at_head, query_tile + 1), (s_q, s_do, s_lse, s_delta), Int32(0), here
+                )
                 cute.arch.cp_async_commit_group()
 
         # 8  store dK and dV through the places of K and V
@@ -188,7 +201,9 @@ class Backward:
         """One slot of a ring of row statistics."""
         return ring[None, slot]
 
-    def load_key_tile(self, p: Any, at: tuple[Any, ...], s_k: cute.Tensor, s_v: cute.Tensor, thread: Int32) -> None:
+    def load_key_tile(
+        self, p: Any, at: tuple[Any, ...], s_k: cute.Tensor, s_v: cute.Tensor, thread: Int32
+    ) -> None:
         """Start copying the key and value tiles."""
         batch, head, key0 = at
         build, rows = self.build, p.num_keys - key0
@@ -235,9 +250,13 @@ class Backward:
     def score_gradient(self, dp: cute.Tensor, p: cute.Tensor, where: cute.Tensor, delta: cute.Tensor) -> None:
         """dP becomes dS."""
         for row in range(cute.size(dp, mode=[0])):
-            dp[row, None].store(p[row, None].load().to(Float32) * (dp[row, None].load() - delta[where[row, 0][0]]))
+            dp[row, None].store(
+                p[row, None].load().to(Float32) * (dp[row, None].load() - delta[where[row, 0][0]])
+            )
 
-    def store_key_tile(self, p: Any, at: tuple[Any, ...], s_dk: cute.Tensor, s_dv: cute.Tensor, thread: Int32) -> None:
+    def store_key_tile(
+        self, p: Any, at: tuple[Any, ...], s_dk: cute.Tensor, s_dv: cute.Tensor, thread: Int32
+    ) -> None:
         """Write dK and dV."""
         batch, head, key0 = at
         build, rows = self.build, p.num_keys - key0
@@ -245,7 +264,11 @@ class Backward:
             p.grad_key, self.dtype, (batch, p.grad_key_batch), (head, p.grad_key_head), (key0, p.grad_key_row)
         )
         dv = params.slice_at(
-            p.grad_value, self.dtype, (batch, p.grad_value_batch), (head, p.grad_value_head), (key0, p.grad_value_row)
+            p.grad_value,
+            self.dtype,
+            (batch, p.grad_value_batch),
+            (head, p.grad_value_head),
+            (key0, p.grad_value_row),
         )
         moves.store_tile(thread, build.threads, s_dk, dk, p.grad_key_row, rows, build.head_dim)
         moves.store_tile(thread, build.threads, s_dv, dv, p.grad_value_row, rows, build.head_dim_value)

@@ -34,12 +34,13 @@ class Forward:
         self.build = build
         self.mask = build.mask_object
         self.dtype = DTYPES[build.dtype]
+        self.promise = params.promise(build)
 
     @cute.jit
     def __call__(self, *values):
         p = params.filled(Params, abi.FORWARD, values)
         self.kernel.set_name_prefix(self.build.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(p).launch(grid=(p.num_queries, p.num_heads, p.batch), block=(self.build.threads, 1, 1))
+        self.kernel(p).launch(grid=(p.num_queries, p.num_heads, p.batch), block=(self.build.threads, 1, 1), **self.promise)
 
     @cute.kernel
     def kernel(self, p: Params):
@@ -60,7 +61,9 @@ class Forward:
         query = params.slice_at(
             p.query, self.dtype, (batch, p.query_batch), (head, p.query_head), (query0, p.query_row)
         )
-        moves.load_tile(thread, build.threads, query, p.query_row, p.num_queries - query0, build.head_dim, s_q)
+        moves.load_tile(
+            thread, build.threads, query, p.query_row, p.num_queries - query0, build.head_dim, s_q
+        )
         keys = params.slice_at(p.key, self.dtype, (batch, p.key_batch), (head, p.key_head))
         values = params.slice_at(p.value, self.dtype, (batch, p.value_batch), (head, p.value_head))
         self.load_keys(thread, keys, p.key_row, larger(key_tiles - 1, 0), p.num_keys, build.head_dim, s_k)
@@ -139,31 +142,66 @@ class Forward:
         """S = Q K^T, and O += P V: GradQ's form with (P, V) for (dS, K), P from the registers of S."""
         build = self.build
         form = grad_q.spec(build)
-        values = replace(form, name="output", equation="O += P V", n=build.columns_value, accumulate=True, warps=build.scores)
+        values = replace(
+            form,
+            name="output",
+            equation="O += P V",
+            n=build.columns_value,
+            accumulate=True,
+            warps=build.scores,
+        )
         return MmaSync(matmul_qk.spec(build), build.dtype), MmaSync(values, build.dtype)
 
     def add_values(self, r_o: cute.Tensor, r_p: cute.Tensor, value_part: Any) -> None:
         """O += P V."""
         self.output.issue(r_o, Operands(self.output.from_accumulator(r_p), value_part))
 
-    def load_keys(self, thread: Int32, source: cute.Pointer, row_stride: Int64, key_tile: Int32, num_keys: Int32, columns: int, tile: cute.Tensor) -> None:
+    def load_keys(
+        self,
+        thread: Int32,
+        source: cute.Pointer,
+        row_stride: Int64,
+        key_tile: Int32,
+        num_keys: Int32,
+        columns: int,
+        tile: cute.Tensor,
+    ) -> None:
         """Start copying tile `key_tile` of the keys or values; rows past the last key become zero."""
         first = key_tile * self.build.tile_n
         offset = cute.assume(Int64(first) * row_stride, divby=128 // self.dtype.width)
-        moves.load_tile(thread, self.build.threads, source + offset, row_stride, num_keys - first, columns, tile)
+        moves.load_tile(
+            thread, self.build.threads, source + offset, row_stride, num_keys - first, columns, tile
+        )
 
-    def store_logsumexp(self, p: Params, lse: list[Float32], where: cute.Tensor, corner: tuple[Int32, Int32, Int32], thread: Int32) -> None:
+    def store_logsumexp(
+        self,
+        p: Params,
+        lse: list[Float32],
+        where: cute.Tensor,
+        corner: tuple[Int32, Int32, Int32],
+        thread: Int32,
+    ) -> None:
         """One thread of each quad writes its rows; rows between num_queries and the padding become +inf."""
         batch, head, query0 = corner
         padded = round_up(p.num_queries, LSE_PADDING)
         start = (Int64(batch) * p.num_heads + head) * padded + query0
-        target = cute.make_tensor(params.pointer(p.logsumexp, Float32, 4) + start, cute.make_layout(self.build.tile_m))
+        target = cute.make_tensor(
+            params.pointer(p.logsumexp, Float32, 4) + start, cute.make_layout(self.build.tile_m)
+        )
         for row, value in enumerate(lse):
             store_row(target, where[row, 0][0], value, query0, p.num_queries, padded, thread)
 
 
 @cute.jit
-def store_row(target: cute.Tensor, row: Int32, value: Float32, query0: Int32, num_queries: Int32, padded: Int32, thread: Int32):
+def store_row(
+    target: cute.Tensor,
+    row: Int32,
+    value: Float32,
+    query0: Int32,
+    num_queries: Int32,
+    padded: Int32,
+    thread: Int32,
+):
     """Write one logsumexp."""
     if (thread % QUAD == 0) & (query0 + row < padded):
         target[row] = cutlass.select_(query0 + row < num_queries, value, Float32.inf)

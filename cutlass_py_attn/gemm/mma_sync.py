@@ -5,8 +5,6 @@ float32 operands are split into two TF32 numbers, x = high + low, and each produ
 m16n8k8 instructions, low*high + high*low + high*high: the dropped low*low is 2^-22 of the product.
 """
 
-from collections.abc import Iterator
-
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, TFloat32
 from cutlass.cute.nvgpu import warp
@@ -19,10 +17,6 @@ DTYPES = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32}
 # arithmetic, because the hardware truncates and the convert instruction is slower.
 TF32_HALF = 0x1000
 TF32_KEEP = -0x2000
-
-
-# Columns of B that a warp holds in registers at once: a whole step of 128 would take 32 of them.
-COLUMNS_AT_ONCE = 64
 
 
 class MmaSync:
@@ -38,11 +32,15 @@ class MmaSync:
             # product can take its A from an accumulator, and the rows read by a quad fall in different banks.
             depth = cute.make_layout((4, 2), stride=(2, 1)) if spec.b_transposed else 8
             atom = warp.MmaTF32Op((16, 8, 8))
-            self.mma = cute.make_tiled_mma(atom, (rows, columns, 1), permutation_mnk=(rows * 16, columns * 8, depth))
+            self.mma = cute.make_tiled_mma(
+                atom, (rows, columns, 1), permutation_mnk=(rows * 16, columns * 8, depth)
+            )
         else:
             atom = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
             # 16 columns a warp, so that one ldmatrix.x4 feeds two n8 instructions.
-            self.mma = cute.make_tiled_mma(atom, (rows, columns, 1), permutation_mnk=(rows * 16, columns * 16, 16))
+            self.mma = cute.make_tiled_mma(
+                atom, (rows, columns, 1), permutation_mnk=(rows * 16, columns * 16, 16)
+            )
 
     def accumulator(self, thread: Int32) -> cute.Tensor:
         """A float32 register tensor for this thread's part of C, not yet set."""
@@ -63,7 +61,9 @@ class MmaSync:
             return Float32Operand(self.mma.get_slice(thread).partition_A(tile))
         copy = cute.make_tiled_copy_A(self._ldmatrix(self.spec.a_transposed), self.mma)
         part = self.mma.get_slice(thread)
-        return LdMatrixOperand(copy, copy.get_slice(thread), tile, lambda one: part.make_fragment_A(part.partition_A(one)))
+        return LdMatrixOperand(
+            copy, copy.get_slice(thread), tile, lambda one: part.make_fragment_A(part.partition_A(one))
+        )
 
     def b_operand(self, tile: cute.Tensor, thread: Int32) -> "Operand":
         """B from shared memory."""
@@ -71,15 +71,17 @@ class MmaSync:
             return Float32Operand(self.mma.get_slice(thread).partition_B(tile))
         copy = cute.make_tiled_copy_B(self._ldmatrix(self.spec.b_transposed), self.mma)
         part = self.mma.get_slice(thread)
-        return LdMatrixOperand(copy, copy.get_slice(thread), tile, lambda one: part.make_fragment_B(part.partition_B(one)))
+        return LdMatrixOperand(
+            copy, copy.get_slice(thread), tile, lambda one: part.make_fragment_B(part.partition_B(one))
+        )
 
     def from_accumulator(self, values: cute.Tensor) -> "RegisterOperand":
         """A from an accumulator of the product before it, whose n is this product's k; no data moves."""
         if self.spec.item_bytes == 4:
-            return RegisterOperand(cute.make_tensor(values.iterator, _as_tf32_operand(values.layout)), True)
+            return RegisterOperand(cute.make_tensor(values.iterator, _as_tf32_operand(values.layout)))
         packed = cute.make_rmem_tensor_like(values, self.dtype)
         packed.store(values.load().to(self.dtype))
-        return RegisterOperand(cute.make_tensor(packed.iterator, _as_16_bit_operand(packed.layout)), False)
+        return RegisterOperand(cute.make_tensor(packed.iterator, _as_16_bit_operand(packed.layout)))
 
     def issue(self, accumulator: cute.Tensor, parts: "Operands") -> None:
         """C = or += A B over all of k.
@@ -92,9 +94,7 @@ class MmaSync:
         if apart or not self.spec.accumulate:
             target.fill(0.0)
         for k in range(self.spec.k // (8 if self.spec.item_bytes == 4 else 16)):
-            a = parts.a.fetch(k)
-            for columns, b in parts.b.fetch_columns(k):
-                self._multiply(target if columns is None else part_of_columns(target, columns), a, b)
+            self._multiply(target, parts.a.fetch(k), parts.b.fetch(k))
         if apart:
             accumulator.store(accumulator.load() + target.load())
 
@@ -144,17 +144,6 @@ class LdMatrixOperand:
         cute.copy(self._copy, self._source[None, None, k], self._retiled[None, None, k])
         return self._fragment[None, None, k]
 
-    def fetch_columns(self, k: int) -> "Iterator[tuple[int | None, cute.Tensor]]":
-        """Registers of k step `k`, in parts of COLUMNS_AT_ONCE columns where the step has more."""
-        loads, at_once = cute.size(self._retiled, mode=[1]), COLUMNS_AT_ONCE // 16
-        if loads <= at_once:
-            yield None, self.fetch(k)
-            return
-        for part in range(loads // at_once):
-            for load in range(part * at_once, (part + 1) * at_once):
-                cute.copy(self._copy, self._source[None, load, k], self._retiled[None, load, k])
-            yield part, part_of_columns(self._fragment[None, None, k], part)
-
 
 class Float32Operand:
     """float32 tile in shared memory, fetched by plain loads."""
@@ -173,16 +162,12 @@ class Float32Operand:
         cute.autovec_copy(source, registers)
         return registers
 
-    def fetch_columns(self, k: int) -> "Iterator[tuple[int | None, cute.Tensor]]":
-        """Registers of k step `k`, all columns."""
-        yield None, self.fetch(k)
-
 
 class RegisterOperand:
     """A that already lies in registers."""
 
-    def __init__(self, fragment: cute.Tensor, is_float32: bool) -> None:
-        self._fragment, self._is_float32 = fragment, is_float32
+    def __init__(self, fragment: cute.Tensor) -> None:
+        self._fragment = fragment
 
     def fetch(self, k: int) -> cute.Tensor:
         """Registers of k step `k`."""
@@ -192,22 +177,15 @@ class RegisterOperand:
 Operand = LdMatrixOperand | Float32Operand | RegisterOperand
 
 
-def part_of_columns(values: cute.Tensor, part: int) -> cute.Tensor:
-    """(..., N) -> (..., COLUMNS_AT_ONCE / 8): one part of the columns of an accumulator or of B's registers."""
-    columns = COLUMNS_AT_ONCE // 8
-    modes = [None] * (cute.rank(values.layout) - 1)
-    # (..., N) -> (..., (columns, parts))
-    return cute.logical_divide(values, (*modes, cute.make_layout(columns)))[(*modes, (None, part))]
-
-
 def split_tf32(values: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
     """float32 registers as two TF32 register tensors whose sum is the value to 2^-23."""
-    high = cute.make_rmem_tensor(values.shape, Int32)
-    low = cute.make_rmem_tensor(values.shape, Float32)
-    for i in range(cute.size(values)):
-        rounded = (values[i].bitcast(Int32) + TF32_HALF) & TF32_KEEP
-        high[i] = rounded
-        low[i] = values[i] - rounded.bitcast(Float32)
+    whole, high, low = (cute.make_rmem_tensor(values.shape, kind) for kind in (Float32, Int32, Float32))
+    whole.store(values.load())
+    flat = cute.make_layout(cute.size(values))  # bit casts give a flat vector
+    bits = cute.make_tensor(whole.iterator, flat).load()
+    rounded = (bits.bitcast(Int32) + TF32_HALF) & TF32_KEEP
+    cute.make_tensor(high.iterator, flat).store(rounded)
+    cute.make_tensor(low.iterator, flat).store(bits - rounded.bitcast(Float32))
     return cute.recast_tensor(high, TFloat32), cute.recast_tensor(low, TFloat32)
 
 

@@ -1,10 +1,15 @@
 """Views: the other reading order of a tile in shared memory, with no byte moved."""
 
-import cutlass.cute as cute
+from __future__ import annotations
+
+from typing import Any
 
 
-def transposed(tile: cute.Tensor) -> cute.Tensor:
+def transposed(tile: Any) -> Any:
     """(rows, columns[, stages]) read as (columns, rows[, stages]), the same bytes."""
+    # The rooms' specs and references are used where the compiler is not installed.
+    from cutlass import cute
+
     order = [1, 0, *range(2, cute.rank(tile.layout))]
     if isinstance(tile.layout, cute.ComposedLayout):
         # (rows, columns) -> (columns, rows): the swizzle stays on the outside.

@@ -26,6 +26,15 @@ def larger(a: Any, b: Any) -> Any:
     return cutlass.max(a, b)
 
 
+def choose(condition: Any, a: Any, b: Any) -> Any:
+    """a if condition else b, without a branch where the condition is traced."""
+    if isinstance(condition, bool):
+        return a if condition else b
+    import cutlass
+
+    return cutlass.select_(condition, a, b)
+
+
 def ceil_div(a: Any, b: int) -> Any:
     """ceil(a / b) for a >= 0 and a positive Python int b."""
     return (a + (b - 1)) // b

@@ -9,6 +9,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.abi import Fields
+from cutlass_py_attn.plan import Build
 
 KINDS = {"i64": Int64, "i32": Int32, "f32": Float32}
 
@@ -45,6 +46,11 @@ def slice_at(address: Int64, dtype: Any, *steps: tuple[Any, Int64]) -> cute.Poin
     return pointer(address, dtype) + cute.assume(offset, divby=vector)
 
 
+def promise(build: Build) -> dict[str, int]:
+    """Launch arguments that tell ptxas how many blocks an SM must hold; it reads one as leave to use every register."""
+    return {"min_blocks_per_mp": build.min_blocks_per_sm} if build.min_blocks_per_sm else {}
+
+
 def fresh(register: str) -> Int32:
     """A special register (tid.x, ctaid.y ...) read where this stands.
 
@@ -53,5 +59,7 @@ def fresh(register: str) -> Int32:
     """
     # inline_ptx cannot name a special register: it reads the per cent sign as its own.
     text = f"mov.u32 $0, %{register};"
-    value = llvm.inline_asm(ir.IntegerType.get_signless(32), [], text, "=r", has_side_effects=True, asm_dialect=0)
+    value = llvm.inline_asm(
+        ir.IntegerType.get_signless(32), [], text, "=r", has_side_effects=True, asm_dialect=0
+    )
     return Int32(value)

@@ -1,0 +1,376 @@
+"""Arrays: operands of any library are read in place, and results go back to the caller's library."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import math
+import sys
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+
+from cutlass_py_attn import driver
+from cutlass_py_attn.errors import AttentionError, DriverError, NotSupported
+from cutlass_py_attn.problem import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
+
+_LIBRARIES: Final = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_CUDA, _CUDA_MANAGED = 2, 13  # DLDeviceType
+_LEGACY_STREAM = 1  # DLPack and __cuda_array_interface__ forbid 0 for the default stream
+_DLPACK_KINDS: Final = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
+_DLPACK_TYPES: Final = {"float16": (2, 16), "float32": (2, 32), "bfloat16": (4, 16)}
+_TYPESTRS: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<V2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One operand as read. `strides` in elements; `device` None is host memory; `owner` keeps it alive."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int | None
+    library: str
+    owner: Any
+
+    @property
+    def tensor(self) -> Tensor:
+        """Shape, strides, dtype and alignment for a Problem; what the device copy has, for host memory."""
+        if self.device is None:
+            return Tensor.contiguous(self.shape, self.dtype)
+        low_bit = self.pointer & -self.pointer
+        return Tensor(
+            self.shape, self.strides, self.dtype, min(low_bit or ROW_ALIGNMENT_BYTES, ROW_ALIGNMENT_BYTES)
+        )
+
+
+def take(operands: Mapping[str, object], stream: int) -> dict[str, Array]:
+    """Read every operand in place; work put on `stream` afterwards sees what their producers wrote.
+
+    Accepted: CUDA arrays with `__dlpack__` or `__cuda_array_interface__`, and NumPy arrays.
+    NotSupported lists every objection: unreadable operands, host and device arrays mixed, several devices.
+    """
+    arrays: dict[str, Array] = {}
+    reasons: list[str] = []
+    for name, value in operands.items():
+        try:
+            arrays[name] = _take_one(name, value, stream)
+        except NotSupported as error:
+            reasons += error.reasons
+    places = {name: "host" if a.device is None else f"device {a.device}" for name, a in arrays.items()}
+    if len(set(places.values())) > 1:
+        listed = ", ".join(f"{name} on {place}" for name, place in places.items())
+        reasons.append(f"{listed}: must all be on one device, or all NumPy arrays; move them together")
+    if reasons:
+        raise NotSupported(reasons)
+    return arrays
+
+
+def _take_one(name: str, value: Any, stream: int) -> Array:
+    if isinstance(value, np.ndarray):
+        dtype = value.dtype.name if value.dtype.isnative else value.dtype.str
+        contiguous = Tensor.contiguous(value.shape, dtype)
+        return Array(value.ctypes.data, value.shape, contiguous.strides, dtype, None, "numpy", value)
+    if hasattr(value, "__dlpack_device__"):
+        return _from_dlpack(name, value, stream)
+    if hasattr(value, "__cuda_array_interface__"):
+        return _from_interface(name, value, stream)
+    raise NotSupported(
+        f"{name} is a {_type_name(value)}: must be a CUDA array with __dlpack__ or "
+        "__cuda_array_interface__, or a NumPy array; convert it"
+    )
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _library(value: object) -> str:
+    return _LIBRARIES.get(type(value).__module__.split(".")[0], "other")
+
+
+def _from_dlpack(name: str, value: Any, stream: int) -> Array:
+    kind, ordinal = (int(number) for number in value.__dlpack_device__())
+    if kind not in (_CUDA, _CUDA_MANAGED):
+        raise NotSupported(
+            f"{name} is a {_type_name(value)} in memory of DLPack device type {kind}: must be in CUDA memory "
+            f"({_CUDA}) or a NumPy array; move it to the GPU"
+        )
+    try:
+        with driver.device(ordinal).current():
+            capsule = value.__dlpack__(stream=stream or _LEGACY_STREAM)
+    except AttentionError:
+        raise
+    except Exception as error:  # whatever the library raises: BufferError, TypeError, RuntimeError ...
+        raise NotSupported(
+            f"{name} is a {_type_name(value)} that does not export itself by DLPack ({error}); "
+            "pass a plain array of values"
+        ) from error
+    # The capsule stays unconsumed: its own destructor gives the memory back when `owner` goes.
+    seen = ctypes.cast(_capsule_pointer(capsule, b"dltensor"), ctypes.POINTER(_DLTensor)).contents
+    shape = tuple(seen.shape[: seen.ndim])
+    strides = tuple(seen.strides[: seen.ndim]) if seen.strides else Tensor.contiguous(shape, "").strides
+    names = {code: dtype for dtype, code in _DLPACK_TYPES.items()}
+    fallback = f"{_DLPACK_KINDS.get(seen.code, f'dlpack code {seen.code} ')}{seen.bits}"
+    dtype = names.get((seen.code, seen.bits), fallback) if seen.lanes == 1 else f"{fallback}x{seen.lanes}"
+    pointer = (seen.data or 0) + seen.byte_offset
+    return Array(pointer, shape, strides, dtype, ordinal, _library(value), (value, capsule))
+
+
+def _from_interface(name: str, value: Any, stream: int) -> Array:
+    seen = value.__cuda_array_interface__
+    pointer = int(seen["data"][0])
+    kinds = driver.bindings().CUpointer_attribute
+    ordinal_of = kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    ordinal = (
+        int(driver.call("cuPointerGetAttribute", ordinal_of, pointer))
+        if pointer
+        else driver.current_ordinal()
+    )
+    dtype = _interface_dtype(value, seen["typestr"])
+    shape = tuple(int(size) for size in seen["shape"])
+    if seen.get("strides") is None:
+        strides = Tensor.contiguous(shape, dtype).strides
+    else:
+        item_bytes = int(seen["typestr"][2:])
+        strides = tuple(int(stride) // item_bytes for stride in seen["strides"])
+    producer = seen.get("stream")
+    if producer == 0:
+        raise NotSupported(f"{name} has stream 0 in __cuda_array_interface__: must be 1, 2, a handle or None")
+    if producer is not None:
+        with driver.device(ordinal).current():
+            driver.wait_for(int(producer), stream or _LEGACY_STREAM)
+    return Array(pointer, shape, strides, dtype, ordinal, _library(value), value)
+
+
+def _interface_dtype(value: object, typestr: str) -> str:
+    """The interface has no name for bfloat16 but two opaque bytes; then the array's own dtype decides."""
+    names = {text: dtype for dtype, text in _TYPESTRS.items() if dtype != "bfloat16"}
+    if typestr in ("|V2", "<V2") and str(getattr(value, "dtype", "")) in ("bfloat16", "torch.bfloat16"):
+        return "bfloat16"
+    return names.get(typestr, typestr)
+
+
+class DeviceArray:
+    """Device memory of this package, dense row-major, as DLPack and `__cuda_array_interface__` show it.
+
+    What callers get whose library we do not know. Pass it to the library's from_dlpack or asarray.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.stream = stream
+        self.nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        # Not from the stream's pool: the array may outlive the stream, and cuMemFree waits for every user.
+        self.pointer = driver.allocate_now(self.nbytes, f"a result {shape} {dtype}") if self.nbytes else 0
+        if self.pointer:
+            weakref.finalize(self, _free, device, self.pointer).atexit = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.shape,
+            "typestr": _TYPESTRS[self.dtype],
+            "data": (self.pointer, False),
+            "strides": None,
+            "stream": self.stream or _LEGACY_STREAM,
+            "version": 3,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CUDA, self.device
+
+    def __dlpack__(self, *, stream: int | None = None, **_: object) -> Any:
+        """An unversioned DLPack capsule, whatever version is asked for: consumers must take it.
+
+        stream: the consumer's; it will wait for ours. -1 for no waiting.
+        """
+        if stream != -1:
+            with driver.device(self.device).current():
+                driver.wait_for(self.stream or _LEGACY_STREAM, stream or _LEGACY_STREAM)
+        return _export(self)
+
+
+def _free(ordinal: int, pointer: int) -> None:
+    """The last reference may go in a thread of another library, where no context is current."""
+    with driver.device(ordinal).current():
+        driver.free_now(pointer)
+
+
+class Exchange:
+    """One call's traffic: host operands go to the device, results go to the library that the call came from.
+
+    A context manager, to be entered with the device's context current. NumPy callers' device copies live
+    until it closes. JAX callers wait for the stream in `results`: JAX frees its buffers on hidden streams.
+    """
+
+    def __init__(self, library: str, gpu: driver.Device, stream: int) -> None:
+        self._library = library
+        self._gpu = gpu
+        self._stream = stream
+        self._made: dict[str, Any] = {}
+        self._copies: list[int] = []
+        self._kept: list[np.ndarray[Any, Any]] = []  # until the stream has read them
+        self._host: list[tuple[np.ndarray[Any, Any], int]] = []
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the driver may refuse these too; the first error is the one to report.
+        with contextlib.suppress(DriverError) if error else contextlib.nullcontext():
+            for address in self._copies:
+                driver.free(address, self._stream)
+
+    def address(self, name: str, array: Array) -> int:
+        """Where the kernels read this operand."""
+        if array.device is not None:
+            return array.pointer
+        dense = np.ascontiguousarray(array.owner)
+        copy = self._device_copy(name, dense)
+        if dense.nbytes:
+            self._kept.append(dense)
+            driver.copy_to_device(copy, dense.ctypes.data, dense.nbytes, self._stream)
+        return copy
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> int:
+        """Where the kernels write result `name`; its values are undefined until they do."""
+        made: Any
+        if self._library == "numpy":
+            host = made = np.empty(shape, numpy_dtype(dtype))
+            address = self._device_copy(name, host)
+            self._host.append((host, address))
+        elif self._library == "cupy":
+            made, address = _empty_cupy(shape, dtype, self._gpu, self._stream)
+        elif self._library == "torch":
+            made, address = _empty_torch(shape, dtype, self._gpu, self._stream)
+        else:
+            made = DeviceArray(shape, dtype, self._gpu.ordinal, self._stream)
+            address = made.pointer
+        self._made[name] = made
+        return address
+
+    def results(self) -> dict[str, Any]:
+        """Every result by name, as arrays of the caller's library."""
+        for array, address in self._host:
+            if array.nbytes:
+                driver.copy_to_host(array.ctypes.data, address, array.nbytes, self._stream)
+        if self._library in ("numpy", "jax"):
+            driver.synchronise(self._stream)
+        if self._library == "jax":
+            return {name: sys.modules["jax"].dlpack.from_dlpack(made) for name, made in self._made.items()}
+        return self._made
+
+    def _device_copy(self, name: str, array: np.ndarray[Any, Any]) -> int:
+        if not array.nbytes:
+            return 0
+        self._copies.append(driver.allocate(array.nbytes, self._stream, f"the device copy of {name}"))
+        return self._copies[-1]
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """The NumPy dtype of that name; bfloat16 comes from ml_dtypes."""
+    if dtype != "bfloat16":
+        return np.dtype(dtype)
+    import ml_dtypes
+
+    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return found
+
+
+def _empty_cupy(shape: tuple[int, ...], dtype: str, gpu: driver.Device, stream: int) -> tuple[Any, int]:
+    """From CuPy's pool of our stream, so that reuse of the memory keeps stream order."""
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(gpu.ordinal), cupy.cuda.ExternalStream(stream, gpu.ordinal):
+        made = cupy.empty(shape, dtype=numpy_dtype(dtype))
+    return made, int(made.data.ptr)
+
+
+def _empty_torch(shape: tuple[int, ...], dtype: str, gpu: driver.Device, stream: int) -> tuple[Any, int]:
+    """From torch's pool of our stream, so that reuse of the memory keeps stream order."""
+    torch = sys.modules["torch"]
+    place = torch.device("cuda", gpu.ordinal)
+    ours = torch.cuda.ExternalStream(stream, device=place) if stream else torch.cuda.default_stream(place)
+    with torch.cuda.stream(ours):
+        made = torch.empty(shape, dtype=getattr(torch, dtype), device=place)
+    return made, int(made.data_ptr())
+
+
+class _DLTensor(ctypes.Structure):
+    """DLPack's DLTensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    """DLPack's DLManagedTensor; `context` is the key of `_exported`."""
+
+    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+_exported: dict[int, tuple[Any, ...]] = {}
+_next_key = itertools.count(1)
+
+_capsule_pointer: Any = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.argtypes, _capsule_pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+_capsule_new: Any = ctypes.pythonapi.PyCapsule_New
+_capsule_new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_capsule_new.restype = ctypes.py_object
+
+# These two run while the capsule dies, so they take its bare address: a reference would revive it.
+_dying_is_valid: Any = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
+_dying_pointer: Any = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def _delete(managed: int) -> None:
+    """DLPack's deleter: let go of the array behind a DLManagedTensor."""
+    _exported.pop(_Managed.from_address(managed).context, None)
+
+
+def _destroy(capsule: int) -> None:
+    """The capsule's destructor: a consumer renames the capsule and deletes by itself, else we do."""
+    if _dying_is_valid(capsule, b"dltensor"):
+        _delete(_dying_pointer(capsule, b"dltensor"))
+
+
+# Kept for good: consumers call them as long as the process lives.
+_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_delete)
+_destructor = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_destroy)
+
+
+def _export(array: DeviceArray) -> Any:
+    """A "dltensor" capsule over the array, which lives until the capsule's consumer deletes the tensor."""
+    rank = len(array.shape)
+    shape = (ctypes.c_int64 * rank)(*array.shape)
+    strides = (ctypes.c_int64 * rank)(*Tensor.contiguous(array.shape, array.dtype).strides)
+    code, bits = _DLPACK_TYPES[array.dtype]
+    tensor = _DLTensor(array.pointer, _CUDA, array.device, rank, code, bits, 1, shape, strides, 0)
+    key = next(_next_key)
+    managed = _Managed(tensor, key, ctypes.cast(_deleter, ctypes.c_void_p))
+    _exported[key] = (array, managed, shape, strides)
+    return _capsule_new(ctypes.addressof(managed), b"dltensor", ctypes.cast(_destructor, ctypes.c_void_p))

@@ -1,0 +1,106 @@
+"""Doctor: what this machine has for compiling, launching and inspecting, and how to get what is missing."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from cutlass_py_attn import driver
+from cutlass_py_attn.cache import default_folder
+from cutlass_py_attn.cli import sass
+from cutlass_py_attn.cli.kernels import console
+from cutlass_py_attn.cli.target import Gpu, first_gpu
+from cutlass_py_attn.compile import toolchain
+from cutlass_py_attn.errors import CompileError, DriverError, NoDevice, NotSupported
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: what was looked for, what was found ("" is nothing) and what to do then."""
+
+    name: str
+    found: str
+    remedy: str = ""
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def doctor(*, as_json: bool) -> None:
+    """Show what is installed and which GPU there is, with the remedy for what is missing."""
+    findings = list(examine())
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+        return
+    table = Table("", "what", box=None, pad_edge=False)
+    table.add_column("found, or what to do", overflow="fold")
+    for finding in findings:
+        state = "[green]ok[/]" if finding.found else "[yellow]missing[/]"
+        table.add_row(state, finding.name, escape(finding.found or finding.remedy))
+    console().print(table)
+
+
+def examine() -> Iterator[Finding]:
+    """Everything that the package can use, in the order in which it uses it."""
+    yield Finding("Python", platform.python_version())
+    for name in ("cutlass-py-attn", "numpy", "ml_dtypes", "cuda-python"):
+        yield Finding(name, _version(name), f"pip install {name}")
+    yield Finding(
+        "compiler", _compiler(), "pip install 'cutlass-py-attn[compile]', or launch prebuilt kernels"
+    )
+    yield Finding("driver", _driver(), "install the NVIDIA driver; compiling works without it")
+    yield from _gpu()
+    yield Finding("kernel cache", _cache())
+    yield Finding("nvdisasm", sass.tool() or "", "pip install 'cutlass-py-attn[inspect]' shows SASS")
+
+
+def _gpu() -> Iterator[Finding]:
+    """The GPU and its compile target, or why there is none."""
+    remedy = "launching needs an NVIDIA GPU of compute capability 8.0+"
+    try:
+        gpu = first_gpu()
+    except NotSupported as error:
+        gpu, remedy = None, str(error)
+    yield Finding("GPU", _shown(gpu) if gpu else "", remedy)
+    yield Finding("compile target", gpu.arch if gpu else "", "none without a GPU: name one with --arch")
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _compiler() -> str:
+    try:
+        return toolchain()
+    except CompileError:
+        return ""
+
+
+def _driver() -> str:
+    try:
+        return "CUDA {}.{}".format(*driver.driver_version())
+    except (NoDevice, DriverError):
+        return ""
+
+
+def _shown(gpu: Gpu) -> str:
+    major, minor = gpu.compute_capability
+    more = f", the first of {gpu.count}" if gpu.count > 1 else ""
+    return f"{gpu.name}, compute capability {major}.{minor}, {gpu.num_sms} SMs{more}"
+
+
+def _cache() -> str:
+    folder = default_folder()
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return f"{folder} ({sum(sizes) / MIB:.1f} MiB)"

@@ -1,0 +1,103 @@
+"""Fakes: artifacts with a made-up cubin, and CUDA arrays whose memory is the host's."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cutlass_py_attn import abi, kernels, planner
+from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
+from cutlass_py_attn.launch import FIELDS
+from cutlass_py_attn.masks import Mask
+from cutlass_py_attn.plan import Build, Plan
+from cutlass_py_attn.problem import Problem, Shape
+
+SHAPE = Shape(batch=2, num_queries=200, num_keys=300, num_heads=3, head_dim=64, head_dim_value=32)
+
+
+def artifact(build: Build, sizes: tuple[int, ...] | None = None, *, driver_sizes: Any = None) -> Artifact:
+    """An artifact of `build` for the stand-in; `sizes` are the parameters' bytes it describes."""
+    described = sizes or tuple(size for _, size in kernels.parameters(build))
+    seen = driver_sizes or described
+    symbols = kernels.entry_symbols(build)
+    lines = [" ".join([symbol, *map(str, seen)]) for symbol in symbols]
+    parameters = tuple(Parameter(f"p{i}", 0, size) for i, size in enumerate(described))
+    entries = tuple(Kernel(symbol, 128, 0, 0, 0, build.threads, parameters) for symbol in symbols)
+    return Artifact(build, "", "\n".join([*lines, ""]).encode(), entries, "stand-in", "as planned")
+
+
+def plan_of(direction: str, arch: str = "sm_90", dtype: str = "bfloat16", mask: Mask | None = None,
+            **changes: object) -> tuple[Problem, Plan]:  # fmt: skip
+    """A dense problem of SHAPE and its plan."""
+    problem = Problem.dense(direction, SHAPE, dtype, mask).replace(**changes)
+    make = planner.plan_forward if direction == "forward" else planner.plan_backward
+    return problem, make(problem, arch)
+
+
+def decode(build: Build, parameters: bytes) -> dict[str, float]:
+    """The struct at the end of a launch's parameter bytes."""
+    dtype = abi.numpy_struct(FIELDS[build.kind])
+    record = np.frombuffer(parameters[-dtype.itemsize :], dtype)[0]
+    return {name: record[name].item() for name in dtype.names or ()}
+
+
+def addresses(names: tuple[str, ...]) -> dict[str, int]:
+    """A made-up 16-byte aligned address for each name."""
+    return {name: 0x7F0000000000 + 0x1000 * i for i, name in enumerate(names, 1)}
+
+
+class InterfaceArray:
+    """A host array that claims to be a CUDA array by __cuda_array_interface__; `stream` is its producer's."""
+
+    def __init__(self, array: npt.NDArray[Any], stream: int | None = None) -> None:
+        self.array = array
+        self.dtype = array.dtype
+        self.stream = stream
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.array.shape,
+            "typestr": self.array.dtype.str,
+            "data": (self.array.ctypes.data, False),
+            "strides": self.array.strides,
+            "stream": self.stream,
+            "version": 3,
+        }
+
+
+@dataclass
+class DLPackArray:
+    """An array that passes on another's DLPack export, and keeps the stream it was asked for."""
+
+    source: Any
+    device: tuple[int, int] = (2, 0)
+    asked: int | None = None
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, *, stream: int | None = None) -> Any:
+        self.asked = stream
+        return self.source.__dlpack__(stream=stream)
+
+
+def aligned(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> npt.NDArray[Any]:
+    """Random values in host memory that is 256-byte aligned, as device memory is."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + 256, np.uint8)
+    start = -raw.ctypes.data % 256
+    array = raw[start : start + size].view(dtype).reshape(shape)
+    array[...] = np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+    return array
+
+
+class CtypesStream:
+    """A stream object as Numba makes it."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = ctypes.c_void_p(handle)

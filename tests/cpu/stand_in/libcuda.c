@@ -1,0 +1,167 @@
+/* Stand-in libcuda: host memory poses as device memory, kernels do nothing, every call is kept in a log.
+   A "cubin" is text: one line "symbol bytes bytes ..." for each kernel and its parameters.
+   Declares what it needs itself, so that no toolkit is required. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef unsigned long long u64;
+enum { NOT_FOUND = 500, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 12, BYTES = 1024, PARAMETERS = 8 };
+
+typedef struct { char call[40], text[96]; u64 numbers[NUMBERS]; int byte_count; unsigned char bytes[BYTES]; } Record;
+typedef struct { char symbol[96]; int count; size_t sizes[PARAMETERS]; } Kernel;
+typedef struct {
+    unsigned grid[3], block[3], shared_memory;
+    void *stream, *attributes;
+    unsigned attribute_count;
+} LaunchConfig;
+
+static Record *records;
+static int record_count, fail_code;
+static char fail_name[40];
+static __thread void *current;
+
+Record *stand_in_records(void) { return records; }
+int stand_in_count(void) { return record_count; }
+void stand_in_clear(void) { record_count = 0; fail_name[0] = 0; current = NULL; }
+void stand_in_fail(const char *name, int code) { snprintf(fail_name, sizeof fail_name, "%s", name); fail_code = code; }
+
+static int note(const char *call, const char *text, const u64 *numbers, int count) {
+    if (!records) records = calloc(RECORDS, sizeof(Record));
+    Record *r = &records[record_count < RECORDS - 1 ? record_count++ : record_count];
+    memset(r, 0, sizeof *r);
+    snprintf(r->call, sizeof r->call, "%s", call);
+    snprintf(r->text, sizeof r->text, "%s", text);
+    memcpy(r->numbers, numbers, count * sizeof(u64));
+    if (strcmp(call, fail_name)) return 0;
+    fail_name[0] = 0;
+    return fail_code;
+}
+#define NOTE(text, ...) \
+    do { u64 noted[] = {__VA_ARGS__}; int e = note(__func__, text, noted, sizeof noted / sizeof *noted); if (e) return e; } while (0)
+#define N(x) ((u64)(size_t)(x))
+
+static void *memory(size_t size) {
+    void *p = aligned_alloc(256, (size + 255) / 256 * 256);
+    memset(p, 0xCD, size);
+    return p;
+}
+
+int cuInit(unsigned flags) { NOTE("", flags); return 0; }
+int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
+int cuDeviceGetCount(int *n) { *n = 2; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { snprintf(name, size, "stand-in %d", device); return 0; }
+int cuDeviceGetAttribute(int *v, int attribute, int device) {
+    /* 75, 76: compute capability; 16: multiprocessors; 97: opt-in shared memory. Device 1 is an sm_86 part. */
+    switch (attribute) {
+    case 75: *v = device ? 8 : 9; break;
+    case 76: *v = device ? 6 : 0; break;
+    case 16: *v = device ? 84 : 132; break;
+    case 97: *v = device ? 101376 : 232448; break;
+    default: return INVALID_VALUE;
+    }
+    return 0;
+}
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(size_t)(0xC0 + device); return 0; }
+int cuCtxGetCurrent(void **context) { *context = current; return 0; }
+int cuCtxSetCurrent(void *context) { NOTE("", N(context)); current = context; return 0; }
+int cuCtxGetDevice(int *device) { *device = (int)(size_t)current - 0xC0; return 0; }
+
+int cuPointerGetAttribute(void *value, int attribute, void *p) {
+    if (attribute != 9) return INVALID_VALUE; /* 9: device ordinal */
+    *(int *)value = 0;
+    return 0;
+}
+int cuMemAllocAsync(void **p, size_t size, void *stream) { NOTE("", size, N(stream)); *p = memory(size); return 0; }
+int cuMemFreeAsync(void *p, void *stream) { NOTE("", N(p), N(stream)); free(p); return 0; }
+int cuMemAlloc(void **p, size_t size) { NOTE("", size); *p = memory(size); return 0; }
+int cuMemFree(void *p) { NOTE("", N(p)); free(p); return 0; }
+int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
+int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
+int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) { NOTE("", N(p), byte, n, N(stream)); memset(p, byte, n); return 0; }
+int cuMemsetD2D32Async(char *p, size_t pitch, unsigned word, size_t width, size_t height, void *stream) {
+    NOTE("", N(p), pitch, word, width, height, N(stream));
+    for (size_t y = 0; y < height; y++)
+        for (size_t x = 0; x < width; x++) ((unsigned *)(p + y * pitch))[x] = word;
+    return 0;
+}
+
+int cuStreamCreate(void **stream, unsigned flags) { NOTE("", flags); *stream = malloc(8); return 0; }
+int cuStreamDestroy(void *stream) { NOTE("", N(stream)); free(stream); return 0; }
+int cuStreamSynchronize(void *stream) { NOTE("", N(stream)); return 0; }
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { NOTE("", N(stream), N(event), flags); return 0; }
+int cuEventCreate(void **event, unsigned flags) { NOTE("", flags); *event = malloc(8); return 0; }
+int cuEventRecord(void *event, void *stream) { NOTE("", N(event), N(stream)); return 0; }
+int cuEventSynchronize(void *event) { NOTE("", N(event)); return 0; }
+int cuEventElapsedTime(float *ms, void *a, void *b) { NOTE("", N(a), N(b)); *ms = 1.25f; return 0; }
+int cuEventDestroy(void *event) { NOTE("", N(event)); free(event); return 0; }
+
+int cuLibraryLoadData(char **library, const char *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {
+    NOTE(code, N(code));
+    *library = strdup(code);
+    return 0;
+}
+int cuLibraryGetKernel(Kernel **kernel, const char *library, const char *symbol) {
+    NOTE(symbol, N(library));
+    const char *line = library;
+    size_t length = strlen(symbol);
+    while (line && (strncmp(line, symbol, length) || line[length] != ' ')) {
+        line = strchr(line, '\n');
+        if (line) line++;
+    }
+    if (!line) return NOT_FOUND;
+    Kernel *k = calloc(1, sizeof *k);
+    snprintf(k->symbol, sizeof k->symbol, "%s", symbol);
+    char *rest = (char *)line + length;
+    while (*rest == ' ') k->sizes[k->count++] = strtoul(rest, &rest, 10);
+    *kernel = k;
+    return 0;
+}
+int cuKernelGetParamInfo(Kernel *k, size_t i, size_t *offset, size_t *size) {
+    if (i >= (size_t)k->count) return INVALID_VALUE;
+    *offset = 0;
+    for (size_t j = 0; j < i; j++) *offset += k->sizes[j];
+    *size = k->sizes[i];
+    return 0;
+}
+int cuKernelSetAttribute(int attribute, int value, Kernel *k, int device) { NOTE(k->symbol, attribute, value, device); return 0; }
+int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void **extra) {
+    NOTE(k->symbol, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_memory,
+         N(c->stream), c->attribute_count, N(current));
+    Record *r = &records[record_count - 1];
+    for (int i = 0; i < k->count; i++) {
+        memcpy(r->bytes + r->byte_count, parameters[i], k->sizes[i]);
+        r->byte_count += k->sizes[i];
+    }
+    return 0;
+}
+int cuTensorMapEncodeTiled(u64 *map, int type, unsigned rank, void *address, const u64 *dims, const u64 *strides,
+                           const unsigned *box, const unsigned *steps, int interleave, int swizzle, int l2, int fill) {
+    NOTE("", N(map), type, rank, N(address), dims[0], dims[1], strides[0], box[0], box[1], swizzle, l2, fill);
+    memset(map, 0xAB, 128);
+    map[0] = N(address);
+    return 0;
+}
+
+int cuGetErrorName(int code, const char **name) {
+    *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : code == 400
+        ? "CUDA_ERROR_INVALID_HANDLE" : code == NOT_FOUND ? "CUDA_ERROR_NOT_FOUND" : "CUDA_ERROR_UNKNOWN";
+    return 0;
+}
+int cuGetErrorString(int code, const char **text) {
+    *text = code == 2 ? "out of memory" : code == 100 ? "no CUDA-capable device is detected" : code == 400
+        ? "invalid resource handle" : code == NOT_FOUND ? "named symbol not found" : "unknown error";
+    return 0;
+}
+
+int cuGetProcAddress_v2(const char *symbol, void **function, int version, u64 flags, int *status) {
+    static void *self;
+    Dl_info here;
+    if (!self && dladdr((void *)cuGetProcAddress_v2, &here)) self = dlopen(here.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+    *function = strcmp(symbol, "cuGetProcAddress") ? dlsym(self, symbol) : (void *)cuGetProcAddress_v2;
+    if (status) *status = *function ? 0 : 1;
+    return *function ? 0 : NOT_FOUND;
+}

@@ -1,0 +1,242 @@
+"""Tests of arrays: operands of every library are read in place; refusals give every reason."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fakes import DLPackArray, InterfaceArray, aligned
+from stand_in import StandIn
+
+from cutlass_py_attn import arrays, driver
+from cutlass_py_attn.arrays import Array, DeviceArray, Exchange, take
+from cutlass_py_attn.errors import DriverError, NotSupported
+from cutlass_py_attn.problem import Tensor
+
+SHAPE = (2, 5, 3, 8)
+BF16 = ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_own_array_by_dlpack_and_by_interface(driver_log: StandIn, dtype: str) -> None:
+    made = DeviceArray(SHAPE, dtype, 0, 7)
+    by_dlpack = take({"x": made}, 7)["x"]
+    interface = SimpleNamespace(dtype=dtype, __cuda_array_interface__=made.__cuda_array_interface__)
+    by_interface = take({"x": interface}, 7)["x"]
+    for found in (by_dlpack, by_interface):
+        assert found.tensor == Tensor.contiguous(SHAPE, dtype)
+        assert (found.pointer, found.device, found.library) == (made.pointer, 0, "other")
+
+
+def test_numpy_is_read_later(driver_log: StandIn) -> None:
+    array = aligned(SHAPE, BF16)[:, ::2]
+    found = take({"x": array}, 0)["x"]
+    assert (found.device, found.library, found.dtype) == (None, "numpy", "bfloat16")
+    assert found.tensor == Tensor.contiguous(array.shape, "bfloat16"), "the device copy is dense"
+    assert driver_log.calls == []
+
+
+def test_swapped_bytes_are_no_float32() -> None:
+    assert take({"x": np.zeros(SHAPE, ">f4")}, 0)["x"].dtype == ">f4"
+
+
+def test_interface_strides_offset_and_bfloat16(driver_log: StandIn) -> None:
+    whole = aligned((2, 6, 3, 16), BF16)
+    found = take({"x": InterfaceArray(whole[:, 1:, :, 8:])}, 0)["x"]
+    assert found.strides == (288, 48, 16, 1)
+    assert found.pointer == whole.ctypes.data + (48 + 8) * 2
+    assert (found.dtype, found.tensor.alignment) == ("bfloat16", 16)
+    assert take({"x": InterfaceArray(whole[..., 1:])}, 0)["x"].tensor.alignment == 2
+
+
+def test_two_opaque_bytes_are_no_bfloat16(driver_log: StandIn) -> None:
+    array = InterfaceArray(aligned(SHAPE, BF16).view("V2"))
+    assert take({"x": array}, 0)["x"].dtype == "|V2"
+
+
+def test_dlpack_foreign_types(driver_log: StandIn) -> None:
+    made = DeviceArray(SHAPE, "float32", 0, 0)
+    capsule = made.__dlpack__()
+    pointer = arrays._capsule_pointer(capsule, b"dltensor")
+    tensor = arrays._DLTensor.from_address(pointer)
+    source = SimpleNamespace(__dlpack__=lambda stream: capsule)
+    for code, bits, lanes, name in ((2, 64, 1, "float64"), (0, 32, 1, "int32"), (2, 16, 2, "float16x2")):
+        tensor.code, tensor.bits, tensor.lanes = code, bits, lanes
+        assert take({"x": DLPackArray(source)}, 0)["x"].dtype == name
+
+
+@pytest.mark.parametrize(("stream", "asked"), [(0, 1), (1, 1), (0x77, 0x77)])
+def test_dlpack_producer_is_told_our_stream(driver_log: StandIn, stream: int, asked: int) -> None:
+    array = DLPackArray(DeviceArray(SHAPE, "float32", 0, 0x55))
+    take({"x": array}, stream)
+    assert array.asked == asked
+    assert driver_log.of("cuEventRecord")[-1].numbers[1] == 0x55
+    assert driver_log.of("cuStreamWaitEvent")[-1].numbers[0] == asked
+
+
+def test_interface_producer_is_waited_for(driver_log: StandIn) -> None:
+    take({"x": InterfaceArray(aligned(SHAPE, "f4"), stream=0x55)}, 0x77)
+    assert driver_log.names == ["cuEventCreate", "cuEventRecord", "cuStreamWaitEvent", "cuEventDestroy"]
+    driver_log.clear()
+    take({"x": InterfaceArray(aligned(SHAPE, "f4"), stream=None)}, 0x77)
+    take({"x": InterfaceArray(aligned(SHAPE, "f4"), stream=1)}, 0)
+    assert driver_log.names == []
+    with pytest.raises(NotSupported, match="x has stream 0 in __cuda_array_interface__"):
+        take({"x": InterfaceArray(aligned(SHAPE, "f4"), stream=0)}, 0)
+
+
+def test_every_objection_together(driver_log: StandIn) -> None:
+    class Refuses:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+        def __dlpack__(self, **_: Any) -> Any:
+            raise BufferError("it requires grad")
+
+    on_host, on_one = DLPackArray(None, (1, 0)), DLPackArray(DeviceArray(SHAPE, "float32", 0, 0), (2, 1))
+    operands = {"a": [1.0], "b": on_host, "c": Refuses(), "d": on_one, "e": aligned(SHAPE, "f4")}
+    with pytest.raises(NotSupported) as caught:
+        take(operands, 0)
+    texts = [
+        "a is a builtins.list: must be a CUDA array with __dlpack__ or __cuda_array_interface__, "
+        "or a NumPy array; convert it",
+        "b is a fakes.DLPackArray in memory of DLPack device type 1: must be in CUDA memory (2) "
+        "or a NumPy array; move it to the GPU",
+        f"c is a {__name__}.{Refuses.__qualname__} that does not export itself by DLPack (it requires grad); "
+        "pass a plain array of values",
+        "d on device 1, e on host: must all be on one device, or all NumPy arrays; move them together",
+    ]
+    assert list(caught.value.reasons) == texts
+
+
+def test_consumed_capsule_keeps_the_memory(driver_log: StandIn) -> None:
+    made = DeviceArray(SHAPE, "float32", 0, 0)
+    capsule = made.__dlpack__(stream=-1)
+    assert driver_log.names == ["cuMemAlloc"], "-1 asks for no waiting"
+    managed = arrays._Managed.from_address(arrays._capsule_pointer(capsule, b"dltensor"))
+    import ctypes
+
+    ctypes.pythonapi.PyCapsule_SetName.argtypes = (ctypes.py_object, ctypes.c_char_p)
+    ctypes.pythonapi.PyCapsule_SetName(capsule, b"used_dltensor")
+    del made, capsule
+    gc.collect()
+    assert not driver_log.of("cuMemFree")
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(managed.deleter)(ctypes.addressof(managed))
+    gc.collect()
+    assert len(driver_log.of("cuMemFree")) == 1
+
+
+def test_unused_capsule_frees_the_memory(driver_log: StandIn) -> None:
+    made = DeviceArray(SHAPE, "float32", 0, 0)
+    capsule = made.__dlpack__()
+    del made
+    gc.collect()
+    assert not driver_log.of("cuMemFree")
+    del capsule
+    gc.collect()
+    assert len(driver_log.of("cuMemFree")) == 1
+
+
+def test_numpy_round_trip(driver_log: StandIn) -> None:
+    given = aligned((2, 10, 3, 8), BF16)[:, ::2]
+    gpu = driver.device(0)
+    with gpu.current(), Exchange("numpy", gpu, 0x77) as exchange:
+        source = exchange.address("x", take({"x": given}, 0x77)["x"])
+        target = exchange.empty("y", given.shape, "bfloat16")
+        driver.copy_to_device(target, source, given.nbytes, 0x77)
+        found = exchange.results()["y"]
+    assert found.dtype == BF16
+    assert np.array_equal(found, given)
+    assert driver_log.names == [
+        "cuMemAllocAsync", "cuMemcpyHtoDAsync", "cuMemAllocAsync", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync",
+        "cuStreamSynchronize", "cuMemFreeAsync", "cuMemFreeAsync",
+    ]  # fmt: skip
+
+
+def test_copies_are_freed_after_an_error(driver_log: StandIn) -> None:
+    gpu = driver.device(0)
+    array = take({"x": aligned(SHAPE, "f4")}, 0)["x"]
+    driver_log.fail("cuMemcpyHtoDAsync", 700)
+    with pytest.raises(DriverError, match="cuMemcpyHtoDAsync"), Exchange("numpy", gpu, 0) as exchange:
+        exchange.address("x", array)
+    assert len(driver_log.of("cuMemFreeAsync")) == 1
+
+
+def test_cupy_results_come_from_its_pool_of_our_stream(
+    driver_log: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def place(*arguments: int) -> Any:
+        seen.append(arguments)
+        return nullcontext()
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+        return SimpleNamespace(shape=shape, dtype=dtype, data=SimpleNamespace(ptr=0x5000))
+
+    fake = SimpleNamespace(cuda=SimpleNamespace(Device=place, ExternalStream=place), empty=empty)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    exchange = Exchange("cupy", driver.device(0), 0x77)
+    assert exchange.empty("y", SHAPE, "bfloat16") == 0x5000
+    assert seen == [(0,), (0x77, 0)]
+    assert exchange.results()["y"].dtype == BF16
+    assert driver_log.calls == []
+
+
+@pytest.mark.parametrize("stream", [0, 0x77])
+def test_torch_results_come_from_its_pool_of_our_stream(
+    driver_log: StandIn, monkeypatch: pytest.MonkeyPatch, stream: int
+) -> None:
+    seen: list[Any] = []
+
+    def enter(chosen: Any) -> Any:
+        seen.append(chosen)
+        return nullcontext()
+
+    cuda = SimpleNamespace(
+        ExternalStream=lambda handle, device: (handle, device),
+        default_stream=lambda device: (0, device),
+        stream=enter,
+    )
+    fake = SimpleNamespace(
+        cuda=cuda,
+        device=lambda kind, ordinal: f"{kind}:{ordinal}",
+        empty=lambda shape, dtype, device: SimpleNamespace(
+            made=(shape, dtype, device), data_ptr=lambda: 0x6000
+        ),
+        float16="torch.float16",
+    )
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    exchange = Exchange("torch", driver.device(0), stream)
+    assert exchange.empty("y", SHAPE, "float16") == 0x6000
+    assert seen == [(stream, "cuda:0")]
+    assert exchange.results()["y"].made == (SHAPE, "torch.float16", "cuda:0")
+    assert driver_log.calls == []
+
+
+def test_jax_results_wait_and_go_by_dlpack(driver_log: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=lambda array: ("jax", array)))
+    monkeypatch.setitem(sys.modules, "jax", fake)
+    exchange = Exchange("jax", driver.device(0), 0x77)
+    exchange.empty("y", SHAPE, "bfloat16")
+    library, made = exchange.results()["y"]
+    assert library == "jax"
+    assert made.__dlpack_device__() == (2, 0)
+    assert driver_log.names == ["cuMemAlloc", "cuStreamSynchronize"]
+
+
+def test_library_is_told_by_the_type() -> None:
+    assert arrays._library(np.zeros(1)) == "numpy"
+    named = type("ArrayImpl", (), {"__module__": "jaxlib._jax"})
+    assert arrays._library(named()) == "jax"
+    assert arrays._library(object()) == "other"
+
+
+def test_null_pointer_of_an_empty_array_is_aligned() -> None:
+    assert Array(0, (0, 5, 3, 8), (120, 24, 8, 1), "float16", 0, "other", None).tensor.alignment == 16

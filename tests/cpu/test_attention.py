@@ -1,0 +1,212 @@
+"""Tests of the front door: what is refused, what runs on the stand-in, empty problems, and the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fakes import InterfaceArray, aligned, artifact, decode
+from stand_in import StandIn
+
+from cutlass_py_attn import attention, driver
+from cutlass_py_attn.arrays import DeviceArray
+from cutlass_py_attn.attention import attention_backward, attention_forward
+from cutlass_py_attn.errors import NoDevice, NotSupported
+from cutlass_py_attn.masks import Causal, CausalBottomRight
+from cutlass_py_attn.plan import Build
+
+BF16 = ml_dtypes.bfloat16
+B, MQ, MK, H, D, DV = 2, 40, 50, 3, 16, 24
+
+
+def operands(dtype: Any = BF16, num_queries: int = MQ, num_keys: int = MK) -> list[np.ndarray[Any, Any]]:
+    """query, key and value."""
+    shapes = ((B, num_queries, H, D), (B, num_keys, H, D), (B, num_keys, H, DV))
+    return [aligned(shape, dtype, seed) for seed, shape in enumerate(shapes)]
+
+
+def backward_operands(
+    dtype: Any = BF16, num_queries: int = MQ, num_keys: int = MK
+) -> list[np.ndarray[Any, Any]]:
+    """grad_output, query, key, value, output and logsumexp."""
+    rows = (B, num_queries, H, DV)
+    padded = -(-num_queries // 32) * 32
+    return [
+        aligned(rows, dtype, 3),
+        *operands(dtype, num_queries, num_keys),
+        aligned(rows, dtype, 4),
+        aligned((B, H, padded), "f4", 5),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    attention._bound.cache_clear()
+
+
+def kernels(build: Build) -> Any:
+    """Artifacts for the stand-in."""
+    return artifact(build)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", BF16])
+def test_numpy_forward(driver_log: StandIn, dtype: Any) -> None:
+    output, logsumexp = attention_forward(*operands(dtype), kernels=kernels, mask=Causal())
+    assert (output.shape, output.dtype) == ((B, MQ, H, DV), np.dtype(dtype))
+    assert (logsumexp.shape, logsumexp.dtype) == ((B, H, 64), np.float32)
+    names = driver_log.names
+    start = names.index("cuMemAllocAsync")
+    assert names[start:] == [
+        *["cuMemAllocAsync", "cuMemcpyHtoDAsync"] * 3,
+        *["cuMemAllocAsync"] * 2,
+        "cuLibraryLoadData",
+        "cuLibraryGetKernel",
+        "cuKernelSetAttribute",
+        "cuLaunchKernelEx",
+        *["cuMemcpyDtoHAsync"] * 2,
+        "cuStreamSynchronize",
+        *["cuMemFreeAsync"] * 5,
+    ]
+
+
+def test_numpy_backward(driver_log: StandIn) -> None:
+    gradients = attention_backward(*backward_operands(), kernels=kernels, deterministic=True, scale=0.5)
+    shapes = [g.shape for g in (gradients.query, gradients.key, gradients.value)]
+    assert shapes == [(B, MQ, H, D), (B, MK, H, D), (B, MK, H, DV)]
+    launches = driver_log.of("cuLaunchKernelEx")
+    stems = [launch.text.split("_full_det")[1].rstrip("0123456789") for launch in launches]
+    assert stems == ["_delta_", "_", "_finish_"]
+    assert len(driver_log.of("cuMemAllocAsync")) == len(driver_log.of("cuMemFreeAsync")) == 10
+
+
+def test_device_arrays_are_read_in_place(driver_log: StandIn) -> None:
+    seen: list[Build] = []
+
+    def recording(build: Build) -> Any:
+        seen.append(build)
+        return artifact(build)
+
+    query, key, value = operands()
+    given = [InterfaceArray(array) for array in (query, key, value)]
+    output, logsumexp = attention_forward(*given, kernels=recording, stream=0x77)
+    assert isinstance(output, DeviceArray)
+    assert isinstance(logsumexp, DeviceArray)
+    (launch,) = driver_log.of("cuLaunchKernelEx")
+    assert launch.stream == 0x77
+    struct = decode(seen[0], launch.parameters)
+    arrays = {"query": query, "key": key, "value": value}
+    assert {name: struct[name] for name in arrays} == {n: a.ctypes.data for n, a in arrays.items()}
+    assert (struct["output"], struct["logsumexp"]) == (output.pointer, logsumexp.pointer)
+    assert struct["value_row"] == H * DV
+    assert seen[0].arch == "sm_90"
+    assert not {"cuMemcpyHtoDAsync", "cuStreamSynchronize"} & set(driver_log.names)
+
+    attention_forward(*given, kernels=recording)
+    assert len(seen) == 1, "an equal problem is bound once"
+    attention_forward(*given, kernels=recording, scale=2.0)
+    assert len(seen) == 2
+
+
+def test_every_objection_before_any_call(driver_log: StandIn) -> None:
+    grad_output, query, key, value, output, logsumexp = backward_operands()
+    with pytest.raises(NotSupported) as caught:
+        attention_backward(
+            grad_output,
+            query,
+            key[..., :8],
+            value.astype("f4"),
+            output,
+            logsumexp[:, :, :32],
+            num_splits_key=0,
+        )
+    assert [reason.split(":")[0] for reason in caught.value.reasons] == [
+        "key has shape (2, 50, 3, 8)",
+        "value has dtype float32 but query has bfloat16",
+        "num_splits_key = 0",
+        "logsumexp has shape (2, 3, 32) and dtype float32",
+    ]
+    assert driver_log.calls == []
+
+
+def test_strided_logsumexp_is_refused(driver_log: StandIn) -> None:
+    *rest, logsumexp = [InterfaceArray(array) for array in backward_operands()]
+    wide = InterfaceArray(aligned((B, H, 128), "f4")[..., ::2])
+    with pytest.raises(NotSupported, match="logsumexp is strided or misaligned"):
+        attention_backward(*rest, wide, kernels=kernels)
+    attention_backward(*rest, logsumexp, kernels=kernels)
+
+
+def test_wrong_ranks_only_name_what_was_given() -> None:
+    query, key, value = operands()
+    with pytest.raises(NotSupported) as caught:
+        attention_forward(query[0], key, value[0])
+    assert [reason.split()[0] for reason in caught.value.reasons] == ["query", "value"]
+
+
+def test_misspelt_options() -> None:
+    allowed = "must be one of mask, scale, stream, backend, kernels; check the spelling"
+    with pytest.raises(NotSupported) as caught:
+        attention_forward(*operands(), causal=True, deterministic=True, backend="cpu", mask="causal")  # type: ignore
+    assert list(caught.value.reasons) == [
+        f"option 'causal' is unknown: {allowed}",
+        f"option 'deterministic' is unknown: {allowed}",
+        "mask = 'causal': must be a mask object such as Full() or Causal(); make one",
+        "backend = 'cpu': must be one of auto, gpu, reference",
+    ]
+    with pytest.raises(NotSupported, match=r"must be one of .*deterministic, num_splits_key"):
+        attention_backward(*backward_operands(), determinstic=True)  # type: ignore
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(MQ, 0), (0, MK)])
+def test_empty_problems(driver_log: StandIn, num_queries: int, num_keys: int) -> None:
+    output, logsumexp = attention_forward(*operands(BF16, num_queries, num_keys))
+    assert output.shape == (B, num_queries, H, DV)
+    assert not output.any()
+    assert np.isneginf(logsumexp[..., :num_queries]).all()
+    assert np.isposinf(logsumexp[..., num_queries:]).all()
+    gradients = attention_backward(*backward_operands(BF16, num_queries, num_keys))
+    for gradient in (gradients.query, gradients.key, gradients.value):
+        assert not gradient.any()
+    assert gradients.value.shape == (B, num_keys, H, DV)
+    assert not driver_log.of("cuLaunchKernelEx")
+
+
+@pytest.mark.parametrize("backend", ["auto", "gpu"])
+def test_without_a_gpu_the_reference_is_named(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    def absent(*_: object) -> Any:
+        raise NoDevice("no GPU")
+
+    monkeypatch.setattr(driver, "current_ordinal", absent)
+    text = 'no GPU; backend="reference" computes on the CPU in NumPy float64'
+    with pytest.raises(NoDevice, match=text):
+        attention_forward(*operands(), backend=backend)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", BF16])
+def test_reference(dtype: Any) -> None:
+    query, key, value = operands(dtype)
+    options: Any = {"mask": CausalBottomRight(), "scale": 0.3, "backend": "reference"}
+    output, logsumexp = attention_forward(query, key, value, **options)
+    assert (output.dtype, logsumexp.dtype, logsumexp.shape) == (np.dtype(dtype), np.float32, (B, H, 64))
+    assert np.isposinf(logsumexp[..., MQ:]).all()
+    scores = 0.3 * np.einsum("bmhk,bnhk->bhmn", query.astype("f8"), key.astype("f8"))
+    scores = np.where(CausalBottomRight().materialise(MQ, MK), scores, -np.inf)
+    lse = np.log(np.exp(scores).sum(-1))
+    np.testing.assert_allclose(logsumexp[..., :MQ], lse, rtol=1e-6)
+    expected = np.einsum("bhmn,bnhk->bmhk", np.exp(scores - lse[..., None]), value.astype("f8"))
+    np.testing.assert_allclose(output.astype("f8"), expected, rtol=1e-2, atol=1e-2)
+
+    grad_output = aligned(output.shape, dtype, 9)
+    gradients = attention_backward(grad_output, query, key, value, output, logsumexp, **options)
+    weights = np.exp(scores - lse[..., None])
+    grad_value = np.einsum("bhmn,bmhk->bnhk", weights, grad_output.astype("f8"))
+    np.testing.assert_allclose(gradients.value.astype("f8"), grad_value, rtol=1e-2, atol=2e-2)
+    assert (gradients.query.shape, gradients.query.dtype) == (query.shape, np.dtype(dtype))
+
+
+def test_reference_takes_numpy_only() -> None:
+    query, key, value = operands()
+    with pytest.raises(NotSupported, match="query, value: must be NumPy arrays for backend='reference'"):
+        attention_forward([query], key, [value], backend="reference")

@@ -1,0 +1,407 @@
+"""Tests of the command line: what each command prints, refuses and returns, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+import fakes
+import numpy as np
+from click.testing import CliRunner, Result
+
+from cutlass_py_attn import abi, attention, masks, reference
+from cutlass_py_attn.artifact import Artifact, Folder
+from cutlass_py_attn.cli import doctor, kernels, on_gpu, on_host, run, sass
+from cutlass_py_attn.cli.group import group
+from cutlass_py_attn.cli.selection import KINDS, Selection, parse_symbol
+from cutlass_py_attn.cli.target import Gpu, hopper_arch
+from cutlass_py_attn.errors import CompileError, NotSupported
+from cutlass_py_attn.plan import Build
+from cutlass_py_attn.problem import Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOM = "matmul_qk_generic_bf16_d64"
+GPU = Gpu("Toy", (9, 0), 4, 1, "sm_90")
+TINY = (
+    "--dtype",
+    "bf16",
+    "--mask",
+    "full",
+    "--head-dim",
+    "64",
+    "--seqlen",
+    "64",
+    "--batch",
+    "2",
+    "--heads",
+    "2",
+)
+
+
+def invoke(*arguments: str) -> Result:
+    """The command's result; its output holds stderr too."""
+    return CliRunner().invoke(group, list(arguments))
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU, whatever this one has."""
+    for module in ("run", "doctor", "target"):
+        monkeypatch.setattr(f"cutlass_py_attn.cli.{module}.first_gpu", lambda: None)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Artifacts with made-up numbers instead of compiled ones."""
+    monkeypatch.setattr(kernels, "compiler", lambda: lambda build: (fakes.artifact(build), "0.5 s"))
+
+
+# Symbols and selections
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a"])
+def test_every_symbol_names_its_plan(arch: str) -> None:
+    selection = Selection(KINDS, ("float16", "float32"), (64, 96), ("full", "causal_br"), deterministic=True)
+    plans = list(selection.plans(arch))
+    assert len({plan.symbol for plan in plans}) == len(plans)
+    for plan in plans:
+        assert parse_symbol(plan.symbol, arch).build == plan.build
+        assert [parse_symbol(launch.symbol, arch).build for launch in plan.launches] == [plan.build] * len(
+            plan.launches
+        )
+
+
+def test_symbol_with_two_head_dims() -> None:
+    build = parse_symbol("bwd_generic_f16_d64v32_causal_det", "sm_90").build
+    assert (build.head_dim, build.head_dim_value, build.mask, build.deterministic) == (64, 32, "causal", True)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "words"),
+    [
+        ("nonsense", "must be like fwd_generic"),
+        ("fwd_generic_bf16_d64", "must be like"),
+        ("fwd_generic_bf16_d64_causalish", "must be like"),
+        ("fwd_hopper_bf16_d64_causal", "the planner takes fwd_generic_bf16_d64_causal"),
+        ("fwd_generic_bf16_d64_causal_det", "the planner takes fwd_generic_bf16_d64_causal"),
+        ("matmul_qk_generic_bf16_d64v32", "the planner takes matmul_qk_generic_bf16_d64"),
+        ("matmul_qk_hopper_bf16_d64", "no wgmma"),
+        ("fwd_generic_bf16_d63_full", "head_dim = 63"),
+    ],
+)
+def test_symbols_that_name_nothing(symbol: str, words: str) -> None:
+    with pytest.raises(NotSupported, match=words):
+        parse_symbol(symbol, "sm_90")
+
+
+def test_rooms_have_no_mask_and_whole_tiles() -> None:
+    selection = Selection(("rooms",), ("bfloat16",), (72,), ("full", "causal"))
+    assert [plan.symbol for plan in selection.plans("sm_80")] == [
+        f"{room}_generic_bf16_d96" for room in ("matmul_qk", "doivj", "grad_v", "grad_k", "grad_q")
+    ]
+    assert len(list(selection.plans("sm_90a"))) == 10
+
+
+def test_hopper_arch() -> None:
+    assert [hopper_arch(arch) for arch in ("sm_80", "sm_90", "sm_90a", "sm_100")] == [
+        None,
+        "sm_90a",
+        "sm_90a",
+        None,
+    ]
+
+
+# Entry point
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_missing_extra_is_one_sentence(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from cutlass_py_attn.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"cutlass-py-attn needs {missing} for its commands: pip install 'cutlass-py-attn[cli]'"
+    ]
+
+
+def test_other_missing_modules_are_not_hidden() -> None:
+    code = "import sys; sys.modules['numpy'] = None; from cutlass_py_attn.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 1
+    assert "numpy" in done.stderr.splitlines()[-1]
+
+
+def test_help_lists_the_commands() -> None:
+    output = invoke("--help").output
+    assert all(f"  {name} " in output for name in ("run", "doctor", "build", "inspect", "bench"))
+
+
+# doctor
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_doctor_names_what_is_there_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sass, "tool", lambda: None)
+    done = invoke("doctor")
+    assert done.exit_code == 0
+    lines = {line.split()[1]: line for line in done.output.splitlines()[1:]}
+    assert lines["Python"].startswith("ok")
+    assert lines["numpy"].split() == ["ok", "numpy", np.__version__]
+    assert lines["GPU"].startswith("missing")
+    assert "launching needs an NVIDIA GPU" in lines["GPU"]
+    assert "pip install 'cutlass-py-attn[inspect]'" in lines["nvdisasm"]
+
+
+def test_doctor_describes_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "first_gpu", lambda: Gpu("Toy", (8, 6), 84, 2, "sm_86"))
+    found = {item["name"]: item["found"] for item in json.loads(invoke("doctor", "--json").output)}
+    assert found["GPU"] == "Toy, compute capability 8.6, 84 SMs, the first of 2"
+    assert found["compile target"] == "sm_86"
+
+
+def test_doctor_outlives_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_gpu() -> Gpu:
+        raise NotSupported("compute capability = 7.0: no target runs on it")
+
+    monkeypatch.setattr(doctor, "first_gpu", first_gpu)
+    found = {item["name"]: item for item in json.loads(invoke("doctor", "--json").output)}
+    assert found["GPU"]["remedy"] == "compute capability = 7.0: no target runs on it"
+    assert found["compile target"]["found"] == ""
+
+
+def test_doctor_measures_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "default_folder", lambda: tmp_path)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "file").write_bytes(bytes(3 << 19))
+    found = {item["name"]: item["found"] for item in json.loads(invoke("doctor", "--json").output)}
+    assert found["kernel cache"] == f"{tmp_path} (1.5 MiB)"
+
+
+# build and inspect
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_build_fills_a_folder(tmp_path: Path) -> None:
+    archs, head_dims = ("--arch", "sm_80", "--arch", "sm_90a"), ("--head-dim", "64", "--head-dim", "96")
+    options = ("--kind", "forward", "--dtype", "f16", "--mask", "full", "-o", str(tmp_path))
+    done = invoke("build", *archs, *head_dims, *options)
+    assert done.exit_code == 0, done.output
+    names = [f"{artifact.build.arch}/{artifact.build.symbol}" for artifact in Folder(tmp_path).all()]
+    assert names == [
+        f"{arch}/fwd_generic_f16_d{dim}_full" for arch in ("sm_80", "sm_90a") for dim in (64, 96)
+    ]
+    assert f"4 kernels in {tmp_path}" in done.output
+
+
+def test_build_keeps_what_compiles_and_reports_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def source(build: Build) -> tuple[Artifact, str]:
+        if build.room in ("grad_v", "grad_k"):
+            raise CompileError(f"{build.room} spills")
+        return fakes.artifact(build), "0.5 s"
+
+    monkeypatch.setattr(kernels, "compiler", lambda: source)
+    done = invoke("build", "--arch", "sm_90", "--kind", "rooms", "--dtype", "f32", "-o", str(tmp_path))
+    assert done.exit_code == 1
+    assert done.output.endswith("Error: grad_v spills\ngrad_k spills\n")
+    assert [artifact.build.room for artifact in Folder(tmp_path).all()] == ["doivj", "grad_q", "matmul_qk"]
+
+
+def test_inspect_refuses_in_one_sentence(tmp_path: Path) -> None:
+    done = invoke("inspect", "nonsense")
+    assert (done.exit_code, done.output.count("\n")) == (1, 1)
+    assert done.output.startswith("Error: symbol 'nonsense': must be like")
+    done = invoke("inspect", ROOM, "--arch", "sm_90", "--kernels", str(tmp_path))
+    assert done.exit_code == 1
+    assert "build it with: cutlass-py-attn build --arch sm_90" in done.output
+    assert invoke("inspect", ROOM, "--kernels", str(tmp_path / "nowhere")).exit_code == 2
+
+
+def test_inspect_reads_a_folder(tmp_path: Path) -> None:
+    plan = parse_symbol(ROOM, "sm_80")
+    made = fakes.artifact(plan.build)
+    Folder(tmp_path).put(Artifact(made.build, ".visible .entry x()", made.cubin, made.kernels, "toy", "as planned"))
+    done = invoke("inspect", ROOM, "--arch", "sm_80", "--kernels", str(tmp_path), "--ptx")
+    assert (done.exit_code, done.output) == (0, ".visible .entry x()\n")
+
+
+def test_inspect_shows_a_compiled_room() -> None:
+    pytest.importorskip("cutlass")
+    if sass.tool() is None:
+        pytest.skip("nvdisasm is not installed")
+    done = invoke("inspect", ROOM, "--arch", "sm_90", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert [tuple(field.values()) for field in found["fields"]] == list(abi.layout(abi.ROOM))
+    (row,) = found["resources"]
+    assert row["mma"] == found["instructions"][f"{ROOM}_0"]["HMMA"] > 0
+    assert row["shared_memory_bytes"] == max(
+        item["offset"] + item["bytes"] for item in found["shared_memory"]
+    )
+    listing = invoke("inspect", ROOM, "--arch", "sm_90", "--sass").output.splitlines()
+    assert listing[0] == f"{ROOM}_0:"
+    assert len(listing) - 1 == sum(found["instructions"][f"{ROOM}_0"].values())
+    assert "shared memory" in invoke("inspect", ROOM, "--arch", "sm_90").output
+
+
+def test_sass_without_nvdisasm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sass, "tool", lambda: None)
+    with pytest.raises(NotSupported, match=r"pip install 'cutlass-py-attn\[inspect\]'"):
+        sass.disassemble(b"")
+
+
+def test_histogram_counts_opcodes_without_modifiers() -> None:
+    listing = [("LDG.E", "a"), ("BAR", ""), ("LDG.E.128", "b"), ("ADD", "")]
+    assert list(sass.histogram(listing).items()) == [("LDG", 2), ("ADD", 1), ("BAR", 1)]
+
+
+def test_entry_text_is_one_entry() -> None:
+    ptx = ".visible .entry a_0(\nmma.sync.x\n}\n.visible .entry a_0b(\n}\n"
+    assert kernels.entry_text(ptx, "a_0").count("mma.sync.") == 1
+    assert kernels.entry_text(ptx, "a_0b").count("mma.sync.") == 0
+
+
+# run
+
+
+@pytest.mark.usefixtures("no_gpu", "no_compiler")
+def test_run_without_gpu_compiles_checks_and_says_so() -> None:
+    done = invoke("run", *TINY)
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    for name in ("matmul_qk_generic_bf16_d64", "matmul_qk_hopper_bf16_d64", "fwd_generic_bf16_d64_full",
+                 "bwd_generic_bf16_d64_full_delta"):  # fmt: skip
+        assert sum(line.split()[:1] == [name] for line in lines) == 1
+    assert sum("sum(dV) = sum(dO)" in line for line in lines) == 1
+    assert lines[-1].startswith("No GPU here: the kernels above were not run")
+
+
+@pytest.mark.usefixtures("no_gpu", "no_compiler")
+def test_run_shows_everything_when_nothing_is_given() -> None:
+    found = json.loads(invoke("run", "--json").output)
+    names = {row["kernel"] for row in found["kernels"]}
+    assert {f"fwd_generic_{d}_d128_{m}" for d in ("f16", "bf16", "f32") for m in ("full", "causal")} <= names
+    assert sum(row["arch"] == "sm_90a" for row in found["kernels"]) == 10
+    assert {check["mask"] for check in found["checks"]} == {"full", "causal"}
+    assert found["passed"]
+
+
+@pytest.mark.usefixtures("no_gpu", "no_compiler")
+def test_run_fails_when_a_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_host, "check", lambda mask: [on_host.Check(mask, "law", float("nan"), 1e-9)])
+    done = invoke("run", *TINY)
+    assert done.exit_code == 1
+    assert "FAILED" in done.output
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_run_fails_when_a_kernel_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def source(build: Build) -> tuple[Artifact, str]:
+        raise CompileError(f"{build.symbol} spills")
+
+    monkeypatch.setattr(kernels, "compiler", lambda: source)
+    done = invoke("run", *TINY)
+    assert done.exit_code == 1
+    assert "Error: matmul_qk_generic_bf16_d64 spills\n" in done.output
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_run_takes_prebuilt_kernels(tmp_path: Path) -> None:
+    assert "not in" in invoke("run", *TINY, "--kernels", str(tmp_path)).output
+    for plan in Selection(KINDS, ("bfloat16",), (64,), ("full",)).plans("sm_80"):
+        Folder(tmp_path).put(fakes.artifact(plan.build))
+    done = invoke("run", *TINY, "--kernels", str(tmp_path), "--arch", "sm_80")
+    assert done.exit_code == 0, done.output
+    assert "prebuilt" in done.output
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "causal_br"])
+def test_reference_check_passes(mask: str) -> None:
+    checks = on_host.check(mask)
+    assert [check.law for check in checks] == [
+        "dQ = finite difference", "dK = finite difference", "dV = finite difference", "sum(dV) = sum(dO)",
+    ]  # fmt: skip
+    assert all(check.passed for check in checks)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_reference_check_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    right = reference.backward
+
+    def backward(*operands: Any, **options: Any) -> tuple[Any, ...]:
+        found = list(right(*operands, **options))
+        found[wrong] = found[wrong] * 1.001
+        return tuple(found)
+
+    monkeypatch.setattr(reference, "backward", backward)
+    failed = [check.law[:2] for check in on_host.check("causal") if not check.passed]
+    assert failed[0] == ("dQ", "dK", "dV")[wrong]
+
+
+# The GPU's part of run, with the reference in the kernels' place
+
+
+def _with_reference(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[attention.Gradients], None]) -> None:
+    forward, backward = attention.attention_forward, attention.attention_backward
+
+    def fake_forward(*operands: Any, mask: masks.Mask, **_: Any) -> Any:
+        return forward(*operands, mask=mask, backend="reference")
+
+    def fake_backward(*operands: Any, mask: masks.Mask, **_: Any) -> Any:
+        found = backward(*operands, mask=mask, backend="reference")
+        spoil(found)
+        return found
+
+    monkeypatch.setattr(attention, "attention_forward", fake_forward)
+    monkeypatch.setattr(attention, "attention_backward", fake_backward)
+    monkeypatch.setattr(on_gpu, "_timed", lambda problem, *_: on_gpu.Timing(problem.direction, 0.5, 12.0))
+    monkeypatch.setattr(run, "first_gpu", lambda: GPU)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_run_on_gpu_judges_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_reference(monkeypatch, lambda gradients: None)
+    done = invoke("run", *TINY)
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert any(line.startswith("Toy: batch 2, heads 2, seqlen 64, head_dim 64") for line in lines)
+    assert lines[-1].split() == ["bf16", "full", "0.500", "12", "0.500", "12"]
+    found = json.loads(invoke("run", *TINY, "--json").output)
+    assert set(found["results"][0]["errors"]) == {"output", "grad_query", "grad_key", "grad_value"}
+    assert all(0 < error < 5e-3 for error in found["results"][0]["errors"].values())
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize("place", [(0, 5, 0), (-1, 5, -1)])
+def test_run_on_gpu_fails_on_a_wrong_row(
+    monkeypatch: pytest.MonkeyPatch, place: tuple[int, int, int]
+) -> None:
+    def spoil(gradients: attention.Gradients) -> None:
+        gradients.key[place] = 0
+
+    _with_reference(monkeypatch, spoil)
+    done = invoke("run", *TINY)
+    assert done.exit_code == 1
+    assert "FAILED" in done.output
+
+
+def test_timing_launches_the_plan(driver_log: Any) -> None:
+    shape = Shape(1, 64, 64, 1, 64, 64)
+    mask = masks.Full()
+    made = on_gpu.inputs.make("gaussian", shape, "float16", mask, 1)
+    arrays = dict(zip(("query", "key", "value", "grad_output"), made, strict=True))
+    problem = on_gpu.Problem.dense("forward", shape, "float16", mask)
+    arrays["logsumexp"] = np.zeros(shape.logsumexp, np.float32)
+    timing = on_gpu._timed(problem, arrays, fakes.artifact)
+    assert timing.direction == "forward"
+    assert timing.milliseconds >= 0

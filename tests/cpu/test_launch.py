@@ -1,0 +1,247 @@
+"""Tests of Bound: what reaches the driver is the plan, in order, with the right bytes, and never a wait."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from fakes import SHAPE, addresses, aligned, artifact, decode, plan_of
+from stand_in import StandIn
+
+from cutlass_py_attn import abi
+from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported, Stale
+from cutlass_py_attn.launch import Bound, bind, generic_arch
+from cutlass_py_attn.masks import Causal
+from cutlass_py_attn.plan import Launch, Plan, TensorMap, Workspace
+from cutlass_py_attn.problem import Problem, Tensor
+
+
+def bound_of(direction: str, **changes: object) -> tuple[Problem, Plan, Bound]:
+    problem, plan = plan_of(direction, **changes)
+    return problem, plan, bind(artifact(plan.build), plan, problem)
+
+
+def test_forward_launch_is_the_plan(driver_log: StandIn) -> None:
+    _, plan, bound = bound_of("forward")
+    (opt_in,) = driver_log.of("cuKernelSetAttribute")
+    assert opt_in.text == plan.launches[0].symbol
+    assert opt_in.numbers[:2] == (8, plan.launches[0].shared_memory_bytes)
+    driver_log.clear()
+    bound(addresses(bound.tensor_names), 0x123)
+    assert driver_log.names == ["cuLaunchKernelEx"]
+    (launch,) = driver_log.of("cuLaunchKernelEx")
+    planned = plan.launches[0]
+    assert (launch.text, launch.grid, launch.block) == (planned.symbol, planned.grid, planned.block)
+    assert (launch.shared_memory, launch.stream) == (planned.shared_memory_bytes, 0x123)
+    assert launch.numbers[8:10] == (0, 0xC0), "no launch attributes, in the device's own context"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward_launches_are_the_plan(driver_log: StandIn, deterministic: bool) -> None:
+    _, plan, bound = bound_of("backward", deterministic=deterministic)
+    driver_log.clear()
+    bound(addresses(bound.tensor_names), 0x123)
+    assert driver_log.names == [
+        "cuMemAllocAsync",
+        "cuMemsetD8Async",
+        *["cuLaunchKernelEx"] * 3,
+        "cuMemFreeAsync",
+    ]
+    found = [(c.text, c.grid, c.block, c.shared_memory) for c in driver_log.of("cuLaunchKernelEx")]
+    assert found == [(i.symbol, i.grid, i.block, i.shared_memory_bytes) for i in plan.launches]
+    (allocated,), (cleared,) = driver_log.of("cuMemAllocAsync"), driver_log.of("cuMemsetD8Async")
+    (freed,) = driver_log.of("cuMemFreeAsync")
+    assert allocated.numbers[:2] == (plan.workspace.bytes, 0x123)
+    assert cleared.numbers[1:4] == (0, plan.workspace.zero_bytes, 0x123)
+    assert freed.numbers[:2] == (cleared.numbers[0], 0x123)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_struct_of_the_backward(driver_log: StandIn, deterministic: bool) -> None:
+    strided = Tensor(SHAPE.of("query"), (200 * 512, 512, 128, 1), "bfloat16")
+    _, plan, bound = bound_of(
+        "backward", query=strided, scale=0.3, mask=Causal(), num_splits_key=1, deterministic=deterministic
+    )
+    given = addresses(bound.tensor_names)
+    workspace = aligned((bound.workspace_bytes,), np.uint8)
+    bound(given, workspace=workspace.ctypes.data)
+    for launch in driver_log.of("cuLaunchKernelEx"):
+        struct = decode(plan.build, launch.parameters)
+        assert {name: struct.pop(name) for name in given} == given
+        assert [struct.pop(f"query_{axis}") for axis in ("batch", "row", "head")] == [200 * 512, 512, 128]
+        assert [struct.pop(f"grad_value_{axis}") for axis in ("batch", "row", "head")] == [300 * 96, 96, 32]
+        assert struct.pop("scale") == np.float32(0.3)
+        assert struct.pop("scale_log2") == np.float32(0.3 / math.log(2))
+        for name, value in plan.sizes:
+            assert struct.pop(name) == value
+        parts = {part.name: workspace.ctypes.data + part.offset for part in plan.workspace.parts}
+        assert {name: struct.pop(name) for name in parts} == parts
+        assert struct.pop("turn", 0) == 0
+        assert {name.rsplit("_", 1)[1] for name in struct} == {"batch", "row", "head"}
+    assert dict(plan.sizes)["num_splits_key"] == 1
+    assert not workspace[: plan.workspace.zero_bytes].any()
+    assert not driver_log.of("cuMemAllocAsync"), "the caller's workspace is used"
+
+
+def test_calls_do_not_share_addresses(driver_log: StandIn) -> None:
+    _, plan, bound = bound_of("forward")
+    first = addresses(bound.tensor_names)
+    second = {name: address + 0x100000 for name, address in first.items()}
+    for given in (first, second):
+        bound(given)
+    seen = [decode(plan.build, call.parameters)["value"] for call in driver_log.of("cuLaunchKernelEx")]
+    assert seen == [first["value"], second["value"]]
+
+
+def test_default_scale(driver_log: StandIn) -> None:
+    _, plan, bound = bound_of("forward")
+    bound(addresses(bound.tensor_names))
+    struct = decode(plan.build, driver_log.of("cuLaunchKernelEx")[0].parameters)
+    assert struct["scale"] == np.float32(1 / 8)
+    assert struct["scale_log2"] == np.float32(math.log2(math.e) / 8)
+
+
+def test_cubin_is_loaded_once_a_device(driver_log: StandIn) -> None:
+    problem, plan = plan_of("forward", dtype="float16", arch="sm_86")
+    made = artifact(plan.build)
+    _, plan_90 = plan_of("forward", dtype="float16")
+    for _ in range(2):
+        bind(made, plan, problem, device=1)
+        bind(artifact(plan_90.build), plan_90, problem, device=0)
+    assert len(driver_log.of("cuLibraryLoadData")) == 2
+
+
+def test_another_device_s_context_is_used(driver_log: StandIn) -> None:
+    problem, plan = plan_of("forward", arch="sm_80")
+    small = dataclasses.replace(plan.launches[0], shared_memory_bytes=1024)
+    plan = dataclasses.replace(plan, launches=(small,))
+    bound = bind(artifact(plan.build), plan, problem, device=1)
+    bound(addresses(bound.tensor_names))
+    assert driver_log.of("cuLaunchKernelEx")[0].numbers[9] == 0xC1
+
+
+def test_empty_plan_does_nothing(driver_log: StandIn) -> None:
+    problem = Problem.dense("forward", dataclasses.replace(SHAPE, num_keys=0), "float16")
+    from cutlass_py_attn.planner import plan_forward
+
+    plan = plan_forward(problem, "sm_90")
+    bound = bind(artifact(plan.build), plan, problem)
+    driver_log.clear()
+    bound(dict.fromkeys(bound.tensor_names, 0))
+    assert driver_log.calls == []
+
+
+def test_room_with_tensor_maps(driver_log: StandIn) -> None:
+    _, forward = plan_of("forward", arch="sm_90a")
+    build = dataclasses.replace(forward.build, kind="room", family="hopper", room="matmul_qk")
+    maps = (TensorMap("a", 64, 64, 64, 64, 128), TensorMap("b", 128, 64, 128, 64, 128))
+    launch = Launch(f"{build.symbol}_0", (2, 1, 1), (128, 1, 1), 0, maps)
+    plan = Plan(build, (launch,), Workspace(), (("tiles", 5),), "")
+    bound = bind(artifact(build), plan)
+    assert bound.tensor_names == ("a", "b", "c")
+    given = addresses(bound.tensor_names)
+    bound(given)
+    bound(given)
+    bound({**given, "b": 0x9000})
+    assert [call.numbers[3] for call in driver_log.of("cuTensorMapEncodeTiled")] == [
+        given["a"],
+        given["b"],
+        0x9000,
+    ]
+    last = driver_log.of("cuLaunchKernelEx")[-1].parameters
+    assert len(last) == 2 * abi.TENSOR_MAP_BYTES + 32
+    assert np.frombuffer(last, "<u8")[[0, 16]].tolist() == [given["a"], 0x9000]
+    assert decode(build, last) == {**given, "b": 0x9000, "tiles": 5}
+
+
+def test_stale_artifacts_are_refused(driver_log: StandIn) -> None:
+    problem, plan = plan_of("forward")
+    _, other = plan_of("forward", mask=Causal())
+    with pytest.raises(Stale, match="built from another plan than fwd_generic_bf16_d64v32_full"):
+        bind(artifact(other.build), plan, problem)
+    with pytest.raises(
+        Stale, match=r"the artifact's parameters have \(152,\) bytes, the plan packs \(160,\)"
+    ):
+        bind(artifact(plan.build, (152,)), plan, problem)
+    with pytest.raises(
+        Stale, match=r"the driver reads parameters of \(160, 4\) bytes, the plan packs \(160,\)"
+    ):
+        bind(artifact(plan.build, driver_sizes=(160, 4)), plan, problem)
+
+
+def test_wrong_architecture_names_both(driver_log: StandIn) -> None:
+    problem, plan = plan_of("forward", arch="sm_90")
+    with pytest.raises(Stale, match=r"is built for sm_90: stand-in 1 has compute capability 8.6"):
+        bind(artifact(plan.build), plan, problem, device=1)
+
+
+def test_too_much_shared_memory(driver_log: StandIn) -> None:
+    problem, plan = plan_of("backward", arch="sm_80")
+    assert plan.build.shared_memory_bytes > 101376
+    with pytest.raises(DoesNotFit, match="stand-in 1 allows 101376"):
+        bind(artifact(plan.build), plan, problem, device=1)
+
+
+def test_problem_of_another_plan(driver_log: StandIn) -> None:
+    problem, plan = plan_of("forward")
+    other = Problem.dense("forward", dataclasses.replace(SHAPE, num_keys=17), "bfloat16", Causal())
+    with pytest.raises(Stale, match=r"(?s)problem.mask = causal: the plan has full.*problem.num_keys = 17"):
+        bind(artifact(plan.build), plan, other)
+    with pytest.raises(Stale, match="takes strides and scale from its problem"):
+        bind(artifact(plan.build), plan)
+    backward, _ = plan_of("backward")
+    with pytest.raises(Stale, match="the plan is a forward plan"):
+        bind(artifact(plan.build), plan, backward)
+    with pytest.raises(NoDevice, match="device = 9"):
+        bind(artifact(plan.build), plan, problem, device=9)
+
+
+def test_wrong_pointers_are_all_named(driver_log: StandIn) -> None:
+    _, _, bound = bound_of("forward")
+    given = addresses(bound.tensor_names)
+    del given["key"]
+    driver_log.clear()
+    with pytest.raises(NotSupported) as caught:
+        bound({**given, "value": 0x1008, "query": 0, "grad_key": 0x1000}, workspace=0x11)
+    assert len(caught.value.reasons) == 5
+    assert [reason.split()[0] for reason in caught.value.reasons] == [
+        "key", "grad_key", "query", "value", "workspace",
+    ]  # fmt: skip
+    assert driver_log.calls == []
+
+
+def test_out_of_memory_says_how_much_and_what_for(driver_log: StandIn) -> None:
+    _, plan, bound = bound_of("backward")
+    driver_log.fail("cuMemAllocAsync", 2)
+    text = f"for the workspace of {plan.symbol} \\({plan.workspace.bytes} bytes\\): CUDA_ERROR_OUT_OF_MEMORY"
+    with pytest.raises(DriverError, match=text):
+        bound(addresses(bound.tensor_names))
+
+
+@pytest.mark.parametrize("call", ["cuMemsetD8Async", "cuLaunchKernelEx"])
+def test_failed_launch_gives_the_workspace_back(driver_log: StandIn, call: str) -> None:
+    _, _, bound = bound_of("backward")
+    driver_log.fail(call, 400)
+    with pytest.raises(DriverError, match=f"{call}.*CUDA_ERROR_INVALID_HANDLE: .*closed"):
+        bound(addresses(bound.tensor_names))
+    assert len(driver_log.of("cuMemFreeAsync")) == 1
+    bound(addresses(bound.tensor_names))
+
+
+@pytest.mark.parametrize(
+    ("compute_capability", "arch"),
+    [
+        ((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_87"), ((8, 9), "sm_89"), ((9, 0), "sm_90"),
+        ((10, 0), "sm_100"), ((10, 3), "sm_100"), ((12, 1), "sm_120"),
+    ],
+)  # fmt: skip
+def test_generic_arch(compute_capability: tuple[int, int], arch: str) -> None:
+    assert generic_arch(compute_capability) == arch
+
+
+@pytest.mark.parametrize("compute_capability", [(7, 5), (11, 0)])
+def test_no_arch(compute_capability: tuple[int, int]) -> None:
+    with pytest.raises(NotSupported, match=r"no target runs on it; allowed are sm_80, .*use another GPU"):
+        generic_arch(compute_capability)

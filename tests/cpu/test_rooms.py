@@ -1,0 +1,224 @@
+"""Tests of the rooms: their numbers, plans and machine code, and that machine code executed on the CPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import room_emulator
+from room_emulator import TILES, Array, compiled, emulate
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.gemm import ROOMS, doivj, grad_k, grad_q, grad_v, matmul_qk
+from cutlass_py_attn.gemm.plans import all_rooms, plan_room, spec_of, swizzle_bytes
+from cutlass_py_attn.plan import F32_ROW_PADDING, Plan
+from cutlass_py_attn.plan_table import Tile
+
+MODULES = {"matmul_qk": matmul_qk, "doivj": doivj, "grad_v": grad_v, "grad_k": grad_k, "grad_q": grad_q}
+SAMPLES = [
+    *((room, family, "bfloat16", 128) for family in ("generic", "hopper") for room in ROOMS),
+    *((room, "hopper", "float16", 64) for room in ROOMS),
+    *((room, "generic", "float32", 64) for room in ROOMS),
+    ("matmul_qk", "generic", "float16", 96),
+    ("grad_v", "generic", "bfloat16", 96),
+    ("grad_q", "generic", "float32", 96),
+    ("doivj", "hopper", "bfloat16", 96),
+    ("grad_k", "hopper", "bfloat16", 192),
+    ("grad_q", "hopper", "float16", 256),
+    ("grad_v", "generic", "float16", 256),
+]
+
+
+def arch_of(family: str) -> str:
+    """The oldest target of a family."""
+    return "sm_90a" if family == "hopper" else "sm_80"
+
+
+@pytest.mark.parametrize(
+    ("room", "shape", "majors", "accumulates"),
+    [
+        ("matmul_qk", (128, 128, 96), (False, False), False),
+        ("doivj", (128, 128, 96), (False, False), False),
+        ("grad_v", (128, 96, 128), (True, True), True),
+        ("grad_k", (128, 96, 128), (True, True), True),
+        ("grad_q", (128, 96, 128), (False, True), False),
+    ],
+)
+def test_spec(room: str, shape: tuple[int, int, int], majors: tuple[bool, bool], accumulates: bool) -> None:
+    spec = spec_of(plan_room(room, "hopper", "bfloat16", 96, "sm_90a").build)
+    assert (spec.m, spec.n, spec.k) == shape
+    assert (spec.a_transposed, spec.b_transposed) == majors
+    assert spec.accumulate == accumulates
+    assert spec.name == MODULES[room].NAME == room
+    assert spec.equation == MODULES[room].EQUATION
+    assert spec.instruction == (64, spec.n, 16)
+    assert spec.instructions == spec.k // 16
+    assert spec.accumulator_registers == spec.m * spec.n // 256
+
+
+def test_float32_takes_three_times_the_instructions() -> None:
+    tile = Tile(64, 64, 4)
+    half, full = (
+        spec_of(plan_room("grad_q", "generic", dtype, 64, "sm_80", tile=tile).build)
+        for dtype in ("float16", "float32")
+    )
+    assert full.instruction == (16, 8, 8)
+    assert full.instructions == 3 * 2 * half.instructions  # three products, and half the depth in each
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("softmax", "generic", "float16", 64, "sm_80"), "room = 'softmax'"),
+        (("grad_q", "volta", "float16", 64, "sm_80"), "family = 'volta'"),
+        (("grad_q", "hopper", "float32", 64, "sm_90a"), "dtype = 'float32'"),
+        (("grad_q", "hopper", "float16", 64, "sm_80"), "has no wgmma"),
+        (("grad_q", "generic", "float16", 72, "sm_80"), "head_dim = 72"),
+        (("grad_q", "generic", "float16", 288, "sm_80"), "head_dim = 288"),
+        (("grad_q", "generic", "float16", 64, "sm_80", -1), "tiles = -1"),
+        (("grad_v", "generic", "float16", 256, "sm_80", 1, Tile(128, 256, 8)), "registers a thread"),
+        (("grad_v", "hopper", "float16", 256, "sm_90a", 1, Tile(96, 96, 4)), "multiple of 64"),
+        (("grad_v", "hopper", "float16", 64, "sm_90a", 1, Tile(64, 128, 4)), "64 rows a warpgroup"),
+        (("matmul_qk", "generic", "float32", 256, "sm_86", 1, Tile(128, 128, 8)), "shared memory"),
+        (("grad_v", "generic", "float16", 64, "sm_80", 1, Tile(16, 16, 8)), "do not divide among 8 warps"),
+    ],
+)
+def test_refusals(arguments: tuple[Any, ...], reason: str) -> None:
+    with pytest.raises(NotSupported, match=reason):
+        plan_room(*arguments)
+
+
+@pytest.mark.parametrize(("arch", "count"), [("sm_80", 75), ("sm_86", 75), ("sm_90a", 125), ("sm_120", 75)])
+def test_all_rooms(arch: str, count: int) -> None:
+    plans = all_rooms(arch)
+    assert len({plan.symbol for plan in plans}) == len(plans) == count
+    for plan in plans:
+        assert Plan.from_json(plan.to_json()) == plan
+        assert plan.build.shared_memory_bytes <= plan.architecture.shared_memory_per_block
+        for item in plan.launches[0].tensor_maps:
+            assert item.box_rows <= 256
+            assert item.box_columns * 2 == item.swizzle_bytes
+            assert item.columns % item.box_columns == 0
+
+
+def test_no_tiles_launch_nothing() -> None:
+    assert plan_room("grad_q", "hopper", "float16", 64, "sm_90a", 0).launches == ()
+
+
+@pytest.mark.parametrize(("room", "family", "dtype", "head_dim"), SAMPLES)
+def test_machine_code(room: str, family: str, dtype: str, head_dim: int) -> None:
+    """compile() itself refuses spills, stack, ptxas remarks and parameters that differ from the ABI."""
+    plan = plan_room(room, family, dtype, head_dim, arch_of(family), TILES)
+    spec, made = spec_of(plan.build), compiled(plan)
+    found = re.findall(r"\b(wgmma\.mma_async|mma\.sync)\S*\.m(\d+)n(\d+)k(\d+)", made.ptx)
+    name = "wgmma.mma_async" if family == "hopper" else "mma.sync"
+    assert found == [(name, *(str(x) for x in spec.instruction))] * spec.instructions
+    assert made.registers <= spec.accumulator_registers + (40 if family == "hopper" else 120)
+    if family == "hopper":
+        boxes = re.findall(r"cp\.async\.bulk\.tensor\.2d", made.ptx)
+        assert len(boxes) == sum(item.columns // item.box_columns for item in plan.launches[0].tensor_maps)
+
+
+@pytest.mark.parametrize(("room", "family", "dtype", "head_dim"), SAMPLES)
+def test_emulated_result(room: str, family: str, dtype: str, head_dim: int) -> None:
+    """The PTX, executed: 16-bit products of small integers exactly, float32 to three TF32 products' error."""
+    a, b, c = emulate(plan_room(room, family, dtype, head_dim, arch_of(family), TILES))
+    expected = MODULES[room].reference(a, b)
+    if dtype == "float32":
+        assert np.linalg.norm(c - expected) <= 1e-6 * np.linalg.norm(expected)
+    else:
+        assert (c == expected).all()
+
+
+@pytest.mark.parametrize("tile", [Tile(64, 64, 4), Tile(256, 64, 8), Tile(128, 128, 4)])
+def test_emulated_warpgroups(tile: Tile) -> None:
+    """One warpgroup, and rows beyond 64 in each."""
+    a, b, c = emulate(plan_room("matmul_qk", "hopper", "bfloat16", 64, "sm_90a", TILES, tile))
+    assert (c == matmul_qk.reference(a, b)).all()
+
+
+@pytest.mark.parametrize("head_dim", [96, 128, 160])
+def test_emulated_wide_warps(head_dim: int) -> None:
+    """Warps that share no columns: each computes all of head_dim, as the forward's O += P V does."""
+    plan = plan_room("grad_q", "generic", "bfloat16", head_dim, "sm_80", TILES, Tile(64, 64, 4))
+    plan = replace(plan, build=replace(plan.build, grad_q=(4, 1)))
+    a, b, c = emulate(plan)
+    assert (c == grad_q.reference(a, b)).all()
+
+
+def test_references_make_the_backward() -> None:
+    """One tile, dense: the five products around dS = P (dP - delta) are the gradients of softmax(Q K^T) V."""
+    random = np.random.default_rng(3)
+    q, k, v, do = (random.standard_normal((8, 4)) for _ in range(4))
+
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        p = np.exp(matmul_qk.reference(q, k))
+        p /= p.sum(axis=1, keepdims=True)
+        return p, grad_q.reference(p, v)
+
+    p, o = forward(q, k, v)
+    ds = p * (doivj.reference(do, v) - (do * o).sum(axis=1, keepdims=True))
+    gradients = (grad_q.reference(ds, k), grad_k.reference(ds, q), grad_v.reference(p, do))
+    for which, gradient in enumerate(gradients):
+        step = 1e-6 * random.standard_normal((8, 4))
+        sides = []
+        for sign in (1, -1):
+            moved = [x + sign * step * (i == which) for i, x in enumerate((q, k, v))]
+            sides.append((forward(*moved)[1] * do).sum())
+        assert np.isclose((sides[0] - sides[1]) / 2, (gradient * step).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (32, 96), (16, 32), (128, 64)])
+def test_tiles_lie_as_the_hardware_swizzles(rows: int, columns: int) -> None:
+    """shared_tile and tile_at name the same bytes, and the swizzle between them is the hardware's."""
+    layouts = pytest.importorskip("room_layouts")
+    shape, width = (rows, columns, 2), swizzle_bytes(columns)
+    tile = layouts.run(layouts.tile_offsets, shape, False, rows, columns)
+    plain = layouts.run(layouts.wgmma_offsets, shape, rows, columns)
+    assert (np.sort(tile.ravel()) == np.arange(tile.size)).all()
+    assert (room_emulator.swizzle(plain * 2, width) == tile * 2).all()
+    row, column, stage = np.indices(shape)
+    strip = width // 2
+    expected = stage * rows * columns + column // strip * rows * strip + row * strip + column % strip
+    assert (plain == expected).all()
+
+
+def test_float32_tiles_are_padded() -> None:
+    layouts = pytest.importorskip("room_layouts")
+    tile = layouts.run(layouts.tile_offsets, (32, 64, 2), True, 32, 64)
+    row, column, stage = np.indices(tile.shape)
+    assert (tile == (stage * 32 + row) * (64 + F32_ROW_PADDING) + column).all()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("width", [64, 128])
+def test_wgmma_accumulator_is_the_next_operand(groups: int, width: int) -> None:
+    layouts = pytest.importorskip("room_layouts")
+    tile = Tile(128, width, 4 * groups)
+    first = spec_of(plan_room("matmul_qk", "hopper", "bfloat16", 64, "sm_90a", tile=tile).build)
+    second = spec_of(plan_room("grad_q", "hopper", "bfloat16", 64, "sm_90a", tile=tile).build)
+    shape = (first.threads, first.accumulator_registers, 2, 2)
+    pairs = layouts.run(layouts.wgmma_relayout, shape, first, second)
+    assert (pairs[:, :, 0] == pairs[:, :, 1]).all()
+    assert len(np.unique(pairs[:, :, 0].reshape(-1, 2), axis=0)) == first.m * first.n
+    held = first.m // (32 * groups)
+    rows = layouts.run(layouts.wgmma_rows, (first.threads, held, first.n // 4, 2), first, held)
+    assert (rows[..., 0] == rows[:, :, :1, 0]).all()
+    assert (rows[..., 1] == rows[:, :1, :, 1]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_mma_sync_accumulator_is_the_next_operand(dtype: str) -> None:
+    layouts = pytest.importorskip("room_layouts")
+    tile = Tile(64, 32, 4)
+    first, second = (
+        replace(spec_of(plan_room(room, "generic", dtype, 64, "sm_80", tile=tile).build), warps=(4, 1))
+        for room in ("matmul_qk", "grad_q")
+    )
+    shape = (first.threads, first.accumulator_registers, 2, 2)
+    pairs = layouts.run(layouts.mma_relayout, shape, first, second, dtype, arch="sm_80")
+    assert (pairs[:, :, 0] == pairs[:, :, 1]).all()
+    assert len(np.unique(pairs[:, :, 0].reshape(-1, 2), axis=0)) == first.m * first.n
