@@ -288,10 +288,24 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     return found
 
 
+class _Handle:
+    """A stream handle as an object of CUDA's stream protocol, version 0."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
 def _empty_cupy(shape: tuple[int, ...], dtype: str, gpu: driver.Device, stream: int) -> tuple[Any, int]:
     """From CuPy's pool of our stream, so that reuse of the memory keeps stream order."""
     cupy = sys.modules["cupy"]
-    with cupy.cuda.Device(gpu.ordinal), cupy.cuda.ExternalStream(stream, gpu.ordinal):
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        ours = cupy.cuda.Stream.from_external(_Handle(stream))
+    else:  # CuPy before 14
+        ours = cupy.cuda.ExternalStream(stream, gpu.ordinal)
+    with cupy.cuda.Device(gpu.ordinal), ours:
         made = cupy.empty(shape, dtype=numpy_dtype(dtype))
     return made, int(made.data.ptr)
 

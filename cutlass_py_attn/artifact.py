@@ -88,7 +88,8 @@ def artifact_from(description: dict[str, Any], ptx: str, cubin: bytes) -> Artifa
         Kernel(**{**item, "parameters": tuple(Parameter(**parameter) for parameter in item["parameters"])})
         for item in description["kernels"]
     )
-    return Artifact(build_from(description["build"]), ptx, cubin, kernels, description["toolchain"], description["allocation"])
+    build, names = build_from(description["build"]), description["toolchain"]
+    return Artifact(build, ptx, cubin, kernels, names, description["allocation"])
 
 
 class Folder:

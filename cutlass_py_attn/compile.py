@@ -94,7 +94,8 @@ def _other_allocations(build: Build) -> list[Build]:
     Left alone, ptxas aims at some occupancy and spills a few bytes to reach it. One guaranteed block lifts that
     aim; the usage level moves how far it hoists loads. Which of them fits is not monotonic in anything known.
     """
-    tried = [replace(build, min_blocks_per_sm=1, register_usage_level=level) for level in (5, 3, 7)]
+    settings = ((3, 0), (5, 1), (3, 1), (7, 1))
+    tried = [replace(build, register_usage_level=level, min_blocks_per_sm=blocks) for level, blocks in settings]
     return [other for other in tried if other != build]
 
 

@@ -197,18 +197,19 @@ def get_kernel(library: int, symbol: str) -> int:
     return int(call("cuLibraryGetKernel", library, symbol.encode()))
 
 
-def parameter_sizes(kernel: int) -> tuple[int, ...]:
-    """Bytes of each parameter in order, as the driver read them from the cubin."""
+def parameter_sizes(kernel: int, count: int) -> tuple[int, ...]:
+    """Bytes of the first `count` parameters, as the driver read them from the cubin; fewer when it has fewer."""
     cuda = bindings()
     sizes: list[int] = []
-    while True:
-        arguments = (kernel, len(sizes))
+    for index in range(count):  # asking for one too many would be reported as an error by memory checkers
+        arguments = (kernel, index)
         code, *found = _invoke("cuKernelGetParamInfo", arguments)
-        if int(code) == int(cuda.CUresult.CUDA_ERROR_INVALID_VALUE):  # one past the last parameter
-            return tuple(sizes)
+        if int(code) == int(cuda.CUresult.CUDA_ERROR_INVALID_VALUE):
+            break
         if int(code):
             raise _failure("cuKernelGetParamInfo", arguments, int(code), "")
         sizes.append(int(found[1]))
+    return tuple(sizes)
 
 
 def allow_shared_memory(kernel: int, gpu: Device, dynamic_bytes: int, static_bytes: int) -> None:
@@ -336,6 +337,9 @@ def stream_handle(stream: object) -> int:
     if hasattr(found, "__cuda_stream__"):
         protocol = found.__cuda_stream__
         found = (protocol() if callable(protocol) else protocol)[1]
+        # cuda.core's default streams have handles of their own; only a closed stream says 0, the legacy default
+        if not found and type(stream).__module__.startswith("cuda.core"):
+            raise NotSupported(f"stream = {stream!r}: is closed; pass an open stream, or None for the default stream")
     else:
         names = ("ptr", "cuda_stream", "handle")
         found = next((getattr(found, name) for name in names if hasattr(found, name)), found)

@@ -221,7 +221,7 @@ def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device:
 def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device, block: _Block) -> _Kernel:
     handle = driver.get_kernel(_library(artifact.cubin, gpu), launch.symbol)
     expected = _parameter_sizes(launch, block.struct_bytes)
-    found = driver.parameter_sizes(handle)
+    found = driver.parameter_sizes(handle, len(expected))
     if found != expected:
         raise Stale(
             f"{launch.symbol}: the driver reads parameters of {found} bytes, the plan packs {expected}; "

@@ -1,7 +1,7 @@
 """Plan table: the tiles of the fused kernels by dtype and padded head dim, widest first.
 
 The planner takes the first row that fits the target's shared memory; the rows behind it serve parts with
-99 KiB. Rows were searched and measured with tools/search_plans.py; see docs/performance.md.
+99 KiB. What each row was measured against is in docs/performance.md.
 """
 
 from __future__ import annotations

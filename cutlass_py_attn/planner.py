@@ -80,7 +80,7 @@ def finish_bytes(build: Build) -> int:
 
 
 def backward_workspace(problem: Problem, build: Build) -> Workspace:
-    """float32 query gradient of whole tiles and, when deterministic, turn counters (zeroed); then the row statistics."""
+    """float32 query gradient of whole tiles and turn counters when deterministic (zeroed), then row statistics."""
     if problem.is_empty:
         return Workspace()
     groups = problem.shape.batch * problem.shape.num_heads

@@ -49,13 +49,10 @@ class Backward:
             f"{symbol}_finish", remove_cutlass_symbol=True, keep_mangled_name=False
         )
         # A struct of its own for each launch: the DSL keeps the fields it has read of one with that launch.
-        self.kernel(params.filled(Params, abi.BACKWARD, values)).launch(grid=grid, block=(threads, 1, 1), **self.promise)
-        self.delta_kernel(params.filled(Params, abi.BACKWARD, values)).launch(
-            grid=grid, block=(DELTA_THREADS, 1, 1)
-        )
-        self.finish_kernel(params.filled(Params, abi.BACKWARD, values)).launch(
-            grid=grid, block=(threads, 1, 1)
-        )
+        main, delta, finish = (params.filled(Params, abi.BACKWARD, values) for _ in range(3))
+        self.kernel(main).launch(grid=grid, block=(threads, 1, 1), **self.promise)
+        self.delta_kernel(delta).launch(grid=grid, block=(DELTA_THREADS, 1, 1))
+        self.finish_kernel(finish).launch(grid=grid, block=(threads, 1, 1))
 
     @cute.kernel
     def delta_kernel(self, p: Params):

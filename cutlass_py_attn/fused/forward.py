@@ -40,7 +40,8 @@ class Forward:
     def __call__(self, *values):
         p = params.filled(Params, abi.FORWARD, values)
         self.kernel.set_name_prefix(self.build.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(p).launch(grid=(p.num_queries, p.num_heads, p.batch), block=(self.build.threads, 1, 1), **self.promise)
+        grid = (p.num_queries, p.num_heads, p.batch)
+        self.kernel(p).launch(grid=grid, block=(self.build.threads, 1, 1), **self.promise)
 
     @cute.kernel
     def kernel(self, p: Params):

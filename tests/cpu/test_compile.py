@@ -28,7 +28,8 @@ NONE = (0, 0)
 TOY = Build(
     kind="room", family="generic", arch="sm_90a", dtype="bfloat16", head_dim=64, head_dim_value=64,
     mask="full", tile_m=64, tile_n=64, warps=4, query_stages=1, grad_output_stages=0, scores=NONE,
-    grad_v=NONE, grad_k=NONE, grad_q=NONE, deterministic=False, register_usage_level=5, min_blocks_per_sm=0, room="toy", shared_memory=(),
+    grad_v=NONE, grad_k=NONE, grad_q=NONE, deterministic=False, register_usage_level=5,
+    min_blocks_per_sm=0, room="toy", shared_memory=(),
 )  # fmt: skip
 
 # What a subprocess runs: compile or fetch the toy, print its hashes.

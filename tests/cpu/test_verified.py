@@ -1,0 +1,225 @@
+"""Tests of the verification record: every state is produced on a small copy and recognised; tables follow it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
+from cutlass_py_attn.masks import Causal, Full, Mask
+from cutlass_py_attn.plan import Plan
+from cutlass_py_attn.planner import plan_forward
+from cutlass_py_attn.problem import Problem, Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools import build_ptx, check_verified, record  # noqa: E402
+
+README = """# Title
+<!-- kernels:begin -->
+<!-- kernels:end -->
+between
+<!-- benchmark:begin -->
+<!-- benchmark:end -->
+"""
+SHAPE = Shape(1, 128, 128, 1, 64, 64)
+
+
+def plan_of(mask: Mask) -> Plan:
+    return plan_forward(Problem.dense("forward", SHAPE, "bfloat16", mask), "sm_90")
+
+
+def artifact_of(
+    plan: Plan, *, code: str = "mma.sync.a;", cubin: bytes = b"cubin", registers: int = 200
+) -> Artifact:
+    """What a compiler might have made of the plan."""
+    symbol = f"{plan.symbol}_0"
+    ptx = f"// header\n.entry {symbol}(\n.param .b8 p[184])\n{code}\n"
+    kernel = Kernel(symbol, registers, 0, 0, 0, plan.build.threads, (Parameter("params", 0, 184),))
+    return Artifact(plan.build, ptx, cubin + plan.symbol.encode(), (kernel,), "compiler 1", "as planned")
+
+
+PLANS = [plan_of(Full()), plan_of(Causal())]
+NAMES = [record.name_of(plan.build) for plan in PLANS]
+FULL, CAUSAL = NAMES
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tree with two committed kernels and nothing verified."""
+    (tmp_path / "README.md").write_text(README)
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    (tmp_path / "tests" / "gpu" / "test_one.py").write_text("assert True\n")
+    (tmp_path / "ptx").mkdir()
+    build_ptx.write(tmp_path, PLANS, [artifact_of(plan) for plan in PLANS])
+    monkeypatch.setattr(build_ptx, "committed_plans", lambda: PLANS)
+    return tmp_path
+
+
+def verify(tree: Path, *names: str) -> None:
+    """Append a line for each of these kernels, as a GPU run would."""
+    entries = record.read_manifest(tree)["kernels"]
+    with (tree / record.LOG).open("a") as log:
+        for name in names:
+            line = {
+                "cubin_sha256": entries[name]["cubin_sha256"], "suite_sha256": record.suite_sha256(tree),
+                "gpu": "H200", "worst": {"output": 0.5}, "date": "2026-01-02T03:04:05+00:00",
+            }  # fmt: skip
+            log.write(json.dumps(line) + "\n")
+
+
+def states(tree: Path, made: list[Artifact] | None = None) -> dict[str, str]:
+    """First word of each kernel's state; made: what compiling gives today."""
+    rebuilt = None if made is None else build_ptx.entries_of(PLANS, made)
+    log = record.read_log(tree / record.LOG)
+    found = record.states(tree, record.read_manifest(tree), log, NAMES, rebuilt)
+    return {name: state.split(":")[0].split()[0] for name, state in found.items()}
+
+
+def run(tree: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    """Exit code of check_verified on the tree."""
+    monkeypatch.setattr(sys, "argv", ["check_verified", "--root", str(tree), *options])
+    return check_verified.main()
+
+
+def test_unverified_then_verified(tree: Path) -> None:
+    assert states(tree) == {FULL: "UNVERIFIED", CAUSAL: "UNVERIFIED"}
+    verify(tree, FULL)
+    assert states(tree) == {FULL: "verified", CAUSAL: "UNVERIFIED"}
+
+
+def test_stale_when_the_suite_grows(tree: Path) -> None:
+    verify(tree, *NAMES)
+    (tree / "tests" / "gpu" / "test_two.py").write_text("assert True\n")
+    assert states(tree) == {FULL: "STALE", CAUSAL: "STALE"}
+    verify(tree, CAUSAL)
+    assert states(tree) == {FULL: "STALE", CAUSAL: "verified"}
+
+
+def test_tampered_manifest(tree: Path) -> None:
+    path = tree / record.MANIFEST
+    path.write_text(path.read_text().replace('"registers": 200', '"registers": 128', 1))
+    assert states(tree) == {record.MANIFEST: "TAMPERED"}
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_tampered_ptx(tree: Path, missing: bool) -> None:
+    path = tree / "ptx" / f"{FULL}.ptx"
+    if missing:
+        path.unlink()
+    else:
+        path.write_text(path.read_text() + "// a word more\n")
+    assert states(tree) == {FULL: "TAMPERED", CAUSAL: "UNVERIFIED"}
+
+
+def test_a_new_cubin_is_unverified_whatever_passed_before(tree: Path) -> None:
+    verify(tree, *NAMES)
+    build_ptx.write(tree, PLANS, [artifact_of(PLANS[0], cubin=b"other"), artifact_of(PLANS[1])])
+    assert states(tree) == {FULL: "UNVERIFIED", CAUSAL: "verified"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"code": "mma.sync.b;", "registers": 208},
+            "source and committed PTX disagree.*registers 200 -> 208",
+        ),
+        ({"code": "mma.sync.a; // note"}, "only comments"),
+        ({"cubin": b"other"}, "same PTX, other machine code"),
+    ],
+)
+def test_drifted_says_how(tree: Path, changes: dict[str, object], said: str) -> None:
+    verify(tree, *NAMES)
+    made = [artifact_of(PLANS[0], **changes), artifact_of(PLANS[1])]  # type: ignore[arg-type]
+    assert states(tree, made) == {FULL: "DRIFTED", CAUSAL: "verified"}
+    assert states(tree) == {FULL: "verified", CAUSAL: "verified"}, "seen by compiling alone"
+    lines = build_ptx.drifted(record.read_manifest(tree), build_ptx.entries_of(PLANS, made))
+    assert len(lines) == 1
+    assert re.search(said, lines[0])
+
+
+def test_drifted_when_a_plan_changes(tree: Path) -> None:
+    changed = replace(PLANS[0], build=replace(PLANS[0].build, warps=8))
+    entries = build_ptx.entries_of([changed, PLANS[1]], [artifact_of(changed), artifact_of(PLANS[1])])
+    (line,) = build_ptx.drifted(record.read_manifest(tree), entries)
+    assert "the plan differs in warps" in line
+
+
+def test_unlisted(tree: Path) -> None:
+    build_ptx.write(tree, PLANS[:1], [artifact_of(PLANS[0])])
+    assert states(tree) == {FULL: "UNVERIFIED", CAUSAL: "UNLISTED"}
+    assert not (tree / "ptx" / f"{CAUSAL}.ptx").exists(), "PTX of a kernel that is not committed goes"
+
+
+def test_a_tree_without_a_manifest_lists_every_plan(tree: Path) -> None:
+    (tree / record.MANIFEST).unlink()
+    assert states(tree) == {FULL: "UNLISTED", CAUSAL: "UNLISTED"}
+
+
+def test_manifest_says_what_the_kernel_costs(tree: Path) -> None:
+    entry = record.read_manifest(tree)["kernels"][FULL]
+    (kernel,) = entry["kernels"]
+    assert (kernel["registers"], kernel["threads"], kernel["mma"], kernel["wgmma"]) == (200, 128, 1, 0)
+    assert kernel["shared_memory_bytes"] == PLANS[0].build.shared_memory_bytes
+    assert kernel["parameters"] == [["params", 0, 184]]
+    assert entry["toolchain"] == "compiler 1"
+
+
+def test_exit_codes(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(tree, monkeypatch) == 0, "UNVERIFIED is a note"
+    assert run(tree, monkeypatch, "--strict") == 1
+    verify(tree, *NAMES)
+    assert run(tree, monkeypatch, "--strict") == 1, "README lacks the table"
+    assert run(tree, monkeypatch, "--write-readme") == 0
+    assert run(tree, monkeypatch, "--strict") == 0
+    (tree / "ptx" / f"{FULL}.ptx").unlink()
+    assert run(tree, monkeypatch) == 1
+
+
+def test_readme_lists_only_what_passed(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify(tree, CAUSAL)
+    assert run(tree, monkeypatch, "--write-readme") == 0
+    text = (tree / "README.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    memory = f"{PLANS[1].build.shared_memory_bytes / 1024:.0f} KiB"
+    assert rows == [
+        f"| `fwd_generic_bf16_d64_causal` | sm_90 | 200 | {memory} | output 0.50 | H200, 2026-01-02 |"
+    ]
+    assert "between\n<!-- benchmark:begin -->\n<!-- benchmark:end -->" in text
+
+
+def test_benchmark_table(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"case": "bf16_d64", "direction": "forward", "ours_tflops": 200.4, "gpu": "H200", "commit": "c"}
+    rows = [{**row, "peer": "flash", "peer_tflops": 100.2, "ratio": 2.0}]
+    rows.append({**row, "peer": "cudnn", "peer_tflops": 400.0, "ratio": 0.501})
+    rows.append({**row, "direction": "backward", "peer": "", "peer_tflops": None, "ratio": None})
+    path = tree / check_verified.BENCHMARK
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(rows))
+    assert run(tree, monkeypatch) == 1, "README lacks the table"
+    assert run(tree, monkeypatch, "--write-readme") == 0
+    lines = [line for line in (tree / "README.md").read_text().splitlines() if line.startswith("| ")]
+    assert lines == [
+        "| case | direction | ours | flash | cudnn |",
+        "| --- | --- | --- | --- | --- |",
+        "| `bf16_d64` | forward | 200 | 100 (2.00) | 400 (0.50) |",
+        "| `bf16_d64` | backward | 200 |  |  |",
+    ]
+
+
+def test_readme_without_its_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="kernels:begin"):
+        check_verified.with_block("# Title\n", "kernels", "")
+
+
+def test_committed_plans_are_all_different() -> None:
+    pytest.importorskip("cutlass")
+    names = [record.name_of(plan.build) for plan in build_ptx.committed_plans()]
+    assert len(names) == len(set(names)) == 45

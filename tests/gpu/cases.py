@@ -1,0 +1,239 @@
+"""Cases: the problems that the GPU suite runs and the kernels it needs for them, as data.
+
+A case is one line of text, which `python -m tests.gpu.run --case "..."` runs again:
+
+    bwd bf16 d128 causal 3x6x203x257 needle seed 5 scale 0.1
+    direction, dtype, head dims, mask, batch x heads x queries x keys, input family, seed, options
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cutlass_py_attn import inputs, masks
+from cutlass_py_attn.gemm import ROOMS
+from cutlass_py_attn.gemm.plans import plan_room
+from cutlass_py_attn.plan import Build, Plan
+from cutlass_py_attn.planner import plan_backward, plan_forward
+from cutlass_py_attn.problem import SHORT_NAMES, Problem, Shape
+
+ARCH: Final = "sm_90"
+HOPPER_ARCH: Final = "sm_90a"
+
+LENGTHS: Final = (1, 2, 3, 15, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 799, 1023, 1024)
+FEW_LENGTHS: Final = (1, 15, 64, 65, 129, 255, 799)
+BATCHES: Final = (1, 3)
+HEADS: Final = (1, 6)
+SCALES: Final = (None, 0.1, -0.05, 0.0)
+SPLITS: Final = (None, 1, 3)
+FAMILIES: Final = tuple(inputs.FAMILIES)
+
+_LONG_NAMES: Final = {short: name for name, short in SHORT_NAMES.items()}
+_LINE: Final = re.compile(
+    r"(?P<direction>fwd|bwd) (?P<dtype>\w+) d(?P<dim>\d+)(?:v(?P<dim_value>\d+))? (?P<mask>\w+) "
+    r"(?P<batch>\d+)x(?P<heads>\d+)x(?P<queries>\d+)x(?P<keys>\d+) (?P<family>\w+) seed (?P<seed>\d+)"
+    r"(?: scale (?P<scale>\S+))?(?P<deterministic> deterministic)?(?: splits (?P<splits>\d+))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What decides the machine code of a fused kernel, beside its direction."""
+
+    dtype: str
+    head_dim: int
+    head_dim_value: int
+    mask: str
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One problem with its inputs; `line` names it."""
+
+    direction: str
+    variant: Variant
+    batch: int
+    num_heads: int
+    num_queries: int
+    num_keys: int
+    family: str
+    seed: int
+    scale: float | None = None
+    num_splits_key: int | None = None
+
+    @property
+    def line(self) -> str:
+        """The case as text; `parse` gives an equal case back."""
+        v = self.variant
+        dims = f"d{v.head_dim}" + (f"v{v.head_dim_value}" if v.head_dim_value != v.head_dim else "")
+        words = [
+            "fwd" if self.direction == "forward" else "bwd",
+            f"{SHORT_NAMES[v.dtype]} {dims} {v.mask}",
+            f"{self.batch}x{self.num_heads}x{self.num_queries}x{self.num_keys}",
+            f"{self.family} seed {self.seed}",
+        ]
+        words += [f"scale {self.scale}"] if self.scale is not None else []
+        words += ["deterministic"] if v.deterministic else []
+        words += [f"splits {self.num_splits_key}"] if self.num_splits_key is not None else []
+        return " ".join(words)
+
+    @property
+    def shape(self) -> Shape:
+        """The six sizes."""
+        v = self.variant
+        return Shape(
+            self.batch, self.num_queries, self.num_keys, self.num_heads, v.head_dim, v.head_dim_value
+        )
+
+    @property
+    def mask(self) -> masks.Mask:
+        """The mask as an object."""
+        return masks.from_name(self.variant.mask)
+
+    def problem(self) -> Problem:
+        """The dense problem of this case."""
+        return Problem.dense(self.direction, self.shape, self.variant.dtype, self.mask).replace(
+            scale=self.scale, deterministic=self.variant.deterministic, num_splits_key=self.num_splits_key
+        )
+
+
+def parse(line: str) -> Case:
+    """The case of a line; ValueError shows the form."""
+    found = _LINE.fullmatch(line.strip())
+    if found is None or found["dtype"] not in _LONG_NAMES:
+        raise ValueError(
+            f"case {line!r}: must be like 'bwd bf16 d80v40 causal 3x6x203x257 needle seed 5 scale 0.1 "
+            f"deterministic splits 1', dtype one of {', '.join(_LONG_NAMES)}"
+        )
+    dims = int(found["dim"]), int(found["dim_value"] or found["dim"])
+    variant = Variant(_LONG_NAMES[found["dtype"]], *dims, found["mask"], found["deterministic"] is not None)
+    direction = "forward" if found["direction"] == "fwd" else "backward"
+    batch, heads, queries, keys = (int(found[name]) for name in ("batch", "heads", "queries", "keys"))
+    scale = None if found["scale"] is None else float(found["scale"])
+    splits = None if found["splits"] is None else int(found["splits"])
+    seed = int(found["seed"])
+    return Case(direction, variant, batch, heads, queries, keys, found["family"], seed, scale, splits)
+
+
+# The twelve kernels that are shown and verified, and five of other dims and masks: 17, as many as LENGTHS.
+SHOWN: Final = tuple(
+    Variant(dtype, head_dim, head_dim, mask)
+    for dtype in ("bfloat16", "float16", "float32")
+    for head_dim in (64, 128)
+    for mask in ("full", "causal")
+)
+MAIN: Final = (
+    *SHOWN,
+    Variant("bfloat16", 128, 128, "causal_br"),
+    Variant("float16", 64, 64, "causal_br"),
+    Variant("float32", 64, 64, "causal_br"),
+    Variant("bfloat16", 80, 40, "causal"),
+    Variant("float32", 96, 96, "full"),
+)
+DETERMINISTIC: Final = (
+    Variant("bfloat16", 128, 128, "causal", True),
+    Variant("float32", 64, 64, "causal", True),
+    Variant("float16", 64, 64, "full", True),
+)
+# Seven, as many as FEW_LENGTHS. The forward has no deterministic kernel of its own and runs the first four.
+OTHERS: Final = (
+    Variant("bfloat16", 8, 8, "full"),
+    Variant("float16", 40, 40, "causal"),
+    Variant("float16", 40, 96, "full"),
+    Variant("float32", 8, 8, "causal"),
+    *DETERMINISTIC,
+)
+
+
+def _covering(
+    direction: str, variants: tuple[Variant, ...], lengths: tuple[int, ...], first_seed: int
+) -> Iterator[Case]:
+    """Every two values of every two parameters meet in some case.
+
+    With p lengths and p variants, p a prime, the p * p runs with the levels a, b, a + b, a + 2b, ... (mod p)
+    are an orthogonal array: any two of these columns hold each pair of levels exactly once.
+    """
+    p = len(lengths)
+    for run in range(p * p):
+        a, b = divmod(run, p)
+        levels = [(a + step * b) % p for step in range(1, 7)]
+        variant = variants[levels[0]]
+        splits = SPLITS[levels[5] % len(SPLITS)] if direction == "backward" else None
+        if variant.deterministic and splits != 1:
+            splits = None
+        yield Case(
+            direction,
+            variant,
+            BATCHES[levels[1] % len(BATCHES)],
+            HEADS[levels[2] % len(HEADS)],
+            lengths[a],
+            lengths[b],
+            FAMILIES[levels[3] % len(FAMILIES)],
+            first_seed + run,
+            SCALES[levels[4] % len(SCALES)],
+            splits,
+        )
+
+
+def _all(direction: str) -> tuple[Case, ...]:
+    main = list(_covering(direction, MAIN, LENGTHS, 0))
+    others = list(_covering(direction, OTHERS, FEW_LENGTHS, len(main)))
+    if direction == "forward":
+        others = [case for case in others if not case.variant.deterministic]
+    return (*main, *others)
+
+
+FORWARD: Final = _all("forward")
+BACKWARD: Final = _all("backward")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """One room alone."""
+
+    name: str
+    family: str
+    dtype: str
+    head_dim: int
+
+    @property
+    def arch(self) -> str:
+        """The target of its family."""
+        return HOPPER_ARCH if self.family == "hopper" else ARCH
+
+    def plan(self, tiles: int, arch: str | None = None) -> Plan:
+        """Its plan for that many tiles."""
+        return plan_room(self.name, self.family, self.dtype, self.head_dim, arch or self.arch, tiles)
+
+
+_ROOM_KINDS: Final = (
+    ("generic", "bfloat16", 128),
+    ("generic", "float32", 128),
+    ("hopper", "bfloat16", 64),
+    ("hopper", "bfloat16", 128),
+)
+ALL_ROOMS: Final = tuple(Room(name, *kind) for kind in _ROOM_KINDS for name in ROOMS)
+
+
+def plan_of(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
+    """The planner's choice for this problem."""
+    if problem.direction == "forward":
+        return plan_forward(problem, arch)
+    return plan_backward(problem, arch, num_sms)
+
+
+def builds() -> list[Build]:
+    """Every kernel that the suite runs on an H100 or H200, once."""
+    variants = {case.variant: case for case in (*FORWARD, *BACKWARD)}
+    found: dict[Build, None] = {}
+    for case in variants.values():
+        for direction in ("forward", "backward"):
+            changed = replace(case, direction=direction, num_splits_key=None)
+            found[plan_of(changed.problem(), ARCH).build] = None
+    for room in ALL_ROOMS:
+        found[room.plan(1).build] = None
+    return list(found)

@@ -1,0 +1,193 @@
+"""Arrays on the GPU: CuPy, JAX, torch and NumPy, read in place, answered in their own library, in stream order."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn import driver
+from cutlass_py_attn.attention import attention_forward
+from cutlass_py_attn.errors import DriverError
+from cutlass_py_attn.reference import DTYPES
+from tests.gpu import cases, check
+from tests.gpu.cases import Case
+from tests.gpu.check import Array, Kernels, same_bits
+
+CASES = [
+    Case(
+        "backward", cases.Variant(dtype, 128, 128, "causal"), 2, 3, 203, 129, "gaussian", 7, num_splits_key=1
+    )
+    for dtype in ("bfloat16", "float16", "float32")
+]
+DELAY_ELEMENTS = 1 << 27
+DELAY_PASSES = 60  # of a gibibyte each: some ten milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """One array library: to the device and back, and its streams."""
+
+    module: ModuleType
+    array_type: Any
+    to_device: Callable[[Array], Any]
+    to_host: Callable[[Any], Array]
+    dtypes: tuple[str, ...]
+
+
+def _torch(torch: Any) -> Library:
+    def to_device(array: Array) -> Any:
+        bits = torch.from_numpy(np.ascontiguousarray(array).view(f"i{array.itemsize}"))
+        return bits.cuda().view(getattr(torch, array.dtype.name))
+
+    def to_host(tensor: Any) -> Array:
+        dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        bits = tensor.contiguous().view(getattr(torch, f"int{8 * dtype.itemsize}"))
+        return bits.cpu().numpy().view(dtype)
+
+    return Library(torch, torch.Tensor, to_device, to_host, ("bfloat16", "float16", "float32"))
+
+
+def _cupy(cupy: Any) -> Library:
+    return Library(cupy, cupy.ndarray, cupy.asarray, cupy.asnumpy, ("float16", "bfloat16", "float32"))
+
+
+def _jax(jax: Any) -> Library:
+    return Library(
+        jax, jax.Array, lambda array: jax.device_put(array), np.asarray, ("bfloat16", "float16", "float32")
+    )
+
+
+def _library(module: str) -> Library:
+    """The library with a GPU behind it, or a skip that says what is missing."""
+    try:
+        found = importlib.import_module(module)
+        library = {"torch": _torch, "cupy": _cupy, "jax": _jax}[module](found)
+        library.to_host(library.to_device(np.ones((2, 2), np.float32)))
+        if module == "jax" and found.default_backend() != "gpu":
+            pytest.skip("jax has no GPU backend here")
+    except Exception as error:  # not installed, or installed without a GPU: each says it in its own way
+        pytest.skip(f"{module} cannot be used here: {str(error).splitlines()[0]}")
+    return library
+
+
+@pytest.fixture(params=["torch", "cupy", "jax"])
+def library(request: pytest.FixtureRequest) -> Library:
+    """Each library that is installed."""
+    return _library(request.param)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.variant.dtype)
+def case(request: pytest.FixtureRequest) -> Case:
+    """One case for each dtype."""
+    found: Case = request.param
+    return found
+
+
+def test_same_bits_as_from_numpy_and_nothing_is_copied(
+    library: Library, case: Case, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case.variant.dtype not in library.dtypes:
+        pytest.skip(f"{library.module.__name__} has no {case.variant.dtype}")
+    arrays = check.make(case)
+    expected = check.attend(case, arrays, kernels)
+    on_device = {key: library.to_device(array) for key, array in arrays.items()}
+    with monkeypatch.context() as patch:
+        for name in ("copy_to_device", "copy_to_host"):
+            patch.setattr(driver, name, _refuse)
+        found = check.attend(case, on_device, kernels)
+    for key, array in found.items():
+        assert isinstance(array, library.array_type), key
+        assert same_bits(library.to_host(array), expected[key]), key
+    for key, array in arrays.items():
+        assert same_bits(library.to_host(on_device[key]), array), f"{key} was changed"
+
+
+def _refuse(*_: object) -> None:
+    raise AssertionError("a device array was copied")
+
+
+def test_numpy_is_judged(case: Case, kernels: Kernels) -> None:
+    """Strided NumPy operands give dense NumPy results of their dtype."""
+    arrays = check.make(case)
+    strided = {
+        key: np.ascontiguousarray(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for key, a in arrays.items()
+    }
+    found = check.attend(case, strided, kernels)
+    assert all(isinstance(array, np.ndarray) for array in found.values())
+    assert all(found[key].dtype == arrays["query"].dtype for key in ("output", *check.GRADIENTS))
+    check.expect(case, check.verdicts(case, arrays, found))
+
+
+@pytest.mark.parametrize("module", ["torch", "cupy"])
+def test_slices_of_one_packed_tensor(module: str, kernels: Kernels) -> None:
+    """query, key and value as views of one [batch, rows, 3, heads, head_dim]."""
+    library = _library(module)
+    case = replace(CASES[1], num_keys=CASES[1].num_queries)
+    arrays = check.make(case)
+    packed = library.to_device(np.stack([arrays[key] for key in check.OPERANDS], axis=2))
+    views = {key: packed[:, :, index] for index, key in enumerate(check.OPERANDS)}
+    found = check.attend(case, {**views, "grad_output": library.to_device(arrays["grad_output"])}, kernels)
+    expected = check.attend(case, arrays, kernels)
+    assert all(same_bits(library.to_host(array), expected[key]) for key, array in found.items())
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same_stream", "other_stream"])
+def test_torch_producer_comes_first(same: bool, kernels: Kernels) -> None:
+    """The query is written late on a stream; a launch on that stream or another one waits for it."""
+    torch = _library("torch").module
+    producer = torch.cuda.Stream()
+    consumer = producer if same else torch.cuda.Stream()
+    _after_a_slow_producer(
+        _library("torch"), producer, consumer, torch.cuda.stream, torch.empty_like, kernels
+    )
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same_stream", "other_stream"])
+def test_cupy_producer_comes_first(same: bool, kernels: Kernels) -> None:
+    """As with torch."""
+    cupy = _library("cupy").module
+    producer = cupy.cuda.Stream(non_blocking=True)
+    consumer = producer if same else cupy.cuda.Stream(non_blocking=True)
+
+    def entered(stream: Any) -> Any:
+        return stream
+
+    _after_a_slow_producer(_library("cupy"), producer, consumer, entered, cupy.empty_like, kernels)
+
+
+def _after_a_slow_producer(
+    library: Library,
+    producer: Any,
+    consumer: Any,
+    entered: Callable[[Any], Any],
+    empty_like: Callable[[Any], Any],
+    kernels: Kernels,
+) -> None:
+    case = replace(CASES[1], direction="forward", num_splits_key=None)
+    arrays = check.make(case)
+    expected = check.attend(case, arrays, kernels)["output"]
+    on_device = {key: library.to_device(array) for key, array in arrays.items()}
+    query = empty_like(on_device["query"])
+    busy = library.to_device(np.ones(DELAY_ELEMENTS, np.float32))
+    # Once before, so that no library compiles anything later on.
+    query[...] = on_device["query"]
+    busy *= 1.0001
+    query[...] = 0
+    driver.call("cuCtxSynchronize")
+    with entered(producer):
+        for _ in range(DELAY_PASSES):
+            busy *= 1.0001
+        query[...] = on_device["query"]
+        output, _ = attention_forward(
+            query, on_device["key"], on_device["value"], mask=case.mask, stream=consumer, kernels=kernels
+        )
+    with pytest.raises(DriverError, match="NOT_READY"):
+        driver.call("cuStreamQuery", driver.stream_handle(consumer))
+    driver.synchronise(driver.stream_handle(consumer))
+    assert same_bits(library.to_host(output), expected)

@@ -1,0 +1,171 @@
+"""Launch on the GPU: graphs, streams, and what a call says that cannot be served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cutlass_py_attn import driver
+from cutlass_py_attn.attention import attention_forward
+from cutlass_py_attn.errors import DriverError, NotSupported, Stale
+from cutlass_py_attn.launch import bind
+from tests.gpu import check, memory
+from tests.gpu.cases import Case, Variant, plan_of
+from tests.gpu.check import Array, Kernels
+from tests.gpu.memory import Placed
+from tests.gpu.test_laws import differing, operands_of
+
+CASE = Case(
+    "backward", Variant("bfloat16", 128, 128, "causal"), 2, 3, 515, 640, "gaussian", 5, num_splits_key=1
+)
+REPLAYS = 20
+ELF_FLAGS = 48  # offset of e_flags; its second byte is the number of the target
+
+
+def placed_case(kernels: Kernels) -> Placed:
+    """CASE in guarded buffers."""
+    return memory.placed(CASE.problem(), operands_of(CASE, check.make(CASE)), kernels)
+
+
+def captured(launch: Callable[[int], None], stream: int) -> Any:
+    """An executable graph of what `launch` puts on the stream."""
+    cuda = driver.bindings()
+    mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    driver.call("cuStreamBeginCapture", stream, mode)
+    launch(stream)
+    graph = driver.call("cuStreamEndCapture", stream)
+    return driver.call("cuGraphInstantiate", graph, 0)
+
+
+@pytest.mark.parametrize("workspace", ["own", "pool"])
+def test_graph_replays(workspace: str, kernels: Kernels) -> None:
+    """A captured backward gives the direct launch's bits, every time, from fresh NaN."""
+    with placed_case(kernels) as placed, memory.stream() as stream:
+        expected = placed.run()
+        launch = placed.launch if workspace == "own" else _from_pool(placed)
+        graph = captured(launch, stream)
+        for _ in range(REPLAYS):
+            placed.reset()
+            driver.call("cuGraphLaunch", graph, stream)
+            driver.synchronise(stream)
+            assert differing(expected, placed.read()) == []
+        driver.call("cuGraphExecDestroy", graph)
+
+
+def _from_pool(placed: Placed) -> Callable[[int], None]:
+    return lambda stream: placed.bound(placed.pointers, stream)
+
+
+def test_capture_launches_nothing(kernels: Kernels) -> None:
+    """Until the graph is launched the outputs stay NaN: a replay that did nothing would be seen."""
+    with placed_case(kernels) as placed, memory.stream() as stream:
+        placed.reset()
+        graph = captured(placed.launch, stream)
+        driver.call("cuCtxSynchronize")
+        assert all((array != array).all() for array in placed.read().values())
+        driver.call("cuGraphExecDestroy", graph)
+
+
+def test_two_streams_at_once(kernels: Kernels) -> None:
+    """One Bound on two streams in turns, with buffers of its own for each, workspaces from the pool."""
+    operands = [operands_of(case, check.make(case)) for case in (CASE, replace(CASE, seed=6))]
+    placed = [memory.placed(CASE.problem(), given, kernels) for given in operands]
+    with placed[0], placed[1], memory.stream() as first, memory.stream() as second:
+        expected = [each.run() for each in placed]
+        for each in placed:
+            each.reset()
+        for _ in range(REPLAYS):
+            for each, stream in zip(placed, (first, second), strict=True):
+                placed[0].bound(each.pointers, stream)
+        driver.call("cuCtxSynchronize")
+        for each, results in zip(placed, expected, strict=True):
+            assert differing(results, each.read()) == []
+
+
+class _Pointer:
+    """A stream as CuPy shows it."""
+
+    def __init__(self, handle: int) -> None:
+        self.ptr = handle
+
+
+class _Protocol:
+    """A stream as cuda.core shows it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+@pytest.mark.parametrize("made", [int, _Pointer, _Protocol], ids=["int", "ptr", "__cuda_stream__"])
+def test_streams_as_numbers_and_objects(made: Callable[[int], object], kernels: Kernels) -> None:
+    """Waiting for the named stream alone is enough to read the results."""
+    arrays = check.make(CASE)
+    with placed_case(kernels) as placed, memory.stream() as stream:
+        expected = placed.run()
+        placed.reset()
+        placed.bound(placed.pointers, made(stream), workspace=placed.workspace)
+        driver.synchronise(stream)
+        assert differing(expected, placed.read()) == []
+        found = attention_forward(*_operands(arrays), mask=CASE.mask, kernels=kernels, stream=made(stream))
+    assert check.same_bits(
+        found[0], attention_forward(*_operands(arrays), mask=CASE.mask, kernels=kernels)[0]
+    )
+
+
+def _operands(arrays: dict[str, Array]) -> list[Array]:
+    return [arrays[name] for name in check.OPERANDS]
+
+
+def test_something_else_than_a_stream(kernels: Kernels) -> None:
+    arrays = check.make(CASE)
+    with pytest.raises(NotSupported, match="stream = 'main'"):
+        attention_forward(*_operands(arrays), mask=CASE.mask, kernels=kernels, stream="main")
+
+
+def test_plan_for_another_architecture(arch: str, kernels: Kernels) -> None:
+    problem = CASE.problem()
+    made = kernels(plan_of(problem, arch).build)
+    other = "sm_120" if arch != "sm_120" else "sm_80"
+    plan = plan_of(problem, other)
+    with pytest.raises(Stale, match=f"is built for {other}"):
+        bind(replace(made, build=plan.build), plan, problem)
+
+
+def test_cubin_of_another_architecture(arch: str, kernels: Kernels) -> None:
+    """The driver's own sentence, from whichever call looks at the machine code first."""
+    problem = CASE.problem()
+    plan = plan_of(problem, arch)
+    made = kernels(plan.build)
+    cubin = bytearray(made.cubin)
+    cubin[ELF_FLAGS : ELF_FLAGS + 4] = bytes(80 if byte in (90, 100, 120) else byte for byte in cubin[48:52])
+    assert bytes(cubin) != made.cubin
+    with pytest.raises(DriverError, match=r"cuLibrary\w+\(.*CUDA_ERROR_NO_BINARY_FOR_GPU"):
+        bind(replace(made, cubin=bytes(cubin)), plan, problem)
+
+
+def test_out_of_memory_says_how_much(kernels: Kernels) -> None:
+    """A workspace larger than any GPU is refused before anything is launched, and the GPU stays usable."""
+    huge = replace(CASE, batch=64, num_heads=64, num_queries=2**20, num_keys=128, num_splits_key=None)
+    bound = memory.bound_of(huge.problem(), kernels)
+    with pytest.raises(
+        DriverError, match=f"the workspace of {bound.plan.symbol} \\({bound.workspace_bytes} bytes\\)"
+    ):
+        bound(dict.fromkeys(bound.tensor_names, 0x100))
+    with placed_case(kernels) as placed:
+        assert placed.run()
+
+
+def test_closed_stream(kernels: Kernels) -> None:
+    core = pytest.importorskip("cuda.core")
+    device = core.Device(0)
+    device.set_current()
+    stream = device.create_stream()
+    stream.close()
+    with placed_case(kernels) as placed, pytest.raises(NotSupported, match="is closed"):
+        placed.launch(stream)

@@ -1,0 +1,145 @@
+"""Build PTX: compiles the committed kernels into ptx/ with their sealed manifest, or compares them with it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from cutlass_py_attn import masks
+from cutlass_py_attn.artifact import Artifact, Folder
+from cutlass_py_attn.gemm import ROOMS
+from cutlass_py_attn.gemm.plans import plan_room
+from cutlass_py_attn.plan import Build, Plan
+from cutlass_py_attn.planner import plan_backward, plan_forward
+from cutlass_py_attn.problem import Problem, Shape
+from tools import record
+
+ROOT = Path(__file__).resolve().parent.parent
+PROCESSES = 2
+ARCH, HOPPER_ARCH = "sm_90", "sm_90a"
+DTYPES = ("bfloat16", "float16", "float32")
+HEAD_DIMS = (64, 128)
+MASKS = ("full", "causal")
+
+
+def committed_plans() -> list[Plan]:
+    """The kernels that are shown and verified. Sizes decide no machine code; one tile stands for all."""
+    plans = []
+    for dtype in DTYPES:
+        for head_dim in HEAD_DIMS:
+            shape = Shape(1, 128, 128, 1, head_dim, head_dim)
+            for mask in map(masks.from_name, MASKS):
+                plans.append(plan_forward(Problem.dense("forward", shape, dtype, mask), ARCH))
+                plans.append(plan_backward(Problem.dense("backward", shape, dtype, mask), ARCH))
+    shape = Shape(1, 128, 128, 1, 128, 128)
+    repeatable = Problem.dense("backward", shape, "bfloat16", masks.Causal()).replace(deterministic=True)
+    plans.append(plan_backward(repeatable, ARCH))
+    for name in ROOMS:
+        plans += [plan_room(name, "generic", dtype, 128, ARCH) for dtype in ("bfloat16", "float32")]
+        plans += [plan_room(name, "hopper", "bfloat16", head_dim, HOPPER_ARCH) for head_dim in HEAD_DIMS]
+    return plans
+
+
+def _fresh(build: Build) -> Artifact:
+    from cutlass_py_attn.compile import compile as compile_now
+
+    return compile_now(build)
+
+
+def _kept(build: Build) -> Artifact:
+    from cutlass_py_attn.compile import artifact_for
+
+    return artifact_for(build)
+
+
+def compile_all(builds: Sequence[Build], *, fresh: bool) -> list[Artifact]:
+    """Every build's artifact in order, by processes of their own; fresh: whatever the cache holds."""
+    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
+        made = []
+        for number, artifact in enumerate(pool.map(_fresh if fresh else _kept, builds), 1):
+            print(f"{number:3}/{len(builds)} {record.name_of(artifact.build)}", file=sys.stderr, flush=True)
+            made.append(artifact)
+        return made
+
+
+def entries_of(plans: Sequence[Plan], artifacts: Sequence[Artifact]) -> dict[str, record.Json]:
+    """Manifest entries by name."""
+    pairs = zip(plans, artifacts, strict=True)
+    return {record.name_of(plan.build): record.entry(plan, artifact) for plan, artifact in pairs}
+
+
+def write(root: Path, plans: Sequence[Plan], artifacts: Sequence[Artifact]) -> None:
+    """ptx/<arch>/<symbol>.ptx, the manifest last; PTX of kernels that are no longer committed goes."""
+    entries = entries_of(plans, artifacts)
+    for path in (root / "ptx").glob("*/*.ptx"):
+        if path.relative_to(root / "ptx").with_suffix("").as_posix() not in entries:
+            path.unlink()
+    for artifact in artifacts:
+        path = root / "ptx" / f"{record.name_of(artifact.build)}.ptx"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(artifact.ptx.encode())
+    (root / record.MANIFEST).write_text(record.text_of(record.sealed(entries)))
+
+
+def drifted(manifest: record.Json, entries: dict[str, record.Json]) -> list[str]:
+    """A line for each kernel that compiling gives otherwise than the manifest says."""
+    committed = manifest["kernels"]
+    lines = [f"UNLISTED {name}" for name in entries if name not in committed]
+    lines += [f"DRIFTED {name}: no plan gives it any more" for name in committed if name not in entries]
+    for name in entries.keys() & committed.keys():
+        if changed := record.difference(committed[name], entries[name]):
+            lines.append(f"DRIFTED {name}: {changed}")
+    return sorted(lines)
+
+
+def main() -> int:
+    """Build, check, or build the suite's kernels; exit code 1 when --check finds a difference."""
+    parser = argparse.ArgumentParser(prog="build_ptx", description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="compile and compare with ptx/; writes nothing there"
+    )
+    parser.add_argument(
+        "--suite", type=Path, metavar="FOLDER", help="compile what tests/gpu needs into FOLDER"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FOLDER", help="put the committed cubins into FOLDER"
+    )
+    parser.add_argument("--root", type=Path, default=ROOT, help="the tree whose ptx/ is meant")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="kernels whose name contains TEXT, for -o alone"
+    )
+    given = parser.parse_args()
+    if given.only and not given.output:
+        parser.error("--only needs -o: a manifest always holds every kernel")
+    if given.suite:
+        from tests.gpu import cases
+
+        return _into_folder(compile_all(cases.builds(), fresh=False), given.suite)
+    plans = [plan for plan in committed_plans() if given.only in record.name_of(plan.build)]
+    artifacts = compile_all([plan.build for plan in plans], fresh=True)
+    if given.output:
+        _into_folder(artifacts, given.output)
+    if given.only:
+        return 0
+    if given.check:
+        lines = drifted(record.read_manifest(given.root), entries_of(plans, artifacts))
+        print("\n".join([*lines, f"build_ptx: {len(lines)} of {len(plans)} kernels differ"]))
+        return 1 if lines else 0
+    write(given.root, plans, artifacts)
+    print(f"{len(plans)} kernels in ptx/")
+    return 0
+
+
+def _into_folder(artifacts: Sequence[Artifact], folder: Path) -> int:
+    for artifact in artifacts:
+        Folder(folder).put(artifact)
+    print(f"{len(artifacts)} kernels in {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Check verified: which committed kernels passed on a GPU, and whether README's tables say just that."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools import build_ptx, record
+
+README = "README.md"
+BENCHMARK = "tools/bench/results/h200.json"
+FAILING = ("TAMPERED", "DRIFTED", "UNLISTED")
+
+
+def kernel_table(manifest: record.Json, log: Sequence[record.Json]) -> str:
+    """One row for each kernel that passed on a GPU; a kernel that did not is not in README."""
+    latest = {line["cubin_sha256"]: line for line in log}
+    rows = []
+    for name, kernel in manifest["kernels"].items():
+        line = latest.get(kernel["cubin_sha256"])
+        if line is None:
+            continue
+        arch, _, symbol = name.partition("/")
+        main = next(item for item in kernel["kernels"] if item["symbol"] == f"{symbol}_0")
+        worst = ", ".join(f"{tensor} {value:.2f}" for tensor, value in line["worst"].items())
+        memory = f"{main['shared_memory_bytes'] / 1024:.0f} KiB"
+        date = line["date"][:10]
+        rows.append(
+            f"| `{symbol}` | {arch} | {main['registers']} | {memory} | {worst} | {line['gpu']}, {date} |"
+        )
+    if not rows:
+        return ""
+    return "\n".join(
+        [
+            "Worst is error / allowed over all cases: 1 or less passes.",
+            "",
+            "| kernel | arch | registers | shared memory | worst | verified on |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *rows,
+        ]
+    )
+
+
+def benchmark_table(rows: Sequence[record.Json]) -> str:
+    """One row for each case and direction: our TFLOP/s, and how many times a peer's ours is."""
+    if not rows:
+        return ""
+    peers = list(dict.fromkeys(row["peer"] for row in rows if row["peer"]))
+    grouped: dict[tuple[str, str], dict[str, record.Json]] = {}
+    for row in rows:
+        grouped.setdefault((row["case"], row["direction"]), {})[row["peer"]] = row
+    lines = [
+        f"TFLOP/s on {rows[0]['gpu']}, medians of CUDA graph replays; in brackets ours / peer.",
+        "",
+        f"| case | direction | ours | {' | '.join(peers)} |",
+        f"| --- | --- | --- | {' | '.join('---' for _ in peers)} |",
+    ]
+    for (case, direction), found in grouped.items():
+        ours = next(iter(found.values()))["ours_tflops"]
+        cells = [
+            f"{found[p]['peer_tflops']:.0f} ({found[p]['ratio']:.2f})" if p in found else "" for p in peers
+        ]
+        lines.append(f"| `{case}` | {direction} | {ours:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def with_block(text: str, name: str, content: str) -> str:
+    """The text with what lies between the two marks of that name replaced; ValueError without the marks."""
+    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise ValueError(f"{README} lacks {begin.strip()} or {end}")
+    return f"{before}{begin}{content}{chr(10) if content else ''}{end}{after}"
+
+
+def generated_readme(root: Path, manifest: record.Json, log: Sequence[record.Json]) -> str:
+    """README as manifest, log and benchmark have it."""
+    path = root / BENCHMARK
+    rows = json.loads(path.read_text()) if path.is_file() else []
+    text = with_block((root / README).read_text(), "kernels", kernel_table(manifest, log))
+    return with_block(text, "benchmark", benchmark_table(rows))
+
+
+def main() -> int:
+    """Print a line for each kernel that is not verified, and a count of each state."""
+    parser = argparse.ArgumentParser(prog="check_verified", description=__doc__)
+    parser.add_argument("--strict", action="store_true", help="STALE and UNVERIFIED fail too: for a release")
+    parser.add_argument("--rebuild", action="store_true", help="compile every kernel, to see DRIFTED ones")
+    parser.add_argument("--write-readme", action="store_true", help="bring README's two tables up to date")
+    parser.add_argument("--root", type=Path, default=build_ptx.ROOT, help="the tree that is checked")
+    given = parser.parse_args()
+    root: Path = given.root
+    manifest, log = record.read_manifest(root), record.read_log(root / record.LOG)
+    plans = build_ptx.committed_plans()
+    rebuilt = None
+    if given.rebuild:
+        rebuilt = build_ptx.entries_of(plans, build_ptx.compile_all([p.build for p in plans], fresh=True))
+    found = record.states(root, manifest, log, [record.name_of(plan.build) for plan in plans], rebuilt)
+    for name, state in found.items():
+        if not state.startswith("verified"):
+            print(f"{name}: {state}")
+    words = Counter(state.split(":")[0].split()[0] for state in found.values())
+    failed = any(words[word] for word in FAILING) or (given.strict and set(words) != {"verified"})
+    if not words["TAMPERED"]:
+        text = generated_readme(root, manifest, log)
+        if given.write_readme:
+            (root / README).write_text(text)
+        elif text != (root / README).read_text():
+            print(
+                f"{README}: its tables are not what the record gives: tools/check_verified.py --write-readme"
+            )
+            failed = True
+    print(f"check_verified: {', '.join(f'{count} {word}' for word, count in sorted(words.items()))}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
