@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cutlass_py_attn.artifact import Artifact, Folder
     from cutlass_py_attn.attention import Gradients, attention_backward, attention_forward
-    from cutlass_py_attn.compile import artifact_for, compile
+    from cutlass_py_attn.compiler import artifact_for, compile
     from cutlass_py_attn.errors import (
         AttentionError,
         CompileError,
@@ -34,7 +34,7 @@ __version__ = "0.1.0"
 _HOME = {
     "artifact": ("Artifact", "Folder"),
     "attention": ("Gradients", "attention_backward", "attention_forward"),
-    "compile": ("artifact_for", "compile"),
+    "compiler": ("artifact_for", "compile"),
     "errors": (
         "AttentionError",
         "CompileError",

@@ -16,9 +16,7 @@ _NUMPY: Final = {"i64": "<i8", "i32": "<i4", "f32": "<f4"}
 
 def _strided(*names: str) -> Fields:
     """An address and the batch, row and head strides (elements) of each tensor."""
-    return tuple(
-        (field, "i64") for name in names for field in (name, f"{name}_batch", f"{name}_row", f"{name}_head")
-    )
+    return tuple((field, "i64") for name in names for field in (name, f"{name}_batch", f"{name}_row", f"{name}_head"))
 
 
 _SIZES: Fields = (("batch", "i32"), ("num_heads", "i32"), ("num_queries", "i32"), ("num_keys", "i32"))

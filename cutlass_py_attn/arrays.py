@@ -45,9 +45,7 @@ class Array:
         if self.device is None:
             return Tensor.contiguous(self.shape, self.dtype)
         low_bit = self.pointer & -self.pointer
-        return Tensor(
-            self.shape, self.strides, self.dtype, min(low_bit or ROW_ALIGNMENT_BYTES, ROW_ALIGNMENT_BYTES)
-        )
+        return Tensor(self.shape, self.strides, self.dtype, min(low_bit or ROW_ALIGNMENT_BYTES, ROW_ALIGNMENT_BYTES))
 
 
 def take(operands: Mapping[str, object], stream: int) -> dict[str, Array]:
@@ -128,11 +126,7 @@ def _from_interface(name: str, value: Any, stream: int) -> Array:
     pointer = int(seen["data"][0])
     kinds = driver.bindings().CUpointer_attribute
     ordinal_of = kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    ordinal = (
-        int(driver.call("cuPointerGetAttribute", ordinal_of, pointer))
-        if pointer
-        else driver.current_ordinal()
-    )
+    ordinal = int(driver.call("cuPointerGetAttribute", ordinal_of, pointer)) if pointer else driver.current_ordinal()
     dtype = _interface_dtype(value, seen["typestr"])
     shape = tuple(int(size) for size in seen["shape"])
     if seen.get("strides") is None:

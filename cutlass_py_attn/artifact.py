@@ -107,9 +107,7 @@ class Folder:
             raise Stale(f"{build.symbol} for {build.arch}: not in {self.path}; {remedy}")
         found = self._read(description)
         if found.build != build:
-            raise Stale(
-                f"{build.symbol} for {build.arch}: {self.path} holds another plan of this name; {remedy}"
-            )
+            raise Stale(f"{build.symbol} for {build.arch}: {self.path} holds another plan of this name; {remedy}")
         return found
 
     def all(self) -> list[Artifact]:
@@ -132,9 +130,7 @@ class Folder:
             cubin = (description.parent / f"{name}.cubin").read_bytes()
             return artifact_from(json.loads(description.read_text()), ptx, cubin)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Stale(
-                f"{description}: damaged or from another version ({error}); build it again"
-            ) from error
+            raise Stale(f"{description}: damaged or from another version ({error}); build it again") from error
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -227,15 +227,13 @@ def _bound(problem: Problem, ordinal: int, kernels: Callable[[Build], Artifact] 
     else:
         plan = planner.plan_backward(problem, arch, gpu.num_sms)
     if kernels is None:
-        from cutlass_py_attn.compile import artifact_for
+        from cutlass_py_attn.compiler import artifact_for
 
         kernels = artifact_for
     return bind(kernels(plan.build), plan, problem, ordinal)
 
 
-def _fill_empty(
-    problem: Problem, results: Mapping[str, Tensor], pointers: Mapping[str, int], stream: int
-) -> None:
+def _fill_empty(problem: Problem, results: Mapping[str, Tensor], pointers: Mapping[str, int], stream: int) -> None:
     """Without queries or keys nothing is launched: zeros, and a logsumexp of -inf with +inf padding."""
     for name, tensor in results.items():
         size = int(np.prod(tensor.shape)) * arrays.numpy_dtype(tensor.dtype).itemsize
@@ -245,18 +243,14 @@ def _fill_empty(
     rows, address = batch * num_heads, pointers["logsumexp"]
     if "logsumexp" in results and rows * padded:
         driver.fill_words(address, padded * _F32_BYTES, _INFINITY, padded, rows, stream)
-        driver.fill_words(
-            address, padded * _F32_BYTES, _MINUS_INFINITY, problem.shape.num_queries, rows, stream
-        )
+        driver.fill_words(address, padded * _F32_BYTES, _MINUS_INFINITY, problem.shape.num_queries, rows, stream)
 
 
 def _on_host(direction: str, operands: Mapping[str, Any], settings: _Settings) -> Problem:
     """The same judgement as for the GPU, so that what the reference computes the GPU takes too."""
     others = [name for name, value in operands.items() if not isinstance(value, np.ndarray)]
     if others:
-        raise NotSupported(
-            f"{', '.join(others)}: must be NumPy arrays for backend='reference'; copy them to the host"
-        )
+        raise NotSupported(f"{', '.join(others)}: must be NumPy arrays for backend='reference'; copy them to the host")
     return _problem(direction, arrays.take(operands, 0), settings)
 
 

@@ -40,9 +40,7 @@ PEERS: Final = {
     "flash": "FLASH_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
 }
-RANDOM_ELEMENTS: Final = (
-    1 << 20
-)  # the inputs repeat this many random values; their kind does not change the time
+RANDOM_ELEMENTS: Final = 1 << 20  # the inputs repeat this many random values; their kind does not change the time
 _DTYPES: Final = {short: name for name, short in SHORT_NAMES.items()}
 _NAME: Final = re.compile(
     r"(?P<dtype>\w+?)_d(?P<dim>\d+)(?:v(?P<dim_value>\d+))?_s(?P<seqlen>\d+)_b(?P<batch>\d+)_h(?P<heads>\d+)"
@@ -103,9 +101,7 @@ def default_cases() -> tuple[str, ...]:
     """The published set: 32768 rows in all, a quarter of that in float32."""
     names = []
     sizes = (("d64", 32), ("d128", 16))
-    for dtype, (dim, heads), (seqlen, batch) in product(
-        ("bf16", "f16", "f32"), sizes, ((2048, 16), (8192, 4))
-    ):
+    for dtype, (dim, heads), (seqlen, batch) in product(("bf16", "f16", "f32"), sizes, ((2048, 16), (8192, 4))):
         batches = batch // 4 if dtype == "f32" else batch
         names += [f"{dtype}_{dim}_s{seqlen}_b{batches}_h{heads}_{mask}" for mask in ("full", "causal")]
     return (*names, "bf16_d128_s8192_b4_h16_causal_deterministic")
@@ -116,9 +112,7 @@ class Operands:
 
     def __init__(self, case: Case, stream: int) -> None:
         tensors = {name: tensor.shape for name, tensor in case.problem("backward").tensors().items()}
-        self.arrays = {
-            name: arrays.DeviceArray(shape, case.dtype, 0, stream) for name, shape in tensors.items()
-        }
+        self.arrays = {name: arrays.DeviceArray(shape, case.dtype, 0, stream) for name, shape in tensors.items()}
         self.arrays["logsumexp"] = arrays.DeviceArray(case.shape.logsumexp, "float32", 0, stream)
         rng = np.random.default_rng(1)
         for name in ("query", "key", "value", "grad_output"):
@@ -209,9 +203,7 @@ def _median(replay: Captured, stream: int, samples: int) -> float:
     return statistics.median(times)
 
 
-def _peers(
-    case: Case, direction: str, operands: Operands, samples: int
-) -> Iterator[tuple[str, float | None]]:
+def _peers(case: Case, direction: str, operands: Operands, samples: int) -> Iterator[tuple[str, float | None]]:
     """Median milliseconds of each peer that takes this case; nothing where torch is not installed."""
     try:
         torch = importlib.import_module("torch")
@@ -235,8 +227,7 @@ def _peer(torch: Any, backend: str, case: Case, direction: str, operands: Operan
     stream = torch.cuda.Stream()
     # Torch has [batch, heads, rows, columns]: the same memory, read in another order.
     q, k, v, grad_output = (
-        torch.from_dlpack(operands.arrays[name]).transpose(1, 2)
-        for name in ("query", "key", "value", "grad_output")
+        torch.from_dlpack(operands.arrays[name]).transpose(1, 2) for name in ("query", "key", "value", "grad_output")
     )
     leaves = [tensor.detach().requires_grad_(direction == "backward") for tensor in (q, k, v)]
     causal = case.mask.bounded
@@ -309,7 +300,7 @@ def run(names: Sequence[str], folder: Path | None, output: Path | None, samples:
     if folder is not None:
         kernels = Folder(folder)
     else:
-        from cutlass_py_attn.compile import artifact_for
+        from cutlass_py_attn.compiler import artifact_for
 
         kernels = artifact_for
     cases = [parse(name) for name in names or default_cases()]
@@ -324,9 +315,7 @@ def main() -> int:
     """`python -m cutlass_py_attn.bench`: as the command, without click."""
     parser = argparse.ArgumentParser(prog="python -m cutlass_py_attn.bench", description=__doc__)
     parser.add_argument("--case", action="append", default=[], help="may be given several times")
-    parser.add_argument(
-        "--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled"
-    )
+    parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
     parser.add_argument("--output", type=Path, help="write the rows there as JSON")
     parser.add_argument("--samples", type=int, default=SAMPLES)
     given = parser.parse_args()

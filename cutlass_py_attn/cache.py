@@ -84,9 +84,7 @@ def unpack(data: bytes) -> Artifact | None:
         description_bytes, ptx_bytes = _LENGTHS.unpack_from(body)
         texts = body[_LENGTHS.size :]
         ptx = texts[description_bytes : description_bytes + ptx_bytes].decode()
-        return artifact_from(
-            json.loads(texts[:description_bytes]), ptx, texts[description_bytes + ptx_bytes :]
-        )
+        return artifact_from(json.loads(texts[:description_bytes]), ptx, texts[description_bytes + ptx_bytes :])
     except (struct.error, ValueError, KeyError, TypeError):
         return None
 

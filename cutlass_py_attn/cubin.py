@@ -73,9 +73,7 @@ def read(cubin: bytes) -> Cubin:
         sections = list(_sections(cubin))
         return Cubin(_target(cubin), _kernels(sections))
     except (struct.error, IndexError, KeyError, OverflowError, ValueError) as error:
-        raise ValueError(
-            f"damaged cubin: its {len(cubin)} bytes do not hold what its tables say ({error})"
-        ) from error
+        raise ValueError(f"damaged cubin: its {len(cubin)} bytes do not hold what its tables say ({error})") from error
 
 
 def _target(cubin: bytes) -> int:

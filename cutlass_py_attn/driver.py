@@ -36,9 +36,7 @@ def bindings() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise NoDevice(
-            f"cuda-python is not installed ({error}): install cuda-bindings to launch kernels"
-        ) from error
+        raise NoDevice(f"cuda-python is not installed ({error}): install cuda-bindings to launch kernels") from error
     return driver
 
 

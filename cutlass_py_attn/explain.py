@@ -62,8 +62,7 @@ def _shared_memory_lines(build: Build, limits: Architecture) -> Iterator[str]:
     yield f"shared memory: {total} of {allowed} bytes a block ({100 * total / allowed:.0f} %)"
     rows = [("buffer", "offset", "bytes", "alive")]
     rows += [
-        (buffer.name, str(buffer.offset), str(buffer.bytes), _alive(build, buffer))
-        for buffer in build.shared_memory
+        (buffer.name, str(buffer.offset), str(buffer.bytes), _alive(build, buffer)) for buffer in build.shared_memory
     ]
     rows.append(("total", "", str(total), f"{_padding(build.shared_memory)} of them padding"))
     yield from _table(rows, numbers=(1, 2))

@@ -27,10 +27,10 @@ _FIELDS: Final[dict[str, abi.Fields]] = {"forward": abi.FORWARD, "backward": abi
 _TENSOR_MAPS: Final[dict[tuple[str, str], tuple[str, ...]]] = {("room", "hopper"): ("a", "b")}
 
 # plan.py and planner.py hold paddings and thread counts that kernels read but no field of Build repeats;
-# compile.py holds the compiler's options.
+# compiler.py holds the compiler's options.
 _SOURCES: Final = (
     *("gemm/*.py", "fused/*.py", "parts/*.py"),
-    *("masks.py", "abi.py", "shared_memory.py", "plan.py", "planner.py", "kernels.py", "compile.py"),
+    *("masks.py", "abi.py", "shared_memory.py", "plan.py", "planner.py", "kernels.py", "compiler.py"),
 )
 
 
@@ -63,6 +63,4 @@ def parameters(build: Build) -> tuple[tuple[str, int], ...]:
 def source_modules() -> tuple[str, ...]:
     """Files of this package, relative to it, whose text belongs to the cache key."""
     package = Path(__file__).parent
-    return tuple(
-        path.relative_to(package).as_posix() for glob in _SOURCES for path in sorted(package.glob(glob))
-    )
+    return tuple(path.relative_to(package).as_posix() for glob in _SOURCES for path in sorted(package.glob(glob)))

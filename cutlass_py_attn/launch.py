@@ -20,9 +20,7 @@ from cutlass_py_attn.problem import ROW_ALIGNMENT_BYTES, Problem
 
 FIELDS: Final[dict[str, abi.Fields]] = {"forward": abi.FORWARD, "backward": abi.BACKWARD, "room": abi.ROOM}
 LOG2_E: Final = math.log2(math.e)
-_SLOT_ALIGNMENT: Final = (
-    abi.TENSOR_MAP_BYTES
-)  # of every parameter; a multiple of what cuda.h asks for tensor maps
+_SLOT_ALIGNMENT: Final = abi.TENSOR_MAP_BYTES  # of every parameter; a multiple of what cuda.h asks for tensor maps
 _WORD_BYTES: Final = 8
 
 _libraries: dict[tuple[int, bytes], int] = {}
@@ -81,9 +79,7 @@ class Bound:
         """Device scratch that one call uses; 0 for none."""
         return self.plan.workspace.bytes
 
-    def __call__(
-        self, pointers: Mapping[str, int], stream: object = None, *, workspace: int | None = None
-    ) -> None:
+    def __call__(self, pointers: Mapping[str, int], stream: object = None, *, workspace: int | None = None) -> None:
         """Put the kernels on `stream` and return; nothing is waited for.
 
         pointers: device address of each of `tensor_names`, 16-byte aligned, laid out as in the problem.
@@ -281,8 +277,7 @@ def _problem_objections(plan: Plan, problem: Problem | None) -> Iterator[str]:
     ]
     sizes = dict(plan.sizes)
     pairs += [
-        (name, getattr(shape, name), sizes.get(name))
-        for name in ("batch", "num_heads", "num_queries", "num_keys")
+        (name, getattr(shape, name), sizes.get(name)) for name in ("batch", "num_heads", "num_queries", "num_keys")
     ]
     for name, given, planned in pairs:
         if given != planned:

@@ -21,9 +21,7 @@ from cutlass_py_attn.parts.integers import round_up
 from cutlass_py_attn.problem import ITEM_BYTES, SHORT_NAMES
 
 COLUMN_MULTIPLE = 32  # head dims are padded to this inside the tile, never in global memory
-F32_ROW_PADDING = (
-    4  # elements added to a shared-memory row of float32: rows of one column fall in other banks
-)
+F32_ROW_PADDING = 4  # elements added to a shared-memory row of float32: rows of one column fall in other banks
 
 Warps = tuple[int, int]
 
@@ -100,9 +98,7 @@ class Build:
     def symbol(self) -> str:
         """Short name of the kernel, without the compiler's `_0`; lower-case "cutlass" never occurs in it,
         for ptxas emits other machine code for such names."""
-        dims = f"d{self.head_dim}" + (
-            f"v{self.head_dim_value}" if self.head_dim_value != self.head_dim else ""
-        )
+        dims = f"d{self.head_dim}" + (f"v{self.head_dim_value}" if self.head_dim_value != self.head_dim else "")
         words = {
             "forward": ["fwd", self.family, SHORT_NAMES[self.dtype], dims, self.mask],
             "backward": ["bwd", self.family, SHORT_NAMES[self.dtype], dims, self.mask],
@@ -233,6 +229,4 @@ def _same_fields(what: str, data: Mapping[str, Any], cls: type) -> None:
     known = {item.name for item in dataclasses.fields(cls)}
     missing, unknown = sorted(known - data.keys()), sorted(data.keys() - known)
     if missing or unknown:
-        raise ValueError(
-            f"{what}: missing fields {missing}, unknown fields {unknown}; written by another version"
-        )
+        raise ValueError(f"{what}: missing fields {missing}, unknown fields {unknown}; written by another version")

@@ -103,9 +103,7 @@ def backward_workspace(problem: Problem, build: Build) -> Workspace:
 def _check(problem: Problem, direction: str) -> None:
     problem.check()
     if problem.direction != direction:
-        raise NotSupported(
-            f"direction = {problem.direction!r}: plan_{direction} plans the {direction}; set it so"
-        )
+        raise NotSupported(f"direction = {problem.direction!r}: plan_{direction} plans the {direction}; set it so")
 
 
 def _choose(problem: Problem, arch: str) -> Build:

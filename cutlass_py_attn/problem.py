@@ -159,9 +159,7 @@ class Problem:
 def _rank_objections(problem: Problem) -> Iterator[str]:
     if problem.direction not in DIRECTIONS:
         yield f"direction = {problem.direction!r}: must be one of {', '.join(DIRECTIONS)}"
-    needed = (
-        ("grad_output", "grad_query", "grad_key", "grad_value") if problem.direction == "backward" else ()
-    )
+    needed = ("grad_output", "grad_query", "grad_key", "grad_value") if problem.direction == "backward" else ()
     for name in needed:
         if getattr(problem, name) is None:
             yield f"{name} is missing: the backward needs it; pass a tensor of the matching BMHK shape"

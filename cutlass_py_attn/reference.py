@@ -154,9 +154,7 @@ def backward(
     )
     blocks = list(_blocks(mask, shape))
     for batch, head in np.ndindex(shape.batch, shape.num_heads):
-        q, k, v, do, o = (
-            arithmetic.load(tensor, batch, head) for tensor in (query, key, value, grad_output, output)
-        )
+        q, k, v, do, o = (arithmetic.load(tensor, batch, head) for tensor in (query, key, value, grad_output, output))
         lse = logsumexp[batch, head, : shape.num_queries].astype(arithmetic.sums)
         gradients = _backward_head((q, k, v, do, o), lse, blocks, factor, arithmetic)
         for whole, part in zip((grad_query, grad_key, grad_value), gradients, strict=True):
@@ -176,9 +174,7 @@ def _backward_head(
         scores = _scores(q, scaled_k, block, arithmetic)
         grad_rows = do[block.rows]
         grad_weights = arithmetic.round(grad_rows @ v[block.keys].T)
-        weights = (
-            _softmax(scores, arithmetic)[0] if arithmetic.is_eager else _weights(scores, lse[block.rows])
-        )
+        weights = _softmax(scores, arithmetic)[0] if arithmetic.is_eager else _weights(scores, lse[block.rows])
         delta = (grad_rows * o[block.rows]).sum(axis=1, keepdims=True)
         # Others store NaN as the output of a row without keys; 0 * NaN must not reach the gradients.
         delta[~weights.any(axis=1)] = 0
@@ -195,9 +191,7 @@ def _blocks(mask: Mask, shape: Shape) -> Iterator[_Block]:
     keys = np.arange(shape.num_keys)[None, :]
     for start in range(0, shape.num_queries, QUERY_BLOCK):
         rows = np.arange(start, min(start + QUERY_BLOCK, shape.num_queries))[:, None]
-        seen = np.broadcast_to(
-            mask.sees(rows, keys, shape.num_queries, shape.num_keys), (rows.size, keys.size)
-        )
+        seen = np.broadcast_to(mask.sees(rows, keys, shape.num_queries, shape.num_keys), (rows.size, keys.size))
         reached = np.flatnonzero(seen.any(axis=0))
         if reached.size == 0:
             continue

@@ -45,13 +45,13 @@ def committed_plans() -> list[Plan]:
 
 
 def _fresh(build: Build) -> Artifact:
-    from cutlass_py_attn.compile import compile as compile_now
+    from cutlass_py_attn.compiler import compile as compile_now
 
     return compile_now(build)
 
 
 def _kept(build: Build) -> Artifact:
-    from cutlass_py_attn.compile import artifact_for
+    from cutlass_py_attn.compiler import artifact_for
 
     return artifact_for(build)
 
@@ -99,19 +99,11 @@ def drifted(manifest: record.Json, entries: dict[str, record.Json]) -> list[str]
 def main() -> int:
     """Build, check, or build the suite's kernels; exit code 1 when --check finds a difference."""
     parser = argparse.ArgumentParser(prog="build_ptx", description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="compile and compare with ptx/; writes nothing there"
-    )
-    parser.add_argument(
-        "--suite", type=Path, metavar="FOLDER", help="compile what tests/gpu needs into FOLDER"
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FOLDER", help="put the committed cubins into FOLDER"
-    )
+    parser.add_argument("--check", action="store_true", help="compile and compare with ptx/; writes nothing there")
+    parser.add_argument("--suite", type=Path, metavar="FOLDER", help="compile what tests/gpu needs into FOLDER")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="put the committed cubins into FOLDER")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree whose ptx/ is meant")
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="kernels whose name contains TEXT, for -o alone"
-    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains TEXT, for -o alone")
     given = parser.parse_args()
     if given.only and not given.output:
         parser.error("--only needs -o: a manifest always holds every kernel")

@@ -73,9 +73,7 @@ def opening_docstring(source: Source) -> Iterator[Objection]:
     if text is None or first is None or first.lineno != 1:
         yield source.objection(1, "first line", "no docstring", "a docstring with one sentence")
     elif not text.splitlines()[0].rstrip().endswith("."):
-        yield source.objection(
-            1, "first line", repr(text.splitlines()[0]), "a sentence that ends with a full stop"
-        )
+        yield source.objection(1, "first line", repr(text.splitlines()[0]), "a sentence that ends with a full stop")
 
 
 def functions(source: Source) -> Iterator[Objection]:
@@ -162,13 +160,9 @@ def file_map(root: Path) -> Iterator[Objection]:
         yield Objection("README.md", 1, "file map", f"no line for {name}", "one line for each file")
     for name, (line, sentence) in mapped.items():
         if name not in actual:
-            yield Objection(
-                "README.md", line, "file map", f"{name}, which does not exist", "files of the tree"
-            )
+            yield Objection("README.md", line, "file map", f"{name}, which does not exist", "files of the tree")
         elif not sentence:
-            yield Objection(
-                "README.md", line, "file map", f"{name} without a sentence", "a sentence for each file"
-            )
+            yield Objection("README.md", line, "file map", f"{name} without a sentence", "a sentence for each file")
 
 
 def test_command(root: Path) -> Iterator[Objection]:
@@ -227,11 +221,7 @@ def _depth(body: list[ast.stmt]) -> int:
 def _depth_of(statement: ast.stmt) -> int:
     if not isinstance(statement, BLOCKS):
         return 0
-    if (
-        isinstance(statement, ast.If)
-        and len(statement.orelse) == 1
-        and isinstance(statement.orelse[0], ast.If)
-    ):
+    if isinstance(statement, ast.If) and len(statement.orelse) == 1 and isinstance(statement.orelse[0], ast.If):
         return max(1 + _depth(statement.body), _depth_of(statement.orelse[0]))
     bodies = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
     if isinstance(statement, ast.Match):

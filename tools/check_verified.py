@@ -29,9 +29,7 @@ def kernel_table(manifest: record.Json, log: Sequence[record.Json]) -> str:
         worst = ", ".join(f"{tensor} {value:.2f}" for tensor, value in line["worst"].items())
         memory = f"{main['shared_memory_bytes'] / 1024:.0f} KiB"
         date = line["date"][:10]
-        rows.append(
-            f"| `{symbol}` | {arch} | {main['registers']} | {memory} | {worst} | {line['gpu']}, {date} |"
-        )
+        rows.append(f"| `{symbol}` | {arch} | {main['registers']} | {memory} | {worst} | {line['gpu']}, {date} |")
     if not rows:
         return ""
     return "\n".join(
@@ -61,9 +59,7 @@ def benchmark_table(rows: Sequence[record.Json]) -> str:
     ]
     for (case, direction), found in grouped.items():
         ours = next(iter(found.values()))["ours_tflops"]
-        cells = [
-            f"{found[p]['peer_tflops']:.0f} ({found[p]['ratio']:.2f})" if p in found else "" for p in peers
-        ]
+        cells = [f"{found[p]['peer_tflops']:.0f} ({found[p]['ratio']:.2f})" if p in found else "" for p in peers]
         lines.append(f"| `{case}` | {direction} | {ours:.0f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -111,9 +107,7 @@ def main() -> int:
         if given.write_readme:
             (root / README).write_text(text)
         elif text != (root / README).read_text():
-            print(
-                f"{README}: its tables are not what the record gives: tools/check_verified.py --write-readme"
-            )
+            print(f"{README}: its tables are not what the record gives: tools/check_verified.py --write-readme")
             failed = True
     print(f"check_verified: {', '.join(f'{count} {word}' for word, count in sorted(words.items()))}")
     return 1 if failed else 0

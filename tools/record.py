@@ -95,9 +95,7 @@ def read_log(path: Path) -> list[Json]:
 def suite_sha256(root: Path) -> str:
     """Hash of every file that decides whether a kernel passes."""
     files = sorted(path for glob in SUITE for path in root.glob(glob))
-    return sha256(
-        "\n".join(f"{path.relative_to(root).as_posix()} {sha256(path.read_bytes())}" for path in files)
-    )
+    return sha256("\n".join(f"{path.relative_to(root).as_posix()} {sha256(path.read_bytes())}" for path in files))
 
 
 def difference(committed: Json, today: Json) -> str:
@@ -140,9 +138,7 @@ def states(
     found = {}
     for name, kernel in entries.items():
         passed = [line for line in lines if line["cubin_sha256"] == kernel["cubin_sha256"]]
-        found[name] = (
-            _tampered(root, name, kernel) or _drifted(name, kernel, rebuilt) or _verified(name, passed, suite)
-        )
+        found[name] = _tampered(root, name, kernel) or _drifted(name, kernel, rebuilt) or _verified(name, passed, suite)
     for name in planned:
         if name not in entries:
             found[name] = "UNLISTED: it has no committed PTX; run tools/build_ptx.py"

@@ -32,9 +32,7 @@ def chosen() -> list[cases.Case]:
 def main() -> int:
     """Launch each case once through Bound; exit code 1 when an output is not finite."""
     parser = argparse.ArgumentParser(prog="sanitize", description=__doc__)
-    parser.add_argument(
-        "--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled"
-    )
+    parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
     kernels = check.kernels_from(parser.parse_args().kernels)
     wrong = []
     with driver.device(0).current():

@@ -32,15 +32,11 @@ Results = dict[str, Any]
 
 def verify(artifact: Artifact, kernels: check.Kernels) -> Results:
     """cases, worst, repeats and outputs_sha256 of one kernel; AssertionError says what failed."""
-    return (
-        _room(artifact.build, kernels) if artifact.build.kind == "room" else _fused(artifact.build, kernels)
-    )
+    return _room(artifact.build, kernels) if artifact.build.kind == "room" else _fused(artifact.build, kernels)
 
 
 def _fused(build: Build, kernels: check.Kernels) -> Results:
-    variant = cases.Variant(
-        build.dtype, build.head_dim, build.head_dim_value, build.mask, build.deterministic
-    )
+    variant = cases.Variant(build.dtype, build.head_dim, build.head_dim_value, build.mask, build.deterministic)
     suite = cases.FORWARD if build.kind == "forward" else cases.BACKWARD
     chosen = [case for case in suite if case.variant == variant]
     assert chosen, f"{build.symbol}: the suite has no case of it"
@@ -144,13 +140,9 @@ def _commit() -> str:
 def main() -> int:
     """Verify every kernel of the manifest; a line for each that passed; exit code 1 when one did not."""
     parser = argparse.ArgumentParser(prog="verify_gpu", description=__doc__)
-    parser.add_argument(
-        "--kernels", type=Path, required=True, help="folder of cubins (build_ptx.py -o FOLDER)"
-    )
+    parser.add_argument("--kernels", type=Path, required=True, help="folder of cubins (build_ptx.py -o FOLDER)")
     parser.add_argument("--output", type=Path, default=ROOT / record.LOG, help="the log to append to")
-    parser.add_argument(
-        "--sanitizer", type=Path, help='JSON of compute-sanitizer errors: {"memcheck": 0, ...}'
-    )
+    parser.add_argument("--sanitizer", type=Path, help='JSON of compute-sanitizer errors: {"memcheck": 0, ...}')
     parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains TEXT")
     given = parser.parse_args()
     manifest = record.read_manifest(ROOT)

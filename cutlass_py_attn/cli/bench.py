@@ -18,9 +18,7 @@ from cutlass_py_attn import bench as engine
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write JSON there.")
 @click.option("--samples", type=click.IntRange(5), default=engine.SAMPLES, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def bench(
-    *, names: tuple[str, ...], folder: Path | None, output: Path | None, samples: int, as_json: bool
-) -> None:
+def bench(*, names: tuple[str, ...], folder: Path | None, output: Path | None, samples: int, as_json: bool) -> None:
     """Measure forward and backward by CUDA graph replays: TFLOP/s of the median, ours and peers'.
 
     Without --case the published set runs, in about two minutes. Peers are torch's attention backends; they

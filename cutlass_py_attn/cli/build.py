@@ -13,9 +13,7 @@ from cutlass_py_attn.errors import CompileError
 
 
 @click.command()
-@click.option(
-    "--arch", "archs", type=click.Choice(ARCHS), multiple=True, required=True, help="Compile target."
-)
+@click.option("--arch", "archs", type=click.Choice(ARCHS), multiple=True, required=True, help="Compile target.")
 @click.option("--kind", type=click.Choice([*KINDS, "all"]), default="all", show_default=True)
 @click.option("--dtype", "dtypes", type=click.Choice(list(DTYPES)), multiple=True, help="Default: all.")
 @click.option("--head-dim", "head_dims", type=int, multiple=True, default=(128,), show_default=True)

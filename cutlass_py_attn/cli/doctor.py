@@ -17,7 +17,7 @@ from cutlass_py_attn.cache import default_folder
 from cutlass_py_attn.cli import sass
 from cutlass_py_attn.cli.kernels import console
 from cutlass_py_attn.cli.target import Gpu, first_gpu
-from cutlass_py_attn.compile import toolchain
+from cutlass_py_attn.compiler import toolchain
 from cutlass_py_attn.errors import CompileError, DriverError, NoDevice, NotSupported
 
 MIB = 1 << 20
@@ -53,9 +53,7 @@ def examine() -> Iterator[Finding]:
     yield Finding("Python", platform.python_version())
     for name in ("cutlass-py-attn", "numpy", "ml_dtypes", "cuda-python"):
         yield Finding(name, _version(name), f"pip install {name}")
-    yield Finding(
-        "compiler", _compiler(), "pip install 'cutlass-py-attn[compile]', or launch prebuilt kernels"
-    )
+    yield Finding("compiler", _compiler(), "pip install 'cutlass-py-attn[compile]', or launch prebuilt kernels")
     yield Finding("driver", _driver(), "install the NVIDIA driver; compiling works without it")
     yield from _gpu()
     yield Finding("kernel cache", _cache())

@@ -33,9 +33,7 @@ from cutlass_py_attn.launch import FIELDS
 @click.option("--ptx", is_flag=True, help="Print the PTX and nothing else.")
 @click.option("--sass", "as_sass", is_flag=True, help="Print the SASS and nothing else.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def inspect(
-    *, symbol: str, arch: str | None, folder: Path | None, ptx: bool, as_sass: bool, as_json: bool
-) -> None:
+def inspect(*, symbol: str, arch: str | None, folder: Path | None, ptx: bool, as_sass: bool, as_json: bool) -> None:
     """Show what kernel SYMBOL was compiled to; no GPU is needed.
 
     SYMBOL is a name that `run` lists, such as bwd_generic_bf16_d128_causal.
@@ -66,8 +64,7 @@ def facts(artifact: Artifact, resources: list[dict[str, Any]]) -> dict[str, Any]
         "resources": resources,
         "parameters": [asdict(parameter) for parameter in artifact.parameters],
         "fields": [
-            {"name": name, "offset": offset, "bytes": size}
-            for name, offset, size in abi.layout(FIELDS[build.kind])
+            {"name": name, "offset": offset, "bytes": size} for name, offset, size in abi.layout(FIELDS[build.kind])
         ],
         "shared_memory": [asdict(buffer) for buffer in build.shared_memory],
         "instructions": {name: sass.histogram(listing) for name, listing in instructions.items()},

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.cache import Cache
-from cutlass_py_attn.compile import artifact_for, toolchain
+from cutlass_py_attn.compiler import artifact_for, toolchain
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.plan import Build, Plan
 

@@ -66,8 +66,7 @@ def run(shape: Shape, dtype: str, mask_name: str, kernels: Kernels) -> Result:
     arrays = {**operands, "grad_output": grad_output, "output": output, "logsumexp": logsumexp}
     errors, verdicts = _judged(arrays, found, dtype, mask)
     timings = tuple(
-        _timed(Problem.dense(direction, shape, dtype, mask), arrays, kernels)
-        for direction in ("forward", "backward")
+        _timed(Problem.dense(direction, shape, dtype, mask), arrays, kernels) for direction in ("forward", "backward")
     )
     return Result(dtype, mask_name, errors, tuple(verdicts), timings)
 
@@ -81,9 +80,7 @@ def _judged(
     arrays: dict[str, Array], found: dict[str, Array], dtype: str, mask: masks.Mask
 ) -> tuple[dict[str, float], list[judge.Verdict]]:
     names = ("query", "key", "value", "grad_output")
-    truth, low = (
-        _reference([_corner_heads(arrays[n]) for n in names], mask, kind) for kind in ("float64", dtype)
-    )
+    truth, low = (_reference([_corner_heads(arrays[n]) for n in names], mask, kind) for kind in ("float64", dtype))
     logsumexp = np.stack([arrays["logsumexp"][0, :1], arrays["logsumexp"][-1, -1:]])
     verdicts = [judge.judge_logsumexp(logsumexp, truth["logsumexp"])]
     errors = {}
@@ -97,9 +94,7 @@ def _judged(
 def _reference(operands: list[Array], mask: masks.Mask, precision: str) -> dict[str, Array]:
     query, key, value, grad_output = operands
     output, logsumexp = reference.forward(query, key, value, mask=mask, precision=precision)
-    gradients = reference.backward(
-        grad_output, query, key, value, output, logsumexp, mask=mask, precision=precision
-    )
+    gradients = reference.backward(grad_output, query, key, value, output, logsumexp, mask=mask, precision=precision)
     return {"output": output, "logsumexp": logsumexp, **dict(zip(GRADIENTS, gradients, strict=True))}
 
 

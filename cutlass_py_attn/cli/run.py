@@ -17,7 +17,7 @@ from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.cli import kernels, on_host
 from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, MASKS, Selection
 from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, first_gpu, hopper_arch
-from cutlass_py_attn.compile import artifact_for
+from cutlass_py_attn.compiler import artifact_for
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.plan import Plan
 from cutlass_py_attn.problem import SHORT_NAMES, Shape
@@ -43,9 +43,7 @@ class Options:
     def selection(self) -> Selection:
         """Kernels to show: rooms, forward and backward of every dtype and mask."""
         masks = MASKS if self.mask == "all" else (self.mask,) if self.mask else DEFAULT_MASKS
-        return Selection(
-            KINDS, tuple(DTYPES[short] for short in self.dtypes or DTYPES), (self.head_dim,), masks
-        )
+        return Selection(KINDS, tuple(DTYPES[short] for short in self.dtypes or DTYPES), (self.head_dim,), masks)
 
     @property
     def shape(self) -> Shape:
@@ -130,9 +128,7 @@ def _on_gpu(options: Options, gpu: Gpu) -> dict[str, Any]:
 def _on_host(options: Options) -> dict[str, Any]:
     """Check the reference, and say in one line what did not run."""
     checks = [check for mask in options.selection.masks for check in on_host.check(mask)]
-    not_run = (
-        "No GPU here: the kernels above were not run and nothing was timed; only the float64 reference was."
-    )
+    not_run = "No GPU here: the kernels above were not run and nothing was timed; only the float64 reference was."
     if not options.as_json:
         click.echo("\nfloat64 reference in NumPy:")
         _print(

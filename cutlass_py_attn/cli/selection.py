@@ -61,9 +61,7 @@ def rooms(dtype: str, head_dim: int, arch: str) -> Iterator[Plan]:
             yield from (plan_room(name, family, dtype, head_dim, arch) for name in ROOMS)
 
 
-def fused(
-    direction: str, dtype: str, head_dims: tuple[int, int], mask: str, arch: str, deterministic: bool
-) -> Plan:
+def fused(direction: str, dtype: str, head_dims: tuple[int, int], mask: str, arch: str, deterministic: bool) -> Plan:
     """The planner's choice of a fused kernel; head_dims are those of query and value."""
     shape = Shape(_BATCH, _LENGTH, _LENGTH, _HEADS, *head_dims)
     problem = Problem.dense(direction, shape, dtype, masks.from_name(mask))

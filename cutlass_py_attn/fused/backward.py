@@ -41,13 +41,9 @@ class Backward:
     def __call__(self, *values):
         symbol, threads = self.build.symbol, self.build.threads
         grid = params.filled(Params, abi.BACKWARD, values).num_queries, 1, 1
-        self.delta_kernel.set_name_prefix(
-            f"{symbol}_delta", remove_cutlass_symbol=True, keep_mangled_name=False
-        )
+        self.delta_kernel.set_name_prefix(f"{symbol}_delta", remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel.set_name_prefix(symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.finish_kernel.set_name_prefix(
-            f"{symbol}_finish", remove_cutlass_symbol=True, keep_mangled_name=False
-        )
+        self.finish_kernel.set_name_prefix(f"{symbol}_finish", remove_cutlass_symbol=True, keep_mangled_name=False)
         # A struct of its own for each launch: the DSL keeps the fields it has read of one with that launch.
         main, delta, finish = (params.filled(Params, abi.BACKWARD, values) for _ in range(3))
         self.kernel(main).launch(grid=grid, block=(threads, 1, 1), **self.promise)
@@ -100,9 +96,7 @@ class Backward:
             cute.arch.sync_threads()
             if cutlass.const_expr(build.query_stages > 1):
                 next_slot = (query_tile + 1 - start) % build.query_stages
-                self.load_round(
-                    p, (at_batch, at_head, query_tile + 1), (s_q, s_do, s_lse, s_delta), next_slot, here
-                )
+                self.load_round(p, (at_batch, at_head, query_tile + 1), (s_q, s_do, s_lse, s_delta), next_slot, here)
                 cute.arch.cp_async_commit_group()
 
             score_parts = matmul_qk.operands(self.scores, s_q, s_k, here)
@@ -144,9 +138,7 @@ class Backward:
                 self.grad_query.pass_turn(p, group, query_tile, here)
             if cutlass.const_expr(build.query_stages == 1):
                 cute.arch.sync_threads()
-                self.load_round(
-                    p, (at_batch, at_head, query_tile + 1), (s_q, s_do, s_lse, s_delta), Int32(0), here
-                )
+                self.load_round(p, (at_batch, at_head, query_tile + 1), (s_q, s_do, s_lse, s_delta), Int32(0), here)
                 cute.arch.cp_async_commit_group()
 
         # 8  store dK and dV through the places of K and V
@@ -198,16 +190,12 @@ class Backward:
         """One slot of a ring of row statistics."""
         return ring[None, slot]
 
-    def load_key_tile(
-        self, p: Any, at: tuple[Any, ...], s_k: cute.Tensor, s_v: cute.Tensor, thread: Int32
-    ) -> None:
+    def load_key_tile(self, p: Any, at: tuple[Any, ...], s_k: cute.Tensor, s_v: cute.Tensor, thread: Int32) -> None:
         """Start copying the key and value tiles."""
         batch, head, key0 = at
         build, rows = self.build, p.num_keys - key0
         keys = params.slice_at(p.key, self.dtype, (batch, p.key_batch), (head, p.key_head), (key0, p.key_row))
-        values = params.slice_at(
-            p.value, self.dtype, (batch, p.value_batch), (head, p.value_head), (key0, p.value_row)
-        )
+        values = params.slice_at(p.value, self.dtype, (batch, p.value_batch), (head, p.value_head), (key0, p.value_row))
         moves.load_tile(thread, build.threads, keys, p.key_row, rows, build.head_dim, s_k)
         moves.load_tile(thread, build.threads, values, p.value_row, rows, build.head_dim_value, s_v)
 
@@ -247,13 +235,9 @@ class Backward:
     def score_gradient(self, dp: cute.Tensor, p: cute.Tensor, where: cute.Tensor, delta: cute.Tensor) -> None:
         """dP becomes dS."""
         for row in range(cute.size(dp, mode=[0])):
-            dp[row, None].store(
-                p[row, None].load().to(Float32) * (dp[row, None].load() - delta[where[row, 0][0]])
-            )
+            dp[row, None].store(p[row, None].load().to(Float32) * (dp[row, None].load() - delta[where[row, 0][0]]))
 
-    def store_key_tile(
-        self, p: Any, at: tuple[Any, ...], s_dk: cute.Tensor, s_dv: cute.Tensor, thread: Int32
-    ) -> None:
+    def store_key_tile(self, p: Any, at: tuple[Any, ...], s_dk: cute.Tensor, s_dv: cute.Tensor, thread: Int32) -> None:
         """Write dK and dV."""
         batch, head, key0 = at
         build, rows = self.build, p.num_keys - key0

@@ -71,9 +71,7 @@ class Delta:
         group = Int64(batch) * p.num_heads + head
         lse = Float32.inf
         if row < p.num_queries:
-            source = (
-                params.pointer(p.logsumexp, Float32, 4) + group * round_up(p.num_queries, LSE_PADDING) + row
-            )
+            source = params.pointer(p.logsumexp, Float32, 4) + group * round_up(p.num_queries, LSE_PADDING) + row
             lse = cute.make_tensor(source, cute.make_layout(1))[0]
         empty = lse == -Float32.inf
         target = group * p.query_tiles * self.build.tile_m + row

@@ -62,9 +62,7 @@ class Forward:
         query = params.slice_at(
             p.query, self.dtype, (batch, p.query_batch), (head, p.query_head), (query0, p.query_row)
         )
-        moves.load_tile(
-            thread, build.threads, query, p.query_row, p.num_queries - query0, build.head_dim, s_q
-        )
+        moves.load_tile(thread, build.threads, query, p.query_row, p.num_queries - query0, build.head_dim, s_q)
         keys = params.slice_at(p.key, self.dtype, (batch, p.key_batch), (head, p.key_head))
         values = params.slice_at(p.value, self.dtype, (batch, p.value_batch), (head, p.value_head))
         self.load_keys(thread, keys, p.key_row, larger(key_tiles - 1, 0), p.num_keys, build.head_dim, s_k)
@@ -170,9 +168,7 @@ class Forward:
         """Start copying tile `key_tile` of the keys or values; rows past the last key become zero."""
         first = key_tile * self.build.tile_n
         offset = cute.assume(Int64(first) * row_stride, divby=128 // self.dtype.width)
-        moves.load_tile(
-            thread, self.build.threads, source + offset, row_stride, num_keys - first, columns, tile
-        )
+        moves.load_tile(thread, self.build.threads, source + offset, row_stride, num_keys - first, columns, tile)
 
     def store_logsumexp(
         self,
@@ -186,9 +182,7 @@ class Forward:
         batch, head, query0 = corner
         padded = round_up(p.num_queries, LSE_PADDING)
         start = (Int64(batch) * p.num_heads + head) * padded + query0
-        target = cute.make_tensor(
-            params.pointer(p.logsumexp, Float32, 4) + start, cute.make_layout(self.build.tile_m)
-        )
+        target = cute.make_tensor(params.pointer(p.logsumexp, Float32, 4) + start, cute.make_layout(self.build.tile_m))
         for row, value in enumerate(lse):
             store_row(target, where[row, 0][0], value, query0, p.num_queries, padded, thread)
 

@@ -74,9 +74,7 @@ class Alone:
 def write_c(address: Int64, tile: Int32, product: Any, values: cute.Tensor, thread: Int32) -> None:
     """Write this thread's part of C, two columns at a time: what lies side by side in its registers."""
     m, n = product.spec.m, product.spec.n
-    target = cute.make_tensor(
-        params.slice_at(address, Float32, (tile, m * n)), cute.make_layout((m, n), stride=(n, 1))
-    )
+    target = cute.make_tensor(params.slice_at(address, Float32, (tile, m * n)), cute.make_layout((m, n), stride=(n, 1)))
     cute.autovec_copy(values, product.mma.get_slice(thread).partition_C(target))
 
 

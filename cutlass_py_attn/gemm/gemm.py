@@ -44,11 +44,7 @@ class Gemm:
     def instructions(self) -> int:
         """Matrix instructions that one warp (generic) or warpgroup (hopper) issues; three each for float32."""
         m, n, k = self.instruction
-        rows = (
-            self.m // (self.threads // WARPGROUP_THREADS)
-            if self.family == "hopper"
-            else self.m // self.warps[0]
-        )
+        rows = self.m // (self.threads // WARPGROUP_THREADS) if self.family == "hopper" else self.m // self.warps[0]
         columns = self.n if self.family == "hopper" else self.n // self.warps[1]
         return (rows // m) * (columns // n) * (self.k // k) * (3 if self.item_bytes == 4 else 1)
 
@@ -74,9 +70,7 @@ class Gemm:
         if self.family == "hopper":
             groups = self.threads // WARPGROUP_THREADS
             if self.threads % WARPGROUP_THREADS or self.m % (groups * m):
-                found.append(
-                    f"{self.name}: m = {self.m}: must be a multiple of 64 for each of {groups} warpgroups"
-                )
+                found.append(f"{self.name}: m = {self.m}: must be a multiple of 64 for each of {groups} warpgroups")
             if self.n % 8 or self.n > 256:
                 found.append(f"{self.name}: n = {self.n}: wgmma takes multiples of 8 up to 256")
         else:

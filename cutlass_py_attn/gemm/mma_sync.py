@@ -32,15 +32,11 @@ class MmaSync:
             # product can take its A from an accumulator, and the rows read by a quad fall in different banks.
             depth = cute.make_layout((4, 2), stride=(2, 1)) if spec.b_transposed else 8
             atom = warp.MmaTF32Op((16, 8, 8))
-            self.mma = cute.make_tiled_mma(
-                atom, (rows, columns, 1), permutation_mnk=(rows * 16, columns * 8, depth)
-            )
+            self.mma = cute.make_tiled_mma(atom, (rows, columns, 1), permutation_mnk=(rows * 16, columns * 8, depth))
         else:
             atom = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
             # 16 columns a warp, so that one ldmatrix.x4 feeds two n8 instructions.
-            self.mma = cute.make_tiled_mma(
-                atom, (rows, columns, 1), permutation_mnk=(rows * 16, columns * 16, 16)
-            )
+            self.mma = cute.make_tiled_mma(atom, (rows, columns, 1), permutation_mnk=(rows * 16, columns * 16, 16))
 
     def accumulator(self, thread: Int32) -> cute.Tensor:
         """A float32 register tensor for this thread's part of C, not yet set."""

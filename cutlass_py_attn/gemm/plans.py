@@ -160,9 +160,7 @@ def _shared_memory(build: Build, spec: Gemm) -> tuple[Buffer, ...]:
 def _misfits(build: Build, limits: Architecture) -> list[str]:
     warps = getattr(build, _PRODUCT_WARPS[build.room])
     if warps[0] * warps[1] != build.warps:
-        return [
-            f"{build.room}: {build.tile_m} x {build.tile_n} tiles do not divide among {build.warps} warps"
-        ]
+        return [f"{build.room}: {build.tile_m} x {build.tile_n} tiles do not divide among {build.warps} warps"]
     spec = spec_of(build)
     found = spec.objections()
     if build.family == "hopper" and spec.accumulate and spec.m > build.warps * MMA_ROWS:
@@ -186,9 +184,7 @@ def _plan(build: Build, tiles: int) -> Plan:
     maps: tuple[TensorMap, ...] = ()
     if build.family == "hopper":
         maps = (_tensor_map("a", spec.a_shape, tiles), _tensor_map("b", spec.b_shape, tiles))
-    launch = Launch(
-        f"{build.symbol}_0", (tiles, 1, 1), (build.threads, 1, 1), build.shared_memory_bytes, maps
-    )
+    launch = Launch(f"{build.symbol}_0", (tiles, 1, 1), (build.threads, 1, 1), build.shared_memory_bytes, maps)
     why = (
         f"{spec.equation} alone: {spec.m} x {spec.n} over {spec.k}, {build.warps} warps, "
         f"{spec.instructions} instructions each, {spec.accumulator_registers} accumulator registers a thread"

@@ -46,9 +46,7 @@ def tile_at(
 ) -> cute.Tensor:
     """The (rows, columns[, stages]) tile at `offset` bytes from `base`: TMA writes it, wgmma reads it."""
     layout = shared_layout(*shape, dtype, stages)
-    return cute.make_tensor(
-        cute.recast_ptr((base + offset).align(ATOM_BYTES), layout.inner, dtype=dtype), layout.outer
-    )
+    return cute.make_tensor(cute.recast_ptr((base + offset).align(ATOM_BYTES), layout.inner, dtype=dtype), layout.outer)
 
 
 class Wgmma:

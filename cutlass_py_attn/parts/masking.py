@@ -9,9 +9,7 @@ from cutlass import Float32, Int32
 from cutlass_py_attn.masks import Mask
 
 
-def hide(
-    mask: Mask, scores: cute.Tensor, where: cute.Tensor, corner: tuple[Int32, Int32], lengths: Any
-) -> None:
+def hide(mask: Mask, scores: cute.Tensor, where: cute.Tensor, corner: tuple[Int32, Int32], lengths: Any) -> None:
     """Set scores (rows x columns) outside the mask or past the last key to -inf.
 
     `where` holds each element's (row, column) in the tile, `corner` the tile's first query and key, `lengths`
@@ -20,9 +18,7 @@ def hide(
     _replace_unseen(mask, scores, where, corner, lengths, -Float32.inf)
 
 
-def clear(
-    mask: Mask, weights: cute.Tensor, where: cute.Tensor, corner: tuple[Int32, Int32], lengths: Any
-) -> None:
+def clear(mask: Mask, weights: cute.Tensor, where: cute.Tensor, corner: tuple[Int32, Int32], lengths: Any) -> None:
     """Set weights (rows x columns) outside the mask or past the last key to zero; arguments as for `hide`."""
     _replace_unseen(mask, weights, where, corner, lengths, Float32(0.0))
 

@@ -11,9 +11,7 @@ from cutlass_py_attn.plan import F32_ROW_PADDING, Build
 VECTOR_BYTES = 16
 
 
-def shared_tile(
-    base: cute.Pointer, offset: int, dtype, rows: int, columns: int, stages: int = 1
-) -> cute.Tensor:
+def shared_tile(base: cute.Pointer, offset: int, dtype, rows: int, columns: int, stages: int = 1) -> cute.Tensor:
     """A (rows, columns) tile, or a ring (rows, columns, stages), at `offset` bytes of the block's shared memory.
 
     16-bit rows are swizzled in chunks of 128 bytes (64 bytes when columns is an odd multiple of 32), so that
@@ -55,9 +53,7 @@ def load_tile(
     dtype = tile.element_type
     rows, columns = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
     vector = VECTOR_BYTES * 8 // dtype.width
-    atom = cute.make_copy_atom(
-        cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128
-    )
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128)
     copy = _tiled_copy(atom, threads, columns, dtype).get_slice(thread)
     stride = cute.assume(row_stride, divby=vector)
     values = cute.make_tensor(source, cute.make_layout((rows, columns), stride=(stride, 1)))
@@ -108,9 +104,7 @@ def store_tile(
 def load_rows(thread: Int32, source: cute.Pointer, target: cute.Tensor):
     """Start copying a float32 row vector, 16-byte aligned, with one 16-byte copy for each of the first threads."""
     count = cute.size(target) // 4
-    atom = cute.make_copy_atom(
-        cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), Float32, num_bits_per_copy=128
-    )
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), Float32, num_bits_per_copy=128)
     if thread < count:
         four, first = cute.make_layout(4), thread * 4
         here = cute.make_tensor((source + first).align(VECTOR_BYTES), four)
@@ -131,9 +125,7 @@ def converted(values: cute.Tensor, dtype) -> cute.Tensor:
     return result
 
 
-def registers_to_tile(
-    thread: Int32, mma: cute.TiledMma, values: cute.Tensor, tile: cute.Tensor, packed: bool
-) -> None:
+def registers_to_tile(thread: Int32, mma: cute.TiledMma, values: cute.Tensor, tile: cute.Tensor, packed: bool) -> None:
     """Write an accumulator of the tile's type into shared memory; `packed` uses stmatrix (sm_90 on)."""
     op = warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4) if packed else cute.nvgpu.CopyUniversalOp()
     copy = cute.make_tiled_copy_C(cute.make_copy_atom(op, tile.element_type), mma).get_slice(thread)

@@ -4,9 +4,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
-from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.abi import Fields
 from cutlass_py_attn.plan import Build
@@ -59,7 +59,5 @@ def fresh(register: str) -> Int32:
     """
     # inline_ptx cannot name a special register: it reads the per cent sign as its own.
     text = f"mov.u32 $0, %{register};"
-    value = llvm.inline_asm(
-        ir.IntegerType.get_signless(32), [], text, "=r", has_side_effects=True, asm_dialect=0
-    )
+    value = llvm.inline_asm(ir.IntegerType.get_signless(32), [], text, "=r", has_side_effects=True, asm_dialect=0)
     return Int32(value)

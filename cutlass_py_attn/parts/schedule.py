@@ -11,17 +11,13 @@ from cutlass_py_attn.masks import Mask
 from cutlass_py_attn.parts.integers import ceil_div, choose, larger, smaller
 
 
-def key_tile_end(
-    mask: Mask, query_tile: Any, tile_m: int, tile_n: int, num_queries: Any, num_keys: Any
-) -> Any:
+def key_tile_end(mask: Mask, query_tile: Any, tile_m: int, tile_n: int, num_queries: Any, num_keys: Any) -> Any:
     """Number of key tiles that some row of `query_tile` sees: the forward visits tiles [0, end)."""
     last_query = smaller((query_tile + 1) * tile_m, num_queries) - 1
     return ceil_div(mask.key_end(last_query, num_queries, num_keys), tile_n)
 
 
-def full_key_tiles(
-    mask: Mask, query_tile: Any, tile_m: int, tile_n: int, num_queries: Any, num_keys: Any
-) -> Any:
+def full_key_tiles(mask: Mask, query_tile: Any, tile_m: int, tile_n: int, num_queries: Any, num_keys: Any) -> Any:
     """Key tiles [0, full) that every row of `query_tile` sees completely: they need no mask."""
     inside = num_keys // tile_n
     if not mask.bounded:
@@ -30,9 +26,7 @@ def full_key_tiles(
     return smaller(inside, visible // tile_n)
 
 
-def query_tile_start(
-    mask: Mask, key_tile: Any, tile_m: int, tile_n: int, num_queries: Any, num_keys: Any
-) -> Any:
+def query_tile_start(mask: Mask, key_tile: Any, tile_m: int, tile_n: int, num_queries: Any, num_keys: Any) -> Any:
     """First query tile that sees a key of `key_tile`; the backward visits [start, query_tiles).
 
     The number of query tiles when no query sees one: the first that would may lie in the last tile's padding.
@@ -48,8 +42,6 @@ def needs_mask(
     return key_tile >= full_key_tiles(mask, query_tile, tile_m, tile_n, num_queries, num_keys)
 
 
-def contributions(
-    mask: Mask, query_tile: Any, tile_m: int, tile_n: int, num_queries: Any, num_keys: Any
-) -> Any:
+def contributions(mask: Mask, query_tile: Any, tile_m: int, tile_n: int, num_queries: Any, num_keys: Any) -> Any:
     """How many key tiles add to the query gradient of `query_tile`: as many as the forward visits."""
     return key_tile_end(mask, query_tile, tile_m, tile_n, num_queries, num_keys)

@@ -116,9 +116,7 @@ def run(tensors: tuple[Array, ...], mask: Mask, arithmetic: str, fault: str = ""
 
 
 def _forward(head: Head, how: Arithmetic) -> tuple[Array, Array]:
-    scores = np.where(
-        head.seen, how.product(head.query, head.key.T) * head.query.dtype.type(head.scale), -np.inf
-    )
+    scores = np.where(head.seen, how.product(head.query, head.key.T) * head.query.dtype.type(head.scale), -np.inf)
     top = scores.max(axis=1, keepdims=True)
     top = np.where(np.isneginf(top), 0, top)
     weights = np.exp(scores - top)
@@ -128,9 +126,7 @@ def _forward(head: Head, how: Arithmetic) -> tuple[Array, Array]:
         return how.store(output), top + np.log(total)
 
 
-def _backward(
-    head: Head, output: Array, lse: Array, how: Arithmetic, fault: str
-) -> tuple[Array, Array, Array]:
+def _backward(head: Head, output: Array, lse: Array, how: Arithmetic, fault: str) -> tuple[Array, Array, Array]:
     delta = (output * head.grad_output).sum(axis=1, keepdims=True)
     lse = np.where(np.isneginf(lse), np.inf, lse) + lse.dtype.type(0.01 if fault == "logsumexp + 0.01" else 0)
     if fault == "delta zero in one row":
@@ -146,9 +142,7 @@ def _backward(
             is_faulty = m == FAULTY_TILE * TILE_M
             is_stale = is_faulty and fault == "stage reused: q of the previous tile"
             source = slice(m - TILE_M, m) if is_stale else rows
-            grad_query[rows] += _query_part(
-                how.product(grad_scores, head.key[keys]), is_faulty and n == 0, fault
-            )
+            grad_query[rows] += _query_part(how.product(grad_scores, head.key[keys]), is_faulty and n == 0, fault)
             grad_key[keys] += how.product(grad_scores.T, head.query[source])
             grad_value[keys] += how.product(weights.T, head.grad_output[rows])
     if fault == "dk scaled by 1.01":

@@ -39,7 +39,7 @@ def swizzle(address: Array, width: int) -> Array:
 def compiled(plan: Plan) -> Artifact:
     """The plan's artifact, compiled once."""
     pytest.importorskip("cutlass.cute")
-    from cutlass_py_attn.compile import compile
+    from cutlass_py_attn.compiler import compile
 
     return compile(plan)
 
@@ -97,9 +97,7 @@ class Block:
         if found := re.match(r".*_param_(\d)$", text):
             return np.full_like(self.threads, (MAP_A, MAP_B)[int(found[1])])
         if text.startswith("%"):
-            return np.full_like(
-                self.threads, NOT_A_NUMBER
-            )  # never set: wgmma's accumulator before its first step
+            return np.full_like(self.threads, NOT_A_NUMBER)  # never set: wgmma's accumulator before its first step
         return np.full_like(self.threads, int(text[2:], 16) if text.startswith("0f") else int(text))
 
     def address(self, text: str) -> Array:
@@ -135,9 +133,7 @@ class Block:
     def load_parameter(self, _: str, operands: list[str]) -> None:
         """A 64-bit field of the struct."""
         offset = int((re.search(r"\+(\d+)", operands[1]) or ["", "0"])[1])
-        self.registers[operands[0]] = np.full_like(
-            self.threads, self.parameters[offset : offset + 8].view("<i8")[0]
-        )
+        self.registers[operands[0]] = np.full_like(self.threads, self.parameters[offset : offset + 8].view("<i8")[0])
 
     def words(self, addresses: Array, dtype: str) -> Array:
         """Elements of shared memory at byte addresses."""
@@ -184,9 +180,7 @@ class Block:
         recipe = self.plan.launches[0].tensor_maps[which - MAP_A]
         start = int(self.parameters.view("<i8")[which - MAP_A])
         whole = self.memory[start : start + recipe.rows * recipe.columns * 2].view("<u2")
-        box = whole.reshape(recipe.rows, recipe.columns)[row : row + recipe.box_rows, column:][
-            :, : recipe.box_columns
-        ]
+        box = whole.reshape(recipe.rows, recipe.columns)[row : row + recipe.box_rows, column:][:, : recipe.box_columns]
         assert target % 128 == 0
         assert box.shape == (recipe.box_rows, recipe.box_columns)
         assert recipe.box_columns * 2 == recipe.swizzle_bytes
@@ -236,9 +230,7 @@ class Block:
 
     def accumulate(self, target: str, source: str, product: Array) -> None:
         """float32 registers `target` = `source` + product."""
-        for out, before, values in zip(
-            *(re.findall(r"%\w+", x) for x in (target, source)), product, strict=True
-        ):
+        for out, before, values in zip(*(re.findall(r"%\w+", x) for x in (target, source)), product, strict=True):
             held = self.value(before).astype(np.uint32).view(np.float32)
             self.registers[out] = (held + values).astype(np.float32).view(np.uint32).astype(np.int64)
 

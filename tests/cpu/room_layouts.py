@@ -24,9 +24,7 @@ def run(function, shape, *constants, arch="sm_90a"):
 
 
 @cute.jit
-def tile_offsets(
-    out: cute.Pointer, is_float32: cutlass.Constexpr, rows: cutlass.Constexpr, columns: cutlass.Constexpr
-):
+def tile_offsets(out: cute.Pointer, is_float32: cutlass.Constexpr, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
     """Element offset of (row, column, stage) in moves.shared_tile."""
     dtype = Float32 if cutlass.const_expr(is_float32) else BFloat16
     layout = moves.shared_tile(cute.recast_ptr(out, dtype=Int8), 0, dtype, rows, columns, 2).layout
@@ -88,9 +86,7 @@ def wgmma_relayout(out: cute.Pointer, first: cutlass.Constexpr, second: cutlass.
 
 
 @cute.jit
-def mma_relayout(
-    out: cute.Pointer, first: cutlass.Constexpr, second: cutlass.Constexpr, dtype: cutlass.Constexpr
-):
+def mma_relayout(out: cute.Pointer, first: cutlass.Constexpr, second: cutlass.Constexpr, dtype: cutlass.Constexpr):
     """The same for mma.sync."""
     target = pairs_tensor(out, first)
     for thread in range(first.threads):

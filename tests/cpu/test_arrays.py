@@ -168,8 +168,9 @@ def test_copies_are_freed_after_an_error(driver_log: StandIn) -> None:
     assert len(driver_log.of("cuMemFreeAsync")) == 1
 
 
+@pytest.mark.parametrize("release", [13, 14])
 def test_cupy_results_come_from_its_pool_of_our_stream(
-    driver_log: StandIn, monkeypatch: pytest.MonkeyPatch
+    driver_log: StandIn, monkeypatch: pytest.MonkeyPatch, release: int
 ) -> None:
     seen: list[Any] = []
 
@@ -180,11 +181,15 @@ def test_cupy_results_come_from_its_pool_of_our_stream(
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
         return SimpleNamespace(shape=shape, dtype=dtype, data=SimpleNamespace(ptr=0x5000))
 
-    fake = SimpleNamespace(cuda=SimpleNamespace(Device=place, ExternalStream=place), empty=empty)
+    def from_external(stream: Any) -> Any:
+        return place(*reversed(stream.__cuda_stream__()))
+
+    kind = SimpleNamespace(from_external=from_external) if release >= 14 else SimpleNamespace()
+    fake = SimpleNamespace(cuda=SimpleNamespace(Device=place, ExternalStream=place, Stream=kind), empty=empty)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     exchange = Exchange("cupy", driver.device(0), 0x77)
     assert exchange.empty("y", SHAPE, "bfloat16") == 0x5000
-    assert seen == [(0,), (0x77, 0)]
+    assert sorted(seen) == [(0,), (0x77, 0)]
     assert exchange.results()["y"].dtype == BF16
     assert driver_log.calls == []
 
@@ -207,9 +212,7 @@ def test_torch_results_come_from_its_pool_of_our_stream(
     fake = SimpleNamespace(
         cuda=cuda,
         device=lambda kind, ordinal: f"{kind}:{ordinal}",
-        empty=lambda shape, dtype, device: SimpleNamespace(
-            made=(shape, dtype, device), data_ptr=lambda: 0x6000
-        ),
+        empty=lambda shape, dtype, device: SimpleNamespace(made=(shape, dtype, device), data_ptr=lambda: 0x6000),
         float16="torch.float16",
     )
     monkeypatch.setitem(sys.modules, "torch", fake)

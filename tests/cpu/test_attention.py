@@ -27,9 +27,7 @@ def operands(dtype: Any = BF16, num_queries: int = MQ, num_keys: int = MK) -> li
     return [aligned(shape, dtype, seed) for seed, shape in enumerate(shapes)]
 
 
-def backward_operands(
-    dtype: Any = BF16, num_queries: int = MQ, num_keys: int = MK
-) -> list[np.ndarray[Any, Any]]:
+def backward_operands(dtype: Any = BF16, num_queries: int = MQ, num_keys: int = MK) -> list[np.ndarray[Any, Any]]:
     """grad_output, query, key, value, output and logsumexp."""
     rows = (B, num_queries, H, DV)
     padded = -(-num_queries // 32) * 32

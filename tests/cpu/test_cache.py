@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cutlass_py_attn import cache, compile
+from cutlass_py_attn import cache, compiler
 from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
 from cutlass_py_attn.cache import Cache
 from cutlass_py_attn.masks import Causal
@@ -19,9 +19,7 @@ from cutlass_py_attn.problem import Problem, Shape
 
 pytest.importorskip("cuda.core.utils")
 
-BUILD = plan_forward(
-    Problem.dense("forward", Shape(1, 64, 64, 1, 64, 64), "bfloat16", Causal()), "sm_90"
-).build
+BUILD = plan_forward(Problem.dense("forward", Shape(1, 64, 64, 1, 64, 64), "bfloat16", Causal()), "sm_90").build
 KERNEL = Kernel(f"{BUILD.symbol}_0", 90, 0, 0, 1024, 128, (Parameter("params", 0, 152),))
 ARTIFACT = Artifact(BUILD, "// ptx\n" * 40000, b"\x7fELF\0\1" * 30000, (KERNEL,), "compiler 1", "as planned")
 
@@ -82,9 +80,7 @@ def test_a_damaged_entry_is_a_miss_and_is_replaced(folder: Path, damage) -> None
 
 def test_a_sound_entry_of_another_build_is_a_miss(folder: Path) -> None:
     (entry,) = entries(folder)
-    entry.write_bytes(
-        cache.pack(dataclasses.replace(ARTIFACT, build=dataclasses.replace(BUILD, arch="sm_80")))
-    )
+    entry.write_bytes(cache.pack(dataclasses.replace(ARTIFACT, build=dataclasses.replace(BUILD, arch="sm_80"))))
     assert Cache(folder).get(BUILD, "compiler 1") is None
 
 
@@ -149,11 +145,11 @@ def test_one_compile_for_a_process_and_a_folder(tmp_path: Path, monkeypatch: pyt
         compiled.append(build)
         return dataclasses.replace(ARTIFACT, build=build, toolchain="compiler 1")
 
-    monkeypatch.setattr(compile, "compile", fake)
-    monkeypatch.setattr(compile, "toolchain", lambda: "compiler 1")
-    monkeypatch.setattr(compile, "_made", {})
-    first = compile.artifact_for(BUILD, tmp_path)
-    assert compile.artifact_for(BUILD, tmp_path) is first
-    monkeypatch.setattr(compile, "_made", {})  # as in another process
-    assert compile.artifact_for(BUILD, tmp_path) == first
+    monkeypatch.setattr(compiler, "compile", fake)
+    monkeypatch.setattr(compiler, "toolchain", lambda: "compiler 1")
+    monkeypatch.setattr(compiler, "_made", {})
+    first = compiler.artifact_for(BUILD, tmp_path)
+    assert compiler.artifact_for(BUILD, tmp_path) is first
+    monkeypatch.setattr(compiler, "_made", {})  # as in another process
+    assert compiler.artifact_for(BUILD, tmp_path) == first
     assert compiled == [BUILD]

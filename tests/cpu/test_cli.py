@@ -196,15 +196,11 @@ def test_build_fills_a_folder(tmp_path: Path) -> None:
     done = invoke("build", *archs, *head_dims, *options)
     assert done.exit_code == 0, done.output
     names = [f"{artifact.build.arch}/{artifact.build.symbol}" for artifact in Folder(tmp_path).all()]
-    assert names == [
-        f"{arch}/fwd_generic_f16_d{dim}_full" for arch in ("sm_80", "sm_90a") for dim in (64, 96)
-    ]
+    assert names == [f"{arch}/fwd_generic_f16_d{dim}_full" for arch in ("sm_80", "sm_90a") for dim in (64, 96)]
     assert f"4 kernels in {tmp_path}" in done.output
 
 
-def test_build_keeps_what_compiles_and_reports_the_rest(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_build_keeps_what_compiles_and_reports_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def source(build: Build) -> tuple[Artifact, str]:
         if build.room in ("grad_v", "grad_k"):
             raise CompileError(f"{build.room} spills")
@@ -245,9 +241,7 @@ def test_inspect_shows_a_compiled_room() -> None:
     assert [tuple(field.values()) for field in found["fields"]] == list(abi.layout(abi.ROOM))
     (row,) = found["resources"]
     assert row["mma"] == found["instructions"][f"{ROOM}_0"]["HMMA"] > 0
-    assert row["shared_memory_bytes"] == max(
-        item["offset"] + item["bytes"] for item in found["shared_memory"]
-    )
+    assert row["shared_memory_bytes"] == max(item["offset"] + item["bytes"] for item in found["shared_memory"])
     listing = invoke("inspect", ROOM, "--arch", "sm_90", "--sass").output.splitlines()
     assert listing[0] == f"{ROOM}_0:"
     assert len(listing) - 1 == sum(found["instructions"][f"{ROOM}_0"].values())
@@ -383,9 +377,7 @@ def test_run_on_gpu_judges_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("place", [(0, 5, 0), (-1, 5, -1)])
-def test_run_on_gpu_fails_on_a_wrong_row(
-    monkeypatch: pytest.MonkeyPatch, place: tuple[int, int, int]
-) -> None:
+def test_run_on_gpu_fails_on_a_wrong_row(monkeypatch: pytest.MonkeyPatch, place: tuple[int, int, int]) -> None:
     def spoil(gradients: attention.Gradients) -> None:
         gradients.key[place] = 0
 

@@ -24,10 +24,7 @@ def parameter(ordinal: int, offset: int, size: int) -> bytes:
 
 def make_cubin(abi: int, flags: int) -> bytes:
     """A cubin of one kernel, laid out by hand after the ELF64 tables."""
-    facts = [
-        attribute(code, struct.pack("<II", 1, number))
-        for code, number in ((0x2F, 90), (0x11, 16), (0x12, 24))
-    ]
+    facts = [attribute(code, struct.pack("<II", 1, number)) for code, number in ((0x2F, 90), (0x11, 16), (0x12, 24))]
     own = parameter(1, 176, 40) + parameter(0, 48, 128) + attribute(0x10, struct.pack("<III", 256, 1, 1))
     inline = struct.pack("<BBH", 3, 0x1B, 255)  # an attribute whose value is in its head
     unknown = attribute(0x6D, b"\1\2\3")

@@ -61,8 +61,7 @@ def test_no_gpu_carries_nvidias_sentence(driver_log: StandIn) -> None:
     with pytest.raises(NoDevice) as caught:
         driver.device_count()
     assert str(caught.value) == (
-        "there is no usable GPU on this machine: cuInit(0): CUDA_ERROR_NO_DEVICE: "
-        "no CUDA-capable device is detected"
+        "there is no usable GPU on this machine: cuInit(0): CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected"
     )
     assert driver.device_count() == 2
 

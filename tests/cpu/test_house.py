@@ -76,9 +76,7 @@ def test_file_length(tree: Path) -> None:
 
 def test_function_length(tree: Path) -> None:
     assert objections(tree, function(60)) == []
-    assert objections(tree, function(61)) == [
-        "cutlass_py_attn/one.py:2: length of long, found 61 lines, allowed 60"
-    ]
+    assert objections(tree, function(61)) == ["cutlass_py_attn/one.py:2: length of long, found 61 lines, allowed 60"]
 
 
 @pytest.mark.parametrize("decorator", ["@cute.kernel\n", "@cute.jit\n", "@cute.jit(preprocess=True)\n"])
@@ -195,9 +193,7 @@ def test_file_map_names_a_file_that_is_gone(tree: Path) -> None:
     (tree / "cutlass_py_attn" / "sub" / "two.py").unlink()
     found = objections(tree)
     assert len(found) == 1
-    assert found[0].startswith(
-        "README.md:9: file map, found cutlass_py_attn/sub/two.py, which does not exist"
-    )
+    assert found[0].startswith("README.md:9: file map, found cutlass_py_attn/sub/two.py, which does not exist")
 
 
 def test_file_map_needs_sentences(tree: Path) -> None:

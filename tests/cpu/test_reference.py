@@ -36,9 +36,7 @@ def dense(q: Array, k: Array, v: Array, seen: Array, scale: float) -> tuple[Arra
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, BOTTOM_RIGHT], ids=lambda mask: mask.name)
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(7, 9), (9, 7), (6, 6), (1, 4), (5, 1)])
 @pytest.mark.parametrize("scale", [None, 0.37, -0.8])
-def test_gradients_are_the_differences(
-    mask: masks.Mask, num_queries: int, num_keys: int, scale: float | None
-) -> None:
+def test_gradients_are_the_differences(mask: masks.Mask, num_queries: int, num_keys: int, scale: float | None) -> None:
     query, key, value, grad_output = drawn(Shape(1, num_queries, num_keys, 2, 5, 4))
     operands = [query, key, value]
 
@@ -131,27 +129,21 @@ def test_empty_problems(empty: str, precision: str) -> None:
         if empty == "num_keys":
             assert np.isneginf(lse[:, :, :5]).all()
             assert np.isposinf(lse[:, :, 5:]).all()
-        gradients = reference.backward(
-            grad_output, query, key, value, output, lse, mask=CAUSAL, precision=precision
-        )
+        gradients = reference.backward(grad_output, query, key, value, output, lse, mask=CAUSAL, precision=precision)
         for name, gradient in zip(("query", "key", "value"), gradients, strict=True):
             assert gradient.shape == shape.of(name)
             assert not gradient.any()
 
 
 # Half a unit in the last place, from 2^-9 of bfloat16 to 2^-24 of float32: results lose a few of them.
-@pytest.mark.parametrize(
-    ("precision", "unit"), [("bfloat16", 2.0**-9), ("float16", 2.0**-12), ("float32", 2.0**-24)]
-)
+@pytest.mark.parametrize(("precision", "unit"), [("bfloat16", 2.0**-9), ("float16", 2.0**-12), ("float32", 2.0**-24)])
 def test_low_loses_what_its_type_loses(precision: str, unit: float) -> None:
     shape = Shape(2, 200, 260, 2, 64, 32)
     query, key, value, grad_output = inputs.make("gaussian", shape, precision, CAUSAL, 1)
 
     def results(wanted: str) -> tuple[Array, ...]:
         output, lse = reference.forward(query, key, value, mask=CAUSAL, precision=wanted)
-        return output, *reference.backward(
-            grad_output, query, key, value, output, lse, mask=CAUSAL, precision=wanted
-        )
+        return output, *reference.backward(grad_output, query, key, value, output, lse, mask=CAUSAL, precision=wanted)
 
     stored = reference.DTYPES[precision]
     for truth, low in zip(results("float64"), results(precision), strict=True):

@@ -62,8 +62,7 @@ def test_spec(room: str, shape: tuple[int, int, int], majors: tuple[bool, bool],
 def test_float32_takes_three_times_the_instructions() -> None:
     tile = Tile(64, 64, 4)
     half, full = (
-        spec_of(plan_room("grad_q", "generic", dtype, 64, "sm_80", tile=tile).build)
-        for dtype in ("float16", "float32")
+        spec_of(plan_room("grad_q", "generic", dtype, 64, "sm_80", tile=tile).build) for dtype in ("float16", "float32")
     )
     assert full.instruction == (16, 8, 8)
     assert full.instructions == 3 * 2 * half.instructions  # three products, and half the depth in each

@@ -35,9 +35,7 @@ def plan_of(mask: Mask) -> Plan:
     return plan_forward(Problem.dense("forward", SHAPE, "bfloat16", mask), "sm_90")
 
 
-def artifact_of(
-    plan: Plan, *, code: str = "mma.sync.a;", cubin: bytes = b"cubin", registers: int = 200
-) -> Artifact:
+def artifact_of(plan: Plan, *, code: str = "mma.sync.a;", cubin: bytes = b"cubin", registers: int = 200) -> Artifact:
     """What a compiler might have made of the plan."""
     symbol = f"{plan.symbol}_0"
     ptx = f"// header\n.entry {symbol}(\n.param .b8 p[184])\n{code}\n"
@@ -189,9 +187,7 @@ def test_readme_lists_only_what_passed(tree: Path, monkeypatch: pytest.MonkeyPat
     text = (tree / "README.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     memory = f"{PLANS[1].build.shared_memory_bytes / 1024:.0f} KiB"
-    assert rows == [
-        f"| `fwd_generic_bf16_d64_causal` | sm_90 | 200 | {memory} | output 0.50 | H200, 2026-01-02 |"
-    ]
+    assert rows == [f"| `fwd_generic_bf16_d64_causal` | sm_90 | 200 | {memory} | output 0.50 | H200, 2026-01-02 |"]
     assert "between\n<!-- benchmark:begin -->\n<!-- benchmark:end -->" in text
 
 

@@ -1,4 +1,4 @@
-"""Toy kernels with the parameters of a room alone, sound or with one fault each, to test compile.py."""
+"""Toy kernels with the parameters of a room alone, sound or with one fault each, to test compiler.py."""
 
 from collections.abc import Callable
 from typing import Any

@@ -85,9 +85,7 @@ class Case:
     def shape(self) -> Shape:
         """The six sizes."""
         v = self.variant
-        return Shape(
-            self.batch, self.num_queries, self.num_keys, self.num_heads, v.head_dim, v.head_dim_value
-        )
+        return Shape(self.batch, self.num_queries, self.num_keys, self.num_heads, v.head_dim, v.head_dim_value)
 
     @property
     def mask(self) -> masks.Mask:

@@ -31,7 +31,7 @@ def kernels_from(folder: Path | None) -> Kernels:
     """Prebuilt kernels of a folder, or None for the compiler."""
     if folder is not None:
         return Folder(folder)
-    from cutlass_py_attn.compile import artifact_for
+    from cutlass_py_attn.compiler import artifact_for
 
     return artifact_for
 
@@ -82,9 +82,7 @@ def verdicts(case: Case, arrays: dict[str, Array], found: dict[str, Array]) -> l
     result = []
     for name in names:
         yardstick = truth[name] + luck * (low[name] - truth[name])
-        result += judge.judge(
-            name, found[name], truth[name], yardstick, unseen=unseen[name], absolute=absolute[name]
-        )
+        result += judge.judge(name, found[name], truth[name], yardstick, unseen=unseen[name], absolute=absolute[name])
     if case.direction == "forward":
         result.append(judge.judge_logsumexp(found["logsumexp"], truth["logsumexp"]))
     return result

@@ -18,9 +18,7 @@ HERE = Path(__file__).parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--kernels: where prebuilt kernels are."""
-    parser.addoption(
-        "--kernels", type=Path, help="folder of prebuilt kernels (tools/build_ptx.py --suite FOLDER)"
-    )
+    parser.addoption("--kernels", type=Path, help="folder of prebuilt kernels (tools/build_ptx.py --suite FOLDER)")
 
 
 def _missing(config: pytest.Config) -> str:

@@ -14,9 +14,7 @@ def main() -> int:
     """Run the case, print every verdict; exit code 1 when one is above 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.run", description=__doc__)
     parser.add_argument("--case", required=True, help="the line that a failing test prints")
-    parser.add_argument(
-        "--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled"
-    )
+    parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
     given = parser.parse_args()
     case = cases.parse(given.case)
     found = check.run(case, check.kernels_from(given.kernels))

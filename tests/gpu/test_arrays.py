@@ -20,9 +20,7 @@ from tests.gpu.cases import Case
 from tests.gpu.check import Array, Kernels, same_bits
 
 CASES = [
-    Case(
-        "backward", cases.Variant(dtype, 128, 128, "causal"), 2, 3, 203, 129, "gaussian", 7, num_splits_key=1
-    )
+    Case("backward", cases.Variant(dtype, 128, 128, "causal"), 2, 3, 203, 129, "gaussian", 7, num_splits_key=1)
     for dtype in ("bfloat16", "float16", "float32")
 ]
 DELAY_ELEMENTS = 1 << 27
@@ -58,9 +56,7 @@ def _cupy(cupy: Any) -> Library:
 
 
 def _jax(jax: Any) -> Library:
-    return Library(
-        jax, jax.Array, lambda array: jax.device_put(array), np.asarray, ("bfloat16", "float16", "float32")
-    )
+    return Library(jax, jax.Array, lambda array: jax.device_put(array), np.asarray, ("bfloat16", "float16", "float32"))
 
 
 def _library(module: str) -> Library:
@@ -115,9 +111,7 @@ def _refuse(*_: object) -> None:
 def test_numpy_is_judged(case: Case, kernels: Kernels) -> None:
     """Strided NumPy operands give dense NumPy results of their dtype."""
     arrays = check.make(case)
-    strided = {
-        key: np.ascontiguousarray(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for key, a in arrays.items()
-    }
+    strided = {key: np.ascontiguousarray(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for key, a in arrays.items()}
     found = check.attend(case, strided, kernels)
     assert all(isinstance(array, np.ndarray) for array in found.values())
     assert all(found[key].dtype == arrays["query"].dtype for key in ("output", *check.GRADIENTS))
@@ -143,9 +137,7 @@ def test_torch_producer_comes_first(same: bool, kernels: Kernels) -> None:
     torch = _library("torch").module
     producer = torch.cuda.Stream()
     consumer = producer if same else torch.cuda.Stream()
-    _after_a_slow_producer(
-        _library("torch"), producer, consumer, torch.cuda.stream, torch.empty_like, kernels
-    )
+    _after_a_slow_producer(_library("torch"), producer, consumer, torch.cuda.stream, torch.empty_like, kernels)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["same_stream", "other_stream"])

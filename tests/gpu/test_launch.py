@@ -18,9 +18,7 @@ from tests.gpu.check import Array, Kernels
 from tests.gpu.memory import Placed
 from tests.gpu.test_laws import differing, operands_of
 
-CASE = Case(
-    "backward", Variant("bfloat16", 128, 128, "causal"), 2, 3, 515, 640, "gaussian", 5, num_splits_key=1
-)
+CASE = Case("backward", Variant("bfloat16", 128, 128, "causal"), 2, 3, 515, 640, "gaussian", 5, num_splits_key=1)
 REPLAYS = 20
 ELF_FLAGS = 48  # offset of e_flags; its second byte is the number of the target
 
@@ -113,9 +111,7 @@ def test_streams_as_numbers_and_objects(made: Callable[[int], object], kernels: 
         driver.synchronise(stream)
         assert differing(expected, placed.read()) == []
         found = attention_forward(*_operands(arrays), mask=CASE.mask, kernels=kernels, stream=made(stream))
-    assert check.same_bits(
-        found[0], attention_forward(*_operands(arrays), mask=CASE.mask, kernels=kernels)[0]
-    )
+    assert check.same_bits(found[0], attention_forward(*_operands(arrays), mask=CASE.mask, kernels=kernels)[0])
 
 
 def _operands(arrays: dict[str, Array]) -> list[Array]:
@@ -153,9 +149,7 @@ def test_out_of_memory_says_how_much(kernels: Kernels) -> None:
     """A workspace larger than any GPU is refused before anything is launched, and the GPU stays usable."""
     huge = replace(CASE, batch=64, num_heads=64, num_queries=2**20, num_keys=128, num_splits_key=None)
     bound = memory.bound_of(huge.problem(), kernels)
-    with pytest.raises(
-        DriverError, match=f"the workspace of {bound.plan.symbol} \\({bound.workspace_bytes} bytes\\)"
-    ):
+    with pytest.raises(DriverError, match=f"the workspace of {bound.plan.symbol} \\({bound.workspace_bytes} bytes\\)"):
         bound(dict.fromkeys(bound.tensor_names, 0x100))
     with placed_case(kernels) as placed:
         assert placed.run()

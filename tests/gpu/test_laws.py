@@ -37,9 +37,7 @@ def directed(case: Case, direction: str) -> Case:
 def name(value: object) -> str:
     """Test id of a variant or a size."""
     if isinstance(value, Variant):
-        return (
-            replace(case_of(value, (1, 1, 1, 1)), num_splits_key=None).line.split(" 1x")[0].replace(" ", "_")
-        )
+        return replace(case_of(value, (1, 1, 1, 1)), num_splits_key=None).line.split(" 1x")[0].replace(" ", "_")
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -195,9 +193,7 @@ def test_rows_without_keys(dtype: str, kernels: Kernels) -> None:
     assert np.isneginf(found["logsumexp"][:, :, :blind]).all()
     assert np.isfinite(found["logsumexp"][:, :, blind : case.num_queries]).all()
     assert np.isposinf(found["logsumexp"][:, :, case.num_queries :]).all()
-    assert all(
-        np.isfinite(array.astype(np.float32)).all() for key, array in found.items() if key != "logsumexp"
-    )
+    assert all(np.isfinite(array.astype(np.float32)).all() for key, array in found.items() if key != "logsumexp")
 
 
 def test_batches_far_apart(kernels: Kernels) -> None:

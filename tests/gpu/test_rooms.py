@@ -13,9 +13,7 @@ TILES = (1, 2, 40)
 MANY_TILES = 1000
 
 
-@pytest.fixture(
-    params=cases.ALL_ROOMS, ids=lambda room: f"{room.name}_{room.family}_{room.dtype}_{room.head_dim}"
-)
+@pytest.fixture(params=cases.ALL_ROOMS, ids=lambda room: f"{room.name}_{room.family}_{room.dtype}_{room.head_dim}")
 def room(request: pytest.FixtureRequest, gpu: driver.Device) -> cases.Room:
     """Each room that this GPU runs."""
     found: cases.Room = request.param

@@ -100,10 +100,7 @@ class StandIn:
         """Every call since `clear`, in order."""
         records: Any = self._library.stand_in_records()
         found = (records[i] for i in range(self._library.stand_in_count()))
-        return [
-            Call(r.call.decode(), r.text.decode(), tuple(r.numbers), bytes(r.bytes)[: r.byte_count])
-            for r in found
-        ]
+        return [Call(r.call.decode(), r.text.decode(), tuple(r.numbers), bytes(r.bytes)[: r.byte_count]) for r in found]
 
     @property
     def names(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""compile.py: sound toys give artifacts, faulty ones are refused with numbers, nothing outside matters."""
+"""compiler.py: sound toys give artifacts, faulty ones are refused with numbers, nothing outside matters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cutlass_py_attn import compile as compiling
+from cutlass_py_attn import compiler as compiling
 from cutlass_py_attn import kernels
 from cutlass_py_attn.artifact import Parameter
 from cutlass_py_attn.cubin import read
@@ -37,7 +37,7 @@ PROGRAM = """
 import hashlib, json, sys
 sys.path[:0] = [{root!r}, {here!r}]
 import toy_kernel
-from cutlass_py_attn import compile as compiling, kernels
+from cutlass_py_attn import compiler as compiling, kernels
 from cutlass_py_attn.plan import build_from
 kernels.trace = toy_kernel.trace
 build = build_from(json.loads({build!r}))
@@ -219,9 +219,7 @@ def test_eight_processes_with_a_cold_cache_agree(tmp_path: Path) -> None:
 
 
 def test_importing_loads_neither_compiler_nor_driver() -> None:
-    modules = "cutlass_py_attn, cutlass_py_attn.compile, cutlass_py_attn.explain"
+    modules = "cutlass_py_attn, cutlass_py_attn.compiler, cutlass_py_attn.explain"
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {modules}; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert {"cutlass", "cuda"}.isdisjoint(loaded.split())

@@ -30,18 +30,14 @@ from cutlass_py_attn.plan import Build, Plan
 from cutlass_py_attn.planner import DELTA_THREADS
 
 _DSL: Final = "nvidia-cutlass-dsl"
-_NO_DSL: Final = (
-    f'{_DSL} is not installed, so nothing can be compiled: pip install "cutlass-py-attn[compile]"'
-)
+_NO_DSL: Final = f'{_DSL} is not installed, so nothing can be compiled: pip install "cutlass-py-attn[compile]"'
 
 # The DSL keeps the options of a compile in a singleton: one at a time per process.
 _LOCK: Final = threading.RLock()
 _made: dict[Build, Artifact] = {}
 
 _ENTRY: Final = re.compile(r"\.entry\s+(\S+?)\s*\((.*?)\)", re.DOTALL)
-_PARAMETER: Final = re.compile(
-    r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)\s[^,]*?(\w+)(?:\[(\d+)\])?\s*(?:,|$)"
-)
+_PARAMETER: Final = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)\s[^,]*?(\w+)(?:\[(\d+)\])?\s*(?:,|$)")
 _FUNCTION: Final = re.compile(r"Function properties for (\S+)")
 _MEMORY: Final = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REMARK: Final = re.compile(r"[^\n]*\bC75\d\d\b[^\n]*")
@@ -181,9 +177,7 @@ def _import_dsl(build: Build) -> Any:
     try:
         return importlib.import_module("cutlass.cute")
     except Exception as error:
-        raise CompileError(
-            f"{build.symbol} for {build.arch}: the DSL does not load: {_message(error)}"
-        ) from error
+        raise CompileError(f"{build.symbol} for {build.arch}: the DSL does not load: {_message(error)}") from error
 
 
 @contextmanager
@@ -300,9 +294,7 @@ def parameter_objections(build: Build, ptx: str, found: Cubin) -> Iterator[str]:
 def _ptx_parameters(ptx: str) -> dict[str, list[tuple[str, int]]]:
     """(name, bytes) of each parameter of each entry, in PTX order."""
     return {
-        symbol: [
-            (name, int(bits) // 8 * int(count or 1)) for _, bits, name, count in _PARAMETER.findall(body)
-        ]
+        symbol: [(name, int(bits) // 8 * int(count or 1)) for _, bits, name, count in _PARAMETER.findall(body)]
         for symbol, body in _ENTRY.findall(ptx)
     }
 
