@@ -32,7 +32,8 @@ FORWARD: Fields = (
 
 # grad_query_accum: float32 [batch, heads, query tiles, tile_m * head_dim] in the kernel's own element order.
 # delta and logsumexp_log2 (logsumexp * log2(e), +inf on rows without keys and past the end): float32
-# [batch, heads, query_tiles * tile_m]. turn: int32 [batch, heads, query_tiles].
+# [batch, heads, query_tiles * tile_m]. turn: int32 [batch, heads, query_tiles + 1],
+# a turn for each query tile and the number of blocks that have started.
 BACKWARD: Fields = (
     *_strided("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value"),
     ("logsumexp", "i64"),

@@ -334,10 +334,13 @@ def stream_handle(stream: object) -> int:
     found: Any = 0 if stream is None else stream
     if hasattr(found, "__cuda_stream__"):
         protocol = found.__cuda_stream__
-        found = (protocol() if callable(protocol) else protocol)[1]
-        # cuda.core's default streams have handles of their own; only a closed stream says 0, the legacy default
-        if not found and type(stream).__module__.startswith("cuda.core"):
-            raise NotSupported(f"stream = {stream!r}: is closed; pass an open stream, or None for the default stream")
+        try:
+            found = (protocol() if callable(protocol) else protocol)[1]
+        except Exception as error:  # a closed stream has no handle to give
+            kind = type(stream).__name__
+            raise NotSupported(
+                f"stream of type {kind}: {error}; pass an open stream, or None for the default"
+            ) from error
     else:
         names = ("ptr", "cuda_stream", "handle")
         found = next((getattr(found, name) for name in names if hasattr(found, name)), found)

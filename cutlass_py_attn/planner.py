@@ -15,6 +15,7 @@ DELTA_THREADS = 128
 DELTA_LANES = 8  # threads that share a row of O and dO: 128 bytes at a time
 DELTA_ROWS = DELTA_THREADS // DELTA_LANES
 F32_BYTES = 4
+INT32_BYTES = 4
 WORKSPACE_ALIGNMENT = 256
 SPLIT_WAVES = 32  # blocks per SM beyond which more splits of the keys no longer shorten the last wave
 
@@ -87,7 +88,7 @@ def backward_workspace(problem: Problem, build: Build) -> Workspace:
     query_tiles = ceil_div(problem.shape.num_queries, build.tile_m)
     sizes = [("grad_query_accum", groups * query_tiles * build.tile_m * build.columns * F32_BYTES)]
     if build.deterministic:
-        sizes.append(("turn", groups * query_tiles * F32_BYTES))
+        sizes.append(("turn", groups * (query_tiles + 1) * INT32_BYTES))
     zeroed = len(sizes)
     rows = groups * query_tiles * build.tile_m * F32_BYTES
     sizes += [("delta", rows), ("logsumexp_log2", rows)]

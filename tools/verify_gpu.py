@@ -134,7 +134,7 @@ def about_this_run(sanitizer: Path | None) -> Results:
 
 def _commit() -> str:
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    return "unknown" if done.returncode else done.stdout.strip()
 
 
 def main() -> int:

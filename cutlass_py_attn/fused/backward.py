@@ -63,6 +63,10 @@ class Backward:
         build = self.build
         thread, _, _ = cute.arch.thread_idx()
         split, head, batch = cute.arch.block_idx()
+        if cutlass.const_expr(build.deterministic):
+            base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024) + build.buffer("delta").offset
+            place = cute.make_tensor(cute.recast_ptr(base.align(128), dtype=Int32), cute.make_layout(1))
+            split = self.grad_query.ticket(p, Int64(batch) * p.num_heads + head, thread, place)
         key_tiles = ceil_div(p.num_keys, build.tile_n)
         for step in cutlass.range(split, key_tiles, p.num_splits_key, unroll=1):
             # Longest first under a causal mask; in turn order, that is diagonal first, when deterministic.

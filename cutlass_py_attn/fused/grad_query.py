@@ -51,10 +51,30 @@ class GradQuery:
             for j in range(self.width):
                 values[i * self.width + j] = vector[j]
 
+    def counter(self, p: Any, group: Int64, index: Int32) -> cute.Pointer:
+        """A group has a turn for each query tile, and behind them the number of blocks that have started."""
+        return params.pointer(p.turn, Int32, 4) + group * (p.query_tiles + 1) + index
+
+    @cute.jit
+    def ticket(self, p: Any, group: Int64, thread: Int32, shared: cute.Tensor):
+        """This block's place in the order of starting, through one shared int32.
+
+        Blocks that wait for turns take their key tiles in this order, so that each waits only for blocks that
+        already run, in whichever order the GPU starts them.
+        """
+        if thread == 0:
+            shared[0] = cute.arch.atomic_add(
+                self.counter(p, group, p.query_tiles), Int32(1), sem="relaxed", scope="gpu"
+            )
+        cute.arch.sync_threads()
+        place = shared[0]
+        cute.arch.sync_threads()
+        return place
+
     @cute.jit
     def wait_turn(self, p: Any, group: Int64, query_tile: Int32, turn: Int32, thread: Int32):
         """Wait until the blocks before this one have added to the tile."""
-        counter = params.pointer(p.turn, Int32, 4) + group * p.query_tiles + query_tile
+        counter = self.counter(p, group, query_tile)
         if thread == 0:
             seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
             while seen != turn:
@@ -64,7 +84,7 @@ class GradQuery:
     @cute.jit
     def pass_turn(self, p: Any, group: Int64, query_tile: Int32, thread: Int32):
         """Let the next block add to the tile."""
-        counter = params.pointer(p.turn, Int32, 4) + group * p.query_tiles + query_tile
+        counter = self.counter(p, group, query_tile)
         cute.arch.sync_threads()
         if thread == 0:
             cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")

@@ -166,23 +166,27 @@ class RegisterOperand:
         self._fragment = fragment
 
     def fetch(self, k: int) -> cute.Tensor:
-        """Registers of k step `k`."""
-        return self._fragment[None, None, k]
+        """Registers of k step `k`; float32 ones are gathered, since their split wants them without gaps."""
+        part = self._fragment[None, None, k]
+        if part.element_type is not Float32:
+            return part
+        gathered = cute.make_rmem_tensor(part.shape, Float32)
+        gathered.store(part.load())
+        return gathered
 
 
 Operand = LdMatrixOperand | Float32Operand | RegisterOperand
 
 
 def split_tf32(values: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """float32 registers as two TF32 register tensors whose sum is the value to 2^-23."""
-    whole, high, low = (cute.make_rmem_tensor(values.shape, kind) for kind in (Float32, Int32, Float32))
-    whole.store(values.load())
-    flat = cute.make_layout(cute.size(values))  # bit casts give a flat vector
-    bits = cute.make_tensor(whole.iterator, flat).load()
+    """float32 registers, without gaps, as two TF32 register tensors whose sum is the value to 2^-23."""
+    layout, flat = cute.make_layout(values.shape), cute.make_layout(cute.size(values))  # bit casts give a flat vector
+    bits = cute.make_tensor(values.iterator, flat).load()
     rounded = (bits.bitcast(Int32) + TF32_HALF) & TF32_KEEP
-    cute.make_tensor(high.iterator, flat).store(rounded)
-    cute.make_tensor(low.iterator, flat).store(bits - rounded.bitcast(Float32))
-    return cute.recast_tensor(high, TFloat32), cute.recast_tensor(low, TFloat32)
+    high, low = cute.make_rmem_tensor(flat, Int32), cute.make_rmem_tensor(flat, Float32)
+    high.store(rounded)
+    low.store(bits - rounded.bitcast(Float32))
+    return tuple(cute.make_tensor(cute.recast_ptr(part.iterator, dtype=TFloat32), layout) for part in (high, low))
 
 
 def _as_16_bit_operand(layout: cute.Layout) -> cute.Layout:

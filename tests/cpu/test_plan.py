@@ -124,8 +124,9 @@ def test_the_workspace_is_no_larger_than_gradient_turns_and_row_statistics(probl
     if problem.direction == "forward" or problem.is_empty:
         assert (space.bytes, space.zero_bytes, space.parts) == (0, 0, ())
         return
-    tiles = shape.batch * shape.num_heads * -(-shape.num_queries // plan.build.tile_m)
-    needed = 4 * tiles * (plan.build.tile_m * plan.build.columns + 1 + 2 * plan.build.tile_m)
+    groups = shape.batch * shape.num_heads
+    tiles = groups * -(-shape.num_queries // plan.build.tile_m)
+    needed = 4 * (tiles * (plan.build.tile_m * plan.build.columns + 1 + 2 * plan.build.tile_m) + groups)
     assert space.bytes <= needed + 256 * len(space.parts)
     _disjoint([(part.offset, part.bytes) for part in space.parts], space.bytes)
     zeroed = [part.name for part in space.parts if part.offset < space.zero_bytes]

@@ -22,6 +22,7 @@ from cutlass_py_attn.problem import SHORT_NAMES, Problem, Shape
 
 ARCH: Final = "sm_90"
 HOPPER_ARCH: Final = "sm_90a"
+PTX_ARCH: Final = "sm_80"  # its PTX is compiled by the driver for whatever newer GPU there is
 
 LENGTHS: Final = (1, 2, 3, 15, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 799, 1023, 1024)
 FEW_LENGTHS: Final = (1, 15, 64, 65, 129, 255, 799)
@@ -185,6 +186,17 @@ def _all(direction: str) -> tuple[Case, ...]:
     return (*main, *others)
 
 
+PTX_VARIANTS: Final = (
+    Variant("bfloat16", 128, 128, "causal"),
+    Variant("float16", 64, 64, "full"),
+    Variant("float32", 64, 64, "causal_br"),
+)
+PTX_CASES: Final = tuple(
+    Case(direction, variant, 2, 3, 203, 257, "gaussian", seed)
+    for seed, variant in enumerate(PTX_VARIANTS)
+    for direction in ("forward", "backward")
+)
+
 FORWARD: Final = _all("forward")
 BACKWARD: Final = _all("backward")
 
@@ -234,4 +246,6 @@ def builds() -> list[Build]:
             found[plan_of(changed.problem(), ARCH).build] = None
     for room in ALL_ROOMS:
         found[room.plan(1).build] = None
+    for case in PTX_CASES:
+        found[plan_of(case.problem(), PTX_ARCH).build] = None
     return list(found)

@@ -161,5 +161,5 @@ def test_closed_stream(kernels: Kernels) -> None:
     device.set_current()
     stream = device.create_stream()
     stream.close()
-    with placed_case(kernels) as placed, pytest.raises(NotSupported, match="is closed"):
+    with placed_case(kernels) as placed, pytest.raises(NotSupported, match="closed; pass an open stream"):
         placed.launch(stream)
