@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -107,12 +108,14 @@ def _cancelled(case: Case, arrays: dict[str, Array]) -> dict[str, float]:
     size = {name: max(1.0, _root_mean_square(array)) for name, array in arrays.items()}
     floor = judge.FLOORS[case.variant.dtype].absolute
     grad_scores = size["grad_output"] * size["value"]
+    many = 1.0
     if case.num_keys == 1:
         grad_scores *= SINGLE_KEY[case.variant.dtype]
+        many = max(1.0, math.sqrt(case.num_queries / FEW_QUERIES))  # errors of one sign or the other, one a query
     return {
         "output": floor * size["value"],
         "grad_query": floor * grad_scores * size["key"],
-        "grad_key": floor * grad_scores * size["query"],
+        "grad_key": floor * grad_scores * size["query"] * many,
         "grad_value": floor * size["grad_output"],
     }
 
