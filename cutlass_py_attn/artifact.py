@@ -39,7 +39,7 @@ class Kernel:
 @dataclass(frozen=True, slots=True)
 class Artifact:
     """A compiled Build: `kernels` in the order of the plan's launches; `toolchain` names the compiler, `allocation`
-    the register settings that held, which differ from the build's where those spilled."""
+    the register settings and warp grids that held, which differ from the build's where those spilled."""
 
     build: Build
     ptx: str

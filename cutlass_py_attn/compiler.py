@@ -88,15 +88,21 @@ def _other_allocations(build: Build) -> list[Build]:
     """What to try where the plan's register allocation spills.
 
     Left alone, ptxas aims at some occupancy and spills a few bytes to reach it. One guaranteed block lifts that
-    aim; the usage level moves how far it hoists loads. Which of them fits is not monotonic in anything known.
+    aim; the usage level moves how far it hoists loads; a square product may as well spread its warps the other
+    way round. Which of them fits is not monotonic in anything known.
     """
     settings = ((3, 0), (5, 1), (3, 1), (7, 1))
     tried = [replace(build, register_usage_level=level, min_blocks_per_sm=blocks) for level, blocks in settings]
+    if build.kind == "backward" and build.tile_n == build.columns_value == build.columns:
+        tried += [replace(build, grad_v=build.grad_v[::-1]), replace(build, grad_k=build.grad_k[::-1])]
     return [other for other in tried if other != build]
 
 
 def _allocation(build: Build) -> str:
-    return f"register usage level {build.register_usage_level}, min blocks per SM {build.min_blocks_per_sm or 'unset'}"
+    return (
+        f"register usage level {build.register_usage_level}, min blocks per SM {build.min_blocks_per_sm or 'unset'}, "
+        f"grad_v warps {build.grad_v}, grad_k warps {build.grad_k}"
+    )
 
 
 def _objections(build: Build, output: Output, found: Cubin, spills: dict[str, int]) -> list[str]:
