@@ -16,8 +16,8 @@ from cutlass_py_attn.problem import Shape
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One row: query rows, key rows, warps, stages of query and grad_output (0: the kernel has none), and ptxas's
-    register usage level (5 is its own choice)."""
+    """One row: query rows, key rows, warps, stages of query and grad_output (0: the kernel has none), ptxas's
+    register usage level (5 is its own choice), and targets for which ptxas spills whatever the level."""
 
     tile_m: int
     tile_n: int
@@ -25,6 +25,7 @@ class Tile:
     query_stages: int = 1
     grad_output_stages: int = 0
     register_usage_level: int = 5
+    not_on: tuple[str, ...] = ()
 
 
 def padded(head_dim: int) -> int:
@@ -32,11 +33,12 @@ def padded(head_dim: int) -> int:
     return round_up(head_dim, COLUMN_MULTIPLE)
 
 
+_BLACKWELL = ("sm_100", "sm_120")
 _FORWARD_16 = {
-    64: (Tile(128, 128, 4), Tile(128, 64, 4)),
-    128: (Tile(128, 64, 4),),
+    64: (Tile(128, 128, 4, not_on=_BLACKWELL), Tile(128, 64, 4)),
+    128: (Tile(128, 64, 4, not_on=_BLACKWELL), Tile(64, 64, 4)),
 }
-_FORWARD_32 = {128: (Tile(64, 64, 4, 1, 0, 3), Tile(64, 32, 4, 1, 0, 3))}
+_FORWARD_32 = {128: (Tile(64, 64, 4, 1, 0, 3, _BLACKWELL), Tile(64, 32, 4, 1, 0, 3))}
 _BACKWARD_16 = {
     64: (Tile(128, 128, 8, 2, 2), Tile(64, 128, 8, 1, 1)),
     128: (Tile(64, 128, 8, 2, 2), Tile(64, 64, 8, 1, 1)),

@@ -111,7 +111,8 @@ def _choose(problem: Problem, arch: str) -> Build:
     """The first tile of the table whose build fits the target."""
     limits = architecture(arch)
     table = forward_tiles if problem.direction == "forward" else backward_tiles
-    builds = [_build(problem, arch, tile) for tile in table(problem.dtype, problem.shape)]
+    rows = [tile for tile in table(problem.dtype, problem.shape) if arch not in tile.not_on]
+    builds = [_build(problem, arch, tile) for tile in rows]
     for build in builds:
         if not budget.objections(build, limits):
             return build

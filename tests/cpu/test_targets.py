@@ -1,0 +1,31 @@
+"""Every target of device.ARCHITECTURES: its fused kernels compile within their plan, here without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cutlass_py_attn.compiler import artifact_for
+from cutlass_py_attn.cubin import read
+from cutlass_py_attn.device import ARCHITECTURES, architecture
+from cutlass_py_attn.masks import Causal
+from cutlass_py_attn.planner import plan_backward, plan_forward
+from cutlass_py_attn.problem import Problem, Shape
+
+SHAPE = Shape(1, 200, 300, 2, 64, 64)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_fused_kernels_of_a_target(arch: str, direction: str) -> None:
+    problem = Problem.dense(direction, SHAPE, "bfloat16", Causal())
+    plan = plan_forward(problem, arch) if direction == "forward" else plan_backward(problem, arch)
+    made = artifact_for(plan.build)
+    limits = architecture(arch)
+    assert read(made.cubin).sm == int("".join(map(str, limits.compute_capability)))
+    assert re.search(rf"\.target {arch}\b", made.ptx)
+    assert max(launch.shared_memory_bytes for launch in plan.launches) <= limits.shared_memory_per_block
+    assert all(kernel.spill_bytes == kernel.frame_bytes == 0 for kernel in made.kernels)
+    reductions = len(re.findall(r"red\.relaxed\.gpu\.global\.add\.v4\.f32", made.ptx))
+    assert (reductions > 0) == (direction == "backward" and limits.vector_red)
