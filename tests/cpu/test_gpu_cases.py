@@ -51,7 +51,7 @@ def test_every_two_values_of_two_parameters_meet(suite: tuple[cases.Case, ...]) 
 
 def test_every_kernel_is_built_once_and_no_case_needs_another() -> None:
     builds = cases.builds()
-    assert len(set(builds)) == len(builds) <= 75
+    assert len(set(builds)) == len(builds) <= 180
     names = [(build.arch, build.symbol) for build in builds]
     assert len(set(names)) == len(names), "a folder holds one kernel of a name"
     assert {cases.plan_of(case.problem(), cases.ARCH).build for case in ALL} <= set(builds)
@@ -79,7 +79,7 @@ def test_layouts_are_supported_and_do_not_overlap(layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "room", cases.ALL_ROOMS, ids=lambda room: f"{room.name}_{room.family}_{room.dtype}_{room.head_dim}"
+    "room", cases.SHOWN_ROOMS, ids=lambda room: f"{room.name}_{room.family}_{room.dtype}_{room.head_dim}"
 )
 def test_rooms_as_the_suite_sees_them(room: cases.Room) -> None:
     """Shapes and product that the suite writes out are those of the room's own file."""

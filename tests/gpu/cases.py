@@ -15,7 +15,8 @@ from typing import Final
 
 from cutlass_py_attn import inputs, masks
 from cutlass_py_attn.gemm import ROOMS
-from cutlass_py_attn.gemm.plans import plan_room
+from cutlass_py_attn.gemm.plans import FAMILIES as FAMILIES_OF_ROOMS
+from cutlass_py_attn.gemm.plans import HEAD_DIMS, plan_room
 from cutlass_py_attn.plan import Build, Plan
 from cutlass_py_attn.planner import plan_backward, plan_forward
 from cutlass_py_attn.problem import SHORT_NAMES, Problem, Shape
@@ -220,13 +221,20 @@ class Room:
         return plan_room(self.name, self.family, self.dtype, self.head_dim, arch or self.arch, tiles)
 
 
-_ROOM_KINDS: Final = (
+_SHOWN_KINDS: Final = (
     ("generic", "bfloat16", 128),
     ("generic", "float32", 128),
     ("hopper", "bfloat16", 64),
     ("hopper", "bfloat16", 128),
 )
-ALL_ROOMS: Final = tuple(Room(name, *kind) for kind in _ROOM_KINDS for name in ROOMS)
+SHOWN_ROOMS: Final = tuple(Room(name, *kind) for kind in _SHOWN_KINDS for name in ROOMS)
+ALL_ROOMS: Final = tuple(
+    Room(name, family, dtype, head_dim)
+    for family, dtypes in FAMILIES_OF_ROOMS.items()
+    for dtype in dtypes
+    for head_dim in HEAD_DIMS
+    for name in ROOMS
+)
 
 
 def plan_of(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:

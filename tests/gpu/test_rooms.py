@@ -13,7 +13,12 @@ TILES = (1, 2, 40)
 MANY_TILES = 1000
 
 
-@pytest.fixture(params=cases.ALL_ROOMS, ids=lambda room: f"{room.name}_{room.family}_{room.dtype}_{room.head_dim}")
+def name(room: cases.Room) -> str:
+    """Test id of a room."""
+    return f"{room.name}_{room.family}_{room.dtype}_{room.head_dim}"
+
+
+@pytest.fixture(params=cases.ALL_ROOMS, ids=name)
 def room(request: pytest.FixtureRequest, gpu: driver.Device) -> cases.Room:
     """Each room that this GPU runs."""
     found: cases.Room = request.param
@@ -44,6 +49,7 @@ def test_sums_are_float32(room: cases.Room, tiles: int, arch: str, kernels: chec
     assert error <= rooms.ALLOWED[room.dtype], f"{plan.symbol}: relative error {error:.2e}"
 
 
+@pytest.mark.parametrize("room", cases.SHOWN_ROOMS, ids=name, indirect=True)
 def test_every_one_of_many_tiles(room: cases.Room, arch: str, kernels: check.Kernels) -> None:
     """More blocks than the GPU holds at once; each tile's product is that of the tile alone."""
     plan = room.plan(MANY_TILES, target(room, arch))
