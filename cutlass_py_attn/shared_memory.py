@@ -1,6 +1,6 @@
 """Shared memory: where each tile lies in a block's shared memory and during which steps it is alive.
 
-Steps of the backward: 0 load, 1 S, 2 dP, 3 P, 4 dV, 5 dS, 6 dK, 7 dQ, 8 store. Steps of the forward:
+Steps of the backward: 0 load, 1 S, 2 P, 3 dP, 4 dS, 5 dV, 6 dK, 7 dQ, 8 store. Steps of the forward:
 0 load, 1 S, 2 softmax, 3 O, 4 store.
 """
 
@@ -45,11 +45,11 @@ def backward_map(dtype: str, shape: Shape, tile: Tile) -> tuple[Buffer, ...]:
         ("key", tile_bytes(dtype, tile.tile_n, columns), 0, 8),
         ("value", tile_bytes(dtype, tile.tile_n, columns_value), 0, 8),
         ("query", tile.query_stages * tile_bytes(dtype, tile.tile_m, columns), 0, 6),
-        ("grad_output", tile.grad_output_stages * tile_bytes(dtype, tile.tile_m, columns_value), 0, 4),
-        ("p", scores, 3, 4),
-        ("ds", scores, 5, 7),
-        ("logsumexp", tile.query_stages * tile.tile_m * F32_BYTES, 0, 3),
-        ("delta", tile.query_stages * tile.tile_m * F32_BYTES, 0, 5),
+        ("grad_output", tile.grad_output_stages * tile_bytes(dtype, tile.tile_m, columns_value), 0, 5),
+        ("p", scores, 2, 5),
+        ("ds", scores, 4, 7),
+        ("logsumexp", tile.query_stages * tile.tile_m * F32_BYTES, 0, 2),
+        ("delta", tile.query_stages * tile.tile_m * F32_BYTES, 0, 4),
     )
 
 
