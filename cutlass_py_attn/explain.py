@@ -8,12 +8,7 @@ from itertools import pairwise
 from cutlass_py_attn import budget
 from cutlass_py_attn.device import Architecture
 from cutlass_py_attn.plan import Buffer, Build, Plan, Workspace
-
-_STEPS = {
-    "forward": ("load", "S", "softmax", "O", "store"),
-    "backward": ("load", "S", "dP", "P", "dV", "dS", "dK", "dQ", "store"),
-    "room": (),
-}
+from cutlass_py_attn.shared_memory import STEPS
 
 
 def explain(plan: Plan) -> str:
@@ -69,7 +64,7 @@ def _shared_memory_lines(build: Build, limits: Architecture) -> Iterator[str]:
 
 
 def _alive(build: Build, buffer: Buffer) -> str:
-    steps = _STEPS[build.kind]
+    steps = STEPS[build.kind]
     names = [steps[step] if step < len(steps) else str(step) for step in (buffer.first, buffer.last)]
     return f"steps {buffer.first} to {buffer.last} ({' to '.join(names)})"
 

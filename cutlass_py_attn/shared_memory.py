@@ -1,8 +1,4 @@
-"""Shared memory: where each tile lies in a block's shared memory and during which steps it is alive.
-
-Steps of the backward: 0 load, 1 S, 2 P, 3 dP, 4 dS, 5 dV, 6 dK, 7 dQ, 8 store. Steps of the forward:
-0 load, 1 S, 2 softmax, 3 O, 4 store.
-"""
+"""Shared memory: where each tile lies in a block's shared memory and during which steps it is alive."""
 
 from __future__ import annotations
 
@@ -10,6 +6,13 @@ from cutlass_py_attn.parts.integers import round_up
 from cutlass_py_attn.plan import F32_ROW_PADDING, Buffer
 from cutlass_py_attn.plan_table import Tile, padded
 from cutlass_py_attn.problem import ITEM_BYTES, Shape
+
+# The numbered steps of the fused kernels: a buffer's first and last step count in these.
+STEPS = {
+    "forward": ("load", "S", "softmax", "O", "store"),
+    "backward": ("load", "S", "P", "dP", "dS", "dV", "dK", "dQ", "store"),
+    "room": (),
+}
 
 TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
 F32_BYTES = 4
