@@ -51,6 +51,8 @@ BACKWARD: Fields = (
 # A room alone: tiles of A and B in, float32 tiles of C out, all contiguous.
 ROOM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
+FIELDS: Final[dict[str, Fields]] = {"forward": FORWARD, "backward": BACKWARD, "room": ROOM}  # by Build.kind
+
 TENSOR_MAP_BYTES: Final = 128
 
 

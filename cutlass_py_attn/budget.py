@@ -58,6 +58,11 @@ def _resources(build: Build, limits: Architecture) -> Iterator[str]:
         )
     if build.threads > limits.threads_per_block:
         yield f"threads = {build.threads}: {limits.name} allows {limits.threads_per_block} a block; use fewer warps"
+    if build.kind == "backward" and build.family == "generic" and build.grad_output_stages != build.query_stages:
+        yield (
+            f"grad_output_stages = {build.grad_output_stages}: must be query_stages = {build.query_stages}; "
+            "the generic backward turns both rings together"
+        )
     needed, allowed = accumulator_registers(build), register_limit(build, limits)
     if needed >= allowed:
         yield f"accumulators = {needed} registers a thread: {allowed} are left; use smaller tiles or more warps"

@@ -252,7 +252,8 @@ def _entry_objections(build: Build, found: Cubin) -> Iterator[str]:
 
 
 def _threads(build: Build, symbol: str) -> int:
-    return DELTA_THREADS if symbol == f"{build.symbol}_delta_1" else build.threads
+    is_delta = build.kind == "backward" and symbol == kernels.entry_symbols(build)[0]
+    return DELTA_THREADS if is_delta else build.threads
 
 
 def _kernel_objections(build: Build, kernel: CubinKernel, spills: dict[str, int]) -> Iterator[str]:

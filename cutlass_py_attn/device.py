@@ -13,7 +13,6 @@ class Architecture:
 
     name: str
     shared_memory_per_block: int
-    shared_memory_per_sm: int
     num_sms: int
     vector_red: bool  # red.global.add.v4.f32, from sm_90 on
     registers_per_sm: int = 65536
@@ -37,14 +36,14 @@ _KIB = 1024
 ARCHITECTURES: dict[str, Architecture] = {
     arch.name: arch
     for arch in (
-        Architecture("sm_80", 163 * _KIB, 164 * _KIB, 108, False),
-        Architecture("sm_86", 99 * _KIB, 100 * _KIB, 84, False),
-        Architecture("sm_87", 163 * _KIB, 164 * _KIB, 16, False),
-        Architecture("sm_89", 99 * _KIB, 100 * _KIB, 142, False),
-        Architecture("sm_90", 227 * _KIB, 228 * _KIB, 132, True),
-        Architecture("sm_90a", 227 * _KIB, 228 * _KIB, 132, True),
-        Architecture("sm_100", 227 * _KIB, 228 * _KIB, 148, True),
-        Architecture("sm_120", 99 * _KIB, 100 * _KIB, 188, True),
+        Architecture("sm_80", 163 * _KIB, 108, False),
+        Architecture("sm_86", 99 * _KIB, 84, False),
+        Architecture("sm_87", 163 * _KIB, 16, False),
+        Architecture("sm_89", 99 * _KIB, 142, False),
+        Architecture("sm_90", 227 * _KIB, 132, True),
+        Architecture("sm_90a", 227 * _KIB, 132, True),
+        Architecture("sm_100", 227 * _KIB, 148, True),
+        Architecture("sm_120", 99 * _KIB, 188, True),
     )
 }
 

@@ -17,7 +17,6 @@ from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupport
 from cutlass_py_attn.plan import TensorMap
 from cutlass_py_attn.problem import ITEM_BYTES
 
-TENSOR_MAP_ALIGNMENT: Final = 64  # cuda.h asks for it; the bindings' own CUtensorMap is only 16-byte aligned
 _TENSOR_MAP_SINCE: Final = 12000  # CUDA version that brought cuTensorMapEncodeTiled
 _SHOWN_LENGTH: Final = 64
 

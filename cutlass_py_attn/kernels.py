@@ -21,16 +21,15 @@ _MODULES: Final[dict[tuple[str, str], str]] = {
     ("room", "hopper"): "cutlass_py_attn.gemm.alone_hopper",
 }
 
-_FIELDS: Final[dict[str, abi.Fields]] = {"forward": abi.FORWARD, "backward": abi.BACKWARD, "room": abi.ROOM}
-
 # Struct fields that a kernel reads through a CUtensorMap, in the order of its parameters.
 _TENSOR_MAPS: Final[dict[tuple[str, str], tuple[str, ...]]] = {("room", "hopper"): ("a", "b")}
 
-# plan.py and planner.py hold paddings and thread counts that kernels read but no field of Build repeats;
-# compiler.py holds the compiler's options.
+# device.py, problem.py, plan.py and planner.py hold limits, paddings and thread counts that kernels read but no
+# field of Build repeats; compiler.py holds the compiler's options.
 _SOURCES: Final = (
     *("gemm/*.py", "fused/*.py", "parts/*.py"),
-    *("masks.py", "abi.py", "shared_memory.py", "plan.py", "planner.py", "kernels.py", "compiler.py"),
+    *("masks.py", "abi.py", "shared_memory.py", "device.py", "problem.py", "plan.py", "planner.py"),
+    *("kernels.py", "compiler.py"),
 )
 
 
@@ -56,7 +55,7 @@ def entry_symbols(build: Build) -> tuple[str, ...]:
 def parameters(build: Build) -> tuple[tuple[str, int], ...]:
     """(name, bytes) of each parameter of every entry: the tensor maps, then the struct."""
     maps = _TENSOR_MAPS.get((build.kind, build.family), ())
-    struct = abi.numpy_struct(_FIELDS[build.kind])
+    struct = abi.numpy_struct(abi.FIELDS[build.kind])
     return (*((f"map_{field}", abi.TENSOR_MAP_BYTES) for field in maps), ("params", struct.itemsize))
 
 

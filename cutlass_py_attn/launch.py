@@ -18,7 +18,6 @@ from cutlass_py_attn.errors import DriverError, NotSupported, Stale
 from cutlass_py_attn.plan import Launch, Plan, TensorMap
 from cutlass_py_attn.problem import ROW_ALIGNMENT_BYTES, Problem
 
-FIELDS: Final[dict[str, abi.Fields]] = {"forward": abi.FORWARD, "backward": abi.BACKWARD, "room": abi.ROOM}
 LOG2_E: Final = math.log2(math.e)
 _SLOT_ALIGNMENT: Final = abi.TENSOR_MAP_BYTES  # of every parameter; a multiple of what cuda.h asks for tensor maps
 _WORD_BYTES: Final = 8
@@ -152,7 +151,7 @@ class _Block:
     """The packed parameters of one plan: the struct, shared by its kernels, and a slot per tensor map."""
 
     def __init__(self, plan: Plan, problem: Problem | None) -> None:
-        self.fields = FIELDS[plan.build.kind]
+        self.fields = abi.FIELDS[plan.build.kind]
         self.layout = {name: (offset, size) for name, offset, size in abi.layout(self.fields)}
         self.struct_bytes = abi.numpy_struct(self.fields).itemsize
         struct = np.zeros((), abi.numpy_struct(self.fields))
@@ -248,7 +247,7 @@ def _artifact_objections(artifact: Artifact, plan: Plan) -> Iterator[str]:
             f"{plan.symbol} for {plan.build.arch}; compile this plan"
         )
         return
-    struct_bytes = abi.numpy_struct(FIELDS[plan.build.kind]).itemsize
+    struct_bytes = abi.numpy_struct(abi.FIELDS[plan.build.kind]).itemsize
     for launch in plan.launches:
         expected = _parameter_sizes(launch, struct_bytes)
         found = tuple(parameter.size for parameter in artifact.kernel(launch.symbol).parameters)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from cutlass_py_attn import budget
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.kernels import entry_symbols
 from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.plan import Build, Launch, Part, Plan, Warps, Workspace
 from cutlass_py_attn.plan_table import Tile, backward_tiles, forward_tiles, padded
 from cutlass_py_attn.problem import ITEM_BYTES, Problem
-from cutlass_py_attn.shared_memory import backward_map, forward_map
+from cutlass_py_attn.shared_memory import F32_BYTES, backward_map, forward_map
 
 DELTA_THREADS = 128
 DELTA_LANES = 8  # threads that share a row of O and dO: 128 bytes at a time
 DELTA_ROWS = DELTA_THREADS // DELTA_LANES
-F32_BYTES = 4
 INT32_BYTES = 4
 WORKSPACE_ALIGNMENT = 256
 SPLIT_WAVES = 32  # blocks per SM beyond which more splits of the keys no longer shorten the last wave
@@ -27,7 +27,8 @@ def plan_forward(problem: Problem, arch: str) -> Plan:
     shape = problem.shape
     query_tiles = ceil_div(shape.num_queries, build.tile_m)
     grid = (query_tiles, shape.num_heads, shape.batch)
-    launch = Launch(f"{build.symbol}_0", grid, (build.threads, 1, 1), build.shared_memory_bytes)
+    (symbol,) = entry_symbols(build)
+    launch = Launch(symbol, grid, (build.threads, 1, 1), build.shared_memory_bytes)
     launches = () if problem.is_empty else (launch,)
     return Plan(build, launches, Workspace(), _sizes(problem), _why(build))
 
@@ -44,15 +45,11 @@ def plan_backward(problem: Problem, arch: str, num_sms: int | None = None) -> Pl
     splits = num_splits_key(problem, build, num_sms or architecture(arch).num_sms)
     tiles = (query_tiles, shape.num_heads, shape.batch)
     block, delta = (build.threads, 1, 1), (DELTA_THREADS, 1, 1)
+    delta_symbol, symbol, finish_symbol = entry_symbols(build)
     launches = (
-        Launch(
-            f"{build.symbol}_delta_1",
-            (ceil_div(query_tiles * build.tile_m, DELTA_ROWS), *tiles[1:]),
-            delta,
-            0,
-        ),
-        Launch(f"{build.symbol}_0", (splits, shape.num_heads, shape.batch), block, build.shared_memory_bytes),
-        Launch(f"{build.symbol}_finish_2", tiles, block, finish_bytes(build)),
+        Launch(delta_symbol, (ceil_div(query_tiles * build.tile_m, DELTA_ROWS), *tiles[1:]), delta, 0),
+        Launch(symbol, (splits, shape.num_heads, shape.batch), block, build.shared_memory_bytes),
+        Launch(finish_symbol, tiles, block, finish_bytes(build)),
     )
     workspace = backward_workspace(problem, build)
     sizes = (*_sizes(problem), ("num_splits_key", splits), ("query_tiles", query_tiles))

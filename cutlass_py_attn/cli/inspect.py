@@ -18,7 +18,6 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.cli import kernels, sass
 from cutlass_py_attn.cli.selection import ARCHS, parse_symbol
 from cutlass_py_attn.cli.target import default_arch, hopper_arch
-from cutlass_py_attn.launch import FIELDS
 
 
 @click.command()
@@ -64,7 +63,7 @@ def facts(artifact: Artifact, resources: list[dict[str, Any]]) -> dict[str, Any]
         "resources": resources,
         "parameters": [asdict(parameter) for parameter in artifact.parameters],
         "fields": [
-            {"name": name, "offset": offset, "bytes": size} for name, offset, size in abi.layout(FIELDS[build.kind])
+            {"name": name, "offset": offset, "bytes": size} for name, offset, size in abi.layout(abi.FIELDS[build.kind])
         ],
         "shared_memory": [asdict(buffer) for buffer in build.shared_memory],
         "instructions": {name: sass.histogram(listing) for name, listing in instructions.items()},

@@ -64,8 +64,7 @@ class Backward:
         thread, _, _ = cute.arch.thread_idx()
         split, head, batch = cute.arch.block_idx()
         if cutlass.const_expr(build.deterministic):
-            base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024) + build.buffer("delta").offset
-            place = cute.make_tensor(cute.recast_ptr(base.align(128), dtype=Int32), cute.make_layout(1))
+            place = cute.make_tensor(moves.shared_pointer(build, "delta", Int32), cute.make_layout(1))
             split = self.grad_query.ticket(p, Int64(batch) * p.num_heads + head, thread, place)
         key_tiles = ceil_div(p.num_keys, build.tile_n)
         for step in cutlass.range(split, key_tiles, p.num_splits_key, unroll=1):
@@ -172,8 +171,8 @@ class Backward:
             return moves.shared_tile(base, build.buffer(name).offset, self.dtype, rows, columns, stages)
 
         def vector(name: str) -> cute.Tensor:
-            pointer = cute.recast_ptr((base + build.buffer(name).offset).align(128), dtype=Float32)
-            return cute.make_tensor(pointer, cute.make_layout((build.tile_m, build.query_stages)))
+            rows = cute.make_layout((build.tile_m, build.query_stages))
+            return cute.make_tensor(moves.shared_pointer(build, name, Float32), rows)
 
         return (
             tile("key", build.tile_n, build.columns),

@@ -133,9 +133,8 @@ class Forward:
 
     def row_sums(self, rows: int, thread: Int32) -> cute.Tensor:
         """This thread's partial row sums in shared memory."""
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024) + self.build.buffer("sums").offset
-        sums = cute.recast_ptr(base.align(128), dtype=Float32) + cute.assume(thread * rows, divby=rows)
-        return cute.make_tensor(sums, cute.make_layout(rows))
+        first = cute.assume(thread * rows, divby=rows)
+        return cute.make_tensor(moves.shared_pointer(self.build, "sums", Float32) + first, cute.make_layout(rows))
 
     def products(self) -> tuple[MmaSync, MmaSync]:
         """S = Q K^T, and O += P V: GradQ's form with (P, V) for (dS, K), P from the registers of S."""

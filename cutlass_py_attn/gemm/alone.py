@@ -19,14 +19,18 @@ from cutlass_py_attn.plan import Build
 Params = params.struct("RoomParams", abi.ROOM)
 
 
-class Alone:
-    """The kernel of one room's Build."""
+class Room:
+    """One room of a Build, as both shells hold it."""
 
     def __init__(self, build: Build) -> None:
         self.build = build
         self.room = importlib.import_module(f"cutlass_py_attn.gemm.{build.room}")
         self.spec = self.room.spec(build)
         self.dtype = DTYPES[build.dtype]
+
+
+class Alone(Room):
+    """The kernel of one room's Build."""
 
     @cute.jit
     def __call__(self, *values):

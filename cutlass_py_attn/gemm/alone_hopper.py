@@ -4,7 +4,6 @@ One block for each tile, like alone.py. One thread asks for both tiles, strip by
 shared memory counts their bytes; then every warpgroup multiplies its rows.
 """
 
-import importlib
 from typing import Any
 
 import cutlass
@@ -14,8 +13,7 @@ import cutlass.experimental.primitives as prim
 from cutlass import GridConstant, Int32, Int64
 
 from cutlass_py_attn import abi
-from cutlass_py_attn.gemm.alone import Params, write_c
-from cutlass_py_attn.gemm.mma_sync import DTYPES
+from cutlass_py_attn.gemm.alone import Params, Room, write_c
 from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.gemm.wgmma import Wgmma, tile_at
 from cutlass_py_attn.parts import params
@@ -28,14 +26,8 @@ _SWIZZLES = {
 }
 
 
-class AloneHopper:
+class AloneHopper(Room):
     """The kernel of one room's Build."""
-
-    def __init__(self, build: Build) -> None:
-        self.build = build
-        self.room = importlib.import_module(f"cutlass_py_attn.gemm.{build.room}")
-        self.spec = self.room.spec(build)
-        self.dtype = DTYPES[build.dtype]
 
     @cute.jit
     def __call__(self, *values):

@@ -11,6 +11,12 @@ from cutlass_py_attn.plan import F32_ROW_PADDING, Build
 VECTOR_BYTES = 16
 
 
+def shared_pointer(build: Build, name: str, dtype) -> cute.Pointer:
+    """Where the plan's buffer of that name starts in the block's shared memory."""
+    base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024) + build.buffer(name).offset
+    return cute.recast_ptr(base.align(128), dtype=dtype)
+
+
 def shared_tile(base: cute.Pointer, offset: int, dtype, rows: int, columns: int, stages: int = 1) -> cute.Tensor:
     """A (rows, columns) tile, or a ring (rows, columns, stages), at `offset` bytes of the block's shared memory.
 

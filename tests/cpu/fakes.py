@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from cutlass_py_attn import abi, kernels, planner
 from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
-from cutlass_py_attn.launch import FIELDS
 from cutlass_py_attn.masks import Mask
 from cutlass_py_attn.plan import Build, Plan
 from cutlass_py_attn.problem import Problem, Shape
@@ -40,7 +39,7 @@ def plan_of(direction: str, arch: str = "sm_90", dtype: str = "bfloat16", mask: 
 
 def decode(build: Build, parameters: bytes) -> dict[str, float]:
     """The struct at the end of a launch's parameter bytes."""
-    dtype = abi.numpy_struct(FIELDS[build.kind])
+    dtype = abi.numpy_struct(abi.FIELDS[build.kind])
     record = np.frombuffer(parameters[-dtype.itemsize :], dtype)[0]
     return {name: record[name].item() for name in dtype.names or ()}
 

@@ -157,6 +157,13 @@ def test_a_deterministic_backward_refuses_blocks_that_would_wait() -> None:
         plan_backward(turns.replace(num_splits_key=2), "sm_80")
 
 
+def test_the_rings_of_the_backward_must_be_equal() -> None:
+    limits = architecture("sm_80")
+    assert budget.objections(PLAN.build, limits) == []
+    (found,) = budget.objections(dataclasses.replace(PLAN.build, grad_output_stages=1), limits)
+    assert found.startswith("grad_output_stages = 1: must be query_stages = 2")
+
+
 def test_the_direction_must_match() -> None:
     with pytest.raises(NotSupported, match="plan_forward plans the forward"):
         plan_forward(BACKWARD, "sm_80")
