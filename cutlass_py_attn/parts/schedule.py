@@ -1,4 +1,4 @@
-"""Schedule: which tiles a block visits and in which order, as plain integer functions.
+"""Schedule: which tiles a block visits and in which order, as plain integer functions of a mask's band.
 
 Every function takes Python ints or traced integers; tests run them on ints, kernels trace them.
 """
@@ -7,41 +7,68 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass_py_attn.masks import Mask
+from cutlass_py_attn.masks import Band
 from cutlass_py_attn.parts.integers import ceil_div, choose, larger, smaller
 
 
-def key_tile_end(mask: Mask, query_tile: Any, tile_m: int, tile_n: int, num_queries: Any, num_keys: Any) -> Any:
-    """Number of key tiles that some row of `query_tile` sees: the forward visits tiles [0, end)."""
-    last_query = smaller((query_tile + 1) * tile_m, num_queries) - 1
-    return ceil_div(mask.key_end(last_query, num_queries, num_keys), tile_n)
+def key_tile_start(band: Band, query_tile: Any, tile_m: int, tile_n: int) -> Any:
+    """First key tile that some row of `query_tile` may see."""
+    return band.key_start(query_tile * tile_m) // tile_n
 
 
-def full_key_tiles(mask: Mask, query_tile: Any, tile_m: int, tile_n: int, num_queries: Any, num_keys: Any) -> Any:
-    """Key tiles [0, full) that every row of `query_tile` sees completely: they need no mask."""
-    inside = num_keys // tile_n
-    if not mask.bounded:
-        return inside
-    visible = larger(query_tile * tile_m + mask.diagonal(num_queries, num_keys) + 1, 0)
-    return smaller(inside, visible // tile_n)
+def key_tile_end(band: Band, query_tile: Any, tile_m: int, tile_n: int) -> Any:
+    """One past the last key tile that some row of `query_tile` sees; 0 where no row sees a key.
+
+    The forward visits [key_tile_start, key_tile_end), nothing where the end is not behind the start.
+    """
+    first = query_tile * tile_m
+    last = smaller(first + tile_m, band.num_queries) - 1
+    some = first < band.num_queries
+    if band.form == "local":  # all rows of a tile may lie below the last row that sees a key
+        some = some & (band.key_start(first) < band.num_keys)
+    return choose(some, ceil_div(band.key_end(last), tile_n), 0)
 
 
-def query_tile_start(mask: Mask, key_tile: Any, tile_m: int, tile_n: int, num_queries: Any, num_keys: Any) -> Any:
-    """First query tile that sees a key of `key_tile`; the backward visits [start, query_tiles).
+def whole_key_tiles(band: Band, query_tile: Any, tile_m: int, tile_n: int) -> tuple[Any, Any]:
+    """Key tiles [first, end) that every row of `query_tile` sees completely: they need no mask.
+
+    Rows past the last query do not count.
+    """
+    inside = band.num_keys // tile_n
+    if band.form == "full":
+        return query_tile * 0, inside
+    end = smaller(inside, larger(query_tile * tile_m + band.high + 1, 0) // tile_n)
+    if band.form == "causal":
+        return query_tile * 0, end
+    last = smaller((query_tile + 1) * tile_m, band.num_queries) - 1
+    return ceil_div(larger(last + band.low, 0), tile_n), end
+
+
+def query_tile_start(band: Band, key_tile: Any, tile_m: int, tile_n: int) -> Any:
+    """First query tile that sees a key of `key_tile`; the backward visits [query_tile_start, query_tile_end).
 
     The number of query tiles when no query sees one: the first that would may lie in the last tile's padding.
     """
-    first = mask.query_start(key_tile * tile_n, num_queries, num_keys)
-    return choose(first < num_queries, first // tile_m, ceil_div(num_queries, tile_m))
+    first_key = key_tile * tile_n
+    first = band.query_start(first_key)
+    some = (first < band.num_queries) & (first_key < band.num_keys)
+    return choose(some, first // tile_m, ceil_div(band.num_queries, tile_m))
 
 
-def needs_mask(
-    mask: Mask, query_tile: Any, key_tile: Any, tile_m: int, tile_n: int, num_queries: Any, num_keys: Any
-) -> Any:
+def query_tile_end(band: Band, key_tile: Any, tile_m: int, tile_n: int) -> Any:
+    """One past the last query tile that sees a key of `key_tile`."""
+    last_key = smaller((key_tile + 1) * tile_n, band.num_keys) - 1
+    return ceil_div(band.query_end(last_key), tile_m)
+
+
+def needs_mask(band: Band, query_tile: Any, key_tile: Any, tile_m: int, tile_n: int) -> Any:
     """Whether tile (query_tile, key_tile) has a pair that is not seen, rows past the end aside."""
-    return key_tile >= full_key_tiles(mask, query_tile, tile_m, tile_n, num_queries, num_keys)
+    first, end = whole_key_tiles(band, query_tile, tile_m, tile_n)
+    beyond = key_tile >= end
+    return beyond | (key_tile < first) if band.form == "local" else beyond
 
 
-def contributions(mask: Mask, query_tile: Any, tile_m: int, tile_n: int, num_queries: Any, num_keys: Any) -> Any:
-    """How many key tiles add to the query gradient of `query_tile`: as many as the forward visits."""
-    return key_tile_end(mask, query_tile, tile_m, tile_n, num_queries, num_keys)
+def turn(band: Band, query_tile: Any, key_tile: Any, tile_m: int, tile_n: int) -> Any:
+    """How many key tiles add to the gradient of `query_tile` before `key_tile` does, when they take turns from
+    the last key tile to the first."""
+    return key_tile_end(band, query_tile, tile_m, tile_n) - 1 - key_tile

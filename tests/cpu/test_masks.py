@@ -1,4 +1,4 @@
-"""Tests of masks.py: every question a mask answers, against its inequality written out pair by pair."""
+"""Tests of masks.py: every question a mask or its band answers, against the definition pair by pair."""
 
 from __future__ import annotations
 
@@ -6,75 +6,123 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from visible import MASKS, Int32, visible
 
 from cutlass_py_attn import masks
+from cutlass_py_attn.checks import MAX_LENGTH
+from cutlass_py_attn.masks import Band, Causal, CausalBottomRight, Full, Mask, Window
 
-LENGTHS = st.integers(1, 40)
-NAMES = st.sampled_from(sorted(masks.ALL))
-
-
-def seen_pairs(name: str, num_queries: int, num_keys: int) -> set[tuple[int, int]]:
-    """All visible (query, key) pairs, straight from the definition."""
-    last = {
-        "full": lambda i: num_keys - 1,
-        "causal": lambda i: i,
-        "causal_br": lambda i: i + num_keys - num_queries,
-    }[name]
-    return {(i, j) for i in range(num_queries) for j in range(num_keys) if j <= last(i)}
+LENGTHS = st.one_of(st.integers(0, 12), st.integers(0, 120))
+LAW = settings(deadline=None, max_examples=300)
 
 
-def test_every_mask_is_defined_here() -> None:
-    assert set(masks.ALL) == {"full", "causal", "causal_br"}
-
-
-@settings(deadline=None, max_examples=150)
-@given(NAMES, LENGTHS, LENGTHS)
-def test_sees_is_the_definition(name: str, num_queries: int, num_keys: int) -> None:
-    mask, pairs = masks.from_name(name), seen_pairs(name, num_queries, num_keys)
-    # Tiles reach past the end of both sequences, so the question is asked there too.
-    for i in range(num_queries + 3):
-        for j in range(num_keys + 3):
-            assert bool(mask.sees(i, j, num_queries, num_keys)) == ((i, j) in pairs)
-
-
-@settings(deadline=None, max_examples=150)
-@given(NAMES, st.integers(0, 40), st.integers(0, 40))
-def test_materialise_is_the_definition(name: str, num_queries: int, num_keys: int) -> None:
-    found = masks.from_name(name).materialise(num_queries, num_keys)
-    assert found.shape == (num_queries, num_keys)
+@LAW
+@given(MASKS, LENGTHS, LENGTHS)
+def test_materialise_and_pairs_are_the_definition(mask: Mask, num_queries: int, num_keys: int) -> None:
+    found, truth = mask.materialise(num_queries, num_keys), visible(mask, num_queries, num_keys)
     assert found.dtype == np.bool_
-    assert set(zip(*(axis.tolist() for axis in np.nonzero(found)), strict=True)) == seen_pairs(
-        name, num_queries, num_keys
-    )
+    np.testing.assert_array_equal(found, truth)
+    assert mask.pairs(num_queries, num_keys) == truth.sum()
 
 
-@settings(deadline=None, max_examples=150)
-@given(NAMES, LENGTHS, LENGTHS)
-def test_key_end_is_one_past_the_last_key(name: str, num_queries: int, num_keys: int) -> None:
-    mask, pairs = masks.from_name(name), seen_pairs(name, num_queries, num_keys)
-    for last_query in range(num_queries):
-        expected = max((j + 1 for i, j in pairs if i <= last_query), default=0)
-        assert mask.key_end(last_query, num_queries, num_keys) == expected
+@LAW
+@given(MASKS, st.integers(0, 40), st.integers(0, 40))
+def test_sees_is_the_definition_past_the_ends_too(mask: Mask, num_queries: int, num_keys: int) -> None:
+    truth = np.zeros((num_queries + 3, num_keys + 3), np.bool_)
+    truth[:num_queries, :num_keys] = visible(mask, num_queries, num_keys)
+    found = [
+        [bool(mask.sees(i, j, num_queries, num_keys)) for j in range(num_keys + 3)] for i in range(num_queries + 3)
+    ]
+    np.testing.assert_array_equal(found, truth)
 
 
-@settings(deadline=None, max_examples=150)
-@given(NAMES, LENGTHS, LENGTHS)
-def test_query_start_is_the_first_query(name: str, num_queries: int, num_keys: int) -> None:
-    mask, pairs = masks.from_name(name), seen_pairs(name, num_queries, num_keys)
-    for first_key in range(num_keys):
-        found = mask.query_start(first_key, num_queries, num_keys)
-        expected = min((i for i, j in pairs if j >= first_key), default=None)
-        if expected is None:
-            assert found >= num_queries
-        else:
-            assert found == expected
+@LAW
+@given(MASKS, LENGTHS, LENGTHS)
+def test_key_range_of_queries(mask: Mask, num_queries: int, num_keys: int) -> None:
+    band, truth = mask.band(num_queries, num_keys), visible(mask, num_queries, num_keys)
+    for query in range(num_queries):
+        later, earlier = np.flatnonzero(truth[query:].any(axis=0)), np.flatnonzero(truth[: query + 1].any(axis=0))
+        start = band.key_start(query)
+        assert start == later[0] if later.size else start >= num_keys
+        assert band.key_end(query) == (earlier[-1] + 1 if earlier.size else 0)
 
 
-def test_empty_rows_of_bottom_right() -> None:
-    seen = masks.CausalBottomRight().materialise(5, 3)
-    assert seen.any(axis=1).tolist() == [False, False, True, True, True]
+@LAW
+@given(MASKS, LENGTHS, LENGTHS)
+def test_query_range_of_keys(mask: Mask, num_queries: int, num_keys: int) -> None:
+    band, truth = mask.band(num_queries, num_keys), visible(mask, num_queries, num_keys)
+    for key in range(num_keys):
+        later, earlier = np.flatnonzero(truth[:, key:].any(axis=1)), np.flatnonzero(truth[:, : key + 1].any(axis=1))
+        start = band.query_start(key)
+        assert start == later[0] if later.size else start >= num_queries
+        if mask.form == "local":
+            assert band.query_end(key) == (earlier[-1] + 1 if earlier.size else 0)
+        else:  # every query from the first on sees key 0
+            assert band.query_end(key) == num_queries
 
 
-def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ValueError, match="full, causal, causal_br"):
-        masks.from_name("diagonal")
+@pytest.mark.parametrize(
+    ("mask", "form", "edges"),
+    [
+        (Full(), "full", (masks.UNLIMITED, masks.UNLIMITED)),
+        (Window(), "full", (masks.UNLIMITED, masks.UNLIMITED)),
+        (Causal(), "causal", (masks.UNLIMITED, 0)),
+        (CausalBottomRight(), "causal", (masks.UNLIMITED, 0)),
+        (Window(None, 0), "causal", (masks.UNLIMITED, 0)),
+        (Window(None, 7), "causal", (masks.UNLIMITED, 7)),
+        (Causal(1), "local", (0, 0)),
+        (CausalBottomRight(300), "local", (299, 0)),
+        (Window(4, None), "local", (4, masks.UNLIMITED)),
+        (Window(2**31, 2**31), "local", (masks.UNLIMITED, masks.UNLIMITED)),
+    ],
+    ids=str,
+)
+def test_forms_and_edges(mask: Mask, form: str, edges: tuple[int, int]) -> None:
+    assert (mask.form, mask.edges) == (form, edges)
+    assert form in masks.FORMS
+
+
+@settings(deadline=None, max_examples=100)
+@given(LENGTHS, LENGTHS, st.integers(1, 300))
+def test_masks_that_are_another_s(num_queries: int, num_keys: int, size: int) -> None:
+    for left, right in (
+        (CausalBottomRight(), Window(None, 0)),
+        (CausalBottomRight(size), Window(size - 1, 0)),
+        (Full(), Window(num_queries + num_keys, num_queries + num_keys)),
+    ):
+        np.testing.assert_array_equal(left.materialise(num_queries, num_keys), right.materialise(num_queries, num_keys))
+
+
+def test_rows_that_see_nothing() -> None:
+    def some(mask: Mask, *lengths: int) -> list[bool]:
+        return [bool(row.any()) for row in mask.materialise(*lengths)]
+
+    assert some(CausalBottomRight(), 5, 3) == [False, False, True, True, True]
+    assert some(Causal(2), 6, 3) == [True, True, True, True, False, False]
+    assert some(Window(0, 0), 4, 2) == [False, False, True, True]
+
+
+EXTREMES = st.sampled_from([0, 1, 2, MAX_LENGTH - 1, MAX_LENGTH])
+FAR = st.none() | st.sampled_from([0, 1, MAX_LENGTH, 2**31 - 1])
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.builds(Window, FAR, FAR), EXTREMES, EXTREMES, st.data())
+def test_no_sum_leaves_32_bits(mask: Mask, num_queries: int, num_keys: int, data: st.DataObject) -> None:
+    """The longest sequences with the widest edges, at the places that a tile at the end reaches."""
+    left, right = (Int32(edge) for edge in mask.edges)
+    queries, keys = Int32(num_queries), Int32(num_keys)
+    diagonal = keys - queries
+    band = Band(mask.form, diagonal - left, diagonal + right, queries, keys)
+    query, key = (Int32(data.draw(st.integers(0, length + 127))) for length in (num_queries, num_keys))
+    band.sees(query, key)
+    band.key_start(query), band.key_end(query), band.query_start(key), band.query_end(key)
+
+
+def test_names() -> None:
+    assert {name: cls.name for name, cls in masks.ALL.items()} == {name: name for name in masks.ALL}
+    assert set(masks.ALL) == {"full", "causal", "causal_br", "window"}
+    assert [masks.from_name(name) for name in masks.PLAIN] == [Full(), Causal(), CausalBottomRight()]
+    for name in ("diagonal", "window"):
+        with pytest.raises(ValueError, match=f"mask '{name}': must be one of full, causal, causal_br"):
+            masks.from_name(name)

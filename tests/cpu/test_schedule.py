@@ -2,91 +2,198 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from visible import MASKS, Int32, visible
 
-from cutlass_py_attn import masks
+from cutlass_py_attn.checks import MAX_LENGTH
+from cutlass_py_attn.masks import Band, Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.parts import schedule
 
-Case = tuple[masks.Mask, int, int, int, int]
+Bools = npt.NDArray[np.bool_]
+Case = tuple[Mask, int, int, int, int]  # mask, tile_m, tile_n, num_queries, num_keys
 TILES = st.sampled_from([1, 2, 3, 8, 16, 64, 128])
-LENGTHS = st.one_of(st.integers(1, 12), st.integers(1, 300))
-CASES = st.tuples(st.sampled_from([cls() for cls in masks.ALL.values()]), TILES, TILES, LENGTHS, LENGTHS)
+LENGTHS = st.one_of(st.integers(0, 12), st.integers(0, 400))
+CASES = st.tuples(MASKS, TILES, TILES, LENGTHS, LENGTHS)
+LAW = settings(deadline=None, max_examples=500)
+PAST = 2  # tiles behind the last one that blocks ask for: those of the longest sequence, of stored but unused keys
 
 
-def _tiles(case: Case) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def tiled(case: Case) -> tuple[Bools, Bools]:
     """Which tiles [query tiles, key tiles] have a visible pair, and which are whole and visible throughout.
 
     Rows past the last query do not count: nothing is stored for them. Keys past the last one do.
     """
     mask, tile_m, tile_n, num_queries, num_keys = case
-    query, key = np.arange(num_queries)[:, None], np.arange(-(-num_keys // tile_n) * tile_n)[None, :]
-    last = {
-        "full": query * 0 + num_keys,
-        "causal": query,
-        "causal_br": query + num_keys - num_queries,
-    }[mask.name]
-    seen = (key <= last) & (key < num_keys)
-    rows = np.arange(0, num_queries, tile_m)
-    by_tile = seen.reshape(num_queries, -1, tile_n)
+    query_tiles, key_tiles = -(-num_queries // tile_m), -(-num_keys // tile_n)
+    seen = np.zeros((num_queries, key_tiles * tile_n), np.bool_)
+    seen[:, :num_keys] = visible(mask, num_queries, num_keys)
+    if 0 in seen.shape:
+        empty = np.zeros((query_tiles, key_tiles), np.bool_)
+        return empty, empty
+    by_tile, rows = seen.reshape(num_queries, key_tiles, tile_n), np.arange(0, num_queries, tile_m)
     touched = np.logical_or.reduceat(by_tile.any(axis=2), rows, axis=0)
     complete = np.logical_and.reduceat(by_tile.all(axis=2), rows, axis=0)
     return touched, complete
 
 
-@settings(deadline=None, max_examples=600)
+def padded(tiles: Bools) -> Bools:
+    """The same with PAST tiles of nothing behind the last of each axis."""
+    return np.pad(tiles, ((0, PAST), (0, PAST)))
+
+
+def forward_visits(case: Case) -> Bools:
+    """Tiles that the forward visits."""
+    mask, tile_m, tile_n, *lengths = case
+    band, found = mask.band(*lengths), np.zeros_like(padded(tiled(case)[0]))
+    for m in range(found.shape[0]):
+        start, end = (f(band, m, tile_m, tile_n) for f in (schedule.key_tile_start, schedule.key_tile_end))
+        assert start >= 0
+        assert 0 <= end <= found.shape[1]
+        found[m, start:end] = True
+    return found
+
+
+def backward_visits(case: Case) -> Bools:
+    """Tiles that the backward visits."""
+    mask, tile_m, tile_n, *lengths = case
+    band, found = mask.band(*lengths), np.zeros_like(padded(tiled(case)[0]))
+    for n in range(found.shape[1]):
+        start, end = (f(band, n, tile_m, tile_n) for f in (schedule.query_tile_start, schedule.query_tile_end))
+        assert start >= 0
+        assert end <= found.shape[0] - PAST
+        found[start:end, n] = True
+    return found
+
+
+@LAW
 @given(CASES)
 def test_forward_visits_what_has_a_pair(case: Case) -> None:
-    touched, _ = _tiles(case)
-    visits = np.zeros(touched.shape, int)
-    for m in range(touched.shape[0]):
-        end = schedule.key_tile_end(case[0], m, *case[1:])
-        assert 0 <= end <= touched.shape[1]
-        visits[m, :end] += 1
-    np.testing.assert_array_equal(visits, touched)
+    np.testing.assert_array_equal(forward_visits(case), padded(tiled(case)[0]))
 
 
-@settings(deadline=None, max_examples=600)
+@LAW
 @given(CASES)
-def test_full_tiles_are_the_complete_ones(case: Case) -> None:
-    _, complete = _tiles(case)
+def test_backward_visits_what_has_a_pair(case: Case) -> None:
+    np.testing.assert_array_equal(backward_visits(case), padded(tiled(case)[0]))
+
+
+@LAW
+@given(CASES)
+def test_whole_tiles_are_the_complete_ones_and_need_no_mask(case: Case) -> None:
+    mask, tile_m, tile_n, *lengths = case
+    band, (_, complete) = mask.band(*lengths), tiled(case)
+    key_tiles = np.arange(complete.shape[1])
     for m in range(complete.shape[0]):
-        full = schedule.full_key_tiles(case[0], m, *case[1:])
-        called_full = np.arange(complete.shape[1]) < full
-        np.testing.assert_array_equal(called_full, complete[m])
-        needs = [bool(schedule.needs_mask(case[0], m, n, *case[1:])) for n in range(complete.shape[1])]
+        first, end = schedule.whole_key_tiles(band, m, tile_m, tile_n)
+        np.testing.assert_array_equal((key_tiles >= first) & (key_tiles < end), complete[m])
+        needs = [bool(schedule.needs_mask(band, m, n, tile_m, tile_n)) for n in range(complete.shape[1])]
         np.testing.assert_array_equal(needs, ~complete[m])
 
 
-def _backward(case: Case, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    """Tiles that the backward visits: for each key tile, query tiles from the start to the last."""
-    visited = np.zeros(shape, np.bool_)
-    for n in range(shape[1]):
-        start = schedule.query_tile_start(case[0], n, *case[1:])
-        assert start >= 0
-        visited[start:, n] = True
-    return visited
-
-
-@settings(deadline=None, max_examples=600)
+@LAW
 @given(CASES)
-def test_backward_covers_the_forward(case: Case) -> None:
-    touched, _ = _tiles(case)
-    assert not (touched & ~_backward(case, touched.shape)).any()
+def test_turns_count_up_over_what_is_visited(case: Case) -> None:
+    mask, tile_m, tile_n, *lengths = case
+    band, (touched, _) = mask.band(*lengths), tiled(case)
+    for m in range(touched.shape[0]):
+        turns = [schedule.turn(band, m, int(n), tile_m, tile_n) for n in np.flatnonzero(touched[m])]
+        assert turns == list(range(len(turns)))[::-1], "from the last key tile to the first, without gaps"
 
 
-@settings(deadline=None, max_examples=600)
-@given(CASES)
-def test_backward_visits_nothing_else(case: Case) -> None:
-    touched, _ = _tiles(case)
-    np.testing.assert_array_equal(_backward(case, touched.shape), touched)
+@settings(deadline=None, max_examples=150)
+@given(st.tuples(MASKS, TILES, TILES, st.integers(1, 200), st.integers(1, 200)), st.integers(0, 200))
+def test_keys_that_are_stored_but_unused_are_visited_by_none(case: Case, unused: int) -> None:
+    mask, tile_m, tile_n, *lengths = case
+    band, stored = mask.band(*lengths), lengths[1] + unused
+    for n in range(-(-lengths[1] // tile_n), -(-stored // tile_n)):
+        start, end = (f(band, n, tile_m, tile_n) for f in (schedule.query_tile_start, schedule.query_tile_end))
+        assert start >= end
 
 
-@settings(deadline=None, max_examples=600)
-@given(CASES)
-def test_contributions_count_the_visits_of_the_backward(case: Case) -> None:
-    touched, _ = _tiles(case)
-    counts = [schedule.contributions(case[0], m, *case[1:]) for m in range(touched.shape[0])]
-    np.testing.assert_array_equal(counts, _backward(case, touched.shape).sum(axis=1))
+# The schedule of the memory-efficient attention, by its own formulas: one block walks the query tiles of a key
+# tile from the first that sees one of its keys, and a query tile counts the key tiles that add to it.
+LENGTH_PAIRS = (
+    *((30, 66), (256, 256), (314, 320), (32, 256), (224, 226), (5, 531), (320, 332)),
+    *((256, keys) for keys in range(62, 67)),
+)
+PUBLISHED = [Full(), *(kind(size) for kind in (Causal, CausalBottomRight) for size in (None, 3, 300))]
+
+
+def walked(mask: Mask, lengths: tuple[int, int], tile: tuple[int, int], first_key: int) -> list[int]:
+    """The first queries of the tiles that one key block visits."""
+    (num_queries, num_keys), (tile_m, tile_n) = lengths, tile
+    if isinstance(mask, Full):
+        return list(range(0, num_queries, tile_m))
+    assert isinstance(mask, Causal)
+    moved = num_keys - num_queries if mask.bottom_right else 0
+    last_key = min(first_key + tile_n, num_keys) - 1
+    last = last_key - moved + (mask.window_size or num_queries + num_keys) - 1
+    if last < 0 or first_key - moved >= num_queries:
+        return []
+    found = [max(0, first_key - moved) // tile_m * tile_m]
+    while found[-1] + tile_m < num_queries and (mask.window_size is None or found[-1] + tile_m <= last):
+        found.append(found[-1] + tile_m)
+    return found
+
+
+def contributors(mask: Mask, lengths: tuple[int, int], tile: tuple[int, int], first_query: int) -> int:
+    """Key tiles that add to the gradient of one query tile."""
+    (num_queries, num_keys), (tile_m, tile_n) = lengths, tile
+    if isinstance(mask, Full):
+        return -(-num_keys // tile_n)
+    assert isinstance(mask, Causal)
+    moved = num_keys - num_queries if mask.bottom_right else 0
+    last_key = min(min(first_query + tile_m, num_queries) - 1 + moved, num_keys - 1)
+    first_key = 0 if mask.window_size is None else max(first_query - mask.window_size + 1 + moved, 0)
+    return 0 if last_key < 0 or first_key >= num_keys else last_key // tile_n - first_key // tile_n + 1
+
+
+@pytest.mark.parametrize("mask", PUBLISHED, ids=str)
+@pytest.mark.parametrize("tile", [(32, 64), (64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
+def test_the_published_schedule(mask: Mask, tile: tuple[int, int]) -> None:
+    for lengths in LENGTH_PAIRS:
+        band = mask.band(*lengths)
+        for n, first_key in enumerate(range(0, lengths[1], tile[1])):
+            start, end = schedule.query_tile_start(band, n, *tile), schedule.query_tile_end(band, n, *tile)
+            assert [m * tile[0] for m in range(start, end)] == walked(mask, lengths, tile, first_key)
+        for m, first_query in enumerate(range(0, lengths[0], tile[0])):
+            start, end = schedule.key_tile_start(band, m, *tile), schedule.key_tile_end(band, m, *tile)
+            assert max(end - start, 0) == contributors(mask, lengths, tile, first_query)
+
+
+def test_the_published_pairs_have_rows_and_tiles_without_keys() -> None:
+    """Else the formulas above would agree where nothing is at stake."""
+    counts = {
+        contributors(mask, lengths, (32, 64), first)
+        for mask, lengths in product(PUBLISHED, LENGTH_PAIRS)
+        for first in range(0, lengths[0], 32)
+    }
+    assert {0, 1, 2, 9} <= counts
+
+
+FAR = st.none() | st.sampled_from([0, 1, MAX_LENGTH, 2**31 - 1])
+EXTREMES = st.sampled_from([0, 1, MAX_LENGTH - 1, MAX_LENGTH])
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.builds(Window, FAR, FAR), EXTREMES, EXTREMES, st.sampled_from([32, 128]), st.sampled_from([64, 128]))
+def test_no_sum_leaves_32_bits(mask: Mask, num_queries: int, num_keys: int, tile_m: int, tile_n: int) -> None:
+    left, right = (Int32(edge) for edge in mask.edges)
+    queries, keys = Int32(num_queries), Int32(num_keys)
+    band = Band(mask.form, keys - queries - left, keys - queries + right, queries, keys)
+    for query_tile in {0, num_queries // tile_m, num_queries // tile_m + 1}:
+        m = Int32(query_tile)
+        first, end = schedule.key_tile_start(band, m, tile_m, tile_n), schedule.key_tile_end(band, m, tile_m, tile_n)
+        assert first >= 0 <= end
+        for key_tile in {0, num_keys // tile_n, num_keys // tile_n + 1}:
+            n = Int32(key_tile)
+            schedule.needs_mask(band, m, n, tile_m, tile_n)
+            schedule.turn(band, m, n, tile_m, tile_n)
+            first, end = (f(band, n, tile_m, tile_n) for f in (schedule.query_tile_start, schedule.query_tile_end))
+            assert first >= 0 <= end
