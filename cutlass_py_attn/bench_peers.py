@@ -1,0 +1,177 @@
+"""Bench peers: torch's attention kernels on the very memory that ours read, timed by CUDA graph replays.
+
+Torch is a peer and never a dependency: it is imported here alone, and where it is missing there are no peers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cutlass_py_attn.bench_cases import Case
+from cutlass_py_attn.bench_timing import median
+
+BACKENDS: Final = {
+    "mem_efficient": "EFFICIENT_ATTENTION",
+    "flash": "FLASH_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+}
+_MASKS: Final = {"full": 0, "causal": 1}  # custom_mask_type of torch's memory-efficient operator
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A forward made ready: what it differentiates for, what comes back from above, and what must be in force."""
+
+    forward: Callable[[], Any]
+    leaves: tuple[Any, ...]
+    grad_output: Any
+    backend: AbstractContextManager[Any]
+
+
+def names(case: Case) -> tuple[str, ...]:
+    """The peers that have an operation for this case; whether they have a kernel for it shows when they run."""
+    if case.softcap or case.alibi or case.sinks or case.deterministic:
+        return ()
+    if case.lengths:
+        return () if case.bias or case.dropout_p or case.mask.form == "local" else ("mem_efficient", "flash")
+    if case.mask.form == "local":
+        return () if case.bias or case.dropout_p else ("flash",)
+    return ("mem_efficient", "flash") if case.dropout_p else tuple(BACKENDS)
+
+
+def measure(case: Case, direction: str, arrays: Mapping[str, Any], samples: int) -> Iterator[tuple[str, float]]:
+    """Median milliseconds of each peer that takes this case, by name; stderr says why one does not.
+
+    arrays: the tensors of the case by name, as objects with `__dlpack__`; cu_seqlens_q has the bits of int32.
+    """
+    try:
+        torch: Any = importlib.import_module("torch")
+        usable = torch.cuda.is_available()
+    except ImportError:
+        return
+    for peer in names(case) if usable else ():
+        try:
+            yield peer, _milliseconds(torch, prepare(torch, peer, case, direction, arrays), direction, samples)
+        except Exception as error:  # whatever torch raises: it must not end our own measurement
+            reason = (str(error).splitlines() or [""])[0]
+            sys.stderr.write(f"{case.name} {direction}: no {peer}: {type(error).__name__}: {reason}\n")
+        finally:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+
+def prepare(torch: Any, peer: str, case: Case, direction: str, arrays: Mapping[str, Any]) -> Call:
+    """The call of that peer; what differs between the cases is mapped to torch's arguments here."""
+    given = {name: torch.from_dlpack(array) for name, array in arrays.items()}
+    if case.lengths:
+        return _of_lengths(torch, peer, case, direction, given)
+    if case.mask.form == "local":
+        return _window(torch, case, direction, given)
+    return _dense(torch, peer, case, direction, given)
+
+
+def _leaf(tensor: Any, direction: str) -> Any:
+    return tensor.detach().requires_grad_(direction == "backward")
+
+
+def _dense(torch: Any, peer: str, case: Case, direction: str, given: Mapping[str, Any]) -> Call:
+    """scaled_dot_product_attention, which has [batch, heads, rows, columns]: the same memory in another order."""
+    attention: Any = importlib.import_module("torch.nn.attention")
+    group = case.shape.group
+    grouped = group > 1 and peer != "mem_efficient"
+    key, value = given["key"], given["value"]
+    if group > 1 and not grouped:  # this backend has no groups: it is given the repeated heads, outside of its time
+        key, value = key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
+    leaves = [_leaf(tensor.transpose(1, 2), direction) for tensor in (given["query"], key, value)]
+    mask = None
+    if case.bias:
+        mask = given["bias"].expand(*case.shape.bias).detach()
+        mask = mask.requires_grad_(direction == "backward" and case.bias == "biasgrad")
+
+    def forward() -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(
+            *leaves[:3],
+            attn_mask=mask,
+            dropout_p=case.dropout_p,
+            is_causal=case.mask.form == "causal",
+            enable_gqa=grouped,
+        )
+
+    wanted = (*leaves, mask) if case.bias == "biasgrad" else tuple(leaves)
+    backend = attention.sdpa_kernel(getattr(attention.SDPBackend, BACKENDS[peer]))
+    return Call(forward, wanted, given["grad_output"].transpose(1, 2), backend)
+
+
+def _window(torch: Any, case: Case, direction: str, given: Mapping[str, Any]) -> Call:
+    """The flash operator itself: scaled_dot_product_attention has no window."""
+    leaves = tuple(_leaf(given[name], direction) for name in ("query", "key", "value"))
+    sizes = case.shape.num_queries, case.shape.num_keys
+
+    def forward() -> Any:
+        return torch.ops.aten._flash_attention_forward(
+            *leaves, None, None, *sizes, 0.0, False, False,
+            window_size_left=case.mask.left, window_size_right=case.mask.right,
+        )[0]  # fmt: skip
+
+    return Call(forward, leaves, given["grad_output"], nullcontext())
+
+
+def _of_lengths(torch: Any, peer: str, case: Case, direction: str, given: Mapping[str, Any]) -> Call:
+    """The operators below scaled_dot_product_attention, which take cu_seqlens."""
+    bounds = given["cu_seqlens_q"].view(torch.int32)
+    sizes = case.shape.num_queries, case.shape.num_keys
+    tensors = {name: given[name] for name in ("query", "key", "value", "grad_output")}
+    if peer == "flash":  # it takes [tokens, heads, columns]
+        tensors = {name: tensor.squeeze(0) for name, tensor in tensors.items()}
+    elif case.shape.group > 1:
+        for name in ("key", "value"):
+            tensors[name] = tensors[name].repeat_interleave(case.shape.group, dim=2)
+    leaves = tuple(_leaf(tensors[name], direction) for name in ("query", "key", "value"))
+    form = case.mask.form
+
+    def flash() -> Any:
+        operator = torch.ops.aten._flash_attention_forward
+        return operator(*leaves, bounds, bounds, *sizes, 0.0, form == "causal", False)[0]
+
+    def mem_efficient() -> Any:
+        operator = torch.ops.aten._efficient_attention_forward
+        saved = direction == "backward"  # the logsumexp, which only a backward needs
+        return operator(*leaves, None, bounds, bounds, *sizes, 0.0, _MASKS[form], saved)[0]
+
+    return Call(flash if peer == "flash" else mem_efficient, leaves, tensors["grad_output"], nullcontext())
+
+
+def _milliseconds(torch: Any, call: Call, direction: str, samples: int) -> float:
+    stream = torch.cuda.Stream()
+
+    def backward(output: Any) -> Any:
+        return torch.autograd.grad(output, call.leaves, call.grad_output, retain_graph=True)
+
+    with call.backend, torch.cuda.stream(stream):
+        output = call.forward()  # for good outside of a capture: a first run may allocate and load
+        if direction == "backward":
+            backward(output)
+        stream.synchronize()
+        # A captured forward keeps dropout's seed on the device, an eager one on the host: a captured backward
+        # needs a captured forward.
+        first, output = _captured(torch, stream, call.forward)
+        first.replay()
+        if direction == "forward":
+            return median(first.replay, int(stream.cuda_stream), samples)
+        graph, gradients = _captured(torch, stream, lambda: backward(output))
+        found = median(graph.replay, int(stream.cuda_stream), samples)
+        del gradients  # the graph writes to them until here
+    return found
+
+
+def _captured(torch: Any, stream: Any, launch: Callable[[], Any]) -> tuple[Any, Any]:
+    """A graph of what `launch` puts on the stream, and what it gave back."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = launch()
+    return graph, kept

@@ -1,0 +1,44 @@
+"""Bench timing: median milliseconds of a replay between two events, and the clock that the GPU ran at."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import subprocess
+from collections.abc import Callable
+from typing import Final
+
+from cutlass_py_attn import driver
+
+SAMPLES: Final = 7
+WARM_UPS: Final = 2
+
+
+def median(replay: Callable[[], None], stream: int, samples: int) -> float:
+    """Milliseconds of one replay, which puts its work on `stream`."""
+    times = []
+    for number in range(WARM_UPS + samples):
+        start, end = driver.Event(), driver.Event()
+        start.record(stream)
+        replay()
+        end.record(stream)
+        elapsed = end.milliseconds_since(start)
+        times += [elapsed] if number >= WARM_UPS else []
+    return statistics.median(times)
+
+
+def sm_clock_mhz() -> int | None:
+    """The first GPU's SM clock now, by NVML or nvidia-smi; None where neither is installed."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+        return int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+    except Exception:  # not installed, or NVML's own errors, which only an installed pynvml could name
+        pass
+    command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return int(done.stdout.split()[0])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
