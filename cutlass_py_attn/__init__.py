@@ -24,10 +24,12 @@ if TYPE_CHECKING:
         Stale,
     )
     from cutlass_py_attn.launch import Bound, bind
-    from cutlass_py_attn.masks import Causal, CausalBottomRight, Full
+    from cutlass_py_attn.masks import Causal, CausalBottomRight, Full, Window
+    from cutlass_py_attn.options import VariableLength
+    from cutlass_py_attn.philox import Dropout, dropout_mask
     from cutlass_py_attn.plan import Plan
     from cutlass_py_attn.planner import plan_backward, plan_forward
-    from cutlass_py_attn.problem import Problem, Shape, Tensor
+    from cutlass_py_attn.problem import Problem, Sequences, Shape, Tensor
 
 __version__ = "0.1.0"
 
@@ -45,10 +47,12 @@ _HOME = {
         "Stale",
     ),
     "launch": ("Bound", "bind"),
-    "masks": ("Causal", "CausalBottomRight", "Full"),
+    "masks": ("Causal", "CausalBottomRight", "Full", "Window"),
+    "options": ("VariableLength",),
+    "philox": ("Dropout", "dropout_mask"),
     "plan": ("Plan",),
     "planner": ("plan_backward", "plan_forward"),
-    "problem": ("Problem", "Shape", "Tensor"),
+    "problem": ("Problem", "Sequences", "Shape", "Tensor"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -61,6 +65,7 @@ __all__ = [
     "CompileError",
     "DoesNotFit",
     "DriverError",
+    "Dropout",
     "Folder",
     "Full",
     "Gradients",
@@ -68,14 +73,18 @@ __all__ = [
     "NotSupported",
     "Plan",
     "Problem",
+    "Sequences",
     "Shape",
     "Stale",
     "Tensor",
+    "VariableLength",
+    "Window",
     "artifact_for",
     "attention_backward",
     "attention_forward",
     "bind",
     "compile",
+    "dropout_mask",
     "plan_backward",
     "plan_forward",
 ]

@@ -19,21 +19,46 @@ def _strided(*names: str) -> Fields:
     return tuple((field, "i64") for name in names for field in (name, f"{name}_batch", f"{name}_row", f"{name}_head"))
 
 
-_SIZES: Fields = (("batch", "i32"), ("num_heads", "i32"), ("num_queries", "i32"), ("num_keys", "i32"))
+_STEPS: Final = ("batch", "head", "row", "column")  # of a bias; an axis that broadcasts has stride 0
+SEED: Final = ("philox_seed", "philox_offset")
 
-# scale_log2 is scale * log2(e): the kernels exponentiate in base 2.
+# Addresses of what a problem may lack are 0 then. cu_seqlens_q, cu_seqlens_k, seqused_k: int32. alibi_slopes
+# (alibi_batch elements from one batch to the next) and sinks: float32. philox_seed and philox_offset are added to
+# the int64 at their _address, where that is not 0.
+_TERMS: Fields = (
+    ("bias", "i64"),
+    *((f"bias_{step}", "i64") for step in _STEPS),
+    *((name, "i64") for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")),
+    *((name, "i64") for name in ("alibi_slopes", "alibi_batch", "sinks")),
+    *((name, "i64") for name in (*SEED, *(f"{name}_address" for name in SEED))),
+)
+
+# batch counts sequences, num_queries and num_keys are the longest where lengths vary. group: query heads that share
+# a key head. first_batch, first_head: what grid position 0 stands for; y and z of a grid end at 65535. A window
+# reaches window_left before and window_right behind the diagonal, which bottom_right (0 or 1) moves by num_keys -
+# num_queries. dropout_threshold: the smallest 32-bit word that keeps a weight. scale_log2 is scale * log2(e): the
+# kernels exponentiate in base 2. keep_scale: 1 / (1 - dropout_p).
+_SIZES: Fields = tuple(
+    (name, "i32")
+    for name in (
+        *("batch", "num_heads", "num_queries", "num_keys", "group", "first_batch", "first_head"),
+        *("window_left", "window_right", "bottom_right", "dropout_threshold"),
+    )
+)
+_FACTORS: Fields = tuple((name, "f32") for name in ("scale", "scale_log2", "softcap", "keep_scale"))
+
 FORWARD: Fields = (
     *_strided("query", "key", "value", "output"),
     ("logsumexp", "i64"),
+    *_TERMS,
     *_SIZES,
-    ("scale", "f32"),
-    ("scale_log2", "f32"),
+    *_FACTORS,
 )
 
-# grad_query_accum: float32 [batch, heads, query tiles, tile_m * head_dim] in the kernel's own element order.
-# delta and logsumexp_log2 (logsumexp * log2(e), +inf on rows without keys and past the end): float32
-# [batch, heads, query_tiles * tile_m]. turn: int32 [batch, heads, query_tiles + 1],
-# a turn for each query tile and the number of blocks that have started.
+# total_tiles: query tiles of all sequences of one head. grad_query_accum: float32 [heads, total_tiles,
+# tile_m * head_dim] in the kernel's own element order. delta and logsumexp_log2 (logsumexp * log2(e), +inf on rows
+# without keys and past the end): float32 [heads, total_tiles * tile_m]. turn: int32 [heads, total_tiles], a turn for
+# each query tile; started: int32 [heads, batch], blocks that have started.
 BACKWARD: Fields = (
     *_strided("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value"),
     ("logsumexp", "i64"),
@@ -41,11 +66,15 @@ BACKWARD: Fields = (
     ("delta", "i64"),
     ("logsumexp_log2", "i64"),
     ("turn", "i64"),
+    ("started", "i64"),
+    ("grad_bias", "i64"),
+    *((f"grad_bias_{step}", "i64") for step in _STEPS),
+    ("grad_sinks", "i64"),
+    *_TERMS,
     *_SIZES,
     ("num_splits_key", "i32"),
-    ("query_tiles", "i32"),
-    ("scale", "f32"),
-    ("scale_log2", "f32"),
+    ("total_tiles", "i32"),
+    *_FACTORS,
 )
 
 # A room alone: tiles of A and B in, float32 tiles of C out, all contiguous.

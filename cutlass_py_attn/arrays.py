@@ -8,7 +8,7 @@ import itertools
 import math
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
@@ -23,8 +23,11 @@ _LIBRARIES: Final = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": 
 _CUDA, _CUDA_MANAGED = 2, 13  # DLDeviceType
 _LEGACY_STREAM = 1  # DLPack and __cuda_array_interface__ forbid 0 for the default stream
 _DLPACK_KINDS: Final = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
-_DLPACK_TYPES: Final = {"float16": (2, 16), "float32": (2, 32), "bfloat16": (4, 16)}
-_TYPESTRS: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<V2"}
+_DLPACK_TYPES: Final = {
+    **{"float16": (2, 16), "float32": (2, 32), "bfloat16": (4, 16)},
+    **{"int32": (0, 32), "int64": (0, 64)},
+}
+_TYPESTRS: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<V2", "int32": "<i4", "int64": "<i8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +217,8 @@ class Exchange:
         self._copies: list[int] = []
         self._kept: list[np.ndarray[Any, Any]] = []  # until the stream has read them
         self._host: list[tuple[np.ndarray[Any, Any], int]] = []
+        self._sliced: tuple[tuple[str, ...], DeviceArray] | None = None
+        self._targets: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
 
     def __enter__(self) -> Exchange:
         return self
@@ -254,6 +259,38 @@ class Exchange:
         self._made[name] = made
         return address
 
+    def into(self, name: str, array: Array) -> int:
+        """Where the kernels write result `name`, which the caller gave an array for."""
+        if array.library == "jax" or not getattr(getattr(array.owner, "flags", None), "writeable", True):
+            raise NotSupported(f"{name} is an array that cannot be written: must be a writable one; leave it out")
+        self._made[name] = array.owner[0] if isinstance(array.owner, tuple) else array.owner
+        if array.device is not None:
+            return array.pointer
+        dense = np.ascontiguousarray(array.owner)  # what the kernels leave out stays as it is
+        copy = self._device_copy(name, dense)
+        if dense.nbytes:
+            driver.copy_to_device(copy, dense.ctypes.data, dense.nbytes, self._stream)
+        self._host.append((dense, copy))
+        self._targets.append((array.owner, dense))
+        return copy
+
+    def empty_slices(self, names: Sequence[str], shape: tuple[int, ...], dtype: str) -> dict[str, int]:
+        """Where the kernels write results that are the slices [:, :, i] of one new array of that shape."""
+        first = self.empty("slices", shape, dtype)
+        whole = self._made.pop("slices")
+        if self._library == "jax":
+            # JAX arrays have no views: its slices are taken once the kernels are done.
+            self._sliced = tuple(names), whole
+        elif hasattr(whole, "__getitem__"):
+            self._made |= {name: whole[:, :, i] for i, name in enumerate(names)}
+        else:
+            raise NotSupported(
+                "packed: the operands' library is unknown, and slices need one that can slice; pass NumPy, CuPy, "
+                "torch or JAX arrays, or leave packed False"
+            )
+        step = math.prod(shape[3:]) * numpy_dtype(dtype).itemsize
+        return {name: first + i * step for i, name in enumerate(names)}
+
     def results(self) -> dict[str, Any]:
         """Every result by name, as arrays of the caller's library."""
         for array, address in self._host:
@@ -261,9 +298,21 @@ class Exchange:
                 driver.copy_to_host(array.ctypes.data, address, array.nbytes, self._stream)
         if self._library in ("numpy", "jax"):
             driver.synchronise(self._stream)
+        for target, dense in self._targets:
+            if not np.shares_memory(target, dense):
+                np.copyto(target, dense)
         if self._library == "jax":
-            return {name: sys.modules["jax"].dlpack.from_dlpack(made) for name, made in self._made.items()}
+            return self._jax_results()
         return self._made
+
+    def _jax_results(self) -> dict[str, Any]:
+        take = sys.modules["jax"].dlpack.from_dlpack
+        made = {name: take(made) if isinstance(made, DeviceArray) else made for name, made in self._made.items()}
+        if self._sliced is not None:
+            names, whole = self._sliced
+            packed = take(whole)
+            made |= {name: packed[:, :, i] for i, name in enumerate(names)}
+        return made
 
     def _device_copy(self, name: str, array: np.ndarray[Any, Any]) -> int:
         if not array.nbytes:

@@ -59,8 +59,8 @@ class Artifact:
 
     @property
     def main(self) -> Kernel:
-        """The kernel that gives the build its name."""
-        return self.kernel(f"{self.build.symbol}_0")
+        """The kernel that gives the build its name; the first where a backward has none of that name."""
+        return self.kernel(f"{self.build.symbol}_0") if self.build.has_main else self.kernels[0]
 
     @property
     def registers(self) -> int:

@@ -7,99 +7,63 @@ gradients = attention_backward(grad_output, query, key, value, output, logsumexp
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, TypedDict, Unpack
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Any, Final, Unpack
 
 from cutlass_py_attn import arrays, driver, planner
+from cutlass_py_attn.abi import SEED
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NoDevice, NotSupported
-from cutlass_py_attn.launch import Bound, bind, generic_arch
-from cutlass_py_attn.masks import Full, Mask
+from cutlass_py_attn.launch import Bound, bind_first, generic_arch
+from cutlass_py_attn.options import BackwardOptions, ForwardOptions, Settings, settings
 from cutlass_py_attn.plan import Build
-from cutlass_py_attn.problem import Problem, Shape, Tensor
+from cutlass_py_attn.problem import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
 
-BACKENDS: Final = ("auto", "gpu", "reference")
 KEPT_KERNELS: Final = 64  # bound problems that stay ready; a shape, stride or scale more makes another
-_RESULTS: Final = {"forward": ("output",), "backward": ("grad_query", "grad_key", "grad_value")}
 _INFINITY: Final = 0x7F800000  # float32 bits
 _MINUS_INFINITY: Final = 0xFF800000
 _F32_BYTES: Final = 4
 
 
-class ForwardOptions(TypedDict, total=False):
-    """Options of `attention_forward`.
-
-    mask: who sees whom; Full() when left out.
-    scale: factor of Q K^T; None for 1 / sqrt(head_dim).
-    stream: None is the legacy default stream; else a CUstream handle as int, or a stream object of CuPy,
-        torch, Numba or cuda.core.
-    backend: "auto" and "gpu" compute on the GPU; "reference" in NumPy float64 on the CPU, slowly. Neither
-        ever stands in for the other.
-    kernels: gives the Artifact of a Build, such as artifact.Folder(path); None compiles, and keeps on disk.
-    """
-
-    mask: Mask
-    scale: float | None
-    stream: object
-    backend: str
-    kernels: Callable[[Build], Artifact] | None
-
-
-class BackwardOptions(ForwardOptions, total=False):
-    """Options of `attention_backward`.
-
-    deterministic: the query gradient is the same in every bit from run to run; slower.
-    num_splits_key: blocks that share one (batch, head); None lets the plan choose.
-    """
-
-    deterministic: bool
-    num_splits_key: int | None
-
-
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients with the shapes and dtype of query, key and value, in the caller's library."""
+    """Gradients with the shapes and dtype of what they belong to, in the caller's library; None where not asked
+    for. sinks is float32."""
 
-    query: Any
-    key: Any
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """All options with their defaults."""
-
-    mask: Mask = field(default_factory=Full)
-    scale: float | None = None
-    stream: object = None
-    backend: str = "auto"
-    kernels: Callable[[Build], Artifact] | None = None
-    deterministic: bool = False
-    num_splits_key: int | None = None
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    bias: Any = None
+    sinks: Any = None
 
 
 def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[ForwardOptions]) -> tuple[Any, Any]:
-    """softmax(scale Q K^T + mask) V and the logarithm of the softmax's denominator.
+    """softmax(scale Q K^T + bias, masked) V and the logarithm of the softmax's denominator.
 
-    query [B, Mq, H, D], key [B, Mk, H, D], value [B, Mk, H, Dv]: float16, bfloat16 or float32, all of one
-    dtype, last axis contiguous; CUDA arrays of any library, read in place, or NumPy arrays, copied over.
+    query [B, Mq, H, D], key [B, Mk, Hk, D], value [B, Mk, Hk, Dv]: float16, bfloat16 or float32, all of one
+    dtype, last axis contiguous, Hk a divisor of H; CUDA arrays of any library, read in place, or NumPy arrays,
+    copied over. Options: see ForwardOptions.
 
     Returns output [B, Mq, H, Dv] in the same dtype and logsumexp float32 [B, H, ceil32(Mq)] (natural
-    logarithm, +inf in the padding; -inf and output 0 for a row that sees no key), in query's library.
+    logarithm, +inf in the padding; -inf and output 0 for a row that sees no key), in query's library. With
+    sequences, B of logsumexp counts them, Mq is max_seqlen_q, and each row is padded from its sequence's length on.
     Device results are ready in the order of `stream`, which is not waited for, save for JAX; NumPy results
     are complete.
 
     NotSupported lists every objection before anything is launched; NoDevice: no GPU; CompileError, Stale:
     no kernel; DriverError: a driver call failed, device memory run out among them.
     """
-    settings = _settings(options, ForwardOptions)
-    operands = {"query": query, "key": key, "value": value}
-    if settings.backend == "reference":
-        return _reference_forward(operands, settings)
-    results = _on_gpu("forward", operands, settings)
+    chosen = settings(options, ForwardOptions)
+    operands = {"query": query, "key": key, "value": value, **chosen.arrays()}
+    if chosen.backend == "reference":
+        from cutlass_py_attn import on_cpu
+
+        return on_cpu.forward(operands, chosen)
+    given = {} if chosen.out is None else {"output": chosen.out}
+    results = _on_gpu("forward", operands, given, chosen)
     return results["output"], results["logsumexp"]
 
 
@@ -112,12 +76,14 @@ def attention_backward(
     logsumexp: Any,
     **options: Unpack[BackwardOptions],
 ) -> Gradients:
-    """Gradients of query, key and value, from the gradient of the forward's output.
+    """Gradients of query, key and value, and of bias and sinks where asked for, from that of the forward's output.
 
     grad_output and output [B, Mq, H, Dv]; query, key and value as the forward had them; logsumexp float32
-    [B, H, ceil32(Mq)] as the forward gave it. Same dtypes, libraries and errors as `attention_forward`.
+    [B, H, ceil32(Mq)] as the forward gave it. Options: see BackwardOptions; those that the forward had must be the
+    same. The gradient of a bias is summed over its axes of size 1. Same dtypes, libraries and errors as
+    `attention_forward`.
     """
-    settings = _settings(options, BackwardOptions)
+    chosen = settings(options, BackwardOptions)
     operands = {
         "grad_output": grad_output,
         "query": query,
@@ -125,57 +91,111 @@ def attention_backward(
         "value": value,
         "output": output,
         "logsumexp": logsumexp,
+        **chosen.arrays(),
     }
-    if settings.backend == "reference":
-        return _reference_backward(operands, settings)
-    results = _on_gpu("backward", operands, settings)
-    return Gradients(results["grad_query"], results["grad_key"], results["grad_value"])
+    if chosen.backend == "reference":
+        from cutlass_py_attn import on_cpu
+
+        return on_cpu.backward(operands, chosen)
+    out = Gradients() if chosen.out is None else chosen.out
+    given = {f"grad_{name}": array for name in chosen.gradients if (array := getattr(out, name)) is not None}
+    results = _on_gpu("backward", operands, given, chosen)
+    return Gradients(**{name: results[f"grad_{name}"] for name in chosen.gradients})
 
 
-def _settings(options: Mapping[str, Any], allowed: type) -> _Settings:
-    """The options with defaults; NotSupported lists every unknown name and wrong value."""
-    names = allowed.__annotations__
-    reasons = [
-        f"option {name!r} is unknown: must be one of {', '.join(names)}; check the spelling"
-        for name in options
-        if name not in names
-    ]
-    mask, backend = options.get("mask"), options.get("backend", "auto")
-    if "mask" in options and not isinstance(mask, Mask):
-        reasons.append(f"mask = {mask!r}: must be a mask object such as Full() or Causal(); make one")
-    if backend not in BACKENDS:
-        reasons.append(f"backend = {backend!r}: must be one of {', '.join(BACKENDS)}")
-    if reasons:
-        raise NotSupported(reasons)
-    return _Settings(**options)
+def problem_of(
+    direction: str, taken: Mapping[str, arrays.Array], chosen: Settings
+) -> tuple[Problem, dict[str, Tensor]]:
+    """The checked Problem of these arrays, and the results that are still to be made, by name.
 
-
-def _problem(direction: str, taken: Mapping[str, arrays.Array], settings: _Settings) -> Problem:
-    """The checked Problem of these operands; the results are dense."""
-    tensors = {name: array.tensor for name, array in taken.items() if name != "logsumexp"}
-    query, key, value = tensors["query"], tensors["key"], tensors["value"]
-    # Wrong ranks are objected to below, before any size is looked at.
-    shape = Shape(0, 0, 0, 0, 0, 0)
-    if len(query.shape) == len(key.shape) == len(value.shape) == 4:
-        batch, num_queries, num_heads, head_dim = query.shape
-        shape = Shape(batch, num_queries, key.shape[1], num_heads, head_dim, value.shape[3])
-    for name in _RESULTS[direction]:
-        tensors[name] = Tensor.contiguous(shape.of(name), query.dtype)
+    NotSupported lists every objection.
+    """
+    tensors = {name: array.tensor for name, array in taken.items()}
+    sequences, reasons = None, []
+    if chosen.sequences is not None:
+        reasons += _bounds_objections(tensors)
+        sequences = chosen.sequences.sequences(max(tensors["cu_seqlens_q"].shape[0] - 1, 0) if not reasons else 0)
+    operands = {name: tensor for name, tensor in tensors.items() if name in Problem.__dataclass_fields__}
     problem = Problem(
         direction,
-        **tensors,
-        mask=settings.mask,
-        scale=settings.scale,
-        deterministic=settings.deterministic,
-        num_splits_key=settings.num_splits_key,
+        **{"output": tensors["query"], **operands},
+        mask=chosen.mask,
+        scale=chosen.scale,
+        softcap=chosen.softcap,
+        dropout_p=chosen.dropout_p,
+        philox_on_device=chosen.philox_on_device,
+        sequences=sequences,
+        deterministic=chosen.deterministic,
+        num_splits_key=chosen.num_splits_key,
     )
+    # Wrong ranks are objected to below, before any size is looked at.
+    ranks = [len(tensors[name].shape) for name in OPERANDS]
+    shape = problem.shape if ranks == [4, 4, 4] else Shape(0, 0, 0, 0, 0, 0)
+    names = ("output",) if direction == "forward" else tuple(f"grad_{name}" for name in chosen.gradients)
+    made = {name: _result(name, shape, tensors) for name in names if name not in tensors}
+    if chosen.packed:
+        made |= _packed(shape, tensors["query"].dtype)
+        reasons += _packing_objections(shape, tensors)
+    problem = problem.replace(**made)
     # The results follow from the operands: an objection to one repeats what is said of its operand.
-    reasons = [text for text in problem.reasons() if text.split()[0] not in _RESULTS[direction]]
-    if "logsumexp" in taken and shape.head_dim:
-        reasons += _logsumexp_objections(shape, taken["logsumexp"].tensor)
+    reasons = [*(text for text in problem.reasons() if text.split()[0] not in made), *reasons]
+    reasons += _philox_objections(tensors)
+    if "logsumexp" in tensors and shape.head_dim:
+        reasons += _logsumexp_objections(shape, tensors["logsumexp"])
+    if chosen.sequences is not None and shape.tokens is not None:
+        reasons += chosen.sequences.objections(shape.tokens)
     if reasons:
         raise NotSupported(reasons)
-    return problem
+    return problem, made
+
+
+def _result(name: str, shape: Shape, tensors: Mapping[str, Tensor]) -> Tensor:
+    """A dense result; that of bias or sinks is like them."""
+    role = name.removeprefix("grad_")
+    if role in ("bias", "sinks"):
+        return Tensor.contiguous(tensors[role].shape, tensors[role].dtype)
+    return Tensor.contiguous(shape.of(name), tensors["query"].dtype)
+
+
+def _packed(shape: Shape, dtype: str) -> dict[str, Tensor]:
+    """The gradients of query, key and value as slices of one [B, M, 3, H, D] array."""
+    batch, rows, heads, columns = shape.of("query")
+    row = heads * columns
+    strides = 3 * rows * row, 3 * row, columns, 1
+    step = row * ITEM_BYTES.get(dtype, 1)
+    alignments = (ROW_ALIGNMENT_BYTES, *(math.gcd(ROW_ALIGNMENT_BYTES, i * step) for i in (1, 2)))
+    return {
+        f"grad_{name}": Tensor((batch, rows, heads, columns), strides, dtype, alignment)
+        for name, alignment in zip(OPERANDS, alignments, strict=True)
+    }
+
+
+def _packing_objections(shape: Shape, tensors: Mapping[str, Tensor]) -> list[str]:
+    given = [f"grad_{name}" for name in OPERANDS if f"grad_{name}" in tensors]
+    reasons = [f"packed with out for {', '.join(given)}: must be one of the two; leave one out"] if given else []
+    if not shape.of("query") == shape.of("key") == shape.of("value"):
+        reasons.append(
+            f"packed with query {shape.of('query')}, key {shape.of('key')} and value {shape.of('value')}: "
+            "must have the same shape; leave packed False"
+        )
+    return reasons
+
+
+def _bounds_objections(tensors: Mapping[str, Tensor]) -> list[str]:
+    found = []
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue
+        entries = tensors["cu_seqlens_q"].shape[0] if tensors["cu_seqlens_q"].shape else 0
+        wanted = (entries - 1,) if name == "seqused_k" else (max(entries, 1),)
+        dense = len(tensor.shape) == 1 and (tensor.strides == (1,) or tensor.shape[0] <= 1)
+        if tensor.dtype != "int32" or tensor.shape != wanted or not dense:
+            found.append(
+                f"{name} has shape {tensor.shape}, strides {tensor.strides} and dtype {tensor.dtype}: must be a "
+                f"contiguous int32 array of shape {wanted}; convert it"
+            )
+    return found
 
 
 def _logsumexp_objections(shape: Shape, found: Tensor) -> list[str]:
@@ -185,28 +205,54 @@ def _logsumexp_objections(shape: Shape, found: Tensor) -> list[str]:
             f"logsumexp has shape {found.shape} and dtype {found.dtype}: must be {wanted.shape} float32, "
             "as the forward gives it"
         ]
-    if 0 not in found.shape and found != wanted:
-        return ["logsumexp is strided or misaligned: must be contiguous and 16-byte aligned; copy it"]
+    if 0 not in found.shape and (found.steps != wanted.steps or found.alignment < _F32_BYTES):
+        return ["logsumexp is strided or misaligned: must be contiguous and 4-byte aligned; copy it"]
     return []
 
 
-def _on_gpu(direction: str, operands: Mapping[str, object], settings: _Settings) -> dict[str, Any]:
-    stream = driver.stream_handle(settings.stream)
-    taken = arrays.take(operands, stream)
-    problem = _problem(direction, taken, settings)
+def _philox_objections(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [
+        f"{name} has shape {tensors[name].shape} and dtype {tensors[name].dtype}: must be one int64; convert it"
+        for name in SEED
+        if name in tensors and (tensors[name].dtype != "int64" or math.prod(tensors[name].shape) != 1)
+    ]
+
+
+def _on_gpu(
+    direction: str, operands: Mapping[str, object], given: Mapping[str, object], chosen: Settings
+) -> dict[str, Any]:
+    """Launch, and every result by name; `given` are arrays to write results to."""
+    stream = driver.stream_handle(chosen.stream)
+    taken = arrays.take({**operands, **given}, stream)
+    problem, made = problem_of(direction, taken, chosen)
     gpu = _device(taken["query"].device)
     with gpu.current(), arrays.Exchange(taken["query"].library, gpu, stream) as exchange:
-        pointers = {name: exchange.address(name, array) for name, array in taken.items()}
-        results = {name: problem.tensors()[name] for name in _RESULTS[direction]}
+        pointers = {
+            name: exchange.into(name, array) if name in given else exchange.address(name, array)
+            for name, array in taken.items()
+        }
+        pointers |= _made(exchange, problem, made, chosen.packed)
         if direction == "forward":
-            results["logsumexp"] = Tensor.contiguous(problem.shape.logsumexp, "float32")
-        for name, tensor in results.items():
-            pointers[name] = exchange.empty(name, tensor.shape, tensor.dtype)
-        if problem.is_empty:
-            _fill_empty(problem, results, pointers, stream)
-        else:
-            _bound(problem, gpu.ordinal, settings.kernels)(pointers, stream)
+            pointers["logsumexp"] = exchange.empty("logsumexp", problem.shape.logsumexp, "float32")
+        if problem.is_empty or problem.sequences is not None:
+            _fill(problem, pointers, stream)
+        if not problem.is_empty:
+            if problem.dropout_p and not problem.philox_on_device and chosen.dropout is not None:
+                pointers |= {"philox_seed": chosen.dropout.philox_seed, "philox_offset": chosen.dropout.philox_offset}
+            _bound(problem, gpu.ordinal, chosen.kernels)(pointers, stream)
         return exchange.results()
+
+
+def _made(exchange: arrays.Exchange, problem: Problem, made: Mapping[str, Tensor], packed: bool) -> dict[str, int]:
+    """New arrays for the results, and where they are."""
+    pointers = {}
+    apart = dict(made)
+    if packed:
+        batch, rows, heads, columns = problem.shape.of("query")
+        names = [f"grad_{name}" for name in OPERANDS]
+        pointers = exchange.empty_slices(names, (batch, rows, 3, heads, columns), problem.dtype)
+        apart = {name: tensor for name, tensor in made.items() if name not in names}
+    return pointers | {name: exchange.empty(name, tensor.shape, tensor.dtype) for name, tensor in apart.items()}
 
 
 def _device(ordinal: int | None) -> driver.Device:
@@ -221,50 +267,48 @@ def _device(ordinal: int | None) -> driver.Device:
 def _bound(problem: Problem, ordinal: int, kernels: Callable[[Build], Artifact] | None) -> Bound:
     """Plan, compile or fetch, and bind; repeated calls with equal problems come here once."""
     gpu = driver.device(ordinal)
-    arch = generic_arch(gpu.compute_capability)
-    if problem.direction == "forward":
-        plan = planner.plan_forward(problem, arch)
-    else:
-        plan = planner.plan_backward(problem, arch, gpu.num_sms)
+    plans = planner.plans(problem, generic_arch(gpu.compute_capability), gpu.num_sms)
     if kernels is None:
         from cutlass_py_attn.compiler import artifact_for
 
         kernels = artifact_for
-    return bind(kernels(plan.build), plan, problem, ordinal)
+    return bind_first(plans, problem, kernels, ordinal)
 
 
-def _fill_empty(problem: Problem, results: Mapping[str, Tensor], pointers: Mapping[str, int], stream: int) -> None:
-    """Without queries or keys nothing is launched: zeros, and a logsumexp of -inf with +inf padding."""
-    for name, tensor in results.items():
-        size = int(np.prod(tensor.shape)) * arrays.numpy_dtype(tensor.dtype).itemsize
-        if size and name != "logsumexp":
-            driver.clear(pointers[name], size, stream)
+def _fill(problem: Problem, pointers: Mapping[str, int], stream: int) -> None:
+    """What no kernel writes: all of an empty problem, and what lies outside every sequence.
+
+    Zeros in the results; a logsumexp of -inf with +inf padding, or +inf where sequences have their own ends.
+    """
+    results = ("output",) if problem.direction == "forward" else tuple(f"grad_{name}" for name in problem.gradients)
+    for name, tensor in (problem.tensors() | problem.vectors()).items():
+        if name in results:
+            _clear(tensor, pointers[name], stream)
     batch, num_heads, padded = problem.shape.logsumexp
     rows, address = batch * num_heads, pointers["logsumexp"]
-    if "logsumexp" in results and rows * padded:
+    if problem.direction == "forward" and rows * padded:
         driver.fill_words(address, padded * _F32_BYTES, _INFINITY, padded, rows, stream)
-        driver.fill_words(address, padded * _F32_BYTES, _MINUS_INFINITY, problem.shape.num_queries, rows, stream)
+        if problem.sequences is None:
+            driver.fill_words(address, padded * _F32_BYTES, _MINUS_INFINITY, problem.shape.num_queries, rows, stream)
 
 
-def _on_host(direction: str, operands: Mapping[str, Any], settings: _Settings) -> Problem:
-    """The same judgement as for the GPU, so that what the reference computes the GPU takes too."""
-    others = [name for name, value in operands.items() if not isinstance(value, np.ndarray)]
-    if others:
-        raise NotSupported(f"{', '.join(others)}: must be NumPy arrays for backend='reference'; copy them to the host")
-    return _problem(direction, arrays.take(operands, 0), settings)
-
-
-def _reference_forward(operands: Mapping[str, Any], settings: _Settings) -> tuple[Any, Any]:
-    from cutlass_py_attn import reference
-
-    problem = _on_host("forward", operands, settings)
-    output, logsumexp = reference.forward(**operands, mask=problem.mask, scale=problem.scale_value)
-    return output.astype(operands["query"].dtype), logsumexp.astype(np.float32)
-
-
-def _reference_backward(operands: Mapping[str, Any], settings: _Settings) -> Gradients:
-    from cutlass_py_attn import reference
-
-    problem = _on_host("backward", operands, settings)
-    found = reference.backward(*operands.values(), mask=problem.mask, scale=problem.scale_value)
-    return Gradients(*(gradient.astype(operands["query"].dtype) for gradient in found))
+def _clear(tensor: Tensor, address: int, stream: int) -> None:
+    """Zeros in every element and nowhere between them, in as few calls as the strides allow."""
+    item = ITEM_BYTES[tensor.dtype]
+    if 0 in tensor.shape:
+        return
+    axes = [(step * item, size) for size, step in zip(tensor.shape, tensor.strides, strict=True) if size > 1]
+    address += sum((size - 1) * step for step, size in axes if step < 0)
+    runs = [(item, 1)]  # (bytes from one to the next, how many), axes that follow each other in memory joined
+    for step, size in sorted((abs(step), size) for step, size in axes):
+        before, count = runs[-1]
+        if step == before * count:
+            runs[-1] = before, count * size
+        else:
+            runs.append((step, size))
+    width = item * runs.pop(0)[1]
+    runs.sort(key=lambda run: run[1])
+    pitch, height = runs.pop() if runs else (width, 1)
+    for index in itertools.product(*(range(count) for _, count in runs)):
+        offset = sum(number * step for number, (step, _) in zip(index, runs, strict=True))
+        driver.clear_rows(address + offset, pitch, width, height, stream)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from cutlass_py_attn.device import Architecture
 from cutlass_py_attn.errors import DoesNotFit
 from cutlass_py_attn.plan import Build, Warps
+from cutlass_py_attn.streams import is_apart
 
 MMA_ROWS = 16
 MMA_COLUMNS = {2: 16, 4: 8}  # columns that one warp computes at once, by bytes per element
@@ -27,10 +28,10 @@ def accumulator_registers(build: Build) -> int:
     """float32 registers a thread holds for the accumulators that are alive at the same time."""
     threads = build.threads
     if build.kind == "forward":
-        return build.tile_m * (build.tile_n + build.columns_value) // threads
+        return build.tile_m * (build.tile_n + build.block_columns_value) // threads
     scores = 2 * build.tile_m * build.tile_n
-    grad_kv = build.tile_n * (build.columns + build.columns_value)
-    return (scores + grad_kv) // threads
+    widths = build.block_columns, build.block_columns_value
+    return (scores + build.tile_n * (max(widths) if is_apart(build) else sum(widths))) // threads
 
 
 def register_limit(build: Build, limits: Architecture) -> int:
@@ -74,10 +75,12 @@ def _warp_grids(build: Build) -> Iterator[str]:
     products: list[tuple[str, Warps, int, int]] = [("scores", build.scores, build.tile_m, build.tile_n)]
     if build.kind == "backward":
         products += [
-            ("grad_v", build.grad_v, build.tile_n, build.columns_value),
-            ("grad_k", build.grad_k, build.tile_n, build.columns),
-            ("grad_q", build.grad_q, build.tile_m, build.columns),
+            ("grad_v", build.grad_v, build.tile_n, build.block_columns_value),
+            ("grad_k", build.grad_k, build.tile_n, build.block_columns),
+            ("grad_q", build.grad_q, build.tile_m, build.block_columns),
         ]
+    elif build.column_block:
+        products.append(("grad_q", build.grad_q, build.tile_m, build.block_columns_value))
     columns_at_once = MMA_COLUMNS[build.item_bytes]
     for name, (rows, columns), m, n in products:
         if rows * columns != build.warps:

@@ -27,7 +27,6 @@ from cutlass_py_attn.cubin import Cubin, CubinKernel, read
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.plan import Build, Plan
-from cutlass_py_attn.planner import DELTA_THREADS
 
 _DSL: Final = "nvidia-cutlass-dsl"
 _NO_DSL: Final = f'{_DSL} is not installed, so nothing can be compiled: pip install "cutlass-py-attn[compile]"'
@@ -252,8 +251,8 @@ def _entry_objections(build: Build, found: Cubin) -> Iterator[str]:
 
 
 def _threads(build: Build, symbol: str) -> int:
-    is_delta = build.kind == "backward" and symbol == kernels.entry_symbols(build)[0]
-    return DELTA_THREADS if is_delta else build.threads
+    roles = {name: role for role, name in kernels.entries(build).items()}
+    return kernels.entry_threads(build, roles.get(symbol, "main"))
 
 
 def _kernel_objections(build: Build, kernel: CubinKernel, spills: dict[str, int]) -> Iterator[str]:

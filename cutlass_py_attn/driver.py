@@ -262,6 +262,14 @@ def clear(address: int, size: int, stream: int) -> None:
     call("cuMemsetD8Async", address, 0, size, stream)
 
 
+def clear_rows(address: int, pitch: int, width: int, height: int, stream: int) -> None:
+    """Set `width` bytes to zero in each of `height` rows that lie `pitch` bytes apart, in stream order."""
+    if height == 1:
+        clear(address, width, stream)
+    else:
+        call("cuMemsetD2D8Async", address, pitch, 0, width, height, stream)
+
+
 def fill_words(address: int, pitch: int, word: int, width: int, height: int, stream: int) -> None:
     """Set `width` 32-bit words in each of `height` rows that lie `pitch` bytes apart, in stream order."""
     call("cuMemsetD2D32Async", address, pitch, word, width, height, stream)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Final
 
 from cutlass_py_attn import budget
 from cutlass_py_attn.device import Architecture
-from cutlass_py_attn.plan import Buffer, Build, Plan, Workspace
+from cutlass_py_attn.plan import Buffer, Build, Launch, Plan, Workspace
+from cutlass_py_attn.planner import column_blocks
 from cutlass_py_attn.shared_memory import STEPS
+
+_BIAS_AXES: Final = {"b": "batch", "h": "heads", "q": "queries", "k": "keys"}
 
 
 def explain(plan: Plan) -> str:
@@ -34,7 +38,34 @@ def _build_rows(build: Build) -> Iterator[tuple[str, str]]:
             yield f"warps of {name}", f"{rows} x {columns} (rows x columns)"
     ring = f", grad_output {build.grad_output_stages}" if build.grad_output_stages else ""
     yield "stages", f"query {build.query_stages}{ring}"
+    yield "columns", _columns(build)
+    yield "features", ", ".join(build.features) or "none"
+    yield "access", _access(build)
+    if build.kind == "backward":
+        yield "gradients", ", ".join(build.gradients)
+    if build.bias_gradient:
+        yield "gradient of bias", _bias_gradient(build.bias_gradient)
     yield "deterministic", "yes" if build.deterministic else "no"
+
+
+def _columns(build: Build) -> str:
+    """How the head's columns are spread over blocks."""
+    if not build.column_block:
+        return "all in one block"
+    return f"{column_blocks(build)} blocks of {build.column_block} columns"
+
+
+def _access(build: Build) -> str:
+    """Bytes of one load or store of each kind of tensor."""
+    kinds = ("rows", build.access_bytes), ("bias", build.bias_access_bytes), ("grad_bias", build.grad_bias_access_bytes)
+    return ", ".join(f"{name} by {size} bytes" for name, size in kinds if size)
+
+
+def _bias_gradient(choice: str) -> str:
+    if choice == "main":
+        return "written by the main kernel"
+    summed = [name for letter, name in _BIAS_AXES.items() if letter in choice and choice != "none"]
+    return f"by a kernel of its own, summed over {' and '.join(summed) or 'nothing'}"
 
 
 def _resource_rows(build: Build, limits: Architecture) -> Iterator[tuple[str, str]]:
@@ -46,10 +77,17 @@ def _launch_lines(plan: Plan) -> Iterator[str]:
     yield f"launches: {len(plan.launches) or 'none, the problem is empty'}"
     for launch in plan.launches:
         yield (
-            f"  {launch.symbol}: grid {_by(launch.grid)}, block {_by(launch.block)}, cluster 1 x 1 x 1, "
-            f"{launch.shared_memory_bytes} bytes of shared memory, {len(launch.tensor_maps)} tensor maps"
+            f"  {launch.symbol}: grid {_by(launch.grid)}{_start(launch)}, block {_by(launch.block)}, "
+            f"cluster 1 x 1 x 1, {launch.shared_memory_bytes} bytes of shared memory, "
+            f"{len(launch.tensor_maps)} tensor maps"
         )
     yield f"num_splits_key: {plan.num_splits_key} blocks share one (batch, head)"
+
+
+def _start(launch: Launch) -> str:
+    """Where a launch starts that is a piece of a grid too large for one."""
+    sizes = dict(launch.sizes)
+    return f", from head {sizes['first_head']} and batch {sizes['first_batch']}" if sizes else ""
 
 
 def _shared_memory_lines(build: Build, limits: Architecture) -> Iterator[str]:

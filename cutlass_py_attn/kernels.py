@@ -14,28 +14,35 @@ from cutlass_py_attn.plan import Build
 Trace = tuple[Callable[..., Any], tuple[object, ...]]
 
 # Each module defines trace(build); imported on use, for it imports the DSL.
-_MODULES: Final[dict[tuple[str, str], str]] = {
+_MODULES: Final[dict[tuple[str, ...], str]] = {
     ("forward", "generic"): "cutlass_py_attn.fused.forward",
     ("backward", "generic"): "cutlass_py_attn.fused.backward",
+    ("forward", "generic", "streamed"): "cutlass_py_attn.fused.streamed_forward",
+    ("backward", "generic", "streamed"): "cutlass_py_attn.fused.streamed_backward",
     ("room", "generic"): "cutlass_py_attn.gemm.alone",
     ("room", "hopper"): "cutlass_py_attn.gemm.alone_hopper",
 }
+
+_SUFFIXES: Final = {"main": "", "delta": "delta_", "finish": "finish_", "bias": "bias_", "sinks": "sinks_"}
+_LAUNCH_ORDER: Final = ("delta", "main", "finish", "bias", "sinks")
+ROW_THREADS: Final = 128  # of the kernels that work row by row
 
 # Struct fields that a kernel reads through a CUtensorMap, in the order of its parameters.
 _TENSOR_MAPS: Final[dict[tuple[str, str], tuple[str, ...]]] = {("room", "hopper"): ("a", "b")}
 
 # device.py, problem.py, plan.py and planner.py hold limits, paddings and thread counts that kernels read but no
-# field of Build repeats; compiler.py holds the compiler's options.
+# field of Build repeats, philox.py the constants of the generator; compiler.py holds the compiler's options.
 _SOURCES: Final = (
     *("gemm/*.py", "fused/*.py", "parts/*.py"),
     *("masks.py", "abi.py", "shared_memory.py", "device.py", "problem.py", "plan.py", "planner.py"),
-    *("kernels.py", "compiler.py"),
+    *("kernels.py", "compiler.py", "streams.py", "philox.py"),
 )
 
 
 def trace(build: Build) -> Trace:
     """The @cute.jit host function of `build` and its representative arguments, as cute.compile takes them."""
-    module = _MODULES.get((build.kind, build.family))
+    streamed = ("streamed",) if build.column_block else ()
+    module = _MODULES.get((build.kind, build.family, *streamed))
     if module is None:
         known = ", ".join("/".join(pair) for pair in _MODULES)
         raise NotSupported(f"kind/family = {build.kind}/{build.family}: has no kernel; allowed are {known}")
@@ -43,13 +50,35 @@ def trace(build: Build) -> Trace:
     return host, arguments
 
 
-def entry_symbols(build: Build) -> tuple[str, ...]:
-    """Entries of the build's cubin, in the order of the plan's launches.
+def entries(build: Build) -> dict[str, str]:
+    """Symbol of each entry of the build's cubin by its role, in the order of the plan's launches.
 
-    The compiler numbers them in the order in which the host function launches them: the main kernel first.
+    main; in the backward also delta (row statistics), finish (the query gradient's type), bias (a gradient that is
+    summed over axes of the bias) and sinks.
     """
-    ends = ("_delta_1", "_0", "_finish_2") if build.kind == "backward" else ("_0",)
-    return tuple(build.symbol + end for end in ends)
+    if build.kind != "backward":
+        return {"main": f"{build.symbol}_0"}
+    needed = {
+        "main": build.has_main,
+        "delta": True,
+        "finish": "query" in build.gradients,
+        "bias": "bias" in build.gradients and build.bias_gradient != "main",
+        "sinks": "sinks" in build.gradients,
+    }
+    # The compiler numbers the entries in the order in which the host function launches them, which is this one.
+    present = [role for role, is_needed in needed.items() if is_needed]
+    symbols = {role: f"{build.symbol}_{_SUFFIXES[role]}{number}" for number, role in enumerate(present)}
+    return {role: symbols[role] for role in _LAUNCH_ORDER if role in symbols}
+
+
+def entry_symbols(build: Build) -> tuple[str, ...]:
+    """Entries of the build's cubin, in the order of the plan's launches."""
+    return tuple(entries(build).values())
+
+
+def entry_threads(build: Build, role: str) -> int:
+    """Threads of a block of the entry with this role."""
+    return ROW_THREADS if role in ("delta", "sinks") else build.threads
 
 
 def parameters(build: Build) -> tuple[tuple[str, int], ...]:

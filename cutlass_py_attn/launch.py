@@ -5,22 +5,26 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from cutlass_py_attn import abi, driver
+from cutlass_py_attn import abi, driver, planner
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.device import ARCHITECTURES, Architecture
-from cutlass_py_attn.errors import DriverError, NotSupported, Stale
-from cutlass_py_attn.plan import Launch, Plan, TensorMap
-from cutlass_py_attn.problem import ROW_ALIGNMENT_BYTES, Problem
+from cutlass_py_attn.device import ARCHITECTURES, Architecture, architecture
+from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
+from cutlass_py_attn.philox import keep_scale
+from cutlass_py_attn.plan import Build, Launch, Plan, TensorMap
+from cutlass_py_attn.problem import BIASES, ROW_ALIGNMENT_BYTES, Problem
 
 LOG2_E: Final = math.log2(math.e)
 _SLOT_ALIGNMENT: Final = abi.TENSOR_MAP_BYTES  # of every parameter; a multiple of what cuda.h asks for tensor maps
 _WORD_BYTES: Final = 8
+_HALF_BYTES: Final = 4
+_F32_BYTES: Final = 4
+_FROM_THE_START: Final = (("first_head", 0), ("first_batch", 0))
 
 _libraries: dict[tuple[int, bytes], int] = {}
 _libraries_lock = threading.Lock()
@@ -70,6 +74,7 @@ class Bound:
         self.tensor_names = block.names
         self._block = block
         self._kernels = kernels
+        self._in_pieces = any(kernel.launch.sizes for kernel in kernels)
         self._mapped: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -81,7 +86,8 @@ class Bound:
     def __call__(self, pointers: Mapping[str, int], stream: object = None, *, workspace: int | None = None) -> None:
         """Put the kernels on `stream` and return; nothing is waited for.
 
-        pointers: device address of each of `tensor_names`, 16-byte aligned, laid out as in the problem.
+        pointers: device address of each of `tensor_names`, laid out and aligned as in the problem; philox_seed
+        and philox_offset are the numbers themselves, unless the problem says that they are on the device.
         stream: None is the legacy default stream; see driver.stream_handle for what else is taken.
         workspace: address of `workspace_bytes` of device memory, 16-byte aligned. None takes it from the
         device's pool in stream order and gives it back behind the kernels.
@@ -117,6 +123,8 @@ class Bound:
         for kernel in self._kernels:
             for slot, recipe in kernel.maps:
                 self._encode(slot, recipe, pointers[recipe.field])
+            if self._in_pieces:
+                self._block.write_sizes(kernel.launch.sizes or _FROM_THE_START)
             driver.launch(kernel.config, kernel.handle, kernel.parameters, stream, kernel.launch.symbol)
 
     def _encode(self, slot: int, recipe: TensorMap, address: int) -> None:
@@ -137,11 +145,14 @@ class Bound:
             for name in pointers
             if name not in self.tensor_names
         ]
-        addresses = dict(pointers) if workspace is None else {**pointers, "workspace": workspace}
+        needed = self._block.alignments
+        addresses = {name: (address, needed[name]) for name, address in pointers.items() if needed.get(name)}
+        if workspace is not None:
+            addresses["workspace"] = workspace, ROW_ALIGNMENT_BYTES
         reasons += [
-            f"{name} = {address:#x}: must be a device address, {ROW_ALIGNMENT_BYTES}-byte aligned; copy it"
-            for name, address in addresses.items()
-            if self._kernels and (address <= 0 or address % ROW_ALIGNMENT_BYTES)
+            f"{name} = {address:#x}: must be a device address, {alignment}-byte aligned; copy it"
+            for name, (address, alignment) in addresses.items()
+            if self._kernels and (address <= 0 or address % alignment)
         ]
         if reasons:
             raise NotSupported(reasons)
@@ -156,25 +167,31 @@ class _Block:
         self.struct_bytes = abi.numpy_struct(self.fields).itemsize
         struct = np.zeros((), abi.numpy_struct(self.fields))
         if problem is None:
-            self.names = tuple(name for name, kind in self.fields if kind == "i64")
+            self.alignments = {name: ROW_ALIGNMENT_BYTES for name, kind in self.fields if kind == "i64"}
         else:
-            self.names = (*problem.tensors(), "logsumexp")
-            for name, tensor in problem.tensors().items():
-                for axis, label in enumerate(("batch", "row", "head")):
-                    struct[f"{name}_{label}"] = tensor.strides[axis]
-            struct["scale"] = problem.scale_value
-            struct["scale_log2"] = problem.scale_value * LOG2_E
-        for name, value in plan.sizes:
-            struct[name] = value
+            self.alignments = _alignments(problem)
+            for name, value in _numbers(problem).items():
+                struct[name] = value
+        self.names = tuple(self.alignments)
+        for name, size in plan.sizes:
+            struct[name] = size
         self._storage: list[np.ndarray[Any, Any]] = []
         self.struct_address = self._slot(self.struct_bytes)
         ctypes.memmove(self.struct_address, struct.tobytes(), self.struct_bytes)
         self._words = (ctypes.c_int64 * (self.struct_bytes // _WORD_BYTES)).from_address(self.struct_address)
+        self._halves = (ctypes.c_int32 * (self.struct_bytes // _HALF_BYTES)).from_address(self.struct_address)
+        on_device = problem is not None and problem.philox_on_device
+        self._field = {name: f"{name}_address" for name in abi.SEED} if on_device else {}
 
     def write_addresses(self, addresses: Mapping[str, int]) -> None:
         """Put addresses into their struct fields; 64-bit fields are aligned, so they are whole words."""
         for name, address in addresses.items():
-            self._words[self.layout[name][0] // _WORD_BYTES] = address
+            self._words[self.layout[self._field.get(name, name)][0] // _WORD_BYTES] = address
+
+    def write_sizes(self, sizes: Iterable[tuple[str, int]]) -> None:
+        """Put numbers that differ between the launches into their 32-bit fields."""
+        for name, size in sizes:
+            self._halves[self.layout[name][0] // _HALF_BYTES] = size
 
     def kernel(self, launch: Launch, handle: int) -> _Kernel:
         """The launch with slots for its tensor maps and its array of parameter pointers."""
@@ -213,6 +230,25 @@ def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device:
     return Bound(plan, gpu, block, kernels)
 
 
+def bind_first(plans: Sequence[Plan], problem: Problem, kernels: Callable[[Build], Artifact], device: int = 0) -> Bound:
+    """`bind` the first of the plans whose kernels `kernels` gives.
+
+    A build that ptxas cannot make without spills, and one that a folder lacks, leave the turn to the next plan.
+    Raises what the first plan's kernels raised where no plan has any, and what `bind` raises.
+    """
+    first: CompileError | Stale | None = None
+    for plan in plans:
+        try:
+            artifact = kernels(plan.build)
+        except (CompileError, Stale) as error:
+            first = first or error
+        else:
+            return bind(artifact, plan, problem, device)
+    if first is None:
+        raise ValueError("plans is empty: at least one is needed")
+    raise first
+
+
 def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device, block: _Block) -> _Kernel:
     handle = driver.get_kernel(_library(artifact.cubin, gpu), launch.symbol)
     expected = _parameter_sizes(launch, block.struct_bytes)
@@ -222,7 +258,9 @@ def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device, block: _Block
             f"{launch.symbol}: the driver reads parameters of {found} bytes, the plan packs {expected}; "
             "compile the plan again"
         )
-    static_bytes = artifact.kernel(launch.symbol).static_shared_memory_bytes
+    # What the driver keeps for itself is not part of its limit.
+    reserved = architecture(artifact.build.arch).reserved_shared_memory
+    static_bytes = max(artifact.kernel(launch.symbol).static_shared_memory_bytes - reserved, 0)
     driver.allow_shared_memory(handle, gpu, launch.shared_memory_bytes, static_bytes)
     return block.kernel(launch, handle)
 
@@ -270,17 +308,51 @@ def _problem_objections(plan: Plan, problem: Problem | None) -> Iterator[str]:
     shape = problem.shape
     pairs: list[tuple[str, object, object]] = [
         ("dtype", problem.dtype, build.dtype),
-        ("mask", problem.mask.name, build.mask),
+        ("mask.form", problem.mask.form, build.mask),
+        ("features", problem.features, build.features),
+        ("gradients", problem.gradients, build.gradients),
         ("head_dim", shape.head_dim, build.head_dim),
         ("head_dim_value", shape.head_dim_value, build.head_dim_value),
     ]
-    sizes = dict(plan.sizes)
-    pairs += [
-        (name, getattr(shape, name), sizes.get(name)) for name in ("batch", "num_heads", "num_queries", "num_keys")
-    ]
-    for name, given, planned in pairs:
-        if given != planned:
-            yield f"problem.{name} = {given}: the plan has {planned}; plan this problem"
+    pairs.append(("bias_gradient", planner.bias_gradient(problem), build.bias_gradient))
+    planned = dict(plan.sizes)
+    pairs += [(name, size, planned.get(name)) for name, size in planner.sizes(problem, build)]
+    for name, given, expected in pairs:
+        if given != expected:
+            yield f"problem.{name} = {given}: the plan has {expected}; plan this problem"
+    access = {
+        "rows": (min(t.access_bytes for n, t in problem.tensors().items() if n not in BIASES), build.access_bytes),
+        "bias": (planner.bias_access(problem.bias), build.bias_access_bytes),
+        "grad_bias": (planner.bias_access(problem.grad_bias), build.grad_bias_access_bytes),
+    }
+    for name, (found, needed) in access.items():
+        if found < needed:
+            yield f"problem's {name} can be read by {found} bytes at a time: the plan reads {needed}; plan this problem"
+
+
+def _alignments(problem: Problem) -> dict[str, int]:
+    """Bytes to which the address of each operand must be aligned; 0 where it is not an address or never read."""
+    found = {name: tensor.alignment for name, tensor in problem.tensors().items()}
+    found["logsumexp"] = _F32_BYTES
+    found |= {name: tensor.alignment for name, tensor in problem.vectors().items()}
+    found |= {name: 0 for name, tensor in problem.tensors().items() if 0 in tensor.shape}
+    if problem.dropout_p != 0 and not problem.philox_on_device:
+        found |= dict.fromkeys(abi.SEED, 0)
+    return found
+
+
+def _numbers(problem: Problem) -> dict[str, float]:
+    """Strides and factors by struct field."""
+    numbers: dict[str, float] = {}
+    for name, tensor in problem.tensors().items():
+        axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head")
+        steps = tensor.steps if name in BIASES else tensor.strides
+        numbers |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)}
+    if problem.alibi_slopes is not None and len(problem.alibi_slopes.shape) == 2:
+        numbers["alibi_batch"] = problem.shape.num_heads
+    scale = problem.scale_value
+    factors = {"scale": scale, "scale_log2": scale * LOG2_E, "softcap": problem.softcap}
+    return numbers | factors | {"keep_scale": keep_scale(problem.dropout_p)}
 
 
 def _free_after_failure(address: int, stream: int) -> None:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass_py_attn import masks
 from cutlass_py_attn.device import Architecture, architecture
 from cutlass_py_attn.parts.integers import round_up
-from cutlass_py_attn.problem import ITEM_BYTES, SHORT_NAMES
+from cutlass_py_attn.problem import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, SHORT_NAMES
 
 COLUMN_MULTIPLE = 32  # head dims are padded to this inside the tile, never in global memory
 F32_ROW_PADDING = 4  # elements added to a shared-memory row of float32: rows of one column fall in other banks
@@ -40,7 +39,15 @@ class Buffer:
 @dataclass(frozen=True, slots=True)
 class Build:
     """What decides the machine code. `scores`, `grad_v`, `grad_k`, `grad_q` spread the warps of the mma.sync
-    products over (rows, columns); (0, 0) where a kernel has no such product. S and dP share `scores`."""
+    products over (rows, columns); (0, 0) where a kernel has no such product. S and dP share `scores`;
+    a forward with a column_block computes O += P V with the warps of grad_q, whose form it has.
+
+    mask is the form of the band (masks.FORMS), features those of Problem, gradients what the backward writes.
+    access_bytes: of one load or store of a row of query, key, value and so on; bias_access_bytes and
+    grad_bias_access_bytes likewise, 0 where there is none. bias_gradient: "main" where the main kernel writes
+    grad_bias, else the letters of the axes of [b, h, q, k] that a kernel of its own sums over, "none" for no axis.
+    column_block: head-dim columns of one block where the head is too wide for registers; 0 where one block has all.
+    """
 
     kind: str  # forward, backward, or room
     family: str  # generic (mma.sync, cp.async) or hopper (wgmma, TMA)
@@ -63,6 +70,13 @@ class Build:
     min_blocks_per_sm: int  # the kernel's promise to ptxas; 0 makes none
     room: str
     shared_memory: tuple[Buffer, ...]
+    features: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    access_bytes: int = ROW_ALIGNMENT_BYTES
+    bias_access_bytes: int = 0
+    grad_bias_access_bytes: int = 0
+    bias_gradient: str = ""
+    column_block: int = 0
 
     @property
     def threads(self) -> int:
@@ -85,25 +99,45 @@ class Build:
         return round_up(self.head_dim_value, COLUMN_MULTIPLE)
 
     @property
+    def block_columns(self) -> int:
+        """Columns of Q and K that one block accumulates gradients of."""
+        return min(self.columns, self.column_block or self.columns)
+
+    @property
+    def block_columns_value(self) -> int:
+        """Columns of V and O that one block accumulates."""
+        return min(self.columns_value, self.column_block or self.columns_value)
+
+    @property
     def shared_memory_bytes(self) -> int:
         """Dynamic shared memory of one block."""
         return max((buffer.offset + buffer.bytes for buffer in self.shared_memory), default=0)
 
     @property
-    def mask_object(self) -> masks.Mask:
-        """The mask as an object."""
-        return masks.from_name(self.mask)
+    def has_main(self) -> bool:
+        """Whether there is a main kernel: a backward for grad_bias or grad_sinks alone has none."""
+        return self.kind != "backward" or self.bias_gradient == "main" or not set(self.gradients).isdisjoint(OPERANDS)
+
+    def has(self, feature: str) -> bool:
+        """Whether the kernels have this feature."""
+        return feature in self.features
 
     @property
     def symbol(self) -> str:
         """Short name of the kernel, without the compiler's `_0`; lower-case "cutlass" never occurs in it,
         for ptxas emits other machine code for such names."""
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_value}" if self.head_dim_value != self.head_dim else "")
-        words = {
-            "forward": ["fwd", self.family, SHORT_NAMES[self.dtype], dims, self.mask],
-            "backward": ["bwd", self.family, SHORT_NAMES[self.dtype], dims, self.mask],
-            "room": [self.room, self.family, SHORT_NAMES[self.dtype], dims],
-        }[self.kind]
+        if self.kind == "room":
+            return "_".join([self.room, self.family, SHORT_NAMES[self.dtype], dims])
+        direction = {"forward": "fwd", "backward": "bwd"}[self.kind]
+        words = [direction, self.family, SHORT_NAMES[self.dtype], dims, self.mask, *self.features]
+        if self.kind == "backward" and self.gradients != OPERANDS:
+            words.append("to_" + "".join(name[0] for name in self.gradients))  # s: sinks
+        if self.access_bytes < ROW_ALIGNMENT_BYTES:
+            words.append(f"a{self.access_bytes}")
+        for letters, access in (("ba", self.bias_access_bytes), ("ga", self.grad_bias_access_bytes)):
+            words += [f"{letters}{access}"] if access not in (0, ROW_ALIGNMENT_BYTES) else []
+        words += [f"sum_{self.bias_gradient}"] if self.bias_gradient not in ("", "main") else []
         return "_".join([*words, "det"] if self.deterministic else words)
 
     @property
@@ -131,13 +165,15 @@ class TensorMap:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch. `symbol` is the entry in the cubin. Parameters: the tensor maps in order, then the struct."""
+    """One kernel launch. `symbol` is the entry in the cubin. Parameters: the tensor maps in order, then the struct,
+    with `sizes` in place of the plan's."""
 
     symbol: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_memory_bytes: int
     tensor_maps: tuple[TensorMap, ...] = ()
+    sizes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +238,7 @@ class Plan:
 def build_from(data: Mapping[str, Any]) -> Build:
     """A Build from its JSON object; ValueError names missing or unknown fields."""
     _same_fields("build", data, Build)
-    pairs = {name: tuple(data[name]) for name in ("scores", "grad_v", "grad_k", "grad_q")}
+    pairs = {name: tuple(data[name]) for name in ("scores", "grad_v", "grad_k", "grad_q", "features", "gradients")}
     buffers = tuple(Buffer(**item) for item in data["shared_memory"])
     return Build(**{**data, **pairs, "shared_memory": buffers})
 
@@ -216,13 +252,17 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
             block=tuple(item["block"]),
             shared_memory_bytes=item["shared_memory_bytes"],
             tensor_maps=tuple(TensorMap(**recipe) for recipe in item["tensor_maps"]),
+            sizes=_pairs(item["sizes"]),
         )
         for item in data["launches"]
     )
     space = data["workspace"]
     workspace = Workspace(space["bytes"], space["zero_bytes"], tuple(Part(**part) for part in space["parts"]))
-    sizes = tuple((name, value) for name, value in data["sizes"])
-    return Plan(build_from(data["build"]), launches, workspace, sizes, data["why"])
+    return Plan(build_from(data["build"]), launches, workspace, _pairs(data["sizes"]), data["why"])
+
+
+def _pairs(data: Iterable[Iterable[Any]]) -> tuple[tuple[str, int], ...]:
+    return tuple((name, value) for name, value in data)
 
 
 def _same_fields(what: str, data: Mapping[str, Any], cls: type) -> None:

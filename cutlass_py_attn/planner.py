@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from cutlass_py_attn import budget
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cutlass_py_attn import budget, kernels
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.kernels import entry_symbols
+from cutlass_py_attn.gemm.gemm import WARP_THREADS
 from cutlass_py_attn.parts.integers import ceil_div, round_up
+from cutlass_py_attn.philox import threshold
 from cutlass_py_attn.plan import Build, Launch, Part, Plan, Warps, Workspace
-from cutlass_py_attn.plan_table import Tile, backward_tiles, forward_tiles, padded
-from cutlass_py_attn.problem import ITEM_BYTES, Problem
-from cutlass_py_attn.shared_memory import F32_BYTES, backward_map, forward_map
+from cutlass_py_attn.plan_table import Tile, tiles
+from cutlass_py_attn.problem import ITEM_BYTES, OPERANDS, Problem, Shape, Tensor
+from cutlass_py_attn.shared_memory import F32_BYTES, bias_gradient_map, shared_memory_map, tile_bytes
+from cutlass_py_attn.streams import blocks_of_tile, gradient_piece, sum_columns, sums_of_tile
 
-DELTA_THREADS = 128
-DELTA_LANES = 8  # threads that share a row of O and dO: 128 bytes at a time
-DELTA_ROWS = DELTA_THREADS // DELTA_LANES
+DELTA_LANES = 8  # threads that share a row of O and dO
+DELTA_ROWS = kernels.ROW_THREADS // DELTA_LANES
+SINKS_BYTES = kernels.ROW_THREADS // WARP_THREADS * F32_BYTES  # shared memory: a partial sum of each warp
 INT32_BYTES = 4
 WORKSPACE_ALIGNMENT = 256
 SPLIT_WAVES = 32  # blocks per SM beyond which more splits of the keys no longer shorten the last wave
+MAX_GRID_YZ = 65535
+COLUMN_BLOCK_MULTIPLE = 64  # so that eight warps divide a column block and its rows are swizzled in full
+
+Grid = tuple[int, int, int]
 
 
 def plan_forward(problem: Problem, arch: str) -> Plan:
     """The forward pass of `problem` on `arch`; NotSupported lists every objection."""
-    _check(problem, "forward")
-    build = _choose(problem, arch)
-    shape = problem.shape
-    query_tiles = ceil_div(shape.num_queries, build.tile_m)
-    grid = (query_tiles, shape.num_heads, shape.batch)
-    (symbol,) = entry_symbols(build)
-    launch = Launch(symbol, grid, (build.threads, 1, 1), build.shared_memory_bytes)
-    launches = () if problem.is_empty else (launch,)
-    return Plan(build, launches, Workspace(), _sizes(problem), _why(build))
+    _expect(problem, "forward")
+    return plans(problem, arch)[0]
 
 
 def plan_backward(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
@@ -38,22 +41,52 @@ def plan_backward(problem: Problem, arch: str, num_sms: int | None = None) -> Pl
 
     num_sms: multiprocessors of the device, for num_splits_key; None takes the target's usual part.
     """
-    _check(problem, "backward")
-    build = _choose(problem, arch)
+    _expect(problem, "backward")
+    return plans(problem, arch, num_sms)[0]
+
+
+def plans(problem: Problem, arch: str, num_sms: int | None = None) -> list[Plan]:
+    """A plan for each tile of the table that fits, the best first; NotSupported lists every objection.
+
+    Whether ptxas spills is known only once a kernel is compiled; the plans behind the first are for when it does.
+    """
+    problem.check()
+    builds = _fitting(problem, arch)
+    if problem.direction == "forward":
+        return [_forward(problem, build) for build in builds]
+    return [_backward(problem, build, num_sms or architecture(arch).num_sms) for build in builds]
+
+
+def _forward(problem: Problem, build: Build) -> Plan:
+    shape = problem.shape
+    blocks = ceil_div(shape.num_queries, build.tile_m) * blocks_of_tile(build)
+    grid = {"main": (blocks, shape.num_heads, shape.batch)}
+    return Plan(build, _launches(problem, build, grid), Workspace(), sizes(problem, build), _why(build))
+
+
+def _backward(problem: Problem, build: Build, num_sms: int) -> Plan:
     shape = problem.shape
     query_tiles = ceil_div(shape.num_queries, build.tile_m)
-    splits = num_splits_key(problem, build, num_sms or architecture(arch).num_sms)
-    tiles = (query_tiles, shape.num_heads, shape.batch)
-    block, delta = (build.threads, 1, 1), (DELTA_THREADS, 1, 1)
-    delta_symbol, symbol, finish_symbol = entry_symbols(build)
-    launches = (
-        Launch(delta_symbol, (ceil_div(query_tiles * build.tile_m, DELTA_ROWS), *tiles[1:]), delta, 0),
-        Launch(symbol, (splits, shape.num_heads, shape.batch), block, build.shared_memory_bytes),
-        Launch(finish_symbol, tiles, block, finish_bytes(build)),
-    )
+    splits = num_splits_key(problem, build, num_sms)
+    by_head = shape.num_heads, shape.batch
+    grids = {
+        "delta": (ceil_div(query_tiles * build.tile_m, DELTA_ROWS), *by_head),
+        "main": (splits * blocks_of_tile(build), shape.num_heads_key, shape.batch),
+        "finish": (query_tiles * sums_of_tile(build), *by_head),
+        "bias": _bias_grid(problem, build),
+        "sinks": (shape.num_heads, 1, 1),
+    }
     workspace = backward_workspace(problem, build)
-    sizes = (*_sizes(problem), ("num_splits_key", splits), ("query_tiles", query_tiles))
-    return Plan(build, () if problem.is_empty else launches, workspace, sizes, _why(build))
+    numbers = *sizes(problem, build), ("num_splits_key", splits)
+    return Plan(build, _launches(problem, build, grids), workspace, numbers, _why(build))
+
+
+def column_blocks(build: Build) -> int:
+    """Blocks that share a tile because the head is too wide for one; each has `column_block` columns of it."""
+    if not build.column_block:
+        return 1
+    widest = build.head_dim_value if build.kind == "forward" else max(build.head_dim, build.head_dim_value)
+    return ceil_div(widest, build.column_block)
 
 
 def num_splits_key(problem: Problem, build: Build, num_sms: int) -> int:
@@ -68,104 +101,224 @@ def num_splits_key(problem: Problem, build: Build, num_sms: int) -> int:
         return min(asked, key_tiles)
     if build.deterministic:
         return key_tiles  # a block waits only for blocks that started before it
-    groups = max(problem.shape.batch * problem.shape.num_heads, 1)
+    groups = max(problem.shape.batch * problem.shape.num_heads_key, 1)
     return min(key_tiles, max(ceil_div(SPLIT_WAVES * num_sms, groups), 1))
 
 
-def finish_bytes(build: Build) -> int:
-    """Shared memory of the finish kernel: one query tile in the output's type."""
-    return build.buffer("query").bytes // build.query_stages
+def total_tiles(problem: Problem, build: Build) -> int:
+    """Query tiles of one head over the whole batch; sequences of any length share them without gaps.
+
+    Sequence b starts at tile cu_seqlens_q[b] // tile_m + b, so that every one has room for its last tile.
+    """
+    shape = problem.shape
+    if shape.tokens is not None:
+        return shape.tokens[0] // build.tile_m + shape.batch
+    return shape.batch * ceil_div(shape.num_queries, build.tile_m)
 
 
 def backward_workspace(problem: Problem, build: Build) -> Workspace:
     """float32 query gradient of whole tiles and turn counters when deterministic (zeroed), then row statistics."""
     if problem.is_empty:
         return Workspace()
-    groups = problem.shape.batch * problem.shape.num_heads
-    query_tiles = ceil_div(problem.shape.num_queries, build.tile_m)
-    sizes = [("grad_query_accum", groups * query_tiles * build.tile_m * build.columns * F32_BYTES)]
-    if build.deterministic:
-        sizes.append(("turn", groups * (query_tiles + 1) * INT32_BYTES))
-    zeroed = len(sizes)
-    rows = groups * query_tiles * build.tile_m * F32_BYTES
-    sizes += [("delta", rows), ("logsumexp_log2", rows)]
+    heads, batch = problem.shape.num_heads, problem.shape.batch
+    tiles_of_all = heads * total_tiles(problem, build)
+    bytes_of = []
+    if "query" in build.gradients:
+        sums = tiles_of_all * sums_of_tile(build)
+        bytes_of.append(("grad_query_accum", sums * build.tile_m * sum_columns(build) * F32_BYTES))
+        if build.deterministic:
+            bytes_of += [
+                ("turn", sums * INT32_BYTES),
+                ("started", problem.shape.num_heads_key * batch * blocks_of_tile(build) * INT32_BYTES),
+            ]
+    zeroed = len(bytes_of)
+    rows = tiles_of_all * build.tile_m * F32_BYTES
+    bytes_of += [("delta", rows), ("logsumexp_log2", rows)]
     parts: list[Part] = []
     offset = 0
-    for name, size in sizes:
+    for name, size in bytes_of:
         parts.append(Part(name, offset, size))
         offset = round_up(offset + size, WORKSPACE_ALIGNMENT)
-    zero_bytes = parts[zeroed - 1].offset + parts[zeroed - 1].bytes
+    zero_bytes = parts[zeroed - 1].offset + parts[zeroed - 1].bytes if zeroed else 0
     return Workspace(offset, zero_bytes, tuple(parts))
 
 
-def _check(problem: Problem, direction: str) -> None:
+def _expect(problem: Problem, direction: str) -> None:
     problem.check()
     if problem.direction != direction:
         raise NotSupported(f"direction = {problem.direction!r}: plan_{direction} plans the {direction}; set it so")
 
 
-def _choose(problem: Problem, arch: str) -> Build:
-    """The first tile of the table whose build fits the target."""
-    limits = architecture(arch)
-    table = forward_tiles if problem.direction == "forward" else backward_tiles
-    rows = [tile for tile in table(problem.dtype, problem.shape) if arch not in tile.not_on]
-    builds = [_build(problem, arch, tile) for tile in rows]
-    for build in builds:
-        if not budget.objections(build, limits):
-            return build
-    raise NotSupported(
-        f"no tile fits {arch}: {'; '.join(budget.objections(builds[-1], limits))}; use a smaller head_dim"
+def _launches(problem: Problem, build: Build, grids: dict[str, Grid]) -> tuple[Launch, ...]:
+    """Every entry over its grid, in pieces where batch or heads exceed what a grid holds."""
+    if problem.is_empty:
+        return ()
+    bytes_of = {
+        "main": build.shared_memory_bytes,
+        "finish": finish_bytes(build),
+        "bias": bias_gradient_build(build).shared_memory_bytes,
+        "sinks": SINKS_BYTES,
+    }
+    return tuple(
+        Launch(symbol, grid, (kernels.entry_threads(build, role), 1, 1), bytes_of.get(role, 0), (), sizes)
+        for role, symbol in kernels.entries(build).items()
+        for grid, sizes in _pieces(grids[role])
     )
+
+
+def _pieces(grid: Grid) -> Iterator[tuple[Grid, tuple[tuple[str, int], ...]]]:
+    tiles_x, heads, batch = grid
+    starts = (range(0, size, MAX_GRID_YZ) for size in (heads, batch))
+    for head, first in itertools.product(*starts):
+        piece = tiles_x, min(heads - head, MAX_GRID_YZ), min(batch - first, MAX_GRID_YZ)
+        whole = piece == grid
+        yield piece, () if whole else (("first_head", head), ("first_batch", first))
+
+
+def _bias_grid(problem: Problem, build: Build) -> Grid:
+    """One block for each tile of grad_bias; along an axis that is summed over there is one."""
+    if problem.grad_bias is None:
+        return 0, 0, 0
+    batch, heads, queries, keys = problem.grad_bias.shape
+    return ceil_div(queries, build.tile_m) * ceil_div(keys, build.tile_n), heads, batch
+
+
+def bias_gradient_build(build: Build) -> Build:
+    """The build as the kernel that computes grad_bias alone sees it: with shared memory of its own."""
+    return replace(build, shared_memory=bias_gradient_map(build))
+
+
+def finish_bytes(build: Build) -> int:
+    """Shared memory of the finish kernel: one query tile in the output's type."""
+    return tile_bytes(build.dtype, build.tile_m, sum_columns(build))
+
+
+def _fitting(problem: Problem, arch: str) -> list[Build]:
+    """The build of each tile of the table that fits the target."""
+    limits = architecture(arch)
+    rows = [tile for tile in tiles(problem) if arch not in tile.not_on]
+    builds = [_build(problem, arch, tile) for tile in rows]
+    fitting = [build for build in builds if not budget.objections(build, limits)]
+    if not fitting:
+        found = budget.objections(builds[-1], limits) if builds else ["the plan table has no row for it"]
+        raise NotSupported(f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim")
+    return fitting
 
 
 def _build(problem: Problem, arch: str, tile: Tile) -> Build:
     shape = problem.shape
     forward = problem.direction == "forward"
-    make_map = forward_map if forward else backward_map
-    columns, columns_value = padded(shape.head_dim), padded(shape.head_dim_value)
     none = (0, 0)
-
-    def grid(m: int, n: int) -> Warps:
-        return budget.warp_grid(tile.warps, m, n, ITEM_BYTES[problem.dtype])
-
-    # The forward keeps the rows of S in one warp: the softmax reduces along them.
-    scores = (tile.warps, 1) if forward else grid(tile.tile_m, tile.tile_n)
-    grad_v = none if forward else grid(tile.tile_n, columns_value)
-    grad_k = none if forward else grid(tile.tile_n, columns)
-    grad_q = none if forward else grid(tile.tile_m, columns)
-    return Build(
+    plain = Build(
         kind=problem.direction,
         family="generic",
         arch=arch,
         dtype=problem.dtype,
         head_dim=shape.head_dim,
         head_dim_value=shape.head_dim_value,
-        mask=problem.mask.name,
+        mask=problem.mask.form,
         tile_m=tile.tile_m,
         tile_n=tile.tile_n,
         warps=tile.warps,
         query_stages=tile.query_stages,
         grad_output_stages=tile.grad_output_stages,
-        scores=scores,
-        grad_v=grad_v,
-        grad_k=grad_k,
-        grad_q=grad_q,
-        deterministic=problem.deterministic and problem.direction == "backward",
+        scores=none,
+        grad_v=none,
+        grad_k=none,
+        grad_q=none,
+        deterministic=problem.deterministic and not forward and problem.grad_query is not None,
         register_usage_level=tile.register_usage_level,
         min_blocks_per_sm=0,
         room="",
-        shared_memory=make_map(problem.dtype, shape, tile),
+        shared_memory=(),
+        features=problem.features,
+        gradients=problem.gradients,
+        access_bytes=min(tensor.access_bytes for name, tensor in problem.tensors().items() if "bias" not in name),
+        bias_access_bytes=bias_access(problem.bias),
+        grad_bias_access_bytes=bias_access(problem.grad_bias),
+        bias_gradient=bias_gradient(problem),
+        column_block=_even_column_block(tile, shape, forward),
+    )
+    return _with_shared_memory(_with_warps(plain, tile))
+
+
+def _even_column_block(tile: Tile, shape: Shape, forward: bool) -> int:
+    """The tile's column block, or less where as many blocks then share the head more evenly."""
+    if not tile.column_block:
+        return 0
+    widest = shape.head_dim_value if forward else max(shape.head_dim, shape.head_dim_value)
+    share = ceil_div(widest, ceil_div(widest, tile.column_block))
+    return min(tile.column_block, round_up(share, COLUMN_BLOCK_MULTIPLE))
+
+
+def _with_warps(build: Build, tile: Tile) -> Build:
+    def grid(m: int, n: int) -> Warps:
+        return budget.warp_grid(build.warps, m, n, build.item_bytes)
+
+    columns, columns_value = build.block_columns, build.block_columns_value
+    if build.kind == "forward":
+        # A resident forward keeps the rows of S in one warp, for the softmax reduces along them.
+        scores = grid(tile.tile_m, tile.tile_n) if build.column_block else (tile.warps, 1)
+        grad_q = grid(tile.tile_m, columns_value) if build.column_block else (0, 0)
+        return replace(build, scores=scores, grad_q=grad_q)
+    return replace(
+        build,
+        scores=grid(tile.tile_m, tile.tile_n),
+        grad_v=grid(tile.tile_n, gradient_piece(build, columns_value)),
+        grad_k=grid(tile.tile_n, gradient_piece(build, columns)),
+        grad_q=grid(tile.tile_m, sum_columns(build)),
     )
 
 
-def _sizes(problem: Problem) -> tuple[tuple[str, int], ...]:
+def _with_shared_memory(build: Build) -> Build:
+    return replace(build, shared_memory=shared_memory_map(build))
+
+
+def bias_access(tensor: Tensor | None) -> int:
+    """Bytes of one load of a bias's row; one element at a time where keys are not next to each other."""
+    if tensor is None:
+        return 0
+    return tensor.access_bytes if tensor.steps[3] == 1 else ITEM_BYTES[tensor.dtype]
+
+
+def bias_gradient(problem: Problem) -> str:
+    """Which kernel writes grad_bias: see Build. The main one has dS at hand, with a softcap only times its slope."""
+    if problem.grad_bias is None:
+        return ""
+    summed = [
+        axis
+        for axis, size, full in zip("bhqk", problem.grad_bias.shape, problem.shape.bias, strict=True)
+        if size == 1 and full > 1
+    ]
+    has_main = any(getattr(problem, f"grad_{name}") is not None for name in OPERANDS)
+    if not summed and has_main and problem.softcap == 0:
+        return "main"
+    return "".join(summed) or "none"
+
+
+def sizes(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
+    """The struct's integer fields that follow from the problem."""
     shape = problem.shape
-    return (
-        ("batch", shape.batch),
-        ("num_heads", shape.num_heads),
-        ("num_queries", shape.num_queries),
-        ("num_keys", shape.num_keys),
-    )
+    left, right = problem.mask.edges
+    found = {
+        "batch": shape.batch,
+        "num_heads": shape.num_heads,
+        "num_queries": shape.num_queries,
+        "num_keys": shape.num_keys,
+        "group": shape.group,
+        "window_left": left,
+        "window_right": right,
+        "bottom_right": int(problem.mask.bottom_right),
+        "dropout_threshold": _signed(threshold(problem.dropout_p)),
+    }
+    if problem.direction == "backward":
+        found["total_tiles"] = total_tiles(problem, build)
+    return tuple(found.items())
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of a 32-bit word."""
+    return word - 2**32 if word >= 2**31 else word
 
 
 def _why(build: Build) -> str:

@@ -1,9 +1,8 @@
-"""Problem: what to compute, in shapes, strides, dtype, mask and scale; knows every reason to refuse."""
+"""Problem: what to compute, in shapes, strides, dtype, mask, scale and score terms; `checks` holds what is refused."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from cutlass_py_attn.errors import NotSupported
@@ -13,17 +12,23 @@ from cutlass_py_attn.parts.integers import round_up
 ITEM_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 SHORT_NAMES: dict[str, str] = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 DIRECTIONS = ("forward", "backward")
-ROW_ALIGNMENT_BYTES = 16
-MAX_GRID_YZ = 65535
-MAX_LENGTH = 2**31 - 2**16
-HEAD_DIM_MULTIPLE = 8
-MAX_HEAD_DIM = 128
+ROW_ALIGNMENT_BYTES = 16  # the widest load; narrower ones are planned where rows are aligned to less
 LSE_PADDING = 32
+
+OPERANDS = ("query", "key", "value")
+BMHK = (*OPERANDS, "output", "grad_output", "grad_query", "grad_key", "grad_value")
+BIASES = ("bias", "grad_bias")
+VECTORS = ("alibi_slopes", "sinks", "grad_sinks")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The six sizes of an attention problem; `head_dim_value` is V's and O's."""
+    """The sizes of an attention problem; `head_dim_value` is V's and O's.
+
+    num_heads_key: heads of key and value, a divisor of num_heads (GQA, MQA); 0 means num_heads.
+    tokens: (queries, keys) of all sequences together in the variable-length layout, where tensors are
+    [1, tokens, heads, head_dim], batch counts sequences, and num_queries and num_keys are the longest of them.
+    """
 
     batch: int
     num_queries: int
@@ -31,6 +36,16 @@ class Shape:
     num_heads: int
     head_dim: int
     head_dim_value: int
+    num_heads_key: int = 0
+    tokens: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_heads_key", self.num_heads_key or self.num_heads)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.num_heads // max(self.num_heads_key, 1)
 
     @property
     def logsumexp(self) -> tuple[int, int, int]:
@@ -40,14 +55,23 @@ class Shape:
     def of(self, name: str) -> tuple[int, int, int, int]:
         """BMHK shape of tensor `name` (query, grad_key, ...)."""
         role = name.removeprefix("grad_")
-        rows = self.num_keys if role in ("key", "value") else self.num_queries
+        of_key = role in ("key", "value")
+        rows = self.num_keys if of_key else self.num_queries
+        heads = self.num_heads_key if of_key else self.num_heads
         columns = self.head_dim if role in ("query", "key") else self.head_dim_value
-        return self.batch, rows, self.num_heads, columns
+        if self.tokens is not None:
+            return 1, self.tokens[of_key], heads, columns
+        return self.batch, rows, heads, columns
+
+    @property
+    def bias(self) -> tuple[int, int, int, int]:
+        """[batch, num_heads, num_queries, num_keys]: what a bias broadcasts to."""
+        return self.batch, self.num_heads, self.num_queries, self.num_keys
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where one operand lies: BMHK shape and strides in elements; `alignment` of its address in bytes (up to 16)."""
+    """Where one operand lies: shape and strides in elements; `alignment` of its address in bytes (up to 16)."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -62,16 +86,53 @@ class Tensor:
             strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
         return Tensor(tuple(shape), tuple(strides), dtype)
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides, with 0 for an axis of size 1: nothing ever steps along it."""
+        return tuple(0 if size == 1 else stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def access_bytes(self) -> int:
+        """The widest power of two, up to 16 bytes, that every row and the last axis is a multiple of.
+
+        Only for tensors whose last axis is contiguous.
+        """
+        item = ITEM_BYTES[self.dtype]
+        parts = (self.alignment, *(step * item for step in self.steps[:-1]), self.shape[-1] * item)
+        return math.gcd(ROW_ALIGNMENT_BYTES, *parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The variable-length layout: sequence b has the queries [cu_seqlens_q[b], cu_seqlens_q[b + 1]) and the keys
+    [cu_seqlens_k[b], cu_seqlens_k[b + 1]), int32 arrays of count + 1 on the device.
+
+    max_seqlen_q, max_seqlen_k: at least the longest sequence. seqused_k: an int32 array says how many of its
+    keys each sequence uses.
+    """
+
+    count: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_k: bool = False
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One attention pass. Tensors are [batch, seqlen, heads, head_dim] by shape and strides.
 
     direction: "forward" or "backward". scale: None means 1/sqrt(head_dim).
+    Scores are softcap * tanh(scale Q K^T / softcap) (softcap 0: scale Q K^T), plus
+    -alibi_slopes * |i + num_keys - num_queries - j|, plus bias, then masked.
+    bias: [batch, heads, queries, keys], any axis of size 1 or stride 0 broadcast; grad_bias has the bias's shape, and
+    is summed over the axes in which that is 1. alibi_slopes: float32 [heads] or [batch, heads].
+    sinks: float32 [heads], logits that join every row's denominator; grad_sinks likewise.
+    dropout_p: probability of a weight being dropped; philox_on_device: seed and offset are int64 in device memory.
+    sequences: the variable-length layout.
     deterministic: the query gradient is bitwise repeatable. num_splits_key: blocks that share one
     (batch, head) in the backward; None lets the plan choose.
-    The backward reads output and logsumexp and writes grad_query, grad_key, grad_value.
-    logsumexp is float32 [batch, num_heads, ceil32(num_queries)], contiguous.
+    The backward reads output and logsumexp and writes those of grad_query, grad_key, grad_value, grad_bias and
+    grad_sinks that are given. logsumexp is float32 [batch, num_heads, ceil32(num_queries)], contiguous.
     """
 
     direction: str
@@ -83,21 +144,34 @@ class Problem:
     grad_query: Tensor | None = None
     grad_key: Tensor | None = None
     grad_value: Tensor | None = None
+    bias: Tensor | None = None
+    grad_bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    grad_sinks: Tensor | None = None
     mask: Mask = field(default_factory=Full)
     scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    philox_on_device: bool = False
+    sequences: Sequences | None = None
     deterministic: bool = False
     num_splits_key: int | None = None
 
     @staticmethod
     def dense(direction: str, shape: Shape, dtype: str, mask: Mask | None = None) -> Problem:
-        """A problem whose tensors are all contiguous; change the rest with dataclasses.replace."""
+        """A problem whose tensors are all contiguous; change the rest with dataclasses.replace.
+
+        A shape with `tokens` gives the variable-length layout.
+        """
 
         def tensor(name: str) -> Tensor:
             return Tensor.contiguous(shape.of(name), dtype)
 
-        operands = Problem(
-            direction, tensor("query"), tensor("key"), tensor("value"), tensor("output"), mask=mask or Full()
-        )
+        query, key, value, output = (tensor(name) for name in (*OPERANDS, "output"))
+        operands = Problem(direction, query, key, value, output, mask=mask or Full())
+        if shape.tokens is not None:
+            operands = operands.replace(sequences=Sequences(shape.batch, shape.num_queries, shape.num_keys))
         if direction != "backward":
             return operands
         gradients = ("grad_output", "grad_query", "grad_key", "grad_value")
@@ -105,13 +179,18 @@ class Problem:
 
     @property
     def shape(self) -> Shape:
-        """The six sizes, read from query, key and value."""
+        """The sizes, read from query, key, value and the sequences."""
         batch, num_queries, num_heads, head_dim = self.query.shape
-        return Shape(batch, num_queries, self.key.shape[1], num_heads, head_dim, self.value.shape[3])
+        num_keys, num_heads_key, head_dim_value = self.key.shape[1], self.key.shape[2], self.value.shape[3]
+        given = self.sequences
+        if given is None:
+            return Shape(batch, num_queries, num_keys, num_heads, head_dim, head_dim_value, num_heads_key)
+        lengths = given.count, given.max_seqlen_q, given.max_seqlen_k
+        return Shape(*lengths, num_heads, head_dim, head_dim_value, num_heads_key, (num_queries, num_keys))
 
     @property
     def dtype(self) -> str:
-        """Element type of all tensors except logsumexp."""
+        """Element type of all tensors except logsumexp, alibi_slopes and sinks."""
         return self.query.dtype
 
     @property
@@ -121,22 +200,66 @@ class Problem:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to launch: some of batch, heads, queries or keys is zero."""
-        sizes = self.shape
-        return 0 in (sizes.batch, sizes.num_heads, sizes.num_queries, sizes.num_keys)
+        """Nothing to launch: there are no sequences, heads, queries or keys.
+
+        A forward with sinks is launched without keys too, for they make a logsumexp; so is one of several lengths,
+        for only the kernel knows where the rows of each sequence end.
+        """
+        sizes, forward = self.shape, self.direction == "forward"
+        runs_without_keys = forward and (self.sinks is not None or self.sequences is not None)
+        return 0 in (sizes.batch, sizes.num_heads, sizes.num_queries, 1 if runs_without_keys else sizes.num_keys)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the kernels do beside masked attention, in alphabetical order."""
+        present = {
+            "alibi": self.alibi_slopes is not None,
+            "bias": self.bias is not None,
+            "dropout": self.dropout_p != 0,
+            "grouped": self.shape.group > 1,
+            "seqused": self.sequences is not None and self.sequences.seqused_k,
+            "sinks": self.sinks is not None,
+            "softcap": self.softcap != 0,
+            "varlen": self.sequences is not None,
+        }
+        return tuple(name for name, is_present in present.items() if is_present)
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Which gradients the backward writes: query, key, value, bias, sinks."""
+        names = (*OPERANDS, "bias", "sinks")
+        return tuple(name for name in names if getattr(self, f"grad_{name}") is not None)
 
     @property
     def flops(self) -> int:
-        """2 B H Mq Mk (D + Dv), half with a causal mask, 2.5 times that for the backward."""
+        """2 B H Mq Mk (D + Dv), half with a causal mask, 2.5 times that for the backward.
+
+        With a window the visible pairs count; in the variable-length layout every sequence as the longest.
+        """
         s = self.shape
-        forward = 2 * s.batch * s.num_heads * s.num_queries * s.num_keys * (s.head_dim + s.head_dim_value)
-        forward //= 2 if self.mask.bounded else 1
+        pairs = s.num_queries * s.num_keys
+        if self.mask.form == "local":
+            pairs = self.mask.pairs(s.num_queries, s.num_keys)
+        forward = 2 * s.batch * s.num_heads * pairs * (s.head_dim + s.head_dim_value)
+        forward //= 2 if self.mask.form == "causal" else 1
         return forward if self.direction == "forward" else forward * 5 // 2
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that this direction reads or writes, by name."""
-        names = ("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value")
+        """Every strided tensor that this direction reads or writes, by name."""
+        names = (*BMHK, *BIASES)
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+    def vectors(self) -> dict[str, Tensor]:
+        """The small contiguous arrays of this problem, by name."""
+        found = {name: tensor for name in VECTORS if (tensor := getattr(self, name)) is not None}
+        if self.sequences is not None:
+            bounds = Tensor((self.sequences.count + 1,), (1,), "int32", 4)
+            found |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+            if self.sequences.seqused_k:
+                found["seqused_k"] = Tensor((self.sequences.count,), (1,), "int32", 4)
+        if self.philox_on_device:
+            found |= {name: Tensor((1,), (1,), "int64", 8) for name in ("philox_seed", "philox_offset")}
+        return found
 
     def replace(self, **changes: object) -> Problem:
         """A copy with some fields changed."""
@@ -144,94 +267,12 @@ class Problem:
 
     def reasons(self) -> list[str]:
         """Every objection to this problem: what was given, what is allowed, what to do. Empty when supported."""
-        ranks = list(_rank_objections(self))
-        if ranks:
-            return ranks
-        return [*_size_objections(self), *_tensor_objections(self), *_option_objections(self)]
+        from cutlass_py_attn.checks import objections
+
+        return objections(self)
 
     def check(self) -> None:
         """Raise NotSupported with every objection, if there is one."""
         reasons = self.reasons()
         if reasons:
             raise NotSupported(reasons)
-
-
-def _rank_objections(problem: Problem) -> Iterator[str]:
-    if problem.direction not in DIRECTIONS:
-        yield f"direction = {problem.direction!r}: must be one of {', '.join(DIRECTIONS)}"
-    needed = ("grad_output", "grad_query", "grad_key", "grad_value") if problem.direction == "backward" else ()
-    for name in needed:
-        if getattr(problem, name) is None:
-            yield f"{name} is missing: the backward needs it; pass a tensor of the matching BMHK shape"
-    for name, tensor in problem.tensors().items():
-        if len(tensor.shape) != 4 or len(tensor.strides) != 4:
-            yield (
-                f"{name} has shape {tensor.shape} and strides {tensor.strides}: must be 4-D "
-                "[batch, seqlen, heads, head_dim]; add the missing axes with size 1"
-            )
-
-
-def _size_objections(problem: Problem) -> Iterator[str]:
-    shape = problem.shape
-    for name, tensor in problem.tensors().items():
-        if tensor.shape != shape.of(name):
-            yield (
-                f"{name} has shape {tensor.shape}: must be {shape.of(name)} to match query {problem.query.shape}, "
-                f"key {problem.key.shape} and value {problem.value.shape}"
-            )
-    for label, size in (("head_dim", shape.head_dim), ("head_dim_value", shape.head_dim_value)):
-        if size <= 0 or size % HEAD_DIM_MULTIPLE or size > MAX_HEAD_DIM:
-            allowed = f"must be a multiple of {HEAD_DIM_MULTIPLE} from {HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM}"
-            padded = min(max(round_up(max(size, 1), HEAD_DIM_MULTIPLE), HEAD_DIM_MULTIPLE), MAX_HEAD_DIM)
-            remedy = f"pad to {padded} columns with zeros" if size <= MAX_HEAD_DIM else "split the head"
-            yield f"{label} = {size}: {allowed}; {remedy}"
-    for label, size in (("batch", shape.batch), ("num_heads", shape.num_heads)):
-        if size > MAX_GRID_YZ:
-            yield f"{label} = {size}: must be at most {MAX_GRID_YZ} (grid limit); call once per slice"
-    for label, size in (("num_queries", shape.num_queries), ("num_keys", shape.num_keys)):
-        if size > MAX_LENGTH:
-            yield f"{label} = {size}: must be at most {MAX_LENGTH}; split the sequence"
-
-
-def _tensor_objections(problem: Problem) -> Iterator[str]:
-    for name, tensor in problem.tensors().items():
-        if tensor.dtype not in ITEM_BYTES:
-            yield f"{name} has dtype {tensor.dtype}: must be one of {', '.join(ITEM_BYTES)}; cast it"
-            continue
-        if tensor.dtype != problem.dtype:
-            yield f"{name} has dtype {tensor.dtype} but query has {problem.dtype}: all must agree; cast one of them"
-        if tensor.shape[3] > 1 and tensor.strides[3] != 1:
-            yield f"{name} has last stride {tensor.strides[3]}: must be 1; make the head dimension contiguous"
-        multiple = ROW_ALIGNMENT_BYTES // ITEM_BYTES[tensor.dtype]
-        for axis, label in ((0, "batch"), (1, "row"), (2, "head")):
-            if tensor.shape[axis] > 1 and tensor.strides[axis] % multiple:
-                yield (
-                    f"{name} has {label} stride {tensor.strides[axis]}: must be a multiple of {multiple} elements "
-                    f"({ROW_ALIGNMENT_BYTES} bytes); copy it to a padded or contiguous buffer"
-                )
-            written = name.startswith("grad_") and name != "grad_output"
-            written = written or (name == "output" and problem.direction == "forward")
-            if written and tensor.shape[axis] > 1 and tensor.strides[axis] == 0:
-                yield f"{name} has {label} stride 0: an output must not overlap itself; allocate it in full"
-        if tensor.alignment < ROW_ALIGNMENT_BYTES:
-            yield (
-                f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be "
-                f"{ROW_ALIGNMENT_BYTES}-byte aligned; copy it or slice at a multiple of {multiple} elements"
-            )
-
-
-def _option_objections(problem: Problem) -> Iterator[str]:
-    if problem.scale is not None and not math.isfinite(problem.scale):
-        yield f"scale = {problem.scale}: must be a finite number, or None for 1/sqrt(head_dim)"
-    splits = problem.num_splits_key
-    if splits is None:
-        return
-    if problem.direction == "forward":
-        yield f"num_splits_key = {splits}: only the backward splits keys; leave it None"
-    elif splits < 1:
-        yield f"num_splits_key = {splits}: must be at least 1, or None to let the plan choose"
-    elif splits > 1 and problem.deterministic:
-        yield (
-            f"num_splits_key = {splits} with deterministic: must be 1, or None for one block a key tile: with "
-            "another number a block would wait for one that starts after it"
-        )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
+from cutlass_py_attn.device import architecture
 from cutlass_py_attn.parts.integers import round_up
-from cutlass_py_attn.plan import F32_ROW_PADDING, Buffer
-from cutlass_py_attn.plan_table import Tile, padded
-from cutlass_py_attn.problem import ITEM_BYTES, Shape
+from cutlass_py_attn.parts.streaming import even_chunk
+from cutlass_py_attn.plan import F32_ROW_PADDING, Buffer, Build
+from cutlass_py_attn.problem import ITEM_BYTES
 
 # The numbered steps of the fused kernels: a buffer's first and last step count in these.
 STEPS = {
@@ -14,8 +18,12 @@ STEPS = {
     "room": (),
 }
 
+Cut = TypeVar("Cut")
+
 TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
 F32_BYTES = 4
+BIAS_CHUNK_BYTES = (256, 128)  # of a row of a chunk in the kernel of grad_bias; the widest that fits is taken
+BIAS_SLOTS = 2  # of its ring: one chunk is multiplied while the next is on its way
 
 
 def row_elements(dtype: str, columns: int) -> int:
@@ -28,38 +36,89 @@ def tile_bytes(dtype: str, rows: int, columns: int) -> int:
     return rows * row_elements(dtype, columns) * ITEM_BYTES[dtype]
 
 
-def forward_map(dtype: str, shape: Shape, tile: Tile) -> tuple[Buffer, ...]:
-    """query (reused for the output), key and value of the forward, and four partial sums of each query row."""
-    columns, columns_value = padded(shape.head_dim), padded(shape.head_dim_value)
-    query = max(tile_bytes(dtype, tile.tile_m, columns), tile_bytes(dtype, tile.tile_m, columns_value))
-    return _stack(
-        ("query", query, 0, 4),
-        ("key", tile_bytes(dtype, tile.tile_n, columns), 0, 1),
-        ("value", tile_bytes(dtype, tile.tile_n, columns_value), 0, 3),
-        ("sums", 4 * tile.tile_m * F32_BYTES, 2, 4),
+def shared_memory_map(build: Build) -> tuple[Buffer, ...]:
+    """The map of this build's main kernel."""
+    if build.column_block:
+        from cutlass_py_attn.streams import streamed_map
+
+        return streamed_map(build)
+    return _forward(build) if build.kind == "forward" else _backward(build)
+
+
+def _forward(build: Build) -> tuple[Buffer, ...]:
+    """query (reused for the output), key, value and bias of the forward, and four partial sums of each query row."""
+    dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
+    return stack(
+        ("query", tile_bytes(dtype, tile_m, max(build.columns, build.columns_value)), 0, 4),
+        ("key", tile_bytes(dtype, tile_n, build.columns), 0, 1),
+        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("bias", tile_bytes(dtype, tile_m, tile_n) if build.has("bias") else 0, 0, 2),
+        ("sums", 4 * tile_m * F32_BYTES, 2, 4),
     )
 
 
-def backward_map(dtype: str, shape: Shape, tile: Tile) -> tuple[Buffer, ...]:
-    """key, value, rings of query and grad_output, P, dS, and the rings of logsumexp and delta."""
-    columns, columns_value = padded(shape.head_dim), padded(shape.head_dim_value)
-    scores = tile_bytes(dtype, tile.tile_m, tile.tile_n)
-    return _stack(
-        ("key", tile_bytes(dtype, tile.tile_n, columns), 0, 8),
-        ("value", tile_bytes(dtype, tile.tile_n, columns_value), 0, 8),
-        ("query", tile.query_stages * tile_bytes(dtype, tile.tile_m, columns), 0, 6),
-        ("grad_output", tile.grad_output_stages * tile_bytes(dtype, tile.tile_m, columns_value), 0, 5),
+def _backward(build: Build) -> tuple[Buffer, ...]:
+    """key, value, rings of query, grad_output and bias, P, dS, and the rings of logsumexp and delta."""
+    dtype, tile_m, tile_n, stages = build.dtype, build.tile_m, build.tile_n, build.query_stages
+    scores = tile_bytes(dtype, tile_m, tile_n)
+    return stack(
+        ("key", tile_bytes(dtype, tile_n, build.columns), 0, 8),
+        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 8),
+        ("query", stages * tile_bytes(dtype, tile_m, build.columns), 0, 6),
+        ("grad_output", build.grad_output_stages * tile_bytes(dtype, tile_m, build.columns_value), 0, 5),
+        ("bias", stages * scores if build.has("bias") else 0, 0, 2),
         ("p", scores, 2, 5),
         ("ds", scores, 4, 7),
-        ("logsumexp", tile.query_stages * tile.tile_m * F32_BYTES, 0, 2),
-        ("delta", tile.query_stages * tile.tile_m * F32_BYTES, 0, 4),
+        ("logsumexp", stages * tile_m * F32_BYTES, 0, 2),
+        ("delta", stages * tile_m * F32_BYTES, 0, 4),
     )
 
 
-def _stack(*buffers: tuple[str, int, int, int]) -> tuple[Buffer, ...]:
+def first_that_fits(build: Build, candidates: Iterable[tuple[Cut, tuple[Buffer, ...]]]) -> Cut:
+    """The first of the candidates whose map fits the target, else the last."""
+    allowed = architecture(build.arch).shared_memory_per_block
+    chosen = None
+    for cut, buffers in candidates:
+        chosen = cut
+        if max(buffer.offset + buffer.bytes for buffer in buffers) <= allowed:
+            break
+    assert chosen is not None
+    return chosen
+
+
+def bias_gradient_chunk(build: Build) -> int:
+    """Columns of the head that the kernel which computes grad_bias alone multiplies at a time."""
+    columns = max(build.columns, build.columns_value)
+    chunks = (even_chunk(columns, row_bytes // build.item_bytes) for row_bytes in BIAS_CHUNK_BYTES)
+    return first_that_fits(build, ((chunk, _bias_gradient_map(build, chunk)) for chunk in chunks))
+
+
+def bias_gradient_map(build: Build) -> tuple[Buffer, ...]:
+    """The map of the kernel which computes grad_bias alone; it does not grow with the head dim."""
+    return _bias_gradient_map(build, bias_gradient_chunk(build))
+
+
+def _bias_gradient_map(build: Build, chunk: int) -> tuple[Buffer, ...]:
+    """left and right: rings of chunks of Q and K, then of dO and V; left also for the result. bias, logsumexp, delta
+    of one tile."""
+    dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
+    scores = tile_bytes(dtype, tile_m, tile_n)
+    return stack(
+        ("left", max(BIAS_SLOTS * tile_bytes(dtype, tile_m, chunk), scores), 0, 8),
+        ("right", BIAS_SLOTS * tile_bytes(dtype, tile_n, chunk), 0, 3),
+        ("bias", scores, 0, 2),
+        ("logsumexp", tile_m * F32_BYTES, 0, 2),
+        ("delta", tile_m * F32_BYTES, 0, 4),
+    )
+
+
+def stack(*buffers: tuple[str, int, int, int]) -> tuple[Buffer, ...]:
+    """Buffers behind each other, from (name, bytes, first step, last step); those without bytes are left out."""
     placed: list[Buffer] = []
     offset = 0
     for name, size, first, last in buffers:
+        if size == 0:
+            continue
         placed.append(Buffer(name, offset, size, first, last))
         offset = round_up(offset + size, TILE_ALIGNMENT if size >= TILE_ALIGNMENT else 128)
     return tuple(placed)

@@ -16,7 +16,8 @@ from rich.table import Table
 from cutlass_py_attn import abi
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.cli import kernels, sass
-from cutlass_py_attn.cli.selection import ARCHS, parse_symbol
+from cutlass_py_attn.cli.selection import ARCHS
+from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.cli.target import default_arch, hopper_arch
 
 

@@ -42,7 +42,7 @@ def check(mask_name: str) -> list[Check]:
     gradients = reference.backward(grad_output, query, key, value, output, logsumexp, mask=mask)
     checks = [
         Check(mask_name, f"d{name} = finite difference", error, DIFFERENCE_LIMIT)
-        for name, error in _difference_errors((query, key, value), gradients, grad_output, mask).items()
+        for name, error in _difference_errors((query, key, value), gradients[:3], grad_output, mask).items()
     ]
     sees = mask.materialise(SHAPE.num_queries, SHAPE.num_keys).any(axis=1)
     law = relative_error(gradients[2].sum(axis=1), grad_output[:, sees].sum(axis=1))

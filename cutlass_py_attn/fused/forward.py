@@ -16,11 +16,14 @@ from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn import abi
 from cutlass_py_attn.gemm import grad_q, matmul_qk
-from cutlass_py_attn.gemm.mma_sync import DTYPES, MmaSync, Operands, row_view
+from cutlass_py_attn.gemm.mma_sync import MmaSync, Operands, row_view
 from cutlass_py_attn.gemm.views import transposed
-from cutlass_py_attn.parts import masking, moves, params, schedule
+from cutlass_py_attn.masks import Band
+from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, schedule
 from cutlass_py_attn.parts.integers import larger, round_up
+from cutlass_py_attn.parts.params import DTYPES
 from cutlass_py_attn.parts.softmax import QUAD, OnlineSoftmax, safe_scale
+from cutlass_py_attn.parts.terms import Terms
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import LSE_PADDING
 
@@ -32,7 +35,7 @@ class Forward:
 
     def __init__(self, build: Build) -> None:
         self.build = build
-        self.mask = build.mask_object
+        self.terms = Terms(build)
         self.dtype = DTYPES[build.dtype]
         self.promise = params.promise(build)
 
@@ -45,43 +48,43 @@ class Forward:
 
     @cute.kernel
     def kernel(self, p: Params):
-        build, mask = self.build, self.mask
+        build = self.build
         thread, _, _ = cute.arch.thread_idx()
-        block, head, batch = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        query_tile = blocks - 1 - block if cutlass.const_expr(mask.bounded) else block  # longest first
+        batch, head, query_tile = self.place(p)
         query0 = query_tile * build.tile_m
-        lengths = (p.num_queries, p.num_keys)
-        tiles = (build.tile_m, build.tile_n, *lengths)
+        of = lengths.sequence(build, p, batch)
+        band = lengths.band(build, p, of)
+        tiles = (band, query_tile, build.tile_m, build.tile_n)
         s_q, s_k, s_v, s_o = self.shared_tiles()
         self.scores, self.output = self.products()
 
         # 0  load the query tile and the last key tile
-        key_tiles = schedule.key_tile_end(mask, query_tile, *tiles)
-        full_tiles = schedule.full_key_tiles(mask, query_tile, *tiles)
-        query = params.slice_at(
-            p.query, self.dtype, (batch, p.query_batch), (head, p.query_head), (query0, p.query_row)
-        )
-        moves.load_tile(thread, build.threads, query, p.query_row, p.num_queries - query0, build.head_dim, s_q)
-        keys = params.slice_at(p.key, self.dtype, (batch, p.key_batch), (head, p.key_head))
-        values = params.slice_at(p.value, self.dtype, (batch, p.value_batch), (head, p.value_head))
-        self.load_keys(thread, keys, p.key_row, larger(key_tiles - 1, 0), p.num_keys, build.head_dim, s_k)
+        first, end = schedule.key_tile_start(*tiles), schedule.key_tile_end(*tiles)
+        rows_left = of.num_queries - query0
+        query = moves.tile_of(build, p, "query", (of.batch, head, of.query_start + query0), rows_left, build.head_dim)
+        moves.load_tile(thread, build.threads, query, s_q)
+        self.load_keys(p, "key", (of, head, larger(end - 1, 0)), s_k, thread)
         cute.arch.cp_async_commit_group()
 
         score_parts = matmul_qk.operands(self.scores, s_q, s_k, thread)
         value_part = self.output.b_operand(transposed(s_v), thread)
         r_o = self.output.accumulator(thread)
         r_o.fill(0.0)
-        where = row_view(self.scores.coordinates(thread))
-        rows = cute.size(where, mode=[0])
+        rows = cute.size(row_view(r_o), mode=[0])
         self.softmax = OnlineSoftmax(rows, self.row_sums(rows, thread))
-        scale_log2 = safe_scale(p.scale_log2)
+        scale_log2 = Float32(1.0) if cutlass.const_expr(self.terms.present) else safe_scale(p.scale_log2)
+        slope = self.terms.slope(p, batch, head)
 
-        for i in cutlass.range(key_tiles, unroll=1):
-            key_tile = key_tiles - 1 - i
+        for i in cutlass.range(end - first, unroll=1):
+            key_tile = end - 1 - i
+            at_batch, at_head, at_tile = self.place(p)
+            corner = at_tile * build.tile_m, key_tile * build.tile_n
+            # While the key tile is on its way, and before the scores need registers.
+            kept = self.kept(p, corner, (of, at_head))
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-            self.load_keys(thread, values, p.value_row, key_tile, p.num_keys, build.head_dim_value, s_v)
+            self.load_keys(p, "value", (of, at_head, key_tile), s_v, thread)
+            self.load_bias(p, (at_batch, at_head, *corner), band, thread)
             cute.arch.cp_async_commit_group()
 
             # 1  S = Q K^T
@@ -89,33 +92,51 @@ class Forward:
             matmul_qk.issue(self.scores, r_s, score_parts)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-            if key_tile > 0:
-                self.load_keys(thread, keys, p.key_row, key_tile - 1, p.num_keys, build.head_dim, s_k)
+            if key_tile > first:
+                self.load_keys(p, "key", (of, at_head, key_tile - 1), s_k, thread)
             cute.arch.cp_async_commit_group()
 
-            # 2  softmax
-            if p.scale_log2 < 0.0:
+            # 2  score terms, mask, softmax, dropout
+            where = row_view(self.scores.coordinates(params.fresh("tid.x")))
+            if cutlass.const_expr(self.terms.present):
+                self.terms.apply(p, row_view(r_s), where, corner, band, (slope, self.bias_part(thread)))
+            elif p.scale_log2 < 0.0:
                 r_s.store(-r_s.load())
-            if key_tile >= full_tiles:
-                masking.hide(mask, row_view(r_s), where, (query0, key_tile * build.tile_n), lengths)
+            if schedule.needs_mask(band, at_tile, key_tile, build.tile_m, build.tile_n):
+                masking.hide(band, row_view(r_s), where, corner)
             self.softmax.step(row_view(r_s), row_view(r_o), scale_log2)
+            if cutlass.const_expr(build.has("dropout")):
+                masking.drop(row_view(r_s), kept)
 
             # 3  O += P V
             self.add_values(r_o, r_s, value_part)
 
         # 4  normalise, store the logsumexp and the output tile
         cute.arch.cp_async_wait_group(0)
+        at_batch, at_head, at_tile = self.place(p)
+        last, row0 = lengths.sequence(build, p, at_batch), at_tile * build.tile_m
+        if cutlass.const_expr(build.has("sinks")):
+            self.softmax.join(row_view(r_o), params.scalar(p.sinks, Float32, at_head), scale_log2)
+            scale_log2 = Float32(1.0)
         lse = self.softmax.finish(row_view(r_o), scale_log2)
-        self.store_logsumexp(p, lse, where, (batch, head, query0), thread)
+        if cutlass.const_expr(build.has("dropout")):
+            r_o.store(r_o.load() * p.keep_scale)
+        where = row_view(self.scores.coordinates(thread))
+        self.store_logsumexp(p, lse, where, (at_batch, at_head, row0), last.num_queries)
         cute.arch.sync_threads()
         r_o = moves.converted(r_o, self.dtype)
         moves.registers_to_tile(thread, self.output.mma, r_o, s_o, moves.has_stmatrix(build))
         cute.arch.sync_threads()
-        target = params.slice_at(
-            p.output, self.dtype, (batch, p.output_batch), (head, p.output_head), (query0, p.output_row)
-        )
-        rows = p.num_queries - query0
-        moves.store_tile(thread, build.threads, s_o, target, p.output_row, rows, build.head_dim_value)
+        at = (last.batch, at_head, last.query_start + row0)
+        target = moves.tile_of(build, p, "output", at, last.num_queries - row0, build.head_dim_value)
+        moves.store_tile(thread, build.threads, s_o, target)
+
+    def place(self, p: Any) -> tuple[Int32, Int32, Int32]:
+        """(batch, head, query tile) of this block, formed again where it is needed rather than kept in registers."""
+        block = params.fresh("ctaid.x")
+        if self.build.mask != "full":
+            block = params.fresh("nctaid.x") - 1 - block  # longest first
+        return params.fresh("ctaid.z") + p.first_batch, params.fresh("ctaid.y") + p.first_head, block
 
     def shared_tiles(self) -> tuple[cute.Tensor, ...]:
         """Q, K, V in shared memory, and O in Q's place."""
@@ -154,36 +175,47 @@ class Forward:
         """O += P V."""
         self.output.issue(r_o, Operands(self.output.from_accumulator(r_p), value_part))
 
-    def load_keys(
-        self,
-        thread: Int32,
-        source: cute.Pointer,
-        row_stride: Int64,
-        key_tile: Int32,
-        num_keys: Int32,
-        columns: int,
-        tile: cute.Tensor,
-    ) -> None:
-        """Start copying tile `key_tile` of the keys or values; rows past the last key become zero."""
-        first = key_tile * self.build.tile_n
-        offset = cute.assume(Int64(first) * row_stride, divby=128 // self.dtype.width)
-        moves.load_tile(thread, self.build.threads, source + offset, row_stride, num_keys - first, columns, tile)
+    def load_keys(self, p: Any, name: str, at: tuple[Any, Any, Any], tile: cute.Tensor, thread: Int32) -> None:
+        """Start copying a tile of key or value at (sequence, query head, key tile)."""
+        of, head, key_tile = at
+        build, key0 = self.build, key_tile * self.build.tile_n
+        columns = build.head_dim if name == "key" else build.head_dim_value
+        start = of.batch, lengths.key_head(build, p, head), of.key_start + key0
+        moves.load_tile(thread, build.threads, moves.tile_of(build, p, name, start, of.num_keys - key0, columns), tile)
+
+    def bias_tile(self) -> cute.Tensor:
+        """The bias of one tile of scores in shared memory."""
+        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        return moves.shared_tile(base, build.buffer("bias").offset, self.dtype, build.tile_m, build.tile_n)
+
+    def load_bias(self, p: Any, at: tuple[Any, ...], band: Band, thread: Int32) -> None:
+        """Start copying the bias of a tile of scores."""
+        if self.build.has("bias"):
+            moves.load_tile(thread, self.build.threads, self.terms.bias_tile(p, at, band), self.bias_tile())
+
+    def bias_part(self, thread: Int32) -> cute.Tensor | None:
+        """This thread's part of the bias tile."""
+        return self.scores.mma.get_slice(thread).partition_C(self.bias_tile()) if self.build.has("bias") else None
+
+    def kept(self, p: Any, corner: tuple, at: tuple) -> cute.Tensor | None:
+        """The bits of the weights that dropout keeps."""
+        if not self.build.has("dropout"):
+            return None
+        of, head = at
+        where = row_view(self.scores.coordinates(params.fresh("tid.x")))
+        return dropout.keep_bits(dropout.stream(p), where, corner, lengths.first_word(p, of, head), of.num_keys)
 
     def store_logsumexp(
-        self,
-        p: Params,
-        lse: list[Float32],
-        where: cute.Tensor,
-        corner: tuple[Int32, Int32, Int32],
-        thread: Int32,
+        self, p: Any, lse: list[Float32], where: cute.Tensor, corner: tuple[Int32, Int32, Int32], num_queries: Int32
     ) -> None:
         """One thread of each quad writes its rows; rows between num_queries and the padding become +inf."""
         batch, head, query0 = corner
-        padded = round_up(p.num_queries, LSE_PADDING)
-        start = (Int64(batch) * p.num_heads + head) * padded + query0
+        stride, padded = (round_up(rows, LSE_PADDING) for rows in (p.num_queries, num_queries))
+        start = (Int64(batch) * p.num_heads + head) * stride + query0
         target = cute.make_tensor(params.pointer(p.logsumexp, Float32, 4) + start, cute.make_layout(self.build.tile_m))
+        thread, _, _ = cute.arch.thread_idx()
         for row, value in enumerate(lse):
-            store_row(target, where[row, 0][0], value, query0, p.num_queries, padded, thread)
+            store_row(target, where[row, 0][0], value, query0, num_queries, padded, thread)
 
 
 @cute.jit

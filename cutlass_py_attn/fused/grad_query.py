@@ -2,8 +2,10 @@
 
 The sum of a query tile is kept in the order of GradQ's accumulator registers: vector i of thread t lies at
 i * threads + t, so that a warp adds 512 contiguous bytes with one red.v4 (128 with a scalar red before sm_90).
+A head that is too wide for one product has several sums for each query tile, side by side.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -11,10 +13,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.device import architecture
+from cutlass_py_attn.fused.streamed import from_column
 from cutlass_py_attn.gemm import grad_q
-from cutlass_py_attn.gemm.mma_sync import DTYPES, MmaSync
-from cutlass_py_attn.parts import moves, params
+from cutlass_py_attn.gemm.mma_sync import MmaSync
+from cutlass_py_attn.parts import lengths, moves, params
+from cutlass_py_attn.parts.params import DTYPES
 from cutlass_py_attn.plan import Build
+from cutlass_py_attn.streams import sum_columns, sums_of_tile
 
 
 class GradQuery:
@@ -23,11 +28,19 @@ class GradQuery:
     def __init__(self, build: Build) -> None:
         self.build = build
         self.width = 4 if architecture(build.arch).vector_red else 1
+        self.columns, self.sums = sum_columns(build), sums_of_tile(build)
 
-    def tile(self, p: Any, group: Int64, query_tile: Int32) -> cute.Pointer:
-        """The sum of one query tile of one (batch, head)."""
-        elements = self.build.tile_m * self.build.columns
-        return params.pointer(p.grad_query_accum, Float32) + (group * p.query_tiles + query_tile) * elements
+    def number(self, p: Any, head: Int32, tile: Int32) -> Int64:
+        """Number of a query tile among those of all heads; `tile` counts those of all sequences of a head."""
+        return Int64(head) * p.total_tiles + tile
+
+    def sum_number(self, number: Int64, column: Any) -> Int64:
+        """Number of the sum that starts in a column of a query tile."""
+        return number * self.sums + column // self.columns
+
+    def tile(self, p: Any, number: Int64) -> cute.Pointer:
+        """One sum."""
+        return params.pointer(p.grad_query_accum, Float32) + number * (self.build.tile_m * self.columns)
 
     def add(self, target: cute.Pointer, values: cute.Tensor, thread: Int32) -> None:
         """Add an accumulator to the sum."""
@@ -51,30 +64,25 @@ class GradQuery:
             for j in range(self.width):
                 values[i * self.width + j] = vector[j]
 
-    def counter(self, p: Any, group: Int64, index: Int32) -> cute.Pointer:
-        """A group has a turn for each query tile, and behind them the number of blocks that have started."""
-        return params.pointer(p.turn, Int32, 4) + group * (p.query_tiles + 1) + index
-
     @cute.jit
-    def ticket(self, p: Any, group: Int64, thread: Int32, shared: cute.Tensor):
-        """This block's place in the order of starting, through one shared int32.
+    def ticket(self, p: Any, number: Int64, thread: Int32, shared: cute.Tensor):
+        """This block's place in the order of starting among those that count at `number`, through one shared int32.
 
         Blocks that wait for turns take their key tiles in this order, so that each waits only for blocks that
         already run, in whichever order the GPU starts them.
         """
         if thread == 0:
-            shared[0] = cute.arch.atomic_add(
-                self.counter(p, group, p.query_tiles), Int32(1), sem="relaxed", scope="gpu"
-            )
+            started = params.pointer(p.started, Int32, 4) + number
+            shared[0] = cute.arch.atomic_add(started, Int32(1), sem="relaxed", scope="gpu")
         cute.arch.sync_threads()
         place = shared[0]
         cute.arch.sync_threads()
         return place
 
     @cute.jit
-    def wait_turn(self, p: Any, group: Int64, query_tile: Int32, turn: Int32, thread: Int32):
+    def wait_turn(self, p: Any, number: Int64, turn: Int32, thread: Int32):
         """Wait until the blocks before this one have added to the tile."""
-        counter = self.counter(p, group, query_tile)
+        counter = params.pointer(p.turn, Int32, 4) + number
         if thread == 0:
             seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
             while seen != turn:
@@ -82,35 +90,37 @@ class GradQuery:
         cute.arch.sync_threads()
 
     @cute.jit
-    def pass_turn(self, p: Any, group: Int64, query_tile: Int32, thread: Int32):
+    def pass_turn(self, p: Any, number: Int64, thread: Int32):
         """Let the next block add to the tile."""
-        counter = self.counter(p, group, query_tile)
         cute.arch.sync_threads()
         if thread == 0:
+            counter = params.pointer(p.turn, Int32, 4) + number
             cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
 
     @cute.jit
     def finish(self, p: Any):
-        """Scale the sum of one query tile, convert it and write it to grad_query."""
+        """Scale one sum, convert it and write it to grad_query."""
         build, dtype = self.build, DTYPES[self.build.dtype]
         thread, _, _ = cute.arch.thread_idx()
-        query_tile, head, batch = cute.arch.block_idx()
-        self.product = MmaSync(grad_q.spec(build), build.dtype)
+        block, head, batch = cute.arch.block_idx()
+        query_tile, place = block // self.sums, block % self.sums
+        head, batch = head + p.first_head, batch + p.first_batch
+        of = lengths.sequence(build, p, batch)
+        self.product = MmaSync(replace(grad_q.spec(build), n=self.columns), build.dtype)
         values = self.product.accumulator(thread)
-        self.load(self.tile(p, Int64(batch) * p.num_heads + head, query_tile), values, thread)
-        values.store(values.load() * p.scale)
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        tile = moves.shared_tile(base, 0, dtype, build.tile_m, build.columns)
-        values = moves.converted(values, dtype)
-        moves.registers_to_tile(thread, self.product.mma, values, tile, moves.has_stmatrix(build))
-        cute.arch.sync_threads()
         query0 = query_tile * build.tile_m
-        target = params.slice_at(
-            p.grad_query,
-            dtype,
-            (batch, p.grad_query_batch),
-            (head, p.grad_query_head),
-            (query0, p.grad_query_row),
-        )
-        rows = p.num_queries - query0
-        moves.store_tile(thread, build.threads, tile, target, p.grad_query_row, rows, build.head_dim)
+        # Sums behind the last column are there because a column block is always added to in full.
+        if (query0 < of.num_queries) & (place * self.columns < build.head_dim):
+            number = self.number(p, head, of.first_tile + query_tile) * self.sums + place
+            self.load(self.tile(p, number), values, thread)
+            values.store(values.load() * p.scale)
+            base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+            tile = moves.shared_tile(base, 0, dtype, build.tile_m, self.columns)
+            converted = moves.converted(values, dtype)
+            moves.registers_to_tile(thread, self.product.mma, converted, tile, moves.has_stmatrix(build))
+            cute.arch.sync_threads()
+            at = (of.batch, head, of.query_start + query0)
+            target = moves.tile_of(build, p, "grad_query", at, of.num_queries - query0, build.head_dim)
+            if cutlass.const_expr(self.sums > 1):
+                target = from_column(target, place * self.columns, self.columns)
+            moves.store_tile(thread, build.threads, tile, target)

@@ -12,8 +12,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn import abi
-from cutlass_py_attn.gemm.mma_sync import DTYPES, MmaSync
+from cutlass_py_attn.gemm.mma_sync import MmaSync
 from cutlass_py_attn.parts import moves, params
+from cutlass_py_attn.parts.params import DTYPES
 from cutlass_py_attn.plan import Build
 
 Params = params.struct("RoomParams", abi.ROOM)
@@ -70,15 +71,21 @@ class Alone(Room):
         """Start copying this block's tile of A or B into its buffer."""
         rows, columns = shape
         target = moves.shared_tile(base, self.build.buffer(name).offset, self.dtype, rows, columns)
-        source = params.slice_at(address, self.dtype, (tile, rows * columns))
-        moves.load_tile(thread, self.build.threads, source, Int64(columns), Int32(rows), columns, target)
+        start = tile_at(address, self.dtype, tile, rows * columns)
+        source = moves.Source(start, Int64(columns), Int32(rows), columns, moves.VECTOR_BYTES)
+        moves.load_tile(thread, self.build.threads, source, target)
         return target
+
+
+def tile_at(address: Int64, dtype: Any, tile: Int32, elements: int) -> cute.Pointer:
+    """Tile number `tile` of an array of tiles with that many elements, a multiple of 16 bytes."""
+    return params.pointer(address, dtype) + cute.assume(Int64(tile) * elements, divby=128 // dtype.width)
 
 
 def write_c(address: Int64, tile: Int32, product: Any, values: cute.Tensor, thread: Int32) -> None:
     """Write this thread's part of C, two columns at a time: what lies side by side in its registers."""
     m, n = product.spec.m, product.spec.n
-    target = cute.make_tensor(params.slice_at(address, Float32, (tile, m * n)), cute.make_layout((m, n), stride=(n, 1)))
+    target = cute.make_tensor(tile_at(address, Float32, tile, m * n), cute.make_layout((m, n), stride=(n, 1)))
     cute.autovec_copy(values, product.mma.get_slice(thread).partition_C(target))
 
 

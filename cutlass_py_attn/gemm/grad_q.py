@@ -25,7 +25,7 @@ def spec(build: Build) -> Gemm:
         name=NAME,
         equation=EQUATION,
         m=build.tile_m,
-        n=build.columns,
+        n=build.block_columns,
         k=build.tile_n,
         a_transposed=False,
         b_transposed=True,

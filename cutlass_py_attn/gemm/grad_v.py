@@ -25,7 +25,7 @@ def spec(build: Build) -> Gemm:
         name=NAME,
         equation=EQUATION,
         m=build.tile_n,
-        n=build.columns_value,
+        n=build.block_columns_value,
         k=build.tile_m,
         a_transposed=True,
         b_transposed=True,

@@ -6,12 +6,11 @@ m16n8k8 instructions, low*high + high*low + high*high: the dropped low*low is 2^
 """
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, TFloat32
+from cutlass import Float32, Int32, TFloat32
 from cutlass.cute.nvgpu import warp
 
 from cutlass_py_attn.gemm.gemm import Gemm
-
-DTYPES = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32}
+from cutlass_py_attn.parts.params import DTYPES
 
 # Round to TF32's 10 mantissa bits: add half of the last kept bit, then clear the 13 bits below it. Integer
 # arithmetic, because the hardware truncates and the convert instruction is slower.

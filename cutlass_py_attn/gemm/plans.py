@@ -9,6 +9,7 @@ from typing import Any
 
 from cutlass_py_attn import budget
 from cutlass_py_attn.budget import MMA_ROWS
+from cutlass_py_attn.checks import MAX_LENGTH
 from cutlass_py_attn.device import Architecture, architecture
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.gemm import ROOMS
@@ -17,7 +18,6 @@ from cutlass_py_attn.masks import Full
 from cutlass_py_attn.parts.integers import round_up
 from cutlass_py_attn.plan import COLUMN_MULTIPLE, Buffer, Build, Launch, Plan, TensorMap, Warps, Workspace
 from cutlass_py_attn.plan_table import Tile
-from cutlass_py_attn.problem import MAX_LENGTH
 from cutlass_py_attn.shared_memory import TILE_ALIGNMENT, tile_bytes
 
 FAMILIES = {"generic": ("float16", "bfloat16", "float32"), "hopper": ("float16", "bfloat16")}

@@ -11,8 +11,9 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cutlass_py_attn.gemm.gemm import WARPGROUP_THREADS, Gemm
-from cutlass_py_attn.gemm.mma_sync import DTYPES, Operands, RegisterOperand
+from cutlass_py_attn.gemm.mma_sync import Operands, RegisterOperand
 from cutlass_py_attn.gemm.plans import swizzle_bytes
+from cutlass_py_attn.parts.params import DTYPES
 
 ATOM_BYTES = 1024  # tiles start at a multiple of this: the swizzle is a function of the address
 ROWS, DEPTH = 64, 16  # m and k of one instruction

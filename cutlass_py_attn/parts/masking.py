@@ -1,34 +1,65 @@
-"""Masking: scores that a query must not see become minus infinity."""
+"""Masking: scores that a query must not see become minus infinity, weights that are dropped zero."""
 
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
-from cutlass_py_attn.masks import Mask
+from cutlass_py_attn.gemm.mma_sync import row_view
+from cutlass_py_attn.masks import Band
+from cutlass_py_attn.parts import dropout
 
 
-def hide(mask: Mask, scores: cute.Tensor, where: cute.Tensor, corner: tuple[Int32, Int32], lengths: Any) -> None:
+def hide(band: Band, scores: cute.Tensor, where: cute.Tensor, corner: tuple[Int32, Int32]) -> None:
     """Set scores (rows x columns) outside the mask or past the last key to -inf.
 
-    `where` holds each element's (row, column) in the tile, `corner` the tile's first query and key, `lengths`
-    (num_queries, num_keys).
+    `where` holds each element's (row, column) in the tile, `corner` the tile's first query and key.
     """
-    _replace_unseen(mask, scores, where, corner, lengths, -Float32.inf)
+    _replace_unseen(band, scores, where, corner, -Float32.inf)
 
 
-def clear(mask: Mask, weights: cute.Tensor, where: cute.Tensor, corner: tuple[Int32, Int32], lengths: Any) -> None:
+def clear(band: Band, weights: cute.Tensor, where: cute.Tensor, corner: tuple[Int32, Int32]) -> None:
     """Set weights (rows x columns) outside the mask or past the last key to zero; arguments as for `hide`."""
-    _replace_unseen(mask, weights, where, corner, lengths, Float32(0.0))
+    _replace_unseen(band, weights, where, corner, Float32(0.0))
 
 
-def _replace_unseen(
-    mask: Mask, values: cute.Tensor, where: cute.Tensor, corner: Any, lengths: Any, other: Float32
-) -> None:
+def drop(values: cute.Tensor, kept: cute.Tensor) -> None:
+    """Set values (rows x columns) that dropout does not keep to zero; `kept` is what dropout.keep_bits gave."""
+    for row in range(cute.size(values, mode=[0])):
+        for column in range(cute.size(values, mode=[1])):
+            is_kept = dropout.keep(kept, row, column)
+            values[row, column] = cutlass.select_(is_kept, values[row, column], Float32(0.0))
+
+
+def dropped(weights: cute.Tensor, kept: cute.Tensor) -> cute.Tensor:
+    """A copy of an accumulator's weights with zeros where dropout does not keep them; 16-bit ones in pairs."""
+    result = cute.make_rmem_tensor_like(weights)
+    result.store(weights.load())
+    view = row_view(result)
+    if weights.element_type is Float32:
+        drop(view, kept)
+        return result
+    words = cute.make_tensor(cute.recast_ptr(result.iterator, dtype=Uint32), cute.make_layout(cute.size(result) // 2))
+    for row in range(cute.size(view, mode=[0])):
+        for column in range(0, cute.size(view, mode=[1]), 2):
+            pair = cute.crd2idx((row, column), view.layout) // 2
+            low = cutlass.select_(dropout.keep(kept, row, column), Uint32(0xFFFF), Uint32(0))
+            high = cutlass.select_(dropout.keep(kept, row, column + 1), Uint32(0xFFFF0000), Uint32(0))
+            words[pair] = words[pair] & (low | high)
+    return result
+
+
+def _replace_unseen(band: Band, values: cute.Tensor, where: cute.Tensor, corner: Any, other: Float32) -> None:
     query0, key0 = corner
     for row in range(cute.size(values, mode=[0])):
-        # columns below `end` are seen: one comparison an element
-        end = mask.key_end(query0 + where[row, 0][0], *lengths) - key0
+        # columns in [start, end) are seen: one comparison an element for each edge
+        query = query0 + where[row, 0][0]
+        end = band.key_end(query) - key0
+        start = band.key_start(query) - key0
         for column in range(cute.size(values, mode=[1])):
-            values[row, column] = cutlass.select_(where[0, column][1] < end, values[row, column], other)
+            place = where[0, column][1]
+            seen = place < end
+            if band.form == "local":
+                seen = seen & (place >= start)
+            values[row, column] = cutlass.select_(seen, values[row, column], other)

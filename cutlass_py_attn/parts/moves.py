@@ -6,9 +6,12 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync, warp
 
 from cutlass_py_attn.device import architecture
+from cutlass_py_attn.parts import params
 from cutlass_py_attn.plan import F32_ROW_PADDING, Build
 
 VECTOR_BYTES = 16
+ELEMENT_UNROLL = 8  # elements on their way at once where a thread moves single ones
+ONE = 1  # the layout of a single element
 
 
 def shared_pointer(build: Build, name: str, dtype) -> cute.Pointer:
@@ -35,66 +38,110 @@ def shared_tile(base: cute.Pointer, offset: int, dtype, rows: int, columns: int,
     return cute.make_tensor(pointer, cute.tile_to_shape(atom, shape, order))
 
 
-def _tiled_copy(atom: cute.CopyAtom, threads: int, columns: int, dtype) -> cute.TiledCopy:
-    vector = VECTOR_BYTES * 8 // dtype.width
-    chunk = 128 // VECTOR_BYTES if columns * dtype.width // 8 % 128 == 0 else 64 // VECTOR_BYTES
+def _tiled_copy(atom: cute.CopyAtom, threads: int, columns: int, dtype, access: int) -> cute.TiledCopy:
+    vector = access * 8 // dtype.width
+    chunk = 128 // access if columns * dtype.width // 8 % 128 == 0 else 64 // access
     lanes = cute.make_layout((threads // chunk, chunk), stride=(chunk, 1))
     return cute.make_tiled_copy_tv(atom, lanes, cute.make_layout((1, vector)))
 
 
+class Source:
+    """Rows in global memory: where the first starts, elements from row to row and from column to column (1 unless
+    given), and how many rows and columns exist. Rows are aligned to `access` bytes, and as many exist of each row
+    as a multiple of that."""
+
+    def __init__(self, start, row, rows: Int32, columns, access: int, column=1) -> None:
+        self.start, self.row, self.rows, self.columns = start, row, rows, columns
+        self.access, self.column = access, column
+
+
+def tile_of(build: Build, p, name: str, at: tuple, rows: Int32, columns: int) -> Source:
+    """Tensor `name` from (batch, head, row) on, of which `rows` rows and `columns` columns exist."""
+    return Source(params.rows(build, p, name, at), params.stride(p, name, "row"), rows, columns, build.access_bytes)
+
+
+def load_tile(thread: Int32, threads: int, source: Source, tile: cute.Tensor) -> None:
+    """Start copying a tile from global memory; commits nothing. What lies past the source becomes zero, unread."""
+    if source.access * 8 < 32:
+        _load_elements(thread, threads, source.start, (source.row, source.column), (source.rows, source.columns), tile)
+        return
+    strides = params.multiple(source.row, source.access * 8 // tile.element_type.width), source.column
+    _load_vectors(thread, threads, source.start, strides, (source.rows, source.columns), source.access, tile)
+
+
 @cute.jit
-def load_tile(
+def _load_vectors(
     thread: Int32,
     threads: cutlass.Constexpr,
-    source: cute.Pointer,
-    row_stride: Int64,
-    rows_valid: Int32,
-    columns_valid: cutlass.Constexpr,
+    start: cute.Pointer,
+    strides: tuple,
+    valid: tuple,
+    access: cutlass.Constexpr,
     tile: cute.Tensor,
 ):
-    """Start copying a tile from global memory, rows `row_stride` elements apart; commits nothing.
-
-    Rows from rows_valid on and columns from columns_valid on become zero and are not read.
-    """
+    """With cp.async, `access` bytes at a time."""
     dtype = tile.element_type
     rows, columns = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
-    vector = VECTOR_BYTES * 8 // dtype.width
-    atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128)
-    copy = _tiled_copy(atom, threads, columns, dtype).get_slice(thread)
-    stride = cute.assume(row_stride, divby=vector)
-    values = cute.make_tensor(source, cute.make_layout((rows, columns), stride=(stride, 1)))
+    # Only whole 16-byte vectors can pass by the first-level cache.
+    cached = LoadCacheMode.GLOBAL if cutlass.const_expr(access == VECTOR_BYTES) else LoadCacheMode.ALWAYS
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=cached), dtype, num_bits_per_copy=access * 8)
+    copy = _tiled_copy(atom, threads, columns, dtype, access).get_slice(thread)
+    values = cute.make_tensor(start, cute.make_layout((rows, columns), stride=strides))
     source_part, tile_part = copy.partition_S(values), copy.partition_D(tile)
     where = copy.partition_S(cute.make_identity_tensor((rows, columns)))
     row_steps, column_steps = cute.size(tile_part, mode=[1]), cute.size(tile_part, mode=[2])
     inside = cute.make_rmem_tensor(cute.make_layout((1, row_steps, column_steps)), Boolean)
     for i in cutlass.range_constexpr(row_steps):
-        row_inside = where[(0, 0), i, 0][0] < rows_valid
+        row_inside = where[(0, 0), i, 0][0] < valid[0]
         for j in cutlass.range_constexpr(column_steps):
-            if cutlass.const_expr(columns_valid < columns):
-                inside[0, i, j] = row_inside & (where[(0, 0), i, j][1] < columns_valid)
-            else:
+            if cutlass.const_expr(isinstance(valid[1], int) and valid[1] >= columns):
                 inside[0, i, j] = row_inside
+            else:
+                inside[0, i, j] = row_inside & (where[(0, 0), i, j][1] < valid[1])
     cute.copy(atom, source_part, tile_part, pred=inside)
 
 
 @cute.jit
-def store_tile(
+def _load_elements(
+    thread: Int32, threads: cutlass.Constexpr, start: cute.Pointer, strides: tuple, valid: tuple, tile: cute.Tensor
+):
+    """Through registers, an element at a time: cp.async copies four bytes at least."""
+    rows, columns = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+    for step in cutlass.range(rows * columns // threads, unroll=ELEMENT_UNROLL):
+        index = step * threads + thread
+        row, column = index // columns, index % columns
+        value = tile.element_type(0.0)
+        if (row < valid[0]) & (column < valid[1]):
+            value = cute.make_tensor(start + (row * Int64(strides[0]) + column * Int64(strides[1])), ONE)[0]
+        tile[row, column] = value
+
+
+def store_tile(thread: Int32, threads: int, tile: cute.Tensor, target: Source) -> None:
+    """Copy a tile from shared to global memory; what lies past the target's rows and columns stays."""
+    strides, valid = (target.row, target.column), (target.rows, target.columns)
+    if target.access * 8 == tile.element_type.width:
+        _store_elements(thread, threads, tile, target.start, strides, valid)
+        return
+    strides = params.multiple(target.row, target.access * 8 // tile.element_type.width), target.column
+    _store_vectors(thread, threads, tile, target.start, strides, valid, target.access)
+
+
+@cute.jit
+def _store_vectors(
     thread: Int32,
     threads: cutlass.Constexpr,
     tile: cute.Tensor,
-    target: cute.Pointer,
-    row_stride: Int64,
-    rows_valid: Int32,
-    columns_valid: cutlass.Constexpr,
+    start: cute.Pointer,
+    strides: tuple,
+    valid: tuple,
+    access: cutlass.Constexpr,
 ):
-    """Copy a tile from shared to global memory; rows from rows_valid and columns from columns_valid on stay."""
+    """`access` bytes at a time."""
     dtype = tile.element_type
     rows, columns = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
-    vector = VECTOR_BYTES * 8 // dtype.width
-    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=128)
-    copy = _tiled_copy(atom, threads, columns, dtype).get_slice(thread)
-    stride = cute.assume(row_stride, divby=vector)
-    values = cute.make_tensor(target, cute.make_layout((rows, columns), stride=(stride, 1)))
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=access * 8)
+    copy = _tiled_copy(atom, threads, columns, dtype, access).get_slice(thread)
+    values = cute.make_tensor(start, cute.make_layout((rows, columns), stride=strides))
     tile_part, target_part = copy.partition_S(tile), copy.partition_D(values)
     where = copy.partition_S(cute.make_identity_tensor((rows, columns)))
     registers = cute.make_rmem_tensor_like(tile_part)
@@ -102,8 +149,48 @@ def store_tile(
     for i in cutlass.range_constexpr(cute.size(tile_part, mode=[1])):
         for j in cutlass.range_constexpr(cute.size(tile_part, mode=[2])):
             row, column = where[(0, 0), i, j]
-            if (row < rows_valid) & (column < columns_valid):
+            if (row < valid[0]) & (column < valid[1]):
                 cute.copy(atom, registers[None, i, j], target_part[None, i, j])
+
+
+@cute.jit
+def _store_elements(
+    thread: Int32, threads: cutlass.Constexpr, tile: cute.Tensor, start: cute.Pointer, strides: tuple, valid: tuple
+):
+    """An element at a time."""
+    rows, columns = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+    for step in cutlass.range(rows * columns // threads, unroll=ELEMENT_UNROLL):
+        index = step * threads + thread
+        row, column = index // columns, index % columns
+        if (row < valid[0]) & (column < valid[1]):
+            offset = row * Int64(strides[0]) + column * Int64(strides[1])
+            cute.make_tensor(start + offset, ONE)[0] = tile[row, column]
+
+
+def clear_tile(thread: Int32, threads: int, shape: tuple[int, int], dtype, target: Source) -> None:
+    """Zeros to the (rows, columns) of a tile in global memory that lie inside the target."""
+    strides, valid = (target.row, target.column), (target.rows, target.columns)
+    _clear_elements(thread, threads, shape, dtype, target.start, strides, valid)
+
+
+@cute.jit
+def _clear_elements(
+    thread: Int32,
+    threads: cutlass.Constexpr,
+    shape: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+    start: cute.Pointer,
+    strides: tuple,
+    valid: tuple,
+):
+    """An element at a time."""
+    rows, columns = shape
+    for step in cutlass.range(rows * columns // threads, unroll=ELEMENT_UNROLL):
+        index = step * threads + thread
+        row, column = index // columns, index % columns
+        if (row < valid[0]) & (column < valid[1]):
+            offset = row * Int64(strides[0]) + column * Int64(strides[1])
+            cute.make_tensor(start + offset, ONE)[0] = dtype(0.0)
 
 
 @cute.jit

@@ -4,13 +4,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 
 from cutlass_py_attn.abi import Fields
 from cutlass_py_attn.plan import Build
 
+DTYPES = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32}
 KINDS = {"i64": Int64, "i32": Int32, "f32": Float32}
 
 
@@ -34,16 +35,33 @@ def pointer(address: Int64, dtype: Any, alignment: int = 16) -> cute.Pointer:
     return cute.make_ptr(dtype, address, cutlass.AddressSpace.gmem, assumed_align=alignment)
 
 
-def slice_at(address: Int64, dtype: Any, *steps: tuple[Any, Int64]) -> cute.Pointer:
-    """Pointer at sum(index * stride) elements from `address`; every product is 64 bits wide.
+def stride(p: Any, name: str, axis: str) -> Int64:
+    """Elements from one index of tensor `name` to the next along `axis`: batch, row, head."""
+    return getattr(p, f"{name}_{axis}")
 
-    Strides are multiples of 16 bytes, so the result stays 16-byte aligned.
+
+def rows(build: Build, p: Any, name: str, at: tuple[Any, Any, Any]) -> cute.Pointer:
+    """Pointer to the row of tensor `name` at (batch, head, row); every product is 64 bits wide.
+
+    Rows are aligned to the build's access_bytes.
     """
     offset = Int64(0)
-    for index, stride in steps:
-        offset = offset + Int64(index) * stride
-    vector = 128 // dtype.width
-    return pointer(address, dtype) + cute.assume(offset, divby=vector)
+    for index, axis in zip(at, ("batch", "head", "row"), strict=True):
+        if not (isinstance(index, int) and index == 0):
+            offset = offset + Int64(index) * stride(p, name, axis)
+    first = pointer(getattr(p, name), DTYPES[build.dtype], build.access_bytes)
+    return first + multiple(offset, build.access_bytes // build.item_bytes)
+
+
+def multiple(offset: Int64, elements: int) -> Int64:
+    """`offset`, known to the compiler as a multiple of `elements`."""
+    return cute.assume(offset, divby=elements) if elements > 1 else offset
+
+
+def scalar(address: Int64, dtype: Any, index: Any = 0) -> Any:
+    """One element of an array in global memory."""
+    size = dtype.width // 8
+    return cute.make_tensor(pointer(address, dtype, size) + Int64(index), cute.make_layout(1))[0]
 
 
 def promise(build: Build) -> dict[str, int]:

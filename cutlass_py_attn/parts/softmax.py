@@ -53,6 +53,25 @@ class OnlineSoftmax:
             output[row, None].store(output[row, None].load() * shrink)
         cute.autovec_copy(sums, self.sum)
 
+    def join(self, output: cute.Tensor, logit: Float32, scale_log2: Float32) -> None:
+        """A sink joins every row: a natural-log logit that has no value. `output` and the sums are rescaled.
+
+        After this the maxima are in base 2: `finish` takes them with a scale of 1.
+        """
+        sums = cute.make_rmem_tensor(self.rows, Float32)
+        cute.autovec_copy(self.sum, sums)
+        sink = logit * math.log2(math.e)
+        for row in range(self.rows):
+            seen = self.maximum[row] * scale_log2
+            maximum = cute.arch.fmax(seen, sink)
+            base = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
+            shrink = cute.math.exp2(seen - base, fastmath=True)
+            # each of the four threads that share a row adds a quarter
+            sums[row] = sums[row] * shrink + cute.math.exp2(sink - base, fastmath=True) * (1.0 / QUAD)
+            self.maximum[row] = maximum
+            output[row, None].store(output[row, None].load() * shrink)
+        cute.autovec_copy(sums, self.sum)
+
     def finish(self, output: cute.Tensor, scale_log2: Float32) -> list[Float32]:
         """Divide `output` by the sums; the logsumexp (natural log) of each row, -inf where no key was seen."""
         result = []
