@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from cutlass_py_attn import masks
+from cutlass_py_attn import bench_cases, masks
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.gemm import ROOMS
 from cutlass_py_attn.gemm.plans import plan_room
@@ -97,20 +97,27 @@ def drifted(manifest: record.Json, entries: dict[str, record.Json]) -> list[str]
 
 
 def main() -> int:
-    """Build, check, or build the suite's kernels; exit code 1 when --check finds a difference."""
+    """Build, check, or build the suite's or the benchmark's kernels; exit code 1 when --check finds a difference."""
     parser = argparse.ArgumentParser(prog="build_ptx", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compile and compare with ptx/; writes nothing there")
     parser.add_argument("--suite", type=Path, metavar="FOLDER", help="compile what tests/gpu needs into FOLDER")
+    parser.add_argument("--bench", type=Path, metavar="FOLDER", help="compile what the benchmark needs into FOLDER")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="put the committed cubins into FOLDER")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree whose ptx/ is meant")
-    parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains TEXT, for -o alone")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="kernels whose name contains TEXT, for -o and --bench"
+    )
     given = parser.parse_args()
-    if given.only and not given.output:
-        parser.error("--only needs -o: a manifest always holds every kernel")
+    if given.only and not (given.output or given.bench):
+        parser.error("--only needs -o or --bench: a manifest always holds every kernel")
     if given.suite:
         from tests.gpu import cases
 
         return _into_folder(compile_all(cases.builds(), fresh=False), given.suite)
+    if given.bench:
+        measured = map(bench_cases.parse, bench_cases.default_cases())
+        builds = [build for build in bench_cases.builds(measured, ARCH) if given.only in record.name_of(build)]
+        return _into_folder(compile_all(builds, fresh=False), given.bench)
     plans = [plan for plan in committed_plans() if given.only in record.name_of(plan.build)]
     artifacts = compile_all([plan.build for plan in plans], fresh=True)
     if given.output:

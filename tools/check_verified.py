@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.gpu import features
 from tools import build_ptx, record
 
 README = "README.md"
 BENCHMARK = "tools/bench/results/h200.json"
+FEATURES = "ptx/features.json"
 FAILING = ("TAMPERED", "DRIFTED", "UNLISTED")
 
 
@@ -44,23 +46,28 @@ def kernel_table(manifest: record.Json, log: Sequence[record.Json]) -> str:
 
 
 def benchmark_table(rows: Sequence[record.Json]) -> str:
-    """One row for each case and direction: our TFLOP/s, and how many times a peer's ours is."""
+    """One row for each case and direction: our TFLOP/s, and how many times a peer's and a baseline's rate ours is."""
     if not rows:
         return ""
     peers = list(dict.fromkeys(row["peer"] for row in rows if row["peer"]))
     grouped: dict[tuple[str, str], dict[str, record.Json]] = {}
     for row in rows:
         grouped.setdefault((row["case"], row["direction"]), {})[row["peer"]] = row
+    compared = ["of baseline"] if any(row.get("baseline") for row in rows) else []
+    heads = ["case", "direction", "ours", *peers, *compared]
     lines = [
         f"TFLOP/s on {rows[0]['gpu']}, medians of CUDA graph replays; in brackets ours / peer.",
         "",
-        f"| case | direction | ours | {' | '.join(peers)} |",
-        f"| --- | --- | --- | {' | '.join('---' for _ in peers)} |",
+        f"| {' | '.join(heads)} |",
+        f"| {' | '.join('---' for _ in heads)} |",
     ]
     for (case, direction), found in grouped.items():
-        ours = next(iter(found.values()))["ours_tflops"]
+        first = next(iter(found.values()))
         cells = [f"{found[p]['peer_tflops']:.0f} ({found[p]['ratio']:.2f})" if p in found else "" for p in peers]
-        lines.append(f"| `{case}` | {direction} | {ours:.0f} | {' | '.join(cells)} |")
+        rate, baseline = first.get("baseline_ratio"), first.get("baseline")
+        cells += [f"{rate:.2f} of `{baseline}`" if rate else "" for _ in compared]
+        ours = f"{first['ours_tflops']:.0f}"
+        lines.append(f"| {' | '.join([f'`{case}`', direction, ours, *cells])} |")
     return "\n".join(lines)
 
 
@@ -79,7 +86,15 @@ def generated_readme(root: Path, manifest: record.Json, log: Sequence[record.Jso
     path = root / BENCHMARK
     rows = json.loads(path.read_text()) if path.is_file() else []
     text = with_block((root / README).read_text(), "kernels", kernel_table(manifest, log))
-    return with_block(text, "benchmark", benchmark_table(rows))
+    text = with_block(text, "benchmark", benchmark_table(rows))
+    recorded = feature_record(root)
+    return with_block(text, "features", features.table(recorded) if recorded else "")
+
+
+def feature_record(root: Path) -> record.Json | None:
+    """What tools/fuzz.py wrote on a GPU."""
+    path = root / FEATURES
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def main() -> int:
@@ -87,7 +102,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="check_verified", description=__doc__)
     parser.add_argument("--strict", action="store_true", help="STALE and UNVERIFIED fail too: for a release")
     parser.add_argument("--rebuild", action="store_true", help="compile every kernel, to see DRIFTED ones")
-    parser.add_argument("--write-readme", action="store_true", help="bring README's two tables up to date")
+    parser.add_argument("--write-readme", action="store_true", help="bring README's tables up to date")
     parser.add_argument("--root", type=Path, default=build_ptx.ROOT, help="the tree that is checked")
     given = parser.parse_args()
     root: Path = given.root
@@ -101,6 +116,10 @@ def main() -> int:
         if not state.startswith("verified"):
             print(f"{name}: {state}")
     words = Counter(state.split(":")[0].split()[0] for state in found.values())
+    recorded = feature_record(root)
+    if recorded and recorded["sources"] != record.sources_digest(root):
+        print(f"{FEATURES}: STALE, the kernels' sources have changed since: tools/fuzz.py --record on a GPU")
+        words["STALE"] += 1
     failed = any(words[word] for word in FAILING) or (given.strict and set(words) != {"verified"})
     if not words["TAMPERED"]:
         text = generated_readme(root, manifest, log)

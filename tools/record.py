@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from cutlass_py_attn import kernels
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.plan import Build, Plan
 
@@ -19,7 +20,7 @@ SEAL = "sha256_of_the_rest"
 # What decides whether a kernel passes: the GPU suite, the reference, the inputs and the rules.
 SUITE = (
     "tests/gpu/*.py",
-    *(f"cutlass_py_attn/{name}.py" for name in ("reference", "inputs", "judge", "masks")),
+    *(f"cutlass_py_attn/{name}.py" for name in ("reference", "reference_terms", "philox", "inputs", "judge", "masks")),
 )
 
 Json = dict[str, Any]
@@ -96,6 +97,12 @@ def suite_sha256(root: Path) -> str:
     """Hash of every file that decides whether a kernel passes."""
     files = sorted(path for glob in SUITE for path in root.glob(glob))
     return sha256("\n".join(f"{path.relative_to(root).as_posix()} {sha256(path.read_bytes())}" for path in files))
+
+
+def sources_digest(root: Path) -> str:
+    """Hash of every file that decides what the kernels do."""
+    package = root / "cutlass_py_attn"
+    return sha256("\n".join(f"{name} {sha256((package / name).read_bytes())}" for name in kernels.source_modules()))
 
 
 def difference(committed: Json, today: Json) -> str:

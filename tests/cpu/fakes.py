@@ -30,9 +30,9 @@ def artifact(build: Build, sizes: tuple[int, ...] | None = None, *, driver_sizes
 
 
 def plan_of(direction: str, arch: str = "sm_90", dtype: str = "bfloat16", mask: Mask | None = None,
-            **changes: object) -> tuple[Problem, Plan]:  # fmt: skip
-    """A dense problem of SHAPE and its plan."""
-    problem = Problem.dense(direction, SHAPE, dtype, mask).replace(**changes)
+            shape: Shape = SHAPE, **changes: object) -> tuple[Problem, Plan]:  # fmt: skip
+    """A dense problem and its plan."""
+    problem = Problem.dense(direction, shape, dtype, mask).replace(**changes)
     make = planner.plan_forward if direction == "forward" else planner.plan_backward
     return problem, make(problem, arch)
 

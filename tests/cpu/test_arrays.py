@@ -243,3 +243,87 @@ def test_library_is_told_by_the_type() -> None:
 
 def test_null_pointer_of_an_empty_array_is_aligned() -> None:
     assert Array(0, (0, 5, 3, 8), (120, 24, 8, 1), "float16", 0, "other", None).tensor.alignment == 16
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_integers_of_every_protocol(driver_log: StandIn, dtype: str) -> None:
+    host = aligned((3,), dtype)
+    made = DeviceArray((3,), "float32", 0, 0)
+    capsule = made.__dlpack__()
+    tensor = arrays._DLTensor.from_address(arrays._capsule_pointer(capsule, b"dltensor"))
+    tensor.code, tensor.bits = 0, np.dtype(dtype).itemsize * 8
+    by_dlpack = DLPackArray(SimpleNamespace(__dlpack__=lambda stream: capsule))
+    for given in (host, InterfaceArray(host), by_dlpack):
+        assert take({"x": given}, 0)["x"].tensor.dtype == dtype
+    assert take({"x": InterfaceArray(aligned((), dtype))}, 0)["x"].shape == ()
+
+
+def test_results_into_device_arrays(driver_log: StandIn) -> None:
+    by_interface, by_dlpack = InterfaceArray(aligned(SHAPE, "f4")), DeviceArray(SHAPE, "float32", 0, 0)
+    taken = take({"x": by_interface, "y": by_dlpack}, 0)
+    exchange = Exchange("other", driver.device(0), 0)
+    addresses = [exchange.into(name, array) for name, array in taken.items()]
+    assert addresses == [by_interface.array.ctypes.data, by_dlpack.pointer]
+    assert exchange.results() == {"x": by_interface, "y": by_dlpack}
+
+
+def test_results_into_numpy_arrays(driver_log: StandIn) -> None:
+    """Dense ones directly; of others only their elements, and nothing when the kernels leave them alone."""
+    whole, dense = np.ones((2, 10, 3, 8), "f4"), np.ones(SHAPE, "f4")
+    part, untouched = whole[:, ::2], np.full(SHAPE, 7, "f4")
+    values = aligned(SHAPE, "f4")
+    gpu = driver.device(0)
+    with gpu.current(), Exchange("numpy", gpu, 0x77) as exchange:
+        given = {"part": part, "dense": dense, "untouched": untouched}
+        addresses = {name: exchange.into(name, array) for name, array in take(given, 0x77).items()}
+        for name in ("part", "dense"):
+            driver.copy_to_device(addresses[name], values.ctypes.data, values.nbytes, 0x77)
+        found = exchange.results()
+    assert [found[name] is array for name, array in given.items()] == [True] * 3
+    np.testing.assert_array_equal(part, values)
+    np.testing.assert_array_equal(dense, values)
+    assert (whole[:, 1::2] == 1).all()
+    assert (untouched == 7).all()
+    assert len(driver_log.of("cuMemFreeAsync")) == 3
+
+
+def test_arrays_that_cannot_be_written(driver_log: StandIn) -> None:
+    frozen = aligned(SHAPE, "f4")
+    frozen.flags.writeable = False
+    jax_array = Array(0x1000, SHAPE, (120, 24, 8, 1), "float32", 0, "jax", (None, None))
+    for array in (take({"x": frozen}, 0)["x"], jax_array):
+        with pytest.raises(NotSupported, match="x is an array that cannot be written: must be a writable one"):
+            Exchange(array.library, driver.device(0), 0).into("x", array)
+
+
+PACKED = (2, 5, 3, 4, 8)
+NAMES = ("a", "b", "c")
+
+
+def test_slices_of_one_numpy_array(driver_log: StandIn) -> None:
+    gpu = driver.device(0)
+    with gpu.current(), Exchange("numpy", gpu, 0) as exchange:
+        addresses = exchange.empty_slices(NAMES, PACKED, "bfloat16")
+        found = exchange.results()
+    assert [addresses[name] - addresses["a"] for name in NAMES] == [0, 4 * 8 * 2, 2 * 4 * 8 * 2]
+    assert list(found) == list(NAMES)
+    assert {id(part.base) for part in found.values()} == {id(found["a"].base)}
+    assert [part.shape for part in found.values()] == [(2, 5, 4, 8)] * 3
+    assert len(driver_log.of("cuMemAllocAsync")) == 1
+
+
+def test_slices_of_one_jax_array_are_taken_at_the_end(driver_log: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = np.arange(np.prod(PACKED)).reshape(PACKED)
+    fake = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=lambda array: made))
+    monkeypatch.setitem(sys.modules, "jax", fake)
+    exchange = Exchange("jax", driver.device(0), 0x77)
+    exchange.empty_slices(NAMES, PACKED, "bfloat16")
+    assert not driver_log.of("cuStreamSynchronize")
+    for i, part in enumerate(exchange.results().values()):
+        np.testing.assert_array_equal(part, made[:, :, i])
+    assert len(driver_log.of("cuStreamSynchronize")) == 1
+
+
+def test_slices_need_a_library_that_slices(driver_log: StandIn) -> None:
+    with pytest.raises(NotSupported, match="packed: the operands' library is unknown"):
+        Exchange("other", driver.device(0), 0).empty_slices(NAMES, PACKED, "float16")

@@ -16,17 +16,22 @@ pytest.importorskip("rich")
 
 import fakes
 import numpy as np
+from any_problem import ARCHS, problems
 from click.testing import CliRunner, Result
+from hypothesis import given, settings
 
 from cutlass_py_attn import abi, attention, masks, reference
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.cli import doctor, kernels, on_gpu, on_host, run, sass
 from cutlass_py_attn.cli.group import group
-from cutlass_py_attn.cli.selection import KINDS, Selection, parse_symbol
+from cutlass_py_attn.cli.selection import KINDS, Selection
+from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.cli.target import Gpu, hopper_arch
 from cutlass_py_attn.errors import CompileError, NotSupported
+from cutlass_py_attn.kernels import entries
 from cutlass_py_attn.plan import Build
-from cutlass_py_attn.problem import Shape
+from cutlass_py_attn.planner import plan_backward, plan_forward
+from cutlass_py_attn.problem import Problem, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOM = "matmul_qk_generic_bf16_d64"
@@ -70,7 +75,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a"])
 def test_every_symbol_names_its_plan(arch: str) -> None:
-    selection = Selection(KINDS, ("float16", "float32"), (64, 96), ("full", "causal_br"), deterministic=True)
+    selection = Selection(KINDS, ("float16", "float32"), (64, 96, 127), ("full", "causal"), deterministic=True)
     plans = list(selection.plans(arch))
     assert len({plan.symbol for plan in plans}) == len(plans)
     for plan in plans:
@@ -78,6 +83,20 @@ def test_every_symbol_names_its_plan(arch: str) -> None:
         assert [parse_symbol(launch.symbol, arch).build for launch in plan.launches] == [plan.build] * len(
             plan.launches
         )
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), ARCHS)
+def test_every_symbol_of_a_problem_names_its_plan(problem: Problem, arch: str) -> None:
+    build = (plan_forward if problem.direction == "forward" else plan_backward)(problem, arch).build
+    for symbol in (build.symbol, *entries(build).values()):
+        assert parse_symbol(symbol, arch).build == build
+
+
+def test_masks_of_one_form_share_their_kernels() -> None:
+    """The corner and the window are numbers."""
+    selection = Selection(("forward",), ("float16",), (64,), ("causal", "causal_br"))
+    assert [plan.symbol for plan in selection.plans("sm_90")] == ["fwd_generic_f16_d64_causal"] * 2
 
 
 def test_symbol_with_two_head_dims() -> None:
@@ -91,11 +110,16 @@ def test_symbol_with_two_head_dims() -> None:
         ("nonsense", "must be like fwd_generic"),
         ("fwd_generic_bf16_d64", "must be like"),
         ("fwd_generic_bf16_d64_causalish", "must be like"),
+        ("fwd_generic_bf16_d64_full_bias_sinkss", "must be like"),
         ("fwd_hopper_bf16_d64_causal", "the planner takes fwd_generic_bf16_d64_causal"),
         ("fwd_generic_bf16_d64_causal_det", "the planner takes fwd_generic_bf16_d64_causal"),
+        ("fwd_generic_bf16_d63_full", "the planner takes fwd_generic_bf16_d63_full_a2"),
+        ("fwd_generic_bf16_d64_causal_softcap_alibi", "the planner takes fwd_generic_bf16_d64_causal_alibi_softcap"),
+        ("bwd_generic_bf16_d64_full_to_qkv", "the planner takes bwd_generic_bf16_d64_full on"),
+        ("bwd_generic_bf16_d64_full_sinks_to_bs", "has a gradient of bias, but no such feature"),
         ("matmul_qk_generic_bf16_d64v32", "the planner takes matmul_qk_generic_bf16_d64"),
         ("matmul_qk_hopper_bf16_d64", "no wgmma"),
-        ("fwd_generic_bf16_d63_full", "head_dim = 63"),
+        ("fwd_generic_bf16_d70000_full", "head_dim = 70000"),
     ],
 )
 def test_symbols_that_name_nothing(symbol: str, words: str) -> None:
@@ -229,6 +253,17 @@ def test_inspect_reads_a_folder(tmp_path: Path) -> None:
     Folder(tmp_path).put(Artifact(made.build, ".visible .entry x()", made.cubin, made.kernels, "toy", "as planned"))
     done = invoke("inspect", ROOM, "--arch", "sm_80", "--kernels", str(tmp_path), "--ptx")
     assert (done.exit_code, done.output) == (0, ".visible .entry x()\n")
+
+
+def test_inspect_of_a_backward_without_a_main_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sass, "tool", lambda: None)
+    symbol = "bwd_generic_bf16_d64_full_bias_sinks_to_bs_sum_hq"
+    Folder(tmp_path).put(fakes.artifact(parse_symbol(symbol, "sm_80").build))
+    for name in (symbol, f"{symbol}_delta_0", f"{symbol}_bias_1", f"{symbol}_sinks_2"):
+        done = invoke("inspect", name, "--arch", "sm_80", "--kernels", str(tmp_path), "--json")
+        assert done.exit_code == 0, done.output
+        rows = [row["kernel"].removeprefix(symbol) for row in json.loads(done.output)["resources"]]
+        assert rows == ["_delta", "_bias", "_sinks"]
 
 
 def test_inspect_shows_a_compiled_room() -> None:

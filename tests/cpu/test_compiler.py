@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
@@ -20,7 +21,7 @@ from cutlass_py_attn.cubin import read
 from cutlass_py_attn.errors import CompileError, NotSupported
 from cutlass_py_attn.plan import Build, Launch, Plan, Workspace
 from cutlass_py_attn.planner import plan_backward
-from cutlass_py_attn.problem import Problem, Shape
+from cutlass_py_attn.problem import Problem, Shape, Tensor
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -158,6 +159,18 @@ def test_entries_and_parameters_of_every_kind() -> None:
     assert kernels.parameters(hopper) == (("map_a", 128), ("map_b", 128), ("params", 32))
 
 
+def test_threads_of_every_entry() -> None:
+    sinks, bias = Tensor.contiguous((1,), "float32"), Tensor.contiguous((1, 1, 1, 64), "bfloat16")
+    terms = {"sinks": sinks, "grad_sinks": sinks, "bias": bias, "grad_bias": bias}
+    problem = Problem.dense("backward", Shape(1, 64, 64, 1, 64, 64), "bfloat16").replace(**terms)
+    plan = plan_backward(problem, "sm_80")
+    roles = list(kernels.entries(plan.build))
+    assert roles == ["delta", "main", "finish", "bias", "sinks"]
+    by_rows = {role: compiling._threads(plan.build, symbol) for role, symbol in kernels.entries(plan.build).items()}
+    assert by_rows == {role: 128 if role in ("delta", "sinks") else plan.build.threads for role in roles}
+    assert [launch.block[0] for launch in plan.launches] == list(by_rows.values())
+
+
 def test_an_unknown_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with pytest.raises(NotSupported, match="forward/hopper: has no kernel"):
@@ -169,6 +182,19 @@ def test_sources_cover_the_kernels() -> None:
     assert {"masks.py", "abi.py", "shared_memory.py", "kernels.py", "parts/schedule.py"} <= set(names)
     assert {"device.py", "problem.py"} <= set(names)  # vector reductions, stmatrix, the logsumexp's padding
     assert {name.split("/")[0] for name in names if "/" in name} == {"gemm", "fused", "parts"}
+
+
+def test_sources_hold_all_that_kernels_import() -> None:
+    """What decides a Build is no source: its digest is in the key beside them."""
+    package, names = ROOT / "cutlass_py_attn", set(kernels.source_modules())
+    decides_builds = {"gemm/plans.py"}
+    for name in sorted(name for name in names - decides_builds if "/" in name):
+        for node in ast.walk(ast.parse((package / name).read_text())):
+            if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("cutlass_py_attn"):
+                continue
+            modules = (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            files = {str(module).partition(".")[2].replace(".", "/") + ".py" for module in modules}
+            assert {file for file in files if (package / file).is_file()} <= names, name
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

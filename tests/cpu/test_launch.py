@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ from stand_in import StandIn
 from cutlass_py_attn import abi
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported, Stale
 from cutlass_py_attn.launch import Bound, bind, generic_arch
-from cutlass_py_attn.masks import Causal
+from cutlass_py_attn.masks import Causal, CausalBottomRight
 from cutlass_py_attn.plan import Launch, Plan, TensorMap, Workspace
-from cutlass_py_attn.problem import Problem, Tensor
+from cutlass_py_attn.problem import Problem, Shape, Tensor
 
 
-def bound_of(direction: str, **changes: object) -> tuple[Problem, Plan, Bound]:
+def bound_of(direction: str, **changes: Any) -> tuple[Problem, Plan, Bound]:
     problem, plan = plan_of(direction, **changes)
     return problem, plan, bind(artifact(plan.build), plan, problem)
 
@@ -61,7 +62,7 @@ def test_backward_launches_are_the_plan(driver_log: StandIn, deterministic: bool
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_struct_of_the_backward(driver_log: StandIn, deterministic: bool) -> None:
     strided = Tensor(SHAPE.of("query"), (200 * 512, 512, 128, 1), "bfloat16")
-    _, plan, bound = bound_of(
+    problem, plan, bound = bound_of(
         "backward", query=strided, scale=0.3, mask=Causal(), num_splits_key=1, deterministic=deterministic
     )
     given = addresses(bound.tensor_names)
@@ -70,16 +71,17 @@ def test_struct_of_the_backward(driver_log: StandIn, deterministic: bool) -> Non
     for launch in driver_log.of("cuLaunchKernelEx"):
         struct = decode(plan.build, launch.parameters)
         assert {name: struct.pop(name) for name in given} == given
-        assert [struct.pop(f"query_{axis}") for axis in ("batch", "row", "head")] == [200 * 512, 512, 128]
-        assert [struct.pop(f"grad_value_{axis}") for axis in ("batch", "row", "head")] == [300 * 96, 96, 32]
+        for name, tensor in problem.tensors().items():
+            steps = tuple(struct.pop(f"{name}_{axis}") for axis in ("batch", "row", "head"))
+            assert steps == tensor.strides[:3]
         assert struct.pop("scale") == np.float32(0.3)
         assert struct.pop("scale_log2") == np.float32(0.3 / math.log(2))
+        assert struct.pop("keep_scale") == 1.0
         for name, value in plan.sizes:
             assert struct.pop(name) == value
         parts = {part.name: workspace.ctypes.data + part.offset for part in plan.workspace.parts}
         assert {name: struct.pop(name) for name in parts} == parts
-        assert struct.pop("turn", 0) == 0
-        assert {name.rsplit("_", 1)[1] for name in struct} == {"batch", "row", "head"}
+        assert set(struct.values()) == {0}, "what this problem lacks"
     assert dict(plan.sizes)["num_splits_key"] == 1
     assert not workspace[: plan.workspace.zero_bytes].any()
     assert not driver_log.of("cuMemAllocAsync"), "the caller's workspace is used"
@@ -161,9 +163,10 @@ def test_stale_artifacts_are_refused(driver_log: StandIn) -> None:
     _, other = plan_of("forward", mask=Causal())
     with pytest.raises(Stale, match="built from another plan than fwd_generic_bf16_d64v32_full"):
         bind(artifact(other.build), plan, problem)
-    with pytest.raises(Stale, match=r"the artifact's parameters have \(152,\) bytes, the plan packs \(160,\)"):
+    packed = abi.numpy_struct(abi.FORWARD).itemsize
+    with pytest.raises(Stale, match=rf"the artifact's parameters have \(152,\) bytes, the plan packs \({packed},\)"):
         bind(artifact(plan.build, (152,)), plan, problem)
-    with pytest.raises(Stale, match=r"the driver reads parameters of \(152,\) bytes, the plan packs \(160,\)"):
+    with pytest.raises(Stale, match=rf"the driver reads parameters of \(152,\) bytes, the plan packs \({packed},\)"):
         bind(artifact(plan.build, driver_sizes=(152,)), plan, problem)
 
 
@@ -180,11 +183,8 @@ def test_too_much_shared_memory(driver_log: StandIn) -> None:
         bind(artifact(plan.build), plan, problem, device=1)
 
 
-def test_problem_of_another_plan(driver_log: StandIn) -> None:
+def test_problem_of_another_kind(driver_log: StandIn) -> None:
     problem, plan = plan_of("forward")
-    other = Problem.dense("forward", dataclasses.replace(SHAPE, num_keys=17), "bfloat16", Causal())
-    with pytest.raises(Stale, match=r"(?s)problem.mask = causal: the plan has full.*problem.num_keys = 17"):
-        bind(artifact(plan.build), plan, other)
     with pytest.raises(Stale, match="takes strides and scale from its problem"):
         bind(artifact(plan.build), plan)
     backward, _ = plan_of("backward")
@@ -192,6 +192,59 @@ def test_problem_of_another_plan(driver_log: StandIn) -> None:
         bind(artifact(plan.build), plan, backward)
     with pytest.raises(NoDevice, match="device = 9"):
         bind(artifact(plan.build), plan, problem, device=9)
+
+
+BIAS = Tensor.contiguous(SHAPE.bias, "bfloat16")
+ODD_BIAS = dataclasses.replace(BIAS, alignment=4)
+KEY = Tensor.contiguous(SHAPE.of("key"), "bfloat16")
+SINKS = Tensor.contiguous((3,), "float32")
+OTHER_PLANS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "mask": ({}, {"mask": Causal()}, ["mask.form", "window_right"]),
+    "corner of the mask": ({"mask": Causal()}, {"mask": CausalBottomRight()}, ["bottom_right"]),
+    "window": ({"mask": Causal(5)}, {"mask": Causal(6)}, ["window_left"]),
+    "lengths": ({}, {"shape": dataclasses.replace(SHAPE, num_keys=17)}, ["num_keys"]),
+    "heads": ({}, {"shape": dataclasses.replace(SHAPE, num_heads_key=1)}, ["features", "group"]),
+    "features": ({}, {"softcap": 2.0}, ["features"]),
+    "dropout": ({"dropout_p": 0.5}, {"dropout_p": 0.25}, ["dropout_threshold"]),
+    "gradients": (
+        {"sinks": SINKS},
+        {"sinks": SINKS, "grad_sinks": SINKS, "grad_value": None},
+        ["gradients"],
+    ),
+    "sums of a gradient": (
+        {"bias": BIAS, "grad_bias": BIAS},
+        {"bias": BIAS, "grad_bias": dataclasses.replace(BIAS, shape=(1, 3, 200, 300))},
+        ["bias_gradient"],
+    ),
+    "rows": ({}, {"key": dataclasses.replace(KEY, alignment=8)}, ["rows"]),
+    "bias": ({"bias": BIAS}, {"bias": ODD_BIAS}, ["bias"]),
+    "gradient of the bias": (
+        {"bias": BIAS, "grad_bias": BIAS},
+        {"bias": BIAS, "grad_bias": ODD_BIAS},
+        ["grad_bias"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("planned", "given", "named"), OTHER_PLANS.values(), ids=OTHER_PLANS)
+def test_problem_of_another_plan(
+    driver_log: StandIn, planned: dict[str, Any], given: dict[str, Any], named: list[str]
+) -> None:
+    _, plan = plan_of("backward", **planned)
+    other, _ = plan_of("backward", **given)
+    with pytest.raises(Stale) as caught:
+        bind(artifact(plan.build), plan, other)
+    lines = str(caught.value).splitlines()
+    assert [line.removeprefix("problem").lstrip(".'s").split()[0] for line in lines] == named
+    assert all(line.endswith("; plan this problem") for line in lines)
+
+
+def test_total_tiles_of_another_plan(driver_log: StandIn) -> None:
+    """The workspace follows from the tokens, which no size of the struct but this one repeats."""
+    shapes = [Shape(2, 100, 150, 3, 64, 64, tokens=(tokens, 300)) for tokens in (200, 900)]
+    (_, plan), (longer, _) = (plan_of("backward", shape=shape) for shape in shapes)
+    with pytest.raises(Stale, match=r"problem.total_tiles = \d+: the plan has \d+; plan this problem"):
+        bind(artifact(plan.build), plan, longer)
 
 
 def test_wrong_pointers_are_all_named(driver_log: StandIn) -> None:

@@ -4,38 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import combinations
+from typing import Any
 
 import pytest
+from any_problem import ARCHS, HEAD_DIMS, problems
+from asked import SHAPE, dense, with_terms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn import budget, masks
-from cutlass_py_attn.device import ARCHITECTURES, architecture
+from cutlass_py_attn import budget, kernels, masks
+from cutlass_py_attn.device import architecture
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import Buffer, Build, Plan
-from cutlass_py_attn.planner import plan_backward, plan_forward
+from cutlass_py_attn.masks import Causal, CausalBottomRight, Full, Window
+from cutlass_py_attn.plan import Buffer, Build, Plan, Workspace
+from cutlass_py_attn.planner import column_blocks, plan_backward, plan_forward
 from cutlass_py_attn.problem import ITEM_BYTES, Problem, Shape, Tensor
 
-LENGTHS = st.integers(0, 5000)
-HEAD_DIMS = st.integers(1, 16).map(lambda eighths: 8 * eighths)
-SHAPES = st.builds(Shape, st.integers(0, 9), LENGTHS, LENGTHS, st.integers(0, 40), HEAD_DIMS, HEAD_DIMS)
-ARCHS = st.sampled_from(sorted(ARCHITECTURES))
 LAW = settings(max_examples=150, deadline=None)
+WHOLE_BIAS = (2, 3, 40, 50)
+EVEN_BIAS = (2, 3, 40, 56)  # rows of whole 16-byte vectors
+EVEN = dataclasses.replace(SHAPE, num_keys=56)
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """Any supported problem with dense tensors."""
-    direction = draw(st.sampled_from(["forward", "backward"]))
-    mask = draw(st.sampled_from(sorted(masks.ALL)))
-    dense = Problem.dense(direction, draw(SHAPES), draw(st.sampled_from(sorted(ITEM_BYTES))), masks.from_name(mask))
-    deterministic = draw(st.booleans())
-    # A deterministic backward may have to refuse a number in between: see the test of its own.
-    splits = st.none() | (st.just(1) if deterministic else st.integers(1, 300))
-    return dense.replace(deterministic=deterministic, num_splits_key=draw(splits) if direction == "backward" else None)
-
-
-def plan_of(problem: Problem, arch: str) -> Plan:
+def plan_of(problem: Problem, arch: str = "sm_90") -> Plan:
     return (plan_forward if problem.direction == "forward" else plan_backward)(problem, arch)
 
 
@@ -49,11 +40,14 @@ def test_a_problem_without_reasons_has_a_plan_that_fits(problem: Problem, arch: 
     assert problem.reasons() == []
     plan = plan_of(problem, arch)
     budget.check(plan.build, architecture(arch))
-    assert plan.launches == () or not problem.is_empty
+    assert (plan.launches == ()) == problem.is_empty
+    roles = kernels.entries(plan.build)
+    assert [launch.symbol for launch in plan.launches] == ([] if problem.is_empty else list(roles.values()))
     for launch in plan.launches:
         assert launch.shared_memory_bytes <= architecture(arch).shared_memory_per_block
         assert min(launch.grid) >= 1
         assert max(launch.grid[1:]) <= 65535
+        assert launch.sizes == ()
 
 
 @LAW
@@ -74,34 +68,79 @@ def test_json_of_another_version_is_refused() -> None:
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Build)])
 def test_every_field_of_a_build_changes_its_digest(name: str) -> None:
     value = getattr(PLAN.build, name)
-    changes = {str: f"{value}x", int: 77, bool: False, tuple: ()}
+    changes: dict[type, Any] = {str: f"{value}x", int: 77, bool: not value, tuple: () if value else ("alibi",)}
     assert dataclasses.replace(PLAN.build, **{name: changes[type(value)]}).digest != PLAN.build.digest
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Buffer)])
 def test_every_field_of_a_buffer_changes_the_digest(name: str) -> None:
     first, *others = PLAN.build.shared_memory
-    changed = dataclasses.replace(first, **{name: "x" if name == "name" else 7})
+    value: Any = "x" if name == "name" else 7
+    changed = dataclasses.replace(first, **{name: value})
     assert dataclasses.replace(PLAN.build, shared_memory=(changed, *others)).digest != PLAN.build.digest
 
 
+_named: dict[tuple[str, str], Build] = {}
+
+
 @LAW
-@given(problems(), ARCHS, st.integers(1, 9), LENGTHS, LENGTHS, st.integers(1, 40))
-def test_batch_lengths_strides_and_scale_share_the_build(
-    problem: Problem, arch: str, batch: int, num_queries: int, num_keys: int, num_heads: int
-) -> None:
-    shape = dataclasses.replace(
-        problem.shape, batch=batch, num_queries=num_queries, num_keys=num_keys, num_heads=num_heads
-    )
-    other = Problem.dense(problem.direction, shape, problem.dtype, problem.mask)
-    other = other.replace(scale=0.25, deterministic=problem.deterministic, query=_spread(other.query))
-    assert plan_of(other, arch).build == plan_of(problem, arch).build
+@given(problems(), ARCHS)
+def test_a_symbol_names_one_build(problem: Problem, arch: str) -> None:
+    """Else two kernels would take each other's place in a folder of prebuilt ones."""
+    build = plan_of(problem, arch).build
+    assert _named.setdefault((arch, build.symbol), build) == build
+    assert "cutlass" not in build.symbol
 
 
-def _spread(tensor: Tensor) -> Tensor:
-    """The same tensor as a slice of one with twice the heads."""
-    batch, row, head, column = tensor.strides
-    return dataclasses.replace(tensor, strides=(2 * batch, 2 * row, head, column))
+KINDS = st.fixed_dictionaries(
+    {
+        "direction": st.sampled_from(["forward", "backward"]),
+        "dtype": st.sampled_from(sorted(ITEM_BYTES)),
+        "dims": st.tuples(HEAD_DIMS, HEAD_DIMS),
+        "form": st.sampled_from(masks.FORMS),
+        "features": st.sets(st.sampled_from(["alibi", "bias", "dropout", "grouped", "sinks", "softcap", "varlen"])),
+        "deterministic": st.booleans(),
+    }
+)
+MASKS_OF_FORM = {
+    "full": st.just(Full()),
+    "causal": st.sampled_from([Causal(), CausalBottomRight(), Window(None, 3)]),
+    "local": st.builds(Window, st.integers(0, 90), st.integers(0, 90)) | st.builds(Causal, st.integers(1, 90)),
+}
+
+
+@st.composite
+def with_numbers(draw: st.DrawFn, kind: dict[str, Any]) -> Problem:
+    """A problem of this kind with whatever decides no machine code."""
+    has, dtype = kind["features"].__contains__, kind["dtype"]
+    lengths = st.integers(2, 5000)
+    heads_key, group = draw(st.integers(1, 20)), draw(st.integers(2, 5)) if has("grouped") else 1
+    sizes = draw(st.integers(1, 9)), draw(lengths), 8 * draw(st.integers(1, 600))
+    dims, tokens = kind["dims"], sizes[1:] if has("varlen") else None
+    shape = Shape(*sizes, group * heads_key, dims[0], dims[1], heads_key, tokens)
+    problem = Problem.dense(kind["direction"], shape, dtype, draw(MASKS_OF_FORM[kind["form"]]))
+    batch, row, head, column = problem.query.strides
+    wide = dataclasses.replace(problem.query, strides=(2 * batch, 2 * row, head, column))
+    changes: dict[str, Any] = {"scale": draw(st.floats(-2, 2)), "query": wide}
+    if has("alibi"):
+        slopes = draw(st.sampled_from([(shape.num_heads,), (shape.batch, shape.num_heads)]))
+        changes["alibi_slopes"] = Tensor.contiguous(slopes, "float32")
+    if has("bias"):  # in rows of whole vectors
+        strides = draw(st.tuples(*[st.integers(0, 99).map(lambda n: 8 * n)] * 3))
+        changes["bias"] = Tensor(shape.bias, (*strides, 1), dtype)
+    if has("dropout"):
+        changes |= {"dropout_p": draw(st.floats(0.1, 1)), "philox_on_device": draw(st.booleans())}
+    changes["softcap"] = draw(st.floats(1, 90)) if has("softcap") else 0.0
+    changes["sinks"] = Tensor.contiguous((shape.num_heads,), "float32") if has("sinks") else None
+    return problem.replace(**changes, deterministic=kind["deterministic"])
+
+
+@LAW
+@given(KINDS, ARCHS, st.data())
+def test_sizes_strides_and_numbers_share_the_build(kind: dict[str, Any], arch: str, data: st.DataObject) -> None:
+    first, second = (plan_of(data.draw(with_numbers(kind)), arch).build for _ in range(2))
+    assert first == second
+    assert set(first.features) == kind["features"]
 
 
 @LAW
@@ -120,17 +159,20 @@ def test_num_splits_key_is_within_the_key_tiles(problem: Problem, arch: str) -> 
 @given(problems(), ARCHS)
 def test_the_workspace_is_no_larger_than_gradient_turns_and_row_statistics(problem: Problem, arch: str) -> None:
     plan = plan_of(problem, arch)
-    space, shape = plan.workspace, problem.shape
+    build, space, shape = plan.build, plan.workspace, problem.shape
     if problem.direction == "forward" or problem.is_empty:
-        assert (space.bytes, space.zero_bytes, space.parts) == (0, 0, ())
+        assert space == Workspace()
         return
-    groups = shape.batch * shape.num_heads
-    tiles = groups * -(-shape.num_queries // plan.build.tile_m)
-    needed = 4 * (tiles * (plan.build.tile_m * plan.build.columns + 1 + 2 * plan.build.tile_m) + groups)
+    tiles = shape.num_heads * dict(plan.sizes)["total_tiles"]
+    held = -(-build.columns // build.block_columns) * build.block_columns  # whole blocks of columns
+    counters = tiles * held // 16 + shape.num_heads * shape.batch * column_blocks(build)
+    needed = 4 * (tiles * build.tile_m * (held + 2) + counters)
     assert space.bytes <= needed + 256 * len(space.parts)
     _disjoint([(part.offset, part.bytes) for part in space.parts], space.bytes)
     zeroed = [part.name for part in space.parts if part.offset < space.zero_bytes]
-    assert zeroed == ["grad_query_accum", "turn"][: 1 + plan.build.deterministic]
+    accumulated = ["grad_query_accum", "turn", "started"][: 3 if build.deterministic else 1]
+    assert zeroed == (accumulated if problem.grad_query is not None else [])
+    assert [part.name for part in space.parts[len(zeroed) :]] == ["delta", "logsumexp_log2"]
 
 
 @LAW
@@ -147,6 +189,200 @@ def _disjoint(pieces: list[tuple[int, int]], total: int) -> None:
     assert max(offset + size for offset, size in pieces) <= total
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 500), max_size=30), st.integers(0, 200), st.sampled_from(["float16", "float32"]))
+def test_sequences_share_the_query_tiles(lengths: list[int], unused: int, dtype: str) -> None:
+    """Sequence b starts at tile cu_seqlens_q[b] // tile_m + b: no two meet, and the last ends within all tiles."""
+    tokens = sum(lengths) + unused
+    shape = Shape(len(lengths), max(lengths, default=0), 9, 2, 64, 64, tokens=(tokens, 9))
+    plan = plan_of(Problem.dense("backward", shape, dtype))
+    tile_m, taken, start = plan.build.tile_m, 0, 0
+    for number, length in enumerate(lengths):
+        first = start // tile_m + number
+        assert first >= taken
+        taken, start = first + -(-length // tile_m), start + length
+    assert taken <= dict(plan.sizes)["total_tiles"] <= tokens / tile_m + len(lengths)
+
+
+PIECES: dict[tuple[int, int], list[tuple[tuple[int, ...], int, int]]] = {
+    (1, 1): [((), 1, 1)],
+    (65535, 65535): [((), 65535, 65535)],
+    (65536, 3): [((0, 0), 65535, 3), ((65535, 0), 1, 3)],
+    (2, 131071): [((0, 0), 2, 65535), ((0, 65535), 2, 65535), ((0, 131070), 2, 1)],
+    (65537, 65536): [((0, 0), 65535, 65535), ((0, 65535), 65535, 1), ((65535, 0), 2, 65535), ((65535, 65535), 2, 1)],
+}
+
+
+@pytest.mark.parametrize(("heads", "batch"), PIECES)
+def test_grids_in_pieces(heads: int, batch: int) -> None:
+    """y and z of a grid end at 65535: the launches of one kernel share the heads and batches."""
+    wanted = [
+        ((("first_head", at[0]), ("first_batch", at[1])) if at else (), (y, z)) for at, y, z in PIECES[heads, batch]
+    ]
+    shape = Shape(batch, 300, 500, heads, 64, 64)
+    bias = Tensor.contiguous((batch, heads, 1, 1), "float16")
+    backward = Problem.dense("backward", shape, "float16").replace(bias=bias, grad_bias=bias)
+    plan = plan_of(backward)
+    for role, symbol in kernels.entries(plan.build).items():
+        pieces = [launch for launch in plan.launches if launch.symbol == symbol]
+        assert [(piece.sizes, piece.grid[1:]) for piece in pieces] == wanted, role
+        assert len({piece.grid[0] for piece in pieces}) == 1
+    forward = plan_of(Problem.dense("forward", shape, "float16"))
+    assert [(piece.sizes, piece.grid[1:]) for piece in forward.launches] == wanted
+
+
+def test_grids() -> None:
+    """Forward, delta and finish: a query head each; the main backward: a key head; grad_bias: what it has of them."""
+    shape = Shape(2, 300, 500, 6, 64, 64, num_heads_key=3)
+    sinks, bias = Tensor.contiguous((6,), "float32"), Tensor.contiguous((2, 1, 300, 500), "float16")
+    problem = Problem.dense("backward", shape, "float16").replace(
+        bias=bias, grad_bias=bias, sinks=sinks, grad_sinks=sinks, num_splits_key=2
+    )
+    plan = plan_of(problem)
+    m, n = plan.build.tile_m, plan.build.tile_n
+    tiles_m, tiles_n = -(-300 // m), -(-500 // n)
+    grids = dict(zip(kernels.entries(plan.build), (launch.grid for launch in plan.launches), strict=True))
+    assert grids == {
+        "delta": (tiles_m * m // 16, 6, 2),
+        "main": (2, 3, 2),
+        "finish": (tiles_m, 6, 2),
+        "bias": (tiles_m * tiles_n, 1, 2),
+        "sinks": (6, 1, 1),
+    }
+    assert plan_of(Problem.dense("forward", shape, "float16")).launches[0].grid == (-(-300 // 128), 6, 2)
+
+
+def test_wide_heads_are_shared_by_blocks_of_columns() -> None:
+    plan = plan_of(Problem.dense("forward", Shape(2, 300, 500, 3, 64, 1100), "float16"))
+    build = plan.build
+    assert build.column_block
+    assert column_blocks(build) == -(-1100 // build.column_block) > 1
+    assert plan.launches[0].grid == (-(-300 // build.tile_m) * column_blocks(build), 3, 2)
+    assert f"{column_blocks(build)} blocks of {build.column_block} columns" in plan.explain()
+
+
+DQ, DK, DV = "grad_query", "grad_key", "grad_value"
+ENTRIES: dict[str, tuple[tuple[str, ...], tuple[int, ...], str, str]] = {
+    "q k v": ((DQ, DK, DV), (), "", "delta_1 main_0 finish_2"),
+    "q": ((DQ,), (), "to_q", "delta_1 main_0 finish_2"),
+    "k v": ((DK, DV), (), "to_kv", "delta_1 main_0"),
+    "q k v and a bias as it is": ((DQ, DK, DV), EVEN_BIAS, "to_qkvb", "delta_1 main_0 finish_2"),
+    "v and a sum over heads": ((DV,), (2, 1, 40, 56), "to_vb_sum_h", "delta_1 main_0 bias_2"),
+    "a sum over all": ((), (1, 1, 1, 1), "to_b_ga2_sum_bhqk", "delta_0 bias_1"),
+    "a bias alone": ((), EVEN_BIAS, "to_b_sum_none", "delta_0 bias_1"),
+}
+
+
+@pytest.mark.parametrize(("wanted", "grad_bias", "words", "roles"), ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_entries_of_gradients(
+    wanted: tuple[str, ...], grad_bias: tuple[int, ...], words: str, roles: str, with_sinks: bool
+) -> None:
+    """Only the kernels that the gradients need, in the order of their launches and with the compiler's numbers."""
+    terms: dict[str, Any] = {name: None for name in (DQ, DK, DV) if name not in wanted}
+    terms |= {"bias": EVEN_BIAS, "grad_bias": grad_bias} if grad_bias else {}
+    terms |= {"sinks": (3,), "grad_sinks": (3,)} if with_sinks else {}
+    plan = plan_of(with_terms("backward", EVEN, **terms))
+    expected = roles.split()
+    if with_sinks:
+        expected.append(f"sinks_{len(expected)}")
+        words = words.replace("b", "bs", 1) if "b" in words else f"{words}s" if words else "to_qkvs"
+    found = [f"{role}_{symbol.rpartition('_')[2]}" for role, symbol in kernels.entries(plan.build).items()]
+    assert found == expected
+    assert [launch.symbol for launch in plan.launches] == list(kernels.entries(plan.build).values())
+    assert plan.build.has_main == any(entry.startswith("main") for entry in expected)
+    assert plan.symbol.endswith(words)
+
+
+def test_grad_bias_behind_a_softcap_has_a_kernel_of_its_own() -> None:
+    """The main kernel has dS only times the softcap's slope."""
+    problem = with_terms("backward", bias=WHOLE_BIAS, grad_bias=WHOLE_BIAS)
+    assert plan_of(problem).build.bias_gradient == "main"
+    assert plan_of(problem.replace(softcap=3.0)).build.bias_gradient == "none"
+    sums = with_terms("backward", bias=(1, 3, 1, 50), grad_bias=(1, 3, 1, 50))
+    assert plan_of(sums).build.bias_gradient == "bq"
+    one_batch = Problem.dense("backward", Shape(1, 1, 50, 3, 16, 16), "float16").replace(
+        bias=sums.bias, grad_bias=sums.grad_bias
+    )
+    assert plan_of(one_batch).build.bias_gradient == "main", "there is nothing to sum over"
+
+
+KEY = Tensor.contiguous((2, 50, 3, 16), "float16")
+ACCESS: dict[str, tuple[Problem, tuple[int, int, int], str]] = {
+    "whole vectors": (dense(), (16, 0, 0), "full"),
+    "an odd head dim": (dense(head_dim=7), (2, 0, 0), "full_a2"),
+    "an even head dim of values": (dense(head_dim_value=20), (8, 0, 0), "full_a8"),
+    "a float32 of 4 bytes": (dense(dtype="float32", head_dim=65), (4, 0, 0), "full_a4"),
+    "an address": (dense().replace(key=dataclasses.replace(KEY, alignment=4)), (4, 0, 0), "full_a4"),
+    "a stride": (dense().replace(key=dataclasses.replace(KEY, strides=(2600, 52, 16, 1))), (8, 0, 0), "full_a8"),
+    "the address of a result": (
+        dense("backward").replace(grad_key=dataclasses.replace(KEY, alignment=8)),
+        (8, 0, 0),
+        "full_a8",
+    ),
+    "a bias of 50 keys": (with_terms(bias=WHOLE_BIAS), (16, 4, 0), "full_bias_ba4"),
+    "a bias of 56 keys": (with_terms(base=EVEN, bias=EVEN_BIAS), (16, 16, 0), "full_bias"),
+    "a bias whose rows are padded oddly": (
+        dense(num_keys=56).replace(bias=Tensor(EVEN_BIAS, (6960, 2320, 58, 1), "float16")),
+        (16, 4, 0),
+        "full_bias_ba4",
+    ),
+    "a bias that broadcasts along odd strides": (
+        dense(num_keys=56).replace(bias=Tensor((1, 3, 1, 56), (7, 0, 9, 1), "float16")),
+        (16, 16, 0),
+        "full_bias",
+    ),
+    "a transposed bias": (
+        dense(num_keys=56).replace(bias=Tensor(EVEN_BIAS, (6720, 2240, 1, 40), "float16")),
+        (16, 2, 0),
+        "full_bias_ba2",
+    ),
+    "a bias of one key for all": (with_terms(bias=(2, 3, 40, 1)), (16, 2, 0), "full_bias_ba2"),
+    "the address of a bias": (
+        dense(num_keys=56).replace(bias=Tensor((1, 1, 1, 56), (0, 0, 0, 1), "float16", 8)),
+        (16, 8, 0),
+        "full_bias_ba8",
+    ),
+    "another layout of its gradient": (
+        with_terms("backward", EVEN, bias=EVEN_BIAS).replace(
+            grad_bias=Tensor(EVEN_BIAS, (6960, 2320, 58, 1), "float16")
+        ),
+        (16, 16, 4),
+        "full_bias_to_qkvb_ga4",
+    ),
+}
+
+
+@pytest.mark.parametrize(("problem", "access", "words"), ACCESS.values(), ids=ACCESS)
+def test_access(problem: Problem, access: tuple[int, int, int], words: str) -> None:
+    """The widest loads that addresses, strides and row lengths allow, for the operands, bias and grad_bias apart."""
+    build = plan_of(problem).build
+    assert (build.access_bytes, build.bias_access_bytes, build.grad_bias_access_bytes) == access
+    assert build.symbol.partition("_")[2].partition("_")[2].partition("_")[2].partition("_")[2] == words
+
+
+@pytest.mark.parametrize(
+    ("mask", "edges"),
+    [
+        (Full(), (masks.UNLIMITED, masks.UNLIMITED, 0)),
+        (CausalBottomRight(), (masks.UNLIMITED, 0, 1)),
+        (Causal(300), (299, 0, 0)),
+        (Window(7, None), (7, masks.UNLIMITED, 1)),
+    ],
+    ids=str,
+)
+def test_edges_are_numbers(mask: masks.Mask, edges: tuple[int, int, int]) -> None:
+    sizes = dict(plan_of(dense().replace(mask=mask)).sizes)
+    assert tuple(sizes[name] for name in ("window_left", "window_right", "bottom_right")) == edges
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25, 0.5, 0.7, 1.0])
+def test_dropout_threshold_is_an_unsigned_word(dropout_p: float) -> None:
+    word = dict(plan_of(dense().replace(dropout_p=dropout_p)).sizes)["dropout_threshold"]
+    assert -(2**31) <= word < 2**31
+    assert (word % 2**32) / 2**32 == pytest.approx(dropout_p, abs=1e-6)
+
+
 def test_a_deterministic_backward_refuses_blocks_that_would_wait() -> None:
     turns = BACKWARD.replace(deterministic=True)
     key_tiles = PLAN.num_splits_key
@@ -155,6 +391,7 @@ def test_a_deterministic_backward_refuses_blocks_that_would_wait() -> None:
         assert plan_backward(turns.replace(num_splits_key=asked), "sm_80").num_splits_key == blocks
     with pytest.raises(NotSupported, match="num_splits_key = 2 with deterministic"):
         plan_backward(turns.replace(num_splits_key=2), "sm_80")
+    assert not plan_of(turns.replace(grad_query=None)).build.deterministic, "only the query gradient is summed"
 
 
 def test_the_rings_of_the_backward_must_be_equal() -> None:
@@ -169,32 +406,3 @@ def test_the_direction_must_match() -> None:
         plan_forward(BACKWARD, "sm_80")
     with pytest.raises(NotSupported, match="not a known target"):
         plan_backward(BACKWARD, "sm_70")
-
-
-def test_explain_says_what_decides() -> None:
-    text = PLAN.explain()
-    build = PLAN.build
-    said = [
-        "sm_80",
-        f"{build.tile_m} queries x {build.tile_n} keys",
-        f"{build.warps} ({build.threads} threads)",
-        f"warps of scores  {build.scores[0]} x {build.scores[1]}",
-        f"query {build.query_stages}, grad_output {build.grad_output_stages}",
-        f"{budget.accumulator_registers(build)} of them float32 accumulators",
-        "block 128 x 1 x 1, cluster 1 x 1 x 1",
-        f"num_splits_key: {PLAN.num_splits_key}",
-        f"shared memory: {build.shared_memory_bytes} of 166912 bytes",
-        f"why: {PLAN.why}",
-        *(f"{launch.symbol}: grid" for launch in PLAN.launches),
-        *(part.name for part in PLAN.workspace.parts),
-    ]
-    for words in said:
-        assert words in text
-    assert all(f"{buffer.name} " in text and f" {buffer.bytes} " in text for buffer in PLAN.build.shared_memory)
-
-
-def test_explain_of_a_forward_and_of_an_empty_problem() -> None:
-    empty = Problem.dense("forward", Shape(0, 300, 500, 3, 64, 64), "float16")
-    text = plan_of(empty, "sm_90").explain()
-    assert "none, the problem is empty" in text
-    assert "grad_" not in text

@@ -27,6 +27,8 @@ README = """# Title
 between
 <!-- benchmark:begin -->
 <!-- benchmark:end -->
+<!-- features:begin -->
+<!-- features:end -->
 """
 SHAPE = Shape(1, 128, 128, 1, 64, 64)
 

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn import driver
-from cutlass_py_attn.launch import Bound, bind, generic_arch
+from cutlass_py_attn.arrays import numpy_dtype
+from cutlass_py_attn.launch import Bound, bind, bind_first, generic_arch
 from cutlass_py_attn.plan import Plan
-from cutlass_py_attn.problem import ITEM_BYTES, Problem, Tensor
-from cutlass_py_attn.reference import DTYPES
-from tests.gpu.cases import plan_of
+from cutlass_py_attn.planner import plans
+from cutlass_py_attn.problem import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Problem, Tensor
 from tests.gpu.check import Kernels
 
 Array = npt.NDArray[Any]
@@ -31,8 +31,12 @@ class Buffer:
     def __init__(self, tensor: Tensor, values: Array | None) -> None:
         self.is_output = values is None
         self._tensor = tensor
-        extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
-        self._host = np.full(extent + 2 * GUARD, np.nan, DTYPES[tensor.dtype])
+        extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True) if size)
+        # A tensor that is said to be aligned to less than 16 bytes is.
+        item = numpy_dtype(tensor.dtype).itemsize
+        self._guard = GUARD + (tensor.alignment // item if tensor.alignment < ROW_ALIGNMENT_BYTES else 0)
+        nothing = np.nan if tensor.dtype in ITEM_BYTES else -1
+        self._host = np.full(max(extent, 1) + 2 * self._guard, nothing, numpy_dtype(tensor.dtype))
         if values is not None:
             self._view(self._host)[...] = values
         self._base = driver.allocate_now(self._host.nbytes, "a test tensor")
@@ -41,7 +45,7 @@ class Buffer:
     @property
     def address(self) -> int:
         """Of the tensor's first element."""
-        return self._base + GUARD * self._host.itemsize
+        return self._base + self._guard * self._host.itemsize
 
     def fill(self) -> None:
         """The buffer as it was at first: inputs in their places, NaN everywhere else."""
@@ -57,7 +61,7 @@ class Buffer:
         changed = found.view(whole) != self._host.view(whole)
         if self.is_output:
             self._view(changed)[...] = False
-        places = np.flatnonzero(changed) - GUARD
+        places = np.flatnonzero(changed) - self._guard
         assert not places.size, f"{places.size} elements changed that are not ours, from {places[0]} on"
         return self._view(found).copy()
 
@@ -67,7 +71,7 @@ class Buffer:
 
     def _view(self, whole: Array) -> Array:
         strides = [step * whole.itemsize for step in self._tensor.strides]
-        return np.lib.stride_tricks.as_strided(whole[GUARD:], self._tensor.shape, strides)
+        return np.lib.stride_tricks.as_strided(whole[self._guard :], self._tensor.shape, strides)
 
 
 class Placed:
@@ -77,8 +81,15 @@ class Placed:
     before each launch, so that nothing may rely on what it holds.
     """
 
-    def __init__(self, bound: Bound, tensors: Mapping[str, Tensor], operands: Mapping[str, Array]) -> None:
+    def __init__(
+        self,
+        bound: Bound,
+        tensors: Mapping[str, Tensor],
+        operands: Mapping[str, Array],
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
         self.bound = bound
+        self.numbers = dict(numbers or {})
         self.buffers = {name: Buffer(tensor, operands.get(name)) for name, tensor in tensors.items()}
         size = bound.workspace_bytes
         self.workspace = driver.allocate_now(size, "a workspace") if size else None
@@ -86,7 +97,7 @@ class Placed:
     @property
     def pointers(self) -> dict[str, int]:
         """Addresses by name, as Bound takes them."""
-        return {name: buffer.address for name, buffer in self.buffers.items()}
+        return {name: buffer.address for name, buffer in self.buffers.items()} | self.numbers
 
     def reset(self) -> None:
         """NaN in the outputs, ones in the workspace."""
@@ -170,16 +181,21 @@ def laid_out(problem: Problem, layout: Layout) -> Problem:
 def bound_of(problem: Problem, kernels: Kernels) -> Bound:
     """The problem planned for the first GPU and bound to it."""
     gpu = driver.device(0)
-    plan = plan_of(problem, generic_arch(gpu.compute_capability), gpu.num_sms)
-    return bind(kernels(plan.build), plan, problem)
+    return bind_first(plans(problem, generic_arch(gpu.compute_capability), gpu.num_sms), problem, kernels)
 
 
-def placed(problem: Problem, operands: Mapping[str, Array], kernels: Kernels) -> Placed:
-    """A fused kernel in guarded buffers; operands by the names of the tensors it reads."""
-    tensors = {**problem.tensors(), "logsumexp": Tensor.contiguous(problem.shape.logsumexp, "float32")}
+def placed(
+    problem: Problem, operands: Mapping[str, Array], kernels: Kernels, numbers: Mapping[str, int] | None = None
+) -> Placed:
+    """A fused kernel in guarded buffers; operands by the names of the tensors it reads.
+
+    numbers: philox_seed and philox_offset where they are not in device memory.
+    """
+    logsumexp = Tensor.contiguous(problem.shape.logsumexp, "float32")
+    tensors = {**problem.tensors(), **problem.vectors(), "logsumexp": logsumexp}
     written = {"output", "logsumexp"} if problem.direction == "forward" else set()
     given = {name: array for name, array in operands.items() if name in tensors and name not in written}
-    return Placed(bound_of(problem, kernels), tensors, given)
+    return Placed(bound_of(problem, kernels), tensors, given, numbers)
 
 
 def placed_room(plan: Plan, operands: Mapping[str, Array], kernels: Kernels) -> Placed:

@@ -23,7 +23,7 @@ FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.
 class _Record(ctypes.Structure):
     _fields_ = (
         ("call", ctypes.c_char * 40),
-        ("text", ctypes.c_char * 96),
+        ("text", ctypes.c_char * 192),
         ("numbers", ctypes.c_uint64 * 12),
         ("byte_count", ctypes.c_int),
         ("bytes", ctypes.c_ubyte * 1024),

@@ -10,8 +10,8 @@
 typedef unsigned long long u64;
 enum { NOT_FOUND = 500, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 12, BYTES = 1024, PARAMETERS = 8 };
 
-typedef struct { char call[40], text[96]; u64 numbers[NUMBERS]; int byte_count; unsigned char bytes[BYTES]; } Record;
-typedef struct { char symbol[96]; int count; size_t sizes[PARAMETERS]; } Kernel;
+typedef struct { char call[40], text[192]; u64 numbers[NUMBERS]; int byte_count; unsigned char bytes[BYTES]; } Record;
+typedef struct { char symbol[192]; int count; size_t sizes[PARAMETERS]; } Kernel;
 typedef struct {
     unsigned grid[3], block[3], shared_memory;
     void *stream, *attributes;
@@ -82,6 +82,11 @@ int cuMemFree(void *p) { NOTE("", N(p)); free(p); return 0; }
 int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) { NOTE("", N(p), byte, n, N(stream)); memset(p, byte, n); return 0; }
+int cuMemsetD2D8Async(char *p, size_t pitch, unsigned char byte, size_t width, size_t height, void *stream) {
+    NOTE("", N(p), pitch, byte, width, height, N(stream));
+    for (size_t y = 0; y < height; y++) memset(p + y * pitch, byte, width);
+    return 0;
+}
 int cuMemsetD2D32Async(char *p, size_t pitch, unsigned word, size_t width, size_t height, void *stream) {
     NOTE("", N(p), pitch, word, width, height, N(stream));
     for (size_t y = 0; y < height; y++)

@@ -1,0 +1,196 @@
+"""PTX threads: integer PTX with branches, executed by NumPy for all threads of a grid.
+
+Each thread has its own place in the program. The lowest place goes first; a thread that has come to a shuffle
+or another `.sync` instruction waits for the rest of its warp, so that threads part and meet as on a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+WARP = 32
+NEVER_SET = 0xDEADBEEFDEADBEEF
+_STATEMENT = re.compile(
+    r"(?:@(?P<negated>!?)(?P<predicate>%\w+)\s+)?(?P<op>[a-z][\w.:]*)\s*(?P<operands>.*)$", re.DOTALL
+)
+_COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+
+
+def bits_of(op: str) -> int:
+    """Width of an instruction's type."""
+    return 1 if op.endswith(".pred") else int((re.search(r"\.[bsuf](\d+)$", op) or ["", "64"])[1])
+
+
+def as_type(values: Array, kind: str) -> Array:
+    """uint64 registers as the numbers that a type such as s32 sees, in 64 bits."""
+    width = int(kind[1:])
+    wrapped = values & np.uint64(2**width - 1)
+    if kind[0] != "s":
+        return wrapped
+    sign = np.uint64(1 << (width - 1))
+    return ((wrapped ^ sign) - sign).view(np.int64)
+
+
+class Threads:
+    """A grid of threads: registers as uint64 arrays over all of them, global memory as bytes from address 0."""
+
+    def __init__(self, ptx: str, grid: tuple[int, int], block: int, memory: Array, parameters: Array) -> None:
+        self.memory, self.parameters = memory, parameters.view(np.uint8)
+        number = np.arange(grid[0] * grid[1] * block, dtype=np.uint64)
+        column = number // np.uint64(block)
+        self.special = {
+            "%tid.x": number % np.uint64(block),
+            "%ctaid.x": column % np.uint64(grid[0]),
+            "%ctaid.y": column // np.uint64(grid[0]),
+            "%nctaid.x": np.full_like(number, grid[0]),
+        }
+        self.registers: dict[str, Array] = {}
+        self.places = np.zeros(len(number), np.int64)
+        self.statements: list[tuple[str, str, str, list[str]]] = []
+        self.labels: dict[str, int] = {}
+        self._parse(ptx)
+
+    def _parse(self, ptx: str) -> None:
+        body = ptx[ptx.index("{", ptx.index(".entry")) + 1 :]
+        for text in re.split(r";|(?<=:)\s*\n", re.sub(r"//[^\n]*", "", body)):
+            bare = text.strip()
+            if label := re.fullmatch(r"(\$\w+):", bare):
+                self.labels[label[1]] = len(self.statements)
+            elif found := _STATEMENT.match(bare):
+                operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", found["operands"])
+                self.statements.append((found["negated"] or "", found["predicate"] or "", found["op"], operands))
+
+    def run(self) -> None:
+        """Execute until every thread has returned."""
+        while (place := self._next()) is not None:
+            active = self.places == place
+            negated, predicate, op, operands = self.statements[place]
+            self.places[active] += 1
+            if predicate:
+                condition = self.value(predicate) != 0
+                active = active & (~condition if negated else condition)
+            if op == "ret":
+                self.places[active] = len(self.statements)
+            elif op.startswith("bra"):
+                self.places[active] = self.labels[operands[0]]
+            else:
+                self.execute(op, operands, active)
+
+    def _next(self) -> int | None:
+        places = np.unique(self.places)
+        left = [int(place) for place in places if place < len(self.statements)]
+        free = [place for place in left if ".sync" not in self.statements[place][2]]
+        if free or not left:
+            return free[0] if free else None
+        whole = (self.places == left[0]).reshape(-1, WARP)
+        assert (whole.all(axis=1) == whole.any(axis=1)).all(), "a warp meets only in part"
+        return left[0]
+
+    def value(self, text: str) -> Array:
+        """A register, a special register or a constant, for each thread."""
+        if text in self.special:
+            return self.special[text]
+        if text.startswith("%"):
+            return self.registers.setdefault(text, np.full(len(self.places), NEVER_SET, np.uint64))
+        return np.full(len(self.places), int(text, 0) % 2**64, np.uint64)
+
+    def write(self, name: str, values: Array, bits: int, active: Array) -> None:
+        """Set a register of the active threads."""
+        if name != "_":
+            cut = values.astype(np.uint64) & np.uint64(2**bits - 1)
+            self.registers[name] = np.where(active, cut, self.value(name))
+
+    def address(self, text: str) -> Array:
+        """[register + constant]."""
+        parts = [self.value(part) for part in text.strip("[]").split("+")]
+        return np.add.reduce(parts).astype(np.int64)
+
+    def execute(self, op: str, operands: list[str], active: Array) -> None:
+        """One instruction of the active threads."""
+        if op.startswith(("ld.", "st.")):
+            self.move(op, operands, active)
+        elif op.startswith("mov.b") and "{" in "".join(operands):
+            self.split_or_join(bits_of(op), operands, active)
+        else:
+            name, *sources = operands
+            bits = bits_of(op) * (2 if ".wide" in op else 1)
+            result = self.result(op, [self.value(source) for source in sources])
+            self.write(name, result, bits_of(".".join(op.split(".")[:2])) if op.startswith("cvt") else bits, active)
+
+    def move(self, op: str, operands: list[str], active: Array) -> None:
+        """Loads and stores; parameters are the struct."""
+        size = bits_of(op) // 8
+        is_store = op.startswith("st")
+        names, place = re.findall(r"%\w+", operands[is_store]), operands[not is_store]
+        if op.startswith("ld.param"):
+            start = int((re.search(r"\+(\d+)", place) or ["", "0"])[1])
+            memory, addresses = self.parameters, np.full(len(self.places), start)
+        else:
+            memory, addresses = self.memory, self.address(place)
+        for i, name in enumerate(names):
+            at = addresses + i * size
+            if is_store:
+                values = self.value(name)[active]
+                for byte in range(size):
+                    memory[at[active] + byte] = values >> np.uint64(8 * byte) & np.uint64(255)
+            else:
+                loaded = np.zeros(len(at), np.uint64)
+                for byte in range(size):
+                    loaded[active] |= memory[at[active] + byte].astype(np.uint64) << np.uint64(8 * byte)
+                self.write(name, loaded, 8 * size, active)
+
+    def split_or_join(self, bits: int, operands: list[str], active: Array) -> None:
+        """Two registers as one of `bits` bits, or one as two."""
+        targets, sources = (re.findall(r"%\w+|\b\d+\b|\b_\b", operand) for operand in operands)
+        value = self.value(sources[0])
+        if len(sources) == 2:
+            value = value | self.value(sources[1]) << np.uint64(bits // 2)
+        for i, name in enumerate(targets):
+            self.write(name, value >> np.uint64(bits // 2 * i), bits // len(targets), active)
+
+    def result(self, op: str, v: list[Array]) -> Array:
+        """Result of a register operation as uint64, of which the instruction's width counts."""
+        kind, *modifiers = op.split(".")
+        if kind == "setp":
+            a, b = (as_type(x, modifiers[-1].replace("b", "u")) for x in v)
+            return _COMPARISONS[modifiers[0]](a, b)
+        if kind in ("mul", "mad") and modifiers[0] == "wide":
+            a, b = (as_type(x, modifiers[1]) for x in v[:2])
+            return (a * b).astype(np.uint64)
+        bits = np.uint64(bits_of(op))
+        actions: dict[str, Callable[[], Array]] = {
+            "mov": lambda: v[0],
+            "cvt": lambda: as_type(v[0], modifiers[-1]).astype(np.uint64),
+            "add": lambda: v[0] + v[1],
+            "sub": lambda: v[0] - v[1],
+            "neg": lambda: np.uint64(0) - v[0],
+            "mul": lambda: v[0] * v[1],
+            "mad": lambda: v[0] * v[1] + v[2],
+            "and": lambda: v[0] & v[1],
+            "or": lambda: v[0] | v[1],
+            "xor": lambda: v[0] ^ v[1],
+            "not": lambda: ~v[0],
+            "shl": lambda: np.where(v[1] < bits, v[0] << np.minimum(v[1], bits - np.uint64(1)), np.uint64(0)),
+            "shr": lambda: np.where(v[1] < bits, v[0] >> np.minimum(v[1], bits - np.uint64(1)), np.uint64(0)),
+            "shf": lambda: ((v[1] << np.uint64(32) | v[0]) << (v[2] & np.uint64(31))) >> np.uint64(32),
+            "min": lambda: np.minimum(*(as_type(x, modifiers[-1]) for x in v)).astype(np.uint64),
+            "max": lambda: np.maximum(*(as_type(x, modifiers[-1]) for x in v)).astype(np.uint64),
+            "selp": lambda: np.where(v[2] != 0, v[0], v[1]),
+            "shfl": lambda: v[0][np.arange(len(v[0])) ^ int(v[1][0])],
+            "redux": lambda: np.bitwise_or.reduce(v[0].reshape(-1, WARP), axis=1).repeat(WARP),
+        }
+        assert not (kind == "shr" and modifiers[0][0] == "s"), f"{op}: not emulated"
+        return actions[kind]()

@@ -1,0 +1,435 @@
+"""Matrix: what the test suites of xFormers and of PyTorch run memory-efficient attention through, as data.
+
+python -m tests.gpu.matrix    how many cases there are, and how many kernels they need
+
+A case is a problem of drawn.py with its inputs. Which head dims, dtypes and features meet is chosen so that about
+150 kernels serve all of them; lengths, batches and heads cost no kernel and come in full.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cutlass_py_attn import reference
+from cutlass_py_attn.plan import Build
+from cutlass_py_attn.problem import Problem, Tensor
+from tests.gpu.cases import ARCH, plan_of
+from tests.gpu.drawn import Drawn
+
+Array = npt.NDArray[Any]
+Sizes = tuple[int, int, int, int, int]  # batch, queries, keys, heads, head dim
+
+DTYPES: Final = ("float16", "bfloat16", "float32")
+OPERANDS: Final = ("query", "key", "value", "grad_output")
+SMALL_DIM: Final = 32  # xFormers scales narrower heads as if they were this wide
+WHOLE_ROWS: Final = 3  # a bias that hides whole rows hides every third
+SHARE: Final = 0.3  # of the keys that a bias hides in the other rows
+# The least number of each dtype, what frameworks hide keys with.
+LEAST: Final = {"float16": -65504.0, "bfloat16": -(2.0**128 - 2.0**120), "float32": -(2.0**128 - 2.0**104)}
+
+
+def _gaussian_x3(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Array:
+    return rng.standard_normal(shape, dtype=np.float32) * (1 if name == "grad_output" else 3)
+
+
+def _uniform(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Array:
+    return rng.random(shape, dtype=np.float32)
+
+
+def _flat(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Array:
+    return np.full(shape, name in ("value", "grad_output"), np.float32)
+
+
+# probe: equal scores, and unit vectors as values and gradients, so that the output and the gradient of the values
+# are the weights themselves; Case.arrays places the units.
+FAMILIES: Final[dict[str, Callable[[np.random.Generator, str, tuple[int, ...]], Array]]] = {
+    "gaussian_x3": _gaussian_x3,
+    "uniform": _uniform,
+    "flat": _flat,
+    "probe": lambda rng, name, shape: np.zeros(shape, np.float32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case(Drawn):
+    """A problem and its inputs; direction "backward" stands for a forward and the backward behind it.
+
+    family: of FAMILIES. bias_values: gaussian; corner, where one head sees its last key and its last row all keys;
+    hidden, -inf in a share of each row and in whole rows; least, the dtype's least number in their place; partly,
+    that number in no whole row. batch_period, head_period: the inputs repeat after so many batches or heads (0:
+    never), so that the truth of a few serves for all. key_layout "expanded": one head of key and value for all, by
+    stride 0; grad_layout "expanded": one row of ones as the gradient of the output, by stride 0. bias_layout has
+    two values more: "expanded" has one row of keys for all, "expanded_rows" one matrix, by stride 0.
+    """
+
+    family: str = "gaussian_x3"
+    bias_values: str = "gaussian"
+    batch_period: int = 0
+    head_period: int = 0
+    key_layout: str = ""
+    grad_layout: str = ""
+
+    @property
+    def core(self) -> Case:
+        """The same with the batches and heads that differ alone."""
+        batch = min(self.batch, self.batch_period or self.batch)
+        heads = min(self.heads, self.head_period or self.heads)
+        return replace(self, batch=batch, heads=heads, batch_period=0, head_period=0)
+
+    @property
+    def forward(self) -> Case:
+        """The forward alone."""
+        return replace(self, direction="forward", deterministic=False, splits=0)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every tensor is contiguous, as NumPy arrays are once they are on the device."""
+        layouts = (self.key_layout or "dense", self.grad_layout or "dense", self.layout, self.bias_layout)
+        return set(layouts) == {"dense"} and not self.on_device
+
+    def problem(self) -> Problem:
+        """The problem, with layouts."""
+        problem = Drawn.problem(self)
+        changes: dict[str, Tensor] = {}
+        if self.key_layout:
+            for tensor, name in ((problem.key, "key"), (problem.value, "value")):
+                rows, columns = tensor.shape[1], tensor.shape[3]
+                changes[name] = Tensor(tensor.shape, (rows * columns, columns, 0, 1), tensor.dtype)
+        if self.grad_layout and problem.grad_output is not None:
+            changes["grad_output"] = Tensor(problem.grad_output.shape, (0, 0, 0, 1), problem.dtype)
+        if self.bias_layout.startswith("expanded") and problem.bias is not None:
+            keys = problem.bias.shape[3]
+            row = keys if self.bias_layout == "expanded_rows" else 0
+            changes["bias"] = Tensor(problem.bias.shape, (0, 0, row, 1), problem.dtype)
+        return problem.replace(**changes)
+
+    def arrays(self) -> dict[str, Array]:
+        """Every input by name; what lies outside of every sequence, or behind its used keys, is NaN."""
+        rng = np.random.default_rng(self.seed)
+        problem, found = self.problem(), Drawn.arrays(self)
+        kind = reference.DTYPES[self.dtype]
+        for name in OPERANDS:
+            values = FAMILIES[self.family](rng, name, problem.shape.of(name))
+            places = self._places(name, values.shape[1])
+            if self.family == "probe" and name in ("value", "grad_output"):
+                values[:] = np.eye(values.shape[1], values.shape[3])[places, None]
+            if self.key_layout and name in ("key", "value"):
+                values[:] = values[:, :, :1]
+            if self.grad_layout and name == "grad_output":
+                values[:] = 1
+            found[name] = values.astype(kind)
+            found[name][:, places < 0] = np.nan
+        if problem.bias is not None:
+            found["bias"] = self._bias(rng, problem.bias).astype(kind)
+        return found
+
+    def _places(self, name: str, rows: int) -> Array:
+        """The place of each row in its sequence, -1 outside of every one."""
+        if not self.lengths:
+            return np.arange(rows)
+        places = np.full(rows, -1)
+        start = 0
+        for queries, keys, used in self.lengths:
+            of_key = name in ("key", "value")
+            count = (used if self.seqused else keys) if of_key else queries
+            places[start : start + count] = np.arange(count)
+            start += keys if of_key else queries
+        return places
+
+    def _bias(self, rng: np.random.Generator, tensor: Tensor) -> Array:
+        shape = tuple(size if step else 1 for size, step in zip(tensor.shape, tensor.strides, strict=True))
+        values = FAMILIES[self.family](rng, "bias", shape)
+        if self.bias_values == "corner":
+            values[0, 0, :-1, :-1] = -np.inf
+        elif self.bias_values != "gaussian":
+            hidden = rng.random(shape) < SHARE
+            hidden[..., 0] = False
+            if self.bias_values != "partly":
+                hidden[:, :, ::WHOLE_ROWS] = True
+            least = LEAST[self.dtype]
+            values[hidden] = -np.inf if self.bias_values == "hidden" else least
+        return np.broadcast_to(values, tensor.shape)
+
+
+def case(dtype: str, sizes: Sizes, **more: Any) -> Case:
+    """Forward and backward of that size; the seed follows from what is asked for."""
+    batch, queries, keys, heads, dim = sizes
+    seed = zlib.crc32(repr((dtype, sizes, sorted(more.items()))).encode())
+    return Case("backward", dtype, batch, heads, queries, keys, dim, seed=seed, **more)
+
+
+def xformers(dtype: str, sizes: Sizes, **more: Any) -> Case:
+    """A case of xFormers: gaussian inputs of deviation 3."""
+    return case(dtype, sizes, **({"scale": SMALL_DIM**-0.5} if sizes[4] < SMALL_DIM else {}) | more)
+
+
+def pytorch(dtype: str, sizes: Sizes, **more: Any) -> Case:
+    """A case of PyTorch: inputs from 0 to 1."""
+    return case(dtype, sizes, **{"family": "uniform"} | more)
+
+
+# ---- xFormers ----
+BATCHED: Final = {"batch_period": 7}
+LENGTHS: Final = tuple(product((32, 256), (32, 64, 256, 1024)))
+ODD_LENGTHS: Final = (2, 3, 15, 31, 32, 34, 68, 72, 90, 132, 136)
+# Widths whose rows are whole 16 bytes and others, in one dtype each: every one costs two kernels.
+HEAD_DIMS: Final = (
+    ("float16", 1), ("float32", 2), ("bfloat16", 3), ("float16", 31), ("float32", 34),
+    ("float16", 36), ("bfloat16", 38), ("bfloat16", 40), ("bfloat16", 64), ("float32", 80), ("float16", 160),
+    ("bfloat16", 258), ("float32", 264), ("float16", 512),
+)  # fmt: skip
+UNEQUAL_DIMS: Final = (
+    ("float16", 32, 36), ("bfloat16", 36, 32), ("float32", 32, 64), ("float16", 64, 32), ("bfloat16", 32, 264),
+    ("float32", 264, 32),
+)  # fmt: skip
+RANDOM_DIMS: Final = (("float16", 8, 248), ("bfloat16", 136, 72), ("float32", 48, 88), ("float32", 40, 176))
+RANDOM_CASES: Final = 200
+
+
+def _shapes() -> Iterator[Case]:
+    for dtype, lengths, dim in product(DTYPES, (*LENGTHS, (16, 1024), (1024, 16)), (32, 128, 256)):
+        yield xformers(dtype, (1, *lengths, 1, dim))
+    for number, lengths in enumerate(LENGTHS):
+        yield xformers(DTYPES[number % 3], (300, *lengths, 1, 32), **BATCHED)
+    for dtype, dim in zip(DTYPES, (128, 256, 128), strict=True):
+        yield xformers(dtype, (300, 32, 64, 1, dim), **BATCHED)
+    for number, length in enumerate(ODD_LENGTHS):
+        for lengths in ((length, 128), (256, length)):
+            yield from (xformers(dtype, (1, *lengths, 1, 32)) for dtype in DTYPES)
+            yield xformers(DTYPES[number % 3], (300, *lengths, 1, 32), **BATCHED)
+    for dtype, dim in HEAD_DIMS:
+        yield xformers(dtype, (1, 256, 128, 1, dim))
+        yield xformers(dtype, (300 if dim <= 40 else 20, 256, 128, 1, dim), **BATCHED)
+    for dtype, dim, dim_value in UNEQUAL_DIMS:
+        yield xformers(dtype, (1, 256, 128, 1, dim), dim_value=dim_value)
+        yield xformers(dtype, (20, 256, 128, 1, dim), dim_value=dim_value, **BATCHED)
+    for dtype, heads in product(DTYPES, (3, 5, 12)):
+        yield xformers(dtype, (1, 256, 128, heads, 32))
+        yield xformers(dtype, (300 // heads, 256, 128, heads, 32), **BATCHED)
+
+
+def _random() -> Iterator[Case]:
+    rng = np.random.default_rng(0)
+    for number in range(RANDOM_CASES):
+        dtype, dim, dim_value = RANDOM_DIMS[number % len(RANDOM_DIMS)]
+        heads, queries, keys = (int(rng.integers(low, high)) for low, high in ((2, 11), (1, 501), (1, 501)))
+        batch = max(int(rng.integers(1, 401)) // heads, 1)
+        sizes = batch, queries, keys, heads, dim
+        yield xformers(dtype, sizes, dim_value=dim_value, batch_period=2, head_period=3)
+
+
+SHAPES: Final = tuple(dict.fromkeys(_shapes()))
+RANDOM: Final = tuple(_random())
+BIG: Final = (
+    xformers("float16", (1, 128, 128, 300, 128), head_period=7),
+    xformers("bfloat16", (1, 128, 128, 300, 128), head_period=7),
+    xformers("float32", (1, 128, 128, 300, 128), head_period=7),
+    xformers("float16", (13, 1, 67, 200, 8), batch_period=5, head_period=11),
+    xformers("float16", (1, 65537, 4, 1, 8)),
+    xformers("float16", (1, 4, 65537, 1, 8)),
+    xformers("float16", (65537, 4, 5, 1, 8), batch_period=251),
+    xformers("float16", (1, 4, 5, 65537, 8), head_period=251),
+)
+LAYOUTS: Final = (
+    *(xformers(t, (2, 67, 67, 3, 32), layout=name) for t in DTYPES for name in ("padded", "heads_first", "packed")),
+    *(xformers(t, (2, 65, 129, 3, 32), grad_layout="expanded") for t in DTYPES),
+    xformers("float16", (2, 67, 65, 3, 31), layout="shifted"),
+    xformers("float16", (2, 67, 65, 3, 31), layout="padded"),
+    xformers("float16", (2, 67, 65, 3, 36), layout="heads_first"),
+)
+SCALES: Final = tuple(xformers(dtype, (2, 67, 136, 3, 32), scale=0.1) for dtype in DTYPES)
+PACKED: Final = tuple(xformers(dtype, (2, 131, 131, 3, 32)) for dtype in DTYPES)
+WITH_BIAS: Final = {"bias": "bhqk", "grads": "qkvb"}
+BIASES: Final = (
+    *(
+        xformers(t, (2, 67, 136, 3, 32), bias="bhqk", grads=grads, bias_values=values)
+        for t, grads, values in product(DTYPES, ("qkv", "qkvb"), ("gaussian", "corner", "hidden"))
+    ),
+    *(
+        xformers("float16", (2, 67, 136, 3, 32), mask="causal", **WITH_BIAS, bias_values=v)
+        for v in ("gaussian", "hidden")
+    ),
+    *(xformers("float16", (2, 67, 136, 3, 32), bias=letters) for letters in ("111k", "11qk", "1hqk", "b11k")),
+    *(
+        xformers("float16", (1, queries, keys, 2, 32), bias_layout=layout, **WITH_BIAS)
+        for (queries, keys), layout in product(((7, 5), (67, 133)), ("dense", "padded", "transposed", "shifted"))
+    ),
+)
+# The functions that say which blocks see each other meet their edges at these lengths.
+EDGE_LENGTHS: Final = (
+    (30, 66), (256, 256), (314, 320), (32, 256), (224, 226), (5, 531), (320, 332),
+    *((256, keys) for keys in range(62, 67)),
+)  # fmt: skip
+EDGE_MASKS: Final = (
+    "full",
+    *(f"{name}{window}" for name in ("causal", "causal_br") for window in ("", ":3", ":128", ":300")),
+)
+EDGE_DIMS: Final = (("float16", 32), ("float32", 64), ("bfloat16", 128), ("float16", 256))
+MASKS: Final = {
+    (dtype, dim, mask): tuple(xformers(dtype, (1, *lengths, 1, dim), mask=mask) for lengths in EDGE_LENGTHS)
+    for (dtype, dim), mask in product(EDGE_DIMS, EDGE_MASKS)
+}
+BLIND: Final = tuple(xformers(t, (2, 203, 65, 2, d), mask="causal_br") for t, d in EDGE_DIMS[:3])
+GROUPED: Final = (
+    *(xformers("float16", (3, queries, 512, 32, 128), heads_key=2) for queries in (1, 512)),
+    *(xformers("float16", (2, 129, 200, 2 * group, 128), heads_key=2, splits=4) for group in (3, 4, 5, 8)),
+    xformers("float16", (1, 512, 512, 8, 128), key_layout="expanded"),
+    xformers("float16", (2, 1, 512, 16, 128), key_layout="expanded"),
+)
+SEQUENCES: Final = "0/5/5,70/66/60,1/33/33,129/7/0,37/0/0,64/136/129"
+FEW_SEQUENCES: Final = "50/60/0,0/5/5,33/64/64,64/64/17"
+PACKED_SEQUENCES: Final = (
+    *(
+        xformers("float16", (1, 1, 1, 3, 32), mask=mask, sequences=sequences)
+        for mask, sequences in product(EDGE_MASKS, (SEQUENCES, FEW_SEQUENCES))
+    ),
+    *(
+        xformers("float16", (1, 1, 1, 3, 32), mask="causal_br", sequences=s, seqused=True)
+        for s in (SEQUENCES, FEW_SEQUENCES)
+    ),
+)
+EMPTY: Final = tuple(
+    xformers("float16", sizes) for sizes in ((0, 5, 5, 2, 32), (2, 5, 5, 0, 32), (2, 0, 70, 3, 32), (2, 70, 0, 3, 32))
+)
+DROPOUT_DIMS: Final = (
+    ("float16", 16), ("float32", 16), ("float16", 128), ("bfloat16", 128), ("float32", 128), ("bfloat16", 256),
+)  # fmt: skip
+KEEPING: Final = {"philox_seed": 42, "philox_offset": 3}
+DROPOUT: Final = tuple(
+    xformers(dtype, (2, rows, rows, 2, dim), dropout_p=p, **KEEPING)
+    for (dtype, dim), rows, p in product(DROPOUT_DIMS, (3, 248, 256), (1e-6, 0.3, 0.7))
+)
+DROPPED: Final = tuple(
+    xformers("float32", (batch, *lengths, 1, 32), dropout_p=p, mask=mask, philox_seed=seed).forward
+    for (lengths, p, mask), (batch, seed) in zip(
+        product(product((2, 33), (3, 15, 32, 33, 65)), (0.3, 0.7), ("full", "causal")),
+        [(1, 42), (2, 124), (2, 1), (1, 2**40)] * 10,
+        strict=True,
+    )
+)
+# A thousand draws of every weight, as that many batches.
+DRAWS: Final = tuple(
+    xformers("float32", (1000, *lengths, 1, 128), dropout_p=p, family="probe", philox_seed=seed).forward
+    for seed, (lengths, p) in enumerate(product(product((2, 33), (3, 15, 32, 33, 65)), (0.3, 0.7)))
+)
+DROPPED_SEQUENCES: Final = tuple(
+    xformers("float16", (1, 1, 1, 3, 32), sequences=sequences, dropout_p=0.3, family=family, **KEEPING)
+    for sequences, family in (
+        (SEQUENCES, "gaussian_x3"),
+        (FEW_SEQUENCES, "gaussian_x3"),
+        ("9/20/20,32/7/7,0/3/3,31/32/32", "probe"),
+    )
+)
+
+# ---- PyTorch ----
+LONG: Final = (4, 8, 64, 128, 256, 512, 1024, 2048)
+MANY_PAIRS: Final = 256 * 256  # of queries and keys: beyond this a batch of one and two heads are enough
+# Head dim, dtype, mask and dropout: every dtype meets every mask, with and without dropout.
+VARIANTS: Final = (
+    (8, "float16", "full", 0.0), (8, "bfloat16", "causal", 0.22), (16, "float16", "full", 0.22),
+    (16, "float32", "full", 0.22), (32, "float32", "full", 0.0), (32, "float16", "causal", 0.0),
+    (64, "float16", "full", 0.22), (64, "float32", "causal", 0.0), (72, "bfloat16", "full", 0.0),
+    (72, "float32", "causal", 0.22), (96, "float16", "causal", 0.22), (96, "bfloat16", "full", 0.22),
+    (128, "bfloat16", "causal", 0.0), (128, "float32", "full", 0.22),
+)  # fmt: skip
+
+
+def _math() -> Iterator[Case]:
+    for number, (dim, dtype, mask, p) in enumerate(VARIANTS):
+        for index, queries in enumerate(LONG):
+            keys = LONG[(index * 3 + number) % len(LONG)]
+            batch, heads = (1, 2) if queries * keys > MANY_PAIRS else ((1, 8)[index % 2], 4)
+            scale = (0.0, 1 / dim)[(index // 2 + number) % 2]
+            more = KEEPING if p else {}
+            yield pytorch(dtype, (batch, queries, keys, heads, dim), mask=mask, dropout_p=p, scale=scale, **more)
+
+
+MATH: Final = tuple(_math())
+MASK_LENGTHS: Final = ((4, 64), (64, 8), (312, 408), (312, 64), (256, 128), (128, 256))
+# One mask [queries, keys] for all batches and heads, with its gradient.
+ATTN_MASKS: Final = (
+    *(
+        pytorch(dtype, (2, *lengths, 4, 32), bias="11qk", grads="qkvb", scale=scale)
+        for dtype, lengths, scale in product(("float16", "float32"), MASK_LENGTHS, (0.0, 1 / 32))
+    ),
+    *(pytorch("float16", (2, queries, 65, 4, 32), bias="11qk", grads="qkvb") for queries in (64, 312)),
+    *(
+        pytorch("bfloat16", (2, *lengths, 4, 64), bias="11qk", grads="qkvb", dropout_p=0.22, **KEEPING)
+        for lengths in MASK_LENGTHS
+    ),
+)
+GRAPHS: Final = tuple(
+    pytorch("float16", (1, rows, rows, 2, dim), dropout_p=p, on_device=p > 0, splits=1, **(KEEPING if p else {}))
+    for rows, dim, p in product((256, 512, 1024), (32, 64), (0.0, 0.22))
+)
+SMALL_PACKED: Final = pytorch("float32", (4, 4, 4, 2, 16))
+PACKED_FORWARD: Final = pytorch("float16", (32, 64, 64, 16, 64), layout="packed", batch_period=4)
+MASK_FORMS: Final = (
+    *(pytorch("float16", (2, 67, 136, 4, 32), bias=letters) for letters in ("111k", "11qk", "1hqk", "bhqk")),
+    pytorch("float16", (2, 67, 15, 4, 32), **WITH_BIAS),
+    pytorch("float16", (2, 67, 136, 4, 32), bias="bhqk", bias_layout="expanded"),
+    pytorch("float16", (2, 67, 136, 4, 32), bias="bhqk", bias_layout="expanded_rows", key_layout="expanded"),
+)
+LARGE_MASKS: Final = tuple(pytorch(t, (1, 8192, 8192, 1, 32), bias="bhqk") for t in ("float32", "float16"))
+MANY: Final = pytorch("float16", (65536, 4, 8, 1, 8), batch_period=251)
+MANY_DROPPED: Final = xformers("float16", (65537, 4, 16, 1, 16), dropout_p=0.3, family="probe", **KEEPING).forward
+LEVEL: Final = pytorch("float16", (1, 49999, 49999, 1, 8), family="flat")
+HIDDEN: Final = tuple(
+    pytorch(dtype, (2, 67, 136, 2, 32), bias_values=values, **WITH_BIAS)
+    for dtype, values in product(DTYPES, ("hidden", "partly", "least"))
+)
+BIAS_SEQUENCES: Final = tuple(
+    xformers("float16", (1, 1, 1, 3, 32), sequences=SEQUENCES, bias_values=values, **WITH_BIAS)
+    for values in ("gaussian", "hidden")
+)
+# The same seed and offset in torch's own kernels.
+TORCH_MASKS: Final = tuple(
+    pytorch(dtype, (2, 33, keys, 3, 128), dropout_p=p, family="probe")
+    for dtype, keys, p in (("float16", 64, 0.3), ("bfloat16", 65, 0.7), ("float32", 128, 0.22))
+)
+TORCH_GRADIENTS: Final = (
+    *(pytorch(dtype, (2, 128, 136, 4, 32), **WITH_BIAS) for dtype in ("float16", "float32")),
+    pytorch("float16", (2, 312, 408, 4, 32), bias="11qk", grads="qkvb"),
+    pytorch("bfloat16", (2, 128, 256, 4, 64), bias="11qk", grads="qkvb", dropout_p=0.22),
+    pytorch("float16", (2, 256, 128, 4, 128), dropout_p=0.22),
+)
+
+XFORMERS: Final = (
+    *SHAPES, *RANDOM, *BIG, *LAYOUTS, *SCALES, *PACKED, *BIASES, *BLIND, *GROUPED, *PACKED_SEQUENCES, *EMPTY,
+    *(one for cases in MASKS.values() for one in cases), *DROPOUT, *DROPPED, *DRAWS, *DROPPED_SEQUENCES,
+)  # fmt: skip
+PYTORCH: Final = (
+    *MATH, *ATTN_MASKS, *GRAPHS, SMALL_PACKED, PACKED_FORWARD, *MASK_FORMS, *LARGE_MASKS, MANY, MANY_DROPPED, LEVEL,
+    *HIDDEN, *BIAS_SEQUENCES, *TORCH_MASKS, *TORCH_GRADIENTS,
+)  # fmt: skip
+ALL: Final = (*XFORMERS, *PYTORCH)
+
+
+def builds_of(one: Case) -> list[Build]:
+    """The kernels of one case: the forward's, and the backward's where it has one."""
+    passes = (one.forward, one) if one.direction == "backward" else (one,)
+    problems = [each.problem() for each in passes]
+    return [plan_of(problem, ARCH).build for problem in problems if not problem.is_empty]
+
+
+def builds() -> list[Build]:
+    """Every kernel that the cases need, once."""
+    return list(dict.fromkeys(build for one in ALL for build in builds_of(one)))
+
+
+def main() -> int:
+    """Print the numbers."""
+    sys.stdout.write(f"{len(XFORMERS)} + {len(PYTORCH)} cases, {len(builds())} kernels\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
