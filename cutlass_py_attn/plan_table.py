@@ -87,15 +87,22 @@ _TABLES: dict[tuple[str, bool, str], _Table] = {
 # What serves a head that no row above does, or has no room for: a block of columns at a time.
 _STREAMED: dict[tuple[str, bool], tuple[Tile, ...]] = {
     ("forward", False): (
+        Tile(64, 128, 8, 4, column_block=512),
         Tile(64, 64, 8, 4, column_block=512),
         Tile(64, 64, 8, 2, column_block=512),
         Tile(64, 64, 8, 2, column_block=256),
     ),
-    ("forward", True): (Tile(64, 64, 8, 4, column_block=256), Tile(64, 64, 8, 2, column_block=256)),
+    ("forward", True): (
+        Tile(64, 128, 8, 3, column_block=256),
+        Tile(64, 64, 8, 4, column_block=256),
+        Tile(64, 64, 8, 2, column_block=256),
+    ),
     ("backward", False): (
         Tile(64, 64, 8, 5, 5, column_block=512),
         Tile(64, 64, 8, 3, 3, column_block=512),
         Tile(64, 64, 8, 3, 3, column_block=256),
+        Tile(64, 64, 8, 3, 3, column_block=128),
+        Tile(64, 64, 8, 2, 2, column_block=128),
     ),
     ("backward", True): (
         Tile(64, 64, 8, 4, 4, column_block=256),
@@ -120,7 +127,8 @@ def _more_registers(problem: Problem) -> str:
     present = set(problem.features)
     if "softcap" in present:
         return "softcap"
-    if problem.direction == "forward" and problem.dtype != "float32" and "varlen" not in present:
+    wide = max(problem.shape.head_dim, problem.shape.head_dim_value) > 64
+    if problem.direction == "forward" and problem.dtype != "float32" and wide and "varlen" not in present:
         # A 16-bit forward draws its bits before the scores exist, and needs nothing for them but in long company.
         present.discard("dropout")
     return "terms" if present & _TERMS else ""
