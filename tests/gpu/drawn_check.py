@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 TIMES_LOW: Final = 4.0  # of the same reference's error: small tensors may be right by luck
 FLOOR: Final = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-5}  # of the truth's root mean square
 LARGEST: Final = 3.0  # how much more than the norm's share a single element may take
-SINGLE_KEY: Final = 4.0  # dP - delta is nothing but rounding then, of whole rows' sums
+SINGLE_KEY: Final = 4.0  # with one key in sight dP - delta is nothing but rounding, of whole rows' sums
 LOGSUMEXP: Final = 2e-4
 
 
@@ -125,8 +125,10 @@ def _cancelled(drawn: Drawn, name: str) -> float:
     factor = 1.0 if name == "grad_bias" else abs(problem.scale_value)
     if drawn.dropout_p < 1:
         factor /= 1 - drawn.dropout_p
-    if drawn.shape.num_keys == 1:
+    if drawn.shape.num_keys == 1 or drawn.mask.endswith((":1", ":1:0")):
         factor *= SINGLE_KEY * np.sqrt(rows)
+    if name == "grad_bias" and drawn.bias[3] == "1":
+        factor *= SINGLE_KEY  # the gradient of a row's scores sums to nothing
     return float(0.1 * width * factor / np.sqrt(rows))
 
 
