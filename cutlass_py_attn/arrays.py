@@ -341,14 +341,25 @@ class _Handle:
         return 0, self._handle
 
 
+def cupy_stream(handle: int, ordinal: int) -> Any:
+    """A CUstream as a stream object of CuPy's."""
+    cuda = sys.modules["cupy"].cuda
+    if hasattr(cuda.Stream, "from_external"):
+        return cuda.Stream.from_external(_Handle(handle))
+    return cuda.ExternalStream(handle, ordinal)  # CuPy before 14
+
+
+def torch_stream(handle: int, ordinal: int) -> Any:
+    """A CUstream as a stream object of torch's."""
+    torch = sys.modules["torch"]
+    place = torch.device("cuda", ordinal)
+    return torch.cuda.ExternalStream(handle, device=place) if handle else torch.cuda.default_stream(place)
+
+
 def _empty_cupy(shape: tuple[int, ...], dtype: str, gpu: driver.Device, stream: int) -> tuple[Any, int]:
     """From CuPy's pool of our stream, so that reuse of the memory keeps stream order."""
     cupy = sys.modules["cupy"]
-    if hasattr(cupy.cuda.Stream, "from_external"):
-        ours = cupy.cuda.Stream.from_external(_Handle(stream))
-    else:  # CuPy before 14
-        ours = cupy.cuda.ExternalStream(stream, gpu.ordinal)
-    with cupy.cuda.Device(gpu.ordinal), ours:
+    with cupy.cuda.Device(gpu.ordinal), cupy_stream(stream, gpu.ordinal):
         made = cupy.empty(shape, dtype=numpy_dtype(dtype))
     return made, int(made.data.ptr)
 
@@ -356,10 +367,8 @@ def _empty_cupy(shape: tuple[int, ...], dtype: str, gpu: driver.Device, stream: 
 def _empty_torch(shape: tuple[int, ...], dtype: str, gpu: driver.Device, stream: int) -> tuple[Any, int]:
     """From torch's pool of our stream, so that reuse of the memory keeps stream order."""
     torch = sys.modules["torch"]
-    place = torch.device("cuda", gpu.ordinal)
-    ours = torch.cuda.ExternalStream(stream, device=place) if stream else torch.cuda.default_stream(place)
-    with torch.cuda.stream(ours):
-        made = torch.empty(shape, dtype=getattr(torch, dtype), device=place)
+    with torch.cuda.stream(torch_stream(stream, gpu.ordinal)):
+        made = torch.empty(shape, dtype=getattr(torch, dtype), device=torch.device("cuda", gpu.ordinal))
     return made, int(made.data_ptr())
 
 

@@ -13,19 +13,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Unpack
 
-from cutlass_py_attn import arrays, driver, planner
+from cutlass_py_attn import arrays, driver
 from cutlass_py_attn.abi import SEED
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NoDevice, NotSupported
-from cutlass_py_attn.launch import Bound, bind_first, generic_arch
+from cutlass_py_attn.launch import Bound, bind_problem
 from cutlass_py_attn.options import BackwardOptions, ForwardOptions, Settings, settings
 from cutlass_py_attn.plan import Build
-from cutlass_py_attn.problem import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
+from cutlass_py_attn.problem import F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
 
 KEPT_KERNELS: Final = 64  # bound problems that stay ready; a shape, stride or scale more makes another
 _INFINITY: Final = 0x7F800000  # float32 bits
 _MINUS_INFINITY: Final = 0xFF800000
-_F32_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +204,7 @@ def _logsumexp_objections(shape: Shape, found: Tensor) -> list[str]:
             f"logsumexp has shape {found.shape} and dtype {found.dtype}: must be {wanted.shape} float32, "
             "as the forward gives it"
         ]
-    if 0 not in found.shape and (found.steps != wanted.steps or found.alignment < _F32_BYTES):
+    if 0 not in found.shape and (found.steps != wanted.steps or found.alignment < F32_BYTES):
         return ["logsumexp is strided or misaligned: must be contiguous and 4-byte aligned; copy it"]
     return []
 
@@ -266,13 +265,11 @@ def _device(ordinal: int | None) -> driver.Device:
 @functools.lru_cache(maxsize=KEPT_KERNELS)
 def _bound(problem: Problem, ordinal: int, kernels: Callable[[Build], Artifact] | None) -> Bound:
     """Plan, compile or fetch, and bind; repeated calls with equal problems come here once."""
-    gpu = driver.device(ordinal)
-    plans = planner.plans(problem, generic_arch(gpu.compute_capability), gpu.num_sms)
     if kernels is None:
         from cutlass_py_attn.compiler import artifact_for
 
         kernels = artifact_for
-    return bind_first(plans, problem, kernels, ordinal)
+    return bind_problem(problem, kernels, ordinal)
 
 
 def _fill(problem: Problem, pointers: Mapping[str, int], stream: int) -> None:
@@ -287,9 +284,9 @@ def _fill(problem: Problem, pointers: Mapping[str, int], stream: int) -> None:
     batch, num_heads, padded = problem.shape.logsumexp
     rows, address = batch * num_heads, pointers["logsumexp"]
     if problem.direction == "forward" and rows * padded:
-        driver.fill_words(address, padded * _F32_BYTES, _INFINITY, padded, rows, stream)
+        driver.fill_words(address, padded * F32_BYTES, _INFINITY, padded, rows, stream)
         if problem.sequences is None:
-            driver.fill_words(address, padded * _F32_BYTES, _MINUS_INFINITY, problem.shape.num_queries, rows, stream)
+            driver.fill_words(address, padded * F32_BYTES, _MINUS_INFINITY, problem.shape.num_queries, rows, stream)
 
 
 def _clear(tensor: Tensor, address: int, stream: int) -> None:

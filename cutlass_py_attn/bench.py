@@ -25,9 +25,9 @@ from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench_cases import Case
 from cutlass_py_attn.bench_timing import SAMPLES, median, sm_clock_mhz
 from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.launch import Bound, bind, generic_arch
+from cutlass_py_attn.launch import Bound, bind_problem
 from cutlass_py_attn.plan import Build
-from cutlass_py_attn.problem import DIRECTIONS, Problem
+from cutlass_py_attn.problem import DIRECTIONS
 
 RANDOM_ELEMENTS: Final = 1 << 20  # the inputs repeat this many random values; their kind does not change the time
 RANDOM_INPUTS: Final = ("query", "key", "value", "grad_output", "bias", "sinks")
@@ -105,7 +105,7 @@ def measure(case: Case, kernels: Kernels, samples: int = SAMPLES) -> Iterator[Ro
         operands = Operands(case, stream)
         for direction in DIRECTIONS:
             flops = case.flops(direction)
-            bound = _bound(case.problem(direction), gpu, kernels)
+            bound = bind_problem(case.problem(direction), kernels)
             ours, clock = _ours(bound, operands, stream, samples)
             peers: list[tuple[str, float | None]] = list(bench_peers.measure(case, direction, operands.arrays, samples))
             shared: dict[str, Any] = {"sm_clock_mhz": clock, "gpu": gpu.name, "commit": commit()}
@@ -125,11 +125,6 @@ def measure(case: Case, kernels: Kernels, samples: int = SAMPLES) -> Iterator[Ro
 
 def _tflops(flops: int, milliseconds: float) -> float:
     return round(flops / milliseconds / 1e9, 2)
-
-
-def _bound(problem: Problem, gpu: driver.Device, kernels: Kernels) -> Bound:
-    plan = bench_cases.plan_of(problem, generic_arch(gpu.compute_capability), gpu.num_sms)
-    return bind(kernels(plan.build), plan, problem)
 
 
 def _ours(bound: Bound, operands: Operands, stream: int, samples: int) -> tuple[float, int | None]:

@@ -18,10 +18,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from cutlass_py_attn import planner
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.masks import Causal, Full, Mask
-from cutlass_py_attn.plan import Build, Plan
-from cutlass_py_attn.planner import plan_backward, plan_forward
+from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import DIRECTIONS, SHORT_NAMES, Problem, Shape, Tensor
 
 _DTYPES: Final = {short: name for name, short in SHORT_NAMES.items()}
@@ -178,14 +178,10 @@ def chosen(names: Iterable[str], only: str) -> tuple[str, ...]:
     return found
 
 
-def plan_of(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
-    """The planner's choice for this problem."""
-    if problem.direction == "forward":
-        return plan_forward(problem, arch)
-    return plan_backward(problem, arch, num_sms)
+def builds(cases: Iterable[Case], arch: str) -> list[tuple[Build, ...]]:
+    """Every kernel that these cases need on that target, once, and what stands in for it where ptxas spills.
 
-
-def builds(cases: Iterable[Case], arch: str) -> list[Build]:
-    """Every kernel that these cases need on that target, once; NotSupported where one cannot be planned."""
+    NotSupported where one cannot be planned.
+    """
     problems = (case.problem(direction) for case in cases for direction in DIRECTIONS)
-    return list(dict.fromkeys(plan_of(problem, arch).build for problem in problems))
+    return list(dict.fromkeys(planner.builds(problem, arch) for problem in problems))

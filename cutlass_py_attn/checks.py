@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from numbers import Real
 
-from cutlass_py_attn.masks import Mask
+from cutlass_py_attn import masks
 from cutlass_py_attn.problem import (
     BIASES,
     BMHK,
@@ -163,10 +163,7 @@ def _overlap_objections(name: str, tensor: Tensor) -> Iterator[str]:
 
 
 def _option_objections(problem: Problem) -> Iterator[str]:
-    if isinstance(problem.mask, Mask):
-        yield from problem.mask.objections()
-    else:
-        yield f"mask = {problem.mask!r}: must be a mask object such as Full() or Causal(); make one"
+    yield from masks.objections(problem.mask)
     scale, softcap = problem.scale, problem.softcap
     if scale is not None and not _is_within(scale, -MAX_FACTOR, MAX_FACTOR):
         yield f"scale = {scale}: must be a number that float32 holds, or None for 1/sqrt(head_dim); correct it"

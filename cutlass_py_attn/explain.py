@@ -9,8 +9,8 @@ from typing import Final
 from cutlass_py_attn import budget
 from cutlass_py_attn.device import Architecture
 from cutlass_py_attn.plan import Buffer, Build, Launch, Plan, Workspace
-from cutlass_py_attn.planner import column_blocks
 from cutlass_py_attn.shared_memory import STEPS
+from cutlass_py_attn.streams import blocks_of_tile
 
 _BIAS_AXES: Final = {"b": "batch", "h": "heads", "q": "queries", "k": "keys"}
 
@@ -52,7 +52,7 @@ def _columns(build: Build) -> str:
     """How the head's columns are spread over blocks."""
     if not build.column_block:
         return "all in one block"
-    return f"{column_blocks(build)} blocks of {build.column_block} columns"
+    return f"{blocks_of_tile(build)} blocks of {build.column_block} columns"
 
 
 def _access(build: Build) -> str:

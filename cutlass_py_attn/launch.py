@@ -17,13 +17,12 @@ from cutlass_py_attn.device import ARCHITECTURES, Architecture, architecture
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
 from cutlass_py_attn.philox import keep_scale
 from cutlass_py_attn.plan import Build, Launch, Plan, TensorMap
-from cutlass_py_attn.problem import BIASES, ROW_ALIGNMENT_BYTES, Problem
+from cutlass_py_attn.problem import BIASES, F32_BYTES, ROW_ALIGNMENT_BYTES, Problem
 
 LOG2_E: Final = math.log2(math.e)
 _SLOT_ALIGNMENT: Final = abi.TENSOR_MAP_BYTES  # of every parameter; a multiple of what cuda.h asks for tensor maps
 _WORD_BYTES: Final = 8
 _HALF_BYTES: Final = 4
-_F32_BYTES: Final = 4
 _FROM_THE_START: Final = (("first_head", 0), ("first_batch", 0))
 
 _libraries: dict[tuple[int, bytes], int] = {}
@@ -249,6 +248,17 @@ def bind_first(plans: Sequence[Plan], problem: Problem, kernels: Callable[[Build
     raise first
 
 
+def bind_problem(problem: Problem, kernels: Callable[[Build], Artifact], device: int = 0) -> Bound:
+    """Plan the problem for GPU `device` and bind the best plan that `kernels` has kernels for.
+
+    NotSupported: no plan; else as `bind_first`.
+    """
+    gpu = driver.device(device)
+    return bind_first(
+        planner.plans(problem, generic_arch(gpu.compute_capability), gpu.num_sms), problem, kernels, device
+    )
+
+
 def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device, block: _Block) -> _Kernel:
     handle = driver.get_kernel(_library(artifact.cubin, gpu), launch.symbol)
     expected = _parameter_sizes(launch, block.struct_bytes)
@@ -313,15 +323,15 @@ def _problem_objections(plan: Plan, problem: Problem | None) -> Iterator[str]:
         ("gradients", problem.gradients, build.gradients),
         ("head_dim", shape.head_dim, build.head_dim),
         ("head_dim_value", shape.head_dim_value, build.head_dim_value),
+        ("bias_gradient", planner.bias_gradient(problem), build.bias_gradient),
     ]
-    pairs.append(("bias_gradient", planner.bias_gradient(problem), build.bias_gradient))
     planned = dict(plan.sizes)
     pairs += [(name, size, planned.get(name)) for name, size in planner.sizes(problem, build)]
     for name, given, expected in pairs:
         if given != expected:
             yield f"problem.{name} = {given}: the plan has {expected}; plan this problem"
     access = {
-        "rows": (min(t.access_bytes for n, t in problem.tensors().items() if n not in BIASES), build.access_bytes),
+        "rows": (planner.row_access(problem), build.access_bytes),
         "bias": (planner.bias_access(problem.bias), build.bias_access_bytes),
         "grad_bias": (planner.bias_access(problem.grad_bias), build.grad_bias_access_bytes),
     }
@@ -333,7 +343,7 @@ def _problem_objections(plan: Plan, problem: Problem | None) -> Iterator[str]:
 def _alignments(problem: Problem) -> dict[str, int]:
     """Bytes to which the address of each operand must be aligned; 0 where it is not an address or never read."""
     found = {name: tensor.alignment for name, tensor in problem.tensors().items()}
-    found["logsumexp"] = _F32_BYTES
+    found["logsumexp"] = F32_BYTES
     found |= {name: tensor.alignment for name, tensor in problem.vectors().items()}
     found |= {name: 0 for name, tensor in problem.tensors().items() if 0 in tensor.shape}
     if problem.dropout_p != 0 and not problem.philox_on_device:

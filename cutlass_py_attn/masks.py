@@ -194,6 +194,13 @@ class Window(Mask):
         return self.window_right
 
 
+def objections(mask: object) -> list[str]:
+    """What is wrong with what was given as a mask."""
+    if isinstance(mask, Mask):
+        return mask.objections()
+    return [f"mask = {mask!r}: must be a mask object such as Full() or Causal(); make one"]
+
+
 ALL: dict[str, type[Mask]] = {cls.name: cls for cls in (Full, Causal, CausalBottomRight, Window)}
 PLAIN = ("full", "causal", "causal_br")  # those that need no numbers
 

@@ -14,7 +14,7 @@ from cutlass_py_attn import arrays, reference
 from cutlass_py_attn.attention import Gradients, problem_of
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.options import Settings
-from cutlass_py_attn.philox import Dropout, keep_mask
+from cutlass_py_attn.philox import keeper
 from cutlass_py_attn.problem import Problem
 
 
@@ -64,18 +64,15 @@ def terms_of(problem: Problem, chosen: Settings) -> reference.Terms:
             max_seqlen_k=bounds.max_seqlen_k,
             seqused_k=bounds.seqused_k,
         )
-    dropout, shape = chosen.dropout or Dropout(0.0, 0), problem.shape
-
-    def keep(batch: int, head: int, num_queries: int, num_keys: int) -> Any:
-        base = (batch * shape.num_heads + head) * shape.num_queries * shape.num_keys
-        return keep_mask(dropout, base, num_queries, num_keys)
-
+    shape, keep = problem.shape, None
+    if chosen.dropout is not None and chosen.dropout.is_active:
+        keep = keeper(chosen.dropout, shape.num_heads, shape.num_queries, shape.num_keys)
     return reference.Terms(
         bias=chosen.bias,
         softcap=chosen.softcap,
         alibi_slopes=chosen.alibi_slopes,
         sinks=chosen.sinks,
-        keep=keep if problem.dropout_p else None,
+        keep=keep,
         dropout_p=problem.dropout_p,
         lengths=lengths,
     )

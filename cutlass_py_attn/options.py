@@ -9,6 +9,7 @@ from typing import Any, Final, TypedDict
 
 import numpy as np
 
+from cutlass_py_attn import masks
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.masks import Full, Mask
@@ -203,9 +204,9 @@ def settings(options: Mapping[str, Any], allowed: type) -> Settings:
         for name in options
         if name not in names
     ]
-    mask, backend = options.get("mask"), options.get("backend", "auto")
-    if "mask" in options and not isinstance(mask, Mask):
-        reasons.append(f"mask = {mask!r}: must be a mask object such as Full() or Causal(); make one")
+    if not isinstance(options.get("mask", Full()), Mask):  # the numbers of a mask are the problem's to judge
+        reasons += masks.objections(options["mask"])
+    backend = options.get("backend", "auto")
     if backend not in BACKENDS:
         reasons.append(f"backend = {backend!r}: must be one of {', '.join(BACKENDS)}")
     for name, kind in (("dropout", Dropout), ("sequences", VariableLength)):

@@ -8,6 +8,7 @@ n div 4. Which word belongs to which element of the attention matrix depends on 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -110,14 +111,24 @@ def keep_mask(dropout: Dropout, base: int, num_queries: int, num_keys: int) -> A
     return (kept & (not nothing)).reshape(num_queries, num_keys)
 
 
+def keeper(dropout: Dropout, num_heads: int, num_queries: int, num_keys: int) -> Callable[[int, int, int, int], Array]:
+    """keep_mask by (sequence, head, its queries, its keys), where the longest have num_queries and num_keys."""
+
+    def keep(sequence: int, head: int, queries: int, keys: int) -> Array:
+        return keep_mask(dropout, (sequence * num_heads + head) * num_queries * num_keys, queries, keys)
+
+    return keep
+
+
 def dropout_mask(dropout: Dropout, batch: int, num_heads: int, num_queries: int, num_keys: int) -> Array:
     """bool [batch, num_heads, num_queries, num_keys] of dense tensors, True where the element is kept.
 
     Raises ValueError for dropout_p outside [0, 1].
     """
     kept = np.empty((batch, num_heads, num_queries, num_keys), np.bool_)
-    for group, (b, h) in enumerate(np.ndindex(batch, num_heads)):
-        kept[b, h] = keep_mask(dropout, group * num_queries * num_keys, num_queries, num_keys)
+    keep = keeper(dropout, num_heads, num_queries, num_keys)
+    for b, h in np.ndindex(batch, num_heads):
+        kept[b, h] = keep(b, h, num_queries, num_keys)
     return kept
 
 

@@ -14,8 +14,8 @@ from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.philox import threshold
 from cutlass_py_attn.plan import Build, Launch, Part, Plan, Warps, Workspace
 from cutlass_py_attn.plan_table import Tile, tiles
-from cutlass_py_attn.problem import ITEM_BYTES, OPERANDS, Problem, Shape, Tensor
-from cutlass_py_attn.shared_memory import F32_BYTES, bias_gradient_map, shared_memory_map, tile_bytes
+from cutlass_py_attn.problem import BIASES, F32_BYTES, ITEM_BYTES, OPERANDS, Problem, Shape, Tensor
+from cutlass_py_attn.shared_memory import bias_gradient_map, shared_memory_map, tile_bytes
 from cutlass_py_attn.streams import blocks_of_tile, gradient_piece, sum_columns, sums_of_tile
 
 DELTA_LANES = 8  # threads that share a row of O and dO
@@ -33,7 +33,7 @@ Grid = tuple[int, int, int]
 def plan_forward(problem: Problem, arch: str) -> Plan:
     """The forward pass of `problem` on `arch`; NotSupported lists every objection."""
     _expect(problem, "forward")
-    return plans(problem, arch)[0]
+    return plan(problem, arch)
 
 
 def plan_backward(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
@@ -42,6 +42,11 @@ def plan_backward(problem: Problem, arch: str, num_sms: int | None = None) -> Pl
     num_sms: multiprocessors of the device, for num_splits_key; None takes the target's usual part.
     """
     _expect(problem, "backward")
+    return plan(problem, arch, num_sms)
+
+
+def plan(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
+    """The best plan of a problem of either direction; arguments and error as for `plans`."""
     return plans(problem, arch, num_sms)[0]
 
 
@@ -55,6 +60,11 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None) -> list[Plan]
     if problem.direction == "forward":
         return [_forward(problem, build) for build in builds]
     return [_backward(problem, build, num_sms or architecture(arch).num_sms) for build in builds]
+
+
+def builds(problem: Problem, arch: str) -> tuple[Build, ...]:
+    """The builds of `plans`, in their order."""
+    return tuple(plan.build for plan in plans(problem, arch))
 
 
 def _forward(problem: Problem, build: Build) -> Plan:
@@ -79,14 +89,6 @@ def _backward(problem: Problem, build: Build, num_sms: int) -> Plan:
     workspace = backward_workspace(problem, build)
     numbers = *sizes(problem, build), ("num_splits_key", splits)
     return Plan(build, _launches(problem, build, grids), workspace, numbers, _why(build))
-
-
-def column_blocks(build: Build) -> int:
-    """Blocks that share a tile because the head is too wide for one; each has `column_block` columns of it."""
-    if not build.column_block:
-        return 1
-    widest = build.head_dim_value if build.kind == "forward" else max(build.head_dim, build.head_dim_value)
-    return ceil_div(widest, build.column_block)
 
 
 def num_splits_key(problem: Problem, build: Build, num_sms: int) -> int:
@@ -233,7 +235,7 @@ def _build(problem: Problem, arch: str, tile: Tile) -> Build:
         shared_memory=(),
         features=problem.features,
         gradients=problem.gradients,
-        access_bytes=min(tensor.access_bytes for name, tensor in problem.tensors().items() if "bias" not in name),
+        access_bytes=row_access(problem),
         bias_access_bytes=bias_access(problem.bias),
         grad_bias_access_bytes=bias_access(problem.grad_bias),
         bias_gradient=bias_gradient(problem),
@@ -272,6 +274,11 @@ def _with_warps(build: Build, tile: Tile) -> Build:
 
 def _with_shared_memory(build: Build) -> Build:
     return replace(build, shared_memory=shared_memory_map(build))
+
+
+def row_access(problem: Problem) -> int:
+    """Bytes of one load or store of a row of query, key, value and so on: what suits all of them."""
+    return min(tensor.access_bytes for name, tensor in problem.tensors().items() if name not in BIASES)
 
 
 def bias_access(tensor: Tensor | None) -> int:

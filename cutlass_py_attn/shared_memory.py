@@ -9,7 +9,7 @@ from cutlass_py_attn.device import architecture
 from cutlass_py_attn.parts.integers import round_up
 from cutlass_py_attn.parts.streaming import even_chunk
 from cutlass_py_attn.plan import F32_ROW_PADDING, Buffer, Build
-from cutlass_py_attn.problem import ITEM_BYTES
+from cutlass_py_attn.problem import F32_BYTES, ITEM_BYTES
 
 # The numbered steps of the fused kernels: a buffer's first and last step count in these.
 STEPS = {
@@ -21,7 +21,6 @@ STEPS = {
 Cut = TypeVar("Cut")
 
 TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
-F32_BYTES = 4
 BIAS_CHUNK_BYTES = (256, 128)  # of a row of a chunk in the kernel of grad_bias; the widest that fits is taken
 BIAS_SLOTS = 2  # of its ring: one chunk is multiplied while the next is on its way
 

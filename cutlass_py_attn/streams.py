@@ -11,12 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.parts.streaming import even_chunk
 from cutlass_py_attn.plan import COLUMN_MULTIPLE, Buffer, Build
-from cutlass_py_attn.shared_memory import F32_BYTES, TILE_ALIGNMENT, first_that_fits, stack, tile_bytes
+from cutlass_py_attn.problem import F32_BYTES
+from cutlass_py_attn.shared_memory import TILE_ALIGNMENT, first_that_fits, stack, tile_bytes
 
 COPY_BYTES = 16  # what a thread copies at once
 ROW_BYTES = 128  # of a tile's row, which neighbouring threads copy; half of it where rows are odd multiples of that
@@ -240,14 +240,3 @@ def _backward(build: Build, cut: BackwardCut) -> tuple[Buffer, ...]:
         ("ds", scores, 0, 7),
         ("statistics", 2 * stages * tile_m * F32_BYTES, 0, 4),
     )
-
-
-def any_of(*conditions: Any) -> Any:
-    """Whether one holds: a Python bool where one is True or all are False, else traced."""
-    if any(condition is True for condition in conditions):
-        return True
-    found = False
-    for condition in conditions:
-        if condition is not False:
-            found = condition if found is False else found | condition
-    return found

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 from cutlass_py_attn import bench_cases, masks
 from cutlass_py_attn.artifact import Artifact, Folder
+from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.gemm import ROOMS
 from cutlass_py_attn.gemm.plans import plan_room
 from cutlass_py_attn.plan import Build, Plan
@@ -21,9 +24,12 @@ from tools import record
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
 ARCH, HOPPER_ARCH = "sm_90", "sm_90a"
+PTX_ARCH = "sm_80"  # the suite has the driver compile its PTX
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128)
 MASKS = ("full", "causal")
+
+Choices = tuple[Build, ...]  # builds of one kernel; the first that ptxas can make is taken
 
 
 def committed_plans() -> list[Plan]:
@@ -44,26 +50,33 @@ def committed_plans() -> list[Plan]:
     return plans
 
 
-def _fresh(build: Build) -> Artifact:
+def _fresh(choices: Choices) -> Artifact:
     from cutlass_py_attn.compiler import compile as compile_now
 
-    return compile_now(build)
+    return first_made(choices, compile_now)
 
 
-def _kept(build: Build) -> Artifact:
+def _kept(choices: Choices) -> Artifact:
     from cutlass_py_attn.compiler import artifact_for
 
-    return artifact_for(build)
+    return first_made(choices, artifact_for)
 
 
-def compile_all(builds: Sequence[Build], *, fresh: bool) -> list[Artifact]:
-    """Every build's artifact in order, by processes of their own; fresh: whatever the cache holds."""
+def first_made(choices: Choices, made: Callable[[Build], Artifact]) -> Artifact:
+    """Of the first build that ptxas can make; else the first one's CompileError."""
+    for build in choices[:-1]:
+        with contextlib.suppress(CompileError):
+            return made(build)
+    return made(choices[-1])
+
+
+def compile_all(needed: Sequence[Choices], *, fresh: bool) -> Iterator[Artifact]:
+    """An artifact for each of the needed kernels in order, by processes of their own; fresh: whatever the cache
+    holds."""
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
-        made = []
-        for number, artifact in enumerate(pool.map(_fresh if fresh else _kept, builds), 1):
-            print(f"{number:3}/{len(builds)} {record.name_of(artifact.build)}", file=sys.stderr, flush=True)
-            made.append(artifact)
-        return made
+        for number, artifact in enumerate(pool.map(_fresh if fresh else _kept, needed), 1):
+            print(f"{number:3}/{len(needed)} {record.name_of(artifact.build)}", file=sys.stderr, flush=True)
+            yield artifact
 
 
 def entries_of(plans: Sequence[Plan], artifacts: Sequence[Artifact]) -> dict[str, record.Json]:
@@ -111,15 +124,13 @@ def main() -> int:
     if given.only and not (given.output or given.bench):
         parser.error("--only needs -o or --bench: a manifest always holds every kernel")
     if given.suite:
-        from tests.gpu import cases
-
-        return _into_folder(compile_all(cases.builds(), fresh=False), given.suite)
+        return build_into(given.suite, suite())
     if given.bench:
         measured = map(bench_cases.parse, bench_cases.default_cases())
-        builds = [build for build in bench_cases.builds(measured, ARCH) if given.only in record.name_of(build)]
-        return _into_folder(compile_all(builds, fresh=False), given.bench)
+        needed = bench_cases.builds(measured, ARCH)
+        return build_into(given.bench, [choices for choices in needed if given.only in record.name_of(choices[0])])
     plans = [plan for plan in committed_plans() if given.only in record.name_of(plan.build)]
-    artifacts = compile_all([plan.build for plan in plans], fresh=True)
+    artifacts = list(compile_all([(plan.build,) for plan in plans], fresh=True))
     if given.output:
         _into_folder(artifacts, given.output)
     if given.only:
@@ -133,10 +144,25 @@ def main() -> int:
     return 0
 
 
-def _into_folder(artifacts: Sequence[Artifact], folder: Path) -> int:
+def suite() -> list[Choices]:
+    """What tests/gpu needs, each kernel once."""
+    from tests.gpu import cases, matrix, test_conventions
+
+    return list(dict.fromkeys((*cases.builds(), *matrix.builds(), *test_conventions.builds())))
+
+
+def build_into(folder: Path, needed: Sequence[Choices]) -> int:
+    """The needed kernels into the folder, without their PTX where that is not run itself; exit code 0."""
+    artifacts = compile_all(needed, fresh=False)
+    return _into_folder((a if a.build.arch == PTX_ARCH else replace(a, ptx="") for a in artifacts), folder)
+
+
+def _into_folder(artifacts: Iterable[Artifact], folder: Path) -> int:
+    count = 0
     for artifact in artifacts:
         Folder(folder).put(artifact)
-    print(f"{len(artifacts)} kernels in {folder}")
+        count += 1
+    print(f"{count} kernels in {folder}")
     return 0
 
 

@@ -110,7 +110,8 @@ def main() -> int:
     plans = build_ptx.committed_plans()
     rebuilt = None
     if given.rebuild:
-        rebuilt = build_ptx.entries_of(plans, build_ptx.compile_all([p.build for p in plans], fresh=True))
+        made = list(build_ptx.compile_all([(plan.build,) for plan in plans], fresh=True))
+        rebuilt = build_ptx.entries_of(plans, made)
     found = record.states(root, manifest, log, [record.name_of(plan.build) for plan in plans], rebuilt)
     for name, state in found.items():
         if not state.startswith("verified"):

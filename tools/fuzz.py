@@ -13,16 +13,14 @@ import json
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 from cutlass_py_attn import driver
-from cutlass_py_attn.artifact import Folder
-from cutlass_py_attn.compiler import compile as compile_now
-from cutlass_py_attn.errors import AttentionError, CompileError
+from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.plan import Build
+from cutlass_py_attn.planner import plan
 from tests.gpu import drawn_check, features
-from tests.gpu.cases import ARCH, plan_of
+from tests.gpu.cases import ARCH
 from tests.gpu.check import Kernels, kernels_from
 from tests.gpu.drawn import Drawn, builds, parse, problems
 from tools.record import sources_digest
@@ -40,11 +38,13 @@ def main() -> int:
     parser.add_argument("--case", help="one problem's line")
     parser.add_argument("--record", type=Path, help="write what ran, by feature, dtype and direction, to this file")
     parser.add_argument("--commit", default="unknown", help="for the record")
-    parser.add_argument("--build", type=Path, help="only build the kernels that this folder lacks")
+    parser.add_argument("--build", type=Path, help="only build the kernels, into this folder")
     arguments = parser.parse_args()
     variants = range(arguments.first, arguments.first + arguments.variants)
     if arguments.build:
-        return _build(arguments.build, variants, arguments.runs)
+        from tools.build_ptx import build_into
+
+        return build_into(arguments.build, builds(variants, arguments.runs))
     drawn = [parse(arguments.case)] if arguments.case else list(problems(variants, arguments.runs))
     agreed = _run(drawn, kernels_from(arguments.kernels), arguments.case is not None)
     if agreed is None:
@@ -84,7 +84,7 @@ def _run(drawn: list[Drawn], kernels: Kernels, is_loud: bool) -> list[Agreed] | 
                 print(f"{type(error).__name__}: {str(error).splitlines()[0]}")
                 found = {"launch": float("inf")}
             if "launch" not in found:
-                agreed.append((one, plan_of(one.problem(), ARCH).build, max(found.values())))
+                agreed.append((one, plan(one.problem(), ARCH).build, max(found.values())))
             good = all(ratio <= 1 for ratio in found.values())
             counts["agree" if good else "failed"] += 1
             for name, ratio in found.items():
@@ -103,32 +103,6 @@ def _expected(drawn: Drawn) -> drawn_check.Expected | None:
     if drawn.problem().reasons() or drawn.problem().is_empty:
         return None
     return drawn_check.expect(drawn)
-
-
-def _put_first(choices: list[Build], target: Folder) -> bool:
-    """The first of the builds that compiles, into the folder."""
-    for build in choices:
-        try:
-            target.put(replace(compile_now(build), ptx=""))
-        except CompileError as error:
-            print(str(error), flush=True)
-        else:
-            return True
-    return False
-
-
-def _build(folder: Path, variants: range, runs: int) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
-    target, failed = Folder(folder), 0
-    found = builds(variants, runs)
-    present = {artifact.build for artifact in target.all()}
-    for number, choices in enumerate(found, 1):
-        if present.isdisjoint(choices) and not _put_first(choices, target):
-            failed += 1
-        if number % 20 == 0:
-            print(f"{number} of {len(found)}", flush=True)
-    print(f"{len(found)} kernels, {failed} failed")
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":

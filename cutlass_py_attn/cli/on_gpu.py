@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cutlass_py_attn import attention, driver, inputs, judge, masks, planner, reference
+from cutlass_py_attn import attention, driver, inputs, judge, masks, reference
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.cli.on_host import relative_error
-from cutlass_py_attn.launch import bind, generic_arch
+from cutlass_py_attn.launch import bind_problem
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import Problem, Shape
 from cutlass_py_attn.reference import Array
@@ -100,15 +100,9 @@ def _reference(operands: list[Array], mask: masks.Mask, precision: str) -> dict[
 
 def _timed(problem: Problem, arrays: dict[str, Array], kernels: Kernels) -> Timing:
     """Median over REPEATS launches with everything already on the device, by CUDA events."""
-    gpu = driver.device(0)
-    arch = generic_arch(gpu.compute_capability)
-    if problem.direction == "forward":
-        plan = planner.plan_forward(problem, arch)
-    else:
-        plan = planner.plan_backward(problem, arch, gpu.num_sms)
-    bound = bind(kernels(plan.build), plan, problem)
+    bound = bind_problem(problem, kernels)
     with (
-        gpu.current(),
+        bound.device.current(),
         _stream() as stream,
         _on_device(bound.tensor_names, problem, arrays, stream) as pointers,
     ):

@@ -12,7 +12,7 @@ from cutlass_py_attn.gemm import ROOMS
 from cutlass_py_attn.gemm.plans import FAMILIES, plan_room
 from cutlass_py_attn.parts.integers import round_up
 from cutlass_py_attn.plan import COLUMN_MULTIPLE, Plan
-from cutlass_py_attn.planner import plan_backward, plan_forward
+from cutlass_py_attn.planner import plan
 from cutlass_py_attn.problem import SHORT_NAMES, Problem, Shape
 
 DTYPES = {short: name for name, short in SHORT_NAMES.items()}
@@ -56,6 +56,4 @@ def fused(direction: str, dtype: str, head_dims: tuple[int, int], mask: str, arc
     """The planner's choice of a fused kernel; head_dims are those of query and value."""
     shape = Shape(_BATCH, _LENGTH, _LENGTH, _HEADS, *head_dims)
     problem = Problem.dense(direction, shape, dtype, masks.from_name(mask))
-    if direction == "forward":
-        return plan_forward(problem, arch)
-    return plan_backward(problem.replace(deterministic=deterministic), arch)
+    return plan(problem.replace(deterministic=deterministic), arch)

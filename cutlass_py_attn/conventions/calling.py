@@ -7,14 +7,14 @@ import functools
 import inspect
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, ClassVar, Final, ParamSpec, TypeVar
 
 import numpy as np
 
-from cutlass_py_attn import driver
+from cutlass_py_attn import arrays, driver
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.philox import Dropout
@@ -29,7 +29,7 @@ _CUDA_KINDS: Final = (2, 13)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Call:
+class Call(ABC):
     """The arguments of one call: a field for each argument of the schema, in its order.
 
     A dataclass is the signature of such a function, for schemas have more arguments than a function here may.
@@ -44,13 +44,13 @@ class Call:
     backend: str = "auto"
     kernels: Callable[[Build], Artifact] | None = None
 
+    @abstractmethod
     def ranks(self) -> dict[str, tuple[int, ...]]:
         """The arrays by name, and how many axes each may have."""
-        raise NotImplementedError
 
+    @abstractmethod
     def objections(self) -> list[str]:
         """What is wrong with the other arguments, where the arrays have the right ranks."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,32 +117,18 @@ def on_stream(query: Any, stream: object) -> Iterator[None]:
     if library not in ("cupy", "torch") or query.__dlpack_device__()[0] not in _CUDA_KINDS:
         yield
         return
-    module, ordinal, handle = sys.modules[library], int(query.__dlpack_device__()[1]), driver.stream_handle(stream)
+    cuda, ordinal, handle = sys.modules[library].cuda, int(query.__dlpack_device__()[1]), driver.stream_handle(stream)
     if library == "torch":
-        place = module.device("cuda", ordinal)
-        ours = module.cuda.ExternalStream(handle, device=place) if handle else module.cuda.default_stream(place)
-        ours.wait_stream(module.cuda.current_stream(place))
-        with module.cuda.stream(ours):
+        ours = arrays.torch_stream(handle, ordinal)
+        ours.wait_stream(cuda.current_stream(ordinal))
+        with cuda.stream(ours):
             yield
         return
-    with module.cuda.Device(ordinal):
-        if hasattr(module.cuda.Stream, "from_external"):
-            ours = module.cuda.Stream.from_external(_Handle(handle))
-        else:  # CuPy before 14
-            ours = module.cuda.ExternalStream(handle, ordinal)
-        ours.wait_event(module.cuda.get_current_stream().record())
+    with cuda.Device(ordinal):
+        ours = arrays.cupy_stream(handle, ordinal)
+        ours.wait_event(cuda.get_current_stream().record())
         with ours:
             yield
-
-
-class _Handle:
-    """A stream handle as an object of CUDA's stream protocol, version 0."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
 
 
 def operand_objections(call: Call) -> list[str]:
@@ -169,29 +155,15 @@ def operand_objections(call: Call) -> list[str]:
     return found
 
 
-def sequence_objections(starts: Mapping[str, Any], longest: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the starts of sequences, both or neither, and with their longest lengths."""
-    lacking = [name for name, array in starts.items() if array is None]
-    if len(lacking) == len(starts):
-        return []
-    found = [f"{name} is None: must come with {' and '.join(starts)}; pass it" for name in lacking]
-    found += [
-        f"{name} has dtype {array.dtype}: must be int32; convert it"
-        for name, array in starts.items()
-        if array is not None and not is_integer(array)
-    ]
-    return found + [
-        f"{name} = {number!r}: must be an int of at least 0; pass the longest sequence's length"
-        for name, number in longest.items()
-        if not isinstance(number, Integral) or number < 0
-    ]
-
-
-def is_integer(array: Any) -> bool:
-    """Whether the dtype is int32, or any integer of NumPy's."""
-    if isinstance(array, np.ndarray):
-        return array.dtype.kind in "iu"
-    return str(array.dtype).removeprefix("torch.") == "int32"
+def options_of(call: Any) -> dict[str, Any]:
+    """The options that every schema has, as `attention_forward` and `attention_backward` take them."""
+    return {
+        "scale": call.scale,
+        "dropout": dropout_of(call.dropout_p, call.philox_seed, call.philox_offset),
+        "stream": call.stream,
+        "backend": call.backend,
+        "kernels": call.kernels,
+    }
 
 
 def dropout_of(dropout_p: float, philox_seed: Any, philox_offset: Any) -> Dropout | None:

@@ -6,8 +6,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Final
 
 from cutlass_py_attn.attention import attention_backward, attention_forward
-from cutlass_py_attn.conventions.calling import Call, ForwardCall, adapter, dropout_of, sequence_objections
-from cutlass_py_attn.conventions.flash import debug_objections, is_packed, logsumexp_objections, sequences_of
+from cutlass_py_attn.conventions.calling import Call, ForwardCall, adapter, options_of
+from cutlass_py_attn.conventions.flash import debug_objections
 from cutlass_py_attn.conventions.layouts import (
     packed,
     swapped,
@@ -15,6 +15,13 @@ from cutlass_py_attn.conventions.layouts import (
     with_dense_rows,
     with_four_axes,
     with_padded_rows,
+)
+from cutlass_py_attn.conventions.sequences import (
+    is_packed,
+    logsumexp_objections,
+    packing_objections,
+    ranks_of,
+    sequences_of,
 )
 from cutlass_py_attn.masks import Causal, Full
 from cutlass_py_attn.problem import OPERANDS
@@ -56,7 +63,7 @@ class CudnnForward(ForwardCall):
 
     def objections(self) -> list[str]:
         """Of sequences and return_debug_mask."""
-        return [*_objections(self), *debug_objections(self.return_debug_mask)]
+        return [*packing_objections(self), *debug_objections(self.return_debug_mask)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +100,7 @@ class CudnnBackward(Call):
     def objections(self) -> list[str]:
         """Of sequences and logsumexp."""
         *rows, _ = map(int, self.query.shape)
-        return [*_objections(self), *logsumexp_objections(self.logsumexp, (*rows, 1)[: self.logsumexp.ndim])]
+        return [*packing_objections(self), *logsumexp_objections(self.logsumexp, (*rows, 1)[: self.logsumexp.ndim])]
 
 
 @adapter(CudnnForward)
@@ -121,14 +128,7 @@ def cudnn_attention_forward(
         query,
         key,
         value,
-        bias=None if call.attn_bias is None else with_four_axes(call.attn_bias),
-        mask=Causal() if call.is_causal else Full(),
-        scale=call.scale,
-        dropout=dropout_of(call.dropout_p, call.philox_seed, call.philox_offset),
-        sequences=sequences_of(call),
-        stream=call.stream,
-        backend=call.backend,
-        kernels=call.kernels,
+        **_options(call),
     )
     if not call.compute_log_sumexp:
         logsumexp = None
@@ -156,13 +156,13 @@ def cudnn_attention_backward(call: CudnnBackward) -> tuple[Any, Any, Any]:
     """
     if call.grad_out is None:
         return None, None, None
-    sequences, logsumexp = sequences_of(call), call.logsumexp
+    options, logsumexp = _options(call), call.logsumexp
     if logsumexp.ndim > call.query.ndim - 1:
         logsumexp = logsumexp[..., 0]
-    if sequences is None:
-        logsumexp = with_padded_rows(logsumexp)
+    if is_packed(call):
+        logsumexp = unpacked(logsumexp.swapaxes(0, 1), call.cum_seq_q, options["sequences"].max_seqlen_q)
     else:
-        logsumexp = unpacked(logsumexp.swapaxes(0, 1), call.cum_seq_q, sequences.max_seqlen_q)
+        logsumexp = with_padded_rows(logsumexp)
     query, key, value = (_ours(call, tensor) for tensor in (call.query, call.key, call.value))
     found = attention_backward(
         with_dense_rows(_ours(call, call.grad_out)),
@@ -171,28 +171,24 @@ def cudnn_attention_backward(call: CudnnBackward) -> tuple[Any, Any, Any]:
         value,
         with_dense_rows(_ours(call, call.out)),
         logsumexp,
-        bias=None if call.attn_bias is None else with_four_axes(call.attn_bias),
-        mask=Causal() if call.is_causal else Full(),
-        scale=call.scale,
-        dropout=dropout_of(call.dropout_p, call.philox_seed, call.philox_offset),
-        sequences=sequences,
         deterministic=call.deterministic,
-        stream=call.stream,
-        backend=call.backend,
-        kernels=call.kernels,
+        **options,
     )
     grad_query, grad_key, grad_value = (_theirs(call, gradient) for gradient in (found.query, found.key, found.value))
     return grad_query, grad_key, grad_value
 
 
 def _ranks(call: CudnnForward | CudnnBackward, *tensors: str) -> dict[str, tuple[int, ...]]:
-    vectors = dict.fromkeys(("cum_seq_q", "cum_seq_k"), (1,))
-    return {**dict.fromkeys(tensors, (3 if is_packed(call) else 4,)), **vectors, "attn_bias": (2, 3, 4)}
+    return {**ranks_of(call, *tensors), "attn_bias": (2, 3, 4)}
 
 
-def _objections(call: CudnnForward | CudnnBackward) -> list[str]:
-    starts = {"cum_seq_q": call.cum_seq_q, "cum_seq_k": call.cum_seq_k}
-    return sequence_objections(starts, {"max_q": call.max_q, "max_k": call.max_k})
+def _options(call: CudnnForward | CudnnBackward) -> dict[str, Any]:
+    return {
+        **options_of(call),
+        "bias": None if call.attn_bias is None else with_four_axes(call.attn_bias),
+        "mask": Causal() if call.is_causal else Full(),
+        "sequences": sequences_of(call),
+    }
 
 
 def _ours(call: CudnnForward | CudnnBackward, tensor: Any) -> Any:

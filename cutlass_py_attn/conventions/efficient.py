@@ -6,8 +6,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Final
 
 from cutlass_py_attn.attention import attention_backward, attention_forward
-from cutlass_py_attn.conventions.calling import Call, ForwardCall, adapter, dropout_of, sequence_objections
+from cutlass_py_attn.conventions.calling import Call, ForwardCall, adapter, options_of
 from cutlass_py_attn.conventions.layouts import with_dense_rows
+from cutlass_py_attn.conventions.sequences import sequence_objections
 from cutlass_py_attn.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.options import VariableLength
 from cutlass_py_attn.problem import OPERANDS
@@ -109,23 +110,15 @@ def efficient_attention_forward(call: EfficientForward) -> tuple[Any, Any, Any, 
 
     NotSupported lists every objection; see `attention_forward` for the other errors.
     """
-    longest = _longest(call)
     output, logsumexp = attention_forward(
         call.query,
         call.key,
         call.value,
-        bias=call.bias,
-        mask=_mask(call),
-        scale=call.scale,
-        dropout=dropout_of(call.dropout_p, call.philox_seed, call.philox_offset),
-        sequences=_sequences(call, *longest),
-        stream=call.stream,
-        backend=call.backend,
-        kernels=call.kernels,
+        **_options(call),
     )
     if not call.compute_log_sumexp:
         logsumexp = logsumexp[..., :0]
-    return output, logsumexp, call.philox_seed, call.philox_offset, *longest
+    return output, logsumexp, call.philox_seed, call.philox_offset, *_longest(call)
 
 
 @adapter(EfficientBackward)
@@ -153,17 +146,10 @@ def efficient_attention_backward(call: EfficientBackward) -> tuple[Any, Any, Any
         with_dense_rows(call.out),
         call.logsumexp,
         gradients=(*OPERANDS, "bias") if call.bias_requires_grad and call.bias is not None else OPERANDS,
-        bias=call.bias,
-        mask=_mask(call),
-        scale=call.scale,
-        dropout=dropout_of(call.dropout_p, call.philox_seed, call.philox_offset),
-        sequences=_sequences(call, *_longest(call)),
         packed=call.shared_storage_dqdkdv,
         deterministic=call.deterministic,
         num_splits_key=max(call.num_splits_key, 1) if isinstance(call.num_splits_key, int) else call.num_splits_key,
-        stream=call.stream,
-        backend=call.backend,
-        kernels=call.kernels,
+        **_options(call),
     )
     return found.query, found.key, found.value, found.bias
 
@@ -201,9 +187,8 @@ def _longest(call: EfficientForward | EfficientBackward) -> tuple[int, int]:
     return int(call.max_seqlen_q or 0), keys if call.max_seqlen_k is None else int(call.max_seqlen_k)
 
 
-def _sequences(
-    call: EfficientForward | EfficientBackward, max_seqlen_q: int, max_seqlen_k: int
-) -> VariableLength | None:
-    if call.cu_seqlens_q is None:
-        return None
-    return VariableLength(call.cu_seqlens_q, call.cu_seqlens_k, max_seqlen_q, max_seqlen_k, call.seqlen_k)
+def _options(call: EfficientForward | EfficientBackward) -> dict[str, Any]:
+    sequences = None
+    if call.cu_seqlens_q is not None:
+        sequences = VariableLength(call.cu_seqlens_q, call.cu_seqlens_k, *_longest(call), call.seqlen_k)
+    return {**options_of(call), "bias": call.bias, "mask": _mask(call), "sequences": sequences}

@@ -6,10 +6,16 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Final
 
 from cutlass_py_attn.attention import attention_backward, attention_forward
-from cutlass_py_attn.conventions.calling import Call, ForwardCall, adapter, dropout_of, sequence_objections
+from cutlass_py_attn.conventions.calling import Call, ForwardCall, adapter, options_of
 from cutlass_py_attn.conventions.layouts import packed, unpacked, with_dense_rows, with_padded_rows
+from cutlass_py_attn.conventions.sequences import (
+    is_packed,
+    logsumexp_objections,
+    packing_objections,
+    ranks_of,
+    sequences_of,
+)
 from cutlass_py_attn.masks import Window
-from cutlass_py_attn.options import VariableLength
 from cutlass_py_attn.problem import OPERANDS
 
 _NAMES: Final = {
@@ -118,15 +124,7 @@ def flash_attention_forward(call: FlashForward) -> tuple[Any, Any, Any, Any, Non
         query,
         key,
         value,
-        mask=_mask(call),
-        scale=call.scale,
-        softcap=call.softcap,
-        alibi_slopes=call.alibi_slopes,
-        dropout=dropout_of(call.dropout_p, call.philox_seed, call.philox_offset),
-        sequences=sequences_of(call, call.seqused_k),
-        stream=call.stream,
-        backend=call.backend,
-        kernels=call.kernels,
+        **_options(call),
     )
     if is_packed(call):
         output, logsumexp = output[0], packed(logsumexp, call.cum_seq_q, int(call.query.shape[0]))
@@ -150,11 +148,11 @@ def flash_attention_backward(call: FlashBackward) -> tuple[Any, Any, Any]:
     """
     if call.grad_out is None:
         return None, None, None
-    sequences = sequences_of(call, call.seqused_k)
-    if sequences is None:
-        logsumexp = with_padded_rows(call.logsumexp)
+    options = _options(call)
+    if is_packed(call):
+        logsumexp = unpacked(call.logsumexp, call.cum_seq_q, options["sequences"].max_seqlen_q)
     else:
-        logsumexp = unpacked(call.logsumexp, call.cum_seq_q, sequences.max_seqlen_q)
+        logsumexp = with_padded_rows(call.logsumexp)
     query, key, value = (_batched(call, tensor) for tensor in (call.query, call.key, call.value))
     found = attention_backward(
         with_dense_rows(_batched(call, call.grad_out)),
@@ -163,33 +161,12 @@ def flash_attention_backward(call: FlashBackward) -> tuple[Any, Any, Any]:
         value,
         with_dense_rows(_batched(call, call.out)),
         logsumexp,
-        mask=_mask(call),
-        scale=call.scale,
-        softcap=call.softcap,
-        alibi_slopes=call.alibi_slopes,
-        dropout=dropout_of(call.dropout_p, call.philox_seed, call.philox_offset),
-        sequences=sequences,
         deterministic=call.deterministic,
-        stream=call.stream,
-        backend=call.backend,
-        kernels=call.kernels,
+        **options,
     )
     if is_packed(call):
         return found.query[0], found.key[0], found.value[0]
     return found.query, found.key, found.value
-
-
-def is_packed(call: Any) -> bool:
-    """Whether the tensors are [tokens, heads, head_dim], as cum_seq_q or cum_seq_k say."""
-    return call.cum_seq_q is not None or call.cum_seq_k is not None
-
-
-def sequences_of(call: Any, seqused_k: Any = None) -> VariableLength | None:
-    """The sequences of packed tensors. The namesakes take any bound of the lengths; ours are at most all tokens."""
-    if not is_packed(call):
-        return None
-    max_q, max_k = min(int(call.max_q), int(call.query.shape[0])), min(int(call.max_k), int(call.key.shape[0]))
-    return VariableLength(call.cum_seq_q, call.cum_seq_k, max_q, max_k, seqused_k)
 
 
 def debug_objections(return_debug_mask: bool) -> list[str]:
@@ -197,15 +174,8 @@ def debug_objections(return_debug_mask: bool) -> list[str]:
     return ["return_debug_mask = True: must be False; the weights are never stored"] if return_debug_mask else []
 
 
-def logsumexp_objections(logsumexp: Any, shape: tuple[int, ...]) -> list[str]:
-    """Of a logsumexp that lacks our padding, before that is added."""
-    found = tuple(map(int, logsumexp.shape))
-    return [] if found == shape else [f"logsumexp has shape {found}: must be {shape}, as the forward gives it"]
-
-
 def _ranks(call: FlashForward | FlashBackward, *tensors: str) -> dict[str, tuple[int, ...]]:
-    vectors = dict.fromkeys(("cum_seq_q", "cum_seq_k", "seqused_k"), (1,))
-    return {**dict.fromkeys(tensors, (3 if is_packed(call) else 4,)), **vectors, "alibi_slopes": (1, 2)}
+    return {**ranks_of(call, *tensors), "seqused_k": (1,), "alibi_slopes": (1, 2)}
 
 
 def _objections(call: FlashForward | FlashBackward) -> list[str]:
@@ -217,8 +187,17 @@ def _objections(call: FlashForward | FlashBackward) -> list[str]:
     ]
     if call.seqused_k is not None and not is_packed(call):
         found.append("seqused_k without cum_seq_q and cum_seq_k: must come with both; pass them")
-    starts = {"cum_seq_q": call.cum_seq_q, "cum_seq_k": call.cum_seq_k}
-    return found + sequence_objections(starts, {"max_q": call.max_q, "max_k": call.max_k})
+    return found + packing_objections(call)
+
+
+def _options(call: FlashForward | FlashBackward) -> dict[str, Any]:
+    return {
+        **options_of(call),
+        "mask": _mask(call),
+        "softcap": call.softcap,
+        "alibi_slopes": call.alibi_slopes,
+        "sequences": sequences_of(call, call.seqused_k),
+    }
 
 
 def _batched(call: FlashForward | FlashBackward, tensor: Any) -> Any:

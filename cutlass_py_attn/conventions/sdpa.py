@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Final
 
 from cutlass_py_attn.attention import attention_backward, attention_forward
-from cutlass_py_attn.conventions.calling import Call, ForwardCall, adapter, dropout_of
+from cutlass_py_attn.conventions.calling import Call, ForwardCall, adapter, options_of
 from cutlass_py_attn.conventions.layouts import additive, as_given, is_bool, swapped, with_dense_rows, with_four_axes
 from cutlass_py_attn.masks import Causal, Full
 from cutlass_py_attn.problem import OPERANDS
@@ -99,13 +99,7 @@ def scaled_dot_product_efficient_attention(call: EfficientAttention) -> tuple[An
         swapped(call.query),
         swapped(call.key),
         swapped(call.value),
-        bias=_bias(call),
-        mask=Causal() if call.is_causal else Full(),
-        scale=call.scale,
-        dropout=dropout_of(call.dropout_p, call.philox_seed, call.philox_offset),
-        stream=call.stream,
-        backend=call.backend,
-        kernels=call.kernels,
+        **_options(call),
     )
     if not call.compute_log_sumexp:
         logsumexp = logsumexp[..., :0]
@@ -142,19 +136,14 @@ def scaled_dot_product_efficient_attention_backward(
         with_dense_rows(swapped(call.out)),
         call.logsumexp,
         gradients=wanted,
-        bias=_bias(call),
-        mask=Causal() if call.is_causal else Full(),
-        scale=call.scale,
-        dropout=dropout_of(call.dropout_p, call.philox_seed, call.philox_offset),
         deterministic=call.deterministic,
-        stream=call.stream,
-        backend=call.backend,
-        kernels=call.kernels,
+        **_options(call),
     )
     of_operands = (found.query, found.key, found.value)
     query, key, value = (None if gradient is None else swapped(gradient) for gradient in of_operands)
     return query, key, value, None if found.bias is None else as_given(found.bias, call.attn_bias)
 
 
-def _bias(call: EfficientAttention | EfficientAttentionBackward) -> Any:
-    return None if call.attn_bias is None else with_four_axes(additive(call.attn_bias, call.query.dtype))
+def _options(call: EfficientAttention | EfficientAttentionBackward) -> dict[str, Any]:
+    bias = None if call.attn_bias is None else with_four_axes(additive(call.attn_bias, call.query.dtype))
+    return {**options_of(call), "bias": bias, "mask": Causal() if call.is_causal else Full()}

@@ -151,7 +151,7 @@ class Backward:
             dq_parts = grad_q.operands(self.dq, s_ds, s_k, here)
             # Before anything else needs registers.
             where = row_view(self.scores.coordinates(here))
-            r_kept = self.kept(p, where, corner, (of, at_head))
+            r_kept = dropout.kept(build, p, where, corner, (of, at_head))
             # 1  S = Q K^T
             r_s = self.scores.accumulator(thread)
             matmul_qk.issue(self.scores, r_s, self.at(score_parts, slot, None))
@@ -168,7 +168,7 @@ class Backward:
             r_dp = self.dp.accumulator(thread)
             doivj.issue(self.dp, r_dp, self.at(dp_parts, slot, None))
             # 4  dS = P (dP - delta)
-            self.keep(p, row_view(r_dp), r_kept)
+            masking.keep(row_view(r_dp), r_kept, p.keep_scale)
             self.score_gradient(row_view(r_dp), row_view(r_p), where, self.slot_of(s_delta, slot))
             if cutlass.const_expr(build.has("softcap")):
                 row_view(r_dp).store(row_view(r_dp).load() * r_slope.load().to(Float32))
@@ -326,19 +326,6 @@ class Backward:
             exponent = scores[row, None].load() * (1.0 if self.terms.present else scale_log2)
             exponent = exponent - lse[where[row, 0][0]]
             scores[row, None].store(cute.math.exp2(exponent, fastmath=True))
-
-    def kept(self, p: Any, where: cute.Tensor, corner: tuple, at: tuple) -> cute.Tensor | None:
-        """The bits of the weights that dropout keeps."""
-        if not self.build.has("dropout"):
-            return None
-        of, head = at
-        return dropout.keep_bits(dropout.stream(p), where, corner, lengths.first_word(p, of, head), of.num_keys)
-
-    def keep(self, p: Any, dp: cute.Tensor, kept: cute.Tensor | None) -> None:
-        """dP of the weights that dropout keeps grows, that of the others is zero."""
-        if kept is not None:
-            dp.store(dp.load() * p.keep_scale)
-            masking.drop(dp, kept)
 
     def score_gradient(self, dp: cute.Tensor, p: cute.Tensor, where: cute.Tensor, delta: cute.Tensor) -> None:
         """dP becomes dS."""

@@ -23,7 +23,7 @@ from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, sche
 from cutlass_py_attn.parts.integers import larger, round_up
 from cutlass_py_attn.parts.params import DTYPES
 from cutlass_py_attn.parts.softmax import QUAD, OnlineSoftmax, safe_scale
-from cutlass_py_attn.parts.terms import Terms
+from cutlass_py_attn.parts.terms import Terms, bias_source
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import LSE_PADDING
 
@@ -191,7 +191,7 @@ class Forward:
     def load_bias(self, p: Any, at: tuple[Any, ...], band: Band, thread: Int32) -> None:
         """Start copying the bias of a tile of scores."""
         if self.build.has("bias"):
-            moves.load_tile(thread, self.build.threads, self.terms.bias_tile(p, at, band), self.bias_tile())
+            moves.load_tile(thread, self.build.threads, bias_source(self.build, p, "bias", at, band), self.bias_tile())
 
     def bias_part(self, thread: Int32) -> cute.Tensor | None:
         """This thread's part of the bias tile."""
@@ -201,9 +201,7 @@ class Forward:
         """The bits of the weights that dropout keeps."""
         if not self.build.has("dropout"):
             return None
-        of, head = at
-        where = row_view(self.scores.coordinates(params.fresh("tid.x")))
-        return dropout.keep_bits(dropout.stream(p), where, corner, lengths.first_word(p, of, head), of.num_keys)
+        return dropout.kept(self.build, p, row_view(self.scores.coordinates(params.fresh("tid.x"))), corner, at)
 
     def store_logsumexp(
         self, p: Any, lse: list[Float32], where: cute.Tensor, corner: tuple[Int32, Int32, Int32], num_queries: Int32

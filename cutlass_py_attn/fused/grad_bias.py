@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.fused.streamed import from_column
 from cutlass_py_attn.gemm import matmul_qk
@@ -90,7 +90,7 @@ class GradBias:
             self.multiply(r_dp, slot)
             slot = slot ^ 1
             # 4  dS
-            self.keep(p, row_view(r_dp), r_kept)
+            masking.keep(row_view(r_dp), r_kept, p.keep_scale)
             self.add_score_gradient(row_view(r_sum), row_view(r_s), row_view(r_dp))
             here = behind
 
@@ -274,18 +274,8 @@ class GradBias:
     def kept(self, p: Any, at: Place) -> cute.Tensor | None:
         """The bits of the weights that dropout keeps."""
         build, (pair, query_tile, key_tile) = self.build, at
-        if not build.has("dropout"):
-            return None
-        of, head = self.sequence(p, pair)
         corner = query_tile * build.tile_m, key_tile * build.tile_n
-        first = lengths.first_word(p, of, head)
-        return dropout.keep_bits(dropout.stream(p), self.coordinates(), corner, first, of.num_keys)
-
-    def keep(self, p: Any, dp: cute.Tensor, kept: cute.Tensor | None) -> None:
-        """dP of the weights that dropout keeps grows, that of the others is zero."""
-        if kept is not None:
-            dp.store(dp.load() * p.keep_scale)
-            masking.drop(dp, kept)
+        return dropout.kept(build, p, self.coordinates(), corner, self.sequence(p, pair))
 
     def add_score_gradient(self, total: cute.Tensor, weights: cute.Tensor, dp: cute.Tensor) -> None:
         """Add dS = P (dP - delta)."""
@@ -332,7 +322,7 @@ class GradBias:
             total = parts.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             for lane in lanes:
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=lane)
-            put(partial, (place, warp), total, thread & sum(lanes) == 0)
+            moves.put(partial, (place, warp), total, thread & sum(lanes) == 0)
         cute.arch.sync_threads()
         store_line(thread, partial, target.start, step, left)
 
@@ -342,13 +332,6 @@ def clear(thread: Int32, threads: cutlass.Constexpr, values: cute.Tensor):
     """Zeros to an array in shared memory."""
     for index in cutlass.range(thread, cute.size(values), threads, unroll=1):
         values[index] = Float32(0.0)
-
-
-@cute.jit
-def put(values: cute.Tensor, at: tuple, value: Float32, is_mine: Boolean):
-    """Write one element, if it is this thread's."""
-    if is_mine:
-        values[at] = value
 
 
 @cute.jit

@@ -23,13 +23,13 @@ from cutlass_py_attn.gemm import doivj, grad_k, grad_q, grad_v, matmul_qk
 from cutlass_py_attn.gemm.mma_sync import MmaSync, Operands, row_view
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.masks import Band
-from cutlass_py_attn.parts import lengths, masking, moves, params, schedule
-from cutlass_py_attn.parts.integers import ceil_div, choose
+from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, schedule
+from cutlass_py_attn.parts.integers import any_of, ceil_div, choose
 from cutlass_py_attn.parts.streaming import tile_and_column_block
 from cutlass_py_attn.parts.terms import bias_source
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.shared_memory import tile_bytes
-from cutlass_py_attn.streams import Side, any_of, backward_cut, blocks_of_tile, is_apart, shares
+from cutlass_py_attn.streams import Side, backward_cut, blocks_of_tile, is_apart, shares
 
 KEYS_AT_ONCE = 16  # of a float32 product dQ = dS K
 
@@ -135,7 +135,7 @@ class StreamedBackward(Backward):
             if schedule.needs_mask(band, query_tile, key_tile, *tiles):
                 masking.clear(band, row_view(r_s), where, corner)
             r_p = moves.converted(r_s, self.dtype)
-            r_kept = self.kept(p, where, corner, (of, at_head))
+            r_kept = dropout.kept(build, p, where, corner, (of, at_head))
             if self.to_value:
                 self.store_weights(r_p if r_kept is None else masking.dropped(r_p, r_kept), s_p, here)
 
@@ -152,7 +152,7 @@ class StreamedBackward(Backward):
                 # 4  dS = P (dP - delta)
                 here = params.fresh("tid.x")
                 where = row_view(self.scores.coordinates(here))
-                self.keep(p, row_view(r_dp), r_kept)
+                masking.keep(row_view(r_dp), r_kept, p.keep_scale)
                 self.score_gradient(row_view(r_dp), row_view(r_p), where, s_delta[None, turn % stages])
                 if cutlass.const_expr(build.has("softcap")):
                     row_view(r_dp).store(row_view(r_dp).load() * r_slope.load().to(Float32))

@@ -20,8 +20,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
-from cutlass_py_attn.parts import params
+from cutlass_py_attn.parts import lengths, params
 from cutlass_py_attn.philox import BLOCK_WORDS, KEY_STEPS, MULTIPLIERS, ROUNDS
+from cutlass_py_attn.plan import Build
 
 NIBBLES = 8  # of a word of bits; a nibble is the four bits of one block
 EIGHT = 8  # columns of two blocks, which a quad holds together; also what two rows of a thread are apart
@@ -108,6 +109,14 @@ def keep_bits(stream: Any, where: cute.Tensor, corner: tuple, base: Int64, num_k
             held[k] = held[k + 1]
         held[count - 1] = _exchanged(found, is_odd)
     return calls.bits(held)
+
+
+def kept(build: Build, p: Any, where: cute.Tensor, corner: tuple, at: tuple) -> cute.Tensor | None:
+    """`keep_bits` of a tile of scores at (sequence, query head); None without dropout."""
+    if not build.has("dropout"):
+        return None
+    of, head = at
+    return keep_bits(stream(p), where, corner, lengths.first_word(p, of, head), of.num_keys)
 
 
 def keep(bits: cute.Tensor, row: int, column: int) -> Boolean:

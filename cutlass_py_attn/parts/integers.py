@@ -43,3 +43,14 @@ def ceil_div(a: Any, b: int) -> Any:
 def round_up(a: Any, b: int) -> Any:
     """The smallest multiple of b that is >= a, for a >= 0."""
     return ceil_div(a, b) * b
+
+
+def any_of(*conditions: Any) -> Any:
+    """Whether one holds: a Python bool where one is True or all are False, else traced."""
+    if any(condition is True for condition in conditions):
+        return True
+    found: Any = False
+    for condition in conditions:
+        if condition is not False:
+            found = condition if found is False else found | condition
+    return found

@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from cutlass_py_attn.parts import moves
 from cutlass_py_attn.parts.softmax import QUAD
 
 WARP_COLUMNS = 8  # side by side in a warp's accumulator; the warps along a row take turns
@@ -46,14 +47,14 @@ class JoinedSoftmax:
             scores[row, None].store(weights)
             self.sum[row] = self.sum[row] * shrink + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             self.maximum[row] = maximum
-            put(self.factors, where[row, 0][0], shrink, self._is_first(where))
+            moves.put(self.factors, where[row, 0][0], shrink, self._is_first(where))
 
     def join(self, where: cute.Tensor) -> None:
         """Share sums and maxima, in `parts` and `factors`; the block must meet before it reads them."""
         rows = range(self.rows)
         self._share(where, [cute.arch.warp_reduction_sum(self.sum[row], threads_in_group=QUAD) for row in rows])
         for row in rows:
-            put(self.factors, where[row, 0][0], self.maximum[row], self._is_first(where))
+            moves.put(self.factors, where[row, 0][0], self.maximum[row], self._is_first(where))
 
     def finish(self, row: Int32, sink: Float32 | None, scale_log2: Float32) -> tuple[Float32, Float32]:
         """(factor of the output, logsumexp in natural log) of one row, after `join`; 0 and -inf without a key.
@@ -89,18 +90,11 @@ class JoinedSoftmax:
         """One thread of each quad writes what its warp has of a row."""
         column = where[0, 0][1]
         for row, value in enumerate(values):
-            put(self.parts, (where[row, 0][0], column // WARP_COLUMNS), value, column % WARP_COLUMNS == 0)
+            moves.put(self.parts, (where[row, 0][0], column // WARP_COLUMNS), value, column % WARP_COLUMNS == 0)
 
     def _is_first(self, where: cute.Tensor) -> Boolean:
         """Whether this thread holds the first columns of its rows."""
         return where[0, 0][1] == 0
-
-
-@cute.jit
-def put(target: cute.Tensor, at: tuple, value: Float32, condition: Boolean):
-    """Write one number where `condition` holds."""
-    if condition:
-        target[at] = value
 
 
 @cute.jit

@@ -32,6 +32,14 @@ def drop(values: cute.Tensor, kept: cute.Tensor) -> None:
             values[row, column] = cutlass.select_(is_kept, values[row, column], Float32(0.0))
 
 
+def keep(gradients: cute.Tensor, kept: cute.Tensor | None, scale: Float32) -> None:
+    """The gradients (rows x columns) of weights that dropout keeps grow by `scale`, the others become zero; all stay
+    as they are without dropout, where `kept` is None."""
+    if kept is not None:
+        gradients.store(gradients.load() * scale)
+        drop(gradients, kept)
+
+
 def dropped(weights: cute.Tensor, kept: cute.Tensor) -> cute.Tensor:
     """A copy of an accumulator's weights with zeros where dropout does not keep them; 16-bit ones in pairs."""
     result = cute.make_rmem_tensor_like(weights)

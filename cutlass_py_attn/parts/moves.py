@@ -1,5 +1,7 @@
 """Moves: tiles between global memory, shared memory and registers, sixteen bytes at a time."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
@@ -191,6 +193,13 @@ def _clear_elements(
         if (row < valid[0]) & (column < valid[1]):
             offset = row * Int64(strides[0]) + column * Int64(strides[1])
             cute.make_tensor(start + offset, ONE)[0] = dtype(0.0)
+
+
+@cute.jit
+def put(target: cute.Tensor, at: Any, value: Any, condition: Boolean):
+    """Write one element where `condition` holds."""
+    if condition:
+        target[at] = value
 
 
 @cute.jit

@@ -34,10 +34,6 @@ class Terms:
             return Float32(0.0)
         return params.scalar(p.alibi_slopes, Float32, batch * p.alibi_batch + head) * LOG2_E
 
-    def bias_tile(self, p: Any, at: tuple[Any, Any, Any, Any], band: Band) -> Source:
-        """The bias of the tile whose first (batch, head, query, key) is `at`."""
-        return bias_source(self.build, p, "bias", at, band)
-
     def apply(
         self, p: Any, scores: cute.Tensor, where: cute.Tensor, corner: tuple, band: Band, given: tuple
     ) -> cute.Tensor | None:

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 from stand_in import StandIn
 
-from cutlass_py_attn import bench, bench_cases, bench_peers, driver
+from cutlass_py_attn import bench, bench_cases, bench_peers, driver, planner
+from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bench_cases import FEATURE_CASES, default_cases, mixed_lengths, parse
-from cutlass_py_attn.errors import AttentionError, DriverError, NotSupported
+from cutlass_py_attn.errors import AttentionError, CompileError, DriverError, NotSupported
 from cutlass_py_attn.masks import Causal, Full
+from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import DIRECTIONS, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +125,7 @@ def test_mixed_lengths_are_the_same_every_time() -> None:
 def test_builds_are_listed_once_and_have_names_of_their_own() -> None:
     names = [SMALL, "bf16_d64_s128_b1_h4_full", f"{SMALL}_bias", f"{SMALL}_biasgrad", f"{SMALL}_deterministic"]
     found = bench_cases.builds(map(parse, names), "sm_90")
-    assert [build.symbol for build in found] == [
+    assert [first.symbol for first, *_ in found] == [
         "fwd_generic_bf16_d64_full",
         "bwd_generic_bf16_d64_full",
         "fwd_generic_bf16_d64_full_bias",
@@ -135,17 +137,17 @@ def test_builds_are_listed_once_and_have_names_of_their_own() -> None:
 
 def test_published_builds_can_all_be_planned_and_share_a_folder() -> None:
     found = bench_cases.builds(map(parse, default_cases()), "sm_90")
-    names = [record.name_of(build) for build in found]
+    names = [record.name_of(first) for first, *_ in found]
     assert len(set(names)) == len(names), "a folder holds one kernel of a name"
 
 
 def test_build_ptx_compiles_what_the_benchmark_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
-    def compile_all(builds: list[Any], *, fresh: bool) -> list[Any]:
+    def compile_all(needed: list[Any], *, fresh: bool) -> list[Any]:
         assert not fresh
-        made.extend(build.symbol for build in builds)
-        return [fakes.artifact(build) for build in builds]
+        made.extend(first.symbol for first, *_ in needed)
+        return [fakes.artifact(first) for first, *_ in needed]
 
     monkeypatch.setattr(build_ptx, "compile_all", compile_all)
     monkeypatch.setattr(bench_cases, "default_cases", lambda: (SMALL, f"{SMALL}_bias"))
@@ -153,6 +155,23 @@ def test_build_ptx_compiles_what_the_benchmark_needs(tmp_path: Path, monkeypatch
     assert build_ptx.main() == 0
     assert made == ["fwd_generic_bf16_d64_full_bias", "bwd_generic_bf16_d64_full_bias"]
     assert sorted(path.stem for path in tmp_path.glob("sm_90/*.json")) == sorted(made)
+
+
+def test_the_first_build_that_compiles_is_taken() -> None:
+    """The first spills where ptxas finds no registers; the folder then holds what stands in for it."""
+    choices = planner.builds(parse(f"{SMALL}_bias").problem("backward"), "sm_90")
+    assert len(choices) > 1
+
+    def made(build: Build) -> Artifact:
+        if build in refused:
+            raise CompileError(f"{build.tile_m} spills")
+        return fakes.artifact(build)
+
+    refused = {choices[0]}
+    assert build_ptx.first_made(choices, made).build == choices[1]
+    refused = set(choices)
+    with pytest.raises(CompileError):
+        build_ptx.first_made(choices, made)
 
 
 # Rows
@@ -191,7 +210,7 @@ def test_a_case_is_launched_with_all_its_operands(graphs: StandIn, name: str) ->
     assert [row.ours_ms for row in rows] == [1.25, 1.25]
     assert rows[0].ours_tflops == round(case.flops("forward") / 1.25e9, 2)
     launches = graphs.of("cuLaunchKernelEx")
-    build = bench_cases.plan_of(case.problem("backward"), "sm_90").build
+    build = planner.plan(case.problem("backward"), "sm_90").build
     struct = fakes.decode(build, launches[-1].parameters)
     assert bool(struct["bias"]) == bool(struct["grad_bias"]) == bool(case.bias)
     assert (struct["bias_batch"], struct["philox_seed"]) == (0, 1 if case.dropout_p else 0)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from cutlass_py_attn import planner
 from cutlass_py_attn.planner import plan_backward
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu import cases, memory, rooms  # noqa: E402
+from tests.gpu import cases, layouts, memory, rooms  # noqa: E402
 
 ALL = (*cases.FORWARD, *cases.BACKWARD)
 
@@ -52,9 +53,9 @@ def test_every_two_values_of_two_parameters_meet(suite: tuple[cases.Case, ...]) 
 def test_every_kernel_is_built_once_and_no_case_needs_another() -> None:
     builds = cases.builds()
     assert len(set(builds)) == len(builds) <= 180
-    names = [(build.arch, build.symbol) for build in builds]
+    names = [(first.arch, first.symbol) for first, *_ in builds]
     assert len(set(names)) == len(names), "a folder holds one kernel of a name"
-    assert {cases.plan_of(case.problem(), cases.ARCH).build for case in ALL} <= set(builds)
+    assert {planner.builds(case.problem(), cases.ARCH) for case in ALL} <= set(builds)
 
 
 def test_splits_of_a_deterministic_case_are_allowed() -> None:
@@ -64,10 +65,10 @@ def test_splits_of_a_deterministic_case_are_allowed() -> None:
         plan_backward(case.problem(), cases.ARCH, 132)
 
 
-@pytest.mark.parametrize("layout", memory.LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_layouts_are_supported_and_do_not_overlap(layout: str) -> None:
     case = next(case for case in cases.BACKWARD if case.variant.head_dim == 80 and case.num_keys == 65)
-    problem = memory.laid_out(case.problem(), memory.LAYOUTS[layout])
+    problem = layouts.of_problem(case.problem(), layout)
     assert problem.reasons() == []
     for tensor in problem.tensors().values():
         places = {

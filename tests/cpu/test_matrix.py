@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from stand_in import StandIn
 
-from cutlass_py_attn import attention, driver, on_cpu, reference
+from cutlass_py_attn import attention, driver, on_cpu, planner, reference
 from cutlass_py_attn.arrays import numpy_dtype
 from cutlass_py_attn.device import ARCHITECTURES
 from cutlass_py_attn.options import Settings, VariableLength
@@ -50,7 +50,7 @@ def known() -> frozenset[Any]:
 
 def test_every_case_is_supported_and_has_a_kernel() -> None:
     for one in matrix.ALL:
-        kinds = [build.kind for build in matrix.builds_of(one)]
+        kinds = [first.kind for first, *_ in matrix.builds_of(one)]
         passes = ["forward", "backward"] if one.direction == "backward" else ["forward"]
         assert kinds == ([] if one in matrix.EMPTY else passes), one.line
     assert [reason for one in matrix.EMPTY for each in (one.forward, one) for reason in each.problem().reasons()] == []
@@ -59,7 +59,7 @@ def test_every_case_is_supported_and_has_a_kernel() -> None:
 
 def test_kernels_are_few_and_named_apart() -> None:
     assert len(known()) <= KERNELS
-    names = Counter((build.arch, build.symbol) for build in known().union(cases.builds()))
+    names = Counter((build.arch, build.symbol) for build, *_ in known().union(cases.builds()))
     assert [name for name, count in names.items() if count > 1] == [], "a folder holds one kernel of a name"
 
 
@@ -67,7 +67,7 @@ def test_a_kernel_for_every_target_dtype_and_head_dim() -> None:
     """xFormers' table of kernels that must exist, for the targets there are here."""
     targets = [name for name in ARCHITECTURES if name[-1].isdigit()]
     for arch, dtype, dim, direction in product(targets, matrix.DTYPES, (16, 32, 64, 128, 256), ("forward", "backward")):
-        plan = cases.plan_of(Problem.dense(direction, Shape(1, 128, 128, 1, dim, dim), dtype), arch)
+        plan = planner.plan(Problem.dense(direction, Shape(1, 128, 128, 1, dim, dim), dtype), arch)
         assert plan.build.shared_memory_bytes <= ARCHITECTURES[arch].shared_memory_per_block
 
 
@@ -89,7 +89,7 @@ class Emulated:
     workspace_bytes = 0
 
     def __init__(self, problem: Problem, faults: Mapping[str, float]) -> None:
-        assert cases.plan_of(problem, cases.ARCH).build in known()
+        assert planner.builds(problem, cases.ARCH) in known()
         self.problem = problem
         self.faults = faults
 
@@ -142,7 +142,7 @@ def emulate(driver_log: StandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 
     def start(**faults: float) -> None:
         monkeypatch.setattr(attention, "_bound", lambda problem, ordinal, kernels: Emulated(problem, faults))
-        monkeypatch.setattr(memory, "bound_of", lambda problem, kernels: Emulated(problem, faults))
+        monkeypatch.setattr(memory, "bind_problem", lambda problem, kernels: Emulated(problem, faults))
         monkeypatch.setattr(pytorch, "captured", lambda launch, stream: launch)
         monkeypatch.setattr(driver, "call", call)
 

@@ -17,7 +17,7 @@ from cutlass_py_attn.device import architecture
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.masks import Causal, CausalBottomRight, Full, Window
 from cutlass_py_attn.plan import Buffer, Build, Plan, Workspace
-from cutlass_py_attn.planner import column_blocks, plan_backward, plan_forward
+from cutlass_py_attn.planner import blocks_of_tile, plan_backward, plan_forward
 from cutlass_py_attn.problem import ITEM_BYTES, Problem, Shape, Tensor
 
 LAW = settings(max_examples=150, deadline=None)
@@ -165,7 +165,7 @@ def test_the_workspace_is_no_larger_than_gradient_turns_and_row_statistics(probl
         return
     tiles = shape.num_heads * dict(plan.sizes)["total_tiles"]
     held = -(-build.columns // build.block_columns) * build.block_columns  # whole blocks of columns
-    counters = tiles * held // 16 + shape.num_heads * shape.batch * column_blocks(build)
+    counters = tiles * held // 16 + shape.num_heads * shape.batch * blocks_of_tile(build)
     needed = 4 * (tiles * build.tile_m * (held + 2) + counters)
     assert space.bytes <= needed + 256 * len(space.parts)
     _disjoint([(part.offset, part.bytes) for part in space.parts], space.bytes)
@@ -256,9 +256,9 @@ def test_wide_heads_are_shared_by_blocks_of_columns() -> None:
     plan = plan_of(Problem.dense("forward", Shape(2, 300, 500, 3, 64, 1100), "float16"))
     build = plan.build
     assert build.column_block
-    assert column_blocks(build) == -(-1100 // build.column_block) > 1
-    assert plan.launches[0].grid == (-(-300 // build.tile_m) * column_blocks(build), 3, 2)
-    assert f"{column_blocks(build)} blocks of {build.column_block} columns" in plan.explain()
+    assert blocks_of_tile(build) == -(-1100 // build.column_block) > 1
+    assert plan.launches[0].grid == (-(-300 // build.tile_m) * blocks_of_tile(build), 3, 2)
+    assert f"{blocks_of_tile(build)} blocks of {build.column_block} columns" in plan.explain()
 
 
 DQ, DK, DV = "grad_query", "grad_key", "grad_value"

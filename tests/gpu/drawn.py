@@ -16,12 +16,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn import masks, reference
-from cutlass_py_attn.philox import Dropout, keep_mask
+from cutlass_py_attn import masks, planner, reference
+from cutlass_py_attn.philox import Dropout, keeper
 from cutlass_py_attn.plan import Build
-from cutlass_py_attn.planner import plans
-from cutlass_py_attn.problem import ITEM_BYTES, Problem, Sequences, Shape, Tensor
+from cutlass_py_attn.problem import Problem, Sequences, Shape, Tensor
+from tests.gpu import layouts
 from tests.gpu.cases import ARCH
+from tests.gpu.layouts import shifted
 
 Array = npt.NDArray[Any]
 
@@ -104,9 +105,8 @@ class Drawn:
         """The problem, with layouts."""
         shape, given = self.shape, self.lengths
         problem = Problem.dense(self.direction, shape, self.dtype, self.mask_object)
-        changes: dict[str, Any] = {
-            name: laid_out(tensor, self.layout) for name, tensor in problem.tensors().items() if tensor is not None
-        }
+        place = shifted if self.layout == "shifted" else layouts.LAYOUTS[self.layout]
+        changes: dict[str, Any] = {name: place(tensor) for name, tensor in problem.tensors().items()}
         if given:
             changes["sequences"] = Sequences(shape.batch, shape.num_queries, shape.num_keys, self.seqused)
         if self.bias:
@@ -173,11 +173,7 @@ class Drawn:
                 seqused_k=arrays.get("seqused_k"),
             )
         dropout = Dropout(self.dropout_p, self.philox_seed, self.philox_offset)
-
-        def keep(batch: int, head: int, num_queries: int, num_keys: int) -> Array:
-            base = (batch * shape.num_heads + head) * shape.num_queries * shape.num_keys
-            return keep_mask(dropout, base, num_queries, num_keys)
-
+        keep = keeper(dropout, shape.num_heads, shape.num_queries, shape.num_keys)
         optional = {name: arrays.get(name) for name in ("bias", "alibi_slopes", "sinks")}
         return reference.Terms(
             **optional,
@@ -188,25 +184,6 @@ class Drawn:
         )
 
 
-def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """A BMHK tensor in one of LAYOUTS; "shifted" starts at an odd element."""
-    _, rows, heads, columns = tensor.shape
-    item = ITEM_BYTES[tensor.dtype]
-    if layout == "padded":
-        step = 16 // item
-        head = -(-columns // step) * step + step
-        row = heads * head + step
-        return Tensor(tensor.shape, ((rows + 3) * row, row, head, 1), tensor.dtype)
-    if layout == "heads_first":
-        return Tensor(tensor.shape, (heads * rows * columns, columns, rows * columns, 1), tensor.dtype)
-    if layout == "packed":
-        row = 3 * heads * columns
-        return Tensor(tensor.shape, (rows * row, row, columns, 1), tensor.dtype)
-    if layout == "shifted":
-        return dataclasses.replace(tensor, alignment=item)
-    return tensor
-
-
 def bias_laid_out(tensor: Tensor, layout: str) -> Tensor:
     """A bias: dense, in padded rows, with queries innermost, or starting at an odd element."""
     _, heads, queries, keys = tensor.shape
@@ -215,9 +192,7 @@ def bias_laid_out(tensor: Tensor, layout: str) -> Tensor:
         return Tensor(tensor.shape, (heads * queries * row, queries * row, row, 1), tensor.dtype)
     if layout == "transposed":
         return Tensor(tensor.shape, (heads * keys * queries, keys * queries, 1, queries), tensor.dtype)
-    if layout == "shifted":
-        return dataclasses.replace(tensor, alignment=ITEM_BYTES[tensor.dtype])
-    return tensor
+    return shifted(tensor) if layout == "shifted" else tensor
 
 
 def parse(line: str) -> Drawn:
@@ -352,12 +327,11 @@ def problems(variants: range, runs: int) -> Iterator[Drawn]:
             yield draw(variant, run)
 
 
-def builds(variants: range, runs: int, arch: str = ARCH) -> list[list[Build]]:
+def builds(variants: range, runs: int, arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that those problems need, once, and what may stand in for it; refused problems need none."""
-    found: dict[Build, list[Build]] = {}
+    found: dict[tuple[Build, ...], None] = {}
     for drawn in problems(variants, runs):
         problem = drawn.problem()
         if not problem.reasons() and not problem.is_empty:
-            choices = [plan.build for plan in plans(problem, arch)]
-            found[choices[0]] = choices
-    return list(found.values())
+            found[planner.builds(problem, arch)] = None
+    return list(found)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn import reference
+from cutlass_py_attn.planner import bias_gradient
 from tests.gpu import memory
 from tests.gpu.check import Kernels
 from tests.gpu.drawn import NAMES, Drawn
@@ -161,6 +162,4 @@ def _inside(drawn: Drawn, name: str, shape: tuple[int, ...]) -> Array:
 
 def _by_its_own_kernel(drawn: Drawn) -> bool:
     """Whether grad_bias comes from the kernel that writes all of it."""
-    from tests.gpu.cases import ARCH, plan_of
-
-    return plan_of(drawn.problem(), ARCH).build.bias_gradient != "main"
+    return bias_gradient(drawn.problem()) != "main"

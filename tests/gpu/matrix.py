@@ -18,10 +18,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn import reference
+from cutlass_py_attn import planner, reference
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import Problem, Tensor
-from tests.gpu.cases import ARCH, plan_of
+from tests.gpu.cases import ARCH
 from tests.gpu.drawn import Drawn
 
 Array = npt.NDArray[Any]
@@ -413,16 +413,16 @@ PYTORCH: Final = (
 ALL: Final = (*XFORMERS, *PYTORCH)
 
 
-def builds_of(one: Case) -> list[Build]:
+def builds_of(one: Case) -> list[tuple[Build, ...]]:
     """The kernels of one case: the forward's, and the backward's where it has one."""
     passes = (one.forward, one) if one.direction == "backward" else (one,)
     problems = [each.problem() for each in passes]
-    return [plan_of(problem, ARCH).build for problem in problems if not problem.is_empty]
+    return [planner.builds(problem, ARCH) for problem in problems if not problem.is_empty]
 
 
-def builds() -> list[Build]:
-    """Every kernel that the cases need, once."""
-    return list(dict.fromkeys(build for one in ALL for build in builds_of(one)))
+def builds() -> list[tuple[Build, ...]]:
+    """Every kernel that the cases need, once, and what stands in for it."""
+    return list(dict.fromkeys(choices for one in ALL for choices in builds_of(one)))
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final
@@ -12,14 +12,12 @@ import numpy.typing as npt
 
 from cutlass_py_attn import driver
 from cutlass_py_attn.arrays import numpy_dtype
-from cutlass_py_attn.launch import Bound, bind, bind_first, generic_arch
+from cutlass_py_attn.launch import Bound, bind, bind_problem
 from cutlass_py_attn.plan import Plan
-from cutlass_py_attn.planner import plans
 from cutlass_py_attn.problem import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Problem, Tensor
 from tests.gpu.check import Kernels
 
 Array = npt.NDArray[Any]
-Layout = Callable[[tuple[int, ...], str], Tensor]
 
 GUARD: Final = 512  # elements of NaN before and behind every tensor
 ALL_ONES: Final = 0xFFFFFFFF  # NaN in every float type, and no zero in any counter
@@ -138,52 +136,6 @@ class Placed:
             driver.free_now(self.workspace)
 
 
-def dense(shape: tuple[int, ...], dtype: str) -> Tensor:
-    """Contiguous."""
-    return Tensor.contiguous(shape, dtype)
-
-
-def padded(shape: tuple[int, ...], dtype: str) -> Tensor:
-    """Gaps behind every row, every head and every sequence, as large as alignment lets them be small."""
-    step = 16 // ITEM_BYTES[dtype]
-    _, rows, heads, columns = shape
-    head = columns + step
-    row = heads * head + step
-    return Tensor(shape, ((rows + 3) * row, row, head, 1), dtype)
-
-
-def heads_first(shape: tuple[int, ...], dtype: str) -> Tensor:
-    """[batch, heads, rows, columns] in memory."""
-    _, rows, heads, columns = shape
-    return Tensor(shape, (heads * rows * columns, columns, rows * columns, 1), dtype)
-
-
-def packed(shape: tuple[int, ...], dtype: str) -> Tensor:
-    """A slice of [batch, rows, 3, heads, columns]; NaN lies where the two other slices would."""
-    _, rows, heads, columns = shape
-    row = 3 * heads * columns
-    return Tensor(shape, (rows * row, row, columns, 1), dtype)
-
-
-LAYOUTS: Final[dict[str, Layout]] = {
-    "dense": dense,
-    "padded": padded,
-    "heads_first": heads_first,
-    "packed": packed,
-}
-
-
-def laid_out(problem: Problem, layout: Layout) -> Problem:
-    """The same problem with every tensor in that layout."""
-    return problem.replace(**{name: layout(t.shape, t.dtype) for name, t in problem.tensors().items()})
-
-
-def bound_of(problem: Problem, kernels: Kernels) -> Bound:
-    """The problem planned for the first GPU and bound to it."""
-    gpu = driver.device(0)
-    return bind_first(plans(problem, generic_arch(gpu.compute_capability), gpu.num_sms), problem, kernels)
-
-
 def placed(
     problem: Problem, operands: Mapping[str, Array], kernels: Kernels, numbers: Mapping[str, int] | None = None
 ) -> Placed:
@@ -195,7 +147,7 @@ def placed(
     tensors = {**problem.tensors(), **problem.vectors(), "logsumexp": logsumexp}
     written = {"output", "logsumexp"} if problem.direction == "forward" else set()
     given = {name: array for name, array in operands.items() if name in tensors and name not in written}
-    return Placed(bound_of(problem, kernels), tensors, given, numbers)
+    return Placed(bind_problem(problem, kernels), tensors, given, numbers)
 
 
 def placed_room(plan: Plan, operands: Mapping[str, Array], kernels: Kernels) -> Placed:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn import driver
+from cutlass_py_attn import driver, planner
 from cutlass_py_attn.attention import attention_forward
 from cutlass_py_attn.errors import DriverError, NotSupported, Stale
-from cutlass_py_attn.launch import bind
+from cutlass_py_attn.launch import bind, bind_problem
 from tests.gpu import check, memory
-from tests.gpu.cases import Case, Variant, plan_of
+from tests.gpu.cases import Case, Variant
 from tests.gpu.check import Array, Kernels
 from tests.gpu.memory import Placed
 from tests.gpu.test_laws import differing, operands_of
@@ -126,9 +126,9 @@ def test_something_else_than_a_stream(kernels: Kernels) -> None:
 
 def test_plan_for_another_architecture(arch: str, kernels: Kernels) -> None:
     problem = CASE.problem()
-    made = kernels(plan_of(problem, arch).build)
+    made = kernels(planner.plan(problem, arch).build)
     other = "sm_120" if arch != "sm_120" else "sm_80"
-    plan = plan_of(problem, other)
+    plan = planner.plan(problem, other)
     with pytest.raises(Stale, match=f"is built for {other}"):
         bind(replace(made, build=plan.build), plan, problem)
 
@@ -136,7 +136,7 @@ def test_plan_for_another_architecture(arch: str, kernels: Kernels) -> None:
 def test_cubin_of_another_architecture(arch: str, kernels: Kernels) -> None:
     """The driver's own sentence, from whichever call looks at the machine code first."""
     problem = CASE.problem()
-    plan = plan_of(problem, arch)
+    plan = planner.plan(problem, arch)
     made = kernels(plan.build)
     cubin = bytearray(made.cubin)
     cubin[ELF_FLAGS : ELF_FLAGS + 4] = bytes(80 if byte in (90, 100, 120) else byte for byte in cubin[48:52])
@@ -148,7 +148,7 @@ def test_cubin_of_another_architecture(arch: str, kernels: Kernels) -> None:
 def test_out_of_memory_says_how_much(kernels: Kernels) -> None:
     """A workspace larger than any GPU is refused before anything is launched, and the GPU stays usable."""
     huge = replace(CASE, batch=64, num_heads=64, num_queries=2**20, num_keys=128, num_splits_key=None)
-    bound = memory.bound_of(huge.problem(), kernels)
+    bound = bind_problem(huge.problem(), kernels)
     with pytest.raises(DriverError, match=f"the workspace of {bound.plan.symbol} \\({bound.workspace_bytes} bytes\\)"):
         bound(dict.fromkeys(bound.tensor_names, 0x100))
     with placed_case(kernels) as placed:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn import driver
+from cutlass_py_attn.launch import bind_problem
 from cutlass_py_attn.problem import Tensor
-from tests.gpu import cases, check, memory
+from tests.gpu import cases, check, layouts, memory
 from tests.gpu.cases import Case, Variant
 from tests.gpu.check import Array, Kernels, same_bits
 
@@ -106,7 +107,7 @@ def test_layout_changes_nothing(variant: Variant, direction: str, layout: str, k
     with memory.placed(case.problem(), operands, kernels) as dense:
         expected = dense.run()
     assert not any(np.isnan(array).any() for array in expected.values())
-    with memory.placed(memory.laid_out(case.problem(), memory.LAYOUTS[layout]), operands, kernels) as other:
+    with memory.placed(layouts.of_problem(case.problem(), layout), operands, kernels) as other:
         assert differing(expected, other.run()) == []
 
 
@@ -212,7 +213,7 @@ def test_batches_far_apart(kernels: Kernels) -> None:
                 part = np.ascontiguousarray(arrays["key"][batch])
                 driver.copy_to_device(base + batch * 2 * stride, part.ctypes.data, half, 0)
                 driver.synchronise(0)
-            bound = memory.bound_of(problem.replace(key=far), kernels)
+            bound = bind_problem(problem.replace(key=far), kernels)
             placed.reset()
             bound({**placed.pointers, "key": base})
             driver.synchronise(0)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from cutlass_py_attn import driver, launch
+from cutlass_py_attn import driver, launch, planner
 from cutlass_py_attn.problem import Tensor
 from tests.gpu import cases, check, memory
 from tests.gpu.check import Kernels
@@ -21,7 +21,7 @@ def test_ptx_of_an_older_target(
     case: cases.Case, kernels: Kernels, gpu: driver.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = case.problem()
-    plan = cases.plan_of(problem, cases.PTX_ARCH, gpu.num_sms)
+    plan = planner.plan(problem, cases.PTX_ARCH, gpu.num_sms)
     made = kernels(plan.build)
     # bind takes cubins, which run on their own generation only; the driver takes PTX in the same place.
     monkeypatch.setattr(launch, "_runs_on", lambda *_: True)
