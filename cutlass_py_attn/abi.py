@@ -61,6 +61,7 @@ FORWARD: Fields = (
 # each query tile; started: int32 [heads, batch], blocks that have started.
 BACKWARD: Fields = (
     *_strided("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value"),
+    ("grad_output_column", "i64"),
     ("logsumexp", "i64"),
     ("grad_query_accum", "i64"),
     ("delta", "i64"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from cutlass_py_attn.device import Architecture
 from cutlass_py_attn.errors import DoesNotFit
 from cutlass_py_attn.plan import Build, Warps
+from cutlass_py_attn.shared_memory import rows_copied_at_once
 from cutlass_py_attn.streams import is_apart
 
 MMA_ROWS = 16
@@ -41,7 +42,7 @@ def register_limit(build: Build, limits: Architecture) -> int:
 
 def objections(build: Build, limits: Architecture) -> list[str]:
     """Everything that does not fit, each with the number found and the number allowed."""
-    return [*_resources(build, limits), *_warp_grids(build)]
+    return [*_resources(build, limits), *_warp_grids(build), *_copies(build)]
 
 
 def check(build: Build, limits: Architecture) -> None:
@@ -90,3 +91,15 @@ def _warp_grids(build: Build) -> Iterator[str]:
                 f"{name}: {m} x {n} over {rows} x {columns} warps: each warp needs a multiple of "
                 f"{MMA_ROWS} rows and {columns_at_once} columns"
             )
+
+
+def _copies(build: Build) -> Iterator[str]:
+    """The threads copy some rows of a tile at once, and a tile must have a multiple of them; streams.py sees to that
+    where columns are streamed."""
+    if build.family != "generic" or build.kind == "room" or build.column_block:
+        return
+    for columns in {build.columns, build.columns_value}:
+        at_once = rows_copied_at_once(build.threads, columns * build.item_bytes, build.access_bytes)
+        for name, rows in (("tile_m", build.tile_m), ("tile_n", build.tile_n)):
+            if rows % at_once:
+                yield f"{name} = {rows}: {build.threads} threads copy {at_once} rows at once; use a multiple of that"

@@ -24,6 +24,7 @@ from cutlass_py_attn.plan import Build
 Files = MutableMapping[bytes, bytes]
 
 FORMAT: Final = b"cutlass_py_attn artifact 1\n"
+REFUSAL: Final = b"cutlass_py_attn refusal 1\n"
 MAX_BYTES: Final = 1 << 30
 _LENGTHS: Final = struct.Struct("<QQ")  # of the description and of the PTX; the cubin takes the rest
 _DIGEST_BYTES: Final = 32
@@ -59,11 +60,34 @@ class Cache:
             with contextlib.suppress(OSError):
                 self._files[key(artifact.build, artifact.toolchain)] = pack(artifact)
 
+    def refusal(self, build: Build, toolchain: str) -> str | None:
+        """Why the compiler cannot make `build`, if that is known."""
+        if self._files is None:
+            return None
+        try:
+            data = self._files.get(_refusal_key(build, toolchain)) or b""
+        except OSError:
+            return None
+        start = len(REFUSAL) + _DIGEST_BYTES
+        text = data[start:]
+        return text.decode() if data[:start] == REFUSAL + hashlib.sha256(text).digest() else None
+
+    def refuse(self, build: Build, toolchain: str, why: str) -> None:
+        """Remember why the compiler cannot make `build`: to find out takes it as long as a few kernels."""
+        if self._files is not None:
+            with contextlib.suppress(OSError):
+                text = why.encode()
+                self._files[_refusal_key(build, toolchain)] = REFUSAL + hashlib.sha256(text).digest() + text
+
 
 def key(build: Build, toolchain: str) -> bytes:
     """The cache key: plan, sources, compiler and file format."""
     parts = [build.digest.encode(), _source_digest(), toolchain.encode(), FORMAT]
     return hashlib.sha256(b"\0".join(parts)).digest()
+
+
+def _refusal_key(build: Build, toolchain: str) -> bytes:
+    return hashlib.sha256(key(build, toolchain) + REFUSAL).digest()
 
 
 def pack(artifact: Artifact) -> bytes:

@@ -143,7 +143,7 @@ def _tensor_objections(problem: Problem) -> Iterator[str]:
             continue
         if tensor.dtype != problem.dtype:
             yield f"{name} has dtype {tensor.dtype} but query has {problem.dtype}: all must agree; cast one of them"
-        if name in BMHK and tensor.shape[3] > 1 and tensor.strides[3] != 1:
+        if name in BMHK and name != "grad_output" and tensor.shape[3] > 1 and tensor.strides[3] != 1:
             yield f"{name} has last stride {tensor.strides[3]}: must be 1; make the head dimension contiguous"
         item = ITEM_BYTES[tensor.dtype]
         if tensor.alignment < item:

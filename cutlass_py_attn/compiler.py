@@ -25,7 +25,7 @@ from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
 from cutlass_py_attn.cache import Cache
 from cutlass_py_attn.cubin import Cubin, CubinKernel, read
 from cutlass_py_attn.device import architecture
-from cutlass_py_attn.errors import CompileError
+from cutlass_py_attn.errors import BreaksPlan, CompileError
 from cutlass_py_attn.plan import Build, Plan
 
 _DSL: Final = "nvidia-cutlass-dsl"
@@ -80,7 +80,7 @@ def compile(plan_or_build: Plan | Build) -> Artifact:
         findings = findings or objections
         if not any(spills.values()):
             break
-    raise CompileError("\n".join([f"{build.symbol} for {build.arch} breaks its plan:", *findings]))
+    raise BreaksPlan("\n".join([f"{build.symbol} for {build.arch} breaks its plan:", *findings]))
 
 
 def _other_allocations(build: Build) -> list[Build]:
@@ -148,7 +148,14 @@ def _cached(build: Build, cache: Cache) -> Artifact:
     names = toolchain()
     found = cache.get(build, names)
     if found is None:
-        found = compile(build)
+        refusal = cache.refusal(build, names)
+        if refusal is not None:
+            raise BreaksPlan(refusal)
+        try:
+            found = compile(build)
+        except BreaksPlan as error:
+            cache.refuse(build, names, str(error))
+            raise
         cache.put(found)
     return found
 

@@ -29,6 +29,10 @@ class CompileError(AttentionError, RuntimeError):
     """The compiler failed, or what it made breaks the plan's budget (spills, stack, wrong parameters)."""
 
 
+class BreaksPlan(CompileError):
+    """What the compiler makes of a build breaks its budget, whenever it is asked."""
+
+
 class DriverError(AttentionError, RuntimeError):
     """A driver call failed: NVIDIA's sentence, the call and our arguments. `code` is the CUresult as int."""
 

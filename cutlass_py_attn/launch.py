@@ -358,6 +358,8 @@ def _numbers(problem: Problem) -> dict[str, float]:
         axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head")
         steps = tensor.steps if name in BIASES else tensor.strides
         numbers |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)}
+    if problem.grad_output is not None:
+        numbers["grad_output_column"] = problem.grad_output.steps[3]
     if problem.alibi_slopes is not None and len(problem.alibi_slopes.shape) == 2:
         numbers["alibi_batch"] = problem.shape.num_heads
     scale = problem.scale_value

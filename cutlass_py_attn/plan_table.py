@@ -1,7 +1,8 @@
-"""Plan table: the tiles of the fused kernels by dtype and padded head dim, widest first.
+"""Plan table: the tiles of the fused kernels by dtype and head dim, the fastest first.
 
 The planner takes the first row that fits the target's shared memory; the rows behind it serve parts with
-99 KiB. What each row was measured against is in docs/performance.md.
+99 KiB, and features that leave the first too few registers. What each row was measured against is in
+docs/performance.md.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.problem import Problem
 
 
@@ -30,59 +32,68 @@ class Tile:
 
 _Table = Mapping[int, tuple[Tile, ...]]  # by the widest padded head dim that the rows serve
 
+NARROW = 128  # head dims whose tiles of the 16-bit backward have 128 keys
 _BLACKWELL = ("sm_100", "sm_120")
 _FORWARD_16: _Table = {
     64: (Tile(128, 128, 4, not_on=_BLACKWELL), Tile(128, 64, 4)),
     128: (Tile(128, 64, 4, not_on=_BLACKWELL), Tile(64, 64, 4)),
-    256: (Tile(128, 64, 8), Tile(64, 64, 4), Tile(64, 32, 4)),
+    256: (Tile(64, 64, 4), Tile(64, 32, 4)),
 }
 # With score terms or dropout a thread needs registers for them: tiles are narrower.
 _FORWARD_16_TERMS: _Table = {
     64: (Tile(128, 64, 4), Tile(64, 64, 4)),
     128: (Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4)),
-    256: (Tile(128, 64, 8), Tile(64, 32, 4)),
+    256: (Tile(64, 64, 4), Tile(64, 32, 4)),
 }
-_FORWARD_32: _Table = {128: (Tile(64, 64, 4, 1, 0, 3, _BLACKWELL), Tile(64, 32, 4, 1, 0, 3))}
-_FORWARD_32_TERMS: _Table = {128: (Tile(64, 32, 4, 1, 0, 3),)}
+_FORWARD_32: _Table = {
+    64: (Tile(128, 64, 4, not_on=_BLACKWELL), Tile(64, 64, 4, 1, 0, 3), Tile(64, 32, 4, 1, 0, 3)),
+    128: (Tile(128, 32, 4, not_on=_BLACKWELL), Tile(64, 64, 4, 1, 0, 3, _BLACKWELL), Tile(64, 32, 4, 1, 0, 3)),
+}
+_FORWARD_32_TERMS: _Table = {
+    64: (Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4, 1, 0, 3)),
+    128: (Tile(128, 32, 4), Tile(64, 32, 4, 1, 0, 3)),
+}
+# A tile of the bias leaves room for one wide block on an SM only.
+_FORWARD_32_BIAS: _Table = {64: _FORWARD_32_TERMS[64], 128: (Tile(64, 32, 4, 1, 0, 3),)}
 _BACKWARD_16: _Table = {
-    64: (Tile(128, 128, 8, 2, 2), Tile(64, 128, 8, 1, 1)),
+    32: (Tile(64, 128, 4, 2, 2), Tile(64, 64, 4, 2, 2)),
+    64: (Tile(128, 128, 8, 2, 2), Tile(64, 64, 4, 2, 2)),
+    96: (Tile(64, 64, 4, 1, 1), Tile(64, 64, 8, 1, 1)),
     128: (Tile(64, 128, 8, 2, 2), Tile(64, 64, 8, 1, 1)),
-    256: (Tile(64, 64, 8, 1, 1), Tile(32, 64, 8, 1, 1)),
+    160: (Tile(64, 96, 8, 1, 1), Tile(64, 64, 8, 2, 2), Tile(64, 64, 8, 1, 1), Tile(32, 64, 8, 1, 1)),
+    256: (Tile(64, 64, 8, 2, 2), Tile(64, 64, 8, 1, 1), Tile(32, 64, 8, 1, 1)),
 }
 _BACKWARD_16_TERMS: _Table = {
-    64: (Tile(128, 128, 8, 2, 2), Tile(64, 128, 8, 1, 1)),
-    128: (Tile(64, 128, 8, 2, 2), Tile(64, 128, 8, 1, 1), Tile(64, 64, 8, 1, 1), Tile(32, 64, 8, 1, 1)),
-    256: (Tile(64, 64, 8, 1, 1), Tile(32, 64, 8, 1, 1)),
-}
-_BACKWARD_32: _Table = {
-    64: (Tile(64, 64, 4, 1, 1), Tile(32, 64, 4, 1, 1)),
-    128: (Tile(64, 64, 8, 1, 1, 3), Tile(32, 32, 8, 1, 1)),
-}
-_BACKWARD_32_TERMS: _Table = {
-    64: (Tile(64, 64, 8, 1, 1), Tile(32, 64, 4, 1, 1)),
-    128: (Tile(32, 64, 8, 1, 1, 3), Tile(32, 32, 8, 1, 1)),
+    **_BACKWARD_16,
+    96: (Tile(64, 64, 4, 1, 1), Tile(64, 128, 8, 2, 2), Tile(64, 64, 8, 1, 1)),
+    128: (Tile(64, 128, 8, 2, 2), Tile(64, 64, 4, 1, 1), Tile(64, 64, 8, 1, 1), Tile(32, 64, 8, 1, 1)),
 }
 # A softcap keeps its slope in registers from S to dS.
 _BACKWARD_16_SOFTCAP: _Table = {
-    64: (Tile(64, 128, 8, 1, 1), Tile(64, 64, 8, 1, 1)),
-    128: (Tile(64, 64, 8, 1, 1), Tile(32, 64, 8, 1, 1)),
-    256: (Tile(32, 64, 8, 1, 1),),
+    64: (Tile(64, 64, 4, 2, 2), Tile(64, 64, 8, 1, 1)),
+    96: (Tile(64, 64, 4, 1, 1), Tile(64, 64, 8, 1, 1)),
+    128: (Tile(64, 96, 8, 2, 2), Tile(64, 64, 8, 2, 2), Tile(64, 64, 8, 1, 1), Tile(32, 64, 8, 1, 1)),
+    160: (Tile(64, 96, 8, 1, 1), Tile(64, 64, 8, 2, 2), Tile(32, 64, 8, 1, 1)),
+    256: (Tile(64, 64, 8, 2, 2), Tile(32, 64, 8, 1, 1)),
 }
-_BACKWARD_32_SOFTCAP: _Table = {64: (Tile(32, 64, 8, 1, 1),), 128: (Tile(32, 32, 8, 1, 1),)}
-# By direction, whether float32, and what asks for more registers: nothing, terms (or dropout), softcap.
-_TABLES: dict[tuple[str, bool, str], _Table] = {
-    ("forward", False, ""): _FORWARD_16,
-    ("forward", False, "terms"): _FORWARD_16_TERMS,
-    ("forward", False, "softcap"): _FORWARD_16_TERMS,
-    ("forward", True, ""): _FORWARD_32,
-    ("forward", True, "terms"): _FORWARD_32_TERMS,
-    ("forward", True, "softcap"): _FORWARD_32_TERMS,
-    ("backward", False, ""): _BACKWARD_16,
-    ("backward", False, "terms"): _BACKWARD_16_TERMS,
-    ("backward", False, "softcap"): _BACKWARD_16_SOFTCAP,
-    ("backward", True, ""): _BACKWARD_32,
-    ("backward", True, "terms"): _BACKWARD_32_TERMS,
-    ("backward", True, "softcap"): _BACKWARD_32_SOFTCAP,
+_BACKWARD_32: _Table = {
+    64: (Tile(64, 64, 4, 1, 1), Tile(32, 64, 4, 1, 1)),
+    128: (Tile(64, 64, 8, 1, 1), Tile(32, 32, 8, 1, 1)),
+}
+_BACKWARD_32_TERMS: _Table = {
+    64: (Tile(32, 64, 4, 1, 1), Tile(32, 64, 8, 1, 1)),
+    128: (Tile(64, 64, 8, 1, 1), Tile(32, 64, 8, 1, 1, 3), Tile(32, 32, 8, 1, 1)),
+}
+_BACKWARD_32_SOFTCAP: _Table = {
+    64: (Tile(64, 64, 4, 1, 1), Tile(32, 64, 4, 1, 1), Tile(32, 64, 8, 1, 1)),
+    128: _BACKWARD_32_TERMS[128],
+}
+# By direction, whether float32, and what asks for more registers or shared memory.
+_TABLES: dict[tuple[str, bool], dict[str, _Table]] = {
+    ("forward", False): {"": _FORWARD_16, "terms": _FORWARD_16_TERMS},
+    ("forward", True): {"": _FORWARD_32, "terms": _FORWARD_32_TERMS, "bias": _FORWARD_32_BIAS},
+    ("backward", False): {"": _BACKWARD_16, "terms": _BACKWARD_16_TERMS, "softcap": _BACKWARD_16_SOFTCAP},
+    ("backward", True): {"": _BACKWARD_32, "terms": _BACKWARD_32_TERMS, "softcap": _BACKWARD_32_SOFTCAP},
 }
 # What serves a head that no row above does, or has no room for: a block of columns at a time.
 _STREAMED: dict[tuple[str, bool], tuple[Tile, ...]] = {
@@ -110,25 +121,37 @@ _STREAMED: dict[tuple[str, bool], tuple[Tile, ...]] = {
         Tile(32, 64, 8, 2, 2, column_block=128),
     ),
 }
-_TERMS = frozenset({"alibi", "bias", "dropout"})
+_TERMS = ("softcap", "bias", "alibi", "dropout")  # the first of these that has a table of its own decides
 
 
 def tiles(problem: Problem) -> tuple[Tile, ...]:
     """Candidate rows for this problem, widest first."""
     shape, wide = problem.shape, problem.dtype == "float32"
-    table = _TABLES[problem.direction, wide, _more_registers(problem)]
+    tables = _TABLES[problem.direction, wide]
+    present = [name for name in _TERMS if name in _asking(problem)]
+    table = tables[next((name for name in present if name in tables), "terms" if present else "")]
     widest = max(shape.head_dim, shape.head_dim_value)
-    size = min((size for size in table if size >= widest), default=0)
-    return (*table.get(size, ()), *_STREAMED[problem.direction, wide])
+    if widest > max(table):
+        return _STREAMED[problem.direction, wide]
+    return (*table[min(size for size in table if size >= _held(problem))], *_STREAMED[problem.direction, wide])
 
 
-def _more_registers(problem: Problem) -> str:
-    """What the problem's kernels hold beside the accumulators: nothing, terms or softcap."""
+def _held(problem: Problem) -> int:
+    """The head dim whose row serves this problem's two: a 16-bit forward holds O alone in registers, its backward both
+    of dK and dV, and narrow heads have room for the wider of them."""
+    dims = problem.shape.head_dim, problem.shape.head_dim_value
+    if problem.dtype == "float32":
+        return max(dims)
+    if problem.direction == "forward":
+        return dims[1]
+    return max(dims) if max(dims) <= NARROW else max(ceil_div(sum(dims), 2), NARROW + 1)
+
+
+def _asking(problem: Problem) -> set[str]:
+    """The features that ask for more registers than masked attention."""
     present = set(problem.features)
-    if "softcap" in present:
-        return "softcap"
-    wide = max(problem.shape.head_dim, problem.shape.head_dim_value) > 64
+    wide = problem.shape.head_dim_value > 64
     if problem.direction == "forward" and problem.dtype != "float32" and wide and "varlen" not in present:
         # A 16-bit forward draws its bits before the scores exist, and needs nothing for them but in long company.
         present.discard("dropout")
-    return "terms" if present & _TERMS else ""
+    return present

@@ -14,7 +14,7 @@ from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.philox import threshold
 from cutlass_py_attn.plan import Build, Launch, Part, Plan, Warps, Workspace
 from cutlass_py_attn.plan_table import Tile, tiles
-from cutlass_py_attn.problem import BIASES, F32_BYTES, ITEM_BYTES, OPERANDS, Problem, Shape, Tensor
+from cutlass_py_attn.problem import BIASES, F32_BYTES, OPERANDS, Problem, Shape, Tensor
 from cutlass_py_attn.shared_memory import bias_gradient_map, shared_memory_map, tile_bytes
 from cutlass_py_attn.streams import blocks_of_tile, gradient_piece, sum_columns, sums_of_tile
 
@@ -282,10 +282,8 @@ def row_access(problem: Problem) -> int:
 
 
 def bias_access(tensor: Tensor | None) -> int:
-    """Bytes of one load of a bias's row; one element at a time where keys are not next to each other."""
-    if tensor is None:
-        return 0
-    return tensor.access_bytes if tensor.steps[3] == 1 else ITEM_BYTES[tensor.dtype]
+    """Bytes of one load of a bias's row; 0 without one."""
+    return 0 if tensor is None else tensor.access_bytes
 
 
 def bias_gradient(problem: Problem) -> str:

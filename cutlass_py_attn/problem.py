@@ -94,11 +94,11 @@ class Tensor:
 
     @property
     def access_bytes(self) -> int:
-        """The widest power of two, up to 16 bytes, that every row and the last axis is a multiple of.
-
-        Only for tensors whose last axis is contiguous.
-        """
+        """The widest power of two, up to 16 bytes, that every row and the last axis is a multiple of; one element
+        where the last axis is not contiguous."""
         item = ITEM_BYTES[self.dtype]
+        if self.shape[-1] > 1 and self.strides[-1] != 1:
+            return item
         parts = (self.alignment, *(step * item for step in self.steps[:-1]), self.shape[-1] * item)
         return math.gcd(ROW_ALIGNMENT_BYTES, *parts)
 

@@ -20,6 +20,7 @@ STEPS = {
 
 Cut = TypeVar("Cut")
 
+COPIED_BYTES = 128  # of a tile's row, by neighbouring threads
 TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
 BIAS_CHUNK_BYTES = (256, 128)  # of a row of a chunk in the kernel of grad_bias; the widest that fits is taken
 BIAS_SLOTS = 2  # of its ring: one chunk is multiplied while the next is on its way
@@ -33,6 +34,17 @@ def row_elements(dtype: str, columns: int) -> int:
 def tile_bytes(dtype: str, rows: int, columns: int) -> int:
     """Bytes of one tile in shared memory."""
     return rows * row_elements(dtype, columns) * ITEM_BYTES[dtype]
+
+
+def threads_of_row(row_bytes: int, access_bytes: int) -> int:
+    """Neighbouring threads that copy a part of a row of a tile together: 128 bytes, or 64 where rows are odd multiples
+    of those."""
+    return (COPIED_BYTES if row_bytes % COPIED_BYTES == 0 else COPIED_BYTES // 2) // access_bytes
+
+
+def rows_copied_at_once(threads: int, row_bytes: int, access_bytes: int) -> int:
+    """Rows of a tile that the threads copy at once; a tile has a multiple of them."""
+    return threads // threads_of_row(row_bytes, access_bytes)
 
 
 def shared_memory_map(build: Build) -> tuple[Buffer, ...]:

@@ -16,10 +16,9 @@ from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.parts.streaming import even_chunk
 from cutlass_py_attn.plan import COLUMN_MULTIPLE, Buffer, Build
 from cutlass_py_attn.problem import F32_BYTES
-from cutlass_py_attn.shared_memory import TILE_ALIGNMENT, first_that_fits, stack, tile_bytes
+from cutlass_py_attn.shared_memory import TILE_ALIGNMENT, first_that_fits, rows_copied_at_once, stack, tile_bytes
 
 COPY_BYTES = 16  # what a thread copies at once
-ROW_BYTES = 128  # of a tile's row, which neighbouring threads copy; half of it where rows are odd multiples of that
 CHUNK_BYTES = (512, 256, 128)  # of one row of a chunk in the forward; the widest that fits is taken
 SLOT_KIBIBYTES = (34, 18, 10)  # of one slot in the backward, likewise: 32, 16, 8 and the padding of float32 rows
 ROWS = (64, 32, 16)  # of a tile in one step
@@ -138,8 +137,7 @@ def streamed_map(build: Build) -> tuple[Buffer, ...]:
 
 def copies_side_by_side(build: Build, rows: int, columns: int) -> int:
     """Groups that the threads form to copy a tile: all of them at once would copy more than its `rows` rows."""
-    row_bytes = ROW_BYTES if columns * build.item_bytes % ROW_BYTES == 0 else ROW_BYTES // 2
-    return max(build.threads * COPY_BYTES // row_bytes // rows, 1)
+    return max(rows_copied_at_once(build.threads, columns * build.item_bytes, COPY_BYTES) // rows, 1)
 
 
 def _forward_cuts(build: Build) -> Iterator[ForwardCut]:

@@ -24,7 +24,7 @@ from cutlass_py_attn.kernels import ROW_THREADS, entries
 from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, schedule
 from cutlass_py_attn.parts.integers import ceil_div, larger
 from cutlass_py_attn.parts.params import DTYPES
-from cutlass_py_attn.parts.terms import Terms, bias_source
+from cutlass_py_attn.parts.terms import Terms, bias_of
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import OPERANDS
 
@@ -43,6 +43,9 @@ class Backward:
         self.grad_query = GradQuery(build)
         self.grad_bias = GradBias(build)
         self.grad_sinks = GradSinks(build)
+        # Blocks that walk several query heads are few and long: the longest of all heads start first, not those of one
+        # head after the other.
+        self.by_length = build.has("grouped") and build.mask == "causal"
         self.wants_query, self.wants_key, self.wants_value = (name in build.gradients for name in OPERANDS)
 
     @cute.jit
@@ -98,8 +101,8 @@ class Backward:
     def kernel(self, p: Params):
         build = self.build
         thread, _, _ = cute.arch.thread_idx()
-        split, head, batch = cute.arch.block_idx()
-        head, batch = head + p.first_head, batch + p.first_batch
+        _, _, batch = cute.arch.block_idx()
+        split, head, batch = self.own_block(), self.own_head(p), batch + p.first_batch
         self.of = lengths.sequence(build, p, batch)
         if cutlass.const_expr(build.deterministic):
             place = cute.make_tensor(moves.shared_pointer(build, "delta", Int32), cute.make_layout(1))
@@ -176,7 +179,7 @@ class Backward:
             moves.registers_to_tile(here, self.scores.mma, r_ds, s_ds, moves.has_stmatrix(build))
             cute.arch.sync_threads()
             if cutlass.const_expr(build.bias_gradient == "main"):
-                target = bias_source(build, p, "grad_bias", (of.index, at_head, *corner), band)
+                target = bias_of(build, p, "grad_bias", of, at_head, corner)
                 moves.store_tile(here, build.threads, s_ds, target)
             # 5  dV += P^T dO
             if cutlass.const_expr(self.wants_value):
@@ -202,7 +205,7 @@ class Backward:
         # 8  store dK and dV through the places of K and V
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        thread, head = params.fresh("tid.x"), params.fresh("ctaid.y") + p.first_head
+        thread, head = params.fresh("tid.x"), self.own_head(p)
         r_dk.store(r_dk.load() * p.scale)
         if cutlass.const_expr(build.has("dropout")):
             r_dv.store(r_dv.load() * p.keep_scale)
@@ -213,6 +216,23 @@ class Backward:
         self.store_key_tile(p, (head, key0), s_k, s_v, thread)
         self.clear_unvisited(p, key_tile, start, end, thread)
         cute.arch.sync_threads()
+
+    def own_block(self) -> Int32:
+        """Number of this block among those of its batch and key head; formed again rather than kept in a register."""
+        if not self.by_length:
+            return params.fresh("ctaid.x")
+        return self.number() // params.fresh("nctaid.y")
+
+    def own_head(self, p: Any) -> Int32:
+        """The key head of this block."""
+        if not self.by_length:
+            return params.fresh("ctaid.y") + p.first_head
+        heads = params.fresh("nctaid.y")
+        return self.number() % heads + p.first_head
+
+    def number(self) -> Int32:
+        """Number of this block in the order of starting."""
+        return params.fresh("ctaid.y") * params.fresh("nctaid.x") + params.fresh("ctaid.x")
 
     def visited(self, p: Any, key_tile: Int32) -> tuple[Int32, Int32]:
         """Query tiles [start, end) that see a key of this tile."""
@@ -226,7 +246,7 @@ class Backward:
 
     def place(self, p: Any, turn: Int32, start: Int32, end: Int32) -> tuple[Any, Int32, Int32]:
         """(sequence, query head, query tile) of one round, formed again rather than kept in registers."""
-        head, batch = params.fresh("ctaid.y") + p.first_head, params.fresh("ctaid.z") + p.first_batch
+        head, batch = self.own_head(p), params.fresh("ctaid.z") + p.first_batch
         of = self.of if self.build.has("varlen") else lengths.sequence(self.build, p, batch)
         if not self.build.has("grouped"):
             return of, head, start + turn
@@ -298,8 +318,7 @@ class Backward:
             grads = moves.tile_of(build, p, "grad_output", at, rows, build.head_dim_value)
             moves.load_tile(thread, build.threads, grads, self.at_slot(s_do, slot))
             if cutlass.const_expr(build.has("bias")):
-                band = lengths.band(build, p, of)
-                bias = bias_source(build, p, "bias", (of.index, head, query0, key0), band)
+                bias = bias_of(build, p, "bias", of, head, (query0, key0))
                 moves.load_tile(thread, build.threads, bias, self.at_slot(s_bias, slot))
             tile = self.grad_query.number(p, head, of.first_tile + query_tile)
             first = cute.assume(tile * build.tile_m, divby=16)
@@ -349,13 +368,12 @@ class Backward:
         """grad_bias of the query tiles that see no key of this tile."""
         build = self.build
         if cutlass.const_expr(build.bias_gradient == "main" and build.mask != "full"):
-            band = lengths.band(build, p, self.of)
             all_tiles = ceil_div(self.of.num_queries, build.tile_m)
             for step in cutlass.range(self.rounds(p, Int32(0), all_tiles), unroll=1):
                 of, at_head, query_tile = self.place(p, step, Int32(0), all_tiles)
                 if (query_tile < start) | (query_tile >= end):
                     corner = query_tile * build.tile_m, key_tile * build.tile_n
-                    target = bias_source(build, p, "grad_bias", (of.index, at_head, *corner), band)
+                    target = bias_of(build, p, "grad_bias", of, at_head, corner)
                     moves.clear_tile(thread, build.threads, (build.tile_m, build.tile_n), self.dtype, target)
 
 

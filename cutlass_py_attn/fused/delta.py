@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64
 
-from cutlass_py_attn.parts import lengths, params
+from cutlass_py_attn.parts import lengths, moves, params
 from cutlass_py_attn.parts.integers import round_up
 from cutlass_py_attn.parts.params import DTYPES
 from cutlass_py_attn.plan import Build
@@ -40,8 +40,9 @@ class Delta:
             at = (of.batch, head, of.query_start + row)
             output, grad = params.rows(build, p, "output", at), params.rows(build, p, "grad_output", at)
             vector = build.access_bytes // build.item_bytes
+            step = params.stride(p, "grad_output", "column") if cutlass.const_expr(moves.by_element(build)) else vector
             for index in cutlass.range(lane, build.head_dim_value // vector, DELTA_LANES, unroll=4):
-                total = total + self.dot(output + index * vector, grad + index * vector, vector)
+                total = total + self.dot(output + index * vector, grad + index * step, vector)
         total = cute.arch.warp_reduction_sum(total, threads_in_group=DELTA_LANES)
         if (lane == 0) & (row < round_up(of.num_queries, build.tile_m)):
             lse = Float32.inf

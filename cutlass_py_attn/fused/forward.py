@@ -18,12 +18,11 @@ from cutlass_py_attn import abi
 from cutlass_py_attn.gemm import grad_q, matmul_qk
 from cutlass_py_attn.gemm.mma_sync import MmaSync, Operands, row_view
 from cutlass_py_attn.gemm.views import transposed
-from cutlass_py_attn.masks import Band
 from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, schedule
 from cutlass_py_attn.parts.integers import larger, round_up
 from cutlass_py_attn.parts.params import DTYPES
 from cutlass_py_attn.parts.softmax import QUAD, OnlineSoftmax, safe_scale
-from cutlass_py_attn.parts.terms import Terms, bias_source
+from cutlass_py_attn.parts.terms import Terms, bias_of
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import LSE_PADDING
 
@@ -77,14 +76,14 @@ class Forward:
 
         for i in cutlass.range(end - first, unroll=1):
             key_tile = end - 1 - i
-            at_batch, at_head, at_tile = self.place(p)
+            _, at_head, at_tile = self.place(p)
             corner = at_tile * build.tile_m, key_tile * build.tile_n
             # While the key tile is on its way, and before the scores need registers.
             kept = self.kept(p, corner, (of, at_head))
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             self.load_keys(p, "value", (of, at_head, key_tile), s_v, thread)
-            self.load_bias(p, (at_batch, at_head, *corner), band, thread)
+            self.load_bias(p, of, at_head, corner, thread)
             cute.arch.cp_async_commit_group()
 
             # 1  S = Q K^T
@@ -188,10 +187,11 @@ class Forward:
         build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         return moves.shared_tile(base, build.buffer("bias").offset, self.dtype, build.tile_m, build.tile_n)
 
-    def load_bias(self, p: Any, at: tuple[Any, ...], band: Band, thread: Int32) -> None:
+    def load_bias(self, p: Any, of: lengths.Sequence, head: Int32, corner: tuple, thread: Int32) -> None:
         """Start copying the bias of a tile of scores."""
         if self.build.has("bias"):
-            moves.load_tile(thread, self.build.threads, bias_source(self.build, p, "bias", at, band), self.bias_tile())
+            source = bias_of(self.build, p, "bias", of, head, corner)
+            moves.load_tile(thread, self.build.threads, source, self.bias_tile())
 
     def bias_part(self, thread: Int32) -> cute.Tensor | None:
         """This thread's part of the bias tile."""

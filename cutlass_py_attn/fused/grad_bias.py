@@ -22,12 +22,11 @@ from cutlass_py_attn.fused.streamed import from_column
 from cutlass_py_attn.gemm import matmul_qk
 from cutlass_py_attn.gemm.gemm import WARP_THREADS
 from cutlass_py_attn.gemm.mma_sync import MmaSync, row_view
-from cutlass_py_attn.masks import Band
 from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, schedule
 from cutlass_py_attn.parts.integers import ceil_div, larger, smaller
 from cutlass_py_attn.parts.moves import Source
 from cutlass_py_attn.parts.params import DTYPES
-from cutlass_py_attn.parts.terms import Terms, bias_source
+from cutlass_py_attn.parts.terms import Terms, bias_of, bias_source
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.planner import bias_gradient_build
 from cutlass_py_attn.shared_memory import BIAS_SLOTS, bias_gradient_chunk
@@ -218,7 +217,7 @@ class GradBias:
                 self.load_chunk(p, which, (of, head, *start), (number - self.score_chunks, slot), thread)
             # Both are read between the last chunk of K and the first of V: a place for one tile will do.
             if number == 0:
-                bias = bias_source(build, p, "bias", (of.index, head, *start), lengths.band(build, p, of))
+                bias = bias_of(build, p, "bias", of, head, start)
                 moves.load_tile(thread, build.threads, bias, self.score_tile("bias"))
                 self.load_statistic(p.logsumexp_log2, row, "logsumexp", thread)
             if number == self.score_chunks:
@@ -288,8 +287,7 @@ class GradBias:
         """This block's tile of grad_bias. Where lengths vary it has room for the longest sequences."""
         query_tile, key_tile = self.own_tile(p)
         start = query_tile * self.build.tile_m, key_tile * self.build.tile_n
-        whole = Band("full", 0, 0, p.num_queries, p.num_keys)
-        return bias_source(self.build, p, "grad_bias", (*self.own_head(p), *start), whole)
+        return bias_source(self.build, p, "grad_bias", (*self.own_head(p), *start), (p.num_queries, p.num_keys))
 
     def store_tile(self, p: Any, r_sum: cute.Tensor) -> None:
         """Write a tile that is summed over neither queries nor keys."""

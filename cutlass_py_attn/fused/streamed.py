@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.gemm.mma_sync import MmaSync, Operands
 from cutlass_py_attn.parts import moves, params
@@ -40,9 +40,13 @@ def part_at(offset: Any, build: Build, rows: int, whole: int, columns: tuple[Any
 def from_column(source: Source, column: Any, width: int) -> Source:
     """`width` columns of the source's rows from `column` on, a multiple of `width`; fewer where a row ends."""
     item_bytes = source.start.dtype.width // 8
-    start = source.start + params.multiple(Int32(column), source.access // item_bytes)
+    if isinstance(source.column, int):
+        offset = params.multiple(Int32(column), source.access // item_bytes)
+    else:
+        offset = Int64(column) * source.column
     whole = isinstance(source.columns, int) and source.columns % width == 0
-    return Source(start, source.row, source.rows, width if whole else source.columns - column, source.access)
+    columns = width if whole else source.columns - column
+    return Source(source.start + offset, source.row, source.rows, columns, source.access, source.column)
 
 
 def load_rows(thread: Int32, build: Build, source: Source, offset: Any, shape: tuple[int, int]) -> None:

@@ -22,11 +22,10 @@ from cutlass_py_attn.fused.streamed import Chain, Later, from_column, load_rows,
 from cutlass_py_attn.gemm import doivj, grad_k, grad_q, grad_v, matmul_qk
 from cutlass_py_attn.gemm.mma_sync import MmaSync, Operands, row_view
 from cutlass_py_attn.gemm.views import transposed
-from cutlass_py_attn.masks import Band
 from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, schedule
 from cutlass_py_attn.parts.integers import any_of, ceil_div, choose
 from cutlass_py_attn.parts.streaming import tile_and_column_block
-from cutlass_py_attn.parts.terms import bias_source
+from cutlass_py_attn.parts.terms import bias_of
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.shared_memory import tile_bytes
 from cutlass_py_attn.streams import Side, backward_cut, blocks_of_tile, is_apart, shares
@@ -46,9 +45,9 @@ class StreamedBackward(Backward):
     def kernel(self, p: Params):
         build = self.build
         thread, _, _ = cute.arch.thread_idx()
-        block, head, batch = cute.arch.block_idx()
-        split, number = tile_and_column_block(block, self.blocks)
-        head, batch = head + p.first_head, batch + p.first_batch
+        _, _, batch = cute.arch.block_idx()
+        split, number = tile_and_column_block(self.own_block(), self.blocks)
+        head, batch = self.own_head(p), batch + p.first_batch
         self.of = lengths.sequence(build, p, batch)
         self.share_work(number)
         if cutlass.const_expr(build.deterministic):
@@ -121,7 +120,7 @@ class StreamedBackward(Backward):
                 here = params.fresh("tid.x")
                 slot = self.advance(p, before + chunk, at, here)
                 if chunk == 0:
-                    self.load_bias(p, (of.index, at_head, *corner), band, here)
+                    self.load_bias(p, of, at_head, corner, here)
                 cute.arch.cp_async_commit_group()
                 s_q, s_k = self.chunk_tiles(cut.key, chunk, slot)
                 matmul_qk.issue(self.scores, r_s, matmul_qk.operands(self.scores, s_q, s_k, here))
@@ -161,7 +160,7 @@ class StreamedBackward(Backward):
             cute.arch.sync_threads()
             here = params.fresh("tid.x")
             if self.to_bias:
-                self.store_grad_bias(p, (of.index, at_head, *corner), band, s_ds, here)
+                self.store_grad_bias(p, of, at_head, corner, s_ds, here)
             # 5  dV += P^T dO
             if self.to_value:
                 for part in cutlass.range_constexpr(cut.value.parts):
@@ -194,7 +193,7 @@ class StreamedBackward(Backward):
 
     def column_block(self) -> Int32:
         """The column block of this block, formed again rather than kept in a register."""
-        _, number = tile_and_column_block(params.fresh("ctaid.x"), self.blocks)
+        _, number = tile_and_column_block(self.own_block(), self.blocks)
         keys, values = self.shares
         # Blocks for dK come first, for they take longer.
         return cutlass.select_(number < keys, number, number - keys) if self.is_apart and keys and values else number
@@ -341,15 +340,15 @@ class StreamedBackward(Backward):
     def key_rows(self, p: Any, side: Side, key_tile: Int32) -> moves.Source:
         """Rows of K or V from the first of the key tile on."""
         build, of, is_key = self.build, self.of, side is self.cut.key
-        key0, head = key_tile * build.tile_n, params.fresh("ctaid.y") + p.first_head
+        key0, head = key_tile * build.tile_n, self.own_head(p)
         at, columns = (of.batch, head, of.key_start + key0), build.head_dim if is_key else build.head_dim_value
         return moves.tile_of(build, p, "key" if is_key else "value", at, of.num_keys - key0, columns)
 
-    def load_bias(self, p: Any, at: tuple, band: Band, thread: Int32) -> None:
+    def load_bias(self, p: Any, of: lengths.Sequence, head: Int32, corner: tuple, thread: Int32) -> None:
         """Start copying the bias of a tile of scores to where dS will be."""
         if self.build.has("bias"):
             _, s_bias, _, _ = self.score_tiles()
-            moves.load_tile(thread, self.build.threads, bias_source(self.build, p, "bias", at, band), s_bias)
+            moves.load_tile(thread, self.build.threads, bias_of(self.build, p, "bias", of, head, corner), s_bias)
 
     def store_weights(self, weights: cute.Tensor, s_p: cute.Tensor, thread: Int32) -> None:
         """P to shared memory, perhaps to the place of the bias."""
@@ -357,10 +356,13 @@ class StreamedBackward(Backward):
             cute.arch.sync_threads()
         moves.registers_to_tile(thread, self.scores.mma, weights, s_p, moves.has_stmatrix(self.build))
 
-    def store_grad_bias(self, p: Any, at: tuple, band: Band, s_ds: cute.Tensor, thread: Int32) -> None:
+    def store_grad_bias(
+        self, p: Any, of: lengths.Sequence, head: Int32, corner: tuple, s_ds: cute.Tensor, thread: Int32
+    ) -> None:
         """Write dS as the gradient of the bias."""
         if self.build.bias_gradient == "main":
-            moves.store_tile(thread, self.build.threads, s_ds, bias_source(self.build, p, "grad_bias", at, band))
+            target = bias_of(self.build, p, "grad_bias", of, head, corner)
+            moves.store_tile(thread, self.build.threads, s_ds, target)
 
     def wait_for_bias(self) -> None:
         """The bias came with the first step of this round; more steps than slots have waited for it."""
@@ -432,7 +434,7 @@ class StreamedBackward(Backward):
             moves.registers_to_tile(thread, product.mma, part, columns, moves.has_stmatrix(build))
         cute.arch.sync_threads()
         tile = tile_at(0, self.dtype, build.tile_n, side.width)
-        key0, head = key_tile * build.tile_n, params.fresh("ctaid.y") + p.first_head
+        key0, head = key_tile * build.tile_n, self.own_head(p)
         columns = build.head_dim if name == "grad_key" else build.head_dim_value
         at, left = (of.batch, head, of.key_start + key0), of.stored_keys - key0
         target = moves.tile_of(build, p, name, at, left, columns)

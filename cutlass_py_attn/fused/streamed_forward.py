@@ -84,7 +84,7 @@ class StreamedForward(Forward):
                 here = params.fresh("tid.x")
                 slot = self.advance(p, before + chunk, end, key_tiles, here)
                 if chunk == 0:
-                    self.load_bias(p, (batch, head, *corner), band, here)
+                    self.load_bias(p, self.of, head, corner, here)
                 cute.arch.cp_async_commit_group()
                 s_q, s_k = self.score_operands(chunk, slot)
                 matmul_qk.issue(self.scores, r_s, matmul_qk.operands(self.scores, s_q, s_k, here))

@@ -10,12 +10,16 @@ from cutlass import Float32, Int32, TFloat32
 from cutlass.cute.nvgpu import warp
 
 from cutlass_py_attn.gemm.gemm import Gemm
+from cutlass_py_attn.parts.integers import largest_part
 from cutlass_py_attn.parts.params import DTYPES
 
 # Round to TF32's 10 mantissa bits: add half of the last kept bit, then clear the 13 bits below it. Integer
 # arithmetic, because the hardware truncates and the convert instruction is slower.
 TF32_HALF = 0x1000
 TF32_KEEP = -0x2000
+
+ACCUMULATORS = 128  # registers of a thread for a float32 accumulator and for what is summed apart from it ...
+LEAST_APART = 16  # ... but so many for the latter
 
 
 class MmaSync:
@@ -82,16 +86,27 @@ class MmaSync:
         """C = or += A B over all of k.
 
         The tensor cores round their float32 sums towards zero, an error that grows with every addition. A float32
-        product that accumulates therefore sums one tile from zero and adds it to C with a rounding addition.
+        product that accumulates therefore sums one tile from zero and adds it to C with a rounding addition, some
+        columns at a time.
         """
-        apart = self.spec.accumulate and self.spec.item_bytes == 4
-        target = cute.make_rmem_tensor_like(accumulator) if apart else accumulator
-        if apart or not self.spec.accumulate:
+        steps = self.spec.k // self.spec.instruction[2]
+        if not self.spec.accumulate or self.spec.item_bytes != 4:
+            if not self.spec.accumulate:
+                accumulator.fill(0.0)
+            for k in range(steps):
+                self._multiply(accumulator, parts.a.fetch(k), parts.b.fetch(k))
+            return
+        rows, columns = (cute.size(accumulator, mode=[mode]) for mode in (1, 2))
+        few = max(ACCUMULATORS - cute.size(accumulator), LEAST_APART)
+        width = largest_part(columns, max(few // (4 * rows), 1))
+        for piece in range(columns // width):
+            part = cute.logical_divide(accumulator, (None, None, width))[None, None, (None, piece)]
+            target = cute.make_rmem_tensor(part.shape, Float32)
             target.fill(0.0)
-        for k in range(self.spec.k // (8 if self.spec.item_bytes == 4 else 16)):
-            self._multiply(target, parts.a.fetch(k), parts.b.fetch(k))
-        if apart:
-            accumulator.store(accumulator.load() + target.load())
+            for k in range(steps):
+                columns_of_b = cute.logical_divide(parts.b.fetch(k), (None, width))[None, (None, piece)]
+                self._multiply(target, parts.a.fetch(k), _gathered(columns_of_b))
+            part.store(part.load() + target.load())
 
     def _multiply(self, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor) -> None:
         if self.spec.item_bytes != 4:
@@ -169,12 +184,17 @@ class RegisterOperand:
         part = self._fragment[None, None, k]
         if part.element_type is not Float32:
             return part
-        gathered = cute.make_rmem_tensor(part.shape, Float32)
-        gathered.store(part.load())
-        return gathered
+        return _gathered(part)
 
 
 Operand = LdMatrixOperand | Float32Operand | RegisterOperand
+
+
+def _gathered(values: cute.Tensor) -> cute.Tensor:
+    """A copy of float32 registers without gaps."""
+    result = cute.make_rmem_tensor(values.shape, Float32)
+    result.store(values.load())
+    return result
 
 
 def split_tf32(values: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:

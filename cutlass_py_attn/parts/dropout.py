@@ -21,6 +21,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
 from cutlass_py_attn.parts import lengths, params
+from cutlass_py_attn.parts.integers import largest_part
 from cutlass_py_attn.philox import BLOCK_WORDS, KEY_STEPS, MULTIPLIERS, ROUNDS
 from cutlass_py_attn.plan import Build
 
@@ -55,8 +56,8 @@ class Calls:
         self.row_step = where.layout((2, 0))[0] if pairs > 1 else 0
         self.column_step = where.layout((0, 2))[1] if groups > 1 else EIGHT
         assert self.row_step % BLOCK_WORDS == self.column_step % EIGHT == 0, f"rows or columns are shared: {where}"
-        self.groups = _largest_part(groups, NIBBLES)
-        self.pairs = _largest_part(pairs, NIBBLES // self.groups)
+        self.groups = largest_part(groups, NIBBLES)
+        self.pairs = largest_part(pairs, NIBBLES // self.groups)
         self.down, self.across = pairs // self.pairs, groups // self.groups
         self.blocks = self.pairs * self.groups
         # A run is what lies without a gap in the stream.
@@ -124,10 +125,6 @@ def keep(bits: cute.Tensor, row: int, column: int) -> Boolean:
     (_, pairs, _), (_, groups, _) = bits.shape
     block = row // 2 % pairs * groups + column // 2 % groups
     return (bits[row, column] & Uint32(1 << (4 * block + 2 * (row % 2) + column % 2))) != Uint32(0)
-
-
-def _largest_part(whole: int, limit: int) -> int:
-    return max(part for part in range(1, limit + 1) if whole % part == 0)
 
 
 @cute.jit

@@ -45,6 +45,11 @@ def round_up(a: Any, b: int) -> Any:
     return ceil_div(a, b) * b
 
 
+def largest_part(whole: int, limit: int) -> int:
+    """The largest divisor of `whole` that is at most `limit`."""
+    return max(part for part in range(1, limit + 1) if whole % part == 0)
+
+
 def any_of(*conditions: Any) -> Any:
     """Whether one holds: a Python bool where one is True or all are False, else traced."""
     if any(condition is True for condition in conditions):

@@ -4,12 +4,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync, warp
 
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.parts import params
 from cutlass_py_attn.plan import F32_ROW_PADDING, Build
+from cutlass_py_attn.shared_memory import threads_of_row
 
 VECTOR_BYTES = 16
 ELEMENT_UNROLL = 8  # elements on their way at once where a thread moves single ones
@@ -42,7 +43,7 @@ def shared_tile(base: cute.Pointer, offset: int, dtype, rows: int, columns: int,
 
 def _tiled_copy(atom: cute.CopyAtom, threads: int, columns: int, dtype, access: int) -> cute.TiledCopy:
     vector = access * 8 // dtype.width
-    chunk = 128 // access if columns * dtype.width // 8 % 128 == 0 else 64 // access
+    chunk = threads_of_row(columns * dtype.width // 8, access)
     lanes = cute.make_layout((threads // chunk, chunk), stride=(chunk, 1))
     return cute.make_tiled_copy_tv(atom, lanes, cute.make_layout((1, vector)))
 
@@ -59,7 +60,14 @@ class Source:
 
 def tile_of(build: Build, p, name: str, at: tuple, rows: Int32, columns: int) -> Source:
     """Tensor `name` from (batch, head, row) on, of which `rows` rows and `columns` columns exist."""
-    return Source(params.rows(build, p, name, at), params.stride(p, name, "row"), rows, columns, build.access_bytes)
+    column = params.stride(p, name, "column") if name == "grad_output" and by_element(build) else 1
+    row = params.stride(p, name, "row")
+    return Source(params.rows(build, p, name, at), row, rows, columns, build.access_bytes, column)
+
+
+def by_element(build: Build) -> bool:
+    """Whether rows are read an element at a time; then the columns of grad_output may lie apart."""
+    return build.access_bytes == build.item_bytes
 
 
 def load_tile(thread: Int32, threads: int, source: Source, tile: cute.Tensor) -> None:
@@ -223,7 +231,15 @@ def converted(values: cute.Tensor, dtype) -> cute.Tensor:
     if dtype is Float32:
         return values
     result = cute.make_rmem_tensor_like(values, dtype)
-    result.store(values.load().to(dtype))
+    # In pairs by name: converted one by one, as the compiler would where the result is also read in float32 again,
+    # bfloat16 numbers take a slow unit.
+    kind, count = "bf16x2" if dtype is BFloat16 else "f16x2", cute.size(values)
+    source = cute.make_tensor(values.iterator, cute.make_layout(count))
+    words = cute.make_tensor(cute.recast_ptr(result.iterator, dtype=Uint32), cute.make_layout(count // 2))
+    text = f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};"
+    for i in range(count // 2):
+        pair = [source[2 * i + 1], source[2 * i]]
+        words[i] = cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=pair)
     return result
 
 

@@ -36,7 +36,7 @@ def pointer(address: Int64, dtype: Any, alignment: int = 16) -> cute.Pointer:
 
 
 def stride(p: Any, name: str, axis: str) -> Int64:
-    """Elements from one index of tensor `name` to the next along `axis`: batch, row, head."""
+    """Elements from one index of tensor `name` to the next along `axis`: batch, row, head, column."""
     return getattr(p, f"{name}_{axis}")
 
 

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32
 
 from cutlass_py_attn.masks import Band
 from cutlass_py_attn.parts import params
+from cutlass_py_attn.parts.lengths import Sequence
 from cutlass_py_attn.parts.moves import Source
 from cutlass_py_attn.plan import Build
 
@@ -83,8 +84,8 @@ class Terms:
             scores[row, column] = scores[row, column] - slope * magnitude
 
 
-def bias_source(build: Build, p: Any, name: str, at: tuple[Any, Any, Any, Any], band: Band) -> Source:
-    """A tile of `bias` or `grad_bias`, whose first (batch, head, query, key) is `at`."""
+def bias_source(build: Build, p: Any, name: str, at: tuple[Any, Any, Any, Any], sizes: tuple[Any, Any]) -> Source:
+    """A tile of `bias` or `grad_bias`, whose first (batch, head, query, key) is `at`, of `sizes` queries and keys."""
     batch, head, query, key = at
     access = build.bias_access_bytes if name == "bias" else build.grad_bias_access_bytes
     row, column = params.stride(p, name, "row"), params.stride(p, name, "column")
@@ -94,5 +95,11 @@ def bias_source(build: Build, p: Any, name: str, at: tuple[Any, Any, Any, Any], 
         offset = offset + cutlass.Int64(index) * params.stride(p, name, axis)
     start = params.pointer(getattr(p, name), params.DTYPES[build.dtype], access)
     start = start + params.multiple(offset, access // build.item_bytes)
-    left = band.num_queries - query, band.num_keys - key
+    left = sizes[0] - query, sizes[1] - key
     return Source(start, row, *left, access, column if by_element else 1)
+
+
+def bias_of(build: Build, p: Any, name: str, of: Sequence, head: Int32, corner: tuple[Any, Any]) -> Source:
+    """The tile at `corner` of a sequence and query head. grad_bias has keys that are there but not used, too."""
+    keys = of.stored_keys if name == "grad_bias" else of.num_keys
+    return bias_source(build, p, name, (of.index, head, *corner), (of.num_queries, keys))

@@ -210,8 +210,8 @@ TENSORS: dict[str, Refused] = {
         ["key has last stride 2: must be 1; make the head dimension contiguous"],
     ),
     "broadcast columns": (
-        changed("grad_output", "backward", strides=(1, 1, 1, 0)),
-        ["grad_output has last stride 0: must be 1; make the head dimension contiguous"],
+        changed("output", "backward", strides=(1, 1, 1, 0)),
+        ["output has last stride 0: must be 1; make the head dimension contiguous"],
     ),
     "address within an element": (
         changed("query", alignment=1),

@@ -16,11 +16,9 @@ import pytest
 from stand_in import StandIn
 
 from cutlass_py_attn import bench, bench_cases, bench_peers, driver, planner
-from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bench_cases import FEATURE_CASES, default_cases, mixed_lengths, parse
-from cutlass_py_attn.errors import AttentionError, CompileError, DriverError, NotSupported
+from cutlass_py_attn.errors import AttentionError, DriverError, NotSupported
 from cutlass_py_attn.masks import Causal, Full
-from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import DIRECTIONS, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,23 +153,6 @@ def test_build_ptx_compiles_what_the_benchmark_needs(tmp_path: Path, monkeypatch
     assert build_ptx.main() == 0
     assert made == ["fwd_generic_bf16_d64_full_bias", "bwd_generic_bf16_d64_full_bias"]
     assert sorted(path.stem for path in tmp_path.glob("sm_90/*.json")) == sorted(made)
-
-
-def test_the_first_build_that_compiles_is_taken() -> None:
-    """The first spills where ptxas finds no registers; the folder then holds what stands in for it."""
-    choices = planner.builds(parse(f"{SMALL}_bias").problem("backward"), "sm_90")
-    assert len(choices) > 1
-
-    def made(build: Build) -> Artifact:
-        if build in refused:
-            raise CompileError(f"{build.tile_m} spills")
-        return fakes.artifact(build)
-
-    refused = {choices[0]}
-    assert build_ptx.first_made(choices, made).build == choices[1]
-    refused = set(choices)
-    with pytest.raises(CompileError):
-        build_ptx.first_made(choices, made)
 
 
 # Rows

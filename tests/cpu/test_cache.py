@@ -12,6 +12,7 @@ import pytest
 from cutlass_py_attn import cache, compiler
 from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
 from cutlass_py_attn.cache import Cache
+from cutlass_py_attn.errors import BreaksPlan
 from cutlass_py_attn.masks import Causal
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.planner import plan_forward
@@ -54,6 +55,27 @@ def test_another_build_compiler_or_source_is_a_miss(folder: Path, monkeypatch: p
     assert Cache(folder).get(BUILD, "compiler 2") is None
     monkeypatch.setattr(cache, "_source_digest", lambda: b"other sources")
     assert Cache(folder).get(BUILD, "compiler 1") is None
+
+
+def test_what_cannot_be_made_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def spilling(build: Build) -> Artifact:
+        nonlocal asked
+        asked += 1
+        raise BreaksPlan(f"{build.symbol} spills")
+
+    monkeypatch.setattr(compiler, "compile", spilling)
+    for _ in range(2):
+        with pytest.raises(BreaksPlan, match=f"{BUILD.symbol} spills"):
+            compiler.artifact_for(BUILD, tmp_path)
+    assert asked == 1
+    assert Cache(tmp_path).refusal(BUILD, "another compiler") is None
+    (entry,) = entries(tmp_path)
+    entry.write_bytes(entry.read_bytes()[:-1])
+    with pytest.raises(BreaksPlan):
+        compiler.artifact_for(BUILD, tmp_path)
+    assert asked == 2, "a damaged entry says nothing"
 
 
 @pytest.mark.parametrize(

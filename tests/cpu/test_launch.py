@@ -74,6 +74,7 @@ def test_struct_of_the_backward(driver_log: StandIn, deterministic: bool) -> Non
         for name, tensor in problem.tensors().items():
             steps = tuple(struct.pop(f"{name}_{axis}") for axis in ("batch", "row", "head"))
             assert steps == tensor.strides[:3]
+        assert struct.pop("grad_output_column") == 1
         assert struct.pop("scale") == np.float32(0.3)
         assert struct.pop("scale_log2") == np.float32(0.3 / math.log(2))
         assert struct.pop("keep_scale") == 1.0

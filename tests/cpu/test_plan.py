@@ -12,13 +12,15 @@ from asked import SHAPE, dense, with_terms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn import budget, kernels, masks
+from cutlass_py_attn import budget, kernels, masks, planner
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.masks import Causal, CausalBottomRight, Full, Window
 from cutlass_py_attn.plan import Buffer, Build, Plan, Workspace
-from cutlass_py_attn.planner import blocks_of_tile, plan_backward, plan_forward
+from cutlass_py_attn.plan_table import Tile
+from cutlass_py_attn.planner import plan_backward, plan_forward
 from cutlass_py_attn.problem import ITEM_BYTES, Problem, Shape, Tensor
+from cutlass_py_attn.streams import blocks_of_tile
 
 LAW = settings(max_examples=150, deadline=None)
 WHOLE_BIAS = (2, 3, 40, 50)
@@ -397,8 +399,18 @@ def test_a_deterministic_backward_refuses_blocks_that_would_wait() -> None:
 def test_the_rings_of_the_backward_must_be_equal() -> None:
     limits = architecture("sm_80")
     assert budget.objections(PLAN.build, limits) == []
-    (found,) = budget.objections(dataclasses.replace(PLAN.build, grad_output_stages=1), limits)
-    assert found.startswith("grad_output_stages = 1: must be query_stages = 2")
+    stages = PLAN.build.query_stages
+    (found,) = budget.objections(dataclasses.replace(PLAN.build, grad_output_stages=stages + 1), limits)
+    assert found.startswith(f"grad_output_stages = {stages + 1}: must be query_stages = {stages}")
+
+
+def test_tiles_are_whole_copies() -> None:
+    """48 rows of 128 columns are one and a half times what 256 threads copy at once."""
+    problem = Problem.dense("forward", Shape(1, 64, 64, 1, 128, 128), "float16")
+    build = planner._build(problem, "sm_90", Tile(128, 48, 8))
+    assert budget.objections(build, architecture("sm_90")) == [
+        "tile_n = 48: 256 threads copy 32 rows at once; use a multiple of that"
+    ]
 
 
 def test_the_direction_must_match() -> None:

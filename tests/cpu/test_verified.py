@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
+from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.masks import Causal, Full, Mask
-from cutlass_py_attn.plan import Plan
+from cutlass_py_attn.plan import Build, Plan
 from cutlass_py_attn.planner import plan_forward
 from cutlass_py_attn.problem import Problem, Shape
 
@@ -221,3 +222,20 @@ def test_committed_plans_are_all_different() -> None:
     pytest.importorskip("cutlass")
     names = [record.name_of(plan.build) for plan in build_ptx.committed_plans()]
     assert len(names) == len(set(names)) == 45
+
+
+def test_the_first_build_that_compiles_is_taken() -> None:
+    """Where ptxas finds too few registers, a folder holds what stands in."""
+    first, second = plans = [plan_of(Full()), plan_of(Causal())]
+    choices = tuple(plan.build for plan in plans)
+
+    def made(build: Build) -> Artifact:
+        if build in refused:
+            raise CompileError("spills")
+        return artifact_of(first if build == first.build else second)
+
+    refused = {first.build}
+    assert build_ptx.first_made(choices, made).build == second.build
+    refused = set(choices)
+    with pytest.raises(CompileError):
+        build_ptx.first_made(choices, made)

@@ -66,8 +66,9 @@ class Case(Drawn):
     hidden, -inf in a share of each row and in whole rows; least, the dtype's least number in their place; partly,
     that number in no whole row. batch_period, head_period: the inputs repeat after so many batches or heads (0:
     never), so that the truth of a few serves for all. key_layout "expanded": one head of key and value for all, by
-    stride 0; grad_layout "expanded": one row of ones as the gradient of the output, by stride 0. bias_layout has
-    two values more: "expanded" has one row of keys for all, "expanded_rows" one matrix, by stride 0.
+    stride 0; grad_layout "expanded": one row of ones as the gradient of the output, "scalar": a single one, by stride
+    0, "columns_first": its columns are furthest apart. bias_layout has two values more: "expanded" has one row of keys
+    for all, "expanded_rows" one matrix, by stride 0.
     """
 
     family: str = "gaussian_x3"
@@ -104,7 +105,13 @@ class Case(Drawn):
                 rows, columns = tensor.shape[1], tensor.shape[3]
                 changes[name] = Tensor(tensor.shape, (rows * columns, columns, 0, 1), tensor.dtype)
         if self.grad_layout and problem.grad_output is not None:
-            changes["grad_output"] = Tensor(problem.grad_output.shape, (0, 0, 0, 1), problem.dtype)
+            _, rows, heads, columns = shape = problem.grad_output.shape
+            strides = {
+                "expanded": (0, 0, 0, 1),
+                "scalar": (0, 0, 0, 0),
+                "columns_first": (rows * heads * columns, heads, 1, rows * heads),
+            }
+            changes["grad_output"] = Tensor(shape, strides[self.grad_layout], problem.dtype)
         if self.bias_layout.startswith("expanded") and problem.bias is not None:
             keys = problem.bias.shape[3]
             row = keys if self.bias_layout == "expanded_rows" else 0
@@ -123,7 +130,7 @@ class Case(Drawn):
                 values[:] = np.eye(values.shape[1], values.shape[3])[places, None]
             if self.key_layout and name in ("key", "value"):
                 values[:] = values[:, :, :1]
-            if self.grad_layout and name == "grad_output":
+            if self.grad_layout in ("expanded", "scalar") and name == "grad_output":
                 values[:] = 1
             found[name] = values.astype(kind)
             found[name][:, places < 0] = np.nan
@@ -240,7 +247,13 @@ BIG: Final = (
 )
 LAYOUTS: Final = (
     *(xformers(t, (2, 67, 67, 3, 32), layout=name) for t in DTYPES for name in ("padded", "heads_first", "packed")),
-    *(xformers(t, (2, 65, 129, 3, 32), grad_layout="expanded") for t in DTYPES),
+    *(
+        xformers(t, (2, 65, 129, 3, 32), grad_layout=name)
+        for t in DTYPES
+        for name in ("expanded", "scalar", "columns_first")
+    ),
+    xformers("float16", (1, 65, 129, 2, 258), grad_layout="scalar"),
+    xformers("bfloat16", (2, 67, 65, 3, 32), grad_layout="columns_first", bias="11qk", grads="qkvb"),
     xformers("float16", (2, 67, 65, 3, 31), layout="shifted"),
     xformers("float16", (2, 67, 65, 3, 31), layout="padded"),
     xformers("float16", (2, 67, 65, 3, 36), layout="heads_first"),

@@ -224,23 +224,6 @@ def test_columns_apart_are_refused(name: str, kernels: Kernels) -> None:
     driver.call("cuCtxSynchronize")
 
 
-def test_one_number_as_grad_output_is_refused(kernels: Kernels) -> None:
-    """Stride 0 along the head dim as well: refused with the remedy."""
-    one = matrix.SCALES[0]
-    arrays = one.arrays()
-    arrays["grad_output"][...] = 1
-    problem = one.problem()
-    flat = Tensor(problem.shape.of("grad_output"), (0, 0, 0, 0), one.dtype)
-    found = attend(one.forward, arrays, kernels)
-    tensors = [flat, *(getattr(problem, name) for name in (*OPERANDS, "output"))]
-    tensors.append(Tensor.contiguous(problem.shape.logsumexp, "float32"))
-    given = list(map(OnDevice, tensors, _backward_operands(arrays, found)))
-    with pytest.raises(NotSupported, match="grad_output has last stride 0: must be 1; make the head dimension contig"):
-        attention_backward(*given, kernels=kernels)
-    for array in given:
-        array.close()
-
-
 @pytest.mark.parametrize("dtype", matrix.DTYPES)
 def test_bias_of_another_dtype_is_refused(dtype: str, kernels: Kernels) -> None:
     one = next(case for case in matrix.BIASES if case.dtype == dtype)
