@@ -2,10 +2,10 @@
 
     {dtype}_d{head_dim}[v{head_dim_value}]_s{seqlen}_{b{batch}|t{tokens}}_h{heads}[k{heads_key}]_{full|causal}
 
-Behind it, in this order and each where the case has it: _window{size}, _bias or _biasgrad, _dropout{p},
-_softcap{bound}, _alibi, _sinks, _deterministic. With t{tokens} sequences of mixed lengths from 1 to seqlen have that
-many tokens together. A bias is shared by the batch; the backward writes its gradient, in full, for _biasgrad alone.
-The gradient of sinks is always written.
+Behind it, in this order and each where the case has it: _window{size}, _bias, _biasgrad or _biassum,
+_dropout{p}, _softcap{bound}, _alibi, _sinks, _deterministic. With t{tokens} sequences of mixed lengths from 1 to
+seqlen have that many tokens together. A bias is shared by the batch; the backward writes its gradient for _biasgrad in
+full, for _biassum summed over the batch. The gradient of sinks is always written.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _DTYPES: Final = {short: name for name, short in SHORT_NAMES.items()}
 _NAME: Final = re.compile(
     r"(?P<dtype>\w+?)_d(?P<dim>\d+)(?:v(?P<dim_value>\d+))?_s(?P<seqlen>\d+)_(?P<counted>[bt])(?P<count>\d+)"
     r"_h(?P<heads>\d+)(?:k(?P<heads_key>\d+))?_(?:(?P<full>full)|causal(?:_window(?P<window>\d+))?)"
-    r"(?:_(?P<bias>bias(?:grad)?))?(?:_dropout(?P<dropout>0\.\d+))?(?:_softcap(?P<softcap>\d+))?"
+    r"(?:_(?P<bias>bias(?:grad|sum)?))?(?:_dropout(?P<dropout>0\.\d+))?(?:_softcap(?P<softcap>\d+))?"
     r"(?P<alibi>_alibi)?(?P<sinks>_sinks)?(?P<deterministic>_deterministic)?"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One problem to measure. bias: "", "bias" or "biasgrad"; lengths: of each sequence where they differ."""
+    """One problem to measure. bias: "", bias, biasgrad or biassum; lengths: of each sequence where they differ."""
 
     name: str
     dtype: str
@@ -57,7 +57,8 @@ class Case:
         if self.bias:
             whole = Tensor.contiguous(self.shape.bias, self.dtype)
             changes["bias"] = Tensor(whole.shape, (0, *whole.strides[1:]), self.dtype)
-            changes["grad_bias"] = whole if backward and self.bias == "biasgrad" else None
+            summed = Tensor.contiguous((1, *self.shape.bias[1:]), self.dtype)
+            changes["grad_bias"] = {"biasgrad": whole, "biassum": summed}.get(self.bias) if backward else None
         by_head = Tensor.contiguous((self.shape.num_heads,), "float32")
         if self.alibi:
             changes["alibi_slopes"] = by_head
@@ -141,11 +142,13 @@ FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d256_s8192_b4_h8_causal": "",
     "bf16_d512_s4096_b2_h8_full": "",
     "f32_d256_s2048_b4_h8_full": "",
+    "bf16_d32_s8192_b4_h32_causal": "",
     "bf16_d96_s8192_b4_h16_causal": "",
     "bf16_d192v128_s8192_b4_h16_causal": "",
     _FULL_4096: "",
     f"{_FULL_4096}_bias": _FULL_4096,
     f"{_FULL_4096}_biasgrad": _FULL_4096,
+    f"{_FULL_4096}_biassum": _FULL_4096,
     f"{_FULL_4096}_softcap30": _FULL_4096,
     f"{_FULL_4096}_alibi": _FULL_4096,
     f"{_FULL_4096}_sinks": _FULL_4096,

@@ -88,10 +88,13 @@ def _dense(torch: Any, peer: str, case: Case, direction: str, given: Mapping[str
     if group > 1 and not grouped:  # this backend has no groups: it is given the repeated heads, outside of its time
         key, value = key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
     leaves = [_leaf(tensor.transpose(1, 2), direction) for tensor in (given["query"], key, value)]
-    mask = None
+    mask = leaf = None
     if case.bias:
-        mask = given["bias"].expand(*case.shape.bias).detach()
-        mask = mask.requires_grad_(direction == "backward" and case.bias == "biasgrad")
+        # The sum over the batch is autograd's where the leaf is the bias that the batch shares.
+        shared = case.bias == "biassum"
+        leaf = given["bias"] if shared else given["bias"].expand(*case.shape.bias)
+        leaf = leaf.detach().requires_grad_(direction == "backward" and case.bias != "bias")
+        mask = leaf.expand(*case.shape.bias) if shared else leaf
 
     def forward() -> Any:
         return torch.nn.functional.scaled_dot_product_attention(
@@ -102,7 +105,7 @@ def _dense(torch: Any, peer: str, case: Case, direction: str, given: Mapping[str
             enable_gqa=grouped,
         )
 
-    wanted = (*leaves, mask) if case.bias == "biasgrad" else tuple(leaves)
+    wanted = (*leaves, leaf) if case.bias in ("biasgrad", "biassum") else tuple(leaves)
     backend = attention.sdpa_kernel(getattr(attention.SDPBackend, BACKENDS[peer]))
     return Call(forward, wanted, given["grad_output"].transpose(1, 2), backend)
 

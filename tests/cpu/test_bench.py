@@ -355,15 +355,21 @@ def test_plain_cases_are_scaled_dot_product_attention(torch: FakeTorch) -> None:
 @pytest.mark.parametrize(("word", "direction", "with_gradient"), [
     ("bias", "forward", False), ("bias", "backward", False),
     ("biasgrad", "forward", False), ("biasgrad", "backward", True),
+    ("biassum", "forward", False), ("biassum", "backward", True),
 ])  # fmt: skip
 def test_bias_is_the_mask_and_a_leaf_where_its_gradient_counts(
     torch: FakeTorch, word: str, direction: str, with_gradient: bool
 ) -> None:
     call, _, _, options = asked(torch, "mem_efficient", f"{SMALL}_{word}", direction)
-    mask = f"bias.expand(2, 2, 64, 64).detach().requires_grad_({with_gradient})"
+    expanded = ".expand(2, 2, 64, 64)"
+    if word == "biassum":
+        leaf = f"bias.detach().requires_grad_({with_gradient})"
+        mask = leaf + expanded
+    else:
+        leaf = mask = f"bias{expanded}.detach().requires_grad_({with_gradient})"
     assert options["attn_mask"] == mask
     assert not options["is_causal"]
-    assert [leaf.text for leaf in call.leaves[3:]] == ([mask] if word == "biasgrad" else [])
+    assert [given.text for given in call.leaves[3:]] == ([] if word == "bias" else [leaf])
 
 
 def test_dropout_is_torch_s_own(torch: FakeTorch) -> None:
