@@ -88,15 +88,14 @@ def _dense(torch: Any, peer: str, case: Case, direction: str, given: Mapping[str
     if group > 1 and not grouped:  # this backend has no groups: it is given the repeated heads, outside of its time
         key, value = key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
     leaves = [_leaf(tensor.transpose(1, 2), direction) for tensor in (given["query"], key, value)]
-    mask = leaf = None
+    bias = None
     if case.bias:
-        # The sum over the batch is autograd's where the leaf is the bias that the batch shares.
-        shared = case.bias == "biassum"
-        leaf = given["bias"] if shared else given["bias"].expand(*case.shape.bias)
-        leaf = leaf.detach().requires_grad_(direction == "backward" and case.bias != "bias")
-        mask = leaf.expand(*case.shape.bias) if shared else leaf
+        bias = given["bias"] if case.bias == "biassum" else given["bias"].expand(*case.shape.bias)
+        bias = bias.detach().requires_grad_(direction == "backward" and case.bias != "bias")
 
     def forward() -> Any:
+        # Expanded here, so that the sum over the batch is a part of the backward.
+        mask = bias.expand(*case.shape.bias) if bias is not None and case.bias == "biassum" else bias
         return torch.nn.functional.scaled_dot_product_attention(
             *leaves[:3],
             attn_mask=mask,
@@ -105,7 +104,7 @@ def _dense(torch: Any, peer: str, case: Case, direction: str, given: Mapping[str
             enable_gqa=grouped,
         )
 
-    wanted = (*leaves, leaf) if case.bias in ("biasgrad", "biassum") else tuple(leaves)
+    wanted = (*leaves, bias) if case.bias in ("biasgrad", "biassum") else tuple(leaves)
     backend = attention.sdpa_kernel(getattr(attention.SDPBackend, BACKENDS[peer]))
     return Call(forward, wanted, given["grad_output"].transpose(1, 2), backend)
 
