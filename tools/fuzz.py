@@ -34,13 +34,16 @@ def main() -> int:
     parser.add_argument("--variants", type=int, default=50, help="kernels to draw")
     parser.add_argument("--runs", type=int, default=7, help="problems for each")
     parser.add_argument("--first", type=int, default=0, help="number of the first variant")
+    parser.add_argument(
+        "--also", type=int, nargs="*", default=[], metavar="NUMBER", help="single variants beside those"
+    )
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
     parser.add_argument("--case", help="one problem's line")
     parser.add_argument("--record", type=Path, help="write what ran, by feature, dtype and direction, to this file")
     parser.add_argument("--commit", default="unknown", help="for the record")
     parser.add_argument("--build", type=Path, help="only build the kernels, into this folder")
     arguments = parser.parse_args()
-    variants = range(arguments.first, arguments.first + arguments.variants)
+    variants = [*range(arguments.first, arguments.first + arguments.variants), *arguments.also]
     if arguments.build:
         from tools.build_ptx import build_into
 

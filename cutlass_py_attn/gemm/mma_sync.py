@@ -98,7 +98,9 @@ class MmaSync:
             return
         rows, columns = (cute.size(accumulator, mode=[mode]) for mode in (1, 2))
         few = max(ACCUMULATORS - cute.size(accumulator), LEAST_APART)
-        width = largest_part(columns, max(few // (4 * rows), 1))
+        # What a piece would read again from shared memory the compiler keeps instead, for all of k.
+        is_kept = isinstance(parts.a, RegisterOperand)
+        width = largest_part(columns, max(few // (4 * rows), 1)) if is_kept else columns
         for piece in range(columns // width):
             part = cute.logical_divide(accumulator, (None, None, width))[None, None, (None, piece)]
             target = cute.make_rmem_tensor(part.shape, Float32)

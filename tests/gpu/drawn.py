@@ -9,7 +9,7 @@ thousands of problems.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -320,14 +320,14 @@ def _some(rng: np.random.Generator) -> int:
     return 0 if rng.random() < 0.15 else int(rng.integers(1, 140))
 
 
-def problems(variants: range, runs: int) -> Iterator[Drawn]:
+def problems(variants: Iterable[int], runs: int) -> Iterator[Drawn]:
     """All problems of these variants."""
     for variant in variants:
         for run in range(runs):
             yield draw(variant, run)
 
 
-def builds(variants: range, runs: int, arch: str = ARCH) -> list[tuple[Build, ...]]:
+def builds(variants: Iterable[int], runs: int, arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that those problems need, once, and what may stand in for it; refused problems need none."""
     found: dict[tuple[Build, ...], None] = {}
     for drawn in problems(variants, runs):
