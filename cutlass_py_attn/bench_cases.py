@@ -181,10 +181,10 @@ def chosen(names: Iterable[str], only: str) -> tuple[str, ...]:
     return found
 
 
-def builds(cases: Iterable[Case], arch: str) -> list[tuple[Build, ...]]:
-    """Every kernel that these cases need on that target, once, and what stands in for it where ptxas spills.
+def builds(cases: Iterable[Case], compute_capability: tuple[int, int]) -> list[tuple[Build, ...]]:
+    """Every kernel that these cases need on that device, once, and what stands in for it where ptxas spills.
 
     NotSupported where one cannot be planned.
     """
     problems = (case.problem(direction) for case in cases for direction in DIRECTIONS)
-    return list(dict.fromkeys(planner.builds(problem, arch) for problem in problems))
+    return list(dict.fromkeys(planner.builds_on(problem, compute_capability) for problem in problems))

@@ -27,6 +27,11 @@ class Architecture:
         return int(digits[:-1]), int(digits[-1])
 
     @property
+    def is_portable(self) -> bool:
+        """Whether its cubins run on later minor versions too; those with a suffix ("sm_90a") run on their own alone."""
+        return self.name[-1].isdigit()
+
+    @property
     def has_wgmma(self) -> bool:
         """Whether the Hopper family (wgmma, TMA, setmaxnreg) can be built for this target."""
         return self.name == "sm_90a"
@@ -46,6 +51,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture("sm_120", 99 * _KIB, 188, True),
     )
 }
+
+
+def targets(compute_capability: tuple[int, int]) -> tuple[str, ...]:
+    """The targets to plan for on a device: the one made for it alone, if any, then the newest portable one that runs
+    on it. Empty where none does."""
+    major, minor = compute_capability
+    own = [arch for arch in ARCHITECTURES.values() if not arch.is_portable]
+    older = [arch for arch in ARCHITECTURES.values() if arch.is_portable and arch.compute_capability[0] == major]
+    fitting = [arch for arch in older if arch.compute_capability[1] <= minor]
+    newest = sorted(fitting, key=lambda arch: arch.compute_capability)[-1:]
+    return tuple(arch.name for arch in (*(a for a in own if a.compute_capability == compute_capability), *newest))
 
 
 def architecture(name: str) -> Architecture:

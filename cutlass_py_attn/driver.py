@@ -373,21 +373,22 @@ def _encode_function() -> Any:
 def encode_tensor_map(slot: int, address: int, recipe: TensorMap, dtype: str) -> None:
     """Write the 128-byte CUtensorMap of `recipe` over the array at `address` to the 64-byte aligned `slot`.
 
-    dtype: element type of the array. Columns are the innermost axis of the map.
+    dtype: element type of the array.
     """
     cuda = bindings()
     types = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32"}
     element = getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{types[dtype]}")
+    rank = len(recipe.sizes)
     swizzle = f"{recipe.swizzle_bytes}B" if recipe.swizzle_bytes else "NONE"
     arguments = (
         slot,
         int(element),
-        2,
+        rank,
         address,
-        (ctypes.c_uint64 * 2)(recipe.columns, recipe.rows),
-        (ctypes.c_uint64 * 1)(recipe.columns * ITEM_BYTES[dtype]),
-        (ctypes.c_uint32 * 2)(recipe.box_columns, recipe.box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * rank)(*recipe.sizes),
+        (ctypes.c_uint64 * (rank - 1))(*(stride * ITEM_BYTES[dtype] for stride in recipe.strides)),
+        (ctypes.c_uint32 * rank)(*recipe.box),
+        (ctypes.c_uint32 * rank)(*(1 for _ in range(rank))),
         int(cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
         int(getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}")),
         int(cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),

@@ -19,6 +19,7 @@ _MODULES: Final[dict[tuple[str, ...], str]] = {
     ("backward", "generic"): "cutlass_py_attn.fused.backward",
     ("forward", "generic", "streamed"): "cutlass_py_attn.fused.streamed_forward",
     ("backward", "generic", "streamed"): "cutlass_py_attn.fused.streamed_backward",
+    ("forward", "hopper"): "cutlass_py_attn.fused.hopper_forward",
     ("room", "generic"): "cutlass_py_attn.gemm.alone",
     ("room", "hopper"): "cutlass_py_attn.gemm.alone_hopper",
 }
@@ -28,7 +29,10 @@ _LAUNCH_ORDER: Final = ("delta", "main", "finish", "bias", "sinks")
 ROW_THREADS: Final = 128  # of the kernels that work row by row
 
 # Struct fields that a kernel reads through a CUtensorMap, in the order of its parameters.
-_TENSOR_MAPS: Final[dict[tuple[str, str], tuple[str, ...]]] = {("room", "hopper"): ("a", "b")}
+_TENSOR_MAPS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
+    ("room", "hopper"): ("a", "b"),
+    ("forward", "hopper"): ("query", "key", "value"),
+}
 
 # device.py, problem.py, plan.py and planner.py hold limits, paddings and thread counts that kernels read but no
 # field of Build repeats, philox.py the constants of the generator; compiler.py holds the compiler's options.

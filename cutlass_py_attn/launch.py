@@ -13,7 +13,7 @@ import numpy as np
 
 from cutlass_py_attn import abi, driver, planner
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.device import ARCHITECTURES, Architecture, architecture
+from cutlass_py_attn.device import Architecture, architecture
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
 from cutlass_py_attn.philox import keep_scale
 from cutlass_py_attn.plan import Build, Launch, Plan, TensorMap
@@ -31,20 +31,12 @@ _libraries_lock = threading.Lock()
 
 def generic_arch(compute_capability: tuple[int, int]) -> str:
     """The newest portable target that runs on this compute capability; NotSupported when none does."""
-    major, minor = compute_capability
-    portable = [arch for arch in ARCHITECTURES.values() if arch.name[-1].isdigit()]
-    fitting = [arch for arch in portable if _runs_on(arch, compute_capability)]
-    if not fitting:
-        raise NotSupported(
-            f"compute capability = {major}.{minor}: no target runs on it; allowed are "
-            f"{', '.join(arch.name for arch in portable)} and later minor versions of them; use another GPU"
-        )
-    return max(fitting, key=lambda arch: arch.compute_capability).name
+    return planner.targets_of(compute_capability)[-1]
 
 
 def _runs_on(arch: Architecture, compute_capability: tuple[int, int]) -> bool:
     """Cubins run on later minors of their major version; with a suffix ("sm_90a") on their own alone."""
-    if not arch.name[-1].isdigit():
+    if not arch.is_portable:
         return arch.compute_capability == compute_capability
     major, minor = arch.compute_capability
     return major == compute_capability[0] and minor <= compute_capability[1]
@@ -254,9 +246,7 @@ def bind_problem(problem: Problem, kernels: Callable[[Build], Artifact], device:
     NotSupported: no plan; else as `bind_first`.
     """
     gpu = driver.device(device)
-    return bind_first(
-        planner.plans(problem, generic_arch(gpu.compute_capability), gpu.num_sms), problem, kernels, device
-    )
+    return bind_first(planner.plans_on(problem, gpu.compute_capability, gpu.num_sms), problem, kernels, device)
 
 
 def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device, block: _Block) -> _Kernel:

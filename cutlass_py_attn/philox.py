@@ -104,7 +104,8 @@ def keep_mask(dropout: Dropout, base: int, num_queries: int, num_keys: int) -> A
     while position < kept.size:
         first = np.uint64((start + position) % _WORD_INDICES // BLOCK_WORDS)
         count = min(_BLOCKS_AT_ONCE, -(-(kept.size - position) // BLOCK_WORDS))
-        found = _blocks(dropout.philox_seed, first + np.arange(count, dtype=np.uint64)).ravel()
+        counters = (first + np.arange(count, dtype=np.uint64)) % np.uint64(_WORD_INDICES // BLOCK_WORDS)
+        found = _blocks(dropout.philox_seed, counters).ravel()
         here = kept[max(position, 0) : position + found.size]
         here[...] = (found >= smallest)[max(-position, 0) :][: here.size]
         position += found.size

@@ -152,14 +152,16 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """Recipe of one CUtensorMap over a contiguous 2-D array at struct field `field`: sizes and box in elements,
-    row-major (rows, columns)."""
+    """Recipe of one CUtensorMap over the array at struct field `field`, in elements and innermost axis first.
+
+    strides: from one index to the next of every axis but the innermost, which is contiguous. box: what one copy
+    brings, of each axis.
+    """
 
     field: str
-    rows: int
-    columns: int
-    box_rows: int
-    box_columns: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
     swizzle_bytes: int
 
 
@@ -251,7 +253,7 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
             grid=tuple(item["grid"]),
             block=tuple(item["block"]),
             shared_memory_bytes=item["shared_memory_bytes"],
-            tensor_maps=tuple(TensorMap(**recipe) for recipe in item["tensor_maps"]),
+            tensor_maps=tuple(_tensor_map_from(recipe) for recipe in item["tensor_maps"]),
             sizes=_pairs(item["sizes"]),
         )
         for item in data["launches"]
@@ -259,6 +261,11 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
     space = data["workspace"]
     workspace = Workspace(space["bytes"], space["zero_bytes"], tuple(Part(**part) for part in space["parts"]))
     return Plan(build_from(data["build"]), launches, workspace, _pairs(data["sizes"]), data["why"])
+
+
+def _tensor_map_from(data: Mapping[str, Any]) -> TensorMap:
+    sizes, strides, box = (tuple(data[name]) for name in ("sizes", "strides", "box"))
+    return TensorMap(data["field"], sizes, strides, box, data["swizzle_bytes"])
 
 
 def _pairs(data: Iterable[Iterable[Any]]) -> tuple[tuple[str, int], ...]:

@@ -121,6 +121,12 @@ _STREAMED: dict[tuple[str, bool], tuple[Tile, ...]] = {
         Tile(32, 64, 8, 2, 2, column_block=128),
     ),
 }
+# By head_dim_value; 128 more threads load.
+_HOPPER_FORWARD: _Table = {
+    64: (Tile(192, 128, 16, 2), Tile(128, 128, 12, 2)),
+    128: (Tile(128, 128, 12, 2), Tile(128, 64, 12, 2)),
+    256: (Tile(128, 64, 12, 2),),
+}
 _TERMS = ("softcap", "bias", "alibi", "dropout")  # the first of these that has a table of its own decides
 
 
@@ -134,6 +140,11 @@ def tiles(problem: Problem) -> tuple[Tile, ...]:
     if widest > max(table):
         return _STREAMED[problem.direction, wide]
     return (*table[min(size for size in table if size >= _held(problem))], *_STREAMED[problem.direction, wide])
+
+
+def hopper_tiles(problem: Problem) -> tuple[Tile, ...]:
+    """Candidate rows of the Hopper family, the fastest first; its head dims end at 256."""
+    return _HOPPER_FORWARD[min(size for size in _HOPPER_FORWARD if size >= problem.shape.head_dim_value)]
 
 
 def _held(problem: Problem) -> int:

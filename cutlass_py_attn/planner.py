@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cutlass_py_attn import budget, kernels
-from cutlass_py_attn.device import architecture
+from cutlass_py_attn import budget, hopper, kernels
+from cutlass_py_attn.device import ARCHITECTURES, architecture, targets
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.gemm.gemm import WARP_THREADS
+from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.philox import threshold
 from cutlass_py_attn.plan import Build, Launch, Part, Plan, Warps, Workspace
-from cutlass_py_attn.plan_table import Tile, tiles
+from cutlass_py_attn.plan_table import Tile, hopper_tiles, tiles
 from cutlass_py_attn.problem import BIASES, F32_BYTES, OPERANDS, Problem, Shape, Tensor
 from cutlass_py_attn.shared_memory import bias_gradient_map, shared_memory_map, tile_bytes
 from cutlass_py_attn.streams import blocks_of_tile, gradient_piece, sum_columns, sums_of_tile
@@ -56,10 +56,36 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None) -> list[Plan]
     Whether ptxas spills is known only once a kernel is compiled; the plans behind the first are for when it does.
     """
     problem.check()
-    builds = _fitting(problem, arch)
-    if problem.direction == "forward":
-        return [_forward(problem, build) for build in builds]
-    return [_backward(problem, build, num_sms or architecture(arch).num_sms) for build in builds]
+    count = num_sms or architecture(arch).num_sms
+    return [_plan(problem, build, count) for build in (*_hopper(problem, arch), *_fitting(problem, arch))]
+
+
+def plans_on(problem: Problem, compute_capability: tuple[int, int], num_sms: int | None = None) -> list[Plan]:
+    """The plans for a device: those of its own target's family, then those of the newest portable target."""
+    problem.check()
+    *own, portable = targets_of(compute_capability)
+    count = num_sms or architecture(portable).num_sms
+    return [_plan(problem, build, count) for arch in own for build in _hopper(problem, arch)] + plans(
+        problem, portable, num_sms
+    )
+
+
+def targets_of(compute_capability: tuple[int, int]) -> tuple[str, ...]:
+    """`device.targets`; NotSupported where no target runs on the device."""
+    found = targets(compute_capability)
+    if not found:
+        major, minor = compute_capability
+        portable = [arch.name for arch in ARCHITECTURES.values() if arch.is_portable]
+        raise NotSupported(
+            f"compute capability = {major}.{minor}: no target runs on it; allowed are {', '.join(portable)} and later "
+            "minor versions of them; use another GPU"
+        )
+    return found
+
+
+def builds_on(problem: Problem, compute_capability: tuple[int, int]) -> tuple[Build, ...]:
+    """The builds of `plans_on`, in their order."""
+    return tuple(plan.build for plan in plans_on(problem, compute_capability))
 
 
 def builds(problem: Problem, arch: str) -> tuple[Build, ...]:
@@ -67,11 +93,27 @@ def builds(problem: Problem, arch: str) -> tuple[Build, ...]:
     return tuple(plan.build for plan in plans(problem, arch))
 
 
+def _plan(problem: Problem, build: Build, num_sms: int) -> Plan:
+    if build.kind == "backward":
+        return _backward(problem, build, num_sms)
+    return _hopper_forward(problem, build, num_sms) if build.family == "hopper" else _forward(problem, build)
+
+
+def _hopper_forward(problem: Problem, build: Build, num_sms: int) -> Plan:
+    """A block for each SM, which take query tiles in turn."""
+    shape = problem.shape
+    tiles = ceil_div(shape.num_queries, build.tile_m) * shape.num_heads * shape.batch
+    (launch,) = _launches(problem, build, {"main": (min(num_sms, tiles), 1, 1)}) or (None,)
+    launches = () if launch is None else (replace(launch, tensor_maps=hopper.tensor_maps(problem, build)),)
+    why = f"Hopper family (wgmma, TMA): {build.warps // 4 - 1} warpgroups multiply, one warp loads"
+    return Plan(build, launches, Workspace(), sizes(problem, build), why)
+
+
 def _forward(problem: Problem, build: Build) -> Plan:
     shape = problem.shape
     blocks = ceil_div(shape.num_queries, build.tile_m) * blocks_of_tile(build)
     grid = {"main": (blocks, shape.num_heads, shape.batch)}
-    return Plan(build, _launches(problem, build, grid), Workspace(), sizes(problem, build), _why(build))
+    return Plan(build, _launches(problem, build, grid), Workspace(), sizes(problem, build), _why(problem, build))
 
 
 def _backward(problem: Problem, build: Build, num_sms: int) -> Plan:
@@ -88,7 +130,7 @@ def _backward(problem: Problem, build: Build, num_sms: int) -> Plan:
     }
     workspace = backward_workspace(problem, build)
     numbers = *sizes(problem, build), ("num_splits_key", splits)
-    return Plan(build, _launches(problem, build, grids), workspace, numbers, _why(build))
+    return Plan(build, _launches(problem, build, grids), workspace, numbers, _why(problem, build))
 
 
 def num_splits_key(problem: Problem, build: Build, num_sms: int) -> int:
@@ -207,13 +249,22 @@ def _fitting(problem: Problem, arch: str) -> list[Build]:
     return fitting
 
 
-def _build(problem: Problem, arch: str, tile: Tile) -> Build:
+def _hopper(problem: Problem, arch: str) -> list[Build]:
+    """The builds of the Hopper family for this problem, none where it is not made for it."""
+    limits = architecture(arch)
+    if not limits.has_wgmma or hopper.lacking(problem):
+        return []
+    builds = [_build(problem, arch, tile, "hopper") for tile in hopper_tiles(problem)]
+    return [build for build in builds if not budget.objections(build, limits)]
+
+
+def _build(problem: Problem, arch: str, tile: Tile, family: str = "generic") -> Build:
     shape = problem.shape
     forward = problem.direction == "forward"
     none = (0, 0)
     plain = Build(
         kind=problem.direction,
-        family="generic",
+        family=family,
         arch=arch,
         dtype=problem.dtype,
         head_dim=shape.head_dim,
@@ -258,6 +309,8 @@ def _with_warps(build: Build, tile: Tile) -> Build:
         return budget.warp_grid(build.warps, m, n, build.item_bytes)
 
     columns, columns_value = build.block_columns, build.block_columns_value
+    if build.family == "hopper":
+        return replace(build, scores=(build.warps - WARPGROUP_WARPS, 1))
     if build.kind == "forward":
         # A resident forward keeps the rows of S in one warp, for the softmax reduces along them.
         scores = grid(tile.tile_m, tile.tile_n) if build.column_block else (tile.warps, 1)
@@ -326,8 +379,6 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def _why(build: Build) -> str:
-    return (
-        f"generic family (mma.sync, cp.async): the first tile of the table that fits {build.arch}'s "
-        "shared memory; the Hopper family has no fused kernel yet"
-    )
+def _why(problem: Problem, build: Build) -> str:
+    why = f"generic family (mma.sync, cp.async): the first tile of the table that fits {build.arch}'s shared memory"
+    return f"{why}; the Hopper family takes no {', '.join(hopper.lacking(problem))}" if hopper.lacking(problem) else why

@@ -22,6 +22,7 @@ Cut = TypeVar("Cut")
 
 COPIED_BYTES = 128  # of a tile's row, by neighbouring threads
 TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
+BARRIER_BYTES = 8
 BIAS_CHUNK_BYTES = (256, 128)  # of a row of a chunk in the kernel of grad_bias; the widest that fits is taken
 BIAS_SLOTS = 2  # of its ring: one chunk is multiplied while the next is on its way
 
@@ -53,6 +54,8 @@ def shared_memory_map(build: Build) -> tuple[Buffer, ...]:
         from cutlass_py_attn.streams import streamed_map
 
         return streamed_map(build)
+    if build.family == "hopper":
+        return _hopper_forward(build)
     return _forward(build) if build.kind == "forward" else _backward(build)
 
 
@@ -65,6 +68,17 @@ def _forward(build: Build) -> tuple[Buffer, ...]:
         ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
         ("bias", tile_bytes(dtype, tile_m, tile_n) if build.has("bias") else 0, 0, 2),
         ("sums", 4 * tile_m * F32_BYTES, 2, 4),
+    )
+
+
+def _hopper_forward(build: Build) -> tuple[Buffer, ...]:
+    """query (reused for the output), rings of key and value, and the full and the empty barrier of every slot."""
+    dtype, tile_m, tile_n, stages = build.dtype, build.tile_m, build.tile_n, build.query_stages
+    return stack(
+        ("query", tile_bytes(dtype, tile_m, max(build.columns, build.columns_value)), 0, 4),
+        ("key", stages * tile_bytes(dtype, tile_n, build.columns), 0, 1),
+        ("value", stages * tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("barriers", 2 * BARRIER_BYTES * (1 + 2 * stages), 0, 4),
     )
 
 

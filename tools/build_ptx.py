@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tools import record
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
 ARCH, HOPPER_ARCH = "sm_90", "sm_90a"
+HOPPER = (9, 0)  # compute capability
 PTX_ARCH = "sm_80"  # the suite has the driver compile its PTX
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128)
@@ -41,6 +43,9 @@ def committed_plans() -> list[Plan]:
             for mask in map(masks.from_name, MASKS):
                 plans.append(plan_forward(Problem.dense("forward", shape, dtype, mask), ARCH))
                 plans.append(plan_backward(Problem.dense("backward", shape, dtype, mask), ARCH))
+    for dtype, head_dim, mask in product(DTYPES[:2], HEAD_DIMS, MASKS):
+        shape = Shape(1, 128, 128, 1, head_dim, head_dim)
+        plans.append(plan_forward(Problem.dense("forward", shape, dtype, masks.from_name(mask)), HOPPER_ARCH))
     shape = Shape(1, 128, 128, 1, 128, 128)
     repeatable = Problem.dense("backward", shape, "bfloat16", masks.Causal()).replace(deterministic=True)
     plans.append(plan_backward(repeatable, ARCH))
@@ -114,6 +119,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="build_ptx", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compile and compare with ptx/; writes nothing there")
     parser.add_argument("--suite", type=Path, metavar="FOLDER", help="compile what tests/gpu needs into FOLDER")
+    parser.add_argument(
+        "--family", choices=("generic", "hopper"), default="generic", help="of the suite's fused kernels"
+    )
     parser.add_argument("--bench", type=Path, metavar="FOLDER", help="compile what the benchmark needs into FOLDER")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="put the committed cubins into FOLDER")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree whose ptx/ is meant")
@@ -124,10 +132,10 @@ def main() -> int:
     if given.only and not (given.output or given.bench):
         parser.error("--only needs -o or --bench: a manifest always holds every kernel")
     if given.suite:
-        return build_into(given.suite, suite())
+        return build_into(given.suite, suite(given.family))
     if given.bench:
         measured = map(bench_cases.parse, bench_cases.default_cases())
-        needed = bench_cases.builds(measured, ARCH)
+        needed = bench_cases.builds(measured, HOPPER)
         return build_into(given.bench, [choices for choices in needed if given.only in record.name_of(choices[0])])
     plans = [plan for plan in committed_plans() if given.only in record.name_of(plan.build)]
     artifacts = list(compile_all([(plan.build,) for plan in plans], fresh=True))
@@ -144,11 +152,13 @@ def main() -> int:
     return 0
 
 
-def suite() -> list[Choices]:
-    """What tests/gpu needs, each kernel once."""
+def suite(family: str) -> list[Choices]:
+    """What tests/gpu needs, each kernel once; of the Hopper family what it has beside the generic one."""
     from tests.gpu import cases, matrix, test_conventions
 
-    return list(dict.fromkeys((*cases.builds(), *matrix.builds(), *test_conventions.builds())))
+    arch = HOPPER_ARCH if family == "hopper" else ARCH
+    needed = dict.fromkeys((*cases.builds(arch), *matrix.builds(arch), *test_conventions.builds(arch)))
+    return [choices for choices in needed if family == "generic" or choices[0].family == "hopper"]
 
 
 def build_into(folder: Path, needed: Sequence[Choices]) -> int:

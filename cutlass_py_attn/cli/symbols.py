@@ -11,7 +11,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.gemm import ROOMS
 from cutlass_py_attn.gemm.plans import plan_room
 from cutlass_py_attn.plan import Plan
-from cutlass_py_attn.planner import plan_backward, plan_forward
+from cutlass_py_attn.planner import plans
 from cutlass_py_attn.problem import ROW_ALIGNMENT_BYTES, Problem, Sequences, Shape, Tensor
 
 FEATURES = ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen")
@@ -60,7 +60,7 @@ def _fused_of(stem: str, arch: str) -> Plan | None:
     if found is None:
         return None
     if found["kind"] == "fwd":
-        return plan_forward(_problem(found, "forward"), arch)
+        return _of_family(_problem(found, "forward"), arch, found["family"])
     wanted = [GRADIENTS[letter] for letter in found["gradients"] or "qkv"]
     problem = _problem(found, "backward")
     lacking = [name for name in ("bias", "sinks") if name in wanted and getattr(problem, name) is None]
@@ -73,7 +73,13 @@ def _fused_of(stem: str, arch: str) -> Plan | None:
         axes = zip("bhqk", problem.shape.bias, strict=True)
         summed = tuple(1 if letter in (found["summed"] or "").replace("none", "") else size for letter, size in axes)
         changes["grad_bias"] = _aligned(summed, problem.dtype, found["grad_bias"])
-    return plan_backward(problem.replace(**changes, deterministic=found["det"] is not None), arch)
+    return _of_family(problem.replace(**changes, deterministic=found["det"] is not None), arch, found["family"])
+
+
+def _of_family(problem: Problem, arch: str, family: str) -> Plan:
+    """The best plan of that family, else the best of all."""
+    found = plans(problem, arch)
+    return next((plan for plan in found if plan.build.family == family), found[0])
 
 
 def _problem(found: re.Match[str], direction: str) -> Problem:

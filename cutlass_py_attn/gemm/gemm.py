@@ -8,6 +8,7 @@ from cutlass_py_attn.plan import Warps
 
 WARP_THREADS = 32
 WARPGROUP_THREADS = 128
+WARPGROUP_WARPS = WARPGROUP_THREADS // WARP_THREADS
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,4 +196,4 @@ def _tensor_map(field: str, shape: tuple[int, int], tiles: int) -> TensorMap:
     """All tiles below each other; a box is one strip of a tile, as wide as the swizzle."""
     rows, columns = shape
     swizzle = swizzle_bytes(columns)
-    return TensorMap(field, tiles * rows, columns, rows, swizzle // 2, swizzle)
+    return TensorMap(field, (columns, tiles * rows), (columns,), (swizzle // 2, rows), swizzle)

@@ -84,14 +84,10 @@ class Wgmma:
         part = self.mma.get_slice(0)
         return DescriptorOperand(part.make_fragment_B(part.partition_B(tile)))
 
-    def from_accumulator(self, values: cute.Tensor) -> RegisterOperand:
-        """A from an accumulator of the product before it, whose n is this product's k; no data moves.
-
-        These registers must stay as they are until `wait`.
-        """
-        packed = cute.make_rmem_tensor_like(values, self.dtype)
-        packed.store(values.load().to(self.dtype))
-        return RegisterOperand(cute.make_tensor(packed.iterator, as_a_operand(packed.layout)), False)
+    def from_registers(self, values: cute.Tensor) -> RegisterOperand:
+        """A from registers of the operands' type, laid out as an accumulator of the product before it, whose n is this
+        product's k. They must stay as they are until `wait`."""
+        return RegisterOperand(cute.make_tensor(values.iterator, as_a_operand(values.layout)))
 
     def issue(self, accumulator: cute.Tensor, parts: Operands) -> None:
         """Start C = or += A B over all of k as one group; nothing may touch `accumulator` before `wait`."""

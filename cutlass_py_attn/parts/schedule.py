@@ -10,6 +10,8 @@ from typing import Any
 from cutlass_py_attn.masks import Band
 from cutlass_py_attn.parts.integers import ceil_div, choose, larger, smaller
 
+L2_SHARE = 32 << 20  # bytes of the keys and values that blocks at work should read together
+
 
 def key_tile_start(band: Band, query_tile: Any, tile_m: int, tile_n: int) -> Any:
     """First key tile that some row of `query_tile` may see."""
@@ -72,3 +74,18 @@ def turn(band: Band, query_tile: Any, key_tile: Any, tile_m: int, tile_n: int) -
     """How many key tiles add to the gradient of `query_tile` before `key_tile` does, when they take turns from
     the last key tile to the first."""
     return key_tile_end(band, query_tile, tile_m, tile_n) - 1 - key_tile
+
+
+def heads_at_once(num_keys: Any, bytes_of_key: int) -> Any:
+    """Heads whose keys and values fit the L2 cache's share together; at least one."""
+    return larger(L2_SHARE // bytes_of_key // larger(num_keys, 1), 1)
+
+
+def longest_first(number: Any, tiles: Any, heads: Any, at_once: Any) -> tuple[Any, Any]:
+    """(query tile, head) of item `number` where later tiles take longer: the last tiles of `at_once` heads come first,
+    then the tiles before them, then the next heads. Blocks that take every so many items have equal shares, and those
+    at work read few heads."""
+    group = number // (at_once * tiles)
+    within = number - group * (at_once * tiles)
+    here = smaller(at_once, heads - group * at_once)
+    return tiles - 1 - within // here, group * at_once + within % here

@@ -5,12 +5,14 @@ summed before. Scores are raw products; the factor scale * log2(e) is applied in
 """
 
 import math
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32
 
 QUAD = 4  # threads that share a row of an m16n8 accumulator
+GROWTH = 8.0  # by which scores may outgrow a maximum that is kept, in base 2: weights stay below 2^8
 TINY = 1e-30  # stands for a scale of zero: 0 * -inf would be NaN where a score is hidden
 
 
@@ -31,6 +33,10 @@ class OnlineSoftmax:
         self.rows = rows
         self.maximum = cute.make_rmem_tensor(rows, Float32)
         self.sum = sums
+        self.reset()
+
+    def reset(self) -> None:
+        """As if no key had been seen."""
         self.maximum.fill(-Float32.inf)
         self.sum.fill(0.0)
 
@@ -39,19 +45,27 @@ class OnlineSoftmax:
         sums = cute.make_rmem_tensor(self.rows, Float32)
         cute.autovec_copy(self.sum, sums)
         for row in range(self.rows):
-            values = scores[row, None].load()
-            tile_maximum = values.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-            tile_maximum = cute.arch.warp_reduction_max(tile_maximum, threads_in_group=QUAD)
-            maximum = cute.arch.fmax(self.maximum[row], tile_maximum)
-            # a row that has seen no key subtracts 0, so that (-inf) - (-inf) never arises
-            base = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
-            shrink = cute.math.exp2((self.maximum[row] - base) * scale_log2, fastmath=True)
-            weights = cute.math.exp2(values * scale_log2 - base * scale_log2, fastmath=True)
-            scores[row, None].store(weights)
-            sums[row] = sums[row] * shrink + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            self.maximum[row] = maximum
+            shrink = self._weights_of(row, scores, sums, scale_log2)
             output[row, None].store(output[row, None].load() * shrink)
         cute.autovec_copy(sums, self.sum)
+
+    def weights(self, scores: cute.Tensor, scale_log2: Float32) -> list[Float32]:
+        """`step` without the output: what each of its rows must be multiplied with."""
+        return [self._weights_of(row, scores, self.sum, scale_log2) for row in range(self.rows)]
+
+    def _weights_of(self, row: int, scores: cute.Tensor, sums: cute.Tensor, scale_log2: Float32) -> Float32:
+        """`step` of one row; what its output must be multiplied with."""
+        values = scores[row, None].load()
+        tile_maximum = values.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        tile_maximum = cute.arch.warp_reduction_max(tile_maximum, threads_in_group=QUAD)
+        maximum = cute.arch.fmax(self.maximum[row], tile_maximum)
+        base = _finite(maximum)
+        shrink = cute.math.exp2((self.maximum[row] - base) * scale_log2, fastmath=True)
+        weights = cute.math.exp2(values * scale_log2 - base * scale_log2, fastmath=True)
+        scores[row, None].store(weights)
+        sums[row] = sums[row] * shrink + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        self.maximum[row] = maximum
+        return shrink
 
     def join(self, output: cute.Tensor, logit: Float32, scale_log2: Float32) -> None:
         """A sink joins every row: a natural-log logit that has no value. `output` and the sums are rescaled.
@@ -64,7 +78,7 @@ class OnlineSoftmax:
         for row in range(self.rows):
             seen = self.maximum[row] * scale_log2
             maximum = cute.arch.fmax(seen, sink)
-            base = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
+            base = _finite(maximum)
             shrink = cute.math.exp2(seen - base, fastmath=True)
             # each of the four threads that share a row adds a quarter
             sums[row] = sums[row] * shrink + cute.math.exp2(sink - base, fastmath=True) * (1.0 / QUAD)
@@ -84,3 +98,46 @@ class OnlineSoftmax:
             lse = (self.maximum[row] * scale_log2 + cute.math.log2(total, fastmath=True)) * math.log(2.0)
             result.append(cutlass.select_(empty, -Float32.inf, lse))
         return result
+
+
+def multiply_rows(output: cute.Tensor, factors: Any) -> None:
+    """Multiply each of the rows (rows x columns) by a factor."""
+    for row in range(cute.size(output, mode=[0])):
+        output[row, None].store(output[row, None].load() * factors[row])
+
+
+@cute.jit
+def lazy_weights(
+    scores: cute.Tensor, maximum: cute.Tensor, sums: cute.Tensor, factors: cute.Tensor, scale_log2: Float32
+):
+    """As OnlineSoftmax.weights, but maxima stay until a row of the warp outgrows its own by GROWTH; whether one did.
+
+    Only then must the output be multiplied by `factors`, and have they a value. Which maximum is subtracted changes no
+    result, as long as the weights stay within their type.
+    """
+    rows = cute.size(maximum)
+    found = cute.make_rmem_tensor(rows, Float32)
+    grows = Boolean(False)
+    for row in cutlass.range_constexpr(rows):
+        tile_maximum = scores[row, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        tile_maximum = cute.arch.warp_reduction_max(tile_maximum, threads_in_group=QUAD)
+        found[row] = cute.arch.fmax(maximum[row], tile_maximum)
+        # NaN, which is no growth, where a row has seen no key yet
+        grows = grows | ((found[row] - maximum[row]) * scale_log2 > GROWTH)
+    grows = cute.arch.vote_any_sync(grows)
+    if grows:
+        for row in cutlass.range_constexpr(rows):
+            factors[row] = cute.math.exp2((maximum[row] - _finite(found[row])) * scale_log2, fastmath=True)
+            sums[row] = sums[row] * factors[row]
+            maximum[row] = found[row]
+    for row in cutlass.range_constexpr(rows):
+        exponents = scores[row, None].load() * scale_log2 - _finite(maximum[row]) * scale_log2
+        weights = cute.math.exp2(exponents, fastmath=True)
+        scores[row, None].store(weights)
+        sums[row] = sums[row] + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+    return grows
+
+
+def _finite(maximum: Float32) -> Float32:
+    """The maximum, 0 for a row that has seen no key, so that (-inf) - (-inf) never arises."""
+    return cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)

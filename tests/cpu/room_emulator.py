@@ -179,11 +179,13 @@ class Block:
         which, column, row = (self.value(x)[0] for x in re.findall(r"%\w+", operands[1]))
         recipe = self.plan.launches[0].tensor_maps[which - MAP_A]
         start = int(self.parameters.view("<i8")[which - MAP_A])
-        whole = self.memory[start : start + recipe.rows * recipe.columns * 2].view("<u2")
-        box = whole.reshape(recipe.rows, recipe.columns)[row : row + recipe.box_rows, column:][:, : recipe.box_columns]
+        (columns, rows), (box_columns, box_rows) = recipe.sizes, recipe.box
+        assert recipe.strides == (columns,)
+        whole = self.memory[start : start + rows * columns * 2].view("<u2")
+        box = whole.reshape(rows, columns)[row : row + box_rows, column:][:, :box_columns]
         assert target % 128 == 0
-        assert box.shape == (recipe.box_rows, recipe.box_columns)
-        assert recipe.box_columns * 2 == recipe.swizzle_bytes
+        assert box.shape == (box_rows, box_columns)
+        assert box_columns * 2 == recipe.swizzle_bytes
         linear = target + np.arange(box.size) * 2
         self.shared[:].view("<u2")[swizzle(linear, recipe.swizzle_bytes) // 2] = box.ravel()
 

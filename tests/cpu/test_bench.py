@@ -122,9 +122,9 @@ def test_mixed_lengths_are_the_same_every_time() -> None:
 
 def test_builds_are_listed_once_and_have_names_of_their_own() -> None:
     names = [SMALL, "bf16_d64_s128_b1_h4_full", f"{SMALL}_bias", f"{SMALL}_biasgrad", f"{SMALL}_deterministic"]
-    found = bench_cases.builds(map(parse, names), "sm_90")
+    found = bench_cases.builds(map(parse, names), (9, 0))
     assert [first.symbol for first, *_ in found] == [
-        "fwd_generic_bf16_d64_full",
+        "fwd_hopper_bf16_d64_full",
         "bwd_generic_bf16_d64_full",
         "fwd_generic_bf16_d64_full_bias",
         "bwd_generic_bf16_d64_full_bias",
@@ -134,7 +134,7 @@ def test_builds_are_listed_once_and_have_names_of_their_own() -> None:
 
 
 def test_published_builds_can_all_be_planned_and_share_a_folder() -> None:
-    found = bench_cases.builds(map(parse, default_cases()), "sm_90")
+    found = bench_cases.builds(map(parse, default_cases()), (9, 0))
     names = [record.name_of(first) for first, *_ in found]
     assert len(set(names)) == len(names), "a folder holds one kernel of a name"
 

@@ -220,7 +220,8 @@ def test_build_fills_a_folder(tmp_path: Path) -> None:
     done = invoke("build", *archs, *head_dims, *options)
     assert done.exit_code == 0, done.output
     names = [f"{artifact.build.arch}/{artifact.build.symbol}" for artifact in Folder(tmp_path).all()]
-    assert names == [f"{arch}/fwd_generic_f16_d{dim}_full" for arch in ("sm_80", "sm_90a") for dim in (64, 96)]
+    kinds = ("sm_80/fwd_generic", "sm_90a/fwd_hopper")
+    assert names == [f"{kind}_f16_d{dim}_full" for kind in kinds for dim in (64, 96)]
     assert f"4 kernels in {tmp_path}" in done.output
 
 

@@ -151,16 +151,16 @@ def test_tensor_map_goes_to_our_slot(driver_log: StandIn) -> None:
 
     raw = ctypes.create_string_buffer(256)
     slot = -(-ctypes.addressof(raw) // 64) * 64
-    driver.encode_tensor_map(slot, 0x1000, TensorMap("a", 64, 128, 32, 64, 128), "bfloat16")
+    driver.encode_tensor_map(slot, 0x1000, TensorMap("a", (128, 64), (128,), (64, 32), 128), "bfloat16")
     (made,) = driver_log.of("cuTensorMapEncodeTiled")
     # slot, bfloat16, rank, address, columns and rows, row bytes, box, 128-byte swizzle, L2 128B, no fill
     assert made.numbers == (slot, 9, 2, 0x1000, 128, 64, 256, 64, 32, 3, 2, 0)
     assert ctypes.c_uint64.from_address(slot).value == 0x1000
-    driver.encode_tensor_map(slot, 0x1000, TensorMap("a", 64, 128, 32, 64, 0), "float32")
+    driver.encode_tensor_map(slot, 0x1000, TensorMap("a", (128, 64), (128,), (64, 32), 0), "float32")
     assert driver_log.of("cuTensorMapEncodeTiled")[1].numbers[6:10] == (512, 64, 32, 0)
     driver_log.fail("cuTensorMapEncodeTiled", 1)
     with pytest.raises(DriverError, match=r"cuTensorMapEncodeTiled.*for TensorMap.*of float32"):
-        driver.encode_tensor_map(slot, 0x1000, TensorMap("a", 64, 128, 32, 64, 0), "float32")
+        driver.encode_tensor_map(slot, 0x1000, TensorMap("a", (128, 64), (128,), (64, 32), 0), "float32")
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_empty_plan_does_nothing(driver_log: StandIn) -> None:
 def test_room_with_tensor_maps(driver_log: StandIn) -> None:
     _, forward = plan_of("forward", arch="sm_90a")
     build = dataclasses.replace(forward.build, kind="room", family="hopper", room="matmul_qk")
-    maps = (TensorMap("a", 64, 64, 64, 64, 128), TensorMap("b", 128, 64, 128, 64, 128))
+    maps = (TensorMap("a", (64, 64), (64,), (64, 64), 128), TensorMap("b", (64, 128), (64,), (64, 128), 128))
     launch = Launch(f"{build.symbol}_0", (2, 1, 1), (128, 1, 1), 0, maps)
     plan = Plan(build, (launch,), Workspace(), (("tiles", 5),), "")
     bound = bind(artifact(build), plan)

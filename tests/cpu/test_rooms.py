@@ -98,9 +98,9 @@ def test_all_rooms(arch: str, count: int) -> None:
         assert Plan.from_json(plan.to_json()) == plan
         assert plan.build.shared_memory_bytes <= plan.architecture.shared_memory_per_block
         for item in plan.launches[0].tensor_maps:
-            assert item.box_rows <= 256
-            assert item.box_columns * 2 == item.swizzle_bytes
-            assert item.columns % item.box_columns == 0
+            assert item.box[1] <= 256
+            assert item.box[0] * 2 == item.swizzle_bytes
+            assert item.sizes[0] % item.box[0] == 0
 
 
 def test_no_tiles_launch_nothing() -> None:
@@ -118,7 +118,7 @@ def test_machine_code(room: str, family: str, dtype: str, head_dim: int) -> None
     assert made.registers <= spec.accumulator_registers + (40 if family == "hopper" else 120)
     if family == "hopper":
         boxes = re.findall(r"cp\.async\.bulk\.tensor\.2d", made.ptx)
-        assert len(boxes) == sum(item.columns // item.box_columns for item in plan.launches[0].tensor_maps)
+        assert len(boxes) == sum(item.sizes[0] // item.box[0] for item in plan.launches[0].tensor_maps)
 
 
 @pytest.mark.parametrize(("room", "family", "dtype", "head_dim"), SAMPLES)

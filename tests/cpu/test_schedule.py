@@ -197,3 +197,21 @@ def test_no_sum_leaves_32_bits(mask: Mask, num_queries: int, num_keys: int, tile
             schedule.turn(band, m, n, tile_m, tile_n)
             first, end = (f(band, n, tile_m, tile_n) for f in (schedule.query_tile_start, schedule.query_tile_end))
             assert first >= 0 <= end
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 50))
+def test_longest_first_reaches_every_tile_of_every_head_once(tiles: int, heads: int, at_once: int) -> None:
+    """Of as many heads as are read at once, later tiles come first."""
+    order = [schedule.longest_first(number, tiles, heads, at_once) for number in range(tiles * heads)]
+    assert sorted(order) == [(tile, head) for tile in range(tiles) for head in range(heads)]
+    for number, (tile, head) in enumerate(order):
+        group = head // at_once
+        assert number // (tiles * at_once) == group
+        earlier = [other for other, its_head in order[:number] if its_head // at_once == group]
+        assert all(other >= tile for other in earlier)
+
+
+def test_heads_at_once() -> None:
+    assert schedule.heads_at_once(8192, 512) == 8
+    assert schedule.heads_at_once(2048, 256) == 64
+    assert schedule.heads_at_once(MAX_LENGTH, 1024) == schedule.heads_at_once(0, 2**30) == 1

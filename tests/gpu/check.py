@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from cutlass_py_attn import inputs, judge, reference
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.attention import attention_backward, attention_forward
+from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.plan import Build
 from tests.gpu.cases import Case
 
@@ -37,6 +39,19 @@ def kernels_from(folder: Path | None) -> Kernels:
     from cutlass_py_attn.compiler import artifact_for
 
     return artifact_for
+
+
+@functools.cache
+def of_family(kernels: Kernels, family: str) -> Kernels:
+    """The same, but of the fused kernels those of one family alone, and of a forward's backward any; one object for
+    each, for it is part of the key of what stays bound."""
+
+    def chosen(build: Build) -> Artifact:
+        if build.kind == "forward" and build.family != family:
+            raise Stale(f"{build.symbol}: not of the {family} family")
+        return kernels(build)
+
+    return chosen
 
 
 def make(case: Case) -> dict[str, Array]:

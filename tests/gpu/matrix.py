@@ -426,16 +426,16 @@ PYTORCH: Final = (
 ALL: Final = (*XFORMERS, *PYTORCH)
 
 
-def builds_of(one: Case) -> list[tuple[Build, ...]]:
+def builds_of(one: Case, arch: str = ARCH) -> list[tuple[Build, ...]]:
     """The kernels of one case: the forward's, and the backward's where it has one."""
     passes = (one.forward, one) if one.direction == "backward" else (one,)
     problems = [each.problem() for each in passes]
-    return [planner.builds(problem, ARCH) for problem in problems if not problem.is_empty]
+    return [planner.builds(problem, arch) for problem in problems if not problem.is_empty]
 
 
-def builds() -> list[tuple[Build, ...]]:
+def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that the cases need, once, and what stands in for it."""
-    return list(dict.fromkeys(choices for one in ALL for choices in builds_of(one)))
+    return list(dict.fromkeys(choices for one in ALL for choices in builds_of(one, arch)))
 
 
 def main() -> int:

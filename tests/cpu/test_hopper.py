@@ -1,0 +1,116 @@
+"""The Hopper family: which problems it takes, its plans and tensor maps, and the machine code of its forward."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from cutlass_py_attn import hopper, planner
+from cutlass_py_attn.compiler import compile as compile_now
+from cutlass_py_attn.device import architecture, targets
+from cutlass_py_attn.masks import Causal, CausalBottomRight, Full, Mask
+from cutlass_py_attn.plan import Plan, TensorMap
+from cutlass_py_attn.problem import Problem, Shape, Tensor
+
+SHAPE = Shape(2, 200, 300, 4, 128, 128)
+
+
+def forward(dim: int = 128, dim_value: int = 128, dtype: str = "bfloat16", mask: Mask | None = None) -> Problem:
+    """A dense problem that the family takes."""
+    return Problem.dense("forward", Shape(2, 200, 300, 4, dim, dim_value), dtype, mask or Full())
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacking"),
+    [
+        ({}, ()),
+        ({"mask": Causal(17)}, ()),
+        ({"mask": CausalBottomRight()}, ()),
+        ({"softcap": 2.0}, ("softcap",)),
+        ({"dropout_p": 0.1}, ("dropout",)),
+        ({"bias": Tensor.contiguous((2, 4, 200, 300), "bfloat16")}, ("bias",)),
+        ({"key": Tensor((2, 300, 4, 128), (0, 512, 128, 1), "bfloat16")}, ("strides of 0 or less",)),
+        ({"value": Tensor((2, 300, 4, 128), (300 * 512, 512, 128, 1), "bfloat16", 8)},
+         ("rows aligned to less than 16 bytes",)),
+    ],
+)  # fmt: skip
+def test_what_the_family_takes(changes: dict[str, Any], lacking: tuple[str, ...]) -> None:
+    problem = forward().replace(**changes)
+    assert hopper.lacking(problem) == lacking
+    families = [plan.build.family for plan in planner.plans(problem, "sm_90a")]
+    assert families[-1] == "generic"
+    assert ("hopper" in families) == (not lacking)
+    assert all(name in planner.plan(problem, "sm_90").why for name in lacking)
+
+
+def test_directions_dtypes_and_widths_it_has_no_kernel_for() -> None:
+    assert hopper.lacking(Problem.dense("backward", SHAPE, "float16", Full())) == ("backward",)
+    assert hopper.lacking(forward(dtype="float32")) == ("float32",)
+    assert hopper.lacking(forward(64, 264)) == ("head dims beyond 256",)
+
+
+@pytest.mark.parametrize(
+    ("compute_capability", "names"),
+    [((9, 0), ("sm_90a", "sm_90")), ((8, 9), ("sm_89",)), ((8, 8), ("sm_87",)), ((12, 1), ("sm_120",)), ((7, 5), ())],
+)
+def test_targets_of_a_device(compute_capability: tuple[int, int], names: tuple[str, ...]) -> None:
+    assert targets(compute_capability) == names
+
+
+def test_a_hopper_gpu_has_both_families_and_others_one() -> None:
+    first, *others = planner.plans_on(forward(), (9, 0), 132)
+    assert (first.build.family, first.build.arch) == ("hopper", "sm_90a")
+    assert {(plan.build.family, plan.build.arch) for plan in others[1:]} == {("generic", "sm_90")}
+    assert {plan.build.family for plan in planner.plans_on(forward(), (8, 0), 108)} == {"generic"}
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (64, 64), (96, 96), (128, 64), (192, 128), (256, 128), (256, 256)])
+def test_plans_fit_and_come_back_from_json(dims: tuple[int, int]) -> None:
+    plan = planner.plan(forward(*dims), "sm_90a")
+    assert plan.build.family == "hopper"
+    assert plan.build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
+    assert Plan.from_json(plan.to_json()) == plan
+    assert f"fwd_hopper_bf16_d{dims[0]}" in plan.explain()
+    barriers = plan.build.buffer("barriers")
+    assert barriers.bytes == 16 * (1 + 2 * plan.build.query_stages)
+
+
+def test_a_block_for_each_sm_or_each_tile() -> None:
+    """200 queries of 4 heads in 2 batches are 16 tiles of 128."""
+    (launch,) = planner.plans(forward(), "sm_90a", 132)[0].launches
+    assert launch.grid == (16, 1, 1)
+    (launch,) = planner.plans(forward(), "sm_90a", 10)[0].launches
+    assert launch.grid == (10, 1, 1)
+    empty = Problem.dense("forward", Shape(0, 200, 300, 4, 128, 128), "float16", Full())
+    assert planner.plan(empty, "sm_90a").launches == ()
+
+
+def test_tensor_maps_follow_strides() -> None:
+    """Heads before rows for key; one batch, whose stride says nothing; 96 columns in strips of 32."""
+    shape = Shape(1, 200, 300, 4, 96, 96)
+    key = Tensor((1, 300, 4, 96), (7, 96, 300 * 96, 1), "float16")
+    problem = Problem.dense("forward", shape, "float16", Full()).replace(key=key)
+    (launch,) = planner.plan(problem, "sm_90a").launches
+    assert launch.tensor_maps == (
+        TensorMap("query", (96, 200, 4, 1), (384, 96, 96), (32, 128, 1, 1), 64),
+        TensorMap("key", (96, 300, 4, 1), (96, 28800, 96), (32, 128, 1, 1), 64),
+        TensorMap("value", (96, 300, 4, 1), (384, 96, 96), (32, 128, 1, 1), 64),
+    )
+
+
+@pytest.mark.parametrize(("dim", "mask"), [(64, Full()), (128, Causal()), (256, Full()), (128, Causal(50))])
+def test_machine_code(dim: int, mask: Mask) -> None:
+    """compile() itself refuses spills and ptxas remarks, which say that products wait for each other."""
+    plan = planner.plan(forward(dim, dim, mask=mask), "sm_90a")
+    build, made = plan.build, compile_now(plan)
+    products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
+    rows = build.tile_m // 64 // (build.warps // 4 - 1)
+    # Each product stands twice: before the loop or behind it, and in it.
+    scores, values = 2 * rows * build.columns // 16, 2 * rows * build.tile_n // 16
+    expected = [str(build.tile_n)] * scores + [str(build.columns_value)] * values
+    assert sorted(products) == sorted(expected)
+    strips = 2 * build.columns * 2 // 128 + build.columns_value * 2 // 128
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.4d", made.ptx)) == strips
+    assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", made.ptx)) == 2
