@@ -173,8 +173,8 @@ def test_threads_of_every_entry() -> None:
 
 def test_an_unknown_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    with pytest.raises(NotSupported, match="forward/hopper: has no kernel"):
-        kernels.trace(replace(TOY, kind="forward", family="hopper"))
+    with pytest.raises(NotSupported, match="backward/hopper: has no kernel"):
+        kernels.trace(replace(TOY, kind="backward", family="hopper"))
 
 
 def test_sources_cover_the_kernels() -> None:
