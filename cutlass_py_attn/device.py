@@ -53,15 +53,20 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+def runs_on(arch: Architecture, compute_capability: tuple[int, int]) -> bool:
+    """Cubins run on later minors of their major version; with a suffix ("sm_90a") on their own alone."""
+    if not arch.is_portable:
+        return arch.compute_capability == compute_capability
+    major, minor = arch.compute_capability
+    return major == compute_capability[0] and minor <= compute_capability[1]
+
+
 def targets(compute_capability: tuple[int, int]) -> tuple[str, ...]:
     """The targets to plan for on a device: the one made for it alone, if any, then the newest portable one that runs
     on it. Empty where none does."""
-    major, minor = compute_capability
-    own = [arch for arch in ARCHITECTURES.values() if not arch.is_portable]
-    older = [arch for arch in ARCHITECTURES.values() if arch.is_portable and arch.compute_capability[0] == major]
-    fitting = [arch for arch in older if arch.compute_capability[1] <= minor]
-    newest = sorted(fitting, key=lambda arch: arch.compute_capability)[-1:]
-    return tuple(arch.name for arch in (*(a for a in own if a.compute_capability == compute_capability), *newest))
+    fitting = [arch for arch in ARCHITECTURES.values() if runs_on(arch, compute_capability)]
+    portable = sorted((arch for arch in fitting if arch.is_portable), key=lambda arch: arch.compute_capability)
+    return tuple(arch.name for arch in (*(arch for arch in fitting if not arch.is_portable), *portable[-1:]))
 
 
 def architecture(name: str) -> Architecture:

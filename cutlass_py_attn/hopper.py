@@ -30,14 +30,18 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(stride for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size > 1)
 
 
+def loaded_tiles(build: Build) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of the tiles that TMA brings, by operand, in the order of the kernel's tensor maps."""
+    return {
+        "query": (build.tile_m, build.columns),
+        "key": (build.tile_n, build.columns),
+        "value": (build.tile_n, build.columns_value),
+    }
+
+
 def tensor_maps(problem: Problem, build: Build) -> tuple[TensorMap, ...]:
     """The maps of query, key and value: [batch, heads, rows, columns], a strip of a tile at a time."""
-    sizes = (
-        ("query", build.tile_m, build.columns),
-        ("key", build.tile_n, build.columns),
-        ("value", build.tile_n, build.columns_value),
-    )
-    return tuple(_tensor_map(name, getattr(problem, name), rows, columns) for name, rows, columns in sizes)
+    return tuple(_tensor_map(name, getattr(problem, name), *tile) for name, tile in loaded_tiles(build).items())
 
 
 def _tensor_map(name: str, tensor: Tensor, rows: int, columns: int) -> TensorMap:

@@ -39,7 +39,7 @@ _TENSOR_MAPS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
 _SOURCES: Final = (
     *("gemm/*.py", "fused/*.py", "parts/*.py"),
     *("masks.py", "abi.py", "shared_memory.py", "device.py", "problem.py", "plan.py", "planner.py"),
-    *("kernels.py", "compiler.py", "streams.py", "philox.py"),
+    *("kernels.py", "compiler.py", "streams.py", "hopper.py", "philox.py"),
 )
 
 

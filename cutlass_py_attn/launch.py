@@ -13,7 +13,8 @@ import numpy as np
 
 from cutlass_py_attn import abi, driver, planner
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.device import Architecture, architecture
+from cutlass_py_attn.device import architecture
+from cutlass_py_attn.device import runs_on as _runs_on
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
 from cutlass_py_attn.philox import keep_scale
 from cutlass_py_attn.plan import Build, Launch, Plan, TensorMap
@@ -32,14 +33,6 @@ _libraries_lock = threading.Lock()
 def generic_arch(compute_capability: tuple[int, int]) -> str:
     """The newest portable target that runs on this compute capability; NotSupported when none does."""
     return planner.targets_of(compute_capability)[-1]
-
-
-def _runs_on(arch: Architecture, compute_capability: tuple[int, int]) -> bool:
-    """Cubins run on later minors of their major version; with a suffix ("sm_90a") on their own alone."""
-    if not arch.is_portable:
-        return arch.compute_capability == compute_capability
-    major, minor = arch.compute_capability
-    return major == compute_capability[0] and minor <= compute_capability[1]
 
 
 @dataclass(frozen=True, slots=True)

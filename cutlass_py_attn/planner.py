@@ -105,7 +105,7 @@ def _hopper_forward(problem: Problem, build: Build, num_sms: int) -> Plan:
     tiles = ceil_div(shape.num_queries, build.tile_m) * shape.num_heads * shape.batch
     (launch,) = _launches(problem, build, {"main": (min(num_sms, tiles), 1, 1)}) or (None,)
     launches = () if launch is None else (replace(launch, tensor_maps=hopper.tensor_maps(problem, build)),)
-    why = f"Hopper family (wgmma, TMA): {build.warps // 4 - 1} warpgroups multiply, one warp loads"
+    why = f"Hopper family (wgmma, TMA): {build.warps // WARPGROUP_WARPS - 1} warpgroups multiply, one warp loads"
     return Plan(build, launches, Workspace(), sizes(problem, build), why)
 
 

@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn import abi
 from cutlass_py_attn.gemm import grad_q, matmul_qk
+from cutlass_py_attn.gemm.gemm import Gemm
 from cutlass_py_attn.gemm.mma_sync import MmaSync, Operands, row_view
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, schedule
@@ -159,15 +160,7 @@ class Forward:
     def products(self) -> tuple[MmaSync, MmaSync]:
         """S = Q K^T, and O += P V: GradQ's form with (P, V) for (dS, K), P from the registers of S."""
         build = self.build
-        form = grad_q.spec(build)
-        values = replace(
-            form,
-            name="output",
-            equation="O += P V",
-            n=build.columns_value,
-            accumulate=True,
-            warps=build.scores,
-        )
+        values = output_spec(build, n=build.columns_value, warps=build.scores)
         return MmaSync(matmul_qk.spec(build), build.dtype), MmaSync(values, build.dtype)
 
     def add_values(self, r_o: cute.Tensor, r_p: cute.Tensor, value_part: Any) -> None:
@@ -214,6 +207,11 @@ class Forward:
         thread, _, _ = cute.arch.thread_idx()
         for row, value in enumerate(lse):
             store_row(target, where[row, 0][0], value, query0, num_queries, padded, thread)
+
+
+def output_spec(build: Build, **changes: Any) -> Gemm:
+    """O += P V: GradQ's form with (P, V) for (dS, K), and what differs from it."""
+    return replace(grad_q.spec(build), name="output", equation="O += P V", accumulate=True, **changes)
 
 
 @cute.jit

@@ -8,7 +8,6 @@ multiplies while another exponentiates.
     in flight   key tile n - 2                         value tile n - 1, O += P(n) V
 """
 
-from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -19,13 +18,15 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, GridConstant, Int32, Int64
 
 from cutlass_py_attn import abi
-from cutlass_py_attn.fused.forward import Forward, Params
-from cutlass_py_attn.gemm import grad_q, matmul_qk
-from cutlass_py_attn.gemm.gemm import WARPGROUP_THREADS
+from cutlass_py_attn.fused.forward import Forward, Params, output_spec
+from cutlass_py_attn.gemm import matmul_qk
+from cutlass_py_attn.gemm.alone_hopper import MAP_SWIZZLES
+from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
+from cutlass_py_attn.hopper import loaded_tiles
 from cutlass_py_attn.parts import lengths, masking, moves, params, schedule
 from cutlass_py_attn.parts.integers import ceil_div, larger
 from cutlass_py_attn.parts.softmax import OnlineSoftmax, lazy_weights, multiply_rows, safe_scale
@@ -34,12 +35,6 @@ from cutlass_py_attn.plan import Build
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a thread of the producer and of the consumers, by their warpgroups
 CONSUMERS_MEET, FIRST_TURN = 1, 2  # numbers of their barriers; every warpgroup has one for its turn
 LAZY_WARPGROUPS = 2  # with three, the registers that lazy weights need are missing elsewhere
-
-_SWIZZLES = {
-    128: tensor_maps.TensorMapSwizzle.s128b,
-    64: tensor_maps.TensorMapSwizzle.s64b,
-    32: tensor_maps.TensorMapSwizzle.s32b,
-}
 
 
 class HopperForward(Forward):
@@ -55,14 +50,7 @@ class HopperForward(Forward):
     def __call__(self, *values):
         p = params.filled(Params, abi.FORWARD, values)
         build = self.build
-        maps = tuple(
-            self.tensor_map(p, name, rows, columns)
-            for name, rows, columns in (
-                ("query", build.tile_m, build.columns),
-                ("key", build.tile_n, build.columns),
-                ("value", build.tile_n, build.columns_value),
-            )
-        )
+        maps = tuple(self.tensor_map(p, name, *tile) for name, tile in loaded_tiles(build).items())
         self.kernel.set_name_prefix(build.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(*maps, p).launch(grid=(p.num_queries, 1, 1), block=(build.threads, 1, 1), min_blocks_per_mp=1)
 
@@ -73,7 +61,7 @@ class HopperForward(Forward):
         layout = cute.make_layout((p.batch, p.num_heads, p.num_queries, columns), stride=(head * 64, head, head * 8, 1))
         view = cute.make_tensor(params.pointer(getattr(p, name), self.dtype), layout)
         return tensor_maps.create_tensor_map_tiled_from_view(
-            view, box_dims=(1, 1, rows, width // 2), stride_order=(3, 2, 1, 0), swizzle=_SWIZZLES[width]
+            view, box_dims=(1, 1, rows, width // 2), stride_order=(3, 2, 1, 0), swizzle=MAP_SWIZZLES[width]
         )
 
     @cute.kernel
@@ -89,7 +77,7 @@ class HopperForward(Forward):
         self.pipes()
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if warp < WARPGROUP_THREADS // 32:
+        if warp < WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS[self.consumers // WARPGROUP_THREADS][0])
             if warp == 0:
                 self.produce(p, (map_q, map_k, map_v))
@@ -103,16 +91,12 @@ class HopperForward(Forward):
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         barriers = cute.recast_ptr((base + build.buffer("barriers").offset).align(8), dtype=Int64)
         producer = pipeline.CooperativeGroup(pipeline.Agent.Thread)
-        consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, self.consumers // 32)
+        consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, self.consumers // WARP_THREADS)
         made = []
-        for stages_of, rows, columns in (
-            (1, build.tile_m, build.columns),
-            (stages, build.tile_n, build.columns),
-            (stages, build.tile_n, build.columns_value),
-        ):
+        for slots, (rows, columns) in zip((1, stages, stages), loaded_tiles(build).values(), strict=True):
             made.append(
                 pipeline.PipelineTmaAsync.create(
-                    num_stages=stages_of,
+                    num_stages=slots,
                     producer_group=producer,
                     consumer_group=consumers,
                     tx_count=rows * columns * build.item_bytes,
@@ -120,7 +104,7 @@ class HopperForward(Forward):
                     defer_sync=True,
                 )
             )
-            barriers = barriers + 2 * stages_of
+            barriers = barriers + 2 * slots
         self.pipe_q, self.pipe_k, self.pipe_v = made
 
     def states(self, user: Any) -> tuple[Any, Any, Any]:
@@ -178,8 +162,7 @@ class HopperForward(Forward):
     def fetch(self, source: Any, name: str, at: tuple, slot: Int32, barrier: cute.Pointer) -> None:
         """Ask for one tile at (row, head, batch), a strip as wide as the swizzle at a time."""
         build = self.build
-        rows = build.tile_m if name == "query" else build.tile_n
-        columns = build.columns_value if name == "value" else build.columns
+        rows, columns = loaded_tiles(build)[name]
         width = swizzle_bytes(columns)
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         start = build.buffer(name).offset + slot * (rows * columns * build.item_bytes)
@@ -326,14 +309,7 @@ class HopperForward(Forward):
     def products(self) -> tuple[Wgmma, Wgmma]:
         """S = Q K^T, and O += P V: GradQ's form with (P, V) for (dS, K)."""
         build = self.build
-        values = replace(
-            grad_q.spec(build),
-            name="output",
-            equation="O += P V",
-            n=build.columns_value,
-            accumulate=True,
-            warps=build.scores,
-        )
+        values = output_spec(build, n=build.columns_value, warps=build.scores)
         return Wgmma(matmul_qk.spec(build), build.dtype), Wgmma(values, build.dtype)
 
 

@@ -16,9 +16,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn import abi
-from cutlass_py_attn.fused.forward import Forward, Params
+from cutlass_py_attn.fused.forward import Forward, Params, output_spec
 from cutlass_py_attn.fused.streamed import Later, from_column, tile_at
-from cutlass_py_attn.gemm import grad_q, matmul_qk
+from cutlass_py_attn.gemm import matmul_qk
 from cutlass_py_attn.gemm.mma_sync import MmaSync, Operands, row_view
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.parts import joined_softmax, lengths, masking, moves, params, schedule
@@ -128,14 +128,7 @@ class StreamedForward(Forward):
         """S += Q K^T over a chunk, and O += P V over some keys: GradQ's form with (P, V) for (dS, K)."""
         build, cut = self.build, self.cut
         scores = replace(matmul_qk.spec(build), k=cut.chunk, accumulate=True)
-        values = replace(
-            grad_q.spec(build),
-            name="output",
-            equation="O += P V",
-            n=build.block_columns_value,
-            k=cut.value_rows,
-            accumulate=True,
-        )
+        values = output_spec(build, n=build.block_columns_value, k=cut.value_rows)
         return MmaSync(scores, build.dtype), MmaSync(values, build.dtype)
 
     @cute.jit

@@ -19,7 +19,7 @@ from cutlass_py_attn.gemm.wgmma import Wgmma, tile_at
 from cutlass_py_attn.parts import params
 from cutlass_py_attn.plan import Build
 
-_SWIZZLES = {
+MAP_SWIZZLES = {
     128: tensor_maps.TensorMapSwizzle.s128b,
     64: tensor_maps.TensorMapSwizzle.s64b,
     32: tensor_maps.TensorMapSwizzle.s32b,
@@ -42,7 +42,7 @@ class AloneHopper(Room):
         width = swizzle_bytes(columns)
         view = cute.make_tensor(params.pointer(address, self.dtype), cute.make_layout(shape, stride=(columns, 1)))
         box = (rows, width // 2)
-        return tensor_maps.create_tensor_map_tiled_from_view(view, box_dims=box, swizzle=_SWIZZLES[width])
+        return tensor_maps.create_tensor_map_tiled_from_view(view, box_dims=box, swizzle=MAP_SWIZZLES[width])
 
     @cute.kernel
     def kernel(
