@@ -127,6 +127,10 @@ _HOPPER_FORWARD: _Table = {
     128: (Tile(128, 128, 12, 2), Tile(128, 64, 12, 2)),
     256: (Tile(128, 64, 12, 2),),
 }
+_HOPPER_BACKWARD: _Table = {
+    64: (Tile(128, 128, 16, 3, 2),),
+    128: (Tile(64, 128, 16, 3, 2),),
+}
 _TERMS = ("softcap", "bias", "alibi", "dropout")  # the first of these that has a table of its own decides
 
 
@@ -144,6 +148,9 @@ def tiles(problem: Problem) -> tuple[Tile, ...]:
 
 def hopper_tiles(problem: Problem) -> tuple[Tile, ...]:
     """Candidate rows of the Hopper family, the fastest first; its head dims end at 256."""
+    if problem.direction == "backward":
+        widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
+        return next((rows for size, rows in _HOPPER_BACKWARD.items() if size >= widest), ())
     return _HOPPER_FORWARD[min(size for size in _HOPPER_FORWARD if size >= problem.shape.head_dim_value)]
 
 
