@@ -20,6 +20,7 @@ _MODULES: Final[dict[tuple[str, ...], str]] = {
     ("forward", "generic", "streamed"): "cutlass_py_attn.fused.streamed_forward",
     ("backward", "generic", "streamed"): "cutlass_py_attn.fused.streamed_backward",
     ("forward", "hopper"): "cutlass_py_attn.fused.hopper_forward",
+    ("forward", "decode"): "cutlass_py_attn.fused.decode",
     ("room", "generic"): "cutlass_py_attn.gemm.alone",
     ("room", "hopper"): "cutlass_py_attn.gemm.alone_hopper",
 }
@@ -39,7 +40,7 @@ _TENSOR_MAPS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
 _SOURCES: Final = (
     *("gemm/*.py", "fused/*.py", "parts/*.py"),
     *("masks.py", "abi.py", "shared_memory.py", "device.py", "problem.py", "plan.py", "planner.py"),
-    *("kernels.py", "compiler.py", "streams.py", "hopper.py", "philox.py"),
+    *("kernels.py", "compiler.py", "streams.py", "hopper.py", "philox.py", "decode.py"),
 )
 
 
@@ -57,11 +58,12 @@ def trace(build: Build) -> Trace:
 def entries(build: Build) -> dict[str, str]:
     """Symbol of each entry of the build's cubin by its role, in the order of the plan's launches.
 
-    main; in the backward also delta (row statistics), finish (the query gradient's type), bias (a gradient that is
+    main; in a decode also combine, which a plan without splits does not launch; in the backward also delta (row statistics), finish (the query gradient's type), bias (a gradient that is
     summed over axes of the bias) and sinks.
     """
     if build.kind != "backward":
-        return {"main": f"{build.symbol}_0"}
+        combine = {"combine": f"{build.symbol}_combine_1"} if build.family == "decode" else {}
+        return {"main": f"{build.symbol}_0", **combine}
     needed = {
         "main": build.has_main,
         "delta": True,
@@ -82,13 +84,13 @@ def entry_symbols(build: Build) -> tuple[str, ...]:
 
 def entry_threads(build: Build, role: str) -> int:
     """Threads of a block of the entry with this role."""
-    return ROW_THREADS if role in ("delta", "sinks") else build.threads
+    return ROW_THREADS if role in ("delta", "sinks", "combine") else build.threads
 
 
 def parameters(build: Build) -> tuple[tuple[str, int], ...]:
     """(name, bytes) of each parameter of every entry: the tensor maps, then the struct."""
     maps = _TENSOR_MAPS.get((build.kind, build.family), ())
-    struct = abi.numpy_struct(abi.FIELDS[build.kind])
+    struct = abi.numpy_struct(abi.fields_of(build.kind, build.family))
     return (*((f"map_{field}", abi.TENSOR_MAP_BYTES) for field in maps), ("params", struct.itemsize))
 
 

@@ -8,7 +8,7 @@ docs/performance.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.problem import Problem
@@ -127,6 +127,17 @@ _HOPPER_FORWARD: _Table = {
     128: (Tile(128, 128, 12, 2), Tile(128, 64, 12, 2)),
     256: (Tile(128, 64, 12, 2),),
 }
+# Of the decode kernels, by the wider of both head dims. Stages are those of each warp's ring.
+_DECODE_16: _Table = {
+    64: (Tile(16, 128, 4, 3), Tile(16, 64, 4, 2)),
+    128: (Tile(16, 64, 4, 3), Tile(16, 64, 4, 2)),
+    256: (Tile(16, 64, 4, 3), Tile(16, 32, 2, 2)),
+}
+_DECODE_32: _Table = {
+    64: (Tile(16, 64, 4, 3), Tile(16, 64, 4, 2)),
+    128: (Tile(16, 64, 4, 3), Tile(16, 32, 2, 2)),
+}
+DECODE_ROWS = 32  # of a tile where there are more than 16 and the head dims are up to NARROW
 _TERMS = ("softcap", "bias", "alibi", "dropout")  # the first of these that has a table of its own decides
 
 
@@ -145,6 +156,17 @@ def tiles(problem: Problem) -> tuple[Tile, ...]:
 def hopper_tiles(problem: Problem) -> tuple[Tile, ...]:
     """Candidate rows of the Hopper family, the fastest first; its head dims end at 256."""
     return _HOPPER_FORWARD[min(size for size in _HOPPER_FORWARD if size >= problem.shape.head_dim_value)]
+
+
+def decode_tiles(problem: Problem) -> tuple[Tile, ...]:
+    """Candidate rows of the decode kernels, the fastest first."""
+    shape = problem.shape
+    widest = max(shape.head_dim, shape.head_dim_value)
+    table = _DECODE_32 if problem.dtype == "float32" else _DECODE_16
+    found = table[min(size for size in table if size >= widest)]
+    if shape.num_queries * shape.group <= found[0].tile_m or widest > NARROW:
+        return found
+    return tuple(replace(tile, tile_m=DECODE_ROWS) for tile in found)
 
 
 def _held(problem: Problem) -> int:

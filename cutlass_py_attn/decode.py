@@ -1,0 +1,117 @@
+"""Decode: which problems the decode kernels take, what a warp of theirs holds, and how keys are split over blocks.
+
+The rows of a block's tile are the queries of all heads that share a key head: row r is query r // group of head
+r % group. Every warp walks keys of its own.
+"""
+
+from __future__ import annotations
+
+from cutlass_py_attn.device import architecture
+from cutlass_py_attn.gemm.gemm import WARP_THREADS
+from cutlass_py_attn.parts.integers import ceil_div, round_up
+from cutlass_py_attn.plan import Buffer, Build
+from cutlass_py_attn.problem import F32_BYTES, ITEM_BYTES, OPERANDS, Problem, Shape
+from cutlass_py_attn.shared_memory import stack, tile_bytes
+
+FEATURES = ("grouped", "seqused", "varlen")  # those that the kernels have
+MAX_QUERIES = 16
+MAX_ROWS = 64  # queries of all heads of a group
+MIN_KEYS = 256
+MAX_HEAD_DIM = {2: 256, 4: 128}  # by bytes per element
+LEAST_COPY = 4  # bytes: what cp.async copies at least
+SLOT_ALIGNMENT = 512
+BLOCK_TILES = 1  # key tiles that starting and joining a block take the time of
+MAX_SPLITS = 256
+REGISTERS = 256  # of a thread, for how many blocks an SM holds
+
+
+def lacking(problem: Problem) -> tuple[str, ...]:
+    """What this problem has that the decode kernels do not take; empty where they take it."""
+    shape, item_bytes = problem.shape, ITEM_BYTES[problem.dtype]
+    widest = MAX_HEAD_DIM[item_bytes]
+    tensors = (getattr(problem, name) for name in (*OPERANDS, "output"))
+    present = {
+        "backward": problem.direction == "backward",
+        f"more than {MAX_QUERIES} queries": shape.num_queries > MAX_QUERIES,
+        f"fewer than {MIN_KEYS} keys": shape.num_keys < MIN_KEYS,
+        f"more than {MAX_ROWS} queries of a group of heads": shape.num_queries * shape.group > MAX_ROWS,
+        f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
+        f"rows aligned to less than {LEAST_COPY} bytes": min(t.access_bytes for t in tensors) < LEAST_COPY,
+    }
+    found = [name for name in problem.features if name not in FEATURES]
+    return (*found, *(name for name, is_present in present.items() if is_present))
+
+
+def is_shaped_so(problem: Problem) -> bool:
+    """Whether the lengths are those of a decode step."""
+    shape = problem.shape
+    return problem.direction == "forward" and shape.num_queries <= MAX_QUERIES and shape.num_keys >= MIN_KEYS
+
+
+def row_tiles(shape: Shape, tile_m: int) -> int:
+    """Blocks that share the queries of one key head."""
+    return max(ceil_div(shape.num_queries * shape.group, tile_m), 1)
+
+
+def warp_keys(build: Build) -> int:
+    """Keys of a tile that one warp has."""
+    return build.tile_n // build.warps
+
+
+def slot_bytes(build: Build) -> tuple[int, int]:
+    """(bytes of a warp's keys, bytes of its values) in one slot of its ring."""
+    rows = warp_keys(build)
+    key, value = (
+        round_up(tile_bytes(build.dtype, rows, columns), SLOT_ALIGNMENT)
+        for columns in (build.columns, build.columns_value)
+    )
+    return key, value
+
+
+def joined_bytes(build: Build) -> int:
+    """One warp's float32 output, where its ring was."""
+    return round_up(tile_bytes("float32", build.tile_m, build.columns_value), SLOT_ALIGNMENT)
+
+
+def decode_map(build: Build) -> tuple[Buffer, ...]:
+    """The query tile; the rings of all warps (reused for their outputs); maximum, or factor, and sum of each row."""
+    ring = build.warps * build.query_stages * sum(slot_bytes(build))
+    return stack(
+        ("query", tile_bytes(build.dtype, build.tile_m, build.columns), 0, 1),
+        ("ring", max(ring, build.warps * joined_bytes(build)), 0, 4),
+        ("statistics", 2 * build.warps * build.tile_m * F32_BYTES, 4, 4),
+    )
+
+
+def combine_bytes(build: Build, warps: int) -> int:
+    """Shared memory of the kernel that joins the splits: what each of its warps has of a row."""
+    return warps * build.columns_value * F32_BYTES
+
+
+def blocks_per_sm(build: Build) -> int:
+    """Blocks that an SM holds at a time."""
+    limits = architecture(build.arch)
+    reserved = limits.reserved_shared_memory
+    by_memory = (limits.shared_memory_per_block + reserved) // (build.shared_memory_bytes + reserved)
+    return max(min(by_memory, limits.registers_per_sm // (REGISTERS * build.warps * WARP_THREADS)), 1)
+
+
+def num_splits(groups: int, key_tiles: int, slots: int) -> int:
+    """Blocks that share the keys of one of `groups` blocks' rows, of `slots` that run at a time.
+
+    The fewest for which the waves of blocks take the least time; a block that is started costs BLOCK_TILES more tiles.
+    """
+    most = max(min(key_tiles, MAX_SPLITS), 1)
+
+    def time(splits: int) -> int:
+        return ceil_div(max(groups, 1) * splits, slots) * (ceil_div(key_tiles, splits) + BLOCK_TILES)
+
+    return min(range(1, most + 1), key=lambda splits: (time(splits), splits))
+
+
+def partial_bytes(shape: Shape, build: Build, splits: int) -> tuple[tuple[str, int], ...]:
+    """Parts of the workspace, in bytes: float32 output and logsumexp (base 2) of each row and split; none for one."""
+    if splits == 1:
+        return ()
+    rows = shape.batch * shape.num_heads * shape.num_queries * splits
+    return ("partial_output", rows * build.columns_value * F32_BYTES), ("partial_logsumexp", rows * F32_BYTES)
