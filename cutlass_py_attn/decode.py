@@ -6,8 +6,6 @@ r % group. Every warp walks keys of its own.
 
 from __future__ import annotations
 
-from cutlass_py_attn.device import architecture
-from cutlass_py_attn.gemm.gemm import WARP_THREADS
 from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.plan import Buffer, Build
 from cutlass_py_attn.problem import F32_BYTES, ITEM_BYTES, OPERANDS, Problem, Shape
@@ -22,7 +20,6 @@ LEAST_COPY = 4  # bytes: what cp.async copies at least
 SLOT_ALIGNMENT = 512
 BLOCK_TILES = 1  # key tiles that starting and joining a block take the time of
 MAX_SPLITS = 256
-REGISTERS = 256  # of a thread, for how many blocks an SM holds
 
 
 def lacking(problem: Problem) -> tuple[str, ...]:
@@ -88,25 +85,17 @@ def combine_bytes(build: Build, warps: int) -> int:
     return warps * build.columns_value * F32_BYTES
 
 
-def blocks_per_sm(build: Build) -> int:
-    """Blocks that an SM holds at a time."""
-    limits = architecture(build.arch)
-    reserved = limits.reserved_shared_memory
-    by_memory = (limits.shared_memory_per_block + reserved) // (build.shared_memory_bytes + reserved)
-    return max(min(by_memory, limits.registers_per_sm // (REGISTERS * build.warps * WARP_THREADS)), 1)
+def num_splits(groups: int, key_tiles: int, num_sms: int) -> int:
+    """Blocks that share the keys of the same rows, where `groups` blocks have different rows or keys.
 
-
-def num_splits(groups: int, key_tiles: int, slots: int) -> int:
-    """Blocks that share the keys of one of `groups` blocks' rows, of `slots` that run at a time.
-
-    The fewest for which the waves of blocks take the least time; a block that is started costs BLOCK_TILES more tiles.
+    The fewest for which the SM with the most blocks has the least to do; a block that is started and joined counts
+    BLOCK_TILES tiles more. How many of its blocks an SM runs at a time does not matter: they share its bandwidth.
     """
-    most = max(min(key_tiles, MAX_SPLITS), 1)
 
-    def time(splits: int) -> int:
-        return ceil_div(max(groups, 1) * splits, slots) * (ceil_div(key_tiles, splits) + BLOCK_TILES)
+    def work(splits: int) -> int:
+        return ceil_div(max(groups, 1) * splits, num_sms) * (ceil_div(key_tiles, splits) + BLOCK_TILES)
 
-    return min(range(1, most + 1), key=lambda splits: (time(splits), splits))
+    return min(range(1, max(min(key_tiles, MAX_SPLITS), 1) + 1), key=work)
 
 
 def partial_bytes(shape: Shape, build: Build, splits: int) -> tuple[tuple[str, int], ...]:

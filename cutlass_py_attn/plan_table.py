@@ -8,8 +8,9 @@ docs/performance.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from cutlass_py_attn.budget import MMA_ROWS
 from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.problem import Problem
 
@@ -127,17 +128,26 @@ _HOPPER_FORWARD: _Table = {
     128: (Tile(128, 128, 12, 2), Tile(128, 64, 12, 2)),
     256: (Tile(128, 64, 12, 2),),
 }
-# Of the decode kernels, by the wider of both head dims. Stages are those of each warp's ring.
+# Of the decode kernels, by the wider of both head dims; rows of queries and heads, and stages of each warp's ring.
 _DECODE_16: _Table = {
     64: (Tile(16, 128, 4, 3), Tile(16, 64, 4, 2)),
-    128: (Tile(16, 64, 4, 3), Tile(16, 64, 4, 2)),
-    256: (Tile(16, 64, 4, 3), Tile(16, 32, 2, 2)),
+    128: (Tile(16, 128, 8, 3), Tile(16, 64, 4, 3), Tile(16, 64, 4, 2)),
+    256: (Tile(16, 64, 4, 2), Tile(16, 32, 2, 2)),
 }
 _DECODE_32: _Table = {
-    64: (Tile(16, 64, 4, 3), Tile(16, 64, 4, 2)),
-    128: (Tile(16, 64, 4, 3), Tile(16, 32, 2, 2)),
+    64: (Tile(16, 128, 8, 3), Tile(16, 64, 4, 3), Tile(16, 64, 4, 2)),
+    128: (Tile(16, 64, 4, 3), Tile(16, 32, 2, 3), Tile(16, 32, 2, 2)),
 }
-DECODE_ROWS = 32  # of a tile where there are more than 16 and the head dims are up to NARROW
+# Of more than 16 rows, where a warp has registers for their output.
+_DECODE_16_ROWS: _Table = {
+    64: (Tile(32, 128, 4, 3), Tile(32, 64, 4, 2)),
+    128: (Tile(32, 64, 4, 3), Tile(32, 64, 4, 2)),
+}
+_DECODE_32_ROWS: _Table = {64: (Tile(32, 64, 4, 3), Tile(32, 64, 4, 2))}
+_DECODE: dict[bool, tuple[_Table, _Table]] = {  # by whether float32: of up to 16 rows, and of more
+    False: (_DECODE_16, _DECODE_16_ROWS),
+    True: (_DECODE_32, _DECODE_32_ROWS),
+}
 _TERMS = ("softcap", "bias", "alibi", "dropout")  # the first of these that has a table of its own decides
 
 
@@ -162,11 +172,9 @@ def decode_tiles(problem: Problem) -> tuple[Tile, ...]:
     """Candidate rows of the decode kernels, the fastest first."""
     shape = problem.shape
     widest = max(shape.head_dim, shape.head_dim_value)
-    table = _DECODE_32 if problem.dtype == "float32" else _DECODE_16
-    found = table[min(size for size in table if size >= widest)]
-    if shape.num_queries * shape.group <= found[0].tile_m or widest > NARROW:
-        return found
-    return tuple(replace(tile, tile_m=DECODE_ROWS) for tile in found)
+    few, many = _DECODE[problem.dtype == "float32"]
+    table = many if shape.num_queries * shape.group > MMA_ROWS and widest <= max(many) else few
+    return table[min(size for size in table if size >= widest)]
 
 
 def _held(problem: Problem) -> int:

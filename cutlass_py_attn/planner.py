@@ -123,7 +123,7 @@ def _decode_forward(problem: Problem, build: Build, num_sms: int) -> Plan:
     shape = problem.shape
     rows = decode.row_tiles(shape, build.tile_m)
     groups, key_tiles = rows * shape.num_heads_key * shape.batch, ceil_div(shape.num_keys, build.tile_n)
-    splits = decode.num_splits(groups, key_tiles, num_sms * decode.blocks_per_sm(build))
+    splits = decode.num_splits(groups, key_tiles, num_sms)
     grids = {"main": (rows * splits, shape.num_heads_key, shape.batch)}
     if splits > 1:
         grids["combine"] = (shape.num_queries, shape.num_heads, shape.batch)
