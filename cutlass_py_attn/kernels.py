@@ -58,8 +58,8 @@ def trace(build: Build) -> Trace:
 def entries(build: Build) -> dict[str, str]:
     """Symbol of each entry of the build's cubin by its role, in the order of the plan's launches.
 
-    main; in a decode also combine, which a plan without splits does not launch; in the backward also delta (row statistics), finish (the query gradient's type), bias (a gradient that is
-    summed over axes of the bias) and sinks.
+    main; in a decode also combine, which a plan with one split does not launch; in the backward also delta (row
+    statistics), finish (the query gradient's type), bias (a gradient that is summed over axes of the bias) and sinks.
     """
     if build.kind != "backward":
         combine = {"combine": f"{build.symbol}_combine_1"} if build.family == "decode" else {}

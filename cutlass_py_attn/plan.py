@@ -199,7 +199,8 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every number of one pass. `sizes` are the struct's integer fields; `num_splits_key` is 1 in a forward of many queries."""
+    """Every number of one pass. `sizes` are the struct's integer fields; `num_splits_key` is 1 in every forward but a
+    decode."""
 
     build: Build
     launches: tuple[Launch, ...]

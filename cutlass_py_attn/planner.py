@@ -119,7 +119,7 @@ def _hopper_forward(problem: Problem, build: Build, num_sms: int) -> Plan:
 
 
 def _decode_forward(problem: Problem, build: Build, num_sms: int) -> Plan:
-    """Blocks for each key head that share its query rows and its keys; a kernel that joins them where keys are split."""
+    """Blocks for each key head share its query rows and its keys; a second kernel joins those that share keys."""
     shape = problem.shape
     rows = decode.row_tiles(shape, build.tile_m)
     groups, key_tiles = rows * shape.num_heads_key * shape.batch, ceil_div(shape.num_keys, build.tile_n)

@@ -57,7 +57,7 @@ class Combine:
         query, head, batch = cute.arch.block_idx()
         head, batch = head + p.first_head, batch + p.first_batch
         of = lengths.sequence(build, p, batch)
-        lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
+        lane = thread % WARP_THREADS
         head_key = head // group
         row = (batch, head_key, query * group + (head - head_key * group))
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)

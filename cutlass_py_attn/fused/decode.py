@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from cutlass_py_attn import abi, decode
 from cutlass_py_attn.fused.combine import Combine, group_of, store_logsumexp, store_padding
@@ -150,7 +150,7 @@ class Decode:
     def load_step(self, p: Any, key_tile: Int32, stop: Int32, slot: Int32):
         """Start filling a slot with this warp's keys and values of a tile; nothing behind the last."""
         build, of = self.build, self.of
-        batch, head_key, _, _ = self.at
+        _, head_key, _, _ = self.at
         if key_tile < stop:
             key0 = key_tile * build.tile_n + self.warp * self.keys
             at, left = (of.batch, head_key, of.key_start + key0), of.num_keys - key0
@@ -163,7 +163,7 @@ class Decode:
     def load_queries(self, p: Any, tile: cute.Tensor, thread: Int32):
         """The rows of this block's tile, an element at a time while keys are on their way; zeros behind the last."""
         build, of, group = self.build, self.of, group_of(self.build, p)
-        batch, head_key, row0, _ = self.at
+        _, head_key, row0, _ = self.at
         for step in cutlass.range(build.tile_m * build.columns // build.threads, unroll=moves.ELEMENT_UNROLL):
             index = step * build.threads + thread
             row, column = index // build.columns, index % build.columns
