@@ -6,7 +6,7 @@ from itertools import product
 from typing import Final
 
 from cutlass_py_attn import planner
-from cutlass_py_attn.plan import Build
+from cutlass_py_attn.plan import Build, Plan
 from tests.gpu.cases import ARCH
 from tests.gpu.drawn import Drawn
 
@@ -72,7 +72,29 @@ UNSPLIT: Final = (
     Drawn("forward", "float32", 90, 8, 2, 300, 64, heads_key=4, seed=3),
     Drawn("forward", "bfloat16", 90, 20, 2, 300, 64, heads_key=4, mask="causal:2", seed=4),
 )
-ALL: Final = (*_dense(), *_of_lengths(), *UNSPLIT)
+# Many problems for each of the kernels that are shown and verified.
+SHOWN: Final = tuple(
+    Drawn(
+        "forward", "bfloat16", batch, 8, queries, keys, 128, heads_key=2, mask=mask, layout=LAYOUTS[number % 3],
+        scale=SCALES[number % 4], seed=100 + number,
+    )
+    for masks in (("full",), ("causal_br", "causal"))
+    for number, (mask, (batch, queries), keys) in enumerate(
+        product(masks, ((1, 1), (3, 4), (140, 2)), (256, 383, 640, 1023))
+    )
+)  # fmt: skip
+ALL: Final = (*_dense(), *_of_lengths(), *UNSPLIT, *SHOWN)
+
+
+def shown_plans(arch: str = ARCH) -> list[Plan]:
+    """A plan of each kernel that is shown, with all of its entries launched."""
+    few = (one for one in SHOWN if one.batch == 1)
+    return list({plan.build: plan for one in few if (plan := planner.plan(one.problem(), arch))}.values())
+
+
+def of_build(build: Build) -> list[Drawn]:
+    """The problems that this kernel is the best for."""
+    return [one for one in ALL if planner.builds(one.problem(), build.arch)[0] == build]
 
 
 def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
