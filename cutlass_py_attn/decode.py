@@ -1,11 +1,12 @@
 """Decode: which problems the decode kernels take, what a warp of theirs holds, and how keys are split over blocks.
 
 The rows of a block's tile are the queries of all heads that share a key head: row r is query r // group of head
-r % group. Every warp walks keys of its own.
+r % group. Every team of warps walks keys of its own; a team has as many warps as the rows of the tile need.
 """
 
 from __future__ import annotations
 
+from cutlass_py_attn.budget import MMA_ROWS
 from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.plan import Buffer, Build
 from cutlass_py_attn.problem import F32_BYTES, ITEM_BYTES, OPERANDS, Problem, Shape
@@ -17,6 +18,7 @@ MAX_ROWS = 64  # queries of all heads of a group
 MIN_KEYS = 256
 MAX_HEAD_DIM = {2: 256, 4: 128}  # by bytes per element
 LEAST_COPY = 4  # bytes: what cp.async copies at least
+WARP_OUTPUT = {2: 4096, 4: 2048}  # elements, rows by columns, of the output of one warp; by bytes per element
 SLOT_ALIGNMENT = 512
 BLOCK_TILES = 1  # key tiles that starting and joining a block take the time of
 MAX_SPLITS = 256
@@ -50,14 +52,20 @@ def row_tiles(shape: Shape, tile_m: int) -> int:
     return max(ceil_div(shape.num_queries * shape.group, tile_m), 1)
 
 
-def warp_keys(build: Build) -> int:
-    """Keys of a tile that one warp has."""
-    return build.tile_n // build.warps
+def team_warps(tile_m: int, columns_value: int, item_bytes: int) -> int:
+    """Warps that share the rows of a tile: each holds 16 of them, or 32 where there is room for their output."""
+    wide = 2 * MMA_ROWS * columns_value <= WARP_OUTPUT[item_bytes]
+    return max(tile_m // (2 * MMA_ROWS if wide else MMA_ROWS), 1)
+
+
+def team_keys(build: Build) -> int:
+    """Keys of a tile that one team has."""
+    return build.tile_n // build.scores[1]
 
 
 def slot_bytes(build: Build) -> tuple[int, int]:
-    """(bytes of a warp's keys, bytes of its values) in one slot of its ring."""
-    rows = warp_keys(build)
+    """(bytes of a team's keys, bytes of its values) in one slot of its ring."""
+    rows = team_keys(build)
     key, value = (
         round_up(tile_bytes(build.dtype, rows, columns), SLOT_ALIGNMENT)
         for columns in (build.columns, build.columns_value)
@@ -66,17 +74,18 @@ def slot_bytes(build: Build) -> tuple[int, int]:
 
 
 def joined_bytes(build: Build) -> int:
-    """One warp's float32 output, where its ring was."""
+    """One team's float32 output, where its ring was."""
     return round_up(tile_bytes("float32", build.tile_m, build.columns_value), SLOT_ALIGNMENT)
 
 
 def decode_map(build: Build) -> tuple[Buffer, ...]:
-    """The query tile; the rings of all warps (reused for their outputs); maximum, or factor, and sum of each row."""
-    ring = build.warps * build.query_stages * sum(slot_bytes(build))
+    """The query tile; the rings of all teams (reused for their outputs); maximum, or factor, and sum of each row."""
+    teams = build.scores[1]
+    ring = teams * build.query_stages * sum(slot_bytes(build))
     return stack(
         ("query", tile_bytes(build.dtype, build.tile_m, build.columns), 0, 1),
-        ("ring", max(ring, build.warps * joined_bytes(build)), 0, 4),
-        ("statistics", 2 * build.warps * build.tile_m * F32_BYTES, 4, 4),
+        ("ring", max(ring, teams * joined_bytes(build)), 0, 4),
+        ("statistics", 2 * teams * build.tile_m * F32_BYTES, 4, 4),
     )
 
 

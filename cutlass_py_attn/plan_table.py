@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cutlass_py_attn.budget import MMA_ROWS
 from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.problem import Problem
 
@@ -138,15 +137,19 @@ _DECODE_32: _Table = {
     64: (Tile(16, 128, 8, 3), Tile(16, 64, 4, 3), Tile(16, 64, 4, 2)),
     128: (Tile(16, 64, 4, 3), Tile(16, 32, 2, 3), Tile(16, 32, 2, 2)),
 }
-# Of more than 16 rows, where a warp has registers for their output.
+# Of more than 16 rows, and of more than 32.
 _DECODE_16_ROWS: _Table = {
     64: (Tile(32, 128, 4, 3), Tile(32, 64, 4, 2)),
     128: (Tile(32, 64, 4, 3), Tile(32, 64, 4, 2)),
 }
 _DECODE_32_ROWS: _Table = {64: (Tile(32, 64, 4, 3), Tile(32, 64, 4, 2))}
-_DECODE: dict[bool, tuple[_Table, _Table]] = {  # by whether float32: of up to 16 rows, and of more
-    False: (_DECODE_16, _DECODE_16_ROWS),
-    True: (_DECODE_32, _DECODE_32_ROWS),
+_DECODE_16_MORE: _Table = {
+    64: (Tile(64, 128, 8, 3), Tile(32, 64, 4, 2)),
+    128: (Tile(64, 64, 8, 4), Tile(32, 64, 4, 3), Tile(32, 64, 4, 2)),
+}
+_DECODE: dict[bool, dict[int, _Table]] = {  # by whether float32, and up to how many rows
+    False: {16: _DECODE_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
+    True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
 }
 _TERMS = ("softcap", "bias", "alibi", "dropout")  # the first of these that has a table of its own decides
 
@@ -172,8 +175,10 @@ def decode_tiles(problem: Problem) -> tuple[Tile, ...]:
     """Candidate rows of the decode kernels, the fastest first."""
     shape = problem.shape
     widest = max(shape.head_dim, shape.head_dim_value)
-    few, many = _DECODE[problem.dtype == "float32"]
-    table = many if shape.num_queries * shape.group > MMA_ROWS and widest <= max(many) else few
+    tables, rows = _DECODE[problem.dtype == "float32"], shape.num_queries * shape.group
+    table = next(table for most, table in tables.items() if rows <= most)
+    if widest > max(table):
+        table = tables[min(tables)]
     return table[min(size for size in table if size >= widest)]
 
 

@@ -356,7 +356,8 @@ def _with_warps(build: Build, tile: Tile) -> Build:
     if build.family == "hopper":
         return replace(build, scores=(build.warps - WARPGROUP_WARPS, 1))
     if build.family == "decode":
-        return replace(build, scores=(1, build.warps))
+        rows = decode.team_warps(tile.tile_m, build.columns_value, build.item_bytes)
+        return replace(build, scores=(rows, build.warps // rows))
     if build.kind == "forward":
         # A resident forward keeps the rows of S in one warp, for the softmax reduces along them.
         scores = grid(tile.tile_m, tile.tile_n) if build.column_block else (tile.warps, 1)

@@ -1,8 +1,9 @@
 """Decode: O and the logsumexp of few queries against many keys; blocks share the keys, and so do a block's warps.
 
-The queries of all heads that read one key head are the rows of one tile. Each warp walks key tiles of which it has
-some keys of its own, through a ring of its own, with a softmax of its own: warps meet at the end only, where their
-outputs are joined. Where blocks share the keys, each writes a float32 output and logsumexp, which combine.py joins.
+The queries of all heads that read one key head are the rows of one tile. A team of warps has all of its rows, one warp
+where those are few. Each team walks key tiles of which it has some keys of its own, through a ring of its own, with a
+softmax of its own: teams meet at the end only, where their outputs are joined. Where blocks share the keys, each writes
+a float32 output and logsumexp, which combine.py joins.
 
     step    1 S = Q K^T     2 softmax     3 O += P V
     in flight: the keys and values of the next tiles, as many as the ring has slots, less one
@@ -19,7 +20,7 @@ from cutlass import Float32, Int32
 from cutlass_py_attn import abi, decode
 from cutlass_py_attn.fused.combine import Combine, group_of, store_logsumexp, store_padding
 from cutlass_py_attn.fused.forward import output_spec
-from cutlass_py_attn.fused.streamed import tile_at
+from cutlass_py_attn.fused.streamed import PLACE_BYTES, tile_at
 from cutlass_py_attn.gemm import matmul_qk
 from cutlass_py_attn.gemm.gemm import WARP_THREADS
 from cutlass_py_attn.gemm.mma_sync import MmaSync, Operands, row_view
@@ -30,8 +31,10 @@ from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.parts.params import DTYPES
 from cutlass_py_attn.parts.softmax import QUAD, OnlineSoftmax, multiply_rows, safe_scale
 from cutlass_py_attn.plan import Build
+from cutlass_py_attn.shared_memory import tile_bytes
 
 Params = params.struct("DecodeParams", abi.DECODE)
+FIRST_TEAM = 1  # number of the barrier of the first team
 
 
 class Decode:
@@ -41,7 +44,11 @@ class Decode:
         self.build = build
         self.dtype = DTYPES[build.dtype]
         self.promise = params.promise(build)
-        self.keys = decode.warp_keys(build)
+        self.keys = decode.team_keys(build)
+        self.warps, self.teams = build.scores  # of a team, and of a block
+        self.rows = build.tile_m // self.warps  # of a warp
+        own_bytes = tile_bytes("float32", self.rows, build.columns_value)
+        assert self.warps == 1 or own_bytes % PLACE_BYTES == 0, "the output of a team's next warp starts there"
         self.key_bytes, self.value_bytes = decode.slot_bytes(build)
         self.combine = Combine(build)
 
@@ -70,7 +77,8 @@ class Decode:
         thread, _, _ = cute.arch.thread_idx()
         block, head_key, batch = cute.arch.block_idx()
         head_key, batch = head_key + p.first_head, batch + p.first_batch
-        self.lane, self.warp = thread % WARP_THREADS, thread // WARP_THREADS
+        self.lane, self.member = thread % WARP_THREADS, thread % (self.warps * WARP_THREADS)
+        self.team, self.first_row = self.place(thread)
         self.of = lengths.sequence(build, p, batch)
         # Blocks of other rows and the same keys are neighbours: they read them at the same time.
         row_tiles = ceil_div(p.num_queries * group_of(build, p), build.tile_m)
@@ -86,9 +94,9 @@ class Decode:
         for step in cutlass.range(stages - 1, unroll=1):
             self.load_step(p, start + step, stop, step)
             cute.arch.cp_async_commit_group()
-        s_q = tile_at(build.buffer("query").offset, self.dtype, build.tile_m, build.columns)
-        self.load_queries(p, s_q, thread)
+        self.load_queries(p, thread)
         cute.arch.sync_threads()
+        s_q = self.queries(self.first_row // self.rows)
 
         r_o = self.output.accumulator(self.lane)
         r_o.fill(0.0)
@@ -99,7 +107,7 @@ class Decode:
         for key_tile in cutlass.range(start, stop, unroll=1):
             step = key_tile - start
             cute.arch.cp_async_wait_group(stages - 2)
-            cute.arch.sync_warp()
+            self.meet()
             self.load_step(p, key_tile + stages - 1, stop, (step + stages - 1) % stages)
             cute.arch.cp_async_commit_group()
             s_k, s_v = self.slot(step % stages)
@@ -119,7 +127,7 @@ class Decode:
             values = self.output.b_operand(transposed(s_v), self.lane)
             self.output.issue(r_o, Operands(self.output.from_accumulator(r_s), values))
 
-        # 4  join the warps, store the logsumexp and the output, or this block's part of them
+        # 4  join the teams, store the logsumexp and the output, or this block's part of them
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         factors, sums = self.statistics()
@@ -132,14 +140,35 @@ class Decode:
     def products(self) -> tuple[MmaSync, MmaSync]:
         """S = Q K^T and O += P V of one warp."""
         build, alone = self.build, (1, 1)
-        scores = replace(matmul_qk.spec(build), n=self.keys, warps=alone)
-        values = output_spec(build, n=build.columns_value, k=self.keys, warps=alone)
+        scores = replace(matmul_qk.spec(build), m=self.rows, n=self.keys, warps=alone)
+        values = output_spec(build, m=self.rows, n=build.columns_value, k=self.keys, warps=alone)
         return MmaSync(scores, build.dtype), MmaSync(values, build.dtype)
 
-    def slot(self, slot: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """This warp's keys and values in a slot of its ring."""
+    def place(self, thread: Int32) -> tuple[Int32, Any]:
+        """(team, first row of the tile) of this thread's warp."""
+        warp = thread // WARP_THREADS
+        if self.warps == 1:
+            return warp, 0
+        return warp // self.warps, warp % self.warps * self.rows
+
+    def meet(self) -> None:
+        """Wait for the other threads of the team; what they have written to shared memory can be read then."""
+        if self.warps == 1:
+            cute.arch.sync_warp()
+        else:
+            number = cute.arch.make_warp_uniform(self.team) + FIRST_TEAM
+            cute.arch.barrier(barrier_id=number, number_of_threads=self.warps * WARP_THREADS)
+
+    def queries(self, part: Any) -> cute.Tensor:
+        """The rows of the query tile that warp `part` of each team has."""
         build = self.build
-        number = self.warp * build.query_stages + slot
+        offset = build.buffer("query").offset + part * tile_bytes(build.dtype, self.rows, build.columns)
+        return tile_at(offset, self.dtype, self.rows, build.columns)
+
+    def slot(self, slot: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """This team's keys and values in a slot of its ring."""
+        build = self.build
+        number = self.team * build.query_stages + slot
         key = build.buffer("ring").offset + number * (self.key_bytes + self.value_bytes)
         return (
             tile_at(key, self.dtype, self.keys, build.columns),
@@ -148,51 +177,56 @@ class Decode:
 
     @cute.jit
     def load_step(self, p: Any, key_tile: Int32, stop: Int32, slot: Int32):
-        """Start filling a slot with this warp's keys and values of a tile; nothing behind the last."""
-        build, of = self.build, self.of
+        """Start filling a slot with this team's keys and values of a tile; nothing behind the last."""
+        build, of, threads = self.build, self.of, self.warps * WARP_THREADS
         _, head_key, _, _ = self.at
         if key_tile < stop:
-            key0 = key_tile * build.tile_n + self.warp * self.keys
+            key0 = key_tile * build.tile_n + self.team * self.keys
             at, left = (of.batch, head_key, of.key_start + key0), of.num_keys - key0
             s_k, s_v = self.slot(slot)
-            moves.load_tile(self.lane, WARP_THREADS, moves.tile_of(build, p, "key", at, left, build.head_dim), s_k)
+            moves.load_tile(self.member, threads, moves.tile_of(build, p, "key", at, left, build.head_dim), s_k)
             values = moves.tile_of(build, p, "value", at, left, build.head_dim_value)
-            moves.load_tile(self.lane, WARP_THREADS, values, s_v)
+            moves.load_tile(self.member, threads, values, s_v)
 
     @cute.jit
-    def load_queries(self, p: Any, tile: cute.Tensor, thread: Int32):
+    def load_queries(self, p: Any, thread: Int32):
         """The rows of this block's tile, an element at a time while keys are on their way; zeros behind the last."""
         build, of, group = self.build, self.of, group_of(self.build, p)
         _, head_key, row0, _ = self.at
-        for step in cutlass.range(build.tile_m * build.columns // build.threads, unroll=moves.ELEMENT_UNROLL):
-            index = step * build.threads + thread
-            row, column = index // build.columns, index % build.columns
-            query = (row0 + row) // group
-            value = self.dtype(0.0)
-            if (query < of.num_queries) & (column < build.head_dim):
-                head = head_key * group + (row0 + row - query * group)
-                source = params.rows(build, p, "query", (of.batch, head, of.query_start + query))
-                value = cute.make_tensor(source + column, moves.ONE)[0]
-            tile[row, column] = value
+        for part in cutlass.range_constexpr(self.warps):
+            tile = self.queries(part)
+            for step in cutlass.range(self.rows * build.columns // build.threads, unroll=moves.ELEMENT_UNROLL):
+                index = step * build.threads + thread
+                row, column = index // build.columns, index % build.columns
+                number = row0 + part * self.rows + row
+                query = number // group
+                value = self.dtype(0.0)
+                if (query < of.num_queries) & (column < build.head_dim):
+                    head = head_key * group + (number - query * group)
+                    source = params.rows(build, p, "query", (of.batch, head, of.query_start + query))
+                    value = cute.make_tensor(source + column, moves.ONE)[0]
+                tile[row, column] = value
 
     def hide(self, p: Any, band: Any, r_s: cute.Tensor, key_tile: Int32) -> None:
         """Set this warp's scores that are not seen to -inf."""
         where = row_view(self.scores.coordinates(self.lane))
-        rows = range(cute.size(where, mode=[0]))
-        queries = [(self.at[2] + where[row, 0][0]) // group_of(self.build, p) for row in rows]
-        masking.hide_packed(band, row_view(r_s), where, key_tile * self.build.tile_n + self.warp * self.keys, queries)
+        rows, row0 = range(cute.size(where, mode=[0])), self.at[2] + self.first_row
+        queries = [(row0 + where[row, 0][0]) // group_of(self.build, p) for row in rows]
+        masking.hide_packed(band, row_view(r_s), where, key_tile * self.build.tile_n + self.team * self.keys, queries)
 
     def statistics(self) -> tuple[cute.Tensor, cute.Tensor]:
-        """(rows, warps): first each row's maximum, then its factor, and its sum."""
+        """(rows, teams): first each row's maximum, then its factor, and its sum."""
         build = self.build
-        layout = cute.make_layout((build.tile_m, build.warps))
+        layout = cute.make_layout((build.tile_m, self.teams))
         start = moves.shared_pointer(build, "statistics", Float32)
-        return cute.make_tensor(start, layout), cute.make_tensor(start + build.tile_m * build.warps, layout)
+        return cute.make_tensor(start, layout), cute.make_tensor(start + build.tile_m * self.teams, layout)
 
-    def outputs(self, warp: Any) -> cute.Tensor:
-        """One warp's output in float32."""
-        offset = self.build.buffer("ring").offset + warp * decode.joined_bytes(self.build)
-        return tile_at(offset, Float32, self.build.tile_m, self.build.columns_value)
+    def outputs(self, team: Any, first_row: Any, rows: int) -> cute.Tensor:
+        """Some rows of one team's output in float32."""
+        build = self.build
+        offset = build.buffer("ring").offset + team * decode.joined_bytes(build)
+        offset = offset + first_row * tile_bytes("float32", 1, build.columns_value)
+        return tile_at(offset, Float32, rows, build.columns_value)
 
     def put_own(self, r_o: cute.Tensor, maxima: cute.Tensor, sums: cute.Tensor) -> None:
         """What this warp has, to shared memory."""
@@ -200,28 +234,29 @@ class Decode:
         for row in range(cute.size(where, mode=[0])):
             total = cute.arch.warp_reduction_sum(self.softmax.sum[row], threads_in_group=QUAD)
             for target, value in ((maxima, self.softmax.maximum[row]), (sums, total)):
-                moves.put(target, (where[row, 0][0], self.warp), value, self.lane % QUAD == 0)
-        moves.registers_to_tile(self.lane, self.output.mma, r_o, self.outputs(self.warp), False)
+                moves.put(target, (self.first_row + where[row, 0][0], self.team), value, self.lane % QUAD == 0)
+        own = self.outputs(self.team, self.first_row, self.rows)
+        moves.registers_to_tile(self.lane, self.output.mma, r_o, own, False)
 
     @cute.jit
     def join_rows(self, p: Any, factors: cute.Tensor, sums: cute.Tensor, scale_log2: Float32, thread: Int32):
-        """A thread for each row: maxima become the factors of the warps' outputs; the logsumexp is written."""
+        """A thread for each row: maxima become the factors of the teams' outputs; the logsumexp is written."""
         build, of, group = self.build, self.of, group_of(self.build, p)
         batch, head_key, row0, split = self.at
         if thread < build.tile_m:
             maximum, total = -Float32.inf, Float32(0.0)
-            for warp in cutlass.range_constexpr(build.warps):
-                maximum = cute.arch.fmax(maximum, factors[thread, warp])
+            for team in cutlass.range_constexpr(self.teams):
+                maximum = cute.arch.fmax(maximum, factors[thread, team])
             # a row that has seen no key subtracts 0, so that (-inf) - (-inf) never arises
             base = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
-            for warp in cutlass.range_constexpr(build.warps):
-                factor = cute.math.exp2((factors[thread, warp] - base) * scale_log2, fastmath=True)
-                total = total + factor * sums[thread, warp]
-                factors[thread, warp] = factor
+            for team in cutlass.range_constexpr(self.teams):
+                factor = cute.math.exp2((factors[thread, team] - base) * scale_log2, fastmath=True)
+                total = total + factor * sums[thread, team]
+                factors[thread, team] = factor
             empty = total == 0.0
             inverse = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
-            for warp in cutlass.range_constexpr(build.warps):
-                factors[thread, warp] = factors[thread, warp] * inverse
+            for team in cutlass.range_constexpr(self.teams):
+                factors[thread, team] = factors[thread, team] * inverse
             lse = maximum * scale_log2 + cute.math.log2(total, fastmath=True)
             lse = cutlass.select_(empty, -Float32.inf, lse)
             query = (row0 + thread) // group
@@ -239,10 +274,10 @@ class Decode:
 
     @cute.jit
     def store_rows(self, p: Any, factors: cute.Tensor, thread: Int32):
-        """Join the warps' outputs two columns at a time, and write them."""
+        """Join the teams' outputs two columns at a time, and write them."""
         build, of, group = self.build, self.of, group_of(self.build, p)
         batch, head_key, row0, split = self.at
-        outputs = [self.outputs(warp) for warp in range(build.warps)]
+        outputs = [self.outputs(team, 0, build.tile_m) for team in range(self.teams)]
         pairs = build.columns_value // 2
         for step in cutlass.range(build.tile_m * pairs // build.threads, unroll=1):
             index = step * build.threads + thread
@@ -260,11 +295,11 @@ class Decode:
                     self.combine.store(p, (of.batch, head, of.query_start + query), column, values)
 
     def add_outputs(self, values: cute.Tensor, outputs: list, factors: cute.Tensor, at: tuple[Int32, Int32]) -> None:
-        """Two columns of a row, over all warps."""
+        """Two columns of a row, over all teams."""
         row, column = at
-        for warp, tile in enumerate(outputs):
+        for team, tile in enumerate(outputs):
             for i in range(2):
-                values[i] = values[i] + factors[row, warp] * tile[row, column + i]
+                values[i] = values[i] + factors[row, team] * tile[row, column + i]
 
 
 def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:

@@ -98,13 +98,11 @@ def test_every_target_has_one(arch: str, dtype: str, queries: int) -> None:
         )
         if not decode.lacking(asked):
             build = planner.plan(asked, arch).build
-            assert build.buffer("ring").bytes >= build.warps * decode.joined_bytes(build)
-            assert build.tile_m == (32 if queries * 4 > 16 and max(build.columns, 64) <= _widest(dtype) else 16)
-
-
-def _widest(dtype: str) -> int:
-    """Head dims up to which a warp has registers for 32 rows."""
-    return 64 if dtype == "float32" else 128
+            rows, teams = build.scores
+            assert rows * teams == build.warps
+            assert build.buffer("ring").bytes >= teams * decode.joined_bytes(build)
+            assert build.tile_m // rows * build.columns_value <= decode.WARP_OUTPUT[build.item_bytes]
+            assert build.tile_m <= max(queries * 4, 16)
 
 
 # Splits
@@ -178,9 +176,12 @@ def test_splits_have_a_part_of_the_workspace_each() -> None:
 
 
 def test_more_rows_than_a_tile_are_shared_by_blocks() -> None:
-    plan = planner.plan(problem(num_queries=15, batch=300), "sm_90")
+    plan = planner.plan(problem("float32", num_queries=15, batch=300, head_dim=64, head_dim_value=64), "sm_90")
     assert plan.build.tile_m == 32
     assert plan.launches[0].grid == (2, 2, 300)
+    team = planner.plan(problem(num_queries=15, batch=300), "sm_90")
+    assert (team.build.tile_m, team.build.scores) == (64, (2, 4))
+    assert team.launches[0].grid == (1, 2, 300)
     wide = planner.plan(problem(num_queries=15, batch=300, head_dim=192), "sm_90")
     assert wide.build.tile_m == 16
     assert wide.launches[0].grid == (4, 2, 300)
@@ -265,14 +266,15 @@ def test_problems_for_a_gpu_are_theirs_and_their_kernels_have_names_of_their_own
     ],
     ids=str,
 )
-def test_machine_code(dtype: str, dim: int, mask: Mask, arch: str) -> None:
+@pytest.mark.parametrize("queries", [1, 16])
+def test_machine_code(dtype: str, dim: int, mask: Mask, arch: str, queries: int) -> None:
     """compile() itself refuses spills. Each product stands once; a slot's copies before the loop and in it."""
-    plan = planner.plan(problem(dtype, mask, head_dim=dim, head_dim_value=dim), arch)
+    plan = planner.plan(problem(dtype, mask, num_queries=queries, head_dim=dim, head_dim_value=dim), arch)
     build, made = plan.build, compile_now(plan)
     assert [kernel.symbol for kernel in made.kernels] == list(kernels.entry_symbols(build))
-    keys = decode.warp_keys(build)
+    keys, warps = decode.team_keys(build), build.scores[0]
     depth, times = (8, 3) if dtype == "float32" else (16, 1)
     products = times * (keys // 8 * dim // depth + dim // 8 * keys // depth)
-    assert made.ptx.count("mma.sync.") == products
-    copies = 2 * keys * dim * build.item_bytes // 16 // 32
+    assert made.ptx.count("mma.sync.") == products * (build.tile_m // warps // 16)
+    copies = 2 * keys * dim * build.item_bytes // 16 // (32 * warps)
     assert made.ptx.count("cp.async.cg") == 2 * copies

@@ -72,6 +72,16 @@ UNSPLIT: Final = (
     Drawn("forward", "float32", 90, 8, 2, 300, 64, heads_key=4, seed=3),
     Drawn("forward", "bfloat16", 90, 20, 2, 300, 64, heads_key=4, mask="causal:2", seed=4),
 )
+# Rows for a team of warps, and more than its last warp has any use for.
+TEAMS: Final = (
+    Drawn("forward", "bfloat16", 2, 8, 16, 700, 128, heads_key=2, mask="causal_br", seed=5),
+    Drawn("forward", "float16", 1, 12, 11, 513, 64, heads_key=3, mask="window:200:3", layout="padded", seed=6),
+    Drawn(
+        "forward", "bfloat16", 1, 8, 1, 1, 128, heads_key=2, mask="causal_br", seed=7,
+        sequences="16/700/700,3/300/300,0/20/20,9/4/4",
+    ),
+    Drawn("forward", "float16", 80, 8, 16, 300, 96, heads_key=2, seed=8),
+)  # fmt: skip
 # Many problems for each of the kernels that are shown and verified.
 SHOWN: Final = tuple(
     Drawn(
@@ -83,7 +93,7 @@ SHOWN: Final = tuple(
         product(masks, ((1, 1), (3, 4), (140, 2)), (256, 383, 640, 1023))
     )
 )  # fmt: skip
-ALL: Final = (*_dense(), *_of_lengths(), *UNSPLIT, *SHOWN)
+ALL: Final = (*_dense(), *_of_lengths(), *UNSPLIT, *TEAMS, *SHOWN)
 
 
 def shown_plans(arch: str = ARCH) -> list[Plan]:
