@@ -144,8 +144,13 @@ _DECODE_16_ROWS: _Table = {
 }
 _DECODE_32_ROWS: _Table = {64: (Tile(32, 64, 4, 3), Tile(32, 64, 4, 2))}
 _DECODE_16_MORE: _Table = {
-    64: (Tile(64, 128, 8, 3), Tile(32, 64, 4, 2)),
-    128: (Tile(64, 64, 8, 4), Tile(32, 64, 4, 3), Tile(32, 64, 4, 2)),
+    64: (Tile(64, 128, 8, 5), Tile(64, 128, 8, 3), Tile(32, 64, 4, 2)),
+    128: (
+        Tile(64, 128, 8, 3, not_on=_BLACKWELL),
+        Tile(64, 64, 8, 3),
+        Tile(32, 64, 4, 3),
+        Tile(32, 64, 4, 2),
+    ),
 }
 _DECODE: dict[bool, dict[int, _Table]] = {  # by whether float32, and up to how many rows
     False: {16: _DECODE_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},

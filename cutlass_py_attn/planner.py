@@ -289,7 +289,8 @@ def _decode(problem: Problem, arch: str) -> list[Build]:
     limits = architecture(arch)
     if decode.lacking(problem):
         return []
-    builds = [_build(problem, arch, tile, "decode") for tile in decode_tiles(problem)]
+    rows = [tile for tile in decode_tiles(problem) if arch not in tile.not_on]
+    builds = [_build(problem, arch, tile, "decode") for tile in rows]
     return [build for build in builds if not budget.objections(build, limits)]
 
 
