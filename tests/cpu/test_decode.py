@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from stand_in import StandIn
 
 from cutlass_py_attn import decode, kernels, planner
+from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.compiler import compile as compile_now
 from cutlass_py_attn.device import ARCHITECTURES
 from cutlass_py_attn.launch import Bound, bind
@@ -185,6 +186,18 @@ def test_more_rows_than_a_tile_are_shared_by_blocks() -> None:
     wide = planner.plan(problem(num_queries=15, batch=300, head_dim=192), "sm_90")
     assert wide.build.tile_m == 16
     assert wide.launches[0].grid == (4, 2, 300)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 16])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_symbol_gives_the_plan_back(queries: int, dtype: str) -> None:
+    for tokens in (None, (40, 1500)):
+        for heads_key in (1, 2, 4, 8):
+            asked = problem(dtype, num_queries=queries, num_heads_key=heads_key, tokens=tokens, head_dim=64)
+            build = planner.plan(asked, "sm_90").build
+            if build.family == "decode":
+                for symbol in (build.symbol, *kernels.entry_symbols(build)):
+                    assert parse_symbol(symbol, "sm_90").build == build
 
 
 def test_the_build_knows_no_lengths() -> None:
