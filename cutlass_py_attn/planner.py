@@ -115,6 +115,7 @@ def _hopper_forward(problem: Problem, build: Build, num_sms: int) -> Plan:
     (launch,) = _launches(problem, build, {"main": (min(num_sms, tiles), 1, 1)}) or (None,)
     launches = () if launch is None else (replace(launch, tensor_maps=hopper.tensor_maps(problem, build)),)
     why = f"Hopper family (wgmma, TMA): {build.warps // WARPGROUP_WARPS - 1} warpgroups multiply, one warp loads"
+    why += _why_no_decode(problem)
     return Plan(build, launches, Workspace(), sizes(problem, build), why)
 
 
@@ -429,7 +430,11 @@ def _signed(word: int) -> int:
 
 def _why(problem: Problem, build: Build) -> str:
     why = f"generic family (mma.sync, cp.async): the first tile of the table that fits {build.arch}'s shared memory"
-    takes_no = {"the Hopper family": hopper.lacking(problem)}
-    if decode.is_shaped_so(problem):
-        takes_no["a decode kernel"] = decode.lacking(problem)
-    return "".join([why, *(f"; {kind} takes no {', '.join(what)}" for kind, what in takes_no.items() if what)])
+    why += f"; the Hopper family takes no {', '.join(hopper.lacking(problem))}" if hopper.lacking(problem) else ""
+    return why + _why_no_decode(problem)
+
+
+def _why_no_decode(problem: Problem) -> str:
+    """What keeps few queries against many keys from the decode kernels."""
+    lacking = decode.lacking(problem) if decode.is_shaped_so(problem) else ()
+    return f"; a decode kernel takes no {', '.join(lacking)}" if lacking else ""
