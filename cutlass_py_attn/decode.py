@@ -47,6 +47,21 @@ def is_shaped_so(problem: Problem) -> bool:
     return problem.direction == "forward" and shape.num_queries <= MAX_QUERIES and shape.num_keys >= MIN_KEYS
 
 
+def why_not(problem: Problem) -> str:
+    """The end of a sentence: what keeps a decode step from these kernels; empty for other problems."""
+    found = lacking(problem) if is_shaped_so(problem) else ()
+    return f"; a decode kernel takes no {', '.join(found)}" if found else ""
+
+
+def why(shape: Shape, build: Build, splits: int) -> str:
+    """What the kernels of this plan do."""
+    rows = shape.num_queries * shape.group
+    return (
+        f"decode kernels (mma.sync, cp.async): {rows} query rows of a key head in tiles of {build.tile_m}, {splits} "
+        "blocks share the keys of each"
+    )
+
+
 def row_tiles(shape: Shape, tile_m: int) -> int:
     """Blocks that share the queries of one key head."""
     return max(ceil_div(shape.num_queries * shape.group, tile_m), 1)
@@ -94,7 +109,13 @@ def combine_bytes(build: Build, warps: int) -> int:
     return warps * build.columns_value * F32_BYTES
 
 
-def num_splits(groups: int, key_tiles: int, num_sms: int) -> int:
+def num_splits(shape: Shape, build: Build, num_sms: int) -> int:
+    """Blocks that share the keys of the same rows."""
+    groups = row_tiles(shape, build.tile_m) * shape.num_heads_key * shape.batch
+    return fewest_splits(groups, ceil_div(shape.num_keys, build.tile_n), num_sms)
+
+
+def fewest_splits(groups: int, key_tiles: int, num_sms: int) -> int:
     """Blocks that share the keys of the same rows, where `groups` blocks have different rows or keys.
 
     The fewest for which the SM with the most blocks has the least to do; a block that is started and joined counts
@@ -105,6 +126,12 @@ def num_splits(groups: int, key_tiles: int, num_sms: int) -> int:
         return ceil_div(max(groups, 1) * splits, num_sms) * (ceil_div(key_tiles, splits) + BLOCK_TILES)
 
     return min(range(1, max(min(key_tiles, MAX_SPLITS), 1) + 1), key=work)
+
+
+def grids(shape: Shape, build: Build, splits: int) -> dict[str, tuple[int, int, int]]:
+    """The grid of each entry by its role: blocks of a key head, and for several splits one for each query row."""
+    found = {"main": (row_tiles(shape, build.tile_m) * splits, shape.num_heads_key, shape.batch)}
+    return found | ({"combine": (shape.num_queries, shape.num_heads, shape.batch)} if splits > 1 else {})
 
 
 def partial_bytes(shape: Shape, build: Build, splits: int) -> tuple[tuple[str, int], ...]:

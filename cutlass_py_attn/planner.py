@@ -115,26 +115,18 @@ def _hopper_forward(problem: Problem, build: Build, num_sms: int) -> Plan:
     (launch,) = _launches(problem, build, {"main": (min(num_sms, tiles), 1, 1)}) or (None,)
     launches = () if launch is None else (replace(launch, tensor_maps=hopper.tensor_maps(problem, build)),)
     why = f"Hopper family (wgmma, TMA): {build.warps // WARPGROUP_WARPS - 1} warpgroups multiply, one warp loads"
-    why += _why_no_decode(problem)
+    why += decode.why_not(problem)
     return Plan(build, launches, Workspace(), sizes(problem, build), why)
 
 
 def _decode_forward(problem: Problem, build: Build, num_sms: int) -> Plan:
     """Blocks for each key head share its query rows and its keys; a second kernel joins those that share keys."""
     shape = problem.shape
-    rows = decode.row_tiles(shape, build.tile_m)
-    groups, key_tiles = rows * shape.num_heads_key * shape.batch, ceil_div(shape.num_keys, build.tile_n)
-    splits = decode.num_splits(groups, key_tiles, num_sms)
-    grids = {"main": (rows * splits, shape.num_heads_key, shape.batch)}
-    if splits > 1:
-        grids["combine"] = (shape.num_queries, shape.num_heads, shape.batch)
+    splits = decode.num_splits(shape, build, num_sms)
     parts, total = _laid_out(() if problem.is_empty else decode.partial_bytes(shape, build, splits))
-    why = (
-        f"decode kernels (mma.sync, cp.async): {shape.num_queries * shape.group} query rows of a key head in tiles of "
-        f"{build.tile_m}, {splits} blocks share the keys of each"
-    )
+    launches = _launches(problem, build, decode.grids(shape, build, splits))
     numbers = *sizes(problem, build), ("num_splits_key", splits)
-    return Plan(build, _launches(problem, build, grids), Workspace(total, 0, parts), numbers, why)
+    return Plan(build, launches, Workspace(total, 0, parts), numbers, decode.why(shape, build, splits))
 
 
 def _forward(problem: Problem, build: Build) -> Plan:
@@ -431,10 +423,4 @@ def _signed(word: int) -> int:
 def _why(problem: Problem, build: Build) -> str:
     why = f"generic family (mma.sync, cp.async): the first tile of the table that fits {build.arch}'s shared memory"
     why += f"; the Hopper family takes no {', '.join(hopper.lacking(problem))}" if hopper.lacking(problem) else ""
-    return why + _why_no_decode(problem)
-
-
-def _why_no_decode(problem: Problem) -> str:
-    """What keeps few queries against many keys from the decode kernels."""
-    lacking = decode.lacking(problem) if decode.is_shaped_so(problem) else ()
-    return f"; a decode kernel takes no {', '.join(lacking)}" if lacking else ""
+    return why + decode.why_not(problem)

@@ -129,7 +129,7 @@ def test_splits_leave_the_busiest_sm_the_least_to_do(groups: int, key_tiles: int
         blocks = -(-max(groups, 1) * splits // num_sms)
         return blocks * (-(-key_tiles // splits) + decode.BLOCK_TILES)
 
-    found = decode.num_splits(groups, key_tiles, num_sms)
+    found = decode.fewest_splits(groups, key_tiles, num_sms)
     possible = range(1, min(key_tiles, decode.MAX_SPLITS) + 1)
     assert found in possible
     assert busiest(found) == min(map(busiest, possible))
