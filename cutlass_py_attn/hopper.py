@@ -9,7 +9,7 @@ from cutlass_py_attn.gemm.gemm import WARPGROUP_WARPS
 from cutlass_py_attn.gemm.plans import MAX_HEAD_DIM, swizzle_bytes
 from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.plan import Build, Launch, TensorMap
-from cutlass_py_attn.problem import OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
+from cutlass_py_attn.problem import BIASES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
 
 FEATURES = ("grouped",)  # those that its kernels have
 MAX_HEAD_DIM_BACKWARD = 128  # 64 keys of dK and dV are what two warpgroups have registers for
@@ -29,7 +29,9 @@ def lacking(problem: Problem) -> tuple[str, ...]:
         "float32": problem.dtype == "float32",
         f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
         "rows aligned to less than 16 bytes": any(
-            tensor.access_bytes < ROW_ALIGNMENT_BYTES for tensor in problem.tensors().values()
+            tensor.access_bytes < ROW_ALIGNMENT_BYTES
+            for name, tensor in problem.tensors().items()
+            if name not in BIASES
         ),
         "strides of 0 or less": any(step <= 0 for name in _read(problem) for step in _strides(getattr(problem, name))),
     }

@@ -20,12 +20,13 @@ SHAPE = Shape(batch=2, num_queries=200, num_keys=300, num_heads=3, head_dim=64, 
 
 def artifact(build: Build, sizes: tuple[int, ...] | None = None, *, driver_sizes: Any = None) -> Artifact:
     """An artifact of `build` for the stand-in; `sizes` are the parameters' bytes it describes."""
-    described = sizes or tuple(size for _, size in kernels.parameters(build))
-    seen = driver_sizes or described
-    symbols = kernels.entry_symbols(build)
-    lines = [" ".join([symbol, *map(str, seen)]) for symbol in symbols]
-    parameters = tuple(Parameter(f"p{i}", 0, size) for i, size in enumerate(described))
-    entries = tuple(Kernel(symbol, 128, 0, 0, 0, build.threads, parameters) for symbol in symbols)
+    lines, entries = [], []
+    for role, symbol in kernels.entries(build).items():
+        described = sizes or tuple(size for _, size in kernels.parameters(build, role))
+        lines.append(" ".join([symbol, *map(str, driver_sizes or described)]))
+        parameters = tuple(Parameter(f"p{i}", 0, size) for i, size in enumerate(described))
+        entries.append(Kernel(symbol, 128, 0, 0, 0, build.threads, parameters))
+    entries = tuple(entries)
     return Artifact(build, "", "\n".join([*lines, ""]).encode(), entries, "stand-in", "as planned")
 
 

@@ -166,15 +166,15 @@ def test_threads_of_every_entry() -> None:
     plan = plan_backward(problem, "sm_80")
     roles = list(kernels.entries(plan.build))
     assert roles == ["delta", "main", "finish", "bias", "sinks"]
-    by_rows = {role: compiling._threads(plan.build, symbol) for role, symbol in kernels.entries(plan.build).items()}
+    by_rows = {role: kernels.entry_threads(plan.build, role) for role in roles}
     assert by_rows == {role: 128 if role in ("delta", "sinks") else plan.build.threads for role in roles}
     assert [launch.block[0] for launch in plan.launches] == list(by_rows.values())
 
 
 def test_an_unknown_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    with pytest.raises(NotSupported, match="backward/hopper: has no kernel"):
-        kernels.trace(replace(TOY, kind="backward", family="hopper"))
+    with pytest.raises(NotSupported, match="backward/decode: has no kernel"):
+        kernels.trace(replace(TOY, kind="backward", family="decode"))
 
 
 def test_sources_cover_the_kernels() -> None:
