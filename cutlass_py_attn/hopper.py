@@ -6,7 +6,8 @@ from cutlass_py_attn.gemm.plans import MAX_HEAD_DIM, swizzle_bytes
 from cutlass_py_attn.plan import Build, TensorMap
 from cutlass_py_attn.problem import OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Tensor
 
-FEATURES = ("grouped",)  # those that its kernels have
+# Those that its kernels have.
+FEATURES = ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen")
 
 
 def lacking(problem: Problem) -> tuple[str, ...]:
@@ -20,6 +21,7 @@ def lacking(problem: Problem) -> tuple[str, ...]:
         "rows aligned to less than 16 bytes": any(
             getattr(problem, name).access_bytes < ROW_ALIGNMENT_BYTES for name in (*OPERANDS, "output")
         ),
+        "axes without an index": any(0 in getattr(problem, name).shape for name in OPERANDS),
         "strides of 0 or less": any(step <= 0 for name in OPERANDS for step in _strides(getattr(problem, name))),
     }
     return (*found, *(name for name, is_present in present.items() if is_present))
@@ -37,6 +39,17 @@ def loaded_tiles(build: Build) -> dict[str, tuple[int, int]]:
         "key": (build.tile_n, build.columns),
         "value": (build.tile_n, build.columns_value),
     }
+
+
+def slot_bytes(build: Build, name: str) -> int:
+    """Bytes of one slot of the ring of query, key or value."""
+    rows, columns = loaded_tiles(build)[name]
+    return rows * columns * build.item_bytes
+
+
+def slots(build: Build) -> dict[str, int]:
+    """Slots of the rings of query, key and value."""
+    return {name: build.buffer(name).bytes // slot_bytes(build, name) for name in loaded_tiles(build)}
 
 
 def tensor_maps(problem: Problem, build: Build) -> tuple[TensorMap, ...]:

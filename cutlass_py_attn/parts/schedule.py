@@ -76,16 +76,34 @@ def turn(band: Band, query_tile: Any, key_tile: Any, tile_m: int, tile_n: int) -
     return key_tile_end(band, query_tile, tile_m, tile_n) - 1 - key_tile
 
 
-def heads_at_once(num_keys: Any, bytes_of_key: int) -> Any:
-    """Heads whose keys and values fit the L2 cache's share together; at least one."""
-    return larger(L2_SHARE // bytes_of_key // larger(num_keys, 1), 1)
+def heads_at_once(num_keys: Any, bytes_of_key: int, blocks: Any) -> Any:
+    """Heads that blocks at work share out: what fits the L2 cache's share together, in multiples of a quarter of the
+    blocks, so that the blocks of one turn take four tiles of each head or fewer."""
+    fitting = L2_SHARE // bytes_of_key // larger(num_keys, 1)
+    quarter = larger(blocks // 4, 1)
+    return larger((fitting + quarter - 1) // quarter, 1) * quarter
 
 
 def longest_first(number: Any, tiles: Any, heads: Any, at_once: Any) -> tuple[Any, Any]:
     """(query tile, head) of item `number` where later tiles take longer: the last tiles of `at_once` heads come first,
-    then the tiles before them, then the next heads. Blocks that take every so many items have equal shares, and those
-    at work read few heads."""
+    then the tiles before them, then the next heads; blocks at work read few heads."""
     group = number // (at_once * tiles)
     within = number - group * (at_once * tiles)
     here = smaller(at_once, heads - group * at_once)
     return tiles - 1 - within // here, group * at_once + within % here
+
+
+def turns(total: Any, block: Any, blocks: Any) -> Any:
+    """How many of `total` items a block takes."""
+    whole = total // blocks
+    return whole + choose(_place(whole, block, blocks) < total - whole * blocks, 1, 0)
+
+
+def number_of(turn: Any, block: Any, blocks: Any) -> Any:
+    """The item that a block takes in its turn: as many as there are blocks are dealt out forwards, the next of them
+    backwards, so that who had the longest of the one has the shortest of the other."""
+    return turn * blocks + _place(turn, block, blocks)
+
+
+def _place(turn: Any, block: Any, blocks: Any) -> Any:
+    return choose(turn % 2 == 0, block, blocks - 1 - block)

@@ -212,6 +212,33 @@ def test_longest_first_reaches_every_tile_of_every_head_once(tiles: int, heads: 
 
 
 def test_heads_at_once() -> None:
-    assert schedule.heads_at_once(8192, 512) == 8
-    assert schedule.heads_at_once(2048, 256) == 64
-    assert schedule.heads_at_once(MAX_LENGTH, 1024) == schedule.heads_at_once(0, 2**30) == 1
+    """What fits the cache's share, in multiples of a quarter of the blocks."""
+    assert schedule.heads_at_once(8192, 512, 4) == 8
+    assert schedule.heads_at_once(2048, 256, 132) == 66
+    assert schedule.heads_at_once(8192, 1024, 132) == 33
+    assert schedule.heads_at_once(MAX_LENGTH, 1024, 3) == schedule.heads_at_once(0, 2**30, 1) == 1
+
+
+@given(st.integers(0, 400), st.integers(1, 20))
+def test_blocks_take_every_item_once(total: int, blocks: int) -> None:
+    taken = [
+        schedule.number_of(turn, block, blocks)
+        for block in range(blocks)
+        for turn in range(schedule.turns(total, block, blocks))
+    ]
+    assert sorted(taken) == list(range(total))
+
+
+@pytest.mark.parametrize(("tiles", "heads", "bytes_of_key"), [(64, 32, 1024), (64, 64, 512), (16, 256, 512)])
+def test_blocks_have_equal_shares_of_a_causal_mask(tiles: int, heads: int, bytes_of_key: int) -> None:
+    """A query tile has as many key tiles as its number, and one more; 132 blocks, tiles of 128."""
+    blocks = 132
+    at_once = schedule.heads_at_once(tiles * 128, bytes_of_key, blocks)
+
+    def share(block: int) -> int:
+        numbers = (
+            schedule.number_of(turn, block, blocks) for turn in range(schedule.turns(tiles * heads, block, blocks))
+        )
+        return sum(schedule.longest_first(number, tiles, heads, at_once)[0] + 1 for number in numbers)
+
+    assert max(map(share, range(blocks))) <= 1.02 * heads * tiles * (tiles + 1) / 2 / blocks
