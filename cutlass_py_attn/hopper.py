@@ -16,6 +16,7 @@ def lacking(problem: Problem) -> tuple[str, ...]:
     found = [name for name in problem.features if name not in FEATURES]
     present = {
         "backward": problem.direction == "backward",
+        "a scale below 0": problem.scale_value < 0,
         "float32": problem.dtype == "float32",
         f"head dims beyond {MAX_HEAD_DIM}": max(shape.head_dim, shape.head_dim_value) > MAX_HEAD_DIM,
         "rows aligned to less than 16 bytes": any(

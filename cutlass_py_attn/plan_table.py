@@ -127,6 +127,9 @@ _HOPPER_FORWARD: _Table = {
     128: (Tile(128, 128, 12, 2), Tile(128, 64, 12, 2)),
     256: (Tile(128, 64, 12, 2),),
 }
+# Three warpgroups of a narrow head have no registers for a wide tile of these.
+_HOPPER_FORWARD_HELD: _Table = {**_HOPPER_FORWARD, 64: (Tile(192, 64, 16, 2), Tile(128, 128, 12, 2))}
+_HELD = {"alibi", "bias", "dropout"}
 _TERMS = ("softcap", "bias", "alibi", "dropout")  # the first of these that has a table of its own decides
 
 
@@ -144,7 +147,8 @@ def tiles(problem: Problem) -> tuple[Tile, ...]:
 
 def hopper_tiles(problem: Problem) -> tuple[Tile, ...]:
     """Candidate rows of the Hopper family, the fastest first; its head dims end at 256."""
-    return _HOPPER_FORWARD[min(size for size in _HOPPER_FORWARD if size >= problem.shape.head_dim_value)]
+    table = _HOPPER_FORWARD_HELD if _HELD & set(problem.features) else _HOPPER_FORWARD
+    return table[min(size for size in table if size >= problem.shape.head_dim_value)]
 
 
 def _held(problem: Problem) -> int:

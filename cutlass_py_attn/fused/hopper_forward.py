@@ -32,7 +32,7 @@ from cutlass_py_attn.parts.held_terms import HeldTerms
 from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item, Items
 from cutlass_py_attn.parts.mixed_softmax import MixedSoftmax
-from cutlass_py_attn.parts.quad_store import store_rows
+from cutlass_py_attn.parts.quads import store_rows
 from cutlass_py_attn.parts.softmax import OnlineSoftmax, lazy_weights, multiply_rows, safe_scale
 from cutlass_py_attn.plan import Build
 
@@ -275,8 +275,6 @@ class HopperForward(Forward):
         corner = (item.tile * build.tile_m, key_tile * build.tile_n)
         if cutlass.const_expr(self.terms.present):
             self.terms.apply(p, row_view(r_s), where, corner, item.band, given)
-        elif p.scale_log2 < 0.0:
-            r_s.store(-r_s.load())
         if schedule.needs_mask(item.band, item.tile, key_tile, build.tile_m, build.tile_n):
             masking.hide(item.band, row_view(r_s), where, corner)
 

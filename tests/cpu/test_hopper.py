@@ -31,6 +31,7 @@ def forward(dim: int = 128, dim_value: int = 128, dtype: str = "bfloat16", mask:
         ({"softcap": 2.0, "dropout_p": 0.1}, ()),
         ({"bias": Tensor.contiguous((2, 4, 200, 300), "bfloat16")}, ()),
         ({"alibi_slopes": Tensor.contiguous((4,), "float32"), "sinks": Tensor.contiguous((4,), "float32")}, ()),
+        ({"scale": -0.1}, ("a scale below 0",)),
         ({"key": Tensor((2, 300, 4, 128), (0, 512, 128, 1), "bfloat16")}, ("strides of 0 or less",)),
         ({"value": Tensor((2, 300, 4, 128), (300 * 512, 512, 128, 1), "bfloat16", 8)},
          ("rows aligned to less than 16 bytes",)),

@@ -1,4 +1,4 @@
-"""Quad store: an accumulator's rows from registers to global memory, 16 bytes a thread.
+"""Quads: an accumulator's rows between registers and global memory, 16 bytes a thread.
 
 A thread of a quad holds two columns of every eight of its rows, one word; four such words and three exchanges later it
 holds eight columns of one row.
@@ -31,14 +31,15 @@ def store_rows(values: cute.Tensor, where: cute.Tensor, target: Source) -> None:
         start = target.start + params.multiple(Int64(index) * target.row, EIGHT)
         for first in range(0, cute.size(values, mode=[1]), 2 * QUAD):
             places = [cute.crd2idx((row, first + 2 * word), values.layout) // 2 for word in range(QUAD)]
-            mine = _turned([words[place] for place in places], lane)
+            mine = turned([words[place] for place in places], lane)
             column = first * QUAD + lane * EIGHT
             inside = (index < target.rows) & (column < target.columns)
-            _put(start + params.multiple(column, EIGHT), mine, inside)
+            _put(start + params.multiple(Int64(column), EIGHT), mine, inside)
 
 
-def _turned(words: list[Uint32], lane: Int32) -> list[Uint32]:
-    """Of four words the one at this thread's place in the quad, of every thread in the quad's order."""
+def turned(words: list[Uint32], lane: Int32) -> list[Uint32]:
+    """Of four words the one at this thread's place in the quad, of every thread in the quad's order; done twice, it
+    changes nothing."""
     is_odd, is_upper = (lane & 1) != 0, (lane & 2) != 0
     (a, b), (c, d) = (_exchanged(low, high, is_odd, 1) for low, high in (words[:2], words[2:]))
     (a, c), (b, d) = (_exchanged(low, high, is_upper, 2) for low, high in ((a, c), (b, d)))
@@ -53,6 +54,13 @@ def _exchanged(low: Uint32, high: Uint32, gives_low: Boolean, distance: int) -> 
 
 def _choice(condition: Boolean, a: Uint32, b: Uint32) -> Uint32:
     return Uint32(cutlass.select_(condition, a, b))
+
+
+def vector_at(source: cute.Pointer) -> list[Uint32]:
+    """The four words there."""
+    vector = cute.make_rmem_tensor(QUAD, Uint32)
+    cute.autovec_copy(cute.make_tensor(cute.recast_ptr(source, dtype=Uint32), cute.make_layout(QUAD)), vector)
+    return [vector[i] for i in range(QUAD)]
 
 
 @cute.jit
