@@ -124,11 +124,16 @@ _STREAMED: dict[tuple[str, bool], tuple[Tile, ...]] = {
 # By head_dim_value; 128 more threads load.
 _HOPPER_FORWARD: _Table = {
     64: (Tile(192, 128, 16, 2), Tile(128, 128, 12, 2)),
+    96: (Tile(192, 96, 16, 2), Tile(128, 128, 12, 2), Tile(128, 64, 12, 2)),
     128: (Tile(128, 128, 12, 2), Tile(128, 64, 12, 2)),
     256: (Tile(128, 64, 12, 2),),
 }
-# Three warpgroups of a narrow head have no registers for a wide tile of these.
-_HOPPER_FORWARD_HELD: _Table = {**_HOPPER_FORWARD, 64: (Tile(192, 64, 16, 2), Tile(128, 128, 12, 2))}
+# Three warpgroups have no registers for a wide tile with these.
+_HOPPER_FORWARD_HELD: _Table = {
+    64: (Tile(192, 64, 16, 2), Tile(128, 128, 12, 2)),
+    128: _HOPPER_FORWARD[128],
+    256: _HOPPER_FORWARD[256],
+}
 _HELD = {"alibi", "bias", "dropout"}
 _TERMS = ("softcap", "bias", "alibi", "dropout")  # the first of these that has a table of its own decides
 

@@ -152,12 +152,13 @@ class HopperForward(Forward):
         build = self.build
         rows, columns = loaded_tiles(build)[name]
         width = swizzle_bytes(columns)
-        start = self.slot_start(name, slot)
+        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        start = build.buffer(name).offset + slot * (rows * columns * build.item_bytes)
         with cute.arch.elect_one():
             for strip in range(columns * build.item_bytes // width):
+                offset = cute.assume(start + strip * rows * width, divby=1024)
                 corner = [Int32(strip * width // build.item_bytes), at[0], at[1], at[2]]
-                target = start + strip * rows * width
-                prim.cp_async_bulk_tensor_shared_cta_global(target, source.get_ptr(), corner, barrier)
+                prim.cp_async_bulk_tensor_shared_cta_global(base + offset, source.get_ptr(), corner, barrier)
 
     @cute.jit
     def consume(self, p: Any, thread: Int32):
@@ -287,23 +288,23 @@ class HopperForward(Forward):
             used = larger(item.of.num_keys - (item.end - 1) * build.tile_n, 0)
             if used < build.tile_n:
                 self.pipe_v.consumer_wait(at_v)
-                self.clear_rows("value", at_v.index, used, thread)
+                self.clear_values(at_v.index, used, thread)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 self.meet()
 
     @cute.jit
-    def clear_rows(self, name: cutlass.Constexpr, slot: Int32, first: Int32, thread: Int32):
-        """Zeros in the rows of a tile from `first` on; a swizzle moves nothing out of its row."""
-        rows, columns = loaded_tiles(self.build)[name]
+    def clear_values(self, slot: Int32, first: Int32, thread: Int32):
+        """Zeros in the rows of a value tile from `first` on; a swizzle moves nothing out of its row."""
+        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        rows, columns = loaded_tiles(build)["value"]
         width = swizzle_bytes(columns)
-        start = self.slot_start(name, slot)
         zeros = cute.make_rmem_tensor(VECTOR_WORDS, Int32)
         zeros.fill(0)
-        for strip in cutlass.range_constexpr(columns * self.build.item_bytes // width):
-            vectors = (rows - first) * (width // moves.VECTOR_BYTES)
-            for step in cutlass.range(thread, vectors, self.consumers, unroll=1):
-                offset = (strip * rows + first) * width + step * moves.VECTOR_BYTES
-                target = cute.recast_ptr(start + cute.assume(offset, divby=moves.VECTOR_BYTES), dtype=Int32)
+        for strip in cutlass.range_constexpr(columns * build.item_bytes // width):
+            start = build.buffer("value").offset + slot * slot_bytes(build, "value") + (strip * rows + first) * width
+            for vector in cutlass.range(thread, (rows - first) * width // moves.VECTOR_BYTES, self.consumers, unroll=1):
+                offset = cute.assume(start + vector * moves.VECTOR_BYTES, divby=moves.VECTOR_BYTES)
+                target = cute.recast_ptr(base + offset, dtype=Int32)
                 cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(VECTOR_WORDS)))
 
     @cute.jit
@@ -350,14 +351,7 @@ class HopperForward(Forward):
         """P in the operands' type, where the next product takes it from; `kept` as for masking.drop."""
         if kept is not None:
             masking.drop(row_view(r_s), kept)
-        converted = moves.converted(r_s, self.dtype)
-        r_p.store(converted.load())
-
-    def slot_start(self, name: str, slot: Int32) -> cute.Pointer:
-        """Where a slot of a ring starts."""
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        start = self.build.buffer(name).offset + slot * slot_bytes(self.build, name)
-        return base + cute.assume(start, divby=1024)
+        moves.convert(r_s, r_p)
 
     def rings(self) -> list[cute.Tensor]:
         """Rings of Q, K and V as wgmma reads them."""

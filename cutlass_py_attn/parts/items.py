@@ -81,6 +81,9 @@ class Items:
         of = lengths.sequence(self.build, p, index)
         tiles = ceil_div(of.num_queries, self.build.tile_m)
         tile, head = self._place(number - before, tiles, p.num_heads, p.num_heads)
+        if self.build.mask != "full":
+            # Every second sequence ends with its longest tiles: lengths of all kinds leave blocks more equal shares.
+            tile = cutlass.select_(index % 2 == 0, tile, tiles - 1 - tile)
         return self._item(p, of, head, tile), cursor
 
     @cute.jit
