@@ -98,8 +98,9 @@ class Items:
 
     def _dense(self, p: Any, number: Int32, blocks: Int32) -> Item:
         tiles = ceil_div(p.num_queries, self.build.tile_m)
-        at_once = schedule.heads_at_once(p.num_keys, self.bytes_of_key, blocks)
-        tile, rest = self._place(number, tiles, p.num_heads * p.batch, at_once)
+        heads = p.num_heads * p.batch
+        at_once = schedule.heads_at_once(p.num_keys, self.bytes_of_key, blocks, heads)
+        tile, rest = self._place(number, tiles, heads, at_once)
         return self._item(p, lengths.sequence(self.build, p, rest // p.num_heads), rest % p.num_heads, tile)
 
     def _place(self, number: Int32, tiles: Int32, heads: Int32, at_once: Int32) -> tuple[Int32, Int32]:

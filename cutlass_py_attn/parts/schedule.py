@@ -11,6 +11,7 @@ from cutlass_py_attn.masks import Band
 from cutlass_py_attn.parts.integers import ceil_div, choose, larger, smaller
 
 L2_SHARE = 32 << 20  # bytes of the keys and values that blocks at work should read together
+TILES_AT_ONCE = 12  # of each head, by the blocks at work: they read the same keys and values, at about the same time
 
 
 def key_tile_start(band: Band, query_tile: Any, tile_m: int, tile_n: int) -> Any:
@@ -76,12 +77,13 @@ def turn(band: Band, query_tile: Any, key_tile: Any, tile_m: int, tile_n: int) -
     return key_tile_end(band, query_tile, tile_m, tile_n) - 1 - key_tile
 
 
-def heads_at_once(num_keys: Any, bytes_of_key: int, blocks: Any) -> Any:
-    """Heads that blocks at work share out: what fits the L2 cache's share together, in multiples of a quarter of the
-    blocks, so that the blocks of one turn take four tiles of each head or fewer."""
+def heads_at_once(num_keys: Any, bytes_of_key: int, blocks: Any, heads: Any) -> Any:
+    """Of `heads`, those that blocks at work share out: what fits the L2 cache's share together, in multiples of a
+    twelfth of the blocks, so that a turn of all blocks takes as many tiles of each; all where few would be left."""
     fitting = L2_SHARE // bytes_of_key // larger(num_keys, 1)
-    quarter = larger(blocks // 4, 1)
-    return larger((fitting + quarter - 1) // quarter, 1) * quarter
+    few = larger(blocks // TILES_AT_ONCE, 1)
+    found = larger((fitting + few - 1) // few, 1) * few
+    return choose(2 * heads <= 3 * found, larger(heads, 1), found)
 
 
 def longest_first(number: Any, tiles: Any, heads: Any, at_once: Any) -> tuple[Any, Any]:

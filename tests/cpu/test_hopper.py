@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn import hopper, planner
+from cutlass_py_attn import hopper, launch, planner
 from cutlass_py_attn.compiler import compile as compile_now
 from cutlass_py_attn.device import architecture, targets
 from cutlass_py_attn.gemm.plans import swizzle_bytes
@@ -45,6 +45,13 @@ def test_what_the_family_takes(changes: dict[str, Any], lacking: tuple[str, ...]
     assert families[-1] == "generic"
     assert ("hopper" in families) == (not lacking)
     assert all(name in planner.plan(problem, "sm_90").why for name in lacking)
+
+
+def test_a_plan_refuses_a_scale_that_its_kernel_does_not_take() -> None:
+    """The scale is no part of a plan, so that only the launch can tell."""
+    plan, problem = planner.plan(forward(), "sm_90a"), forward().replace(scale=-0.1)
+    assert [line for line in launch._problem_objections(plan, problem) if "a scale below 0" in line]
+    assert not [*launch._problem_objections(plan, forward().replace(scale=0.1))]
 
 
 def of_lengths(num_keys: int = 900, **changes: Any) -> Problem:
@@ -112,9 +119,9 @@ def test_tensor_maps_follow_strides() -> None:
     problem = Problem.dense("forward", shape, "float16", Full()).replace(key=key)
     (launch,) = planner.plan(problem, "sm_90a").launches
     assert launch.tensor_maps == (
-        TensorMap("query", (96, 200, 4, 1), (384, 96, 96), (32, 128, 1, 1), 64),
-        TensorMap("key", (96, 300, 4, 1), (96, 28800, 96), (32, 128, 1, 1), 64),
-        TensorMap("value", (96, 300, 4, 1), (384, 96, 96), (32, 128, 1, 1), 64),
+        TensorMap("query", (96, 200, 4, 1), (384, 96, 96), (32, 192, 1, 1), 64),
+        TensorMap("key", (96, 300, 4, 1), (96, 28800, 96), (32, 96, 1, 1), 64),
+        TensorMap("value", (96, 300, 4, 1), (384, 96, 96), (32, 96, 1, 1), 64),
     )
 
 
@@ -139,7 +146,8 @@ def test_machine_code(problem: Problem, tile_n: int) -> None:
     build, made = plan.build, compile_now(plan)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
     rows = build.tile_m // 64 // (build.warps // 4 - 1)
-    # Each product stands twice: before the loop or behind it, and in it; the next item's scores may stand behind it too.
+    # Each product stands twice: before the loop or behind it, and in it. Where there is room for the next item's
+    # query, its scores stand behind the loop too.
     times = 1 + hopper.slots(build)["query"]
     scores, values = times * rows * build.columns // 16, 2 * rows * build.tile_n // 16
     expected = [str(build.tile_n)] * scores + [str(build.columns_value)] * values

@@ -212,11 +212,13 @@ def test_longest_first_reaches_every_tile_of_every_head_once(tiles: int, heads: 
 
 
 def test_heads_at_once() -> None:
-    """What fits the cache's share, in multiples of a quarter of the blocks."""
-    assert schedule.heads_at_once(8192, 512, 4) == 8
-    assert schedule.heads_at_once(2048, 256, 132) == 66
-    assert schedule.heads_at_once(8192, 1024, 132) == 33
-    assert schedule.heads_at_once(MAX_LENGTH, 1024, 3) == schedule.heads_at_once(0, 2**30, 1) == 1
+    """What fits the cache's share, in multiples of a twelfth of the blocks; all where few would be left."""
+    assert schedule.heads_at_once(8192, 512, 12, 64) == 8
+    assert schedule.heads_at_once(2048, 256, 132, 512) == 66
+    assert schedule.heads_at_once(8192, 1024, 132, 32) == 11
+    assert schedule.heads_at_once(8192, 1024, 132, 16) == 16
+    assert schedule.heads_at_once(MAX_LENGTH, 1024, 3, 9) == schedule.heads_at_once(0, 2**30, 1, 2) == 1
+    assert schedule.heads_at_once(8192, 1024, 132, 0) == 1
 
 
 @given(st.integers(0, 400), st.integers(1, 20))
@@ -229,11 +231,13 @@ def test_blocks_take_every_item_once(total: int, blocks: int) -> None:
     assert sorted(taken) == list(range(total))
 
 
-@pytest.mark.parametrize(("tiles", "heads", "bytes_of_key"), [(64, 32, 1024), (64, 64, 512), (16, 256, 512)])
+@pytest.mark.parametrize(
+    ("tiles", "heads", "bytes_of_key"), [(64, 32, 1024), (64, 64, 512), (16, 256, 512), (32, 24, 512)]
+)
 def test_blocks_have_equal_shares_of_a_causal_mask(tiles: int, heads: int, bytes_of_key: int) -> None:
     """A query tile has as many key tiles as its number, and one more; 132 blocks, tiles of 128."""
     blocks = 132
-    at_once = schedule.heads_at_once(tiles * 128, bytes_of_key, blocks)
+    at_once = schedule.heads_at_once(tiles * 128, bytes_of_key, blocks, heads)
 
     def share(block: int) -> int:
         numbers = (
