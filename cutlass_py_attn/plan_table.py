@@ -134,6 +134,7 @@ _HOPPER_FORWARD_HELD: _Table = {
     128: _HOPPER_FORWARD[128],
     256: _HOPPER_FORWARD[256],
 }
+_HOPPER_FORWARD_LOCAL: _Table = {**_HOPPER_FORWARD, 64: _HOPPER_FORWARD[64][1:]}  # nor with two edges of a mask
 _HELD = {"alibi", "bias", "dropout"}
 _TERMS = ("softcap", "bias", "alibi", "dropout")  # the first of these that has a table of its own decides
 
@@ -152,7 +153,8 @@ def tiles(problem: Problem) -> tuple[Tile, ...]:
 
 def hopper_tiles(problem: Problem) -> tuple[Tile, ...]:
     """Candidate rows of the Hopper family, the fastest first; its head dims end at 256."""
-    table = _HOPPER_FORWARD_HELD if _HELD & set(problem.features) else _HOPPER_FORWARD
+    table = _HOPPER_FORWARD_LOCAL if problem.mask.form == "local" else _HOPPER_FORWARD
+    table = _HOPPER_FORWARD_HELD if _HELD & set(problem.features) else table
     return table[min(size for size in table if size >= problem.shape.head_dim_value)]
 
 
