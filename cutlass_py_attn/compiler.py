@@ -257,14 +257,14 @@ def _entry_objections(build: Build, found: Cubin) -> Iterator[str]:
         yield f"cubin is for sm_{found.sm}: must be for {build.arch}"
 
 
-def _threads(build: Build, symbol: str) -> int:
-    roles = {name: role for role, name in kernels.entries(build).items()}
-    return kernels.entry_threads(build, roles.get(symbol, "main"))
+def _role(build: Build, symbol: str) -> str:
+    """The role of an entry; of a room's, main."""
+    return {name: role for role, name in kernels.entries(build).items()}.get(symbol, "main")
 
 
 def _kernel_objections(build: Build, kernel: CubinKernel, spills: dict[str, int]) -> Iterator[str]:
     limits = architecture(build.arch)
-    threads = _threads(build, kernel.symbol)
+    threads = kernels.entry_threads(build, _role(build, kernel.symbol))
     registers = budget.register_limit(replace(build, warps=threads // 32), limits)
     limited = (
         ("stack frame", "bytes a thread", kernel.frame_bytes, 0),
@@ -289,7 +289,6 @@ def _kernel_objections(build: Build, kernel: CubinKernel, spills: dict[str, int]
 def parameter_objections(build: Build, ptx: str, found: Cubin) -> Iterator[str]:
     """Where the parameters of PTX, cubin and ABI differ in number, order or size."""
     declared = _ptx_parameters(ptx)
-    expected = [size for _, size in kernels.parameters(build)]
     for symbol, kernel in found.kernels.items():
         numbers = range(len(kernel.parameters))
         names = [f"{symbol}_param_{number}" for number in numbers]
@@ -300,6 +299,7 @@ def parameter_objections(build: Build, ptx: str, found: Cubin) -> Iterator[str]:
         ordinals = [parameter.ordinal for parameter in kernel.parameters]
         if ordinals != list(numbers) or offsets != sorted(set(offsets)):
             yield f"{symbol}: cubin parameters {ordinals} at {offsets}: must be numbered from 0 and ascend"
+        expected = [size for _, size in kernels.parameters(build, _role(build, symbol))]
         if sizes != expected:
             yield f"{symbol}: parameter sizes = {sizes}: the ABI has {expected}"
 
@@ -313,7 +313,7 @@ def _ptx_parameters(ptx: str) -> dict[str, list[tuple[str, int]]]:
 
 
 def _kernel(build: Build, kernel: CubinKernel, spilled: int) -> Kernel:
-    names = [name for name, _ in kernels.parameters(build)]
+    names = [name for name, _ in kernels.parameters(build, _role(build, kernel.symbol))]
     return Kernel(
         symbol=kernel.symbol,
         registers=kernel.registers,

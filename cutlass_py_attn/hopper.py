@@ -1,31 +1,52 @@
-"""Hopper: which problems the Hopper family takes, and the tensor maps of its kernels."""
+"""Hopper: which problems the Hopper family takes, its warps, grids and tensor maps."""
 
 from __future__ import annotations
 
-from cutlass_py_attn.gemm.plans import MAX_HEAD_DIM, swizzle_bytes
-from cutlass_py_attn.plan import Build, TensorMap
-from cutlass_py_attn.problem import OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Tensor
+from dataclasses import replace
 
-# Those that its kernels have.
-FEATURES = ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen")
+from cutlass_py_attn import kernels
+from cutlass_py_attn.gemm.gemm import WARPGROUP_WARPS
+from cutlass_py_attn.gemm.plans import MAX_HEAD_DIM, swizzle_bytes
+from cutlass_py_attn.parts.integers import ceil_div
+from cutlass_py_attn.plan import Build, Launch, TensorMap
+from cutlass_py_attn.problem import BIASES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
+
+# Those that its kernels have, by direction.
+FEATURES = {
+    "forward": ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
+    "backward": ("grouped",),
+}
+MAX_HEAD_DIM_BACKWARD = 128  # 64 keys of dK and dV are what two warpgroups have registers for
+DQ_WARPGROUPS, LOADERS = 1, 1  # of the backward's warpgroups, those that multiply dQ and that load
 
 
 def lacking(problem: Problem) -> tuple[str, ...]:
     """What this problem has that the family does not; empty where it takes the problem."""
     shape = problem.shape
-    found = [name for name in problem.features if name not in FEATURES]
+    found = [name for name in problem.features if name not in FEATURES[problem.direction]]
+    backward = problem.direction == "backward"
+    widest = MAX_HEAD_DIM_BACKWARD if backward else MAX_HEAD_DIM
     present = {
-        "backward": problem.direction == "backward",
-        "a scale below 0": problem.scale_value < 0,
+        "deterministic gradients": backward and problem.deterministic,
+        "num_splits_key": backward and problem.num_splits_key is not None,
+        "choice of gradients": backward and problem.gradients != OPERANDS,
+        "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
-        f"head dims beyond {MAX_HEAD_DIM}": max(shape.head_dim, shape.head_dim_value) > MAX_HEAD_DIM,
+        f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
         "rows aligned to less than 16 bytes": any(
-            getattr(problem, name).access_bytes < ROW_ALIGNMENT_BYTES for name in (*OPERANDS, "output")
+            tensor.access_bytes < ROW_ALIGNMENT_BYTES
+            for name, tensor in problem.tensors().items()
+            if name not in BIASES
         ),
-        "axes without an index": any(0 in getattr(problem, name).shape for name in OPERANDS),
-        "strides of 0 or less": any(step <= 0 for name in OPERANDS for step in _strides(getattr(problem, name))),
+        "axes without an index": any(0 in getattr(problem, name).shape for name in _read(problem)),
+        "strides of 0 or less": any(step <= 0 for name in _read(problem) for step in _strides(getattr(problem, name))),
     }
     return (*found, *(name for name, is_present in present.items() if is_present))
+
+
+def _read(problem: Problem) -> tuple[str, ...]:
+    """The tensors that TMA reads."""
+    return OPERANDS if problem.direction == "forward" else (*OPERANDS, "grad_output")
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
@@ -35,6 +56,13 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 def loaded_tiles(build: Build) -> dict[str, tuple[int, int]]:
     """(rows, columns) of the tiles that TMA brings, by operand, in the order of the kernel's tensor maps."""
+    if build.kind == "backward":
+        return {
+            "query": (build.tile_m, build.columns),
+            "grad_output": (build.tile_m, build.columns_value),
+            "key": (build.tile_n, build.columns),
+            "value": (build.tile_n, build.columns_value),
+        }
     return {
         "query": (build.tile_m, build.columns),
         "key": (build.tile_n, build.columns),
@@ -53,8 +81,37 @@ def slots(build: Build) -> dict[str, int]:
     return {name: build.buffer(name).bytes // slot_bytes(build, name) for name in loaded_tiles(build)}
 
 
+def with_warps(build: Build) -> Build:
+    """Warpgroups share the rows of every product: of S in the forward, of S^T, dV and dK in the backward."""
+    if build.kind == "forward":
+        return replace(build, scores=(build.warps - LOADERS * WARPGROUP_WARPS, 1))
+    keys = build.warps - (LOADERS + DQ_WARPGROUPS) * WARPGROUP_WARPS, 1
+    return replace(build, scores=keys, grad_v=keys, grad_k=keys, grad_q=(DQ_WARPGROUPS * WARPGROUP_WARPS, 1))
+
+
+def grid(shape: Shape, build: Build, num_sms: int) -> tuple[int, int, int]:
+    """A block for each SM, which take query tiles in turn, in the backward key tiles."""
+    rows, tile = (shape.num_queries, build.tile_m) if build.kind == "forward" else (shape.num_keys, build.tile_n)
+    heads = shape.num_heads if build.kind == "forward" else shape.num_heads_key
+    return min(num_sms, ceil_div(rows, tile) * heads * shape.batch), 1, 1
+
+
+def why(build: Build) -> str:
+    """What the warpgroups of a block do."""
+    keepers = build.scores[0] // WARPGROUP_WARPS
+    others = "one warp loads" if build.kind == "forward" else "one multiplies dQ, one warp loads"
+    return f"Hopper family (wgmma, TMA): {keepers} warpgroups multiply, {others}"
+
+
+def with_maps(problem: Problem, build: Build, launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
+    """The launches, the main kernel's with its tensor maps."""
+    main = kernels.entries(build)["main"]
+    maps = tensor_maps(problem, build)
+    return tuple(replace(launch, tensor_maps=maps) if launch.symbol == main else launch for launch in launches)
+
+
 def tensor_maps(problem: Problem, build: Build) -> tuple[TensorMap, ...]:
-    """The maps of query, key and value: [batch, heads, rows, columns], a strip of a tile at a time."""
+    """The maps of what TMA brings: [batch, heads, rows, columns], a strip of a tile at a time."""
     return tuple(_tensor_map(name, getattr(problem, name), *tile) for name, tile in loaded_tiles(build).items())
 
 

@@ -20,6 +20,7 @@ _MODULES: Final[dict[tuple[str, ...], str]] = {
     ("forward", "generic", "streamed"): "cutlass_py_attn.fused.streamed_forward",
     ("backward", "generic", "streamed"): "cutlass_py_attn.fused.streamed_backward",
     ("forward", "hopper"): "cutlass_py_attn.fused.hopper_forward",
+    ("backward", "hopper"): "cutlass_py_attn.fused.hopper_backward",
     ("room", "generic"): "cutlass_py_attn.gemm.alone",
     ("room", "hopper"): "cutlass_py_attn.gemm.alone_hopper",
 }
@@ -32,6 +33,7 @@ ROW_THREADS: Final = 128  # of the kernels that work row by row
 _TENSOR_MAPS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
     ("room", "hopper"): ("a", "b"),
     ("forward", "hopper"): ("query", "key", "value"),
+    ("backward", "hopper"): ("query", "grad_output", "key", "value"),
 }
 
 # device.py, problem.py, plan.py and planner.py hold limits, paddings and thread counts that kernels read but no
@@ -82,12 +84,16 @@ def entry_symbols(build: Build) -> tuple[str, ...]:
 
 def entry_threads(build: Build, role: str) -> int:
     """Threads of a block of the entry with this role."""
-    return ROW_THREADS if role in ("delta", "sinks") else build.threads
+    if role in ("delta", "sinks"):
+        return ROW_THREADS
+    if role == "finish" and build.family == "hopper":
+        return ROW_THREADS  # those of the warpgroup that multiplied dQ
+    return build.threads
 
 
-def parameters(build: Build) -> tuple[tuple[str, int], ...]:
-    """(name, bytes) of each parameter of every entry: the tensor maps, then the struct."""
-    maps = _TENSOR_MAPS.get((build.kind, build.family), ())
+def parameters(build: Build, role: str = "main") -> tuple[tuple[str, int], ...]:
+    """(name, bytes) of each parameter of the entry with this role: the main one's tensor maps, then the struct."""
+    maps = _TENSOR_MAPS.get((build.kind, build.family), ()) if role == "main" else ()
     struct = abi.numpy_struct(abi.FIELDS[build.kind])
     return (*((f"map_{field}", abi.TENSOR_MAP_BYTES) for field in maps), ("params", struct.itemsize))
 

@@ -136,6 +136,10 @@ _HOPPER_FORWARD_HELD: _Table = {
 }
 _HOPPER_FORWARD_LOCAL: _Table = {**_HOPPER_FORWARD, 64: _HOPPER_FORWARD[64][1:]}  # nor with two edges of a mask
 _HELD = {"alibi", "bias", "dropout"}
+_HOPPER_BACKWARD: _Table = {
+    64: (Tile(128, 128, 16, 3, 2),),
+    128: (Tile(64, 128, 16, 3, 2),),
+}
 _TERMS = ("softcap", "bias", "alibi", "dropout")  # the first of these that has a table of its own decides
 
 
@@ -153,6 +157,9 @@ def tiles(problem: Problem) -> tuple[Tile, ...]:
 
 def hopper_tiles(problem: Problem) -> tuple[Tile, ...]:
     """Candidate rows of the Hopper family, the fastest first; its head dims end at 256."""
+    if problem.direction == "backward":
+        widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
+        return next((rows for size, rows in _HOPPER_BACKWARD.items() if size >= widest), ())
     table = _HOPPER_FORWARD_LOCAL if problem.mask.form == "local" else _HOPPER_FORWARD
     table = _HOPPER_FORWARD_HELD if _HELD & set(problem.features) else table
     return table[min(size for size in table if size >= problem.shape.head_dim_value)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from cutlass_py_attn import budget, hopper, kernels
 from cutlass_py_attn.device import ARCHITECTURES, architecture, targets
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.gemm.gemm import WARP_THREADS
 from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.philox import threshold
 from cutlass_py_attn.plan import Build, Launch, Part, Plan, Warps, Workspace
@@ -101,12 +101,9 @@ def _plan(problem: Problem, build: Build, num_sms: int) -> Plan:
 
 def _hopper_forward(problem: Problem, build: Build, num_sms: int) -> Plan:
     """A block for each SM, which take query tiles in turn."""
-    shape = problem.shape
-    tiles = ceil_div(shape.num_queries, build.tile_m) * shape.num_heads * shape.batch
-    (launch,) = _launches(problem, build, {"main": (min(num_sms, tiles), 1, 1)}) or (None,)
-    launches = () if launch is None else (replace(launch, tensor_maps=hopper.tensor_maps(problem, build)),)
-    why = f"Hopper family (wgmma, TMA): {build.warps // WARPGROUP_WARPS - 1} warpgroups multiply, one warp loads"
-    return Plan(build, launches, Workspace(), sizes(problem, build), why)
+    launches = _launches(problem, build, {"main": hopper.grid(problem.shape, build, num_sms)})
+    launches = hopper.with_maps(problem, build, launches)
+    return Plan(build, launches, Workspace(), sizes(problem, build), hopper.why(build))
 
 
 def _forward(problem: Problem, build: Build) -> Plan:
@@ -130,6 +127,10 @@ def _backward(problem: Problem, build: Build, num_sms: int) -> Plan:
     }
     workspace = backward_workspace(problem, build)
     numbers = *sizes(problem, build), ("num_splits_key", splits)
+    if build.family == "hopper":
+        grids["main"] = hopper.grid(shape, build, num_sms)
+        launches = hopper.with_maps(problem, build, _launches(problem, build, grids))
+        return Plan(build, launches, workspace, numbers, hopper.why(build))
     return Plan(build, _launches(problem, build, grids), workspace, numbers, _why(problem, build))
 
 
@@ -143,8 +144,8 @@ def num_splits_key(problem: Problem, build: Build, num_sms: int) -> int:
     asked = problem.num_splits_key
     if asked is not None:
         return min(asked, key_tiles)
-    if build.deterministic:
-        return key_tiles  # a block waits only for blocks that started before it
+    if build.deterministic or build.family == "hopper":
+        return key_tiles  # a block waits only for blocks that started before it; a Hopper block takes one at a time
     groups = max(problem.shape.batch * problem.shape.num_heads_key, 1)
     return min(key_tiles, max(ceil_div(SPLIT_WAVES * num_sms, groups), 1))
 
@@ -310,7 +311,7 @@ def _with_warps(build: Build, tile: Tile) -> Build:
 
     columns, columns_value = build.block_columns, build.block_columns_value
     if build.family == "hopper":
-        return replace(build, scores=(build.warps - WARPGROUP_WARPS, 1))
+        return hopper.with_warps(build)
     if build.kind == "forward":
         # A resident forward keeps the rows of S in one warp, for the softmax reduces along them.
         scores = grid(tile.tile_m, tile.tile_n) if build.column_block else (tile.warps, 1)

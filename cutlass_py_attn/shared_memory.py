@@ -55,7 +55,7 @@ def shared_memory_map(build: Build) -> tuple[Buffer, ...]:
 
         return streamed_map(build)
     if build.family == "hopper":
-        return _hopper_forward(build)
+        return _hopper_forward(build) if build.kind == "forward" else _hopper_backward(build)
     return _forward(build) if build.kind == "forward" else _backward(build)
 
 
@@ -86,6 +86,38 @@ def _hopper_forward_with(build: Build, queries: int) -> tuple[Buffer, ...]:
         ("value", stages * tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
         ("barriers", 2 * BARRIER_BYTES * (queries + 2 * stages), 0, 4),
     )
+
+
+def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
+    """key, value (reused for dK and dV), rings of query, grad_output, dS and of their row statistics, and the full and
+    the empty barrier of every slot."""
+    dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
+    queries, grads = build.query_stages, build.grad_output_stages
+    wide = max(build.columns, build.columns_value)
+    slots = queries + 2 * grads + 2
+    return stack(
+        ("key", tile_bytes(dtype, tile_n, build.columns), 0, 7),
+        ("value", tile_bytes(dtype, tile_n, wide), 0, 8),
+        ("query", queries * tile_bytes(dtype, tile_m, build.columns), 0, 6),
+        ("grad_output", grads * tile_bytes(dtype, tile_m, build.columns_value), 0, 5),
+        ("ds", grads * tile_bytes(dtype, tile_m, tile_n), 4, 7),
+        ("staging", grad_query_bytes(build), 7, 7),
+        ("logsumexp", queries * tile_m * F32_BYTES, 0, 2),
+        ("delta", grads * tile_m * F32_BYTES, 0, 4),
+        ("barriers", 2 * BARRIER_BYTES * slots, 0, 8),
+    )
+
+
+def grad_query_piece(build: Build) -> tuple[int, int]:
+    """Rows and columns of dQ that the Hopper backward's warpgroup of dQ has registers for at once; the columns are
+    whole strips of the key tile."""
+    return 64, 64 if build.columns % 64 == 0 else 32
+
+
+def grad_query_bytes(build: Build) -> int:
+    """A piece of dQ in float32."""
+    rows, columns = grad_query_piece(build)
+    return rows * columns * F32_BYTES
 
 
 def _backward(build: Build) -> tuple[Buffer, ...]:

@@ -55,15 +55,20 @@ class Backward:
         # the fields it has read of one with that launch.
         if cutlass.const_expr(self.build.has_main):
             self.name(self.kernel, "")
-            block = (self.build.threads, 1, 1)
-            self.kernel(params.filled(Params, abi.BACKWARD, values)).launch(grid=grid, block=block, **self.promise)
+            self.launch_main(values, grid)
         self.name(self.delta_kernel, "_delta")
         self.delta_kernel(params.filled(Params, abi.BACKWARD, values)).launch(grid=grid, block=(ROW_THREADS, 1, 1))
         if cutlass.const_expr(self.wants_query):
             self.name(self.finish_kernel, "_finish")
             finish = self.finish_kernel(params.filled(Params, abi.BACKWARD, values))
-            finish.launch(grid=grid, block=(self.build.threads, 1, 1))
+            finish.launch(grid=grid, block=(self.grad_query.threads, 1, 1))
         self.launch_bias_and_sinks(values, grid)
+
+    @cute.jit
+    def launch_main(self, values: tuple, grid: tuple):
+        """The main kernel."""
+        block = (self.build.threads, 1, 1)
+        self.kernel(params.filled(Params, abi.BACKWARD, values)).launch(grid=grid, block=block, **self.promise)
 
     @cute.jit
     def launch_bias_and_sinks(self, values: tuple, grid: tuple):

@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.fused.streamed import from_column
 from cutlass_py_attn.gemm import grad_q
+from cutlass_py_attn.gemm.gemm import Gemm
 from cutlass_py_attn.gemm.mma_sync import MmaSync
 from cutlass_py_attn.parts import lengths, moves, params
 from cutlass_py_attn.parts.params import DTYPES
@@ -29,6 +30,11 @@ class GradQuery:
         self.build = build
         self.width = 4 if architecture(build.arch).vector_red else 1
         self.columns, self.sums = sum_columns(build), sums_of_tile(build)
+        self.threads = build.threads
+
+    def product_of(self, spec: Gemm) -> Any:
+        """The product whose accumulator the sum is kept in the order of."""
+        return MmaSync(spec, self.build.dtype)
 
     def number(self, p: Any, head: Int32, tile: Int32) -> Int64:
         """Number of a query tile among those of all heads; `tile` counts those of all sequences of a head."""
@@ -45,7 +51,7 @@ class GradQuery:
     def add(self, target: cute.Pointer, values: cute.Tensor, thread: Int32) -> None:
         """Add an accumulator to the sum."""
         for i in range(cute.size(values) // self.width):
-            at = target + (thread + i * self.build.threads) * self.width
+            at = target + (thread + i * self.threads) * self.width
             if self.width == 4:
                 four = [values[i * 4 + j] for j in range(4)]
                 cute.arch.inline_ptx(
@@ -58,7 +64,7 @@ class GradQuery:
     def load(self, source: cute.Pointer, values: cute.Tensor, thread: Int32) -> None:
         """Read a sum back into the registers it came from."""
         for i in range(cute.size(values) // self.width):
-            at = source + (thread + i * self.build.threads) * self.width
+            at = source + (thread + i * self.threads) * self.width
             vector = cute.make_rmem_tensor(self.width, Float32)
             cute.autovec_copy(cute.make_tensor(at, cute.make_layout(self.width)), vector)
             for j in range(self.width):
@@ -106,7 +112,7 @@ class GradQuery:
         query_tile, place = block // self.sums, block % self.sums
         head, batch = head + p.first_head, batch + p.first_batch
         of = lengths.sequence(build, p, batch)
-        self.product = MmaSync(replace(grad_q.spec(build), n=self.columns), build.dtype)
+        self.product = self.product_of(replace(grad_q.spec(build), n=self.columns))
         values = self.product.accumulator(thread)
         query0 = query_tile * build.tile_m
         # Sums behind the last column are there because a column block is always added to in full.
@@ -123,4 +129,4 @@ class GradQuery:
             target = moves.tile_of(build, p, "grad_query", at, of.num_queries - query0, build.head_dim)
             if cutlass.const_expr(self.sums > 1):
                 target = from_column(target, place * self.columns, self.columns)
-            moves.store_tile(thread, build.threads, tile, target)
+            moves.store_tile(thread, self.threads, tile, target)

@@ -13,21 +13,19 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
-import cutlass.experimental.primitives as prim
 import cutlass.pipeline as pipeline
 from cutlass import Float32, GridConstant, Int32, Int64
 
 from cutlass_py_attn import abi
 from cutlass_py_attn.fused.forward import Forward, Params, output_spec
 from cutlass_py_attn.gemm import matmul_qk
-from cutlass_py_attn.gemm.alone_hopper import MAP_SWIZZLES
 from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
 from cutlass_py_attn.hopper import loaded_tiles, slot_bytes, slots
-from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, schedule
+from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, schedule, tma
 from cutlass_py_attn.parts.held_terms import HeldTerms
 from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item, Items
@@ -59,19 +57,9 @@ class HopperForward(Forward):
     def __call__(self, *values):
         p = params.filled(Params, abi.FORWARD, values)
         build = self.build
-        maps = tuple(self.tensor_map(p, name, *tile) for name, tile in loaded_tiles(build).items())
+        maps = tuple(tma.stand_in(p, getattr(p, name), self.dtype, *tile) for name, tile in loaded_tiles(build).items())
         self.kernel.set_name_prefix(build.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(*maps, p).launch(grid=(p.num_queries, 1, 1), block=(build.threads, 1, 1), min_blocks_per_mp=1)
-
-    def tensor_map(self, p: Any, name: str, rows: int, columns: int) -> tensor_maps.TensorMap:
-        """A stand-in: the launch passes the map of the plan's recipe, and the kernel sees 128 bytes."""
-        width = swizzle_bytes(columns)
-        head = cute.assume(Int64(p.query_head), divby=8)
-        layout = cute.make_layout((p.batch, p.num_heads, p.num_queries, columns), stride=(head * 64, head, head * 8, 1))
-        view = cute.make_tensor(params.pointer(getattr(p, name), self.dtype), layout)
-        return tensor_maps.create_tensor_map_tiled_from_view(
-            view, box_dims=(1, 1, rows, width // 2), stride_order=(3, 2, 1, 0), swizzle=MAP_SWIZZLES[width]
-        )
 
     @cute.kernel
     def kernel(
@@ -148,17 +136,8 @@ class HopperForward(Forward):
         self.pipe_v.producer_tail(at_v)
 
     def fetch(self, source: Any, name: str, at: tuple, slot: Int32, barrier: cute.Pointer) -> None:
-        """Ask for one tile at (row, head, batch), a strip as wide as the swizzle at a time."""
-        build = self.build
-        rows, columns = loaded_tiles(build)[name]
-        width = swizzle_bytes(columns)
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        start = build.buffer(name).offset + slot * (rows * columns * build.item_bytes)
-        with cute.arch.elect_one():
-            for strip in range(columns * build.item_bytes // width):
-                offset = cute.assume(start + strip * rows * width, divby=1024)
-                corner = [Int32(strip * width // build.item_bytes), at[0], at[1], at[2]]
-                prim.cp_async_bulk_tensor_shared_cta_global(base + offset, source.get_ptr(), corner, barrier)
+        """Ask for one tile at (row, head, batch)."""
+        tma.fetch(self.build, source, name, loaded_tiles(self.build)[name], at, slot, barrier)
 
     @cute.jit
     def consume(self, p: Any, thread: Int32):

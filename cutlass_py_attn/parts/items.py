@@ -99,7 +99,7 @@ class Items:
     def _dense(self, p: Any, number: Int32, blocks: Int32) -> Item:
         tiles = ceil_div(p.num_queries, self.build.tile_m)
         heads = p.num_heads * p.batch
-        at_once = schedule.heads_at_once(p.num_keys, self.bytes_of_key, blocks, heads)
+        at_once = schedule.heads_dealt(schedule.heads_at_once(p.num_keys, self.bytes_of_key), heads, blocks)
         tile, rest = self._place(number, tiles, heads, at_once)
         return self._item(p, lengths.sequence(self.build, p, rest // p.num_heads), rest % p.num_heads, tile)
 

@@ -248,6 +248,16 @@ def convert(values: cute.Tensor, result: cute.Tensor) -> None:
         words[i] = cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=pair)
 
 
+def in_float32(word: Uint32, dtype) -> tuple[Float32, Float32]:
+    """The two 16-bit numbers of a word, the lower first; read as a word, it need not be taken apart and put together
+    again for a product that reads it too."""
+    if dtype is BFloat16:
+        text = "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;"
+    else:
+        text = "{ .reg .f16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Float32, Float32], read_only_args=[word])
+
+
 def registers_to_tile(thread: Int32, mma: cute.TiledMma, values: cute.Tensor, tile: cute.Tensor, packed: bool) -> None:
     """Write an accumulator of the tile's type into shared memory; `packed` uses stmatrix (sm_90 on)."""
     op = warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4) if packed else cute.nvgpu.CopyUniversalOp()

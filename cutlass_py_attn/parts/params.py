@@ -79,3 +79,10 @@ def fresh(register: str) -> Int32:
     text = f"mov.u32 $0, %{register};"
     value = llvm.inline_asm(ir.IntegerType.get_signless(32), [], text, "=r", has_side_effects=True, asm_dialect=0)
     return Int32(value)
+
+
+def again(value: Int32) -> Int32:
+    """A value that the compiler does not recognise: what is derived from it is formed again, not kept in registers."""
+    word, text = ir.IntegerType.get_signless(32), "mov.u32 $0, $1;"
+    found = llvm.inline_asm(word, [Int32(value).ir_value()], text, "=r,r", has_side_effects=True, asm_dialect=0)
+    return Int32(found)

@@ -77,12 +77,16 @@ def turn(band: Band, query_tile: Any, key_tile: Any, tile_m: int, tile_n: int) -
     return key_tile_end(band, query_tile, tile_m, tile_n) - 1 - key_tile
 
 
-def heads_at_once(num_keys: Any, bytes_of_key: int, blocks: Any, heads: Any) -> Any:
-    """Of `heads`, those that blocks at work share out: what fits the L2 cache's share together, in multiples of a
-    twelfth of the blocks, so that a turn of all blocks takes as many tiles of each; all where few would be left."""
-    fitting = L2_SHARE // bytes_of_key // larger(num_keys, 1)
+def heads_at_once(num_keys: Any, bytes_of_key: int) -> Any:
+    """Heads whose keys and values fit the L2 cache's share together; at least one."""
+    return larger(L2_SHARE // bytes_of_key // larger(num_keys, 1), 1)
+
+
+def heads_dealt(fitting: Any, heads: Any, blocks: Any) -> Any:
+    """Of `heads`, those whose tiles are dealt out at once: the `fitting` ones, in multiples of a twelfth of the blocks,
+    so that a turn of all blocks takes as many tiles of each; all where few would be left."""
     few = larger(blocks // TILES_AT_ONCE, 1)
-    found = larger((fitting + few - 1) // few, 1) * few
+    found = (fitting + few - 1) // few * few
     return choose(2 * heads <= 3 * found, larger(heads, 1), found)
 
 

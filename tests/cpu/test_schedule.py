@@ -212,13 +212,16 @@ def test_longest_first_reaches_every_tile_of_every_head_once(tiles: int, heads: 
 
 
 def test_heads_at_once() -> None:
-    """What fits the cache's share, in multiples of a twelfth of the blocks; all where few would be left."""
-    assert schedule.heads_at_once(8192, 512, 12, 64) == 8
-    assert schedule.heads_at_once(2048, 256, 132, 512) == 66
-    assert schedule.heads_at_once(8192, 1024, 132, 32) == 11
-    assert schedule.heads_at_once(8192, 1024, 132, 16) == 16
-    assert schedule.heads_at_once(MAX_LENGTH, 1024, 3, 9) == schedule.heads_at_once(0, 2**30, 1, 2) == 1
-    assert schedule.heads_at_once(8192, 1024, 132, 0) == 1
+    assert schedule.heads_at_once(8192, 512) == 8
+    assert schedule.heads_at_once(2048, 256) == 64
+    assert schedule.heads_at_once(MAX_LENGTH, 1024) == schedule.heads_at_once(0, 2**30) == 1
+
+
+def test_heads_dealt() -> None:
+    """A multiple of a twelfth of the blocks; all where few would be left."""
+    assert [schedule.heads_dealt(fitting, 512, 132) for fitting in (1, 11, 12, 64)] == [11, 11, 22, 66]
+    assert [schedule.heads_dealt(4, heads, 132) for heads in (0, 1, 16, 17)] == [1, 1, 16, 11]
+    assert schedule.heads_dealt(3, 9, 5) == 3
 
 
 @given(st.integers(0, 400), st.integers(1, 20))
@@ -237,7 +240,8 @@ def test_blocks_take_every_item_once(total: int, blocks: int) -> None:
 def test_blocks_have_equal_shares_of_a_causal_mask(tiles: int, heads: int, bytes_of_key: int) -> None:
     """A query tile has as many key tiles as its number, and one more; 132 blocks, tiles of 128."""
     blocks = 132
-    at_once = schedule.heads_at_once(tiles * 128, bytes_of_key, blocks, heads)
+    fitting = schedule.heads_at_once(tiles * 128, bytes_of_key)
+    at_once = schedule.heads_dealt(fitting, heads, blocks)
 
     def share(block: int) -> int:
         numbers = (

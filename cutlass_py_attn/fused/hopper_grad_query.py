@@ -1,0 +1,96 @@
+"""Hopper query gradient: a warpgroup of its own multiplies dQ = dS K and adds it to the sum in global memory.
+
+What it adds goes through shared memory: one bulk reduction for each piece of a tile. Vector reductions from registers
+would wait in the queue in which the other warpgroups' shared-memory accesses stand, and hold those up.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.experimental.primitives as prim
+from cutlass import Float32, Int32, Int64
+
+from cutlass_py_attn.fused.grad_query import GradQuery
+from cutlass_py_attn.gemm import grad_q
+from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS, Gemm
+from cutlass_py_attn.gemm.mma_sync import Operands
+from cutlass_py_attn.gemm.views import transposed
+from cutlass_py_attn.gemm.wgmma import Wgmma, tile_at
+from cutlass_py_attn.parts import moves
+from cutlass_py_attn.plan import Build
+from cutlass_py_attn.shared_memory import grad_query_piece
+
+BARRIER = 4  # number of this warpgroup's barrier
+
+
+class HopperGradQuery(GradQuery):
+    """Where and how one Hopper Build sums the query gradient, in the order of one warpgroup's accumulator."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.threads = WARPGROUP_THREADS
+        self.piece = grad_query_piece(build)
+
+    def product_of(self, spec: Gemm) -> Wgmma:
+        """The product of one warpgroup."""
+        return Wgmma(replace(spec, warps=(WARPGROUP_WARPS, 1)), self.build.dtype)
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """(row of pieces, column of pieces) in the order of the accumulator of a whole tile."""
+        build, (rows, columns) = self.build, self.piece
+        return [(i, j) for i in range(build.tile_m // rows) for j in range(build.columns // columns)]
+
+    def add_tile(self, dtype, target: cute.Pointer, s_ds: cute.Tensor, thread: Int32, release: Any) -> None:
+        """7  dQ = dS K of one query tile, a piece at a time, for which a thread has the registers. `release` is called
+        once dS has been read."""
+        build, (rows, columns) = self.build, self.piece
+        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        s_k = tile_at(base, build.buffer("key").offset, dtype, (build.tile_n, build.columns))
+        product = self.product_of(replace(grad_q.spec(build), m=rows, n=columns))
+        pieces = self.pieces()
+        for number, (i, j) in enumerate(pieces):
+            left = cute.local_tile(s_ds, (rows, build.tile_n), (i, 0))
+            right = cute.local_tile(s_k, (build.tile_n, columns), (0, j))
+            r_dq = product.accumulator(thread)
+            product.issue(r_dq, Operands(product.a_operand(left, thread), product.b_operand(transposed(right))))
+            product.wait()
+            if number == len(pieces) - 1:
+                release()
+            self.reduce(target + number * rows * columns, r_dq, thread)
+
+    @cute.jit
+    def reduce(self, target: cute.Pointer, values: cute.Tensor, thread: Int32):
+        """Add a piece to the sum, once the piece before it has left shared memory."""
+        stage = moves.shared_pointer(self.build, "staging", Float32)
+        warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
+        self.wait()
+        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=WARPGROUP_THREADS)
+        self.write(stage, values, thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=WARPGROUP_THREADS)
+        if warp == 0:
+            size = cute.size(values) * WARPGROUP_THREADS * 4
+            with cute.arch.elect_one():
+                prim.cp_reduce_async_bulk_global_shared_cta(target, stage, size, type=prim.CpReduceType.F32)
+            cute.arch.cp_async_bulk_commit_group()
+
+    def wait(self) -> None:
+        """Until what this thread has started has been read from shared memory. All threads ask, though one starts:
+        in a branch, the wait would cost the whole kernel its uniform registers."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def write(self, target: cute.Pointer, values: cute.Tensor, thread: Int32) -> None:
+        """An accumulator to shared memory in the sum's order: vectors of neighbouring threads side by side."""
+        for i in range(cute.size(values) // self.width):
+            vector = cute.make_rmem_tensor(self.width, Float32)
+            for j in range(self.width):
+                vector[j] = values[i * self.width + j]
+            at = (target + (thread + i * self.threads) * self.width).align(16)
+            cute.autovec_copy(vector, cute.make_tensor(at, cute.make_layout(self.width)))
+
+    def sum_of(self, p: Any, head: Int32, tile: Int32) -> cute.Pointer:
+        """The sum of a query tile; `tile` counts those of all sequences of a head."""
+        number: Int64 = self.number(p, head, tile)
+        return self.tile(p, number)
