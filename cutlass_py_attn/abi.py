@@ -55,6 +55,19 @@ FORWARD: Fields = (
     *_FACTORS,
 )
 
+# Of the decode kernels. partial_output: float32 [batch, heads of key, num_queries * group, num_splits_key, columns];
+# partial_logsumexp likewise without columns, in base 2. Both are 0 where num_splits_key is 1.
+DECODE: Fields = (
+    *_strided("query", "key", "value", "output"),
+    ("logsumexp", "i64"),
+    ("partial_output", "i64"),
+    ("partial_logsumexp", "i64"),
+    *_TERMS,
+    *_SIZES,
+    ("num_splits_key", "i32"),
+    *_FACTORS,
+)
+
 # total_tiles: query tiles of all sequences of one head. grad_query_accum: float32 [heads, total_tiles,
 # tile_m * head_dim] in the kernel's own element order. delta and logsumexp_log2 (logsumexp * log2(e), +inf on rows
 # without keys and past the end): float32 [heads, total_tiles * tile_m]. turn: int32 [heads, total_tiles], a turn for
@@ -81,9 +94,15 @@ BACKWARD: Fields = (
 # A room alone: tiles of A and B in, float32 tiles of C out, all contiguous.
 ROOM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
-FIELDS: Final[dict[str, Fields]] = {"forward": FORWARD, "backward": BACKWARD, "room": ROOM}  # by Build.kind
+# By Build.kind, or by Build.family where that has a struct of its own.
+FIELDS: Final[dict[str, Fields]] = {"forward": FORWARD, "backward": BACKWARD, "room": ROOM, "decode": DECODE}
 
 TENSOR_MAP_BYTES: Final = 128
+
+
+def fields_of(kind: str, family: str) -> Fields:
+    """The struct of a build's kernels."""
+    return FIELDS[family if family in FIELDS else kind]
 
 
 def numpy_struct(fields: Fields) -> np.dtype[np.void]:

@@ -27,7 +27,6 @@ from cutlass_py_attn.bench_timing import SAMPLES, median, sm_clock_mhz
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.launch import Bound, bind_problem
 from cutlass_py_attn.plan import Build
-from cutlass_py_attn.problem import DIRECTIONS
 
 RANDOM_ELEMENTS: Final = 1 << 20  # the inputs repeat this many random values; their kind does not change the time
 RANDOM_INPUTS: Final = ("query", "key", "value", "grad_output", "bias", "sinks")
@@ -41,6 +40,7 @@ class Row:
     """Ours against one peer; peer "" and no numbers of its own where none could be measured.
 
     baseline: a case of ours in the same run, "" for none; baseline_ratio: our rate in this case / our rate in that.
+    ours_gb_s: operands and output of a forward of few queries, each read or written once; None for other cases.
     """
 
     case: str
@@ -56,6 +56,7 @@ class Row:
     peer_ms: float | None
     baseline: str = ""
     baseline_ratio: float | None = None
+    ours_gb_s: float | None = None
 
 
 class Operands:
@@ -103,7 +104,7 @@ def measure(case: Case, kernels: Kernels, samples: int = SAMPLES) -> Iterator[Ro
         stream = driver.new_stream()
         stack.callback(driver.destroy_stream, stream)
         operands = Operands(case, stream)
-        for direction in DIRECTIONS:
+        for direction in case.directions:
             flops = case.flops(direction)
             bound = bind_problem(case.problem(direction), kernels)
             ours, clock = _ours(bound, operands, stream, samples)
@@ -119,6 +120,7 @@ def measure(case: Case, kernels: Kernels, samples: int = SAMPLES) -> Iterator[Ro
                     ratio=round(milliseconds / ours, 4) if milliseconds else None,
                     ours_ms=round(ours, 4),
                     peer_ms=round(milliseconds, 4) if milliseconds else None,
+                    ours_gb_s=round(case.bytes_read_once / ours / 1e6, 1) or None,
                     **shared,
                 )
 
@@ -184,11 +186,12 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         peer = f"{row.peer_tflops:7.1f} {row.ratio:6.2f}" if row.peer_tflops is not None else f"{'':14}"
         baseline = f"{row.baseline_ratio:.2f} {row.baseline}" if row.baseline_ratio is not None else ""
-        line = f"{row.case:<46} {row.direction:<9} {row.ours_tflops:7.1f} {peer}  {row.peer or '-':<13}  {baseline}"
+        rate = f"{row.ours_gb_s:.0f} GB/s" if row.ours_gb_s else baseline
+        line = f"{row.case:<46} {row.direction:<9} {row.ours_tflops:7.1f} {peer}  {row.peer or '-':<13}  {rate}"
         lines.append(line.rstrip())
     notes = (
         "TFLOP/s; ratio is ours / peer: more than 1 is faster than the peer. of baseline: our rate / our rate in the "
-        "case behind it"
+        "case behind it. GB/s: operands and output of few queries, read or written once"
     )
     return "\n".join([*lines, notes])
 

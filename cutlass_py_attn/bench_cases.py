@@ -1,6 +1,8 @@
 """Bench cases: the problems that the benchmark measures, as names, and the kernels that they need.
 
-    {dtype}_d{head_dim}[v{head_dim_value}]_s{seqlen}_{b{batch}|t{tokens}}_h{heads}[k{heads_key}]_{full|causal}
+    {dtype}_d{head_dim}[v{head_dim_value}][_q{queries}]_s{seqlen}_{b{batch}|t{tokens}}_h{heads}[k{heads_key}]_{full|causal}
+
+With q{queries} the forward alone is measured, of so many queries against seqlen keys and the mask full.
 
 Behind it, in this order and each where the case has it: _window{size}, _bias, _biasgrad or _biassum,
 _dropout{p}, _softcap{bound}, _alibi, _sinks, _deterministic. With t{tokens} sequences of mixed lengths from 1 to
@@ -10,6 +12,7 @@ full, for _biassum summed over the batch. The gradient of sinks is always writte
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,11 +25,11 @@ from cutlass_py_attn import planner
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.masks import Causal, Full, Mask
 from cutlass_py_attn.plan import Build
-from cutlass_py_attn.problem import DIRECTIONS, SHORT_NAMES, Problem, Shape, Tensor
+from cutlass_py_attn.problem import DIRECTIONS, ITEM_BYTES, SHORT_NAMES, Problem, Shape, Tensor
 
 _DTYPES: Final = {short: name for name, short in SHORT_NAMES.items()}
 _NAME: Final = re.compile(
-    r"(?P<dtype>\w+?)_d(?P<dim>\d+)(?:v(?P<dim_value>\d+))?_s(?P<seqlen>\d+)_(?P<counted>[bt])(?P<count>\d+)"
+    r"(?P<dtype>\w+?)_d(?P<dim>\d+)(?:v(?P<dim_value>\d+))?(?:_q(?P<queries>\d+))?_s(?P<seqlen>\d+)_(?P<counted>[bt])(?P<count>\d+)"
     r"_h(?P<heads>\d+)(?:k(?P<heads_key>\d+))?_(?:(?P<full>full)|causal(?:_window(?P<window>\d+))?)"
     r"(?:_(?P<bias>bias(?:grad|sum)?))?(?:_dropout(?P<dropout>0\.\d+))?(?:_softcap(?P<softcap>\d+))?"
     r"(?P<alibi>_alibi)?(?P<sinks>_sinks)?(?P<deterministic>_deterministic)?"
@@ -48,6 +51,7 @@ class Case:
     sinks: bool = False
     deterministic: bool = False
     lengths: tuple[int, ...] = ()
+    directions: tuple[str, ...] = DIRECTIONS
 
     def problem(self, direction: str) -> Problem:
         """The problem of one direction: contiguous tensors, and a bias with stride 0 along the batch."""
@@ -65,6 +69,14 @@ class Case:
         if self.sinks:
             changes |= {"sinks": by_head, "grad_sinks": by_head if backward else None}
         return Problem.dense(direction, self.shape, self.dtype, self.mask).replace(**changes)
+
+    @property
+    def bytes_read_once(self) -> int:
+        """Query, key, value and output of a forward of few queries, which its time goes by; 0 for any other case."""
+        if self.directions == DIRECTIONS:
+            return 0
+        names = ("query", "key", "value", "output")
+        return sum(math.prod(self.shape.of(name)) for name in names) * ITEM_BYTES[self.dtype]
 
     def flops(self, direction: str) -> int:
         """Problem.flops; where lengths differ the sum over the sequences, each as a problem of its own."""
@@ -88,9 +100,11 @@ def parse(name: str) -> Case:
     lengths = mixed_lengths(longest, count) if found["counted"] == "t" else ()
     batch, seqlen = (len(lengths), max(lengths, default=0)) if found["counted"] == "t" else (count, longest)
     head_dim = int(found["dim"])
+    if found["queries"] and (lengths or not found["full"]):
+        raise NotSupported(f"case {name!r}: with q{found['queries']} it must have b{{batch}} and full; correct it")
     shape = Shape(
         batch,
-        seqlen,
+        int(found["queries"] or seqlen),
         seqlen,
         int(found["heads"]),
         head_dim,
@@ -111,6 +125,7 @@ def parse(name: str) -> Case:
         sinks=found["sinks"] is not None,
         deterministic=found["deterministic"] is not None,
         lengths=lengths,
+        directions=("forward",) if found["queries"] else DIRECTIONS,
     )
 
 
@@ -160,6 +175,15 @@ FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d128_s8192_b4_h16_full_deterministic": "bf16_d128_s8192_b4_h16_full",
     f"{_CAUSAL}_deterministic": _CAUSAL,
     "bf16_d64_s8192_b4_h32_causal_deterministic": "bf16_d64_s8192_b4_h32_causal",
+    "bf16_d128_q1_s8192_b64_h32k8_full": "",
+    "bf16_d128_q1_s8192_b8_h32k8_full": "",
+    "bf16_d128_q1_s8192_b1_h32k8_full": "",
+    "bf16_d128_q1_s131072_b1_h32k8_full": "",
+    "bf16_d128_q1_s8192_b16_h32_full": "",
+    "bf16_d128_q16_s8192_b64_h32k8_full": "",
+    "bf16_d64_q1_s8192_b64_h32k8_full": "",
+    "bf16_d256_q1_s8192_b32_h32k8_full": "",
+    "f32_d128_q1_s8192_b16_h32k8_full": "",
 }
 
 
@@ -186,5 +210,5 @@ def builds(cases: Iterable[Case], compute_capability: tuple[int, int]) -> list[t
 
     NotSupported where one cannot be planned.
     """
-    problems = (case.problem(direction) for case in cases for direction in DIRECTIONS)
+    problems = (case.problem(direction) for case in cases for direction in case.directions)
     return list(dict.fromkeys(planner.builds_on(problem, compute_capability) for problem in problems))

@@ -28,6 +28,9 @@ def warp_grid(warps: int, m: int, n: int, item_bytes: int) -> Warps:
 def accumulator_registers(build: Build) -> int:
     """float32 registers a thread holds for the accumulators that are alive at the same time."""
     threads = build.threads
+    if build.family == "decode":  # every warp has some rows, some keys and all columns of the output
+        rows, teams = build.scores
+        return build.tile_m // rows * (build.tile_n // teams + build.columns_value) * build.warps // threads
     if build.kind == "forward":
         return build.tile_m * (build.tile_n + build.block_columns_value) // threads
     scores = 2 * build.tile_m * build.tile_n

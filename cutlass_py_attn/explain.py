@@ -30,7 +30,8 @@ def _build_rows(build: Build) -> Iterator[tuple[str, str]]:
     yield "dtype, mask", f"{build.dtype}, {build.mask}"
     yield "head_dim", f"{build.head_dim} (held as {build.columns})"
     yield "head_dim_value", f"{build.head_dim_value} (held as {build.columns_value})"
-    yield "tile", f"{build.tile_m} queries x {build.tile_n} keys"
+    rows = "rows of queries and heads" if build.family == "decode" else "queries"
+    yield "tile", f"{build.tile_m} {rows} x {build.tile_n} keys"
     yield "warps", f"{build.warps} ({build.threads} threads)"
     for name in ("scores", "grad_v", "grad_k", "grad_q"):
         rows, columns = getattr(build, name)

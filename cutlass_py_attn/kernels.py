@@ -21,6 +21,7 @@ _MODULES: Final[dict[tuple[str, ...], str]] = {
     ("backward", "generic", "streamed"): "cutlass_py_attn.fused.streamed_backward",
     ("forward", "hopper"): "cutlass_py_attn.fused.hopper_forward",
     ("backward", "hopper"): "cutlass_py_attn.fused.hopper_backward",
+    ("forward", "decode"): "cutlass_py_attn.fused.decode",
     ("room", "generic"): "cutlass_py_attn.gemm.alone",
     ("room", "hopper"): "cutlass_py_attn.gemm.alone_hopper",
 }
@@ -41,7 +42,7 @@ _TENSOR_MAPS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
 _SOURCES: Final = (
     *("gemm/*.py", "fused/*.py", "parts/*.py"),
     *("masks.py", "abi.py", "shared_memory.py", "device.py", "problem.py", "plan.py", "planner.py"),
-    *("kernels.py", "compiler.py", "streams.py", "hopper.py", "philox.py"),
+    *("kernels.py", "compiler.py", "streams.py", "hopper.py", "philox.py", "decode.py"),
 )
 
 
@@ -59,11 +60,12 @@ def trace(build: Build) -> Trace:
 def entries(build: Build) -> dict[str, str]:
     """Symbol of each entry of the build's cubin by its role, in the order of the plan's launches.
 
-    main; in the backward also delta (row statistics), finish (the query gradient's type), bias (a gradient that is
-    summed over axes of the bias) and sinks.
+    main; in a decode also combine, which a plan with one split does not launch; in the backward also delta (row
+    statistics), finish (the query gradient's type), bias (a gradient that is summed over axes of the bias) and sinks.
     """
     if build.kind != "backward":
-        return {"main": f"{build.symbol}_0"}
+        combine = {"combine": f"{build.symbol}_combine_1"} if build.family == "decode" else {}
+        return {"main": f"{build.symbol}_0", **combine}
     needed = {
         "main": build.has_main,
         "delta": True,
@@ -84,7 +86,7 @@ def entry_symbols(build: Build) -> tuple[str, ...]:
 
 def entry_threads(build: Build, role: str) -> int:
     """Threads of a block of the entry with this role."""
-    if role in ("delta", "sinks"):
+    if role in ("delta", "sinks", "combine"):
         return ROW_THREADS
     if role == "finish" and build.family == "hopper":
         return ROW_THREADS  # those of the warpgroup that multiplied dQ
@@ -94,7 +96,7 @@ def entry_threads(build: Build, role: str) -> int:
 def parameters(build: Build, role: str = "main") -> tuple[tuple[str, int], ...]:
     """(name, bytes) of each parameter of the entry with this role: the main one's tensor maps, then the struct."""
     maps = _TENSOR_MAPS.get((build.kind, build.family), ()) if role == "main" else ()
-    struct = abi.numpy_struct(abi.FIELDS[build.kind])
+    struct = abi.numpy_struct(abi.fields_of(build.kind, build.family))
     return (*((f"map_{field}", abi.TENSOR_MAP_BYTES) for field in maps), ("params", struct.itemsize))
 
 

@@ -146,7 +146,7 @@ class _Block:
     """The packed parameters of one plan: the struct, shared by its kernels, and a slot per tensor map."""
 
     def __init__(self, plan: Plan, problem: Problem | None) -> None:
-        self.fields = abi.FIELDS[plan.build.kind]
+        self.fields = abi.fields_of(plan.build.kind, plan.build.family)
         self.layout = {name: (offset, size) for name, offset, size in abi.layout(self.fields)}
         self.struct_bytes = abi.numpy_struct(self.fields).itemsize
         struct = np.zeros((), abi.numpy_struct(self.fields))
@@ -278,7 +278,7 @@ def _artifact_objections(artifact: Artifact, plan: Plan) -> Iterator[str]:
             f"{plan.symbol} for {plan.build.arch}; compile this plan"
         )
         return
-    struct_bytes = abi.numpy_struct(abi.FIELDS[plan.build.kind]).itemsize
+    struct_bytes = abi.numpy_struct(abi.fields_of(plan.build.kind, plan.build.family)).itemsize
     for launch in plan.launches:
         expected = _parameter_sizes(launch, struct_bytes)
         found = tuple(parameter.size for parameter in artifact.kernel(launch.symbol).parameters)

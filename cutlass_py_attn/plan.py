@@ -50,7 +50,7 @@ class Build:
     """
 
     kind: str  # forward, backward, or room
-    family: str  # generic (mma.sync, cp.async) or hopper (wgmma, TMA)
+    family: str  # generic (mma.sync, cp.async), decode (the same for few queries) or hopper (wgmma, TMA)
     arch: str
     dtype: str
     head_dim: int
@@ -131,6 +131,7 @@ class Build:
             return "_".join([self.room, self.family, SHORT_NAMES[self.dtype], dims])
         direction = {"forward": "fwd", "backward": "bwd"}[self.kind]
         words = [direction, self.family, SHORT_NAMES[self.dtype], dims, self.mask, *self.features]
+        words += [f"m{self.tile_m}"] if self.family == "decode" else []
         if self.kind == "backward" and self.gradients != OPERANDS:
             words.append("to_" + "".join(name[0] for name in self.gradients))  # s: sinks
         if self.access_bytes < ROW_ALIGNMENT_BYTES:
@@ -198,7 +199,8 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every number of one pass. `sizes` are the struct's integer fields; `num_splits_key` is 1 in the forward."""
+    """Every number of one pass. `sizes` are the struct's integer fields; `num_splits_key` is 1 in every forward but a
+    decode."""
 
     build: Build
     launches: tuple[Launch, ...]
@@ -218,7 +220,7 @@ class Plan:
 
     @property
     def num_splits_key(self) -> int:
-        """Blocks that share one (batch, head) in the backward."""
+        """Blocks that share the keys of one (batch, head) in the backward and in a decode."""
         return dict(self.sizes).get("num_splits_key", 1)
 
     def to_json(self) -> str:

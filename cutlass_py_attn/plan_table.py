@@ -140,6 +140,35 @@ _HOPPER_BACKWARD: _Table = {
     64: (Tile(128, 128, 16, 3, 2),),
     128: (Tile(64, 128, 16, 3, 2),),
 }
+# Of the decode kernels, by the wider of both head dims; rows of queries and heads, and stages of each warp's ring.
+_DECODE_16: _Table = {
+    64: (Tile(16, 128, 4, 3), Tile(16, 64, 4, 2)),
+    128: (Tile(16, 128, 8, 3), Tile(16, 64, 4, 3), Tile(16, 64, 4, 2)),
+    256: (Tile(16, 64, 4, 2), Tile(16, 32, 2, 2)),
+}
+_DECODE_32: _Table = {
+    64: (Tile(16, 128, 8, 3), Tile(16, 64, 4, 3), Tile(16, 64, 4, 2)),
+    128: (Tile(16, 64, 4, 3), Tile(16, 32, 2, 3), Tile(16, 32, 2, 2)),
+}
+# Of more than 16 rows, and of more than 32.
+_DECODE_16_ROWS: _Table = {
+    64: (Tile(32, 128, 4, 3), Tile(32, 64, 4, 2)),
+    128: (Tile(32, 64, 4, 3), Tile(32, 64, 4, 2)),
+}
+_DECODE_32_ROWS: _Table = {64: (Tile(32, 64, 4, 3), Tile(32, 64, 4, 2))}
+_DECODE_16_MORE: _Table = {
+    64: (Tile(64, 128, 8, 5), Tile(64, 128, 8, 3), Tile(32, 64, 4, 2)),
+    128: (
+        Tile(64, 128, 8, 3, not_on=_BLACKWELL),
+        Tile(64, 64, 8, 3),
+        Tile(32, 64, 4, 3),
+        Tile(32, 64, 4, 2),
+    ),
+}
+_DECODE: dict[bool, dict[int, _Table]] = {  # by whether float32, and up to how many rows
+    False: {16: _DECODE_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
+    True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
+}
 _TERMS = ("softcap", "bias", "alibi", "dropout")  # the first of these that has a table of its own decides
 
 
@@ -163,6 +192,17 @@ def hopper_tiles(problem: Problem) -> tuple[Tile, ...]:
     table = _HOPPER_FORWARD_LOCAL if problem.mask.form == "local" else _HOPPER_FORWARD
     table = _HOPPER_FORWARD_HELD if _HELD & set(problem.features) else table
     return table[min(size for size in table if size >= problem.shape.head_dim_value)]
+
+
+def decode_tiles(problem: Problem) -> tuple[Tile, ...]:
+    """Candidate rows of the decode kernels, the fastest first."""
+    shape = problem.shape
+    widest = max(shape.head_dim, shape.head_dim_value)
+    tables, rows = _DECODE[problem.dtype == "float32"], shape.num_queries * shape.group
+    table = next(table for most, table in tables.items() if rows <= most)
+    if widest > max(table):
+        table = tables[min(tables)]
+    return table[min(size for size in table if size >= widest)]
 
 
 def _held(problem: Problem) -> int:

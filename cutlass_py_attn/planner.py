@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from cutlass_py_attn import budget, hopper, kernels
+from cutlass_py_attn import budget, decode, hopper, kernels
 from cutlass_py_attn.device import ARCHITECTURES, architecture, targets
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.gemm.gemm import WARP_THREADS
 from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.philox import threshold
 from cutlass_py_attn.plan import Build, Launch, Part, Plan, Warps, Workspace
-from cutlass_py_attn.plan_table import Tile, hopper_tiles, tiles
+from cutlass_py_attn.plan_table import Tile, decode_tiles, hopper_tiles, tiles
 from cutlass_py_attn.problem import BIASES, F32_BYTES, OPERANDS, Problem, Shape, Tensor
 from cutlass_py_attn.shared_memory import bias_gradient_map, shared_memory_map, tile_bytes
 from cutlass_py_attn.streams import blocks_of_tile, gradient_piece, sum_columns, sums_of_tile
@@ -21,6 +21,7 @@ from cutlass_py_attn.streams import blocks_of_tile, gradient_piece, sum_columns,
 DELTA_LANES = 8  # threads that share a row of O and dO
 DELTA_ROWS = kernels.ROW_THREADS // DELTA_LANES
 SINKS_BYTES = kernels.ROW_THREADS // WARP_THREADS * F32_BYTES  # shared memory: a partial sum of each warp
+COMBINE_WARPS = kernels.ROW_THREADS // WARP_THREADS
 INT32_BYTES = 4
 WORKSPACE_ALIGNMENT = 256
 SPLIT_WAVES = 32  # blocks per SM beyond which more splits of the keys no longer shorten the last wave
@@ -30,10 +31,14 @@ COLUMN_BLOCK_MULTIPLE = 64  # so that eight warps divide a column block and its 
 Grid = tuple[int, int, int]
 
 
-def plan_forward(problem: Problem, arch: str) -> Plan:
-    """The forward pass of `problem` on `arch`; NotSupported lists every objection."""
+def plan_forward(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
+    """The forward pass of `problem` on `arch`; NotSupported lists every objection.
+
+    num_sms: multiprocessors of the device, for the blocks of kernels that share them out; None takes the target's
+    usual part.
+    """
     _expect(problem, "forward")
-    return plan(problem, arch)
+    return plan(problem, arch, num_sms)
 
 
 def plan_backward(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
@@ -57,17 +62,19 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None) -> list[Plan]
     """
     problem.check()
     count = num_sms or architecture(arch).num_sms
-    return [_plan(problem, build, count) for build in (*_hopper(problem, arch), *_fitting(problem, arch))]
+    found = *_decode(problem, arch), *_hopper(problem, arch), *_fitting(problem, arch)
+    return [_plan(problem, build, count) for build in found]
 
 
 def plans_on(problem: Problem, compute_capability: tuple[int, int], num_sms: int | None = None) -> list[Plan]:
-    """The plans for a device: those of its own target's family, then those of the newest portable target."""
+    """The plans for a device: decodes, those of its own target's family, then those of the newest portable target."""
     problem.check()
     *own, portable = targets_of(compute_capability)
     count = num_sms or architecture(portable).num_sms
-    return [_plan(problem, build, count) for arch in own for build in _hopper(problem, arch)] + plans(
-        problem, portable, num_sms
-    )
+    found = plans(problem, portable, num_sms)
+    decodes = sum(plan.build.family == "decode" for plan in found)  # they come first
+    ours = [_plan(problem, build, count) for arch in own for build in _hopper(problem, arch)]
+    return [*found[:decodes], *ours, *found[decodes:]]
 
 
 def targets_of(compute_capability: tuple[int, int]) -> tuple[str, ...]:
@@ -96,6 +103,8 @@ def builds(problem: Problem, arch: str) -> tuple[Build, ...]:
 def _plan(problem: Problem, build: Build, num_sms: int) -> Plan:
     if build.kind == "backward":
         return _backward(problem, build, num_sms)
+    if build.family == "decode":
+        return _decode_forward(problem, build, num_sms)
     return _hopper_forward(problem, build, num_sms) if build.family == "hopper" else _forward(problem, build)
 
 
@@ -103,7 +112,17 @@ def _hopper_forward(problem: Problem, build: Build, num_sms: int) -> Plan:
     """A block for each SM, which take query tiles in turn."""
     launches = _launches(problem, build, {"main": hopper.grid(problem.shape, build, num_sms)})
     launches = hopper.with_maps(problem, build, launches)
-    return Plan(build, launches, Workspace(), sizes(problem, build), hopper.why(build))
+    return Plan(build, launches, Workspace(), sizes(problem, build), hopper.why(build) + decode.why_not(problem))
+
+
+def _decode_forward(problem: Problem, build: Build, num_sms: int) -> Plan:
+    """Blocks for each key head share its query rows and its keys; a second kernel joins those that share keys."""
+    shape = problem.shape
+    splits = decode.num_splits(shape, build, num_sms)
+    parts, total = _laid_out(() if problem.is_empty else decode.partial_bytes(shape, build, splits))
+    launches = _launches(problem, build, decode.grids(shape, build, splits))
+    numbers = *sizes(problem, build), ("num_splits_key", splits)
+    return Plan(build, launches, Workspace(total, 0, parts), numbers, decode.why(shape, build, splits))
 
 
 def _forward(problem: Problem, build: Build) -> Plan:
@@ -179,13 +198,19 @@ def backward_workspace(problem: Problem, build: Build) -> Workspace:
     zeroed = len(bytes_of)
     rows = tiles_of_all * build.tile_m * F32_BYTES
     bytes_of += [("delta", rows), ("logsumexp_log2", rows)]
+    parts, total = _laid_out(bytes_of)
+    zero_bytes = parts[zeroed - 1].offset + parts[zeroed - 1].bytes if zeroed else 0
+    return Workspace(total, zero_bytes, parts)
+
+
+def _laid_out(bytes_of: Iterable[tuple[str, int]]) -> tuple[tuple[Part, ...], int]:
+    """Parts of the workspace behind each other, and the bytes of all."""
     parts: list[Part] = []
     offset = 0
     for name, size in bytes_of:
         parts.append(Part(name, offset, size))
         offset = round_up(offset + size, WORKSPACE_ALIGNMENT)
-    zero_bytes = parts[zeroed - 1].offset + parts[zeroed - 1].bytes if zeroed else 0
-    return Workspace(offset, zero_bytes, tuple(parts))
+    return tuple(parts), offset
 
 
 def _expect(problem: Problem, direction: str) -> None:
@@ -195,7 +220,7 @@ def _expect(problem: Problem, direction: str) -> None:
 
 
 def _launches(problem: Problem, build: Build, grids: dict[str, Grid]) -> tuple[Launch, ...]:
-    """Every entry over its grid, in pieces where batch or heads exceed what a grid holds."""
+    """Every entry that has a grid, in pieces where batch or heads exceed what a grid holds."""
     if problem.is_empty:
         return ()
     bytes_of = {
@@ -203,10 +228,12 @@ def _launches(problem: Problem, build: Build, grids: dict[str, Grid]) -> tuple[L
         "finish": finish_bytes(build),
         "bias": bias_gradient_build(build).shared_memory_bytes,
         "sinks": SINKS_BYTES,
+        "combine": decode.combine_bytes(build, COMBINE_WARPS),
     }
     return tuple(
         Launch(symbol, grid, (kernels.entry_threads(build, role), 1, 1), bytes_of.get(role, 0), (), sizes)
         for role, symbol in kernels.entries(build).items()
+        if role in grids
         for grid, sizes in _pieces(grids[role])
     )
 
@@ -248,6 +275,16 @@ def _fitting(problem: Problem, arch: str) -> list[Build]:
         found = budget.objections(builds[-1], limits) if builds else ["the plan table has no row for it"]
         raise NotSupported(f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim")
     return fitting
+
+
+def _decode(problem: Problem, arch: str) -> list[Build]:
+    """The builds of the decode kernels for this problem, none where they are not made for it."""
+    limits = architecture(arch)
+    if decode.lacking(problem):
+        return []
+    rows = [tile for tile in decode_tiles(problem) if arch not in tile.not_on]
+    builds = [_build(problem, arch, tile, "decode") for tile in rows]
+    return [build for build in builds if not budget.objections(build, limits)]
 
 
 def _hopper(problem: Problem, arch: str) -> list[Build]:
@@ -312,6 +349,9 @@ def _with_warps(build: Build, tile: Tile) -> Build:
     columns, columns_value = build.block_columns, build.block_columns_value
     if build.family == "hopper":
         return hopper.with_warps(build)
+    if build.family == "decode":
+        rows = decode.team_warps(tile.tile_m, build.columns_value, build.item_bytes)
+        return replace(build, scores=(rows, build.warps // rows))
     if build.kind == "forward":
         # A resident forward keeps the rows of S in one warp, for the softmax reduces along them.
         scores = grid(tile.tile_m, tile.tile_n) if build.column_block else (tile.warps, 1)
@@ -382,4 +422,5 @@ def _signed(word: int) -> int:
 
 def _why(problem: Problem, build: Build) -> str:
     why = f"generic family (mma.sync, cp.async): the first tile of the table that fits {build.arch}'s shared memory"
-    return f"{why}; the Hopper family takes no {', '.join(hopper.lacking(problem))}" if hopper.lacking(problem) else why
+    why += f"; the Hopper family takes no {', '.join(hopper.lacking(problem))}" if hopper.lacking(problem) else ""
+    return why + decode.why_not(problem)

@@ -54,6 +54,10 @@ def shared_memory_map(build: Build) -> tuple[Buffer, ...]:
         from cutlass_py_attn.streams import streamed_map
 
         return streamed_map(build)
+    if build.family == "decode":
+        from cutlass_py_attn.decode import decode_map
+
+        return decode_map(build)
     if build.family == "hopper":
         return _hopper_forward(build) if build.kind == "forward" else _hopper_backward(build)
     return _forward(build) if build.kind == "forward" else _backward(build)

@@ -20,6 +20,7 @@ from cutlass_py_attn.gemm.plans import plan_room
 from cutlass_py_attn.plan import Build, Plan
 from cutlass_py_attn.planner import plan_backward, plan_forward
 from cutlass_py_attn.problem import Problem, Shape
+from tests.gpu import decodes
 from tools import record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +50,7 @@ def committed_plans() -> list[Plan]:
     shape = Shape(1, 128, 128, 1, 128, 128)
     repeatable = Problem.dense("backward", shape, "bfloat16", masks.Causal()).replace(deterministic=True)
     plans.append(plan_backward(repeatable, ARCH))
+    plans += decodes.shown_plans(ARCH)
     for name in ROOMS:
         plans += [plan_room(name, "generic", dtype, 128, ARCH) for dtype in ("bfloat16", "float32")]
         plans += [plan_room(name, "hopper", "bfloat16", head_dim, HOPPER_ARCH) for head_dim in HEAD_DIMS]
@@ -157,7 +159,8 @@ def suite(family: str) -> list[Choices]:
     from tests.gpu import cases, matrix, test_conventions
 
     arch = HOPPER_ARCH if family == "hopper" else ARCH
-    needed = dict.fromkeys((*cases.builds(arch), *matrix.builds(arch), *test_conventions.builds(arch)))
+    suites = cases.builds(arch), matrix.builds(arch), test_conventions.builds(arch), decodes.builds(arch)
+    needed = dict.fromkeys(choices for builds in suites for choices in builds)
     return [choices for choices in needed if family == "generic" or choices[0].family == "hopper"]
 
 

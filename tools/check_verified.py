@@ -15,6 +15,7 @@ from tools import build_ptx, record
 README = "README.md"
 BENCHMARK = "tools/bench/results/h200.json"
 FEATURES = "ptx/features.json"
+FEW_QUERIES = " GB/s count query, key, value and output once, in forwards of few queries (q)."
 FAILING = ("TAMPERED", "DRIFTED", "UNLISTED")
 
 
@@ -56,7 +57,8 @@ def benchmark_table(rows: Sequence[record.Json]) -> str:
     compared = ["of baseline"] if any(row.get("baseline") for row in rows) else []
     heads = ["case", "direction", "ours", *peers, *compared]
     lines = [
-        f"TFLOP/s on {rows[0]['gpu']}, medians of CUDA graph replays; in brackets ours / peer.",
+        f"TFLOP/s on {rows[0]['gpu']}, medians of CUDA graph replays; in brackets ours / peer."
+        + (FEW_QUERIES if any(row.get("ours_gb_s") for row in rows) else ""),
         "",
         f"| {' | '.join(heads)} |",
         f"| {' | '.join('---' for _ in heads)} |",
@@ -67,6 +69,7 @@ def benchmark_table(rows: Sequence[record.Json]) -> str:
         rate, baseline = first.get("baseline_ratio"), first.get("baseline")
         cells += [f"{rate:.2f} of `{baseline}`" if rate else "" for _ in compared]
         ours = f"{first['ours_tflops']:.0f}"
+        ours += f", {first['ours_gb_s']:.0f} GB/s" if first.get("ours_gb_s") else ""
         lines.append(f"| {' | '.join([f'`{case}`', direction, ours, *cells])} |")
     return "\n".join(lines)
 

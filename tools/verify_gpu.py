@@ -18,7 +18,7 @@ from cutlass_py_attn import driver, judge
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.plan import Build, build_from
-from tests.gpu import cases, check, memory, rooms
+from tests.gpu import cases, check, decodes, drawn_check, memory, rooms
 from tools import record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +32,8 @@ Results = dict[str, Any]
 
 def verify(artifact: Artifact, kernels: check.Kernels) -> Results:
     """cases, worst, repeats and outputs_sha256 of one kernel; AssertionError says what failed."""
+    if artifact.build.family == "decode":
+        return _decode(artifact.build, kernels)
     return _room(artifact.build, kernels) if artifact.build.kind == "room" else _fused(artifact.build, kernels)
 
 
@@ -53,6 +55,22 @@ def _fused(build: Build, kernels: check.Kernels) -> Results:
         "repeats": REPEATS,
         "outputs_sha256": _hashes(lambda seed: _placed(replace(repeated, seed=seed), kernels), _free(build)),
     }
+
+
+def _decode(build: Build, kernels: check.Kernels) -> Results:
+    chosen = decodes.of_build(build)
+    assert chosen, f"{build.symbol}: the suite has no problem of it"
+    worst: dict[str, float] = {}
+    for one in chosen:
+        for name, error in drawn_check.expect_decode(one, kernels).items():
+            worst[name] = max(worst.get(name, 0.0), error)
+
+    def placed_with(seed: int) -> memory.Placed:
+        one = replace(chosen[0], seed=seed)
+        return memory.placed(one.problem(), one.arrays(), kernels)
+
+    hashes = _hashes(placed_with, set())
+    return {"cases": len(chosen), "worst": _rounded(worst), "repeats": REPEATS, "outputs_sha256": hashes}
 
 
 def _free(build: Build) -> set[str]:

@@ -64,7 +64,8 @@ def facts(artifact: Artifact, resources: list[dict[str, Any]]) -> dict[str, Any]
         "resources": resources,
         "parameters": [asdict(parameter) for parameter in artifact.parameters],
         "fields": [
-            {"name": name, "offset": offset, "bytes": size} for name, offset, size in abi.layout(abi.FIELDS[build.kind])
+            {"name": name, "offset": offset, "bytes": size}
+            for name, offset, size in abi.layout(abi.fields_of(build.kind, build.family))
         ],
         "shared_memory": [asdict(buffer) for buffer in build.shared_memory],
         "instructions": {name: sass.histogram(listing) for name, listing in instructions.items()},

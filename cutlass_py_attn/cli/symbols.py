@@ -7,9 +7,11 @@ from typing import Any
 
 from cutlass_py_attn import masks
 from cutlass_py_attn.cli.selection import DTYPES
+from cutlass_py_attn.decode import MAX_QUERIES, MIN_KEYS
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.gemm import ROOMS
 from cutlass_py_attn.gemm.plans import plan_room
+from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.plan import Plan
 from cutlass_py_attn.planner import plans
 from cutlass_py_attn.problem import ROW_ALIGNMENT_BYTES, Problem, Sequences, Shape, Tensor
@@ -26,12 +28,13 @@ _FAMILY_DTYPE = rf"(?P<family>[a-z]+)_(?P<dtype>{'|'.join(DTYPES)})"
 _DIMS = r"d(?P<dim>\d+)(?:v(?P<dim_value>\d+))?"
 _FUSED = re.compile(
     rf"(?P<kind>fwd|bwd)_{_FAMILY_DTYPE}_{_DIMS}_(?P<mask>{'|'.join(MASKS)})(?P<features>(?:_(?:{'|'.join(FEATURES)}))*)"
+    r"(?:_m(?P<rows>16|32|64))?"
     r"(?:_to_(?P<gradients>[qkvbs]+))?(?:_a(?P<access>\d+))?(?:_ba(?P<bias>\d+))?(?:_ga(?P<grad_bias>\d+))?"
     r"(?:_sum_(?P<summed>none|[bhqk]+))?(?P<det>_det)?"
 )
 _ROOM = re.compile(rf"(?P<room>{'|'.join(ROOMS)})_{_FAMILY_DTYPE}_{_DIMS}")
 # The main entry is number 0 where there is one; the entries of the gradients of bias and sinks come behind others.
-_ENTRY = re.compile(r"(?:_delta_\d+|_finish_\d+|_(?:bias|sinks)_[1-9]\d*|_0)$")
+_ENTRY = re.compile(r"(?:_delta_\d+|_finish_\d+|_combine_1|_(?:bias|sinks)_[1-9]\d*|_0)$")
 
 
 def parse_symbol(symbol: str, arch: str) -> Plan:
@@ -86,9 +89,12 @@ def _problem(found: re.Match[str], direction: str) -> Problem:
     """A problem with the dtype, head dims, mask and features of a symbol."""
     has = set(found["features"].split("_")).__contains__
     dims = int(found["dim"]), int(found["dim_value"] or found["dim"])
-    tokens = (_BATCH * _LENGTH, _BATCH * _LENGTH) if has("varlen") else None
-    heads = _HEADS * (_GROUP if has("grouped") else 1)
-    shape = Shape(_BATCH, _LENGTH, _LENGTH, heads, *dims, _HEADS, tokens)
+    rows = int(found["rows"] or 0)  # of few queries, with the heads of a group
+    group = max(_GROUP, ceil_div(rows, MAX_QUERIES)) if has("grouped") else 1
+    queries, keys = (rows // group, MIN_KEYS) if rows else (_LENGTH, _LENGTH)
+    tokens = (_BATCH * queries, _BATCH * keys) if has("varlen") else None
+    heads = _HEADS * group
+    shape = Shape(_BATCH, queries, keys, heads, *dims, _HEADS, tokens)
     problem = Problem.dense(direction, shape, DTYPES[found["dtype"]], MASKS[found["mask"]])
     changes: dict[str, Any] = {
         "query": _aligned(shape.of("query"), problem.dtype, found["access"]),
@@ -103,7 +109,7 @@ def _problem(found: re.Match[str], direction: str) -> Problem:
     if has("bias"):
         changes["bias"] = _aligned(shape.bias, problem.dtype, found["bias"])
     if has("varlen"):
-        changes["sequences"] = Sequences(_BATCH, _LENGTH, _LENGTH, has("seqused"))
+        changes["sequences"] = Sequences(_BATCH, queries, keys, has("seqused"))
     return problem.replace(**changes)
 
 

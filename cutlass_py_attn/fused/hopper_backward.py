@@ -15,6 +15,7 @@ their dK and dV in registers. Scores are transposed: a thread's rows are keys, a
     value        TMA                       8 warps, once dK and dV are stored through its place   1
 """
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -211,14 +212,8 @@ class HopperBackward(Backward):
                 head, query_tile = self.place_of(p, item, turn)
                 self.pipe_ds.consumer_wait(at)
                 target = self.grad_query.sum_of(p, head, of.first_tile + query_tile)
-                slot = at.index
-                self.grad_query.add_tile(
-                    self.dtype,
-                    target,
-                    s_ds[None, None, slot],
-                    thread,
-                    lambda: arrive(self.pipe_ds.sync_object_empty, slot),
-                )
+                release = functools.partial(arrive, self.pipe_ds.sync_object_empty, at.index)
+                self.grad_query.add_tile(self.dtype, target, s_ds[None, None, at.index], thread, release)
                 at.advance()
             self.pipe_k.consumer_release(at_kv)
             at_kv.advance()

@@ -1,5 +1,6 @@
 """Masking: scores that a query must not see become minus infinity, weights that are dropped zero."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -17,6 +18,12 @@ def hide(band: Band, scores: cute.Tensor, where: cute.Tensor, corner: tuple[Int3
     `where` holds each element's (row, column) in the tile, `corner` the tile's first query and key.
     """
     _replace_unseen(band, scores, where, corner, -Float32.inf)
+
+
+def hide_packed(band: Band, scores: cute.Tensor, where: cute.Tensor, key0: Int32, queries: Sequence[Int32]) -> None:
+    """`hide` where each row of the scores has a query of its own."""
+    for row, query in enumerate(queries):
+        _replace_in_row(band, scores, where, (row, query, key0), -Float32.inf)
 
 
 def clear(band: Band, weights: cute.Tensor, where: cute.Tensor, corner: tuple[Int32, Int32]) -> None:
@@ -61,13 +68,18 @@ def dropped(weights: cute.Tensor, kept: cute.Tensor) -> cute.Tensor:
 def _replace_unseen(band: Band, values: cute.Tensor, where: cute.Tensor, corner: Any, other: Float32) -> None:
     query0, key0 = corner
     for row in range(cute.size(values, mode=[0])):
-        # columns in [start, end) are seen: one comparison an element for each edge
-        query = query0 + where[row, 0][0]
-        end = band.key_end(query) - key0
-        start = band.key_start(query) - key0
-        for column in range(cute.size(values, mode=[1])):
-            place = where[0, column][1]
-            seen = place < end
-            if band.form == "local":
-                seen = seen & (place >= start)
-            values[row, column] = cutlass.select_(seen, values[row, column], other)
+        _replace_in_row(band, values, where, (row, query0 + where[row, 0][0], key0), other)
+
+
+def _replace_in_row(band: Band, values: cute.Tensor, where: cute.Tensor, at: tuple[int, Int32, Int32], other: Float32):
+    """What query `at[1]`, which has row `at[0]`, does not see of the keys from `at[2]` on."""
+    row, query, key0 = at
+    # columns in [start, end) are seen: one comparison an element for each edge
+    end = band.key_end(query) - key0
+    start = band.key_start(query) - key0
+    for column in range(cute.size(values, mode=[1])):
+        place = where[0, column][1]
+        seen = place < end
+        if band.form == "local":
+            seen = seen & (place >= start)
+        values[row, column] = cutlass.select_(seen, values[row, column], other)

@@ -221,6 +221,21 @@ def load_rows(thread: Int32, source: cute.Pointer, target: cute.Tensor):
         cute.copy(atom, here, cute.make_tensor((target.iterator + first).align(VECTOR_BYTES), four))
 
 
+@cute.jit
+def store_pair(
+    values: cute.Tensor, start: cute.Pointer, column: Int32, columns: cutlass.Constexpr, at_once: cutlass.Constexpr
+):
+    """Write two elements of a row that starts at `start`, from an even column on; what lies past the row stays."""
+    if cutlass.const_expr(at_once):
+        if column < columns:
+            target = cute.make_tensor(start + cute.assume(column, divby=2), cute.make_layout(2))
+            cute.autovec_copy(values, target)
+    else:
+        for i in cutlass.range_constexpr(2):
+            if column + i < columns:
+                cute.make_tensor(start + (column + i), ONE)[0] = values[i]
+
+
 def has_stmatrix(build: Build) -> bool:
     """Whether a 16-bit accumulator can be stored with stmatrix."""
     return build.item_bytes == 2 and architecture(build.arch).compute_capability >= (9, 0)

@@ -77,6 +77,12 @@ def turn(band: Band, query_tile: Any, key_tile: Any, tile_m: int, tile_n: int) -
     return key_tile_end(band, query_tile, tile_m, tile_n) - 1 - key_tile
 
 
+def share_of_tiles(first: Any, end: Any, split: Any, splits: Any) -> tuple[Any, Any]:
+    """The key tiles [first, end) that block `split` of `splits` walks: shares differ by one tile at most."""
+    count = larger(end - first, 0)
+    return first + count * split // splits, first + count * (split + 1) // splits
+
+
 def heads_at_once(num_keys: Any, bytes_of_key: int) -> Any:
     """Heads whose keys and values fit the L2 cache's share together; at least one."""
     return larger(L2_SHARE // bytes_of_key // larger(num_keys, 1), 1)

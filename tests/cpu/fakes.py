@@ -39,7 +39,7 @@ def plan_of(direction: str, arch: str = "sm_90", dtype: str = "bfloat16", mask: 
 
 def decode(build: Build, parameters: bytes) -> dict[str, float]:
     """The struct at the end of a launch's parameter bytes."""
-    dtype = abi.numpy_struct(abi.FIELDS[build.kind])
+    dtype = abi.numpy_struct(abi.fields_of(build.kind, build.family))
     record = np.frombuffer(parameters[-dtype.itemsize :], dtype)[0]
     return {name: record[name].item() for name in dtype.names or ()}
 

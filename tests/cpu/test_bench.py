@@ -158,19 +158,6 @@ def test_build_ptx_compiles_what_the_benchmark_needs(tmp_path: Path, monkeypatch
 # Rows
 
 
-@pytest.fixture
-def graphs(driver_log: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """The stand-in driver, and graphs that nobody captures; no torch."""
-    real = driver.call
-
-    def call(name: str, *arguments: Any, **options: Any) -> Any:
-        return 1 if "Graph" in name or "Capture" in name else real(name, *arguments, **options)
-
-    monkeypatch.setattr(driver, "call", call)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    return driver_log
-
-
 @pytest.mark.parametrize(
     "name",
     [

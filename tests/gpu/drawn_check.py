@@ -15,7 +15,7 @@ import numpy.typing as npt
 from cutlass_py_attn import reference
 from cutlass_py_attn.planner import bias_gradient
 from tests.gpu import memory
-from tests.gpu.check import Kernels
+from tests.gpu.check import Kernels, same_bits
 from tests.gpu.drawn import NAMES, Drawn
 
 Array = npt.NDArray[Any]
@@ -80,6 +80,18 @@ def launch(drawn: Drawn, expected: Expected, kernels: Kernels) -> dict[str, Arra
         numbers = {"philox_seed": drawn.philox_seed, "philox_offset": drawn.philox_offset}
     with memory.placed(drawn.problem(), expected.arrays, kernels, numbers) as placed:
         return placed.run()
+
+
+def expect_decode(drawn: Drawn, kernels: Kernels) -> dict[str, float]:
+    """`findings` of a decode launched twice; AssertionError for one above 1, other bits, or another kernel."""
+    expected = expect(drawn)
+    with memory.placed(drawn.problem(), expected.arrays, kernels) as placed:
+        assert placed.bound.plan.build.family == "decode", drawn.line
+        found, again = placed.run(), placed.run()
+    assert all(same_bits(found[name], again[name]) for name in found), drawn.line
+    worst = findings(drawn, expected, found)
+    assert max(worst.values()) <= 1, f"{worst}: {drawn.line}"
+    return worst
 
 
 def findings(drawn: Drawn, expected: Expected, found: dict[str, Array]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+from cutlass_py_attn import decode
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import SHORT_NAMES
 from tests.gpu.drawn import RESIDENT_DIMS, Drawn
@@ -26,6 +27,7 @@ FEATURES: Final[dict[str, Callable[[Drawn], bool]]] = {
     "window of a causal mask": lambda d: d.mask.startswith("causal") and ":" in d.mask,
     "window left and right": lambda d: d.mask.startswith("window"),
     "head_dim_value other than head_dim": lambda d: d.dim_value not in (0, d.dim),
+    "few queries against many keys": lambda d: not decode.lacking(d.problem()),
     "odd head dims": lambda d: d.dim % 2 == 1 or d.dim_value % 2 == 1,
     "head dims 129 to 256": lambda d: 128 < max(d.dim, d.dim_value) <= 256,
     "head dims beyond 256": lambda d: max(d.dim, d.dim_value) > max(RESIDENT_DIMS),
