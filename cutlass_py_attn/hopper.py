@@ -11,7 +11,11 @@ from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.plan import Build, Launch, TensorMap
 from cutlass_py_attn.problem import BIASES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
 
-FEATURES = ("grouped",)  # those that its kernels have
+# Those that its kernels have, by direction.
+FEATURES = {
+    "forward": ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
+    "backward": ("grouped",),
+}
 MAX_HEAD_DIM_BACKWARD = 128  # 64 keys of dK and dV are what two warpgroups have registers for
 DQ_WARPGROUPS, LOADERS = 1, 1  # of the backward's warpgroups, those that multiply dQ and that load
 
@@ -19,13 +23,14 @@ DQ_WARPGROUPS, LOADERS = 1, 1  # of the backward's warpgroups, those that multip
 def lacking(problem: Problem) -> tuple[str, ...]:
     """What this problem has that the family does not; empty where it takes the problem."""
     shape = problem.shape
-    found = [name for name in problem.features if name not in FEATURES]
+    found = [name for name in problem.features if name not in FEATURES[problem.direction]]
     backward = problem.direction == "backward"
     widest = MAX_HEAD_DIM_BACKWARD if backward else MAX_HEAD_DIM
     present = {
         "deterministic gradients": backward and problem.deterministic,
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and problem.gradients != OPERANDS,
+        "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
         f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
         "rows aligned to less than 16 bytes": any(
@@ -33,6 +38,7 @@ def lacking(problem: Problem) -> tuple[str, ...]:
             for name, tensor in problem.tensors().items()
             if name not in BIASES
         ),
+        "axes without an index": any(0 in getattr(problem, name).shape for name in _read(problem)),
         "strides of 0 or less": any(step <= 0 for name in _read(problem) for step in _strides(getattr(problem, name))),
     }
     return (*found, *(name for name, is_present in present.items() if is_present))
@@ -62,6 +68,17 @@ def loaded_tiles(build: Build) -> dict[str, tuple[int, int]]:
         "key": (build.tile_n, build.columns),
         "value": (build.tile_n, build.columns_value),
     }
+
+
+def slot_bytes(build: Build, name: str) -> int:
+    """Bytes of one slot of the ring of query, key or value."""
+    rows, columns = loaded_tiles(build)[name]
+    return rows * columns * build.item_bytes
+
+
+def slots(build: Build) -> dict[str, int]:
+    """Slots of the rings of query, key and value."""
+    return {name: build.buffer(name).bytes // slot_bytes(build, name) for name in loaded_tiles(build)}
 
 
 def with_warps(build: Build) -> Build:

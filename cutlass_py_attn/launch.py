@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from cutlass_py_attn import abi, driver, planner
+from cutlass_py_attn import abi, driver, hopper, planner
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.device import runs_on as _runs_on
@@ -308,6 +308,10 @@ def _problem_objections(plan: Plan, problem: Problem | None) -> Iterator[str]:
         ("head_dim_value", shape.head_dim_value, build.head_dim_value),
         ("bias_gradient", planner.bias_gradient(problem), build.bias_gradient),
     ]
+    if build.family == "hopper":
+        yield from (
+            f"problem has {name}: the plan's kernel takes none; plan this problem" for name in hopper.lacking(problem)
+        )
     planned = dict(plan.sizes)
     pairs += [(name, size, planned.get(name)) for name, size in planner.sizes(problem, build)]
     for name, given, expected in pairs:

@@ -124,9 +124,18 @@ _STREAMED: dict[tuple[str, bool], tuple[Tile, ...]] = {
 # By head_dim_value; 128 more threads load.
 _HOPPER_FORWARD: _Table = {
     64: (Tile(192, 128, 16, 2), Tile(128, 128, 12, 2)),
+    96: (Tile(192, 96, 16, 2), Tile(128, 128, 12, 2), Tile(128, 64, 12, 2)),
     128: (Tile(128, 128, 12, 2), Tile(128, 64, 12, 2)),
     256: (Tile(128, 64, 12, 2),),
 }
+# Three warpgroups have no registers for a wide tile with these.
+_HOPPER_FORWARD_HELD: _Table = {
+    64: (Tile(192, 64, 16, 2), Tile(128, 128, 12, 2)),
+    128: _HOPPER_FORWARD[128],
+    256: _HOPPER_FORWARD[256],
+}
+_HOPPER_FORWARD_LOCAL: _Table = {**_HOPPER_FORWARD, 64: _HOPPER_FORWARD[64][1:]}  # nor with two edges of a mask
+_HELD = {"alibi", "bias", "dropout"}
 _HOPPER_BACKWARD: _Table = {
     64: (Tile(128, 128, 16, 3, 2),),
     128: (Tile(64, 128, 16, 3, 2),),
@@ -180,7 +189,9 @@ def hopper_tiles(problem: Problem) -> tuple[Tile, ...]:
     if problem.direction == "backward":
         widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
         return next((rows for size, rows in _HOPPER_BACKWARD.items() if size >= widest), ())
-    return _HOPPER_FORWARD[min(size for size in _HOPPER_FORWARD if size >= problem.shape.head_dim_value)]
+    table = _HOPPER_FORWARD_LOCAL if problem.mask.form == "local" else _HOPPER_FORWARD
+    table = _HOPPER_FORWARD_HELD if _HELD & set(problem.features) else table
+    return table[min(size for size in table if size >= problem.shape.head_dim_value)]
 
 
 def decode_tiles(problem: Problem) -> tuple[Tile, ...]:

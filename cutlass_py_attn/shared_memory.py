@@ -76,13 +76,19 @@ def _forward(build: Build) -> tuple[Buffer, ...]:
 
 
 def _hopper_forward(build: Build) -> tuple[Buffer, ...]:
-    """query (reused for the output), rings of key and value, and the full and the empty barrier of every slot."""
+    """Two slots for the query where they fit: the next query tile is there before this one's last value tile."""
+    maps = {count: _hopper_forward_with(build, count) for count in (2, 1)}
+    return maps[first_that_fits(build, maps.items())]
+
+
+def _hopper_forward_with(build: Build, queries: int) -> tuple[Buffer, ...]:
+    """Rings of query, key and value, and the full and the empty barrier of every slot."""
     dtype, tile_m, tile_n, stages = build.dtype, build.tile_m, build.tile_n, build.query_stages
     return stack(
-        ("query", tile_bytes(dtype, tile_m, max(build.columns, build.columns_value)), 0, 4),
+        ("query", queries * tile_bytes(dtype, tile_m, build.columns), 0, 1),
         ("key", stages * tile_bytes(dtype, tile_n, build.columns), 0, 1),
         ("value", stages * tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
-        ("barriers", 2 * BARRIER_BYTES * (1 + 2 * stages), 0, 4),
+        ("barriers", 2 * BARRIER_BYTES * (queries + 2 * stages), 0, 4),
     )
 
 

@@ -134,15 +134,25 @@ class HopperBackward(Backward):
         """Key tiles of all key heads and batches."""
         return ceil_div(p.num_keys, self.build.tile_n) * (p.num_heads // p.group) * p.batch
 
-    def work(self, p: Any, number: Int32) -> tuple[Any, Any, Any, Any, Any]:
-        """(sequence, key head, key tile, first and end of its query tiles); at least one query tile."""
+    def turns(self, p: Any) -> Int32:
+        """How many key tiles this block takes."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        return schedule.turns(self.total(p), block, blocks)
+
+    def work(self, p: Any, turn: Int32) -> tuple[Any, Any, Any, Any, Any]:
+        """Of this block's turn: (sequence, key head, key tile, first and end of its query tiles), at least one."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        number = schedule.number_of(turn, block, blocks)
         build, heads = self.build, p.num_heads // p.group
         tiles = ceil_div(p.num_keys, build.tile_n)
         if build.mask == "full":
             tile, rest = number % tiles, number // tiles
         else:
             bytes_of_query = build.item_bytes * (build.columns + build.columns_value) + F32_BYTES * build.columns
-            at_once = schedule.heads_at_once(p.num_queries * p.group, bytes_of_query)
+            fitting = schedule.heads_at_once(p.num_queries * p.group, bytes_of_query)
+            at_once = schedule.heads_dealt(fitting, heads * p.batch, blocks)
             tile, rest = schedule.longest_first(number, tiles, heads * p.batch, at_once)
             tile = tiles - 1 - tile  # the first keys are seen by the most queries
         of = lengths.sequence(build, p, rest // heads)
@@ -160,11 +170,9 @@ class HopperBackward(Backward):
     @cute.jit
     def produce(self, p: Any, maps: tuple):
         """One warp: ask for the key and value tiles, and for the query and grad_output tiles that see them."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
         build = self.build
         at_q, at_do, at_kv = self.states(pipeline.PipelineUserType.Producer)
-        for number in cutlass.range(block, self.total(p), blocks, unroll=1):
+        for number in cutlass.range(self.turns(p), unroll=1):
             item = self.work(p, number)
             of, key_head, key_tile, first, end = item
             self.fetch(maps[2], self.pipe_k, "key", (key_tile * build.tile_n, key_head, of.batch), at_kv)
@@ -200,11 +208,9 @@ class HopperBackward(Backward):
     @cute.jit
     def multiply_query_gradient(self, p: Any, thread: Int32):
         """A warpgroup: 7  dQ = dS K of every query tile, added to its sum."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
         _, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
         s_ds = self.ring("ds")
-        for number in cutlass.range(block, self.total(p), blocks, unroll=1):
+        for number in cutlass.range(self.turns(p), unroll=1):
             item = self.work(p, number)
             of, _, _, first, end = item
             self.pipe_k.consumer_wait(at_kv)
@@ -222,8 +228,6 @@ class HopperBackward(Backward):
     @cute.jit
     def consume(self, p: Any, thread: Int32):
         """The warpgroups of the keys: 64 rows of each key tile each."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
         build = self.build
         self.bind_products(thread)
         at_q, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
@@ -231,7 +235,7 @@ class HopperBackward(Backward):
         r_s = self.scores.accumulator(thread)
         r_lse, r_delta = self.statistics(), self.statistics()
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        for number in cutlass.range(block, self.total(p), blocks, unroll=1):
+        for number in cutlass.range(self.turns(p), unroll=1):
             item = self.work(p, number)
             of, _, key_tile, first, end = item
             rounds = larger(self.rounds(p, first, end), 1)

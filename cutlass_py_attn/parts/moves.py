@@ -246,16 +246,21 @@ def converted(values: cute.Tensor, dtype) -> cute.Tensor:
     if dtype is Float32:
         return values
     result = cute.make_rmem_tensor_like(values, dtype)
+    convert(values, result)
+    return result
+
+
+def convert(values: cute.Tensor, result: cute.Tensor) -> None:
+    """Write float32 registers into 16-bit ones of the same layout."""
     # In pairs by name: converted one by one, as the compiler would where the result is also read in float32 again,
     # bfloat16 numbers take a slow unit.
-    kind, count = "bf16x2" if dtype is BFloat16 else "f16x2", cute.size(values)
+    kind, count = "bf16x2" if result.element_type is BFloat16 else "f16x2", cute.size(values)
     source = cute.make_tensor(values.iterator, cute.make_layout(count))
     words = cute.make_tensor(cute.recast_ptr(result.iterator, dtype=Uint32), cute.make_layout(count // 2))
     text = f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};"
     for i in range(count // 2):
         pair = [source[2 * i + 1], source[2 * i]]
         words[i] = cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=pair)
-    return result
 
 
 def in_float32(word: Uint32, dtype) -> tuple[Float32, Float32]:

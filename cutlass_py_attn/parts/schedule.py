@@ -11,6 +11,7 @@ from cutlass_py_attn.masks import Band
 from cutlass_py_attn.parts.integers import ceil_div, choose, larger, smaller
 
 L2_SHARE = 32 << 20  # bytes of the keys and values that blocks at work should read together
+TILES_AT_ONCE = 12  # of each head, by the blocks at work: they read the same keys and values, at about the same time
 
 
 def key_tile_start(band: Band, query_tile: Any, tile_m: int, tile_n: int) -> Any:
@@ -87,11 +88,34 @@ def heads_at_once(num_keys: Any, bytes_of_key: int) -> Any:
     return larger(L2_SHARE // bytes_of_key // larger(num_keys, 1), 1)
 
 
+def heads_dealt(fitting: Any, heads: Any, blocks: Any) -> Any:
+    """Of `heads`, those whose tiles are dealt out at once: the `fitting` ones, in multiples of a twelfth of the blocks,
+    so that a turn of all blocks takes as many tiles of each; all where few would be left."""
+    few = larger(blocks // TILES_AT_ONCE, 1)
+    found = (fitting + few - 1) // few * few
+    return choose(2 * heads <= 3 * found, larger(heads, 1), found)
+
+
 def longest_first(number: Any, tiles: Any, heads: Any, at_once: Any) -> tuple[Any, Any]:
     """(query tile, head) of item `number` where later tiles take longer: the last tiles of `at_once` heads come first,
-    then the tiles before them, then the next heads. Blocks that take every so many items have equal shares, and those
-    at work read few heads."""
+    then the tiles before them, then the next heads; blocks at work read few heads."""
     group = number // (at_once * tiles)
     within = number - group * (at_once * tiles)
     here = smaller(at_once, heads - group * at_once)
     return tiles - 1 - within // here, group * at_once + within % here
+
+
+def turns(total: Any, block: Any, blocks: Any) -> Any:
+    """How many of `total` items a block takes."""
+    whole = total // blocks
+    return whole + choose(_place(whole, block, blocks) < total - whole * blocks, 1, 0)
+
+
+def number_of(turn: Any, block: Any, blocks: Any) -> Any:
+    """The item that a block takes in its turn: as many as there are blocks are dealt out forwards, the next of them
+    backwards, so that who had the longest of the one has the shortest of the other."""
+    return turn * blocks + _place(turn, block, blocks)
+
+
+def _place(turn: Any, block: Any, blocks: Any) -> Any:
+    return choose(turn % 2 == 0, block, blocks - 1 - block)

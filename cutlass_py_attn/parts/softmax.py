@@ -61,11 +61,15 @@ class OnlineSoftmax:
         maximum = cute.arch.fmax(self.maximum[row], tile_maximum)
         base = _finite(maximum)
         shrink = cute.math.exp2((self.maximum[row] - base) * scale_log2, fastmath=True)
-        weights = cute.math.exp2(values * scale_log2 - base * scale_log2, fastmath=True)
+        weights = self.exponentials(values * scale_log2 - base * scale_log2)
         scores[row, None].store(weights)
         sums[row] = sums[row] * shrink + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         self.maximum[row] = maximum
         return shrink
+
+    def exponentials(self, exponents: Any) -> Any:
+        """2 to the power of each."""
+        return cute.math.exp2(exponents, fastmath=True)
 
     def join(self, output: cute.Tensor, logit: Float32, scale_log2: Float32) -> None:
         """A sink joins every row: a natural-log logit that has no value. `output` and the sums are rescaled.

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn import hopper, planner
+from cutlass_py_attn import hopper, launch, planner
 from cutlass_py_attn.compiler import compile as compile_now
 from cutlass_py_attn.device import architecture, targets
+from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.plan import Plan, TensorMap
-from cutlass_py_attn.problem import Problem, Shape, Tensor
+from cutlass_py_attn.problem import Problem, Sequences, Shape, Tensor
 
 SHAPE = Shape(2, 200, 300, 4, 128, 128)
 
@@ -28,9 +29,10 @@ def forward(dim: int = 128, dim_value: int = 128, dtype: str = "bfloat16", mask:
         ({}, ()),
         ({"mask": Causal(17)}, ()),
         ({"mask": CausalBottomRight()}, ()),
-        ({"softcap": 2.0}, ("softcap",)),
-        ({"dropout_p": 0.1}, ("dropout",)),
-        ({"bias": Tensor.contiguous((2, 4, 200, 300), "bfloat16")}, ("bias",)),
+        ({"softcap": 2.0, "dropout_p": 0.1}, ()),
+        ({"bias": Tensor.contiguous((2, 4, 200, 300), "bfloat16")}, ()),
+        ({"alibi_slopes": Tensor.contiguous((4,), "float32"), "sinks": Tensor.contiguous((4,), "float32")}, ()),
+        ({"scale": -0.1}, ("a scale below 0",)),
         ({"key": Tensor((2, 300, 4, 128), (0, 512, 128, 1), "bfloat16")}, ("strides of 0 or less",)),
         ({"value": Tensor((2, 300, 4, 128), (300 * 512, 512, 128, 1), "bfloat16", 8)},
          ("rows aligned to less than 16 bytes",)),
@@ -43,6 +45,27 @@ def test_what_the_family_takes(changes: dict[str, Any], lacking: tuple[str, ...]
     assert families[-1] == "generic"
     assert ("hopper" in families) == (not lacking)
     assert all(name in planner.plan(problem, "sm_90").why for name in lacking)
+
+
+def test_a_plan_refuses_a_scale_that_its_kernel_does_not_take() -> None:
+    """The scale is no part of a plan, so that only the launch can tell."""
+    plan, problem = planner.plan(forward(), "sm_90a"), forward().replace(scale=-0.1)
+    assert [line for line in launch._problem_objections(plan, problem) if "a scale below 0" in line]
+    assert not [*launch._problem_objections(plan, forward().replace(scale=0.1))]
+
+
+def of_lengths(num_keys: int = 900, **changes: Any) -> Problem:
+    """Three sequences of up to 400 queries and 300 keys, packed."""
+    shape = Shape(3, 400, min(300, num_keys), 4, 128, 128, tokens=(1000, num_keys))
+    sequences = Sequences(3, shape.num_queries, shape.num_keys, False)
+    return Problem.dense("forward", shape, "bfloat16", Causal()).replace(sequences=sequences, **changes)
+
+
+def test_sequences_of_several_lengths() -> None:
+    """The maps cover all tokens; without a key there is nothing that a map could say."""
+    (launch,) = planner.plan(of_lengths(), "sm_90a").launches
+    assert [recipe.sizes for recipe in launch.tensor_maps] == [(128, 1000, 4, 1), (128, 900, 4, 1), (128, 900, 4, 1)]
+    assert hopper.lacking(of_lengths(num_keys=0)) == ("axes without an index",)
 
 
 def test_dtypes_and_widths_it_has_no_kernel_for() -> None:
@@ -72,8 +95,10 @@ def test_plans_fit_and_come_back_from_json(dims: tuple[int, int]) -> None:
     assert plan.build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
     assert Plan.from_json(plan.to_json()) == plan
     assert f"fwd_hopper_bf16_d{dims[0]}" in plan.explain()
-    barriers = plan.build.buffer("barriers")
-    assert barriers.bytes == 16 * (1 + 2 * plan.build.query_stages)
+    slots, barriers = hopper.slots(plan.build), plan.build.buffer("barriers")
+    assert barriers.bytes == 16 * sum(slots.values())
+    # The next query tile arrives early where there is room for it.
+    assert slots == {"query": 1 if dims in ((192, 128), (256, 256)) else 2, "key": 2, "value": 2}
 
 
 def test_a_block_for_each_sm_or_each_tile() -> None:
@@ -93,23 +118,39 @@ def test_tensor_maps_follow_strides() -> None:
     problem = Problem.dense("forward", shape, "float16", Full()).replace(key=key)
     (launch,) = planner.plan(problem, "sm_90a").launches
     assert launch.tensor_maps == (
-        TensorMap("query", (96, 200, 4, 1), (384, 96, 96), (32, 128, 1, 1), 64),
-        TensorMap("key", (96, 300, 4, 1), (96, 28800, 96), (32, 128, 1, 1), 64),
-        TensorMap("value", (96, 300, 4, 1), (384, 96, 96), (32, 128, 1, 1), 64),
+        TensorMap("query", (96, 200, 4, 1), (384, 96, 96), (32, 192, 1, 1), 64),
+        TensorMap("key", (96, 300, 4, 1), (96, 28800, 96), (32, 96, 1, 1), 64),
+        TensorMap("value", (96, 300, 4, 1), (384, 96, 96), (32, 96, 1, 1), 64),
     )
 
 
-@pytest.mark.parametrize(("dim", "mask"), [(64, Full()), (128, Causal()), (256, Full()), (128, Causal(50))])
-def test_machine_code(dim: int, mask: Mask) -> None:
+BIAS = Tensor.contiguous((1, 4, 200, 304), "bfloat16")
+CODE = [
+    (forward(64, 64), 128),
+    (forward(mask=Causal()), 128),
+    (forward(96, 96), 96),
+    (forward(256, 256), 64),
+    (forward(mask=Causal(50)), 128),
+    (forward(mask=Causal()).replace(dropout_p=0.1), 128),
+    (Problem.dense("forward", Shape(2, 200, 304, 4, 128, 128), "bfloat16", Full()).replace(bias=BIAS), 128),
+    (of_lengths(softcap=3.0), 128),
+]
+
+
+@pytest.mark.parametrize(("problem", "tile_n"), CODE, ids=lambda value: getattr(value, "features", value))
+def test_machine_code(problem: Problem, tile_n: int) -> None:
     """compile() itself refuses spills and ptxas remarks, which say that products wait for each other."""
-    plan = planner.plan(forward(dim, dim, mask=mask), "sm_90a")
+    plan = planner.plan(problem, "sm_90a")
+    assert plan.build.tile_n == tile_n
     build, made = plan.build, compile_now(plan)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
     rows = build.tile_m // 64 // (build.warps // 4 - 1)
-    # Each product stands twice: before the loop or behind it, and in it.
-    scores, values = 2 * rows * build.columns // 16, 2 * rows * build.tile_n // 16
+    # Each product stands twice: before the loop or behind it, and in it. Where there is room for the next item's
+    # query, its scores stand behind the loop too.
+    times = 1 + hopper.slots(build)["query"]
+    scores, values = times * rows * build.columns // 16, 2 * rows * build.tile_n // 16
     expected = [str(build.tile_n)] * scores + [str(build.columns_value)] * values
     assert sorted(products) == sorted(expected)
-    strips = 2 * build.columns * 2 // 128 + build.columns_value * 2 // 128
+    strips = sum(columns * 2 // swizzle_bytes(columns) for _, columns in hopper.loaded_tiles(build).values())
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.4d", made.ptx)) == strips
     assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", made.ptx)) == 2

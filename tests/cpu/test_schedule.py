@@ -215,3 +215,38 @@ def test_heads_at_once() -> None:
     assert schedule.heads_at_once(8192, 512) == 8
     assert schedule.heads_at_once(2048, 256) == 64
     assert schedule.heads_at_once(MAX_LENGTH, 1024) == schedule.heads_at_once(0, 2**30) == 1
+
+
+def test_heads_dealt() -> None:
+    """A multiple of a twelfth of the blocks; all where few would be left."""
+    assert [schedule.heads_dealt(fitting, 512, 132) for fitting in (1, 11, 12, 64)] == [11, 11, 22, 66]
+    assert [schedule.heads_dealt(4, heads, 132) for heads in (0, 1, 16, 17)] == [1, 1, 16, 11]
+    assert schedule.heads_dealt(3, 9, 5) == 3
+
+
+@given(st.integers(0, 400), st.integers(1, 20))
+def test_blocks_take_every_item_once(total: int, blocks: int) -> None:
+    taken = [
+        schedule.number_of(turn, block, blocks)
+        for block in range(blocks)
+        for turn in range(schedule.turns(total, block, blocks))
+    ]
+    assert sorted(taken) == list(range(total))
+
+
+@pytest.mark.parametrize(
+    ("tiles", "heads", "bytes_of_key"), [(64, 32, 1024), (64, 64, 512), (16, 256, 512), (32, 24, 512)]
+)
+def test_blocks_have_equal_shares_of_a_causal_mask(tiles: int, heads: int, bytes_of_key: int) -> None:
+    """A query tile has as many key tiles as its number, and one more; 132 blocks, tiles of 128."""
+    blocks = 132
+    fitting = schedule.heads_at_once(tiles * 128, bytes_of_key)
+    at_once = schedule.heads_dealt(fitting, heads, blocks)
+
+    def share(block: int) -> int:
+        numbers = (
+            schedule.number_of(turn, block, blocks) for turn in range(schedule.turns(tiles * heads, block, blocks))
+        )
+        return sum(schedule.longest_first(number, tiles, heads, at_once)[0] + 1 for number in numbers)
+
+    assert max(map(share, range(blocks))) <= 1.02 * heads * tiles * (tiles + 1) / 2 / blocks
