@@ -160,24 +160,31 @@ class HopperBackward(Backward):
         first = smaller(schedule.query_tile_start(*where), ceil_div(of.num_queries, build.tile_m) - 1)
         return of, rest % heads, tile, first, larger(schedule.query_tile_end(*where), first + 1)
 
-    def place_of(self, p: Any, item: tuple, turn: Int32) -> tuple[Int32, Int32]:
-        """(query head, query tile) of one round."""
-        _, head, _, first, end = item
+    def first_place(self, p: Any, item: tuple) -> tuple[Int32, Int32]:
+        """(query head, query tile) of the first round of a key tile."""
+        _, head, _, first, _ = item
+        return head * p.group if self.build.has("grouped") else head, first
+
+    def next_place(self, item: tuple, head: Int32, query_tile: Int32) -> tuple[Int32, Int32]:
+        """Those of the round after: all query tiles of a head, then those of the next that reads the key head."""
+        _, _, _, first, end = item
+        query_tile = query_tile + 1
         if not self.build.has("grouped"):
-            return head, first + turn
-        return head * p.group + turn // (end - first), first + turn % (end - first)
+            return head, query_tile
+        is_over = query_tile == end
+        return cutlass.select_(is_over, head + 1, head), cutlass.select_(is_over, first, query_tile)
 
     @cute.jit
     def produce(self, p: Any, maps: tuple):
         """One warp: ask for the key and value tiles, and for the query and grad_output tiles that see them."""
         build = self.build
         at_q, at_do, at_kv = self.states(pipeline.PipelineUserType.Producer)
-        for number in cutlass.range(self.turns(p), unroll=1):
-            item = self.work(p, number)
+        for mine in cutlass.range(self.turns(p), unroll=1):
+            item = self.work(p, mine)
             of, key_head, key_tile, first, end = item
             self.fetch(maps[2], self.pipe_k, "key", (key_tile * build.tile_n, key_head, of.batch), at_kv)
+            head, query_tile = self.first_place(p, item)
             for turn in cutlass.range(self.rounds(p, first, end), unroll=1):
-                head, query_tile = self.place_of(p, item, turn)
                 place = (query_tile * build.tile_m, head, of.batch)
                 row = self.grad_query.number(p, head, of.first_tile + query_tile) * build.tile_m
                 self.fetch(maps[0], self.pipe_q, "query", place, at_q)
@@ -188,6 +195,7 @@ class HopperBackward(Backward):
                 self.fetch(maps[1], self.pipe_do, "grad_output", place, at_do)
                 self.fetch_statistics(self.pipe_do, "delta", p.delta, row, at_do)
                 at_do.advance()
+                head, query_tile = self.next_place(item, head, query_tile)
             at_kv.advance()
         self.pipe_q.producer_tail(at_q)
         self.pipe_do.producer_tail(at_do)
@@ -210,17 +218,18 @@ class HopperBackward(Backward):
         """A warpgroup: 7  dQ = dS K of every query tile, added to its sum."""
         _, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
         s_ds = self.ring("ds")
-        for number in cutlass.range(self.turns(p), unroll=1):
-            item = self.work(p, number)
+        for mine in cutlass.range(self.turns(p), unroll=1):
+            item = self.work(p, mine)
             of, _, _, first, end = item
             self.pipe_k.consumer_wait(at_kv)
-            for turn in cutlass.range(self.rounds(p, first, end), unroll=1):
-                head, query_tile = self.place_of(p, item, turn)
+            head, query_tile = self.first_place(p, item)
+            for _ in cutlass.range(self.rounds(p, first, end), unroll=1):
                 self.pipe_ds.consumer_wait(at)
                 target = self.grad_query.sum_of(p, head, of.first_tile + query_tile)
                 release = functools.partial(arrive, self.pipe_ds.sync_object_empty, at.index)
                 self.grad_query.add_tile(self.dtype, target, s_ds[None, None, at.index], thread, release)
                 at.advance()
+                head, query_tile = self.next_place(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             at_kv.advance()
         self.grad_query.wait()
@@ -235,8 +244,8 @@ class HopperBackward(Backward):
         r_s = self.scores.accumulator(thread)
         r_lse, r_delta = self.statistics(), self.statistics()
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        for number in cutlass.range(self.turns(p), unroll=1):
-            item = self.work(p, number)
+        for mine in cutlass.range(self.turns(p), unroll=1):
+            item = self.work(p, mine)
             of, _, key_tile, first, end = item
             rounds = larger(self.rounds(p, first, end), 1)
             r_dk.fill(0.0)
@@ -251,8 +260,8 @@ class HopperBackward(Backward):
             self.scores.wait()
             r_s.store(r_next.load())
             self.pipe_v.consumer_wait(at_kv)
+            head, query_tile = self.first_place(p, item)
             for turn in cutlass.range(rounds, unroll=1):
-                _, query_tile = self.place_of(p, item, turn)
                 # 2  P = exp2(S - logsumexp) in base 2
                 if cutlass.const_expr(not self.reads_ahead):
                     self.read_statistics("logsumexp", at_q.index, thread, r_lse)
@@ -291,12 +300,13 @@ class HopperBackward(Backward):
                 arrive(self.pipe_do.sync_object_empty, before(at, build.grad_output_stages))
                 self.scores.wait(1)
                 r_s.store(r_next.load())
+                head, query_tile = self.next_place(item, head, query_tile)
             self.dk.wait()
             arrive(self.pipe_q.sync_object_empty, before(at_q, build.query_stages))
             self.pipe_k.consumer_release(at_kv)
             # 8  store dK and dV through the place of V
             r_dk.store(r_dk.load() * p.scale)
-            here, item = params.fresh("tid.x") - 2 * WARPGROUP_THREADS, self.work(p, params.again(number))
+            here, item = params.fresh("tid.x") - 2 * WARPGROUP_THREADS, self.work(p, params.again(mine))
             cute.arch.barrier(barrier_id=CONSUMERS_MEET, number_of_threads=CONSUMER_THREADS)
             self.store(p, "grad_value", r_dv, item, here)
             self.store(p, "grad_key", r_dk, item, here)
