@@ -47,6 +47,7 @@ def committed_plans() -> list[Plan]:
     for dtype, head_dim, mask in product(DTYPES[:2], HEAD_DIMS, MASKS):
         shape = Shape(1, 128, 128, 1, head_dim, head_dim)
         plans.append(plan_forward(Problem.dense("forward", shape, dtype, masks.from_name(mask)), HOPPER_ARCH))
+        plans.append(plan_backward(Problem.dense("backward", shape, dtype, masks.from_name(mask)), HOPPER_ARCH))
     shape = Shape(1, 128, 128, 1, 128, 128)
     repeatable = Problem.dense("backward", shape, "bfloat16", masks.Causal()).replace(deterministic=True)
     plans.append(plan_backward(repeatable, ARCH))
