@@ -30,13 +30,14 @@ from cutlass_py_attn import abi
 from cutlass_py_attn.fused.backward import Backward, Params
 from cutlass_py_attn.fused.hopper_grad_query import HopperGradQuery
 from cutlass_py_attn.gemm import doivj, grad_k, grad_v, matmul_qk
-from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS, Gemm
+from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
 from cutlass_py_attn.hopper import loaded_tiles
 from cutlass_py_attn.parts import lengths, masking, moves, params, schedule, tma
 from cutlass_py_attn.parts.integers import ceil_div, larger, smaller
+from cutlass_py_attn.parts.turned import by_columns, places, turned, turned_view
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
 
@@ -428,26 +429,6 @@ def arrive(barriers: Any, slot: Int32) -> None:
 def before(state: Any, slots: int) -> Int32:
     """The slot before the one that `state` stands at."""
     return cutlass.select_(state.index == 0, Int32(slots - 1), state.index - 1)
-
-
-def turned(spec: Gemm) -> Gemm:
-    """The product that gives C transposed: A and B change places."""
-    return replace(spec, m=spec.n, n=spec.m, a_transposed=spec.b_transposed, b_transposed=spec.a_transposed)
-
-
-def turned_view(view: cute.Tensor) -> cute.Tensor:
-    """Rows x columns of a transposed accumulator as columns x rows."""
-    return cute.make_tensor(view.iterator, cute.select(view.layout, mode=[1, 0]))
-
-
-def by_columns(accumulator: cute.Tensor) -> cute.Tensor:
-    """(side of a pair of columns, row, pair of columns)."""
-    return cute.make_tensor(accumulator.iterator, cute.make_layout((2, 2, cute.size(accumulator) // 4)))
-
-
-def places(view: cute.Tensor) -> list[tuple[int, int, int]]:
-    """Every (side, row, pair of columns), pairs of columns slowest."""
-    return [(side, row, eight) for eight in range(cute.size(view, mode=[2])) for side in range(2) for row in range(2)]
 
 
 def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:
