@@ -17,13 +17,8 @@ from cutlass_py_attn.gemm.alone import Params, Room, write_c
 from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.gemm.wgmma import Wgmma, tile_at
 from cutlass_py_attn.parts import params
+from cutlass_py_attn.parts.tma import SWIZZLES
 from cutlass_py_attn.plan import Build
-
-MAP_SWIZZLES = {
-    128: tensor_maps.TensorMapSwizzle.s128b,
-    64: tensor_maps.TensorMapSwizzle.s64b,
-    32: tensor_maps.TensorMapSwizzle.s32b,
-}
 
 
 class AloneHopper(Room):
@@ -42,7 +37,7 @@ class AloneHopper(Room):
         width = swizzle_bytes(columns)
         view = cute.make_tensor(params.pointer(address, self.dtype), cute.make_layout(shape, stride=(columns, 1)))
         box = (rows, width // 2)
-        return tensor_maps.create_tensor_map_tiled_from_view(view, box_dims=box, swizzle=MAP_SWIZZLES[width])
+        return tensor_maps.create_tensor_map_tiled_from_view(view, box_dims=box, swizzle=SWIZZLES[width])
 
     @cute.kernel
     def kernel(
