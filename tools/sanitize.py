@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from cutlass_py_attn import driver
-from cutlass_py_attn.planner import plans_on
-from tests.gpu import cases, check, memory
+from tests.gpu import cases, check, decodes, memory
 
 NUM_QUERIES = 130
 KEYS = (65, 128, 200)
@@ -30,10 +30,18 @@ def chosen() -> list[cases.Case]:
     return found
 
 
-def families(case: cases.Case) -> list[str]:
-    """The families that this GPU has kernels of for a case."""
-    gpu = driver.device(0)
-    return list({plan.build.family: None for plan in plans_on(case.problem(), gpu.compute_capability, gpu.num_sms)})
+def places(kernels: check.Kernels) -> Iterator[tuple[str, memory.Placed]]:
+    """A name and the kernels of each case in every family that this GPU has, and of the decodes that are shown."""
+    for case in chosen():
+        arrays = check.make(case)
+        full = np.zeros(case.shape.logsumexp, np.float32) + 9
+        operands = {**arrays, "output": arrays["grad_output"], "logsumexp": full}
+        for family in check.families(case):
+            of_family = check.of_family(kernels, family, case.direction)
+            yield f"{case.line} {family}", memory.placed(case.problem(), operands, of_family)
+    for one in decodes.SHOWN:
+        if one.batch == 1:
+            yield one.line, memory.placed(one.problem(), one.arrays(), kernels)
 
 
 def main() -> int:
@@ -41,22 +49,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="sanitize", description=__doc__)
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
     kernels = check.kernels_from(parser.parse_args().kernels)
-    wrong = []
+    launched, wrong = 0, []
     with driver.device(0).current():
-        launched = [(case, family) for case in chosen() for family in families(case)]
-        for case, family in launched:
-            arrays = check.make(case)
-            full = np.zeros(case.shape.logsumexp, np.float32) + 9
-            operands = {**arrays, "output": arrays["grad_output"], "logsumexp": full}
-            with memory.placed(case.problem(), operands, check.of_family(kernels, family)) as placed:
+        for name, made in places(kernels):
+            with made as placed:
                 placed.reset()
                 # From the pool, so that initcheck sees a workspace that nobody has written.
                 placed.bound(placed.pointers)
                 driver.synchronise(0)
                 found = placed.read()
+            launched += 1
             if any(np.isnan(array).any() for array in found.values()):
-                wrong.append(f"{case.line} {family}")
-    print("\n".join([*wrong, f"sanitize: {len(launched)} cases, {len(wrong)} with unwritten outputs"]))
+                wrong.append(name)
+    print("\n".join([*wrong, f"sanitize: {launched} cases, {len(wrong)} with unwritten outputs"]))
     return 1 if wrong else 0
 
 

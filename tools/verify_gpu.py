@@ -39,9 +39,9 @@ def verify(artifact: Artifact, kernels: check.Kernels) -> Results:
 
 def _fused(build: Build, kernels: check.Kernels) -> Results:
     variant = cases.Variant(build.dtype, build.head_dim, build.head_dim_value, build.mask, build.deterministic)
-    kernels = check.of_family(kernels, build.family)
+    kernels = check.of_family(kernels, build.family, build.kind)
     suite = cases.FORWARD if build.kind == "forward" else cases.BACKWARD
-    chosen = [case for case in suite if case.variant == variant]
+    chosen = [case for case in suite if case.variant == variant and build.family in check.families(case)]
     assert chosen, f"{build.symbol}: the suite has no case of it"
     verdicts: list[judge.Verdict] = []
     for case in chosen:

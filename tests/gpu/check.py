@@ -11,11 +11,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn import inputs, judge, reference
+from cutlass_py_attn import driver, inputs, judge, reference
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.attention import attention_backward, attention_forward
 from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.plan import Build
+from cutlass_py_attn.planner import plans_on
 from tests.gpu.cases import Case
 
 Array = npt.NDArray[Any]
@@ -42,16 +43,22 @@ def kernels_from(folder: Path | None) -> Kernels:
 
 
 @functools.cache
-def of_family(kernels: Kernels, family: str) -> Kernels:
-    """The same, but of the fused kernels those of one family alone, and of a forward's backward any; one object for
-    each, for it is part of the key of what stays bound."""
+def of_family(kernels: Kernels, family: str, direction: str) -> Kernels:
+    """The same, but of the fused kernels of one direction those of one family alone, of the other's any; one object
+    for each, for it is part of the key of what stays bound."""
 
     def chosen(build: Build) -> Artifact:
-        if build.kind == "forward" and build.family != family:
+        if build.kind == direction and build.family != family:
             raise Stale(f"{build.symbol}: not of the {family} family")
         return kernels(build)
 
     return chosen
+
+
+def families(case: Case) -> list[str]:
+    """The families that this GPU has kernels of for a case, the first choice first."""
+    gpu = driver.device(0)
+    return list({plan.build.family: None for plan in plans_on(case.problem(), gpu.compute_capability, gpu.num_sms)})
 
 
 def make(case: Case) -> dict[str, Array]:
