@@ -286,17 +286,18 @@ class HopperBackward(Backward):
                 arrive(self.pipe_ds.sync_object_full, at.index)
                 at.advance()
                 at_q.advance()
-                # 1  S^T = K Q^T of the next query tile, behind it 6  dK += dS^T Q. Behind the last query tile there is
-                # a product that nobody reads: a branch around it would let the compiler wait for all of them.
+                # 1  S^T = K Q^T of the next query tile, behind it 6  dK += dS^T Q. Behind the last query tile it is of
+                # the same once more, for nobody: a branch around it would let the compiler wait for all products.
+                last, last_ds = before(at_q, build.query_stages), before(at, build.grad_output_stages)
+                slot = cutlass.select_(turn + 1 < rounds, at_q.index, last)
                 if turn + 1 < rounds:
                     self.pipe_q.consumer_wait(at_q)
                 r_next = self.scores.accumulator(thread)
-                self.scores.issue(r_next, self.score_parts.stage(None, at_q.index))
+                self.scores.issue(r_next, self.score_parts.stage(None, slot))
                 self.meet(group)
-                parts = self.dk_parts.stage(before(at, build.grad_output_stages), before(at_q, build.query_stages))
-                self.dk.issue(r_dk, parts)
+                self.dk.issue(r_dk, self.dk_parts.stage(last_ds, last))
                 if cutlass.const_expr(self.reads_ahead):
-                    self.read_statistics("logsumexp", at_q.index, thread, r_lse)
+                    self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.dv.wait(2)
                 arrive(self.pipe_do.sync_object_empty, before(at, build.grad_output_stages))
                 self.scores.wait(1)
