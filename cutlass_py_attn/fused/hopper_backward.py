@@ -9,7 +9,7 @@ their dK and dV in registers. Scores are transposed: a thread's rows are keys, a
 
     pipe         full: arrivals            empty: arrivals                        slots
     query        TMA, with the logsumexp   8 warps, behind 6                      query_stages
-    grad_output  TMA, with delta           8 warps, behind 5                      grad_output_stages
+    grad_output  TMA, with delta           256 threads, behind 5                  grad_output_stages
     dS           8 warps, behind 4         4 warps, behind 7                      grad_output_stages
     key          TMA                       8 warps, behind the last 1, 4, behind the last 7   1
     value        TMA                       8 warps, once dK and dV are stored through its place   1
@@ -99,7 +99,7 @@ class HopperBackward(Backward):
         keepers, statistics = CONSUMER_THREADS // WARP_THREADS, build.tile_m * F32_BYTES
         users = {
             "query": (build.query_stages, keepers, statistics),
-            "grad_output": (build.grad_output_stages, keepers, statistics),
+            "grad_output": (build.grad_output_stages, CONSUMER_THREADS, statistics),
             "key": (1, keepers + WARPGROUP_WARPS, 0),
             "value": (1, keepers, 0),
         }
@@ -299,7 +299,7 @@ class HopperBackward(Backward):
                 if cutlass.const_expr(self.reads_ahead):
                     self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.dv.wait(2)
-                arrive(self.pipe_do.sync_object_empty, before(at, build.grad_output_stages))
+                self.release_grad_output(at)
                 self.scores.wait(1)
                 r_s.store(r_next.load())
                 head, query_tile = self.next_place(item, head, query_tile)
@@ -314,6 +314,12 @@ class HopperBackward(Backward):
             self.store(p, "grad_key", r_dk, item, here)
             self.pipe_v.consumer_release(at_kv)
             at_kv.advance()
+
+    def release_grad_output(self, at: Any) -> None:
+        """Release the slot before `at`. Every thread arrives: the row statistics that threads have read are thereby
+        known to be read, by racecheck too."""
+        slot = before(at, self.build.grad_output_stages)
+        cute.arch.mbarrier_arrive(self.pipe_do.sync_object_empty.get_barrier(slot))
 
     def wait_for_slot(self, at: Any) -> None:
         """Until the slot of dS is free. dS goes around with grad_output, of which this warpgroup is a reader: who
