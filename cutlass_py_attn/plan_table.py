@@ -185,10 +185,9 @@ def tiles(problem: Problem) -> tuple[Tile, ...]:
 
 
 def hopper_tiles(problem: Problem) -> tuple[Tile, ...]:
-    """Candidate rows of the Hopper family, the fastest first; its head dims end at 256."""
+    """Candidate rows of the Hopper family, the fastest first; its head dims end where the tables do."""
     if problem.direction == "backward":
-        widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
-        return next((rows for size, rows in _HOPPER_BACKWARD.items() if size >= widest), ())
+        return _HOPPER_BACKWARD[min(size for size in _HOPPER_BACKWARD if size >= _held(problem))]
     table = _HOPPER_FORWARD_LOCAL if problem.mask.form == "local" else _HOPPER_FORWARD
     table = _HOPPER_FORWARD_HELD if _HELD & set(problem.features) else table
     return table[min(size for size in table if size >= problem.shape.head_dim_value)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -156,12 +157,17 @@ def main() -> int:
 
 
 def suite(family: str) -> list[Choices]:
-    """What tests/gpu needs, each kernel once; of the Hopper family what it has beside the generic one."""
+    """What tests/gpu needs of a family."""
     from tests.gpu import cases, matrix, test_conventions
 
-    arch = HOPPER_ARCH if family == "hopper" else ARCH
-    suites = cases.builds(arch), matrix.builds(arch), test_conventions.builds(arch), decodes.builds(arch)
-    needed = dict.fromkeys(choices for builds in suites for choices in builds)
+    suites = cases.builds, matrix.builds, test_conventions.builds, decodes.builds
+    return of_family(family, lambda arch: itertools.chain.from_iterable(builds(arch) for builds in suites))
+
+
+def of_family(family: str, builds: Callable[[str], Iterable[Choices]]) -> list[Choices]:
+    """What `builds` needs for a family's target, each kernel once; of the Hopper family what it has beside the generic
+    one."""
+    needed = dict.fromkeys(builds(HOPPER_ARCH if family == "hopper" else ARCH))
     return [choices for choices in needed if family == "generic" or choices[0].family == "hopper"]
 
 

@@ -20,7 +20,7 @@ from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.planner import plan
 from tests.gpu import drawn_check, features
-from tests.gpu.cases import ARCH, HOPPER_ARCH
+from tests.gpu.cases import ARCH
 from tests.gpu.check import Kernels, kernels_from
 from tests.gpu.drawn import Drawn, builds, parse, problems
 from tools.record import sources_digest
@@ -51,12 +51,11 @@ def main() -> int:
     arguments = parser.parse_args()
     variants = [*range(arguments.first, arguments.first + arguments.variants), *arguments.also]
     if arguments.build:
-        from tools.build_ptx import build_into
+        from tools.build_ptx import build_into, of_family
 
-        arch = HOPPER_ARCH if arguments.family == "hopper" else ARCH
-        needed = builds(variants, arguments.runs, arch)
-        of_hopper = [choices for choices in needed if choices[0].family == "hopper"]
-        return build_into(arguments.build, of_hopper if arguments.family == "hopper" else needed)
+        return build_into(
+            arguments.build, of_family(arguments.family, lambda arch: builds(variants, arguments.runs, arch))
+        )
     drawn = [parse(arguments.case)] if arguments.case else list(problems(variants, arguments.runs))
     agreed = _run(drawn, kernels_from(arguments.kernels), arguments.case is not None)
     if agreed is None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn import abi, kernels, planner
+from cutlass_py_attn import abi, hopper, kernels, planner
 from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
 from cutlass_py_attn.masks import Mask
 from cutlass_py_attn.plan import Build, Plan
@@ -26,8 +26,7 @@ def artifact(build: Build, sizes: tuple[int, ...] | None = None, *, driver_sizes
         lines.append(" ".join([symbol, *map(str, driver_sizes or described)]))
         parameters = tuple(Parameter(f"p{i}", 0, size) for i, size in enumerate(described))
         entries.append(Kernel(symbol, 128, 0, 0, 0, build.threads, parameters))
-    entries = tuple(entries)
-    return Artifact(build, "", "\n".join([*lines, ""]).encode(), entries, "stand-in", "as planned")
+    return Artifact(build, "", "\n".join([*lines, ""]).encode(), tuple(entries), "stand-in", "as planned")
 
 
 def plan_of(direction: str, arch: str = "sm_90", dtype: str = "bfloat16", mask: Mask | None = None,
@@ -36,6 +35,15 @@ def plan_of(direction: str, arch: str = "sm_90", dtype: str = "bfloat16", mask: 
     problem = Problem.dense(direction, shape, dtype, mask).replace(**changes)
     make = planner.plan_forward if direction == "forward" else planner.plan_backward
     return problem, make(problem, arch)
+
+
+def expect_taken(problem: Problem, lacking: tuple[str, ...]) -> None:
+    """The Hopper family takes the problem, or names what it lacks, and the generic family stands behind it."""
+    assert hopper.lacking(problem) == lacking
+    families = [plan.build.family for plan in planner.plans(problem, "sm_90a")]
+    assert families[-1] == "generic"
+    assert ("hopper" in families) == (not lacking)
+    assert all(name in planner.plan(problem, "sm_90").why for name in lacking)
 
 
 def decode(build: Build, parameters: bytes) -> dict[str, float]:
