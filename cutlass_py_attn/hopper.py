@@ -9,14 +9,16 @@ from cutlass_py_attn.gemm.gemm import WARPGROUP_WARPS
 from cutlass_py_attn.gemm.plans import MAX_HEAD_DIM, swizzle_bytes
 from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.plan import Build, Launch, TensorMap
-from cutlass_py_attn.problem import BIASES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
+from cutlass_py_attn.problem import BIASES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
 
 # Those that its kernels have, by direction.
 FEATURES = {
     "forward": ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
-    "backward": ("grouped",),
+    "backward": ("grouped", "seqused", "varlen"),
 }
 MAX_HEAD_DIM_BACKWARD = 128  # 64 keys of dK and dV are what two warpgroups have registers for
+# See `_ragged_map`: rows of a tensor map over sequences of several lengths, and bytes of the whole address space.
+RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64
 DQ_WARPGROUPS, LOADERS = 1, 1  # of the backward's warpgroups, those that multiply dQ and that load
 
 
@@ -27,7 +29,6 @@ def lacking(problem: Problem) -> tuple[str, ...]:
     backward = problem.direction == "backward"
     widest = MAX_HEAD_DIM_BACKWARD if backward else MAX_HEAD_DIM
     present = {
-        "deterministic gradients": backward and problem.deterministic,
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and problem.gradients != OPERANDS,
         "a scale below 0": not backward and problem.scale_value < 0,
@@ -112,7 +113,8 @@ def with_maps(problem: Problem, build: Build, launches: tuple[Launch, ...]) -> t
 
 def tensor_maps(problem: Problem, build: Build) -> tuple[TensorMap, ...]:
     """The maps of what TMA brings: [batch, heads, rows, columns], a strip of a tile at a time."""
-    return tuple(_tensor_map(name, getattr(problem, name), *tile) for name, tile in loaded_tiles(build).items())
+    made = _ragged_map if build.has("varlen") else _tensor_map
+    return tuple(made(name, getattr(problem, name), *tile) for name, tile in loaded_tiles(build).items())
 
 
 def _tensor_map(name: str, tensor: Tensor, rows: int, columns: int) -> TensorMap:
@@ -122,3 +124,19 @@ def _tensor_map(name: str, tensor: Tensor, rows: int, columns: int) -> TensorMap
     swizzle = swizzle_bytes(columns)
     box = swizzle // 2, rows, 1, 1
     return TensorMap(name, (dim, length, heads, batch), (row_step, head_step, batch_step), box, swizzle)
+
+
+def _ragged_map(name: str, tensor: Tensor, rows: int, columns: int) -> TensorMap:
+    """[1, rows, heads, columns] in which a copy ends with its sequence, though others lie behind.
+
+    Row r of the sequence that ends before row e and has n rows is asked for as row RAGGED_ROWS - n + r, so that the map
+    itself ends with it, plus e rows, minus RAGGED_ROWS rows. An axis of its own adds each; the last one's one step goes
+    around the whole address space.
+    """
+    _, length, heads, dim = tensor.shape
+    _, row_step, head_step, _ = (step or dim for step in tensor.steps)
+    swizzle = swizzle_bytes(columns)
+    around = RAGGED_BYTES // RAGGED_ROWS // ITEM_BYTES[tensor.dtype] - row_step
+    sizes = dim, RAGGED_ROWS, heads, length + 1, RAGGED_ROWS + 1
+    box = swizzle // 2, rows, 1, 1, 1
+    return TensorMap(name, sizes, (row_step, head_step, row_step, around), box, swizzle)

@@ -23,6 +23,8 @@ Cut = TypeVar("Cut")
 COPIED_BYTES = 128  # of a tile's row, by neighbouring threads
 TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
 BARRIER_BYTES = 8
+RECORD_WORDS = 12  # int32, of an item that a block of the Hopper backward has taken
+RECORDS = 2
 BIAS_CHUNK_BYTES = (256, 128)  # of a row of a chunk in the kernel of grad_bias; the widest that fits is taken
 BIAS_SLOTS = 2  # of its ring: one chunk is multiplied while the next is on its way
 
@@ -93,8 +95,8 @@ def _hopper_forward_with(build: Build, queries: int) -> tuple[Buffer, ...]:
 
 
 def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
-    """key, value (reused for dK and dV), rings of query, grad_output, dS and of their row statistics, and the full and
-    the empty barrier of every slot."""
+    """key, value (reused for dK and dV), rings of query, grad_output, dS and of their row statistics, the full and the
+    empty barrier of every slot, and the records of items."""
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     queries, grads = build.query_stages, build.grad_output_stages
     wide = max(build.columns, build.columns_value)
@@ -109,6 +111,7 @@ def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
         ("logsumexp", queries * tile_m * F32_BYTES, 0, 2),
         ("delta", grads * tile_m * F32_BYTES, 0, 4),
         ("barriers", 2 * BARRIER_BYTES * slots, 0, 8),
+        ("items", RECORDS * RECORD_WORDS * F32_BYTES, 0, 8),
     )
 
 

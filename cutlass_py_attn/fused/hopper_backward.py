@@ -1,8 +1,9 @@
 """Hopper backward: dQ, dK, dV on wgmma, with tiles that TMA brings.
 
-A block stays on its SM and takes key tiles in turn. It has four warpgroups: one warp of the first loads; the second
-multiplies dQ = dS K and adds it to its sum in global memory; the last two own half of the key tile's rows each, with
-their dK and dV in registers. Scores are transposed: a thread's rows are keys, and P is an operand where it stands.
+A block stays on its SM and takes one key tile after the other. It has four warpgroups: one warp of the first takes and
+loads; the second multiplies dQ = dS K and adds it to its sum in global memory; the last two own half of the key tile's
+rows each, with their dK and dV in registers. Scores are transposed: a thread's rows are keys, and P is an operand where
+it stands.
 
     steps        1 S^T = K Q^T   2 P   3 dP^T = V dO^T   4 dS   5 dV += P^T dO   6 dK += dS^T Q   7 dQ = dS K
     in flight    under 2: 6 of the query tile before;  under 4: 5;  7 beside all of them
@@ -35,8 +36,10 @@ from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
 from cutlass_py_attn.hopper import loaded_tiles
-from cutlass_py_attn.parts import lengths, masking, moves, params, pipes, schedule, tma
-from cutlass_py_attn.parts.integers import ceil_div, larger, smaller
+from cutlass_py_attn.parts import masking, moves, params, pipes, schedule, tma
+from cutlass_py_attn.parts.integers import larger
+from cutlass_py_attn.parts.items import Item
+from cutlass_py_attn.parts.key_items import KeyItems
 from cutlass_py_attn.parts.pipes import arrive, before
 from cutlass_py_attn.parts.turned import by_columns, places, turned, turned_view
 from cutlass_py_attn.plan import Build
@@ -54,7 +57,7 @@ class HopperBackward(Backward):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self.grad_query = HopperGradQuery(build)
+        self.grad_query, self.items = HopperGradQuery(build), KeyItems(build)
         # Where a thread has registers for them, the logsumexp is read while S is multiplied.
         self.reads_ahead = build.tile_m <= 64
 
@@ -107,63 +110,34 @@ class HopperBackward(Backward):
         """Where one user begins: of query, of grad_output and dS, of key and value."""
         return pipes.states(user, self.build.query_stages, self.build.grad_output_stages, 1)
 
-    def total(self, p: Any) -> Int32:
-        """Key tiles of all key heads and batches."""
-        return ceil_div(p.num_keys, self.build.tile_n) * (p.num_heads // p.group) * p.batch
-
-    def turns(self, p: Any) -> Int32:
-        """How many key tiles this block takes."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        return schedule.turns(self.total(p), block, blocks)
-
-    def work(self, p: Any, turn: Int32) -> tuple[Any, Any, Any, Any, Any]:
-        """Of this block's turn: (sequence, key head, key tile, first and end of its query tiles), at least one."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        number = schedule.number_of(turn, block, blocks)
-        build, heads = self.build, p.num_heads // p.group
-        tiles = ceil_div(p.num_keys, build.tile_n)
-        if build.mask == "full":
-            tile, rest = number % tiles, number // tiles
-        else:
-            bytes_of_query = build.item_bytes * (build.columns + build.columns_value) + F32_BYTES * build.columns
-            fitting = schedule.heads_at_once(p.num_queries * p.group, bytes_of_query)
-            at_once = schedule.heads_dealt(fitting, heads * p.batch, blocks)
-            tile, rest = schedule.longest_first(number, tiles, heads * p.batch, at_once)
-            tile = tiles - 1 - tile  # the first keys are seen by the most queries
-        of = lengths.sequence(build, p, rest // heads)
-        where = lengths.band(build, p, of), tile, build.tile_m, build.tile_n
-        first = smaller(schedule.query_tile_start(*where), ceil_div(of.num_queries, build.tile_m) - 1)
-        return of, rest % heads, tile, first, larger(schedule.query_tile_end(*where), first + 1)
-
-    def first_place(self, p: Any, item: tuple) -> tuple[Int32, Int32]:
+    def first_place(self, p: Any, item: Item) -> tuple[Int32, Int32]:
         """(query head, query tile) of the first round of a key tile."""
-        _, head, _, first, _ = item
-        return head * p.group if self.build.has("grouped") else head, first
+        return item.head * p.group if self.build.has("grouped") else item.head, item.first
 
-    def next_place(self, item: tuple, head: Int32, query_tile: Int32) -> tuple[Int32, Int32]:
+    def next_place(self, item: Item, head: Int32, query_tile: Int32) -> tuple[Int32, Int32]:
         """Those of the round after: all query tiles of a head, then those of the next that reads the key head."""
-        _, _, _, first, end = item
         query_tile = query_tile + 1
         if not self.build.has("grouped"):
             return head, query_tile
-        is_over = query_tile == end
-        return cutlass.select_(is_over, head + 1, head), cutlass.select_(is_over, first, query_tile)
+        is_over = query_tile == item.end
+        return cutlass.select_(is_over, head + 1, head), cutlass.select_(is_over, item.first, query_tile)
 
     @cute.jit
     def produce(self, p: Any, maps: tuple):
-        """One warp: ask for the key and value tiles, and for the query and grad_output tiles that see them."""
+        """One warp: take key tiles; ask for them and their values, and for the query and grad_output tiles that see
+        them."""
         build = self.build
         at_q, at_do, at_kv = self.states(pipeline.PipelineUserType.Producer)
-        for mine in cutlass.range(self.turns(p), unroll=1):
-            item = self.work(p, mine)
-            of, key_head, key_tile, first, end = item
-            key_place = key_tile * build.tile_n, key_head, of.batch
+        total, number, cursor = self.items.total(p), self.items.first_number(p), self.items.start()
+        while number < total:
+            item, cursor = self.items.item(p, number, cursor)
+            of = item.of
+            self.items.tell(at_kv.phase ^ 1, item)
+            key_place = tma.place(build, item.tile * build.tile_n, item.head, of, "key")
             pipes.fetch(build, self.pipe_k, at_kv, "key", maps[2], key_place)
             head, query_tile = self.first_place(p, item)
-            for turn in cutlass.range(self.rounds(p, first, end), unroll=1):
-                place = (query_tile * build.tile_m, head, of.batch)
+            for turn in cutlass.range(self.rounds(p, item.first, item.end), unroll=1):
+                place = tma.place(build, query_tile * build.tile_m, head, of, "query")
                 row = self.grad_query.number(p, head, of.first_tile + query_tile) * build.tile_m
                 pipes.fetch(build, self.pipe_q, at_q, "query", maps[0], place)
                 self.fetch_statistics(self.pipe_q, "logsumexp", p.logsumexp_log2, row, at_q)
@@ -175,8 +149,16 @@ class HopperBackward(Backward):
                 at_do.advance()
                 head, query_tile = self.next_place(item, head, query_tile)
             at_kv.advance()
+            number = self.items.next_number(p)
+        self.items.tell(at_kv.phase ^ 1, None)
+        pipes.fill(self.pipe_k, at_kv)
         self.pipe_q.producer_tail(at_q)
         self.pipe_do.producer_tail(at_do)
+
+    def next_tile(self, at_kv: Any) -> Int32:
+        """Wait for the next item: its key tile, below 0 where none is left."""
+        self.pipe_k.consumer_wait(at_kv)
+        return self.items.tile(at_kv.phase)
 
     def fetch_statistics(self, pipe: Any, name: str, address: Int64, row: Int64, state: Any) -> None:
         """Ask for the row statistics that come with a tile."""
@@ -188,22 +170,29 @@ class HopperBackward(Backward):
     @cute.jit
     def multiply_query_gradient(self, p: Any, thread: Int32):
         """A warpgroup: 7  dQ = dS K of every query tile, added to its sum."""
+        build = self.build
         _, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
         s_ds = self.ring("ds")
-        for mine in cutlass.range(self.turns(p), unroll=1):
-            item = self.work(p, mine)
-            of, _, _, first, end = item
-            self.pipe_k.consumer_wait(at_kv)
+        tile = self.next_tile(at_kv)
+        while tile >= 0:
+            item = self.items.read(p, at_kv.phase)
             head, query_tile = self.first_place(p, item)
-            for _ in cutlass.range(self.rounds(p, first, end), unroll=1):
+            for _ in cutlass.range(self.rounds(p, item.first, item.end), unroll=1):
+                number = self.grad_query.number(p, head, item.of.first_tile + query_tile)
+                place = schedule.turn(item.band, query_tile, tile, build.tile_m, build.tile_n)
+                if cutlass.const_expr(build.deterministic):
+                    self.grad_query.wait_turn(p, number, place, thread)
                 self.pipe_ds.consumer_wait(at)
-                target = self.grad_query.sum_of(p, head, of.first_tile + query_tile)
                 release = functools.partial(arrive, self.pipe_ds.sync_object_empty, at.index)
+                target = self.grad_query.tile(p, number)
                 self.grad_query.add_tile(self.dtype, target, s_ds[None, None, at.index], thread, release)
+                if cutlass.const_expr(build.deterministic):
+                    self.grad_query.pass_turn(p, number, place, thread)
                 at.advance()
                 head, query_tile = self.next_place(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             at_kv.advance()
+            tile = self.next_tile(at_kv)
         self.grad_query.wait()
 
     @cute.jit
@@ -216,14 +205,13 @@ class HopperBackward(Backward):
         r_s = self.scores.accumulator(thread)
         r_lse, r_delta = self.statistics(), self.statistics()
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        for mine in cutlass.range(self.turns(p), unroll=1):
-            item = self.work(p, mine)
-            of, _, key_tile, first, end = item
-            rounds = larger(self.rounds(p, first, end), 1)
+        key_tile = self.next_tile(at_kv)
+        while key_tile >= 0:
+            item = self.items.read(p, at_kv.phase)
+            rounds = larger(self.rounds(p, item.first, item.end), 1)
             r_dk.fill(0.0)
             r_dv.fill(0.0)
             # 1  S^T = K Q^T of the first query tile
-            self.pipe_k.consumer_wait(at_kv)
             self.pipe_q.consumer_wait(at_q)
             r_next = self.scores.accumulator(thread)
             self.scores.issue(r_next, self.score_parts.stage(None, at_q.index))
@@ -238,7 +226,7 @@ class HopperBackward(Backward):
                 if cutlass.const_expr(not self.reads_ahead):
                     self.read_statistics("logsumexp", at_q.index, thread, r_lse)
                 self.weights(r_s, r_lse, p.scale_log2)
-                self.clear(lengths.band(build, p, of), r_s, thread, (query_tile, key_tile))
+                self.clear(item.band, r_s, thread, (query_tile, key_tile))
                 r_p = moves.converted(r_s, self.dtype)
                 # 3  dP^T = V dO^T, behind it 5  dV += P^T dO
                 self.pipe_do.consumer_wait(at)
@@ -279,12 +267,13 @@ class HopperBackward(Backward):
             self.pipe_k.consumer_release(at_kv)
             # 8  store dK and dV through the place of V
             r_dk.store(r_dk.load() * p.scale)
-            here, item = params.fresh("tid.x") - 2 * WARPGROUP_THREADS, self.work(p, params.again(mine))
+            here, item = params.fresh("tid.x") - 2 * WARPGROUP_THREADS, self.items.read(p, at_kv.phase)
             cute.arch.barrier(barrier_id=CONSUMERS_MEET, number_of_threads=CONSUMER_THREADS)
             self.store(p, "grad_value", r_dv, item, here)
             self.store(p, "grad_key", r_dk, item, here)
             self.pipe_v.consumer_release(at_kv)
             at_kv.advance()
+            key_tile = self.next_tile(at_kv)
 
     def release_grad_output(self, at: Any) -> None:
         """Release the slot before `at`. Every thread arrives: the row statistics that threads have read are thereby
@@ -344,10 +333,10 @@ class HopperBackward(Backward):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 
-    def store(self, p: Any, name: str, values: cute.Tensor, item: tuple, thread: Int32) -> None:
+    def store(self, p: Any, name: str, values: cute.Tensor, item: Item, thread: Int32) -> None:
         """Write 64 rows of dK or dV through this warpgroup's half of V's place."""
         build, rows = self.build, self.build.tile_n // CONSUMERS
-        of, head, key_tile, _, _ = item
+        of, start = item.of, item.tile * build.tile_n
         of_key = name == "grad_key"
         columns, dim = (build.columns, build.head_dim) if of_key else (build.columns_value, build.head_dim_value)
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
@@ -356,11 +345,11 @@ class HopperBackward(Backward):
         tile = moves.shared_tile(base, place, self.dtype, rows, columns)
         room = self.dk if of_key else self.dv
         alone = Wgmma(replace(room.spec, m=rows, warps=(WARPGROUP_WARPS, 1)), build.dtype)
-        lane, start = thread % WARPGROUP_THREADS, key_tile * build.tile_n + group * rows
+        lane, start = thread % WARPGROUP_THREADS, start + group * rows
         self.meet(group)
         moves.registers_to_tile(lane, alone.mma, moves.converted(values, self.dtype), tile, True)
         self.meet(group)
-        target = moves.tile_of(build, p, name, (of.batch, head, start), of.stored_keys - start, dim)
+        target = moves.tile_of(build, p, name, (of.batch, item.head, of.key_start + start), of.stored_keys - start, dim)
         moves.store_tile(lane, WARPGROUP_THREADS, tile, target)
         cute.arch.fence_proxy("async.shared", space="cta")
 

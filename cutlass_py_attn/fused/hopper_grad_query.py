@@ -18,7 +18,7 @@ from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, tile_at
-from cutlass_py_attn.parts import moves
+from cutlass_py_attn.parts import moves, params
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.shared_memory import grad_query_piece
 
@@ -90,7 +90,26 @@ class HopperGradQuery(GradQuery):
             at = (target + (thread + i * self.threads) * self.width).align(16)
             cute.autovec_copy(vector, cute.make_tensor(at, cute.make_layout(self.width)))
 
-    def sum_of(self, p: Any, head: Int32, tile: Int32) -> cute.Pointer:
-        """The sum of a query tile; `tile` counts those of all sequences of a head."""
-        number: Int64 = self.number(p, head, tile)
-        return self.tile(p, number)
+    @cute.jit
+    def wait_turn(self, p: Any, number: Int64, turn: Int32, thread: Int32):
+        """Whoever starts the reductions waits until the key tiles before this one have added to the query tile."""
+        if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
+            with cute.arch.elect_one():
+                counter = params.pointer(p.turn, Int32, 4) + number
+                seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+                while seen < turn:
+                    seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+                cute.arch.fence_proxy("async.global")
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def pass_turn(self, p: Any, number: Int64, turn: Int32, thread: Int32):
+        """Let the next key tile add to the query tile, once all of this one has arrived there. A key tile that the
+        query tile does not see has no turn: it adds zeros."""
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
+            with cute.arch.elect_one():
+                counter = params.pointer(p.turn, Int32, 4) + number
+                is_ours = cutlass.select_(turn >= 0, Int32(1), Int32(0))
+                cute.arch.fence_proxy("async.global")
+                cute.arch.red(counter, is_ours, op="add", dtype="s32", sem="release", scope="gpu")
