@@ -172,7 +172,7 @@ class HopperBackward(Backward):
         """A warpgroup: 7  dQ = dS K of every query tile, added to its sum."""
         build = self.build
         _, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
-        s_ds = self.ring("ds")
+        s_ds, last = self.ring("ds"), Int32(-1)
         tile = self.next_tile(at_kv)
         while tile >= 0:
             item = self.items.read(p, at_kv.phase)
@@ -181,17 +181,24 @@ class HopperBackward(Backward):
                 number = self.grad_query.number(p, head, item.of.first_tile + query_tile)
                 place = schedule.turn(item.band, query_tile, tile, build.tile_m, build.tile_n)
                 if cutlass.const_expr(build.deterministic):
-                    self.grad_query.wait_turn(p, number, place, thread)
+                    self.grad_query.wait_turn(p, Int32(number), place, thread)
                 self.pipe_ds.consumer_wait(at)
+                arrived = functools.partial(self.grad_query.pass_turn, p, last, thread)
                 release = functools.partial(arrive, self.pipe_ds.sync_object_empty, at.index)
                 target = self.grad_query.tile(p, number)
-                self.grad_query.add_tile(self.dtype, target, s_ds[None, None, at.index], thread, release)
+                self.grad_query.add_tile(self.dtype, target, s_ds[None, None, at.index], thread, (arrived, release))
                 if cutlass.const_expr(build.deterministic):
-                    self.grad_query.pass_turn(p, number, place, thread)
+                    # A query tile that sees nothing of the key tile has no turn for it, and is given zeros.
+                    last = cutlass.select_(place >= 0, Int32(number), Int32(-1))
                 at.advance()
                 head, query_tile = self.next_place(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             at_kv.advance()
+            if cutlass.const_expr(build.deterministic):
+                # Not with the next item: its turn may come behind those who wait for this.
+                self.grad_query.wait_for_arrival()
+                self.grad_query.pass_turn(p, last, thread)
+                last = Int32(-1)
             tile = self.next_tile(at_kv)
         self.grad_query.wait()
 

@@ -10,7 +10,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.primitives as prim
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from cutlass_py_attn.fused.grad_query import GradQuery
 from cutlass_py_attn.gemm import grad_q
@@ -42,10 +42,12 @@ class HopperGradQuery(GradQuery):
         build, (rows, columns) = self.build, self.piece
         return [(i, j) for i in range(build.tile_m // rows) for j in range(build.columns // columns)]
 
-    def add_tile(self, dtype, target: cute.Pointer, s_ds: cute.Tensor, thread: Int32, release: Any) -> None:
-        """7  dQ = dS K of one query tile, a piece at a time, for which a thread has the registers. `release` is called
-        once dS has been read."""
+    def add_tile(self, dtype, target: cute.Pointer, s_ds: cute.Tensor, thread: Int32, calls: tuple[Any, Any]) -> None:
+        """7  dQ = dS K of one query tile, a piece at a time, for which a thread has the registers. Of `calls` the first
+        is made once the tile before has arrived in its sum, where blocks take turns, the second once dS has been read.
+        """
         build, (rows, columns) = self.build, self.piece
+        arrived, release = calls
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         s_k = tile_at(base, build.buffer("key").offset, dtype, (build.tile_n, build.columns))
         product = self.product_of(replace(grad_q.spec(build), m=rows, n=columns))
@@ -58,18 +60,22 @@ class HopperGradQuery(GradQuery):
             product.wait()
             if number == len(pieces) - 1:
                 release()
+            if build.deterministic and number == 0:
+                self.wait_for_arrival()
+                arrived()
+            else:
+                self.wait()
+                self.meet()
             self.reduce(target + number * rows * columns, r_dq, thread)
 
     @cute.jit
     def reduce(self, target: cute.Pointer, values: cute.Tensor, thread: Int32):
-        """Add a piece to the sum, once the piece before it has left shared memory."""
+        """Add a piece to the sum; the one before it has left shared memory."""
         stage = moves.shared_pointer(self.build, "staging", Float32)
         warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
-        self.wait()
-        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=WARPGROUP_THREADS)
         self.write(stage, values, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=WARPGROUP_THREADS)
+        self.meet()
         if warp == 0:
             size = cute.size(values) * WARPGROUP_THREADS * 4
             with cute.arch.elect_one():
@@ -81,6 +87,15 @@ class HopperGradQuery(GradQuery):
         in a branch, the wait would cost the whole kernel its uniform registers."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
+    def wait_for_arrival(self) -> None:
+        """Until what was started has arrived in global memory."""
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.meet()
+
+    def meet(self) -> None:
+        """The threads of the warpgroup wait for each other."""
+        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=WARPGROUP_THREADS)
+
     def write(self, target: cute.Pointer, values: cute.Tensor, thread: Int32) -> None:
         """An accumulator to shared memory in the sum's order: vectors of neighbouring threads side by side."""
         for i in range(cute.size(values) // self.width):
@@ -91,8 +106,8 @@ class HopperGradQuery(GradQuery):
             cute.autovec_copy(vector, cute.make_tensor(at, cute.make_layout(self.width)))
 
     @cute.jit
-    def wait_turn(self, p: Any, number: Int64, turn: Int32, thread: Int32):
-        """Whoever starts the reductions waits until the key tiles before this one have added to the query tile."""
+    def wait_turn(self, p: Any, number: Int32, turn: Int32, thread: Int32):
+        """Who starts the reductions waits until the key tiles before this one have added to the query tile."""
         if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
             with cute.arch.elect_one():
                 counter = params.pointer(p.turn, Int32, 4) + number
@@ -103,13 +118,11 @@ class HopperGradQuery(GradQuery):
             cute.arch.sync_warp()
 
     @cute.jit
-    def pass_turn(self, p: Any, number: Int64, turn: Int32, thread: Int32):
-        """Let the next key tile add to the query tile, once all of this one has arrived there. A key tile that the
-        query tile does not see has no turn: it adds zeros."""
-        cute.arch.cp_async_bulk_wait_group(0, read=False)
-        if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
+    def pass_turn(self, p: Any, number: Int32, thread: Int32):
+        """Let the next key tile add to a query tile to which all of this one has been added; to none if below 0. The
+        warp that does so is not the one that waits for turns."""
+        if (cute.arch.make_warp_uniform(thread // WARP_THREADS) == WARPGROUP_WARPS - 1) & (number >= 0):
             with cute.arch.elect_one():
                 counter = params.pointer(p.turn, Int32, 4) + number
-                is_ours = cutlass.select_(turn >= 0, Int32(1), Int32(0))
                 cute.arch.fence_proxy("async.global")
-                cute.arch.red(counter, is_ours, op="add", dtype="s32", sem="release", scope="gpu")
+                cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")

@@ -78,8 +78,10 @@ class KeyItems(Items):
             tile, head = number % tiles, number // tiles
             return (tiles - 1 - tile if build.deterministic else tile), head
         fitting = schedule.heads_at_once(of.num_queries * p.group, self.bytes_of_query)
+        if build.deterministic:
+            return schedule.longest_first(number, tiles, heads, smaller(fitting, heads))
         tile, head = schedule.longest_first(number, tiles, heads, schedule.heads_dealt(fitting, heads, blocks))
-        return (tile if build.deterministic else tiles - 1 - tile), head
+        return tiles - 1 - tile, head
 
     def _item_of(self, p: Any, of: lengths.Sequence, head: Int32, tile: Int32) -> Item:
         """The item of a key tile; one that no query sees gets a query tile too."""
