@@ -180,10 +180,8 @@ class HopperBackward(Backward):
             for _ in cutlass.range(self.rounds(p, item.first, item.end), unroll=1):
                 number = self.grad_query.number(p, head, item.of.first_tile + query_tile)
                 place = schedule.turn(item.band, query_tile, tile, build.tile_m, build.tile_n)
-                if cutlass.const_expr(build.deterministic):
-                    self.grad_query.wait_turn(p, Int32(number), place, thread)
                 self.pipe_ds.consumer_wait(at)
-                arrived = functools.partial(self.grad_query.pass_turn, p, last, thread)
+                arrived = functools.partial(self.grad_query.take_turns, p, last, (Int32(number), place), thread)
                 release = functools.partial(arrive, self.pipe_ds.sync_object_empty, at.index)
                 target = self.grad_query.tile(p, number)
                 self.grad_query.add_tile(self.dtype, target, s_ds[None, None, at.index], thread, (arrived, release))

@@ -105,6 +105,11 @@ class HopperGradQuery(GradQuery):
             at = (target + (thread + i * self.threads) * self.width).align(16)
             cute.autovec_copy(vector, cute.make_tensor(at, cute.make_layout(self.width)))
 
+    def take_turns(self, p: Any, before: Int32, here: tuple[Int32, Int32], thread: Int32) -> None:
+        """Pass the turn of the query tile before on, and wait for this one's: (number, turn)."""
+        self.pass_turn(p, before, thread)
+        self.wait_turn(p, *here, thread)
+
     @cute.jit
     def wait_turn(self, p: Any, number: Int32, turn: Int32, thread: Int32):
         """Who starts the reductions waits until the key tiles before this one have added to the query tile."""

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutlass_py_attn.parts import lengths, moves, params, schedule
-from cutlass_py_attn.parts.integers import ceil_div, larger, smaller
+from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.parts.items import Cursor, Item, Items
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
@@ -69,28 +69,18 @@ class KeyItems(Items):
         return self._item_of(p, of, head, tile), cursor
 
     def _place_of(self, p: Any, number: Int32, of: lengths.Sequence, heads: Int32) -> tuple[Int32, Int32]:
-        """(key tile, head) of an item among those of `heads` heads. The longest come first: the first keys are seen by
-        the most queries. Where blocks wait for each other, the last keys come first: on its way through the query tiles
-        each block is then behind those that started before it."""
+        """(key tile, head) of an item among those of `heads` heads."""
         build, tiles = self.build, ceil_div(of.stored_keys, self.build.tile_n)
-        blocks, _, _ = cute.arch.grid_dim()
-        if build.mask == "full":
-            tile, head = number % tiles, number // tiles
-            return (tiles - 1 - tile if build.deterministic else tile), head
         fitting = schedule.heads_at_once(of.num_queries * p.group, self.bytes_of_query)
         if build.deterministic:
-            return schedule.longest_first(number, tiles, heads, smaller(fitting, heads))
-        tile, head = schedule.longest_first(number, tiles, heads, schedule.heads_dealt(fitting, heads, blocks))
-        return tiles - 1 - tile, head
+            return schedule.key_tile_in_turn(number, tiles, heads, fitting)
+        return schedule.key_tile_of(build.mask, number, tiles, heads, fitting)
 
     def _item_of(self, p: Any, of: lengths.Sequence, head: Int32, tile: Int32) -> Item:
-        """The item of a key tile; one that no query sees gets a query tile too."""
+        """The item of a key tile."""
         build = self.build
         band = lengths.band(build, p, of)
-        where = band, tile, build.tile_m, build.tile_n
-        last = larger(ceil_div(of.num_queries, build.tile_m), 1) - 1
-        first = smaller(schedule.query_tile_start(*where), last)
-        return Item(of, band, head, tile, first, larger(schedule.query_tile_end(*where), first + 1))
+        return Item(of, band, head, tile, *schedule.some_query_tiles(band, tile, build.tile_m, build.tile_n))
 
     def tell(self, slot: Int32, item: Item | None) -> None:
         """Leave the record of an item, or that none is left; a warp calls this."""

@@ -11,9 +11,10 @@ from fakes import expect_taken
 from cutlass_py_attn import hopper, kernels, planner
 from cutlass_py_attn.compiler import compile as compile_now
 from cutlass_py_attn.device import architecture
+from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.masks import Causal, Full, Mask
 from cutlass_py_attn.plan import Plan, TensorMap
-from cutlass_py_attn.problem import Problem, Shape, Tensor
+from cutlass_py_attn.problem import Problem, Sequences, Shape, Tensor
 
 
 def backward(dim: int = 128, dim_value: int = 128, mask: Mask | None = None, heads_key: int = 4) -> Problem:
@@ -26,7 +27,7 @@ def backward(dim: int = 128, dim_value: int = 128, mask: Mask | None = None, hea
     [
         ({}, ()),
         ({"mask": Causal(17)}, ()),
-        ({"deterministic": True}, ("deterministic gradients",)),
+        ({"deterministic": True}, ()),
         ({"num_splits_key": 2}, ("num_splits_key",)),
         ({"grad_key": None}, ("choice of gradients",)),
         ({"softcap": 2.0}, ("softcap",)),
@@ -37,6 +38,28 @@ def backward(dim: int = 128, dim_value: int = 128, mask: Mask | None = None, hea
 )  # fmt: skip
 def test_what_the_family_takes(changes: dict[str, Any], lacking: tuple[str, ...]) -> None:
     expect_taken(backward().replace(**changes), lacking)
+
+
+def of_lengths(**changes: Any) -> Problem:
+    """Three sequences of up to 400 queries and 300 keys, packed."""
+    shape = Shape(3, 400, 300, 4, 128, 128, tokens=(1000, 900))
+    return Problem.dense("backward", shape, "bfloat16", Causal()).replace(**changes)
+
+
+@pytest.mark.parametrize("seqused", [False, True])
+def test_sequences_of_several_lengths_are_taken(seqused: bool) -> None:
+    expect_taken(of_lengths(sequences=Sequences(3, 400, 300, seqused)), ())
+
+
+def test_workspace() -> None:
+    """200 queries of 4 heads in 2 batches are 32 tiles of 64, each with its turn; one counter deals out key tiles. All
+    of them are zeroed, the row statistics are not."""
+    for deterministic in (False, True):
+        space = planner.plan(backward().replace(deterministic=deterministic), "sm_90a").workspace
+        bytes_of = {part.name: part.bytes for part in space.parts if part.offset < space.zero_bytes}
+        turn = {"turn": 32 * 4} if deterministic else {}
+        assert bytes_of == {"grad_query_accum": 32 * 64 * 128 * 4, **turn, "started": 4}
+        assert [part.name for part in space.parts[len(bytes_of) :]] == ["delta", "logsumexp_log2"]
 
 
 def test_wide_heads_are_generic() -> None:
@@ -78,13 +101,23 @@ def test_tensor_maps_of_every_operand() -> None:
     )
 
 
-@pytest.mark.parametrize(("dim", "mask"), [(64, Full()), (96, Causal()), (128, Causal(50))])
-def test_machine_code(dim: int, mask: Mask) -> None:
+CODE = [
+    backward(64, 64),
+    backward(96, 96, Causal()),
+    backward(mask=Causal(50)),
+    backward(64, 64, Causal()).replace(deterministic=True),
+    of_lengths(),
+    of_lengths(mask=Causal(50), sequences=Sequences(3, 400, 300, True), deterministic=True),
+]
+
+
+@pytest.mark.parametrize("problem", CODE, ids=lambda problem: planner.plan(problem, "sm_90a").symbol)
+def test_machine_code(problem: Problem) -> None:
     """compile() itself refuses spills and ptxas remarks, which say that products wait for each other."""
-    plan = planner.plan(backward(dim, dim, mask), "sm_90a")
+    plan = planner.plan(problem, "sm_90a")
     build, made = plan.build, compile_now(plan)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
-    columns = 64 if dim % 64 == 0 else 32
+    columns = 64 if build.columns % 64 == 0 else 32
     # S^T stands before the loop and in it, dP^T in it; dV and dK; dQ in pieces of 64 rows.
     scores, gradients = 3 * build.columns // 16, 2 * build.tile_m // 16
     pieces = build.tile_m // 64 * build.columns // columns * build.tile_n // 16
@@ -92,3 +125,9 @@ def test_machine_code(dim: int, mask: Mask) -> None:
     assert sorted(products) == sorted(expected)
     assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", made.ptx)) == 3
     assert len(re.findall(r"cp\.reduce\.async\.bulk", made.ptx)) == pieces // (build.tile_n // 16)
+    # Where blocks take turns, they wait once a query tile, and pass the turn on with the next or behind the last.
+    assert len(re.findall(r"ld\.acquire\.gpu", made.ptx)) == (2 if build.deterministic else 0)
+    assert len(re.findall(r"red\.release\.gpu", made.ptx)) == (2 if build.deterministic else 0)
+    strips = sum(columns * 2 // swizzle_bytes(columns) for _, columns in hopper.loaded_tiles(build).values())
+    axes = 5 if build.has("varlen") else 4
+    assert len(re.findall(rf"cp\.async\.bulk\.tensor\.{axes}d", made.ptx)) == strips
