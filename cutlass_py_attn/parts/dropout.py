@@ -27,6 +27,7 @@ from cutlass_py_attn.plan import Build
 
 NIBBLES = 8  # of a word of bits; a nibble is the four bits of one block
 EIGHT = 8  # columns of two blocks, which a quad holds together; also what two rows of a thread are apart
+CALLS_AT_ONCE = 2  # beside each other, where a warp does nothing but draw
 ALL_BITS = 0xFFFFFFFF
 EACH_NIBBLE = 0x11111111
 LOW_PAIRS = 0x33333333  # the lower two bits of each nibble
@@ -95,7 +96,7 @@ def keep_bits(stream: Any, where: cute.Tensor, corner: tuple, base: Int64, num_k
     row, column = where[0, 0]
     is_odd, half = (column >> 1) & 1, (column >> 2) & 1
     start = stream.offset + base
-    is_aligned = ((Int32(start) | num_keys) & (BLOCK_WORDS - 1)) == 0
+    starts_blocks = is_aligned(start, num_keys)
     start = start + cute.arch.mul_wide(query0 + row + EIGHT * is_odd, num_keys) + (key0 + column - 2 * is_odd)
     row_distance = cute.arch.mul_wide(Int32(calls.row_step), num_keys)
     held = cute.make_rmem_tensor(count, Uint32)
@@ -103,13 +104,32 @@ def keep_bits(stream: Any, where: cute.Tensor, corner: tuple, base: Int64, num_k
         at = start + cute.arch.mul_wide(i // calls.across * (calls.pairs * calls.row_step), num_keys)
         at = at + i % calls.across * (calls.groups * calls.column_step)
         found = _blocks_from(stream, calls, at, row_distance)
-        if not is_aligned:
+        if not starts_blocks:
             found = _moved_down(stream, calls, found, at, row_distance, half)
         # Registers have no run-time index: the words pass through the last place to their own.
         for k in cutlass.range_constexpr(count - 1):
             held[k] = held[k + 1]
         held[count - 1] = _exchanged(found, is_odd)
     return calls.bits(held)
+
+
+def is_aligned(start: Int64, num_keys: Int32) -> Boolean:
+    """Whether rows start at a block, the first with word `start`."""
+    return ((Int32(start) | num_keys) & (BLOCK_WORDS - 1)) == 0
+
+
+@cute.jit
+def run_bits(stream: Any, at: Int64, aligned: Boolean):
+    """A bit for each of 32 words from word `at` of the stream on, the first lowest. aligned: `at` is a block's first."""
+    found = Uint32(0)
+    for i in cutlass.range(NIBBLES // CALLS_AT_ONCE, unroll=1):
+        for call in cutlass.range_constexpr(CALLS_AT_ONCE):
+            place = at + (i * CALLS_AT_ONCE + call) * BLOCK_WORDS
+            found = (found >> 4) | (_block(stream, place) << 28)
+    if not aligned:
+        behind = Uint64(_block(stream, at + NIBBLES * BLOCK_WORDS)) << 32
+        found = Uint32((behind | Uint64(found)) >> Uint64(Uint32(at) & Uint32(BLOCK_WORDS - 1)))
+    return found
 
 
 def kept(build: Build, p: Any, where: cute.Tensor, corner: tuple, at: tuple) -> cute.Tensor | None:
