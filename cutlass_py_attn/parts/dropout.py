@@ -123,9 +123,10 @@ def run_bits(stream: Any, at: Int64, aligned: Boolean):
     """A bit for each of 32 words from word `at` of the stream on, the first lowest. aligned: `at` is a block's first."""
     found = Uint32(0)
     for i in cutlass.range(NIBBLES // CALLS_AT_ONCE, unroll=1):
-        for call in cutlass.range_constexpr(CALLS_AT_ONCE):
-            place = at + (i * CALLS_AT_ONCE + call) * BLOCK_WORDS
-            found = (found >> 4) | (_block(stream, place) << 28)
+        found = found >> 4 * CALLS_AT_ONCE
+        places = [at + (i * CALLS_AT_ONCE + call) * BLOCK_WORDS for call in range(CALLS_AT_ONCE)]
+        for call, words in enumerate(_blocks_of(stream, places)):
+            found = _with_bits(stream, found, words, 4 * (NIBBLES - CALLS_AT_ONCE + call))
     if not aligned:
         behind = Uint64(_block(stream, at + NIBBLES * BLOCK_WORDS)) << 32
         found = Uint32((behind | Uint64(found)) >> Uint64(Uint32(at) & Uint32(BLOCK_WORDS - 1)))
@@ -240,8 +241,17 @@ def _exchanged(found: Uint32, is_odd: Int32) -> Uint32:
 
 def _block(stream: Stream, at: Int64) -> Uint32:
     """Bits of the block that has word `at`."""
-    block = Uint64(at) >> 2
-    return _with_bits(stream, Uint32(0), _finish(stream, Uint32(block), _begin(stream, Uint32(block >> 32))), 0)
+    (words,) = _blocks_of(stream, [at])
+    return _with_bits(stream, Uint32(0), words, 0)
+
+
+def _blocks_of(stream: Stream, places: list[Int64]) -> list[Words]:
+    """The blocks that have these words; a round of all, then the next."""
+    counters = [Uint64(place) >> 2 for place in places]
+    found = [_second_round(stream, Uint32(it), _begin(stream, Uint32(it >> 32))) for it in counters]
+    for number in range(2, ROUNDS):
+        found = [_next_round(stream, number, words) for words in found]
+    return found
 
 
 def _with_bits(stream: Stream, bits: Uint32, words: Words, first: int) -> Uint32:
@@ -263,16 +273,26 @@ def _begin(stream: Stream, upper: Uint32) -> tuple[Uint32, Uint32]:
 
 def _finish(stream: Stream, lower: Uint32, begun: tuple[Uint32, Uint32]) -> Words:
     """The block whose counter has this lower half, and the upper half of `begun`."""
+    words = _second_round(stream, lower, begun)
+    for number in range(2, ROUNDS):
+        words = _next_round(stream, number, words)
+    return words
+
+
+def _second_round(stream: Stream, lower: Uint32, begun: tuple[Uint32, Uint32]) -> Words:
+    """The words behind two rounds."""
     high, low = _product(0, lower)
     c2, c3 = low ^ begun[0], begun[1]
     high, c1 = _product(1, high ^ _round_key(stream, 0)[1])
-    c0 = high ^ _round_key(stream, 1)[0]
-    for number in range(2, ROUNDS):
-        key0, key1 = _round_key(stream, number)
-        high0, low0 = _product(0, c0)
-        high1, low1 = _product(1, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
-    return c0, c1, c2, c3
+    return high ^ _round_key(stream, 1)[0], c1, c2, c3
+
+
+def _next_round(stream: Stream, number: int, words: Words) -> Words:
+    c0, c1, c2, c3 = words
+    key0, key1 = _round_key(stream, number)
+    high0, low0 = _product(0, c0)
+    high1, low1 = _product(1, c2)
+    return high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
 
 
 def _round_key(stream: Stream, number: int) -> tuple[Uint32, Uint32]:
