@@ -23,7 +23,7 @@ Cut = TypeVar("Cut")
 COPIED_BYTES = 128  # of a tile's row, by neighbouring threads
 TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
 BARRIER_BYTES = 8
-KEPT_KEYS = 32  # whose bits of dropout one word has
+KEPT_KEYS, KEPT_QUERIES = 16, 64  # of a piece of dropout's bits, which some warps draw for others
 BIAS_CHUNK_BYTES = (256, 128)  # of a row of a chunk in the kernel of grad_bias; the widest that fits is taken
 BIAS_SLOTS = 2  # of its ring: one chunk is multiplied while the next is on its way
 
@@ -99,7 +99,7 @@ def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     queries, grads = build.query_stages, build.grad_output_stages
     wide = max(build.columns, build.columns_value)
-    kept = kept_slots(build) if build.has("dropout") else 0
+    kept = queries if build.has("dropout") else 0
     slots = queries + 2 * grads + 2 + kept
     return stack(
         ("key", tile_bytes(dtype, tile_n, build.columns), 0, 7),
@@ -110,15 +110,9 @@ def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
         ("staging", grad_query_bytes(build), 7, 7),
         ("logsumexp", queries * tile_m * F32_BYTES, 0, 2),
         ("delta", grads * tile_m * F32_BYTES, 0, 4),
-        ("kept", kept * tile_m * tile_n // 8, 0, 2),
+        ("kept", kept * tile_m * tile_n // 16, 0, 2),
         ("barriers", 2 * BARRIER_BYTES * slots, 0, 8),
     )
-
-
-def kept_slots(build: Build) -> int:
-    """Slots of the Hopper backward's ring of dropout's bits, which goes around with that of query: a slot for each of
-    the warps that draw them."""
-    return build.query_stages
 
 
 def grad_query_piece(build: Build) -> tuple[int, int]:

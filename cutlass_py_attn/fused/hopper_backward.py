@@ -34,9 +34,9 @@ from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
-from cutlass_py_attn.hopper import loaded_tiles
-from cutlass_py_attn.parts import lengths, masking, moves, params, pipes, schedule, tma
-from cutlass_py_attn.parts.kept_ring import KeptRing
+from cutlass_py_attn.hopper import DQ_WARPGROUPS, LOADERS, loaded_tiles
+from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, pipes, schedule, tma
+from cutlass_py_attn.parts.kept_bits import KeptBits
 from cutlass_py_attn.parts.integers import ceil_div, larger, smaller
 from cutlass_py_attn.parts.pipes import arrive, before
 from cutlass_py_attn.parts.turned import turned
@@ -57,10 +57,11 @@ class HopperBackward(Backward):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.grad_query = HopperGradQuery(build)
+        self.before = (LOADERS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # threads before those that hold scores
         self.side = TurnedScores(build)
-        self.kept = KeptRing(build, self, CONSUMER_THREADS) if build.has("dropout") else None
+        self.kept = KeptBits(build, self, CONSUMER_THREADS) if build.has("dropout") else None
         # Where a thread has registers for them, the logsumexp is read while S is multiplied.
-        self.reads_ahead = build.tile_m <= 64
+        self.reads_ahead = build.tile_m <= 64 and self.kept is None
 
     @cute.jit
     def launch_main(self, values: tuple, grid: tuple):
@@ -224,6 +225,9 @@ class HopperBackward(Backward):
         r_s = self.scores.accumulator(thread)
         r_lse, r_delta = self.statistics(), self.statistics()
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        r_kept, stream = None, None
+        if cutlass.const_expr(self.kept is not None):
+            r_kept, stream = self.kept.registers(), dropout.uniform_stream(p)
         for mine in cutlass.range(self.turns(p), unroll=1):
             item = self.work(p, mine)
             of, _, key_tile, first, end = item
@@ -241,15 +245,17 @@ class HopperBackward(Backward):
             r_s.store(r_next.load())
             self.pipe_v.consumer_wait(at_kv)
             head, query_tile = self.first_place(p, item)
+            if cutlass.const_expr(self.kept is not None):
+                corner = query_tile * build.tile_m, key_tile * build.tile_n
+                self.kept.find(p, stream, r_kept, (of, head), corner, at_q)
             for turn in cutlass.range(rounds, unroll=1):
                 # 2  P = exp2(S - logsumexp) in base 2
                 if cutlass.const_expr(not self.reads_ahead):
                     self.read_statistics("logsumexp", at_q.index, thread, r_lse)
                 here = self.side.place(thread, 2 * WARPGROUP_THREADS)
-                kept = None if self.kept is None else self.kept.read(at_q, here)
                 self.side.weights(r_s, r_lse, p.scale_log2)
                 self.side.clear(lengths.band(build, p, of), r_s, here, (query_tile, key_tile))
-                r_p, r_factor = self.side.operands(r_s, kept)
+                r_p, r_factor = self.side.operands(r_s, r_kept)
                 # 3  dP^T = V dO^T, behind it 5  dV += P^T dO
                 self.pipe_do.consumer_wait(at)
                 r_dp = self.dp.accumulator(thread)
@@ -261,7 +267,7 @@ class HopperBackward(Backward):
                 self.dp.wait(1)
                 # 4  dS = P (dP - delta), also for the warpgroup of dQ
                 self.read_statistics("delta", at.index, thread, r_delta)
-                self.side.gradient(p, r_dp, r_factor, r_delta, kept)
+                self.side.gradient(p, r_dp, r_factor, r_delta, r_kept)
                 self.wait_for_slot(at)
                 self.hand_over(moves.converted(r_dp, self.dtype), at.index, thread)
                 arrive(self.pipe_ds.sync_object_full, at.index)
@@ -281,9 +287,13 @@ class HopperBackward(Backward):
                     self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.dv.wait(2)
                 self.release_grad_output(at)
+                head, query_tile = self.next_place(item, head, query_tile)
+                if cutlass.const_expr(self.kept is not None):
+                    if turn + 1 < rounds:
+                        corner = query_tile * build.tile_m, key_tile * build.tile_n
+                        self.kept.find(p, stream, r_kept, (of, head), corner, at_q)
                 self.scores.wait(1)
                 r_s.store(r_next.load())
-                head, query_tile = self.next_place(item, head, query_tile)
             self.dk.wait()
             arrive(self.pipe_q.sync_object_empty, before(at_q, build.query_stages))
             self.pipe_k.consumer_release(at_kv)

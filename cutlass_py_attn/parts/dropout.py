@@ -27,7 +27,7 @@ from cutlass_py_attn.plan import Build
 
 NIBBLES = 8  # of a word of bits; a nibble is the four bits of one block
 EIGHT = 8  # columns of two blocks, which a quad holds together; also what two rows of a thread are apart
-CALLS_AT_ONCE = 2  # beside each other, where a warp does nothing but draw
+RUN_CALLS = 4  # of `run_bits`, beside each other
 ALL_BITS = 0xFFFFFFFF
 EACH_NIBBLE = 0x11111111
 LOW_PAIRS = 0x33333333  # the lower two bits of each nibble
@@ -120,16 +120,13 @@ def is_aligned(start: Int64, num_keys: Int32) -> Boolean:
 
 @cute.jit
 def run_bits(stream: Any, at: Int64, aligned: Boolean):
-    """A bit for each of 32 words from word `at` of the stream on, the first lowest. aligned: `at` is a block's first."""
+    """A bit for each of 16 words from word `at` of the stream on, the first lowest. aligned: `at` is a block's first."""
     found = Uint32(0)
-    for i in cutlass.range(NIBBLES // CALLS_AT_ONCE, unroll=1):
-        found = found >> 4 * CALLS_AT_ONCE
-        places = [at + (i * CALLS_AT_ONCE + call) * BLOCK_WORDS for call in range(CALLS_AT_ONCE)]
-        for call, words in enumerate(_blocks_of(stream, places)):
-            found = _with_bits(stream, found, words, 4 * (NIBBLES - CALLS_AT_ONCE + call))
+    for call, words in enumerate(_blocks_of(stream, [at + call * BLOCK_WORDS for call in range(RUN_CALLS)])):
+        found = _with_bits(stream, found, words, 4 * call)
     if not aligned:
-        behind = Uint64(_block(stream, at + NIBBLES * BLOCK_WORDS)) << 32
-        found = Uint32((behind | Uint64(found)) >> Uint64(Uint32(at) & Uint32(BLOCK_WORDS - 1)))
+        behind = _block(stream, at + RUN_CALLS * BLOCK_WORDS) << Uint32(4 * RUN_CALLS)
+        found = (behind | found) >> (Uint32(at) & Uint32(BLOCK_WORDS - 1))
     return found
 
 
@@ -153,6 +150,14 @@ def _value_or_at(value: Int64, address: Int64):
     if address != 0:
         value = cute.make_tensor(params.pointer(address, Int64, 8), cute.make_layout(1))[0]
     return value
+
+
+def uniform_stream(p: Any) -> Stream:
+    """`stream` with the offset in uniform registers, too."""
+    found = stream(p)
+    low, high = _uniform(Uint32(found.offset)), _uniform(Uint32(Uint64(found.offset) >> 32))
+    found.offset = Int64(Uint64(high) << 32 | Uint64(low))
+    return found
 
 
 def _uniform(value: Uint32) -> Uint32:

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Uint32
 
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view
-from cutlass_py_attn.parts import kept_ring, masking, moves, params, schedule
+from cutlass_py_attn.parts import kept_bits, masking, moves, params, schedule
 from cutlass_py_attn.parts.params import DTYPES
 from cutlass_py_attn.parts.turned import by_columns, places, turned_view
 from cutlass_py_attn.plan import Build
@@ -47,7 +47,7 @@ class TurnedScores:
             where = row_view(self.product.mma.get_slice(thread).partition_C(identity))
             masking.clear(band, turned_view(row_view(r_s)), turned_view(where), corner)
 
-    def operands(self, r_s: cute.Tensor, kept: list[Uint32] | None) -> tuple[cute.Tensor, cute.Tensor]:
+    def operands(self, r_s: cute.Tensor, kept: cute.Tensor | None) -> tuple[cute.Tensor, cute.Tensor]:
         """Of the weights: P^T for dV, without what dropout drops, and the factor of dS^T."""
         factor = moves.converted(r_s, self.dtype)
         if kept is None:
@@ -55,11 +55,11 @@ class TurnedScores:
         dropped = cute.make_rmem_tensor_like(factor)
         source, target = words_of(factor), words_of(dropped)
         for index in range(cute.size(source)):
-            target[index] = source[index] & kept_ring.mask(kept, index % 2, index // 2)
+            target[index] = source[index] & kept_bits.mask(kept, index % 2, index // 2)
         return dropped, factor
 
     def gradient(
-        self, p: Any, r_dp: cute.Tensor, r_factor: cute.Tensor, delta: cute.Tensor, kept: list[Uint32] | None
+        self, p: Any, r_dp: cute.Tensor, r_factor: cute.Tensor, delta: cute.Tensor, kept: cute.Tensor | None
     ) -> None:
         """dP^T becomes dS^T."""
         dp, words = by_columns(r_dp), words_of(r_factor)
@@ -67,7 +67,7 @@ class TurnedScores:
             for side, weight in enumerate(moves.in_float32(words[eight * 2 + row], self.dtype)):
                 grad = dp[side, row, eight]
                 if kept is not None:
-                    is_kept = kept_ring.is_kept(kept, side, row, eight)
+                    is_kept = kept_bits.is_kept(kept, side, row, eight)
                     grad = cutlass.select_(is_kept, grad, Float32(0.0)) * p.keep_scale
                 dp[side, row, eight] = weight * (grad - delta[side, eight])
 
