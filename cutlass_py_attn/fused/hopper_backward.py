@@ -13,6 +13,8 @@ their dK and dV in registers. Scores are transposed: a thread's rows are keys, a
     dS           8 warps, behind 4         4 warps, behind 7                      grad_output_stages
     key          TMA                       8 warps, behind the last 1, 4, behind the last 7   1
     value        TMA                       8 warps, once dK and dV are stored through its place   1
+
+With dropout three warps of the first warpgroup draw bits: parts/kept_bits.py.
 """
 
 import functools
@@ -23,7 +25,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
 import cutlass.pipeline as pipeline
-from cutlass import Float32, GridConstant, Int32, Int64, Uint32
+from cutlass import Float32, GridConstant, Int32, Int64
 from cutlass.cute.nvgpu import warp as warp_ops
 
 from cutlass_py_attn import abi
@@ -33,11 +35,11 @@ from cutlass_py_attn.gemm import doivj, grad_k, grad_v, matmul_qk
 from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
-from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
+from cutlass_py_attn.gemm.wgmma import Wgmma, tile_at
 from cutlass_py_attn.hopper import DQ_WARPGROUPS, LOADERS, loaded_tiles
-from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, pipes, schedule, tma
-from cutlass_py_attn.parts.kept_bits import KeptBits
+from cutlass_py_attn.parts import dropout, lengths, moves, params, pipes, schedule, tma
 from cutlass_py_attn.parts.integers import ceil_div, larger, smaller
+from cutlass_py_attn.parts.kept_bits import KeptBits
 from cutlass_py_attn.parts.pipes import arrive, before
 from cutlass_py_attn.parts.turned import turned
 from cutlass_py_attn.parts.turned_scores import TurnedScores
@@ -95,7 +97,7 @@ class HopperBackward(Backward):
             self.multiply_query_gradient(p, thread - WARPGROUP_THREADS)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[2])
-            self.consume(p, thread - 2 * WARPGROUP_THREADS)
+            self.consume(p, thread - self.before)
 
     def make_pipes(self) -> None:
         """The full and empty barriers of query, grad_output, key, value and dS."""
@@ -225,7 +227,7 @@ class HopperBackward(Backward):
         r_s = self.scores.accumulator(thread)
         r_lse, r_delta = self.statistics(), self.statistics()
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        r_kept, stream = None, None
+        r_kept, stream = None, None  # of dropout
         if cutlass.const_expr(self.kept is not None):
             r_kept, stream = self.kept.registers(), dropout.uniform_stream(p)
         for mine in cutlass.range(self.turns(p), unroll=1):
@@ -246,13 +248,12 @@ class HopperBackward(Backward):
             self.pipe_v.consumer_wait(at_kv)
             head, query_tile = self.first_place(p, item)
             if cutlass.const_expr(self.kept is not None):
-                corner = query_tile * build.tile_m, key_tile * build.tile_n
-                self.kept.find(p, stream, r_kept, (of, head), corner, at_q)
+                self.kept.find(p, stream, r_kept, (of, head, query_tile, key_tile), at_q)
             for turn in cutlass.range(rounds, unroll=1):
                 # 2  P = exp2(S - logsumexp) in base 2
                 if cutlass.const_expr(not self.reads_ahead):
                     self.read_statistics("logsumexp", at_q.index, thread, r_lse)
-                here = self.side.place(thread, 2 * WARPGROUP_THREADS)
+                here = self.side.place(thread, self.before)
                 self.side.weights(r_s, r_lse, p.scale_log2)
                 self.side.clear(lengths.band(build, p, of), r_s, here, (query_tile, key_tile))
                 r_p, r_factor = self.side.operands(r_s, r_kept)
@@ -289,9 +290,7 @@ class HopperBackward(Backward):
                 self.release_grad_output(at)
                 head, query_tile = self.next_place(item, head, query_tile)
                 if cutlass.const_expr(self.kept is not None):
-                    if turn + 1 < rounds:
-                        corner = query_tile * build.tile_m, key_tile * build.tile_n
-                        self.kept.find(p, stream, r_kept, (of, head), corner, at_q)
+                    self.kept.find_next(p, stream, r_kept, (of, head, query_tile, key_tile), at_q, turn + 1 < rounds)
                 self.scores.wait(1)
                 r_s.store(r_next.load())
             self.dk.wait()
@@ -301,7 +300,7 @@ class HopperBackward(Backward):
             r_dk.store(r_dk.load() * p.scale)
             if cutlass.const_expr(build.has("dropout")):
                 r_dv.store(r_dv.load() * p.keep_scale)
-            here, item = params.fresh("tid.x") - 2 * WARPGROUP_THREADS, self.work(p, params.again(mine))
+            here, item = params.fresh("tid.x") - self.before, self.work(p, params.again(mine))
             cute.arch.barrier(barrier_id=CONSUMERS_MEET, number_of_threads=CONSUMER_THREADS)
             self.store(p, "grad_value", r_dv, item, here)
             self.store(p, "grad_key", r_dk, item, here)

@@ -27,7 +27,7 @@ from cutlass_py_attn.plan import Build
 
 NIBBLES = 8  # of a word of bits; a nibble is the four bits of one block
 EIGHT = 8  # columns of two blocks, which a quad holds together; also what two rows of a thread are apart
-RUN_CALLS = 4  # of `run_bits`, beside each other
+RUN_CALLS = 4  # Philox calls of `run_bits`, a round of all before the next
 ALL_BITS = 0xFFFFFFFF
 EACH_NIBBLE = 0x11111111
 LOW_PAIRS = 0x33333333  # the lower two bits of each nibble
@@ -120,7 +120,10 @@ def is_aligned(start: Int64, num_keys: Int32) -> Boolean:
 
 @cute.jit
 def run_bits(stream: Any, at: Int64, aligned: Boolean):
-    """A bit for each of 16 words from word `at` of the stream on, the first lowest. aligned: `at` is a block's first."""
+    """A bit for each of 16 words of the stream from word `at` on, the first lowest; above them are bits of others.
+
+    aligned: `at` is the first word of a block.
+    """
     found = Uint32(0)
     for call, words in enumerate(_blocks_of(stream, [at + call * BLOCK_WORDS for call in range(RUN_CALLS)])):
         found = _with_bits(stream, found, words, 4 * call)

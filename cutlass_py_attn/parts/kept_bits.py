@@ -16,7 +16,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32, Int64, Uint16, Uint32
+from cutlass import Int32, Uint16, Uint32
 
 from cutlass_py_attn.gemm.gemm import WARP_THREADS
 from cutlass_py_attn.parts import dropout, lengths, moves, params, pipes
@@ -24,6 +24,7 @@ from cutlass_py_attn.plan import Build
 from cutlass_py_attn.shared_memory import KEPT_KEYS, KEPT_QUERIES
 
 EACH_BYTE = 0x01010101
+PAIRS, PLACES = 4, 8  # of columns that neighbouring lanes hold of every 8; bits of a byte, a column each
 
 
 class KeptBits:
@@ -55,7 +56,7 @@ class KeptBits:
                 if at.index == warp:
                     self.pipe.producer_acquire(at)
                     for group in cutlass.range(cute.size(ring, mode=[1]), unroll=1):
-                        corner = query_tile * self.build.tile_m, key_tile * self.build.tile_n + group * KEPT_KEYS
+                        corner = self.corner((of, head, query_tile, key_tile), group)
                         for word in cutlass.range_constexpr(self.words):
                             bits = self.bits(p, stream, (of, head), corner, lane + word * KEPT_QUERIES)
                             ring[lane, group, word, at.index] = Uint16(bits)
@@ -63,20 +64,31 @@ class KeptBits:
                 at.advance()
                 head, query_tile = self.walk.next_place(item, head, query_tile)
 
+    def corner(self, tile: tuple, group: Int32) -> tuple[Int32, Int32]:
+        """The first query of a tile, and the first key of one of its groups of 16."""
+        _, _, query_tile, key_tile = tile
+        return query_tile * self.build.tile_m, key_tile * self.build.tile_n + group * KEPT_KEYS
+
     def bits(self, p: Any, stream: Any, of_head: tuple, corner: tuple, query: Int32) -> Uint32:
-        """The bits of 16 keys of one query."""
+        """The bits of the 16 keys at `corner` of a query of the tile."""
         of, head = of_head
         start = stream.offset + lengths.first_word(p, of, head) + corner[1]
         at = start + cute.arch.mul_wide(corner[0] + query, of.num_keys)
         return dropout.run_bits(stream, at, dropout.is_aligned(start, of.num_keys))
 
     @cute.jit
-    def find(self, p: Any, stream: Any, found: cute.Tensor, of_head: tuple, corner: tuple, at: Any):
-        """A thread's words of the tile at `corner`, whose slot of the ring is at `at`; all threads of a warp call this
-        together."""
+    def find_next(self, p: Any, stream: Any, found: cute.Tensor, tile: tuple, at: Any, is_there: Any):
+        """`find` where the tile is there."""
+        if is_there:
+            self.find(p, stream, found, tile, at)
+
+    @cute.jit
+    def find(self, p: Any, stream: Any, found: cute.Tensor, tile: tuple, at: Any):
+        """A thread's words of the tile at (sequence, query head, query tile, key tile), whose slot is at `at`; all
+        threads of a warp call this together."""
         thread = params.fresh("tid.x") - self.walk.before
         lane, group = thread % WARP_THREADS, thread // WARP_THREADS
-        corner = corner[0], corner[1] + group * KEPT_KEYS
+        corner = self.corner(tile, group)
         self.pipe.consumer_wait(at)
         ring = self.ring()
         for word in cutlass.range_constexpr(self.words):
@@ -84,20 +96,24 @@ class KeptBits:
         cute.arch.mbarrier_arrive(self.pipe.sync_object_empty.get_barrier(at.index))
         for word in cutlass.range_constexpr(self.words):
             query = lane + (word * KEPT_QUERIES + WARP_THREADS)
-            found[word] = found[word] | (self.bits(p, stream, of_head, corner, query) << 16)
-        row, pair = lane // 4, lane % 4
-        wanted = Uint32(EACH_BYTE) << Uint32(row)
+            found[word] = found[word] | (self.bits(p, stream, tile[:2], corner, query) << 16)
         for word in cutlass.range_constexpr(self.words):
-            mine = Uint32(0)
-            for place in cutlass.range_constexpr(8):
-                other = cute.arch.shuffle_sync(found[word], place // 2 * 8 + 2 * pair + place % 2)
-                mine = ((mine << 1) | (mine >> 31)) | (other & wanted)
-            found[word] = (mine >> Uint32(row)) | (mine << Uint32(32 - row))
+            found[word] = gathered(found[word], lane)
 
     def ring(self) -> cute.Tensor:
         """[query of 32, group of 16 keys, 64 queries, slot]."""
         shape = WARP_THREADS, self.build.tile_n // KEPT_KEYS, self.words, self.build.query_stages
         return cute.make_tensor(moves.shared_pointer(self.build, "kept", Uint16), cute.make_layout(shape))
+
+
+def gathered(bits: Uint32, lane: Int32) -> Uint32:
+    """Bits of 16 keys of queries `lane` and 32 + `lane` become those of this lane's two keys of 16 queries."""
+    row, pair = lane // PAIRS, lane % PAIRS
+    wanted, mine = Uint32(EACH_BYTE) << Uint32(row), Uint32(0)
+    for place in range(PLACES):
+        other = cute.arch.shuffle_sync(bits, place // 2 * PLACES + 2 * pair + place % 2)
+        mine = ((mine << 1) | (mine >> 31)) | (other & wanted)
+    return (mine >> Uint32(row)) | (mine << Uint32(32 - row))
 
 
 def is_kept(found: cute.Tensor, side: int, row: int, eight: int) -> Any:

@@ -26,6 +26,8 @@ def backward(dim: int = 128, dim_value: int = 128, mask: Mask | None = None, hea
     [
         ({}, ()),
         ({"mask": Causal(17)}, ()),
+        ({"dropout_p": 0.1}, ()),
+        ({"dropout_p": 0.1, "mask": Causal(17)}, ()),
         ({"deterministic": True}, ("deterministic gradients",)),
         ({"num_splits_key": 2}, ("num_splits_key",)),
         ({"grad_key": None}, ("choice of gradients",)),
@@ -54,6 +56,16 @@ def test_plans_fit_and_come_back_from_json(dims: tuple[int, int]) -> None:
     assert build.buffer("barriers").bytes == 16 * (build.query_stages + 2 * build.grad_output_stages + 2)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)])
+def test_a_ring_of_bits_with_dropout(dims: tuple[int, int]) -> None:
+    """Half of the bits of each tile, in a slot and with two barriers for each query tile in flight."""
+    build = planner.plan(backward(*dims).replace(dropout_p=0.1), "sm_90a").build
+    slots = build.query_stages
+    assert build.buffer("kept").bytes == slots * build.tile_m * build.tile_n // 16
+    assert build.buffer("barriers").bytes == 16 * (2 * slots + 2 * build.grad_output_stages + 2)
+    assert build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
+
+
 def test_launches() -> None:
     """300 keys of 4 key heads in 2 batches are 24 tiles of 128; only the main kernel reads through tensor maps."""
     plan = planner.plans(backward(), "sm_90a", 132)[0]
@@ -78,13 +90,22 @@ def test_tensor_maps_of_every_operand() -> None:
     )
 
 
-@pytest.mark.parametrize(("dim", "mask"), [(64, Full()), (96, Causal()), (128, Causal(50))])
-def test_machine_code(dim: int, mask: Mask) -> None:
+CODE = [
+    backward(64, 64),
+    backward(96, 96, Causal()),
+    backward(128, 128, Causal(50)),
+    backward(64, 64).replace(dropout_p=0.1),
+    backward(128, 128, Causal(50), heads_key=2).replace(dropout_p=0.1),
+]
+
+
+@pytest.mark.parametrize("problem", CODE, ids=lambda problem: f"d{problem.shape.head_dim}-{problem.features}")
+def test_machine_code(problem: Problem) -> None:
     """compile() itself refuses spills and ptxas remarks, which say that products wait for each other."""
-    plan = planner.plan(backward(dim, dim, mask), "sm_90a")
+    plan = planner.plan(problem, "sm_90a")
     build, made = plan.build, compile_now(plan)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
-    columns = 64 if dim % 64 == 0 else 32
+    columns = 64 if build.columns % 64 == 0 else 32
     # S^T stands before the loop and in it, dP^T in it; dV and dK; dQ in pieces of 64 rows.
     scores, gradients = 3 * build.columns // 16, 2 * build.tile_m // 16
     pieces = build.tile_m // 64 * build.columns // columns * build.tile_n // 16
