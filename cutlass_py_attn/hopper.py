@@ -14,7 +14,7 @@ from cutlass_py_attn.problem import BIASES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_
 # Those that its kernels have, by direction.
 FEATURES = {
     "forward": ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
-    "backward": ("grouped", "seqused", "varlen"),
+    "backward": ("dropout", "grouped", "seqused", "varlen"),
 }
 MAX_HEAD_DIM_BACKWARD = 128  # 64 keys of dK and dV are what two warpgroups have registers for
 # See `_ragged_map`: rows of a tensor map over sequences of several lengths, and bytes of the whole address space.

@@ -25,6 +25,7 @@ TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
 BARRIER_BYTES = 8
 RECORD_WORDS = 12  # int32, of an item that a block of the Hopper backward has taken
 RECORDS = 2
+KEPT_KEYS, KEPT_QUERIES = 16, 64  # of a piece of dropout's bits, which some warps draw for others
 BIAS_CHUNK_BYTES = (256, 128)  # of a row of a chunk in the kernel of grad_bias; the widest that fits is taken
 BIAS_SLOTS = 2  # of its ring: one chunk is multiplied while the next is on its way
 
@@ -100,7 +101,8 @@ def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     queries, grads = build.query_stages, build.grad_output_stages
     wide = max(build.columns, build.columns_value)
-    slots = queries + 2 * grads + 2
+    kept = queries if build.has("dropout") else 0
+    slots = queries + 2 * grads + 2 + kept
     return stack(
         ("key", tile_bytes(dtype, tile_n, build.columns), 0, 7),
         ("value", tile_bytes(dtype, tile_n, wide), 0, 8),
@@ -110,6 +112,7 @@ def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
         ("staging", grad_query_bytes(build), 7, 7),
         ("logsumexp", queries * tile_m * F32_BYTES, 0, 2),
         ("delta", grads * tile_m * F32_BYTES, 0, 4),
+        ("kept", kept * tile_m * tile_n // 16, 0, 2),
         ("barriers", 2 * BARRIER_BYTES * slots, 0, 8),
         ("items", RECORDS * RECORD_WORDS * F32_BYTES, 0, 8),
     )

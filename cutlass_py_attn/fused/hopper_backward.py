@@ -14,6 +14,9 @@ it stands.
     dS           8 warps, behind 4         4 warps, behind 7                      grad_output_stages
     key          TMA                       8 warps, behind the last 1, 4, behind the last 7   1
     value        TMA                       8 warps, once dK and dV are stored through its place   1
+
+With dropout three warps of the first warpgroup draw bits, and release the key once they know its tile:
+parts/kept_bits.py.
 """
 
 import functools
@@ -24,7 +27,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
 import cutlass.pipeline as pipeline
-from cutlass import Float32, GridConstant, Int32, Int64, Uint32
+from cutlass import Float32, GridConstant, Int32, Int64
 from cutlass.cute.nvgpu import warp as warp_ops
 
 from cutlass_py_attn import abi
@@ -34,14 +37,16 @@ from cutlass_py_attn.gemm import doivj, grad_k, grad_v, matmul_qk
 from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
-from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
-from cutlass_py_attn.hopper import loaded_tiles
-from cutlass_py_attn.parts import masking, moves, params, pipes, schedule, tma
+from cutlass_py_attn.gemm.wgmma import Wgmma, tile_at
+from cutlass_py_attn.hopper import DQ_WARPGROUPS, LOADERS, loaded_tiles
+from cutlass_py_attn.parts import dropout, moves, params, pipes, schedule, tma
 from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item
+from cutlass_py_attn.parts.kept_bits import KeptBits
 from cutlass_py_attn.parts.key_items import KeyItems
 from cutlass_py_attn.parts.pipes import arrive, before
-from cutlass_py_attn.parts.turned import by_columns, places, turned, turned_view
+from cutlass_py_attn.parts.turned import turned
+from cutlass_py_attn.parts.turned_scores import TurnedScores
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
 
@@ -58,8 +63,11 @@ class HopperBackward(Backward):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.grad_query, self.items = HopperGradQuery(build), KeyItems(build)
+        self.before = (LOADERS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # threads before those that hold scores
+        self.side = TurnedScores(build)
+        self.kept = KeptBits(build, self, CONSUMER_THREADS) if build.has("dropout") else None
         # Where a thread has registers for them, the logsumexp is read while S is multiplied.
-        self.reads_ahead = build.tile_m <= 64
+        self.reads_ahead = build.tile_m <= 64 and self.kept is None
 
     @cute.jit
     def launch_main(self, values: tuple, grid: tuple):
@@ -86,25 +94,30 @@ class HopperBackward(Backward):
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == 0:
                 self.produce(p, (map_q, map_do, map_k, map_v))
+            elif cutlass.const_expr(self.kept is not None):
+                self.kept.draw(p, warp - 1)
         elif warp < 2 * WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
             self.multiply_query_gradient(p, thread - WARPGROUP_THREADS)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[2])
-            self.consume(p, thread - 2 * WARPGROUP_THREADS)
+            self.consume(p, thread - self.before)
 
     def make_pipes(self) -> None:
         """The full and empty barriers of query, grad_output, key, value and dS."""
         build = self.build
         keepers, statistics = CONSUMER_THREADS // WARP_THREADS, build.tile_m * F32_BYTES
+        drawing = 0 if self.kept is None else WARPGROUP_WARPS - 1
         users = {
             "query": (build.query_stages, keepers, statistics),
             "grad_output": (build.grad_output_stages, CONSUMER_THREADS, statistics),
-            "key": (1, keepers + WARPGROUP_WARPS, 0),
+            "key": (1, keepers + WARPGROUP_WARPS + drawing, 0),
             "value": (1, keepers, 0),
         }
         (self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v), barriers = pipes.loaded(build, users)
         self.pipe_ds = pipes.handed_over(build.grad_output_stages, keepers, WARPGROUP_WARPS, barriers)
+        if self.kept is not None:
+            self.kept.make_pipe(barriers + 2 * build.grad_output_stages)
 
     def states(self, user: Any) -> tuple[Any, Any, Any]:
         """Where one user begins: of query, of grad_output and dS, of key and value."""
@@ -210,6 +223,9 @@ class HopperBackward(Backward):
         r_s = self.scores.accumulator(thread)
         r_lse, r_delta = self.statistics(), self.statistics()
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        r_kept, stream = None, None  # of dropout
+        if cutlass.const_expr(self.kept is not None):
+            r_kept, stream = self.kept.registers(), dropout.uniform_stream(p)
         key_tile = self.next_tile(at_kv)
         while key_tile >= 0:
             item = self.items.read(p, at_kv.phase)
@@ -226,13 +242,16 @@ class HopperBackward(Backward):
             r_s.store(r_next.load())
             self.pipe_v.consumer_wait(at_kv)
             head, query_tile = self.first_place(p, item)
+            if cutlass.const_expr(self.kept is not None):
+                self.kept.find(p, stream, r_kept, (item.of, head, query_tile, key_tile), at_q)
             for turn in cutlass.range(rounds, unroll=1):
                 # 2  P = exp2(S - logsumexp) in base 2
                 if cutlass.const_expr(not self.reads_ahead):
                     self.read_statistics("logsumexp", at_q.index, thread, r_lse)
-                self.weights(r_s, r_lse, p.scale_log2)
-                self.clear(item.band, r_s, thread, (query_tile, key_tile))
-                r_p = moves.converted(r_s, self.dtype)
+                here = self.side.place(thread, self.before)
+                self.side.weights(r_s, r_lse, p.scale_log2)
+                self.side.clear(item.band, r_s, here, (query_tile, key_tile))
+                r_p, r_factor = self.side.operands(r_s, r_kept)
                 # 3  dP^T = V dO^T, behind it 5  dV += P^T dO
                 self.pipe_do.consumer_wait(at)
                 r_dp = self.dp.accumulator(thread)
@@ -244,7 +263,7 @@ class HopperBackward(Backward):
                 self.dp.wait(1)
                 # 4  dS = P (dP - delta), also for the warpgroup of dQ
                 self.read_statistics("delta", at.index, thread, r_delta)
-                self.score_gradient(r_dp, r_p, r_delta)
+                self.side.gradient(p, r_dp, r_factor, r_delta, r_kept)
                 self.wait_for_slot(at)
                 self.hand_over(moves.converted(r_dp, self.dtype), at.index, thread)
                 arrive(self.pipe_ds.sync_object_full, at.index)
@@ -264,15 +283,20 @@ class HopperBackward(Backward):
                     self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.dv.wait(2)
                 self.release_grad_output(at)
+                head, query_tile = self.next_place(item, head, query_tile)
+                if cutlass.const_expr(self.kept is not None):
+                    tile = item.of, head, query_tile, key_tile
+                    self.kept.find_next(p, stream, r_kept, tile, at_q, turn + 1 < rounds)
                 self.scores.wait(1)
                 r_s.store(r_next.load())
-                head, query_tile = self.next_place(item, head, query_tile)
             self.dk.wait()
             arrive(self.pipe_q.sync_object_empty, before(at_q, build.query_stages))
             self.pipe_k.consumer_release(at_kv)
             # 8  store dK and dV through the place of V
             r_dk.store(r_dk.load() * p.scale)
-            here, item = params.fresh("tid.x") - 2 * WARPGROUP_THREADS, self.items.read(p, at_kv.phase)
+            if cutlass.const_expr(build.has("dropout")):
+                r_dv.store(r_dv.load() * p.keep_scale)
+            here, item = params.fresh("tid.x") - self.before, self.items.read(p, at_kv.phase)
             cute.arch.barrier(barrier_id=CONSUMERS_MEET, number_of_threads=CONSUMER_THREADS)
             self.store(p, "grad_value", r_dv, item, here)
             self.store(p, "grad_key", r_dk, item, here)
@@ -302,32 +326,6 @@ class HopperBackward(Backward):
         first = ring.iterator + (slot * rows + thread % (COLUMNS // QUAD_COLUMNS) * QUAD_COLUMNS)
         pairs = cute.make_layout((QUAD_COLUMNS, rows // COLUMNS), stride=(1, COLUMNS))
         cute.autovec_copy(cute.make_tensor(first.align(8), pairs), found)
-
-    def weights(self, r_s: cute.Tensor, lse: cute.Tensor, scale_log2: Float32) -> None:
-        """S^T becomes P^T."""
-        scores = by_columns(r_s)
-        for side, row, eight in places(scores):
-            exponent = scores[side, row, eight] * scale_log2 - lse[side, eight]
-            scores[side, row, eight] = cute.math.exp2(exponent, fastmath=True)
-
-    @cute.jit
-    def clear(self, band: Any, r_s: cute.Tensor, thread: Int32, at: tuple):
-        """Zero the weights that the mask hides, where the tile has any."""
-        query_tile, key_tile = at
-        build = self.build
-        if schedule.needs_mask(band, query_tile, key_tile, build.tile_m, build.tile_n):
-            corner = query_tile * build.tile_m, key_tile * build.tile_n
-            identity = transposed(cute.make_identity_tensor((build.tile_m, build.tile_n)))
-            where = row_view(self.scores.mma.get_slice(thread).partition_C(identity))
-            masking.clear(band, turned_view(row_view(r_s)), turned_view(where), corner)
-
-    def score_gradient(self, r_dp: cute.Tensor, r_p: cute.Tensor, delta: cute.Tensor) -> None:
-        """dP^T becomes dS^T."""
-        dp = by_columns(r_dp)
-        words = cute.make_tensor(cute.recast_ptr(r_p.iterator, dtype=Uint32), cute.make_layout(cute.size(r_p) // 2))
-        for row, eight in [(row, eight) for eight in range(cute.size(dp, mode=[2])) for row in range(2)]:
-            for side, weight in enumerate(moves.in_float32(words[eight * 2 + row], self.dtype)):
-                dp[side, row, eight] = weight * (dp[side, row, eight] - delta[side, eight])
 
     def hand_over(self, r_ds: cute.Tensor, slot: Int32, thread: Int32) -> None:
         """Write this warpgroup's keys of dS, transposed back, where wgmma reads them."""
@@ -372,6 +370,7 @@ class HopperBackward(Backward):
         )
         self.scores, self.dp = (Wgmma(turned(room.spec(build)), build.dtype) for room in (matmul_qk, doivj))
         self.dv, self.dk = (Wgmma(room.spec(build), build.dtype) for room in (grad_v, grad_k))
+        self.side.bind(self.scores)
         self.score_parts = self.scores.operands(s_k, s_q, thread)
         self.dp_parts = self.dp.operands(s_v, s_do, thread)
         self.grads_across = self.dv.b_operand(transposed(s_do))

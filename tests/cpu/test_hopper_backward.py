@@ -28,6 +28,8 @@ def backward(dim: int = 128, dim_value: int = 128, mask: Mask | None = None, hea
         ({}, ()),
         ({"mask": Causal(17)}, ()),
         ({"deterministic": True}, ()),
+        ({"dropout_p": 0.1}, ()),
+        ({"dropout_p": 0.1, "mask": Causal(17)}, ()),
         ({"num_splits_key": 2}, ("num_splits_key",)),
         ({"grad_key": None}, ("choice of gradients",)),
         ({"softcap": 2.0}, ("softcap",)),
@@ -77,6 +79,16 @@ def test_plans_fit_and_come_back_from_json(dims: tuple[int, int]) -> None:
     assert build.buffer("barriers").bytes == 16 * (build.query_stages + 2 * build.grad_output_stages + 2)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)])
+def test_a_ring_of_bits_with_dropout(dims: tuple[int, int]) -> None:
+    """Half of the bits of each tile, in a slot and with two barriers for each query tile in flight."""
+    build = planner.plan(backward(*dims).replace(dropout_p=0.1), "sm_90a").build
+    slots = build.query_stages
+    assert build.buffer("kept").bytes == slots * build.tile_m * build.tile_n // 16
+    assert build.buffer("barriers").bytes == 16 * (2 * slots + 2 * build.grad_output_stages + 2)
+    assert build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
+
+
 def test_launches() -> None:
     """300 keys of 4 key heads in 2 batches are 24 tiles of 128; only the main kernel reads through tensor maps."""
     plan = planner.plans(backward(), "sm_90a", 132)[0]
@@ -108,6 +120,9 @@ CODE = [
     backward(64, 64, Causal()).replace(deterministic=True),
     of_lengths(),
     of_lengths(mask=Causal(50), sequences=Sequences(3, 400, 300, True), deterministic=True),
+    backward(64, 64).replace(dropout_p=0.1),
+    backward(128, 128, Causal(50), heads_key=2).replace(dropout_p=0.1),
+    of_lengths(sequences=Sequences(3, 400, 300, True), dropout_p=0.1, deterministic=True),
 ]
 
 

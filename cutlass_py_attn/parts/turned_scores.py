@@ -1,0 +1,77 @@
+"""Turned scores: from S^T to P^T and from dP^T to dS^T, where a thread's rows are keys and its columns queries."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from cutlass_py_attn.gemm.views import transposed
+from cutlass_py_attn.gemm.wgmma import Wgmma, row_view
+from cutlass_py_attn.parts import kept_bits, masking, moves, params, schedule
+from cutlass_py_attn.parts.params import DTYPES
+from cutlass_py_attn.parts.turned import by_columns, places, turned_view
+from cutlass_py_attn.plan import Build
+
+
+class TurnedScores:
+    """Steps 2 and 4 of one Build."""
+
+    def __init__(self, build: Build) -> None:
+        self.build, self.dtype = build, DTYPES[build.dtype]
+
+    def bind(self, product: Wgmma) -> None:
+        """The product that gives S^T."""
+        self.product = product
+
+    def place(self, thread: Int32, before: int) -> Int32:
+        """The number of a thread that has `before` others before it; what is derived of it is formed again for every
+        tile where registers are few."""
+        return params.fresh("tid.x") - before if self.build.has("dropout") else thread
+
+    def weights(self, r_s: cute.Tensor, lse: cute.Tensor, scale_log2: Float32) -> None:
+        """S^T becomes P^T."""
+        scores = by_columns(r_s)
+        for side, row, eight in places(scores):
+            exponent = scores[side, row, eight] * scale_log2 - lse[side, eight]
+            scores[side, row, eight] = cute.math.exp2(exponent, fastmath=True)
+
+    @cute.jit
+    def clear(self, band: Any, r_s: cute.Tensor, thread: Int32, at: tuple):
+        """Zero the weights that the mask hides, where the tile has any."""
+        query_tile, key_tile = at
+        build = self.build
+        if schedule.needs_mask(band, query_tile, key_tile, build.tile_m, build.tile_n):
+            corner = query_tile * build.tile_m, key_tile * build.tile_n
+            identity = transposed(cute.make_identity_tensor((build.tile_m, build.tile_n)))
+            where = row_view(self.product.mma.get_slice(thread).partition_C(identity))
+            masking.clear(band, turned_view(row_view(r_s)), turned_view(where), corner)
+
+    def operands(self, r_s: cute.Tensor, kept: cute.Tensor | None) -> tuple[cute.Tensor, cute.Tensor]:
+        """Of the weights: P^T for dV, without what dropout drops, and the factor of dS^T."""
+        factor = moves.converted(r_s, self.dtype)
+        if kept is None:
+            return factor, factor
+        dropped = cute.make_rmem_tensor_like(factor)
+        source, target = words_of(factor), words_of(dropped)
+        for index in range(cute.size(source)):
+            target[index] = source[index] & kept_bits.mask(kept, index % 2, index // 2)
+        return dropped, factor
+
+    def gradient(
+        self, p: Any, r_dp: cute.Tensor, r_factor: cute.Tensor, delta: cute.Tensor, kept: cute.Tensor | None
+    ) -> None:
+        """dP^T becomes dS^T."""
+        dp, words = by_columns(r_dp), words_of(r_factor)
+        for row, eight in [(row, eight) for eight in range(cute.size(dp, mode=[2])) for row in range(2)]:
+            for side, weight in enumerate(moves.in_float32(words[eight * 2 + row], self.dtype)):
+                grad = dp[side, row, eight]
+                if kept is not None:
+                    is_kept = kept_bits.is_kept(kept, side, row, eight)
+                    grad = cutlass.select_(is_kept, grad, Float32(0.0)) * p.keep_scale
+                dp[side, row, eight] = weight * (grad - delta[side, eight])
+
+
+def words_of(values: cute.Tensor) -> cute.Tensor:
+    """Registers of 16-bit numbers as words."""
+    return cute.make_tensor(cute.recast_ptr(values.iterator, dtype=Uint32), cute.make_layout(cute.size(values) // 2))
