@@ -124,7 +124,7 @@ def steps_table(instructions: Iterable[Stepped]) -> list[dict[str, object]]:
         {
             "step": name,
             "title": named.get(name, ""),
-            "places": sorted({f"{step.file}:{step.line}" for step in steps.get(name, []) if step.title}),
+            "places": sorted({f"{step.file}:{step.line}" for step in steps.get(name, [])}),
             "instructions": len(grouped[name]),
             "groups": sass.groups(grouped[name]),
         }

@@ -12,7 +12,7 @@ import ast
 import functools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -84,13 +84,13 @@ def _source(path: str) -> _Source:
     name = file.relative_to(PACKAGE).as_posix() if file.is_relative_to(PACKAGE) else file.name
     functions = tuple(node for node in ast.walk(ast.parse(text)) if isinstance(node, _FUNCTIONS))
     lines = text.splitlines()
-    steps: dict[int, Step] = {}
+    commented: dict[int, tuple[Step, ...]] = {}
     for function in functions:
-        steps |= _of_docstring(function, name)
+        commented |= _of_comments(function, lines, name)
+    steps = {line: several[0] for line, several in commented.items()}
     for function in functions:
-        steps |= _of_comments(function, lines, name)
-    steps |= _of_products(lines, name, steps)
-    return _Source(name, functions, steps)
+        steps = _of_docstring(function, name) | steps
+    return _Source(name, functions, steps | _of_products(lines, commented))
 
 
 def _of_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef, file: str) -> dict[int, Step]:
@@ -102,43 +102,42 @@ def _of_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef, file: str) -
     return dict.fromkeys(range(function.lineno, (function.end_lineno or function.lineno) + 1), step)
 
 
-def _of_comments(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], file: str) -> dict[int, Step]:
-    """The lines below each numbered comment of a function, with the products of other steps among them."""
-    found: dict[int, Step] = {}
-    opened: dict[int, Step] = {}
+def _of_comments(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], file: str
+) -> dict[int, tuple[Step, ...]]:
+    """The lines below each numbered comment of a function, with the steps that it opens."""
+    found: dict[int, tuple[Step, ...]] = {}
+    opened: tuple[Step, ...] = ()
     indent = 0
     for number in range(function.lineno, (function.end_lineno or function.lineno) + 1):
         line = lines[number - 1]
         comment = _COMMENT.match(line)
         if comment:
             indent = len(line) - len(line.lstrip())
-            opened = {int(n): Step(n, title.split(". ")[0], file, number) for n, title in _OPENED.findall(comment[1])}
+            opened = tuple(Step(n, text.split(". ")[0], file, number) for n, text in _OPENED.findall(comment[1]))
         elif line.strip() and len(line) - len(line.lstrip()) < indent:
-            opened = {}
-        product = _PRODUCT.search(line)
-        asked = _NUMBERS.get(product[1]) if product else None
+            opened = ()
         if opened:
-            found[number] = (
-                opened.get(asked or -1) or _other_product(asked, file, number) or next(iter(opened.values()))
-            )
+            found[number] = opened
     return found
 
 
-def _of_products(lines: list[str], file: str, steps: dict[int, Step]) -> dict[int, Step]:
-    """Lines that issue or wait for a product of a step of this file, and stand under no comment."""
-    numbers = {step.name for step in steps.values()}
+def _of_products(lines: list[str], commented: dict[int, tuple[Step, ...]]) -> dict[int, Step]:
+    """Lines that issue or wait for a product: of the step that a comment above opens, else of the one so numbered."""
+    places: dict[str, list[Step]] = {}
+    for several in dict.fromkeys(commented.values()):
+        for step in several:
+            places.setdefault(step.name, []).append(step)
     found = {}
     for number, line in enumerate(lines, 1):
         product = _PRODUCT.search(line)
-        name = str(_NUMBERS.get(product[1])) if product else ""
-        if number not in steps and name in numbers:
-            found[number] = Step(name, "", file, number)
+        name = str(_NUMBERS.get(product[1], "")) if product else ""
+        here = [step for step in commented.get(number, ()) if step.name == name]
+        if here:
+            found[number] = here[0]
+        elif name in places:
+            found[number] = replace(places[name][0], title=_shared([step.title for step in places[name]]))
     return found
-
-
-def _other_product(asked: int | None, file: str, line: int) -> Step | None:
-    """A line that waits for a product which another comment opens."""
-    return Step(str(asked), "", file, line) if asked else None
 
 
 def _first_sentence(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -148,14 +147,13 @@ def _first_sentence(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 def _shared(found: list[str]) -> str:
     """What all the titles begin with, cut behind a word that ends something."""
-    spoken = [title for title in found if title]
-    if len(set(spoken)) < 2:
-        return spoken[0] if spoken else ""
+    if len(set(found)) == 1:
+        return found[0]
     words: list[str] = []
-    for several in zip(*(title.split() for title in spoken), strict=False):
+    for several in zip(*(title.split() for title in found), strict=False):
         if len(set(several)) > 1:
             break
         words.append(several[0])
     while words and words[-1] in _DANGLING:
         words.pop()
-    return " ".join(words).rstrip(",") or min(spoken, key=len)
+    return " ".join(words).rstrip(",") or min(found, key=len)

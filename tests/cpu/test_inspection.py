@@ -86,10 +86,10 @@ def test_lines_belong_to_the_numbered_comment_above_them(toy: Path) -> None:
         "self.output.issue(b)": ("3", "O += P V"),
         "between()": ("1", "S = Q K^T of the first"),
         "max": ("2", "softmax"),
-        "self.output.wait()": ("3", ""),
+        "self.output.wait()": ("3", "O += P V"),
         "behind()": ("kernel", "A toy"),
         "issue()": ("7", "dQ = dS K of a tile"),
-        "self.scores.issue(c)": ("1", ""),
+        "self.scores.issue(c)": ("1", "S = Q K^T of the first"),
         "self.other.issue(d)": ("helper", "Help, in one sentence"),
     }
     assert {text: named(toy, text) for text in expected} == expected
@@ -97,8 +97,7 @@ def test_lines_belong_to_the_numbered_comment_above_them(toy: Path) -> None:
 
 
 def test_titles_are_what_all_places_begin_with() -> None:
-    given = [Step("1", "S = Q K^T of the next tile", "f", 1), Step("1", "S = Q K^T of the first", "f", 5),
-             Step("1", "", "f", 7), Step("load", "Load.", "f", 2), Step("0", "begin", "f", 3)]  # fmt: skip
+    given = [Step("1", "S = Q K^T of the next tile", "f", 1), Step("1", "S = Q K^T of the first", "f", 5), Step("load", "Load.", "f", 2), Step("0", "begin", "f", 3)]  # fmt: skip
     assert steps.titles(given) == {"0": "begin", "1": "S = Q K^T", "load": "Load."}
     assert list(steps.titles(given)) == ["0", "1", "load"]
 
