@@ -3,6 +3,7 @@
 A block says what it is behind its three back quotes:
 
     python          run in order, the blocks of a page share their names; it prints what the `text` block behind says
+    python host     the same, but not in a run on a GPU: it reads what commands have written
     python gpu      the same where there is a GPU; on any machine it must have passed on one as it stands (RECORD)
     sh              run by bash in the folder that all blocks of a page share
     sh setup        installs something; its extras must exist, and nothing is run
@@ -35,6 +36,7 @@ RECORD = "docs/gpu_runs.json"
 SHELL_SECONDS = 300
 FENCE = re.compile(r"^( *)```(.*)$")
 KERNELS = re.compile(r"<!-- kernels: ([\w ]+) -->")
+EXTRAS = re.compile(r"\[([\w,-]+)\]")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 Json = dict[str, Any]
@@ -71,7 +73,7 @@ class Block:
         return "gpu" in self.words
 
 
-KINDS = (("python",), ("python", "gpu"), ("sh",), ("sh", "setup"))
+KINDS = (("python",), ("python", "host"), ("python", "gpu"), ("sh",), ("sh", "setup"))
 NOT_RUN = ("text", "svg", "json", "c", "cpp", "")
 
 
@@ -108,13 +110,17 @@ def blocks(path: Path) -> list[Block]:
 def run_page(path: Path, folder: Path, *, on_gpu: bool) -> list[Block]:
     """Run a page's blocks in `folder`, and give those that ran; the first that fails raises.
 
-    On a GPU the Python blocks run, elsewhere those that need none and the commands.
+    On a GPU the Python blocks run that do not say `host`, to the last that needs it; elsewhere those that need none, and
+    the commands.
     """
+    listed = blocks(path)
+    last = max((number for number, block in enumerate(listed) if block.needs_gpu), default=-1)
     names: dict[str, Any] = {"__name__": "__docs__"}
     ran = []
     with contextlib.chdir(folder):
-        for block in blocks(path):
-            if block.is_python and (on_gpu or not block.needs_gpu):
+        for number, block in enumerate(listed):
+            wanted = number <= last and "host" not in block.words if on_gpu else not block.needs_gpu
+            if block.is_python and wanted:
                 run_python(block, names)
             elif block.words == ("sh",) and not on_gpu:
                 run_shell(block)

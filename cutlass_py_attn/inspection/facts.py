@@ -12,7 +12,7 @@ from cutlass_py_attn.inspection import listing, sass
 from cutlass_py_attn.inspection.grids import grid_rule
 from cutlass_py_attn.inspection.line_info import Lined, lined
 from cutlass_py_attn.inspection.occupancy import occupancy
-from cutlass_py_attn.plan import Buffer, Plan
+from cutlass_py_attn.plan import Build, Plan
 from cutlass_py_attn.shared_memory import STEPS
 
 Json = dict[str, Any]
@@ -82,7 +82,7 @@ def facts(found: Subject) -> Json:
             {"name": name, "offset": offset, "bytes": size}
             for name, offset, size in abi.layout(abi.fields_of(build.kind, build.family))
         ],
-        "shared_memory": [_buffer(build.kind, buffer) for buffer in build.shared_memory],
+        "shared_memory": shared_memory_rows(build),
         "instructions": {symbol: sass.histogram(item for item, _ in items) for symbol, items in machine.items()},
         "groups": {symbol: sass.groups(item for item, _ in items) for symbol, items in machine.items()},
         "steps": {symbol: listing.steps_table(items) for symbol, items in machine.items()} if found.lined else {},
@@ -121,8 +121,11 @@ def _dynamic_bytes(plan: Plan, symbol: str) -> int:
     return next((launch.shared_memory_bytes for launch in plan.launches if launch.symbol == symbol), 0)
 
 
-def _buffer(kind: str, buffer: Buffer) -> Json:
-    """A buffer, and the names of the steps between which it is alive."""
-    names = STEPS[kind]
-    alive = [names[step] if step < len(names) else str(step) for step in (buffer.first, buffer.last)]
-    return {**asdict(buffer), "alive": " to ".join(alive)}
+def shared_memory_rows(build: Build) -> list[Json]:
+    """Each buffer of the main kernel, and the names of the steps between which it is alive."""
+    names = STEPS[build.kind]
+    rows = []
+    for buffer in build.shared_memory:
+        alive = [names[step] if step < len(names) else str(step) for step in (buffer.first, buffer.last)]
+        rows.append({**asdict(buffer), "alive": " to ".join(alive)})
+    return rows

@@ -97,7 +97,12 @@ def test_lines_belong_to_the_numbered_comment_above_them(toy: Path) -> None:
 
 
 def test_titles_are_what_all_places_begin_with() -> None:
-    given = [Step("1", "S = Q K^T of the next tile", "f", 1), Step("1", "S = Q K^T of the first", "f", 5), Step("load", "Load.", "f", 2), Step("0", "begin", "f", 3)]  # fmt: skip
+    given = [
+        Step("1", "S = Q K^T of the next tile", "f", 1),
+        Step("1", "S = Q K^T of the first", "f", 5),
+        Step("load", "Load.", "f", 2),
+        Step("0", "begin", "f", 3),
+    ]
     assert steps.titles(given) == {"0": "begin", "1": "S = Q K^T", "load": "Load."}
     assert list(steps.titles(given)) == ["0", "1", "load"]
 
@@ -290,7 +295,7 @@ def test_text_difference_ignores_the_numbers_of_registers() -> None:
 
 def test_pictures_are_wellformed_and_show_every_buffer() -> None:
     build = parse_symbol("bwd_generic_bf16_d128_causal", "sm_90").build
-    rows = [facts._buffer(build.kind, buffer) for buffer in build.shared_memory]
+    rows = facts.shared_memory_rows(build)
     root = ElementTree.fromstring(drawing.shared_memory_svg(rows, ("load", "S"), "a < b"))
     shown = " ".join(root.itertext())
     assert all(buffer.name in shown for buffer in build.shared_memory)
