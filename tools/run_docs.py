@@ -110,8 +110,8 @@ def blocks(path: Path) -> list[Block]:
 def run_page(path: Path, folder: Path, *, on_gpu: bool) -> list[Block]:
     """Run a page's blocks in `folder`, and give those that ran; the first that fails raises.
 
-    On a GPU the Python blocks run that do not say `host`, to the last that needs it; elsewhere those that need none, and
-    the commands.
+    On a GPU the Python blocks run that do not say `host`, to the last that needs one; elsewhere those that need none,
+    and the commands.
     """
     listed = blocks(path)
     last = max((number for number, block in enumerate(listed) if block.needs_gpu), default=-1)
