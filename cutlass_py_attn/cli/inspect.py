@@ -155,8 +155,11 @@ def _sass(found: Subject) -> Iterable[str]:
 def _print_tables(found: dict[str, Any]) -> None:
     console = kernels.console()
     console.print(f"[bold]{found['symbol']}[/] for {found['arch']}, {found['toolchain']}")
-    for title in ("resources", "launches", "parameters", "fields", "shared_memory"):
-        _print_rows(console, title.replace("_", " "), found[title])
+    for title in ("resources", "launches", "parameters", "fields"):
+        _print_rows(console, title, found[title])
+    _print_rows(
+        console, "shared memory", [_lifetime_row(row, found["shared_memory"]) for row in found["shared_memory"]]
+    )
     for name, rows in found["steps"].items():
         _print_rows(console, f"steps of {name}", [_step_row(row) for row in rows])
     for name, counts in found["instructions"].items():
@@ -166,6 +169,13 @@ def _print_tables(found: dict[str, Any]) -> None:
         click.echo(NO_SASS)
     if found["unmarked"]:
         click.echo(f"Steps are not marked: {found['unmarked']}")
+
+
+def _lifetime_row(row: Json, rows: list[Json]) -> Json:
+    """A buffer with the numbers of the steps in which it is alive, each in its place."""
+    last = max(item["last"] for item in rows)
+    alive = "".join(str(step) if row["first"] <= step <= row["last"] else "." for step in range(last + 1))
+    return {"name": row["name"], "offset": row["offset"], "bytes": row["bytes"], "steps": alive, "alive": row["alive"]}
 
 
 def _step_row(row: Json) -> Json:

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import tomllib
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools import docs, run_docs  # noqa: E402
+import cutlass_py_attn  # noqa: E402
+from cutlass_py_attn import conventions  # noqa: E402
+from tools import docs, pictures, reference, run_docs  # noqa: E402
 
 PAGES = run_docs.pages(ROOT)
 LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -59,6 +62,24 @@ def test_generated_files_are_as_generated() -> None:
 def test_pictures_of_pages_are_all_generated() -> None:
     kept = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/pictures").iterdir()}
     assert kept == {name for name in docs.generated(ROOT) if name.endswith(".svg")}
+
+
+def test_pictures_are_wellformed() -> None:
+    for path in (ROOT / "docs/pictures").iterdir():
+        root = ElementTree.fromstring(path.read_text())
+        assert root.tag.endswith("svg")
+        assert len(" ".join(root.itertext())) > 100
+
+
+def test_every_rate_of_the_benchmark_is_in_a_plot() -> None:
+    rows = json.loads((ROOT / pictures.BENCHMARK).read_text())
+    shown = {case for _, picture in pictures.plots(rows) for case in re.findall(r">(\w+_s\d+[\w.]*)</text>", picture)}
+    assert shown == {row["case"] for row in rows}
+
+
+def test_reference_has_every_public_name() -> None:
+    headings = set(re.findall(r"^### (\w+)$", reference.reference(), re.MULTILINE))
+    assert {*cutlass_py_attn.__all__, *conventions.__all__, *reference.OPTIONS} == headings
 
 
 # The runner itself

@@ -94,6 +94,16 @@ def test_inspect_compares_two_versions_of_a_kernel(monkeypatch: pytest.MonkeyPat
     assert invoke(*options, ROOM).output.endswith(": no difference\n")
 
 
+def test_inspect_shows_lifetimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sass, "tool", lambda: None)
+    plan = parse_symbol("bwd_generic_bf16_d64_full", "sm_90")
+    Folder(tmp_path).put(fakes.artifact(plan.build))
+    options = ("--arch", "sm_90", "--no-steps", "--kernels", str(tmp_path))
+    lines = invoke("inspect", plan.symbol, *options).output.splitlines()
+    ds = plan.build.buffer("ds")
+    assert f"ds {ds.offset} {ds.bytes} ....4567. dS to dQ" in [" ".join(line.split()) for line in lines]
+
+
 def test_inspect_writes_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     monkeypatch.setattr(sass, "tool", lambda: None)
