@@ -21,7 +21,7 @@ PACKAGE: Final = Path(__file__).resolve().parent.parent
 _COMMENT: Final = re.compile(r"^\s*# (\d  \S.*)$")
 _OPENED: Final = re.compile(r"(\d)  (\S.*?)(?:,? behind it (?=\d  )|$)")
 _IN_DOCSTRING: Final = re.compile(r"(?:^|: )(\d)  (\S[^.\n]*)")
-_PRODUCT: Final = re.compile(r"self\.(\w+)\.(?:issue|wait)\(")
+_PRODUCT: Final = re.compile(r"self\.(\w+)\.(?:issue|wait|add)\(")
 _NUMBERS: Final = {"scores": 1, "output": 3, "dp": 3, "dv": 5, "dk": 6, "dq": 7}  # by the product's name in the kernels
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DANGLING: Final = {"of", "the", "this", "one", "a", "next", "first", "last"}

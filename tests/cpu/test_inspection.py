@@ -40,6 +40,7 @@ class Toy:
             # 1  S = Q K^T of the first, behind it 3  O += P V. The rest is prose
             self.scores.issue(a)
             self.output.issue(b)
+            self.dv.add(w)
             between()
             # 2  softmax
             soft(
@@ -51,11 +52,13 @@ class Toy:
     def dq(self):
         """Who multiplies: 7  dQ = dS K of a tile. More."""
         issue()
+        self.dq.add(x)
 
     def helper(self):
         """Help, in one sentence. And another."""
         self.scores.issue(c)
         self.other.issue(d)
+        self.output.add(y)
 '''
 
 
@@ -85,6 +88,9 @@ def test_lines_belong_to_the_numbered_comment_above_them(toy: Path) -> None:
         "self.scores.issue(a)": ("1", "S = Q K^T of the first"),
         "self.output.issue(b)": ("3", "O += P V"),
         "between()": ("1", "S = Q K^T of the first"),
+        "self.dv.add(w)": ("1", "S = Q K^T of the first"),
+        "self.dq.add(x)": ("7", "dQ = dS K of a tile"),
+        "self.output.add(y)": ("3", "O += P V"),
         "max": ("2", "softmax"),
         "self.output.wait()": ("3", "O += P V"),
         "behind()": ("kernel", "A toy"),
@@ -359,6 +365,11 @@ def test_steps_of_a_compiled_kernel(symbol: str, arch: str) -> None:
     numbers = {step: count for step, count in PRODUCTS[symbol, arch].items() if isinstance(count, int)}
     assert {step: products[step] for step in numbers} == numbers
     assert rows["2"]["groups"]["MUFU"] >= 64  # the exponentials
+
+
+def test_code_of_something_else_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a cubin"):
+        cubin.code(b"something else")
 
 
 def test_other_source_is_not_marked(monkeypatch: pytest.MonkeyPatch) -> None:
