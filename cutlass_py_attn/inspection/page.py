@@ -49,7 +49,7 @@ def _content(found: Subject, safe: Any) -> dict[str, Any]:
 
 def _shown(step: Any) -> tuple[str, str]:
     """What is written before a step, and its colour; nothing for no step."""
-    return (listing.mark(step, "").strip(), colour_of(step.name)) if step else ("", "")
+    return (listing.mark(step, "").lstrip(" -"), colour_of(step.name)) if step else ("", "")
 
 
 def _sections(lines: list[tuple[str, str, str]]) -> list[dict[str, str]]:

@@ -7,6 +7,7 @@ import random
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,29 @@ def test_pictures_are_wellformed_and_show_every_buffer() -> None:
     ElementTree.fromstring(drawing.steps_svg(table, ("products", "moves", "other"), "steps"))
 
 
+class Balance(HTMLParser):
+    """Open tags that are not closed in their order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.crossed: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "rect", "line", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Such a tag has no end to wait for."""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "rect":  # with a hint in it
+            return
+        if not self.open or self.open.pop() != tag:
+            self.crossed.append(tag)
+
+
 def test_page_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jinja2")
     monkeypatch.setattr(sass, "tool", lambda: None)
@@ -317,6 +341,7 @@ def test_page_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "it needs nvdisasm" in text
     assert "&lt;b&gt;" in text
     assert "<h1>fwd_generic_bf16_d64_full</h1>" in text
+    assert (Balance(text).open, Balance(text).crossed) == ([], [])
 
 
 def test_steps_of_a_foreign_artifact_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,6 +390,9 @@ def test_steps_of_a_compiled_kernel(symbol: str, arch: str) -> None:
     numbers = {step: count for step, count in PRODUCTS[symbol, arch].items() if isinstance(count, int)}
     assert {step: products[step] for step in numbers} == numbers
     assert rows["2"]["groups"]["MUFU"] >= 64  # the exponentials
+    text = page.page(found)
+    assert (Balance(text).open, Balance(text).crossed) == ([], [])
+    assert text.count('class="mark">step 2  ') >= 2  # in the PTX and in the SASS
 
 
 def test_code_of_something_else_is_refused() -> None:
