@@ -16,7 +16,7 @@ FEATURES = {
     "forward": ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
     "backward": ("grouped",),
 }
-MAX_HEAD_DIM_BACKWARD = 128  # 64 keys of dK and dV are what two warpgroups have registers for
+KEYS_OF_WARPGROUP = 64  # of the backward's key tile
 DQ_WARPGROUPS, LOADERS = 1, 1  # of the backward's warpgroups, those that multiply dQ and that load
 
 
@@ -25,14 +25,13 @@ def lacking(problem: Problem) -> tuple[str, ...]:
     shape = problem.shape
     found = [name for name in problem.features if name not in FEATURES[problem.direction]]
     backward = problem.direction == "backward"
-    widest = MAX_HEAD_DIM_BACKWARD if backward else MAX_HEAD_DIM
     present = {
         "deterministic gradients": backward and problem.deterministic,
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and problem.gradients != OPERANDS,
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
-        f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
+        f"head dims beyond {MAX_HEAD_DIM}": max(shape.head_dim, shape.head_dim_value) > MAX_HEAD_DIM,
         "rows aligned to less than 16 bytes": any(
             tensor.access_bytes < ROW_ALIGNMENT_BYTES
             for name, tensor in problem.tensors().items()
@@ -85,7 +84,7 @@ def with_warps(build: Build) -> Build:
     """Warpgroups share the rows of every product: of S in the forward, of S^T, dV and dK in the backward."""
     if build.kind == "forward":
         return replace(build, scores=(build.warps - LOADERS * WARPGROUP_WARPS, 1))
-    keys = build.warps - (LOADERS + DQ_WARPGROUPS) * WARPGROUP_WARPS, 1
+    keys = build.tile_n // KEYS_OF_WARPGROUP * WARPGROUP_WARPS, 1
     return replace(build, scores=keys, grad_v=keys, grad_k=keys, grad_q=(DQ_WARPGROUPS * WARPGROUP_WARPS, 1))
 
 

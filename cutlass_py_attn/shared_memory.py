@@ -59,7 +59,9 @@ def shared_memory_map(build: Build) -> tuple[Buffer, ...]:
 
         return decode_map(build)
     if build.family == "hopper":
-        return _hopper_forward(build) if build.kind == "forward" else _hopper_backward(build)
+        if build.kind == "forward":
+            return _hopper_forward(build)
+        return _hopper_backward(build) if hopper_keeps_both(build) else _wide_backward(build)
     return _forward(build) if build.kind == "forward" else _backward(build)
 
 
@@ -109,6 +111,30 @@ def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
         ("logsumexp", queries * tile_m * F32_BYTES, 0, 2),
         ("delta", grads * tile_m * F32_BYTES, 0, 4),
         ("barriers", 2 * BARRIER_BYTES * slots, 0, 8),
+    )
+
+
+def hopper_keeps_both(build: Build) -> bool:
+    """Whether a warpgroup of the Hopper backward keeps dK and dV of its keys; else each of two keeps one of them."""
+    return build.tile_n == 128
+
+
+def _wide_backward(build: Build) -> tuple[Buffer, ...]:
+    """key, value, rings of query, grad_output and of their row statistics, P, dS, and the full and the empty barrier of
+    every slot."""
+    dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
+    queries, grads = build.query_stages, build.grad_output_stages
+    return stack(
+        ("key", tile_bytes(dtype, tile_n, build.columns), 0, 7),
+        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("query", queries * tile_bytes(dtype, tile_m, build.columns), 0, 6),
+        ("grad_output", grads * tile_bytes(dtype, tile_m, build.columns_value), 0, 5),
+        ("p", tile_bytes(dtype, tile_m, tile_n), 2, 4),
+        ("ds", tile_bytes(dtype, tile_m, tile_n), 4, 7),
+        ("staging", grad_query_bytes(build), 7, 7),
+        ("logsumexp", queries * tile_m * F32_BYTES, 0, 2),
+        ("delta", grads * tile_m * F32_BYTES, 0, 4),
+        ("barriers", 2 * BARRIER_BYTES * (queries + grads + 4), 0, 8),
     )
 
 
