@@ -10,6 +10,7 @@ from cutlass_py_attn.gemm.plans import MAX_HEAD_DIM, swizzle_bytes
 from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.plan import Build, Launch, TensorMap
 from cutlass_py_attn.problem import BIASES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
+from cutlass_py_attn.shared_memory import hopper_keeps_both
 
 # Those that its kernels have, by direction.
 FEATURES = {
@@ -89,10 +90,18 @@ def with_warps(build: Build) -> Build:
 
 
 def grid(shape: Shape, build: Build, num_sms: int) -> tuple[int, int, int]:
-    """A block for each SM, which take query tiles in turn, in the backward key tiles."""
+    """A block for each SM, which take query tiles in turn, in the backward key tiles; the blocks of a cluster take
+    neighbouring ones."""
     rows, tile = (shape.num_queries, build.tile_m) if build.kind == "forward" else (shape.num_keys, build.tile_n)
     heads = shape.num_heads if build.kind == "forward" else shape.num_heads_key
-    return min(num_sms, ceil_div(rows, tile) * heads * shape.batch), 1, 1
+    together = cluster(build)
+    tiles = ceil_div(rows, tile * together) * heads * shape.batch
+    return max(min(num_sms // together, tiles), 1) * together, 1, 1
+
+
+def cluster(build: Build) -> int:
+    """Blocks of the main kernel that run together."""
+    return 1 if build.kind == "forward" or hopper_keeps_both(build) else 2
 
 
 def why(build: Build) -> str:
@@ -106,7 +115,10 @@ def with_maps(problem: Problem, build: Build, launches: tuple[Launch, ...]) -> t
     """The launches, the main kernel's with its tensor maps."""
     main = kernels.entries(build)["main"]
     maps = tensor_maps(problem, build)
-    return tuple(replace(launch, tensor_maps=maps) if launch.symbol == main else launch for launch in launches)
+    together = cluster(build)
+    return tuple(
+        replace(launch, tensor_maps=maps, cluster=together) if launch.symbol == main else launch for launch in launches
+    )
 
 
 def tensor_maps(problem: Problem, build: Build) -> tuple[TensorMap, ...]:

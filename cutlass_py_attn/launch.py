@@ -182,7 +182,7 @@ class _Block:
         maps = tuple((self._slot(abi.TENSOR_MAP_BYTES), recipe) for recipe in launch.tensor_maps)
         pointers = np.array([*(slot for slot, _ in maps), self.struct_address], np.uint64)
         self._storage.append(pointers)
-        config = driver.launch_config(launch.grid, launch.block, launch.shared_memory_bytes)
+        config = driver.launch_config(launch.grid, launch.block, launch.shared_memory_bytes, launch.cluster)
         return _Kernel(handle, config, pointers.ctypes.data, maps, launch)
 
     def _slot(self, size: int) -> int:

@@ -120,22 +120,36 @@ def hopper_keeps_both(build: Build) -> bool:
 
 
 def _wide_backward(build: Build) -> tuple[Buffer, ...]:
-    """key, value, rings of query, grad_output and of their row statistics, P, dS, and the full and the empty barrier of
-    every slot."""
+    """Two slots of P and dS where they fit."""
+    maps = {count: _wide_backward_with(build, count) for count in (2, 1)}
+    return maps[first_that_fits(build, maps.items())]
+
+
+def _wide_backward_with(build: Build, scores: int) -> tuple[Buffer, ...]:
+    """key, value, this block's columns of the other block's keys, rings of query, grad_output and of their row
+    statistics, of P, in whose place dS comes, and of the other block's dS, and the full and the empty barrier of every
+    slot."""
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     queries, grads = build.query_stages, build.grad_output_stages
+    tile = scores * tile_bytes(dtype, tile_m, tile_n)
     return stack(
         ("key", tile_bytes(dtype, tile_n, build.columns), 0, 7),
         ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("other_key", tile_bytes(dtype, tile_n, shared_columns(build)), 0, 7),
         ("query", queries * tile_bytes(dtype, tile_m, build.columns), 0, 6),
         ("grad_output", grads * tile_bytes(dtype, tile_m, build.columns_value), 0, 5),
-        ("p", tile_bytes(dtype, tile_m, tile_n), 2, 4),
-        ("ds", tile_bytes(dtype, tile_m, tile_n), 4, 7),
-        ("staging", grad_query_bytes(build), 7, 7),
+        ("p_ds", tile, 2, 7),
+        ("other_ds", tile, 4, 7),
         ("logsumexp", queries * tile_m * F32_BYTES, 0, 2),
         ("delta", grads * tile_m * F32_BYTES, 0, 4),
-        ("barriers", 2 * BARRIER_BYTES * (queries + grads + 4), 0, 8),
+        ("barriers", 2 * BARRIER_BYTES * (queries + grads + scores + 2), 0, 8),
     )
+
+
+def shared_columns(build: Build) -> int:
+    """Columns of dQ that the first block of a cluster adds to, in whole pieces; the second has no more."""
+    _, columns = grad_query_piece(build)
+    return -(-build.columns // (2 * columns)) * columns
 
 
 def grad_query_piece(build: Build) -> tuple[int, int]:

@@ -1,20 +1,22 @@
 """Wide Hopper backward: heads whose dK and dV are too many registers for one warpgroup.
 
-As HopperBackward, but the last two warpgroups share a tile of 64 keys by product: one weighs (S^T, P, dV), the other
-differentiates (dP^T, dS, dK). P goes from thread to thread through shared memory; both gradients are products of
-registers.
+As HopperBackward, but two blocks of a cluster have 64 keys each, and two warpgroups of a block share them by product:
+one weighs (S^T, P, dV), the other differentiates (dP^T, dS, dK). P goes from thread to thread through shared memory, and
+dS comes in its place; both gradients are products of registers. Each block brings half of every query and grad_output
+tile for both, and gets the other's dS: its third warpgroup adds dQ of all 128 keys, in half of the columns.
 
     weigh            1 S^T = K Q^T    2 P    5 dV += P^T dO                in flight    under 2: 5 of the tile before
     differentiate    3 dP^T = V dO^T  4 dS   6 dK += dS^T Q                             under 4: 6 of the tile before
     the third        7 dQ = dS K
 
-    pipe         full: arrivals            empty: arrivals                        slots
-    query        TMA, with the logsumexp   4 warps behind the next 1, 4 behind 6  query_stages
-    grad_output  TMA, with delta           128 threads behind the next 3, 128 behind 5   grad_output_stages
-    P            128 threads               128 threads                            1
-    dS           4 warps, behind 4         4 warps, behind 7                      1
-    key          TMA                       4 warps, behind the last 1, 4 behind the last 7   1
-    value        TMA                       4 warps, behind the last 3             1
+    pipe         full: arrivals               empty: arrivals                                            slots
+    query        TMA of both, logsumexp       both blocks: 4 warps behind the next 1, 4 behind 6         query_stages
+    grad_output  TMA of both, delta           both blocks: 4 warps behind 5; 4 behind the next 3, here 128 threads
+                                                                                                         grad_output_stages
+    dS           4 warps and the other's dS   4 warps of both blocks, behind 7                           of p_ds
+    key          TMA                          4 warps behind the last 1, 4 behind the last 7             1
+    value        TMA                          4 warps behind the last 3                                  1
+    P            a named barrier for each slot; its place is empty when dS's is
 """
 
 from dataclasses import replace
@@ -22,39 +24,47 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.experimental.primitives as prim
 import cutlass.pipeline as pipeline
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int16, Int32, Uint32
 
 from cutlass_py_attn import abi
-from cutlass_py_attn.fused.hopper_backward import HopperBackward, arrive, before
+from cutlass_py_attn.fused.hopper_backward import HopperBackward
+from cutlass_py_attn.fused.wide_grad_query import WideGradQuery
 from cutlass_py_attn.gemm import doivj, grad_k, grad_v, matmul_qk
-from cutlass_py_attn.gemm.gemm import Gemm, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.gemm.gemm import WARPGROUP_THREADS, WARPGROUP_WARPS, Gemm
 from cutlass_py_attn.gemm.mma_sync import Operands
+from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.gemm.views import transposed
-from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
-from cutlass_py_attn.hopper import loaded_tiles
-from cutlass_py_attn.parts import lengths, moves, params
-from cutlass_py_attn.parts.integers import ceil_div, larger
+from cutlass_py_attn.gemm.wgmma import Wgmma, columns_of, row_view, tile_at
+from cutlass_py_attn.hopper import cluster, loaded_tiles
+from cutlass_py_attn.parts import lengths, moves, params, pipes, schedule
+from cutlass_py_attn.parts.integers import ceil_div, larger, smaller
+from cutlass_py_attn.parts.pipes import arrive, before
 from cutlass_py_attn.parts.quads import store_rows
 from cutlass_py_attn.parts.turned import turned
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
+from cutlass_py_attn.shared_memory import shared_columns, tile_bytes
 
-MAX_COLUMNS = 224  # of one product into registers
+MAX_COLUMNS = 128  # of one product into registers
 WORDS = 4  # of a vector that a thread hands over
+BLOCKS = 2  # of a cluster
+OWN_BARRIER, P_FULL = 1, 2  # numbers of the barriers of the warpgroup that differentiates and of each slot of P
 
 
 class Stacked:
-    """A gradient of 64 keys as products of at most 128 columns side by side: wider ones do not compile in a block of
-    this many threads, whatever registers a warpgroup has asked for."""
+    """A gradient of 64 keys as products side by side: wider ones do not compile in a block of this many threads,
+    whatever registers a warpgroup has asked for."""
 
     def __init__(self, spec: Gemm, dtype: str, ring: cute.Tensor) -> None:
         self.whole = Wgmma(spec, dtype)
-        self.groups = ceil_div(spec.n, MAX_COLUMNS)
-        self.product = Wgmma(replace(spec, n=spec.n // self.groups), dtype)
-        shape = (spec.k, self.product.spec.n, cute.size(ring, mode=[2]))
-        parts = [cute.local_tile(ring, shape, (0, number, 0)) for number in range(self.groups)]
-        self.operands = [self.product.b_operand(transposed(part)) for part in parts]
+        self.parts = []
+        for first in range(0, spec.n, MAX_COLUMNS):
+            product = Wgmma(replace(spec, n=min(MAX_COLUMNS, spec.n - first)), dtype)
+            columns = ring if spec.n <= MAX_COLUMNS else columns_of(ring, first, product.spec.n)
+            self.parts.append((product, product.b_operand(transposed(columns))))
+        self.groups = len(self.parts)
 
     def accumulator(self, thread: Int32) -> cute.Tensor:
         """That of the whole gradient."""
@@ -66,64 +76,157 @@ class Stacked:
 
     def add(self, accumulator: cute.Tensor, left: cute.Tensor, slot: Int32, thread: Int32) -> None:
         """Start += left times the tile in a slot, `groups` groups."""
-        a = self.product.from_registers(left)
-        for number, operand in enumerate(self.operands):
-            part = self.product.accumulator(thread)
-            first = accumulator.iterator + number * cute.size(part)
-            self.product.issue(cute.make_tensor(first, part.layout), Operands(a, operand.stage(slot)))
+        first = accumulator.iterator
+        for product, columns in self.parts:
+            part = product.accumulator(thread)
+            parts = Operands(product.from_registers(left), columns.stage(slot))
+            product.issue(cute.make_tensor(first, part.layout), parts)
+            first = first + cute.size(part)
 
 
 class WideBackward(HopperBackward):
-    """The backward kernels of one Build with 64 keys."""
+    """The backward kernels of one Build whose blocks have 64 keys."""
 
-    def pipes(self) -> None:
-        """The full and empty barriers of query, grad_output, key, value, P and dS."""
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.grad_query = WideGradQuery(build)
+        self.tile_bytes = tile_bytes(build.dtype, build.tile_m, build.tile_n)
+        self.slots = build.buffer("p_ds").bytes // self.tile_bytes
+
+    def enter(self) -> None:
+        """Both blocks see the barriers."""
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    def leave(self) -> None:
+        """Neither block ends while the other may write to its shared memory."""
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    def make_pipes(self) -> None:
+        """The full and empty barriers of query, grad_output, key, value and dS."""
         build = self.build
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        barriers = cute.recast_ptr((base + build.buffer("barriers").offset).align(8), dtype=Int64)
-        threads = pipeline.Agent.Thread
         statistics = build.tile_m * F32_BYTES
+        other_key = build.buffer("other_key").bytes
         users = {
-            "query": (build.query_stages, 2 * WARPGROUP_WARPS, statistics),
-            "grad_output": (build.grad_output_stages, 2 * WARPGROUP_THREADS, statistics),
-            "key": (1, 2 * WARPGROUP_WARPS, 0),
+            "query": (build.query_stages, BLOCKS * 2 * WARPGROUP_WARPS, statistics),
+            "grad_output": (build.grad_output_stages, 3 * WARPGROUP_WARPS + WARPGROUP_THREADS, statistics),
+            "key": (1, 2 * WARPGROUP_WARPS, other_key),
             "value": (1, WARPGROUP_WARPS, 0),
         }
-        made = []
-        for name, (slots, readers, more) in users.items():
-            rows, columns = loaded_tiles(build)[name]
-            made.append(
-                pipeline.PipelineTmaAsync.create(
-                    num_stages=slots,
-                    producer_group=pipeline.CooperativeGroup(threads),
-                    consumer_group=pipeline.CooperativeGroup(threads, readers),
-                    tx_count=rows * columns * build.item_bytes + more,
-                    barrier_storage=barriers,
-                    defer_sync=True,
-                )
-            )
-            barriers = barriers + 2 * slots
-        self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v = made
-        made = []
-        for users in (WARPGROUP_THREADS, WARPGROUP_WARPS):
-            made.append(
-                pipeline.PipelineAsync.create(
-                    num_stages=1,
-                    producer_group=pipeline.CooperativeGroup(threads, users),
-                    consumer_group=pipeline.CooperativeGroup(threads, users),
-                    barrier_storage=barriers,
-                    defer_sync=True,
-                )
-            )
-            barriers = barriers + 2
-        self.pipe_p, self.pipe_ds = made
+        (self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v), barriers = pipes.loaded(build, users)
+        self.pipe_ds = pipes.handed_over(self.slots, WARPGROUP_WARPS, BLOCKS * WARPGROUP_WARPS, barriers)
+
+    def rank(self) -> Int32:
+        """This block's place in its cluster."""
+        return cute.arch.block_idx_in_cluster()
+
+    def place(self) -> tuple[Int32, Int32]:
+        """This cluster's number and how many there are."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        return block // BLOCKS, blocks // BLOCKS
+
+    def total(self, p: Any) -> Int32:
+        """Pairs of key tiles of all key heads and batches."""
+        return ceil_div(p.num_keys, BLOCKS * self.build.tile_n) * (p.num_heads // p.group) * p.batch
+
+    def turns(self, p: Any) -> Int32:
+        """How many pairs of key tiles this cluster takes."""
+        return schedule.turns(self.total(p), *self.place())
+
+    def work(self, p: Any, turn: Int32) -> tuple[Any, Any, Any, Any, Any]:
+        """Of this cluster's turn: (sequence, key head, this block's key tile, first and end of the query tiles of
+        both), at least one."""
+        build, heads = self.build, p.num_heads // p.group
+        number, blocks = schedule.number_of(turn, *self.place()), self.place()[1]
+        keys = BLOCKS * build.tile_n
+        tiles = ceil_div(p.num_keys, keys)
+        if build.mask == "full":
+            tile, rest = number % tiles, number // tiles
+        else:
+            bytes_of_query = build.item_bytes * (build.columns + build.columns_value) + F32_BYTES * build.columns
+            fitting = schedule.heads_at_once(p.num_queries * p.group, bytes_of_query)
+            at_once = schedule.heads_dealt(fitting, heads * p.batch, blocks)
+            tile, rest = schedule.longest_first(number, tiles, heads * p.batch, at_once)
+            tile = tiles - 1 - tile  # the first keys are seen by the most queries
+        of = lengths.sequence(build, p, rest // heads)
+        where = lengths.band(build, p, of), tile, build.tile_m, keys
+        first = smaller(schedule.query_tile_start(*where), ceil_div(of.num_queries, build.tile_m) - 1)
+        end = larger(schedule.query_tile_end(*where), first + 1)
+        return of, rest % heads, BLOCKS * tile + self.rank(), first, end
+
+    @cute.jit
+    def produce(self, p: Any, maps: tuple):
+        """One warp: ask for this block's key and value tiles, for its columns of the other's keys, and for its share of
+        the query and grad_output tiles that see them."""
+        build = self.build
+        at_q, at_do, at_kv = self.states(pipeline.PipelineUserType.Producer)
+        for mine in cutlass.range(self.turns(p), unroll=1):
+            item = self.work(p, mine)
+            of, key_head, key_tile, first, end = item
+            key_place = (key_tile * build.tile_n, key_head, of.batch)
+            pipes.fetch(build, self.pipe_k, at_kv, "key", maps[2], key_place)
+            self.fetch_other_key(maps[2], ((key_tile ^ 1) * build.tile_n, key_head, of.batch), at_kv)
+            head, query_tile = self.first_place(p, item)
+            for turn in cutlass.range(self.rounds(p, first, end), unroll=1):
+                place = (query_tile * build.tile_m, head, of.batch)
+                row = self.grad_query.number(p, head, of.first_tile + query_tile) * build.tile_m
+                self.fetch_for_both(self.pipe_q, at_q, "query", maps[0], place)
+                self.fetch_statistics(self.pipe_q, "logsumexp", p.logsumexp_log2, row, at_q)
+                at_q.advance()
+                if turn == 0:  # the first query tile is needed before it
+                    pipes.fetch(build, self.pipe_v, at_kv, "value", maps[3], key_place)
+                self.fetch_for_both(self.pipe_do, at_do, "grad_output", maps[1], place)
+                self.fetch_statistics(self.pipe_do, "delta", p.delta, row, at_do)
+                at_do.advance()
+                head, query_tile = self.next_place(item, head, query_tile)
+            at_kv.advance()
+
+    @cute.jit
+    def fetch_other_key(self, source: Any, at: tuple, state: Any):
+        """Ask for this block's columns of the other block's keys, with the key."""
+        build, rank = self.build, self.rank()
+        width, columns = swizzle_bytes(build.columns), shared_columns(build)
+        barrier = self.pipe_k.producer_get_barrier(state)
+        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        start, bytes_of_strip = build.buffer("other_key").offset, build.tile_n * width
+        with cute.arch.elect_one():
+            for strip in cutlass.range_constexpr(columns * build.item_bytes // width):
+                column = rank * columns + strip * (width // build.item_bytes)
+                corner = [column, at[0], at[1], at[2]]
+                place = base + cute.assume(start + strip * bytes_of_strip, divby=1024)
+                # Columns behind the last are zeros, as rows are.
+                prim.cp_async_bulk_tensor_shared_cta_global(place, source.get_ptr(), corner, barrier)
+
+    @cute.jit
+    def fetch_for_both(self, pipe: Any, state: Any, name: cutlass.Constexpr, source: Any, at: tuple):
+        """Wait for a slot in both blocks and ask for every second strip of a tile, for both."""
+        build, rank = self.build, self.rank()
+        pipe.producer_acquire(state)
+        barrier = pipe.producer_get_barrier(state)
+        rows, columns = loaded_tiles(build)[name]
+        width = swizzle_bytes(columns)
+        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        start = build.buffer(name).offset + state.index * (rows * columns * build.item_bytes)
+        strips = columns * build.item_bytes // width
+        with cute.arch.elect_one():
+            for pair in cutlass.range_constexpr(ceil_div(strips, BLOCKS)):
+                strip = BLOCKS * pair + rank
+                if strip < strips:
+                    place = base + cute.assume(start + strip * (rows * width), divby=1024)
+                    corner = [strip * (width // build.item_bytes), at[0], at[1], at[2]]
+                    prim.cp_async_bulk_tensor_shared_cluster_global(
+                        place, source.get_ptr(), corner, barrier, [], multicast_mask=Int16(3)
+                    )
 
     @cute.jit
     def multiply_query_gradient(self, p: Any, thread: Int32):
-        """A warpgroup: 7  dQ = dS K of every query tile, added to its sum."""
+        """A warpgroup: 7  dQ = dS K of every query tile, this block's columns, added to its sum."""
         _, _, at_kv = self.states(pipeline.PipelineUserType.Consumer)
-        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        s_ds = self.ring("ds")
+        (at,) = pipes.states(pipeline.PipelineUserType.Consumer, self.slots)
+        s_ds, s_other = self.scores_ring("p_ds"), self.scores_ring("other_ds")
         for mine in cutlass.range(self.turns(p), unroll=1):
             item = self.work(p, mine)
             of, _, _, first, end = item
@@ -132,17 +235,23 @@ class WideBackward(HopperBackward):
             for _ in cutlass.range(self.rounds(p, first, end), unroll=1):
                 self.pipe_ds.consumer_wait(at)
                 target = self.grad_query.sum_of(p, head, of.first_tile + query_tile)
-                release = self.release_ds
-                self.grad_query.add_tile(self.dtype, target, s_ds[None, None, 0], thread, release)
+                both = s_ds[None, None, at.index], s_other[None, None, at.index]
+                self.grad_query.add_half(target, both, self.rank(), thread)
+                self.release(self.pipe_ds, at.index)
                 at.advance()
                 head, query_tile = self.next_place(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             at_kv.advance()
-        self.grad_query.wait()
 
-    def release_ds(self) -> None:
-        """The one slot of dS is free."""
-        arrive(self.pipe_ds.sync_object_empty, Int32(0))
+    def release(self, pipe: Any, slot: Int32) -> None:
+        """A warp gives a slot back in both blocks."""
+        self.release_there(pipe, slot)
+        arrive(pipe.sync_object_empty, slot)
+
+    def release_there(self, pipe: Any, slot: Int32) -> None:
+        """A warp gives a slot back in the other block."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipe.sync_object_empty.get_barrier(slot), self.rank() ^ 1)
 
     @cute.jit
     def consume(self, p: Any, thread: Int32):
@@ -158,7 +267,7 @@ class WideBackward(HopperBackward):
         build = self.build
         self.bind_products(thread)
         at_q, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
-        at_p = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        (at_p,) = pipes.states(pipeline.PipelineUserType.Producer, self.slots)
         r_dv, r_s, r_lse = self.dv.accumulator(thread), self.scores.accumulator(thread), self.statistics()
         for mine in cutlass.range(self.turns(p), unroll=1):
             item = self.work(p, mine)
@@ -180,11 +289,10 @@ class WideBackward(HopperBackward):
                 self.clear(lengths.band(build, p, of), r_s, thread, (query_tile, key_tile))
                 self.scores.wait()
                 if turn > 0:
-                    self.release_grad_output(at)
+                    self.release(self.pipe_do, before(at, build.grad_output_stages))
                 r_p = moves.converted(r_s, self.dtype)
-                self.pipe_p.producer_acquire(at_p)
-                self.hand_weights(r_p, thread)
-                self.pipe_p.producer_commit(at_p)
+                self.pipe_ds.producer_acquire(at_p)
+                self.hand_weights(r_p, at_p.index, thread)
                 at_p.advance()
                 # 1  S^T = K Q^T of the next query tile, behind it 5  dV += P^T dO. Behind the last query tile it is of
                 # the same once more, for nobody: a branch around it would let the compiler wait for all products.
@@ -200,12 +308,12 @@ class WideBackward(HopperBackward):
                 at.advance()
                 self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.scores.wait(self.dv.groups)
-                arrive(self.pipe_q.sync_object_empty, last)
+                self.release(self.pipe_q, last)
                 r_s.store(r_next.load())
                 head, query_tile = self.next_place(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             self.scores.wait()
-            self.release_grad_output(at)
+            self.release(self.pipe_do, before(at, build.grad_output_stages))
             at_kv.advance()
             self.store(p, "grad_value", r_dv, self.work(p, params.again(mine)), thread)
 
@@ -215,8 +323,7 @@ class WideBackward(HopperBackward):
         build = self.build
         self.bind_products(thread)
         at_q, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
-        at_p = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        at_ds = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        (at_ds,) = pipes.states(pipeline.PipelineUserType.Consumer, self.slots)
         r_dk, r_dp, r_delta = self.dk.accumulator(thread), self.dp.accumulator(thread), self.statistics()
         for mine in cutlass.range(self.turns(p), unroll=1):
             item = self.work(p, mine)
@@ -232,19 +339,18 @@ class WideBackward(HopperBackward):
             self.dp.wait()
             r_dp.store(r_next.load())
             for turn in cutlass.range(rounds, unroll=1):
-                # 4  dS = P (dP - delta), also for the warpgroup of dQ
-                self.pipe_p.consumer_wait(at_p)
-                r_p = self.handed_weights(thread)
-                self.pipe_p.consumer_release(at_p)
-                at_p.advance()
+                # 4  dS = P (dP - delta), also for the warpgroups of dQ
+                cute.arch.barrier(barrier_id=P_FULL + at_ds.index, number_of_threads=2 * WARPGROUP_THREADS)
+                r_p = self.handed_weights(at_ds.index, thread)
                 self.score_gradient(r_dp, r_p, r_delta)
                 self.dp.wait()
                 if turn > 0:
-                    arrive(self.pipe_q.sync_object_empty, before(at_q, build.query_stages))
+                    self.release(self.pipe_q, before(at_q, build.query_stages))
                 r_ds = moves.converted(r_dp, self.dtype)
-                self.pipe_ds.producer_acquire(at_ds)
-                self.hand_over(r_ds, Int32(0), thread)
-                arrive(self.pipe_ds.sync_object_full, Int32(0))
+                self.meet()  # P has been read
+                self.hand_over(r_ds, at_ds.index, thread)
+                self.meet()
+                self.send(at_ds.index, thread)
                 at_ds.advance()
                 # 3  dP^T = V dO^T of the next query tile, behind it 6  dK += dS^T Q
                 at.advance()
@@ -259,37 +365,67 @@ class WideBackward(HopperBackward):
                 at_q.advance()
                 self.read_statistics("delta", slot, thread, r_delta)
                 self.dp.wait(self.dk.groups)
+                self.release_there(self.pipe_do, last)
                 self.release_grad_output(at)
                 r_dp.store(r_next.load())
             self.pipe_v.consumer_release(at_kv)
             self.dp.wait()
-            arrive(self.pipe_q.sync_object_empty, before(at_q, build.query_stages))
+            self.release(self.pipe_q, before(at_q, build.query_stages))
             at_kv.advance()
             r_dk.store(r_dk.load() * p.scale)
             self.store(p, "grad_key", r_dk, self.work(p, params.again(mine)), thread)
+
+    def meet(self) -> None:
+        """The threads of the warpgroup that differentiates wait for each other."""
+        cute.arch.barrier(barrier_id=OWN_BARRIER, number_of_threads=WARPGROUP_THREADS)
+
+    @cute.jit
+    def send(self, slot: Int32, thread: Int32):
+        """Copy dS to the other block, and say here that it is there and that the other's is on its way."""
+        full = self.pipe_ds.sync_object_full.get_barrier(slot)
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
+            base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+            source, target = (
+                base + cute.assume(self.build.buffer(name).offset + slot * self.tile_bytes, divby=1024)
+                for name in ("p_ds", "other_ds")
+            )
+            there = self.rank() ^ 1
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, self.tile_bytes)
+                prim.cp_async_bulk_shared_cluster_shared_cta(
+                    cute.arch.map_dsmem_ptr(target, there),
+                    source,
+                    cute.arch.map_dsmem_ptr(full, there),
+                    self.tile_bytes,
+                )
+        else:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(full)
 
     def words_of(self, values: cute.Tensor) -> cute.Tensor:
         """16-bit registers as vectors of words: (word, vector)."""
         words = cute.recast_ptr(values.iterator, dtype=Uint32)
         return cute.make_tensor(words, cute.make_layout((WORDS, cute.size(values) // 2 // WORDS)))
 
-    def place_of(self, thread: Int32, vector: int) -> cute.Tensor:
+    def place_of(self, slot: Int32, thread: Int32, vector: int) -> cute.Tensor:
         """Where a thread's vector of P lies."""
-        first = moves.shared_pointer(self.build, "p", Uint32) + (vector * WARPGROUP_THREADS + thread) * WORDS
-        return cute.make_tensor(first.align(16), cute.make_layout(WORDS))
+        first = moves.shared_pointer(self.build, "p_ds", Uint32) + slot * (self.tile_bytes // 4)
+        at = first + (vector * WARPGROUP_THREADS + thread) * WORDS
+        return cute.make_tensor(at.align(16), cute.make_layout(WORDS))
 
-    def hand_weights(self, r_p: cute.Tensor, thread: Int32) -> None:
+    def hand_weights(self, r_p: cute.Tensor, slot: Int32, thread: Int32) -> None:
         """Write P for the thread with this number in the other warpgroup."""
         words = self.words_of(r_p)
         for vector in range(cute.size(words, mode=[1])):
-            cute.autovec_copy(words[None, vector], self.place_of(thread, vector))
+            cute.autovec_copy(words[None, vector], self.place_of(slot, thread, vector))
+        cute.arch.barrier_arrive(barrier_id=P_FULL + slot, number_of_threads=2 * WARPGROUP_THREADS)
 
-    def handed_weights(self, thread: Int32) -> cute.Tensor:
+    def handed_weights(self, slot: Int32, thread: Int32) -> cute.Tensor:
         """P of the thread with this number in the other warpgroup."""
         r_p = cute.make_rmem_tensor_like(self.dp.accumulator(thread), self.dtype)
         words = self.words_of(r_p)
         for vector in range(cute.size(words, mode=[1])):
-            cute.autovec_copy(self.place_of(thread, vector), words[None, vector])
+            cute.autovec_copy(self.place_of(slot, thread, vector), words[None, vector])
         return r_p
 
     def store(self, p: Any, name: str, values: cute.Tensor, item: tuple, thread: Int32) -> None:
@@ -314,6 +450,16 @@ class WideBackward(HopperBackward):
         self.dk = Stacked(grad_k.spec(build), build.dtype, s_q)
         self.score_parts = self.scores.operands(s_k, s_q, thread)
         self.dp_parts = self.dp.operands(s_v, s_do, thread)
+
+    def scores_ring(self, name: str) -> cute.Tensor:
+        """A ring of dS as wgmma reads it."""
+        build = self.build
+        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        return tile_at(base, build.buffer(name).offset, self.dtype, (build.tile_m, build.tile_n), self.slots)
+
+    def ring(self, name: str) -> cute.Tensor:
+        """A ring of tiles as wgmma reads them."""
+        return self.scores_ring("p_ds") if name == "ds" else super().ring(name)
 
 
 def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:
