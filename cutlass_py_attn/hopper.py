@@ -17,6 +17,9 @@ FEATURES = {
     "forward": ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
     "backward": ("grouped",),
 }
+KEPT_BY_ONE = 128  # head dims up to which a warpgroup of the backward has registers for dK and dV of 64 keys
+WIDE_HEADS = ((192, 128), (192, 192), (256, 256))  # wider ones with a kernel that has run, by both head dims
+WIDE_FORMS = ("full", "causal")  # of the mask
 KEYS_OF_WARPGROUP = 64  # of the backward's key tile
 DQ_WARPGROUPS, LOADERS = 1, 1  # of the backward's warpgroups, those that multiply dQ and that load
 
@@ -24,8 +27,10 @@ DQ_WARPGROUPS, LOADERS = 1, 1  # of the backward's warpgroups, those that multip
 def lacking(problem: Problem) -> tuple[str, ...]:
     """What this problem has that the family does not; empty where it takes the problem."""
     shape = problem.shape
-    found = [name for name in problem.features if name not in FEATURES[problem.direction]]
     backward = problem.direction == "backward"
+    is_wide = backward and max(shape.head_dim, shape.head_dim_value) > KEPT_BY_ONE
+    taken = () if is_wide else FEATURES[problem.direction]
+    found = [name for name in problem.features if name not in taken]
     present = {
         "deterministic gradients": backward and problem.deterministic,
         "num_splits_key": backward and problem.num_splits_key is not None,
@@ -33,6 +38,7 @@ def lacking(problem: Problem) -> tuple[str, ...]:
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
         f"head dims beyond {MAX_HEAD_DIM}": max(shape.head_dim, shape.head_dim_value) > MAX_HEAD_DIM,
+        **_lacking_wide(problem, is_wide),
         "rows aligned to less than 16 bytes": any(
             tensor.access_bytes < ROW_ALIGNMENT_BYTES
             for name, tensor in problem.tensors().items()
@@ -42,6 +48,16 @@ def lacking(problem: Problem) -> tuple[str, ...]:
         "strides of 0 or less": any(step <= 0 for name in _read(problem) for step in _strides(getattr(problem, name))),
     }
     return (*found, *(name for name, is_present in present.items() if is_present))
+
+
+def _lacking_wide(problem: Problem, is_wide: bool) -> dict[str, bool]:
+    dims = problem.shape.head_dim, problem.shape.head_dim_value
+    listed = ", ".join(f"{dim}/{dim_value}" for dim, dim_value in WIDE_HEADS)
+    return {
+        f"head dims beyond {KEPT_BY_ONE} other than {listed}": is_wide and dims not in WIDE_HEADS,
+        f"windows with head dims beyond {KEPT_BY_ONE}": is_wide and problem.mask.form not in WIDE_FORMS,
+        f"float16 with head dims beyond {KEPT_BY_ONE}": is_wide and problem.dtype == "float16",
+    }
 
 
 def _read(problem: Problem) -> tuple[str, ...]:
@@ -107,8 +123,13 @@ def cluster(build: Build) -> int:
 def why(build: Build) -> str:
     """What the warpgroups of a block do."""
     keepers = build.scores[0] // WARPGROUP_WARPS
-    others = "one warp loads" if build.kind == "forward" else "one multiplies dQ, one warp loads"
-    return f"Hopper family (wgmma, TMA): {keepers} warpgroups multiply, {others}"
+    if build.kind == "forward":
+        roles = f"{keepers} warpgroups multiply, one warp loads"
+    elif cluster(build) == 1:
+        roles = f"{keepers} warpgroups multiply, one multiplies dQ, one warp loads"
+    else:
+        roles = "one warpgroup has P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
+    return f"Hopper family (wgmma, TMA): {roles}"
 
 
 def with_maps(problem: Problem, build: Build, launches: tuple[Launch, ...]) -> tuple[Launch, ...]:

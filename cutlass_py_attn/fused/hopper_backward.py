@@ -55,6 +55,7 @@ class HopperBackward(Backward):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.grad_query = HopperGradQuery(build)
+        self.keys = build.tile_n * cluster(build)  # that are taken at once
         # Where a thread has registers for them, the logsumexp is read while S is multiplied.
         self.reads_ahead = build.tile_m <= 64
 
@@ -118,21 +119,24 @@ class HopperBackward(Backward):
 
     def total(self, p: Any) -> Int32:
         """Key tiles of all key heads and batches."""
-        return ceil_div(p.num_keys, self.build.tile_n) * (p.num_heads // p.group) * p.batch
+        return ceil_div(p.num_keys, self.keys) * (p.num_heads // p.group) * p.batch
+
+    def place(self) -> tuple[Int32, Int32]:
+        """This block's number among those that take key tiles, and how many they are."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        return block, blocks
 
     def turns(self, p: Any) -> Int32:
         """How many key tiles this block takes."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        return schedule.turns(self.total(p), block, blocks)
+        return schedule.turns(self.total(p), *self.place())
 
     def work(self, p: Any, turn: Int32) -> tuple[Any, Any, Any, Any, Any]:
         """Of this block's turn: (sequence, key head, key tile, first and end of its query tiles), at least one."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
+        block, blocks = self.place()
         number = schedule.number_of(turn, block, blocks)
         build, heads = self.build, p.num_heads // p.group
-        tiles = ceil_div(p.num_keys, build.tile_n)
+        tiles = ceil_div(p.num_keys, self.keys)
         if build.mask == "full":
             tile, rest = number % tiles, number // tiles
         else:
@@ -142,7 +146,7 @@ class HopperBackward(Backward):
             tile, rest = schedule.longest_first(number, tiles, heads * p.batch, at_once)
             tile = tiles - 1 - tile  # the first keys are seen by the most queries
         of = lengths.sequence(build, p, rest // heads)
-        where = lengths.band(build, p, of), tile, build.tile_m, build.tile_n
+        where = lengths.band(build, p, of), tile, build.tile_m, self.keys
         first = smaller(schedule.query_tile_start(*where), ceil_div(of.num_queries, build.tile_m) - 1)
         return of, rest % heads, tile, first, larger(schedule.query_tile_end(*where), first + 1)
 

@@ -1,22 +1,24 @@
 """Wide Hopper backward: heads whose dK and dV are too many registers for one warpgroup.
 
 As HopperBackward, but two blocks of a cluster have 64 keys each, and two warpgroups of a block share them by product:
-one weighs (S^T, P, dV), the other differentiates (dP^T, dS, dK). P goes from thread to thread through shared memory, and
-dS comes in its place; both gradients are products of registers. Each block brings half of every query and grad_output
-tile for both, and gets the other's dS: its third warpgroup adds dQ of all 128 keys, in half of the columns.
+one weighs (S^T, P, dV), the other differentiates (dP^T, dS, dK). P goes from thread to thread through shared memory,
+and dS comes in its place; both gradients are products of registers. Each block brings every second strip of the query
+and grad_output tiles for both, and gets the other's dS: its third warpgroup adds dQ of all 128 keys, in its block's
+share of the columns. So each tile is read, and each sum added to, once for 128 keys.
 
-    weigh            1 S^T = K Q^T    2 P    5 dV += P^T dO                in flight    under 2: 5 of the tile before
-    differentiate    3 dP^T = V dO^T  4 dS   6 dK += dS^T Q                             under 4: 6 of the tile before
-    the third        7 dQ = dS K
+    weigh            1 S^T = K Q^T    2 P    5 dV += P^T dO       in flight    under 2: 5 of the query tile before
+    differentiate    3 dP^T = V dO^T  4 dS   6 dK += dS^T Q                    under 4: 6 of the query tile before
+    the third        7 dQ = dS K                                               beside all of them
 
-    pipe         full: arrivals               empty: arrivals                                            slots
-    query        TMA of both, logsumexp       both blocks: 4 warps behind the next 1, 4 behind 6         query_stages
-    grad_output  TMA of both, delta           both blocks: 4 warps behind 5; 4 behind the next 3, here 128 threads
-                                                                                                         grad_output_stages
-    dS           4 warps and the other's dS   4 warps of both blocks, behind 7                           of p_ds
-    key          TMA                          4 warps behind the last 1, 4 behind the last 7             1
-    value        TMA                          4 warps behind the last 3                                  1
-    P            a named barrier for each slot; its place is empty when dS's is
+    pipe         full: arrivals             empty: arrivals                                       slots
+    query        TMA of both, logsumexp     of both blocks 4 warps behind the next 1 and 4        query_stages
+                                            behind 6
+    grad_output  TMA of both, delta         of both blocks 4 warps behind 5 and 4 behind the      grad_output_stages
+                                            next 3; of this one all threads behind 3
+    dS           4 warps, the other's dS    of both blocks 4 warps behind 7                       1 or 2
+    key          TMA                        4 warps behind the last 1, 4 behind the last 7        1
+    value        TMA                        4 warps behind the last 3                             1
+    P            a named barrier for each slot of dS, in whose place it comes
 """
 
 from dataclasses import replace
@@ -32,14 +34,14 @@ from cutlass_py_attn import abi
 from cutlass_py_attn.fused.hopper_backward import HopperBackward
 from cutlass_py_attn.fused.wide_grad_query import WideGradQuery
 from cutlass_py_attn.gemm import doivj, grad_k, grad_v, matmul_qk
-from cutlass_py_attn.gemm.gemm import WARPGROUP_THREADS, WARPGROUP_WARPS, Gemm
+from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS, Gemm
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, columns_of, row_view, tile_at
-from cutlass_py_attn.hopper import cluster, loaded_tiles
-from cutlass_py_attn.parts import lengths, moves, params, pipes, schedule
-from cutlass_py_attn.parts.integers import ceil_div, larger, smaller
+from cutlass_py_attn.hopper import loaded_tiles
+from cutlass_py_attn.parts import lengths, moves, params, pipes
+from cutlass_py_attn.parts.integers import ceil_div, larger
 from cutlass_py_attn.parts.pipes import arrive, before
 from cutlass_py_attn.parts.quads import store_rows
 from cutlass_py_attn.parts.turned import turned
@@ -47,7 +49,7 @@ from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
 from cutlass_py_attn.shared_memory import shared_columns, tile_bytes
 
-MAX_COLUMNS = 128  # of one product into registers
+MAX_COLUMNS, PART_COLUMNS = 192, 128  # of one product into registers, and of the parts of a wider one
 WORDS = 4  # of a vector that a thread hands over
 BLOCKS = 2  # of a cluster
 OWN_BARRIER, P_FULL = 1, 2  # numbers of the barriers of the warpgroup that differentiates and of each slot of P
@@ -60,9 +62,10 @@ class Stacked:
     def __init__(self, spec: Gemm, dtype: str, ring: cute.Tensor) -> None:
         self.whole = Wgmma(spec, dtype)
         self.parts = []
-        for first in range(0, spec.n, MAX_COLUMNS):
-            product = Wgmma(replace(spec, n=min(MAX_COLUMNS, spec.n - first)), dtype)
-            columns = ring if spec.n <= MAX_COLUMNS else columns_of(ring, first, product.spec.n)
+        width = spec.n if spec.n <= MAX_COLUMNS else PART_COLUMNS
+        for first in range(0, spec.n, width):
+            product = Wgmma(replace(spec, n=min(width, spec.n - first)), dtype)
+            columns = ring if spec.n == width else columns_of(ring, first, product.spec.n)
             self.parts.append((product, product.b_operand(transposed(columns))))
         self.groups = len(self.parts)
 
@@ -128,34 +131,11 @@ class WideBackward(HopperBackward):
         blocks, _, _ = cute.arch.grid_dim()
         return block // BLOCKS, blocks // BLOCKS
 
-    def total(self, p: Any) -> Int32:
-        """Pairs of key tiles of all key heads and batches."""
-        return ceil_div(p.num_keys, BLOCKS * self.build.tile_n) * (p.num_heads // p.group) * p.batch
-
-    def turns(self, p: Any) -> Int32:
-        """How many pairs of key tiles this cluster takes."""
-        return schedule.turns(self.total(p), *self.place())
-
     def work(self, p: Any, turn: Int32) -> tuple[Any, Any, Any, Any, Any]:
         """Of this cluster's turn: (sequence, key head, this block's key tile, first and end of the query tiles of
         both), at least one."""
-        build, heads = self.build, p.num_heads // p.group
-        number, blocks = schedule.number_of(turn, *self.place()), self.place()[1]
-        keys = BLOCKS * build.tile_n
-        tiles = ceil_div(p.num_keys, keys)
-        if build.mask == "full":
-            tile, rest = number % tiles, number // tiles
-        else:
-            bytes_of_query = build.item_bytes * (build.columns + build.columns_value) + F32_BYTES * build.columns
-            fitting = schedule.heads_at_once(p.num_queries * p.group, bytes_of_query)
-            at_once = schedule.heads_dealt(fitting, heads * p.batch, blocks)
-            tile, rest = schedule.longest_first(number, tiles, heads * p.batch, at_once)
-            tile = tiles - 1 - tile  # the first keys are seen by the most queries
-        of = lengths.sequence(build, p, rest // heads)
-        where = lengths.band(build, p, of), tile, build.tile_m, keys
-        first = smaller(schedule.query_tile_start(*where), ceil_div(of.num_queries, build.tile_m) - 1)
-        end = larger(schedule.query_tile_end(*where), first + 1)
-        return of, rest % heads, BLOCKS * tile + self.rank(), first, end
+        of, head, pair, first, end = super().work(p, turn)
+        return of, head, BLOCKS * pair + self.rank(), first, end
 
     @cute.jit
     def produce(self, p: Any, maps: tuple):
@@ -383,7 +363,7 @@ class WideBackward(HopperBackward):
     def send(self, slot: Int32, thread: Int32):
         """Copy dS to the other block, and say here that it is there and that the other's is on its way."""
         full = self.pipe_ds.sync_object_full.get_barrier(slot)
-        if cute.arch.make_warp_uniform(thread // 32) == 0:
+        if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
             base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
             source, target = (
                 base + cute.assume(self.build.buffer(name).offset + slot * self.tile_bytes, divby=1024)

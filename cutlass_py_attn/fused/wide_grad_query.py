@@ -1,5 +1,5 @@
-"""Wide Hopper query gradient: a warpgroup adds dQ = dS K of its block's and of the other block's keys to the sum, in its
-block's share of the columns."""
+"""Wide Hopper query gradient: a warpgroup adds dQ = dS K of its own and of the other block's keys to the sum, in its
+block's share of the columns, by vector reductions from registers: shared memory has no room to stage them."""
 
 from dataclasses import replace
 
