@@ -79,6 +79,11 @@ int cuMemAllocAsync(void **p, size_t size, void *stream) { NOTE("", size, N(stre
 int cuMemFreeAsync(void *p, void *stream) { NOTE("", N(p), N(stream)); free(p); return 0; }
 int cuMemAlloc(void **p, size_t size) { NOTE("", size); *p = memory(size); return 0; }
 int cuMemFree(void *p) { NOTE("", N(p)); free(p); return 0; }
+/* The names that cuda.h gives to programs in C; cuda-python asks for them by the names above. */
+int cuMemAlloc_v2(void **p, size_t size) { return cuMemAlloc(p, size); }
+int cuMemFree_v2(void *p) { return cuMemFree(p); }
+int cuMemcpyHtoD_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n); memcpy(d, s, n); return 0; }
+int cuMemcpyDtoH_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n); memcpy(d, s, n); return 0; }
 int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) { NOTE("", N(p), byte, n, N(stream)); memset(p, byte, n); return 0; }
@@ -109,6 +114,7 @@ int cuLibraryLoadData(char **library, const char *code, void *a, void *b, unsign
     *library = strdup(code);
     return 0;
 }
+int cuLibraryUnload(char *library) { NOTE("", N(library)); free(library); return 0; }
 int cuLibraryGetKernel(Kernel **kernel, const char *library, const char *symbol) {
     NOTE(symbol, N(library));
     const char *line = library;
