@@ -41,8 +41,9 @@ def _sizes(problem: Problem, build: Build) -> Iterator[Condition]:
     for name, most in (("batch", planner.MAX_GRID_YZ), ("num_heads", planner.MAX_GRID_YZ),
                        ("num_queries", MAX_LENGTH), ("num_keys", MAX_LENGTH)):  # fmt: skip
         yield f"{name} <= {most}", f"{name} must be at most {most}; call once for each slice"
-    yield "mod(num_heads, max(num_heads_key, 1)) == 0", "num_heads must be a multiple of num_heads_key"
-    if not build.has("grouped"):
+    if build.has("grouped"):
+        yield "mod(num_heads, max(num_heads_key, 1)) == 0", "num_heads must be a multiple of num_heads_key"
+    else:
         yield "num_heads == num_heads_key", "num_heads must be num_heads_key; export a problem with grouped heads"
     if problem.sequences is not None:
         yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"

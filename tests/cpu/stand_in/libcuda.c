@@ -8,7 +8,7 @@
 #include <string.h>
 
 typedef unsigned long long u64;
-enum { NOT_FOUND = 500, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 12, BYTES = 1024, PARAMETERS = 8 };
+enum { NOT_FOUND = 500, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 18, BYTES = 1024, PARAMETERS = 8 };
 
 typedef struct { char call[40], text[192]; u64 numbers[NUMBERS]; int byte_count; unsigned char bytes[BYTES]; } Record;
 typedef struct { char symbol[192]; int count; size_t sizes[PARAMETERS]; } Kernel;
@@ -151,7 +151,9 @@ int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void *
 }
 int cuTensorMapEncodeTiled(u64 *map, int type, unsigned rank, void *address, const u64 *dims, const u64 *strides,
                            const unsigned *box, const unsigned *steps, int interleave, int swizzle, int l2, int fill) {
-    NOTE("", N(map), type, rank, N(address), dims[0], dims[1], strides[0], box[0], box[1], swizzle, l2, fill);
+    int deep = rank == 4; /* only maps of four axes have these */
+    NOTE("", N(map), type, rank, N(address), dims[0], dims[1], strides[0], box[0], box[1], swizzle, l2, fill,
+         deep ? dims[2] : 0, deep ? dims[3] : 0, deep ? strides[1] : 0, deep ? strides[2] : 0, deep ? box[2] : 0, deep ? box[3] : 0);
     memset(map, 0xAB, 128);
     map[0] = N(address);
     return 0;
