@@ -125,7 +125,9 @@ class Bundle:
 
     def _pass(self, direction: str) -> dict[str, Any]:
         if direction not in self.manifest["passes"]:
-            raise NotSupported(f"direction = {direction!r}: {self.path} has {', '.join(self.directions)}; export it too")
+            raise NotSupported(
+                f"direction = {direction!r}: {self.path} has {', '.join(self.directions)}; export it too"
+            )
         found: dict[str, Any] = self.manifest["passes"][direction]
         return found
 
@@ -150,7 +152,9 @@ def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: 
     if not archs:
         reasons.append("archs is empty: must name at least one target, such as sm_80; pass one")
     if not _NAME.fullmatch(name):
-        reasons.append(f"name = {name!r}: must be lower-case letters, digits and _, as C functions begin with it; correct it")
+        reasons.append(
+            f"name = {name!r}: must be lower-case letters, digits and _, as C functions begin with it; correct it"
+        )
     if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or _is_bundle(path))):
         reasons.append(f"folder {path}: holds something else than a bundle; name a new one")
     for arch in archs:
@@ -173,10 +177,8 @@ def _is_bundle(path: Path) -> bool:
 def _best(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> Target:
     """The first plan for the target whose kernels can be had."""
     limits = architecture(arch)
-    if limits.is_portable:
-        plans = planner.plans(problem, arch)
-    else:
-        plans = planner.plans_on(problem, limits.compute_capability)
+    own = not limits.is_portable
+    plans = planner.plans_on(problem, limits.compute_capability) if own else planner.plans(problem, arch)
     first: CompileError | Stale | None = None
     for plan in plans:
         try:
@@ -187,7 +189,7 @@ def _best(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> 
     raise first
 
 
-def _preference(target: Target) -> tuple[bool, tuple[int, int]]:
+def _preference(target: Target) -> tuple[bool, bool, tuple[int, int]]:
     """Forward before backward; then what is made for one GPU alone, then the newest."""
     limits = target.plan.architecture
     major, minor = limits.compute_capability
@@ -229,7 +231,9 @@ def _read(path: Path) -> dict[str, Any]:
         try:
             data = (path / name).read_bytes()
         except OSError as error:
-            raise Stale(f"{path / name}: cannot be read ({error.strerror}); copy the whole folder, or {_AGAIN}") from error
+            raise Stale(
+                f"{path / name}: cannot be read ({error.strerror}); copy the whole folder, or {_AGAIN}"
+            ) from error
         if sha256(data) != facts["sha256"]:
             raise Stale(f"{path / name}: is not as it was written; {_AGAIN}")
     return found

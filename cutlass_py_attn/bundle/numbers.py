@@ -136,7 +136,11 @@ def pointers(problem: Problem) -> dict[str, Pointer]:
 
 
 def _vector(problem: Problem, name: str, tensor: Tensor) -> Pointer:
-    shapes = {"cu_seqlens_q": ("batch + 1",), "cu_seqlens_k": ("batch + 1",), "seqused_k": ("batch",)}
+    shapes: dict[str, tuple[str, ...]] = {
+        "cu_seqlens_q": ("batch + 1",),
+        "cu_seqlens_k": ("batch + 1",),
+        "seqused_k": ("batch",),
+    }
     shapes |= dict.fromkeys(abi.SEED, ("1",)) | dict.fromkeys(("sinks", "grad_sinks"), ("num_heads",))
     shapes["alibi_slopes"] = ("batch", "num_heads")[-len(tensor.shape) :]
     strides = ("alibi_batch", "1")[-len(tensor.shape) :]

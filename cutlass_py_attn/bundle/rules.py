@@ -134,7 +134,7 @@ def workspace(build: Build) -> dict[str, str]:
 
 
 def shape(problem: Problem, name: str) -> tuple[str, ...]:
-    """The sizes of a tensor of the problem: [batch, rows, heads, columns], or [batch, heads, queries, keys] of a bias."""
+    """The sizes of a tensor: [batch, rows, heads, columns], or [batch, heads, queries, keys] of a bias."""
     tensor = problem.tensors()[name]
     if name in BIASES:
         return bias_axes(tensor)

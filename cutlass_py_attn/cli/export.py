@@ -20,11 +20,13 @@ from cutlass_py_attn.problem import DIRECTIONS, Problem
 
 @click.command()
 @click.option("--problem", "names", multiple=True, required=True, metavar="CASE|FILE.json",
-              help="A case such as bf16_d128_s4096_b2_h16_causal, or a Problem as JSON; one for each direction.")  # fmt: skip
+              help="A case, as bf16_d128_s4096_b2_h16_causal, or a Problem as JSON; one a direction.")  # fmt: skip
 @click.option("--direction", "directions", type=click.Choice(DIRECTIONS), multiple=True, help="Default: both.")
 @click.option("--arch", "archs", multiple=True, required=True, metavar="ARCH[,ARCH...]",
               help=f"Compile targets, of {', '.join(ARCHITECTURES)}.")  # fmt: skip
-@click.option("--name", default="attention", show_default=True, help="Of the C header, and what its functions begin with.")
+@click.option(
+    "--name", default="attention", show_default=True, help="Of the C header, and what its functions begin with."
+)
 @click.option("--kernels", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path),
               help="Take the kernels from this folder of a `build` instead of compiling them.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), required=True)

@@ -201,7 +201,9 @@ class Host:
         parts = {name: workspace + offset for name, offset in offsets.items()}
         block = ctypes.create_string_buffer(self.struct(names, addresses, parts))
         if zeroed:
-            self._call("cuMemsetD8Async", ctypes.c_void_p(workspace), 0, ctypes.c_size_t(zeroed), ctypes.c_void_p(stream))
+            self._call(
+                "cuMemsetD8Async", ctypes.c_void_p(workspace), 0, ctypes.c_size_t(zeroed), ctypes.c_void_p(stream)
+            )
         for launch, kernel in zip(self.target["launches"], self.kernels, strict=True):
             if not evaluate(launch["when"], names):
                 continue

@@ -20,10 +20,10 @@ import stand_in
 from cuda.pathfinder import find_nvidia_header_directory
 from fakes import artifact
 
+from cutlass_py_attn.bundle.files import Bundle, export_bundle
 from cutlass_py_attn.bundle.numbers import inputs, pointers
 from cutlass_py_attn.driver import device
 from cutlass_py_attn.problem import Problem
-from cutlass_py_attn.bundle.files import Bundle, export_bundle
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "manifest_host"))
@@ -125,8 +125,10 @@ int open_bundle(attention_bundle *b, const char *folder) { return attention_open
 void close_bundle(attention_bundle *b) { attention_close(b); }
 void init(attention_PASS_call *c) { attention_PASS_init(c); }
 void contiguous(attention_PASS_call *c) { attention_PASS_contiguous(c); }
-int workspace(attention_bundle *b, attention_PASS_call *c, int64_t *bytes) { return attention_PASS_workspace(b, c, bytes); }
-int launch(attention_bundle *b, attention_PASS_call *c, CUdeviceptr w, CUstream s) { return attention_PASS(b, c, w, s); }
+int workspace(attention_bundle *b, attention_PASS_call *c, int64_t *n) { return attention_PASS_workspace(b, c, n); }
+int launch(attention_bundle *b, attention_PASS_call *c, CUdeviceptr w, CUstream s) {
+    return attention_PASS(b, c, w, s);
+}
 #ifdef __cplusplus
 }
 #endif

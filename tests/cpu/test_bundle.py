@@ -23,6 +23,7 @@ from cutlass_py_attn.bundle import header
 from cutlass_py_attn.bundle.files import MANIFEST, Bundle
 from cutlass_py_attn.bundle.manifest import SEAL, sealed, sha256
 from cutlass_py_attn.bundle.problems import to_json
+from cutlass_py_attn.bundle.rules import FUNCTIONS
 from cutlass_py_attn.cli import kernels
 from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
@@ -38,7 +39,9 @@ def problem_of(direction: str, case: str = CASE) -> Problem:
     return bench_cases.parse(case).problem(direction)
 
 
-def export(folder: Path, *directions: str, archs: tuple[str, ...] = ("sm_90a",), case: str = CASE, **options: Any) -> Bundle:
+def export(
+    folder: Path, *directions: str, archs: tuple[str, ...] = ("sm_90a",), case: str = CASE, **options: Any
+) -> Bundle:
     problems = [problem_of(direction, case) for direction in directions or DIRECTIONS]
     return export_bundle(folder, problems, archs, **{"kernels": fakes.artifact, **options})
 
@@ -139,6 +142,38 @@ def test_bundle_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == [folder]
 
 
+NAMED = ("passes", "inputs", "pointers", "files")  # objects whose keys are names
+OTHERS = ("problem", "plan")  # objects of another schema
+
+
+def keys_of(data: Any, named: bool = False) -> set[str]:
+    """Every key of the manifest that is part of its schema."""
+    if isinstance(data, list):
+        return {key for item in data for key in keys_of(item)}
+    if not isinstance(data, dict):
+        return set()
+    inner = {key for name, item in data.items() if name not in OTHERS for key in keys_of(item, name in NAMED)}
+    return inner if named else inner | set(data)
+
+
+def test_schema_is_documented(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "bundles.md").read_text()
+    manifest = export(tmp_path / "bundle", archs=("sm_80", "sm_90a")).manifest
+    known = keys_of(manifest)
+    assert {"format", "later_minors", "swizzle", "grid_rules", "sha256"} <= known
+    assert [key for key in sorted(known) if f"`{key}`" not in text] == []
+    assert [name for name in FUNCTIONS if f"`{name}(" not in text] == []
+
+
+def test_example_and_page_name_the_same_commands() -> None:
+    page = (ROOT / "docs" / "bundles.md").read_text()
+    comment = (ROOT / "examples" / "cpp_host" / "main.cpp").read_text().split("#include")[0]
+    for words in ("cutlass-py-attn export --problem bf16_d128_s512_b2_h4_causal --arch sm_80,sm_90a -o bundle",
+                  "-l:libcuda.so.1 -o cpp_host", "./cpp_host bundle"):  # fmt: skip
+        assert words in page
+        assert words in comment
+
+
 # What is refused
 
 
@@ -157,7 +192,7 @@ def test_every_objection_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["bf16_d64_s200_b70000_h1_causal", "bf16_d64_s200_b0_h1_causal"])
 def test_problems_that_no_single_launch_serves(tmp_path: Path, case: str) -> None:
-    with pytest.raises(NotSupported, match="forward: batch must be at (most 65535|least 1)"):
+    with pytest.raises(NotSupported, match=r"forward: batch must be at (most 65535|least 1)"):
         export(tmp_path / "bundle", case=case)
     assert list(tmp_path.iterdir()) == []
 
@@ -199,7 +234,11 @@ DAMAGES = {
     "cut manifest": (MANIFEST, _cut, "no bundle, its manifest.json cannot be read"),
     "no manifest": (MANIFEST, os.remove, "no bundle, its manifest.json cannot be read"),
     "edited manifest": (MANIFEST, _edit, "is not as it was written"),
-    "newer format": (MANIFEST, _newer, "format 'cutlass_py_attn bundle 2', this version reads 'cutlass_py_attn bundle 1'"),
+    "newer format": (
+        MANIFEST,
+        _newer,
+        "format 'cutlass_py_attn bundle 2', this version reads 'cutlass_py_attn bundle 1'",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Tests of bundles' hosts: the C header and a reader of the manifest ask of the driver what the package's launch asks."""
+"""Tests of bundles' hosts: the C header and a reader of the manifest ask of the driver what `bind` asks."""
 
 from __future__ import annotations
 
@@ -237,7 +237,19 @@ def example(tmp_path: Path, bundle: Bundle) -> Path:
     made = tmp_path / "cpp_host"
     source = ROOT / "examples" / "cpp_host" / "main.cpp"
     folders = "-I", str(bundle.path), "-I", cuda_headers()
-    build([compiler("c++"), "-std=c++17", "-O2", *WARNINGS, *folders, str(source), str(stand_in.library()), "-o", str(made)])
+    build(
+        [
+            compiler("c++"),
+            "-std=c++17",
+            "-O2",
+            *WARNINGS,
+            *folders,
+            str(source),
+            str(stand_in.library()),
+            "-o",
+            str(made),
+        ]
+    )
     return made
 
 

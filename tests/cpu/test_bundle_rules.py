@@ -55,7 +55,9 @@ def resized(draw: st.DrawFn, problem: Problem) -> Problem:
 def numbers(plan: Plan) -> dict[str, Any]:
     """What of a plan follows from sizes."""
     return {
-        "sizes": {name: dict(plan.sizes)[name] for name in ("num_splits_key", "total_tiles") if name in dict(plan.sizes)},
+        "sizes": {
+            name: dict(plan.sizes)[name] for name in ("num_splits_key", "total_tiles") if name in dict(plan.sizes)
+        },
         "launches": {launch.symbol: launch.grid for launch in plan.launches},
         "maps": [(m.sizes, m.strides) for launch in plan.launches for m in launch.tensor_maps],
         "parts": {part.name: part.bytes for part in plan.workspace.parts},
