@@ -27,6 +27,7 @@ Json = dict[str, Any]
 
 FORMAT: Final = "cutlass_py_attn bundle 1"
 SEAL: Final = "sha256_of_the_rest"
+_MANY_SMS: Final = 2**40
 _ON_DEVICE: Final = {f"{name}_address": name for name in abi.SEED}
 
 
@@ -201,14 +202,13 @@ def _launches(target: Target, names: Mapping[str, float]) -> Iterator[Json]:
 
 
 def _not_launched(target: Target, role: str, symbol: str) -> Launch:
-    """The entry that the exported problem does without: that of a plan in which blocks share keys."""
-    problem, build = target.problem, target.plan.build
-    for num_sms in (target.num_sms, 2**20):
-        for plan in planner.plans(problem, build.arch, num_sms):
-            found = [launch for launch in plan.launches if plan.build == build and launch.symbol == symbol]
-            if found:
-                return dataclasses.replace(found[0], grid=(0, 0, 0))
-    raise Stale(f"{symbol}: no plan launches the entry {role}; the rules of bundles are behind the planner")
+    """The entry that the exported problem does without: its plan for a huge device has it."""
+    build = target.plan.build
+    plans = planner.plans(target.problem, build.arch, _MANY_SMS)
+    found = [launch for plan in plans if plan.build == build for launch in plan.launches if launch.symbol == symbol]
+    if not found:
+        raise Stale(f"{symbol}: no plan launches the entry {role}; the rules of bundles are behind the planner")
+    return dataclasses.replace(found[0], grid=(0, 0, 0))
 
 
 def _static_bytes(plan: Plan, kernel: Kernel) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import stand_in
 from cuda.pathfinder import find_nvidia_header_directory
 from fakes import artifact
@@ -45,7 +46,8 @@ def exported(folder: Path, problems: tuple[Problem, ...], arch: str = "sm_90a") 
 def compiler(language: str) -> str:
     """The command that compiles C or C++."""
     found = shutil.which({"c": "gcc", "c++": "g++"}[language])
-    assert found, f"{language} needs a compiler here"
+    if found is None:
+        pytest.skip(f"no {language} compiler to build the header with")
     return found
 
 

@@ -73,12 +73,16 @@ def test_hosts_ask_what_the_package_asks(driver_log: StandIn, tmp_path: Path, na
     expect_one_launch(driver_log, tmp_path, (first, second))
 
 
-def test_decode_with_and_without_shared_keys(driver_log: StandIn, tmp_path: Path) -> None:
-    first, second = (bench_cases.parse(case).problem("forward") for case in DECODES)
-    expect_one_launch(driver_log, tmp_path, (first, second))
-    launched = [len([call for call in bound_calls(driver_log, Bundle(tmp_path / "bundle"), problem)[0]
-                     if call[0] == "cuLaunchKernelEx"]) for problem in (first, second)]  # fmt: skip
-    assert launched == [2, 1], "the second kernel joins what blocks that share keys have"
+@pytest.mark.parametrize("order", [DECODES, DECODES[::-1]])
+def test_decode_with_and_without_shared_keys(driver_log: StandIn, tmp_path: Path, order: tuple[str, str]) -> None:
+    """Whichever of them is exported."""
+    first, second = (bench_cases.parse(case).problem("forward") for case in order)
+    bundle = expect_one_launch(driver_log, tmp_path, (first, second))
+    launched = {}
+    for case, problem in zip(order, (first, second), strict=True):
+        calls, _ = bound_calls(driver_log, bundle, problem)
+        launched[case] = sum(call[0] == "cuLaunchKernelEx" for call in calls)
+    assert launched == dict(zip(DECODES, (2, 1), strict=True)), "the second joins what blocks that share keys have"
 
 
 def test_seed_in_device_memory(driver_log: StandIn, tmp_path: Path) -> None:
@@ -215,6 +219,18 @@ def test_header_takes_portable_ptx_where_no_cubin_runs(driver_log: StandIn, tmp_
     (launch,) = driver_log.of("cuLaunchKernelEx")
     (plan,) = (plan for plan in bundle.plans("forward") if plan.build.arch == "sm_86")
     assert (launch.grid, launch.shared_memory) == (plan.launches[0].grid, plan.launches[0].shared_memory_bytes)
+
+
+def test_header_loads_every_pass_or_none(driver_log: StandIn, tmp_path: Path) -> None:
+    bundle = exported(tmp_path / "bundle", tuple(pair("Hopper", direction)[0] for direction in DIRECTIONS))
+    host = HeaderHost(tmp_path, bundle, "backward")
+    with device(0).current():
+        assert host.open(bundle.path) == 0
+        (bundle.path / bundle.manifest["passes"]["backward"]["targets"][0]["cubin"]).unlink()
+        driver_log.clear()
+        assert host.open(bundle.path) == -1
+    assert host.error.startswith(f"{bundle.path}/sm_90a/bwd_hopper_bf16_d128_causal.cubin: cannot be read")
+    assert [len(driver_log.of(f"cuLibrary{what}")) for what in ("LoadData", "Unload")] == [1, 1]
 
 
 def test_header_says_what_it_has_where_nothing_runs(driver_log: StandIn, tmp_path: Path) -> None:
