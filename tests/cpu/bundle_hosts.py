@@ -35,7 +35,8 @@ STREAM = 0x5EED0
 _scratch = np.zeros(2**28, np.uint8)  # the stand-in clears it; what nobody clears takes no memory
 WORKSPACE = -(-_scratch.ctypes.data // 256) * 256
 COMPARED = ("cuLaunchKernelEx", "cuMemsetD8Async", "cuTensorMapEncodeTiled")
-WARNINGS = ("-Wall", "-Wextra", "-Werror")
+WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Werror")
+STRICT = (*WARNINGS, "-Wpedantic", "-Wconversion")  # a header is compiled with its includer's warnings
 
 
 def exported(folder: Path, problems: tuple[Problem, ...], arch: str = "sm_90a") -> Bundle:
@@ -145,8 +146,8 @@ class HeaderHost:
         source.write_text(_WRAPPER.replace("PASS", direction))
         made = folder / f"{direction}_{language}.so"
         standard = {"c": "-std=c11", "c++": "-std=c++11"}[language]
-        folders = "-I", str(bundle.path), "-I", cuda_headers()
-        build([compiler(language), standard, *WARNINGS, "-shared", "-fPIC", *folders, str(source), "-o", str(made)])
+        folders = "-I", str(bundle.path), "-isystem", cuda_headers()
+        build([compiler(language), standard, *STRICT, "-shared", "-fPIC", *folders, str(source), "-o", str(made)])
         self.library = ctypes.CDLL(str(made))
         self.library.error_of.restype = ctypes.c_char_p
         self.bundle = ctypes.create_string_buffer(self.library.bundle_bytes())
