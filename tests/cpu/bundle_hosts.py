@@ -7,6 +7,7 @@ the example that reads manifest.json alone.
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,54 @@ def manifest_calls(log: stand_in.StandIn, bundle: Bundle, problem: Problem) -> t
         log.clear()
         host.launch(given.inputs, given.addresses, WORKSPACE, STREAM)
     return compared(log), host.workspace(host.numbers(given.inputs))[0]
+
+
+class RustHost:
+    """The example in Rust as a shared library whose driver is the stand-in; skips where there is no rustc."""
+
+    def __init__(self, folder: Path) -> None:
+        if shutil.which("rustc") is None:
+            pytest.skip("no rustc to build the example with")
+        self._made = folder / "host_rust.so"
+        source = ROOT / "examples" / "rust_host" / "lib.rs"
+        options = (
+            "--edition",
+            "2021",
+            "-D",
+            "warnings",
+            "--crate-type",
+            "cdylib",
+            "-C",
+            f"link-arg={stand_in.library()}",
+        )
+        build(["rustc", *options, str(source), "-o", str(self._made)])
+
+    @functools.cached_property
+    def library(self) -> ctypes.CDLL:
+        """Loaded once the process has the stand-in."""
+        return ctypes.CDLL(str(self._made))
+
+    def launch(self, folder: Path, direction: str, given: Numbers, workspace: int) -> tuple[int, str]:
+        """(bytes of the workspace, error); launches nothing where the workspace is 0 and needed."""
+        texts = [str(folder), direction, *("\n".join(f"{name} {value!r}" for name, value in part.items())
+                                           for part in (given.inputs, given.addresses))]  # fmt: skip
+        found, error = ctypes.c_int64(), ctypes.create_string_buffer(512)
+        self.library.bundle_launch(
+            *(text.encode() for text in texts), ctypes.c_uint64(workspace), ctypes.c_void_p(STREAM),
+            ctypes.byref(found), error,
+        )  # fmt: skip
+        return found.value, error.value.decode()
+
+
+def rust_calls(
+    log: stand_in.StandIn, host: RustHost, bundle: Bundle, problem: Problem
+) -> tuple[list[tuple[Any, ...]], int]:
+    """Of the example in Rust."""
+    log.clear()
+    with device(0).current():
+        found, error = host.launch(bundle.path, problem.direction, numbers_of(bundle, problem), WORKSPACE)
+    assert error == ""
+    return compared(log), found
 
 
 _WRAPPER = """

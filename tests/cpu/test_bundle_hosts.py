@@ -14,7 +14,9 @@ import stand_in
 from bundle_hosts import (
     ROOT,
     WARNINGS,
+    WORKSPACE,
     HeaderHost,
+    RustHost,
     bound_calls,
     build,
     compiler,
@@ -23,6 +25,7 @@ from bundle_hosts import (
     header_calls,
     manifest_calls,
     numbers_of,
+    rust_calls,
 )
 from stand_in import StandIn
 
@@ -110,6 +113,35 @@ def test_other_architecture(driver_log: StandIn, tmp_path: Path) -> None:
     with device(0).current():
         assert host.open(bundle.path) == 0
     assert [call.text for call in driver_log.of("cuLibraryGetKernel")][-1] == "fwd_hopper_bf16_d128_causal_0"
+
+
+@pytest.fixture(scope="module")
+def rust(tmp_path_factory: pytest.TempPathFactory) -> RustHost:
+    return RustHost(tmp_path_factory.mktemp("rust"))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_rust_host_asks_what_the_package_asks(
+    driver_log: StandIn, rust: RustHost, tmp_path: Path, name: str, direction: str
+) -> None:
+    problems = pair(name, direction)
+    bundle = exported(tmp_path / "bundle", problems[:1], "sm_80,sm_90a,sm_100")
+    for problem in problems:
+        assert rust_calls(driver_log, rust, bundle, problem) == bound_calls(driver_log, bundle, problem)
+
+
+def test_rust_host_refuses_in_the_manifest_s_words(driver_log: StandIn, rust: RustHost, tmp_path: Path) -> None:
+    problem, _ = pair("Hopper", "backward")
+    bundle = exported(tmp_path / "bundle", (problem,))
+    given = numbers_of(bundle, problem)
+    with device(0).current():
+        assert rust.launch(bundle.path, "forward", given, 0)[1] == f"{bundle.path} has no forward"
+        driver_log.clear()
+        assert rust.launch(bundle.path, "backward", given, 0) == (bundle.plans("backward")[0].workspace.bytes, "")
+        given.inputs["num_heads"] = 5
+        assert rust.launch(bundle.path, "backward", given, WORKSPACE)[1] == WRONG["num_heads"][1].split(": ")[1]
+    assert driver_log.of("cuLaunchKernelEx") == []
 
 
 def test_header_is_c_too(driver_log: StandIn, tmp_path: Path) -> None:
