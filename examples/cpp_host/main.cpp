@@ -1,4 +1,5 @@
-// Forward and backward from a causal bfloat16 bundle, checked against loops in double precision. No Python, no CUDA runtime.
+// Forward and backward from a causal bfloat16 bundle, checked against loops in double precision. No Python, no CUDA
+// runtime.
 //
 //   cutlass-py-attn export --problem bf16_d128_s512_b2_h4_causal --arch sm_80,sm_90a -o bundle
 //   g++ -std=c++17 -O2 -I bundle -I <folder of cuda.h> main.cpp -l:libcuda.so.1 -o cpp_host
@@ -10,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -59,7 +61,8 @@ static bool close(const char *name, CUdeviceptr address, const Doubles &wanted) 
         largest = std::fmax(largest, std::fabs(wanted[i]));
     }
     bool good = worst <= 0.01 * std::fmax(largest, 1);  // sums of terms of that size, rounded to bfloat16
-    std::printf("%-10s %9zu elements, largest %8.4f, worst error %.6f: %s\n", name, found.size(), largest, worst, good ? "ok" : "WRONG");
+    std::printf("%-10s %9zu elements, largest %8.4f, worst error %.6f: %s\n", name, found.size(), largest, worst,
+                good ? "ok" : "WRONG");
     return good;
 }
 
@@ -80,7 +83,8 @@ int main(int argc, char **argv) {
     attention_backward_call g;
     attention_forward_init(&f);
     attention_backward_init(&g);
-    const int64_t group = f.num_heads / f.num_heads_key, D = ATTENTION_FORWARD_HEAD_DIM, V = ATTENTION_FORWARD_HEAD_DIM_VALUE;
+    const int64_t D = ATTENTION_FORWARD_HEAD_DIM, V = ATTENTION_FORWARD_HEAD_DIM_VALUE;
+    const int64_t group = f.num_heads / f.num_heads_key;
     if (argc == 6) {
         f.batch = std::atoll(argv[2]), f.num_queries = std::atoll(argv[3]), f.num_keys = std::atoll(argv[4]);
         f.num_heads = std::atoll(argv[5]), f.num_heads_key = f.num_heads / group;
@@ -108,15 +112,20 @@ int main(int argc, char **argv) {
     CU(cuStreamSynchronize(stream));
 
     Doubles out(B * M * H * V), dq(q.size()), dk(k.size()), dv(v.size()), p(N), dp(N);
-    auto dot = [](const double *a, const double *b, int64_t n) { double s = 0; for (int64_t i = 0; i < n; i++) s += a[i] * b[i]; return s; };
-    auto add = [](double *a, double s, const double *b, int64_t n) { for (int64_t i = 0; i < n; i++) a[i] += s * b[i]; };
+    auto dot = [](const double *a, const double *b, int64_t n) { return std::inner_product(a, a + n, b, 0.0); };
+    auto add = [](double *a, double s, const double *b, int64_t n) {
+        for (int64_t i = 0; i < n; i++) a[i] += s * b[i];
+    };
     for (int64_t b = 0; b < B; b++) for (int64_t h = 0; h < H; h++) for (int64_t i = 0; i < M; i++) {
         const int64_t row = (b * M + i) * H + h, first = b * N * K + h / group;
-        const int64_t end = std::min(N, std::max<int64_t>(0, i + 1 + (f.bottom_right ? N - M : 0) + f.window_right));  // causal
+        const int64_t last = i + (f.bottom_right ? N - M : 0) + f.window_right;  // the last key that this query sees
+        const int64_t end = std::min(N, std::max<int64_t>(0, last + 1));
         double sum = 0, delta = 0;
-        for (int64_t j = 0; j < end; j++) sum += p[j] = std::exp(f.scale * dot(&q[row * D], &k[(first + j * K) * D], D));
+        for (int64_t j = 0; j < end; j++)
+            sum += p[j] = std::exp(f.scale * dot(&q[row * D], &k[(first + j * K) * D], D));
         for (int64_t j = 0; j < end; j++) add(&out[row * V], p[j] /= sum, &v[(first + j * K) * V], V);
-        for (int64_t j = 0; j < end; j++) delta += p[j] * (dp[j] = dot(&dout[row * V], &v[(first + j * K) * V], V));
+        for (int64_t j = 0; j < end; j++)
+            delta += p[j] * (dp[j] = dot(&dout[row * V], &v[(first + j * K) * V], V));
         for (int64_t j = 0; j < end; j++) {
             const double ds = f.scale * p[j] * (dp[j] - delta);
             add(&dv[(first + j * K) * V], p[j], &dout[row * V], V);
@@ -124,10 +133,11 @@ int main(int argc, char **argv) {
             add(&dq[row * D], ds, &k[(first + j * K) * D], D);
         }
     }
-    std::printf("batch %lld, %lld queries, %lld keys, %lld heads of %lld, %s for compute capability %d.%d\n", (long long)B, (long long)M,
-                (long long)N, (long long)H, (long long)D, attention_forward_targets[bundle.targets[0]].arch, bundle.major, bundle.minor);
-    bool good = close("output", f.output, out) & close("grad_query", g.grad_query, dq) & close("grad_key", g.grad_key, dk) &
-                close("grad_value", g.grad_value, dv);
+    std::printf("batch %lld, %lld queries, %lld keys, %lld heads of %lld, %s for compute capability %d.%d\n",
+                (long long)B, (long long)M, (long long)N, (long long)H, (long long)D,
+                attention_forward_targets[bundle.targets[0]].arch, bundle.major, bundle.minor);
+    bool good = close("output", f.output, out) & close("grad_query", g.grad_query, dq) &
+                close("grad_key", g.grad_key, dk) & close("grad_value", g.grad_value, dv);
     std::puts(good ? "passed" : "FAILED");
     return good ? 0 : 1;
 }

@@ -370,8 +370,8 @@ fn parse(lines: &str) -> Result<Names, String> {
         .collect()
 }
 
-/// Launches one pass of the bundle in `folder` and sets `bytes` to what its workspace needs; with workspace 0 where one is
-/// needed nothing is launched. Returns 0, or 1 with a sentence in `error` (512 bytes).
+/// Launches one pass of the bundle in `folder` and sets `bytes` to what its workspace needs; with workspace 0 where one
+/// is needed nothing is launched. Returns 0, or 1 with a sentence in `error` (512 bytes).
 ///
 /// # Safety
 /// Texts end with a zero; the addresses are those of device arrays as the manifest describes them.
