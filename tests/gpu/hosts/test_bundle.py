@@ -19,7 +19,7 @@ from tests.gpu.check import Kernels
 from tests.gpu.test_laws import differing, operands_of
 
 pytest.importorskip("jinja2", reason="an export writes a header with it")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "manifest_host"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "manifest_host"))
 host = pytest.importorskip("host", reason="examples/manifest_host is not on this machine")
 
 VARIANT = Variant("bfloat16", 128, 128, "causal")
