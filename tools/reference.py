@@ -21,6 +21,7 @@ SECTIONS = {
     "Masks": ("Full", "Causal", "CausalBottomRight", "Window"),
     "Problem and plan": ("Problem", "Shape", "Tensor", "Sequences", "Plan", "plan_forward", "plan_backward"),
     "Compile and launch": ("compile", "artifact_for", "Artifact", "Folder", "bind", "Bound"),
+    "Bundles": ("export_bundle", "load_bundle", "Bundle"),
     "Errors": ("AttentionError", "NotSupported", "DoesNotFit", "CompileError", "Stale", "NoDevice", "DriverError"),
 }
 OTHERS = "Other names"

@@ -167,7 +167,7 @@ def test_other_missing_modules_are_not_hidden() -> None:
 
 def test_help_lists_the_commands() -> None:
     output = invoke("--help").output
-    assert all(f"  {name} " in output for name in ("run", "doctor", "build", "inspect", "bench"))
+    assert all(f"  {name} " in output for name in ("run", "doctor", "build", "export", "inspect", "bench"))
 
 
 # doctor
