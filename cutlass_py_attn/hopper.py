@@ -117,7 +117,8 @@ def grid(shape: Shape, build: Build, num_sms: int) -> tuple[int, int, int]:
 
 def cluster(build: Build) -> int:
     """Blocks of the main kernel that run together."""
-    return 1 if build.kind == "forward" or hopper_keeps_both(build) else 2
+    is_alone = (build.kind, build.family) != ("backward", "hopper") or hopper_keeps_both(build)
+    return 1 if is_alone else 2
 
 
 def why(build: Build) -> str:
