@@ -221,13 +221,20 @@ def allow_shared_memory(kernel: int, gpu: Device, dynamic_bytes: int, static_byt
     call("cuKernelSetAttribute", kind, dynamic_bytes, kernel, gpu.handle)
 
 
-def launch_config(grid: tuple[int, int, int], block: tuple[int, int, int], shared_memory_bytes: int) -> Any:
-    """A CUlaunchConfig to keep for `launch`."""
+def launch_config(
+    grid: tuple[int, int, int], block: tuple[int, int, int], shared_memory_bytes: int, cluster: int = 1
+) -> Any:
+    """A CUlaunchConfig to keep for `launch`; `cluster` neighbouring blocks of the grid run together."""
     config = bindings().CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
     config.sharedMemBytes = shared_memory_bytes
     config.numAttrs = 0
+    if cluster > 1:
+        attribute = bindings().CUlaunchAttribute()
+        attribute.id = bindings().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
     return config
 
 

@@ -153,8 +153,8 @@ class _Block:
         if problem is None:
             self.alignments = {name: ROW_ALIGNMENT_BYTES for name, kind in self.fields if kind == "i64"}
         else:
-            self.alignments = _alignments(problem)
-            for name, value in _numbers(problem).items():
+            self.alignments = alignments(problem)
+            for name, value in numbers(problem).items():
                 struct[name] = value
         self.names = tuple(self.alignments)
         for name, size in plan.sizes:
@@ -182,7 +182,7 @@ class _Block:
         maps = tuple((self._slot(abi.TENSOR_MAP_BYTES), recipe) for recipe in launch.tensor_maps)
         pointers = np.array([*(slot for slot, _ in maps), self.struct_address], np.uint64)
         self._storage.append(pointers)
-        config = driver.launch_config(launch.grid, launch.block, launch.shared_memory_bytes)
+        config = driver.launch_config(launch.grid, launch.block, launch.shared_memory_bytes, launch.cluster)
         return _Kernel(handle, config, pointers.ctypes.data, maps, launch)
 
     def _slot(self, size: int) -> int:
@@ -327,7 +327,7 @@ def _problem_objections(plan: Plan, problem: Problem | None) -> Iterator[str]:
             yield f"problem's {name} can be read by {found} bytes at a time: the plan reads {needed}; plan this problem"
 
 
-def _alignments(problem: Problem) -> dict[str, int]:
+def alignments(problem: Problem) -> dict[str, int]:
     """Bytes to which the address of each operand must be aligned; 0 where it is not an address or never read."""
     found = {name: tensor.alignment for name, tensor in problem.tensors().items()}
     found["logsumexp"] = F32_BYTES
@@ -338,20 +338,20 @@ def _alignments(problem: Problem) -> dict[str, int]:
     return found
 
 
-def _numbers(problem: Problem) -> dict[str, float]:
+def numbers(problem: Problem) -> dict[str, float]:
     """Strides and factors by struct field."""
-    numbers: dict[str, float] = {}
+    found: dict[str, float] = {}
     for name, tensor in problem.tensors().items():
         axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head")
         steps = tensor.steps if name in BIASES else tensor.strides
-        numbers |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)}
+        found |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)}
     if problem.grad_output is not None:
-        numbers["grad_output_column"] = problem.grad_output.steps[3]
+        found["grad_output_column"] = problem.grad_output.steps[3]
     if problem.alibi_slopes is not None and len(problem.alibi_slopes.shape) == 2:
-        numbers["alibi_batch"] = problem.shape.num_heads
+        found["alibi_batch"] = problem.shape.num_heads
     scale = problem.scale_value
     factors = {"scale": scale, "scale_log2": scale * LOG2_E, "softcap": problem.softcap}
-    return numbers | factors | {"keep_scale": keep_scale(problem.dropout_p)}
+    return found | factors | {"keep_scale": keep_scale(problem.dropout_p)}
 
 
 def _free_after_failure(address: int, stream: int) -> None:

@@ -139,6 +139,7 @@ _HELD = {"alibi", "bias", "dropout"}
 _HOPPER_BACKWARD: _Table = {
     64: (Tile(128, 128, 16, 3, 2),),
     128: (Tile(64, 128, 16, 3, 2),),
+    256: (Tile(64, 64, 16, 2, 2),),
 }
 # Of the decode kernels, by the wider of both head dims; rows of queries and heads, and stages of each warp's ring.
 _DECODE_16: _Table = {

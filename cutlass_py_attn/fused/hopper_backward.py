@@ -38,7 +38,7 @@ from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, tile_at
-from cutlass_py_attn.hopper import DQ_WARPGROUPS, LOADERS, loaded_tiles
+from cutlass_py_attn.hopper import DQ_WARPGROUPS, LOADERS, cluster, loaded_tiles
 from cutlass_py_attn.parts import dropout, moves, params, pipes, schedule, tma
 from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item
@@ -75,7 +75,8 @@ class HopperBackward(Backward):
         tiles = loaded_tiles(self.build).items()
         maps = tuple(tma.stand_in(p, getattr(p, name), self.dtype, *tile) for name, tile in tiles)
         block = (self.build.threads, 1, 1)
-        self.kernel(*maps, p).launch(grid=grid, block=block, min_blocks_per_mp=1)
+        together = (cluster(self.build), 1, 1)
+        self.kernel(*maps, p).launch(grid=grid, block=block, cluster=together, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
@@ -89,7 +90,7 @@ class HopperBackward(Backward):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.make_pipes()
-        pipes.meet()
+        self.enter()
         if warp < WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == 0:
@@ -102,6 +103,14 @@ class HopperBackward(Backward):
         else:
             cute.arch.setmaxregister_increase(REGISTERS[2])
             self.consume(p, thread - self.before)
+        self.leave()
+
+    def enter(self) -> None:
+        """Who shares the barriers sees them."""
+        pipes.meet()
+
+    def leave(self) -> None:
+        """Nobody waits for this block's shared memory."""
 
     def make_pipes(self) -> None:
         """The full and empty barriers of query, grad_output, key, value and dS."""

@@ -18,6 +18,7 @@ from cutlass_py_attn.problem import F32_BYTES
 from cutlass_py_attn.shared_memory import RECORD_WORDS
 
 NONE_LEFT = -1  # in place of a key tile
+TOGETHER = 2  # blocks of a cluster
 
 
 class KeyItems(Items):
@@ -114,3 +115,33 @@ class KeyItems(Items):
     def _record(self, slot: Int32) -> cute.Tensor:
         first = moves.shared_pointer(self.build, "items", Int32) + slot * RECORD_WORDS
         return cute.make_tensor(first.align(16), cute.make_layout(RECORD_WORDS))
+
+
+class PairedKeyItems(KeyItems):
+    """The key tiles of one Build whose blocks run in clusters of two. Each cluster takes two neighbouring ones at once,
+    which are dealt out beforehand: both blocks know them without a word."""
+
+    def turns(self, p: Any) -> Int32:
+        """How many pairs this cluster takes."""
+        pairs = ceil_div(p.num_keys, TOGETHER * self.build.tile_n) * (p.num_heads // p.group) * p.batch
+        return schedule.turns(pairs, *self._cluster())
+
+    def taken(self, p: Any, turn: Int32, rank: Int32) -> Item:
+        """The item of the block with this rank in the cluster's turn, with the query tiles of both."""
+        build, heads = self.build, p.num_heads // p.group
+        cluster, clusters = self._cluster()
+        number = schedule.number_of(turn, cluster, clusters)
+        tiles = ceil_div(p.num_keys, TOGETHER * build.tile_n)
+        fitting = schedule.heads_at_once(p.num_queries * p.group, self.bytes_of_query)
+        at_once = schedule.heads_dealt(fitting, heads * p.batch, clusters)
+        pair, rest = schedule.key_tile_of(build.mask, number, tiles, heads * p.batch, at_once)
+        of = lengths.sequence(build, p, rest // heads)
+        band = lengths.band(build, p, of)
+        visited = schedule.some_query_tiles(band, pair, build.tile_m, TOGETHER * build.tile_n)
+        return Item(of, band, rest % heads, TOGETHER * pair + rank, *visited)
+
+    def _cluster(self) -> tuple[Int32, Int32]:
+        """This block's cluster and how many there are."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        return block // TOGETHER, blocks // TOGETHER
