@@ -14,7 +14,7 @@ from cutlass_py_attn.problem import BIASES, OPERANDS, ROW_ALIGNMENT_BYTES, Probl
 # Those that its kernels have, by direction.
 FEATURES = {
     "forward": ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
-    "backward": ("dropout", "grouped"),
+    "backward": ("alibi", "dropout", "grouped", "sinks", "softcap"),
 }
 MAX_HEAD_DIM_BACKWARD = 128  # 64 keys of dK and dV are what two warpgroups have registers for
 DQ_WARPGROUPS, LOADERS = 1, 1  # of the backward's warpgroups, those that multiply dQ and that load
@@ -29,7 +29,7 @@ def lacking(problem: Problem) -> tuple[str, ...]:
     present = {
         "deterministic gradients": backward and problem.deterministic,
         "num_splits_key": backward and problem.num_splits_key is not None,
-        "choice of gradients": backward and problem.gradients != OPERANDS,
+        "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
         f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,

@@ -253,10 +253,12 @@ class HopperBackward(Backward):
                 # 2  P = exp2(S - logsumexp) in base 2
                 if cutlass.const_expr(not self.reads_ahead):
                     self.read_statistics("logsumexp", at_q.index, thread, r_lse)
-                here = self.side.place(thread, self.before)
-                self.side.weights(r_s, r_lse, p.scale_log2)
-                self.side.clear(lengths.band(build, p, of), r_s, here, (query_tile, key_tile))
-                r_p, r_factor = self.side.operands(r_s, r_kept)
+                here, tile = self.side.place(thread, self.before), (of, head, query_tile, key_tile)
+                band = lengths.band(build, p, of)
+                r_slope = self.side.finish_scores(p, r_s, band, here, tile)
+                self.side.weights(p, r_s, r_lse)
+                self.side.clear(band, r_s, here, tile)
+                r_p, r_factor = self.side.operands(r_s, r_slope, r_kept)
                 # 3  dP^T = V dO^T, behind it 5  dV += P^T dO
                 self.pipe_do.consumer_wait(at)
                 r_dp = self.dp.accumulator(thread)
