@@ -43,7 +43,7 @@ class TurnedScores:
         return query_tile * self.build.tile_m, key_tile * self.build.tile_n
 
     def finish_scores(self, p: Any, r_s: cute.Tensor, band: Any, thread: Int32, at: tuple) -> cute.Tensor | None:
-        """Score terms on a tile of products; the derivative of the softcap where there is one, in the operands' type."""
+        """Score terms on a tile of products; the derivative of the softcap, where there is one, as 16-bit numbers."""
         if not self.terms.present:
             return None
         of, head, _, _ = at
