@@ -15,7 +15,7 @@ from cutlass_py_attn.shared_memory import hopper_keeps_both
 # Those that its kernels have, by direction.
 FEATURES = {
     "forward": ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
-    "backward": ("dropout", "grouped", "seqused", "varlen"),
+    "backward": ("alibi", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
 }
 # See `_ragged_map`: rows of a tensor map over sequences of several lengths, and bytes of the whole address space.
 RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64
@@ -35,7 +35,7 @@ def lacking(problem: Problem) -> tuple[str, ...]:
     found = [name for name in problem.features if name not in taken]
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
-        "choice of gradients": backward and problem.gradients != OPERANDS,
+        "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
         f"head dims beyond {MAX_HEAD_DIM}": max(shape.head_dim, shape.head_dim_value) > MAX_HEAD_DIM,

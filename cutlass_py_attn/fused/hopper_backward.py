@@ -67,7 +67,7 @@ class HopperBackward(Backward):
         self.side = TurnedScores(build)
         self.kept = KeptBits(build, self, CONSUMER_THREADS) if build.has("dropout") else None
         # Where a thread has registers for them, the logsumexp is read while S is multiplied.
-        self.reads_ahead = build.tile_m <= 64 and self.kept is None
+        self.reads_ahead = build.tile_m <= 64 and not {"dropout", "softcap"} & {*build.features}
 
     @cute.jit
     def launch_main(self, values: tuple, grid: tuple):
@@ -257,10 +257,11 @@ class HopperBackward(Backward):
                 # 2  P = exp2(S - logsumexp) in base 2
                 if cutlass.const_expr(not self.reads_ahead):
                     self.read_statistics("logsumexp", at_q.index, thread, r_lse)
-                here = self.side.place(thread, self.before)
-                self.side.weights(r_s, r_lse, p.scale_log2)
-                self.side.clear(item.band, r_s, here, (query_tile, key_tile))
-                r_p, r_factor = self.side.operands(r_s, r_kept)
+                here, tile = self.side.place(thread, self.before), (item.of, head, query_tile, key_tile)
+                r_slope = self.side.finish_scores(p, r_s, item.band, here, tile)
+                self.side.weights(p, r_s, r_lse)
+                self.side.clear(item.band, r_s, here, tile)
+                r_p, r_factor = self.side.operands(r_s, r_slope, r_kept)
                 # 3  dP^T = V dO^T, behind it 5  dV += P^T dO
                 self.pipe_do.consumer_wait(at)
                 r_dp = self.dp.accumulator(thread)

@@ -253,7 +253,7 @@ class WideBackward(HopperBackward):
             head, query_tile = self.first_place(p, item)
             for turn in cutlass.range(rounds, unroll=1):
                 # 2  P = exp2(S - logsumexp) in base 2
-                self.side.weights(r_s, r_lse, p.scale_log2)
+                self.side.weights(p, r_s, r_lse)
                 self.side.clear(item.band, r_s, thread, (query_tile, item.tile))
                 self.scores.wait()
                 if turn > 0:

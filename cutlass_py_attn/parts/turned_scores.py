@@ -10,15 +10,17 @@ from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view
 from cutlass_py_attn.parts import kept_bits, masking, moves, params, schedule
 from cutlass_py_attn.parts.params import DTYPES
+from cutlass_py_attn.parts.terms import Terms
 from cutlass_py_attn.parts.turned import by_columns, places, turned_view
 from cutlass_py_attn.plan import Build
 
 
 class TurnedScores:
-    """Steps 2 and 4 of one Build."""
+    """Steps 2 and 4 of one Build: `at` is (sequence, query head, query tile, key tile)."""
 
     def __init__(self, build: Build) -> None:
         self.build, self.dtype = build, DTYPES[build.dtype]
+        self.terms = Terms(build)
 
     def bind(self, product: Wgmma) -> None:
         """The product that gives S^T."""
@@ -27,36 +29,67 @@ class TurnedScores:
     def place(self, thread: Int32, before: int) -> Int32:
         """The number of a thread that has `before` others before it; what is derived of it is formed again for every
         tile where registers are few."""
-        return params.fresh("tid.x") - before if self.build.has("dropout") else thread
+        is_full = self.terms.present or self.build.has("dropout")
+        return params.fresh("tid.x") - before if is_full else thread
 
-    def weights(self, r_s: cute.Tensor, lse: cute.Tensor, scale_log2: Float32) -> None:
+    def where(self, thread: Int32) -> cute.Tensor:
+        """(query, key) in the tile of each element of a thread's scores, as queries x keys."""
+        identity = transposed(cute.make_identity_tensor((self.build.tile_m, self.build.tile_n)))
+        return turned_view(row_view(self.product.mma.get_slice(thread).partition_C(identity)))
+
+    def corner(self, at: tuple) -> tuple[Int32, Int32]:
+        """The first query and key of a tile."""
+        query_tile, key_tile = at[-2:]
+        return query_tile * self.build.tile_m, key_tile * self.build.tile_n
+
+    def finish_scores(self, p: Any, r_s: cute.Tensor, band: Any, thread: Int32, at: tuple) -> cute.Tensor | None:
+        """Score terms on a tile of products; the derivative of the softcap, where there is one, as 16-bit numbers."""
+        if not self.terms.present:
+            return None
+        of, head, _, _ = at
+        view, given = turned_view(row_view(r_s)), (self.terms.slope(p, of.index, head), None)
+        derivative = self.terms.apply(p, view, self.where(thread), self.corner(at), band, given)
+        return None if derivative is None else moves.converted(derivative, self.dtype)
+
+    def weights(self, p: Any, r_s: cute.Tensor, lse: cute.Tensor) -> None:
         """S^T becomes P^T."""
-        scores = by_columns(r_s)
+        scores, scale_log2 = by_columns(r_s), Float32(1.0) if self.terms.present else p.scale_log2
         for side, row, eight in places(scores):
             exponent = scores[side, row, eight] * scale_log2 - lse[side, eight]
             scores[side, row, eight] = cute.math.exp2(exponent, fastmath=True)
 
     @cute.jit
     def clear(self, band: Any, r_s: cute.Tensor, thread: Int32, at: tuple):
-        """Zero the weights that the mask hides, where the tile has any."""
-        query_tile, key_tile = at
+        """Zero the weights that the mask hides, where the tile has any; of `at` the tiles alone are needed."""
+        query_tile, key_tile = at[-2:]
         build = self.build
         if schedule.needs_mask(band, query_tile, key_tile, build.tile_m, build.tile_n):
-            corner = query_tile * build.tile_m, key_tile * build.tile_n
-            identity = transposed(cute.make_identity_tensor((build.tile_m, build.tile_n)))
-            where = row_view(self.product.mma.get_slice(thread).partition_C(identity))
-            masking.clear(band, turned_view(row_view(r_s)), turned_view(where), corner)
+            corner, where = self.corner(at), self.where(thread)
+            masking.clear(band, turned_view(row_view(r_s)), where, corner)
 
-    def operands(self, r_s: cute.Tensor, kept: cute.Tensor | None) -> tuple[cute.Tensor, cute.Tensor]:
+    def operands(
+        self, r_s: cute.Tensor, r_slope: cute.Tensor | None, kept: cute.Tensor | None
+    ) -> tuple[cute.Tensor, cute.Tensor]:
         """Of the weights: P^T for dV, without what dropout drops, and the factor of dS^T."""
-        factor = moves.converted(r_s, self.dtype)
+        weights = moves.converted(r_s, self.dtype)
+        factor = weights if r_slope is None else self.times(r_s, r_slope)
         if kept is None:
-            return factor, factor
-        dropped = cute.make_rmem_tensor_like(factor)
-        source, target = words_of(factor), words_of(dropped)
+            return weights, factor
+        dropped = cute.make_rmem_tensor_like(weights)
+        source, target = words_of(weights), words_of(dropped)
         for index in range(cute.size(source)):
             target[index] = source[index] & kept_bits.mask(kept, index % 2, index // 2)
         return dropped, factor
+
+    def times(self, r_s: cute.Tensor, r_slope: cute.Tensor) -> cute.Tensor:
+        """The weights times the derivative of the softcap."""
+        count = cute.size(r_s)
+        weights = cute.make_tensor(r_s.iterator, cute.make_layout(count))
+        product = cute.make_rmem_tensor(count, Float32)
+        for index in range(count // 2):
+            for side, slope in enumerate(moves.in_float32(words_of(r_slope)[index], self.dtype)):
+                product[2 * index + side] = weights[2 * index + side] * slope
+        return moves.converted(product, self.dtype)
 
     def gradient(
         self, p: Any, r_dp: cute.Tensor, r_factor: cute.Tensor, delta: cute.Tensor, kept: cute.Tensor | None

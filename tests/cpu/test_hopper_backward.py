@@ -17,6 +17,9 @@ from cutlass_py_attn.plan import Plan, TensorMap
 from cutlass_py_attn.problem import Problem, Sequences, Shape, Tensor
 from cutlass_py_attn.shared_memory import shared_columns
 
+BY_HEAD = Tensor.contiguous((4,), "float32")
+BIAS = Tensor.contiguous((2, 4, 200, 300), "bfloat16")
+
 
 def backward(dim: int = 128, dim_value: int = 128, mask: Mask | None = None, heads_key: int = 4) -> Problem:
     """A dense problem that the family takes: 200 queries, 300 keys, 4 heads, 2 batches."""
@@ -33,7 +36,10 @@ def backward(dim: int = 128, dim_value: int = 128, mask: Mask | None = None, hea
         ({"dropout_p": 0.1, "mask": Causal(17)}, ()),
         ({"num_splits_key": 2}, ("num_splits_key",)),
         ({"grad_key": None}, ("choice of gradients",)),
-        ({"softcap": 2.0}, ("softcap",)),
+        ({"softcap": 2.0, "alibi_slopes": BY_HEAD}, ()),
+        ({"sinks": BY_HEAD, "grad_sinks": BY_HEAD, "dropout_p": 0.1}, ()),
+        ({"bias": BIAS}, ("bias",)),
+        ({"bias": BIAS, "grad_bias": BIAS, "softcap": 2.0}, ("bias",)),
         ({"grad_output": Tensor((2, 200, 4, 128), (0, 512, 128, 1), "bfloat16")}, ("strides of 0 or less",)),
         ({"grad_value": Tensor((2, 300, 4, 128), (300 * 512, 512, 128, 1), "bfloat16", 8)},
          ("rows aligned to less than 16 bytes",)),
@@ -114,6 +120,16 @@ def test_a_ring_of_bits_with_dropout(dims: tuple[int, int]) -> None:
     assert build.buffer("kept").bytes == slots * build.tile_m * build.tile_n // 16
     assert build.buffer("barriers").bytes == 16 * (2 * slots + 2 * build.grad_output_stages + 2)
     assert build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
+
+
+def test_sinks_have_a_kernel_of_their_own() -> None:
+    """One block for each query head, behind the three of every backward."""
+    problem = backward().replace(sinks=BY_HEAD, grad_sinks=BY_HEAD)
+    plan = planner.plan(problem, "sm_90a")
+    assert plan.build.family == "hopper"
+    assert [(launch.symbol, launch.grid) for launch in plan.launches][3:] == [
+        (kernels.entries(plan.build)["sinks"], (4, 1, 1))
+    ]
 
 
 def test_launches() -> None:
@@ -201,6 +217,8 @@ CODE = [
     backward(64, 64).replace(dropout_p=0.1),
     backward(128, 128, Causal(50), heads_key=2).replace(dropout_p=0.1),
     of_lengths(sequences=Sequences(3, 400, 300, True), dropout_p=0.1, deterministic=True),
+    backward(128, 128).replace(softcap=2.0),
+    backward(96, 96, Causal()).replace(alibi_slopes=BY_HEAD, sinks=BY_HEAD),
 ]
 
 
