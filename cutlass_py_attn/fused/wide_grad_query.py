@@ -1,5 +1,7 @@
-"""Wide Hopper query gradient: a warpgroup adds dQ = dS K of its own and of the other block's keys to the sum, in its
-block's share of the columns, by vector reductions from registers: shared memory has no room to stage them."""
+"""Wide Hopper query gradient: a warpgroup adds its block's columns of dQ = dS K, of both blocks' keys, to the sum.
+
+It does so by vector reductions from registers: shared memory has no room to stage them.
+"""
 
 from dataclasses import replace
 
