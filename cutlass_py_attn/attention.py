@@ -7,13 +7,12 @@ gradients = attention_backward(grad_output, query, key, value, output, logsumexp
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Unpack
 
-from cutlass_py_attn import arrays, driver
+from cutlass_py_attn import arrays, driver, fill
 from cutlass_py_attn.abi import SEED
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NoDevice, NotSupported
@@ -23,8 +22,6 @@ from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
 
 KEPT_KERNELS: Final = 64  # bound problems that stay ready; a shape, stride or scale more makes another
-_INFINITY: Final = 0x7F800000  # float32 bits
-_MINUS_INFINITY: Final = 0xFF800000
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +231,7 @@ def _on_gpu(
         if direction == "forward":
             pointers["logsumexp"] = exchange.empty("logsumexp", problem.shape.logsumexp, "float32")
         if problem.is_empty or problem.sequences is not None:
-            _fill(problem, pointers, stream)
+            fill.fill(problem, pointers, stream)
         if not problem.is_empty:
             if problem.dropout_p and not problem.philox_on_device and chosen.dropout is not None:
                 pointers |= {"philox_seed": chosen.dropout.philox_seed, "philox_offset": chosen.dropout.philox_offset}
@@ -265,47 +262,11 @@ def _device(ordinal: int | None) -> driver.Device:
 @functools.lru_cache(maxsize=KEPT_KERNELS)
 def _bound(problem: Problem, ordinal: int, kernels: Callable[[Build], Artifact] | None) -> Bound:
     """Plan, compile or fetch, and bind; repeated calls with equal problems come here once."""
-    if kernels is None:
-        from cutlass_py_attn.compiler import artifact_for
-
-        kernels = artifact_for
-    return bind_problem(problem, kernels, ordinal)
+    return bind_problem(problem, kernels or default_kernels(), ordinal)
 
 
-def _fill(problem: Problem, pointers: Mapping[str, int], stream: int) -> None:
-    """What no kernel writes: all of an empty problem, and what lies outside every sequence.
+def default_kernels() -> Callable[[Build], Artifact]:
+    """What compiles, and keeps on disk; imports the compiler."""
+    from cutlass_py_attn.compiler import artifact_for
 
-    Zeros in the results; a logsumexp of -inf with +inf padding, or +inf where sequences have their own ends.
-    """
-    results = ("output",) if problem.direction == "forward" else tuple(f"grad_{name}" for name in problem.gradients)
-    for name, tensor in (problem.tensors() | problem.vectors()).items():
-        if name in results:
-            _clear(tensor, pointers[name], stream)
-    batch, num_heads, padded = problem.shape.logsumexp
-    rows, address = batch * num_heads, pointers["logsumexp"]
-    if problem.direction == "forward" and rows * padded:
-        driver.fill_words(address, padded * F32_BYTES, _INFINITY, padded, rows, stream)
-        if problem.sequences is None:
-            driver.fill_words(address, padded * F32_BYTES, _MINUS_INFINITY, problem.shape.num_queries, rows, stream)
-
-
-def _clear(tensor: Tensor, address: int, stream: int) -> None:
-    """Zeros in every element and nowhere between them, in as few calls as the strides allow."""
-    item = ITEM_BYTES[tensor.dtype]
-    if 0 in tensor.shape:
-        return
-    axes = [(step * item, size) for size, step in zip(tensor.shape, tensor.strides, strict=True) if size > 1]
-    address += sum((size - 1) * step for step, size in axes if step < 0)
-    runs = [(item, 1)]  # (bytes from one to the next, how many), axes that follow each other in memory joined
-    for step, size in sorted((abs(step), size) for step, size in axes):
-        before, count = runs[-1]
-        if step == before * count:
-            runs[-1] = before, count * size
-        else:
-            runs.append((step, size))
-    width = item * runs.pop(0)[1]
-    runs.sort(key=lambda run: run[1])
-    pitch, height = runs.pop() if runs else (width, 1)
-    for index in itertools.product(*(range(count) for _, count in runs)):
-        offset = sum(number * step for number, (step, _) in zip(index, runs, strict=True))
-        driver.clear_rows(address + offset, pitch, width, height, stream)
+    return artifact_for

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported
-from cutlass_py_attn.plan import TensorMap
-from cutlass_py_attn.problem import ITEM_BYTES
+from cutlass_py_attn.plan import Launch
 
-_TENSOR_MAP_SINCE: Final = 12000  # CUDA version that brought cuTensorMapEncodeTiled
 _SHOWN_LENGTH: Final = 64
 
 # What the driver's sentence leaves open, by CUresult.
@@ -61,10 +59,24 @@ def call(name: str, *arguments: Any, purpose: str = "") -> Any:
     initialise()
     code, *results = _invoke(name, arguments)
     if int(code):
-        raise _failure(name, arguments, int(code), purpose)
+        raise failure(name, arguments, int(code), purpose)
     if len(results) > 1:
         return tuple(results)
     return results[0] if results else None
+
+
+@functools.cache
+def function(name: str) -> Any:
+    """The bindings' function of that name, looked up once."""
+    initialise()
+    return getattr(bindings(), name)
+
+
+def put(purpose: str, name: str, *arguments: Any) -> None:
+    """`call` for a function without results, with less in its way: what a launch needs goes through here."""
+    (code,) = function(name)(*arguments)
+    if code:
+        raise failure(name, arguments, int(code), purpose)
 
 
 def _invoke(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -75,7 +87,8 @@ def _invoke(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return results
 
 
-def _failure(name: str, arguments: tuple[Any, ...], code: int, purpose: str) -> DriverError:
+def failure(name: str, arguments: tuple[Any, ...], code: int, purpose: str) -> DriverError:
+    """The error of a driver function that returned `code`."""
     reason = f" for {purpose}" if purpose else ""
     hint = f"; {_HINTS[code]}" if code in _HINTS else ""
     return DriverError(f"{name}({_shown(arguments)}){reason}: {_sentence(code)}{hint}", code)
@@ -127,6 +140,12 @@ class Device:
     handle: int
     context: int
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the primary context is current in this thread."""
+        code, found = function("cuCtxGetCurrent")()
+        return not code and int(found) == self.context
+
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make the primary context current; the context that was current comes back afterwards.
@@ -173,6 +192,15 @@ def device(ordinal: int) -> Device:
     )
 
 
+def ordinal_of(stream: int) -> int:
+    """Ordinal of the device whose primary context this stream, not a default one, belongs to."""
+    context = int(call("cuStreamGetCtx", stream))
+    for ordinal in range(device_count()):
+        if device(ordinal).context == context:
+            return ordinal
+    raise DriverError(f"stream {stream:#x} belongs to no device's primary context; use a stream of the primary context")
+
+
 def current_ordinal() -> int:
     """Ordinal of the device whose context is current in this thread; 0 when none is."""
     return int(call("cuCtxGetDevice")) if int(call("cuCtxGetCurrent")) else 0
@@ -189,9 +217,25 @@ def load_library(cubin: bytes) -> int:
     return int(call("cuLibraryLoadData", cubin, None, None, 0, None, None, 0))
 
 
+@contextmanager
+def outside_capture() -> Iterator[None]:
+    """For loading kernels while this thread records a CUDA graph: what is called inside is not part of it."""
+    relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
+
+
 def get_kernel(library: int, symbol: str) -> int:
     """The kernel of that symbol; DriverError names it when the cubin has none."""
     return int(call("cuLibraryGetKernel", library, symbol.encode()))
+
+
+def loaded(kernel: int) -> int:
+    """The kernel as a function of the current context, its code on the device: else the first launch loads it."""
+    return int(call("cuKernelGetFunction", kernel))
 
 
 def parameter_sizes(kernel: int, count: int) -> tuple[int, ...]:
@@ -204,7 +248,7 @@ def parameter_sizes(kernel: int, count: int) -> tuple[int, ...]:
         if int(code) == int(cuda.CUresult.CUDA_ERROR_INVALID_VALUE):
             break
         if int(code):
-            raise _failure("cuKernelGetParamInfo", arguments, int(code), "")
+            raise failure("cuKernelGetParamInfo", arguments, int(code), "")
         sizes.append(int(found[1]))
     return tuple(sizes)
 
@@ -221,20 +265,36 @@ def allow_shared_memory(kernel: int, gpu: Device, dynamic_bytes: int, static_byt
     call("cuKernelSetAttribute", kind, dynamic_bytes, kernel, gpu.handle)
 
 
-def launch_config(grid: tuple[int, int, int], block: tuple[int, int, int], shared_memory_bytes: int) -> Any:
-    """A CUlaunchConfig to keep for `launch`."""
-    config = bindings().CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = block
-    config.sharedMemBytes = shared_memory_bytes
-    config.numAttrs = 0
-    return config
+class Starter:
+    """A launch made ready: calling it starts the kernel on the stream that was set last.
 
+    parameters: address of the array of pointers to the kernel's parameters, which are read at each call. purpose:
+    what an error says it was for. Everything is in the bindings' own types: an int costs them an object a call.
+    """
 
-def launch(config: Any, kernel: int, parameters: int, stream: int, purpose: str) -> None:
-    """Start `kernel`; `parameters` is the address of the array of pointers to its parameters."""
-    config.hStream = stream
-    call("cuLaunchKernelEx", config, kernel, parameters, 0, purpose=purpose)
+    __slots__ = ("_arguments", "_config", "_launch", "_purpose")
+
+    def __init__(self, kernel: int, launch: Launch, parameters: int) -> None:
+        cuda = bindings()
+        config = cuda.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
+        config.sharedMemBytes = launch.shared_memory_bytes
+        config.numAttrs = 0
+        self._config = config
+        self._arguments = config, cuda.CUfunction(kernel), parameters, 0
+        self._launch = function("cuLaunchKernelEx")
+        self._purpose = launch.symbol
+
+    def set_stream(self, stream: int) -> None:
+        """The stream of the calls that follow."""
+        self._config.hStream = stream
+
+    def __call__(self) -> None:
+        """Start the kernel."""
+        (code,) = self._launch(*self._arguments)
+        if code:
+            raise failure("cuLaunchKernelEx", self._arguments, int(code), self._purpose)
 
 
 def allocate(size: int, stream: int, purpose: str) -> int:
@@ -259,7 +319,7 @@ def free_now(address: int) -> None:
 
 def clear(address: int, size: int, stream: int) -> None:
     """Set `size` bytes to zero, in stream order."""
-    call("cuMemsetD8Async", address, 0, size, stream)
+    put("", "cuMemsetD8Async", address, 0, size, stream)
 
 
 def clear_rows(address: int, pitch: int, width: int, height: int, stream: int) -> None:
@@ -338,6 +398,8 @@ def stream_handle(stream: object) -> int:
     None is the legacy default stream (0). Else an int handle, an object with `__cuda_stream__`
     (cuda.core), or one with the handle in `ptr` (CuPy), `cuda_stream` (torch) or `handle` (Numba).
     """
+    if type(stream) is int and stream >= 0:
+        return stream
     found: Any = 0 if stream is None else stream
     if hasattr(found, "__cuda_stream__"):
         protocol = found.__cuda_stream__
@@ -359,41 +421,3 @@ def stream_handle(stream: object) -> int:
         f"stream = {stream!r}: must be None (the default stream), a CUstream handle as int, or an object "
         "with __cuda_stream__, ptr, cuda_stream or handle"
     )
-
-
-@functools.cache
-def _encode_function() -> Any:
-    """cuTensorMapEncodeTiled as a C function: unlike the bindings' wrapper it writes where we say."""
-    pointer, _ = call("cuGetProcAddress", b"cuTensorMapEncodeTiled", _TENSOR_MAP_SINCE, 0)
-    address, number = ctypes.c_void_p, ctypes.c_uint32
-    arguments = (address, number, number, address, *[address] * 4, *[number] * 4)
-    return ctypes.CFUNCTYPE(number, *arguments)(int(pointer))
-
-
-def encode_tensor_map(slot: int, address: int, recipe: TensorMap, dtype: str) -> None:
-    """Write the 128-byte CUtensorMap of `recipe` over the array at `address` to the 64-byte aligned `slot`.
-
-    dtype: element type of the array.
-    """
-    cuda = bindings()
-    types = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32"}
-    element = getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{types[dtype]}")
-    rank = len(recipe.sizes)
-    swizzle = f"{recipe.swizzle_bytes}B" if recipe.swizzle_bytes else "NONE"
-    arguments = (
-        slot,
-        int(element),
-        rank,
-        address,
-        (ctypes.c_uint64 * rank)(*recipe.sizes),
-        (ctypes.c_uint64 * (rank - 1))(*(stride * ITEM_BYTES[dtype] for stride in recipe.strides)),
-        (ctypes.c_uint32 * rank)(*recipe.box),
-        (ctypes.c_uint32 * rank)(*(1 for _ in range(rank))),
-        int(cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
-        int(getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}")),
-        int(cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
-        int(cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-    )
-    code = _encode_function()(*arguments)
-    if code:
-        raise _failure("cuTensorMapEncodeTiled", (slot, address), code, f"{recipe} of {dtype}")

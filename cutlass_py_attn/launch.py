@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from cutlass_py_attn import abi, driver, hopper, planner
+from cutlass_py_attn import abi, driver, hopper, planner, tensor_maps
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.device import runs_on as _runs_on
@@ -24,6 +25,8 @@ LOG2_E: Final = math.log2(math.e)
 _SLOT_ALIGNMENT: Final = abi.TENSOR_MAP_BYTES  # of every parameter; a multiple of what cuda.h asks for tensor maps
 _WORD_BYTES: Final = 8
 _HALF_BYTES: Final = 4
+_ADDRESSES: Final = 1 << 64
+_LOW_BITS: Final = ROW_ALIGNMENT_BYTES - 1
 _FROM_THE_START: Final = (("first_head", 0), ("first_batch", 0))
 
 _libraries: dict[tuple[int, bytes], int] = {}
@@ -37,13 +40,21 @@ def generic_arch(compute_capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """One launch made ready: the driver's handle and config, and the address of the parameter pointers."""
+    """One launch made ready, and the tensor maps among its parameters."""
 
-    handle: int
-    config: Any
-    parameters: int
-    maps: tuple[tuple[int, TensorMap], ...]  # (address of the 128-byte slot, recipe)
-    launch: Launch
+    start: driver.Starter
+    maps: tuple[_Map, ...]
+    sizes: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """A tensor map of one launch: its 128-byte slot, as an address and as the bindings' object."""
+
+    slot: int
+    mapped: Any
+    recipe: TensorMap
+    position: int  # of the array among the plan's addresses
 
 
 class Bound:
@@ -58,8 +69,13 @@ class Bound:
         self.tensor_names = block.names
         self._block = block
         self._kernels = kernels
-        self._in_pieces = any(kernel.launch.sizes for kernel in kernels)
-        self._mapped: dict[int, int] = {}
+        self._in_pieces = any(kernel.sizes for kernel in kernels)
+        self._maps = tuple(each for kernel in kernels for each in kernel.maps)
+        self._addresses_of = _picker(block.names)
+        self._packed: tuple[int, ...] = ()  # the addresses in the struct and the maps; none before the first call
+        self._packed_workspace = 0
+        self._packed_stream = 0
+        self._zero_bytes = plan.workspace.zero_bytes
         self._lock = threading.Lock()
 
     @property
@@ -82,40 +98,63 @@ class Bound:
         NotSupported lists wrong names and addresses; DriverError: a driver call failed, perhaps
         for want of memory.
         """
-        self._check(pointers, workspace)
+        try:
+            addresses = self._addresses_of(pointers)
+        except KeyError:
+            addresses = ()
+        if len(pointers) != len(addresses) or (workspace is not None and (workspace <= 0 or workspace & _LOW_BITS)):
+            self._check(pointers, workspace)
         handle = driver.stream_handle(stream)
         if not self._kernels:
             return
-        with self._lock, self.device.current():
-            if workspace is not None or not self.workspace_bytes:
-                self._launch(pointers, handle, workspace or 0)
-                return
-            scratch = driver.allocate(self.workspace_bytes, handle, f"the workspace of {self.plan.symbol}")
-            try:
-                self._launch(pointers, handle, scratch)
-            except BaseException:
-                _free_after_failure(scratch, handle)
-                raise
-            driver.free(scratch, handle)
+        with self._lock:
+            if addresses != self._packed:
+                self._pack(addresses, pointers)
+            if self.device.is_current:
+                self._put(handle, workspace)
+            else:
+                with self.device.current():
+                    self._put(handle, workspace)
 
-    def _launch(self, pointers: Mapping[str, int], stream: int, workspace: int) -> None:
-        space = self.plan.workspace
-        self._block.write_addresses(pointers)
-        self._block.write_addresses({part.name: workspace + part.offset for part in space.parts})
-        if space.zero_bytes:
-            driver.clear(workspace, space.zero_bytes, stream)
-        for kernel in self._kernels:
-            for slot, recipe in kernel.maps:
-                self._encode(slot, recipe, pointers[recipe.field])
-            if self._in_pieces:
-                self._block.write_sizes(kernel.launch.sizes or _FROM_THE_START)
-            driver.launch(kernel.config, kernel.handle, kernel.parameters, stream, kernel.launch.symbol)
-
-    def _encode(self, slot: int, recipe: TensorMap, address: int) -> None:
-        if self._mapped.get(slot) == address:
+    def _put(self, stream: int, workspace: int | None) -> None:
+        if workspace is not None or not self.workspace_bytes:
+            self._launch(stream, workspace or 0)
             return
-        driver.encode_tensor_map(slot, address, recipe, self.plan.build.dtype)
-        self._mapped[slot] = address
+        scratch = driver.allocate(self.workspace_bytes, stream, f"the workspace of {self.plan.symbol}")
+        try:
+            self._launch(stream, scratch)
+        except BaseException:
+            _free_after_failure(scratch, stream)
+            raise
+        driver.free(scratch, stream)
+
+    def _launch(self, stream: int, workspace: int) -> None:
+        if workspace != self._packed_workspace:
+            self._block.write_workspace(workspace)
+            self._packed_workspace = workspace
+        if stream != self._packed_stream:
+            for kernel in self._kernels:
+                kernel.start.set_stream(stream)
+            self._packed_stream = stream
+        if self._zero_bytes:
+            driver.clear(workspace, self._zero_bytes, stream)
+        for kernel in self._kernels:
+            if self._in_pieces:
+                self._block.write_sizes(kernel.sizes or _FROM_THE_START)
+            kernel.start()
+
+    def _pack(self, addresses: tuple[int, ...], pointers: Mapping[str, int]) -> None:
+        """Addresses into the struct and the tensor maps; a map is encoded once and only moved thereafter."""
+        before, self._packed = self._packed, ()
+        if not self._block.write_addresses(addresses):
+            self._check(pointers, None)
+        for each in self._maps:
+            address = addresses[each.position]
+            if not before:
+                tensor_maps.encode(each.slot, address, each.recipe, self.plan.build.dtype)
+            elif address != before[each.position]:
+                tensor_maps.move(each.mapped, address)
+        self._packed = addresses
 
     def _check(self, pointers: Mapping[str, int], workspace: int | None) -> None:
         """Every wrong name and address in one NotSupported."""
@@ -136,7 +175,7 @@ class Bound:
         reasons += [
             f"{name} = {address:#x}: must be a device address, {alignment}-byte aligned; copy it"
             for name, (address, alignment) in addresses.items()
-            if self._kernels and (address <= 0 or address % alignment)
+            if self._kernels and (not 0 < address < _ADDRESSES or address % alignment)
         ]
         if reasons:
             raise NotSupported(reasons)
@@ -156,21 +195,46 @@ class _Block:
             self.alignments = _alignments(problem)
             for name, value in _numbers(problem).items():
                 struct[name] = value
-        self.names = tuple(self.alignments)
+        # Those that are checked come first; the others are numbers, or nobody reads them.
+        self.names = tuple(sorted(self.alignments, key=lambda name: not self.alignments[name]))
         for name, size in plan.sizes:
             struct[name] = size
         self._storage: list[np.ndarray[Any, Any]] = []
         self.struct_address = self._slot(self.struct_bytes)
         ctypes.memmove(self.struct_address, struct.tobytes(), self.struct_bytes)
-        self._words = (ctypes.c_int64 * (self.struct_bytes // _WORD_BYTES)).from_address(self.struct_address)
+        words = (ctypes.c_char * self.struct_bytes).from_address(self.struct_address)
+        self._words = memoryview(words).cast("B").cast("Q")
         self._halves = (ctypes.c_int32 * (self.struct_bytes // _HALF_BYTES)).from_address(self.struct_address)
         on_device = problem is not None and problem.philox_on_device
-        self._field = {name: f"{name}_address" for name in abi.SEED} if on_device else {}
+        fields = {name: f"{name}_address" for name in abi.SEED} if on_device else {}
+        indices = [self._word(fields.get(name, name)) for name in self.names]
+        needed = [self.alignments[name] for name in self.names if self.alignments[name]]
+        self._checked = tuple((index, alignment - 1) for index, alignment in zip(indices, needed, strict=False))
+        self._unchecked = tuple(indices[len(needed) :])
+        self._parts = tuple((self._word(part.name), part.offset) for part in plan.workspace.parts)
 
-    def write_addresses(self, addresses: Mapping[str, int]) -> None:
-        """Put addresses into their struct fields; 64-bit fields are aligned, so they are whole words."""
-        for name, address in addresses.items():
-            self._words[self.layout[self._field.get(name, name)][0] // _WORD_BYTES] = address
+    def _word(self, field: str) -> int:
+        """Index of a 64-bit field among the struct's words: such fields are aligned."""
+        return self.layout[field][0] // _WORD_BYTES
+
+    def write_addresses(self, addresses: tuple[int, ...]) -> bool:
+        """Put the address of each of `names` into its struct field; False where one is not to be used."""
+        words, found = self._words, iter(addresses)
+        try:
+            for (index, low_bits), address in zip(self._checked, found, strict=False):
+                if not address or address & low_bits:
+                    return False
+                words[index] = address
+            for index in self._unchecked:
+                words[index] = next(found)
+        except ValueError:  # no number of 64 bits
+            return False
+        return True
+
+    def write_workspace(self, workspace: int) -> None:
+        """Put the addresses of the workspace's parts into their struct fields."""
+        for index, offset in self._parts:
+            self._words[index] = workspace + offset
 
     def write_sizes(self, sizes: Iterable[tuple[str, int]]) -> None:
         """Put numbers that differ between the launches into their 32-bit fields."""
@@ -179,11 +243,14 @@ class _Block:
 
     def kernel(self, launch: Launch, handle: int) -> _Kernel:
         """The launch with slots for its tensor maps and its array of parameter pointers."""
-        maps = tuple((self._slot(abi.TENSOR_MAP_BYTES), recipe) for recipe in launch.tensor_maps)
-        pointers = np.array([*(slot for slot, _ in maps), self.struct_address], np.uint64)
+        maps = tuple(self._map(recipe) for recipe in launch.tensor_maps)
+        pointers = np.array([*(each.slot for each in maps), self.struct_address], np.uint64)
         self._storage.append(pointers)
-        config = driver.launch_config(launch.grid, launch.block, launch.shared_memory_bytes)
-        return _Kernel(handle, config, pointers.ctypes.data, maps, launch)
+        return _Kernel(driver.Starter(handle, launch, pointers.ctypes.data), maps, launch.sizes)
+
+    def _map(self, recipe: TensorMap) -> _Map:
+        slot = self._slot(abi.TENSOR_MAP_BYTES)
+        return _Map(slot, tensor_maps.as_object(slot), recipe, self.names.index(recipe.field))
 
     def _slot(self, size: int) -> int:
         memory = np.zeros(size + _SLOT_ALIGNMENT, np.uint8)
@@ -220,14 +287,18 @@ def bind_first(plans: Sequence[Plan], problem: Problem, kernels: Callable[[Build
     A build that ptxas cannot make without spills, and one that a folder lacks, leave the turn to the next plan.
     Raises what the first plan's kernels raised where no plan has any, and what `bind` raises.
     """
+    plan, artifact = first_made(plans, kernels)
+    return bind(artifact, plan, problem, device)
+
+
+def first_made(plans: Sequence[Plan], kernels: Callable[[Build], Artifact]) -> tuple[Plan, Artifact]:
+    """The first of the plans whose kernels `kernels` gives, and these; errors as for `bind_first`."""
     first: CompileError | Stale | None = None
     for plan in plans:
         try:
-            artifact = kernels(plan.build)
+            return plan, kernels(plan.build)
         except (CompileError, Stale) as error:
             first = first or error
-        else:
-            return bind(artifact, plan, problem, device)
     if first is None:
         raise ValueError("plans is empty: at least one is needed")
     raise first
@@ -255,7 +326,7 @@ def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device, block: _Block
     reserved = architecture(artifact.build.arch).reserved_shared_memory
     static_bytes = max(artifact.kernel(launch.symbol).static_shared_memory_bytes - reserved, 0)
     driver.allow_shared_memory(handle, gpu, launch.shared_memory_bytes, static_bytes)
-    return block.kernel(launch, handle)
+    return block.kernel(launch, driver.loaded(handle))
 
 
 def _library(cubin: bytes, gpu: driver.Device) -> int:
@@ -352,6 +423,13 @@ def _numbers(problem: Problem) -> dict[str, float]:
     scale = problem.scale_value
     factors = {"scale": scale, "scale_log2": scale * LOG2_E, "softcap": problem.softcap}
     return numbers | factors | {"keep_scale": keep_scale(problem.dropout_p)}
+
+
+def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
+    """The values of these names, as a tuple."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    return lambda pointers: tuple(pointers[name] for name in names)
 
 
 def _free_after_failure(address: int, stream: int) -> None:
