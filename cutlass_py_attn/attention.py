@@ -6,7 +6,6 @@ gradients = attention_backward(grad_output, query, key, value, output, logsumexp
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -220,8 +219,9 @@ def _on_gpu(
     """Launch, and every result by name; `given` are arrays to write results to."""
     stream = driver.stream_handle(chosen.stream)
     taken = arrays.take({**operands, **given}, stream)
-    problem, made = problem_of(direction, taken, chosen)
     gpu = _device(taken["query"].device)
+    ready = _ready(direction, taken, chosen, gpu.ordinal)
+    problem, made = ready.problem, ready.made
     with gpu.current(), arrays.Exchange(taken["query"].library, gpu, stream) as exchange:
         pointers = {
             name: exchange.into(name, array) if name in given else exchange.address(name, array)
@@ -235,7 +235,9 @@ def _on_gpu(
         if not problem.is_empty:
             if problem.dropout_p and not problem.philox_on_device and chosen.dropout is not None:
                 pointers |= {"philox_seed": chosen.dropout.philox_seed, "philox_offset": chosen.dropout.philox_offset}
-            _bound(problem, gpu.ordinal, chosen.kernels)(pointers, stream)
+            if ready.bound is None:
+                ready.bound = _bound(problem, gpu.ordinal, chosen.kernels)
+            ready.bound(pointers, stream)
         return exchange.results()
 
 
@@ -259,9 +261,38 @@ def _device(ordinal: int | None) -> driver.Device:
         raise NoDevice(f'{error}; backend="reference" computes on the CPU in NumPy float64') from error
 
 
-@functools.lru_cache(maxsize=KEPT_KERNELS)
+@dataclass(slots=True)
+class _Ready:
+    """A problem that was judged, the results to be made for it, and its kernels once they are bound."""
+
+    problem: Problem
+    made: dict[str, Tensor]
+    bound: Bound | None = None
+
+
+_kept: dict[tuple[object, ...], _Ready] = {}
+
+
+def _ready(direction: str, taken: Mapping[str, arrays.Array], chosen: Settings, ordinal: int) -> _Ready:
+    """Judge and plan; calls with operands that lie alike, and equal options, come past here once.
+
+    Lengths in NumPy are judged by their values, each time.
+    """
+    if chosen.sequences is not None and any(array.library == "numpy" for array in taken.values()):
+        return _Ready(*problem_of(direction, taken, chosen))
+    operands = tuple((name, a.shape, a.strides, a.dtype, a.alignment) for name, a in taken.items())
+    key = direction, ordinal, taken["query"].device is None, operands, chosen.key
+    found = _kept.get(key)
+    if found is None:
+        found = _Ready(*problem_of(direction, taken, chosen))
+        while len(_kept) >= KEPT_KERNELS:
+            _kept.pop(next(iter(_kept)), None)
+        _kept[key] = found
+    return found
+
+
 def _bound(problem: Problem, ordinal: int, kernels: Callable[[Build], Artifact] | None) -> Bound:
-    """Plan, compile or fetch, and bind; repeated calls with equal problems come here once."""
+    """Plan, compile or fetch, and bind."""
     return bind_problem(problem, kernels or default_kernels(), ordinal)
 
 

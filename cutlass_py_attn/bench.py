@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from cutlass_py_attn import arrays, bench_cases, bench_peers, driver
+from cutlass_py_attn import arrays, bench_cases, bench_peers, driver, guests
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench_cases import Case
 from cutlass_py_attn.bench_timing import SAMPLES, median, sm_clock_mhz
@@ -75,7 +75,7 @@ class Operands:
         for name in RANDOM_INPUTS:
             if name in self.arrays:
                 values = rng.standard_normal(RANDOM_ELEMENTS, np.float32)
-                self._write(name, values.astype(arrays.numpy_dtype(self.arrays[name].dtype)), stream)
+                self._write(name, values.astype(guests.numpy_dtype(self.arrays[name].dtype)), stream)
         if case.alibi:
             heads = np.arange(1, case.shape.num_heads + 1, dtype=np.float32)
             self._write("alibi_slopes", np.exp2(-8 * heads / case.shape.num_heads), stream)

@@ -140,12 +140,6 @@ class Device:
     handle: int
     context: int
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the primary context is current in this thread."""
-        code, found = function("cuCtxGetCurrent")()
-        return not code and int(found) == self.context
-
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make the primary context current; the context that was current comes back afterwards.
@@ -266,35 +260,35 @@ def allow_shared_memory(kernel: int, gpu: Device, dynamic_bytes: int, static_byt
 
 
 class Starter:
-    """A launch made ready: calling it starts the kernel on the stream that was set last.
+    """A kernel launch made ready; calling it with a stream starts the kernel.
 
-    parameters: address of the array of pointers to the kernel's parameters, which are read at each call. purpose:
-    what an error says it was for. Everything is in the bindings' own types: an int costs them an object a call.
+    parameters: address of the array of pointers to the kernel's parameters, which are read at each call.
+    node: the same for a node of a CUDA graph. Handles are kept in the bindings' own types: an int costs an object a
+    call.
     """
 
-    __slots__ = ("_arguments", "_config", "_launch", "_purpose")
+    __slots__ = ("_arguments", "_config", "_launch", "_symbol", "node")
 
     def __init__(self, kernel: int, launch: Launch, parameters: int) -> None:
         cuda = bindings()
-        config = cuda.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
-        config.sharedMemBytes = launch.shared_memory_bytes
-        config.numAttrs = 0
-        self._config = config
-        self._arguments = config, cuda.CUfunction(kernel), parameters, 0
+        self._config, self.node = cuda.CUlaunchConfig(), cuda.CUDA_KERNEL_NODE_PARAMS()
+        for each in (self._config, self.node):
+            each.gridDimX, each.gridDimY, each.gridDimZ = launch.grid
+            each.blockDimX, each.blockDimY, each.blockDimZ = launch.block
+            each.sharedMemBytes = launch.shared_memory_bytes
+        self._config.numAttrs = 0
+        self.node.func = cuda.CUfunction(kernel)
+        self.node.kernelParams = parameters
+        self._arguments = self._config, self.node.func, parameters, 0
         self._launch = function("cuLaunchKernelEx")
-        self._purpose = launch.symbol
+        self._symbol = launch.symbol
 
-    def set_stream(self, stream: int) -> None:
-        """The stream of the calls that follow."""
+    def __call__(self, stream: int) -> None:
+        """Start the kernel on the stream."""
         self._config.hStream = stream
-
-    def __call__(self) -> None:
-        """Start the kernel."""
         (code,) = self._launch(*self._arguments)
         if code:
-            raise failure("cuLaunchKernelEx", self._arguments, int(code), self._purpose)
+            raise failure("cuLaunchKernelEx", self._arguments, int(code), self._symbol)
 
 
 def allocate(size: int, stream: int, purpose: str) -> int:

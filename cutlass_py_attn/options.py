@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral
@@ -174,6 +175,13 @@ class Settings:
         """0 without dropout."""
         return 0.0 if self.dropout is None else self.dropout.dropout_p
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What decides the kernels and their numbers, beside the arrays; hashable."""
+        lengths = None if self.sequences is None else (self.sequences.max_seqlen_q, self.sequences.max_seqlen_k)
+        numbers = self.scale, self.softcap, self.dropout_p, self.philox_on_device, lengths, self.num_splits_key
+        return self.mask, numbers, tuple(self.gradients), self.packed, self.deterministic, self.kernels
+
     def arrays(self) -> dict[str, Any]:
         """The arrays among the options, by the names that a Problem gives them."""
         found = {
@@ -195,12 +203,9 @@ class Settings:
 
 def settings(options: Mapping[str, Any], allowed: type) -> Settings:
     """The options with defaults; NotSupported lists every unknown name and wrong value."""
-    names = {name for kind in allowed.__mro__ for name in getattr(kind, "__annotations__", {})} | set(
-        allowed.__annotations__
-    )
-    listed = [item.name for item in fields(Settings) if item.name in names]
+    names = _names(allowed)
     reasons = [
-        f"option {name!r} is unknown: must be one of {', '.join(listed)}; check the spelling"
+        f"option {name!r} is unknown: must be one of {', '.join(names)}; check the spelling"
         for name in options
         if name not in names
     ]
@@ -220,6 +225,14 @@ def settings(options: Mapping[str, Any], allowed: type) -> Settings:
     if reasons:
         raise NotSupported(reasons)
     return Settings(**options)
+
+
+@functools.cache
+def _names(allowed: type) -> tuple[str, ...]:
+    """The options that a TypedDict allows, in the order of Settings."""
+    kinds = (*allowed.__mro__, allowed)
+    names = {name for kind in kinds for name in getattr(kind, "__annotations__", {})}
+    return tuple(item.name for item in fields(Settings) if item.name in names)
 
 
 def _gradient_objections(options: Mapping[str, Any]) -> list[str]:

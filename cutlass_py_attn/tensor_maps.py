@@ -51,11 +51,7 @@ def encode(slot: int, address: int, recipe: TensorMap, dtype: str) -> None:
         raise driver.failure("cuTensorMapEncodeTiled", (slot, address), code, f"{recipe} of {dtype}")
 
 
-def as_object(slot: int) -> Any:
-    """The CUtensorMap in `slot` as an object of the bindings, for `move`."""
-    return driver.bindings().CUtensorMap(_ptr=slot)
-
-
-def move(mapped: Any, address: int) -> None:
-    """Point an encoded tensor map, in place, at another array that lies as the first did."""
-    driver.put("", "cuTensorMapReplaceAddress", mapped, address)
+def mover(slot: int) -> functools.partial[tuple[Any]]:
+    """Points the encoded map in `slot`, in place, at the address it is called with; gives the bindings' code."""
+    mapped = driver.bindings().CUtensorMap(_ptr=slot)
+    return functools.partial(driver.function("cuTensorMapReplaceAddress"), mapped)

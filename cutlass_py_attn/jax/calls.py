@@ -108,12 +108,7 @@ def backward(call: Call, operands: Arrays, gradients: tuple[str, ...]) -> Arrays
 def _foldable(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
     """The results; under vmap, one call for the whole batch where the kernels can, else one for each item."""
 
-    @jax.custom_batching.custom_vmap
-    def run(operands: Arrays) -> Arrays:
-        return _run(call, gradients, operands)
-
-    @run.def_vmap  # type: ignore[untyped-decorator]
-    def _(size: int, batched: tuple[dict[str, bool]], operands: Arrays) -> tuple[Arrays, dict[str, bool]]:
+    def rule(size: int, batched: tuple[dict[str, bool]], operands: Arrays) -> tuple[Arrays, dict[str, bool]]:
         flags = batched[0]
         if _folds(call, gradients, flags):
             folded, batch = _folded(size, flags, operands, gradients)
@@ -124,6 +119,8 @@ def _foldable(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Array
             results = jax.lax.map(lambda item: run({**fixed, **item}), moving)
         return results, dict.fromkeys(results, True)
 
+    run = jax.custom_batching.custom_vmap(functools.partial(_run, call, gradients))
+    run.def_vmap(rule)
     found: Arrays = run(operands)
     return found
 

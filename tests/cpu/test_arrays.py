@@ -185,7 +185,10 @@ def test_cupy_results_come_from_its_pool_of_our_stream(
         return place(*reversed(stream.__cuda_stream__()))
 
     kind = SimpleNamespace(from_external=from_external) if release >= 14 else SimpleNamespace()
-    fake = SimpleNamespace(cuda=SimpleNamespace(Device=place, ExternalStream=place, Stream=kind), empty=empty)
+    cuda = SimpleNamespace(
+        Device=place, ExternalStream=place, Stream=kind, get_current_stream=lambda _: SimpleNamespace(ptr=0x66)
+    )
+    fake = SimpleNamespace(cuda=cuda, empty=empty)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     exchange = Exchange("cupy", driver.device(0), 0x77)
     assert exchange.empty("y", SHAPE, "bfloat16") == 0x5000
@@ -208,6 +211,7 @@ def test_torch_results_come_from_its_pool_of_our_stream(
         ExternalStream=lambda handle, device: (handle, device),
         default_stream=lambda device: (0, device),
         stream=enter,
+        current_stream=lambda ordinal: SimpleNamespace(cuda_stream=0x66),
     )
     fake = SimpleNamespace(
         cuda=cuda,

@@ -41,7 +41,7 @@ def backward_operands(dtype: Any = BF16, num_queries: int = MQ, num_keys: int = 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    attention._bound.cache_clear()
+    attention._kept.clear()
 
 
 def kernels(build: Build) -> Any:

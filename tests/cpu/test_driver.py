@@ -99,9 +99,8 @@ def test_failed_launch_names_grid_and_stream(driver_log: StandIn) -> None:
     driver_log.fail("cuLaunchKernelEx", 400)
     kernel = driver.get_kernel(driver.load_library(b"k_0 8\n"), "k_0")
     start = driver.Starter(kernel, Launch("k_0", (1, 2, 3), (128, 1, 1), 1024), 0)
-    start.set_stream(0xABC)
     with pytest.raises(DriverError) as caught:
-        start()
+        start(0xABC)
     message = str(caught.value)
     assert "grid (1, 2, 3), block (128, 1, 1), shared memory 1024, stream 0xabc" in message
     assert message.endswith(

@@ -43,7 +43,7 @@ class Kernels:
 
 @pytest.fixture
 def kernels() -> Kernels:
-    attention._bound.cache_clear()
+    attention._kept.clear()
     return Kernels()
 
 

@@ -26,7 +26,7 @@ class _Record(ctypes.Structure):
         ("text", ctypes.c_char * 192),
         ("numbers", ctypes.c_uint64 * 12),
         ("byte_count", ctypes.c_int),
-        ("bytes", ctypes.c_ubyte * 1024),
+        ("bytes", ctypes.c_ubyte * 2048),
     )
 
 
@@ -94,6 +94,10 @@ class StandIn:
     def fail(self, name: str, code: int) -> None:
         """Let the next call of `name` return `code`."""
         self._library.stand_in_fail(name.encode(), code)
+
+    def without_memory(self, without: bool) -> None:
+        """Whether memory is cleared in name only: for addresses where there is none."""
+        self._library.stand_in_without_memory(without)
 
     @property
     def calls(self) -> list[Call]:

@@ -8,7 +8,7 @@
 #include <string.h>
 
 typedef unsigned long long u64;
-enum { NOT_FOUND = 500, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 12, BYTES = 1024, PARAMETERS = 8 };
+enum { NOT_FOUND = 500, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 12, BYTES = 2048, PARAMETERS = 8 };
 
 typedef struct { char call[40], text[192]; u64 numbers[NUMBERS]; int byte_count; unsigned char bytes[BYTES]; } Record;
 typedef struct { char symbol[192]; int count; size_t sizes[PARAMETERS]; } Kernel;
@@ -19,13 +19,14 @@ typedef struct {
 } LaunchConfig;
 
 static Record *records;
-static int record_count, fail_code;
+static int record_count, fail_code, has_no_memory;
 static char fail_name[40];
 static __thread void *current;
 
 Record *stand_in_records(void) { return records; }
 int stand_in_count(void) { return record_count; }
 void stand_in_clear(void) { record_count = 0; fail_name[0] = 0; current = NULL; }
+void stand_in_without_memory(int without) { has_no_memory = without; }
 void stand_in_fail(const char *name, int code) { snprintf(fail_name, sizeof fail_name, "%s", name); fail_code = code; }
 
 static int note(const char *call, const char *text, const u64 *numbers, int count) {
@@ -81,7 +82,7 @@ int cuMemAlloc(void **p, size_t size) { NOTE("", size); *p = memory(size); retur
 int cuMemFree(void *p) { NOTE("", N(p)); free(p); return 0; }
 int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
-int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) { NOTE("", N(p), byte, n, N(stream)); memset(p, byte, n); return 0; }
+int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) { NOTE("", N(p), byte, n, N(stream)); if (!has_no_memory) memset(p, byte, n); return 0; }
 int cuMemsetD2D8Async(char *p, size_t pitch, unsigned char byte, size_t width, size_t height, void *stream) {
     NOTE("", N(p), pitch, byte, width, height, N(stream));
     for (size_t y = 0; y < height; y++) memset(p + y * pitch, byte, width);
@@ -136,13 +137,79 @@ int cuKernelGetParamInfo(Kernel *k, size_t i, size_t *offset, size_t *size) {
     return 0;
 }
 int cuKernelSetAttribute(int attribute, int value, Kernel *k, int device) { NOTE(k->symbol, attribute, value, device); return 0; }
+static int copy_parameters(Kernel *k, void **parameters, unsigned char *to) {
+    int count = 0;
+    for (int i = 0; i < k->count; count += k->sizes[i++]) memcpy(to + count, parameters[i], k->sizes[i]);
+    return count;
+}
 int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void **extra) {
     NOTE(k->symbol, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_memory,
          N(c->stream), c->attribute_count, N(current));
     Record *r = &records[record_count - 1];
-    for (int i = 0; i < k->count; i++) {
-        memcpy(r->bytes + r->byte_count, parameters[i], k->sizes[i]);
-        r->byte_count += k->sizes[i];
+    r->byte_count = copy_parameters(k, parameters, r->bytes);
+    return 0;
+}
+
+/* Graphs: a launch is logged as a cuGraphLaunch and, as its own calls would be, what its nodes do. A graph and its
+   executable form are one: nobody here changes one of them and uses the other. */
+typedef struct {
+    Kernel *kernel;
+    unsigned grid[3], block[3], shared_memory;
+    void **parameters, **extra;
+} KernelNode;
+typedef struct { void *start; size_t pitch; unsigned value, item_bytes; size_t width, height; } MemsetNode;
+typedef struct Node { struct Node *next; KernelNode kernel; MemsetNode memset; int byte_count; unsigned char bytes[BYTES]; } Node;
+typedef struct { Node *first, *last; } Graph;
+
+static Node *append(Graph *graph) {
+    Node *node = calloc(1, sizeof *node);
+    if (graph->last) graph->last->next = node;
+    else graph->first = node;
+    return graph->last = node;
+}
+int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
+int cuGraphCreate(Graph **graph, unsigned flags) { NOTE("", flags); *graph = calloc(1, sizeof **graph); return 0; }
+int cuStreamBeginCapture(void *stream, int mode) { NOTE("", N(stream), mode); return 0; }
+int cuStreamEndCapture(void *stream, Graph **graph) { NOTE("", N(stream)); *graph = calloc(1, sizeof **graph); return 0; }
+int cuGraphExecKernelNodeSetParams(Graph *graph, Node *node, const KernelNode *given) {
+    NOTE(given->kernel->symbol, N(given->grid[0]));
+    node->kernel = *given;
+    node->byte_count = copy_parameters(given->kernel, given->parameters, node->bytes);
+    return 0;
+}
+int cuGraphExecMemsetNodeSetParams(Graph *graph, Node *node, const MemsetNode *given, void *context) {
+    NOTE("", N(given->start));
+    node->memset = *given;
+    return 0;
+}
+int cuGraphAddKernelNode(Node **node, Graph *graph, Node **before, size_t count, const KernelNode *given) {
+    NOTE(given->kernel->symbol, count, count ? before[0] == graph->last : !graph->last);
+    *node = append(graph);
+    (*node)->kernel = *given;
+    return 0;
+}
+int cuGraphAddMemsetNode(Node **node, Graph *graph, Node **before, size_t count, const MemsetNode *given, void *context) {
+    NOTE("", count);
+    *node = append(graph);
+    (*node)->memset = *given;
+    return 0;
+}
+int cuGraphInstantiateWithFlags(Graph **made, Graph *graph, u64 flags) { NOTE("", flags); *made = graph; return 0; }
+int cuGraphDestroy(Graph *graph) { NOTE("", N(graph)); return 0; }
+int cuGraphExecDestroy(Graph *graph) { NOTE("", N(graph)); return 0; }
+int cuGraphLaunch(Graph *graph, void *stream) {
+    NOTE("", N(stream));
+    for (Node *node = graph->first; node; node = node->next) {
+        const KernelNode *k = &node->kernel;
+        if (!k->kernel) {
+            cuMemsetD8Async(node->memset.start, node->memset.value, node->memset.width, stream);
+            continue;
+        }
+        u64 noted[] = {k->grid[0], k->grid[1], k->grid[2], k->block[0], k->block[1], k->block[2], k->shared_memory,
+                       N(stream), 0, N(current)};
+        note("cuLaunchKernelEx", k->kernel->symbol, noted, 10);
+        records[record_count - 1].byte_count = node->byte_count;
+        memcpy(records[record_count - 1].bytes, node->bytes, node->byte_count);
     }
     return 0;
 }
