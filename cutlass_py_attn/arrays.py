@@ -65,7 +65,7 @@ def take(operands: Mapping[str, Any], stream: int) -> dict[str, Array]:
     reasons: list[str] = []
     ordered: set[tuple[Guest, int]] = set()  # whose stream ours has been put behind
     for name, value in operands.items():
-        guest = guest_of(type(value))
+        guest = guest_of(value)
         view = guest.view(value) if guest is not None else None
         if guest is not None and view is not None:
             arrays[name] = Array(*view, guest.library, value)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -131,13 +130,14 @@ CUPY: Final = _CuPy()
 BY_LIBRARY: Final[dict[str, Guest]] = {guest.library: guest for guest in (TORCH, CUPY)}
 
 
-@functools.lru_cache(maxsize=64)
-def guest_of(kind: Hashable) -> Guest | None:
-    """The library whose plain array type this is."""
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
-    if torch is not None and kind is getattr(torch, "Tensor", None):
+def guest_of(array: object) -> Guest | None:
+    """The library whose plain array this is."""
+    kind = type(array)
+    if kind.__name__ == "Tensor" and kind is getattr(sys.modules.get("torch"), "Tensor", None):
         return TORCH
-    return CUPY if cupy is not None and kind is getattr(cupy, "ndarray", None) else None
+    if kind.__name__ == "ndarray" and kind is getattr(sys.modules.get("cupy"), "ndarray", None):
+        return CUPY
+    return None
 
 
 def _torch() -> Any:

@@ -59,34 +59,23 @@ def measure(what: str, dtype: str, call: Callable[[], object], samples: int = SA
     return Row(what, dtype, statistics.median(found), min(found))
 
 
-def bound_rows(dtype: str, kernels: Any) -> Iterator[Row]:
+def bound_rows(direction: str, dtype: str, kernels: Any) -> Iterator[Row]:
     """Bound calls with two sets of addresses in turn, and a workspace of the caller's, or of the pool."""
     stream = driver.new_stream()
-    for direction in ("forward", "backward"):
-        problem = Problem.dense(direction, SHAPE, dtype, Causal())
-        bound = bind_problem(problem, kernels)
-        tensors = problem.tensors()
-        shapes = {
-            name: tensors[name].shape if name in tensors else problem.shape.logsumexp for name in bound.tensor_names
-        }
-        made = [
-            {
-                name: DeviceArray(shape, "float32" if name == "logsumexp" else dtype, 0, stream)
-                for name, shape in shapes.items()
-            }
-            for _ in range(2)
-        ]
-        turns = itertools.cycle([{name: array.pointer for name, array in arrays.items()} for arrays in made])
-        space = DeviceArray((bound.workspace_bytes // 4,), "float32", 0, stream) if bound.workspace_bytes else None
-        address = space.pointer if space else None
-
-        def call(bound: Any = bound, turns: Any = turns, address: int | None = address) -> None:
-            bound(next(turns), stream, workspace=address)
-
-        yield measure(f"bound {direction}", dtype, call)
-        if space:
-            yield measure(f"bound {direction}, workspace of the pool", dtype, lambda: bound(next(turns), stream))
-        driver.synchronise(stream)
+    problem = Problem.dense(direction, SHAPE, dtype, Causal())
+    bound = bind_problem(problem, kernels)
+    shapes = {name: tensor.shape for name, tensor in problem.tensors().items()}
+    arrays = [
+        {name: DeviceArray(shapes.get(name, problem.shape.logsumexp), "float32", 0, stream) for name in names}
+        for names in [bound.tensor_names] * 2
+    ]
+    turns = itertools.cycle([{name: array.pointer for name, array in made.items()} for made in arrays])
+    space = DeviceArray((bound.workspace_bytes // 4,), "float32", 0, stream)
+    address = space.pointer or None
+    yield measure(f"bound {direction}", dtype, lambda: bound(next(turns), stream, workspace=address))
+    if address:
+        yield measure(f"bound {direction}, workspace of the pool", dtype, lambda: bound(next(turns), stream))
+    driver.synchronise(stream)
 
 
 def library_rows(module: str, dtype: str, kernels: Any) -> Iterator[Row]:
@@ -120,7 +109,8 @@ def rows(kernels: Any) -> Iterator[Row]:
     """Everything that can be measured here; a library that cannot be used is named on stderr."""
     with driver.device(0).current():
         for dtype in ("bfloat16", "float32"):
-            yield from bound_rows(dtype, kernels)
+            for direction in ("forward", "backward"):
+                yield from bound_rows(direction, dtype, kernels)
         for module, dtypes in DTYPES.items():
             for dtype in dtypes:
                 try:
