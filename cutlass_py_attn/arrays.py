@@ -9,6 +9,7 @@ import math
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
@@ -239,13 +240,22 @@ class Exchange:
         self._host: list[tuple[np.ndarray[Any, Any], int]] = []
         self._sliced: tuple[tuple[str, ...], DeviceArray] | None = None
         self._targets: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self._guest = BY_LIBRARY.get(library)
+        self._entered: AbstractContextManager[Any] | None = None  # our stream, where the guest is on another
 
     def __enter__(self) -> Exchange:
+        if self._guest is not None and self._guest.current_stream(self._gpu.ordinal) != self._stream:
+            self._entered = self._guest.on(self._stream, self._gpu.ordinal)
+            self._entered.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._entered is not None:
+            self._entered.__exit__(kind, error, trace)
+        if not self._copies:
+            return
         # After an error the driver may refuse these too; the first error is the one to report.
         with contextlib.suppress(DriverError) if error else contextlib.nullcontext():
             for address in self._copies:
@@ -265,12 +275,12 @@ class Exchange:
     def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> int:
         """Where the kernels write result `name`; its values are undefined until they do."""
         made: Any
-        if self._library == "numpy":
+        if self._guest is not None:
+            made, address = self._guest.empty(shape, dtype, self._gpu.ordinal)
+        elif self._library == "numpy":
             host = made = np.empty(shape, numpy_dtype(dtype))
             address = self._device_copy(name, host)
             self._host.append((host, address))
-        elif self._library in BY_LIBRARY:
-            made, address = BY_LIBRARY[self._library].empty(shape, dtype, self._gpu.ordinal, self._stream)
         else:
             made = DeviceArray(shape, dtype, self._gpu.ordinal, self._stream)
             address = made.pointer

@@ -58,7 +58,7 @@ def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[Forwar
 
         return on_cpu.forward(operands, chosen)
     given = {} if chosen.out is None else {"output": chosen.out}
-    results = _on_gpu("forward", operands, given, chosen)
+    results = _on_gpu("forward", operands, given, chosen, driver.stream_handle(options.get("stream")))
     return results["output"], results["logsumexp"]
 
 
@@ -94,7 +94,7 @@ def attention_backward(
         return on_cpu.backward(operands, chosen)
     out = Gradients() if chosen.out is None else chosen.out
     given = {f"grad_{name}": array for name in chosen.gradients if (array := getattr(out, name)) is not None}
-    results = _on_gpu("backward", operands, given, chosen)
+    results = _on_gpu("backward", operands, given, chosen, driver.stream_handle(options.get("stream")))
     return Gradients(**{name: results[f"grad_{name}"] for name in chosen.gradients})
 
 
@@ -214,43 +214,32 @@ def _philox_objections(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _on_gpu(
-    direction: str, operands: Mapping[str, object], given: Mapping[str, object], chosen: Settings
+    direction: str, operands: Mapping[str, object], given: Mapping[str, object], chosen: Settings, stream: int
 ) -> dict[str, Any]:
     """Launch, and every result by name; `given` are arrays to write results to."""
-    stream = driver.stream_handle(chosen.stream)
     taken = arrays.take({**operands, **given}, stream)
-    gpu = _device(taken["query"].device)
+    query = taken["query"]
+    gpu = _device(query.device)
     ready = _ready(direction, taken, chosen, gpu.ordinal)
-    problem, made = ready.problem, ready.made
-    with gpu.current(), arrays.Exchange(taken["query"].library, gpu, stream) as exchange:
+    problem = ready.problem
+    with gpu.current(), arrays.Exchange(query.library, gpu, stream) as exchange:
         pointers = {
             name: exchange.into(name, array) if name in given else exchange.address(name, array)
             for name, array in taken.items()
         }
-        pointers |= _made(exchange, problem, made, chosen.packed)
-        if direction == "forward":
-            pointers["logsumexp"] = exchange.empty("logsumexp", problem.shape.logsumexp, "float32")
-        if problem.is_empty or problem.sequences is not None:
+        if chosen.packed:
+            pointers |= exchange.empty_slices(*ready.packed)
+        for name, tensor in ready.made.items():
+            pointers[name] = exchange.empty(name, tensor.shape, tensor.dtype)
+        if ready.is_empty or problem.sequences is not None:
             fill.fill(problem, pointers, stream)
-        if not problem.is_empty:
+        if not ready.is_empty:
             if problem.dropout_p and not problem.philox_on_device and chosen.dropout is not None:
                 pointers |= {"philox_seed": chosen.dropout.philox_seed, "philox_offset": chosen.dropout.philox_offset}
             if ready.bound is None:
                 ready.bound = _bound(problem, gpu.ordinal, chosen.kernels)
             ready.bound(pointers, stream)
         return exchange.results()
-
-
-def _made(exchange: arrays.Exchange, problem: Problem, made: Mapping[str, Tensor], packed: bool) -> dict[str, int]:
-    """New arrays for the results, and where they are."""
-    pointers = {}
-    apart = dict(made)
-    if packed:
-        batch, rows, heads, columns = problem.shape.of("query")
-        names = [f"grad_{name}" for name in OPERANDS]
-        pointers = exchange.empty_slices(names, (batch, rows, 3, heads, columns), problem.dtype)
-        apart = {name: tensor for name, tensor in made.items() if name not in names}
-    return pointers | {name: exchange.empty(name, tensor.shape, tensor.dtype) for name, tensor in apart.items()}
 
 
 def _device(ordinal: int | None) -> driver.Device:
@@ -261,13 +250,24 @@ def _device(ordinal: int | None) -> driver.Device:
         raise NoDevice(f'{error}; backend="reference" computes on the CPU in NumPy float64') from error
 
 
-@dataclass(slots=True)
 class _Ready:
-    """A problem that was judged, the results to be made for it, and its kernels once they are bound."""
+    """A problem that was judged, the results to be made for it, and its kernels once they are bound.
 
-    problem: Problem
-    made: dict[str, Tensor]
-    bound: Bound | None = None
+    made: by name, without those in `packed`, the names and shape of the one array that they are slices of.
+    """
+
+    def __init__(self, problem: Problem, made: Mapping[str, Tensor], packs: bool) -> None:
+        self.problem = problem
+        self.made = dict(made)
+        if problem.direction == "forward":
+            self.made["logsumexp"] = Tensor.contiguous(problem.shape.logsumexp, "float32")
+        batch, rows, heads, columns = problem.shape.of("query")
+        names = tuple(f"grad_{name}" for name in OPERANDS)
+        self.packed = names, (batch, rows, 3, heads, columns), problem.dtype
+        for name in names if packs else ():
+            del self.made[name]
+        self.is_empty = problem.is_empty
+        self.bound: Bound | None = None
 
 
 _kept: dict[tuple[object, ...], _Ready] = {}
@@ -278,13 +278,11 @@ def _ready(direction: str, taken: Mapping[str, arrays.Array], chosen: Settings, 
 
     Lengths in NumPy are judged by their values, each time.
     """
-    if chosen.sequences is not None and any(array.library == "numpy" for array in taken.values()):
-        return _Ready(*problem_of(direction, taken, chosen))
-    operands = tuple((name, a.shape, a.strides, a.dtype, a.alignment) for name, a in taken.items())
-    key = direction, ordinal, taken["query"].device is None, operands, chosen.key
+    lies = tuple([(name, array[1:5], array.pointer % ROW_ALIGNMENT_BYTES) for name, array in taken.items()])
+    key = direction, ordinal, lies, chosen.key
     found = _kept.get(key)
-    if found is None:
-        found = _Ready(*problem_of(direction, taken, chosen))
+    if found is None or (chosen.sequences is not None and taken["query"].device is None):
+        found = _Ready(*problem_of(direction, taken, chosen), chosen.packed)
         while len(_kept) >= KEPT_KERNELS:
             _kept.pop(next(iter(_kept)), None)
         _kept[key] = found

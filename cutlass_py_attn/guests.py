@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -56,41 +58,45 @@ class Guest(ABC):
         """A CUstream as a stream object of the library's."""
 
     @abstractmethod
-    def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int, stream: int) -> tuple[Any, int]:
-        """A new array and its address, from the library's pool of `stream`, so that reuse keeps stream order.
+    def on(self, handle: int, ordinal: int) -> AbstractContextManager[Any]:
+        """The library computes, and takes memory, on this stream."""
 
-        The device's context is current.
-        """
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> tuple[Any, int]:
+        """A new array and its address, from the pool of the current stream, so that reuse keeps stream order."""
 
 
 class _Torch(Guest):
     library = "torch"
 
     def view(self, array: Any) -> View | None:
-        if not array.is_cuda or array.requires_grad or array.is_neg() or array.layout is not _torch().strided:
-            return None
         dtype = _torch_name(array.dtype)
-        if dtype not in _DTYPES:
+        if dtype not in _DTYPES or not array.is_cuda or array.requires_grad or array.is_neg():
             return None
-        return array.data_ptr(), tuple(array.shape), array.stride(), dtype, array.get_device()
+        try:
+            return array.data_ptr(), tuple(array.shape), array.stride(), dtype, array.get_device()
+        except RuntimeError:  # sparse, for one
+            return None
 
     def current_stream(self, ordinal: int) -> int:
-        found: int = _torch().cuda.current_stream(ordinal).cuda_stream
+        torch = sys.modules["torch"]
+        raw = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
+        # The public way makes a stream object, in several microseconds.
+        found: int = torch.cuda.current_stream(ordinal).cuda_stream if raw is None else raw(ordinal)
         return found
 
     def stream(self, handle: int, ordinal: int) -> Any:
-        torch = _torch()
+        torch = sys.modules["torch"]
         place = torch.device("cuda", ordinal)
         return torch.cuda.ExternalStream(handle, device=place) if handle else torch.cuda.default_stream(place)
 
-    def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int, stream: int) -> tuple[Any, int]:
-        torch = _torch()
-        place = torch.device("cuda", ordinal)
-        if self.current_stream(ordinal) == stream:
-            made = torch.empty(shape, dtype=getattr(torch, dtype), device=place)
-        else:
-            with torch.cuda.stream(self.stream(stream, ordinal)):
-                made = torch.empty(shape, dtype=getattr(torch, dtype), device=place)
+    def on(self, handle: int, ordinal: int) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = sys.modules["torch"].cuda.stream(self.stream(handle, ordinal))
+        return found
+
+    def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> tuple[Any, int]:
+        torch = sys.modules["torch"]
+        made = torch.empty(shape, dtype=getattr(torch, dtype), device=torch.device("cuda", ordinal))
         return made, int(made.data_ptr())
 
 
@@ -115,13 +121,13 @@ class _CuPy(Guest):
             return cuda.Stream.from_external(_Handle(handle))
         return cuda.ExternalStream(handle, ordinal)  # CuPy before 14
 
-    def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int, stream: int) -> tuple[Any, int]:
-        cupy = sys.modules["cupy"]
-        if self.current_stream(ordinal) == stream:
-            made = cupy.empty(shape, dtype=numpy_dtype(dtype))
-        else:
-            with cupy.cuda.Device(ordinal), self.stream(stream, ordinal):
-                made = cupy.empty(shape, dtype=numpy_dtype(dtype))
+    @contextmanager
+    def on(self, handle: int, ordinal: int) -> Iterator[None]:
+        with sys.modules["cupy"].cuda.Device(ordinal), self.stream(handle, ordinal):
+            yield
+
+    def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> tuple[Any, int]:
+        made = sys.modules["cupy"].empty(shape, dtype=numpy_dtype(dtype))
         return made, int(made.data.ptr)
 
 
@@ -138,10 +144,6 @@ def guest_of(array: object) -> Guest | None:
     if kind.__name__ == "ndarray" and kind is getattr(sys.modules.get("cupy"), "ndarray", None):
         return CUPY
     return None
-
-
-def _torch() -> Any:
-    return sys.modules["torch"]
 
 
 @functools.cache

@@ -85,31 +85,31 @@ class Bound:
                     self._put(addresses, pointers, handle, workspace)
 
     def _put(self, addresses: tuple[int, ...], pointers: Mapping[str, int], stream: int, workspace: int | None) -> None:
-        if addresses != self._packing.packed and not self._packing.pack(addresses):
+        packing = self._packing
+        if addresses != packing.packed and not packing.pack(addresses):
             self._check(pointers, workspace)
-        if workspace is not None or not self.workspace_bytes:
-            self._launch(stream, workspace or 0)
+        if workspace is None and self.workspace_bytes:
+            self._put_with_pool(stream)
             return
+        # A graph cannot become part of another. The legacy stream does not always say whether it does: an error then.
+        error, status = self._is_capturing(stream)
+        replay = None if error or status else self._replays.get(stream) or self._replay(stream, workspace or 0)
+        packing.set_workspace(workspace or 0)
+        if replay is None:
+            self._start_each(stream, workspace or 0)
+            return
+        if packing.packed != replay.addresses or (workspace or 0) != replay.workspace:
+            replay.update(packing.packed, workspace or 0)
+        replay()
+
+    def _put_with_pool(self, stream: int) -> None:
         scratch = driver.allocate(self.workspace_bytes, stream, f"the workspace of {self.plan.symbol}")
         try:
-            self._launch(stream, scratch)
+            self._put(self._packing.packed, {}, stream, scratch)
         except BaseException:
             _free_after_failure(scratch, stream)
             raise
         driver.free(scratch, stream)
-
-    def _launch(self, stream: int, workspace: int) -> None:
-        packing = self._packing
-        packing.set_workspace(workspace)
-        # A graph cannot become part of another. The legacy stream does not always say whether it does: an error then.
-        error, status = self._is_capturing(stream)
-        replay = None if error or status else self._replays.get(stream) or self._replay(stream, workspace)
-        if replay is None:
-            self._start_each(stream, workspace)
-            return
-        if packing.packed != replay.addresses or workspace != replay.workspace:
-            replay.update(packing.packed, workspace)
-        replay()
 
     def _start_each(self, stream: int, workspace: int) -> None:
         if self.plan.workspace.zero_bytes:

@@ -20,6 +20,10 @@ from cutlass_py_attn.problem import OPERANDS, Sequences
 
 BACKENDS: Final = ("auto", "gpu", "reference")
 GRADIENTS: Final = (*OPERANDS, "bias", "sinks")
+# Options that are looked at once: values that compare, and decide by themselves.
+_PLAIN: Final = frozenset(
+    ("mask", "scale", "softcap", "backend", "kernels", "gradients", "packed", "deterministic", "num_splits_key")
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,7 +165,6 @@ class Settings:
     sinks: Any = None
     dropout: Dropout | None = None
     sequences: VariableLength | None = None
-    stream: object = None
     backend: str = "auto"
     kernels: Callable[[Build], Artifact] | None = None
     gradients: tuple[str, ...] = OPERANDS
@@ -202,10 +205,28 @@ class Settings:
 
 
 def settings(options: Mapping[str, Any], allowed: type) -> Settings:
-    """The options with defaults; NotSupported lists every unknown name and wrong value."""
+    """The options with defaults; NotSupported lists every unknown name and wrong value.
+
+    stream is left out: it is no part of what is computed.
+    """
+    given = {name: value for name, value in options.items() if name != "stream"}
+    if given.keys() <= _PLAIN:
+        try:
+            return _plain_settings(tuple(given.items()), allowed)
+        except TypeError:  # a list where a tuple should be, or another value that cannot be looked up
+            pass
+    return _judged(given, allowed)
+
+
+@functools.lru_cache(maxsize=256)
+def _plain_settings(options: tuple[tuple[str, Any], ...], allowed: type) -> Settings:
+    return _judged(dict(options), allowed)
+
+
+def _judged(options: Mapping[str, Any], allowed: type) -> Settings:
     names = _names(allowed)
     reasons = [
-        f"option {name!r} is unknown: must be one of {', '.join(names)}; check the spelling"
+        f"option {name!r} is unknown: must be one of {', '.join((*names, 'stream'))}; check the spelling"
         for name in options
         if name not in names
     ]

@@ -167,10 +167,11 @@ static Node *append(Graph *graph) {
     else graph->first = node;
     return graph->last = node;
 }
-int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
+static void *capturing;
+int cuStreamIsCapturing(void *stream, int *status) { *status = capturing && stream == capturing; return 0; }
 int cuGraphCreate(Graph **graph, unsigned flags) { NOTE("", flags); *graph = calloc(1, sizeof **graph); return 0; }
-int cuStreamBeginCapture(void *stream, int mode) { NOTE("", N(stream), mode); return 0; }
-int cuStreamEndCapture(void *stream, Graph **graph) { NOTE("", N(stream)); *graph = calloc(1, sizeof **graph); return 0; }
+int cuStreamBeginCapture(void *stream, int mode) { NOTE("", N(stream), mode); capturing = stream; return 0; }
+int cuStreamEndCapture(void *stream, Graph **graph) { NOTE("", N(stream)); capturing = NULL; *graph = calloc(1, sizeof **graph); return 0; }
 int cuGraphExecKernelNodeSetParams(Graph *graph, Node *node, const KernelNode *given) {
     NOTE(given->kernel->symbol, N(given->grid[0]));
     node->kernel = *given;
