@@ -121,8 +121,7 @@ def _foldable(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Array
 
     run = jax.custom_batching.custom_vmap(functools.partial(_run, call, gradients))
     run.def_vmap(rule)
-    found: Arrays = run(operands)
-    return found
+    return _varied(run(operands), operands)
 
 
 def _folds(call: Call, gradients: tuple[str, ...], batched: Mapping[str, bool]) -> bool:
@@ -168,8 +167,7 @@ def _run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
     results = _results(problem, gradients)
     if problem.is_empty:
         return _of_nothing(problem, results)
-    varying = _varying(operands)
-    shapes = {name: _struct(tensor.shape, tensor.dtype, varying) for name, tensor in results.items()}
+    shapes = {name: jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(tensor.dtype)) for name, tensor in results.items()}
     if call.backend == "reference":
         host = functools.partial(_on_host, call, gradients)
         found: Arrays = jax.pure_callback(host, shapes, operands, vmap_method="sequential")
@@ -177,7 +175,7 @@ def _run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
     data, workspace_bytes = _packed(problem, call.arch, call.kernels, tuple(operands), tuple(results))
     outputs = [*shapes.values()]
     if workspace_bytes:
-        outputs.append(_struct((workspace_bytes,), "uint8", varying))
+        outputs.append(jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8))
     launched = jax.ffi.ffi_call(TARGET, outputs)(
         *operands.values(), **{KEY: np.int64(key_of(data)), PAYLOAD: np.frombuffer(data, np.uint8)}
     )
@@ -200,16 +198,21 @@ def _of_nothing(problem: Problem, results: Mapping[str, Tensor]) -> Arrays:
     return made
 
 
-def _varying(operands: Arrays) -> frozenset[Any]:
-    """The axes of a shard_map over which any operand differs; results differ over them too."""
-    nowhere: frozenset[Any] = frozenset()
-    return nowhere.union(*(getattr(jax.typeof(array), "vma", nowhere) for array in operands.values()))
+def _varied(results: Arrays, operands: Arrays) -> Arrays:
+    """The results, which differ over the axes of a shard_map over which any operand does, as arrays that say so:
+    neither custom_vmap nor custom calls do."""
+    axes = frozenset().union(*(_axes(array) for array in operands.values()))
+
+    def vary(array: Any) -> Any:
+        missing = tuple(sorted(axes - _axes(array)))
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    return {name: vary(array) for name, array in results.items()}
 
 
-def _struct(shape: tuple[int, ...], dtype: str, varying: frozenset[Any]) -> jax.ShapeDtypeStruct:
-    if varying:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), vma=varying)
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+def _axes(array: Any) -> frozenset[str]:
+    manual = getattr(jax.typeof(array), "manual_axis_type", None)
+    return frozenset() if manual is None else frozenset(manual.varying)
 
 
 def _on_host(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
