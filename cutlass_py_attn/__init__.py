@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cutlass_py_attn.artifact import Artifact, Folder
     from cutlass_py_attn.attention import Gradients, attention_backward, attention_forward
+    from cutlass_py_attn.bundle.files import Bundle, export_bundle, load_bundle
     from cutlass_py_attn.compiler import artifact_for, compile
     from cutlass_py_attn.errors import (
         AttentionError,
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 _HOME = {
     "artifact": ("Artifact", "Folder"),
     "attention": ("Gradients", "attention_backward", "attention_forward"),
+    "bundle.files": ("Bundle", "export_bundle", "load_bundle"),
     "compiler": ("artifact_for", "compile"),
     "errors": (
         "AttentionError",
@@ -60,6 +62,7 @@ __all__ = [
     "Artifact",
     "AttentionError",
     "Bound",
+    "Bundle",
     "Causal",
     "CausalBottomRight",
     "CompileError",
@@ -85,6 +88,8 @@ __all__ = [
     "bind",
     "compile",
     "dropout_mask",
+    "export_bundle",
+    "load_bundle",
     "plan_backward",
     "plan_forward",
 ]

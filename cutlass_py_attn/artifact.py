@@ -81,6 +81,16 @@ class Artifact:
             "allocation": self.allocation,
         }
 
+    def files(self) -> dict[str, bytes]:
+        """What a Folder holds of it: each file's path below the folder and its bytes, the description last."""
+        stem = f"{self.build.arch}/{self.build.symbol}"
+        description = json.dumps(self.describe(), indent=1, sort_keys=True)
+        return {
+            f"{stem}.ptx": self.ptx.encode(),
+            f"{stem}.cubin": self.cubin,
+            f"{stem}.json": description.encode(),
+        }
+
 
 def artifact_from(description: dict[str, Any], ptx: str, cubin: bytes) -> Artifact:
     """The artifact of a `describe` object and its two texts; ValueError or KeyError when it is damaged."""
@@ -116,12 +126,9 @@ class Folder:
 
     def put(self, artifact: Artifact) -> None:
         """Write the three files; each appears whole or not at all, the description last."""
-        folder = self.path / artifact.build.arch
-        folder.mkdir(parents=True, exist_ok=True)
-        name = artifact.build.symbol
-        _write(folder / f"{name}.ptx", artifact.ptx.encode())
-        _write(folder / f"{name}.cubin", artifact.cubin)
-        _write(folder / f"{name}.json", json.dumps(artifact.describe(), indent=1, sort_keys=True).encode())
+        (self.path / artifact.build.arch).mkdir(parents=True, exist_ok=True)
+        for name, data in artifact.files().items():
+            _write(self.path / name, data)
 
     def _read(self, description: Path) -> Artifact:
         name = description.name.removesuffix(".json")

@@ -76,6 +76,12 @@ def read(cubin: bytes) -> Cubin:
         raise ValueError(f"damaged cubin: its {len(cubin)} bytes do not hold what its tables say ({error})") from error
 
 
+def code(cubin: bytes) -> dict[str, bytes]:
+    """The machine code of each entry, whatever else the file holds; ValueError when the bytes are not a cubin."""
+    read(cubin)
+    return {section.name[6:]: section.data for section in _sections(cubin) if section.name.startswith(".text.")}
+
+
 def _target(cubin: bytes) -> int:
     """The SM number in e_flags: the lowest byte up to ELF ABI 7, the second byte from ABI 8 on."""
     flags = int(struct.unpack_from("<I", cubin, 48)[0])

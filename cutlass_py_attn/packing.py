@@ -43,15 +43,15 @@ class Packing:
         fields = abi.fields_of(plan.build.kind, plan.build.family)
         struct = np.zeros((), abi.numpy_struct(fields))
         if problem is None:
-            alignments = {name: ROW_ALIGNMENT_BYTES for name, kind in fields if kind == "i64"}
+            needed = {name: ROW_ALIGNMENT_BYTES for name, kind in fields if kind == "i64"}
         else:
-            alignments = _alignments(problem)
-            for name, value in _numbers(problem).items():
+            needed = alignments(problem)
+            for name, value in numbers(problem).items():
                 struct[name] = value
         for name, size in plan.sizes:
             struct[name] = size
         # What is checked comes first.
-        self.alignments = dict(sorted(alignments.items(), key=lambda item: not item[1]))
+        self.alignments = dict(sorted(needed.items(), key=lambda item: not item[1]))
         self.names = tuple(self.alignments)
         self.packed: tuple[int, ...] = ()
         self.struct_bytes = struct.itemsize
@@ -81,7 +81,7 @@ class Packing:
     def pack(self, addresses: tuple[int, ...]) -> bool:
         """Put the address of each of `names` into the struct and the tensor maps; False where one is unfit.
 
-        A map is encoded once and only moved thereafter, in a quarter of the time. Programs come back to the same
+        A map is encoded once and only moved thereafter. Programs come back to the same
         addresses: what was packed for them is kept.
         """
         seen = self._seen.get(addresses)
@@ -148,7 +148,7 @@ def _aligned(size: int) -> tuple[memoryview, int]:
     return memory.data[start : start + size], memory.ctypes.data + start
 
 
-def _alignments(problem: Problem) -> dict[str, int]:
+def alignments(problem: Problem) -> dict[str, int]:
     """Bytes to which the address of each operand must be aligned; 0 where it is not an address or never read."""
     found = {name: tensor.alignment for name, tensor in problem.tensors().items()}
     found["logsumexp"] = F32_BYTES
@@ -159,17 +159,17 @@ def _alignments(problem: Problem) -> dict[str, int]:
     return found
 
 
-def _numbers(problem: Problem) -> dict[str, float]:
+def numbers(problem: Problem) -> dict[str, float]:
     """Strides and factors by struct field."""
-    numbers: dict[str, float] = {}
+    found: dict[str, float] = {}
     for name, tensor in problem.tensors().items():
         axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head")
         steps = tensor.steps if name in BIASES else tensor.strides
-        numbers |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)}
+        found |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)}
     if problem.grad_output is not None:
-        numbers["grad_output_column"] = problem.grad_output.steps[3]
+        found["grad_output_column"] = problem.grad_output.steps[3]
     if problem.alibi_slopes is not None and len(problem.alibi_slopes.shape) == 2:
-        numbers["alibi_batch"] = problem.shape.num_heads
+        found["alibi_batch"] = problem.shape.num_heads
     scale = problem.scale_value
     factors = {"scale": scale, "scale_log2": scale * LOG2_E, "softcap": problem.softcap}
-    return numbers | factors | {"keep_scale": keep_scale(problem.dropout_p)}
+    return found | factors | {"keep_scale": keep_scale(problem.dropout_p)}

@@ -27,9 +27,7 @@ class Attention(torch.autograd.Function):
     def backward(context: Any, grad_output: Any) -> tuple[Any, ...]:
         """On the stream on which autograd runs the backward."""
         stream = torch.cuda.current_stream()
-        found = attention_backward(
-            grad_output, *context.saved_tensors, mask=Causal(), stream=stream, **context.options
-        )
+        found = attention_backward(grad_output, *context.saved_tensors, mask=Causal(), stream=stream, **context.options)
         return found.query, found.key, found.value, None
 
 

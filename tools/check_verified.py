@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.gpu import features
-from tools import build_ptx, record
+from tools import build_ptx, gallery, record
 
 README = "README.md"
 BENCHMARK = "tools/bench/results/h200.json"
@@ -105,7 +105,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="check_verified", description=__doc__)
     parser.add_argument("--strict", action="store_true", help="STALE and UNVERIFIED fail too: for a release")
     parser.add_argument("--rebuild", action="store_true", help="compile every kernel, to see DRIFTED ones")
-    parser.add_argument("--write-readme", action="store_true", help="bring README's tables up to date")
+    parser.add_argument(
+        "--write-readme", action="store_true", help="bring the tables of README and ptx/README.md up to date"
+    )
     parser.add_argument("--root", type=Path, default=build_ptx.ROOT, help="the tree that is checked")
     given = parser.parse_args()
     root: Path = given.root
@@ -126,12 +128,14 @@ def main() -> int:
         words["STALE"] += 1
     failed = any(words[word] for word in FAILING) or (given.strict and set(words) != {"verified"})
     if not words["TAMPERED"]:
-        text = generated_readme(root, manifest, log)
-        if given.write_readme:
-            (root / README).write_text(text)
-        elif text != (root / README).read_text():
-            print(f"{README}: its tables are not what the record gives: tools/check_verified.py --write-readme")
-            failed = True
+        texts = {README: generated_readme(root, manifest, log), gallery.GALLERY: gallery.gallery(root)}
+        for name, text in texts.items():
+            path = root / name
+            if given.write_readme:
+                path.write_text(text)
+            elif not path.is_file() or text != path.read_text():
+                print(f"{name}: its tables are not what the record gives: tools/check_verified.py --write-readme")
+                failed = True
     print(f"check_verified: {', '.join(f'{count} {word}' for word, count in sorted(words.items()))}")
     return 1 if failed else 0
 

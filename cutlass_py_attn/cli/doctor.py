@@ -14,11 +14,11 @@ from rich.table import Table
 
 from cutlass_py_attn import driver
 from cutlass_py_attn.cache import default_folder
-from cutlass_py_attn.cli import sass
 from cutlass_py_attn.cli.kernels import console
 from cutlass_py_attn.cli.target import Gpu, first_gpu
 from cutlass_py_attn.compiler import toolchain
 from cutlass_py_attn.errors import CompileError, DriverError, NoDevice, NotSupported
+from cutlass_py_attn.inspection import sass
 
 MIB = 1 << 20
 

@@ -9,6 +9,7 @@ import click
 from cutlass_py_attn.cli.bench import bench
 from cutlass_py_attn.cli.build import build
 from cutlass_py_attn.cli.doctor import doctor
+from cutlass_py_attn.cli.export import export
 from cutlass_py_attn.cli.inspect import inspect
 from cutlass_py_attn.cli.run import run
 from cutlass_py_attn.errors import AttentionError
@@ -28,5 +29,5 @@ def group() -> None:
     """Fused attention as bare GPU kernels: plan, compile, inspect, run and measure them."""
 
 
-for command in (run, doctor, build, inspect, bench):
+for command in (run, doctor, build, export, inspect, bench):
     group.add_command(command)

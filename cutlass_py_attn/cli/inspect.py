@@ -1,10 +1,10 @@
-"""Inspect: one kernel's PTX, SASS, resources, parameters, shared-memory map and instruction counts."""
+"""Inspect: one kernel's PTX and SASS with their steps, resources, memory map and counts, or two kernels' difference."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,26 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
-from cutlass_py_attn import abi
-from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.cli import kernels, sass
+from cutlass_py_attn.cli import kernels
 from cutlass_py_attn.cli.selection import ARCHS
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.cli.target import default_arch, hopper_arch
+from cutlass_py_attn.inspection import listing, sass
+from cutlass_py_attn.inspection.difference import difference, text_difference
+from cutlass_py_attn.inspection.facts import Json, Subject, facts, subject
+from cutlass_py_attn.inspection.page import page
+
+NO_SASS = "No instruction counts: they need nvdisasm, pip install 'cutlass-py-attn[inspect]'."
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What of the kernels is asked for."""
+
+    arch: str | None
+    folder: Path | None
+    steps: bool
+    view: str
 
 
 @click.command()
@@ -30,46 +44,95 @@ from cutlass_py_attn.cli.target import default_arch, hopper_arch
 )
 @click.option("--kernels", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path),
               help="Take the kernel from this folder of a `build` instead of compiling it.")  # fmt: skip
-@click.option("--ptx", is_flag=True, help="Print the PTX and nothing else.")
-@click.option("--sass", "as_sass", is_flag=True, help="Print the SASS and nothing else.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def inspect(*, symbol: str, arch: str | None, folder: Path | None, ptx: bool, as_sass: bool, as_json: bool) -> None:
+@click.option("--ptx", "view", flag_value="ptx", help="Print the PTX and nothing else.")
+@click.option("--sass", "view", flag_value="sass", help="Print the SASS and nothing else.")
+@click.option("--json", "view", flag_value="json", help="Print JSON instead of tables.")
+@click.option(
+    "--steps/--no-steps",
+    default=True,
+    show_default=True,
+    help="Mark the numbered steps of the kernel's source, which compiles it once more with line info.",
+)
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page about the kernel to this file."
+)
+@click.option(
+    "--diff",
+    "other",
+    metavar="OTHER",
+    help="Compare with the kernel of this name, or with the one of the same name in this folder of a `build`.",
+)
+def inspect(
+    *,
+    symbol: str,
+    arch: str | None,
+    folder: Path | None,
+    view: str | None,
+    steps: bool,
+    html: Path | None,
+    other: str | None,
+) -> None:
     """Show what kernel SYMBOL was compiled to; no GPU is needed.
 
-    SYMBOL is a name that `run` lists, such as bwd_generic_bf16_d128_causal.
+    SYMBOL is a name that `run` lists, such as bwd_generic_bf16_d128_causal. In the PTX and SASS a comment stands before
+    each step; it holds until the next.
     """
-    usual = default_arch()
-    plan = parse_symbol(symbol, arch or (hopper_arch(usual) if "_hopper_" in symbol else None) or usual)
-    source = kernels.prebuilt(folder) if folder else kernels.compiler()
-    made = kernels.Made(plan, *source(plan.build))
-    artifact = made.artifact
-    if ptx:
-        _print_ptx(artifact.ptx)
-    elif as_sass:
-        _print_sass(artifact)
-    elif as_json:
-        click.echo(json.dumps(facts(artifact, list(made.rows())), indent=1))
+    if html and (view or other):
+        raise click.UsageError("--html writes a page of one kernel: leave out --ptx, --sass, --json and --diff")
+    asked = _Asked(arch, folder, steps, view or "")
+    found = _subject(symbol, asked, folder)
+    if html:
+        html.write_text(page(found))
+        click.echo(f"{html}: {found.name}")
+    elif other is None:
+        _show(found, asked.view)
+    elif Path(other).is_dir():
+        _show_difference(found, _subject(symbol, asked, Path(other)), asked.view)
     else:
-        _print_tables(facts(artifact, list(made.rows())))
+        _show_difference(found, _subject(other, asked, folder), asked.view)
 
 
-def facts(artifact: Artifact, resources: list[dict[str, Any]]) -> dict[str, Any]:
-    """Everything but the texts, as a JSON object; no instruction counts without nvdisasm."""
-    build = artifact.build
-    instructions = sass.disassemble(artifact.cubin) if sass.tool() else {}
-    return {
-        "symbol": build.symbol,
-        "arch": build.arch,
-        "toolchain": artifact.toolchain,
-        "resources": resources,
-        "parameters": [asdict(parameter) for parameter in artifact.parameters],
-        "fields": [
-            {"name": name, "offset": offset, "bytes": size}
-            for name, offset, size in abi.layout(abi.fields_of(build.kind, build.family))
-        ],
-        "shared_memory": [asdict(buffer) for buffer in build.shared_memory],
-        "instructions": {name: sass.histogram(listing) for name, listing in instructions.items()},
-    }
+def _subject(symbol: str, asked: _Asked, folder: Path | None) -> Subject:
+    """The kernel of that name, from a folder or compiled; its steps cost a compile, so only where a view shows them."""
+    usual = default_arch()
+    plan = parse_symbol(symbol, asked.arch or (hopper_arch(usual) if "_hopper_" in symbol else None) or usual)
+    source = kernels.prebuilt(folder) if folder else kernels.compiler()
+    artifact, _ = source(plan.build)
+    return subject(plan, artifact, with_steps=asked.steps)
+
+
+def _show(found: Subject, view: str) -> None:
+    if view == "ptx":
+        _print_ptx("\n".join(found.marked_ptx()))
+    elif view == "sass":
+        click.echo("\n".join(_sass(found)))
+    elif view == "json":
+        click.echo(json.dumps(facts(found), indent=1))
+    else:
+        _print_tables(facts(found))
+
+
+def _show_difference(left: Subject, right: Subject, view: str) -> None:
+    names = left.name, right.name
+    if view in ("ptx", "sass"):
+        before, after = (item.marked_ptx() if view == "ptx" else _sass(item) for item in (left, right))
+        for line in text_difference(before, after, names):
+            click.echo(line)
+        return
+    found = difference(facts(left), facts(right))
+    if view == "json":
+        click.echo(json.dumps({"left": names[0], "right": names[1], "differences": found}, indent=1))
+        return
+    console = kernels.console()
+    console.print(f"[bold]{names[0]}[/] and [bold]{names[1]}[/]" + ("" if found else ": no difference"))
+    for title, rows in found.items():
+        _print_rows(console, title.replace("_", " "), [{**row, "change": _change(row)} for row in rows])
+
+
+def _change(row: Json) -> str:
+    """How much a number changed."""
+    both = row["left"], row["right"]
+    return f"{both[1] - both[0]:+g}" if all(isinstance(value, int | float) for value in both) else ""
 
 
 def _print_ptx(ptx: str) -> None:
@@ -81,23 +144,43 @@ def _print_ptx(ptx: str) -> None:
         click.echo(ptx)
 
 
-def _print_sass(artifact: Artifact) -> None:
-    for name, listing in sass.disassemble(artifact.cubin).items():
-        click.echo(f"{name}:")
-        for number, (opcode, operands) in enumerate(listing):
-            click.echo(f"  {number:5d}  {opcode:28s}{operands}")
+def _sass(found: Subject) -> Iterable[str]:
+    """The listing of every entry, with marks."""
+    for name, items in listing.sass_lines(found.artifact, found.lined).items():
+        yield f"{name}:"
+        lines = (listing.Line(f"  {number:5d}  {item}", step) for number, (item, step) in enumerate(items))
+        yield from listing.marked(lines, "//")
 
 
 def _print_tables(found: dict[str, Any]) -> None:
     console = kernels.console()
     console.print(f"[bold]{found['symbol']}[/] for {found['arch']}, {found['toolchain']}")
-    for title in ("resources", "parameters", "fields", "shared_memory"):
-        _print_rows(console, title.replace("_", " "), found[title])
+    for title in ("resources", "launches", "parameters", "fields"):
+        _print_rows(console, title, found[title])
+    _print_rows(
+        console, "shared memory", [_lifetime_row(row, found["shared_memory"]) for row in found["shared_memory"]]
+    )
+    for name, rows in found["steps"].items():
+        _print_rows(console, f"steps of {name}", [_step_row(row) for row in rows])
     for name, counts in found["instructions"].items():
         rows = [{"opcode": opcode, "count": count} for opcode, count in counts.items()]
         _print_rows(console, f"instructions of {name}", rows)
-    if not found["instructions"]:
-        click.echo("No instruction counts: they need nvdisasm, pip install 'cutlass-py-attn[inspect]'.")
+    if not sass.tool():
+        click.echo(NO_SASS)
+    if found["unmarked"]:
+        click.echo(f"Steps are not marked: {found['unmarked']}")
+
+
+def _lifetime_row(row: Json, rows: list[Json]) -> Json:
+    """A buffer with the numbers of the steps in which it is alive, each in its place."""
+    last = max(item["last"] for item in rows)
+    alive = "".join(str(step) if row["first"] <= step <= row["last"] else "." for step in range(last + 1))
+    return {"name": row["name"], "offset": row["offset"], "bytes": row["bytes"], "steps": alive, "alive": row["alive"]}
+
+
+def _step_row(row: Json) -> Json:
+    groups = ", ".join(f"{group} {count}" for group, count in row["groups"].items())
+    return {"step": row["step"], "what": row["title"], "instructions": row["instructions"], "of them": groups}
 
 
 def _print_rows(console: Console, title: str, rows: Iterable[dict[str, Any]]) -> None:
@@ -106,7 +189,15 @@ def _print_rows(console: Console, title: str, rows: Iterable[dict[str, Any]]) ->
         return
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name, value in rows[0].items():
-        table.add_column(name.replace("_", " "), justify="right" if isinstance(value, int) else "left")
+        table.add_column(name.replace("_", " "), justify="right" if isinstance(value, int | float) else "left")
     for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
+        table.add_row(*(_cell(value) for value in row.values()))
     console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " x ".join(str(item) for item in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item}" for name, item in value.items())
+    return "" if value is None else str(value)

@@ -16,6 +16,7 @@ from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.cache import Cache
 from cutlass_py_attn.compiler import artifact_for, toolchain
 from cutlass_py_attn.errors import CompileError
+from cutlass_py_attn.inspection.listing import entry_text
 from cutlass_py_attn.plan import Build, Plan
 
 WARP_PRODUCT, WARPGROUP_PRODUCT = "mma.sync", "wgmma.mma_async"
@@ -102,11 +103,3 @@ def console() -> Console:
     """Standard output; wide where it is no terminal, so that logs and pipes get whole lines."""
     found = Console()
     return found if found.is_terminal else Console(width=PIPE_COLUMNS)
-
-
-def entry_text(ptx: str, symbol: str) -> str:
-    """The PTX of one entry: from its .entry line to the next."""
-    for part in ptx.split(".entry ")[1:]:
-        if part.startswith(f"{symbol}("):
-            return part
-    return ""

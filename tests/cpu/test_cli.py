@@ -20,14 +20,15 @@ from any_problem import ARCHS, problems
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 
-from cutlass_py_attn import abi, attention, masks, reference
+from cutlass_py_attn import attention, masks, reference
 from cutlass_py_attn.artifact import Artifact, Folder
-from cutlass_py_attn.cli import doctor, kernels, on_gpu, on_host, run, sass
+from cutlass_py_attn.cli import doctor, kernels, on_gpu, on_host, run
 from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.cli.selection import KINDS, Selection
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.cli.target import Gpu, hopper_arch
 from cutlass_py_attn.errors import CompileError, NotSupported
+from cutlass_py_attn.inspection import sass
 from cutlass_py_attn.kernels import entries
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.planner import plan_backward, plan_forward
@@ -166,7 +167,7 @@ def test_other_missing_modules_are_not_hidden() -> None:
 
 def test_help_lists_the_commands() -> None:
     output = invoke("--help").output
-    assert all(f"  {name} " in output for name in ("run", "doctor", "build", "inspect", "bench"))
+    assert all(f"  {name} " in output for name in ("run", "doctor", "build", "export", "inspect", "bench"))
 
 
 # doctor
@@ -210,7 +211,7 @@ def test_doctor_measures_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert found["kernel cache"] == f"{tmp_path} (1.5 MiB)"
 
 
-# build and inspect
+# build
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -236,69 +237,6 @@ def test_build_keeps_what_compiles_and_reports_the_rest(monkeypatch: pytest.Monk
     assert done.exit_code == 1
     assert done.output.endswith("Error: grad_v spills\ngrad_k spills\n")
     assert [artifact.build.room for artifact in Folder(tmp_path).all()] == ["doivj", "grad_q", "matmul_qk"]
-
-
-def test_inspect_refuses_in_one_sentence(tmp_path: Path) -> None:
-    done = invoke("inspect", "nonsense")
-    assert (done.exit_code, done.output.count("\n")) == (1, 1)
-    assert done.output.startswith("Error: symbol 'nonsense': must be like")
-    done = invoke("inspect", ROOM, "--arch", "sm_90", "--kernels", str(tmp_path))
-    assert done.exit_code == 1
-    assert "build it with: cutlass-py-attn build --arch sm_90" in done.output
-    assert invoke("inspect", ROOM, "--kernels", str(tmp_path / "nowhere")).exit_code == 2
-
-
-def test_inspect_reads_a_folder(tmp_path: Path) -> None:
-    plan = parse_symbol(ROOM, "sm_80")
-    made = fakes.artifact(plan.build)
-    Folder(tmp_path).put(Artifact(made.build, ".visible .entry x()", made.cubin, made.kernels, "toy", "as planned"))
-    done = invoke("inspect", ROOM, "--arch", "sm_80", "--kernels", str(tmp_path), "--ptx")
-    assert (done.exit_code, done.output) == (0, ".visible .entry x()\n")
-
-
-def test_inspect_of_a_backward_without_a_main_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sass, "tool", lambda: None)
-    symbol = "bwd_generic_bf16_d64_full_bias_sinks_to_bs_sum_hq"
-    Folder(tmp_path).put(fakes.artifact(parse_symbol(symbol, "sm_80").build))
-    for name in (symbol, f"{symbol}_delta_0", f"{symbol}_bias_1", f"{symbol}_sinks_2"):
-        done = invoke("inspect", name, "--arch", "sm_80", "--kernels", str(tmp_path), "--json")
-        assert done.exit_code == 0, done.output
-        rows = [row["kernel"].removeprefix(symbol) for row in json.loads(done.output)["resources"]]
-        assert rows == ["_delta", "_bias", "_sinks"]
-
-
-def test_inspect_shows_a_compiled_room() -> None:
-    pytest.importorskip("cutlass")
-    if sass.tool() is None:
-        pytest.skip("nvdisasm is not installed")
-    done = invoke("inspect", ROOM, "--arch", "sm_90", "--json")
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.output)
-    assert [tuple(field.values()) for field in found["fields"]] == list(abi.layout(abi.ROOM))
-    (row,) = found["resources"]
-    assert row["mma"] == found["instructions"][f"{ROOM}_0"]["HMMA"] > 0
-    assert row["shared_memory_bytes"] == max(item["offset"] + item["bytes"] for item in found["shared_memory"])
-    listing = invoke("inspect", ROOM, "--arch", "sm_90", "--sass").output.splitlines()
-    assert listing[0] == f"{ROOM}_0:"
-    assert len(listing) - 1 == sum(found["instructions"][f"{ROOM}_0"].values())
-    assert "shared memory" in invoke("inspect", ROOM, "--arch", "sm_90").output
-
-
-def test_sass_without_nvdisasm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sass, "tool", lambda: None)
-    with pytest.raises(NotSupported, match=r"pip install 'cutlass-py-attn\[inspect\]'"):
-        sass.disassemble(b"")
-
-
-def test_histogram_counts_opcodes_without_modifiers() -> None:
-    listing = [("LDG.E", "a"), ("BAR", ""), ("LDG.E.128", "b"), ("ADD", "")]
-    assert list(sass.histogram(listing).items()) == [("LDG", 2), ("ADD", 1), ("BAR", 1)]
-
-
-def test_entry_text_is_one_entry() -> None:
-    ptx = ".visible .entry a_0(\nmma.sync.x\n}\n.visible .entry a_0b(\n}\n"
-    assert kernels.entry_text(ptx, "a_0").count("mma.sync.") == 1
-    assert kernels.entry_text(ptx, "a_0b").count("mma.sync.") == 0
 
 
 # run

@@ -20,7 +20,7 @@ from cutlass_py_attn.problem import Problem, Shape
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools import build_ptx, check_verified, record  # noqa: E402
+from tools import build_ptx, check_verified, gallery, record  # noqa: E402
 
 README = """# Title
 <!-- kernels:begin -->
@@ -60,6 +60,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ptx").mkdir()
     build_ptx.write(tmp_path, PLANS, [artifact_of(plan) for plan in PLANS])
     monkeypatch.setattr(build_ptx, "committed_plans", lambda: PLANS)
+    (tmp_path / gallery.GALLERY).write_text(gallery.gallery(tmp_path))
     return tmp_path
 
 
@@ -195,7 +196,13 @@ def test_readme_lists_only_what_passed(tree: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_benchmark_table(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"case": "bf16_d64", "direction": "forward", "ours_tflops": 200.4, "gpu": "H200", "commit": "c"}
+    row = {
+        "case": "bf16_d64_s8192_b4_h32_full",
+        "direction": "forward",
+        "ours_tflops": 200.4,
+        "gpu": "H200",
+        "commit": "c",
+    }
     rows = [{**row, "peer": "flash", "peer_tflops": 100.2, "ratio": 2.0}]
     rows.append({**row, "peer": "cudnn", "peer_tflops": 400.0, "ratio": 0.501})
     rows.append({**row, "direction": "backward", "peer": "", "peer_tflops": None, "ratio": None})
@@ -208,9 +215,35 @@ def test_benchmark_table(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines == [
         "| case | direction | ours | flash | cudnn |",
         "| --- | --- | --- | --- | --- |",
-        "| `bf16_d64` | forward | 200 | 100 (2.00) | 400 (0.50) |",
-        "| `bf16_d64` | backward | 200 |  |  |",
+        "| `bf16_d64_s8192_b4_h32_full` | forward | 200 | 100 (2.00) | 400 (0.50) |",
+        "| `bf16_d64_s8192_b4_h32_full` | backward | 200 |  |  |",
     ]
+
+
+def test_gallery_follows_the_record(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify(tree, CAUSAL)
+    assert run(tree, monkeypatch, "--write-readme") == 0
+    text = (tree / gallery.GALLERY).read_text()
+    rows = {row.split("`")[1]: [cell.strip() for cell in row.split("|")] for row in text.splitlines() if "[`" in row}
+    assert list(rows) == ["fwd_generic_bf16_d64_causal", "fwd_generic_bf16_d64_full"]
+    verified, unverified = rows.values()
+    assert verified[2:5] == ["bfloat16, head dim 64, causal", "128 x 128, 4", "200"]
+    assert verified[10:12] == ["verified on H200, 2026-01-02", "output 0.50"]
+    assert unverified[10].startswith("UNVERIFIED")
+    assert unverified[11] == ""
+    assert "](sm_90/fwd_generic_bf16_d64_causal.ptx)" in text
+    (tree / gallery.GALLERY).write_text(text.replace("0.50", "0.10"))
+    assert run(tree, monkeypatch) == 1, "the gallery was edited by hand"
+
+
+def test_gallery_gives_a_rate_to_the_kernel_that_ran() -> None:
+    row = {"direction": "forward", "ours_tflops": 500.0}
+    cases = ("bf16_d128_s8192_b4_h16_full", "bf16_d128_s8192_b4_h16_full_deterministic", "f32_d64_s2048_b4_h32_full")
+    rows = [{**row, "case": case, "ours_tflops": 500.0 + number} for number, case in enumerate(cases)]
+    assert gallery.rates_of(rows) == {
+        "sm_90a/fwd_hopper_bf16_d128_full": (500.0, cases[0]),
+        "sm_90/fwd_generic_f32_d64_full": (502.0, cases[2]),
+    }
 
 
 def test_readme_without_its_marks_is_refused() -> None:

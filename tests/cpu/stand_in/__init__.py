@@ -24,7 +24,7 @@ class _Record(ctypes.Structure):
     _fields_ = (
         ("call", ctypes.c_char * 40),
         ("text", ctypes.c_char * 192),
-        ("numbers", ctypes.c_uint64 * 12),
+        ("numbers", ctypes.c_uint64 * 18),
         ("byte_count", ctypes.c_int),
         ("bytes", ctypes.c_ubyte * 2048),
     )

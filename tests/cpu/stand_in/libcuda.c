@@ -8,7 +8,7 @@
 #include <string.h>
 
 typedef unsigned long long u64;
-enum { NOT_FOUND = 500, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 12, BYTES = 2048, PARAMETERS = 8 };
+enum { NOT_FOUND = 500, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 18, BYTES = 2048, PARAMETERS = 8 };
 
 typedef struct { char call[40], text[192]; u64 numbers[NUMBERS]; int byte_count; unsigned char bytes[BYTES]; } Record;
 typedef struct { char symbol[192]; int count; size_t sizes[PARAMETERS]; } Kernel;
@@ -80,6 +80,11 @@ int cuMemAllocAsync(void **p, size_t size, void *stream) { NOTE("", size, N(stre
 int cuMemFreeAsync(void *p, void *stream) { NOTE("", N(p), N(stream)); free(p); return 0; }
 int cuMemAlloc(void **p, size_t size) { NOTE("", size); *p = memory(size); return 0; }
 int cuMemFree(void *p) { NOTE("", N(p)); free(p); return 0; }
+/* The names that cuda.h gives to programs in C; cuda-python asks for them by the names above. */
+int cuMemAlloc_v2(void **p, size_t size) { return cuMemAlloc(p, size); }
+int cuMemFree_v2(void *p) { return cuMemFree(p); }
+int cuMemcpyHtoD_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n); memcpy(d, s, n); return 0; }
+int cuMemcpyDtoH_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n); memcpy(d, s, n); return 0; }
 int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) { NOTE("", N(p), byte, n, N(stream)); if (!has_no_memory) memset(p, byte, n); return 0; }
@@ -112,6 +117,7 @@ int cuLibraryLoadData(char **library, const char *code, void *a, void *b, unsign
     *library = strdup(code);
     return 0;
 }
+int cuLibraryUnload(char *library) { NOTE("", N(library)); free(library); return 0; }
 int cuLibraryGetKernel(Kernel **kernel, const char *library, const char *symbol) {
     NOTE(symbol, N(library));
     const char *line = library;
@@ -216,7 +222,9 @@ int cuGraphLaunch(Graph *graph, void *stream) {
 }
 int cuTensorMapEncodeTiled(u64 *map, int type, unsigned rank, void *address, const u64 *dims, const u64 *strides,
                            const unsigned *box, const unsigned *steps, int interleave, int swizzle, int l2, int fill) {
-    NOTE("", N(map), type, rank, N(address), dims[0], dims[1], strides[0], box[0], box[1], swizzle, l2, fill);
+    int deep = rank == 4; /* only maps of four axes have these */
+    NOTE("", N(map), type, rank, N(address), dims[0], dims[1], strides[0], box[0], box[1], swizzle, l2, fill,
+         deep ? dims[2] : 0, deep ? dims[3] : 0, deep ? strides[1] : 0, deep ? strides[2] : 0, deep ? box[2] : 0, deep ? box[3] : 0);
     memset(map, 0xAB, 128);
     map[0] = N(address);
     return 0;

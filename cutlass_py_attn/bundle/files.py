@@ -1,0 +1,239 @@
+"""Files: writes a bundle's folder, whole or not at all, and reads one where neither compiler nor CUDA toolkit is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from cutlass_py_attn import driver, planner
+from cutlass_py_attn.artifact import Artifact, Folder
+from cutlass_py_attn.bundle import header
+from cutlass_py_attn.bundle.manifest import FORMAT, SEAL, Target, manifest, sealed, sha256
+from cutlass_py_attn.bundle.problems import from_json
+from cutlass_py_attn.device import architecture, runs_on
+from cutlass_py_attn.errors import CompileError, NotSupported, Stale
+from cutlass_py_attn.launch import Bound, bind
+from cutlass_py_attn.plan import Build, Plan
+from cutlass_py_attn.problem import Problem
+
+MANIFEST: Final = "manifest.json"
+_NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
+_AGAIN: Final = "export it again"
+
+
+def export_bundle(
+    folder: str | os.PathLike[str],
+    problems: Iterable[Problem],
+    archs: Iterable[str],
+    *,
+    name: str = "attention",
+    kernels: Callable[[Build], Artifact] | None = None,
+) -> Bundle:
+    """Write the kernels of `problems` (one for each direction) for every target of `archs` into `folder`.
+
+    It then holds <arch>/<symbol>.cubin, .ptx and .json, manifest.json and the C header <name>.h, whose functions
+    begin with `name`. For sm_90a the Hopper kernels are taken where there are some, else those of sm_90.
+    kernels: gives the Artifact of a Build; None compiles. A bundle that is there already is replaced; a folder that
+    holds anything else is refused. The folder appears whole or not at all.
+
+    NotSupported lists every objection; CompileError: no plan of a problem compiles; Stale: `kernels` has none.
+    """
+    path, problems, archs = Path(folder), tuple(problems), tuple(archs)
+    _check(path, problems, archs, name)
+    source = kernels or _compiler()
+    targets = [_best(problem, arch, source) for problem in problems for arch in archs]
+    unique = {(target.problem.direction, target.plan.build): target for target in targets}
+    ordered = sorted(unique.values(), key=_preference)
+    files: dict[str, bytes] = {}
+    for target in ordered:
+        files |= target.artifact.files()
+    described = manifest(name, ordered, files)
+    text = header.render(described).encode()
+    described["files"][f"{name}.h"] = {"bytes": len(text), "sha256": sha256(text)}
+    files |= {f"{name}.h": text, MANIFEST: json.dumps(sealed(described), indent=1).encode()}
+    _put(path, files)
+    return load_bundle(path)
+
+
+def load_bundle(folder: str | os.PathLike[str]) -> Bundle:
+    """The bundle of a folder that `export_bundle` wrote; Stale names what is missing, damaged or of another version."""
+    return Bundle(folder)
+
+
+class Bundle:
+    """The kernels of a bundle. As `kernels` of attention_forward and attention_backward it gives their artifacts.
+
+    `manifest` is the JSON object of manifest.json. Making one reads every file and compares it with its sha256.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.path = Path(folder)
+        self.manifest = _read(self.path)
+        self._files = Folder(self.path)
+        self.artifacts = tuple(self._files.all())
+
+    def __call__(self, build: Build) -> Artifact:
+        """The artifact of `build`; Stale where the bundle has other kernels."""
+        for artifact in self.artifacts:
+            if artifact.build == build:
+                return artifact
+        raise Stale(f"{build.symbol} for {build.arch}: {self.path} has {self._shown()}; export this problem")
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """forward, backward or both."""
+        return tuple(self.manifest["passes"])
+
+    def problem(self, direction: str) -> Problem:
+        """The problem that was exported for this direction."""
+        return from_json(self._pass(direction)["problem"])
+
+    def plans(self, direction: str) -> tuple[Plan, ...]:
+        """The plans that were exported for this direction, the preferred target first."""
+        return tuple(Plan.from_json(json.dumps(target["plan"])) for target in self._pass(direction)["targets"])
+
+    def bind(self, direction: str, problem: Problem | None = None, device: int = 0) -> Bound:
+        """The kernels of this direction on GPU `device`, for the exported problem or another that they serve.
+
+        Stale: the bundle has no kernels for the problem or the GPU. Else as `launch.bind`.
+        """
+        wanted = problem or self.problem(direction)
+        gpu = driver.device(device)
+        known = [plan.build for plan in self.plans(direction)]
+        running = [build for build in known if runs_on(architecture(build.arch), gpu.compute_capability)]
+        if not running:
+            major, minor = gpu.compute_capability
+            archs = ", ".join(build.arch for build in known)
+            raise Stale(f"{self.path} is for {archs}: {gpu.name} has compute capability {major}.{minor}; export for it")
+        found = [
+            plan
+            for build in running
+            for plan in planner.plans(wanted, build.arch, gpu.num_sms)
+            if plan.build == build
+        ]  # fmt: skip
+        if not found:
+            raise Stale(f"this {direction} problem needs other kernels than {self._shown()}; export it")
+        fitting = [plan for plan in found if plan.build.shared_memory_bytes <= gpu.shared_memory_per_block]
+        plan = (fitting or found)[0]
+        return bind(self(plan.build), plan, wanted, device)
+
+    def _pass(self, direction: str) -> dict[str, Any]:
+        if direction not in self.manifest["passes"]:
+            raise NotSupported(
+                f"direction = {direction!r}: {self.path} has {', '.join(self.directions)}; export it too"
+            )
+        found: dict[str, Any] = self.manifest["passes"][direction]
+        return found
+
+    def _shown(self) -> str:
+        return ", ".join(f"{artifact.build.symbol} for {artifact.build.arch}" for artifact in self.artifacts)
+
+
+def _compiler() -> Callable[[Build], Artifact]:
+    from cutlass_py_attn.compiler import artifact_for
+
+    return artifact_for
+
+
+def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: str) -> None:
+    """Every objection to what is to be exported, and to where."""
+    reasons = [reason for problem in problems for reason in problem.reasons()]
+    directions = [problem.direction for problem in problems]
+    if not problems:
+        reasons.append("problems is empty: must be a forward, a backward or one of each; pass one")
+    if len(set(directions)) < len(directions):
+        reasons.append(f"problems are {', '.join(directions)}: must be one for each direction; export the others apart")
+    if not archs:
+        reasons.append("archs is empty: must name at least one target, such as sm_80; pass one")
+    if not _NAME.fullmatch(name):
+        reasons.append(
+            f"name = {name!r}: must be lower-case letters, digits and _, as C functions begin with it; correct it"
+        )
+    if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or _is_bundle(path))):
+        reasons.append(f"folder {path}: holds something else than a bundle; name a new one")
+    for arch in archs:
+        try:
+            architecture(arch)
+        except NotSupported as error:
+            reasons += error.reasons
+    if reasons:
+        raise NotSupported(reasons)
+
+
+def _is_bundle(path: Path) -> bool:
+    try:
+        data = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and str(data.get("format", "")).startswith(FORMAT.rpartition(" ")[0])
+
+
+def _best(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> Target:
+    """The first plan for the target whose kernels can be had."""
+    limits = architecture(arch)
+    own = not limits.is_portable
+    plans = planner.plans_on(problem, limits.compute_capability) if own else planner.plans(problem, arch)
+    first: CompileError | Stale | None = None
+    for plan in plans:
+        try:
+            return Target(problem, plan, kernels(plan.build), architecture(plan.build.arch).num_sms)
+        except (CompileError, Stale) as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _preference(target: Target) -> tuple[bool, bool, tuple[int, int]]:
+    """Forward before backward; then what is made for one GPU alone, then the newest."""
+    limits = target.plan.architecture
+    major, minor = limits.compute_capability
+    return target.problem.direction == "backward", limits.is_portable, (-major, -minor)
+
+
+def _put(path: Path, files: Mapping[str, bytes]) -> None:
+    """The folder with these files in place of what was there: written beside it, then renamed."""
+    parent = path.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(dir=parent, prefix=f".{path.name}."))
+    try:
+        made = staged / "new"
+        for name, data in files.items():
+            target = made / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+        if path.exists():
+            path.rename(staged / "old")
+        made.rename(path)
+    finally:
+        if not path.exists() and (staged / "old").exists():
+            (staged / "old").rename(path)
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The manifest, every file compared with it."""
+    try:
+        found = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise Stale(f"{path}: no bundle, its {MANIFEST} cannot be read ({error}); {_AGAIN}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        given = found.get("format") if isinstance(found, dict) else type(found).__name__
+        raise Stale(f"{path / MANIFEST}: format {given!r}, this version reads {FORMAT!r}; {_AGAIN}")
+    if sealed(found)[SEAL] != found.get(SEAL):
+        raise Stale(f"{path / MANIFEST}: is not as it was written; {_AGAIN}")
+    for name, facts in found["files"].items():
+        try:
+            data = (path / name).read_bytes()
+        except OSError as error:
+            raise Stale(
+                f"{path / name}: cannot be read ({error.strerror}); copy the whole folder, or {_AGAIN}"
+            ) from error
+        if sha256(data) != facts["sha256"]:
+            raise Stale(f"{path / name}: is not as it was written; {_AGAIN}")
+    return found

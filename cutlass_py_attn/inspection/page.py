@@ -1,0 +1,62 @@
+"""Page: one HTML file about one kernel, with its pictures and listings in it and nothing to load from elsewhere."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.resources
+from typing import Any
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.inspection import listing, sass
+from cutlass_py_attn.inspection.drawing import colour_of, shared_memory_svg, steps_svg
+from cutlass_py_attn.inspection.facts import Subject, facts
+from cutlass_py_attn.shared_memory import STEPS
+
+TEMPLATE = "page.html.j2"
+
+
+def page(found: Subject) -> str:
+    """The page of a kernel; NotSupported without jinja2."""
+    try:
+        jinja2 = importlib.import_module("jinja2")
+    except ModuleNotFoundError as error:
+        raise NotSupported("a page needs jinja2: pip install 'cutlass-py-attn[inspect]'") from error
+    text = importlib.resources.files(__package__).joinpath(TEMPLATE).read_text()
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(text)
+    return str(template.render(**_content(found, jinja2.filters.Markup)))
+
+
+def _content(found: Subject, safe: Any) -> dict[str, Any]:
+    about = facts(found)
+    kind = about["identity"]["kind"]
+    memory = shared_memory_svg(about["shared_memory"], STEPS[kind], f"Shared memory of {about['symbol']}")
+    groups = (*sass.GROUPS, "other")
+    pictures = [safe(steps_svg(rows, groups, f"Instructions of {name}")) for name, rows in about["steps"].items()]
+    ptx = [(line.text, *_shown(line.step)) for line in listing.ptx_lines(found.artifact, found.lined)]
+    code = {name: [(str(item), *_shown(step)) for item, step in items] for name, items in found.sass().items()}
+    return {
+        "about": about,
+        "memory": safe(memory) if about["shared_memory"] else "",
+        "pictures": pictures,
+        "tables": ("resources", "launches", "parameters", "shared_memory", "fields"),
+        "ptx": _sections(ptx),
+        "sass": {name: _sections(lines) for name, lines in code.items()},
+    }
+
+
+def _shown(step: Any) -> tuple[str, str]:
+    """What is written before a step, and its colour; nothing for no step."""
+    return (listing.mark(step, "").lstrip(" -"), colour_of(step.name)) if step else ("", "")
+
+
+def _sections(lines: list[tuple[str, str, str]]) -> list[dict[str, str]]:
+    """Runs of lines under one mark; a line without a step goes on with the run it stands in."""
+    found: list[dict[str, Any]] = [{"mark": "", "colour": colour_of(""), "lines": []}]
+    for text, mark, colour in lines:
+        if mark and mark != found[-1]["mark"]:
+            found.append({"mark": mark, "colour": colour, "lines": []})
+        found[-1]["lines"].append(text)
+    return [{**section, "text": "\n".join(section["lines"])} for section in found if section["lines"]]

@@ -1,0 +1,225 @@
+"""Launches a bundle's kernels from manifest.json alone: Python's standard library and libcuda, none of the package.
+
+It is meant to be ported: every step of docs/bundles.md is one method here, in the same order.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import hashlib
+import json
+import operator
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FORMAT = "cutlass_py_attn bundle 1"
+PACKED = {"i64": "<q", "i32": "<i", "f32": "<f"}
+
+# CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion and others of cuda.h.
+ELEMENT = {"float16": 6, "float32": 7, "bfloat16": 9}
+SWIZZLE = {"NONE": 0, "32B": 1, "64B": 2, "128B": 3}
+L2_PROMOTION = {"NONE": 0, "64B": 1, "128B": 2, "256B": 3}
+MULTIPROCESSOR_COUNT, MAJOR, MINOR, SHARED_MEMORY_OPTIN = 16, 75, 76, 97
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+# 0  Rules
+
+
+def fewest_splits(groups: int, key_tiles: int, num_sms: int) -> int:
+    """The fewest splits for which the SM with the most blocks has the least to do."""
+
+    def work(splits: int) -> int:
+        return -(-max(groups, 1) * splits // num_sms) * (-(-key_tiles // splits) + 1)
+
+    return min(range(1, max(min(key_tiles, 256), 1) + 1), key=work)
+
+
+FUNCTIONS: dict[str, Any] = {
+    "ceil_div": lambda a, b: -(-a // b),
+    "round_up": lambda a, b: -(-a // b) * b,
+    "div": operator.floordiv,
+    "mod": operator.mod,
+    "min": min,
+    "max": max,
+    "step": lambda size, stride, other: other if size == 1 else stride,
+    "fewest_splits": fewest_splits,
+}
+OPERATORS: dict[type, Any] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Eq: operator.eq,
+    ast.GtE: operator.ge, ast.LtE: operator.le, ast.Gt: operator.gt, ast.USub: operator.neg,
+}  # fmt: skip
+
+
+def evaluate(rule: str, names: Mapping[str, float]) -> Any:
+    """The value of a rule: + - *, comparisons and calls over names and numbers."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name():
+                return names[node.id]
+            case ast.UnaryOp():
+                return OPERATORS[type(node.op)](value(node.operand))
+            case ast.BinOp():
+                return OPERATORS[type(node.op)](value(node.left), value(node.right))
+            case ast.Compare(ops=[relation], comparators=[right]):
+                return OPERATORS[type(relation)](value(node.left), value(right))
+            case ast.Call(func=ast.Name(id=name)):
+                return FUNCTIONS[name](*map(value, node.args))
+        raise ValueError(f"rule {rule!r}: {ast.dump(node)} is no part of the language")
+
+    return value(ast.parse(rule, mode="eval").body)
+
+
+class Host:
+    """One pass of a bundle on device 0, whose context is current; `cuda` is libcuda."""
+
+    def __init__(self, folder: Path, direction: str, cuda: ctypes.CDLL) -> None:
+        self.folder, self.cuda = folder, cuda
+        manifest = json.loads((folder / "manifest.json").read_text())
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"{folder}: format {manifest['format']!r}, this host reads {FORMAT!r}")
+        self.passed = manifest["passes"][direction]
+        self.num_sms = self._attribute(MULTIPROCESSOR_COUNT)
+        self.target = self._choose()
+        cubin = (folder / self.target["cubin"]).read_bytes()
+        if hashlib.sha256(cubin).hexdigest() != manifest["files"][self.target["cubin"]]["sha256"]:
+            raise ValueError(f"{self.target['cubin']}: is not as it was written")
+        self.kernels = self._load(cubin)
+
+    # 1  The target
+
+    def _choose(self) -> dict[str, Any]:
+        major, minor = self._attribute(MAJOR), self._attribute(MINOR)
+        for target in self.passed["targets"]:
+            asked_major, asked_minor = target["compute_capability"]
+            later = target["later_minors"] and major == asked_major and minor >= asked_minor
+            largest = max(each["shared_memory_bytes"] for each in target["launches"])
+            runs = later or (major, minor) == (asked_major, asked_minor)
+            if runs and largest <= self._attribute(SHARED_MEMORY_OPTIN):
+                found: dict[str, Any] = target
+                return found
+        raise ValueError(f"no cubin for compute capability {major}.{minor}")
+
+    # 2  The kernels
+
+    def _load(self, cubin: bytes) -> list[ctypes.c_void_p]:
+        library, kernels = ctypes.c_void_p(), []
+        self._call("cuLibraryLoadData", ctypes.byref(library), cubin, None, None, 0, None, None, 0)
+        for launch in self.target["launches"]:
+            kernel = ctypes.c_void_p()
+            self._call("cuLibraryGetKernel", ctypes.byref(kernel), library, launch["symbol"].encode())
+            limit = launch["shared_memory_bytes"]
+            self._call("cuKernelSetAttribute", MAX_DYNAMIC_SHARED_SIZE_BYTES, limit, kernel, 0)
+            kernels.append(kernel)
+        return kernels
+
+    # 3  Numbers
+
+    def numbers(self, changes: Mapping[str, float]) -> dict[str, float]:
+        """The exported inputs with `changes`, num_sms, and the definitions; ValueError lists what does not hold."""
+        names = {name: item["value"] for name, item in self.passed["inputs"].items()}
+        names |= {**changes, "num_sms": self.num_sms}
+        for item in self.target["definitions"]:
+            names[item["name"]] = evaluate(item["rule"], names)
+        broken = [item["says"] for item in self.target["conditions"] if not evaluate(item["rule"], names)]
+        if broken:
+            raise ValueError("\n".join(broken))
+        return names
+
+    # 4  The workspace
+
+    def workspace(self, names: Mapping[str, float]) -> tuple[int, int, dict[str, int]]:
+        """(bytes, how many of them are to be cleared, the offset of each part)."""
+        end = zeroed = 0
+        offsets = {}
+        for part in self.target["workspace"]["parts"]:
+            if not evaluate(part["when"], names):
+                continue
+            offsets[part["name"]] = end
+            end += evaluate(part["bytes_rule"], names)
+            zeroed = end if part["zeroed"] else zeroed
+            end = evaluate(f"round_up({end}, {self.target['workspace']['alignment']})", names)
+        return end, zeroed, offsets
+
+    # 5  The struct
+
+    def struct(self, names: Mapping[str, float], addresses: Mapping[str, int], parts: Mapping[str, int]) -> bytes:
+        """The kernels' struct parameter; `parts` are the addresses of the workspace's parts."""
+        block = bytearray(self.target["struct"]["bytes"])
+        for field in self.target["struct"]["fields"]:
+            if "pointer" in field:
+                value: float = addresses[field["pointer"]]
+            elif "workspace" in field:
+                value = parts.get(field["workspace"], 0)
+            else:
+                value = evaluate(field["rule"], names)
+            struct.pack_into(PACKED[field["type"]], block, field["offset"], value)
+        return bytes(block)
+
+    # 6  Tensor maps
+
+    def tensor_map(self, recipe: Mapping[str, Any], names: Mapping[str, float], address: int) -> ctypes.Array[Any]:
+        """The 128 bytes of a CUtensorMap, at an address that is a multiple of 64."""
+        room = (ctypes.c_uint64 * 24)()
+        made = (ctypes.c_uint64 * 16).from_buffer(room, -ctypes.addressof(room) % 64)
+        rank = len(recipe["size_rules"])
+        sizes = [evaluate(rule, names) for rule in recipe["size_rules"]]
+        strides = [evaluate(rule, names) * recipe["item_bytes"] for rule in recipe["stride_rules"]]
+        self._call(
+            "cuTensorMapEncodeTiled", made, ELEMENT[recipe["dtype"]], rank, ctypes.c_void_p(address),
+            (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides),
+            (ctypes.c_uint32 * rank)(*recipe["box"]), (ctypes.c_uint32 * rank)(*recipe["element_strides"]),
+            0, SWIZZLE[recipe["swizzle"]], L2_PROMOTION[recipe["l2_promotion"]], 0,
+        )  # fmt: skip
+        return made
+
+    # 7  The launches
+
+    def launch(self, changes: Mapping[str, float], addresses: Mapping[str, int], workspace: int, stream: int) -> None:
+        """Put the pass on the stream; `workspace` is the address of as many bytes as `workspace()` says."""
+        names = self.numbers(changes)
+        _, zeroed, offsets = self.workspace(names)
+        parts = {name: workspace + offset for name, offset in offsets.items()}
+        block = ctypes.create_string_buffer(self.struct(names, addresses, parts))
+        if zeroed:
+            self._call(
+                "cuMemsetD8Async", ctypes.c_void_p(workspace), 0, ctypes.c_size_t(zeroed), ctypes.c_void_p(stream)
+            )
+        for launch, kernel in zip(self.target["launches"], self.kernels, strict=True):
+            if not evaluate(launch["when"], names):
+                continue
+            maps = [self.tensor_map(recipe, names, addresses[recipe["pointer"]]) for recipe in launch["tensor_maps"]]
+            parameters = (ctypes.c_void_p * (len(maps) + 1))(*map(ctypes.addressof, (*maps, block)))
+            config = LaunchConfig(shared_memory=launch["shared_memory_bytes"], stream=stream)
+            config.grid[:] = [evaluate(rule, names) for rule in launch["grid_rules"]]
+            config.block[:] = launch["block"]
+            self._call("cuLaunchKernelEx", ctypes.byref(config), kernel, parameters, None)
+
+    def _attribute(self, number: int) -> int:
+        value = ctypes.c_int()
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), number, 0)
+        return value.value
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self.cuda, name)(*arguments)
+        if code:
+            raise RuntimeError(f"{name}: CUresult {code}")

@@ -1,0 +1,404 @@
+//! Launches a bundle's kernels from manifest.json alone: Rust's standard library and libcuda, none of the package.
+//!
+//!     rustc --edition 2021 -O --crate-type cdylib lib.rs -C link-arg=-l:libcuda.so.1
+//!
+//! The steps of docs/bundles.md, numbered as there. A program of yours would read JSON with serde_json and call the
+//! driver through cudarc; here both are written out, so that nothing has to be fetched.
+
+use std::collections::HashMap;
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void, CStr, CString};
+use std::fs;
+
+mod json;
+mod rules;
+
+use json::Json;
+use rules::{ceil_div, evaluate, Names, Value};
+
+type Address = u64;
+
+// The driver
+
+#[repr(C)]
+struct LaunchConfig {
+    grid: [c_uint; 3],
+    block: [c_uint; 3],
+    shared_memory: c_uint,
+    stream: *mut c_void,
+    attributes: *mut c_void,
+    attribute_count: c_uint,
+}
+
+#[repr(C, align(128))]
+struct TensorMap([u8; 128]);
+
+extern "C" {
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) -> c_int;
+    fn cuLibraryLoadData(
+        library: *mut *mut c_void,
+        code: *const c_void,
+        a: *mut c_void,
+        b: *mut c_void,
+        c: c_uint,
+        d: *mut c_void,
+        e: *mut c_void,
+        f: c_uint,
+    ) -> c_int;
+    fn cuLibraryGetKernel(kernel: *mut *mut c_void, library: *mut c_void, name: *const c_char) -> c_int;
+    fn cuKernelSetAttribute(attribute: c_int, value: c_int, kernel: *mut c_void, device: c_int) -> c_int;
+    fn cuMemsetD8Async(address: Address, byte: c_uchar, count: usize, stream: *mut c_void) -> c_int;
+    fn cuTensorMapEncodeTiled(
+        map: *mut TensorMap,
+        dtype: c_int,
+        rank: c_uint,
+        address: *mut c_void,
+        sizes: *const u64,
+        strides: *const u64,
+        box_: *const u32,
+        steps: *const u32,
+        interleave: c_int,
+        swizzle: c_int,
+        l2_promotion: c_int,
+        oob_fill: c_int,
+    ) -> c_int;
+    fn cuLaunchKernelEx(
+        config: *const LaunchConfig,
+        kernel: *mut c_void,
+        parameters: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> c_int;
+}
+
+const MULTIPROCESSOR_COUNT: c_int = 16;
+const MAJOR: c_int = 75;
+const MINOR: c_int = 76;
+const SHARED_MEMORY_OPTIN: c_int = 97;
+const MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
+
+fn check(call: &str, code: c_int) -> Result<(), String> {
+    if code == 0 {
+        Ok(())
+    } else {
+        Err(format!("{call}: CUresult {code}"))
+    }
+}
+
+fn attribute(which: c_int) -> Result<i64, String> {
+    let mut value = 0;
+    check("cuDeviceGetAttribute", unsafe {
+        cuDeviceGetAttribute(&mut value, which, 0)
+    })?;
+    Ok(value.into())
+}
+
+/// One pass of a bundle on device 0, whose context is current.
+pub struct Host {
+    inputs: Names,
+    target: Json,
+    kernels: Vec<*mut c_void>,
+    num_sms: i64,
+}
+
+impl Host {
+    pub fn open(folder: &str, direction: &str) -> Result<Host, String> {
+        let read =
+            |name: &str| fs::read(format!("{folder}/{name}")).map_err(|error| format!("{folder}/{name}: {error}"));
+        let manifest = Json::read(&String::from_utf8_lossy(&read("manifest.json")?))?;
+        if manifest.get("format")?.text() != "cutlass_py_attn bundle 1" {
+            return Err(format!("{folder}: its format is not this host's"));
+        }
+        let Json::Object(mut passes) = take(manifest, "passes")? else {
+            return Err("passes is no object".into());
+        };
+        let pass = passes.remove(direction).ok_or(format!("{folder} has no {direction}"))?;
+        let mut inputs = Names::new();
+        if let Json::Object(items) = pass.get("inputs")? {
+            for (name, item) in items {
+                inputs.insert(name.clone(), Value::parse(item.get("value")?.text())?);
+            }
+        }
+        let target = Host::choose(take(pass, "targets")?)?;
+        let kernels = Host::load(&target, &read(target.get("cubin")?.text())?)?;
+        Ok(Host {
+            inputs,
+            target,
+            kernels,
+            num_sms: attribute(MULTIPROCESSOR_COUNT)?,
+        })
+    }
+
+    // 1  The target
+
+    fn choose(targets: Json) -> Result<Json, String> {
+        let device = [attribute(MAJOR)?, attribute(MINOR)?];
+        let room = attribute(SHARED_MEMORY_OPTIN)?;
+        let Json::List(targets) = targets else {
+            return Err("targets is no list".into());
+        };
+        for target in targets {
+            let asked: Vec<i64> = target.get("compute_capability")?.list().iter().map(Json::int).collect();
+            let later = target.get("later_minors")?.is_true() && device[0] == asked[0] && device[1] >= asked[1];
+            let mut largest = 0;
+            for launch in target.get("launches")?.list() {
+                largest = largest.max(launch.get("shared_memory_bytes")?.int());
+            }
+            if (later || device[..] == asked[..]) && largest <= room {
+                return Ok(target);
+            }
+        }
+        Err(format!("no cubin for compute capability {}.{}", device[0], device[1]))
+    }
+
+    // 2  The kernels
+
+    fn load(target: &Json, cubin: &[u8]) -> Result<Vec<*mut c_void>, String> {
+        let none = std::ptr::null_mut;
+        let mut code = cubin.to_vec();
+        code.push(0);
+        let mut library = none();
+        check("cuLibraryLoadData", unsafe {
+            cuLibraryLoadData(&mut library, code.as_ptr().cast(), none(), none(), 0, none(), none(), 0)
+        })?;
+        let mut kernels = Vec::new();
+        for launch in target.get("launches")?.list() {
+            let symbol = CString::new(launch.get("symbol")?.text()).map_err(|error| error.to_string())?;
+            let limit = launch.get("shared_memory_bytes")?.int() as c_int;
+            let mut kernel = none();
+            check("cuLibraryGetKernel", unsafe {
+                cuLibraryGetKernel(&mut kernel, library, symbol.as_ptr())
+            })?;
+            check("cuKernelSetAttribute", unsafe {
+                cuKernelSetAttribute(MAX_DYNAMIC_SHARED_SIZE_BYTES, limit, kernel, 0)
+            })?;
+            kernels.push(kernel);
+        }
+        Ok(kernels)
+    }
+
+    // 3  Numbers
+
+    fn numbers(&self, changes: &Names) -> Result<Names, String> {
+        let mut names = self.inputs.clone();
+        names.extend(changes.iter().map(|(name, value)| (name.clone(), *value)));
+        names.insert("num_sms".into(), Value::Int(self.num_sms));
+        for item in self.target.get("definitions")?.list() {
+            let value = evaluate(item.get("rule")?.text(), &names)?;
+            names.insert(item.get("name")?.text().into(), value);
+        }
+        for item in self.target.get("conditions")?.list() {
+            if evaluate(item.get("rule")?.text(), &names)?.int() == 0 {
+                return Err(item.get("says")?.text().into());
+            }
+        }
+        Ok(names)
+    }
+
+    // 4  The workspace
+
+    fn workspace(&self, names: &Names) -> Result<(i64, i64, HashMap<String, i64>), String> {
+        let space = self.target.get("workspace")?;
+        let alignment = space.get("alignment")?.int();
+        let (mut end, mut zeroed, mut offsets) = (0, 0, HashMap::new());
+        for part in space.get("parts")?.list() {
+            if evaluate(part.get("when")?.text(), names)?.int() == 0 {
+                continue;
+            }
+            offsets.insert(part.get("name")?.text().to_string(), end);
+            end += evaluate(part.get("bytes_rule")?.text(), names)?.int();
+            if part.get("zeroed")?.is_true() {
+                zeroed = end;
+            }
+            end = ceil_div(end, alignment) * alignment;
+        }
+        Ok((end, zeroed, offsets))
+    }
+
+    // 5  The struct
+
+    fn structure(
+        &self,
+        names: &Names,
+        addresses: &Names,
+        parts: &HashMap<String, i64>,
+        workspace: Address,
+    ) -> Result<Vec<u8>, String> {
+        let structure = self.target.get("struct")?;
+        let mut block = vec![0u8; structure.get("bytes")?.int() as usize];
+        for field in structure.get("fields")?.list() {
+            let value = if let Some(name) = field.find("pointer") {
+                *addresses
+                    .get(name.text())
+                    .ok_or(format!("{} has no address", name.text()))?
+            } else if let Some(name) = field.find("workspace") {
+                Value::Int(parts.get(name.text()).map_or(0, |offset| workspace as i64 + offset))
+            } else {
+                evaluate(field.get("rule")?.text(), names)?
+            };
+            let bytes = match field.get("type")?.text() {
+                "f32" => (value.float() as f32).to_le_bytes().to_vec(),
+                "i32" => (value.int() as i32).to_le_bytes().to_vec(),
+                _ => value.int().to_le_bytes().to_vec(),
+            };
+            let offset = field.get("offset")?.int() as usize;
+            block[offset..offset + bytes.len()].copy_from_slice(&bytes);
+        }
+        Ok(block)
+    }
+
+    // 6  Tensor maps
+
+    fn tensor_map(recipe: &Json, names: &Names, addresses: &Names) -> Result<TensorMap, String> {
+        let values = |key: &str| -> Result<Vec<i64>, String> {
+            recipe
+                .get(key)?
+                .list()
+                .iter()
+                .map(|rule| Ok(evaluate(rule.text(), names)?.int()))
+                .collect()
+        };
+        let place = |key: &str, names: &[&str]| -> Result<c_int, String> {
+            let word = recipe.get(key)?.text();
+            let place = names
+                .iter()
+                .position(|name| *name == word)
+                .ok_or(format!("{key} {word} is unknown"))?;
+            Ok(place as c_int)
+        };
+        let item = recipe.get("item_bytes")?.int();
+        let sizes: Vec<u64> = values("size_rules")?.iter().map(|size| *size as u64).collect();
+        let strides: Vec<u64> = values("stride_rules")?
+            .iter()
+            .map(|stride| (stride * item) as u64)
+            .collect();
+        let small =
+            |key: &str| -> Result<Vec<u32>, String> { Ok(values(key)?.iter().map(|size| *size as u32).collect()) };
+        let (box_, steps) = (small("box")?, small("element_strides")?);
+        let dtype = 6 + place("dtype", &["float16", "float32", "", "bfloat16"])?; // as cuda.h counts them
+        let swizzle = place("swizzle", &["NONE", "32B", "64B", "128B"])?;
+        let promotion = place("l2_promotion", &["NONE", "64B", "128B", "256B"])?;
+        let pointer = recipe.get("pointer")?.text();
+        let address = addresses.get(pointer).ok_or(format!("{pointer} has no address"))?.int() as *mut c_void;
+        let mut map = TensorMap([0; 128]);
+        check("cuTensorMapEncodeTiled", unsafe {
+            cuTensorMapEncodeTiled(
+                &mut map,
+                dtype,
+                sizes.len() as c_uint,
+                address,
+                sizes.as_ptr(),
+                strides.as_ptr(),
+                box_.as_ptr(),
+                steps.as_ptr(),
+                0,
+                swizzle,
+                promotion,
+                0,
+            )
+        })?;
+        Ok(map)
+    }
+
+    // 7  The launches
+
+    pub fn launch(
+        &self,
+        changes: &Names,
+        addresses: &Names,
+        workspace: Address,
+        stream: *mut c_void,
+    ) -> Result<(), String> {
+        let names = self.numbers(changes)?;
+        let (_, zeroed, parts) = self.workspace(&names)?;
+        let mut block = self.structure(&names, addresses, &parts, workspace)?;
+        if zeroed > 0 {
+            check("cuMemsetD8Async", unsafe {
+                cuMemsetD8Async(workspace, 0, zeroed as usize, stream)
+            })?;
+        }
+        for (launch, kernel) in self.target.get("launches")?.list().iter().zip(&self.kernels) {
+            if evaluate(launch.get("when")?.text(), &names)?.int() == 0 {
+                continue;
+            }
+            let recipes = launch.get("tensor_maps")?.list();
+            let mut maps = recipes
+                .iter()
+                .map(|recipe| Host::tensor_map(recipe, &names, addresses))
+                .collect::<Result<Vec<_>, _>>()?;
+            let mut parameters: Vec<*mut c_void> = maps.iter_mut().map(|map| (map as *mut TensorMap).cast()).collect();
+            parameters.push(block.as_mut_ptr().cast());
+            let mut grid = [0; 3];
+            for (size, rule) in grid.iter_mut().zip(launch.get("grid_rules")?.list()) {
+                *size = evaluate(rule.text(), &names)?.int() as c_uint;
+            }
+            let mut config = LaunchConfig {
+                grid,
+                block: [1; 3],
+                shared_memory: launch.get("shared_memory_bytes")?.int() as c_uint,
+                stream,
+                attributes: std::ptr::null_mut(),
+                attribute_count: 0,
+            };
+            for (size, number) in config.block.iter_mut().zip(launch.get("block")?.list()) {
+                *size = number.int() as c_uint;
+            }
+            check("cuLaunchKernelEx", unsafe {
+                cuLaunchKernelEx(&config, *kernel, parameters.as_mut_ptr(), std::ptr::null_mut())
+            })?;
+        }
+        Ok(())
+    }
+}
+
+fn take(object: Json, key: &str) -> Result<Json, String> {
+    match object {
+        Json::Object(mut items) => items.remove(key).ok_or(format!("the manifest has no {key:?}")),
+        _ => Err(format!("the manifest has no {key:?}")),
+    }
+}
+
+// What C calls: numbers and addresses as lines "name value", an error as text
+
+unsafe fn text<'a>(given: *const c_char) -> &'a str {
+    CStr::from_ptr(given).to_str().unwrap_or("")
+}
+
+fn parse(lines: &str) -> Result<Names, String> {
+    lines
+        .lines()
+        .filter_map(|line| line.split_once(' '))
+        .map(|(name, value)| Ok((name.to_string(), Value::parse(value)?)))
+        .collect()
+}
+
+/// Launches one pass of the bundle in `folder` and sets `bytes` to what its workspace needs; with workspace 0 where one
+/// is needed nothing is launched. Returns 0, or 1 with a sentence in `error` (512 bytes).
+///
+/// # Safety
+/// Texts end with a zero; the addresses are those of device arrays as the manifest describes them.
+#[no_mangle]
+pub unsafe extern "C" fn bundle_launch(
+    folder: *const c_char,
+    direction: *const c_char,
+    numbers: *const c_char,
+    addresses: *const c_char,
+    workspace: Address,
+    stream: *mut c_void,
+    bytes: *mut i64,
+    error: *mut c_char,
+) -> c_int {
+    let launched = || -> Result<(), String> {
+        let host = Host::open(text(folder), text(direction))?;
+        let (numbers, addresses) = (parse(text(numbers))?, parse(text(addresses))?);
+        *bytes = host.workspace(&host.numbers(&numbers)?)?.0;
+        if *bytes > 0 && workspace == 0 {
+            Ok(())
+        } else {
+            host.launch(&numbers, &addresses, workspace, stream)
+        }
+    };
+    let Err(words) = launched() else { return 0 };
+    let words = &words.as_bytes()[..words.len().min(511)];
+    std::ptr::copy_nonoverlapping(words.as_ptr().cast(), error, words.len());
+    *error.add(words.len()) = 0;
+    1
+}

@@ -1,0 +1,185 @@
+"""Tests of the documentation: its blocks run, its links lead somewhere, and what is generated is as generated."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import cutlass_py_attn  # noqa: E402
+from cutlass_py_attn import conventions  # noqa: E402
+from tools import docs, pictures, reference, run_docs  # noqa: E402
+
+PAGES = run_docs.pages(ROOT)
+LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_blocks_run(page: Path, tmp_path: Path) -> None:
+    """In order and in a folder of their own, printing what the page says they print."""
+    found = run_docs.blocks(page)
+    if any(block.is_python or block.words == ("sh",) for block in found):
+        pytest.importorskip("cutlass")
+        pytest.importorskip("jinja2")
+    ran = run_docs.run_page(page, tmp_path, on_gpu=False)
+    assert len(ran) == sum(not block.needs_gpu and "setup" not in block.words for block in found)
+
+
+def test_gpu_blocks_have_passed_on_a_gpu_as_they_stand() -> None:
+    assert run_docs.unrecorded(ROOT) == []
+
+
+def test_extras_that_pages_install_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    setups = [block for page in PAGES for block in run_docs.blocks(page) if "setup" in block.words]
+    named = {name for block in setups for listed in run_docs.EXTRAS.findall(block.code) for name in listed.split(",")}
+    assert named
+    assert named <= set(extras)
+
+
+def test_links_lead_to_files() -> None:
+    links = [(page, link) for page in (*PAGES, ROOT / "ptx/README.md") for link in LINK.findall(page.read_text())]
+    assert len(links) > 60
+    missing = [(page.name, link) for page, link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_generated_files_are_as_generated() -> None:
+    """After a change of docstrings, pages or the benchmark: python -m tools.docs."""
+    stale = [name for name, text in docs.generated(ROOT).items() if (ROOT / name).read_text() != text]
+    assert stale == []
+
+
+def test_pictures_of_pages_are_all_generated() -> None:
+    kept = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/pictures").iterdir()}
+    assert kept == {name for name in docs.generated(ROOT) if name.endswith(".svg")}
+
+
+def test_pictures_are_wellformed() -> None:
+    for path in (ROOT / "docs/pictures").iterdir():
+        root = ElementTree.fromstring(path.read_text())
+        assert root.tag.endswith("svg")
+        assert len(" ".join(root.itertext())) > 100
+
+
+def test_every_rate_of_the_benchmark_is_in_a_plot() -> None:
+    rows = json.loads((ROOT / pictures.BENCHMARK).read_text())
+    shown = {case for _, picture in pictures.plots(rows) for case in re.findall(r">(\w+_s\d+[\w.]*)</text>", picture)}
+    assert shown == {row["case"] for row in rows}
+
+
+def test_reference_has_every_public_name() -> None:
+    headings = set(re.findall(r"^### (\w+)$", reference.reference(), re.MULTILINE))
+    assert {*cutlass_py_attn.__all__, *conventions.__all__, *reference.OPTIONS} == headings
+
+
+# The runner itself
+
+
+def page_of(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    return path
+
+
+def test_blocks_share_names_and_a_folder(tmp_path: Path) -> None:
+    text = """
+```python
+x = 20
+open("note.txt", "w").write("from python")
+```
+
+```sh
+cat note.txt
+```
+
+```text
+from python
+```
+
+  ```python
+  print(x + 22,
+        "words")
+  ```
+
+  ```text
+  42 ...
+  ```
+
+```python host
+read = 1
+```
+
+```python gpu
+if "read" not in globals():
+    raise SystemError
+```
+
+```python
+open("never.txt", "w")
+```
+"""
+    page = page_of(tmp_path, text)
+    ran = run_docs.run_page(page, tmp_path, on_gpu=False)
+    assert [block.line for block in ran] == [3, 8, 16, 25, 34]
+    with pytest.raises(SystemError):
+        run_docs.run_page(page, tmp_path, on_gpu=True)
+    page.write_text(text.replace("raise SystemError", "found = True"))
+    assert [block.line for block in run_docs.run_page(page, tmp_path, on_gpu=True)] == [3, 16, 29]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```python\nprint(1)\n```\n\n```text\n2\n```\n", "page.md:2: printed\n1\n"),
+        ("```sh\necho so; exit 3\n```\n", "page.md:2: exit code 3\nso"),
+        ("```sh\nfalse | true\n```\n", "exit code 1"),
+    ],
+)
+def test_a_block_that_does_otherwise_fails(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        run_docs.run_page(page_of(tmp_path, text), tmp_path, on_gpu=False)
+
+
+def test_a_failing_line_is_the_page_s_line(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        run_docs.run_page(page_of(tmp_path, "# Title\n\n```python\nx = 1\nx / 0\n```\n"), tmp_path, on_gpu=False)
+    assert raised.traceback[-1].lineno + 1 == 5
+
+
+def test_unknown_blocks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"page\.md:1: a block of 'pyton'"):
+        run_docs.blocks(page_of(tmp_path, "```pyton\n```\n"))
+
+
+def test_an_edited_gpu_block_must_run_again(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (tmp_path / "README.md").write_text("")
+    page = folder / "page.md"
+    page.write_text("<!-- kernels: a_b c -->\n```python gpu\nlaunch()\n```\n")
+    assert run_docs.unrecorded(tmp_path) == ["page.md:3"]
+    (block,) = run_docs.blocks(page)
+    (tmp_path / run_docs.RECORD).write_text(json.dumps({block.sha256: {"gpu": "toy"}}))
+    assert run_docs.unrecorded(tmp_path) == []
+    page.write_text(page.read_text().replace("launch()", "launch(2)"))
+    assert run_docs.unrecorded(tmp_path) == ["page.md:3"]
+    assert run_docs.kernels_of(page) == ["a_b", "c"]
+
+
+def test_a_gpu_run_reports_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = page_of(tmp_path, "```python\nx = 1\n```\n\n```python gpu\nassert x\n```\n")
+    bad = tmp_path / "bad.md"
+    bad.write_text("```python gpu\nassert False, 'no'\n```\n")
+    monkeypatch.setattr(run_docs, "pages", lambda: [good, bad])
+    found = {block.page: failure for block, failure in run_docs.run_on_gpu(None)}
+    assert found == {"page.md": "", "bad.md": "AssertionError: no"}
