@@ -149,7 +149,7 @@ class Device:
 
 
 class _Current:
-    """A class of its own, for it is in the way of every call: a generator costs twice the time."""
+    """What `Device.current` gives: a class, and no generator, for it is in the way of every call."""
 
     __slots__ = ("_before", "_context")
 

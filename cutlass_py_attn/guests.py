@@ -1,4 +1,4 @@
-"""Guests: how torch and CuPy show their arrays, streams and memory, read directly: DLPack costs several times more.
+"""Guests: how torch and CuPy show their arrays, streams and memory, read directly, without a capsule for each array.
 
 Whatever is not plain about an array is left to DLPack, which has a sentence for it.
 """
@@ -81,7 +81,7 @@ class _Torch(Guest):
     def current_stream(self, ordinal: int) -> int:
         torch = sys.modules["torch"]
         raw = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
-        # The public way makes a stream object, in several microseconds.
+        # The public way makes an object of the stream, each time.
         found: int = torch.cuda.current_stream(ordinal).cuda_stream if raw is None else raw(ordinal)
         return found
 

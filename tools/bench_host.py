@@ -111,12 +111,11 @@ def rows(kernels: Any) -> Iterator[Row]:
         for dtype in ("bfloat16", "float32"):
             for direction in ("forward", "backward"):
                 yield from bound_rows(direction, dtype, kernels)
-        for module, dtypes in DTYPES.items():
-            for dtype in dtypes:
-                try:
-                    yield from library_rows(module, dtype, kernels)
-                except ImportError as error:
-                    print(f"{module}: {error}", file=sys.stderr)
+        for module, dtype in ((module, dtype) for module, dtypes in DTYPES.items() for dtype in dtypes):
+            try:
+                yield from library_rows(module, dtype, kernels)
+            except ImportError as error:
+                print(f"{module}: {error}", file=sys.stderr)
 
 
 def allowed(row: Row) -> float | None:

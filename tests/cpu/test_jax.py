@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -345,6 +347,14 @@ def test_without_a_gpu_the_target_has_to_be_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(calls.driver, "device", absent)
     with pytest.raises(NoDevice, match=r'there is none; .*pass arch="sm_90"'):
         jax.eval_shape(functools.partial(attention, kernels=artifact), *operands())
+
+
+def test_the_training_example_without_a_gpu() -> None:
+    path = Path(__file__).resolve().parents[2] / "examples/jax_training.py"
+    losses, worst = runpy.run_path(str(path))["main"](steps=2, batch=2, length=12, backend="reference")
+    assert all(2 < loss < 4 for loss in losses)
+    assert losses[0] != losses[1]
+    assert worst < 1e-5
 
 
 def test_importing_jax_s_part_loads_no_compiler() -> None:
