@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, TypedDict, Unpack
 
 import jax
@@ -78,7 +79,7 @@ def attention(query: Any, key: Any, value: Any, **options: Unpack[Options]) -> A
     no kernel.
     """
     call, operands = _prepared({"query": query, "key": key, "value": value}, options)
-    return _attend(call, operands)
+    return _traced(call, operands)
 
 
 def export_checks() -> list[Any]:
@@ -117,6 +118,8 @@ def _backward(call: calls.Call, saved: Any, grad_output: Any) -> tuple[dict[str,
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)
+# Equal calls of a program are traced once; and shard_map outside of jit takes no custom_vjp with symbolic zeros.
+_traced = jax.jit(_attend, static_argnums=0)
 
 
 def _prepared(operands: dict[str, Any], options: Options) -> tuple[calls.Call, dict[str, Any]]:
@@ -126,8 +129,14 @@ def _prepared(operands: dict[str, Any], options: Options) -> tuple[calls.Call, d
         f"option {name!r} is unknown: must be one of {', '.join(Options.__annotations__)}; check the spelling"
         for name in unknown
     ]
+    numbers = {"scale": options.get("scale"), "softcap": options.get("softcap"), "dropout_p": options.get("dropout_p")}
+    reasons += [
+        f"{name} = {number!r}: must be a number that is known when the call is traced; pass a Python number"
+        for name, number in numbers.items()
+        if number is not None and not isinstance(number, Real)
+    ]
     dropout_p, dropout_key = options.get("dropout_p", 0.0), options.get("dropout_key")
-    if dropout_p != 0 and dropout_key is None:
+    if isinstance(dropout_p, Real) and dropout_p != 0 and dropout_key is None:
         reasons.append(f"dropout_p = {dropout_p} without dropout_key: must come together; pass a key of jax.random")
     known = ("mask", "sequences", "backend")
     try:

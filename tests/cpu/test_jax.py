@@ -126,6 +126,7 @@ def test_vmap_joins_the_batch(axes: tuple[int | None, ...], batch: int, monkeypa
         return real(call, names, given)
 
     monkeypatch.setattr(calls, "_on_host", on_host)
+    jax.clear_caches()
     expect_close(jax.vmap(gradients, axes)(*stacked), expected)
     assert (3 * B, MQ, H, D) in counted
     assert len(counted) == 2
@@ -169,7 +170,8 @@ def test_shard_map(axis: int) -> None:
     spec = jax.sharding.PartitionSpec(*(["x" if i == axis else None for i in range(4)]))
     sharded = jax.shard_map(ours, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
     arrays = operands()
-    expect_close(jax.jit(sharded)(*arrays), ours(*arrays))
+    for call in (sharded, jax.jit(sharded)):
+        expect_close(call(*arrays), ours(*arrays))
     found = jax.jit(jax.grad(loss(sharded), ARGUMENTS))(*arrays)
     expect_close(found, jax.grad(loss(ours), ARGUMENTS)(*arrays))
 
@@ -197,6 +199,7 @@ def exported(function: Callable[..., Any], *arrays: Any) -> Any:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[payload.Payload]:
     """Every payload that is packed from now on, as it comes out of the bytes again."""
     found: list[payload.Payload] = []
+    jax.clear_caches()
     calls._packed.cache_clear()
     real = payload.Payload.pack
 
@@ -243,6 +246,7 @@ def on_stand_in(driver_log: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn
     monkeypatch.setattr(handler, "_stream", lambda *_: 0x77)
     monkeypatch.setattr(handler, "_ready", {})
     monkeypatch.setattr(calls, "TARGET", f"{handler.TARGET}_stand_in")
+    jax.clear_caches()
     return driver_log
 
 
@@ -309,6 +313,7 @@ def test_an_error_of_the_driver_reaches_the_caller(on_stand_in: StandIn, name: s
 
 
 def test_host_operands_are_refused_where_they_run() -> None:
+    jax.clear_caches()
     with pytest.raises(jax.errors.JaxRuntimeError, match=r'in host memory: must be on a CUDA device.*"reference"'):
         gpu_call(*operands()).block_until_ready()
 
@@ -345,6 +350,8 @@ def test_without_a_gpu_the_target_has_to_be_told(monkeypatch: pytest.MonkeyPatch
         raise NoDevice("there is none")
 
     monkeypatch.setattr(calls.driver, "device", absent)
+    calls._packed.cache_clear()
+    jax.clear_caches()
     with pytest.raises(NoDevice, match=r'there is none; .*pass arch="sm_90"'):
         jax.eval_shape(functools.partial(attention, kernels=artifact), *operands())
 
