@@ -71,8 +71,7 @@ def test_views(libraries: StandIn) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stream", "waits"),
-    [(0x66, [("cuEventRecord", 0)]), (0, [("cuEventRecord", 0x66)]), (1, [("cuEventRecord", 0x66)])],
+    ("stream", "producer"), [(0x66, 1), (0, 0x66), (1, 0x66)], ids=["torch's", "legacy", "legacy by its number"]
 )
 def test_our_stream_waits_once_for_each_library(libraries: StandIn, stream: int, producer: int) -> None:
     """torch is on 0x66 and CuPy on the legacy stream, which DLPack calls 1; the same stream needs no wait."""

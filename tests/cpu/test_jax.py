@@ -23,6 +23,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 jax.config.update("jax_num_cpu_devices", 4)
 jnp = jax.numpy
 
+import cutlass_py_attn.jax as attention_module  # noqa: E402
 from cutlass_py_attn.jax import attention, calls, export_checks, handler, payload  # noqa: E402
 
 B, MQ, MK, H, D = 2, 13, 17, 4, 8
@@ -119,17 +120,16 @@ def test_vmap_joins_the_batch(axes: tuple[int | None, ...], batch: int, monkeypa
     gradients = jax.grad(loss(lambda q, k, v, b: ours(q, k, v, bias=b)), (0, 1, 2, 3))
     expected = items(gradients, axes, *stacked)
     counted: list[tuple[int, ...]] = []
-    real = calls._on_host
-
-    def on_host(call: Any, names: Any, given: Any) -> Any:
-        counted.append(given["query"].shape)
-        return real(call, names, given)
-
-    monkeypatch.setattr(calls, "_on_host", on_host)
-    jax.clear_caches()
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(calls.on_cpu, name, functools.partial(_counting, counted, getattr(calls.on_cpu, name)))
     expect_close(jax.vmap(gradients, axes)(*stacked), expected)
     assert (3 * B, MQ, H, D) in counted
     assert len(counted) == 2
+
+
+def _counting(counted: list[tuple[int, ...]], real: Callable[..., Any], given: Any, chosen: Any) -> Any:
+    counted.append(given["query"].shape)
+    return real(given, chosen)
 
 
 def test_vmap_over_lengths_and_over_keys_of_dropout() -> None:
@@ -199,7 +199,7 @@ def exported(function: Callable[..., Any], *arrays: Any) -> Any:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[payload.Payload]:
     """Every payload that is packed from now on, as it comes out of the bytes again."""
     found: list[payload.Payload] = []
-    jax.clear_caches()
+    attention_module._traced.clear_cache()
     calls._packed.cache_clear()
     real = payload.Payload.pack
 
@@ -246,7 +246,7 @@ def on_stand_in(driver_log: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn
     monkeypatch.setattr(handler, "_stream", lambda *_: 0x77)
     monkeypatch.setattr(handler, "_ready", {})
     monkeypatch.setattr(calls, "TARGET", f"{handler.TARGET}_stand_in")
-    jax.clear_caches()
+    attention_module._traced.clear_cache()
     return driver_log
 
 
@@ -313,7 +313,7 @@ def test_an_error_of_the_driver_reaches_the_caller(on_stand_in: StandIn, name: s
 
 
 def test_host_operands_are_refused_where_they_run() -> None:
-    jax.clear_caches()
+    attention_module._traced.clear_cache()
     with pytest.raises(jax.errors.JaxRuntimeError, match=r'in host memory: must be on a CUDA device.*"reference"'):
         gpu_call(*operands()).block_until_ready()
 
@@ -351,7 +351,7 @@ def test_without_a_gpu_the_target_has_to_be_told(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(calls.driver, "device", absent)
     calls._packed.cache_clear()
-    jax.clear_caches()
+    attention_module._traced.clear_cache()
     with pytest.raises(NoDevice, match=r'there is none; .*pass arch="sm_90"'):
         jax.eval_shape(functools.partial(attention, kernels=artifact), *operands())
 
