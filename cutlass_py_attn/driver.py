@@ -420,6 +420,8 @@ def stream_handle(stream: object) -> int:
         found = next((getattr(found, name) for name in names if hasattr(found, name)), found)
     if isinstance(found, ctypes.c_void_p):  # Numba's handle; NULL reads as None
         found = found.value or 0
+    elif hasattr(found, "getPtr"):  # the bindings' CUstream, Numba's handle where it uses them
+        found = int(found)
     if hasattr(found, "__index__") and not isinstance(found, bool) and int(found) >= 0:
         return int(found)
     raise NotSupported(

@@ -16,18 +16,20 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
-        """Inside a Function tensors carry no gradient, as the package wants them."""
+        """The package refuses tensors that ask for gradients: it computes none by itself."""
+        operands = [tensor.detach() for tensor in (query, key, value)]
         stream = torch.cuda.current_stream()
-        output, logsumexp = attention_forward(query, key, value, mask=Causal(), stream=stream, **options)
-        context.save_for_backward(query, key, value, output, logsumexp)
+        output, logsumexp = attention_forward(*operands, mask=Causal(), stream=stream, **options)
+        context.save_for_backward(*operands, output, logsumexp)
         context.options = options
         return output
 
     @staticmethod
     def backward(context: Any, grad_output: Any) -> tuple[Any, ...]:
         """On the stream on which autograd runs the backward."""
+        saved = [tensor.detach() for tensor in context.saved_tensors]
         stream = torch.cuda.current_stream()
-        found = attention_backward(grad_output, *context.saved_tensors, mask=Causal(), stream=stream, **context.options)
+        found = attention_backward(grad_output.detach(), *saved, mask=Causal(), stream=stream, **context.options)
         return found.query, found.key, found.value, None
 
 

@@ -174,6 +174,8 @@ def test_tensor_map_goes_to_our_slot(driver_log: StandIn) -> None:
         (SimpleNamespace(cuda_stream=0x88), 0x88),
         (CtypesStream(0x99), 0x99),
         (CtypesStream(0), 0),
+        (SimpleNamespace(handle=driver.bindings().CUstream(0x9A)), 0x9A),
+        (driver.bindings().CUstream(0x9B), 0x9B),
     ],
 )
 def test_streams_of_every_kind(stream: Any, handle: int) -> None:
