@@ -134,8 +134,8 @@ class Bound:
             oldest = next(stream for stream, replay in self._replays.items() if replay is not None)
             found = self._replays.pop(oldest)
         if found is None:
-            zero_bytes, context = self.plan.workspace.zero_bytes, self.device.context
-            found = Replay(self._starters, zero_bytes, workspace, context, self._write_sizes)
+            prepare = self._write_sizes if self._in_pieces else None
+            found = Replay(self._starters, self.plan.workspace.zero_bytes, workspace, self.device.context, prepare)
         found.set_stream(stream)
         self._replays[stream] = found
         return found

@@ -21,7 +21,7 @@ class Replay:
     What is already on a stream keeps the parameters it was launched with. Launches of one graph never overlap, so
     every stream should have its own. To be made and used with the device's context current.
 
-    prepare: called with the number of a kernel before its parameters are read.
+    prepare: called with the number of a kernel before its parameters are read, where they differ between kernels.
     """
 
     def __init__(
