@@ -37,15 +37,18 @@ def test_every_bound_call_has_other_addresses(driver_log: StandIn, monkeypatch: 
         structs = [launch.parameters for launch in driver_log.of("cuLaunchKernelEx")]
         kernels = len(structs) // 3
         assert structs[:kernels] != structs[kernels : 2 * kernels]
-        assert structs[:kernels] == structs[2 * kernels :]
+        assert (structs[:kernels] == structs[2 * kernels :]) == ("new" not in what)
         return bench_host.Row(what, dtype, 1.0, 1.0)
 
     monkeypatch.setattr(bench_host, "measure", measure)
     rows = [
         row for direction in ("forward", "backward") for row in bench_host.bound_rows(direction, "float16", artifact)
     ]
-    assert measured == ["bound forward", "bound backward", "bound backward, workspace of the pool"]
-    assert [bench_host.allowed(row) for row in rows] == [4.0, 8.0, None]
+    assert measured == [
+        *("bound forward", "bound forward, new addresses"),
+        *("bound backward", "bound backward, new addresses", "bound backward, workspace of the pool"),
+    ]
+    assert [bench_host.allowed(row) for row in rows] == [4.0, None, 8.0, None, None]
 
 
 def test_what_is_allowed() -> None:
