@@ -124,7 +124,7 @@ def rows(kernels: Any) -> Iterator[Row]:
 
 def allowed(row: Row) -> float | None:
     """The microseconds that a call of this kind may take; None for those without a target."""
-    if "pool" in row.what or "new" in row.what:
+    if "pool" in row.what:
         return None
     return next(limit for start, limit in ALLOWED_US.items() if row.what.startswith(start))
 

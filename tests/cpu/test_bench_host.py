@@ -48,7 +48,7 @@ def test_every_bound_call_has_other_addresses(driver_log: StandIn, monkeypatch: 
         *("bound forward", "bound forward, new addresses"),
         *("bound backward", "bound backward, new addresses", "bound backward, workspace of the pool"),
     ]
-    assert [bench_host.allowed(row) for row in rows] == [4.0, None, 8.0, None, None]
+    assert [bench_host.allowed(row) for row in rows] == [4.0, 4.0, 8.0, 8.0, None]
 
 
 def test_what_is_allowed() -> None:
