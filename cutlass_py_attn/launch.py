@@ -161,6 +161,11 @@ class Bound:
             for name, (address, alignment) in addresses.items()
             if self._starters and (not 0 < address < _ADDRESSES or address % alignment)
         ]
+        reasons += [
+            f"{name} = {number}: must be from 0 to 2**64 - 1; correct it"
+            for name, number in pointers.items()
+            if needed.get(name) == 0 and not 0 <= number < _ADDRESSES
+        ]
         if reasons:
             raise NotSupported(reasons)
 

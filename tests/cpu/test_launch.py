@@ -322,6 +322,20 @@ def test_wrong_pointers_are_all_named(driver_log: StandIn) -> None:
     assert driver_log.calls == []
 
 
+@pytest.mark.parametrize("number", [-1, 2**64])
+def test_numbers_have_64_bits(driver_log: StandIn, number: int) -> None:
+    _, _, bound = bound_of("forward", dropout_p=0.5)
+    given = {**addresses(bound.tensor_names), "philox_offset": 0}
+    driver_log.clear()
+    with pytest.raises(NotSupported, match=f"philox_seed = {number}: must be from 0"):
+        bound({**given, "philox_seed": number})
+    with pytest.raises(NotSupported, match=r"query = .*: must be a device address"):
+        bound({**given, "query": number})
+    assert driver_log.names == []
+    bound({**given, "philox_seed": 2**64 - 1})
+    assert len(driver_log.of("cuLaunchKernelEx")) == 1
+
+
 def test_out_of_memory_says_how_much_and_what_for(driver_log: StandIn) -> None:
     _, plan, bound = bound_of("backward")
     driver_log.fail("cuMemAllocAsync", 2)
