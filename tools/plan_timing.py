@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
@@ -52,7 +53,7 @@ def measure(
     gpu = driver.device(0)
     with gpu.current(), ExitStack() as stack:
         stream = driver.new_stream()
-        stack.callback(driver.destroy_stream, stream)
+        stack.callback(_behind_a_fault, driver.destroy_stream, stream)
         operands = bench.Operands(case, stream)
         if direction == "backward":
             before = bind_problem(case.problem("forward"), forward)
@@ -62,8 +63,8 @@ def measure(
         size = max((bound.workspace_bytes for bound in bounds.values()), default=0)
         workspace = driver.allocate_now(size, "the workspace of the candidates") if size else None
         if workspace is not None:
-            stack.callback(driver.free_now, workspace)
-        stack.callback(driver.synchronise, stream)
+            stack.callback(_behind_a_fault, driver.free_now, workspace)
+        stack.callback(_behind_a_fault, driver.synchronise, stream)
         errors = _errors(bounds, operands, stream, workspace, direction)
         timings |= {name: Timing(why) for name, why in errors.items() if isinstance(why, str)}
         good = {name: bound for name, bound in bounds.items() if name not in timings}
@@ -180,13 +181,13 @@ def read(array: arrays.DeviceArray, stream: int) -> Array:
     return np.take(host, sorted({0, host.shape[axis] - 1}), axis)
 
 
+def _behind_a_fault(release: Callable[[int], None], handle: int) -> None:
+    """Give something back; behind a fault that fails too, and the fault is the error to report."""
+    with contextlib.suppress(DriverError):
+        release(handle)
+
+
 def _fill(array: arrays.DeviceArray, stream: int) -> None:
     """NaN in every element, so that one which is not written is found."""
     words = array.nbytes // 4
     driver.fill_words(array.pointer, words * 4, NAN_WORD, words, 1, stream)
-
-
-def fastest(timings: Mapping[str, Timing]) -> Sequence[str]:
-    """Names of those that were measured, the fastest first."""
-    measured = {name: timing.median_ms for name, timing in timings.items() if timing.median_ms is not None}
-    return sorted(measured, key=measured.__getitem__)

@@ -17,7 +17,7 @@ from cutlass_py_attn import bench_cases, planner
 from cutlass_py_attn.arrays import numpy_dtype
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.device import architecture
-from cutlass_py_attn.errors import CompileError, NotSupported, Stale
+from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.plan_table import Tile, hopper_tiles
 
@@ -292,6 +292,29 @@ def test_what_is_never_written_is_wrong(
     assert run(monkeypatch, "--kernels", str(folder)) == 1
     said = "wrong: grad_query, grad_key, grad_value has elements that are no numbers"
     assert capsys.readouterr().out.count(said) == 2
+
+
+def test_a_fault_names_the_candidate(
+    graphs: StandIn,
+    folder: Path,
+    results: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Faulty:
+        workspace_bytes, tensor_names = 0, ()
+
+        def __call__(self, *arguments: Any, **options: Any) -> None:
+            raise DriverError("an illegal instruction")
+
+    real = plan_timing.bind
+
+    def bind(made: Artifact, *arguments: Any) -> Any:
+        return Faulty() if made.build.query_stages == 2 else real(made, *arguments)
+
+    monkeypatch.setattr(plan_timing, "bind", bind)
+    assert run(monkeypatch, "--kernels", str(folder)) == 1
+    assert capsys.readouterr().err == f"candidate {OTHER}: an illegal instruction; leave it out with --tiles\n"
 
 
 def test_tiles_chooses_what_is_timed_beside_the_row(
