@@ -10,7 +10,19 @@ from cutlass_py_attn.plan_table import Tile
 from tools import plan_space, record
 
 LOG: Final = "tools/bench/results/plans.jsonl"
-REMEDY: Final = "python -m tools.search_plans on a GPU, with --record"
+# Cases that between them are served by every row.
+CASES: Final[dict[str, tuple[str, ...]]] = {
+    "forward": (
+        "bf16_d64_s8192_b4_h32_causal",
+        "bf16_d96_s8192_b4_h16_causal",
+        "bf16_d128_s8192_b4_h16_causal",
+        "bf16_d256_s8192_b4_h8_causal",
+        "bf16_d64_s4096_b4_h32_full_alibi",
+        "bf16_d64_s16384_b2_h32_causal_window1024",
+    ),
+    "backward": ("bf16_d64_s8192_b4_h32_causal", "bf16_d128_s8192_b4_h16_causal"),
+}
+REMEDY: Final = "run tools.search_plans on a GPU, with --record"
 
 Place = tuple[str, int]
 

@@ -39,8 +39,7 @@ _GRIDS: Final[dict[tuple[str, str, bool], Axes]] = {
         "tile_m": (128, 192),
         "tile_n": (64, 80, 96, 112, 128, 144, 160, 176),
         "warps": (12, 16),
-        "query_stages": (2, 3, 4),
-        "register_usage_level": _LEVELS,
+        "query_stages": (2, 3),
     },
     ("hopper", "backward", False): {
         "tile_m": (64, 128),

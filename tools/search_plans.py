@@ -1,11 +1,12 @@
 """Search plans: tiles for cases of the benchmark, compiled on any machine, timed beside each other on a GPU.
 
-python -m tools.search_plans --build FOLDER --case NAME... [--direction backward] [--family hopper] [--tiles TILE...]
+python -m tools.search_plans --build FOLDER [--case NAME...] [--direction backward] [--family hopper] [--tiles TILE...]
 python -m tools.search_plans --kernels FOLDER [--record FILE] [--rounds 7]
 
-Without --tiles a grid is tried, from which goes what does not fit before it is compiled; tools/plan_space.py says how a
-tile is written. The rows of the plan table are always among the candidates, the first one first: with its result those
-of the others are compared.
+Without --case it takes the cases of plan_rows.py: between them every Hopper row of the plan table serves one. Without
+--tiles a grid is tried, from which goes what does not fit before it is compiled; tools/plan_space.py says how a tile is
+written. The rows of the plan table are always among the candidates, the first one first: with its result those of the
+others are compared.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from cutlass_py_attn.errors import AttentionError, CompileError, Stale
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.plan_table import Tile
 from cutlass_py_attn.problem import DIRECTIONS
-from tools import build_ptx, plan_space, plan_timing, record
+from tools import build_ptx, plan_rows, plan_space, plan_timing, record
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTING = "search.json"  # in the folder: every candidate, and what became of it
@@ -240,16 +241,16 @@ def main() -> int:
         parser.error(
             f"{', '.join(idle)} cannot be given here: --build decides what is timed, --kernels how; leave it out"
         )
-    if given.build and not given.case:
-        parser.error("--build needs --case NAME")
+    if given.family == "generic" and not given.case:
+        parser.error("--family generic needs --case NAME")
     try:
         tiles = [plan_space.parse_tile(text) for text in given.tiles]
         if given.kernels:
             names = [plan_space.text_of(tile) for tile in tiles]
             return 1 if measure(given.kernels, given.rounds or SAMPLES, given.record, names) else 0
-        family = given.family or "hopper"
-        arch = given.arch or plan_space.ARCHS[family]
-        for search in build(given.build, given.case, given.direction or "backward", family, arch, tiles)["searches"]:
+        family, direction = given.family or "hopper", given.direction or "backward"
+        arch, cases = given.arch or plan_space.ARCHS[family], given.case or plan_rows.CASES[direction]
+        for search in build(given.build, cases, direction, family, arch, tiles)["searches"]:
             print(built(search))
     except AttentionError as error:
         print(error, file=sys.stderr)

@@ -36,6 +36,7 @@ EXPECTED: dict[str, tuple[tuple[str, int | None], ...]] = {
     "micro_function_ex2_f16x2": ((r"ex2\.approx\.f16x2", cases.CHAINS),),
     "micro_function_ex2_bf16x2": ((r"ex2\.approx\.ftz\.bf16x2", cases.CHAINS),),
     "micro_function_tanh": ((r"tanh\.approx\.f32", cases.CHAINS),),
+    "micro_function_mixed2": ((r"ex2\.approx\.ftz\.f32", cases.CHAINS - 2),),
     "micro_function_polynomial": (("ex2", 0), (r"\bshl\.b32", None)),
 }
 

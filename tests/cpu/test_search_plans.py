@@ -210,7 +210,7 @@ def test_the_same_machine_code_is_timed_once() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--build", "x"), "--build needs --case"),
+        (("--build", "x", "--family", "generic"), "--family generic needs --case"),
         (("--build", "x", "--case", SMALL, "--rounds", "3"), "--rounds cannot be given here"),
         (("--kernels", "x", "--direction", "forward"), "--direction cannot be given here"),
         (("--case", SMALL), "one of the arguments --build --kernels is required"),
@@ -391,13 +391,19 @@ def test_a_row_is_measured_by_a_run_that_compared_it() -> None:
     assert state(line_of(TAKEN, **elsewhere), line_of(OTHER, **elsewhere)) == "UNMEASURED", "a case of another row"
 
 
-def test_every_hopper_row_is_asked_for_once() -> None:
+def test_a_search_without_cases_measures_every_hopper_row() -> None:
     names = [plan_rows.name_of(*row) for row in plan_rows.rows()]
     assert len(names) == len(set(names))
-    problems = [problem_of(SMALL, direction) for direction in ("forward", "backward")]
-    for problem in problems:
-        for tile in hopper_tiles(problem):
-            assert any(plan_space.text_of(tile) in name for name in names)
+    lines = []
+    for direction, searched in plan_rows.CASES.items():
+        for case in searched:
+            for build in planner.builds(problem_of(case, direction), "sm_90a"):
+                tile = plan_space.name_of(build)
+                lines += [line_of(tile, case=case, direction=direction, family=build.family)]
+            lines.append(line_of("another", case=case, direction=direction))
+    found = plan_rows.states(lines, "s")
+    assert list(found) == names
+    assert [state for state in found.values() if not state.startswith("measured")] == []
 
 
 def test_check_verified_says_which_rows_have_no_measurement(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ FUNCTION_THREADS: Final = 512
 VECTOR_BYTES: Final = 16
 LOADS: Final = 8  # vectors that a thread of that warpgroup has in flight
 TURN_BYTES: Final = LOADS * WARPGROUP_THREADS * VECTOR_BYTES  # that it reads between two looks at the flag
-FUNCTIONS: Final = {"ex2": 1, "ex2_f16x2": 2, "ex2_bf16x2": 2, "tanh": 1, "polynomial": 1}  # results of one instruction
+FUNCTIONS: Final = {"ex2": 1, "ex2_f16x2": 2, "ex2_bf16x2": 2, "tanh": 1, "polynomial": 1}  # results of one call
+MIXED: Final = (1, 2, 3, 4)  # of a thread's eight exponentials, how many go by the polynomial
 COPIES: Final = 4  # in flight to the other block of a cluster
 REDUCED_BYTES: Final = 16 * 1024
 IN_FLIGHT: Final = 3  # bulk reductions behind the newest one
@@ -36,6 +37,7 @@ class Micro:
 
     columns, in_registers, beside: of wgmma n, whether A is in registers, and whether a warpgroup reads shared memory
     meanwhile. variant: of red v4 or bulk, of a function its name. copy_bytes: of one copy between blocks.
+    polynomials: of a thread's exponentials, those that go without the unit of exponentials.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Micro:
     beside: bool = False
     variant: str = ""
     copy_bytes: int = 0
+    polynomials: int = 0
 
     @property
     def symbol(self) -> str:
@@ -126,5 +129,9 @@ def all_cases() -> list[Micro]:
         found.append(Micro(name, "dsmem", 128, work, "B", 1 << 14, cluster=2, copy_bytes=size))
     for variant, results in FUNCTIONS.items():
         work = FUNCTION_THREADS * CHAINS * results
-        found.append(Micro(f"{variant}", "function", FUNCTION_THREADS, work, "op", 1 << 15, variant=variant))
+        found.append(Micro(variant, "function", FUNCTION_THREADS, work, "op", 1 << 15, variant=variant))
+    for count in MIXED:
+        name = f"ex2, {count} of {CHAINS} by polynomial"
+        work, variant = FUNCTION_THREADS * CHAINS, f"mixed{count}"
+        found.append(Micro(name, "function", FUNCTION_THREADS, work, "op", 1 << 15, variant=variant, polynomials=count))
     return found

@@ -194,7 +194,7 @@ class Exchange(Kernel):
             theirs = prim.mapa(barrier, 1 - rank)
             for i in cutlass.range(p.rounds, unroll=1):
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.micro.work)
-                for number in range(cases.COPIES):
+                for number in cutlass.range_constexpr(cases.COPIES):
                     offset = number * self.micro.copy_bytes
                     target = prim.mapa((self.shared("b") + offset).align(128), 1 - rank)
                     source = (self.shared("a") + offset).align(128)
@@ -213,21 +213,23 @@ class Function(Kernel):
         thread, _, _ = cute.arch.thread_idx()
         source = cute.make_tensor(params.pointer(p.data, Float32), cute.make_layout(cases.CHAINS))
         held = cute.make_rmem_tensor(cases.CHAINS, Float32)
-        for number in range(cases.CHAINS):
+        for number in cutlass.range_constexpr(cases.CHAINS):
             held[number] = source[number]
         clocks, nanoseconds = cute.arch.clock64(), cute.arch.globaltimer()
         for _ in cutlass.range(p.rounds, unroll=1):
-            for number in range(cases.CHAINS):
-                held[number] = self.of(held[number])
+            for number in cutlass.range_constexpr(cases.CHAINS):
+                held[number] = self.of(held[number], number)
         cute.arch.sync_threads()
         self.report(p, thread, clocks, nanoseconds)
         self.keep(p, thread, held.load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
 
-    def of(self, x: Float32) -> Float32:
+    def of(self, x: Float32, number: int) -> Float32:
         """One result, or two in the halves of a word."""
         single = {"ex2": "ex2.approx.ftz.f32", "tanh": "tanh.approx.f32"}
         pairs = {"ex2_f16x2": "ex2.approx.f16x2", "ex2_bf16x2": "ex2.approx.ftz.bf16x2"}
         variant = self.micro.variant
+        if self.micro.polynomials:
+            variant = "polynomial" if number < self.micro.polynomials else "ex2"
         if variant in single:
             text = f"{single[variant]} {{$w0}}, {{$r0}};"
             return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[x])
