@@ -169,16 +169,17 @@ def disagreement(results: Results, first: Results | None) -> float | str:
 
 
 def read(array: arrays.DeviceArray, stream: int) -> Array:
-    """The first and the last head of the first and the last batch entry: [entries, rows, heads, columns], of the
-    logsumexp [entries, heads, rows]."""
-    entries = sorted({0, array.shape[0] - 1})
+    """The first head of the first batch entry and the last of the last: [2, rows, 1, columns], of the logsumexp
+    [2, 1, rows]."""
     size = array.nbytes // array.shape[0]
-    host = np.empty((len(entries), *array.shape[1:]), arrays.numpy_dtype(array.dtype))
-    for place, entry in enumerate(entries):
-        driver.copy_to_host(host[place].ctypes.data, array.pointer + entry * size, size, stream)
-    driver.synchronise(stream)
-    axis = 2 if host.ndim == 4 else 1
-    return np.take(host, sorted({0, host.shape[axis] - 1}), axis)
+    entry = np.empty(array.shape[1:], arrays.numpy_dtype(array.dtype))
+    axis = entry.ndim - 2  # of the heads: [rows, heads, columns] or [heads, rows]
+    found = []
+    for number, head in ((0, 0), (array.shape[0] - 1, entry.shape[axis] - 1)):
+        driver.copy_to_host(entry.ctypes.data, array.pointer + number * size, size, stream)
+        driver.synchronise(stream)
+        found.append(np.take(entry, [head], axis))
+    return np.stack(found)
 
 
 def _behind_a_fault(release: Callable[[int], None], handle: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LISTING = "search.json"  # in the folder: every candidate, and what became of it
 FORWARD = "forward"  # folder of the kernels whose results a backward reads
 BUILD = "python -m tools.search_plans --build"
+REMARK = re.compile(r"ptxas remark, none allowed: .*?(\(C75\d\d\))")  # what stands before a remark's number
 WIDTH = 100  # of an objection in a table; the listing has all of it
 NOTE = (
     "  * the plan table's row. spread: (slowest - fastest) / median; of table: rate / that row's rate in this run;\n"
@@ -97,8 +99,8 @@ def _attempt(build: Build) -> Made:
     try:
         return artifact_for(build)
     except CompileError as error:
-        first, *findings = str(error).splitlines()
-        return "; ".join(findings) or first
+        first, *findings = str(error).replace(f"{build.symbol}_0: ", "").splitlines()
+        return REMARK.sub(r"\1", "; ".join(findings) or first)
 
 
 def _listed(found: Sequence[plan_space.Candidate], made: Mapping[Build, Made]) -> Iterator[Json]:

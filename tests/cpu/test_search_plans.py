@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from stand_in import StandIn
 
-from cutlass_py_attn import bench_cases, planner
+from cutlass_py_attn import arrays, bench_cases, driver, planner
 from cutlass_py_attn.arrays import numpy_dtype
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.device import architecture
@@ -190,11 +190,13 @@ def test_what_ptxas_objects_to_is_the_reason(monkeypatch: pytest.MonkeyPatch) ->
     from cutlass_py_attn import compiler
 
     def refuse(build: Build) -> Artifact:
-        raise CompileError("bwd for sm_90a breaks its plan:\nbwd: spills = 8 bytes a thread: 0 allowed\nC7510 wgmma")
+        remark = "ptxas remark, none allowed: - Remark: 'ptxas info    : (C7512) wgmma is serialized"
+        spills = f"{build.symbol}_0: spills = 8 bytes a thread: 0 allowed"
+        raise CompileError(f"{build.symbol} for sm_90a breaks its plan:\n{spills}\n{remark}")
 
     monkeypatch.setattr(compiler, "artifact_for", refuse)
     build = planner.builds(problem_of(SMALL), "sm_90a")[0]
-    assert search_plans._attempt(build) == "bwd: spills = 8 bytes a thread: 0 allowed; C7510 wgmma"
+    assert search_plans._attempt(build) == "spills = 8 bytes a thread: 0 allowed; (C7512) wgmma is serialized"
 
 
 def test_the_same_machine_code_is_timed_once() -> None:
@@ -335,6 +337,22 @@ def test_kernels_of_other_sources_are_refused(folder: Path, tmp_path_factory: py
         search_plans.measure(folder, 3, None, ())
     with pytest.raises(Stale, match="missing; fill the folder with"):
         search_plans.measure(tmp_path_factory.mktemp("empty"), 3, None, ())
+
+
+def test_two_heads_are_read(driver_log: StandIn) -> None:
+    every, one, third = slice(None), slice(0, 1), slice(2, 3)
+    for shape, first, last in (
+        ((2, 5, 3, 4), (0, every, one), (1, every, third)),
+        ((2, 3, 32), (0, one), (1, third)),
+        ((1, 5, 1, 4), (0, every, one), (0, every, one)),
+    ):
+        array = arrays.DeviceArray(shape, "float32", 0, 0)
+        values = np.arange(array.nbytes // 4, dtype=np.float32).reshape(shape)
+        driver.copy_to_device(array.pointer, values.ctypes.data, array.nbytes, 0)
+        expected = np.stack([values[first], values[last]])
+        found = plan_timing.read(array, 0)
+        assert found.shape == expected.shape
+        assert (found == expected).all()
 
 
 def test_rounds_are_interleaved(driver_log: StandIn) -> None:
