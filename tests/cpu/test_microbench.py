@@ -31,7 +31,8 @@ EXPECTED: dict[str, tuple[tuple[str, int | None], ...]] = {
     "micro_wgmma_n256_rs_beside": ((WGMMA.format(n=256), 4), ("ld\\.shared\\.v4", cases.LOADS)),
     "micro_red_v4": ((r"red\.relaxed\.gpu\.global\.add\.v4\.f32", None),),
     "micro_red_bulk": ((r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32", 1),),
-    "micro_dsmem_b8192": ((r"cp\.async\.bulk\.shared::cluster\.shared::cta", cases.COPIES), ("mapa", cases.COPIES + 1)),
+    "micro_dsmem_1x8192": ((r"cp\.async\.bulk\.shared::cluster\.shared::cta", 1), ("mapa", 2)),
+    "micro_dsmem_4x16384": ((r"cp\.async\.bulk\.shared::cluster\.shared::cta", 4), ("mapa", 5)),
     "micro_function_ex2": ((r"ex2\.approx\.ftz\.f32", cases.CHAINS),),
     "micro_function_ex2_f16x2": ((r"ex2\.approx\.f16x2", cases.CHAINS),),
     "micro_function_ex2_bf16x2": ((r"ex2\.approx\.ftz\.bf16x2", cases.CHAINS),),
@@ -80,7 +81,7 @@ def test_numbers_of_a_case(micro: cases.Micro) -> None:
     if micro.kind == "red":
         assert micro.work * micro.rounds > cases.FOOTPRINT, "even one SM goes around what it adds to"
     if micro.kind == "dsmem":
-        assert micro.work == cases.COPIES * micro.copy_bytes
+        assert micro.work == micro.copies * micro.copy_bytes
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Final
 
 from cutlass_py_attn.abi import Fields
@@ -25,7 +26,7 @@ LOADS: Final = 8  # vectors that a thread of that warpgroup has in flight
 TURN_BYTES: Final = LOADS * WARPGROUP_THREADS * VECTOR_BYTES  # that it reads between two looks at the flag
 FUNCTIONS: Final = {"ex2": 1, "ex2_f16x2": 2, "ex2_bf16x2": 2, "tanh": 1, "polynomial": 1}  # results of one call
 MIXED: Final = (1, 2, 3, 4)  # of a thread's eight exponentials, how many go by the polynomial
-COPIES: Final = 4  # in flight to the other block of a cluster
+COPIES: Final = (1, 4)  # in flight to the other block of a cluster: one shows how long it takes, more what arrives
 REDUCED_BYTES: Final = 16 * 1024
 IN_FLIGHT: Final = 3  # bulk reductions behind the newest one
 
@@ -36,7 +37,7 @@ class Micro:
     round, in `unit`; zeros: whether its operands are zero in place of normal random numbers.
 
     columns, in_registers, beside: of wgmma n, whether A is in registers, and whether a warpgroup reads shared memory
-    meanwhile. variant: of red v4 or bulk, of a function its name. copy_bytes: of one copy between blocks.
+    meanwhile. variant: of red v4 or bulk, of a function its name. copies, copy_bytes: between blocks at once.
     polynomials: of a thread's exponentials, those that go without the unit of exponentials.
     """
 
@@ -53,6 +54,7 @@ class Micro:
     in_registers: bool = False
     beside: bool = False
     variant: str = ""
+    copies: int = 0
     copy_bytes: int = 0
     polynomials: int = 0
 
@@ -60,7 +62,7 @@ class Micro:
     def symbol(self) -> str:
         """Short name of the kernel, the same for cases that differ in their launch or operands alone."""
         words = [self.kind, self.variant, f"n{self.columns}" if self.columns else "", "rs" if self.in_registers else ""]
-        words += ["beside" if self.beside else "", f"b{self.copy_bytes}" if self.copy_bytes else ""]
+        words += ["beside" if self.beside else "", f"{self.copies}x{self.copy_bytes}" if self.copies else ""]
         return "_".join(["micro", *filter(None, words)])
 
     @property
@@ -72,7 +74,7 @@ class Micro:
         if self.kind == "red":
             return {"a": 0, "flags": REDUCED_BYTES}
         if self.kind == "dsmem":
-            return {"a": 0, "b": COPIES * self.copy_bytes, "flags": 2 * COPIES * self.copy_bytes}
+            return {"a": 0, "b": self.work, "flags": 2 * self.work}
         return {"flags": 0}
 
     @property
@@ -124,9 +126,9 @@ def all_cases() -> list[Micro]:
     found = [wgmma(n, rs, beside) for rs in (False, True) for n in (32, 64, 128, 256) for beside in (False, True)]
     found.append(wgmma(256, False, False, zeros=True))
     found += _reductions()
-    for size in (8 * 1024, 16 * 1024):
-        name, work = f"copy to the cluster's other SM, {size // 1024} KiB", COPIES * size
-        found.append(Micro(name, "dsmem", 128, work, "B", 1 << 14, cluster=2, copy_bytes=size))
+    for copies, size in product(COPIES, (8 * 1024, 16 * 1024)):
+        name, work = f"to the cluster's other SM, {copies} x {size // 1024} KiB", copies * size
+        found.append(Micro(name, "dsmem", 128, work, "B", 1 << 14, cluster=2, copies=copies, copy_bytes=size))
     for variant, results in FUNCTIONS.items():
         work = FUNCTION_THREADS * CHAINS * results
         found.append(Micro(variant, "function", FUNCTION_THREADS, work, "op", 1 << 15, variant=variant))

@@ -194,7 +194,7 @@ class Exchange(Kernel):
             theirs = prim.mapa(barrier, 1 - rank)
             for i in cutlass.range(p.rounds, unroll=1):
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.micro.work)
-                for number in cutlass.range_constexpr(cases.COPIES):
+                for number in cutlass.range_constexpr(self.micro.copies):
                     offset = number * self.micro.copy_bytes
                     target = prim.mapa((self.shared("b") + offset).align(128), 1 - rank)
                     source = (self.shared("a") + offset).align(128)
