@@ -12,8 +12,8 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -135,21 +135,31 @@ def _ours(bound: Bound, operands: Operands, stream: int, samples: int) -> tuple[
     workspace = driver.allocate_now(size, "the workspace of a measurement") if size else None
     pointers = operands.pointers(bound.tensor_names)
     try:
-        bound(pointers, stream, workspace=workspace)
-        driver.synchronise(stream)
-        mode = driver.bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        driver.call("cuStreamBeginCapture", stream, mode)
-        bound(pointers, stream, workspace=workspace)
-        captured = driver.call("cuStreamEndCapture", stream)
-        graph = driver.call("cuGraphInstantiate", captured, 0)
-        found = median(lambda: driver.call("cuGraphLaunch", graph, stream), stream, samples), sm_clock_mhz()
-        driver.call("cuGraphExecDestroy", graph)
-        driver.call("cuGraphDestroy", captured)
-        return found
+        with captured(bound, pointers, stream, workspace) as replay:
+            return median(replay, stream, samples), sm_clock_mhz()
     finally:
         driver.synchronise(stream)
         if workspace is not None:
             driver.free_now(workspace)
+
+
+@contextmanager
+def captured(
+    bound: Bound, pointers: Mapping[str, int], stream: int, workspace: int | None
+) -> Iterator[Callable[[], None]]:
+    """Puts a CUDA graph of the bound's kernels on `stream`, which has run them once already."""
+    bound(pointers, stream, workspace=workspace)
+    driver.synchronise(stream)
+    mode = driver.bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    driver.call("cuStreamBeginCapture", stream, mode)
+    bound(pointers, stream, workspace=workspace)
+    graph = driver.call("cuStreamEndCapture", stream)
+    ready = driver.call("cuGraphInstantiate", graph, 0)
+    try:
+        yield lambda: driver.call("cuGraphLaunch", ready, stream)
+    finally:
+        driver.call("cuGraphExecDestroy", ready)
+        driver.call("cuGraphDestroy", graph)
 
 
 def commit() -> str:

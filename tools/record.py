@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import re
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cutlass_py_attn import kernels
+from cutlass_py_attn import driver, kernels
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.plan import Build, Plan
 
@@ -91,6 +92,23 @@ def read_log(path: Path) -> list[Json]:
     """The lines of a log; none where there is no file."""
     lines = path.read_text().splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines if line.strip()]
+
+
+def append(path: Path, lines: Iterable[Json]) -> None:
+    """Put lines behind those of a log; its folder is made where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as log:
+        log.writelines(json.dumps(line, sort_keys=True) + "\n" for line in lines)
+
+
+def about_run() -> Json:
+    """gpu, driver and date of what is measured on this machine's first GPU now."""
+    version = driver.driver_version()
+    return {
+        "gpu": driver.device(0).name,
+        "driver": f"CUDA {version[0]}.{version[1]}",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
 
 
 def suite_sha256(root: Path) -> str:
