@@ -273,24 +273,20 @@ def allow_shared_memory(kernel: int, gpu: Device, dynamic_bytes: int, static_byt
 class Starter:
     """A kernel launch made ready; calling it with a stream starts the kernel.
 
-    parameters: address of the array of pointers to the kernel's parameters, which are read at each call.
-    node: the same for a node of a CUDA graph. Handles are kept in the bindings' own types: an int costs an object a
-    call.
+    parameters: address of the array of pointers to the kernel's parameters, which are read at each call. Handles are
+    kept in the bindings' own types: an int costs an object a call.
     """
 
-    __slots__ = ("_arguments", "_config", "_launch", "_symbol", "node")
+    __slots__ = ("_arguments", "_config", "_launch", "_symbol")
 
     def __init__(self, kernel: int, launch: Launch, parameters: int) -> None:
         cuda = bindings()
-        self._config, self.node = cuda.CUlaunchConfig(), cuda.CUDA_KERNEL_NODE_PARAMS()
-        for each in (self._config, self.node):
-            each.gridDimX, each.gridDimY, each.gridDimZ = launch.grid
-            each.blockDimX, each.blockDimY, each.blockDimZ = launch.block
-            each.sharedMemBytes = launch.shared_memory_bytes
-        self._config.numAttrs = 0
-        self.node.func = cuda.CUfunction(kernel)
-        self.node.kernelParams = parameters
-        self._arguments = self._config, self.node.func, parameters, 0
+        config = self._config = cuda.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
+        config.sharedMemBytes = launch.shared_memory_bytes
+        config.numAttrs = 0
+        self._arguments = config, cuda.CUfunction(kernel), parameters, 0
         self._launch = function("cuLaunchKernelEx")
         self._symbol = launch.symbol
 

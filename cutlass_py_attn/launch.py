@@ -15,12 +15,10 @@ from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stal
 from cutlass_py_attn.packing import Packing
 from cutlass_py_attn.plan import Build, Launch, Plan
 from cutlass_py_attn.problem import ROW_ALIGNMENT_BYTES, Problem
-from cutlass_py_attn.replay import Replay
 
 _ADDRESSES: Final = 1 << 64
 _LOW_BITS: Final = ROW_ALIGNMENT_BYTES - 1
 _FROM_THE_START: Final = (("first_head", 0), ("first_batch", 0))
-_KEPT_REPLAYS: Final = 8  # graphs of one Bound
 
 _libraries: dict[tuple[int, bytes], int] = {}
 _libraries_lock = threading.Lock()
@@ -34,8 +32,7 @@ def generic_arch(compute_capability: tuple[int, int]) -> str:
 class Bound:
     """A plan's kernels on one device, ready to launch; made by `bind`.
 
-    Calls from several threads are safe and wait for each other: they share the packed parameters. The first call on
-    a stream launches kernel by kernel, later ones a CUDA graph of them.
+    Calls from several threads are safe and wait for each other: they share the packed parameters.
     """
 
     def __init__(self, plan: Plan, gpu: driver.Device, packing: Packing, starters: tuple[driver.Starter, ...]) -> None:
@@ -48,9 +45,7 @@ class Bound:
         self._sizes = tuple(launch.sizes for launch in plan.launches)
         self._in_pieces = any(self._sizes)
         self._addresses_of = _picker(packing.names)
-        self._replays: dict[int, Replay | None] = {}  # by stream; None after its first call
         self._current_context = driver.function("cuCtxGetCurrent")
-        self._is_capturing = driver.function("cuStreamIsCapturing")
         self._lock = threading.Lock()
 
     def __call__(self, pointers: Mapping[str, int], stream: object = None, *, workspace: int | None = None) -> None:
@@ -91,16 +86,13 @@ class Bound:
         if workspace is None and self.workspace_bytes:
             self._put_with_pool(stream)
             return
-        # A graph cannot become part of another. The legacy stream does not always say whether it does: an error then.
-        error, status = self._is_capturing(stream)
-        replay = None if error or status else self._replays.get(stream) or self._replay(stream, workspace or 0)
         packing.set_workspace(workspace or 0)
-        if replay is None:
-            self._start_each(stream, workspace or 0)
-            return
-        if packing.packed != replay.addresses or (workspace or 0) != replay.workspace:
-            replay.update(packing.packed, workspace or 0)
-        replay()
+        if self.plan.workspace.zero_bytes:
+            driver.clear(workspace or 0, self.plan.workspace.zero_bytes, stream)
+        for number, start in enumerate(self._starters):
+            if self._in_pieces:
+                packing.write_sizes(self._sizes[number] or _FROM_THE_START)
+            start(stream)
 
     def _put_with_pool(self, stream: int) -> None:
         scratch = driver.allocate(self.workspace_bytes, stream, f"the workspace of {self.plan.symbol}")
@@ -110,35 +102,6 @@ class Bound:
             _free_after_failure(scratch, stream)
             raise
         driver.free(scratch, stream)
-
-    def _start_each(self, stream: int, workspace: int) -> None:
-        if self.plan.workspace.zero_bytes:
-            driver.clear(workspace, self.plan.workspace.zero_bytes, stream)
-        for number, start in enumerate(self._starters):
-            self._write_sizes(number)
-            start(stream)
-
-    def _write_sizes(self, number: int) -> None:
-        """The numbers of one launch that others have otherwise."""
-        if self._in_pieces:
-            self._packing.write_sizes(self._sizes[number] or _FROM_THE_START)
-
-    def _replay(self, stream: int, workspace: int) -> Replay | None:
-        """A graph for this stream; None for its first call, for many streams never see a second one."""
-        if stream not in self._replays:
-            self._replays[stream] = None
-            return None
-        found = None
-        if sum(replay is not None for replay in self._replays.values()) >= _KEPT_REPLAYS:
-            # Graphs belong to no stream: the oldest stream's changes over, and its launches stay in order.
-            oldest = next(stream for stream, replay in self._replays.items() if replay is not None)
-            found = self._replays.pop(oldest)
-        if found is None:
-            prepare = self._write_sizes if self._in_pieces else None
-            found = Replay(self._starters, self.plan.workspace.zero_bytes, workspace, self.device.context, prepare)
-        found.set_stream(stream)
-        self._replays[stream] = found
-        return found
 
     def _check(self, pointers: Mapping[str, int], workspace: int | None) -> None:
         """Every wrong name and address in one NotSupported."""
