@@ -286,6 +286,12 @@ class Starter:
         config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
         config.sharedMemBytes = launch.shared_memory_bytes
         config.numAttrs = 0
+        if launch.cluster > 1:
+            together = cuda.CUlaunchAttribute()
+            together.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimensions = together.value.clusterDim
+            dimensions.x, dimensions.y, dimensions.z = launch.cluster, 1, 1
+            config.attrs, config.numAttrs = [together], 1
         self._arguments = config, cuda.CUfunction(kernel), parameters, 0
         self._launch = function("cuLaunchKernelEx")
         self._symbol = launch.symbol

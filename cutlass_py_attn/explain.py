@@ -79,7 +79,7 @@ def _launch_lines(plan: Plan) -> Iterator[str]:
     for launch in plan.launches:
         yield (
             f"  {launch.symbol}: grid {_by(launch.grid)}{_start(launch)}, block {_by(launch.block)}, "
-            f"cluster 1 x 1 x 1, {launch.shared_memory_bytes} bytes of shared memory, "
+            f"cluster {launch.cluster} x 1 x 1, {launch.shared_memory_bytes} bytes of shared memory, "
             f"{len(launch.tensor_maps)} tensor maps"
         )
     yield f"num_splits_key: {plan.num_splits_key} blocks share one (batch, head)"

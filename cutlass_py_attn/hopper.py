@@ -10,29 +10,35 @@ from cutlass_py_attn.gemm.plans import MAX_HEAD_DIM, swizzle_bytes
 from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.plan import Build, Launch, TensorMap
 from cutlass_py_attn.problem import BIASES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
+from cutlass_py_attn.shared_memory import hopper_keeps_both
 
 # Those that its kernels have, by direction.
 FEATURES = {
     "forward": ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
     "backward": ("grouped",),
 }
-MAX_HEAD_DIM_BACKWARD = 128  # 64 keys of dK and dV are what two warpgroups have registers for
+KEPT_BY_ONE = 128  # head dims up to which a warpgroup of the backward has registers for dK and dV of 64 keys
+WIDE_HEADS = ((192, 128), (192, 192), (256, 256))  # wider ones with a kernel that has run, by both head dims
+WIDE_FORMS = ("full", "causal")  # of the mask
+KEYS_OF_WARPGROUP = 64  # of the backward's key tile
 DQ_WARPGROUPS, LOADERS = 1, 1  # of the backward's warpgroups, those that multiply dQ and that load
 
 
 def lacking(problem: Problem) -> tuple[str, ...]:
     """What this problem has that the family does not; empty where it takes the problem."""
     shape = problem.shape
-    found = [name for name in problem.features if name not in FEATURES[problem.direction]]
     backward = problem.direction == "backward"
-    widest = MAX_HEAD_DIM_BACKWARD if backward else MAX_HEAD_DIM
+    is_wide = backward and max(shape.head_dim, shape.head_dim_value) > KEPT_BY_ONE
+    taken = () if is_wide else FEATURES[problem.direction]
+    found = [name for name in problem.features if name not in taken]
     present = {
         "deterministic gradients": backward and problem.deterministic,
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and problem.gradients != OPERANDS,
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
-        f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
+        f"head dims beyond {MAX_HEAD_DIM}": max(shape.head_dim, shape.head_dim_value) > MAX_HEAD_DIM,
+        **_lacking_wide(problem, is_wide),
         "rows aligned to less than 16 bytes": any(
             tensor.access_bytes < ROW_ALIGNMENT_BYTES
             for name, tensor in problem.tensors().items()
@@ -42,6 +48,16 @@ def lacking(problem: Problem) -> tuple[str, ...]:
         "strides of 0 or less": any(step <= 0 for name in _read(problem) for step in _strides(getattr(problem, name))),
     }
     return (*found, *(name for name, is_present in present.items() if is_present))
+
+
+def _lacking_wide(problem: Problem, is_wide: bool) -> dict[str, bool]:
+    dims = problem.shape.head_dim, problem.shape.head_dim_value
+    listed = ", ".join(f"{dim}/{dim_value}" for dim, dim_value in WIDE_HEADS)
+    return {
+        f"head dims beyond {KEPT_BY_ONE} other than {listed}": is_wide and dims not in WIDE_HEADS,
+        f"windows with head dims beyond {KEPT_BY_ONE}": is_wide and problem.mask.form not in WIDE_FORMS,
+        f"float16 with head dims beyond {KEPT_BY_ONE}": is_wide and problem.dtype == "float16",
+    }
 
 
 def _read(problem: Problem) -> tuple[str, ...]:
@@ -85,29 +101,46 @@ def with_warps(build: Build) -> Build:
     """Warpgroups share the rows of every product: of S in the forward, of S^T, dV and dK in the backward."""
     if build.kind == "forward":
         return replace(build, scores=(build.warps - LOADERS * WARPGROUP_WARPS, 1))
-    keys = build.warps - (LOADERS + DQ_WARPGROUPS) * WARPGROUP_WARPS, 1
+    keys = build.tile_n // KEYS_OF_WARPGROUP * WARPGROUP_WARPS, 1
     return replace(build, scores=keys, grad_v=keys, grad_k=keys, grad_q=(DQ_WARPGROUPS * WARPGROUP_WARPS, 1))
 
 
 def grid(shape: Shape, build: Build, num_sms: int) -> tuple[int, int, int]:
-    """A block for each SM, which take query tiles in turn, in the backward key tiles."""
+    """A block for each SM, which take query tiles in turn, in the backward key tiles; the blocks of a cluster take
+    neighbouring ones."""
     rows, tile = (shape.num_queries, build.tile_m) if build.kind == "forward" else (shape.num_keys, build.tile_n)
     heads = shape.num_heads if build.kind == "forward" else shape.num_heads_key
-    return min(num_sms, ceil_div(rows, tile) * heads * shape.batch), 1, 1
+    together = cluster(build)
+    tiles = ceil_div(rows, tile * together) * heads * shape.batch
+    return max(min(num_sms // together, tiles), 1) * together, 1, 1
+
+
+def cluster(build: Build) -> int:
+    """Blocks of the main kernel that run together."""
+    is_alone = (build.kind, build.family) != ("backward", "hopper") or hopper_keeps_both(build)
+    return 1 if is_alone else 2
 
 
 def why(build: Build) -> str:
     """What the warpgroups of a block do."""
     keepers = build.scores[0] // WARPGROUP_WARPS
-    others = "one warp loads" if build.kind == "forward" else "one multiplies dQ, one warp loads"
-    return f"Hopper family (wgmma, TMA): {keepers} warpgroups multiply, {others}"
+    if build.kind == "forward":
+        roles = f"{keepers} warpgroups multiply, one warp loads"
+    elif cluster(build) == 1:
+        roles = f"{keepers} warpgroups multiply, one multiplies dQ, one warp loads"
+    else:
+        roles = "one warpgroup has P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
+    return f"Hopper family (wgmma, TMA): {roles}"
 
 
 def with_maps(problem: Problem, build: Build, launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
     """The launches, the main kernel's with its tensor maps."""
     main = kernels.entries(build)["main"]
     maps = tensor_maps(problem, build)
-    return tuple(replace(launch, tensor_maps=maps) if launch.symbol == main else launch for launch in launches)
+    together = cluster(build)
+    return tuple(
+        replace(launch, tensor_maps=maps, cluster=together) if launch.symbol == main else launch for launch in launches
+    )
 
 
 def tensor_maps(problem: Problem, build: Build) -> tuple[TensorMap, ...]:

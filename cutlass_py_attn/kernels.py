@@ -10,6 +10,7 @@ from typing import Any, Final
 from cutlass_py_attn import abi
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import Build
+from cutlass_py_attn.shared_memory import hopper_keeps_both
 
 Trace = tuple[Callable[..., Any], tuple[object, ...]]
 
@@ -21,6 +22,7 @@ _MODULES: Final[dict[tuple[str, ...], str]] = {
     ("backward", "generic", "streamed"): "cutlass_py_attn.fused.streamed_backward",
     ("forward", "hopper"): "cutlass_py_attn.fused.hopper_forward",
     ("backward", "hopper"): "cutlass_py_attn.fused.hopper_backward",
+    ("backward", "hopper", "wide"): "cutlass_py_attn.fused.wide_backward",
     ("forward", "decode"): "cutlass_py_attn.fused.decode",
     ("room", "generic"): "cutlass_py_attn.gemm.alone",
     ("room", "hopper"): "cutlass_py_attn.gemm.alone_hopper",
@@ -48,13 +50,19 @@ _SOURCES: Final = (
 
 def trace(build: Build) -> Trace:
     """The @cute.jit host function of `build` and its representative arguments, as cute.compile takes them."""
-    streamed = ("streamed",) if build.column_block else ()
-    module = _MODULES.get((build.kind, build.family, *streamed))
+    module = _MODULES.get((build.kind, build.family, *_form(build)))
     if module is None:
         known = ", ".join("/".join(pair) for pair in _MODULES)
         raise NotSupported(f"kind/family = {build.kind}/{build.family}: has no kernel; allowed are {known}")
     host, arguments = importlib.import_module(module).trace(build)
     return host, arguments
+
+
+def _form(build: Build) -> tuple[str, ...]:
+    if build.column_block:
+        return ("streamed",)
+    is_wide = build.kind == "backward" and build.family == "hopper" and not hopper_keeps_both(build)
+    return ("wide",) if is_wide else ()
 
 
 def entries(build: Build) -> dict[str, str]:

@@ -169,7 +169,7 @@ class TensorMap:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel launch. `symbol` is the entry in the cubin. Parameters: the tensor maps in order, then the struct,
-    with `sizes` in place of the plan's."""
+    with `sizes` in place of the plan's. `cluster` neighbouring blocks of the grid run together."""
 
     symbol: str
     grid: tuple[int, int, int]
@@ -177,6 +177,7 @@ class Launch:
     shared_memory_bytes: int
     tensor_maps: tuple[TensorMap, ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
+    cluster: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +258,7 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
             shared_memory_bytes=item["shared_memory_bytes"],
             tensor_maps=tuple(_tensor_map_from(recipe) for recipe in item["tensor_maps"]),
             sizes=_pairs(item["sizes"]),
+            cluster=item["cluster"],
         )
         for item in data["launches"]
     )

@@ -140,6 +140,7 @@ _HELD = {"alibi", "bias", "dropout"}
 _HOPPER_BACKWARD: _Table = {
     64: (Tile(128, 128, 16, 3, 2),),
     128: (Tile(64, 128, 16, 3, 2),),
+    256: (Tile(64, 64, 16, 2, 2),),
 }
 HOPPER: dict[str, _Table] = {
     "forward": _HOPPER_FORWARD,

@@ -59,7 +59,9 @@ def shared_memory_map(build: Build) -> tuple[Buffer, ...]:
 
         return decode_map(build)
     if build.family == "hopper":
-        return _hopper_forward(build) if build.kind == "forward" else _hopper_backward(build)
+        if build.kind == "forward":
+            return _hopper_forward(build)
+        return _hopper_backward(build) if hopper_keeps_both(build) else _wide_backward(build)
     return _forward(build) if build.kind == "forward" else _backward(build)
 
 
@@ -110,6 +112,44 @@ def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
         ("delta", grads * tile_m * F32_BYTES, 0, 4),
         ("barriers", 2 * BARRIER_BYTES * slots, 0, 8),
     )
+
+
+def hopper_keeps_both(build: Build) -> bool:
+    """Whether a warpgroup of the Hopper backward keeps dK and dV of its keys; else each of two keeps one of them."""
+    return build.tile_n == 128
+
+
+def _wide_backward(build: Build) -> tuple[Buffer, ...]:
+    """Two slots of P and dS where they fit."""
+    maps = {count: _wide_backward_with(build, count) for count in (2, 1)}
+    return maps[first_that_fits(build, maps.items())]
+
+
+def _wide_backward_with(build: Build, scores: int) -> tuple[Buffer, ...]:
+    """key, value, this block's columns of the other block's keys, rings of query, grad_output and of their row
+    statistics, of P, in whose place dS comes, and of the other block's dS, and the full and the empty barrier of every
+    slot."""
+    dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
+    queries, grads = build.query_stages, build.grad_output_stages
+    tile = scores * tile_bytes(dtype, tile_m, tile_n)
+    return stack(
+        ("key", tile_bytes(dtype, tile_n, build.columns), 0, 7),
+        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("other_key", tile_bytes(dtype, tile_n, shared_columns(build)), 0, 7),
+        ("query", queries * tile_bytes(dtype, tile_m, build.columns), 0, 6),
+        ("grad_output", grads * tile_bytes(dtype, tile_m, build.columns_value), 0, 5),
+        ("p_ds", tile, 2, 7),
+        ("other_ds", tile, 4, 7),
+        ("logsumexp", queries * tile_m * F32_BYTES, 0, 2),
+        ("delta", grads * tile_m * F32_BYTES, 0, 4),
+        ("barriers", 2 * BARRIER_BYTES * (queries + grads + scores + 2), 0, 8),
+    )
+
+
+def shared_columns(build: Build) -> int:
+    """Columns of dQ that the first block of a cluster adds to, in whole pieces; the second has no more."""
+    _, columns = grad_query_piece(build)
+    return -(-build.columns // (2 * columns)) * columns
 
 
 def grad_query_piece(build: Build) -> tuple[int, int]:

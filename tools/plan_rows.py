@@ -20,7 +20,11 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
         "bf16_d64_s4096_b4_h32_full_alibi",
         "bf16_d64_s16384_b2_h32_causal_window1024",
     ),
-    "backward": ("bf16_d64_s8192_b4_h32_causal", "bf16_d128_s8192_b4_h16_causal"),
+    "backward": (
+        "bf16_d64_s8192_b4_h32_causal",
+        "bf16_d128_s8192_b4_h16_causal",
+        "bf16_d256_s8192_b4_h8_causal",
+    ),
 }
 REMEDY: Final = "run tools.search_plans on a GPU, with --record"
 

@@ -43,7 +43,7 @@ _GRIDS: Final[dict[tuple[str, str, bool], Axes]] = {
     },
     ("hopper", "backward", False): {
         "tile_m": (64, 128),
-        "tile_n": (128,),
+        "tile_n": (64, 128),
         "warps": (16,),
         "query_stages": (2, 3, 4),
         "grad_output_stages": (1, 2, 3),
@@ -178,14 +178,11 @@ def _candidate(problem: Problem, family: str, arch: str, tile: Tile) -> Candidat
 def _hopper_objections(build: Build) -> Iterator[str]:
     """What the Hopper kernels' division of a block into warpgroups does not allow."""
     kernel = importlib.import_module(f"cutlass_py_attn.fused.hopper_{build.kind}")
-    consumers = build.scores[0] // WARPGROUP_WARPS
+    others = hopper.LOADERS + (hopper.DQ_WARPGROUPS if build.kind == "backward" else 0)
+    consumers = build.warps // WARPGROUP_WARPS - others
     if build.kind == "backward":
         registers = {kernel.CONSUMERS: kernel.REGISTERS[-1]}
-        rules = (
-            ("tile_m", build.tile_m % WARPGROUP_ROWS == 0, f"dQ leaves by {WARPGROUP_ROWS} rows"),
-            ("tile_n", build.tile_n == consumers * WARPGROUP_ROWS, f"each warpgroup of the keys owns {WARPGROUP_ROWS}"),
-            ("query_stages", build.query_stages > 1, "a slot is held until the next tile is multiplied"),
-        )
+        rules = tuple(_backward_rules(build, consumers))
     else:
         registers = {count: held for count, (_, held) in kernel.REGISTERS.items()}
         rules = (
@@ -202,10 +199,28 @@ def _hopper_objections(build: Build) -> Iterator[str]:
         yield f"accumulators = {needed} registers a thread: the warpgroups that hold them have {allowed}"
 
 
+def _backward_rules(build: Build, consumers: int) -> Iterator[tuple[str, bool, str]]:
+    """(field, whether it is as the Hopper backward needs it, why)."""
+    yield "query_stages", build.query_stages > 1, "a slot is held until the next tile is multiplied"
+    if _is_wide(build):
+        yield "tile_m", build.tile_m == WARPGROUP_ROWS, f"dQ of both blocks is {WARPGROUP_ROWS} rows"
+        yield "tile_n", build.tile_n == WARPGROUP_ROWS, f"a warpgroup has one gradient of {WARPGROUP_ROWS} keys"
+        return
+    yield "tile_m", build.tile_m % WARPGROUP_ROWS == 0, f"dQ leaves by {WARPGROUP_ROWS} rows"
+    yield "tile_n", build.tile_n == consumers * WARPGROUP_ROWS, f"each warpgroup of the keys owns {WARPGROUP_ROWS}"
+
+
+def _is_wide(build: Build) -> bool:
+    return max(build.head_dim, build.head_dim_value) > hopper.KEPT_BY_ONE
+
+
 def held_registers(build: Build) -> int:
     """Registers that a thread of a Hopper kernel's multiplying warpgroups holds for accumulators and 16-bit weights at
     the same time."""
     threads = build.scores[0] * WARP_THREADS
+    if build.kind == "backward" and _is_wide(build):
+        widest = max(build.columns, build.columns_value)
+        return build.tile_n * (build.tile_m + build.tile_m // 2 + widest) // threads
     if build.kind == "forward":
         return build.tile_m * (build.tile_n + build.tile_n // 2 + build.columns_value) // threads
     return build.tile_n * (2 * build.tile_m + build.columns + build.columns_value) // threads

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn import arrays, bench, driver, judge, planner
+from cutlass_py_attn import arrays, bench, driver, guests, judge, planner
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bench_cases import Case
 from cutlass_py_attn.bench_timing import WARM_UPS, milliseconds, sm_clock_mhz
@@ -172,7 +172,7 @@ def read(array: arrays.DeviceArray, stream: int) -> Array:
     """The first head of the first batch entry and the last of the last: [2, rows, 1, columns], of the logsumexp
     [2, 1, rows]."""
     size = array.nbytes // array.shape[0]
-    entry = np.empty(array.shape[1:], arrays.numpy_dtype(array.dtype))
+    entry = np.empty(array.shape[1:], guests.numpy_dtype(array.dtype))
     axis = entry.ndim - 2  # of the heads: [rows, heads, columns] or [heads, rows]
     found = []
     for number, head in ((0, 0), (array.shape[0] - 1, entry.shape[axis] - 1)):

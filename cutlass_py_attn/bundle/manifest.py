@@ -192,7 +192,7 @@ def _launches(target: Target, names: Mapping[str, float]) -> Iterator[Json]:
             "grid": list(launch.grid),
             "grid_rules": list(grid_rules),
             "block": list(launch.block),
-            "cluster": [1, 1, 1],
+            "cluster": [launch.cluster, 1, 1],
             "shared_memory_bytes": launch.shared_memory_bytes,
             "static_shared_memory_bytes": _static_bytes(plan, kernel),
             "registers": kernel.registers,

@@ -12,12 +12,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from cutlass_py_attn import decode, planner
+from cutlass_py_attn.grids import Rule, grid_rules
 from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.plan import Build, TensorMap
 from cutlass_py_attn.problem import BIASES, F32_BYTES, Problem, Tensor
 from cutlass_py_attn.streams import blocks_of_tile, sum_columns, sums_of_tile
-
-Rules = tuple[str, str, str]
 
 NAME: Final = re.compile(r"(?<![\w.])[a-z_][a-z0-9_]*")
 LOG2_E: Final = math.log2(math.e)
@@ -77,35 +76,9 @@ def _row_tiles(build: Build) -> str:
     return f"ceil_div(num_queries * group, {build.tile_m})"
 
 
-def grids(problem: Problem, build: Build) -> dict[str, Rules]:
+def grids(problem: Problem, build: Build) -> dict[str, Rule]:
     """The grid of each entry, by its role."""
-    if build.kind == "forward":
-        return _forward_grids(build)
-    query_tiles = f"ceil_div(num_queries, {build.tile_m})"
-    found: dict[str, Rules] = {
-        "delta": (f"ceil_div({query_tiles} * {build.tile_m}, {planner.DELTA_ROWS})", "num_heads", "batch"),
-        "main": (f"num_splits_key * {blocks_of_tile(build)}", "num_heads_key", "batch"),
-        "finish": (f"{query_tiles} * {sums_of_tile(build)}", "num_heads", "batch"),
-        "sinks": ("num_heads", "1", "1"),
-    }
-    if build.family == "hopper":
-        tiles = f"ceil_div(num_keys, {build.tile_n})"
-        found["main"] = (f"min(num_sms, {tiles} * num_heads_key * batch)", "1", "1")
-    if problem.grad_bias is not None:
-        batch, heads, queries, keys = bias_axes(problem.grad_bias)
-        tiles = f"ceil_div({queries}, {build.tile_m}) * ceil_div({keys}, {build.tile_n})"
-        found["bias"] = (tiles, heads, batch)
-    return found
-
-
-def _forward_grids(build: Build) -> dict[str, Rules]:
-    query_tiles = f"ceil_div(num_queries, {build.tile_m})"
-    if build.family == "hopper":
-        return {"main": (f"min(num_sms, {query_tiles} * num_heads * batch)", "1", "1")}
-    if build.family == "decode":
-        main = f"{_row_tiles(build)} * num_splits_key", "num_heads_key", "batch"
-        return {"main": main, "combine": ("num_queries", "num_heads", "batch")}
-    return {"main": (f"{query_tiles} * {blocks_of_tile(build)}", "num_heads", "batch")}
+    return grid_rules(build) if problem.grad_bias is None else grid_rules(build, bias_axes(problem.grad_bias))
 
 
 def when(build: Build, name: str) -> str:

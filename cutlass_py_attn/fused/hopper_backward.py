@@ -34,9 +34,10 @@ from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
-from cutlass_py_attn.hopper import loaded_tiles
-from cutlass_py_attn.parts import lengths, masking, moves, params, schedule, tma
+from cutlass_py_attn.hopper import cluster, loaded_tiles
+from cutlass_py_attn.parts import lengths, masking, moves, params, pipes, schedule, tma
 from cutlass_py_attn.parts.integers import ceil_div, larger, smaller
+from cutlass_py_attn.parts.pipes import arrive, before
 from cutlass_py_attn.parts.turned import by_columns, places, turned, turned_view
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
@@ -54,6 +55,7 @@ class HopperBackward(Backward):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.grad_query = HopperGradQuery(build)
+        self.keys = build.tile_n * cluster(build)  # that are taken at once
         # Where a thread has registers for them, the logsumexp is read while S is multiplied.
         self.reads_ahead = build.tile_m <= 64
 
@@ -63,7 +65,8 @@ class HopperBackward(Backward):
         tiles = loaded_tiles(self.build).items()
         maps = tuple(tma.stand_in(p, getattr(p, name), self.dtype, *tile) for name, tile in tiles)
         block = (self.build.threads, 1, 1)
-        self.kernel(*maps, p).launch(grid=grid, block=block, min_blocks_per_mp=1)
+        together = (cluster(self.build), 1, 1)
+        self.kernel(*maps, p).launch(grid=grid, block=block, cluster=together, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
@@ -76,9 +79,8 @@ class HopperBackward(Backward):
     ):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self.pipes()
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.make_pipes()
+        self.enter()
         if warp < WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == 0:
@@ -89,13 +91,18 @@ class HopperBackward(Backward):
         else:
             cute.arch.setmaxregister_increase(REGISTERS[2])
             self.consume(p, thread - 2 * WARPGROUP_THREADS)
+        self.leave()
 
-    def pipes(self) -> None:
+    def enter(self) -> None:
+        """Who shares the barriers sees them."""
+        pipes.meet()
+
+    def leave(self) -> None:
+        """Nobody waits for this block's shared memory."""
+
+    def make_pipes(self) -> None:
         """The full and empty barriers of query, grad_output, key, value and dS."""
         build = self.build
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        barriers = cute.recast_ptr((base + build.buffer("barriers").offset).align(8), dtype=Int64)
-        one = pipeline.CooperativeGroup(pipeline.Agent.Thread)
         keepers, statistics = CONSUMER_THREADS // WARP_THREADS, build.tile_m * F32_BYTES
         users = {
             "query": (build.query_stages, keepers, statistics),
@@ -103,51 +110,33 @@ class HopperBackward(Backward):
             "key": (1, keepers + WARPGROUP_WARPS, 0),
             "value": (1, keepers, 0),
         }
-        made = []
-        for name, (slots, readers, more) in users.items():
-            rows, columns = loaded_tiles(build)[name]
-            made.append(
-                pipeline.PipelineTmaAsync.create(
-                    num_stages=slots,
-                    producer_group=one,
-                    consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, readers),
-                    tx_count=rows * columns * build.item_bytes + more,
-                    barrier_storage=barriers,
-                    defer_sync=True,
-                )
-            )
-            barriers = barriers + 2 * slots
-        self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v = made
-        self.pipe_ds = pipeline.PipelineAsync.create(
-            num_stages=build.grad_output_stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, keepers),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPGROUP_WARPS),
-            barrier_storage=barriers,
-            defer_sync=True,
-        )
+        (self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v), barriers = pipes.loaded(build, users)
+        self.pipe_ds = pipes.handed_over(build.grad_output_stages, keepers, WARPGROUP_WARPS, barriers)
 
     def states(self, user: Any) -> tuple[Any, Any, Any]:
         """Where one user begins: of query, of grad_output and dS, of key and value."""
-        slots = self.build.query_stages, self.build.grad_output_stages, 1
-        return tuple(pipeline.make_pipeline_state(user, count) for count in slots)
+        return pipes.states(user, self.build.query_stages, self.build.grad_output_stages, 1)
 
     def total(self, p: Any) -> Int32:
         """Key tiles of all key heads and batches."""
-        return ceil_div(p.num_keys, self.build.tile_n) * (p.num_heads // p.group) * p.batch
+        return ceil_div(p.num_keys, self.keys) * (p.num_heads // p.group) * p.batch
+
+    def place(self) -> tuple[Int32, Int32]:
+        """This block's number among those that take key tiles, and how many they are."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        return block, blocks
 
     def turns(self, p: Any) -> Int32:
         """How many key tiles this block takes."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        return schedule.turns(self.total(p), block, blocks)
+        return schedule.turns(self.total(p), *self.place())
 
     def work(self, p: Any, turn: Int32) -> tuple[Any, Any, Any, Any, Any]:
         """Of this block's turn: (sequence, key head, key tile, first and end of its query tiles), at least one."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
+        block, blocks = self.place()
         number = schedule.number_of(turn, block, blocks)
         build, heads = self.build, p.num_heads // p.group
-        tiles = ceil_div(p.num_keys, build.tile_n)
+        tiles = ceil_div(p.num_keys, self.keys)
         if build.mask == "full":
             tile, rest = number % tiles, number // tiles
         else:
@@ -157,7 +146,7 @@ class HopperBackward(Backward):
             tile, rest = schedule.longest_first(number, tiles, heads * p.batch, at_once)
             tile = tiles - 1 - tile  # the first keys are seen by the most queries
         of = lengths.sequence(build, p, rest // heads)
-        where = lengths.band(build, p, of), tile, build.tile_m, build.tile_n
+        where = lengths.band(build, p, of), tile, build.tile_m, self.keys
         first = smaller(schedule.query_tile_start(*where), ceil_div(of.num_queries, build.tile_m) - 1)
         return of, rest % heads, tile, first, larger(schedule.query_tile_end(*where), first + 1)
 
@@ -183,29 +172,24 @@ class HopperBackward(Backward):
         for mine in cutlass.range(self.turns(p), unroll=1):
             item = self.work(p, mine)
             of, key_head, key_tile, first, end = item
-            self.fetch(maps[2], self.pipe_k, "key", (key_tile * build.tile_n, key_head, of.batch), at_kv)
+            key_place = key_tile * build.tile_n, key_head, of.batch
+            pipes.fetch(build, self.pipe_k, at_kv, "key", maps[2], key_place)
             head, query_tile = self.first_place(p, item)
             for turn in cutlass.range(self.rounds(p, first, end), unroll=1):
                 place = (query_tile * build.tile_m, head, of.batch)
                 row = self.grad_query.number(p, head, of.first_tile + query_tile) * build.tile_m
-                self.fetch(maps[0], self.pipe_q, "query", place, at_q)
+                pipes.fetch(build, self.pipe_q, at_q, "query", maps[0], place)
                 self.fetch_statistics(self.pipe_q, "logsumexp", p.logsumexp_log2, row, at_q)
                 at_q.advance()
                 if turn == 0:  # the first query tile is needed before it
-                    self.fetch(maps[3], self.pipe_v, "value", (key_tile * build.tile_n, key_head, of.batch), at_kv)
-                self.fetch(maps[1], self.pipe_do, "grad_output", place, at_do)
+                    pipes.fetch(build, self.pipe_v, at_kv, "value", maps[3], key_place)
+                pipes.fetch(build, self.pipe_do, at_do, "grad_output", maps[1], place)
                 self.fetch_statistics(self.pipe_do, "delta", p.delta, row, at_do)
                 at_do.advance()
                 head, query_tile = self.next_place(item, head, query_tile)
             at_kv.advance()
         self.pipe_q.producer_tail(at_q)
         self.pipe_do.producer_tail(at_do)
-
-    def fetch(self, source: Any, pipe: Any, name: str, at: tuple, state: Any) -> None:
-        """Wait for a slot and ask for a tile."""
-        pipe.producer_acquire(state)
-        barrier = pipe.producer_get_barrier(state)
-        tma.fetch(self.build, source, name, loaded_tiles(self.build)[name], at, state.index, barrier)
 
     def fetch_statistics(self, pipe: Any, name: str, address: Int64, row: Int64, state: Any) -> None:
         """Ask for the row statistics that come with a tile."""
@@ -425,17 +409,6 @@ class HopperBackward(Backward):
         slots = self.build.query_stages if name == "logsumexp" else self.build.grad_output_stages
         layout = cute.make_layout((self.build.tile_m, slots))
         return cute.make_tensor(moves.shared_pointer(self.build, name, Float32), layout)
-
-
-def arrive(barriers: Any, slot: Int32) -> None:
-    """One arrival for each warp at a slot's barrier."""
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barriers.get_barrier(slot))
-
-
-def before(state: Any, slots: int) -> Int32:
-    """The slot before the one that `state` stands at."""
-    return cutlass.select_(state.index == 0, Int32(slots - 1), state.index - 1)
 
 
 def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
 import cutlass.pipeline as pipeline
-from cutlass import Float32, GridConstant, Int32, Int64
+from cutlass import Float32, GridConstant, Int32
 
 from cutlass_py_attn import abi
 from cutlass_py_attn.fused.forward import Forward, Params, output_spec
@@ -25,7 +25,7 @@ from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
 from cutlass_py_attn.hopper import loaded_tiles, slot_bytes, slots
-from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, schedule, tma
+from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, pipes, schedule, tma
 from cutlass_py_attn.parts.held_terms import HeldTerms
 from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item, Items
@@ -71,9 +71,8 @@ class HopperForward(Forward):
     ):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self.pipes()
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.make_pipes()
+        pipes.meet()
         if warp < WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS[self.consumers // WARPGROUP_THREADS][0])
             if warp == 0:
@@ -82,31 +81,14 @@ class HopperForward(Forward):
             cute.arch.setmaxregister_increase(REGISTERS[self.consumers // WARPGROUP_THREADS][1])
             self.consume(p, thread - WARPGROUP_THREADS)
 
-    def pipes(self) -> None:
+    def make_pipes(self) -> None:
         """The full and empty barriers of the rings of query, key and value."""
-        build = self.build
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        barriers = cute.recast_ptr((base + build.buffer("barriers").offset).align(8), dtype=Int64)
-        producer = pipeline.CooperativeGroup(pipeline.Agent.Thread)
-        consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, self.consumers // WARP_THREADS)
-        made = []
-        for count, (rows, columns) in zip(slots(build).values(), loaded_tiles(build).values(), strict=True):
-            made.append(
-                pipeline.PipelineTmaAsync.create(
-                    num_stages=count,
-                    producer_group=producer,
-                    consumer_group=consumers,
-                    tx_count=rows * columns * build.item_bytes,
-                    barrier_storage=barriers,
-                    defer_sync=True,
-                )
-            )
-            barriers = barriers + 2 * count
-        self.pipe_q, self.pipe_k, self.pipe_v = made
+        users = {name: (count, self.consumers // WARP_THREADS, 0) for name, count in slots(self.build).items()}
+        (self.pipe_q, self.pipe_k, self.pipe_v), _ = pipes.loaded(self.build, users)
 
     def states(self, user: Any) -> tuple[Any, Any, Any]:
         """Where one user of the three pipes begins."""
-        return tuple(pipeline.make_pipeline_state(user, count) for count in slots(self.build).values())
+        return pipes.states(user, *slots(self.build).values())
 
     @cute.jit
     def produce(self, p: Any, maps: tuple):
@@ -117,27 +99,17 @@ class HopperForward(Forward):
         for turn in cutlass.range(self.items.turns(p), unroll=1):
             item, cursor = self.items.take(p, turn, cursor)
             of, key_head = item.of, lengths.key_head(build, p, item.head)
-            self.pipe_q.producer_acquire(at_q)
-            barrier = self.pipe_q.producer_get_barrier(at_q)
             row = of.query_start + item.tile * build.tile_m
-            self.fetch(maps[0], "query", (row, item.head, Int32(of.batch)), at_q.index, barrier)
+            pipes.fetch(build, self.pipe_q, at_q, "query", maps[0], (row, item.head, of.batch))
             at_q.advance()
             for i in cutlass.range(item.end - item.first, unroll=1):
                 row = of.key_start + (item.end - 1 - i) * build.tile_n
-                self.pipe_k.producer_acquire(at_k)
-                barrier = self.pipe_k.producer_get_barrier(at_k)
-                self.fetch(maps[1], "key", (row, key_head, Int32(of.batch)), at_k.index, barrier)
+                pipes.fetch(build, self.pipe_k, at_k, "key", maps[1], (row, key_head, of.batch))
                 at_k.advance()
-                self.pipe_v.producer_acquire(at_v)
-                barrier = self.pipe_v.producer_get_barrier(at_v)
-                self.fetch(maps[2], "value", (row, key_head, Int32(of.batch)), at_v.index, barrier)
+                pipes.fetch(build, self.pipe_v, at_v, "value", maps[2], (row, key_head, of.batch))
                 at_v.advance()
         self.pipe_k.producer_tail(at_k)
         self.pipe_v.producer_tail(at_v)
-
-    def fetch(self, source: Any, name: str, at: tuple, slot: Int32, barrier: cute.Pointer) -> None:
-        """Ask for one tile at (row, head, batch)."""
-        tma.fetch(self.build, source, name, loaded_tiles(self.build)[name], at, slot, barrier)
 
     @cute.jit
     def consume(self, p: Any, thread: Int32):

@@ -26,13 +26,13 @@ _SWIZZLES = {
 
 
 def shared_layout(
-    rows: int, columns: int, dtype: type[cutlass.Numeric], stages: int | None = None
+    rows: int, columns: int, dtype: type[cutlass.Numeric], stages: int | None = None, width: int = 0
 ) -> cute.ComposedLayout:
-    """(rows, columns[, stages]) as strips of `swizzle_bytes` columns, one below the other's last row.
+    """(rows, columns[, stages]) as strips of `width` bytes, else of `swizzle_bytes`, one below the other's last row.
 
     Its inner part is the swizzle in bytes, which belongs in the pointer; its outer part is affine.
     """
-    atom = warpgroup.make_smem_layout_atom(_SWIZZLES[swizzle_bytes(columns)], dtype)
+    atom = warpgroup.make_smem_layout_atom(_SWIZZLES[width or swizzle_bytes(columns)], dtype)
     if stages is None:
         return cute.tile_to_shape(atom, (rows, columns), (0, 1))
     return cute.tile_to_shape(atom, (rows, columns, stages), (0, 1, 2))
@@ -44,10 +44,19 @@ def tile_at(
     dtype: type[cutlass.Numeric],
     shape: tuple[int, int],
     stages: int | None = None,
+    width: int = 0,
 ) -> cute.Tensor:
     """The (rows, columns[, stages]) tile at `offset` bytes from `base`: TMA writes it, wgmma reads it."""
-    layout = shared_layout(*shape, dtype, stages)
+    layout = shared_layout(*shape, dtype, stages, width)
     return cute.make_tensor(cute.recast_ptr((base + offset).align(ATOM_BYTES), layout.inner, dtype=dtype), layout.outer)
+
+
+def columns_of(ring: cute.Tensor, first: int, count: int) -> cute.Tensor:
+    """`count` columns of a ring of tiles from the column `first` on, both whole strips."""
+    rows, (strip, _), slots = ring.layout.shape
+    row_stride, (column_stride, strip_stride), slot_stride = ring.layout.stride
+    shape, stride = (rows, (strip, count // strip), slots), (row_stride, (column_stride, strip_stride), slot_stride)
+    return cute.make_tensor(ring.iterator + first // strip * strip_stride, cute.make_layout(shape, stride=stride))
 
 
 class Wgmma:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cutlass_py_attn import abi
+from cutlass_py_attn import abi, hopper, kernels
 from cutlass_py_attn.artifact import Artifact, Kernel
 from cutlass_py_attn.errors import AttentionError
+from cutlass_py_attn.grids import grid_rule
 from cutlass_py_attn.inspection import listing, sass
-from cutlass_py_attn.inspection.grids import grid_rule
 from cutlass_py_attn.inspection.line_info import Lined, lined
 from cutlass_py_attn.inspection.occupancy import occupancy
 from cutlass_py_attn.plan import Build, Plan
@@ -113,8 +113,10 @@ def _resources(found: Subject, kernel: Kernel) -> Json:
 
 
 def _launch(found: Subject, kernel: Kernel) -> Json:
-    x, y, z = grid_rule(found.artifact.build, kernel.symbol)
-    return {"kernel": kernel.symbol, "block": [kernel.threads, 1, 1], "cluster": [1, 1, 1], "grid": [x, y, z]}
+    build = found.artifact.build
+    together = hopper.cluster(build) if kernel.symbol == kernels.entries(build).get("main") else 1
+    grid = list(grid_rule(build, kernel.symbol))
+    return {"kernel": kernel.symbol, "block": [kernel.threads, 1, 1], "cluster": [together, 1, 1], "grid": grid}
 
 
 def _dynamic_bytes(plan: Plan, symbol: str) -> int:

@@ -40,7 +40,7 @@ def fetch(build: Build, source: Any, name: str, tile: tuple[int, int], at: tuple
     with cute.arch.elect_one():
         for strip in range(columns * build.item_bytes // width):
             offset = cute.assume(start + strip * rows * width, divby=1024)
-            corner = [Int32(strip * width // build.item_bytes), at[0], at[1], at[2]]
+            corner = [Int32(strip * width // build.item_bytes), *map(Int32, at)]
             prim.cp_async_bulk_tensor_shared_cta_global(base + offset, source.get_ptr(), corner, barrier)
 
 

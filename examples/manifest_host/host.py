@@ -24,6 +24,7 @@ SWIZZLE = {"NONE": 0, "32B": 1, "64B": 2, "128B": 3}
 L2_PROMOTION = {"NONE": 0, "64B": 1, "128B": 2, "256B": 3}
 MULTIPROCESSOR_COUNT, MAJOR, MINOR, SHARED_MEMORY_OPTIN = 16, 75, 76, 97
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+CLUSTER_DIMENSION = 4
 
 
 class LaunchConfig(ctypes.Structure):
@@ -36,6 +37,17 @@ class LaunchConfig(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
         ("attribute_count", ctypes.c_uint),
+    )
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, as far as its value is the dimensions of a cluster."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("cluster", ctypes.c_uint * 3),
+        ("rest", ctypes.c_char * 52),
     )
 
 
@@ -212,6 +224,10 @@ class Host:
             config = LaunchConfig(shared_memory=launch["shared_memory_bytes"], stream=stream)
             config.grid[:] = [evaluate(rule, names) for rule in launch["grid_rules"]]
             config.block[:] = launch["block"]
+            cluster = LaunchAttribute(id=CLUSTER_DIMENSION)
+            cluster.cluster[:] = launch["cluster"]
+            config.attributes = ctypes.addressof(cluster)
+            config.attribute_count = int(launch["cluster"] != [1, 1, 1])
             self._call("cuLaunchKernelEx", ctypes.byref(config), kernel, parameters, None)
 
     def _attribute(self, number: int) -> int:

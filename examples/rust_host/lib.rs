@@ -29,6 +29,17 @@ struct LaunchConfig {
     attribute_count: c_uint,
 }
 
+/// CUlaunchAttribute, as far as its value is the dimensions of a cluster.
+#[repr(C)]
+struct LaunchAttribute {
+    id: c_uint,
+    pad: [u8; 4],
+    cluster: [c_uint; 3],
+    rest: [u8; 52],
+}
+
+const CLUSTER_DIMENSION: c_uint = 4;
+
 #[repr(C, align(128))]
 struct TensorMap([u8; 128]);
 
@@ -330,13 +341,22 @@ impl Host {
             for (size, rule) in grid.iter_mut().zip(launch.get("grid_rules")?.list()) {
                 *size = evaluate(rule.text(), &names)?.int() as c_uint;
             }
+            let mut cluster = LaunchAttribute {
+                id: CLUSTER_DIMENSION,
+                pad: [0; 4],
+                cluster: [1; 3],
+                rest: [0; 52],
+            };
+            for (size, number) in cluster.cluster.iter_mut().zip(launch.get("cluster")?.list()) {
+                *size = number.int() as c_uint;
+            }
             let mut config = LaunchConfig {
                 grid,
                 block: [1; 3],
                 shared_memory: launch.get("shared_memory_bytes")?.int() as c_uint,
                 stream,
-                attributes: std::ptr::null_mut(),
-                attribute_count: 0,
+                attribute_count: (cluster.cluster != [1; 3]) as c_uint,
+                attributes: (&mut cluster as *mut LaunchAttribute).cast(),
             };
             for (size, number) in config.block.iter_mut().zip(launch.get("block")?.list()) {
                 *size = number.int() as c_uint;

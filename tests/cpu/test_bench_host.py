@@ -37,7 +37,8 @@ def test_every_bound_call_has_other_addresses(driver_log: StandIn, monkeypatch: 
         structs = [launch.parameters for launch in driver_log.of("cuLaunchKernelEx")]
         kernels = len(structs) // 3
         assert structs[:kernels] != structs[kernels : 2 * kernels]
-        assert (structs[:kernels] == structs[2 * kernels :]) == ("new" not in what)
+        if "pool" not in what:  # which gives its memory as it likes
+            assert (structs[:kernels] == structs[2 * kernels :]) == ("new" not in what)
         return bench_host.Row(what, dtype, 1.0, 1.0)
 
     monkeypatch.setattr(bench_host, "measure", measure)

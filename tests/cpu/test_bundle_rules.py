@@ -12,7 +12,7 @@ from fakes import artifact
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn import bench_cases, decode, kernels, launch, planner
+from cutlass_py_attn import bench_cases, decode, grids, kernels, launch, planner
 from cutlass_py_attn.bundle import rules
 from cutlass_py_attn.bundle.conditions import conditions
 from cutlass_py_attn.bundle.manifest import Target, manifest, names_of
@@ -74,12 +74,12 @@ def by_rule(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> dict
     def holds(role: str) -> bool:
         return bool(rules.evaluate(rules.when(build, role), names))
 
-    grids = rules.grids(exported, build)
+    grids_of = rules.grids(exported, build)
     maps = [rules.tensor_map(exported, recipe) for launch in plan.launches for recipe in launch.tensor_maps]
     return {
         "sizes": {name: names[name] for name in rules.definitions(exported, build) if name != "group"},
         "launches": {
-            symbol: tuple(rules.evaluate(rule, names) for rule in grids[role])
+            symbol: tuple(rules.evaluate(rule, names) for rule in grids_of[role])
             for role, symbol in kernels.entries(build).items()
             if holds(role)
         },
@@ -177,6 +177,6 @@ def test_rule_that_is_not_the_plan_s_stops_the_export(monkeypatch: pytest.Monkey
     problem = bench_cases.parse("bf16_d64_s64_b1_h1_causal").problem("backward")
     plan = planner.plan(problem, "sm_90a")
     target = Target(problem, plan, artifact(plan.build), 132)
-    monkeypatch.setattr(planner, "DELTA_ROWS", 8)
+    monkeypatch.setattr(grids, "DELTA_ROWS", 4)
     with pytest.raises(Stale, match="the rules of bundles are behind the planner"):
         manifest("attention", (target,), {})

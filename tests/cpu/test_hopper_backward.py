@@ -14,6 +14,7 @@ from cutlass_py_attn.device import architecture
 from cutlass_py_attn.masks import Causal, Full, Mask
 from cutlass_py_attn.plan import Plan, TensorMap
 from cutlass_py_attn.problem import Problem, Shape, Tensor
+from cutlass_py_attn.shared_memory import shared_columns
 
 
 def backward(dim: int = 128, dim_value: int = 128, mask: Mask | None = None, heads_key: int = 4) -> Problem:
@@ -39,8 +40,33 @@ def test_what_the_family_takes(changes: dict[str, Any], lacking: tuple[str, ...]
     expect_taken(backward().replace(**changes), lacking)
 
 
-def test_wide_heads_are_generic() -> None:
-    assert hopper.lacking(backward(136, 64)) == hopper.lacking(backward(64, 136)) == ("head dims beyond 128",)
+@pytest.mark.parametrize(
+    ("dims", "changes", "lacking"),
+    [
+        ((192, 128), {}, ()),
+        ((256, 256), {"mask": Causal()}, ()),
+        ((136, 64), {}, ("head dims beyond 128 other than 192/128, 192/192, 256/256",)),
+        ((64, 136), {}, ("head dims beyond 128 other than 192/128, 192/192, 256/256",)),
+        ((264, 264),
+         {},
+         ("head dims beyond 256", "head dims beyond 128 other than 192/128, 192/192, 256/256")),
+        ((256, 256), {"mask": Causal(50)}, ("windows with head dims beyond 128",)),
+        ((192, 192), {"softcap": 2.0}, ("softcap",)),
+    ],
+)  # fmt: skip
+def test_which_wide_heads_the_family_takes(
+    dims: tuple[int, int], changes: dict[str, Any], lacking: tuple[str, ...]
+) -> None:
+    assert hopper.lacking(backward(*dims).replace(**changes)) == lacking
+
+
+def test_wide_heads_in_other_forms_are_generic() -> None:
+    grouped = backward(256, 256, heads_key=2)
+    half = Problem.dense("backward", Shape(1, 64, 64, 1, 256, 256), "float16", Full())
+    assert hopper.lacking(grouped) == ("grouped",)
+    assert hopper.lacking(half) == ("float16 with head dims beyond 128",)
+    for problem in (grouped, half):
+        assert planner.plan(problem, "sm_90a").build.family == "generic"
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (32, 64), (64, 64), (80, 80), (96, 96), (128, 64), (64, 128), (128, 128)])
@@ -76,6 +102,57 @@ def test_tensor_maps_of_every_operand() -> None:
         TensorMap("key", (96, 300, 4, 2), (384, 96, 300 * 384), (32, 128, 1, 1), 64),
         TensorMap("value", (64, 300, 4, 2), (256, 64, 300 * 256), (64, 128, 1, 1), 128),
     )
+
+
+@pytest.mark.parametrize(("dims", "scores"), [((192, 128), 2), ((192, 192), 2), ((256, 256), 1)])
+def test_wide_plans_fit_and_come_back_from_json(dims: tuple[int, int], scores: int) -> None:
+    """Where shared memory has room for them, P and dS have two slots."""
+    plan = planner.plan(backward(*dims), "sm_90a")
+    build = plan.build
+    assert (build.family, build.tile_n, build.scores, build.grad_q) == ("hopper", 64, (4, 1), (4, 1))
+    assert build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
+    assert build.buffer("p_ds").bytes == build.buffer("other_ds").bytes == scores * 64 * 64 * 2
+    assert build.buffer("barriers").bytes == 16 * (build.query_stages + build.grad_output_stages + scores + 2)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "one dQ of both blocks of a cluster" in plan.explain()
+
+
+def test_wide_launches() -> None:
+    """300 keys of 4 key heads in 2 batches are 24 pairs of tiles of 64, one for each cluster of two blocks."""
+    plan = planner.plans(backward(256, 256), "sm_90a", 132)[0]
+    main = kernels.entries(plan.build)["main"]
+    launches = {launch.symbol: launch for launch in plan.launches}
+    assert (launches[main].grid, launches[main].cluster) == ((48, 1, 1), 2)
+    assert [launch.cluster for symbol, launch in launches.items() if symbol != main] == [1, 1]
+    assert f"{main}: grid 48 x 1 x 1, block 512 x 1 x 1, cluster 2 x 1 x 1" in plan.explain()
+    assert planner.plans(backward(256, 256), "sm_90a", 11)[0].launches[1].grid == (10, 1, 1)
+    assert [tensor_map.box for tensor_map in launches[main].tensor_maps] == [(64, 64, 1, 1)] * 4
+
+
+@pytest.mark.parametrize(("columns", "shared"), [(192, 128), (256, 128)])
+def test_columns_of_dq_are_shared_in_whole_pieces(columns: int, shared: int) -> None:
+    build = planner.plan(backward(columns, columns), "sm_90a").build
+    assert shared_columns(build) == shared
+    assert build.buffer("other_key").bytes == 64 * shared * 2
+
+
+@pytest.mark.parametrize(("dims", "mask"), [((192, 128), Causal()), ((256, 256), Full())])
+def test_wide_machine_code(dims: tuple[int, int], mask: Mask) -> None:
+    """compile() itself refuses spills and ptxas remarks, which say that products wait for each other."""
+    plan = planner.plan(backward(*dims, mask), "sm_90a")
+    build, made = plan.build, compile_now(plan)
+    products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
+    # S^T and dP^T stand before their loops and in them; dQ is added to in a loop over pieces, of both blocks' keys.
+    scores = 2 * (build.columns + build.columns_value) // 16
+    pieces = 2 * build.tile_n // 16
+    gradients = [width for columns in dims for width in ([columns] if columns <= 192 else [128, columns - 128])]
+    expected = ["64"] * (scores + pieces) + [str(width) for width in gradients for _ in range(build.tile_m // 16)]
+    assert sorted(products) == sorted(expected)
+    assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", made.ptx)) == 3
+    strips = sum(-(-columns // 128) for columns in dims)  # 64 columns each, every second one
+    assert len(re.findall(r"multicast::cluster", made.ptx)) == strips
+    assert len(re.findall(r"cp\.async\.bulk\.shared::cluster\.shared::cta", made.ptx)) == 1
+    assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.v4\.f32", made.ptx)) == 64 * 64 // 128 // 4
 
 
 @pytest.mark.parametrize(("dim", "mask"), [(64, Full()), (96, Causal()), (128, Causal(50))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import random
 import re
 import xml.etree.ElementTree as ElementTree
@@ -19,9 +20,9 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.device import ARCHITECTURES
 from cutlass_py_attn.errors import NotSupported, Stale
+from cutlass_py_attn.grids import grid_rule
 from cutlass_py_attn.inspection import drawing, facts, line_info, listing, page, sass, steps
 from cutlass_py_attn.inspection.difference import difference, text_difference
-from cutlass_py_attn.inspection.grids import grid_rule
 from cutlass_py_attn.inspection.occupancy import MULTIPROCESSORS, occupancy
 from cutlass_py_attn.inspection.steps import Step
 from cutlass_py_attn.parts.integers import ceil_div
@@ -232,9 +233,9 @@ def test_grid_rules_give_the_grids_of_plans(arch: str, direction: str) -> None:
     for _ in range(60):
         group, heads = draw.choice((1, 2, 4)), draw.choice((1, 3))
         sizes = draw.randrange(1, 5), draw.choice((1, 70, 300)), draw.choice((1, 257, 2000)), heads * group
-        shape = Shape(*sizes, draw.choice((32, 64, 128, 320)), draw.choice((64, 128)), num_heads_key=heads)
+        shape = Shape(*sizes, draw.choice((32, 64, 128, 192, 320)), draw.choice((64, 128)), num_heads_key=heads)
         mask = draw.choice((masks.Full(), masks.Causal()))
-        problem = Problem.dense(direction, shape, draw.choice(("float16", "float32")), mask)
+        problem = Problem.dense(direction, shape, draw.choice(("bfloat16", "float16", "float32")), mask)
         for plan in plans(problem, arch):
             for launch in plan.launches:
                 assert evaluated(grid_rule(plan.build, launch.symbol), shape, plan) == launch.grid, launch.symbol
@@ -245,7 +246,8 @@ def test_grid_rules_give_the_grids_of_plans(arch: str, direction: str) -> None:
 def evaluated(rule: tuple[str, str, str], shape: Shape, plan: Any) -> tuple[int, ...]:
     names = {item.name: getattr(shape, item.name) for item in dataclasses.fields(shape)}
     names |= {"num_heads_key": shape.num_heads_key, "group": shape.group, "num_sms": plan.architecture.num_sms}
-    names |= {"num_splits_key": plan.num_splits_key, "ceil_div": ceil_div, "min": min}
+    names |= {"num_splits_key": plan.num_splits_key, "ceil_div": ceil_div, "min": min, "max": max}
+    names["div"] = operator.floordiv
     return tuple(eval(part, {"__builtins__": {}}, names) for part in rule)
 
 

@@ -16,6 +16,7 @@ from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupport
 from cutlass_py_attn.launch import Bound, bind, generic_arch
 from cutlass_py_attn.masks import Causal, CausalBottomRight
 from cutlass_py_attn.plan import Launch, Plan, TensorMap, Workspace
+from cutlass_py_attn.planner import plans
 from cutlass_py_attn.problem import Problem, Shape, Tensor
 
 
@@ -36,7 +37,7 @@ def test_forward_launch_is_the_plan(driver_log: StandIn) -> None:
     planned = plan.launches[0]
     assert (launch.text, launch.grid, launch.block) == (planned.symbol, planned.grid, planned.block)
     assert (launch.shared_memory, launch.stream) == (planned.shared_memory_bytes, 0x123)
-    assert launch.numbers[8:10] == (0, 0xC0), "no launch attributes, in the device's own context"
+    assert (launch.cluster, launch.numbers[9]) == (1, 0xC0), "no launch attributes, in the device's own context"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -117,6 +118,16 @@ def test_later_calls_launch_the_same_bytes(driver_log: StandIn, arch: str) -> No
         fresh(given, 0x123, workspace=spaces[space].ctypes.data)
         expected = [(c.text, c.grid, c.block, c.parameters, c.stream) for c in driver_log.of("cuLaunchKernelEx")]
         assert found == expected, number
+
+
+def test_blocks_of_a_cluster_are_launched_together(driver_log: StandIn) -> None:
+    shape = Shape(1, 64, 300, 2, 256, 256)
+    problem = Problem.dense("backward", shape, "bfloat16", Causal())
+    plan = plans(problem, "sm_90a", 132)[0]
+    bound = bind(artifact(plan.build), plan, problem)
+    bound(addresses(bound.tensor_names))
+    assert [(call.grid[0], call.cluster) for call in driver_log.of("cuLaunchKernelEx")][1] == (12, 2)
+    assert [call.cluster for call in driver_log.of("cuLaunchKernelEx")] == [1, 2, 1]
 
 
 def test_default_scale(driver_log: StandIn) -> None:

@@ -60,7 +60,7 @@ def test_a_wrong_tile_is_refused_with_the_form(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "direction", "family", "said"),
     [
-        ("bf16_d256_s64_b1_h2_full", "backward", "hopper", "takes no head dims beyond 128; use --family generic"),
+        ("bf16_d264_s64_b1_h2_full", "backward", "hopper", "takes no head dims beyond 256"),
         ("bf16_d64_q1_s8192_b64_h32k8_full", "backward", "generic", "has no backward; search its forward"),
         ("bf16_d64_q1_s8192_b64_h32k8_full", "forward", "generic", "decode kernels serve it"),
     ],

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cutlass_py_attn import abi, bench, driver
+from cutlass_py_attn import abi, bench, driver, plan
 from cutlass_py_attn.bench_timing import SAMPLES, WARM_UPS, milliseconds
 from cutlass_py_attn.errors import AttentionError, Stale
 from tools import record
@@ -100,24 +100,19 @@ class Launch:
 
     def __init__(self, micro: Micro, cubin: bytes, gpu: driver.Device, addresses: tuple[int, int]) -> None:
         self.blocks = micro.blocks or gpu.num_sms // micro.cluster * micro.cluster
-        self._symbol = f"{micro.symbol}_0"
-        self._kernel = driver.get_kernel(driver.load_library(cubin), self._symbol)
-        driver.allow_shared_memory(self._kernel, gpu, micro.shared_memory_bytes, 0)
+        symbol = f"{micro.symbol}_0"
+        kernel = driver.get_kernel(driver.load_library(cubin), symbol)
+        driver.allow_shared_memory(kernel, gpu, micro.shared_memory_bytes, 0)
         self._struct = np.zeros((), abi.numpy_struct(cases.FIELDS))
         for (name, _), value in zip(cases.FIELDS, (*addresses, micro.rounds, self.blocks), strict=True):
             self._struct[name] = value
         self._pointers = np.array([self._struct.ctypes.data], np.uint64)
-        self._config = driver.launch_config((self.blocks, 1, 1), (micro.threads, 1, 1), micro.shared_memory_bytes)
-        if micro.cluster > 1:
-            cuda = driver.bindings()
-            attribute, value = cuda.CUlaunchAttribute(), cuda.CUlaunchAttributeValue()
-            attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = micro.cluster, 1, 1
-            attribute.value = value
-            self._config.attrs, self._config.numAttrs = [attribute], 1
+        grid, block = (self.blocks, 1, 1), (micro.threads, 1, 1)
+        launch = plan.Launch(symbol, grid, block, micro.shared_memory_bytes, cluster=micro.cluster)
+        self._start = driver.Starter(kernel, launch, self._pointers.ctypes.data)
 
     def __call__(self, stream: int) -> None:
-        driver.launch(self._config, self._kernel, self._pointers.ctypes.data, stream, self._symbol)
+        self._start(stream)
 
 
 def fill(data: int, stream: int, zeros: bool) -> None:

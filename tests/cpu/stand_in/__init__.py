@@ -59,6 +59,11 @@ class Call:
         """Stream of a launch."""
         return self.numbers[7]
 
+    @property
+    def cluster(self) -> int:
+        """Blocks of a launch's clusters; 0 where its attributes say anything else."""
+        return self.numbers[8]
+
 
 def compiler() -> str | None:
     """The C compiler of this machine, if it has one."""

@@ -17,6 +17,7 @@ typedef struct {
     void *stream, *attributes;
     unsigned attribute_count;
 } LaunchConfig;
+typedef struct { int id; char pad[4]; unsigned cluster[3]; char rest[52]; } LaunchAttribute;
 
 static Record *records;
 static int record_count, fail_code, has_no_memory;
@@ -148,9 +149,15 @@ static int copy_parameters(Kernel *k, void **parameters, unsigned char *to) {
     for (int i = 0; i < k->count; count += k->sizes[i++]) memcpy(to + count, parameters[i], k->sizes[i]);
     return count;
 }
+/* Blocks of a cluster, 0 where an attribute says anything else. */
+static unsigned cluster_of(const LaunchConfig *c) {
+    const LaunchAttribute *a = c->attributes;
+    if (!c->attribute_count) return 1;
+    return c->attribute_count == 1 && a->id == 4 && a->cluster[1] == 1 && a->cluster[2] == 1 ? a->cluster[0] : 0;
+}
 int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void **extra) {
     NOTE(k->symbol, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_memory,
-         N(c->stream), c->attribute_count, N(current));
+         N(c->stream), cluster_of(c), N(current));
     Record *r = &records[record_count - 1];
     r->byte_count = copy_parameters(k, parameters, r->bytes);
     return 0;
