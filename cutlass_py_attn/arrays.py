@@ -17,7 +17,8 @@ import numpy as np
 
 from cutlass_py_attn import driver
 from cutlass_py_attn.errors import AttentionError, DriverError, NotSupported
-from cutlass_py_attn.guests import BY_LIBRARY, Guest, guest_of, numpy_dtype
+from cutlass_py_attn.guests import BY_LIBRARY, Guest, guest_of
+from cutlass_py_attn.guests import numpy_dtype as numpy_dtype
 from cutlass_py_attn.problem import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
 
 _LIBRARIES: Final = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}

@@ -1,5 +1,7 @@
-"""Wide Hopper query gradient: a warpgroup adds dQ = dS K of its own and of the other block's keys to the sum, in its
-block's share of the columns, by vector reductions from registers: shared memory has no room to stage them."""
+"""Wide Hopper query gradient: a block's share of the columns of dQ = dS K, of its own and of the other block's keys.
+
+It is added to the sum by vector reductions from registers: shared memory has no room to stage it.
+"""
 
 from dataclasses import replace
 

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn import driver
-from cutlass_py_attn.arrays import DeviceArray
+from cutlass_py_attn.arrays import DeviceArray, numpy_dtype
 from cutlass_py_attn.attention import Gradients, attention_backward, attention_forward
-from cutlass_py_attn.guests import numpy_dtype
 from cutlass_py_attn.options import VariableLength
 from cutlass_py_attn.philox import Dropout, keep_mask
 from cutlass_py_attn.problem import OPERANDS, Tensor

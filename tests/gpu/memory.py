@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn import driver
-from cutlass_py_attn.guests import numpy_dtype
+from cutlass_py_attn.arrays import numpy_dtype
 from cutlass_py_attn.launch import Bound, bind, bind_problem
 from cutlass_py_attn.plan import Plan
 from cutlass_py_attn.problem import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Problem, Tensor

@@ -10,7 +10,7 @@ import pytest
 
 from tests.gpu.check import Kernels
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 LIBRARIES = {"numpy": "numpy", "cupy": "cupy", "numba": "numba.cuda", "jax": "jax", "torch": "torch"}
 FILES = {library: f"{library}_{'guest' if library == 'torch' else 'arrays'}.py" for library in LIBRARIES}
 # Of outputs and gradients of some tens: bfloat16 keeps eight bits of them, float32 what three TF32 products leave.

@@ -107,5 +107,5 @@ def test_exported_program_runs_in_another_process(jax: Any, attend: Callable[...
     program = jax.export.export(jax.jit(attend), disabled_checks=checks)(*arrays)
     (tmp_path / "program").write_bytes(program.serialize())
     arguments = [sys.executable, "-c", LOADER, str(tmp_path / "program"), str(tmp_path / "output.npy")]
-    subprocess.run(arguments, check=True, cwd=Path(__file__).resolve().parents[2])
+    subprocess.run(arguments, check=True, cwd=Path(__file__).resolve().parents[3])
     assert (np.load(tmp_path / "output.npy") == np.asarray(jax.jit(attend)(*arrays), "f4")).all()
