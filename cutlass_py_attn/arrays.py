@@ -376,11 +376,13 @@ class _Managed(ctypes.Structure):
 _exported: dict[int, tuple[Any, ...]] = {}
 _next_key = itertools.count(1)
 
-_capsule_pointer: Any = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.argtypes, _capsule_pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
-_capsule_new: Any = ctypes.pythonapi.PyCapsule_New
-_capsule_new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_capsule_new.restype = ctypes.py_object
+# Functions of our own: the attributes of ctypes.pythonapi are the whole process's, and others set their types too.
+_capsule_pointer: Any = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_capsule_new: Any = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 
 # These two run while the capsule dies, so they take its bare address: a reference would revive it.
 _dying_is_valid: Any = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(
