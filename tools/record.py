@@ -16,6 +16,7 @@ from cutlass_py_attn.plan import Build, Plan
 
 MANIFEST = "ptx/manifest.json"
 LOG = "ptx/verified.jsonl"
+STRESS_LOG = "ptx/stressed.jsonl"
 SEAL = "sha256_of_the_rest"
 # What decides whether a kernel passes: the GPU suite, the reference, the inputs and the rules.
 SUITE = (
@@ -91,6 +92,12 @@ def read_log(path: Path) -> list[Json]:
     """The lines of a log; none where there is no file."""
     lines = path.read_text().splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines if line.strip()]
+
+
+def stressed(manifest: Json, log: Iterable[Json]) -> list[str]:
+    """The shown kernels whose very cubin has a line of tools/stress.py."""
+    passed = {line["cubin_sha256"] for line in log}
+    return [name for name, kernel in manifest["kernels"].items() if kernel["cubin_sha256"] in passed]
 
 
 def suite_sha256(root: Path) -> str:
