@@ -79,15 +79,15 @@ def run(given: argparse.Namespace) -> int:
         for plain in plains:
             print(f"{record.name_of(plain.build)} ...", flush=True)
             # A kernel that hangs is a failure with its name as the last line, not a run that never ends.
-            faulthandler.dump_traceback_later(given.seconds, exit=True)
+            faulthandler.dump_traceback_later(given.seconds, exit=True, file=sys.__stderr__)
             shown, line = one(plain, given, manifest, tools)
             faulthandler.cancel_dump_traceback_later()
             rows.append(shown)
             passed += line is not None
             log.write(json.dumps({**line, **shared}, sort_keys=True) + "\n" if line else "")
             log.flush()
-        tools.close()
-    print("\n".join([*table(rows), f"stress: {passed} of {len(plains)} kernels passed"]))
+        print("\n".join([*table(rows), f"stress: {passed} of {len(plains)} kernels passed"]), flush=True)
+        tools.close()  # behind the table: after a fault of a kernel every call of the driver fails
     return 0 if plains and passed == len(plains) else 1
 
 

@@ -145,7 +145,8 @@ def assemble(ptx: str, artifact: Artifact, level: int = OWN_LEVEL) -> Artifact:
 
 
 def variants(artifact: Artifact) -> Iterator[tuple[str, Artifact]]:
-    """(name, artifact) of the kernel itself and of every build that it is compared with.
+    """(name, artifact) of the kernel itself and of every build that it is compared with: those whose machine code is
+    another.
 
     CompileError where this ptxas gives other machine code than the artifact has: then a build would differ by more
     than its delay.
@@ -157,7 +158,9 @@ def variants(artifact: Artifact) -> Iterator[tuple[str, Artifact]]:
         )
     yield PLAIN, artifact
     for level in LEVELS:
-        yield f"O{level}", assemble(artifact.ptx, artifact, level)
+        made = assemble(artifact.ptx, artifact, level)
+        if made.cubin != artifact.cubin:
+            yield f"O{level}", made
     for delay in delays(artifact.build):
         late = with_delay(artifact.ptx, delay)
         if late != artifact.ptx:

@@ -34,7 +34,7 @@ _BEGIN: Final = """
 	mov.u32 %t, %tid.x;
 	mov.u32 %b, %ctaid.x;
 	mov.u32 %n, %nctaid.x;
-	mad.wide.u32 %i, %b, 256, 0;
+	mul.wide.u32 %i, %b, 256;
 	cvt.u64.u32 %at, %t;
 	add.u64 %i, %i, %at;
 	mul.wide.u32 %step, %n, 256;
@@ -163,8 +163,8 @@ class Difference:
 class Kernels:
     """The kernels loaded on a GPU, with memory of their own for results and noise; `close` frees it."""
 
-    def __init__(self, gpu: driver.Device, ptx: str = PTX) -> None:
-        library = driver.load_library(ptx.encode() + b"\0")
+    def __init__(self, gpu: driver.Device, ptx: str | None = None) -> None:
+        library = driver.load_library((PTX if ptx is None else ptx).encode() + b"\0")
         names = (*(f"compare_{dtype}" for dtype in _DISTANCES), "copy_late", "noise")
         self._handles = {name: driver.get_kernel(library, name) for name in names}
         self._blocks = gpu.num_sms

@@ -110,8 +110,8 @@ def workloads(artifact: Artifact, gpu: driver.Device) -> list[Workload]:
     )
     if build.family == "decode":
         base = replace(decodes.of_build(build)[0], layout="dense")
-        return [_fused(base, 1, build), _fused(base, _times(base, artifact, gpu), build)]
-    return [_fused(base, _times(base, artifact, gpu), build)]
+        return [fused(base, 1, build), fused(base, _times(base, artifact, gpu), build)]
+    return [fused(base, _times(base, artifact, gpu), build)]
 
 
 def _times(base: Drawn, artifact: Artifact, gpu: driver.Device) -> int:
@@ -119,8 +119,8 @@ def _times(base: Drawn, artifact: Artifact, gpu: driver.Device) -> int:
     times = 1
     while True:
         drawn = with_heads(base, times)
-        plan = _plan_of(drawn, artifact.build, gpu)
-        blocks, needed = _blocks(plan, drawn), WAVES * gpu.num_sms * _resident(plan, artifact)
+        plan = plan_of(drawn, artifact.build, gpu)
+        blocks, needed = blocks_of(plan, drawn), WAVES * gpu.num_sms * resident(plan, artifact)
         if blocks >= needed:
             return times
         times *= max(2, ceil_div(needed, max(blocks, 1)))
@@ -170,7 +170,8 @@ def _exponent(name: str, number: int) -> int:
     }.get(name, 0)
 
 
-def _plan_of(drawn: Drawn, build: Build, gpu: driver.Device) -> Plan:
+def plan_of(drawn: Drawn, build: Build, gpu: driver.Device) -> Plan:
+    """Of this build for the problem; Stale where the GPU has none."""
     problem = drawn.problem()
     for plan in planner.plans_on(problem, gpu.compute_capability, gpu.num_sms):
         if plan.build == build:
@@ -178,7 +179,7 @@ def _plan_of(drawn: Drawn, build: Build, gpu: driver.Device) -> Plan:
     raise Stale(f"{build.symbol} for {build.arch}: {gpu.name} has no such plan for {drawn.line}; build for it again")
 
 
-def _blocks(plan: Plan, drawn: Drawn) -> int:
+def blocks_of(plan: Plan, drawn: Drawn) -> int:
     """Blocks of the main kernel; of one whose blocks stay and take tiles in turn, the tiles."""
     build = plan.build
     if build.family == "hopper":
@@ -194,7 +195,7 @@ def _main(plan: Plan) -> Launch:
     return next(launch for launch in plan.launches if launch.symbol == main)
 
 
-def _resident(plan: Plan, artifact: Artifact) -> int:
+def resident(plan: Plan, artifact: Artifact) -> int:
     """Blocks of the main kernel that one SM holds."""
     main = artifact.main
     memory_bytes = _main(plan).shared_memory_bytes
@@ -202,7 +203,8 @@ def _resident(plan: Plan, artifact: Artifact) -> int:
     return occupancy(plan.build.arch, plan.build.threads, main.registers, memory_bytes, static).blocks
 
 
-def _fused(base: Drawn, times: int, build: Build) -> Workload:
+def fused(base: Drawn, times: int, build: Build) -> Workload:
+    """Of a fused kernel, with `times` as many heads."""
     drawn, expected = with_heads(base, times), expect(base, times)
     numbers = {"philox_seed": drawn.philox_seed, "philox_offset": drawn.philox_offset} if drawn.dropout_p else {}
     return Workload(
@@ -219,7 +221,7 @@ def _room(artifact: Artifact, gpu: driver.Device) -> Workload:
     def planned(tiles: int) -> Plan:
         return plan_room(build.room, build.family, build.dtype, build.head_dim, build.arch, tiles)
 
-    plan = planned(WAVES * gpu.num_sms * _resident(planned(1), artifact))
+    plan = planned(WAVES * gpu.num_sms * resident(planned(1), artifact))
     given = rooms.operands(plan, "gaussian", 1)
     truth = rooms.product(plan, given)
     return Workload(
