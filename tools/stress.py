@@ -25,6 +25,7 @@ ROOT = build_ptx.ROOT
 REPEATS = 1000
 DELAYED = 100
 SECONDS = 900
+STDERR = 2  # whatever sys.stderr is
 
 Row = tuple[str, str, str, str]
 
@@ -79,7 +80,7 @@ def run(given: argparse.Namespace) -> int:
         for plain in plains:
             print(f"{record.name_of(plain.build)} ...", flush=True)
             # A kernel that hangs is a failure with its name as the last line, not a run that never ends.
-            faulthandler.dump_traceback_later(given.seconds, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(given.seconds, exit=True, file=STDERR)
             shown, line = one(plain, given, manifest, tools)
             faulthandler.cancel_dump_traceback_later()
             rows.append(shown)

@@ -328,6 +328,7 @@ def test_an_odd_size_is_refused(driver_log: StandIn) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Build, Results]:
     """Three builds of a room in a folder, and what the room gives."""
     monkeypatch.setattr(stress_run, "resident", lambda plan, artifact: 1)  # more would only take longer
+    monkeypatch.setattr(stress_run, "WAVES", 1)
     plan = plan_room("matmul_qk", "generic", "float16", 32, "sm_90")
     plain = fakes.artifact(plan.build)
     for name in ("plain", "O1", "delay_last_warp"):
