@@ -24,7 +24,7 @@ from tools.verify_gpu import about_this_run
 ROOT = build_ptx.ROOT
 REPEATS = 1000
 DELAYED = 100
-SECONDS = 900
+SECONDS = 300
 STDERR = 2  # whatever sys.stderr is
 
 Row = tuple[str, str, str, str]

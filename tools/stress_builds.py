@@ -54,8 +54,8 @@ class Delay:
 
     @property
     def block(self) -> str:
-        """PTX that makes these warps sleep, and all others for no time: a predicate that is true again and again
-        would have ptxas write down what lies between two places twice. Blocks of threads have one dimension."""
+        """PTX that makes these warps sleep, and all others for no time. Under a predicate ptxas would write what lies
+        between two places down twice, once for each value. Blocks of threads have one dimension."""
         return (
             "\t{\n\t.reg .pred %late;\n\t.reg .b32 %number;\n"
             "\tmov.u32 %number, %tid.x;\n\tshr.u32 %number, %number, 5;\n"

@@ -238,13 +238,16 @@ class Repeater:
         self.placed = placed
         self._workload, self._tools = workload, tools
         self._stream, self._noise_stream = streams
-        self._operands: dict[str, tuple[int, int]] = {}  # address of the copy and bytes
+        self._sizes = {name: buffer.read().nbytes for name, buffer in placed.buffers.items()}
+        self._operands: dict[str, int] = {}  # addresses of the copies
         self._expected: dict[str, tuple[int, Array]] = {}
         self._farthest = dict.fromkeys(workload.free, 0.0)
 
     def judged(self, name: str, findings: Findings) -> dict[str, Array]:
         """The results of one launch; AssertionError where one is too far from float64."""
-        found = self.placed.run()
+        self._launch(ALONE, 0)
+        driver.synchronise(self._stream)
+        found = self.placed.read()
         findings.judged(self._workload.judge(found), f"{name}: {self._workload.line}")
         return found
 
@@ -252,8 +255,7 @@ class Repeater:
         """Copy operands and expected results to the device, until the stack closes."""
         for name, buffer in self.placed.buffers.items():
             if not buffer.is_output:
-                values = buffer.read()
-                self._operands[name] = stack.enter_context(_on_device(values)), values.nbytes
+                self._operands[name] = stack.enter_context(_on_device(buffer.read()))
         for name, values in expected.items():
             self._expected[name] = stack.enter_context(_on_device(values)), values
 
@@ -274,16 +276,18 @@ class Repeater:
         findings.add(what if mode == ALONE and what != stress_builds.PLAIN else mode, launches)
 
     def _launch(self, mode: str, number: int) -> None:
-        for name, (_, values) in self._expected.items():
-            _forget(self.placed.buffers[name].address, values.nbytes, self._stream)
+        for name, buffer in self.placed.buffers.items():
+            if buffer.is_output:
+                _forget(buffer.address, self._sizes[name], self._stream)
         if self.placed.workspace is not None:
             _forget(self.placed.workspace, self.placed.bound.workspace_bytes // 4 * 4, self._stream)
         if mode == NOISE:
             self._tools.noise(number, NOISE_NANOSECONDS, self._noise_stream)
         if mode == PRODUCER:
-            for name, (copy, size) in self._operands.items():
-                _forget(self.placed.buffers[name].address, size, self._stream)
-                self._tools.copy_late(self.placed.buffers[name].address, copy, size, LATE_NANOSECONDS, self._stream)
+            for name, copy in self._operands.items():
+                address, size = self.placed.buffers[name].address, self._sizes[name]
+                _forget(address, size, self._stream)
+                self._tools.copy_late(address, copy, size, LATE_NANOSECONDS, self._stream)
         self.placed.launch(self._stream)
 
     def _judge_if_further(self, name: str, distance: float, place: str, findings: Findings) -> None:
