@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,14 @@ def test_shown_kernels_are_delayed_where_they_wait_and_signal(name: str) -> None
             places = sum(stress_builds._PLACE.match(line) is not None for line in entry.splitlines())
             assert entry.count(delay.block) == (places if is_late else 0)
     assert ptx == ptx_of(name)
+
+
+def test_no_wait_or_signal_of_a_shown_kernel_is_overlooked() -> None:
+    words = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]\S*(?:wait|arrive|acquire|\.release|bar\.sync)\S*)", re.MULTILINE)
+    found = {word for path in (ROOT / "ptx").glob("*/*.ptx") for word in words.findall(path.read_text())}
+    assert len(found) > 5
+    overlooked = {word for word in found if not stress_builds._PLACE.match(word)}
+    assert overlooked == {"fence.mbarrier_init.release.cluster;"}, "a fence waits for nobody"
 
 
 def test_roles_of_the_hopper_family_are_all_its_warps() -> None:
