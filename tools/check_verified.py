@@ -110,11 +110,22 @@ def rows_without_measurement(root: Path) -> list[str]:
     return [f"{name}: {state}" for name, state in found.items() if not state.startswith("measured")]
 
 
+def stress_line(manifest: record.Json, log: Sequence[record.Json]) -> str:
+    """Which shown kernels tools/stress.py has passed, by their very cubins."""
+    shown, passed = manifest["kernels"], record.stressed(manifest, log)
+    line = f"check_verified: {len(passed)} of {len(shown)} kernels passed tools/stress.py"
+    missing = [name for name in shown if name not in passed] if passed else []
+    return f"{line}, not {', '.join(missing)}" if missing else line
+
+
 def main() -> int:
     """Print a line for each kernel that is not verified and each row that is not measured, and counts."""
     parser = argparse.ArgumentParser(prog="check_verified", description=__doc__)
     parser.add_argument(
-        "--strict", action="store_true", help="STALE, UNVERIFIED and rows without a measurement fail too: for a release"
+        "--strict",
+        action="store_true",
+        help="STALE, UNVERIFIED and rows without a measurement fail too: for a release; says as well which kernels "
+        "have been under stress",
     )
     parser.add_argument("--rebuild", action="store_true", help="compile every kernel, to see DRIFTED ones")
     parser.add_argument(
@@ -133,6 +144,8 @@ def main() -> int:
     for name, state in found.items():
         if not state.startswith("verified"):
             print(f"{name}: {state}")
+    if given.strict:
+        print(stress_line(manifest, record.read_log(root / record.STRESS_LOG)))
     words = Counter(state.split(":")[0].split()[0] for state in found.values())
     recorded = feature_record(root)
     if recorded and recorded["sources"] != record.sources_digest(root):

@@ -17,6 +17,7 @@ from cutlass_py_attn.plan import Build, Plan
 
 MANIFEST = "ptx/manifest.json"
 LOG = "ptx/verified.jsonl"
+STRESS_LOG = "ptx/stressed.jsonl"
 SEAL = "sha256_of_the_rest"
 # What decides whether a kernel passes: the GPU suite, the reference, the inputs and the rules.
 SUITE = (
@@ -109,6 +110,12 @@ def about_run() -> Json:
         "driver": f"CUDA {version[0]}.{version[1]}",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def stressed(manifest: Json, log: Iterable[Json]) -> list[str]:
+    """The shown kernels whose very cubin has a line of tools/stress.py."""
+    passed = {line["cubin_sha256"] for line in log}
+    return [name for name, kernel in manifest["kernels"].items() if kernel["cubin_sha256"] in passed]
 
 
 def suite_sha256(root: Path) -> str:

@@ -113,8 +113,8 @@ def test_unknown_code_and_missing_function(driver_log: StandIn) -> None:
     driver_log.fail("cuMemFree", 12345)
     with pytest.raises((DriverError, ValueError)):
         driver.free_now(0)
-    with pytest.raises(DriverError, match=r"cuCtxSynchronize.*this driver lacks it: update it"):
-        driver.call("cuCtxSynchronize")
+    with pytest.raises(DriverError, match=r"cuCtxResetPersistingL2Cache.*this driver lacks it: update it"):
+        driver.call("cuCtxResetPersistingL2Cache")
 
 
 def test_missing_symbol(driver_log: StandIn) -> None:

@@ -71,6 +71,7 @@ int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(s
 int cuCtxGetCurrent(void **context) { *context = current; return 0; }
 int cuCtxSetCurrent(void *context) { NOTE("", N(context)); current = context; return 0; }
 int cuCtxGetDevice(int *device) { *device = (int)(size_t)current - 0xC0; return 0; }
+int cuCtxSynchronize(void) { NOTE("", 0); return 0; }
 
 int cuPointerGetAttribute(void *value, int attribute, void *p) {
     if (attribute != 9) return INVALID_VALUE; /* 9: device ordinal */
