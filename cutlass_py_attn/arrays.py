@@ -9,14 +9,16 @@ import math
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from cutlass_py_attn import driver
 from cutlass_py_attn.errors import AttentionError, DriverError, NotSupported
+from cutlass_py_attn.guests import BY_LIBRARY, Guest, guest_of
+from cutlass_py_attn.guests import numpy_dtype as numpy_dtype
 from cutlass_py_attn.problem import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
 
 _LIBRARIES: Final = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
@@ -30,8 +32,7 @@ _DLPACK_TYPES: Final = {
 _TYPESTRS: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<V2", "int32": "<i4", "int64": "<i8"}
 
 
-@dataclass(frozen=True, slots=True)
-class Array:
+class Array(NamedTuple):
     """One operand as read. `strides` in elements; `device` None is host memory; `owner` keeps it alive."""
 
     pointer: int
@@ -47,11 +48,16 @@ class Array:
         """Shape, strides, dtype and alignment for a Problem; what the device copy has, for host memory."""
         if self.device is None:
             return Tensor.contiguous(self.shape, self.dtype)
-        low_bit = self.pointer & -self.pointer
-        return Tensor(self.shape, self.strides, self.dtype, min(low_bit or ROW_ALIGNMENT_BYTES, ROW_ALIGNMENT_BYTES))
+        return Tensor(self.shape, self.strides, self.dtype, self.alignment)
+
+    @property
+    def alignment(self) -> int:
+        """Of the address, in bytes, up to 16; 16 for what is copied from host memory."""
+        bits = self.pointer | ROW_ALIGNMENT_BYTES
+        return ROW_ALIGNMENT_BYTES if self.device is None else bits & -bits
 
 
-def take(operands: Mapping[str, object], stream: int) -> dict[str, Array]:
+def take(operands: Mapping[str, Any], stream: int) -> dict[str, Array]:
     """Read every operand in place; work put on `stream` afterwards sees what their producers wrote.
 
     Accepted: CUDA arrays with `__dlpack__` or `__cuda_array_interface__`, and NumPy arrays.
@@ -59,18 +65,35 @@ def take(operands: Mapping[str, object], stream: int) -> dict[str, Array]:
     """
     arrays: dict[str, Array] = {}
     reasons: list[str] = []
+    ordered: set[tuple[Guest, int]] = set()  # whose stream ours has been put behind
     for name, value in operands.items():
+        guest = guest_of(value)
+        view = guest.view(value) if guest is not None else None
+        if guest is not None and view is not None:
+            arrays[name] = Array(*view, guest.library, value)
+            if (guest, view[4]) not in ordered:
+                ordered.add((guest, view[4]))
+                _put_behind(guest.current_stream(view[4]), stream, view[4])
+            continue
         try:
             arrays[name] = _take_one(name, value, stream)
         except NotSupported as error:
             reasons += error.reasons
-    places = {name: "host" if a.device is None else f"device {a.device}" for name, a in arrays.items()}
-    if len(set(places.values())) > 1:
+    if len({array.device for array in arrays.values()}) > 1:
+        places = {name: "host" if a.device is None else f"device {a.device}" for name, a in arrays.items()}
         listed = ", ".join(f"{name} on {place}" for name, place in places.items())
         reasons.append(f"{listed}: must all be on one device, or all NumPy arrays; move them together")
     if reasons:
         raise NotSupported(reasons)
     return arrays
+
+
+def _put_behind(producer: int, stream: int, ordinal: int) -> None:
+    """Work put on `stream` from now on starts after what the producer's stream holds."""
+    producer, consumer = producer or _LEGACY_STREAM, stream or _LEGACY_STREAM
+    if producer != consumer:
+        with driver.device(ordinal).current():
+            driver.wait_for(producer, consumer)
 
 
 def _take_one(name: str, value: Any, stream: int) -> Array:
@@ -141,8 +164,7 @@ def _from_interface(name: str, value: Any, stream: int) -> Array:
     if producer == 0:
         raise NotSupported(f"{name} has stream 0 in __cuda_array_interface__: must be 1, 2, a handle or None")
     if producer is not None:
-        with driver.device(ordinal).current():
-            driver.wait_for(int(producer), stream or _LEGACY_STREAM)
+        _put_behind(int(producer), stream, ordinal)
     return Array(pointer, shape, strides, dtype, ordinal, _library(value), value)
 
 
@@ -219,13 +241,22 @@ class Exchange:
         self._host: list[tuple[np.ndarray[Any, Any], int]] = []
         self._sliced: tuple[tuple[str, ...], DeviceArray] | None = None
         self._targets: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self._guest = BY_LIBRARY.get(library)
+        self._entered: AbstractContextManager[Any] | None = None  # our stream, where the guest is on another
 
     def __enter__(self) -> Exchange:
+        if self._guest is not None and self._guest.current_stream(self._gpu.ordinal) != self._stream:
+            self._entered = self._guest.on(self._stream, self._gpu.ordinal)
+            self._entered.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._entered is not None:
+            self._entered.__exit__(kind, error, trace)
+        if not self._copies:
+            return
         # After an error the driver may refuse these too; the first error is the one to report.
         with contextlib.suppress(DriverError) if error else contextlib.nullcontext():
             for address in self._copies:
@@ -245,14 +276,12 @@ class Exchange:
     def empty(self, name: str, shape: tuple[int, ...], dtype: str) -> int:
         """Where the kernels write result `name`; its values are undefined until they do."""
         made: Any
-        if self._library == "numpy":
+        if self._guest is not None:
+            made, address = self._guest.empty(shape, dtype, self._gpu.ordinal)
+        elif self._library == "numpy":
             host = made = np.empty(shape, numpy_dtype(dtype))
             address = self._device_copy(name, host)
             self._host.append((host, address))
-        elif self._library == "cupy":
-            made, address = _empty_cupy(shape, dtype, self._gpu, self._stream)
-        elif self._library == "torch":
-            made, address = _empty_torch(shape, dtype, self._gpu, self._stream)
         else:
             made = DeviceArray(shape, dtype, self._gpu.ordinal, self._stream)
             address = made.pointer
@@ -321,57 +350,6 @@ class Exchange:
         return self._copies[-1]
 
 
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The NumPy dtype of that name; bfloat16 comes from ml_dtypes."""
-    if dtype != "bfloat16":
-        return np.dtype(dtype)
-    import ml_dtypes
-
-    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return found
-
-
-class _Handle:
-    """A stream handle as an object of CUDA's stream protocol, version 0."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
-
-
-def cupy_stream(handle: int, ordinal: int) -> Any:
-    """A CUstream as a stream object of CuPy's."""
-    cuda = sys.modules["cupy"].cuda
-    if hasattr(cuda.Stream, "from_external"):
-        return cuda.Stream.from_external(_Handle(handle))
-    return cuda.ExternalStream(handle, ordinal)  # CuPy before 14
-
-
-def torch_stream(handle: int, ordinal: int) -> Any:
-    """A CUstream as a stream object of torch's."""
-    torch = sys.modules["torch"]
-    place = torch.device("cuda", ordinal)
-    return torch.cuda.ExternalStream(handle, device=place) if handle else torch.cuda.default_stream(place)
-
-
-def _empty_cupy(shape: tuple[int, ...], dtype: str, gpu: driver.Device, stream: int) -> tuple[Any, int]:
-    """From CuPy's pool of our stream, so that reuse of the memory keeps stream order."""
-    cupy = sys.modules["cupy"]
-    with cupy.cuda.Device(gpu.ordinal), cupy_stream(stream, gpu.ordinal):
-        made = cupy.empty(shape, dtype=numpy_dtype(dtype))
-    return made, int(made.data.ptr)
-
-
-def _empty_torch(shape: tuple[int, ...], dtype: str, gpu: driver.Device, stream: int) -> tuple[Any, int]:
-    """From torch's pool of our stream, so that reuse of the memory keeps stream order."""
-    torch = sys.modules["torch"]
-    with torch.cuda.stream(torch_stream(stream, gpu.ordinal)):
-        made = torch.empty(shape, dtype=getattr(torch, dtype), device=torch.device("cuda", gpu.ordinal))
-    return made, int(made.data_ptr())
-
-
 class _DLTensor(ctypes.Structure):
     """DLPack's DLTensor."""
 
@@ -398,11 +376,13 @@ class _Managed(ctypes.Structure):
 _exported: dict[int, tuple[Any, ...]] = {}
 _next_key = itertools.count(1)
 
-_capsule_pointer: Any = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.argtypes, _capsule_pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
-_capsule_new: Any = ctypes.pythonapi.PyCapsule_New
-_capsule_new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_capsule_new.restype = ctypes.py_object
+# Functions of our own: the attributes of ctypes.pythonapi are the whole process's, and others set their types too.
+_capsule_pointer: Any = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_capsule_new: Any = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 
 # These two run while the capsule dies, so they take its bare address: a reference would revive it.
 _dying_is_valid: Any = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(

@@ -6,14 +6,12 @@ gradients = attention_backward(grad_output, query, key, value, output, logsumexp
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Unpack
 
-from cutlass_py_attn import arrays, driver
+from cutlass_py_attn import arrays, driver, fill
 from cutlass_py_attn.abi import SEED
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NoDevice, NotSupported
@@ -23,8 +21,6 @@ from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
 
 KEPT_KERNELS: Final = 64  # bound problems that stay ready; a shape, stride or scale more makes another
-_INFINITY: Final = 0x7F800000  # float32 bits
-_MINUS_INFINITY: Final = 0xFF800000
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +58,7 @@ def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[Forwar
 
         return on_cpu.forward(operands, chosen)
     given = {} if chosen.out is None else {"output": chosen.out}
-    results = _on_gpu("forward", operands, given, chosen)
+    results = _on_gpu("forward", operands, given, chosen, driver.stream_handle(options.get("stream")))
     return results["output"], results["logsumexp"]
 
 
@@ -98,7 +94,7 @@ def attention_backward(
         return on_cpu.backward(operands, chosen)
     out = Gradients() if chosen.out is None else chosen.out
     given = {f"grad_{name}": array for name in chosen.gradients if (array := getattr(out, name)) is not None}
-    results = _on_gpu("backward", operands, given, chosen)
+    results = _on_gpu("backward", operands, given, chosen, driver.stream_handle(options.get("stream")))
     return Gradients(**{name: results[f"grad_{name}"] for name in chosen.gradients})
 
 
@@ -218,40 +214,32 @@ def _philox_objections(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _on_gpu(
-    direction: str, operands: Mapping[str, object], given: Mapping[str, object], chosen: Settings
+    direction: str, operands: Mapping[str, object], given: Mapping[str, object], chosen: Settings, stream: int
 ) -> dict[str, Any]:
     """Launch, and every result by name; `given` are arrays to write results to."""
-    stream = driver.stream_handle(chosen.stream)
     taken = arrays.take({**operands, **given}, stream)
-    problem, made = problem_of(direction, taken, chosen)
-    gpu = _device(taken["query"].device)
-    with gpu.current(), arrays.Exchange(taken["query"].library, gpu, stream) as exchange:
+    query = taken["query"]
+    gpu = _device(query.device)
+    ready = _ready(direction, taken, chosen, gpu.ordinal)
+    problem = ready.problem
+    with gpu.current(), arrays.Exchange(query.library, gpu, stream) as exchange:
         pointers = {
             name: exchange.into(name, array) if name in given else exchange.address(name, array)
             for name, array in taken.items()
         }
-        pointers |= _made(exchange, problem, made, chosen.packed)
-        if direction == "forward":
-            pointers["logsumexp"] = exchange.empty("logsumexp", problem.shape.logsumexp, "float32")
-        if problem.is_empty or problem.sequences is not None:
-            _fill(problem, pointers, stream)
-        if not problem.is_empty:
+        if chosen.packed:
+            pointers |= exchange.empty_slices(*ready.packed)
+        for name, tensor in ready.made.items():
+            pointers[name] = exchange.empty(name, tensor.shape, tensor.dtype)
+        if ready.is_empty or problem.sequences is not None:
+            fill.fill(problem, pointers, stream)
+        if not ready.is_empty:
             if problem.dropout_p and not problem.philox_on_device and chosen.dropout is not None:
                 pointers |= {"philox_seed": chosen.dropout.philox_seed, "philox_offset": chosen.dropout.philox_offset}
-            _bound(problem, gpu.ordinal, chosen.kernels)(pointers, stream)
+            if ready.bound is None:
+                ready.bound = _bound(problem, gpu.ordinal, chosen.kernels)
+            ready.bound(pointers, stream)
         return exchange.results()
-
-
-def _made(exchange: arrays.Exchange, problem: Problem, made: Mapping[str, Tensor], packed: bool) -> dict[str, int]:
-    """New arrays for the results, and where they are."""
-    pointers = {}
-    apart = dict(made)
-    if packed:
-        batch, rows, heads, columns = problem.shape.of("query")
-        names = [f"grad_{name}" for name in OPERANDS]
-        pointers = exchange.empty_slices(names, (batch, rows, 3, heads, columns), problem.dtype)
-        apart = {name: tensor for name, tensor in made.items() if name not in names}
-    return pointers | {name: exchange.empty(name, tensor.shape, tensor.dtype) for name, tensor in apart.items()}
 
 
 def _device(ordinal: int | None) -> driver.Device:
@@ -262,50 +250,52 @@ def _device(ordinal: int | None) -> driver.Device:
         raise NoDevice(f'{error}; backend="reference" computes on the CPU in NumPy float64') from error
 
 
-@functools.lru_cache(maxsize=KEPT_KERNELS)
-def _bound(problem: Problem, ordinal: int, kernels: Callable[[Build], Artifact] | None) -> Bound:
-    """Plan, compile or fetch, and bind; repeated calls with equal problems come here once."""
-    if kernels is None:
-        from cutlass_py_attn.compiler import artifact_for
+class _Ready:
+    """A problem that was judged, the results to be made for it, and its kernels once they are bound.
 
-        kernels = artifact_for
-    return bind_problem(problem, kernels, ordinal)
-
-
-def _fill(problem: Problem, pointers: Mapping[str, int], stream: int) -> None:
-    """What no kernel writes: all of an empty problem, and what lies outside every sequence.
-
-    Zeros in the results; a logsumexp of -inf with +inf padding, or +inf where sequences have their own ends.
+    made: by name, without those in `packed`, the names and shape of the one array that they are slices of.
     """
-    results = ("output",) if problem.direction == "forward" else tuple(f"grad_{name}" for name in problem.gradients)
-    for name, tensor in (problem.tensors() | problem.vectors()).items():
-        if name in results:
-            _clear(tensor, pointers[name], stream)
-    batch, num_heads, padded = problem.shape.logsumexp
-    rows, address = batch * num_heads, pointers["logsumexp"]
-    if problem.direction == "forward" and rows * padded:
-        driver.fill_words(address, padded * F32_BYTES, _INFINITY, padded, rows, stream)
-        if problem.sequences is None:
-            driver.fill_words(address, padded * F32_BYTES, _MINUS_INFINITY, problem.shape.num_queries, rows, stream)
+
+    def __init__(self, problem: Problem, made: Mapping[str, Tensor], packs: bool) -> None:
+        self.problem = problem
+        self.made = dict(made)
+        if problem.direction == "forward":
+            self.made["logsumexp"] = Tensor.contiguous(problem.shape.logsumexp, "float32")
+        batch, rows, heads, columns = problem.shape.of("query")
+        names = tuple(f"grad_{name}" for name in OPERANDS)
+        self.packed = names, (batch, rows, 3, heads, columns), problem.dtype
+        for name in names if packs else ():
+            del self.made[name]
+        self.is_empty = problem.is_empty
+        self.bound: Bound | None = None
 
 
-def _clear(tensor: Tensor, address: int, stream: int) -> None:
-    """Zeros in every element and nowhere between them, in as few calls as the strides allow."""
-    item = ITEM_BYTES[tensor.dtype]
-    if 0 in tensor.shape:
-        return
-    axes = [(step * item, size) for size, step in zip(tensor.shape, tensor.strides, strict=True) if size > 1]
-    address += sum((size - 1) * step for step, size in axes if step < 0)
-    runs = [(item, 1)]  # (bytes from one to the next, how many), axes that follow each other in memory joined
-    for step, size in sorted((abs(step), size) for step, size in axes):
-        before, count = runs[-1]
-        if step == before * count:
-            runs[-1] = before, count * size
-        else:
-            runs.append((step, size))
-    width = item * runs.pop(0)[1]
-    runs.sort(key=lambda run: run[1])
-    pitch, height = runs.pop() if runs else (width, 1)
-    for index in itertools.product(*(range(count) for _, count in runs)):
-        offset = sum(number * step for number, (step, _) in zip(index, runs, strict=True))
-        driver.clear_rows(address + offset, pitch, width, height, stream)
+_kept: dict[tuple[object, ...], _Ready] = {}
+
+
+def _ready(direction: str, taken: Mapping[str, arrays.Array], chosen: Settings, ordinal: int) -> _Ready:
+    """Judge and plan; calls with operands that lie alike, and equal options, come past here once.
+
+    Lengths in NumPy are judged by their values, each time.
+    """
+    lies = tuple([(name, array[1:5], array.pointer % ROW_ALIGNMENT_BYTES) for name, array in taken.items()])
+    key = direction, ordinal, lies, chosen.key
+    found = _kept.get(key)
+    if found is None or (chosen.sequences is not None and taken["query"].device is None):
+        found = _Ready(*problem_of(direction, taken, chosen), chosen.packed)
+        while len(_kept) >= KEPT_KERNELS:
+            _kept.pop(next(iter(_kept)), None)
+        _kept[key] = found
+    return found
+
+
+def _bound(problem: Problem, ordinal: int, kernels: Callable[[Build], Artifact] | None) -> Bound:
+    """Plan, compile or fetch, and bind."""
+    return bind_problem(problem, kernels or default_kernels(), ordinal)
+
+
+def default_kernels() -> Callable[[Build], Artifact]:
+    """What compiles, and keeps on disk; imports the compiler."""
+    from cutlass_py_attn.compiler import artifact_for
+
+    return artifact_for

@@ -12,15 +12,15 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from cutlass_py_attn import arrays, bench_cases, bench_peers, driver
+from cutlass_py_attn import arrays, bench_cases, bench_peers, driver, guests
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench_cases import Case
 from cutlass_py_attn.bench_timing import SAMPLES, median, sm_clock_mhz
@@ -75,7 +75,7 @@ class Operands:
         for name in RANDOM_INPUTS:
             if name in self.arrays:
                 values = rng.standard_normal(RANDOM_ELEMENTS, np.float32)
-                self._write(name, values.astype(arrays.numpy_dtype(self.arrays[name].dtype)), stream)
+                self._write(name, values.astype(guests.numpy_dtype(self.arrays[name].dtype)), stream)
         if case.alibi:
             heads = np.arange(1, case.shape.num_heads + 1, dtype=np.float32)
             self._write("alibi_slopes", np.exp2(-8 * heads / case.shape.num_heads), stream)
@@ -135,21 +135,31 @@ def _ours(bound: Bound, operands: Operands, stream: int, samples: int) -> tuple[
     workspace = driver.allocate_now(size, "the workspace of a measurement") if size else None
     pointers = operands.pointers(bound.tensor_names)
     try:
-        bound(pointers, stream, workspace=workspace)
-        driver.synchronise(stream)
-        mode = driver.bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        driver.call("cuStreamBeginCapture", stream, mode)
-        bound(pointers, stream, workspace=workspace)
-        captured = driver.call("cuStreamEndCapture", stream)
-        graph = driver.call("cuGraphInstantiate", captured, 0)
-        found = median(lambda: driver.call("cuGraphLaunch", graph, stream), stream, samples), sm_clock_mhz()
-        driver.call("cuGraphExecDestroy", graph)
-        driver.call("cuGraphDestroy", captured)
-        return found
+        with captured(bound, pointers, stream, workspace) as replay:
+            return median(replay, stream, samples), sm_clock_mhz()
     finally:
         driver.synchronise(stream)
         if workspace is not None:
             driver.free_now(workspace)
+
+
+@contextmanager
+def captured(
+    bound: Bound, pointers: Mapping[str, int], stream: int, workspace: int | None
+) -> Iterator[Callable[[], None]]:
+    """Puts a CUDA graph of the bound's kernels on `stream`, which has run them once already."""
+    bound(pointers, stream, workspace=workspace)
+    driver.synchronise(stream)
+    mode = driver.bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    driver.call("cuStreamBeginCapture", stream, mode)
+    bound(pointers, stream, workspace=workspace)
+    graph = driver.call("cuStreamEndCapture", stream)
+    ready = driver.call("cuGraphInstantiate", graph, 0)
+    try:
+        yield lambda: driver.call("cuGraphLaunch", ready, stream)
+    finally:
+        driver.call("cuGraphExecDestroy", ready)
+        driver.call("cuGraphDestroy", graph)
 
 
 def commit() -> str:

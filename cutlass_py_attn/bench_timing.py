@@ -16,15 +16,17 @@ WARM_UPS: Final = 2
 
 def median(replay: Callable[[], None], stream: int, samples: int) -> float:
     """Milliseconds of one replay, which puts its work on `stream`."""
-    times = []
-    for number in range(WARM_UPS + samples):
-        start, end = driver.Event(), driver.Event()
-        start.record(stream)
-        replay()
-        end.record(stream)
-        elapsed = end.milliseconds_since(start)
-        times += [elapsed] if number >= WARM_UPS else []
-    return statistics.median(times)
+    times = [milliseconds(replay, stream) for _ in range(WARM_UPS + samples)]
+    return statistics.median(times[WARM_UPS:])
+
+
+def milliseconds(replay: Callable[[], None], stream: int) -> float:
+    """Milliseconds between an event before one replay and one behind it, both on `stream`."""
+    start, end = driver.Event(), driver.Event()
+    start.record(stream)
+    replay()
+    end.record(stream)
+    return end.milliseconds_since(start)
 
 
 def sm_clock_mhz() -> int | None:

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported
-from cutlass_py_attn.plan import TensorMap
-from cutlass_py_attn.problem import ITEM_BYTES
+from cutlass_py_attn.plan import Launch
 
-_TENSOR_MAP_SINCE: Final = 12000  # CUDA version that brought cuTensorMapEncodeTiled
 _SHOWN_LENGTH: Final = 64
 
 # What the driver's sentence leaves open, by CUresult.
@@ -61,10 +59,24 @@ def call(name: str, *arguments: Any, purpose: str = "") -> Any:
     initialise()
     code, *results = _invoke(name, arguments)
     if int(code):
-        raise _failure(name, arguments, int(code), purpose)
+        raise failure(name, arguments, int(code), purpose)
     if len(results) > 1:
         return tuple(results)
     return results[0] if results else None
+
+
+@functools.cache
+def function(name: str) -> Any:
+    """The bindings' function of that name, looked up once."""
+    initialise()
+    return getattr(bindings(), name)
+
+
+def put(purpose: str, name: str, *arguments: Any) -> None:
+    """`call` for a function without results, with less in its way: what a launch needs goes through here."""
+    (code,) = function(name)(*arguments)
+    if code:
+        raise failure(name, arguments, int(code), purpose)
 
 
 def _invoke(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -75,7 +87,8 @@ def _invoke(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return results
 
 
-def _failure(name: str, arguments: tuple[Any, ...], code: int, purpose: str) -> DriverError:
+def failure(name: str, arguments: tuple[Any, ...], code: int, purpose: str) -> DriverError:
+    """The error of a driver function that returned `code`."""
     reason = f" for {purpose}" if purpose else ""
     hint = f"; {_HINTS[code]}" if code in _HINTS else ""
     return DriverError(f"{name}({_shown(arguments)}){reason}: {_sentence(code)}{hint}", code)
@@ -127,22 +140,33 @@ class Device:
     handle: int
     context: int
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make the primary context current; the context that was current comes back afterwards.
+    def current(self) -> _Current:
+        """A context manager: the primary context is current; the one that was current comes back afterwards.
 
         Where none was current ours stays: other libraries set their own, and the next call is cheaper.
         """
-        before = int(call("cuCtxGetCurrent"))
-        if before == self.context:
-            yield
-            return
-        call("cuCtxSetCurrent", self.context)
-        try:
-            yield
-        finally:
-            if before:
-                call("cuCtxSetCurrent", before)
+        return _Current(self.context)
+
+
+class _Current:
+    """What `Device.current` gives: a class, and no generator, for it is in the way of every call."""
+
+    __slots__ = ("_before", "_context")
+
+    def __init__(self, context: int) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        code, before = function("cuCtxGetCurrent")()
+        if code:
+            raise failure("cuCtxGetCurrent", (), int(code), "")
+        self._before = int(before)
+        if self._before != self._context:
+            call("cuCtxSetCurrent", self._context)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before not in (0, self._context):
+            call("cuCtxSetCurrent", self._before)
 
 
 def device_count() -> int:
@@ -173,6 +197,15 @@ def device(ordinal: int) -> Device:
     )
 
 
+def ordinal_of(stream: int) -> int:
+    """Ordinal of the device whose primary context this stream, not a default one, belongs to."""
+    context = int(call("cuStreamGetCtx", stream))
+    for ordinal in range(device_count()):
+        if device(ordinal).context == context:
+            return ordinal
+    raise DriverError(f"stream {stream:#x} belongs to no device's primary context; use a stream of the primary context")
+
+
 def current_ordinal() -> int:
     """Ordinal of the device whose context is current in this thread; 0 when none is."""
     return int(call("cuCtxGetDevice")) if int(call("cuCtxGetCurrent")) else 0
@@ -189,9 +222,25 @@ def load_library(cubin: bytes) -> int:
     return int(call("cuLibraryLoadData", cubin, None, None, 0, None, None, 0))
 
 
+@contextmanager
+def outside_capture() -> Iterator[None]:
+    """For loading kernels while this thread records a CUDA graph: what is called inside is not part of it."""
+    relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
+
+
 def get_kernel(library: int, symbol: str) -> int:
     """The kernel of that symbol; DriverError names it when the cubin has none."""
     return int(call("cuLibraryGetKernel", library, symbol.encode()))
+
+
+def loaded(kernel: int) -> int:
+    """The kernel as a function of the current context, its code on the device: else the first launch loads it."""
+    return int(call("cuKernelGetFunction", kernel))
 
 
 def parameter_sizes(kernel: int, count: int) -> tuple[int, ...]:
@@ -204,7 +253,7 @@ def parameter_sizes(kernel: int, count: int) -> tuple[int, ...]:
         if int(code) == int(cuda.CUresult.CUDA_ERROR_INVALID_VALUE):
             break
         if int(code):
-            raise _failure("cuKernelGetParamInfo", arguments, int(code), "")
+            raise failure("cuKernelGetParamInfo", arguments, int(code), "")
         sizes.append(int(found[1]))
     return tuple(sizes)
 
@@ -221,27 +270,38 @@ def allow_shared_memory(kernel: int, gpu: Device, dynamic_bytes: int, static_byt
     call("cuKernelSetAttribute", kind, dynamic_bytes, kernel, gpu.handle)
 
 
-def launch_config(
-    grid: tuple[int, int, int], block: tuple[int, int, int], shared_memory_bytes: int, cluster: int = 1
-) -> Any:
-    """A CUlaunchConfig to keep for `launch`; `cluster` neighbouring blocks of the grid run together."""
-    config = bindings().CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = block
-    config.sharedMemBytes = shared_memory_bytes
-    config.numAttrs = 0
-    if cluster > 1:
-        attribute = bindings().CUlaunchAttribute()
-        attribute.id = bindings().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
-        config.attrs, config.numAttrs = [attribute], 1
-    return config
+class Starter:
+    """A kernel launch made ready; calling it with a stream starts the kernel.
 
+    parameters: address of the array of pointers to the kernel's parameters, which are read at each call. Handles are
+    kept in the bindings' own types: an int costs an object a call.
+    """
 
-def launch(config: Any, kernel: int, parameters: int, stream: int, purpose: str) -> None:
-    """Start `kernel`; `parameters` is the address of the array of pointers to its parameters."""
-    config.hStream = stream
-    call("cuLaunchKernelEx", config, kernel, parameters, 0, purpose=purpose)
+    __slots__ = ("_arguments", "_config", "_launch", "_symbol")
+
+    def __init__(self, kernel: int, launch: Launch, parameters: int) -> None:
+        cuda = bindings()
+        config = self._config = cuda.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
+        config.sharedMemBytes = launch.shared_memory_bytes
+        config.numAttrs = 0
+        if launch.cluster > 1:
+            together = cuda.CUlaunchAttribute()
+            together.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimensions = together.value.clusterDim
+            dimensions.x, dimensions.y, dimensions.z = launch.cluster, 1, 1
+            config.attrs, config.numAttrs = [together], 1
+        self._arguments = config, cuda.CUfunction(kernel), parameters, 0
+        self._launch = function("cuLaunchKernelEx")
+        self._symbol = launch.symbol
+
+    def __call__(self, stream: int) -> None:
+        """Start the kernel on the stream."""
+        self._config.hStream = stream
+        (code,) = self._launch(*self._arguments)
+        if code:
+            raise failure("cuLaunchKernelEx", self._arguments, int(code), self._symbol)
 
 
 def allocate(size: int, stream: int, purpose: str) -> int:
@@ -266,7 +326,7 @@ def free_now(address: int) -> None:
 
 def clear(address: int, size: int, stream: int) -> None:
     """Set `size` bytes to zero, in stream order."""
-    call("cuMemsetD8Async", address, 0, size, stream)
+    put("", "cuMemsetD8Async", address, 0, size, stream)
 
 
 def clear_rows(address: int, pitch: int, width: int, height: int, stream: int) -> None:
@@ -345,6 +405,8 @@ def stream_handle(stream: object) -> int:
     None is the legacy default stream (0). Else an int handle, an object with `__cuda_stream__`
     (cuda.core), or one with the handle in `ptr` (CuPy), `cuda_stream` (torch) or `handle` (Numba).
     """
+    if type(stream) is int and stream >= 0:
+        return stream
     found: Any = 0 if stream is None else stream
     if hasattr(found, "__cuda_stream__"):
         protocol = found.__cuda_stream__
@@ -360,47 +422,11 @@ def stream_handle(stream: object) -> int:
         found = next((getattr(found, name) for name in names if hasattr(found, name)), found)
     if isinstance(found, ctypes.c_void_p):  # Numba's handle; NULL reads as None
         found = found.value or 0
+    elif hasattr(found, "getPtr"):  # the bindings' CUstream, Numba's handle where it uses them
+        found = int(found)
     if hasattr(found, "__index__") and not isinstance(found, bool) and int(found) >= 0:
         return int(found)
     raise NotSupported(
         f"stream = {stream!r}: must be None (the default stream), a CUstream handle as int, or an object "
         "with __cuda_stream__, ptr, cuda_stream or handle"
     )
-
-
-@functools.cache
-def _encode_function() -> Any:
-    """cuTensorMapEncodeTiled as a C function: unlike the bindings' wrapper it writes where we say."""
-    pointer, _ = call("cuGetProcAddress", b"cuTensorMapEncodeTiled", _TENSOR_MAP_SINCE, 0)
-    address, number = ctypes.c_void_p, ctypes.c_uint32
-    arguments = (address, number, number, address, *[address] * 4, *[number] * 4)
-    return ctypes.CFUNCTYPE(number, *arguments)(int(pointer))
-
-
-def encode_tensor_map(slot: int, address: int, recipe: TensorMap, dtype: str) -> None:
-    """Write the 128-byte CUtensorMap of `recipe` over the array at `address` to the 64-byte aligned `slot`.
-
-    dtype: element type of the array.
-    """
-    cuda = bindings()
-    types = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32"}
-    element = getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{types[dtype]}")
-    rank = len(recipe.sizes)
-    swizzle = f"{recipe.swizzle_bytes}B" if recipe.swizzle_bytes else "NONE"
-    arguments = (
-        slot,
-        int(element),
-        rank,
-        address,
-        (ctypes.c_uint64 * rank)(*recipe.sizes),
-        (ctypes.c_uint64 * (rank - 1))(*(stride * ITEM_BYTES[dtype] for stride in recipe.strides)),
-        (ctypes.c_uint32 * rank)(*recipe.box),
-        (ctypes.c_uint32 * rank)(*(1 for _ in range(rank))),
-        int(cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
-        int(getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}")),
-        int(cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
-        int(cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-    )
-    code = _encode_function()(*arguments)
-    if code:
-        raise _failure("cuTensorMapEncodeTiled", (slot, address), code, f"{recipe} of {dtype}")

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
-import math
+import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
-
-import numpy as np
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 from cutlass_py_attn import abi, driver, hopper, planner
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.device import runs_on as _runs_on
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
-from cutlass_py_attn.philox import keep_scale
-from cutlass_py_attn.plan import Build, Launch, Plan, TensorMap
-from cutlass_py_attn.problem import BIASES, F32_BYTES, ROW_ALIGNMENT_BYTES, Problem
+from cutlass_py_attn.packing import Packing
+from cutlass_py_attn.plan import Build, Launch, Plan
+from cutlass_py_attn.problem import ROW_ALIGNMENT_BYTES, Problem
 
-LOG2_E: Final = math.log2(math.e)
-_SLOT_ALIGNMENT: Final = abi.TENSOR_MAP_BYTES  # of every parameter; a multiple of what cuda.h asks for tensor maps
-_WORD_BYTES: Final = 8
-_HALF_BYTES: Final = 4
+_ADDRESSES: Final = 1 << 64
+_LOW_BITS: Final = ROW_ALIGNMENT_BYTES - 1
 _FROM_THE_START: Final = (("first_head", 0), ("first_batch", 0))
 
 _libraries: dict[tuple[int, bytes], int] = {}
@@ -35,37 +29,24 @@ def generic_arch(compute_capability: tuple[int, int]) -> str:
     return planner.targets_of(compute_capability)[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    """One launch made ready: the driver's handle and config, and the address of the parameter pointers."""
-
-    handle: int
-    config: Any
-    parameters: int
-    maps: tuple[tuple[int, TensorMap], ...]  # (address of the 128-byte slot, recipe)
-    launch: Launch
-
-
 class Bound:
     """A plan's kernels on one device, ready to launch; made by `bind`.
 
     Calls from several threads are safe and wait for each other: they share the packed parameters.
     """
 
-    def __init__(self, plan: Plan, gpu: driver.Device, block: _Block, kernels: tuple[_Kernel, ...]) -> None:
+    def __init__(self, plan: Plan, gpu: driver.Device, packing: Packing, starters: tuple[driver.Starter, ...]) -> None:
         self.plan = plan
         self.device = gpu
-        self.tensor_names = block.names
-        self._block = block
-        self._kernels = kernels
-        self._in_pieces = any(kernel.launch.sizes for kernel in kernels)
-        self._mapped: dict[int, int] = {}
+        self.tensor_names = packing.names
+        self.workspace_bytes = plan.workspace.bytes  # device scratch that one call uses; 0 for none
+        self._packing = packing
+        self._starters = starters
+        self._sizes = tuple(launch.sizes for launch in plan.launches)
+        self._in_pieces = any(self._sizes)
+        self._addresses_of = _picker(packing.names)
+        self._current_context = driver.function("cuCtxGetCurrent")
         self._lock = threading.Lock()
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Device scratch that one call uses; 0 for none."""
-        return self.plan.workspace.bytes
 
     def __call__(self, pointers: Mapping[str, int], stream: object = None, *, workspace: int | None = None) -> None:
         """Put the kernels on `stream` and return; nothing is waited for.
@@ -82,40 +63,45 @@ class Bound:
         NotSupported lists wrong names and addresses; DriverError: a driver call failed, perhaps
         for want of memory.
         """
-        self._check(pointers, workspace)
-        handle = driver.stream_handle(stream)
-        if not self._kernels:
+        try:
+            addresses = self._addresses_of(pointers)
+        except KeyError:
+            addresses = ()
+        if len(pointers) != len(addresses) or (workspace is not None and (workspace <= 0 or workspace & _LOW_BITS)):
+            self._check(pointers, workspace)
+        handle = stream if type(stream) is int and stream >= 0 else driver.stream_handle(stream)
+        if not self._starters:
             return
-        with self._lock, self.device.current():
-            if workspace is not None or not self.workspace_bytes:
-                self._launch(pointers, handle, workspace or 0)
-                return
-            scratch = driver.allocate(self.workspace_bytes, handle, f"the workspace of {self.plan.symbol}")
-            try:
-                self._launch(pointers, handle, scratch)
-            except BaseException:
-                _free_after_failure(scratch, handle)
-                raise
-            driver.free(scratch, handle)
+        with self._lock:
+            if int(self._current_context()[1]) == self.device.context:
+                self._put(addresses, pointers, handle, workspace)
+            else:
+                with self.device.current():
+                    self._put(addresses, pointers, handle, workspace)
 
-    def _launch(self, pointers: Mapping[str, int], stream: int, workspace: int) -> None:
-        space = self.plan.workspace
-        self._block.write_addresses(pointers)
-        self._block.write_addresses({part.name: workspace + part.offset for part in space.parts})
-        if space.zero_bytes:
-            driver.clear(workspace, space.zero_bytes, stream)
-        for kernel in self._kernels:
-            for slot, recipe in kernel.maps:
-                self._encode(slot, recipe, pointers[recipe.field])
+    def _put(self, addresses: tuple[int, ...], pointers: Mapping[str, int], stream: int, workspace: int | None) -> None:
+        packing = self._packing
+        if addresses != packing.packed and not packing.pack(addresses):
+            self._check(pointers, workspace)
+        if workspace is None and self.workspace_bytes:
+            self._put_with_pool(stream)
+            return
+        packing.set_workspace(workspace or 0)
+        if self.plan.workspace.zero_bytes:
+            driver.clear(workspace or 0, self.plan.workspace.zero_bytes, stream)
+        for number, start in enumerate(self._starters):
             if self._in_pieces:
-                self._block.write_sizes(kernel.launch.sizes or _FROM_THE_START)
-            driver.launch(kernel.config, kernel.handle, kernel.parameters, stream, kernel.launch.symbol)
+                packing.write_sizes(self._sizes[number] or _FROM_THE_START)
+            start(stream)
 
-    def _encode(self, slot: int, recipe: TensorMap, address: int) -> None:
-        if self._mapped.get(slot) == address:
-            return
-        driver.encode_tensor_map(slot, address, recipe, self.plan.build.dtype)
-        self._mapped[slot] = address
+    def _put_with_pool(self, stream: int) -> None:
+        scratch = driver.allocate(self.workspace_bytes, stream, f"the workspace of {self.plan.symbol}")
+        try:
+            self._put(self._packing.packed, {}, stream, scratch)
+        except BaseException:
+            _free_after_failure(scratch, stream)
+            raise
+        driver.free(scratch, stream)
 
     def _check(self, pointers: Mapping[str, int], workspace: int | None) -> None:
         """Every wrong name and address in one NotSupported."""
@@ -129,66 +115,22 @@ class Bound:
             for name in pointers
             if name not in self.tensor_names
         ]
-        needed = self._block.alignments
+        needed = self._packing.alignments
         addresses = {name: (address, needed[name]) for name, address in pointers.items() if needed.get(name)}
         if workspace is not None:
             addresses["workspace"] = workspace, ROW_ALIGNMENT_BYTES
         reasons += [
             f"{name} = {address:#x}: must be a device address, {alignment}-byte aligned; copy it"
             for name, (address, alignment) in addresses.items()
-            if self._kernels and (address <= 0 or address % alignment)
+            if self._starters and (not 0 < address < _ADDRESSES or address % alignment)
+        ]
+        reasons += [
+            f"{name} = {number}: must be from 0 to 2**64 - 1; correct it"
+            for name, number in pointers.items()
+            if needed.get(name) == 0 and not 0 <= number < _ADDRESSES
         ]
         if reasons:
             raise NotSupported(reasons)
-
-
-class _Block:
-    """The packed parameters of one plan: the struct, shared by its kernels, and a slot per tensor map."""
-
-    def __init__(self, plan: Plan, problem: Problem | None) -> None:
-        self.fields = abi.fields_of(plan.build.kind, plan.build.family)
-        self.layout = {name: (offset, size) for name, offset, size in abi.layout(self.fields)}
-        self.struct_bytes = abi.numpy_struct(self.fields).itemsize
-        struct = np.zeros((), abi.numpy_struct(self.fields))
-        if problem is None:
-            self.alignments = {name: ROW_ALIGNMENT_BYTES for name, kind in self.fields if kind == "i64"}
-        else:
-            self.alignments = alignments(problem)
-            for name, value in numbers(problem).items():
-                struct[name] = value
-        self.names = tuple(self.alignments)
-        for name, size in plan.sizes:
-            struct[name] = size
-        self._storage: list[np.ndarray[Any, Any]] = []
-        self.struct_address = self._slot(self.struct_bytes)
-        ctypes.memmove(self.struct_address, struct.tobytes(), self.struct_bytes)
-        self._words = (ctypes.c_int64 * (self.struct_bytes // _WORD_BYTES)).from_address(self.struct_address)
-        self._halves = (ctypes.c_int32 * (self.struct_bytes // _HALF_BYTES)).from_address(self.struct_address)
-        on_device = problem is not None and problem.philox_on_device
-        self._field = {name: f"{name}_address" for name in abi.SEED} if on_device else {}
-
-    def write_addresses(self, addresses: Mapping[str, int]) -> None:
-        """Put addresses into their struct fields; 64-bit fields are aligned, so they are whole words."""
-        for name, address in addresses.items():
-            self._words[self.layout[self._field.get(name, name)][0] // _WORD_BYTES] = address
-
-    def write_sizes(self, sizes: Iterable[tuple[str, int]]) -> None:
-        """Put numbers that differ between the launches into their 32-bit fields."""
-        for name, size in sizes:
-            self._halves[self.layout[name][0] // _HALF_BYTES] = size
-
-    def kernel(self, launch: Launch, handle: int) -> _Kernel:
-        """The launch with slots for its tensor maps and its array of parameter pointers."""
-        maps = tuple((self._slot(abi.TENSOR_MAP_BYTES), recipe) for recipe in launch.tensor_maps)
-        pointers = np.array([*(slot for slot, _ in maps), self.struct_address], np.uint64)
-        self._storage.append(pointers)
-        config = driver.launch_config(launch.grid, launch.block, launch.shared_memory_bytes, launch.cluster)
-        return _Kernel(handle, config, pointers.ctypes.data, maps, launch)
-
-    def _slot(self, size: int) -> int:
-        memory = np.zeros(size + _SLOT_ALIGNMENT, np.uint8)
-        self._storage.append(memory)
-        return -(-memory.ctypes.data // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
 
 
 def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device: int = 0) -> Bound:
@@ -208,10 +150,10 @@ def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device:
             f"{plan.symbol} is built for {plan.build.arch}: {gpu.name} has compute capability "
             f"{major}.{minor}; plan and compile for that"
         )
-    block = _Block(plan, problem)
+    packing = Packing(plan, problem)
     with gpu.current():
-        kernels = tuple(_ready(artifact, launch, gpu, block) for launch in plan.launches)
-    return Bound(plan, gpu, block, kernels)
+        starters = tuple(_ready(artifact, launch, gpu, packing) for launch in plan.launches)
+    return Bound(plan, gpu, packing, starters)
 
 
 def bind_first(plans: Sequence[Plan], problem: Problem, kernels: Callable[[Build], Artifact], device: int = 0) -> Bound:
@@ -220,14 +162,18 @@ def bind_first(plans: Sequence[Plan], problem: Problem, kernels: Callable[[Build
     A build that ptxas cannot make without spills, and one that a folder lacks, leave the turn to the next plan.
     Raises what the first plan's kernels raised where no plan has any, and what `bind` raises.
     """
+    plan, artifact = first_made(plans, kernels)
+    return bind(artifact, plan, problem, device)
+
+
+def first_made(plans: Sequence[Plan], kernels: Callable[[Build], Artifact]) -> tuple[Plan, Artifact]:
+    """The first of the plans whose kernels `kernels` gives, and these; errors as for `bind_first`."""
     first: CompileError | Stale | None = None
     for plan in plans:
         try:
-            artifact = kernels(plan.build)
+            return plan, kernels(plan.build)
         except (CompileError, Stale) as error:
             first = first or error
-        else:
-            return bind(artifact, plan, problem, device)
     if first is None:
         raise ValueError("plans is empty: at least one is needed")
     raise first
@@ -242,9 +188,9 @@ def bind_problem(problem: Problem, kernels: Callable[[Build], Artifact], device:
     return bind_first(planner.plans_on(problem, gpu.compute_capability, gpu.num_sms), problem, kernels, device)
 
 
-def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device, block: _Block) -> _Kernel:
+def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device, packing: Packing) -> driver.Starter:
     handle = driver.get_kernel(_library(artifact.cubin, gpu), launch.symbol)
-    expected = _parameter_sizes(launch, block.struct_bytes)
+    expected = _parameter_sizes(launch, packing.struct_bytes)
     found = driver.parameter_sizes(handle, len(expected))
     if found != expected:
         raise Stale(
@@ -255,7 +201,7 @@ def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device, block: _Block
     reserved = architecture(artifact.build.arch).reserved_shared_memory
     static_bytes = max(artifact.kernel(launch.symbol).static_shared_memory_bytes - reserved, 0)
     driver.allow_shared_memory(handle, gpu, launch.shared_memory_bytes, static_bytes)
-    return block.kernel(launch, handle)
+    return driver.Starter(driver.loaded(handle), launch, packing.parameters(launch))
 
 
 def _library(cubin: bytes, gpu: driver.Device) -> int:
@@ -327,31 +273,11 @@ def _problem_objections(plan: Plan, problem: Problem | None) -> Iterator[str]:
             yield f"problem's {name} can be read by {found} bytes at a time: the plan reads {needed}; plan this problem"
 
 
-def alignments(problem: Problem) -> dict[str, int]:
-    """Bytes to which the address of each operand must be aligned; 0 where it is not an address or never read."""
-    found = {name: tensor.alignment for name, tensor in problem.tensors().items()}
-    found["logsumexp"] = F32_BYTES
-    found |= {name: tensor.alignment for name, tensor in problem.vectors().items()}
-    found |= {name: 0 for name, tensor in problem.tensors().items() if 0 in tensor.shape}
-    if problem.dropout_p != 0 and not problem.philox_on_device:
-        found |= dict.fromkeys(abi.SEED, 0)
-    return found
-
-
-def numbers(problem: Problem) -> dict[str, float]:
-    """Strides and factors by struct field."""
-    found: dict[str, float] = {}
-    for name, tensor in problem.tensors().items():
-        axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head")
-        steps = tensor.steps if name in BIASES else tensor.strides
-        found |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)}
-    if problem.grad_output is not None:
-        found["grad_output_column"] = problem.grad_output.steps[3]
-    if problem.alibi_slopes is not None and len(problem.alibi_slopes.shape) == 2:
-        found["alibi_batch"] = problem.shape.num_heads
-    scale = problem.scale_value
-    factors = {"scale": scale, "scale_log2": scale * LOG2_E, "softcap": problem.softcap}
-    return found | factors | {"keep_scale": keep_scale(problem.dropout_p)}
+def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
+    """The values of these names, as a tuple."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    return lambda pointers: tuple(pointers[name] for name in names)
 
 
 def _free_after_failure(address: int, stream: int) -> None:

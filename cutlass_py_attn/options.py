@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral
@@ -19,6 +20,10 @@ from cutlass_py_attn.problem import OPERANDS, Sequences
 
 BACKENDS: Final = ("auto", "gpu", "reference")
 GRADIENTS: Final = (*OPERANDS, "bias", "sinks")
+# Options that are looked at once: values that compare, and decide by themselves.
+_PLAIN: Final = frozenset(
+    ("mask", "scale", "softcap", "backend", "kernels", "gradients", "packed", "deterministic", "num_splits_key")
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +165,6 @@ class Settings:
     sinks: Any = None
     dropout: Dropout | None = None
     sequences: VariableLength | None = None
-    stream: object = None
     backend: str = "auto"
     kernels: Callable[[Build], Artifact] | None = None
     gradients: tuple[str, ...] = OPERANDS
@@ -173,6 +177,13 @@ class Settings:
     def dropout_p(self) -> float:
         """0 without dropout."""
         return 0.0 if self.dropout is None else self.dropout.dropout_p
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What decides the kernels and their numbers, beside the arrays; hashable."""
+        lengths = None if self.sequences is None else (self.sequences.max_seqlen_q, self.sequences.max_seqlen_k)
+        numbers = self.scale, self.softcap, self.dropout_p, self.philox_on_device, lengths, self.num_splits_key
+        return self.mask, numbers, tuple(self.gradients), self.packed, self.deterministic, self.kernels
 
     def arrays(self) -> dict[str, Any]:
         """The arrays among the options, by the names that a Problem gives them."""
@@ -194,13 +205,28 @@ class Settings:
 
 
 def settings(options: Mapping[str, Any], allowed: type) -> Settings:
-    """The options with defaults; NotSupported lists every unknown name and wrong value."""
-    names = {name for kind in allowed.__mro__ for name in getattr(kind, "__annotations__", {})} | set(
-        allowed.__annotations__
-    )
-    listed = [item.name for item in fields(Settings) if item.name in names]
+    """The options with defaults; NotSupported lists every unknown name and wrong value.
+
+    stream is left out: it is no part of what is computed.
+    """
+    given = {name: value for name, value in options.items() if name != "stream"}
+    if given.keys() <= _PLAIN:
+        try:
+            return _plain_settings(tuple(given.items()), allowed)
+        except TypeError:  # a list where a tuple should be, or another value that cannot be looked up
+            pass
+    return _judged(given, allowed)
+
+
+@functools.lru_cache(maxsize=256)
+def _plain_settings(options: tuple[tuple[str, Any], ...], allowed: type) -> Settings:
+    return _judged(dict(options), allowed)
+
+
+def _judged(options: Mapping[str, Any], allowed: type) -> Settings:
+    names = _names(allowed)
     reasons = [
-        f"option {name!r} is unknown: must be one of {', '.join(listed)}; check the spelling"
+        f"option {name!r} is unknown: must be one of {', '.join((*names, 'stream'))}; check the spelling"
         for name in options
         if name not in names
     ]
@@ -220,6 +246,14 @@ def settings(options: Mapping[str, Any], allowed: type) -> Settings:
     if reasons:
         raise NotSupported(reasons)
     return Settings(**options)
+
+
+@functools.cache
+def _names(allowed: type) -> tuple[str, ...]:
+    """The options that a TypedDict allows, in the order of Settings."""
+    kinds = (*allowed.__mro__, allowed)
+    names = {name for kind in kinds for name in getattr(kind, "__annotations__", {})}
+    return tuple(item.name for item in fields(Settings) if item.name in names)
 
 
 def _gradient_objections(options: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,8 @@
 
 The planner takes the first row that fits the target's shared memory; the rows behind it serve parts with
 99 KiB, and features that leave the first too few registers. What each row was measured against is in
-docs/performance.md.
+docs/performance.md. Of the Hopper family's rows tools/bench/results/plans.jsonl keeps the measurements themselves with
+GPU, clock, commit and command: tools/search_plans.py writes them, tools/check_verified.py says which rows have none.
 """
 
 from __future__ import annotations
@@ -141,6 +142,12 @@ _HOPPER_BACKWARD: _Table = {
     128: (Tile(64, 128, 16, 3, 2),),
     256: (Tile(64, 64, 16, 2, 2),),
 }
+HOPPER: dict[str, _Table] = {
+    "forward": _HOPPER_FORWARD,
+    "forward held": _HOPPER_FORWARD_HELD,
+    "forward local": _HOPPER_FORWARD_LOCAL,
+    "backward": _HOPPER_BACKWARD,
+}
 # Of the decode kernels, by the wider of both head dims; rows of queries and heads, and stages of each warp's ring.
 _DECODE_16: _Table = {
     64: (Tile(16, 128, 4, 3), Tile(16, 64, 4, 2)),
@@ -187,11 +194,20 @@ def tiles(problem: Problem) -> tuple[Tile, ...]:
 
 def hopper_tiles(problem: Problem) -> tuple[Tile, ...]:
     """Candidate rows of the Hopper family, the fastest first; its head dims end where the tables do."""
+    table, head_dim = hopper_place(problem)
+    return HOPPER[table][head_dim]
+
+
+def hopper_place(problem: Problem) -> tuple[str, int]:
+    """Where this problem's rows stand in HOPPER: the name of the table and the widest head dim they serve."""
     if problem.direction == "backward":
-        return _HOPPER_BACKWARD[min(size for size in _HOPPER_BACKWARD if size >= _held(problem))]
-    table = _HOPPER_FORWARD_LOCAL if problem.mask.form == "local" else _HOPPER_FORWARD
-    table = _HOPPER_FORWARD_HELD if _HELD & set(problem.features) else table
-    return table[min(size for size in table if size >= problem.shape.head_dim_value)]
+        name, served = "backward", _held(problem)
+    elif _HELD & set(problem.features):
+        name, served = "forward held", problem.shape.head_dim_value
+    else:
+        name = "forward local" if problem.mask.form == "local" else "forward"
+        served = problem.shape.head_dim_value
+    return name, min(size for size in HOPPER[name] if size >= served)
 
 
 def decode_tiles(problem: Problem) -> tuple[Tile, ...]:

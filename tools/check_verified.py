@@ -1,4 +1,7 @@
-"""Check verified: which committed kernels passed on a GPU, and whether README's tables say just that."""
+"""Check verified: which committed kernels passed on a GPU, and whether README's tables say just that.
+
+It also says which of the Hopper family's rows of the plan table no kept measurement stands behind.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.gpu import features
-from tools import build_ptx, gallery, record
+from tools import build_ptx, gallery, plan_rows, record
 
 README = "README.md"
 BENCHMARK = "tools/bench/results/h200.json"
@@ -100,10 +103,30 @@ def feature_record(root: Path) -> record.Json | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
+def rows_without_measurement(root: Path) -> list[str]:
+    """A line for each Hopper row of the plan table that no kept measurement of today's kernels stands behind."""
+    lines = record.read_log(root / plan_rows.LOG)
+    found = plan_rows.states(lines, record.sources_digest(root) if lines else "")
+    return [f"{name}: {state}" for name, state in found.items() if not state.startswith("measured")]
+
+
+def stress_line(manifest: record.Json, log: Sequence[record.Json]) -> str:
+    """Which shown kernels tools/stress.py has passed, by their very cubins."""
+    shown, passed = manifest["kernels"], record.stressed(manifest, log)
+    line = f"check_verified: {len(passed)} of {len(shown)} kernels passed tools/stress.py"
+    missing = [name for name in shown if name not in passed] if passed else []
+    return f"{line}, not {', '.join(missing)}" if missing else line
+
+
 def main() -> int:
-    """Print a line for each kernel that is not verified, and a count of each state."""
+    """Print a line for each kernel that is not verified and each row that is not measured, and counts."""
     parser = argparse.ArgumentParser(prog="check_verified", description=__doc__)
-    parser.add_argument("--strict", action="store_true", help="STALE and UNVERIFIED fail too: for a release")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="STALE, UNVERIFIED and rows without a measurement fail too: for a release; says as well which kernels "
+        "have been under stress",
+    )
     parser.add_argument("--rebuild", action="store_true", help="compile every kernel, to see DRIFTED ones")
     parser.add_argument(
         "--write-readme", action="store_true", help="bring the tables of README and ptx/README.md up to date"
@@ -121,12 +144,17 @@ def main() -> int:
     for name, state in found.items():
         if not state.startswith("verified"):
             print(f"{name}: {state}")
+    if given.strict:
+        print(stress_line(manifest, record.read_log(root / record.STRESS_LOG)))
     words = Counter(state.split(":")[0].split()[0] for state in found.values())
     recorded = feature_record(root)
     if recorded and recorded["sources"] != record.sources_digest(root):
         print(f"{FEATURES}: STALE, the kernels' sources have changed since: tools/fuzz.py --record on a GPU")
         words["STALE"] += 1
-    failed = any(words[word] for word in FAILING) or (given.strict and set(words) != {"verified"})
+    unmeasured = rows_without_measurement(root)
+    print("".join(f"{line}\n" for line in unmeasured), end="")
+    failed = any(words[word] for word in FAILING)
+    failed |= given.strict and (set(words) != {"verified"} or bool(unmeasured))
     if not words["TAMPERED"]:
         texts = {README: generated_readme(root, manifest, log), gallery.GALLERY: gallery.gallery(root)}
         for name, text in texts.items():
@@ -136,7 +164,8 @@ def main() -> int:
             elif not path.is_file() or text != path.read_text():
                 print(f"{name}: its tables are not what the record gives: tools/check_verified.py --write-readme")
                 failed = True
-    print(f"check_verified: {', '.join(f'{count} {word}' for word, count in sorted(words.items()))}")
+    counts = f"{', '.join(f'{count} {word}' for word, count in sorted(words.items()))}"
+    print(f"check_verified: {counts}; {len(unmeasured)} plan rows without a measurement")
     return 1 if failed else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import re
@@ -10,12 +11,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cutlass_py_attn import kernels
+from cutlass_py_attn import driver, kernels
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.plan import Build, Plan
 
 MANIFEST = "ptx/manifest.json"
 LOG = "ptx/verified.jsonl"
+STRESS_LOG = "ptx/stressed.jsonl"
 SEAL = "sha256_of_the_rest"
 # What decides whether a kernel passes: the GPU suite, the reference, the inputs and the rules.
 SUITE = (
@@ -91,6 +93,29 @@ def read_log(path: Path) -> list[Json]:
     """The lines of a log; none where there is no file."""
     lines = path.read_text().splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines if line.strip()]
+
+
+def append(path: Path, lines: Iterable[Json]) -> None:
+    """Put lines behind those of a log; its folder is made where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as log:
+        log.writelines(json.dumps(line, sort_keys=True) + "\n" for line in lines)
+
+
+def about_run() -> Json:
+    """gpu, driver and date of what is measured on this machine's first GPU now."""
+    version = driver.driver_version()
+    return {
+        "gpu": driver.device(0).name,
+        "driver": f"CUDA {version[0]}.{version[1]}",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def stressed(manifest: Json, log: Iterable[Json]) -> list[str]:
+    """The shown kernels whose very cubin has a line of tools/stress.py."""
+    passed = {line["cubin_sha256"] for line in log}
+    return [name for name, kernel in manifest["kernels"].items() if kernel["cubin_sha256"] in passed]
 
 
 def suite_sha256(root: Path) -> str:

@@ -1,4 +1,4 @@
-"""Sanitize: small fused cases in one process, to be run under compute-sanitizer with any of its tools.
+"""Sanitize: small cases of every shown kernel in one process, to be run under compute-sanitizer with any of its tools.
 
 compute-sanitizer --tool memcheck python tools/sanitize.py --kernels FOLDER
 """
@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from cutlass_py_attn import driver
-from tests.gpu import cases, check, decodes, memory
+from cutlass_py_attn import driver, planner
+from tests.gpu import cases, check, decodes, memory, rooms
 
 NUM_QUERIES = 130
 KEYS = (65, 128, 200)
+ROOM_TILES = 2
 
 
 def chosen() -> list[cases.Case]:
@@ -31,7 +32,8 @@ def chosen() -> list[cases.Case]:
 
 
 def places(kernels: check.Kernels) -> Iterator[tuple[str, memory.Placed]]:
-    """A name and the kernels of each case in every family that this GPU has, and of the decodes that are shown."""
+    """A name and the kernels of each case in every family that this GPU has, of the decodes and of the rooms that are
+    shown."""
     for case in chosen():
         arrays = check.make(case)
         full = np.zeros(case.shape.logsumexp, np.float32) + 9
@@ -42,6 +44,10 @@ def places(kernels: check.Kernels) -> Iterator[tuple[str, memory.Placed]]:
     for one in decodes.SHOWN:
         if one.batch == 1:
             yield one.line, memory.placed(one.problem(), one.arrays(), kernels)
+    for room in cases.SHOWN_ROOMS:
+        if room.arch in planner.targets_of(driver.device(0).compute_capability):
+            plan = room.plan(ROOM_TILES)
+            yield str(room), memory.placed_room(plan, rooms.operands(plan, "gaussian", 1), kernels)
 
 
 def main() -> int:

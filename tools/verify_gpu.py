@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
@@ -138,14 +137,10 @@ def _rounded(worst: dict[str, float]) -> dict[str, float]:
 
 def about_this_run(sanitizer: Path | None) -> Results:
     """The fields that all lines of a run share."""
-    gpu = driver.device(0)
-    version = driver.driver_version()
     found = {
         "suite_sha256": record.suite_sha256(ROOT),
         "loaded_as": "cubin",
-        "gpu": gpu.name,
-        "driver": f"CUDA {version[0]}.{version[1]}",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **record.about_run(),
         "commit": _commit(),
     }
     return found | ({"sanitizer": json.loads(sanitizer.read_text())} if sanitizer else {})

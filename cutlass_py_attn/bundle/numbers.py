@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from cutlass_py_attn import abi, launch, planner
+from cutlass_py_attn import abi, packing, planner
 from cutlass_py_attn.bundle import rules
 from cutlass_py_attn.bundle.conditions import EDGES
 from cutlass_py_attn.plan import Build
@@ -89,7 +89,7 @@ class Pointer:
 
 def inputs(problem: Problem, build: Build) -> dict[str, Input]:
     """Sizes, strides (in elements), edges of the mask and factors, by name."""
-    given = launch.numbers(problem)
+    given = packing.numbers(problem)
     lengths = _LONGEST if problem.sequences is not None else {}
     found = {name: Input("i64", value, {**_SIZES, **lengths}[name]) for name, value in sizes(problem).items()}
     for name in problem.tensors():
@@ -118,7 +118,7 @@ def sizes(problem: Problem) -> dict[str, int]:
 def pointers(problem: Problem) -> dict[str, Pointer]:
     """Every array of the pass, in the order of `Bound.tensor_names`."""
     found = {}
-    needed = launch.alignments(problem)
+    needed = packing.alignments(problem)
     for name, tensor in problem.tensors().items():
         strides = tuple(_strides(name)) if name in BIASES else (*_strides(name)[:3], "1")
         if name == "grad_output":

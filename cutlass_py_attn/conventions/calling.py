@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Final, ParamSpec, TypeVar
 
 import numpy as np
 
-from cutlass_py_attn import arrays, driver
+from cutlass_py_attn import driver
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.guests import CUPY, TORCH
 from cutlass_py_attn.philox import Dropout
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import BMHK
@@ -119,13 +120,13 @@ def on_stream(query: Any, stream: object) -> Iterator[None]:
         return
     cuda, ordinal, handle = sys.modules[library].cuda, int(query.__dlpack_device__()[1]), driver.stream_handle(stream)
     if library == "torch":
-        ours = arrays.torch_stream(handle, ordinal)
+        ours = TORCH.stream(handle, ordinal)
         ours.wait_stream(cuda.current_stream(ordinal))
         with cuda.stream(ours):
             yield
         return
     with cuda.Device(ordinal):
-        ours = arrays.cupy_stream(handle, ordinal)
+        ours = CUPY.stream(handle, ordinal)
         ours.wait_event(cuda.get_current_stream().record())
         with ours:
             yield

@@ -1,6 +1,6 @@
-"""Wide Hopper query gradient: a warpgroup adds its block's columns of dQ = dS K, of both blocks' keys, to the sum.
+"""Wide Hopper query gradient: a block's share of the columns of dQ = dS K, of its own and of the other block's keys.
 
-It does so by vector reductions from registers: shared memory has no room to stage them.
+It is added to the sum by vector reductions from registers: shared memory has no room to stage it.
 """
 
 from dataclasses import replace

@@ -16,7 +16,7 @@ from cutlass_py_attn.problem import Problem, Tensor
 Refused = tuple[Callable[[], Problem], list[str]]
 
 FORWARD_OPTIONS = (
-    "mask, scale, bias, softcap, alibi_slopes, sinks, dropout, sequences, stream, backend, kernels, out; "
+    "mask, scale, bias, softcap, alibi_slopes, sinks, dropout, sequences, backend, kernels, out, stream; "
     "check the spelling"
 )
 ALL_GRADIENTS = "must be some of query, key, value, bias, sinks in a tuple; name at least one"
@@ -50,7 +50,7 @@ OPTIONS: dict[str, Refused] = {
     ),
     "a backward's names": call(
         f"option 'determinstic' is unknown: must be one of {FORWARD_OPTIONS.split(', out')[0]}, gradients, out, "
-        "packed, deterministic, num_splits_key; check the spelling",
+        "packed, deterministic, num_splits_key, stream; check the spelling",
         direction="backward", determinstic=True,
     ),
     "seed and offset of two kinds": call(

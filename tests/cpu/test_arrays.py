@@ -185,12 +185,18 @@ def test_cupy_results_come_from_its_pool_of_our_stream(
         return place(*reversed(stream.__cuda_stream__()))
 
     kind = SimpleNamespace(from_external=from_external) if release >= 14 else SimpleNamespace()
-    fake = SimpleNamespace(cuda=SimpleNamespace(Device=place, ExternalStream=place, Stream=kind), empty=empty)
+    cuda = SimpleNamespace(
+        Device=place, ExternalStream=place, Stream=kind, get_current_stream=lambda _: SimpleNamespace(ptr=0x66)
+    )
+    fake = SimpleNamespace(cuda=cuda, empty=empty)
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    exchange = Exchange("cupy", driver.device(0), 0x77)
-    assert exchange.empty("y", SHAPE, "bfloat16") == 0x5000
+    with Exchange("cupy", driver.device(0), 0x77) as exchange:
+        assert exchange.empty("y", SHAPE, "bfloat16") == 0x5000
+        assert exchange.results()["y"].dtype == BF16
     assert sorted(seen) == [(0,), (0x77, 0)]
-    assert exchange.results()["y"].dtype == BF16
+    with Exchange("cupy", driver.device(0), 0x66) as exchange:
+        exchange.empty("y", SHAPE, "bfloat16")
+    assert len(seen) == 2, "CuPy is on that stream already"
     assert driver_log.calls == []
 
 
@@ -208,6 +214,7 @@ def test_torch_results_come_from_its_pool_of_our_stream(
         ExternalStream=lambda handle, device: (handle, device),
         default_stream=lambda device: (0, device),
         stream=enter,
+        current_stream=lambda ordinal: SimpleNamespace(cuda_stream=0x66),
     )
     fake = SimpleNamespace(
         cuda=cuda,
@@ -216,10 +223,13 @@ def test_torch_results_come_from_its_pool_of_our_stream(
         float16="torch.float16",
     )
     monkeypatch.setitem(sys.modules, "torch", fake)
-    exchange = Exchange("torch", driver.device(0), stream)
-    assert exchange.empty("y", SHAPE, "float16") == 0x6000
+    with Exchange("torch", driver.device(0), stream) as exchange:
+        assert exchange.empty("y", SHAPE, "float16") == 0x6000
+        assert exchange.results()["y"].made == (SHAPE, "torch.float16", "cuda:0")
     assert seen == [(stream, "cuda:0")]
-    assert exchange.results()["y"].made == (SHAPE, "torch.float16", "cuda:0")
+    with Exchange("torch", driver.device(0), 0x66) as exchange:
+        exchange.empty("y", SHAPE, "float16")
+    assert len(seen) == 1, "torch is on that stream already"
     assert driver_log.calls == []
 
 

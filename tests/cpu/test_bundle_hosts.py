@@ -43,6 +43,7 @@ VARLEN = "f32_d64_s700_t{}_h2_full_deterministic"
 CASES = {
     "Hopper": ("bf16_d128_s512_b2_h4_causal", "bf16_d128_s300_b3_h7_causal"),
     "Hopper, one of everything": ("f16_d64v32_s512_b2_h4k2_full", "f16_d64v32_s1_b1_h2k1_full"),
+    "clusters": ("bf16_d256_s512_b1_h2_causal", "bf16_d256_s100_b3_h70_causal"),
     "every feature": (f"bf16_d128_s1000_b2_h4k2{MANY}", f"bf16_d128_s264_b5_h6k3{MANY}"),
     "lengths": (VARLEN.format(5000), VARLEN.format(1900)),
     "streamed": ("f16_d512_s200_b2_h3_full", "f16_d512_s90_b1_h1_full"),

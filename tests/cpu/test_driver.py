@@ -12,9 +12,9 @@ import pytest
 from fakes import CtypesStream
 from stand_in import StandIn
 
-from cutlass_py_attn import driver
+from cutlass_py_attn import driver, tensor_maps
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported
-from cutlass_py_attn.plan import TensorMap
+from cutlass_py_attn.plan import Launch, TensorMap
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,9 +98,9 @@ def test_failure_names_call_arguments_and_sentence(driver_log: StandIn) -> None:
 def test_failed_launch_names_grid_and_stream(driver_log: StandIn) -> None:
     driver_log.fail("cuLaunchKernelEx", 400)
     kernel = driver.get_kernel(driver.load_library(b"k_0 8\n"), "k_0")
-    config = driver.launch_config((1, 2, 3), (128, 1, 1), 1024)
+    start = driver.Starter(kernel, Launch("k_0", (1, 2, 3), (128, 1, 1), 1024), 0)
     with pytest.raises(DriverError) as caught:
-        driver.launch(config, kernel, 0, 0xABC, "k_0")
+        start(0xABC)
     message = str(caught.value)
     assert "grid (1, 2, 3), block (128, 1, 1), shared memory 1024, stream 0xabc" in message
     assert message.endswith(
@@ -113,8 +113,8 @@ def test_unknown_code_and_missing_function(driver_log: StandIn) -> None:
     driver_log.fail("cuMemFree", 12345)
     with pytest.raises((DriverError, ValueError)):
         driver.free_now(0)
-    with pytest.raises(DriverError, match=r"cuCtxSynchronize.*this driver lacks it: update it"):
-        driver.call("cuCtxSynchronize")
+    with pytest.raises(DriverError, match=r"cuCtxResetPersistingL2Cache.*this driver lacks it: update it"):
+        driver.call("cuCtxResetPersistingL2Cache")
 
 
 def test_missing_symbol(driver_log: StandIn) -> None:
@@ -151,16 +151,16 @@ def test_tensor_map_goes_to_our_slot(driver_log: StandIn) -> None:
 
     raw = ctypes.create_string_buffer(256)
     slot = -(-ctypes.addressof(raw) // 64) * 64
-    driver.encode_tensor_map(slot, 0x1000, TensorMap("a", (128, 64), (128,), (64, 32), 128), "bfloat16")
+    tensor_maps.encode(slot, 0x1000, TensorMap("a", (128, 64), (128,), (64, 32), 128), "bfloat16")
     (made,) = driver_log.of("cuTensorMapEncodeTiled")
     # slot, bfloat16, rank, address, columns and rows, row bytes, box, 128-byte swizzle, L2 128B, no fill
     assert made.numbers[:12] == (slot, 9, 2, 0x1000, 128, 64, 256, 64, 32, 3, 2, 0)
     assert ctypes.c_uint64.from_address(slot).value == 0x1000
-    driver.encode_tensor_map(slot, 0x1000, TensorMap("a", (128, 64), (128,), (64, 32), 0), "float32")
+    tensor_maps.encode(slot, 0x1000, TensorMap("a", (128, 64), (128,), (64, 32), 0), "float32")
     assert driver_log.of("cuTensorMapEncodeTiled")[1].numbers[6:10] == (512, 64, 32, 0)
     driver_log.fail("cuTensorMapEncodeTiled", 1)
     with pytest.raises(DriverError, match=r"cuTensorMapEncodeTiled.*for TensorMap.*of float32"):
-        driver.encode_tensor_map(slot, 0x1000, TensorMap("a", (128, 64), (128,), (64, 32), 0), "float32")
+        tensor_maps.encode(slot, 0x1000, TensorMap("a", (128, 64), (128,), (64, 32), 0), "float32")
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,8 @@ def test_tensor_map_goes_to_our_slot(driver_log: StandIn) -> None:
         (SimpleNamespace(cuda_stream=0x88), 0x88),
         (CtypesStream(0x99), 0x99),
         (CtypesStream(0), 0),
+        (SimpleNamespace(handle=driver.bindings().CUstream(0x9A)), 0x9A),
+        (driver.bindings().CUstream(0x9B), 0x9B),
     ],
 )
 def test_streams_of_every_kind(stream: Any, handle: int) -> None:

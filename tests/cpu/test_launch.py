@@ -16,6 +16,7 @@ from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupport
 from cutlass_py_attn.launch import Bound, bind, generic_arch
 from cutlass_py_attn.masks import Causal, CausalBottomRight
 from cutlass_py_attn.plan import Launch, Plan, TensorMap, Workspace
+from cutlass_py_attn.planner import plans
 from cutlass_py_attn.problem import Problem, Shape, Tensor
 
 
@@ -36,7 +37,7 @@ def test_forward_launch_is_the_plan(driver_log: StandIn) -> None:
     planned = plan.launches[0]
     assert (launch.text, launch.grid, launch.block) == (planned.symbol, planned.grid, planned.block)
     assert (launch.shared_memory, launch.stream) == (planned.shared_memory_bytes, 0x123)
-    assert launch.numbers[8:10] == (0, 0xC0), "no launch attributes, in the device's own context"
+    assert (launch.cluster, launch.numbers[9]) == (1, 0xC0), "no launch attributes, in the device's own context"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -98,6 +99,37 @@ def test_calls_do_not_share_addresses(driver_log: StandIn) -> None:
     assert seen == [first["value"], second["value"]]
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])
+def test_later_calls_launch_the_same_bytes(driver_log: StandIn, arch: str) -> None:
+    """Whatever addresses and workspaces come and come back, the kernels get what a first launch would give them."""
+    problem, plan = plan_of("backward", arch=arch, shape=dataclasses.replace(SHAPE, head_dim_value=64))
+    bound = bind(artifact(plan.build), plan, problem)
+    first = addresses(bound.tensor_names)
+    second = {name: address + 0x100000 for name, address in first.items()}
+    spaces = [aligned((bound.workspace_bytes,), np.uint8) for _ in range(2)]
+    calls = [(first, 0), (second, 0), (first, 0), (first, 1), (first, 1), (second, 1), (first, 0)]
+    for number, (given, space) in enumerate(calls):
+        driver_log.clear()
+        bound(given, 0x123, workspace=spaces[space].ctypes.data)
+        assert driver_log.names[-4:] == ["cuMemsetD8Async", *["cuLaunchKernelEx"] * 3]
+        found = [(c.text, c.grid, c.block, c.parameters, c.stream) for c in driver_log.of("cuLaunchKernelEx")]
+        driver_log.clear()
+        fresh = bind(artifact(plan.build), plan, problem)
+        fresh(given, 0x123, workspace=spaces[space].ctypes.data)
+        expected = [(c.text, c.grid, c.block, c.parameters, c.stream) for c in driver_log.of("cuLaunchKernelEx")]
+        assert found == expected, number
+
+
+def test_blocks_of_a_cluster_are_launched_together(driver_log: StandIn) -> None:
+    shape = Shape(1, 64, 300, 2, 256, 256)
+    problem = Problem.dense("backward", shape, "bfloat16", Causal())
+    plan = plans(problem, "sm_90a", 132)[0]
+    bound = bind(artifact(plan.build), plan, problem)
+    bound(addresses(bound.tensor_names))
+    assert [(call.grid[0], call.cluster) for call in driver_log.of("cuLaunchKernelEx")][1] == (12, 2)
+    assert [call.cluster for call in driver_log.of("cuLaunchKernelEx")] == [1, 2, 1]
+
+
 def test_default_scale(driver_log: StandIn) -> None:
     _, plan, bound = bound_of("forward")
     bound(addresses(bound.tensor_names))
@@ -148,11 +180,8 @@ def test_room_with_tensor_maps(driver_log: StandIn) -> None:
     bound(given)
     bound(given)
     bound({**given, "b": 0x9000})
-    assert [call.numbers[3] for call in driver_log.of("cuTensorMapEncodeTiled")] == [
-        given["a"],
-        given["b"],
-        0x9000,
-    ]
+    assert [call.numbers[3] for call in driver_log.of("cuTensorMapEncodeTiled")] == [given["a"], given["b"]]
+    assert [call.numbers[1] for call in driver_log.of("cuTensorMapReplaceAddress")] == [0x9000]
     last = driver_log.of("cuLaunchKernelEx")[-1].parameters
     assert len(last) == 2 * abi.TENSOR_MAP_BYTES + 32
     assert np.frombuffer(last, "<u8")[[0, 16]].tolist() == [given["a"], 0x9000]
@@ -260,6 +289,20 @@ def test_wrong_pointers_are_all_named(driver_log: StandIn) -> None:
         "key", "grad_key", "query", "value", "workspace",
     ]  # fmt: skip
     assert driver_log.calls == []
+
+
+@pytest.mark.parametrize("number", [-1, 2**64])
+def test_numbers_have_64_bits(driver_log: StandIn, number: int) -> None:
+    _, _, bound = bound_of("forward", dropout_p=0.5)
+    given = {**addresses(bound.tensor_names), "philox_offset": 0}
+    driver_log.clear()
+    with pytest.raises(NotSupported, match=f"philox_seed = {number}: must be from 0"):
+        bound({**given, "philox_seed": number})
+    with pytest.raises(NotSupported, match=r"query = .*: must be a device address"):
+        bound({**given, "query": number})
+    assert driver_log.names == []
+    bound({**given, "philox_seed": 2**64 - 1})
+    assert len(driver_log.of("cuLaunchKernelEx")) == 1
 
 
 def test_out_of_memory_says_how_much_and_what_for(driver_log: StandIn) -> None:

@@ -21,8 +21,8 @@ import pytest
 from stand_in import StandIn
 
 from cutlass_py_attn import attention, driver, on_cpu, planner, reference
-from cutlass_py_attn.arrays import numpy_dtype
 from cutlass_py_attn.device import ARCHITECTURES
+from cutlass_py_attn.guests import numpy_dtype
 from cutlass_py_attn.options import Settings, VariableLength
 from cutlass_py_attn.philox import Dropout
 from cutlass_py_attn.problem import OPERANDS, Problem, Shape, Tensor
@@ -141,6 +141,7 @@ def emulate(driver_log: StandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[..
         return None if name in ("cuCtxSynchronize", "cuGraphExecDestroy") else real(name, *arguments, purpose=purpose)
 
     def start(**faults: float) -> None:
+        monkeypatch.setattr(attention, "_kept", {})
         monkeypatch.setattr(attention, "_bound", lambda problem, ordinal, kernels: Emulated(problem, faults))
         monkeypatch.setattr(memory, "bind_problem", lambda problem, kernels: Emulated(problem, faults))
         monkeypatch.setattr(pytorch, "captured", lambda launch, stream: launch)

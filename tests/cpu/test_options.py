@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stand_in import StandIn
 
-from cutlass_py_attn import attention
+from cutlass_py_attn import attention, fill
 from cutlass_py_attn.attention import Gradients, attention_backward, attention_forward
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.masks import Causal
@@ -43,7 +43,7 @@ class Kernels:
 
 @pytest.fixture
 def kernels() -> Kernels:
-    attention._bound.cache_clear()
+    attention._kept.clear()
     return Kernels()
 
 
@@ -281,7 +281,7 @@ def test_zeros_in_every_element_and_nowhere_else(
     tensor = Tensor(part.shape, tuple(stride // 2 for stride in part.strides), "float16")
     expected = whole.copy()
     expected[tuple(slice(size) for size in shape)] = 0
-    attention._clear(tensor, part.ctypes.data, 0)
+    fill.clear(tensor, part.ctypes.data, 0)
     np.testing.assert_array_equal(whole, expected)
 
 
@@ -294,5 +294,5 @@ def test_dense_results_are_cleared_by_one_call(driver_log: StandIn) -> None:
         ((2, 5, 3, 8), (1000, 72, 8, 1), 2),
     ):
         driver_log.clear()
-        attention._clear(Tensor(shape, strides, "float16"), memory.ctypes.data, 0)
+        fill.clear(Tensor(shape, strides, "float16"), memory.ctypes.data, 0)
         assert len(driver_log.names) == calls

@@ -128,7 +128,8 @@ def with_numbers(draw: st.DrawFn, kind: dict[str, Any]) -> Problem:
     problem = Problem.dense(kind["direction"], shape, dtype, draw(MASKS_OF_FORM[kind["form"]]))
     batch, row, head, column = problem.query.strides
     wide = dataclasses.replace(problem.query, strides=(2 * batch, 2 * row, head, column))
-    changes: dict[str, Any] = {"scale": draw(st.floats(-2, 2)), "query": wide}
+    # Not below 0, which the forward on Hopper leaves to the generic family.
+    changes: dict[str, Any] = {"scale": draw(st.floats(0, 2)), "query": wide}
     if has("alibi"):
         slopes = draw(st.sampled_from([(shape.num_heads,), (shape.batch, shape.num_heads)]))
         changes["alibi_slopes"] = Tensor.contiguous(slopes, "float32")

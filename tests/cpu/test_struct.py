@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from fakes import SHAPE, addresses, artifact, decode, plan_of
 from stand_in import StandIn
 
-from cutlass_py_attn import abi, driver, kernels
+from cutlass_py_attn import abi, kernels
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.launch import Bound, bind
 from cutlass_py_attn.masks import UNLIMITED, Causal, CausalBottomRight, Full, Mask, Window
@@ -133,9 +134,11 @@ def test_sequences(driver_log: StandIn) -> None:
 
 
 @pytest.fixture
-def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_memory(driver_log: StandIn) -> Iterator[None]:
     """For workspaces that this machine has no room for."""
-    monkeypatch.setattr(driver, "clear", lambda *_: None)
+    driver_log.without_memory(True)
+    yield
+    driver_log.without_memory(False)
 
 
 @pytest.mark.usefixtures("no_memory")

@@ -14,13 +14,14 @@ from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.masks import Causal, Full, Mask
 from cutlass_py_attn.plan import Build, Plan
+from cutlass_py_attn.plan_table import Tile
 from cutlass_py_attn.planner import plan_forward
 from cutlass_py_attn.problem import Problem, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools import build_ptx, check_verified, gallery, record  # noqa: E402
+from tools import build_ptx, check_verified, gallery, plan_rows, record  # noqa: E402
 
 README = """# Title
 <!-- kernels:begin -->
@@ -60,6 +61,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ptx").mkdir()
     build_ptx.write(tmp_path, PLANS, [artifact_of(plan) for plan in PLANS])
     monkeypatch.setattr(build_ptx, "committed_plans", lambda: PLANS)
+    monkeypatch.setattr(plan_rows, "rows", lambda: ())
     (tmp_path / gallery.GALLERY).write_text(gallery.gallery(tmp_path))
     return tmp_path
 
@@ -183,6 +185,20 @@ def test_exit_codes(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(tree, monkeypatch, "--strict") == 0
     (tree / "ptx" / f"{FULL}.ptx").unlink()
     assert run(tree, monkeypatch) == 1
+
+
+def test_a_plan_row_without_a_measurement_fails_a_release_alone(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verify(tree, *NAMES)
+    assert run(tree, monkeypatch, "--write-readme") == 0
+    monkeypatch.setattr(plan_rows, "rows", lambda: [(("backward", 64), Tile(128, 128, 16, 3, 2))])
+    capsys.readouterr()
+    assert run(tree, monkeypatch) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("plan table, hopper backward to head dim 64, 128x128x16:3,2@5: UNMEASURED")
+    assert shown[1] == "check_verified: 2 verified; 1 plan rows without a measurement"
+    assert run(tree, monkeypatch, "--strict") == 1
 
 
 def test_readme_lists_only_what_passed(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

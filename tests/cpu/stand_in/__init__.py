@@ -26,7 +26,7 @@ class _Record(ctypes.Structure):
         ("text", ctypes.c_char * 192),
         ("numbers", ctypes.c_uint64 * 18),
         ("byte_count", ctypes.c_int),
-        ("bytes", ctypes.c_ubyte * 1024),
+        ("bytes", ctypes.c_ubyte * 2048),
     )
 
 
@@ -58,6 +58,11 @@ class Call:
     def stream(self) -> int:
         """Stream of a launch."""
         return self.numbers[7]
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a launch's clusters; 0 where its attributes say anything else."""
+        return self.numbers[8]
 
 
 def compiler() -> str | None:
@@ -94,6 +99,10 @@ class StandIn:
     def fail(self, name: str, code: int) -> None:
         """Let the next call of `name` return `code`."""
         self._library.stand_in_fail(name.encode(), code)
+
+    def without_memory(self, without: bool) -> None:
+        """Whether memory is cleared in name only: for addresses where there is none."""
+        self._library.stand_in_without_memory(without)
 
     @property
     def calls(self) -> list[Call]:

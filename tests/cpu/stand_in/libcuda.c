@@ -8,7 +8,7 @@
 #include <string.h>
 
 typedef unsigned long long u64;
-enum { NOT_FOUND = 500, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 18, BYTES = 1024, PARAMETERS = 8 };
+enum { NOT_FOUND = 500, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 18, BYTES = 2048, PARAMETERS = 8 };
 
 typedef struct { char call[40], text[192]; u64 numbers[NUMBERS]; int byte_count; unsigned char bytes[BYTES]; } Record;
 typedef struct { char symbol[192]; int count; size_t sizes[PARAMETERS]; } Kernel;
@@ -17,15 +17,17 @@ typedef struct {
     void *stream, *attributes;
     unsigned attribute_count;
 } LaunchConfig;
+typedef struct { int id; char pad[4]; unsigned cluster[3]; char rest[52]; } LaunchAttribute;
 
 static Record *records;
-static int record_count, fail_code;
+static int record_count, fail_code, has_no_memory;
 static char fail_name[40];
 static __thread void *current;
 
 Record *stand_in_records(void) { return records; }
 int stand_in_count(void) { return record_count; }
 void stand_in_clear(void) { record_count = 0; fail_name[0] = 0; current = NULL; }
+void stand_in_without_memory(int without) { has_no_memory = without; }
 void stand_in_fail(const char *name, int code) { snprintf(fail_name, sizeof fail_name, "%s", name); fail_code = code; }
 
 static int note(const char *call, const char *text, const u64 *numbers, int count) {
@@ -69,6 +71,7 @@ int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(s
 int cuCtxGetCurrent(void **context) { *context = current; return 0; }
 int cuCtxSetCurrent(void *context) { NOTE("", N(context)); current = context; return 0; }
 int cuCtxGetDevice(int *device) { *device = (int)(size_t)current - 0xC0; return 0; }
+int cuCtxSynchronize(void) { NOTE("", 0); return 0; }
 
 int cuPointerGetAttribute(void *value, int attribute, void *p) {
     if (attribute != 9) return INVALID_VALUE; /* 9: device ordinal */
@@ -86,7 +89,7 @@ int cuMemcpyHtoD_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n);
 int cuMemcpyDtoH_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n); memcpy(d, s, n); return 0; }
 int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
-int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) { NOTE("", N(p), byte, n, N(stream)); memset(p, byte, n); return 0; }
+int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) { NOTE("", N(p), byte, n, N(stream)); if (!has_no_memory) memset(p, byte, n); return 0; }
 int cuMemsetD2D8Async(char *p, size_t pitch, unsigned char byte, size_t width, size_t height, void *stream) {
     NOTE("", N(p), pitch, byte, width, height, N(stream));
     for (size_t y = 0; y < height; y++) memset(p + y * pitch, byte, width);
@@ -100,6 +103,8 @@ int cuMemsetD2D32Async(char *p, size_t pitch, unsigned word, size_t width, size_
 }
 
 int cuStreamCreate(void **stream, unsigned flags) { NOTE("", flags); *stream = malloc(8); return 0; }
+int cuStreamGetCtx(void *stream, void **context) { NOTE("", N(stream)); *context = (void *)0xC0; return 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { int given = *mode; NOTE("", given); *mode = 0; return 0; }
 int cuStreamDestroy(void *stream) { NOTE("", N(stream)); free(stream); return 0; }
 int cuStreamSynchronize(void *stream) { NOTE("", N(stream)); return 0; }
 int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { NOTE("", N(stream), N(event), flags); return 0; }
@@ -131,6 +136,7 @@ int cuLibraryGetKernel(Kernel **kernel, const char *library, const char *symbol)
     *kernel = k;
     return 0;
 }
+int cuKernelGetFunction(Kernel **function, Kernel *k) { NOTE(k->symbol, N(k)); *function = k; return 0; }
 int cuKernelGetParamInfo(Kernel *k, size_t i, size_t *offset, size_t *size) {
     if (i >= (size_t)k->count) return INVALID_VALUE;
     *offset = 0;
@@ -139,16 +145,25 @@ int cuKernelGetParamInfo(Kernel *k, size_t i, size_t *offset, size_t *size) {
     return 0;
 }
 int cuKernelSetAttribute(int attribute, int value, Kernel *k, int device) { NOTE(k->symbol, attribute, value, device); return 0; }
+static int copy_parameters(Kernel *k, void **parameters, unsigned char *to) {
+    int count = 0;
+    for (int i = 0; i < k->count; count += k->sizes[i++]) memcpy(to + count, parameters[i], k->sizes[i]);
+    return count;
+}
+/* Blocks of a cluster, 0 where an attribute says anything else. */
+static unsigned cluster_of(const LaunchConfig *c) {
+    const LaunchAttribute *a = c->attributes;
+    if (!c->attribute_count) return 1;
+    return c->attribute_count == 1 && a->id == 4 && a->cluster[1] == 1 && a->cluster[2] == 1 ? a->cluster[0] : 0;
+}
 int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void **extra) {
     NOTE(k->symbol, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_memory,
-         N(c->stream), c->attribute_count, N(current));
+         N(c->stream), cluster_of(c), N(current));
     Record *r = &records[record_count - 1];
-    for (int i = 0; i < k->count; i++) {
-        memcpy(r->bytes + r->byte_count, parameters[i], k->sizes[i]);
-        r->byte_count += k->sizes[i];
-    }
+    r->byte_count = copy_parameters(k, parameters, r->bytes);
     return 0;
 }
+
 int cuTensorMapEncodeTiled(u64 *map, int type, unsigned rank, void *address, const u64 *dims, const u64 *strides,
                            const unsigned *box, const unsigned *steps, int interleave, int swizzle, int l2, int fill) {
     int deep = rank == 4; /* only maps of four axes have these */
@@ -158,6 +173,8 @@ int cuTensorMapEncodeTiled(u64 *map, int type, unsigned rank, void *address, con
     map[0] = N(address);
     return 0;
 }
+
+int cuTensorMapReplaceAddress(u64 *map, void *address) { NOTE("", N(map), N(address)); map[0] = N(address); return 0; }
 
 int cuGetErrorName(int code, const char **name) {
     *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : code == 400

@@ -1,0 +1,57 @@
+"""Tests of the host's benchmark, with the stand-in driver in place of a GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fakes import artifact
+from stand_in import StandIn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools import bench_host
+
+
+def test_a_sample_is_a_mean_and_the_median_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0.0, 40e-6, 0.0, 60e-6, 0.0, 20e-6])
+    monkeypatch.setattr(bench_host, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(bench_host.driver, "call", lambda name: None)
+    made: list[int] = []
+    row = bench_host.measure("what", "bfloat16", lambda: made.append(1), samples=3, calls=10)
+    assert (row.median_us, row.least_us) == (pytest.approx(4), pytest.approx(2))
+    assert len(made) == 32, "two calls to warm up"
+
+
+def test_every_bound_call_has_other_addresses(driver_log: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(what: str, dtype: str, call: object, **_: int) -> bench_host.Row:
+        measured.append(what)
+        assert callable(call)
+        driver_log.clear()
+        for _number in range(3):
+            call()
+        structs = [launch.parameters for launch in driver_log.of("cuLaunchKernelEx")]
+        kernels = len(structs) // 3
+        assert structs[:kernels] != structs[kernels : 2 * kernels]
+        if "pool" not in what:  # which gives its memory as it likes
+            assert (structs[:kernels] == structs[2 * kernels :]) == ("new" not in what)
+        return bench_host.Row(what, dtype, 1.0, 1.0)
+
+    monkeypatch.setattr(bench_host, "measure", measure)
+    rows = [
+        row for direction in ("forward", "backward") for row in bench_host.bound_rows(direction, "float16", artifact)
+    ]
+    assert measured == [
+        *("bound forward", "bound forward, new addresses"),
+        *("bound backward", "bound backward, new addresses", "bound backward, workspace of the pool"),
+    ]
+    assert [bench_host.allowed(row) for row in rows] == [4.0, 4.0, 8.0, 8.0, None]
+
+
+def test_what_is_allowed() -> None:
+    row = bench_host.Row("attention_backward, torch", "float32", 30.0, 29.0)
+    assert bench_host.allowed(row) == 25.0

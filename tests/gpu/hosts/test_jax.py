@@ -1,0 +1,111 @@
+"""Attention inside JAX on the GPU: the reference's values, in compiled, batched, recorded and exported programs."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.masks import Causal
+from tests.gpu.check import Kernels
+
+SHAPE = 2, 203, 3, 128
+ALLOWED = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-5}  # relative, of the whole array
+LOADER = """
+import sys, jax, numpy, cutlass_py_attn.jax
+program = jax.export.deserialize(open(sys.argv[1], "rb").read())
+keys = jax.random.split(jax.random.key(0), 3)
+found = program.call(*(jax.random.normal(key, (2, 203, 3, 128)).astype("bfloat16") for key in keys))
+numpy.save(sys.argv[2], numpy.asarray(found, "f4"))
+assert "cutlass" not in sys.modules, "the compiler was loaded"
+"""
+
+
+@pytest.fixture
+def jax(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """JAX with a GPU, which leaves memory to the other tests."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    found = pytest.importorskip("jax", reason="jax is not installed")
+    if found.default_backend() != "gpu":
+        pytest.skip("jax has no GPU backend here")
+    return found
+
+
+@pytest.fixture
+def attend(jax: Any, kernels: Kernels) -> Callable[..., Any]:
+    """Causal attention with the tests' kernels."""
+    module = importlib.import_module("cutlass_py_attn.jax")
+    return functools.partial(module.attention, mask=Causal(), kernels=kernels)
+
+
+def operands(jax: Any, dtype: str, count: int = 3) -> list[Any]:
+    return [jax.random.normal(key, SHAPE).astype(dtype) for key in jax.random.split(jax.random.key(0), count)]
+
+
+def difference(found: Any, expected: Any) -> float:
+    one, other = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
+
+
+@pytest.mark.parametrize("dtype", ALLOWED)
+def test_values_and_gradients(jax: Any, attend: Callable[..., Any], dtype: str) -> None:
+    query, key, value, grad_output = operands(jax, dtype, 4)
+
+    def both(backend: str) -> Any:
+        output, pull = jax.vjp(jax.jit(functools.partial(attend, backend=backend)), query, key, value)
+        return output, *pull(grad_output)
+
+    for found, expected in zip(both("gpu"), both("reference"), strict=True):
+        assert difference(found, expected) < ALLOWED[dtype]
+
+
+def test_vmap_is_one_launch_with_the_same_bits(
+    jax: Any, attend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = (jax.numpy.stack([array, -array, 2 * array]) for array in operands(jax, "bfloat16"))
+    expected = [attend(query[i], key[0], value[i]) for i in range(3)]
+    ready = importlib.import_module("cutlass_py_attn.jax.handler")._Ready
+    counted: list[int] = []
+    real = ready.__call__
+
+    def count(self: Any, *arguments: Any) -> None:
+        counted.append(1)
+        real(self, *arguments)
+
+    monkeypatch.setattr(ready, "__call__", count)
+    found = jax.jit(jax.vmap(attend, (0, None, 0)))(query, key[0], value)
+    assert bool((found == jax.numpy.stack(expected)).all())
+    assert len(counted) == 1
+
+
+def test_programs_that_xla_records_give_the_same_bits(jax: Any, attend: Callable[..., Any]) -> None:
+    """Eight calls, again and again, with buffers that move."""
+    query, key, value = operands(jax, "bfloat16")
+
+    def program(query: Any) -> Any:
+        for number in range(8):
+            query = query + 0.1 * attend(query, key * (number + 1), value)
+        return query
+
+    run = jax.jit(program)
+    first = run(query)
+    assert difference(first, program(query)) < 0.02, "XLA fuses what eager calls round in between"
+    kept = [run(query + 0) for _ in range(20)]
+    assert all(bool((found == first).all()) for found in kept)
+
+
+def test_exported_program_runs_in_another_process(jax: Any, attend: Callable[..., Any], tmp_path: Path) -> None:
+    arrays = operands(jax, "bfloat16")
+    checks = importlib.import_module("cutlass_py_attn.jax").export_checks()
+    program = jax.export.export(jax.jit(attend), disabled_checks=checks)(*arrays)
+    (tmp_path / "program").write_bytes(program.serialize())
+    arguments = [sys.executable, "-c", LOADER, str(tmp_path / "program"), str(tmp_path / "output.npy")]
+    subprocess.run(arguments, check=True, cwd=Path(__file__).resolve().parents[3])
+    assert (np.load(tmp_path / "output.npy") == np.asarray(jax.jit(attend)(*arrays), "f4")).all()

@@ -1,0 +1,152 @@
+"""Bench the host: what a call costs the CPU before it returns, with other addresses in each call; needs a GPU.
+
+python tools/bench_host.py [--kernels FOLDER] [--json]
+
+Few heads and short sequences: the stream is waited for between samples, never inside one, and never fills up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from cutlass_py_attn import driver
+from cutlass_py_attn.arrays import DeviceArray
+from cutlass_py_attn.artifact import Folder
+from cutlass_py_attn.attention import Gradients, attention_backward, attention_forward
+from cutlass_py_attn.launch import bind_problem
+from cutlass_py_attn.masks import Causal
+from cutlass_py_attn.problem import Problem, Shape
+
+CALLS: Final = 40  # of one sample
+SAMPLES: Final = 60
+SHAPE: Final = Shape(1, 128, 128, 2, 128, 128)
+NEW_SETS: Final = 256  # of addresses; a Bound remembers fewer
+STEP_BYTES: Final = 256  # from one set to the next
+DTYPES: Final = {"torch": ("bfloat16", "float32"), "cupy": ("bfloat16", "float32")}
+ALLOWED_US: Final = {"bound forward": 4.0, "bound backward": 8.0, "attention": 25.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Microseconds of host time for one call: the median and the least of the samples."""
+
+    what: str
+    dtype: str
+    median_us: float
+    least_us: float
+
+
+def measure(what: str, dtype: str, call: Callable[[], object], samples: int = SAMPLES, calls: int = CALLS) -> Row:
+    """Time `call`, warm."""
+    call()
+    call()
+    driver.call("cuCtxSynchronize")
+    found = []
+    for _ in range(samples):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append((time.perf_counter() - start) / calls * 1e6)
+        driver.call("cuCtxSynchronize")
+    return Row(what, dtype, statistics.median(found), min(found))
+
+
+def bound_rows(direction: str, dtype: str, kernels: Any) -> Iterator[Row]:
+    """Bound calls with other addresses each time: two sets in turn, or more than are remembered; then with the pool."""
+    stream = driver.new_stream()
+    problem = Problem.dense(direction, SHAPE, dtype, Causal())
+    bound = bind_problem(problem, kernels)
+    elements = max(math.prod(tensor.shape) for tensor in problem.tensors().values())
+    arrays = {
+        name: DeviceArray((elements + NEW_SETS * STEP_BYTES // 4,), "float32", 0, stream) for name in bound.tensor_names
+    }
+    sets = [{name: array.pointer + number * STEP_BYTES for name, array in arrays.items()} for number in range(NEW_SETS)]
+    space = DeviceArray((bound.workspace_bytes // 4,), "float32", 0, stream)
+    address = space.pointer or None
+    again, new = itertools.cycle(sets[:2]), itertools.cycle(sets)
+    yield measure(f"bound {direction}", dtype, lambda: bound(next(again), stream, workspace=address))
+    yield measure(f"bound {direction}, new addresses", dtype, lambda: bound(next(new), stream, workspace=address))
+    if address:
+        yield measure(f"bound {direction}, workspace of the pool", dtype, lambda: bound(next(again), stream))
+    driver.synchronise(stream)
+
+
+def library_rows(module: str, dtype: str, kernels: Any) -> Iterator[Row]:
+    """attention_forward and attention_backward of arrays of one library, on its current stream."""
+    library = importlib.import_module(module)
+    if module == "torch":
+        kind = getattr(library, dtype)
+        query, key, value = (library.randn(SHAPE.of(n), device="cuda").to(kind) for n in ("query", "key", "value"))
+        stream: Any = library.cuda.current_stream()
+    else:
+        from cutlass_py_attn.guests import numpy_dtype
+
+        kind = numpy_dtype(dtype)
+        query, key, value = (
+            library.random.standard_normal(SHAPE.of(n), dtype="f4").astype(kind) for n in ("query", "key", "value")
+        )
+        stream = library.cuda.get_current_stream()
+    options: dict[str, Any] = {"mask": Causal(), "kernels": kernels, "stream": stream}
+    output, logsumexp = attention_forward(query, key, value, **options)
+    yield measure(
+        f"attention_forward, {module}", dtype, lambda: attention_forward(query, key, value, **options), calls=20
+    )
+
+    def backward() -> Gradients:
+        return attention_backward(output, query, key, value, output, logsumexp, **options)
+
+    yield measure(f"attention_backward, {module}", dtype, backward, calls=20)
+
+
+def rows(kernels: Any) -> Iterator[Row]:
+    """Everything that can be measured here; a library that cannot be used is named on stderr."""
+    with driver.device(0).current():
+        for dtype in ("bfloat16", "float32"):
+            for direction in ("forward", "backward"):
+                yield from bound_rows(direction, dtype, kernels)
+        for module, dtype in ((module, dtype) for module, dtypes in DTYPES.items() for dtype in dtypes):
+            try:
+                yield from library_rows(module, dtype, kernels)
+            except ImportError as error:
+                print(f"{module}: {error}", file=sys.stderr)
+
+
+def allowed(row: Row) -> float | None:
+    """The microseconds that a call of this kind may take; None for those without a target."""
+    if "pool" in row.what:
+        return None
+    return next(limit for start, limit in ALLOWED_US.items() if row.what.startswith(start))
+
+
+def main() -> int:
+    """Measure and print; 1 where a median is above what is allowed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--kernels", type=Path, help="folder of a `cutlass-py-attn build`; nothing is compiled then")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments = parser.parse_args()
+    from cutlass_py_attn.attention import default_kernels
+
+    found = list(rows(Folder(arguments.kernels) if arguments.kernels else default_kernels()))
+    if arguments.json:
+        print(json.dumps([asdict(row) for row in found], indent=1))
+    else:
+        print(f"{'call':44} {'dtype':9} {'median':>8} {'least':>8} {'allowed':>8}   us on {driver.device(0).name}")
+        for row in found:
+            limit = allowed(row)
+            print(f"{row.what:44} {row.dtype:9} {row.median_us:8.2f} {row.least_us:8.2f} {limit or '':>8}")
+    return int(any(row.median_us > (allowed(row) or float("inf")) for row in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

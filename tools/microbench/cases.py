@@ -1,0 +1,139 @@
+"""Cases: the microbenchmarks as numbers: what a kernel is made of, its launch, and what one round of it is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Final
+
+from cutlass_py_attn.abi import Fields
+from cutlass_py_attn.gemm.gemm import WARPGROUP_THREADS, WARPGROUP_WARPS, Gemm
+
+ARCH: Final = "sm_90a"
+FIELDS: Final[Fields] = (("out", "i64"), ("data", "i64"), ("rounds", "i32"), ("blocks", "i32"))
+
+ITEM_BYTES: Final = 2
+DEPTH: Final = 64  # k of one group of wgmma: four instructions
+MULTIPLIERS: Final = 2  # warpgroups that multiply
+ROWS: Final = 64 * MULTIPLIERS
+LOADED_BYTES: Final = 64 * 1024  # that the warpgroup beside them reads, again and again
+FOOTPRINT: Final = 32 * 1024 * 1024  # global memory that is added to: stays in L2
+DATA_BYTES: Final = FOOTPRINT
+CHAINS: Final = 8  # independent values of a thread
+FUNCTION_THREADS: Final = 512
+VECTOR_BYTES: Final = 16
+LOADS: Final = 8  # vectors that a thread of that warpgroup has in flight
+TURN_BYTES: Final = LOADS * WARPGROUP_THREADS * VECTOR_BYTES  # that it reads between two looks at the flag
+FUNCTIONS: Final = {"ex2": 1, "ex2_f16x2": 2, "ex2_bf16x2": 2, "tanh": 1, "polynomial": 1}  # results of one call
+MIXED: Final = (1, 2, 3, 4)  # of a thread's eight exponentials, how many go by the polynomial
+COPIES: Final = (1, 4)  # in flight to the other block of a cluster: one shows how long it takes, more what arrives
+REDUCED_BYTES: Final = 16 * 1024
+IN_FLIGHT: Final = 3  # bulk reductions behind the newest one
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """One microbenchmark. kind: wgmma, red, function or dsmem; blocks: 0 for one on each SM; work: of one block in one
+    round, in `unit`; zeros: whether its operands are zero in place of normal random numbers.
+
+    columns, in_registers, beside: of wgmma n, whether A is in registers, and whether a warpgroup reads shared memory
+    meanwhile. variant: of red v4 or bulk, of a function its name. copies, copy_bytes: between blocks at once.
+    polynomials: of a thread's exponentials, those that go without the unit of exponentials.
+    """
+
+    name: str
+    kind: str
+    threads: int
+    work: int
+    unit: str
+    rounds: int
+    blocks: int = 0
+    cluster: int = 1
+    zeros: bool = False
+    columns: int = 0
+    in_registers: bool = False
+    beside: bool = False
+    variant: str = ""
+    copies: int = 0
+    copy_bytes: int = 0
+    polynomials: int = 0
+
+    @property
+    def symbol(self) -> str:
+        """Short name of the kernel, the same for cases that differ in their launch or operands alone."""
+        words = [self.kind, self.variant, f"n{self.columns}" if self.columns else "", "rs" if self.in_registers else ""]
+        words += ["beside" if self.beside else "", f"{self.copies}x{self.copy_bytes}" if self.copies else ""]
+        return "_".join(["micro", *filter(None, words)])
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Bytes from the start of shared memory: A, B, what is read beside them, and 64 bytes of flags and barriers."""
+        if self.kind == "wgmma":
+            a, b = ROWS * DEPTH * ITEM_BYTES, self.columns * DEPTH * ITEM_BYTES
+            return {"a": 0, "b": a, "loaded": a + b, "flags": a + b + LOADED_BYTES}
+        if self.kind == "red":
+            return {"a": 0, "flags": REDUCED_BYTES}
+        if self.kind == "dsmem":
+            return {"a": 0, "b": self.work, "flags": 2 * self.work}
+        return {"flags": 0}
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Dynamic shared memory of one block."""
+        return self.offsets["flags"] + 64
+
+    @property
+    def product(self) -> Gemm:
+        """C (128, columns) += A (128, 64) B, of two warpgroups."""
+        warps = MULTIPLIERS * WARPGROUP_WARPS, 1
+        return Gemm("micro", "C += A B", ROWS, self.columns, DEPTH, False, False, True, ITEM_BYTES, "hopper", warps)
+
+
+def wgmma(columns: int, in_registers: bool, beside: bool, zeros: bool = False) -> Micro:
+    """Two warpgroups that multiply, and one that reads shared memory where `beside`."""
+    words = [
+        "RS" if in_registers else "SS",
+        f"n {columns}",
+        "ld.shared beside" if beside else "",
+        "zeros" if zeros else "",
+    ]
+    return Micro(
+        "wgmma " + ", ".join(filter(None, words)),
+        "wgmma",
+        (MULTIPLIERS + beside) * WARPGROUP_THREADS,
+        2 * ROWS * columns * DEPTH,
+        "flop",
+        rounds=1 << 24 >> columns.bit_length(),
+        zeros=zeros,
+        columns=columns,
+        in_registers=in_registers,
+        beside=beside,
+    )
+
+
+def _reductions() -> list[Micro]:
+    found = []
+    for variant, threads, work in (("v4", 256, 256 * VECTOR_BYTES), ("bulk", 128, REDUCED_BYTES)):
+        for blocks in (1, 0):
+            name = f"red.{variant} f32, {'one SM' if blocks else 'all SMs'}"
+            rounds = (1 << 26) // work
+            found.append(Micro(name, "red", threads, work, "B", rounds, blocks, variant=variant))
+    return found
+
+
+def all_cases() -> list[Micro]:
+    """Every microbenchmark, in the order of the table."""
+    found = [wgmma(n, rs, beside) for rs in (False, True) for n in (32, 64, 128, 256) for beside in (False, True)]
+    found.append(wgmma(256, False, False, zeros=True))
+    found += _reductions()
+    for copies, size in product(COPIES, (8 * 1024, 16 * 1024)):
+        name, work = f"to the cluster's other SM, {copies} x {size // 1024} KiB", copies * size
+        found.append(Micro(name, "dsmem", 128, work, "B", 1 << 14, cluster=2, copies=copies, copy_bytes=size))
+    for variant, results in FUNCTIONS.items():
+        work = FUNCTION_THREADS * CHAINS * results
+        found.append(Micro(variant, "function", FUNCTION_THREADS, work, "op", 1 << 15, variant=variant))
+    for count in MIXED:
+        name = f"ex2, {count} of {CHAINS} by polynomial"
+        work, variant = FUNCTION_THREADS * CHAINS, f"mixed{count}"
+        found.append(Micro(name, "function", FUNCTION_THREADS, work, "op", 1 << 15, variant=variant, polynomials=count))
+    return found

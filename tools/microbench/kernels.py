@@ -1,0 +1,248 @@
+"""Kernels: one class for each kind of microbenchmark. Block 0 writes the clocks and the nanoseconds of its rounds."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.experimental.primitives as prim
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+
+from cutlass_py_attn.gemm.gemm import WARPGROUP_THREADS
+from cutlass_py_attn.gemm.mma_sync import Operands
+from cutlass_py_attn.gemm.wgmma import Wgmma, tile_at
+from cutlass_py_attn.parts import mixed_softmax, params
+from tools.microbench import cases
+from tools.microbench.cases import Micro
+
+Params = params.struct("MicroParams", cases.FIELDS)
+REGISTERS = (216, 72)  # of a thread that multiplies and of one that reads beside it
+SINK = 1024  # bytes from `out`: results that nobody reads, so that no work is left out
+
+
+class Kernel:
+    """What all kinds share: shared memory, the clocks around the rounds, and a place for results."""
+
+    def __init__(self, micro: Micro) -> None:
+        self.micro = micro
+
+    @cute.jit
+    def __call__(self, *values):
+        p = params.filled(Params, cases.FIELDS, values)
+        self.kernel.set_name_prefix(self.micro.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(p).launch(grid=(p.blocks, 1, 1), block=(self.micro.threads, 1, 1), min_blocks_per_mp=1)
+
+    def shared(self, name: str) -> cute.Pointer:
+        """A piece of shared memory, in bytes."""
+        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        return base + self.micro.offsets[name]
+
+    @cute.jit
+    def report(self, p: Any, thread: Int32, clocks: Int64, nanoseconds: Int64):
+        """Thread 0 of block 0 writes what passed since."""
+        block, _, _ = cute.arch.block_idx()
+        if block == 0 and thread == 0:
+            found = cute.make_tensor(params.pointer(p.out, Int64), cute.make_layout(2))
+            found[0] = cute.arch.clock64() - clocks
+            found[1] = cute.arch.globaltimer() - nanoseconds
+
+    def keep(self, p: Any, thread: Int32, value: Float32) -> None:
+        """Write a number whose making is to be measured."""
+        sink = cute.make_tensor(params.pointer(p.out + SINK, Float32), cute.make_layout(cases.FUNCTION_THREADS))
+        sink[thread] = value
+
+
+class Multiply(Kernel):
+    """wgmma from shared memory that is there already, two groups in flight."""
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        thread, _, _ = cute.arch.thread_idx()
+        self.fill(p, thread)
+        flag = cute.recast_ptr(self.shared("flags").align(16), dtype=Int32)
+        if thread == 0:
+            cute.arch.store(flag, Int32(0))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        if cutlass.const_expr(self.micro.beside):
+            if thread < cases.MULTIPLIERS * WARPGROUP_THREADS:
+                cute.arch.setmaxregister_increase(REGISTERS[0])
+                self.multiply(p, thread, flag)
+            else:
+                cute.arch.setmaxregister_decrease(REGISTERS[1])
+                self.read(p, thread - cases.MULTIPLIERS * WARPGROUP_THREADS, flag)
+        else:
+            self.multiply(p, thread, flag)
+
+    @cute.jit
+    def fill(self, p: Any, thread: Int32):
+        """Operands from `data`."""
+        words = self.micro.offsets["flags"] // 4
+        source = cute.make_tensor(params.pointer(p.data, Uint32), cute.make_layout(words))
+        target = cute.make_tensor(cute.recast_ptr(self.shared("a").align(16), dtype=Uint32), cute.make_layout(words))
+        for i in cutlass.range(thread, words, self.micro.threads, unroll=1):
+            target[i] = source[i]
+
+    @cute.jit
+    def multiply(self, p: Any, thread: Int32, flag: cute.Pointer):
+        """C += A B, again and again."""
+        self.bind(p, thread)
+        r_c = self.product.accumulator(thread)
+        r_c.fill(0.0)
+        clocks, nanoseconds = cute.arch.clock64(), cute.arch.globaltimer()
+        for _ in cutlass.range(p.rounds, unroll=1):
+            self.product.issue(r_c, self.parts)
+            self.product.wait(1)
+        self.product.wait()
+        self.report(p, thread, clocks, nanoseconds)
+        cute.arch.store(flag, Int32(1))
+        self.keep(p, thread, r_c.load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
+
+    def bind(self, p: Any, thread: Int32) -> None:
+        """The product and its operands: A in shared memory or in registers, B in shared memory."""
+        self.product = Wgmma(self.micro.product, "bfloat16")
+        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        s_a = tile_at(base, self.micro.offsets["a"], BFloat16, (cases.ROWS, cases.DEPTH))
+        s_b = tile_at(base, self.micro.offsets["b"], BFloat16, (self.micro.columns, cases.DEPTH))
+        left = self.left(p, thread) if self.micro.in_registers else self.product.a_operand(s_a, thread)
+        self.parts = Operands(left, self.product.b_operand(s_b))
+
+    def left(self, p: Any, thread: Int32) -> Any:
+        """A in registers, from `data`, laid out as the result of a product that is as wide as this one is deep."""
+        held = cute.make_rmem_tensor(cute.make_layout(((2, 2, cases.DEPTH // 8), 1, 1)), BFloat16)
+        flat = cute.make_layout(cute.size(held))
+        source = params.pointer(p.data, BFloat16) + cute.assume(thread * cute.size(held), divby=8)
+        cute.autovec_copy(cute.make_tensor(source, flat), cute.make_tensor(held.iterator, flat))
+        return self.product.from_registers(held)
+
+    @cute.jit
+    def read(self, p: Any, thread: Int32, flag: cute.Pointer):
+        """16 bytes a thread from another place each time, until the others have multiplied; the number of rounds goes
+        behind the clocks."""
+        loaded = cute.recast_ptr(self.shared("loaded").align(16), dtype=Float32)
+        pages = cases.LOADED_BYTES // cases.TURN_BYTES
+        held = cute.make_rmem_tensor((4, cases.LOADS), Float32)
+        total = Float32(0.0)
+        turn = Int32(0)
+        seen = cute.arch.load(flag, Int32, sem="relaxed", scope="cta")
+        while seen == 0:
+            place = (turn % pages) * (cases.TURN_BYTES // 4) + thread * 4
+            layout = cute.make_layout((4, cases.LOADS), stride=(1, 4 * WARPGROUP_THREADS))
+            cute.autovec_copy(cute.make_tensor(loaded + cute.assume(place, divby=4), layout), held)
+            total = total + held.load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            turn = turn + 1
+            seen = cute.arch.load(flag, Int32, sem="relaxed", scope="cta")
+        block, _, _ = cute.arch.block_idx()
+        if block == 0 and thread == 0:
+            cute.make_tensor(params.pointer(p.out, Int64), cute.make_layout(3))[2] = Int64(turn)
+        self.keep(p, thread, total)
+
+
+class Reduce(Kernel):
+    """float32 sums in global memory, by vectors from registers or in bulk from shared memory."""
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        clocks, nanoseconds = cute.arch.clock64(), cute.arch.globaltimer()
+        if cutlass.const_expr(self.micro.variant == "v4"):
+            for i in cutlass.range(p.rounds, unroll=4):
+                number = (Int64(i) * p.blocks + block) * self.micro.threads + thread
+                self.add_vector(params.pointer(p.data + self.inside(number * cases.VECTOR_BYTES), Float32))
+        else:
+            if thread == 0:
+                staged = cute.recast_ptr(self.shared("a").align(1024), dtype=Float32)
+                for i in cutlass.range(p.rounds, unroll=1):
+                    number = Int64(i) * p.blocks + block
+                    target = params.pointer(p.data + self.inside(number * cases.REDUCED_BYTES), Float32)
+                    prim.cp_reduce_async_bulk_global_shared_cta(
+                        target, staged, cases.REDUCED_BYTES, type=prim.CpReduceType.F32
+                    )
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(cases.IN_FLIGHT, read=True)
+                cute.arch.cp_async_bulk_wait_group(0)
+        self.report(p, thread, clocks, nanoseconds)
+
+    def inside(self, offset: Int64) -> Int64:
+        """The offset within what is added to."""
+        return offset & Int64(cases.FOOTPRINT - 1)
+
+    def add_vector(self, target: cute.Pointer) -> None:
+        """Add four numbers."""
+        one = Float32(1.0)
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+            read_only_args=[target, one, one, one, one],
+        )
+
+
+class Exchange(Kernel):
+    """Both blocks of a cluster copy from their shared memory to the other's."""
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        thread, _, _ = cute.arch.thread_idx()
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        barrier = cute.recast_ptr(self.shared("flags").align(16), dtype=Int64)
+        if thread == 0:
+            cute.arch.mbarrier_init(barrier, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        clocks, nanoseconds = cute.arch.clock64(), cute.arch.globaltimer()
+        if thread == 0:
+            theirs = prim.mapa(barrier, 1 - rank)
+            for i in cutlass.range(p.rounds, unroll=1):
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.micro.work)
+                for number in cutlass.range_constexpr(self.micro.copies):
+                    offset = number * self.micro.copy_bytes
+                    target = prim.mapa((self.shared("b") + offset).align(128), 1 - rank)
+                    source = (self.shared("a") + offset).align(128)
+                    prim.cp_async_bulk_shared_cluster_shared_cta(target, source, theirs, self.micro.copy_bytes)
+                cute.arch.mbarrier_wait(barrier, i % 2)
+        self.report(p, thread, clocks, nanoseconds)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+
+class Function(Kernel):
+    """Chains of one function, eight a thread."""
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        thread, _, _ = cute.arch.thread_idx()
+        source = cute.make_tensor(params.pointer(p.data, Float32), cute.make_layout(cases.CHAINS))
+        held = cute.make_rmem_tensor(cases.CHAINS, Float32)
+        for number in cutlass.range_constexpr(cases.CHAINS):
+            held[number] = source[number]
+        clocks, nanoseconds = cute.arch.clock64(), cute.arch.globaltimer()
+        for _ in cutlass.range(p.rounds, unroll=1):
+            for number in cutlass.range_constexpr(cases.CHAINS):
+                held[number] = self.of(held[number], number)
+        cute.arch.sync_threads()
+        self.report(p, thread, clocks, nanoseconds)
+        self.keep(p, thread, held.load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
+
+    def of(self, x: Float32, number: int) -> Float32:
+        """One result, or two in the halves of a word."""
+        single = {"ex2": "ex2.approx.ftz.f32", "tanh": "tanh.approx.f32"}
+        pairs = {"ex2_f16x2": "ex2.approx.f16x2", "ex2_bf16x2": "ex2.approx.ftz.bf16x2"}
+        variant = self.micro.variant
+        if self.micro.polynomials:
+            variant = "polynomial" if number < self.micro.polynomials else "ex2"
+        if variant in single:
+            text = f"{single[variant]} {{$w0}}, {{$r0}};"
+            return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[x])
+        if variant in pairs:
+            text = f"{pairs[variant]} {{$w0}}, {{$r0}};"
+            word = cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[x.bitcast(Uint32)])
+            return word.bitcast(Float32)
+        return mixed_softmax.exp2(x)
+
+
+KINDS = {"wgmma": Multiply, "red": Reduce, "dsmem": Exchange, "function": Function}
+
+
+def trace(micro: Micro) -> tuple[Any, tuple[Any, ...]]:
+    """The host function that launches this case's kernel, and arguments to compile it with."""
+    return KINDS[micro.kind](micro), params.representative(cases.FIELDS)

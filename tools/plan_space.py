@@ -1,0 +1,230 @@
+"""Plan space: which tiles could serve a case of the benchmark, and what rules each out before it is compiled.
+
+A tile is written {tile_m}x{tile_n}x{warps}[:{query_stages}[,{grad_output_stages}]][@{register usage level}]
+[c{column_block}], as in 64x128x16:3,2 or 64x64x8:3,3@5c256.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Final
+
+from cutlass_py_attn import budget, hopper, planner
+from cutlass_py_attn.bench_cases import Case
+from cutlass_py_attn.device import architecture
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.plan import Build
+from cutlass_py_attn.plan_table import Tile
+from cutlass_py_attn.problem import Problem
+
+FAMILIES: Final = ("hopper", "generic")
+ARCHS: Final = {"hopper": "sm_90a", "generic": "sm_90"}
+RESIDENT: Final = 256  # head dims beyond this are computed a block of columns at a time
+MAX_WGMMA_COLUMNS: Final = 256
+WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
+PV_DEPTH: Final = 16  # keys that one wgmma of 16 bits sums over
+_TILE: Final = re.compile(r"(\d+)x(\d+)x(\d+)(?::(\d+)(?:,(\d+))?)?(?:@(\d+))?(?:c(\d+))?")
+
+Axes = dict[str, tuple[int, ...]]
+
+_LEVELS: Final = (5, 3)
+# What is tried of each number of a Tile, by family, direction and whether the head is streamed.
+_GRIDS: Final[dict[tuple[str, str, bool], Axes]] = {
+    ("hopper", "forward", False): {
+        "tile_m": (128, 192),
+        "tile_n": (64, 80, 96, 112, 128, 144, 160, 176),
+        "warps": (12, 16),
+        "query_stages": (2, 3),
+    },
+    ("hopper", "backward", False): {
+        "tile_m": (64, 128),
+        "tile_n": (64, 128),
+        "warps": (16,),
+        "query_stages": (2, 3, 4),
+        "grad_output_stages": (1, 2, 3),
+        "register_usage_level": _LEVELS,
+    },
+    ("generic", "forward", False): {
+        "tile_m": (64, 128),
+        "tile_n": (32, 64, 96, 128),
+        "warps": (4, 8),
+        "register_usage_level": _LEVELS,
+    },
+    ("generic", "backward", False): {
+        "tile_m": (32, 64, 128),
+        "tile_n": (32, 64, 96, 128),
+        "warps": (4, 8),
+        "query_stages": (1, 2),
+        "grad_output_stages": (1, 2),
+        "register_usage_level": _LEVELS,
+    },
+    ("generic", "forward", True): {
+        "tile_m": (64,),
+        "tile_n": (64, 128),
+        "warps": (8,),
+        "query_stages": (2, 3, 4, 5),
+        "column_block": (128, 256, 512),
+    },
+    ("generic", "backward", True): {
+        "tile_m": (32, 64),
+        "tile_n": (64,),
+        "warps": (8,),
+        "query_stages": (2, 3, 4, 5),
+        "grad_output_stages": (2, 3, 4, 5),
+        "column_block": (128, 256, 512),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One tile for one direction of a case. why_not is empty where nothing rules it out before it is compiled; is_row:
+    whether it is a row of the plan table that the planner would take."""
+
+    build: Build
+    why_not: tuple[str, ...] = ()
+    is_row: bool = False
+
+    @property
+    def name(self) -> str:
+        """The tile as text."""
+        return name_of(self.build)
+
+
+def name_of(build: Build) -> str:
+    """The text of the tile that gives this build."""
+    return text_of(
+        Tile(
+            build.tile_m,
+            build.tile_n,
+            build.warps,
+            build.query_stages,
+            build.grad_output_stages,
+            build.register_usage_level,
+            column_block=build.column_block,
+        )
+    )
+
+
+def text_of(tile: Tile) -> str:
+    """Every number of a tile, in the form that `parse_tile` reads."""
+    block = f"c{tile.column_block}" if tile.column_block else ""
+    stages = f":{tile.query_stages},{tile.grad_output_stages}"
+    return f"{tile.tile_m}x{tile.tile_n}x{tile.warps}{stages}@{tile.register_usage_level}{block}"
+
+
+def parse_tile(text: str) -> Tile:
+    """The tile of such a text, what it leaves out as in a Tile; NotSupported shows the form."""
+    found = _TILE.fullmatch(text)
+    if found is None:
+        raise NotSupported(
+            f"tile {text!r}: must be like 64x128x16:3,2 or 64x64x8:3,3@5c256 (query rows, key rows, warps, stages of "
+            "query and of grad_output, register usage level, column block); correct it"
+        )
+    names = "tile_m", "tile_n", "warps", "query_stages", "grad_output_stages", "register_usage_level", "column_block"
+    given: dict[str, Any] = {
+        name: int(number) for name, number in zip(names, found.groups(), strict=True) if number is not None
+    }
+    return replace(Tile(0, 0, 0), **given)
+
+
+def searched(case: Case, direction: str, family: str) -> Problem:
+    """The problem whose tiles are searched; NotSupported where this family has no kernel to search for it."""
+    if direction not in case.directions:
+        raise NotSupported(f"case {case.name!r}: has no {direction}; search its {', '.join(case.directions)}")
+    problem = case.problem(direction)
+    problem.check()
+    lacking = hopper.lacking(problem) if family == "hopper" else ()
+    if lacking:
+        raise NotSupported(
+            f"case {case.name!r} {direction}: the Hopper family takes no {', '.join(lacking)}; use --family generic"
+        )
+    if any(build.family == "decode" for build in planner.builds(problem, ARCHS["generic"])):
+        raise NotSupported(f"case {case.name!r}: decode kernels serve it, whose tiles are not searched; leave it out")
+    return problem
+
+
+def grid(problem: Problem, family: str) -> Iterator[Tile]:
+    """Every tile of the default grid."""
+    widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
+    axes = _GRIDS[family, problem.direction, family == "generic" and widest > RESIDENT]
+    for numbers in product(*axes.values()):
+        named: dict[str, Any] = dict(zip(axes, numbers, strict=True))
+        yield replace(Tile(0, 0, 0), **named)
+
+
+def candidates(problem: Problem, family: str, arch: str, given: Sequence[Tile] = ()) -> list[Candidate]:
+    """The rows of the plan table that the planner takes, in its order, then `given` or the default grid: each build
+    once."""
+    rows = [Candidate(build, is_row=True) for build in planner.builds(problem, arch) if build.family == family]
+    tried = (_candidate(problem, family, arch, tile) for tile in given or grid(problem, family))
+    found: dict[Build, Candidate] = {}
+    for one in (*rows, *tried):
+        found.setdefault(one.build, one)
+    return list(found.values())
+
+
+def _candidate(problem: Problem, family: str, arch: str, tile: Tile) -> Candidate:
+    build = planner._build(problem, arch, tile, family)
+    found = _hopper_objections(build) if family == "hopper" else ()
+    return Candidate(build, (*found, *budget.objections(build, architecture(arch))))
+
+
+def _hopper_objections(build: Build) -> Iterator[str]:
+    """What the Hopper kernels' division of a block into warpgroups does not allow."""
+    kernel = importlib.import_module(f"cutlass_py_attn.fused.hopper_{build.kind}")
+    others = hopper.LOADERS + (hopper.DQ_WARPGROUPS if build.kind == "backward" else 0)
+    consumers = build.warps // WARPGROUP_WARPS - others
+    if build.kind == "backward":
+        registers = {kernel.CONSUMERS: kernel.REGISTERS[-1]}
+        rules = tuple(_backward_rules(build, consumers))
+    else:
+        registers = {count: held for count, (_, held) in kernel.REGISTERS.items()}
+        rules = (
+            ("tile_m", build.tile_m == consumers * WARPGROUP_ROWS, f"each warpgroup owns {WARPGROUP_ROWS} rows"),
+            ("tile_n", build.tile_n % PV_DEPTH == 0, f"P V sums over {PV_DEPTH} keys at once"),
+            ("tile_n", build.tile_n <= MAX_WGMMA_COLUMNS, f"wgmma has up to {MAX_WGMMA_COLUMNS} columns"),
+        )
+    if consumers not in registers:
+        yield f"warps = {build.warps}: the kernel has registers for {_listed(registers)} warpgroups that multiply"
+        return
+    yield from (f"{name} = {getattr(build, name)}: {why}" for name, is_met, why in rules if not is_met)
+    needed, allowed = held_registers(build), registers[consumers]
+    if needed >= allowed:
+        yield f"accumulators = {needed} registers a thread: the warpgroups that hold them have {allowed}"
+
+
+def _backward_rules(build: Build, consumers: int) -> Iterator[tuple[str, bool, str]]:
+    """(field, whether it is as the Hopper backward needs it, why)."""
+    yield "query_stages", build.query_stages > 1, "a slot is held until the next tile is multiplied"
+    if _is_wide(build):
+        yield "tile_m", build.tile_m == WARPGROUP_ROWS, f"dQ of both blocks is {WARPGROUP_ROWS} rows"
+        yield "tile_n", build.tile_n == WARPGROUP_ROWS, f"a warpgroup has one gradient of {WARPGROUP_ROWS} keys"
+        return
+    yield "tile_m", build.tile_m % WARPGROUP_ROWS == 0, f"dQ leaves by {WARPGROUP_ROWS} rows"
+    yield "tile_n", build.tile_n == consumers * WARPGROUP_ROWS, f"each warpgroup of the keys owns {WARPGROUP_ROWS}"
+
+
+def _is_wide(build: Build) -> bool:
+    return max(build.head_dim, build.head_dim_value) > hopper.KEPT_BY_ONE
+
+
+def held_registers(build: Build) -> int:
+    """Registers that a thread of a Hopper kernel's multiplying warpgroups holds for accumulators and 16-bit weights at
+    the same time."""
+    threads = build.scores[0] * WARP_THREADS
+    if build.kind == "backward" and _is_wide(build):
+        widest = max(build.columns, build.columns_value)
+        return build.tile_n * (build.tile_m + build.tile_m // 2 + widest) // threads
+    if build.kind == "forward":
+        return build.tile_m * (build.tile_n + build.tile_n // 2 + build.columns_value) // threads
+    return build.tile_n * (2 * build.tile_m + build.columns + build.columns_value) // threads
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return " or ".join(map(str, numbers))
