@@ -129,7 +129,8 @@ class HopperBackward(Backward):
 
     def turns(self, p: Any) -> Int32:
         """How many key tiles this block takes."""
-        return schedule.turns(self.total(p), *self.place())
+        block, blocks = self.place()
+        return schedule.turns(self.total(p), block, blocks)
 
     def work(self, p: Any, turn: Int32) -> tuple[Any, Any, Any, Any, Any]:
         """Of this block's turn: (sequence, key head, key tile, first and end of its query tiles), at least one."""

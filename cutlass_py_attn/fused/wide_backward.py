@@ -40,7 +40,7 @@ from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, columns_of, row_view, tile_at
 from cutlass_py_attn.hopper import loaded_tiles
-from cutlass_py_attn.parts import lengths, moves, params, pipes
+from cutlass_py_attn.parts import lengths, moves, params, pipes, schedule
 from cutlass_py_attn.parts.integers import ceil_div, larger
 from cutlass_py_attn.parts.pipes import arrive, before
 from cutlass_py_attn.parts.quads import store_rows
@@ -111,11 +111,10 @@ class WideBackward(HopperBackward):
         """The full and empty barriers of query, grad_output, key, value and dS."""
         build = self.build
         statistics = build.tile_m * F32_BYTES
-        other_key = build.buffer("other_key").bytes
         users = {
             "query": (build.query_stages, BLOCKS * 2 * WARPGROUP_WARPS, statistics),
             "grad_output": (build.grad_output_stages, 3 * WARPGROUP_WARPS + WARPGROUP_THREADS, statistics),
-            "key": (1, 2 * WARPGROUP_WARPS, other_key),
+            "key": (1, 2 * WARPGROUP_WARPS, build.buffer("other_key").bytes),
             "value": (1, WARPGROUP_WARPS, 0),
         }
         (self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v), barriers = pipes.loaded(build, users)
@@ -130,6 +129,10 @@ class WideBackward(HopperBackward):
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         return block // BLOCKS, blocks // BLOCKS
+
+    def turns(self, p: Any) -> Int32:
+        """How many pairs of key tiles this cluster takes."""
+        return schedule.turns(self.total(p), *self.place())
 
     def work(self, p: Any, turn: Int32) -> tuple[Any, Any, Any, Any, Any]:
         """Of this cluster's turn: (sequence, key head, this block's key tile, first and end of the query tiles of
