@@ -10,7 +10,7 @@ from cutlass_py_attn.gemm.plans import MAX_HEAD_DIM, swizzle_bytes
 from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.plan import Build, Launch, TensorMap
 from cutlass_py_attn.problem import BIASES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
-from cutlass_py_attn.shared_memory import hopper_keeps_both
+from cutlass_py_attn.shared_memory import is_wide_backward
 
 # Those that its kernels have, by direction.
 FEATURES = {
@@ -119,8 +119,7 @@ def grid(shape: Shape, build: Build, num_sms: int) -> tuple[int, int, int]:
 
 def cluster(build: Build) -> int:
     """Blocks of the main kernel that run together."""
-    is_alone = (build.kind, build.family) != ("backward", "hopper") or hopper_keeps_both(build)
-    return 1 if is_alone else 2
+    return 2 if is_wide_backward(build) else 1
 
 
 def why(build: Build) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from cutlass_py_attn import abi
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import Build
-from cutlass_py_attn.shared_memory import hopper_keeps_both
+from cutlass_py_attn.shared_memory import is_wide_backward
 
 Trace = tuple[Callable[..., Any], tuple[object, ...]]
 
@@ -61,8 +61,7 @@ def trace(build: Build) -> Trace:
 def _form(build: Build) -> tuple[str, ...]:
     if build.column_block:
         return ("streamed",)
-    is_wide = build.kind == "backward" and build.family == "hopper" and not hopper_keeps_both(build)
-    return ("wide",) if is_wide else ()
+    return ("wide",) if is_wide_backward(build) else ()
 
 
 def entries(build: Build) -> dict[str, str]:

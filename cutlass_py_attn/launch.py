@@ -69,7 +69,7 @@ class Bound:
             addresses = ()
         if len(pointers) != len(addresses) or (workspace is not None and (workspace <= 0 or workspace & _LOW_BITS)):
             self._check(pointers, workspace)
-        handle = stream if type(stream) is int and stream >= 0 else driver.stream_handle(stream)
+        handle = driver.stream_handle(stream)
         if not self._starters:
             return
         with self._lock:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from cutlass_py_attn.device import architecture
-from cutlass_py_attn.parts.integers import round_up
+from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.parts.streaming import even_chunk
 from cutlass_py_attn.plan import F32_ROW_PADDING, Buffer, Build
 from cutlass_py_attn.problem import F32_BYTES, ITEM_BYTES
@@ -64,7 +64,7 @@ def shared_memory_map(build: Build) -> tuple[Buffer, ...]:
     if build.family == "hopper":
         if build.kind == "forward":
             return _hopper_forward(build)
-        return _hopper_backward(build) if hopper_keeps_both(build) else _wide_backward(build)
+        return _wide_backward(build) if is_wide_backward(build) else _hopper_backward(build)
     return _forward(build) if build.kind == "forward" else _backward(build)
 
 
@@ -120,9 +120,10 @@ def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
     )
 
 
-def hopper_keeps_both(build: Build) -> bool:
-    """Whether a warpgroup of the Hopper backward keeps dK and dV of its keys; else each of two keeps one of them."""
-    return build.tile_n == 128
+def is_wide_backward(build: Build) -> bool:
+    """Whether this is the Hopper backward in clusters, of whose warpgroups one keeps dK and another dV of 64 keys; in
+    the other one a warpgroup keeps both."""
+    return (build.kind, build.family) == ("backward", "hopper") and build.tile_n != 128
 
 
 def _wide_backward(build: Build) -> tuple[Buffer, ...]:
@@ -155,7 +156,7 @@ def _wide_backward_with(build: Build, scores: int) -> tuple[Buffer, ...]:
 def shared_columns(build: Build) -> int:
     """Columns of dQ that the first block of a cluster adds to, in whole pieces; the second has no more."""
     _, columns = grad_query_piece(build)
-    return -(-build.columns // (2 * columns)) * columns
+    return ceil_div(build.columns, 2 * columns) * columns
 
 
 def grad_query_piece(build: Build) -> tuple[int, int]:
