@@ -16,12 +16,11 @@ from cutlass_py_attn.shared_memory import is_wide_backward
 FEATURES = {
     "forward": ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
     "backward": ("alibi", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
+    "wide backward": ("grouped",),
 }
 # See `_ragged_map`: rows of a tensor map over sequences of several lengths, and bytes of the whole address space.
 RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64
 KEPT_BY_ONE = 128  # head dims up to which a warpgroup of the backward has registers for dK and dV of 64 keys
-WIDE_HEADS = ((192, 128), (192, 192), (256, 256))  # wider ones with a kernel that has run, by both head dims
-WIDE_FORMS = ("full", "causal")  # of the mask
 KEYS_OF_WARPGROUP = 64  # of the backward's key tile
 DQ_WARPGROUPS, LOADERS = 1, 1  # of the backward's warpgroups, those that multiply dQ and that load
 
@@ -31,7 +30,7 @@ def lacking(problem: Problem) -> tuple[str, ...]:
     shape = problem.shape
     backward = problem.direction == "backward"
     is_wide = backward and max(shape.head_dim, shape.head_dim_value) > KEPT_BY_ONE
-    taken = () if is_wide else FEATURES[problem.direction]
+    taken = FEATURES["wide backward" if is_wide else problem.direction]
     found = [name for name in problem.features if name not in taken]
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
@@ -39,7 +38,7 @@ def lacking(problem: Problem) -> tuple[str, ...]:
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
         f"head dims beyond {MAX_HEAD_DIM}": max(shape.head_dim, shape.head_dim_value) > MAX_HEAD_DIM,
-        **_lacking_wide(problem, is_wide),
+        f"deterministic gradients with head dims beyond {KEPT_BY_ONE}": is_wide and problem.deterministic,
         "rows aligned to less than 16 bytes": any(
             tensor.access_bytes < ROW_ALIGNMENT_BYTES
             for name, tensor in problem.tensors().items()
@@ -49,17 +48,6 @@ def lacking(problem: Problem) -> tuple[str, ...]:
         "strides of 0 or less": any(step <= 0 for name in _read(problem) for step in _strides(getattr(problem, name))),
     }
     return (*found, *(name for name, is_present in present.items() if is_present))
-
-
-def _lacking_wide(problem: Problem, is_wide: bool) -> dict[str, bool]:
-    dims = problem.shape.head_dim, problem.shape.head_dim_value
-    listed = ", ".join(f"{dim}/{dim_value}" for dim, dim_value in WIDE_HEADS)
-    return {
-        f"head dims beyond {KEPT_BY_ONE} other than {listed}": is_wide and dims not in WIDE_HEADS,
-        f"windows with head dims beyond {KEPT_BY_ONE}": is_wide and problem.mask.form not in WIDE_FORMS,
-        f"deterministic gradients with head dims beyond {KEPT_BY_ONE}": is_wide and problem.deterministic,
-        f"float16 with head dims beyond {KEPT_BY_ONE}": is_wide and problem.dtype == "float16",
-    }
 
 
 def _read(problem: Problem) -> tuple[str, ...]:
