@@ -132,7 +132,8 @@ class WideBackward(HopperBackward):
         the query and grad_output tiles that see them."""
         build = self.build
         at_q, at_do, at_kv = self.states(pipeline.PipelineUserType.Producer)
-        for mine in cutlass.range(self.items.turns(p), unroll=1):
+        mine = Int32(0)
+        while self.items.is_left(p, mine):
             item = self.items.taken(p, mine, self.rank())
             of, key_tile = item.of, item.tile
             key_place = (key_tile * build.tile_n, item.head, of.batch)
@@ -152,6 +153,7 @@ class WideBackward(HopperBackward):
                 at_do.advance()
                 head, query_tile = self.next_place(item, head, query_tile)
             at_kv.advance()
+            mine = mine + 1
 
     @cute.jit
     def fetch_other_key(self, source: Any, at: tuple, state: Any):
@@ -196,7 +198,8 @@ class WideBackward(HopperBackward):
         _, _, at_kv = self.states(pipeline.PipelineUserType.Consumer)
         (at,) = pipes.states(pipeline.PipelineUserType.Consumer, self.slots)
         s_ds, s_other = self.scores_ring("p_ds"), self.scores_ring("other_ds")
-        for mine in cutlass.range(self.items.turns(p), unroll=1):
+        mine = Int32(0)
+        while self.items.is_left(p, mine):
             item = self.items.taken(p, mine, self.rank())
             self.pipe_k.consumer_wait(at_kv)
             head, query_tile = self.first_place(p, item)
@@ -211,6 +214,7 @@ class WideBackward(HopperBackward):
                 head, query_tile = self.next_place(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             at_kv.advance()
+            mine = mine + 1
 
     def release(self, pipe: Any, slot: Int32) -> None:
         """A warp gives a slot back in both blocks."""
@@ -238,7 +242,8 @@ class WideBackward(HopperBackward):
         at_q, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
         (at_p,) = pipes.states(pipeline.PipelineUserType.Producer, self.slots)
         r_dv, r_s, r_lse = self.dv.accumulator(thread), self.scores.accumulator(thread), self.statistics()
-        for mine in cutlass.range(self.items.turns(p), unroll=1):
+        mine = Int32(0)
+        while self.items.is_left(p, mine):
             item = self.items.taken(p, mine, self.rank())
             rounds = larger(self.rounds(p, item.first, item.end), 1)
             r_dv.fill(0.0)
@@ -284,6 +289,7 @@ class WideBackward(HopperBackward):
             self.release(self.pipe_do, before(at, build.grad_output_stages))
             at_kv.advance()
             self.store(p, "grad_value", r_dv, self.items.taken(p, params.again(mine), self.rank()), thread)
+            mine = mine + 1
 
     @cute.jit
     def differentiate(self, p: Any, thread: Int32):
@@ -293,7 +299,8 @@ class WideBackward(HopperBackward):
         at_q, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
         (at_ds,) = pipes.states(pipeline.PipelineUserType.Consumer, self.slots)
         r_dk, r_dp, r_delta = self.dk.accumulator(thread), self.dp.accumulator(thread), self.statistics()
-        for mine in cutlass.range(self.items.turns(p), unroll=1):
+        mine = Int32(0)
+        while self.items.is_left(p, mine):
             item = self.items.taken(p, mine, self.rank())
             rounds = larger(self.rounds(p, item.first, item.end), 1)
             r_dk.fill(0.0)
@@ -341,6 +348,7 @@ class WideBackward(HopperBackward):
             at_kv.advance()
             r_dk.store(r_dk.load() * p.scale)
             self.store(p, "grad_key", r_dk, self.items.taken(p, params.again(mine), self.rank()), thread)
+            mine = mine + 1
 
     def meet(self) -> None:
         """The threads of the warpgroup that differentiates wait for each other."""
