@@ -11,11 +11,11 @@ share of the columns. So each tile is read, and each sum added to, once for 128 
     the third        7 dQ = dS K                                               beside all of them
 
     pipe         full: arrivals             empty: arrivals                                       slots
-    query        TMA of both, logsumexp     of both blocks 4 warps behind the next 1 and 4        query_stages
-                                            behind 6
+    query        TMA of both, logsumexp     of both blocks 4 warps behind 6 and 4 behind the      query_stages
+                                            next 1; of this one all threads behind 1
     grad_output  TMA of both, delta         of both blocks 4 warps behind 5 and 4 behind the      grad_output_stages
                                             next 3; of this one all threads behind 3
-    dS           4 warps, the other's dS    of both blocks 4 warps behind 7                       1 or 2
+    dS           128 threads, the other's   of both blocks 4 warps behind 7                       1 or 2
     key          TMA                        4 warps behind the last 1, 4 behind the last 7        1
     value        TMA                        4 warps behind the last 3                             1
     P            a named barrier for each slot of dS, in whose place it comes
@@ -114,13 +114,13 @@ class WideBackward(HopperBackward):
         statistics = build.tile_m * F32_BYTES
         other_key = build.buffer("other_key").bytes
         users = {
-            "query": (build.query_stages, TOGETHER * 2 * WARPGROUP_WARPS, statistics),
+            "query": (build.query_stages, 3 * WARPGROUP_WARPS + WARPGROUP_THREADS, statistics),
             "grad_output": (build.grad_output_stages, 3 * WARPGROUP_WARPS + WARPGROUP_THREADS, statistics),
             "key": (1, 2 * WARPGROUP_WARPS, other_key),
             "value": (1, WARPGROUP_WARPS, 0),
         }
         (self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v), barriers = pipes.loaded(build, users)
-        self.pipe_ds = pipes.handed_over(self.slots, WARPGROUP_WARPS, TOGETHER * WARPGROUP_WARPS, barriers)
+        self.pipe_ds = pipes.handed_over(self.slots, WARPGROUP_THREADS, TOGETHER * WARPGROUP_WARPS, barriers)
 
     def rank(self) -> Int32:
         """This block's place in its cluster."""
@@ -281,7 +281,8 @@ class WideBackward(HopperBackward):
                 at.advance()
                 self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.scores.wait(self.dv.groups)
-                self.release(self.pipe_q, last)
+                self.release_there(self.pipe_q, last)
+                cute.arch.mbarrier_arrive(self.pipe_q.sync_object_empty.get_barrier(last))  # as release_grad_output
                 r_s.store(r_next.load())
                 head, query_tile = self.next_place(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
@@ -356,7 +357,8 @@ class WideBackward(HopperBackward):
 
     @cute.jit
     def send(self, slot: Int32, thread: Int32):
-        """Copy dS to the other block, and say here that it is there and that the other's is on its way."""
+        """Copy dS to the other block, and say here that it is there and that the other's is on its way. Every thread
+        says so: that P has been read in its place is thereby known, to racecheck too."""
         full = self.pipe_ds.sync_object_full.get_barrier(slot)
         if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
             base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
@@ -366,16 +368,14 @@ class WideBackward(HopperBackward):
             )
             there = self.rank() ^ 1
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.tile_bytes)
+                cute.arch.mbarrier_expect_tx(full, self.tile_bytes)
                 prim.cp_async_bulk_shared_cluster_shared_cta(
                     cute.arch.map_dsmem_ptr(target, there),
                     source,
                     cute.arch.map_dsmem_ptr(full, there),
                     self.tile_bytes,
                 )
-        else:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(full)
+        cute.arch.mbarrier_arrive(full)
 
     def words_of(self, values: cute.Tensor) -> cute.Tensor:
         """16-bit registers as vectors of words: (word, vector)."""
