@@ -76,8 +76,8 @@ def loaded_tiles(build: Build) -> dict[str, tuple[int, int]]:
     """(rows, columns) of the tiles that TMA brings, by operand, in the order of the kernel's tensor maps."""
     if build.kind == "backward":
         return {
-            "query": (build.tile_m, build.columns),
-            "grad_output": (build.tile_m, build.columns_value),
+            "query": (build.block_queries, build.columns),
+            "grad_output": (build.block_queries, build.columns_value),
             "key": (build.tile_n, build.columns),
             "value": (build.tile_n, build.columns_value),
         }

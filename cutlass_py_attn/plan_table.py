@@ -19,7 +19,8 @@ from cutlass_py_attn.problem import Problem
 class Tile:
     """One row: query rows, key rows, warps, stages of query and grad_output (0: the kernel has none), ptxas's
     register usage level (5 is its own choice), and targets for which ptxas spills whatever the level.
-    column_block: columns of the head that a block accumulates where it cannot hold all; 0 for all."""
+    column_block: columns of the head that a block accumulates where it cannot hold all; 0 for all.
+    query_block: query rows whose scores a thread of the Hopper backward holds at once; 0 for all of the tile."""
 
     tile_m: int
     tile_n: int
@@ -29,6 +30,7 @@ class Tile:
     register_usage_level: int = 5
     not_on: tuple[str, ...] = ()
     column_block: int = 0
+    query_block: int = 0
 
 
 _Table = Mapping[int, tuple[Tile, ...]]  # by the widest padded head dim that the rows serve
@@ -140,6 +142,7 @@ _HELD = {"alibi", "bias", "dropout"}
 _HOPPER_BACKWARD: _Table = {
     64: (Tile(128, 128, 16, 3, 2),),
     128: (Tile(64, 128, 16, 3, 2),),
+    160: (Tile(64, 128, 16, 4, 4, query_block=32), Tile(64, 64, 16, 2, 2)),
     256: (Tile(64, 64, 16, 2, 2),),
 }
 HOPPER: dict[str, _Table] = {
