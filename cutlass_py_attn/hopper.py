@@ -9,6 +9,7 @@ from cutlass_py_attn.gemm.gemm import WARPGROUP_WARPS
 from cutlass_py_attn.gemm.plans import MAX_HEAD_DIM, swizzle_bytes
 from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.plan import Build, Launch, TensorMap
+from cutlass_py_attn.plan_table import KEPT_IN_BLOCKS, kept_in_blocks
 from cutlass_py_attn.problem import BIASES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
 from cutlass_py_attn.shared_memory import is_wide_backward
 
@@ -17,10 +18,11 @@ FEATURES = {
     "forward": ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
     "backward": ("alibi", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
 }
+NOT_IN_BLOCKS = ("dropout",)  # of the backward's, where query tiles are worked in blocks
 # See `_ragged_map`: rows of a tensor map over sequences of several lengths, and bytes of the whole address space.
 RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64
-KEPT_BY_ONE = 128  # head dims up to which a warpgroup of the backward has registers for dK and dV of 64 keys
-WIDE_HEADS = ((192, 128), (192, 192), (256, 256))  # wider ones with a kernel that has run, by both head dims
+KEPT_BY_ONE = 128  # head dims up to which a warpgroup of the backward has registers for dK, dV and scores of 64 keys
+WIDE_HEADS = ((192, 192), (256, 256))  # wider ones with a kernel that has run, by both head dims
 WIDE_FORMS = ("full", "causal")  # of the mask
 KEYS_OF_WARPGROUP = 64  # of the backward's key tile
 DQ_WARPGROUPS, LOADERS = 1, 1  # of the backward's warpgroups, those that multiply dQ and that load
@@ -30,9 +32,10 @@ def lacking(problem: Problem) -> tuple[str, ...]:
     """What this problem has that the family does not; empty where it takes the problem."""
     shape = problem.shape
     backward = problem.direction == "backward"
-    is_wide = backward and max(shape.head_dim, shape.head_dim_value) > KEPT_BY_ONE
+    in_blocks = backward and kept_in_blocks(shape)
+    is_wide = backward and max(shape.head_dim, shape.head_dim_value) > KEPT_BY_ONE and not in_blocks
     taken = () if is_wide else FEATURES[problem.direction]
-    found = [name for name in problem.features if name not in taken]
+    found = [name for name in problem.features if name not in taken or (in_blocks and name in NOT_IN_BLOCKS)]
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
@@ -53,7 +56,7 @@ def lacking(problem: Problem) -> tuple[str, ...]:
 
 def _lacking_wide(problem: Problem, is_wide: bool) -> dict[str, bool]:
     dims = problem.shape.head_dim, problem.shape.head_dim_value
-    listed = ", ".join(f"{dim}/{dim_value}" for dim, dim_value in WIDE_HEADS)
+    listed = ", ".join(f"{dim}/{dim_value}" for dim, dim_value in (KEPT_IN_BLOCKS, *WIDE_HEADS))
     return {
         f"head dims beyond {KEPT_BY_ONE} other than {listed}": is_wide and dims not in WIDE_HEADS,
         f"windows with head dims beyond {KEPT_BY_ONE}": is_wide and problem.mask.form not in WIDE_FORMS,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cutlass_py_attn.parts.integers import ceil_div
-from cutlass_py_attn.problem import Problem
+from cutlass_py_attn.problem import Problem, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Tile:
 _Table = Mapping[int, tuple[Tile, ...]]  # by the widest padded head dim that the rows serve
 
 NARROW = 128  # head dims whose tiles of the 16-bit backward have 128 keys
+KEPT_IN_BLOCKS = 192, 128  # wider head_dim and head_dim_value for which the Hopper backward's still do
 _BLACKWELL = ("sm_100", "sm_120")
 _FORWARD_16: _Table = {
     64: (Tile(128, 128, 4, not_on=_BLACKWELL), Tile(128, 64, 4)),
@@ -142,14 +143,15 @@ _HELD = {"alibi", "bias", "dropout"}
 _HOPPER_BACKWARD: _Table = {
     64: (Tile(128, 128, 16, 3, 2),),
     128: (Tile(64, 128, 16, 3, 2),),
-    160: (Tile(64, 128, 16, 4, 4, query_block=32), Tile(64, 64, 16, 2, 2)),
     256: (Tile(64, 64, 16, 2, 2),),
 }
+_HOPPER_BACKWARD_BLOCKS: _Table = {192: (Tile(64, 128, 16, 4, 4, query_block=32),)}  # dK and dV leave few registers
 HOPPER: dict[str, _Table] = {
     "forward": _HOPPER_FORWARD,
     "forward held": _HOPPER_FORWARD_HELD,
     "forward local": _HOPPER_FORWARD_LOCAL,
     "backward": _HOPPER_BACKWARD,
+    "backward blocks": _HOPPER_BACKWARD_BLOCKS,
 }
 # Of the decode kernels, by the wider of both head dims; rows of queries and heads, and stages of each warp's ring.
 _DECODE_16: _Table = {
@@ -205,12 +207,19 @@ def hopper_place(problem: Problem) -> tuple[str, int]:
     """Where this problem's rows stand in HOPPER: the name of the table and the widest head dim they serve."""
     if problem.direction == "backward":
         name, served = "backward", _held(problem)
+        name += " blocks" if kept_in_blocks(problem.shape) else ""
     elif _HELD & set(problem.features):
         name, served = "forward held", problem.shape.head_dim_value
     else:
         name = "forward local" if problem.mask.form == "local" else "forward"
         served = problem.shape.head_dim_value
     return name, min(size for size in HOPPER[name] if size >= served)
+
+
+def kept_in_blocks(shape: Shape) -> bool:
+    """Whether these head dims leave the Hopper backward registers for a part of a query tile's scores only."""
+    dims = shape.head_dim, shape.head_dim_value
+    return max(dims) > NARROW and all(dim <= most for dim, most in zip(dims, KEPT_IN_BLOCKS, strict=True))
 
 
 def decode_tiles(problem: Problem) -> tuple[Tile, ...]:

@@ -3,7 +3,8 @@
 A block stays on its SM and takes one key tile after the other. It has four warpgroups: one warp of the first takes and
 loads; the second multiplies dQ = dS K and adds it to its sum in global memory; the last two own half of the key tile's
 rows each, with their dK and dV in registers. Scores are transposed: a thread's rows are keys, and P is an operand where
-it stands.
+it stands. Where dK and dV leave too few registers for a query tile's scores, query and grad_output come in blocks of
+its rows, and a round of all but dQ is one block.
 
     steps        1 S^T = K Q^T   2 P   3 dP^T = V dO^T   4 dS   5 dV += P^T dO   6 dK += dS^T Q   7 dQ = dS K
     in flight    under 2: 6 of the query tile before;  under 4: 5;  7 beside all of them
@@ -11,7 +12,7 @@ it stands.
     pipe         full: arrivals            empty: arrivals                        slots
     query        TMA, with the logsumexp   8 warps, behind 6                      query_stages
     grad_output  TMA, with delta           256 threads, behind 5                  grad_output_stages
-    dS           8 warps, behind 4         4 warps, behind 7                      grad_output_stages
+    dS           8 warps, behind each 4    4 warps, behind 7                      grad_output_stages, in query tiles
     key          TMA                       8 warps, behind the last 1, 4, behind the last 7   1
     value        TMA                       8 warps, once dK and dV are stored through its place   1
 
@@ -51,7 +52,7 @@ from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
 
 REGISTERS = (32, 64, 208)  # of a thread that loads, that multiplies dQ, and of the others
-REGISTERS_OF_BLOCKS = (24, 56, 216)  # the same where query tiles are worked in blocks: dK and dV take more
+REGISTERS_OF_BLOCKS = (32, 48, 216)  # the same where query tiles are worked in blocks: dK and dV take more
 CONSUMERS = 2  # warpgroups that own the keys
 CONSUMER_THREADS = CONSUMERS * WARPGROUP_THREADS
 CONSUMERS_MEET, OWN_BARRIER = 1, 2  # numbers of the barriers of both consumers and of each

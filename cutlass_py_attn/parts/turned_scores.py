@@ -16,8 +16,8 @@ from cutlass_py_attn.plan import Build
 
 
 class TurnedScores:
-    """Steps 2 and 4 of one Build: `at` is (sequence, query head, query block, key tile). A query block has the queries of
-    one product of scores: a query tile, or a part of one."""
+    """Steps 2 and 4 of one Build: `at` is (sequence, query head, query block, key tile). A query block has the queries
+    of one product of scores: a query tile, or a part of one."""
 
     def __init__(self, build: Build) -> None:
         self.build, self.dtype = build, DTYPES[build.dtype]
