@@ -30,6 +30,11 @@ WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
 DEPTH: Final = 16  # what one wgmma of 16 bits sums over
 _TILE: Final = re.compile(r"(\d+)x(\d+)x(\d+)(?::(\d+)(?:,(\d+))?)?(?:@(\d+))?(?:c(\d+))?(?:q(\d+))?")
 
+_NUMBERS: Final = (
+    *("tile_m", "tile_n", "warps", "query_stages", "grad_output_stages", "register_usage_level"),
+    *("column_block", "query_block"),
+)
+
 Axes = dict[str, tuple[int, ...]]
 
 _LEVELS: Final = (5, 3)
@@ -128,11 +133,8 @@ def parse_tile(text: str) -> Tile:
             f"tile {text!r}: must be like 64x128x16:3,2 or 64x64x8:3,3@5c256 (query rows, key rows, warps, stages of "
             "query and of grad_output, register usage level, column block, query block); correct it"
         )
-    names = "tile_m", "tile_n", "warps", "query_stages", "grad_output_stages", "register_usage_level"
-    names += "column_block", "query_block"
-    given: dict[str, Any] = {
-        name: int(number) for name, number in zip(names, found.groups(), strict=True) if number is not None
-    }
+    numbers = dict(zip(_NUMBERS, found.groups(), strict=True))
+    given: dict[str, Any] = {name: int(number) for name, number in numbers.items() if number is not None}
     return replace(Tile(0, 0, 0), **given)
 
 
