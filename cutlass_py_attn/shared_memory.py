@@ -98,17 +98,16 @@ def _hopper_forward_with(build: Build, queries: int) -> tuple[Buffer, ...]:
 
 
 def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
-    """key, value (reused for dK and dV), rings of query, grad_output, dS and of their row statistics, the full and the
+    """key, value, rings of query, grad_output, dS and of their row statistics, the full and the
     empty barrier of every slot, and the records of items."""
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     queries, grads, rows = build.query_stages, build.grad_output_stages, build.block_queries
     ds = grads * rows // tile_m
-    wide = max(build.columns, build.columns_value)
     kept = queries if build.has("dropout") else 0
     slots = queries + grads + ds + 2 + kept
     return stack(
         ("key", tile_bytes(dtype, tile_n, build.columns), 0, 7),
-        ("value", tile_bytes(dtype, tile_n, wide), 0, 8),
+        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
         ("query", queries * tile_bytes(dtype, rows, build.columns), 0, 6),
         ("grad_output", grads * tile_bytes(dtype, rows, build.columns_value), 0, 5),
         ("ds", ds * tile_bytes(dtype, tile_m, tile_n), 4, 7),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
-from cutlass_py_attn import budget, hopper, planner
+from cutlass_py_attn import budget, hopper, plan_table, planner
 from cutlass_py_attn.bench_cases import Case
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.errors import NotSupported
