@@ -98,7 +98,7 @@ def _hopper_forward_with(build: Build, queries: int) -> tuple[Buffer, ...]:
 
 
 def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
-    """key, value, rings of query, grad_output, dS and of their row statistics, the full and the
+    """key, value (in some reused for dK and dV), rings of query, grad_output, dS and of their row statistics, the full and the
     empty barrier of every slot, and the records of items."""
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     queries, grads, rows = build.query_stages, build.grad_output_stages, build.block_queries
@@ -107,7 +107,7 @@ def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
     slots = queries + grads + ds + 2 + kept
     return stack(
         ("key", tile_bytes(dtype, tile_n, build.columns), 0, 7),
-        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 8 if stores_through_value(build) else 3),
         ("query", queries * tile_bytes(dtype, rows, build.columns), 0, 6),
         ("grad_output", grads * tile_bytes(dtype, rows, build.columns_value), 0, 5),
         ("ds", ds * tile_bytes(dtype, tile_m, tile_n), 4, 7),
@@ -159,10 +159,29 @@ def shared_columns(build: Build) -> int:
     return ceil_div(build.columns, 2 * columns) * columns
 
 
+def registers(build: Build) -> tuple[int, int, int]:
+    """Registers of a thread of the Hopper backward that loads, that multiplies dQ, and of the others: those keep dK and
+    dV of 64 keys, S and dP, and need a few beside them."""
+    if is_wide_backward(build):
+        return 32, 64, 208
+    if build.block_queries < build.tile_m:
+        return 24, 56, 216
+    held = (build.columns + build.columns_value) // 2 + build.tile_m
+    return (24, 104, 192) if held <= 176 else (32, 64, 208)
+
+
+def stores_through_value(build: Build) -> bool:
+    """Whether the Hopper backward stores dK and dV through the place of V: rows of 256 bytes are faster whole."""
+    return build.columns == build.columns_value == 128
+
+
 def grad_query_piece(build: Build) -> tuple[int, int]:
-    """Rows and columns of dQ that the Hopper backward's warpgroup of dQ has registers for at once; the columns
-    divide a strip of the key tile."""
-    return 64, 32 if build.columns % 64 or build.block_queries < build.tile_m else 64
+    """Rows and columns of dQ that the Hopper backward's warpgroup of dQ has registers for at once: all columns, or such
+    as divide a strip of the key tile."""
+    of_dq = registers(build)[1]
+    if of_dq > 64:
+        return 64, build.columns
+    return 64, 32 if build.columns % 64 or of_dq < 64 else 64
 
 
 def grad_query_bytes(build: Build) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
-from cutlass_py_attn import budget, hopper, plan_table, planner
+from cutlass_py_attn import budget, hopper, plan_table, planner, shared_memory
 from cutlass_py_attn.bench_cases import Case
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.errors import NotSupported
@@ -186,8 +186,7 @@ def _hopper_objections(build: Build) -> Iterator[str]:
     others = hopper.LOADERS + (hopper.DQ_WARPGROUPS if build.kind == "backward" else 0)
     consumers = build.warps // WARPGROUP_WARPS - others
     if build.kind == "backward":
-        held = kernel.REGISTERS_OF_BLOCKS if build.query_block else kernel.REGISTERS
-        registers = {kernel.CONSUMERS: held[-1]}
+        registers = {kernel.CONSUMERS: shared_memory.registers(build)[-1]}
         rules = tuple(_backward_rules(build, consumers))
     else:
         registers = {count: held for count, (_, held) in kernel.REGISTERS.items()}

@@ -14,7 +14,7 @@ its rows, and a round of all but dQ is one block.
     grad_output  TMA, with delta           256 threads, behind 5                  grad_output_stages
     dS           8 warps, behind each 4    4 warps, behind 7                      grad_output_stages, in query tiles
     key          TMA                       8 warps, behind the last 1, 4, behind the last 7   1
-    value        TMA                       8 warps, behind the last 3            1
+    value        TMA                       8 warps, behind the last 3, or once dK and dV are stored through its place   1
 
 With dropout three warps of the first warpgroup draw bits, and release the key once they know its tile:
 parts/kept_bits.py.
@@ -39,7 +39,7 @@ from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
-from cutlass_py_attn.hopper import DQ_WARPGROUPS, LOADERS, cluster, loaded_tiles
+from cutlass_py_attn.hopper import DQ_WARPGROUPS, KEYS_OF_WARPGROUP, LOADERS, cluster, loaded_tiles
 from cutlass_py_attn.parts import dropout, moves, params, pipes, schedule, tma
 from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item
@@ -51,12 +51,11 @@ from cutlass_py_attn.parts.turned import turned
 from cutlass_py_attn.parts.turned_scores import TurnedScores
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
+from cutlass_py_attn.shared_memory import registers, stores_through_value
 
-REGISTERS = (32, 64, 208)  # of a thread that loads, that multiplies dQ, and of the others
-REGISTERS_OF_BLOCKS = (24, 56, 216)  # the same where query tiles are worked in blocks: dK and dV take more
 CONSUMERS = 2  # warpgroups that own the keys
 CONSUMER_THREADS = CONSUMERS * WARPGROUP_THREADS
-OWN_BARRIER = 2  # number of the barrier of the first consumer warpgroup
+CONSUMERS_MEET, OWN_BARRIER = 1, 2  # numbers of the barriers of both consumers and of each
 QUAD_COLUMNS, COLUMNS = 2, 8  # of an accumulator's row: neighbours in a thread, and those that four threads share
 
 
@@ -70,7 +69,7 @@ class HopperBackward(Backward):
         self.side = TurnedScores(build)
         self.blocks = build.tile_m // build.block_queries  # of a query tile; the rings but that of dS are of blocks
         self.ds_slots = build.grad_output_stages // self.blocks
-        self.registers = REGISTERS if self.blocks == 1 else REGISTERS_OF_BLOCKS
+        self.registers, self.through_value = registers(build), stores_through_value(build)
         self.kept = KeptBits(build, self, CONSUMER_THREADS) if build.has("dropout") else None
         # Where a thread has registers for them, the logsumexp is read while S is multiplied.
         self.reads_ahead = build.block_queries <= 64 and not {"dropout", "softcap"} & {*build.features}
@@ -311,12 +310,13 @@ class HopperBackward(Backward):
                     self.kept.find_next(p, stream, r_kept, tile, at_q, turn + 1 < turns)
                 self.scores.wait(1)
                 r_s.store(r_next.load())
-            self.pipe_v.consumer_release(at_kv)
+            if cutlass.const_expr(not self.through_value):
+                self.pipe_v.consumer_release(at_kv)
             self.dk.wait()
             arrive(self.pipe_q.sync_object_empty, before(at_q, build.query_stages))
             # 8  store dK and dV; the next key tile is on its way then
             item = self.items.read(p, at_kv.phase)
-            self.meet(group)
+            cute.arch.barrier(barrier_id=CONSUMERS_MEET, number_of_threads=CONSUMER_THREADS)
             self.pipe_k.consumer_release(at_kv)
             r_dk.store(r_dk.load() * p.scale)
             if cutlass.const_expr(build.has("dropout")):
@@ -324,6 +324,8 @@ class HopperBackward(Backward):
             here = params.fresh("tid.x") - self.before
             self.store(p, "grad_value", r_dv, item, here)
             self.store(p, "grad_key", r_dk, item, here)
+            if cutlass.const_expr(self.through_value):
+                self.pipe_v.consumer_release(at_kv)
             at_kv.advance()
             key_tile = self.next_tile(at_kv)
 
@@ -360,11 +362,28 @@ class HopperBackward(Backward):
         cute.arch.sync_warp()
 
     def store(self, p: Any, name: str, values: cute.Tensor, item: Item, thread: Int32) -> None:
-        """Write this warpgroup's rows of dK or dV from registers."""
+        """Write 64 rows of dK or dV, from registers or through this warpgroup's half of V's place."""
         build, of, start = self.build, item.of, item.tile * self.build.tile_n
         room, dim = (self.dk, build.head_dim) if name == "grad_key" else (self.dv, build.head_dim_value)
+        converted = moves.converted(values, self.dtype)
+        if not self.through_value:
+            at = (of.batch, item.head, of.key_start + start)
+            target = moves.tile_of(build, p, name, at, of.stored_keys - start, dim)
+            store_rows(row_view(converted), row_view(room.coordinates(thread)), target)
+            return
+        rows, columns = KEYS_OF_WARPGROUP, room.spec.n
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        place = build.buffer("value").offset + group * (build.buffer("value").bytes // CONSUMERS)
+        tile = moves.shared_tile(base, place, self.dtype, rows, columns)
+        alone = Wgmma(replace(room.spec, m=rows, warps=(WARPGROUP_WARPS, 1)), build.dtype)
+        lane, start = thread % WARPGROUP_THREADS, start + group * rows
+        self.meet(group)
+        moves.registers_to_tile(lane, alone.mma, converted, tile, True)
+        self.meet(group)
         target = moves.tile_of(build, p, name, (of.batch, item.head, of.key_start + start), of.stored_keys - start, dim)
-        store_rows(row_view(moves.converted(values, self.dtype)), row_view(room.coordinates(thread)), target)
+        moves.store_tile(lane, WARPGROUP_THREADS, tile, target)
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     def meet(self, group: Int32) -> None:
         """The threads of one consumer warpgroup wait for each other."""
