@@ -98,8 +98,8 @@ def _hopper_forward_with(build: Build, queries: int) -> tuple[Buffer, ...]:
 
 
 def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
-    """key, value (in some reused for dK and dV), rings of query, grad_output, dS and of their row statistics, the full and the
-    empty barrier of every slot, and the records of items."""
+    """key, value (reused for dK and dV where they are stored through it), rings of query, grad_output, dS and of their
+    row statistics, the full and the empty barrier of every slot, and the records of items."""
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     queries, grads, rows = build.query_stages, build.grad_output_stages, build.block_queries
     ds = grads * rows // tile_m

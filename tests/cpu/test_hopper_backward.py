@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fakes import expect_taken
 
-from cutlass_py_attn import hopper, kernels, planner
+from cutlass_py_attn import hopper, kernels, planner, shared_memory
 from cutlass_py_attn.compiler import compile as compile_now
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.gemm.plans import swizzle_bytes
@@ -19,7 +19,6 @@ from cutlass_py_attn.shared_memory import grad_query_piece, shared_columns
 
 BY_HEAD = Tensor.contiguous((4,), "float32")
 BIAS = Tensor.contiguous((2, 4, 200, 300), "bfloat16")
-REGISTERS = 216  # of a thread that holds dK and dV, where query tiles are worked in blocks
 
 
 def backward(dim: int = 128, dim_value: int = 128, mask: Mask | None = None, heads_key: int = 4) -> Problem:
@@ -174,22 +173,25 @@ def test_plans_in_query_blocks(dims: tuple[int, int]) -> None:
         *(count * 32 * 4 for count in slots),
         16 * (slots[0] + slots[1] + slots[1] // 2 + 2),
     ]
-    assert build.buffer("staging").bytes == 64 * 32 * 4
-    assert build.buffer("value").bytes >= 128 * build.columns * 2  # dK is stored through it
+    assert "staging" not in {buffer.name for buffer in build.shared_memory}  # what is added comes from registers
+    assert build.buffer("value").bytes == 128 * build.columns_value * 2
     assert [tensor_map.box[1] for tensor_map in main.tensor_maps] == [32, 32, 128, 128]
     assert (main.grid, main.cluster) == ((24, 1, 1), 1)
-    assert 24 + (build.columns + build.columns_value + 32 + 32 // 2) // 2 <= REGISTERS
+    assert 24 + (build.columns + build.columns_value + 32 + 32 // 2) // 2 <= shared_memory.registers(build)[-1]
     assert Plan.from_json(plan.to_json()) == plan
     assert "32 queries of a tile" in plan.explain()
 
 
-def test_registers_in_query_blocks() -> None:
-    """The warpgroups' registers are all that an SM has, or fewer."""
+@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (96, 96), (128, 96), (128, 128), (192, 128), (256, 256)])
+def test_registers(dims: tuple[int, int]) -> None:
+    """The warpgroups' registers are all that an SM has, or fewer; who multiplies dQ has some for its piece."""
     kernel = pytest.importorskip("cutlass_py_attn.fused.hopper_backward")
-    limit = architecture("sm_90a").registers_per_sm
-    for loading, multiplying, holding in (kernel.REGISTERS, kernel.REGISTERS_OF_BLOCKS):
-        assert 128 * (loading + multiplying + kernel.CONSUMERS * holding) <= limit
-    assert kernel.REGISTERS_OF_BLOCKS[-1] == REGISTERS
+    build = planner.plan(backward(*dims), "sm_90a").build
+    loading, multiplying, holding = shared_memory.registers(build)
+    assert 128 * (loading + multiplying + kernel.CONSUMERS * holding) <= architecture("sm_90a").registers_per_sm
+    rows, columns = shared_memory.grad_query_piece(build)
+    assert rows * columns // 128 + 24 <= multiplying
+    assert build.columns % columns == 0
 
 
 @pytest.mark.parametrize(("dims", "scores"), [((192, 192), 2), ((256, 256), 1)])
