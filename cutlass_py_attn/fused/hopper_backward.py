@@ -14,7 +14,7 @@ its rows, and a round of all but dQ is one block.
     grad_output  TMA, with delta           256 threads, behind 5                  grad_output_stages
     dS           8 warps, behind each 4    4 warps, behind 7                      grad_output_stages, in query tiles
     key          TMA                       8 warps, behind the last 1, 4, behind the last 7   1
-    value        TMA                       8 warps, behind the last 3; where dK and dV are stored through its place, 8   1
+    value        TMA                       8 warps, behind the last 3, or behind 8 where that goes through its place   1
 
 With dropout three warps of the first warpgroup draw bits, and release the key once they know its tile:
 parts/kept_bits.py.
