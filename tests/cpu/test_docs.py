@@ -62,6 +62,30 @@ def test_generated_files_are_as_generated() -> None:
     assert stale == []
 
 
+def test_microbenchmarks_are_a_table_of_the_newest_run() -> None:
+    assert docs.microbenchmarks([]) == docs.NOT_MEASURED
+    run = {"gpu": "H200", "driver": "CUDA 13.0", "date": "2026-11-22T01:00:00+00:00", "commit": "0123456789abcdef"}
+    numbers = {
+        "blocks": 132,
+        "median_ms": 1.5,
+        "rate": 640.25,
+        "rate_unit": "TFLOP/s",
+        "per_clock": 8000.5,
+        "mhz": 1755,
+    }
+    lines = [
+        {**run, **numbers, "name": "wgmma SS, n 256", "beside_per_clock": 60.25, "date": "2026-11-21T09:00:00+00:00"},
+        {**run, **numbers, "name": "wgmma SS, n 256", "beside_per_clock": 61.5},
+        {**run, **numbers, "name": "ex2", "rate_unit": "Gop/s", "beside_per_clock": None},
+    ]
+    about, _, *table = docs.microbenchmarks(lines).splitlines()
+    assert about == "On H200 (CUDA 13.0), 2026-11-22, commit 0123456789ab."
+    assert table[2:] == [
+        "| wgmma SS, n 256 | 132 | 1.5 | 640.2 TFLOP/s | 8000.5 | 1755 | 61.5 |",
+        "| ex2 | 132 | 1.5 | 640.2 Gop/s | 8000.5 | 1755 |  |",
+    ]
+
+
 def test_pictures_of_pages_are_all_generated() -> None:
     kept = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/pictures").iterdir()}
     assert kept == {name for name in docs.generated(ROOT) if name.endswith(".svg")}
