@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -106,7 +107,13 @@ def test_every_rate_of_the_benchmark_is_in_a_plot() -> None:
 
 def test_reference_has_every_public_name() -> None:
     headings = set(re.findall(r"^### (\w+)$", reference.reference(), re.MULTILINE))
-    assert {*cutlass_py_attn.__all__, *conventions.__all__, *reference.OPTIONS} == headings
+    assert {*cutlass_py_attn.__all__, *conventions.__all__, *reference.OPTIONS, *reference.jax_names()} == headings
+
+
+def test_names_of_jax_in_the_reference_are_those_of_the_module() -> None:
+    module = pytest.importorskip("cutlass_py_attn.jax", exc_type=ImportError)
+    assert sorted(reference.jax_names()) == sorted(module.__all__)
+    assert all(inspect.getdoc(getattr(module, name)) in reference.reference() for name in module.__all__)
 
 
 # The runner itself
