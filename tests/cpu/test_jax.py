@@ -371,3 +371,10 @@ def test_importing_jax_s_part_loads_no_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_without_jax_its_part_says_what_to_install() -> None:
+    code = "import sys; sys.modules['jax'] = None; import cutlass_py_attn.jax"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'cutlass-py-attn[jax]'" in done.stderr.splitlines()[-1]
