@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools import record
+from tools import jax_table, record
 from tools.check_verified import with_block
 from tools.pictures import pictures
 from tools.reference import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 INDEX, REFERENCE, PERFORMANCE = "docs/README.md", "docs/reference.md", "docs/performance.md"
+JAX = "docs/jax.md"
 MICROBENCH = "tools/bench/results/microbench.jsonl"
 NOT_MEASURED = (
     f"Not measured yet: `python -m tools.microbench --kernels FOLDER --record {MICROBENCH}` on an H100 or H200."
@@ -31,6 +33,8 @@ def generated(root: Path) -> dict[str, str]:
     found = {**pictures(root), REFERENCE: reference()}
     plotted = with_block((root / PERFORMANCE).read_text(), "plots", plots_of(found))
     found[PERFORMANCE] = with_block(plotted, "microbench", microbenchmarks(record.read_log(root / MICROBENCH)))
+    measured = json.loads((root / jax_table.RESULTS).read_text())
+    found[JAX] = with_block((root / JAX).read_text(), "jax", jax_table.table(measured))
     found[INDEX] = with_block((root / INDEX).read_text(), "pages", index(root))
     return found
 

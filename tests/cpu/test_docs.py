@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import cutlass_py_attn  # noqa: E402
 from cutlass_py_attn import conventions  # noqa: E402
-from tools import docs, pictures, reference, run_docs  # noqa: E402
+from tools import docs, jax_table, pictures, reference, run_docs  # noqa: E402
 
 PAGES = run_docs.pages(ROOT)
 LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -85,6 +85,21 @@ def test_microbenchmarks_are_a_table_of_the_newest_run() -> None:
         "| wgmma SS, n 256 | 132 | 1.5 | 640.2 TFLOP/s | 8000.5 | 1755 | 61.5 |",
         "| ex2 | 132 | 1.5 | 640.2 Gop/s | 8000.5 | 1755 |  |",
     ]
+
+
+def test_a_run_of_jax_is_a_table() -> None:
+    case = {"dtype": "float32", "batch": 4, "tokens": 2048, "heads": 16, "head_dim": 64, "is_causal": False}
+    times = {"ours_ms": 0.6881, "cudnn_ms": None, "ours_both_ms": 2.4, "cudnn_both_ms": None}
+    run = {
+        "gpu": "H200",
+        "driver": "CUDA 13.0",
+        "jax": "0.11.2",
+        "date": "2026-11-22T01:00:00+00:00",
+        "commit": "0" * 40,
+    }
+    lines = jax_table.table({**run, "rows": [{**case, **times}]}).splitlines()
+    assert lines[0] == "H200 (CUDA 13.0), JAX 0.11.2, 2026-11-22, commit 000000000000:"
+    assert lines[-1] == "| float32, full, batch 4, 2048 tokens, 16 heads of 64 | 0.688 | refused | 2.400 | refused |"
 
 
 def test_pictures_of_pages_are_all_generated() -> None:
