@@ -78,14 +78,11 @@ def test_workspace() -> None:
         ((136, 64), {"mask": Causal(50), "deterministic": True, "softcap": 2.0}, ()),
         ((192, 128), {"dropout_p": 0.1}, ("dropout",)),
         ((256, 256), {"mask": Causal()}, ()),
-        ((200, 64), {}, ("head dims beyond 128 other than 192/128, 192/192, 256/256",)),
-        ((64, 136), {}, ("head dims beyond 128 other than 192/128, 192/192, 256/256",)),
-        ((264, 264),
-         {},
-         ("head dims beyond 256", "head dims beyond 128 other than 192/128, 192/192, 256/256")),
-        ((256, 256), {"mask": Causal(50)}, ("windows with head dims beyond 128",)),
+        ((200, 64), {}, ()),
+        ((64, 136), {"mask": Causal(50)}, ()),
+        ((264, 264), {}, ("head dims beyond 256",)),
         ((192, 192), {"softcap": 2.0}, ("softcap",)),
-        ((192, 192), {"deterministic": True}, ("deterministic gradients with head dims beyond 128",)),
+        ((192, 192), {"deterministic": True}, ("deterministic gradients with these head dims",)),
     ],
 )  # fmt: skip
 def test_which_wide_heads_the_family_takes(
@@ -94,13 +91,12 @@ def test_which_wide_heads_the_family_takes(
     assert hopper.lacking(backward(*dims).replace(**changes)) == lacking
 
 
-def test_wide_heads_in_other_forms_are_generic() -> None:
-    grouped = backward(256, 256, heads_key=2)
-    half = Problem.dense("backward", Shape(1, 64, 64, 1, 256, 256), "float16", Full())
-    assert hopper.lacking(grouped) == ("grouped",)
-    assert hopper.lacking(half) == ("float16 with head dims beyond 128",)
-    for problem in (grouped, half):
-        assert planner.plan(problem, "sm_90a").build.family == "generic"
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_wide_heads_in_groups_are_taken(dtype: str) -> None:
+    problem = Problem.dense("backward", Shape(2, 200, 300, 4, 256, 256, 2), dtype, Causal(50))
+    expect_taken(problem, ())
+    build = planner.plan(problem, "sm_90a").build
+    assert (build.tile_n, build.features) == (64, ("grouped",))
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (32, 64), (64, 64), (80, 80), (96, 96), (128, 64), (64, 128), (128, 128)])
@@ -277,7 +273,10 @@ def test_machine_code(problem: Problem) -> None:
     expected += [str(width) for width in (build.columns, build.columns_value) for _ in range(gradients)]
     assert sorted(products) == sorted(expected)
     assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", made.ptx)) == 3
-    assert len(re.findall(r"cp\.reduce\.async\.bulk", made.ptx)) == pieces // (build.tile_n // 16)
+    added = pieces // (build.tile_n // 16)
+    bulk, vectors = (0, added * rows * columns // 128 // 4) if build.query_block else (added, 0)
+    assert len(re.findall(r"cp\.reduce\.async\.bulk", made.ptx)) == bulk
+    assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.v4\.f32", made.ptx)) == vectors
     # Where blocks take turns, they wait once a query tile, and pass the turn on with the next or behind the last.
     assert len(re.findall(r"ld\.acquire\.gpu", made.ptx)) == (2 if build.deterministic else 0)
     assert len(re.findall(r"red\.release\.gpu", made.ptx)) == (2 if build.deterministic else 0)
