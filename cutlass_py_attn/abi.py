@@ -71,7 +71,8 @@ DECODE: Fields = (
 # total_tiles: query tiles of all sequences of one head. grad_query_accum: float32 [heads, total_tiles,
 # tile_m * head_dim] in the kernel's own element order. delta and logsumexp_log2 (logsumexp * log2(e), +inf on rows
 # without keys and past the end): float32 [heads, total_tiles * tile_m]. turn: int32 [heads, total_tiles], a turn for
-# each query tile; started: int32 [heads, batch], blocks that have started.
+# each query tile; started: int32 [heads, batch], blocks that have started, in the
+# Hopper family int32 [1], key tiles.
 BACKWARD: Fields = (
     *_strided("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value"),
     ("grad_output_column", "i64"),

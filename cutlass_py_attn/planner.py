@@ -181,7 +181,8 @@ def total_tiles(problem: Problem, build: Build) -> int:
 
 
 def backward_workspace(problem: Problem, build: Build) -> Workspace:
-    """float32 query gradient of whole tiles and turn counters when deterministic (zeroed), then row statistics."""
+    """float32 query gradient of whole tiles, turn counters when deterministic and what counts the blocks or key tiles
+    that have started (zeroed), then row statistics."""
     if problem.is_empty:
         return Workspace()
     heads, batch = problem.shape.num_heads, problem.shape.batch
@@ -191,10 +192,12 @@ def backward_workspace(problem: Problem, build: Build) -> Workspace:
         sums = tiles_of_all * sums_of_tile(build)
         bytes_of.append(("grad_query_accum", sums * build.tile_m * sum_columns(build) * F32_BYTES))
         if build.deterministic:
-            bytes_of += [
-                ("turn", sums * INT32_BYTES),
-                ("started", problem.shape.num_heads_key * batch * blocks_of_tile(build) * INT32_BYTES),
-            ]
+            bytes_of.append(("turn", sums * INT32_BYTES))
+    if build.family == "hopper":
+        bytes_of.append(("started", INT32_BYTES))
+    elif build.deterministic:
+        started = problem.shape.num_heads_key * batch * blocks_of_tile(build)
+        bytes_of.append(("started", started * INT32_BYTES))
     zeroed = len(bytes_of)
     rows = tiles_of_all * build.tile_m * F32_BYTES
     bytes_of += [("delta", rows), ("logsumexp_log2", rows)]
@@ -329,6 +332,7 @@ def _build(problem: Problem, arch: str, tile: Tile, family: str = "generic") -> 
         grad_bias_access_bytes=bias_access(problem.grad_bias),
         bias_gradient=bias_gradient(problem),
         column_block=_even_column_block(tile, shape, forward),
+        query_block=tile.query_block,
     )
     return _with_shared_memory(_with_warps(plain, tile))
 

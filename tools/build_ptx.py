@@ -158,9 +158,9 @@ def main() -> int:
 
 def suite(family: str) -> list[Choices]:
     """What tests/gpu needs of a family."""
-    from tests.gpu import cases, matrix, test_conventions
+    from tests.gpu import cases, matrix, test_conventions, test_sequences
 
-    suites = cases.builds, matrix.builds, test_conventions.builds, decodes.builds
+    suites = cases.builds, matrix.builds, test_conventions.builds, test_sequences.builds, decodes.builds
     return of_family(family, lambda arch: itertools.chain.from_iterable(builds(arch) for builds in suites))
 
 

@@ -40,7 +40,7 @@ _OTHERS: Final = {
 _WORKSPACE: Final = {
     "grad_query_accum": "float32 sum of the query gradient, in the kernel's own order",
     "turn": "int32 turn of each query tile",
-    "started": "int32 count of blocks that have started",
+    "started": "int32 count of blocks, or of key tiles, that have started",
     "delta": "float32 rowsum(grad_output * output)",
     "logsumexp_log2": "float32 logsumexp in base 2",
     "partial_output": "float32 output of each block that shares keys",

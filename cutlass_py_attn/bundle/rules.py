@@ -13,9 +13,10 @@ from typing import Any, Final
 
 from cutlass_py_attn import decode, planner
 from cutlass_py_attn.grids import Rule, grid_rules
+from cutlass_py_attn.hopper import RAGGED_BYTES, RAGGED_ROWS
 from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.plan import Build, TensorMap
-from cutlass_py_attn.problem import BIASES, F32_BYTES, Problem, Tensor
+from cutlass_py_attn.problem import BIASES, F32_BYTES, ITEM_BYTES, Problem, Tensor
 from cutlass_py_attn.streams import blocks_of_tile, sum_columns, sums_of_tile
 
 NAME: Final = re.compile(r"(?<![\w.])[a-z_][a-z0-9_]*")
@@ -101,7 +102,10 @@ def workspace(build: Build) -> dict[str, str]:
         found["grad_query_accum"] = f"{sums} * {build.tile_m * sum_columns(build) * F32_BYTES}"
         if build.deterministic:
             found["turn"] = f"{sums} * {planner.INT32_BYTES}"
-            found["started"] = f"num_heads_key * batch * {blocks_of_tile(build) * planner.INT32_BYTES}"
+    if build.family == "hopper":
+        found["started"] = str(planner.INT32_BYTES)
+    elif build.deterministic:
+        found["started"] = f"num_heads_key * batch * {blocks_of_tile(build) * planner.INT32_BYTES}"
     rows = f"num_heads * total_tiles * {build.tile_m * F32_BYTES}"
     return found | {"delta": rows, "logsumexp_log2": rows}
 
@@ -128,7 +132,12 @@ def tensor_map(problem: Problem, recipe: TensorMap) -> tuple[tuple[str, ...], tu
     batch, rows, heads, columns = shape(problem, recipe.field)
     axes = (rows, "row"), (heads, "head"), (batch, "batch")
     strides = tuple(f"step({size}, {recipe.field}_{axis}, {columns})" for size, axis in axes)
-    return (columns, rows, heads, batch), strides
+    if problem.sequences is None:
+        return (columns, rows, heads, batch), strides
+    row, head, _ = strides
+    around = f"{RAGGED_BYTES // RAGGED_ROWS // ITEM_BYTES[problem.dtype]} - {row}"
+    sizes = columns, str(RAGGED_ROWS), heads, f"{rows} + 1", str(RAGGED_ROWS + 1)
+    return sizes, (row, head, row, around)
 
 
 def fields(problem: Problem, build: Build, inputs: Collection[str]) -> dict[str, str]:

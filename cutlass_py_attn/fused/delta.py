@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64
 
 from cutlass_py_attn.parts import lengths, moves, params
-from cutlass_py_attn.parts.integers import round_up
+from cutlass_py_attn.parts.integers import larger, round_up
 from cutlass_py_attn.parts.params import DTYPES
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.planner import DELTA_LANES, DELTA_ROWS
@@ -44,7 +44,7 @@ class Delta:
             for index in cutlass.range(lane, build.head_dim_value // vector, DELTA_LANES, unroll=4):
                 total = total + self.dot(output + index * vector, grad + index * step, vector)
         total = cute.arch.warp_reduction_sum(total, threads_in_group=DELTA_LANES)
-        if (lane == 0) & (row < round_up(of.num_queries, build.tile_m)):
+        if (lane == 0) & (row < round_up(self.rows(of), build.tile_m)):
             lse = Float32.inf
             if row < of.num_queries:
                 group = Int64(batch) * p.num_heads + head
@@ -57,6 +57,10 @@ class Delta:
             )
             for address, value in statistics:
                 cute.make_tensor(params.pointer(address, Float32, 4) + target, cute.make_layout(1))[0] = value
+
+    def rows(self, of: lengths.Sequence) -> Any:
+        """Rows of a sequence that the main kernel may read the statistics of: of one tile at least."""
+        return larger(of.num_queries, 1) if self.build.has("varlen") else of.num_queries
 
     def dot(self, left: cute.Pointer, right: cute.Pointer, count: int) -> Float32:
         """Sum of products of `count` elements, in float32."""

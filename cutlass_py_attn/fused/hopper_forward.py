@@ -21,13 +21,11 @@ from cutlass_py_attn.fused.forward import Forward, Params, output_spec
 from cutlass_py_attn.gemm import matmul_qk
 from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.gemm.mma_sync import Operands
-from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
-from cutlass_py_attn.hopper import loaded_tiles, slot_bytes, slots
+from cutlass_py_attn.hopper import loaded_tiles, slots
 from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, pipes, schedule, tma
 from cutlass_py_attn.parts.held_terms import HeldTerms
-from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item, Items
 from cutlass_py_attn.parts.mixed_softmax import MixedSoftmax
 from cutlass_py_attn.parts.quads import store_rows
@@ -35,8 +33,7 @@ from cutlass_py_attn.parts.softmax import OnlineSoftmax, lazy_weights, multiply_
 from cutlass_py_attn.plan import Build
 
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a thread of the producer and of the consumers, by their warpgroups
-CONSUMERS_MEET, FIRST_TURN = 1, 2  # numbers of their barriers; every warpgroup has one for its turn
-VECTOR_WORDS = moves.VECTOR_BYTES // 4
+FIRST_TURN = 2  # number of the first warpgroup's barrier; every one has its own for its turn
 NARROW = 128  # columns of Q and V together up to which the exponentials take as long as the products
 LAZY_WARPGROUPS = 2  # with three, the registers that lazy weights need are missing elsewhere
 
@@ -99,14 +96,14 @@ class HopperForward(Forward):
         for turn in cutlass.range(self.items.turns(p), unroll=1):
             item, cursor = self.items.take(p, turn, cursor)
             of, key_head = item.of, lengths.key_head(build, p, item.head)
-            row = of.query_start + item.tile * build.tile_m
-            pipes.fetch(build, self.pipe_q, at_q, "query", maps[0], (row, item.head, of.batch))
+            place = tma.place(build, item.tile * build.tile_m, item.head, of, "query")
+            pipes.fetch(build, self.pipe_q, at_q, "query", maps[0], place)
             at_q.advance()
             for i in cutlass.range(item.end - item.first, unroll=1):
-                row = of.key_start + (item.end - 1 - i) * build.tile_n
-                pipes.fetch(build, self.pipe_k, at_k, "key", maps[1], (row, key_head, of.batch))
+                place = tma.place(build, (item.end - 1 - i) * build.tile_n, key_head, of, "key")
+                pipes.fetch(build, self.pipe_k, at_k, "key", maps[1], place)
                 at_k.advance()
-                pipes.fetch(build, self.pipe_v, at_v, "value", maps[2], (row, key_head, of.batch))
+                pipes.fetch(build, self.pipe_v, at_v, "value", maps[2], place)
                 at_v.advance()
         self.pipe_k.producer_tail(at_k)
         self.pipe_v.producer_tail(at_v)
@@ -154,7 +151,6 @@ class HopperForward(Forward):
             self.finish_scores(p, item, item.end - 1, r_s, where, (slope, bias))
             self.softmax.weights(row_view(r_s), scale_log2)
             self.keep_weights(r_p, r_s, kept)
-            self.clear_unused_values(item, at_v, thread)
             for i in cutlass.range(1, item.end - item.first, unroll=1):
                 key_tile = item.end - 1 - i
                 # 1  S = Q K^T of the next key tile, behind it 3  O += P V of this one
@@ -231,34 +227,6 @@ class HopperForward(Forward):
             masking.hide(item.band, row_view(r_s), where, corner)
 
     @cute.jit
-    def clear_unused_values(self, item: Any, at_v: Any, thread: Int32):
-        """Zero the rows of the last value tile that lie behind the keys: they are another sequence's, and a weight of
-        zero times infinity would not be zero."""
-        build = self.build
-        if cutlass.const_expr(build.has("varlen")):
-            used = larger(item.of.num_keys - (item.end - 1) * build.tile_n, 0)
-            if used < build.tile_n:
-                self.pipe_v.consumer_wait(at_v)
-                self.clear_values(at_v.index, used, thread)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                self.meet()
-
-    @cute.jit
-    def clear_values(self, slot: Int32, first: Int32, thread: Int32):
-        """Zeros in the rows of a value tile from `first` on; a swizzle moves nothing out of its row."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        rows, columns = loaded_tiles(build)["value"]
-        width = swizzle_bytes(columns)
-        zeros = cute.make_rmem_tensor(VECTOR_WORDS, Int32)
-        zeros.fill(0)
-        for strip in cutlass.range_constexpr(columns * build.item_bytes // width):
-            start = build.buffer("value").offset + slot * slot_bytes(build, "value") + (strip * rows + first) * width
-            for vector in cutlass.range(thread, (rows - first) * width // moves.VECTOR_BYTES, self.consumers, unroll=1):
-                offset = cute.assume(start + vector * moves.VECTOR_BYTES, divby=moves.VECTOR_BYTES)
-                target = cute.recast_ptr(base + offset, dtype=Int32)
-                cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(VECTOR_WORDS)))
-
-    @cute.jit
     def store(self, p: Any, item: Any, r_o: cute.Tensor, where: cute.Tensor, scale_log2: Float32):
         """Normalise, store the logsumexp and the output tile."""
         build = self.build
@@ -293,10 +261,6 @@ class HopperForward(Forward):
         is_last = number == self.consumers // WARPGROUP_THREADS - 1
         after = cutlass.select_(is_last, Int32(0), number + 1)
         cute.arch.barrier_arrive(barrier_id=FIRST_TURN + after, number_of_threads=2 * WARPGROUP_THREADS)
-
-    def meet(self) -> None:
-        """The consumers wait for each other."""
-        cute.arch.barrier(barrier_id=CONSUMERS_MEET, number_of_threads=self.consumers)
 
     def keep_weights(self, r_p: cute.Tensor, r_s: cute.Tensor, kept: cute.Tensor | None) -> None:
         """P in the operands' type, where the next product takes it from; `kept` as for masking.drop."""

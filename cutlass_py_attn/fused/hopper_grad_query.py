@@ -1,7 +1,8 @@
 """Hopper query gradient: a warpgroup of its own multiplies dQ = dS K and adds it to the sum in global memory.
 
 What it adds goes through shared memory: one bulk reduction for each piece of a tile. Vector reductions from registers
-would wait in the queue in which the other warpgroups' shared-memory accesses stand, and hold those up.
+would wait in the queue in which the other warpgroups' shared-memory accesses stand, and hold those up. Where those work
+in query blocks, and shared memory itself is what they wait for, registers are faster.
 """
 
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.primitives as prim
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from cutlass_py_attn.fused.grad_query import GradQuery
 from cutlass_py_attn.gemm import grad_q
@@ -18,9 +19,9 @@ from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, tile_at
-from cutlass_py_attn.parts import moves
+from cutlass_py_attn.parts import moves, params
 from cutlass_py_attn.plan import Build
-from cutlass_py_attn.shared_memory import grad_query_piece
+from cutlass_py_attn.shared_memory import grad_query_bytes, grad_query_piece
 
 BARRIER = 4  # number of this warpgroup's barrier
 
@@ -32,6 +33,7 @@ class HopperGradQuery(GradQuery):
         super().__init__(build)
         self.threads = WARPGROUP_THREADS
         self.piece = grad_query_piece(build)
+        self.is_staged = grad_query_bytes(build) > 0
 
     def product_of(self, spec: Gemm) -> Wgmma:
         """The product of one warpgroup."""
@@ -42,10 +44,12 @@ class HopperGradQuery(GradQuery):
         build, (rows, columns) = self.build, self.piece
         return [(i, j) for i in range(build.tile_m // rows) for j in range(build.columns // columns)]
 
-    def add_tile(self, dtype, target: cute.Pointer, s_ds: cute.Tensor, thread: Int32, release: Any) -> None:
-        """7  dQ = dS K of one query tile, a piece at a time, for which a thread has the registers. `release` is called
-        once dS has been read."""
+    def add_tile(self, dtype, target: cute.Pointer, s_ds: cute.Tensor, thread: Int32, calls: tuple[Any, Any]) -> None:
+        """7  dQ = dS K of one query tile, a piece at a time, for which a thread has the registers. Of `calls` the first
+        is made once the tile before has arrived in its sum, where blocks take turns, the second once dS has been read.
+        """
         build, (rows, columns) = self.build, self.piece
+        arrived, release = calls
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         s_k = tile_at(base, build.buffer("key").offset, dtype, (build.tile_n, build.columns))
         product = self.product_of(replace(grad_q.spec(build), m=rows, n=columns))
@@ -58,18 +62,33 @@ class HopperGradQuery(GradQuery):
             product.wait()
             if number == len(pieces) - 1:
                 release()
-            self.reduce(target + number * rows * columns, r_dq, thread)
+            takes_turn = build.deterministic and number == 0
+            if takes_turn:
+                self.wait_for_arrival()
+                arrived()
+            self.add_to(target + number * rows * columns, r_dq, thread, takes_turn)
+
+    def add_to(self, target: cute.Pointer, values: cute.Tensor, thread: Int32, has_met: bool) -> None:
+        """Add a piece to the sum. has_met: the tile before has arrived, which one warp alone may know."""
+        if self.is_staged:
+            if not has_met:
+                self.wait()
+                self.meet()
+            self.reduce(target, values, thread)
+            return
+        if has_met:
+            self.meet()
+        self.add(target, values, thread)
+        self.meet()  # the compiler would move the additions behind the next product
 
     @cute.jit
     def reduce(self, target: cute.Pointer, values: cute.Tensor, thread: Int32):
-        """Add a piece to the sum, once the piece before it has left shared memory."""
+        """Add a piece to the sum; the one before it has left shared memory."""
         stage = moves.shared_pointer(self.build, "staging", Float32)
         warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
-        self.wait()
-        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=WARPGROUP_THREADS)
         self.write(stage, values, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=WARPGROUP_THREADS)
+        self.meet()
         if warp == 0:
             size = cute.size(values) * WARPGROUP_THREADS * 4
             with cute.arch.elect_one():
@@ -79,7 +98,18 @@ class HopperGradQuery(GradQuery):
     def wait(self) -> None:
         """Until what this thread has started has been read from shared memory. All threads ask, though one starts:
         in a branch, the wait would cost the whole kernel its uniform registers."""
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if self.is_staged:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def wait_for_arrival(self) -> None:
+        """Until what was started has arrived in global memory."""
+        if self.is_staged:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.meet()
+
+    def meet(self) -> None:
+        """The threads of the warpgroup wait for each other."""
+        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=WARPGROUP_THREADS)
 
     def write(self, target: cute.Pointer, values: cute.Tensor, thread: Int32) -> None:
         """An accumulator to shared memory in the sum's order: vectors of neighbouring threads side by side."""
@@ -90,7 +120,29 @@ class HopperGradQuery(GradQuery):
             at = (target + (thread + i * self.threads) * self.width).align(16)
             cute.autovec_copy(vector, cute.make_tensor(at, cute.make_layout(self.width)))
 
-    def sum_of(self, p: Any, head: Int32, tile: Int32) -> cute.Pointer:
-        """The sum of a query tile; `tile` counts those of all sequences of a head."""
-        number: Int64 = self.number(p, head, tile)
-        return self.tile(p, number)
+    def take_turns(self, p: Any, before: Int32, here: tuple[Int32, Int32], thread: Int32) -> None:
+        """Pass the turn of the query tile before on, and wait for this one's: (number, turn)."""
+        self.pass_turn(p, before, thread)
+        self.wait_turn(p, *here, thread)
+
+    @cute.jit
+    def wait_turn(self, p: Any, number: Int32, turn: Int32, thread: Int32):
+        """Who starts the reductions waits until the key tiles before this one have added to the query tile."""
+        if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
+            with cute.arch.elect_one():
+                counter = params.pointer(p.turn, Int32, 4) + number
+                seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+                while seen < turn:
+                    seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+                cute.arch.fence_proxy("async.global")
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def pass_turn(self, p: Any, number: Int32, thread: Int32):
+        """Let the next key tile add to a query tile to which all of this one has been added; to none if below 0. The
+        warp that does so is not the one that waits for turns."""
+        if (cute.arch.make_warp_uniform(thread // WARP_THREADS) == WARPGROUP_WARPS - 1) & (number >= 0):
+            with cute.arch.elect_one():
+                counter = params.pointer(p.turn, Int32, 4) + number
+                cute.arch.fence_proxy("async.global")
+                cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")

@@ -11,11 +11,11 @@ share of the columns. So each tile is read, and each sum added to, once for 128 
     the third        7 dQ = dS K                                               beside all of them
 
     pipe         full: arrivals             empty: arrivals                                       slots
-    query        TMA of both, logsumexp     of both blocks 4 warps behind the next 1 and 4        query_stages
-                                            behind 6
+    query        TMA of both, logsumexp     of both blocks 4 warps behind 6 and 4 behind the      query_stages
+                                            next 1; of this one all threads behind 1
     grad_output  TMA of both, delta         of both blocks 4 warps behind 5 and 4 behind the      grad_output_stages
                                             next 3; of this one all threads behind 3
-    dS           4 warps, the other's dS    of both blocks 4 warps behind 7                       1 or 2
+    dS           128 threads, the other's   of both blocks 4 warps behind 7                       1 or 2
     key          TMA                        4 warps behind the last 1, 4 behind the last 7        1
     value        TMA                        4 warps behind the last 3                             1
     P            a named barrier for each slot of dS, in whose place it comes
@@ -40,8 +40,10 @@ from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, columns_of, row_view, tile_at
 from cutlass_py_attn.hopper import loaded_tiles
-from cutlass_py_attn.parts import lengths, moves, params, pipes, schedule
+from cutlass_py_attn.parts import moves, params, pipes
 from cutlass_py_attn.parts.integers import ceil_div, larger
+from cutlass_py_attn.parts.items import Item
+from cutlass_py_attn.parts.key_items import TOGETHER, PairedKeyItems
 from cutlass_py_attn.parts.pipes import arrive, before
 from cutlass_py_attn.parts.quads import store_rows
 from cutlass_py_attn.parts.turned import turned
@@ -51,7 +53,6 @@ from cutlass_py_attn.shared_memory import shared_columns, tile_bytes
 
 MAX_COLUMNS, PART_COLUMNS = 192, 128  # of one product into registers, and of the parts of a wider one
 WORDS = 4  # of a vector that a thread hands over
-BLOCKS = 2  # of a cluster
 OWN_BARRIER, P_FULL = 1, 2  # numbers of the barriers of the warpgroup that differentiates and of each slot of P
 
 
@@ -92,7 +93,7 @@ class WideBackward(HopperBackward):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self.grad_query = WideGradQuery(build)
+        self.grad_query, self.items = WideGradQuery(build), PairedKeyItems(build)
         self.tile_bytes = tile_bytes(build.dtype, build.tile_m, build.tile_n)
         self.slots = build.buffer("p_ds").bytes // self.tile_bytes
 
@@ -111,34 +112,19 @@ class WideBackward(HopperBackward):
         """The full and empty barriers of query, grad_output, key, value and dS."""
         build = self.build
         statistics = build.tile_m * F32_BYTES
+        other_key = build.buffer("other_key").bytes
         users = {
-            "query": (build.query_stages, BLOCKS * 2 * WARPGROUP_WARPS, statistics),
+            "query": (build.query_stages, 3 * WARPGROUP_WARPS + WARPGROUP_THREADS, statistics),
             "grad_output": (build.grad_output_stages, 3 * WARPGROUP_WARPS + WARPGROUP_THREADS, statistics),
-            "key": (1, 2 * WARPGROUP_WARPS, build.buffer("other_key").bytes),
+            "key": (1, 2 * WARPGROUP_WARPS, other_key),
             "value": (1, WARPGROUP_WARPS, 0),
         }
         (self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v), barriers = pipes.loaded(build, users)
-        self.pipe_ds = pipes.handed_over(self.slots, WARPGROUP_WARPS, BLOCKS * WARPGROUP_WARPS, barriers)
+        self.pipe_ds = pipes.handed_over(self.slots, WARPGROUP_THREADS, TOGETHER * WARPGROUP_WARPS, barriers)
 
     def rank(self) -> Int32:
         """This block's place in its cluster."""
         return cute.arch.block_idx_in_cluster()
-
-    def place(self) -> tuple[Int32, Int32]:
-        """This cluster's number and how many there are."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        return block // BLOCKS, blocks // BLOCKS
-
-    def turns(self, p: Any) -> Int32:
-        """How many pairs of key tiles this cluster takes."""
-        return schedule.turns(self.total(p), *self.place())
-
-    def work(self, p: Any, turn: Int32) -> tuple[Any, Any, Any, Any, Any]:
-        """Of this cluster's turn: (sequence, key head, this block's key tile, first and end of the query tiles of
-        both), at least one."""
-        of, head, pair, first, end = super().work(p, turn)
-        return of, head, BLOCKS * pair + self.rank(), first, end
 
     @cute.jit
     def produce(self, p: Any, maps: tuple):
@@ -146,14 +132,15 @@ class WideBackward(HopperBackward):
         the query and grad_output tiles that see them."""
         build = self.build
         at_q, at_do, at_kv = self.states(pipeline.PipelineUserType.Producer)
-        for mine in cutlass.range(self.turns(p), unroll=1):
-            item = self.work(p, mine)
-            of, key_head, key_tile, first, end = item
-            key_place = (key_tile * build.tile_n, key_head, of.batch)
+        mine = Int32(0)
+        while self.items.is_left(p, mine):
+            item = self.items.taken(p, mine, self.rank())
+            of, key_tile = item.of, item.tile
+            key_place = (key_tile * build.tile_n, item.head, of.batch)
             pipes.fetch(build, self.pipe_k, at_kv, "key", maps[2], key_place)
-            self.fetch_other_key(maps[2], ((key_tile ^ 1) * build.tile_n, key_head, of.batch), at_kv)
+            self.fetch_other_key(maps[2], ((key_tile ^ 1) * build.tile_n, item.head, of.batch), at_kv)
             head, query_tile = self.first_place(p, item)
-            for turn in cutlass.range(self.rounds(p, first, end), unroll=1):
+            for turn in cutlass.range(self.rounds(p, item.first, item.end), unroll=1):
                 place = (query_tile * build.tile_m, head, of.batch)
                 row = self.grad_query.number(p, head, of.first_tile + query_tile) * build.tile_m
                 self.fetch_for_both(self.pipe_q, at_q, "query", maps[0], place)
@@ -166,6 +153,7 @@ class WideBackward(HopperBackward):
                 at_do.advance()
                 head, query_tile = self.next_place(item, head, query_tile)
             at_kv.advance()
+            mine = mine + 1
 
     @cute.jit
     def fetch_other_key(self, source: Any, at: tuple, state: Any):
@@ -195,8 +183,8 @@ class WideBackward(HopperBackward):
         start = build.buffer(name).offset + state.index * (rows * columns * build.item_bytes)
         strips = columns * build.item_bytes // width
         with cute.arch.elect_one():
-            for pair in cutlass.range_constexpr(ceil_div(strips, BLOCKS)):
-                strip = BLOCKS * pair + rank
+            for pair in cutlass.range_constexpr(ceil_div(strips, TOGETHER)):
+                strip = TOGETHER * pair + rank
                 if strip < strips:
                     place = base + cute.assume(start + strip * (rows * width), divby=1024)
                     corner = [strip * (width // build.item_bytes), at[0], at[1], at[2]]
@@ -210,14 +198,15 @@ class WideBackward(HopperBackward):
         _, _, at_kv = self.states(pipeline.PipelineUserType.Consumer)
         (at,) = pipes.states(pipeline.PipelineUserType.Consumer, self.slots)
         s_ds, s_other = self.scores_ring("p_ds"), self.scores_ring("other_ds")
-        for mine in cutlass.range(self.turns(p), unroll=1):
-            item = self.work(p, mine)
-            of, _, _, first, end = item
+        mine = Int32(0)
+        while self.items.is_left(p, mine):
+            item = self.items.taken(p, mine, self.rank())
             self.pipe_k.consumer_wait(at_kv)
             head, query_tile = self.first_place(p, item)
-            for _ in cutlass.range(self.rounds(p, first, end), unroll=1):
+            for _ in cutlass.range(self.rounds(p, item.first, item.end), unroll=1):
                 self.pipe_ds.consumer_wait(at)
-                target = self.grad_query.sum_of(p, head, of.first_tile + query_tile)
+                number = self.grad_query.number(p, head, item.of.first_tile + query_tile)
+                target = self.grad_query.tile(p, number)
                 both = s_ds[None, None, at.index], s_other[None, None, at.index]
                 self.grad_query.add_half(target, both, self.rank(), thread)
                 self.release(self.pipe_ds, at.index)
@@ -225,6 +214,7 @@ class WideBackward(HopperBackward):
                 head, query_tile = self.next_place(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             at_kv.advance()
+            mine = mine + 1
 
     def release(self, pipe: Any, slot: Int32) -> None:
         """A warp gives a slot back in both blocks."""
@@ -252,10 +242,10 @@ class WideBackward(HopperBackward):
         at_q, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
         (at_p,) = pipes.states(pipeline.PipelineUserType.Producer, self.slots)
         r_dv, r_s, r_lse = self.dv.accumulator(thread), self.scores.accumulator(thread), self.statistics()
-        for mine in cutlass.range(self.turns(p), unroll=1):
-            item = self.work(p, mine)
-            of, _, key_tile, first, end = item
-            rounds = larger(self.rounds(p, first, end), 1)
+        mine = Int32(0)
+        while self.items.is_left(p, mine):
+            item = self.items.taken(p, mine, self.rank())
+            rounds = larger(self.rounds(p, item.first, item.end), 1)
             r_dv.fill(0.0)
             # 1  S^T = K Q^T of the first query tile
             self.pipe_k.consumer_wait(at_kv)
@@ -268,8 +258,8 @@ class WideBackward(HopperBackward):
             head, query_tile = self.first_place(p, item)
             for turn in cutlass.range(rounds, unroll=1):
                 # 2  P = exp2(S - logsumexp) in base 2
-                self.weights(r_s, r_lse, p.scale_log2)
-                self.clear(lengths.band(build, p, of), r_s, thread, (query_tile, key_tile))
+                self.side.weights(p, r_s, r_lse)
+                self.side.clear(item.band, r_s, thread, (query_tile, item.tile))
                 self.scores.wait()
                 if turn > 0:
                     self.release(self.pipe_do, before(at, build.grad_output_stages))
@@ -291,14 +281,16 @@ class WideBackward(HopperBackward):
                 at.advance()
                 self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.scores.wait(self.dv.groups)
-                self.release(self.pipe_q, last)
+                self.release_there(self.pipe_q, last)
+                cute.arch.mbarrier_arrive(self.pipe_q.sync_object_empty.get_barrier(last))  # as release_grad_output
                 r_s.store(r_next.load())
                 head, query_tile = self.next_place(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             self.scores.wait()
             self.release(self.pipe_do, before(at, build.grad_output_stages))
             at_kv.advance()
-            self.store(p, "grad_value", r_dv, self.work(p, params.again(mine)), thread)
+            self.store(p, "grad_value", r_dv, self.items.taken(p, params.again(mine), self.rank()), thread)
+            mine = mine + 1
 
     @cute.jit
     def differentiate(self, p: Any, thread: Int32):
@@ -308,10 +300,10 @@ class WideBackward(HopperBackward):
         at_q, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
         (at_ds,) = pipes.states(pipeline.PipelineUserType.Consumer, self.slots)
         r_dk, r_dp, r_delta = self.dk.accumulator(thread), self.dp.accumulator(thread), self.statistics()
-        for mine in cutlass.range(self.turns(p), unroll=1):
-            item = self.work(p, mine)
-            _, _, _, first, end = item
-            rounds = larger(self.rounds(p, first, end), 1)
+        mine = Int32(0)
+        while self.items.is_left(p, mine):
+            item = self.items.taken(p, mine, self.rank())
+            rounds = larger(self.rounds(p, item.first, item.end), 1)
             r_dk.fill(0.0)
             # 3  dP^T = V dO^T of the first query tile
             self.pipe_v.consumer_wait(at_kv)
@@ -325,7 +317,7 @@ class WideBackward(HopperBackward):
                 # 4  dS = P (dP - delta), also for the warpgroups of dQ
                 cute.arch.barrier(barrier_id=P_FULL + at_ds.index, number_of_threads=2 * WARPGROUP_THREADS)
                 r_p = self.handed_weights(at_ds.index, thread)
-                self.score_gradient(r_dp, r_p, r_delta)
+                self.side.gradient(p, r_dp, r_p, r_delta, None)
                 self.dp.wait()
                 if turn > 0:
                     self.release(self.pipe_q, before(at_q, build.query_stages))
@@ -356,7 +348,8 @@ class WideBackward(HopperBackward):
             self.release(self.pipe_q, before(at_q, build.query_stages))
             at_kv.advance()
             r_dk.store(r_dk.load() * p.scale)
-            self.store(p, "grad_key", r_dk, self.work(p, params.again(mine)), thread)
+            self.store(p, "grad_key", r_dk, self.items.taken(p, params.again(mine), self.rank()), thread)
+            mine = mine + 1
 
     def meet(self) -> None:
         """The threads of the warpgroup that differentiates wait for each other."""
@@ -364,7 +357,8 @@ class WideBackward(HopperBackward):
 
     @cute.jit
     def send(self, slot: Int32, thread: Int32):
-        """Copy dS to the other block, and say here that it is there and that the other's is on its way."""
+        """Copy dS to the other block, and say here that it is there and that the other's is on its way. Every thread
+        says so: that P has been read in its place is thereby known, to racecheck too."""
         full = self.pipe_ds.sync_object_full.get_barrier(slot)
         if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
             base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
@@ -374,16 +368,14 @@ class WideBackward(HopperBackward):
             )
             there = self.rank() ^ 1
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.tile_bytes)
+                cute.arch.mbarrier_expect_tx(full, self.tile_bytes)
                 prim.cp_async_bulk_shared_cluster_shared_cta(
                     cute.arch.map_dsmem_ptr(target, there),
                     source,
                     cute.arch.map_dsmem_ptr(full, there),
                     self.tile_bytes,
                 )
-        else:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(full)
+        cute.arch.mbarrier_arrive(full)
 
     def words_of(self, values: cute.Tensor) -> cute.Tensor:
         """16-bit registers as vectors of words: (word, vector)."""
@@ -411,13 +403,12 @@ class WideBackward(HopperBackward):
             cute.autovec_copy(self.place_of(slot, thread, vector), words[None, vector])
         return r_p
 
-    def store(self, p: Any, name: str, values: cute.Tensor, item: tuple, thread: Int32) -> None:
+    def store(self, p: Any, name: str, values: cute.Tensor, item: Item, thread: Int32) -> None:
         """Write dK or dV of a key tile from registers."""
         build = self.build
-        of, head, key_tile, _, _ = item
+        of, start = item.of, item.tile * build.tile_n
         room, dim = (self.dk, build.head_dim) if name == "grad_key" else (self.dv, build.head_dim_value)
-        start = key_tile * build.tile_n
-        target = moves.tile_of(build, p, name, (of.batch, head, start), of.stored_keys - start, dim)
+        target = moves.tile_of(build, p, name, (of.batch, item.head, start), of.stored_keys - start, dim)
         store_rows(row_view(moves.converted(values, self.dtype)), row_view(room.coordinates(thread)), target)
 
     def bind_products(self, thread: Int32) -> None:
@@ -429,6 +420,7 @@ class WideBackward(HopperBackward):
             tile_at(base, build.buffer(name).offset, self.dtype, loaded_tiles(build)[name]) for name in ("key", "value")
         )
         self.scores, self.dp = (Wgmma(turned(room.spec(build)), build.dtype) for room in (matmul_qk, doivj))
+        self.side.bind(self.scores)
         self.dv = Stacked(grad_v.spec(build), build.dtype, s_do)
         self.dk = Stacked(grad_k.spec(build), build.dtype, s_q)
         self.score_parts = self.scores.operands(s_k, s_q, thread)

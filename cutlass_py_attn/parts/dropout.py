@@ -27,6 +27,7 @@ from cutlass_py_attn.plan import Build
 
 NIBBLES = 8  # of a word of bits; a nibble is the four bits of one block
 EIGHT = 8  # columns of two blocks, which a quad holds together; also what two rows of a thread are apart
+RUN_CALLS = 4  # Philox calls of `run_bits`, a round of all before the next
 ALL_BITS = 0xFFFFFFFF
 EACH_NIBBLE = 0x11111111
 LOW_PAIRS = 0x33333333  # the lower two bits of each nibble
@@ -95,7 +96,7 @@ def keep_bits(stream: Any, where: cute.Tensor, corner: tuple, base: Int64, num_k
     row, column = where[0, 0]
     is_odd, half = (column >> 1) & 1, (column >> 2) & 1
     start = stream.offset + base
-    is_aligned = ((Int32(start) | num_keys) & (BLOCK_WORDS - 1)) == 0
+    starts_blocks = is_aligned(start, num_keys)
     start = start + cute.arch.mul_wide(query0 + row + EIGHT * is_odd, num_keys) + (key0 + column - 2 * is_odd)
     row_distance = cute.arch.mul_wide(Int32(calls.row_step), num_keys)
     held = cute.make_rmem_tensor(count, Uint32)
@@ -103,13 +104,33 @@ def keep_bits(stream: Any, where: cute.Tensor, corner: tuple, base: Int64, num_k
         at = start + cute.arch.mul_wide(i // calls.across * (calls.pairs * calls.row_step), num_keys)
         at = at + i % calls.across * (calls.groups * calls.column_step)
         found = _blocks_from(stream, calls, at, row_distance)
-        if not is_aligned:
+        if not starts_blocks:
             found = _moved_down(stream, calls, found, at, row_distance, half)
         # Registers have no run-time index: the words pass through the last place to their own.
         for k in cutlass.range_constexpr(count - 1):
             held[k] = held[k + 1]
         held[count - 1] = _exchanged(found, is_odd)
     return calls.bits(held)
+
+
+def is_aligned(start: Int64, num_keys: Int32) -> Boolean:
+    """Whether rows start at a block, the first with word `start`."""
+    return ((Int32(start) | num_keys) & (BLOCK_WORDS - 1)) == 0
+
+
+@cute.jit
+def run_bits(stream: Any, at: Int64, aligned: Boolean):
+    """A bit for each of 16 words of the stream from word `at` on, the first lowest; above them are bits of others.
+
+    aligned: `at` is the first word of a block.
+    """
+    found = Uint32(0)
+    for call, words in enumerate(_blocks_of(stream, [at + call * BLOCK_WORDS for call in range(RUN_CALLS)])):
+        found = _with_bits(stream, found, words, 4 * call)
+    if not aligned:
+        behind = _block(stream, at + RUN_CALLS * BLOCK_WORDS) << Uint32(4 * RUN_CALLS)
+        found = (behind | found) >> (Uint32(at) & Uint32(BLOCK_WORDS - 1))
+    return found
 
 
 def kept(build: Build, p: Any, where: cute.Tensor, corner: tuple, at: tuple) -> cute.Tensor | None:
@@ -132,6 +153,14 @@ def _value_or_at(value: Int64, address: Int64):
     if address != 0:
         value = cute.make_tensor(params.pointer(address, Int64, 8), cute.make_layout(1))[0]
     return value
+
+
+def uniform_stream(p: Any) -> Stream:
+    """`stream` with the offset in uniform registers, too."""
+    found = stream(p)
+    low, high = _uniform(Uint32(found.offset)), _uniform(Uint32(Uint64(found.offset) >> 32))
+    found.offset = Int64(Uint64(high) << 32 | Uint64(low))
+    return found
 
 
 def _uniform(value: Uint32) -> Uint32:
@@ -220,8 +249,17 @@ def _exchanged(found: Uint32, is_odd: Int32) -> Uint32:
 
 def _block(stream: Stream, at: Int64) -> Uint32:
     """Bits of the block that has word `at`."""
-    block = Uint64(at) >> 2
-    return _with_bits(stream, Uint32(0), _finish(stream, Uint32(block), _begin(stream, Uint32(block >> 32))), 0)
+    (words,) = _blocks_of(stream, [at])
+    return _with_bits(stream, Uint32(0), words, 0)
+
+
+def _blocks_of(stream: Stream, places: list[Int64]) -> list[Words]:
+    """The blocks that have these words; a round of all, then the next."""
+    counters = [Uint64(place) >> 2 for place in places]
+    found = [_second_round(stream, Uint32(it), _begin(stream, Uint32(it >> 32))) for it in counters]
+    for number in range(2, ROUNDS):
+        found = [_next_round(stream, number, words) for words in found]
+    return found
 
 
 def _with_bits(stream: Stream, bits: Uint32, words: Words, first: int) -> Uint32:
@@ -243,16 +281,26 @@ def _begin(stream: Stream, upper: Uint32) -> tuple[Uint32, Uint32]:
 
 def _finish(stream: Stream, lower: Uint32, begun: tuple[Uint32, Uint32]) -> Words:
     """The block whose counter has this lower half, and the upper half of `begun`."""
+    words = _second_round(stream, lower, begun)
+    for number in range(2, ROUNDS):
+        words = _next_round(stream, number, words)
+    return words
+
+
+def _second_round(stream: Stream, lower: Uint32, begun: tuple[Uint32, Uint32]) -> Words:
+    """The words behind two rounds."""
     high, low = _product(0, lower)
     c2, c3 = low ^ begun[0], begun[1]
     high, c1 = _product(1, high ^ _round_key(stream, 0)[1])
-    c0 = high ^ _round_key(stream, 1)[0]
-    for number in range(2, ROUNDS):
-        key0, key1 = _round_key(stream, number)
-        high0, low0 = _product(0, c0)
-        high1, low1 = _product(1, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
-    return c0, c1, c2, c3
+    return high ^ _round_key(stream, 1)[0], c1, c2, c3
+
+
+def _next_round(stream: Stream, number: int, words: Words) -> Words:
+    c0, c1, c2, c3 = words
+    key0, key1 = _round_key(stream, number)
+    high0, low0 = _product(0, c0)
+    high1, low1 = _product(1, c2)
+    return high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
 
 
 def _round_key(stream: Stream, number: int) -> tuple[Uint32, Uint32]:

@@ -18,7 +18,8 @@ Cursor = tuple[Int32, Int32]
 
 @dataclass(frozen=True)
 class Item:
-    """One query tile of one head: its sequence and mask, and its key tiles [first, end), at least one."""
+    """One query tile of one head: its sequence and mask, and its key tiles [first, end), at least one; in the backward
+    one key tile and its query tiles."""
 
     of: lengths.Sequence
     band: Band

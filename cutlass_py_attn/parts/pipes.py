@@ -68,10 +68,16 @@ def states(user: Any, *slots: int) -> tuple[Any, ...]:
 
 
 def fetch(build: Build, pipe: Any, state: Any, name: str, source: Any, at: tuple) -> None:
-    """Wait for a slot and ask for the tile at (row, head, batch) of an operand; a warp calls this."""
+    """Wait for a slot and ask for the tile of an operand at a `tma.place`; a warp calls this."""
     pipe.producer_acquire(state)
     barrier = pipe.producer_get_barrier(state)
     tma.fetch(build, source, name, loaded_tiles(build)[name], at, state.index, barrier)
+
+
+def fill(pipe: Any, state: Any) -> None:
+    """Wait for a slot and make it full, though no tile comes; a warp calls this."""
+    pipe.sync_object_empty.wait(state.index, state.phase)
+    arrive(pipe.sync_object_full, state.index)
 
 
 def arrive(barriers: Any, slot: Int32) -> None:

@@ -64,6 +64,13 @@ def query_tile_end(band: Band, key_tile: Any, tile_m: int, tile_n: int) -> Any:
     return ceil_div(band.query_end(last_key), tile_m)
 
 
+def some_query_tiles(band: Band, key_tile: Any, tile_m: int, tile_n: int) -> tuple[Any, Any]:
+    """The query tiles that see a key of `key_tile`, or else one that sees none, be it a tile of nobody's."""
+    last = larger(ceil_div(band.num_queries, tile_m), 1) - 1
+    first = smaller(query_tile_start(band, key_tile, tile_m, tile_n), last)
+    return first, larger(query_tile_end(band, key_tile, tile_m, tile_n), first + 1)
+
+
 def needs_mask(band: Band, query_tile: Any, key_tile: Any, tile_m: int, tile_n: int) -> Any:
     """Whether tile (query_tile, key_tile) has a pair that is not seen, rows past the end aside."""
     first, end = whole_key_tiles(band, query_tile, tile_m, tile_n)
@@ -73,7 +80,7 @@ def needs_mask(band: Band, query_tile: Any, key_tile: Any, tile_m: int, tile_n: 
 
 def turn(band: Band, query_tile: Any, key_tile: Any, tile_m: int, tile_n: int) -> Any:
     """How many key tiles add to the gradient of `query_tile` before `key_tile` does, when they take turns from
-    the last key tile to the first."""
+    the last key tile to the first. Below 0 for key tiles behind the last that it sees."""
     return key_tile_end(band, query_tile, tile_m, tile_n) - 1 - key_tile
 
 
@@ -103,6 +110,24 @@ def longest_first(number: Any, tiles: Any, heads: Any, at_once: Any) -> tuple[An
     within = number - group * (at_once * tiles)
     here = smaller(at_once, heads - group * at_once)
     return tiles - 1 - within // here, group * at_once + within % here
+
+
+def key_tile_of(form: str, number: Any, tiles: Any, heads: Any, fitting: Any) -> tuple[Any, Any]:
+    """(key tile, head) of item `number` of the backward, `fitting` heads at once: the longest come first, for the first
+    keys are seen by the most queries."""
+    if form == "full":
+        return number % tiles, number // tiles
+    tile, head = longest_first(number, tiles, heads, smaller(fitting, heads))
+    return tiles - 1 - tile, head
+
+
+def key_tile_in_turn(number: Any, tiles: Any, heads: Any, fitting: Any) -> tuple[Any, Any]:
+    """(key tile, head) of item `number` where key tiles add to a query tile in turn, from the last to the first.
+
+    A block on its way through the query tiles is then behind those that started before it, and hardly waits. Blocks
+    are spread over the queries, so that no more than half of the fitting heads stay in the cache.
+    """
+    return longest_first(number, tiles, heads, smaller(larger(fitting // 2, 1), heads))
 
 
 def turns(total: Any, block: Any, blocks: Any) -> Any:

@@ -9,6 +9,7 @@ import cutlass.experimental.primitives as prim
 from cutlass import Int32, Int64
 
 from cutlass_py_attn.gemm.plans import swizzle_bytes
+from cutlass_py_attn.hopper import RAGGED_ROWS
 from cutlass_py_attn.parts import params
 from cutlass_py_attn.plan import Build
 
@@ -30,9 +31,18 @@ def stand_in(p: Any, address: Int64, dtype, rows: int, columns: int) -> tensor_m
     )
 
 
+def place(build: Build, row: Any, head: Any, of: Any, side: str) -> tuple[Any, ...]:
+    """Where `fetch` finds the rows from `row` on of a sequence, of its queries or its keys; rows behind the last are
+    zeros."""
+    if not build.has("varlen"):
+        return row, head, of.batch
+    start, count = getattr(of, f"{side}_start"), {"query": of.num_queries, "key": of.num_keys}[side]
+    return RAGGED_ROWS - count + row, head, start + count, RAGGED_ROWS
+
+
 def fetch(build: Build, source: Any, name: str, tile: tuple[int, int], at: tuple, slot: Int32, barrier: Any) -> None:
-    """Ask for the tile (rows, columns) at (row, head, batch) for a slot of buffer `name`, a strip as wide as the
-    swizzle at a time; a warp calls this."""
+    """Ask for the tile (rows, columns) at a `place` for a slot of buffer `name`, a strip as wide as the swizzle at a
+    time; a warp calls this."""
     rows, columns = tile
     width = swizzle_bytes(columns)
     base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)

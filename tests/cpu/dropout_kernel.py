@@ -5,10 +5,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int8, Int32, Int64, Uint32
+from cutlass import Int8, Int32, Int64, Uint16, Uint32
 
 from cutlass_py_attn.gemm import matmul_qk, mma_sync, wgmma
-from cutlass_py_attn.parts import dropout, params
+from cutlass_py_attn.gemm.views import transposed
+from cutlass_py_attn.parts import dropout, kept_bits, lengths, params
+from cutlass_py_attn.parts.turned import turned, turned_view
 from cutlass_py_attn.plan import Build
 
 SYMBOL = "keep_bytes"
@@ -23,6 +25,7 @@ FIELDS = (
     ("num_queries", "i32"),
     ("num_keys", "i32"),
     ("rounds", "i32"),
+    ("num_heads", "i32"),
 )
 Params = params.struct("KeepBytesParams", FIELDS)
 
@@ -74,6 +77,52 @@ class KeepBytes:
                     target[Int64(i) * p.num_keys + j] = kept
 
 
+class TurnedBytes(KeepBytes):
+    """The same for the scores of the Hopper backward, drawn by the warps that hold them alone: a byte is 2 where the
+    mask of a pair of queries says otherwise than its bits."""
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        build = self.build
+        thread, _, _ = cute.arch.thread_idx()
+        query_tile, key_tile, _ = cute.arch.block_idx()
+        lane, group = thread % 32, thread // 32
+        of, stream = lengths.sequence(build, SizesOf(p), Int32(0)), dropout.uniform_stream(p)
+        stream.offset = stream.offset + p.base
+        bits, target = kept_bits.KeptBits(build, None, 0), params.pointer(p.out, Int8, 1)
+        corner = bits.corner((of, Int32(0), query_tile, key_tile), group)
+        found = bits.registers()
+        for word in cutlass.range_constexpr(bits.words):
+            halves = [bits.bits(p, stream, (of, Int32(0)), corner, lane + 64 * word + 32 * half) for half in (0, 1)]
+            found[word] = kept_bits.gathered(Uint32(Uint16(halves[0])) | (halves[1] << 16), lane)
+        identity = transposed(cute.make_identity_tensor((build.tile_m, build.tile_n)))
+        product = wgmma.Wgmma(turned(matmul_qk.spec(build)), build.dtype)
+        where = turned_view(wgmma.row_view(product.mma.get_slice(thread).partition_C(identity)))
+        self.store_turned(p, found, where, (query_tile * build.tile_m, key_tile * build.tile_n), target)
+
+    @cute.jit
+    def store_turned(self, p: Any, found: cute.Tensor, where: cute.Tensor, corner: tuple, out: cute.Pointer):
+        """Write a byte for each element inside the matrix."""
+        target = cute.make_tensor(out, cute.make_layout(2**30))
+        for query in cutlass.range_constexpr(cute.size(where, mode=[0])):
+            for row in cutlass.range_constexpr(2):
+                side, eight = query % 2, query // 2
+                i, j = corner[0] + where[query, row][0], corner[1] + where[query, row][1]
+                half = (kept_bits.mask(found, row, eight) >> (16 * side)) & Uint32(0xFFFF)
+                is_kept = kept_bits.is_kept(found, side, row, eight)
+                expected = cutlass.select_(is_kept, Uint32(0xFFFF), Uint32(0))
+                byte = cutlass.select_(half == expected, cutlass.select_(is_kept, Int8(1), Int8(0)), Int8(2))
+                if (i < p.num_queries) & (j < p.num_keys):
+                    target[Int64(i) * p.num_keys + j] = byte
+
+
+class SizesOf:
+    """The struct of a backward, of which a dense sequence needs the sizes."""
+
+    def __init__(self, p: Any) -> None:
+        self.num_queries, self.num_keys = p.num_queries, p.num_keys
+
+
 def row_view(build: Build, thread: Int32) -> cute.Tensor:
     """(row, column) of each score of a thread."""
     spec = matmul_qk.spec(build)
@@ -108,3 +157,8 @@ def trace(build: Build) -> tuple[Callable[..., Any], tuple[object, ...]]:
 def trace_timed(build: Build) -> tuple[Callable[..., Any], tuple[object, ...]]:
     """The same for the kernel that is `timed`."""
     return KeepBytes(build, timed=True), params.representative(FIELDS)
+
+
+def trace_turned(build: Build) -> tuple[Callable[..., Any], tuple[object, ...]]:
+    """The same for the scores of the Hopper backward."""
+    return TurnedBytes(build), params.representative(FIELDS)

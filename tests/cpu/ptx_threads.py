@@ -184,13 +184,47 @@ class Threads:
             "xor": lambda: v[0] ^ v[1],
             "not": lambda: ~v[0],
             "shl": lambda: np.where(v[1] < bits, v[0] << np.minimum(v[1], bits - np.uint64(1)), np.uint64(0)),
-            "shr": lambda: np.where(v[1] < bits, v[0] >> np.minimum(v[1], bits - np.uint64(1)), np.uint64(0)),
-            "shf": lambda: ((v[1] << np.uint64(32) | v[0]) << (v[2] & np.uint64(31))) >> np.uint64(32),
+            "shr": lambda: _shifted_right(modifiers[0], v[0], v[1]),
+            "shf": lambda: _funnel(modifiers[0], *v),
             "min": lambda: np.minimum(*(as_type(x, modifiers[-1]) for x in v)).astype(np.uint64),
             "max": lambda: np.maximum(*(as_type(x, modifiers[-1]) for x in v)).astype(np.uint64),
             "selp": lambda: np.where(v[2] != 0, v[0], v[1]),
-            "shfl": lambda: v[0][np.arange(len(v[0])) ^ int(v[1][0])],
+            "shfl": lambda: v[0][_partner(modifiers[1], v[1])],
+            "prmt": lambda: _permuted(*v),
             "redux": lambda: np.bitwise_or.reduce(v[0].reshape(-1, WARP), axis=1).repeat(WARP),
         }
-        assert not (kind == "shr" and modifiers[0][0] == "s"), f"{op}: not emulated"
         return actions[kind]()
+
+
+def _shifted_right(kind: str, values: Array, count: Array) -> Array:
+    """Signed numbers fill up with their sign, others with zeros."""
+    width = int(kind[1:])
+    if kind[0] == "s":
+        return (as_type(values, kind) >> np.minimum(count, np.uint64(width - 1)).astype(np.int64)).view(np.uint64)
+    return np.where(count < width, values >> np.minimum(count, np.uint64(width - 1)), np.uint64(0))
+
+
+def _partner(way: str, lanes: Array) -> Array:
+    """The thread that each thread reads in a shuffle: by a difference, or the lane that it names."""
+    threads = np.arange(len(lanes))
+    if way == "bfly":
+        return threads ^ lanes.astype(np.int64)
+    assert way == "idx", f"{way}: not emulated"
+    return threads // WARP * WARP + lanes.astype(np.int64) % WARP
+
+
+def _funnel(way: str, low: Array, high: Array, count: Array) -> Array:
+    """32 bits of two words, shifted left or right by less than a word."""
+    both, count = high << np.uint64(32) | low, count & np.uint64(31)
+    return both << count >> np.uint64(32) if way == "l" else both >> count
+
+
+def _permuted(low: Array, high: Array, selector: Array) -> Array:
+    """Four bytes of two words, each as it is or eight times its sign."""
+    both, result = high << np.uint64(32) | low & np.uint64(2**32 - 1), np.zeros_like(low)
+    for place in range(4):
+        chosen = selector >> np.uint64(4 * place) & np.uint64(15)
+        byte = both >> (chosen % np.uint64(8) * np.uint64(8)) & np.uint64(255)
+        signs = byte // np.uint64(128) * np.uint64(255)
+        result |= np.where(chosen < 8, byte, signs) << np.uint64(8 * place)
+    return result

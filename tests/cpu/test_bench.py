@@ -129,7 +129,7 @@ def test_builds_are_listed_once_and_have_names_of_their_own() -> None:
         "fwd_hopper_bf16_d64_full_bias",
         "bwd_generic_bf16_d64_full_bias",
         "bwd_generic_bf16_d64_full_bias_to_qkvb",
-        "bwd_generic_bf16_d64_full_det",
+        "bwd_hopper_bf16_d64_full_det",
     ]
 
 

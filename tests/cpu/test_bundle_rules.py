@@ -20,6 +20,7 @@ from cutlass_py_attn.bundle.numbers import inputs
 from cutlass_py_attn.bundle.problems import from_json, to_json
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.errors import NotSupported, Stale
+from cutlass_py_attn.masks import Causal
 from cutlass_py_attn.plan import Launch, Plan
 from cutlass_py_attn.problem import BIASES, BMHK, Problem, Sequences, Shape, Tensor
 
@@ -111,6 +112,19 @@ def test_rules_are_the_planner(problem: Problem, arch: str, num_sms: int, data: 
         assert found in ([], ["problem.bias_gradient"])
         assert plan.build.family != "decode" or not decode.lacking(other)
         assert by_rule(problem, plan, other, num_sms) == numbers(same)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rules_of_maps_that_end_with_a_sequence(direction: str, deterministic: bool) -> None:
+    """On Hopper, for other lengths, heads and tokens; the counter of key tiles is one number whatever the sizes."""
+    shapes = Shape(3, 400, 300, 4, 128, 128, tokens=(1000, 900)), Shape(7, 500, 600, 8, 128, 128, tokens=(1234, 2222))
+    one, other = (
+        Problem.dense(direction, shape, "bfloat16", Causal()).replace(deterministic=deterministic) for shape in shapes
+    )
+    plan = planner.plan(one, "sm_90a", 132)
+    assert plan.build.family == "hopper"
+    assert by_rule(one, plan, other, 132) == numbers(planner._plan(other, plan.build, 132))
 
 
 @settings(max_examples=100, deadline=None)

@@ -35,6 +35,7 @@ GRIDS = [
     ("hopper", "bfloat16", "sm_90a", (128, 128), (8, 1)),
 ]
 SMALL = GRIDS[6]
+TURNED = [64, 128]  # head dims of the Hopper backward; its tiles have 128 and 64 queries
 NAMES = [f"{way}-{dtype}-{arch}-{m}x{n}" for way, dtype, arch, (m, n), _ in GRIDS]
 
 
@@ -52,7 +53,9 @@ def compiled(build: Build) -> compiling.Output:
     """The dropout kernel for the scores of a build."""
     dropout_kernel = pytest.importorskip("dropout_kernel")
     before = kernels.trace
-    kernels.trace = dropout_kernel.trace
+    kernels.trace = (
+        dropout_kernel.trace_turned if build.kind == "backward" and build.family == "hopper" else dropout_kernel.trace
+    )
     try:
         return compiling._run(build)
     finally:
@@ -69,7 +72,7 @@ def run(build: Build, dropout: Dropout, base: int, sizes: tuple[int, int], in_me
     memory[SCALARS : SCALARS + 16] = scalars.view(np.uint8)
     threshold = np.uint32(philox.threshold(dropout.dropout_p)).astype(np.int32)
     struct = abi.numpy_struct(dropout_kernel.FIELDS)
-    parameters = np.array([(OUT, base, *given, threshold, *sizes, 1)], struct)
+    parameters = np.array([(OUT, base, *given, threshold, *sizes, 1, 1)], struct)
     grid = -(-sizes[0] // build.tile_m), -(-sizes[1] // build.tile_n)
     Threads(compiled(build).ptx, grid, build.threads, memory, parameters).run()
     return memory[OUT:].reshape(sizes)
@@ -152,3 +155,26 @@ def test_varlen_rows_are_as_long_as_the_sequence() -> None:
     for group, sizes in enumerate([(40, 50), (64, 61)]):
         base = group * 64 * 61
         assert (run(build, dropout, base, sizes) == philox.keep_mask(dropout, base, *sizes)).all()
+
+
+def turned_build(head_dim: int) -> Build:
+    """The Hopper backward's, of the warps that hold scores alone."""
+    shape = Shape(1, 256, 256, 1, head_dim, head_dim)
+    build = plan_backward(Problem.dense("backward", shape, "bfloat16").replace(dropout_p=0.1), "sm_90a").build
+    return replace(build, warps=build.scores[0])
+
+
+@pytest.mark.parametrize("head_dim", TURNED)
+@pytest.mark.parametrize(("offset", "base", "more_keys"), [(8, 4, 4), (3, 0, 0), (0, 6, 1), (1, 2**40 + 1, 3)])
+def test_turned_bits_are_those_of_the_stream(head_dim: int, offset: int, base: int, more_keys: int) -> None:
+    build, dropout = turned_build(head_dim), Dropout(0.3, 2**63 + 42, offset)
+    sizes = build.tile_m + 5, build.tile_n + more_keys
+    assert (run(build, dropout, base, sizes) == philox.keep_mask(dropout, base, *sizes)).all()
+
+
+@pytest.mark.parametrize("more_keys", [0, 1])
+def test_a_turned_counter_carries_into_its_upper_half(more_keys: int) -> None:
+    build = turned_build(128)
+    sizes = build.tile_m, build.tile_n + more_keys
+    dropout = Dropout(0.7, 5, 2**50 + 2**34 - sizes[0] // 2 * sizes[1] - build.tile_n // 2 - 4)
+    assert (run(build, dropout, 0, sizes, in_memory=True) == philox.keep_mask(dropout, 0, *sizes)).all()

@@ -58,10 +58,34 @@ def of_lengths(num_keys: int = 900, **changes: Any) -> Problem:
 
 
 def test_sequences_of_several_lengths() -> None:
-    """The maps cover all tokens; without a key there is nothing that a map could say."""
-    (launch,) = planner.plan(of_lengths(), "sm_90a").launches
-    assert [recipe.sizes for recipe in launch.tensor_maps] == [(128, 1000, 4, 1), (128, 900, 4, 1), (128, 900, 4, 1)]
+    """Without a key there is nothing that a map could say."""
+    plan = planner.plan(of_lengths(), "sm_90a")
+    assert plan.build.family == "hopper"
+    assert {len(recipe.sizes) for recipe in plan.launches[0].tensor_maps} == {5}
     assert hopper.lacking(of_lengths(num_keys=0)) == ("axes without an index",)
+
+
+@pytest.mark.parametrize(
+    ("first", "rows", "tile"), [(0, 300, 0), (37, 300, 256), (37, 1, 0), (300, 0, 0), (0, 90, 128)]
+)
+def test_a_copy_ends_with_its_sequence(first: int, rows: int, tile: int) -> None:
+    """As TMA counts: what lies past an axis is zero, an address is 64 bits wide. 128 rows from row `tile` on of keys
+    that start behind `first` others; head 2, columns from 64 on."""
+    from cutlass_py_attn.parts import lengths, tma
+
+    plan = planner.plan(of_lengths(), "sm_90a")
+    recipe = plan.launches[0].tensor_maps[1]
+    of = lengths.Sequence(0, 0, 0, first, 0, rows, rows, 0)
+    corner = 64, *tma.place(plan.build, tile, 2, of, "key")
+    assert recipe.box == (64, 128, 1, 1, 1)
+    assert all(0 < size <= 2**32 for size in recipe.sizes)
+    assert all(0 < 2 * stride < 2**40 and 2 * stride % 16 == 0 for stride in recipe.strides)
+    for row in range(recipe.box[1]):
+        at = [corner[0], corner[1] + row, *corner[2:]]
+        is_there = all(0 <= place < size for place, size in zip(at, recipe.sizes, strict=True))
+        assert is_there == (tile + row < rows)
+        offset = 2 * sum(place * stride for place, stride in zip(at, (1, *recipe.strides), strict=True))
+        assert not is_there or offset % 2**64 == 2 * ((first + tile + row) * 4 * 128 + 2 * 128 + 64)
 
 
 def test_dtypes_and_widths_it_has_no_kernel_for() -> None:
@@ -148,5 +172,6 @@ def test_machine_code(problem: Problem, tile_n: int) -> None:
     expected = [str(build.tile_n)] * scores + [str(build.columns_value)] * values
     assert sorted(products) == sorted(expected)
     strips = sum(columns * 2 // swizzle_bytes(columns) for _, columns in hopper.loaded_tiles(build).values())
-    assert len(re.findall(r"cp\.async\.bulk\.tensor\.4d", made.ptx)) == strips
+    axes = 5 if build.has("varlen") else 4
+    assert len(re.findall(rf"cp\.async\.bulk\.tensor\.{axes}d", made.ptx)) == strips
     assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", made.ptx)) == 2

@@ -1,0 +1,87 @@
+"""The order in which blocks of the Hopper backward take key tiles, and the turns in which they add to dQ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from visible import MASKS
+
+from cutlass_py_attn.masks import FORMS, Mask
+from cutlass_py_attn.parts import schedule
+
+TILE_M, TILE_N = 8, 16
+COUNTS = st.tuples(st.integers(1, 9), st.integers(1, 20), st.integers(1, 30))  # key tiles, heads, fitting ones
+
+
+@given(st.sampled_from(FORMS), COUNTS)
+def test_every_key_tile_of_every_head_is_taken_once(form: str, counts: tuple[int, int, int]) -> None:
+    tiles, heads, fitting = counts
+    all_of_them = [(tile, head) for tile in range(tiles) for head in range(heads)]
+    numbers = range(tiles * heads)
+    orders = [
+        [schedule.key_tile_of(form, number, tiles, heads, fitting) for number in numbers],
+        [schedule.key_tile_in_turn(number, tiles, heads, fitting) for number in numbers],
+    ]
+    assert [sorted(order) for order in orders] == [all_of_them, all_of_them]
+    for head in range(heads):
+        ahead, in_turn = ([tile for tile, of in order if of == head] for order in orders)
+        assert ahead == list(range(tiles))
+        assert in_turn == list(range(tiles))[::-1]
+
+
+@settings(deadline=None, max_examples=300)
+@given(MASKS, st.integers(0, 80), st.integers(1, 120))
+def test_a_key_tile_has_its_query_tiles_or_one_that_sees_nothing(mask: Mask, num_queries: int, num_keys: int) -> None:
+    band, query_tiles = mask.band(num_queries, num_keys), max(-(-num_queries // TILE_M), 1)
+    for key_tile in range(-(-num_keys // TILE_N) + 1):  # and one of keys that are stored, not used
+        where = band, key_tile, TILE_M, TILE_N
+        start, end = schedule.query_tile_start(*where), schedule.query_tile_end(*where)
+        first, last = schedule.some_query_tiles(*where)
+        assert 0 <= first < last <= query_tiles
+        assert (first, last) == (start, end) if start < end else last == first + 1
+
+
+class Block:
+    """What a block does of the key tiles that it takes: step by step, a query tile each, or waiting for its turn."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int, int]] = []  # (head, query tile, turn) that are left of its key tile
+
+    def step(self, added: Counter[tuple[int, int]]) -> bool:
+        """Add to a query tile if it is this block's turn; whether it was."""
+        head, query_tile, turn = self.steps[0]
+        if added[head, query_tile] < turn:
+            return False
+        added[head, query_tile] += turn >= 0
+        self.steps.pop(0)
+        return True
+
+
+@settings(deadline=None, max_examples=300)
+@given(MASKS, st.tuples(st.integers(1, 60), st.integers(1, 100)), COUNTS, st.integers(1, 7), st.randoms())
+def test_blocks_that_wait_for_turns_all_come_to_an_end(
+    mask: Mask, lengths: tuple[int, int], counts: tuple[int, int, int], num_blocks: int, random: Random
+) -> None:
+    """However few blocks run, and in whichever order: a block waits only for key tiles that were taken before."""
+    _, heads, fitting = counts
+    band, tiles = mask.band(*lengths), -(-lengths[1] // TILE_N)
+    numbers, blocks = iter(range(tiles * heads)), [Block() for _ in range(num_blocks)]
+    added: Counter[tuple[int, int]] = Counter()
+    while True:
+        for block in blocks:
+            if not block.steps and (number := next(numbers, None)) is not None:
+                tile, head = schedule.key_tile_in_turn(number, tiles, heads, fitting)
+                first, end = schedule.some_query_tiles(band, tile, TILE_M, TILE_N)
+                turns = (schedule.turn(band, m, tile, TILE_M, TILE_N) for m in range(first, end))
+                block.steps = [(head, m, turn) for m, turn in zip(range(first, end), turns, strict=True)]
+        at_work = [block for block in blocks if block.steps]
+        if not at_work:
+            break
+        random.shuffle(at_work)
+        assert any([block.step(added) for block in at_work]), "every block waits"
+    for m in range(-(-lengths[0] // TILE_M)):
+        start, end = (f(band, m, TILE_M, TILE_N) for f in (schedule.key_tile_start, schedule.key_tile_end))
+        assert all(added[head, m] >= max(end - start, 0) for head in range(heads))
