@@ -56,16 +56,11 @@ class Decode:
     def __call__(self, *values):
         grid = params.filled(Params, abi.DECODE, values).num_queries, 1, 1
         # A struct of its own for each launch: the DSL keeps the fields it has read of one with that launch.
-        self.name(self.kernel, "")
+        params.name_entry(self.build, self.kernel)
         block = (self.build.threads, 1, 1)
         self.kernel(params.filled(Params, abi.DECODE, values)).launch(grid=grid, block=block, **self.promise)
-        self.name(self.combine_kernel, "_combine")
+        params.name_entry(self.build, self.combine_kernel, "_combine")
         self.combine_kernel(params.filled(Params, abi.DECODE, values)).launch(grid=grid, block=(ROW_THREADS, 1, 1))
-
-    def name(self, kernel: Any, suffix: str) -> None:
-        """Name an entry of the cubin; the compiler adds its number."""
-        symbol = self.build.symbol + suffix
-        kernel.set_name_prefix(symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
 
     @cute.kernel
     def combine_kernel(self, p: Params):

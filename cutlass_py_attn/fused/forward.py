@@ -42,7 +42,7 @@ class Forward:
     @cute.jit
     def __call__(self, *values):
         p = params.filled(Params, abi.FORWARD, values)
-        self.kernel.set_name_prefix(self.build.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
+        params.name_entry(self.build, self.kernel)
         grid = (p.num_queries, p.num_heads, p.batch)
         self.kernel(p).launch(grid=grid, block=(self.build.threads, 1, 1), **self.promise)
 

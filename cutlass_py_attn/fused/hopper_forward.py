@@ -55,7 +55,7 @@ class HopperForward(Forward):
         p = params.filled(Params, abi.FORWARD, values)
         build = self.build
         maps = tuple(tma.stand_in(p, getattr(p, name), self.dtype, *tile) for name, tile in loaded_tiles(build).items())
-        self.kernel.set_name_prefix(build.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
+        params.name_entry(build, self.kernel)
         self.kernel(*maps, p).launch(grid=(p.num_queries, 1, 1), block=(build.threads, 1, 1), min_blocks_per_mp=1)
 
     @cute.kernel
