@@ -42,7 +42,7 @@ from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
-from cutlass_py_attn.hopper import DQ_WARPGROUPS, KEYS_OF_WARPGROUP, LOADERS, cluster, loaded_tiles
+from cutlass_py_attn.hopper import CONSUMERS, DQ_WARPGROUPS, KEYS_OF_WARPGROUP, LOADERS, cluster, loaded_tiles
 from cutlass_py_attn.parts import dropout, moves, params, pipes, schedule, tma
 from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item
@@ -56,7 +56,6 @@ from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
 from cutlass_py_attn.shared_memory import registers, stores_through_value
 
-CONSUMERS = 2  # warpgroups that own the keys
 CONSUMER_THREADS = CONSUMERS * WARPGROUP_THREADS
 CONSUMERS_MEET, OWN_BARRIER = 1, 2  # numbers of the barriers of both consumers and of each
 QUAD_COLUMNS, COLUMNS = 2, 8  # of an accumulator's row: neighbours in a thread, and those that four threads share
