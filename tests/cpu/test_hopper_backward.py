@@ -242,15 +242,11 @@ def test_wide_machine_code(dims: tuple[int, int], mask: Mask) -> None:
 
 CODE = [
     backward(64, 64),
-    backward(96, 96, Causal()),
     backward(mask=Causal(50)),
-    backward(64, 64, Causal()).replace(deterministic=True),
-    of_lengths(),
     of_lengths(mask=Causal(50), sequences=Sequences(3, 400, 300, True), deterministic=True),
     backward(64, 64).replace(dropout_p=0.1),
     backward(128, 128, Causal(50), heads_key=2).replace(dropout_p=0.1),
     of_lengths(sequences=Sequences(3, 400, 300, True), dropout_p=0.1, deterministic=True),
-    backward(128, 128).replace(softcap=2.0),
     backward(96, 96, Causal()).replace(alibi_slopes=BY_HEAD, sinks=BY_HEAD),
     backward(192, 128, Causal()),
     backward(136, 64, Causal(50), heads_key=2).replace(deterministic=True),
