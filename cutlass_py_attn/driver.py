@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported
-from cutlass_py_attn.plan import Launch
 
 _SHOWN_LENGTH: Final = 64
 
@@ -119,7 +118,7 @@ def _shown_one(argument: Any) -> str:
     if hasattr(argument, "gridDimX"):
         grid = (argument.gridDimX, argument.gridDimY, argument.gridDimZ)
         block = (argument.blockDimX, argument.blockDimY, argument.blockDimZ)
-        stream = hex(int(argument.hStream))
+        stream = hex(argument.hStream or 0)
         return f"grid {grid}, block {block}, shared memory {argument.sharedMemBytes}, stream {stream}"
     if hasattr(argument, "name"):
         return str(argument.name)
@@ -268,40 +267,6 @@ def allow_shared_memory(kernel: int, gpu: Device, dynamic_bytes: int, static_byt
         )
     kind = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     call("cuKernelSetAttribute", kind, dynamic_bytes, kernel, gpu.handle)
-
-
-class Starter:
-    """A kernel launch made ready; calling it with a stream starts the kernel.
-
-    parameters: address of the array of pointers to the kernel's parameters, which are read at each call. Handles are
-    kept in the bindings' own types: an int costs an object a call.
-    """
-
-    __slots__ = ("_arguments", "_config", "_launch", "_symbol")
-
-    def __init__(self, kernel: int, launch: Launch, parameters: int) -> None:
-        cuda = bindings()
-        config = self._config = cuda.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
-        config.sharedMemBytes = launch.shared_memory_bytes
-        config.numAttrs = 0
-        if launch.cluster > 1:
-            together = cuda.CUlaunchAttribute()
-            together.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimensions = together.value.clusterDim
-            dimensions.x, dimensions.y, dimensions.z = launch.cluster, 1, 1
-            config.attrs, config.numAttrs = [together], 1
-        self._arguments = config, cuda.CUfunction(kernel), parameters, 0
-        self._launch = function("cuLaunchKernelEx")
-        self._symbol = launch.symbol
-
-    def __call__(self, stream: int) -> None:
-        """Start the kernel on the stream."""
-        self._config.hStream = stream
-        (code,) = self._launch(*self._arguments)
-        if code:
-            raise failure("cuLaunchKernelEx", self._arguments, int(code), self._symbol)
 
 
 def allocate(size: int, stream: int, purpose: str) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).with_name("libcuda.c")
-FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.1")
+FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread", "-Wl,-soname,libcuda.so.1")
 
 
 class _Record(ctypes.Structure):

@@ -3,6 +3,7 @@
    Declares what it needs itself, so that no toolkit is required. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,6 +24,7 @@ static Record *records;
 static int record_count, fail_code, has_no_memory;
 static char fail_name[40];
 static __thread void *current;
+static pthread_mutex_t log_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP; /* launches of several threads */
 
 Record *stand_in_records(void) { return records; }
 int stand_in_count(void) { return record_count; }
@@ -31,15 +33,17 @@ void stand_in_without_memory(int without) { has_no_memory = without; }
 void stand_in_fail(const char *name, int code) { snprintf(fail_name, sizeof fail_name, "%s", name); fail_code = code; }
 
 static int note(const char *call, const char *text, const u64 *numbers, int count) {
+    pthread_mutex_lock(&log_lock);
     if (!records) records = calloc(RECORDS, sizeof(Record));
     Record *r = &records[record_count < RECORDS - 1 ? record_count++ : record_count];
     memset(r, 0, sizeof *r);
     snprintf(r->call, sizeof r->call, "%s", call);
     snprintf(r->text, sizeof r->text, "%s", text);
     memcpy(r->numbers, numbers, count * sizeof(u64));
-    if (strcmp(call, fail_name)) return 0;
-    fail_name[0] = 0;
-    return fail_code;
+    int fails = !strcmp(call, fail_name);
+    if (fails) fail_name[0] = 0;
+    pthread_mutex_unlock(&log_lock);
+    return fails ? fail_code : 0;
 }
 #define NOTE(text, ...) \
     do { u64 noted[] = {__VA_ARGS__}; int e = note(__func__, text, noted, sizeof noted / sizeof *noted); if (e) return e; } while (0)
@@ -156,11 +160,96 @@ static unsigned cluster_of(const LaunchConfig *c) {
     if (!c->attribute_count) return 1;
     return c->attribute_count == 1 && a->id == 4 && a->cluster[1] == 1 && a->cluster[2] == 1 ? a->cluster[0] : 0;
 }
+static int log_launch(Kernel *k, const u64 *numbers, const unsigned char *bytes, int count) {
+    pthread_mutex_lock(&log_lock);
+    int error = note("cuLaunchKernelEx", k->symbol, numbers, 10);
+    if (!error) {
+        records[record_count - 1].byte_count = count;
+        memcpy(records[record_count - 1].bytes, bytes, count);
+    }
+    pthread_mutex_unlock(&log_lock);
+    return error;
+}
 int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void **extra) {
-    NOTE(k->symbol, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_memory,
-         N(c->stream), cluster_of(c), N(current));
-    Record *r = &records[record_count - 1];
-    r->byte_count = copy_parameters(k, parameters, r->bytes);
+    u64 numbers[] = {c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_memory,
+                     N(c->stream), cluster_of(c), N(current)};
+    unsigned char bytes[BYTES];
+    return log_launch(k, numbers, bytes, copy_parameters(k, parameters, bytes));
+}
+
+/* Graphs: a launch is logged as a cuGraphLaunch and, as its own calls would be, what its nodes do. A graph and its
+   executable form are one: nobody here changes one of them and uses the other. */
+typedef struct {
+    Kernel *kernel;
+    unsigned grid[3], block[3], shared_memory;
+    void **parameters, **extra;
+} KernelNode;
+typedef struct { void *start; size_t pitch; unsigned value, item_bytes; size_t width, height; } MemsetNode;
+typedef struct Node {
+    struct Node *next;
+    KernelNode kernel;
+    MemsetNode memset;
+    unsigned cluster;
+    int byte_count;
+    unsigned char bytes[BYTES];
+} Node;
+typedef struct { Node *first, *last; } Graph;
+
+static Node *append(Graph *graph) {
+    Node *node = calloc(1, sizeof *node);
+    if (graph->last) graph->last->next = node;
+    else graph->first = node;
+    return graph->last = node;
+}
+static void *capturing;
+int cuStreamIsCapturing(void *stream, int *status) { *status = capturing && stream == capturing; return 0; }
+int cuGraphCreate(Graph **graph, unsigned flags) { NOTE("", flags); *graph = calloc(1, sizeof **graph); return 0; }
+int cuStreamBeginCapture(void *stream, int mode) { NOTE("", N(stream), mode); capturing = stream; return 0; }
+int cuStreamEndCapture(void *stream, Graph **graph) { NOTE("", N(stream)); capturing = NULL; *graph = calloc(1, sizeof **graph); return 0; }
+int cuGraphExecKernelNodeSetParams(Graph *graph, Node *node, const KernelNode *given) {
+    NOTE(given->kernel->symbol, N(given->grid[0]));
+    node->kernel = *given;
+    node->byte_count = copy_parameters(given->kernel, given->parameters, node->bytes);
+    return 0;
+}
+int cuGraphExecMemsetNodeSetParams(Graph *graph, Node *node, const MemsetNode *given, void *context) {
+    NOTE("", N(given->start));
+    node->memset = *given;
+    return 0;
+}
+int cuGraphAddKernelNode(Node **node, Graph *graph, Node **before, size_t count, const KernelNode *given) {
+    NOTE(given->kernel->symbol, count, count ? before[0] == graph->last : !graph->last);
+    *node = append(graph);
+    (*node)->kernel = *given;
+    (*node)->cluster = 1;
+    return 0;
+}
+int cuGraphKernelNodeSetAttribute(Node *node, int id, const unsigned *value) {
+    NOTE(node->kernel.kernel->symbol, id, value[0]);
+    node->cluster = id == 4 && value[1] == 1 && value[2] == 1 ? value[0] : 0;
+    return 0;
+}
+int cuGraphAddMemsetNode(Node **node, Graph *graph, Node **before, size_t count, const MemsetNode *given, void *context) {
+    NOTE("", count);
+    *node = append(graph);
+    (*node)->memset = *given;
+    return 0;
+}
+int cuGraphInstantiateWithFlags(Graph **made, Graph *graph, u64 flags) { NOTE("", flags); *made = graph; return 0; }
+int cuGraphDestroy(Graph *graph) { NOTE("", N(graph)); return 0; }
+int cuGraphExecDestroy(Graph *graph) { NOTE("", N(graph)); return 0; }
+int cuGraphLaunch(Graph *graph, void *stream) {
+    NOTE("", N(stream));
+    for (Node *node = graph->first; node; node = node->next) {
+        const KernelNode *k = &node->kernel;
+        if (!k->kernel) {
+            cuMemsetD8Async(node->memset.start, node->memset.value, node->memset.width, stream);
+            continue;
+        }
+        u64 noted[] = {k->grid[0], k->grid[1], k->grid[2], k->block[0], k->block[1], k->block[2], k->shared_memory,
+                       N(stream), node->cluster, N(current)};
+        log_launch(k->kernel, noted, node->bytes, node->byte_count);
+    }
     return 0;
 }
 
@@ -173,8 +262,6 @@ int cuTensorMapEncodeTiled(u64 *map, int type, unsigned rank, void *address, con
     map[0] = N(address);
     return 0;
 }
-
-int cuTensorMapReplaceAddress(u64 *map, void *address) { NOTE("", N(map), N(address)); map[0] = N(address); return 0; }
 
 int cuGetErrorName(int code, const char **name) {
     *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : code == 400
