@@ -1,6 +1,6 @@
 """Bench the host: what a call costs the CPU before it returns, with other addresses in each call; needs a GPU.
 
-python tools/bench_host.py [--kernels FOLDER] [--json]
+python tools/bench_host.py [--kernels FOLDER] [--dtypes bfloat16] [--json]
 
 Few heads and short sequences: the stream is waited for between samples, never inside one, and never fills up.
 """
@@ -15,8 +15,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,9 +31,12 @@ from cutlass_py_attn.problem import Problem, Shape
 CALLS: Final = 40  # of one sample
 SAMPLES: Final = 60
 SHAPE: Final = Shape(1, 128, 128, 2, 128, 128)
-NEW_SETS: Final = 256  # of addresses; a Bound remembers fewer
+NEW_SETS: Final = 256  # of addresses
 STEP_BYTES: Final = 256  # from one set to the next
-DTYPES: Final = {"torch": ("bfloat16", "float32"), "cupy": ("bfloat16", "float32")}
+DTYPES: Final = ("bfloat16", "float32")
+HEAD_DIMS: Final = (128, 192)
+DIRECTIONS: Final = ("forward", "backward")
+LIBRARIES: Final = ("torch", "cupy")
 ALLOWED_US: Final = {"bound forward": 4.0, "bound backward": 8.0, "attention": 25.0}
 
 
@@ -62,11 +65,14 @@ def measure(what: str, dtype: str, call: Callable[[], object], samples: int = SA
     return Row(what, dtype, statistics.median(found), min(found))
 
 
-def bound_rows(direction: str, dtype: str, kernels: Any) -> Iterator[Row]:
-    """Bound calls with other addresses each time: two sets in turn, or more than are remembered; then with the pool."""
+def bound_rows(direction: str, dtype: str, head_dim: int, kernels: Any) -> Iterator[Row]:
+    """Bound calls: with other addresses each time, two sets in turn or more than anybody remembers, or with the same;
+    with a workspace of the pool; and, for comparison, kernel by kernel where a call would launch a graph."""
     stream = driver.new_stream()
-    problem = Problem.dense(direction, SHAPE, dtype, Causal())
-    bound = bind_problem(problem, kernels)
+    shape = replace(SHAPE, head_dim=head_dim, head_dim_value=head_dim)
+    problem = Problem.dense(direction, shape, dtype, Causal())
+    bound, plain = bind_problem(problem, kernels), bind_problem(problem, kernels)
+    plain._new_replay = lambda *_: None  # type: ignore[method-assign]
     elements = max(math.prod(tensor.shape) for tensor in problem.tensors().values())
     arrays = {
         name: DeviceArray((elements + NEW_SETS * STEP_BYTES // 4,), "float32", 0, stream) for name in bound.tensor_names
@@ -74,11 +80,14 @@ def bound_rows(direction: str, dtype: str, kernels: Any) -> Iterator[Row]:
     sets = [{name: array.pointer + number * STEP_BYTES for name, array in arrays.items()} for number in range(NEW_SETS)]
     space = DeviceArray((bound.workspace_bytes // 4,), "float32", 0, stream)
     address = space.pointer or None
-    again, new = itertools.cycle(sets[:2]), itertools.cycle(sets)
-    yield measure(f"bound {direction}", dtype, lambda: bound(next(again), stream, workspace=address))
-    yield measure(f"bound {direction}, new addresses", dtype, lambda: bound(next(new), stream, workspace=address))
+    again, new, same = itertools.cycle(sets[:2]), itertools.cycle(sets), sets[0]
+    what = f"bound {direction} d{head_dim}"
+    yield measure(what, dtype, lambda: bound(next(again), stream, workspace=address))
+    yield measure(f"{what}, new addresses", dtype, lambda: bound(next(new), stream, workspace=address))
+    yield measure(f"{what}, the same addresses", dtype, lambda: bound(same, stream, workspace=address))
     if address:
-        yield measure(f"bound {direction}, workspace of the pool", dtype, lambda: bound(next(again), stream))
+        yield measure(f"{what}, workspace of the pool", dtype, lambda: bound(next(again), stream))
+    yield measure(f"{what}, kernel by kernel", dtype, lambda: plain(next(new), stream, workspace=address))
     driver.synchronise(stream)
 
 
@@ -109,13 +118,12 @@ def library_rows(module: str, dtype: str, kernels: Any) -> Iterator[Row]:
     yield measure(f"attention_backward, {module}", dtype, backward, calls=20)
 
 
-def rows(kernels: Any) -> Iterator[Row]:
+def rows(kernels: Any, dtypes: Sequence[str]) -> Iterator[Row]:
     """Everything that can be measured here; a library that cannot be used is named on stderr."""
     with driver.device(0).current():
-        for dtype in ("bfloat16", "float32"):
-            for direction in ("forward", "backward"):
-                yield from bound_rows(direction, dtype, kernels)
-        for module, dtype in ((module, dtype) for module, dtypes in DTYPES.items() for dtype in dtypes):
+        for dtype, head_dim, direction in itertools.product(dtypes, HEAD_DIMS, DIRECTIONS):
+            yield from bound_rows(direction, dtype, head_dim, kernels)
+        for module, dtype in itertools.product(LIBRARIES, dtypes):
             try:
                 yield from library_rows(module, dtype, kernels)
             except ImportError as error:
@@ -124,7 +132,7 @@ def rows(kernels: Any) -> Iterator[Row]:
 
 def allowed(row: Row) -> float | None:
     """The microseconds that a call of this kind may take; None for those without a target."""
-    if "pool" in row.what:
+    if "pool" in row.what or "kernel by kernel" in row.what:
         return None
     return next(limit for start, limit in ALLOWED_US.items() if row.what.startswith(start))
 
@@ -134,10 +142,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kernels", type=Path, help="folder of a `cutlass-py-attn build`; nothing is compiled then")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="those to measure")
     arguments = parser.parse_args()
     from cutlass_py_attn.attention import default_kernels
 
-    found = list(rows(Folder(arguments.kernels) if arguments.kernels else default_kernels()))
+    found = list(rows(Folder(arguments.kernels) if arguments.kernels else default_kernels(), arguments.dtypes))
     if arguments.json:
         print(json.dumps([asdict(row) for row in found], indent=1))
     else:
