@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -48,7 +49,7 @@ class Bound:
         self._count = len(self.tensor_names)
         self._addresses_of = operator.itemgetter(*self._packing.takes)
         self._replays: dict[int, Replay] = {}  # by stream, those that nobody is using
-        self._streams: dict[int, bool] = {}  # that came, and whether they have a Replay
+        self._streams: dict[int, Callable[[], Replay | None]] = {}  # that came, and what gives their Replay
         self._lock = threading.Lock()
 
     def _packed(self) -> tuple[Packing, tuple[starter.Starter, ...]]:
@@ -76,44 +77,41 @@ class Bound:
         try:
             addresses = self._addresses_of(pointers)
         except KeyError:
-            addresses = ()
-        if not addresses or len(pointers) != self._count or workspace == 0:
+            self._check(pointers, workspace)
+            raise
+        if len(pointers) != self._count or workspace == 0:
             self._check(pointers, workspace)
         if workspace is None:
             if self.workspace_bytes:
                 self._put_with_pool(pointers, handle)
                 return
             workspace = 0
-        # Taken out while in use: no two threads have the same one, and one that fails is gone.
+        # Taken out while in use, so that no two threads have the same one; one that fails does not come back.
         replay = self._replays.pop(handle, None)
-        if replay is None or not self._replay(replay, handle, addresses, workspace):
-            self._put(addresses, pointers, handle, workspace)
+        if replay is None or not replay(addresses, workspace):
+            replay = self._put(addresses, pointers, handle, workspace) or replay
+        if replay is not None:
+            self._replays[handle] = replay
 
-    def _replay(self, replay: Replay, stream: int, addresses: tuple[int, ...], workspace: int) -> bool:
-        try:
-            is_put = replay(addresses, workspace)
-        except BaseException:
-            self._streams.pop(stream, None)
-            raise
-        self._replays[stream] = replay
-        return is_put
-
-    def _put(self, addresses: tuple[int, ...], pointers: Mapping[str, int], stream: int, workspace: int) -> None:
-        """Kernel by kernel, or by a new Replay."""
+    def _put(
+        self, addresses: tuple[int, ...], pointers: Mapping[str, int], stream: int, workspace: int
+    ) -> Replay | None:
+        """Kernel by kernel, or by the Replay that is given back: a new one."""
         if not self._kernels:
-            return
+            return None
         with self._lock, self.device.current():
             if not self._packing.pack(addresses, workspace):
                 self._check(pointers, workspace or None)
             replay = self._new_replay(stream, workspace)
-            if replay is not None and self._replay(replay, stream, addresses, workspace):
-                return
+            if replay is not None and replay(addresses, workspace):
+                return replay
             if self.plan.workspace.zero_bytes:
                 driver.clear(workspace, self.plan.workspace.zero_bytes, stream)
             for sizes, start in zip(self._sizes, self._starters, strict=True):
                 for write in sizes:
                     write()
                 start(stream)
+        return replay
 
     def _new_replay(self, stream: int, workspace: int) -> Replay | None:
         """For a stream that comes back, which many never do; None while another thread uses what the stream has."""
@@ -122,13 +120,15 @@ class Bound:
                 oldest = next(iter(self._streams))
                 del self._streams[oldest]
                 self._replays.pop(oldest, None)
-            self._streams[stream] = False
+            self._streams[stream] = _nothing
             return None
-        if self._streams[stream] or any(map(int, driver.function("cuStreamIsCapturing")(stream))):
+        there = self._streams[stream]()
+        is_good = there is not None and not there.has_failed
+        if is_good or any(map(int, driver.function("cuStreamIsCapturing")(stream))):
             return None
         with driver.outside_capture():
             made = Replay(self.plan, *self._packed(), stream, workspace)
-        self._streams[stream] = True
+        self._streams[stream] = weakref.ref(made)
         return made
 
     def _put_with_pool(self, pointers: Mapping[str, int], stream: int) -> None:
@@ -310,6 +310,10 @@ def _problem_objections(plan: Plan, problem: Problem | None) -> Iterator[str]:
     for name, (found, needed) in access.items():
         if found < needed:
             yield f"problem's {name} can be read by {found} bytes at a time: the plan reads {needed}; plan this problem"
+
+
+def _nothing() -> None:
+    """Of a stream that came once."""
 
 
 def _free_after_failure(address: int, stream: int) -> None:

@@ -39,6 +39,7 @@ class Packing:
 
     alignments: by name, bytes to which its address must be aligned; 0 where it is no address or never read.
     takes: the names of the addresses that `pack` takes, in order; those of tensor maps come twice.
+    write: puts addresses where kernels read them, and gives whether `pack` would do no more.
     parameters: of each launch, the address of the array of pointers to its tensor maps and the struct.
     """
 
@@ -69,7 +70,8 @@ class Packing:
         on_device = problem is not None and problem.philox_on_device
         moved = {name: f"{name}_address" for name in abi.SEED} if on_device else {}
         self.takes = (*names, *(recipe.field for recipe in recipes))
-        self._write = _writer([*(self._places[moved.get(name, name)] for name in names), *slots])
+        self._write = _writer([*(self._places[moved.get(name, name)] for name in names), *slots], len(names))
+        self.write: Callable[[tuple[int, ...]], object] = self._write if not recipes else lambda addresses: False
         self._parts = tuple((_word(self._places[part.name]), part.offset) for part in plan.workspace.parts)
         self._workspace = 0
         self._are_encoded = not recipes
@@ -77,10 +79,8 @@ class Packing:
 
     def pack(self, addresses: tuple[int, ...], workspace: int) -> bool:
         """Put the addresses, and those of the workspace's parts, where kernels read them; False where one is unfit."""
-        try:
-            looks_fit = self._write(addresses)
-        except (TypeError, OverflowError):  # NumPy's integers, perhaps
-            return self.pack(tuple(map(operator.index, addresses)), workspace)
+        addresses = tuple(map(operator.index, addresses))
+        looks_fit = self._write(addresses)
         if not looks_fit and not self._are_fit(addresses):
             return False
         if workspace != self._workspace and (workspace < 0 or workspace % ROW_ALIGNMENT_BYTES):
@@ -111,6 +111,8 @@ class Packing:
                 if not tensor_maps.starts_with_address(each.slot, addresses[each.position], each.recipe, self._dtype)
             ]
             self._are_encoded = True
+            if not self._encoded_anew:
+                self.write = self._write
 
     def write_sizes(self, sizes: Iterable[tuple[str, int]]) -> None:
         """Put numbers that differ between the launches into their 32-bit fields."""
@@ -118,21 +120,26 @@ class Packing:
             _half(self._places[name]).value = size
 
 
-def _writer(places: Sequence[int]) -> Callable[[tuple[int, ...]], bool]:
+def _writer(places: Sequence[int], num_names: int) -> Callable[[tuple[int, ...]], object]:
     """What writes an address to each of these places in memory; gives whether all are aligned and none is 0.
 
-    Written out, a line for each: a loop takes twice as long, and this is in the way of every launch.
+    num_names: of the addresses; those after them are some of them once more. Written out, a line for each: a loop
+    takes twice as long, and this is in the way of every launch.
     """
     count = range(len(places))
+    names = [f"a{i}" for i in range(num_names)]
     lines = (
         f"def write(addresses, {', '.join(f'w{i}=w{i}' for i in count)}):",
         f"    {''.join(f'a{i}, ' for i in count)} = addresses",
-        *(f"    w{i}.value = a{i}" for i in count),
-        f"    return not ({' | '.join(f'a{i}' for i in count)}) & {_ODD} and all(addresses)",
+        "    try:",
+        *(f"        w{i}.value = a{i}" for i in count),
+        f"        return {' and '.join(names)} and not ({' | '.join(names)}) & {_ODD}",
+        "    except (TypeError, OverflowError):",  # NumPy's integers, for example
+        "        return False",
     )
     space: dict[str, Any] = {f"w{i}": _word(place) for i, place in enumerate(places)}
     exec("\n".join(lines), space)
-    written: Callable[[tuple[int, ...]], bool] = space["write"]
+    written: Callable[[tuple[int, ...]], object] = space["write"]
     return written
 
 

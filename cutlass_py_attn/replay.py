@@ -34,6 +34,7 @@ class Replay:
     """
 
     def __init__(self, plan: Plan, packing: Packing, starters: Sequence[Starter], stream: int, workspace: int) -> None:
+        self.has_failed = False
         self._symbol = plan.symbol
         self._packing = packing
         self._context = driver.call("cuCtxGetCurrent")
@@ -50,7 +51,7 @@ class Replay:
         weakref.finalize(self, _destroy, "cuGraphExecDestroy", self._graph).atexit = False
 
         self._addresses: tuple[int, ...] = ()  # that the nodes have
-        self._workspace = workspace
+        self._workspace: int | None = None
         self._updates = tuple(
             update
             for launch, node in zip(plan.launches, self._nodes, strict=True)
@@ -71,10 +72,11 @@ class Replay:
             return False
         if addresses != self._addresses or workspace != self._workspace:
             self._addresses = ()
-            if not self._packing.pack(addresses, workspace):
-                return False
             if workspace != self._workspace:
-                self._move(workspace)
+                if not self._move(addresses, workspace):
+                    return False
+            elif not self._packing.write(addresses) and not self._packing.pack(addresses, workspace):
+                return False
             for update in self._updates:
                 if code := update():
                     return self._failed("cuGraphExecKernelNodeSetParams", code)
@@ -85,15 +87,19 @@ class Replay:
     def _is_elsewhere(self) -> bool:
         return bool(self._ask_current()) or self._current.value != int(self._context)
 
-    def _move(self, workspace: int) -> None:
+    def _move(self, addresses: tuple[int, ...], workspace: int) -> bool:
+        if not self._packing.pack(addresses, workspace):
+            return False
         if self._clear is not None:
             self._clear.move(self._graph, workspace)
         self._workspace = workspace
+        return True
 
     def _failed(self, name: str, code: int) -> bool:
         """False where only a context is wanting."""
         if code == _NO_CONTEXT:
             return False
+        self.has_failed = True
         raise driver.failure(name, (self._graph,), code, self._symbol)
 
 

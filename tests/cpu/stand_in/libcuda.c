@@ -160,21 +160,20 @@ static unsigned cluster_of(const LaunchConfig *c) {
     if (!c->attribute_count) return 1;
     return c->attribute_count == 1 && a->id == 4 && a->cluster[1] == 1 && a->cluster[2] == 1 ? a->cluster[0] : 0;
 }
-static int log_launch(Kernel *k, const u64 *numbers, const unsigned char *bytes, int count) {
+/* Where the parameters of a launch go, its record made; NULL and the error where it is to fail. Unlock afterwards. */
+static Record *launched(Kernel *k, const u64 *numbers, int *error) {
     pthread_mutex_lock(&log_lock);
-    int error = note("cuLaunchKernelEx", k->symbol, numbers, 10);
-    if (!error) {
-        records[record_count - 1].byte_count = count;
-        memcpy(records[record_count - 1].bytes, bytes, count);
-    }
-    pthread_mutex_unlock(&log_lock);
-    return error;
+    *error = note("cuLaunchKernelEx", k->symbol, numbers, 10);
+    return *error ? NULL : &records[record_count - 1];
 }
 int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void **extra) {
     u64 numbers[] = {c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_memory,
                      N(c->stream), cluster_of(c), N(current)};
-    unsigned char bytes[BYTES];
-    return log_launch(k, numbers, bytes, copy_parameters(k, parameters, bytes));
+    int error;
+    Record *r = launched(k, numbers, &error);
+    if (r) r->byte_count = copy_parameters(k, parameters, r->bytes);
+    pthread_mutex_unlock(&log_lock);
+    return error;
 }
 
 /* Graphs: a launch is logged as a cuGraphLaunch and, as its own calls would be, what its nodes do. A graph and its
@@ -248,7 +247,11 @@ int cuGraphLaunch(Graph *graph, void *stream) {
         }
         u64 noted[] = {k->grid[0], k->grid[1], k->grid[2], k->block[0], k->block[1], k->block[2], k->shared_memory,
                        N(stream), node->cluster, N(current)};
-        log_launch(k->kernel, noted, node->bytes, node->byte_count);
+        int error;
+        Record *r = launched(k->kernel, noted, &error);
+        if (r) memcpy(r->bytes, node->bytes, r->byte_count = node->byte_count);
+        pthread_mutex_unlock(&log_lock);
+        if (error) return error;
     }
     return 0;
 }
