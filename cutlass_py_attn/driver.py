@@ -57,7 +57,7 @@ def call(name: str, *arguments: Any, purpose: str = "") -> Any:
     """
     initialise()
     code, *results = _invoke(name, arguments)
-    if int(code):
+    if code:
         raise failure(name, arguments, int(code), purpose)
     if len(results) > 1:
         return tuple(results)
@@ -79,8 +79,9 @@ def put(purpose: str, name: str, *arguments: Any) -> None:
 
 
 def _invoke(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    found = function(name)
     try:
-        results: tuple[Any, ...] = getattr(bindings(), name)(*arguments)
+        results: tuple[Any, ...] = found(*arguments)
     except RuntimeError as error:  # the bindings look functions up on first use
         raise DriverError(f"{name}({_shown(arguments)}): {error}; this driver lacks it: update it") from error
     return results
@@ -271,12 +272,15 @@ def allow_shared_memory(kernel: int, gpu: Device, dynamic_bytes: int, static_byt
 
 def allocate(size: int, stream: int, purpose: str) -> int:
     """`size` > 0 bytes from the pool of the stream's device, in stream order."""
-    return int(call("cuMemAllocAsync", size, stream, purpose=f"{purpose} ({size} bytes)"))
+    code, address = function("cuMemAllocAsync")(size, stream)
+    if code:
+        raise failure("cuMemAllocAsync", (size, stream), int(code), f"{purpose} ({size} bytes)")
+    return int(address)
 
 
 def free(address: int, stream: int) -> None:
     """Give stream-ordered memory back once the stream's earlier work is done."""
-    call("cuMemFreeAsync", address, stream)
+    put("", "cuMemFreeAsync", address, stream)
 
 
 def allocate_now(size: int, purpose: str) -> int:
@@ -370,8 +374,9 @@ def stream_handle(stream: object) -> int:
     None is the legacy default stream (0). Else an int handle, an object with `__cuda_stream__`
     (cuda.core), or one with the handle in `ptr` (CuPy), `cuda_stream` (torch) or `handle` (Numba).
     """
-    if type(stream) is int and stream >= 0:
-        return stream
+    handle = getattr(stream, "cuda_stream", stream)  # torch's, and a number, without detours
+    if type(handle) is int and handle >= 0:
+        return handle
     found: Any = 0 if stream is None else stream
     if hasattr(found, "__cuda_stream__"):
         protocol = found.__cuda_stream__

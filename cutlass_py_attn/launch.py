@@ -41,6 +41,7 @@ class Bound:
         self.plan = plan
         self.device = gpu
         self.workspace_bytes = plan.workspace.bytes  # device scratch that one call uses; 0 for none
+        self._purpose = f"the workspace of {plan.symbol}"
         self._problem = problem
         self._kernels = kernels
         self._packing, self._starters = self._packed()
@@ -74,6 +75,9 @@ class Bound:
         for want of memory.
         """
         handle = stream if type(stream) is int and stream >= 0 else driver.stream_handle(stream)
+        if workspace is None and self.workspace_bytes:
+            self._put_with_pool(pointers, handle)
+            return
         try:
             addresses = self._addresses_of(pointers)
         except KeyError:
@@ -81,15 +85,11 @@ class Bound:
             raise
         if len(pointers) != self._count or workspace == 0:
             self._check(pointers, workspace)
-        if workspace is None:
-            if self.workspace_bytes:
-                self._put_with_pool(pointers, handle)
-                return
-            workspace = 0
+        space = workspace or 0
         # Taken out while in use, so that no two threads have the same one; one that fails does not come back.
         replay = self._replays.pop(handle, None)
-        if replay is None or not replay(addresses, workspace):
-            replay = self._put(addresses, pointers, handle, workspace) or replay
+        if replay is None or not replay(addresses, space):
+            replay = self._put(addresses, pointers, handle, space) or replay
         if replay is not None:
             self._replays[handle] = replay
 
@@ -133,7 +133,7 @@ class Bound:
 
     def _put_with_pool(self, pointers: Mapping[str, int], stream: int) -> None:
         with self.device.current():
-            scratch = driver.allocate(self.workspace_bytes, stream, f"the workspace of {self.plan.symbol}")
+            scratch = driver.allocate(self.workspace_bytes, stream, self._purpose)
             try:
                 self(pointers, stream, workspace=scratch)
             except BaseException:
