@@ -13,10 +13,10 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.device import runs_on as _runs_on
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
+from cutlass_py_attn.lane import GRAPH_FROM, Direct, Graph, Lane, writers
 from cutlass_py_attn.packing import Packing
 from cutlass_py_attn.plan import Build, Launch, Plan
 from cutlass_py_attn.problem import ROW_ALIGNMENT_BYTES, Problem
-from cutlass_py_attn.replay import Replay, writers
 
 _ADDRESSES: Final = 1 << 64
 _KEPT_STREAMS: Final = 16  # that one Bound remembers
@@ -33,8 +33,10 @@ def generic_arch(compute_capability: tuple[int, int]) -> str:
 class Bound:
     """A plan's kernels on one device, ready to launch; made by `bind`.
 
-    Calls from several threads are safe and wait for each other: they share the packed parameters. The first call on
-    a stream launches kernel by kernel, and so does one that is captured; the others launch a CUDA graph of the kernels.
+    Calls from several threads are safe. The first call on a stream is made ready anew; those that follow take the
+    stream's lane: the kernels one by one, or where there are several a CUDA graph of them.
+
+    lanes: which of the two.
     """
 
     def __init__(self, plan: Plan, problem: Problem | None, gpu: driver.Device, kernels: tuple[int, ...]) -> None:
@@ -42,6 +44,7 @@ class Bound:
         self.device = gpu
         self.workspace_bytes = plan.workspace.bytes  # device scratch that one call uses; 0 for none
         self._purpose = f"the workspace of {plan.symbol}"
+        self.lanes: type[Lane] = Graph if len(plan.launches) >= GRAPH_FROM else Direct
         self._problem = problem
         self._kernels = kernels
         self._packing, self._starters = self._packed()
@@ -49,8 +52,8 @@ class Bound:
         self.tensor_names = tuple(self._packing.alignments)
         self._count = len(self.tensor_names)
         self._addresses_of = operator.itemgetter(*self._packing.takes)
-        self._replays: dict[int, Replay] = {}  # by stream, those that nobody is using
-        self._streams: dict[int, Callable[[], Replay | None]] = {}  # that came, and what gives their Replay
+        self._lanes: dict[int, Lane] = {}  # by stream, those that nobody is using
+        self._streams: dict[int, Callable[[], Lane | None]] = {}  # that came, and what gives their Lane
         self._lock = threading.Lock()
 
     def _packed(self) -> tuple[Packing, tuple[starter.Starter, ...]]:
@@ -87,47 +90,50 @@ class Bound:
             self._check(pointers, workspace)
         space = workspace or 0
         # Taken out while in use, so that no two threads have the same one; one that fails does not come back.
-        replay = self._replays.pop(handle, None)
-        if replay is None or not replay(addresses, space):
-            replay = self._put(addresses, pointers, handle, space) or replay
-        if replay is not None:
-            self._replays[handle] = replay
+        lane = self._lanes.pop(handle, None)
+        if lane is None or not lane(addresses, space):
+            lane = self._put(addresses, pointers, handle, space) or lane
+        if lane is not None:
+            self._lanes[handle] = lane
 
-    def _put(
-        self, addresses: tuple[int, ...], pointers: Mapping[str, int], stream: int, workspace: int
-    ) -> Replay | None:
-        """Kernel by kernel, or by the Replay that is given back: a new one."""
+    def _put(self, addresses: tuple[int, ...], pointers: Mapping[str, int], stream: int, workspace: int) -> Lane | None:
+        """Kernel by kernel, or by the Lane that is given back: a new one."""
         if not self._kernels:
             return None
         with self._lock, self.device.current():
             if not self._packing.pack(addresses, workspace):
                 self._check(pointers, workspace or None)
-            replay = self._new_replay(stream, workspace)
-            if replay is not None and replay(addresses, workspace):
-                return replay
+            lane = self._new_lane(stream, workspace)
+            if lane is not None and lane(addresses, workspace):
+                return lane
             if self.plan.workspace.zero_bytes:
                 driver.clear(workspace, self.plan.workspace.zero_bytes, stream)
             for sizes, start in zip(self._sizes, self._starters, strict=True):
                 for write in sizes:
                     write()
                 start(stream)
-        return replay
+        return lane
 
-    def _new_replay(self, stream: int, workspace: int) -> Replay | None:
+    def _new_lane(self, stream: int, workspace: int) -> Lane | None:
         """For a stream that comes back, which many never do; None while another thread uses what the stream has."""
         if stream not in self._streams:
             if len(self._streams) >= _KEPT_STREAMS:
                 oldest = next(iter(self._streams))
                 del self._streams[oldest]
-                self._replays.pop(oldest, None)
+                self._lanes.pop(oldest, None)
             self._streams[stream] = _nothing
             return None
         there = self._streams[stream]()
-        is_good = there is not None and not there.has_failed
-        if is_good or any(map(int, driver.function("cuStreamIsCapturing")(stream))):
+        if there is not None and not there.has_failed:
             return None
-        with driver.outside_capture():
-            made = Replay(self.plan, *self._packed(), stream, workspace)
+        made: Lane
+        if self.lanes is Direct:
+            made = Direct(self.plan, *self._packed(), stream)
+        elif any(map(int, driver.function("cuStreamIsCapturing")(stream))):
+            return None
+        else:
+            with driver.outside_capture():
+                made = Graph(self.plan, *self._packed(), stream, workspace)
         self._streams[stream] = weakref.ref(made)
         return made
 

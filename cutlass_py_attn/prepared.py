@@ -21,7 +21,9 @@ def c_function(name: str, *kinds: Any) -> Any:
     Without kinds it takes what `argument` gives, which costs less. Whatever an address points to, the caller keeps.
     """
     pointer, _ = driver.call("cuGetProcAddress", name.encode(), _SINCE, 0)
-    return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(int(pointer))
+    found: Any = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(int(pointer))
+    found.__name__ = name
+    return found
 
 
 def prepared(name: str, *values: int) -> Callable[[], int]:

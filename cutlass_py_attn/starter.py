@@ -55,6 +55,11 @@ class Starter:
         if code:
             raise driver.failure("cuLaunchKernelEx", (self._config, self._kernel), code, self.symbol)
 
+    def on(self, stream: int) -> Callable[[], int]:
+        """Starts the kernel on this stream, for as long as nobody asks for another; gives a CUresult."""
+        self._config.hStream = stream
+        return self._start
+
     def add_to(self, graph: Any, before: list[Any]) -> Node:
         """The same launch as a node of the graph, behind the nodes `before`."""
         cuda = driver.bindings()

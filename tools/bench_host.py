@@ -8,6 +8,7 @@ Few heads and short sequences: the stream is waited for between samples, never i
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import json
@@ -24,7 +25,8 @@ from cutlass_py_attn import driver
 from cutlass_py_attn.arrays import DeviceArray
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.attention import Gradients, attention_backward, attention_forward
-from cutlass_py_attn.launch import bind_problem
+from cutlass_py_attn.lane import Direct, Graph, Lane
+from cutlass_py_attn.launch import Bound, bind_problem
 from cutlass_py_attn.masks import Causal
 from cutlass_py_attn.problem import Problem, Shape
 
@@ -36,6 +38,7 @@ STEP_BYTES: Final = 256  # from one set to the next
 DTYPES: Final = ("bfloat16", "float32")
 HEAD_DIMS: Final = (128, 192)
 DIRECTIONS: Final = ("forward", "backward")
+LANES: Final[dict[str, type[Lane]]] = {"kernel by kernel": Direct, "as a graph": Graph}
 LIBRARIES: Final = ("torch", "cupy")
 ALLOWED_US: Final = {"bound forward": 4.0, "bound backward": 8.0, "attention": 25.0}
 
@@ -67,12 +70,11 @@ def measure(what: str, dtype: str, call: Callable[[], object], samples: int = SA
 
 def bound_rows(direction: str, dtype: str, head_dim: int, kernels: Any) -> Iterator[Row]:
     """Bound calls: with other addresses each time, two sets in turn or more than anybody remembers, or with the same;
-    with a workspace of the pool; and, for comparison, kernel by kernel where a call would launch a graph."""
+    with a workspace of the pool; and, for comparison, kernel by kernel and as a graph."""
     stream = driver.new_stream()
     shape = replace(SHAPE, head_dim=head_dim, head_dim_value=head_dim)
     problem = Problem.dense(direction, shape, dtype, Causal())
-    bound, plain = bind_problem(problem, kernels), bind_problem(problem, kernels)
-    plain._new_replay = lambda *_: None  # type: ignore[method-assign]
+    bound = bind_problem(problem, kernels)
     elements = max(math.prod(tensor.shape) for tensor in problem.tensors().values())
     arrays = {
         name: DeviceArray((elements + NEW_SETS * STEP_BYTES // 4,), "float32", 0, stream) for name in bound.tensor_names
@@ -87,8 +89,15 @@ def bound_rows(direction: str, dtype: str, head_dim: int, kernels: Any) -> Itera
     yield measure(f"{what}, the same addresses", dtype, lambda: bound(same, stream, workspace=address))
     if address:
         yield measure(f"{what}, workspace of the pool", dtype, lambda: bound(next(again), stream))
-    yield measure(f"{what}, kernel by kernel", dtype, lambda: plain(next(new), stream, workspace=address))
+    for how, lanes in LANES.items():
+        other = bind_problem(problem, kernels)
+        other.lanes = lanes
+        yield measure(f"{what}, {how}", dtype, functools.partial(_call, other, new, stream, address))
     driver.synchronise(stream)
+
+
+def _call(bound: Bound, sets: Iterator[dict[str, int]], stream: int, workspace: int | None) -> None:
+    bound(next(sets), stream, workspace=workspace)
 
 
 def library_rows(module: str, dtype: str, kernels: Any) -> Iterator[Row]:
@@ -132,7 +141,7 @@ def rows(kernels: Any, dtypes: Sequence[str]) -> Iterator[Row]:
 
 def allowed(row: Row) -> float | None:
     """The microseconds that a call of this kind may take; None for those without a target."""
-    if "pool" in row.what or "kernel by kernel" in row.what:
+    if row.what.endswith(("pool", *LANES)):
         return None
     return next(limit for start, limit in ALLOWED_US.items() if row.what.startswith(start))
 

@@ -38,9 +38,10 @@ def test_every_bound_call_has_other_addresses(driver_log: StandIn, monkeypatch: 
         kernels = len(structs) // 3
         assert (structs[:kernels] != structs[kernels : 2 * kernels]) == ("same" not in what)
         if "pool" not in what:  # which gives its memory as it likes
-            comes_back = not what.endswith(("new addresses", "kernel by kernel"))
+            comes_back = not what.endswith(("new addresses", *bench_host.LANES))
             assert (structs[:kernels] == structs[2 * kernels :]) == comes_back
-        assert bool(driver_log.of("cuGraphLaunch")) == ("kernel by kernel" not in what)
+        is_graph = what.endswith("as a graph") or ("backward" in what and "kernel by kernel" not in what)
+        assert bool(driver_log.of("cuGraphLaunch")) == is_graph
         return bench_host.Row(what, dtype, 1.0, 1.0)
 
     monkeypatch.setattr(bench_host, "measure", measure)
@@ -49,11 +50,12 @@ def test_every_bound_call_has_other_addresses(driver_log: StandIn, monkeypatch: 
     ]
     assert measured == [
         *("bound forward d128", "bound forward d128, new addresses", "bound forward d128, the same addresses"),
-        "bound forward d128, kernel by kernel",
+        *("bound forward d128, kernel by kernel", "bound forward d128, as a graph"),
         *("bound backward d128", "bound backward d128, new addresses", "bound backward d128, the same addresses"),
-        *("bound backward d128, workspace of the pool", "bound backward d128, kernel by kernel"),
+        "bound backward d128, workspace of the pool",
+        *("bound backward d128, kernel by kernel", "bound backward d128, as a graph"),
     ]
-    assert [bench_host.allowed(row) for row in rows] == [4.0, 4.0, 4.0, None, 8.0, 8.0, 8.0, None, None]
+    assert [bench_host.allowed(row) for row in rows] == [4.0] * 3 + [None] * 2 + [8.0] * 3 + [None] * 3
 
 
 def test_what_is_allowed() -> None:

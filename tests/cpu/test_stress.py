@@ -106,7 +106,7 @@ def played(driver_log: StandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[[Bu
     def play(build: Build, results: Results) -> Gpu:
         gpu = Gpu(build, results)
         monkeypatch.setattr(starter, "Starter", gpu.starter)
-        monkeypatch.setattr(launch.Bound, "_new_replay", lambda *_: None)  # a graph would hold the real kernels
+        monkeypatch.setattr(launch.Bound, "_new_lane", lambda *_: None)  # a lane would hold the real kernels
         return gpu
 
     return play

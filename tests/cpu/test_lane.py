@@ -1,4 +1,4 @@
-"""Tests of Replay: which launches are a graph, and that what it holds is what was asked for."""
+"""Tests of lanes: which launches are a graph, and that the kernels get what was asked for, one by one or in a graph."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import threading
 
 import numpy as np
 import pytest
-from fakes import SHAPE, addresses, artifact, decode, plan_of
+from fakes import SHAPE, addresses, aligned, artifact, decode, plan_of
 from stand_in import StandIn
 
 from cutlass_py_attn import driver, tensor_maps
 from cutlass_py_attn.errors import DriverError, NotSupported
+from cutlass_py_attn.lane import Direct, Graph, Lane
 from cutlass_py_attn.launch import Bound, bind
 from cutlass_py_attn.plan import TensorMap
 from cutlass_py_attn.problem import Shape
@@ -20,14 +21,21 @@ from cutlass_py_attn.problem import Shape
 STREAM = 0x10
 
 
-def bound_of(direction: str, arch: str = "sm_90") -> Bound:
+LANES: list[type[Lane]] = [Direct, Graph]
+
+
+def bound_of(direction: str, arch: str = "sm_90", lanes: type[Lane] = Graph) -> Bound:
     problem, plan = plan_of(direction, arch=arch, shape=dataclasses.replace(SHAPE, head_dim_value=64))
-    return bind(artifact(plan.build), plan, problem)
+    bound = bind(artifact(plan.build), plan, problem)
+    bound.lanes = lanes
+    return bound
 
 
-def warm(log: StandIn, direction: str = "forward", arch: str = "sm_90") -> tuple[Bound, dict[str, int]]:
-    """A Bound that has its graph on STREAM, an empty log, and the addresses that the graph holds."""
-    bound = bound_of(direction, arch)
+def warm(
+    log: StandIn, direction: str = "forward", arch: str = "sm_90", lanes: type[Lane] = Graph
+) -> tuple[Bound, dict[str, int]]:
+    """A Bound that has its lane on STREAM, an empty log, and the addresses that the lane holds."""
+    bound = bound_of(direction, arch, lanes)
     given = addresses(bound.tensor_names)
     for _ in range(2):
         bound(given, STREAM)
@@ -38,6 +46,29 @@ def warm(log: StandIn, direction: str = "forward", arch: str = "sm_90") -> tuple
 def launched(log: StandIn, bound: Bound, name: str) -> list[float]:
     """What the launches in the log had for this operand."""
     return [decode(bound.plan.build, call.parameters)[name] for call in log.of("cuLaunchKernelEx")]
+
+
+def test_several_kernels_are_a_graph(driver_log: StandIn) -> None:
+    for direction, arch, lanes in (("forward", "sm_90a", Direct), ("backward", "sm_90a", Graph)):
+        problem, plan = plan_of(direction, arch=arch)
+        assert bind(artifact(plan.build), plan, problem).lanes is lanes
+
+
+@pytest.mark.parametrize("space", [False, True], ids=["the same workspace", "others"])
+def test_a_direct_lane_launches_as_the_first_call_did(driver_log: StandIn, space: bool) -> None:
+    bound, given = warm(driver_log, "backward", "sm_90a", Direct)
+    memory = [aligned((bound.workspace_bytes,), np.uint8) for _ in range(2)]
+    spaces = [array.ctypes.data for array in memory]
+    found = []
+    for number in range(4):
+        driver_log.clear()
+        bound(given, STREAM, workspace=spaces[number % 2 * space])
+        assert driver_log.names == ["cuMemsetD8Async", *["cuLaunchKernelEx"] * 3]
+        (cleared,) = driver_log.of("cuMemsetD8Async")
+        assert cleared.numbers[:4] == (spaces[number % 2 * space], 0, bound.plan.workspace.zero_bytes, STREAM)
+        found.append([(c.text, c.grid, c.parameters, c.stream) for c in driver_log.of("cuLaunchKernelEx")])
+    assert (found[0] == found[1]) is not space
+    assert found[0] == found[2]
 
 
 def test_graphs_of_few_streams_are_kept(driver_log: StandIn) -> None:
@@ -57,8 +88,9 @@ def test_graphs_of_few_streams_are_kept(driver_log: StandIn) -> None:
     assert driver_log.of("cuGraphLaunch") == [], "an old stream starts anew"
 
 
-def test_streams_do_not_share_addresses(driver_log: StandIn) -> None:
-    bound, first = warm(driver_log)
+@pytest.mark.parametrize("lanes", LANES)
+def test_streams_do_not_share_addresses(driver_log: StandIn, lanes: type[Lane]) -> None:
+    bound, first = warm(driver_log, lanes=lanes)
     second = {name: address + 0x100000 for name, address in first.items()}
     for _ in range(3):
         bound(second, STREAM + 1)
@@ -122,8 +154,9 @@ def test_default_streams_are_those_of_the_device(driver_log: StandIn) -> None:
     assert len(driver_log.of("cuGraphLaunch")) == 1
 
 
-def test_odd_addresses_are_refused_late_too(driver_log: StandIn) -> None:
-    bound, given = warm(driver_log, "backward", "sm_90a")
+@pytest.mark.parametrize("lanes", LANES)
+def test_odd_addresses_are_refused_late_too(driver_log: StandIn, lanes: type[Lane]) -> None:
+    bound, given = warm(driver_log, "backward", "sm_90a", lanes)
     for wrong in ({"query": 0}, {"key": 0x1008}, {"value": -16}, {"output": 1 << 64}):
         with pytest.raises(NotSupported, match=f"{next(iter(wrong))} = .*: must be a device address"):
             bound({**given, **wrong}, STREAM)
@@ -135,25 +168,28 @@ def test_odd_addresses_are_refused_late_too(driver_log: StandIn) -> None:
     assert set(launched(driver_log, bound, "query")) == {given["query"]}
 
 
-def test_a_logsumexp_need_not_be_aligned_to_more_than_itself(driver_log: StandIn) -> None:
-    bound, given = warm(driver_log)
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_logsumexp_need_not_be_aligned_to_more_than_itself(driver_log: StandIn, lanes: type[Lane]) -> None:
+    bound, given = warm(driver_log, lanes=lanes)
     bound({**given, "logsumexp": 0x9004}, STREAM)
     assert launched(driver_log, bound, "logsumexp") == [0x9004]
     with pytest.raises(NotSupported, match="logsumexp = 0x9002: must be a device address, 4-byte aligned"):
         bound({**given, "logsumexp": 0x9002}, STREAM)
 
 
-def test_numbers_of_numpy(driver_log: StandIn) -> None:
-    bound, given = warm(driver_log)
+@pytest.mark.parametrize("lanes", LANES)
+def test_numbers_of_numpy(driver_log: StandIn, lanes: type[Lane]) -> None:
+    bound, given = warm(driver_log, lanes=lanes)
     bound({**given, "value": np.uint64(0x9000)}, STREAM)
     assert launched(driver_log, bound, "value") == [0x9000]
     with pytest.raises(TypeError):
         bound({**given, "value": 4096.0}, STREAM)
 
 
-def test_threads_have_their_own(driver_log: StandIn) -> None:
+@pytest.mark.parametrize("lanes", LANES)
+def test_threads_have_their_own(driver_log: StandIn, lanes: type[Lane]) -> None:
     """Many threads on two streams: every launch has the addresses of one call, and none is lost."""
-    bound = bound_of("forward")
+    bound = bound_of("forward", lanes=lanes)
     base = addresses(bound.tensor_names)
     rounds, threads = 50, 4
 
@@ -206,11 +242,13 @@ def test_what_starts_with_its_address(driver_log: StandIn, failing: bool) -> Non
     assert not tensor_maps.starts_with_address(slot, 0x1000, RECIPE, "float16") or failing
 
 
-def test_launches_in_pieces_have_their_own_numbers(driver_log: StandIn) -> None:
+@pytest.mark.parametrize("lanes", LANES)
+def test_launches_in_pieces_have_their_own_numbers(driver_log: StandIn, lanes: type[Lane]) -> None:
     """A grid beyond 65535 heads is launched in pieces, by a graph as by themselves."""
     shape = Shape(1, 16, 16, 70000, 64, 64)
     problem, plan = plan_of("forward", shape=shape)
     bound = bind(artifact(plan.build), plan, problem)
+    bound.lanes = lanes
     given = addresses(bound.tensor_names)
     found = []
     for _ in range(3):

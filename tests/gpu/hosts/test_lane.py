@@ -1,17 +1,16 @@
-"""Graphs of a Bound on the GPU: the same bits as kernel by kernel, whatever changes between the calls."""
+"""Lanes on the GPU: the same bits one by one and as a graph, whatever changes between the calls."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cutlass_py_attn import driver
-from cutlass_py_attn.launch import Bound
+from cutlass_py_attn.lane import Direct, Graph, Lane
 from tests.gpu import check, memory
 from tests.gpu.cases import Case, Variant
 from tests.gpu.check import Kernels
@@ -26,48 +25,40 @@ CASES = {
     ),
     "wide backward": Case("backward", Variant("bfloat16", 192, 192, "causal"), 2, 3, 515, 64, "gaussian", 5),
 }
+LANES: list[type[Lane]] = [Direct, Graph]
 ROUNDS = 4
 LATE_BYTES = 1 << 30
 LATE_TIMES = 40  # 40 GiB to write: some milliseconds on any GPU
 
 
-def placed(case: Case, kernels: Kernels, seed: int) -> Placed:
+def placed(case: Case, kernels: Kernels, seed: int, lanes: type[Lane] = Graph) -> Placed:
     """The case with other numbers for each seed, in buffers of their own."""
     case = replace(case, seed=seed)
-    return memory.placed(case.problem(), operands_of(case, check.make(case)), kernels)
+    found = memory.placed(case.problem(), operands_of(case, check.make(case)), kernels)
+    found.bound.lanes = lanes
+    return found
 
 
-def one_by_one(bound: Bound) -> Callable[..., None]:
-    """The same Bound without graphs."""
-    bound._new_replay = lambda *_: None  # type: ignore[method-assign]
-    return bound
-
-
+@pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_same_bits_as_kernel_by_kernel(case: Case, kernels: Kernels) -> None:
-    """One Bound in turns on two sets of arrays, of which the second call on is a graph with other addresses."""
-    with placed(case, kernels, 5) as first, placed(case, kernels, 6) as second, memory.stream() as stream:
-        plain = one_by_one(second.bound)
-        expected = []
-        for each in (first, second):
-            each.reset()
-            plain(each.pointers, stream, workspace=each.workspace)
-            driver.synchronise(stream)
-            expected.append(each.read())
+def test_same_bits_as_kernel_by_kernel(case: Case, lanes: type[Lane], kernels: Kernels) -> None:
+    """One Bound in turns on two sets of arrays; first calls on a stream are launched kernel by kernel, anew."""
+    with placed(case, kernels, 5, lanes) as first, placed(case, kernels, 6) as second, memory.stream() as stream:
+        expected = [each.run() for each in (first, second)]
         for _ in range(ROUNDS):
             for each, results in zip((first, second), expected, strict=True):
                 each.reset()
                 first.bound(each.pointers, stream, workspace=each.workspace)
                 driver.synchronise(stream)
                 assert differing(results, each.read()) == []
-        assert stream in first.bound._replays
-        assert stream not in second.bound._replays
+        assert type(first.bound._lanes[stream]) is lanes
 
 
+@pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_calls_behind_late_work_keep_their_addresses(case: Case, kernels: Kernels) -> None:
-    """Many graphs wait on a stream that is busy: each writes to the arrays of its own call, and no call waits."""
-    sets = [placed(case, kernels, seed) for seed in range(5, 9)]
+def test_calls_behind_late_work_keep_their_addresses(case: Case, lanes: type[Lane], kernels: Kernels) -> None:
+    """Many calls wait on a stream that is busy: each writes to the arrays of its own, and no call waits."""
+    sets = [placed(case, kernels, seed, lanes) for seed in range(5, 9)]
     busy = driver.allocate_now(LATE_BYTES, "late work")
     try:
         with memory.stream() as stream:
@@ -97,10 +88,11 @@ def test_calls_behind_late_work_keep_their_addresses(case: Case, kernels: Kernel
             each.__exit__(None, None, None)
 
 
-def test_no_context_and_another_one(kernels: Kernels, gpu: driver.Device) -> None:
+@pytest.mark.parametrize("lanes", LANES)
+def test_no_context_and_another_one(lanes: type[Lane], kernels: Kernels, gpu: driver.Device) -> None:
     """In a thread without a context, and under one of somebody else's, the stream's device is used."""
     case = CASES["backward"]
-    with placed(case, kernels, 5) as ours, placed(case, kernels, 6) as other, memory.stream() as stream:
+    with placed(case, kernels, 5, lanes) as ours, placed(case, kernels, 6) as other, memory.stream() as stream:
         expected = [each.run() for each in (ours, other)]
         for _ in range(2):
             ours.launch(stream)
@@ -131,10 +123,11 @@ def test_no_context_and_another_one(kernels: Kernels, gpu: driver.Device) -> Non
         driver.call("cuCtxDestroy", foreign)
 
 
-def test_several_streams_and_threads(kernels: Kernels) -> None:
+@pytest.mark.parametrize("lanes", LANES)
+def test_several_streams_and_threads(lanes: type[Lane], kernels: Kernels) -> None:
     """Threads with streams and arrays of their own share one Bound."""
     case = CASES["backward"]
-    sets = [placed(case, kernels, seed) for seed in range(5, 8)]
+    sets = [placed(case, kernels, seed, lanes) for seed in range(5, 8)]
     streams = [driver.new_stream() for _ in sets]
     try:
         expected = [each.run() for each in sets]
@@ -166,5 +159,6 @@ def test_tensor_maps_start_with_their_address(kernels: Kernels, gpu: driver.Devi
         pytest.skip("only kernels for Hopper have tensor maps")
     with placed(CASES["forward"], kernels, 5) as found:
         found.run()
-        assert found.bound._packing._maps
-        assert not found.bound._packing._encoded_anew
+        packing = found.bound._packing
+        assert packing._maps
+        assert not packing._encoded_anew
