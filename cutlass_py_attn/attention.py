@@ -86,7 +86,8 @@ def attention_backward(
     given_arrays = grad_output, query, key, value, output, logsumexp
     call, found = recall.again("backward", given_arrays, options, stream)
     if found is not None:
-        return Gradients(**dict(zip(options.get("gradients", OPERANDS), found, strict=True)))
+        names = options.get("gradients")
+        return Gradients(*found) if names is None else Gradients(**dict(zip(names, found, strict=True)))
     chosen = settings(options, BackwardOptions)
     operands = {
         "grad_output": grad_output,

@@ -27,8 +27,11 @@ def again(
     direction: str, operands: Sequence[Any], options: Mapping[str, Any], stream: object
 ) -> tuple[Hashable | None, list[Any] | None]:
     """What this call is known by, None where calls like it are not remembered, and its results where it is known."""
-    call = _call(direction, operands, options)
-    known = None if call is None else _kept.get(call)
+    try:
+        call = _call(direction, operands, options)
+        known = _kept.get(call)
+    except (RuntimeError, TypeError):  # an array without strides, or a list among the options
+        return None, None
     return call, None if known is None else known(operands, stream)
 
 
@@ -55,13 +58,8 @@ def _call(direction: str, operands: Sequence[Any], options: Mapping[str, Any]) -
     if guest is None or not options.keys() <= PLAIN:
         return None
     lie = guest.lie
-    try:
-        lies = tuple([lie(array) for array in operands if type(array) is kind])
-        call = direction, lies, tuple(options.items())
-        hash(call)
-    except (RuntimeError, TypeError):  # an array without strides, or a list among the options
-        return None
-    return call if len(lies) == len(operands) else None
+    lies = tuple([lie(array) for array in operands if type(array) is kind])
+    return (direction, lies, tuple(options.items())) if len(lies) == len(operands) else None
 
 
 class Recalled:
