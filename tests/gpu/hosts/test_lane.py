@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ from cutlass_py_attn import driver
 from cutlass_py_attn.lane import Direct, Graph, Lane
 from tests.gpu import check, memory
 from tests.gpu.cases import Case, Variant
-from tests.gpu.check import Kernels
+from tests.gpu.check import Array, Kernels
 from tests.gpu.memory import Placed
 from tests.gpu.test_laws import differing, operands_of
 
@@ -31,10 +32,16 @@ LATE_BYTES = 1 << 30
 LATE_TIMES = 40  # 40 GiB to write: some milliseconds on any GPU
 
 
+@functools.cache
+def operands(case: Case) -> dict[str, Array]:
+    """What the case reads; the reference that it takes is slow."""
+    return operands_of(case, check.make(case))
+
+
 def placed(case: Case, kernels: Kernels, seed: int, lanes: type[Lane] = Graph) -> Placed:
     """The case with other numbers for each seed, in buffers of their own."""
     case = replace(case, seed=seed)
-    found = memory.placed(case.problem(), operands_of(case, check.make(case)), kernels)
+    found = memory.placed(case.problem(), operands(case), kernels)
     found.bound.lanes = lanes
     return found
 
