@@ -111,7 +111,7 @@ class Folder:
     def __call__(self, build: Build) -> Artifact:
         """The artifact of `build`; Stale says what is missing or differs, and what to do."""
         stem = self.path / build.arch / build.symbol
-        remedy = f"build it with: cutlass-py-attn build --arch {build.arch} -o {self.path}"
+        remedy = f"build it with: cutlass-py-attn build --arch {build.arch} --symbol {build.symbol} -o {self.path}"
         description = stem.with_name(stem.name + ".json")
         if not description.is_file():
             raise Stale(f"{build.symbol} for {build.arch}: not in {self.path}; {remedy}")

@@ -39,6 +39,8 @@ def _build_rows(build: Build) -> Iterator[tuple[str, str]]:
             yield f"warps of {name}", f"{rows} x {columns} (rows x columns)"
     ring = f", grad_output {build.grad_output_stages}" if build.grad_output_stages else ""
     yield "stages", f"query {build.query_stages}{ring}"
+    if build.query_block:
+        yield "scores at once", f"{build.query_block} queries of a tile"
     yield "columns", _columns(build)
     yield "features", ", ".join(build.features) or "none"
     yield "access", _access(build)

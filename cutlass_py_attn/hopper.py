@@ -9,19 +9,19 @@ from cutlass_py_attn.gemm.gemm import WARPGROUP_WARPS
 from cutlass_py_attn.gemm.plans import MAX_HEAD_DIM, swizzle_bytes
 from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.plan import Build, Launch, TensorMap
+from cutlass_py_attn.plan_table import NARROW, kept_in_blocks
 from cutlass_py_attn.problem import BIASES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
 from cutlass_py_attn.shared_memory import is_wide_backward
 
-# Those that its kernels have, by direction.
+# Those that its kernels have.
 FEATURES = {
     "forward": ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
     "backward": ("alibi", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen"),
+    "backward in blocks": ("alibi", "grouped", "seqused", "sinks", "softcap", "varlen"),
+    "wide backward": ("grouped",),
 }
 # See `_ragged_map`: rows of a tensor map over sequences of several lengths, and bytes of the whole address space.
 RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64
-KEPT_BY_ONE = 128  # head dims up to which a warpgroup of the backward has registers for dK and dV of 64 keys
-WIDE_HEADS = ((192, 128), (192, 192), (256, 256))  # wider ones with a kernel that has run, by both head dims
-WIDE_FORMS = ("full", "causal")  # of the mask
 KEYS_OF_WARPGROUP = 64  # of the backward's key tile
 DQ_WARPGROUPS, LOADERS = 1, 1  # of the backward's warpgroups, those that multiply dQ and that load
 
@@ -30,16 +30,15 @@ def lacking(problem: Problem) -> tuple[str, ...]:
     """What this problem has that the family does not; empty where it takes the problem."""
     shape = problem.shape
     backward = problem.direction == "backward"
-    is_wide = backward and max(shape.head_dim, shape.head_dim_value) > KEPT_BY_ONE
-    taken = () if is_wide else FEATURES[problem.direction]
-    found = [name for name in problem.features if name not in taken]
+    form = _backward_form(shape) if backward else "forward"
+    found = [name for name in problem.features if name not in FEATURES[form]]
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
         f"head dims beyond {MAX_HEAD_DIM}": max(shape.head_dim, shape.head_dim_value) > MAX_HEAD_DIM,
-        **_lacking_wide(problem, is_wide),
+        "deterministic gradients with these head dims": form == "wide backward" and problem.deterministic,
         "rows aligned to less than 16 bytes": any(
             tensor.access_bytes < ROW_ALIGNMENT_BYTES
             for name, tensor in problem.tensors().items()
@@ -51,15 +50,11 @@ def lacking(problem: Problem) -> tuple[str, ...]:
     return (*found, *(name for name, is_present in present.items() if is_present))
 
 
-def _lacking_wide(problem: Problem, is_wide: bool) -> dict[str, bool]:
-    dims = problem.shape.head_dim, problem.shape.head_dim_value
-    listed = ", ".join(f"{dim}/{dim_value}" for dim, dim_value in WIDE_HEADS)
-    return {
-        f"head dims beyond {KEPT_BY_ONE} other than {listed}": is_wide and dims not in WIDE_HEADS,
-        f"windows with head dims beyond {KEPT_BY_ONE}": is_wide and problem.mask.form not in WIDE_FORMS,
-        f"deterministic gradients with head dims beyond {KEPT_BY_ONE}": is_wide and problem.deterministic,
-        f"float16 with head dims beyond {KEPT_BY_ONE}": is_wide and problem.dtype == "float16",
-    }
+def _backward_form(shape: Shape) -> str:
+    """Which of the backward kernels these head dims have."""
+    if kept_in_blocks(shape):
+        return "backward in blocks"
+    return "backward" if max(shape.head_dim, shape.head_dim_value) <= NARROW else "wide backward"
 
 
 def _read(problem: Problem) -> tuple[str, ...]:
@@ -76,8 +71,8 @@ def loaded_tiles(build: Build) -> dict[str, tuple[int, int]]:
     """(rows, columns) of the tiles that TMA brings, by operand, in the order of the kernel's tensor maps."""
     if build.kind == "backward":
         return {
-            "query": (build.tile_m, build.columns),
-            "grad_output": (build.tile_m, build.columns_value),
+            "query": (build.block_queries, build.columns),
+            "grad_output": (build.block_queries, build.columns_value),
             "key": (build.tile_n, build.columns),
             "value": (build.tile_n, build.columns_value),
         }

@@ -47,6 +47,7 @@ class Build:
     grad_bias_access_bytes likewise, 0 where there is none. bias_gradient: "main" where the main kernel writes
     grad_bias, else the letters of the axes of [b, h, q, k] that a kernel of its own sums over, "none" for no axis.
     column_block: head-dim columns of one block where the head is too wide for registers; 0 where one block has all.
+    query_block: query rows of one product of scores where a tile's are too many for registers; 0 where one has all.
     """
 
     kind: str  # forward, backward, or room
@@ -77,6 +78,7 @@ class Build:
     grad_bias_access_bytes: int = 0
     bias_gradient: str = ""
     column_block: int = 0
+    query_block: int = 0
 
     @property
     def threads(self) -> int:
@@ -107,6 +109,11 @@ class Build:
     def block_columns_value(self) -> int:
         """Columns of V and O that one block accumulates."""
         return min(self.columns_value, self.column_block or self.columns_value)
+
+    @property
+    def block_queries(self) -> int:
+        """Query rows of one product of scores."""
+        return min(self.tile_m, self.query_block or self.tile_m)
 
     @property
     def shared_memory_bytes(self) -> int:

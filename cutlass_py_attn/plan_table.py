@@ -12,14 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cutlass_py_attn.parts.integers import ceil_div
-from cutlass_py_attn.problem import Problem
+from cutlass_py_attn.problem import Problem, Shape
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One row: query rows, key rows, warps, stages of query and grad_output (0: the kernel has none), ptxas's
     register usage level (5 is its own choice), and targets for which ptxas spills whatever the level.
-    column_block: columns of the head that a block accumulates where it cannot hold all; 0 for all."""
+    column_block: columns of the head that a block accumulates where it cannot hold all; 0 for all.
+    query_block: query rows whose scores a thread of the Hopper backward holds at once; 0 for all of the tile."""
 
     tile_m: int
     tile_n: int
@@ -29,11 +30,13 @@ class Tile:
     register_usage_level: int = 5
     not_on: tuple[str, ...] = ()
     column_block: int = 0
+    query_block: int = 0
 
 
 _Table = Mapping[int, tuple[Tile, ...]]  # by the widest padded head dim that the rows serve
 
 NARROW = 128  # head dims whose tiles of the 16-bit backward have 128 keys
+KEPT_IN_BLOCKS = 192, 128  # wider head_dim and head_dim_value for which the Hopper backward's still do
 _BLACKWELL = ("sm_100", "sm_120")
 _FORWARD_16: _Table = {
     64: (Tile(128, 128, 4, not_on=_BLACKWELL), Tile(128, 64, 4)),
@@ -142,11 +145,13 @@ _HOPPER_BACKWARD: _Table = {
     128: (Tile(64, 128, 16, 3, 2),),
     256: (Tile(64, 64, 16, 2, 2),),
 }
+_HOPPER_BACKWARD_BLOCKS: _Table = {192: (Tile(64, 128, 16, 5, 4, query_block=32),)}  # dK and dV leave few registers
 HOPPER: dict[str, _Table] = {
     "forward": _HOPPER_FORWARD,
     "forward held": _HOPPER_FORWARD_HELD,
     "forward local": _HOPPER_FORWARD_LOCAL,
     "backward": _HOPPER_BACKWARD,
+    "backward blocks": _HOPPER_BACKWARD_BLOCKS,
 }
 # Of the decode kernels, by the wider of both head dims; rows of queries and heads, and stages of each warp's ring.
 _DECODE_16: _Table = {
@@ -202,12 +207,19 @@ def hopper_place(problem: Problem) -> tuple[str, int]:
     """Where this problem's rows stand in HOPPER: the name of the table and the widest head dim they serve."""
     if problem.direction == "backward":
         name, served = "backward", _held(problem)
+        name += " blocks" if kept_in_blocks(problem.shape) else ""
     elif _HELD & set(problem.features):
         name, served = "forward held", problem.shape.head_dim_value
     else:
         name = "forward local" if problem.mask.form == "local" else "forward"
         served = problem.shape.head_dim_value
     return name, min(size for size in HOPPER[name] if size >= served)
+
+
+def kept_in_blocks(shape: Shape) -> bool:
+    """Whether these head dims leave the Hopper backward registers for a part of a query tile's scores only."""
+    dims = shape.head_dim, shape.head_dim_value
+    return max(dims) > NARROW and all(dim <= most for dim, most in zip(dims, KEPT_IN_BLOCKS, strict=True))
 
 
 def decode_tiles(problem: Problem) -> tuple[Tile, ...]:

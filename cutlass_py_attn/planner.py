@@ -332,6 +332,7 @@ def _build(problem: Problem, arch: str, tile: Tile, family: str = "generic") -> 
         grad_bias_access_bytes=bias_access(problem.grad_bias),
         bias_gradient=bias_gradient(problem),
         column_block=_even_column_block(tile, shape, forward),
+        query_block=tile.query_block,
     )
     return _with_shared_memory(_with_warps(plain, tile))
 

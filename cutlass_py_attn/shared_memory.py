@@ -98,22 +98,22 @@ def _hopper_forward_with(build: Build, queries: int) -> tuple[Buffer, ...]:
 
 
 def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
-    """key, value (reused for dK and dV), rings of query, grad_output, dS and of their row statistics, the full and the
-    empty barrier of every slot, and the records of items."""
+    """key, value (reused for dK and dV where they are stored through it), rings of query, grad_output, dS and of their
+    row statistics, the full and the empty barrier of every slot, and the records of items."""
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
-    queries, grads = build.query_stages, build.grad_output_stages
-    wide = max(build.columns, build.columns_value)
+    queries, grads, rows = build.query_stages, build.grad_output_stages, build.block_queries
+    ds = grads * rows // tile_m
     kept = queries if build.has("dropout") else 0
-    slots = queries + 2 * grads + 2 + kept
+    slots = queries + grads + ds + 2 + kept
     return stack(
         ("key", tile_bytes(dtype, tile_n, build.columns), 0, 7),
-        ("value", tile_bytes(dtype, tile_n, wide), 0, 8),
-        ("query", queries * tile_bytes(dtype, tile_m, build.columns), 0, 6),
-        ("grad_output", grads * tile_bytes(dtype, tile_m, build.columns_value), 0, 5),
-        ("ds", grads * tile_bytes(dtype, tile_m, tile_n), 4, 7),
+        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 8 if stores_through_value(build) else 3),
+        ("query", queries * tile_bytes(dtype, rows, build.columns), 0, 6),
+        ("grad_output", grads * tile_bytes(dtype, rows, build.columns_value), 0, 5),
+        ("ds", ds * tile_bytes(dtype, tile_m, tile_n), 4, 7),
         ("staging", grad_query_bytes(build), 7, 7),
-        ("logsumexp", queries * tile_m * F32_BYTES, 0, 2),
-        ("delta", grads * tile_m * F32_BYTES, 0, 4),
+        ("logsumexp", queries * rows * F32_BYTES, 0, 2),
+        ("delta", grads * rows * F32_BYTES, 0, 4),
         ("kept", kept * tile_m * tile_n // 16, 0, 2),
         ("barriers", 2 * BARRIER_BYTES * slots, 0, 8),
         ("items", RECORDS * RECORD_WORDS * F32_BYTES, 0, 8),
@@ -159,14 +159,35 @@ def shared_columns(build: Build) -> int:
     return ceil_div(build.columns, 2 * columns) * columns
 
 
+def registers(build: Build) -> tuple[int, int, int]:
+    """Registers of a thread of the Hopper backward that loads, that multiplies dQ, and of the others: those keep dK and
+    dV of 64 keys, S and dP, and need a few beside them."""
+    if is_wide_backward(build):
+        return 32, 64, 208
+    if build.block_queries < build.tile_m:
+        return 24, 56, 216
+    held = (build.columns + build.columns_value) // 2 + build.tile_m
+    return (24, 104, 192) if held <= 176 else (32, 64, 208)
+
+
+def stores_through_value(build: Build) -> bool:
+    """Whether the Hopper backward stores dK and dV through the place of V: rows of 256 bytes are faster whole."""
+    return build.columns == build.columns_value == 128
+
+
 def grad_query_piece(build: Build) -> tuple[int, int]:
-    """Rows and columns of dQ that the Hopper backward's warpgroup of dQ has registers for at once; the columns are
-    whole strips of the key tile."""
-    return 64, 64 if build.columns % 64 == 0 else 32
+    """Rows and columns of dQ that the Hopper backward's warpgroup of dQ has registers for at once: all columns, or such
+    as divide a strip of the key tile."""
+    of_dq = registers(build)[1]
+    if of_dq > 64:
+        return 64, build.columns
+    return 64, 32 if build.columns % 64 or of_dq < 64 else 64
 
 
 def grad_query_bytes(build: Build) -> int:
-    """A piece of dQ in float32."""
+    """A piece of dQ in float32, on its way to its sum; none where query tiles are worked in blocks, from registers."""
+    if build.block_queries < build.tile_m:
+        return 0
     rows, columns = grad_query_piece(build)
     return rows * columns * F32_BYTES
 

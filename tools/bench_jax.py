@@ -1,34 +1,53 @@
 """Bench JAX: attention inside jax.jit beside jax.nn.dot_product_attention on cuDNN; needs a GPU and jax[cuda].
 
-python tools/bench_jax.py [--kernels FOLDER]
+python tools/bench_jax.py [--kernels FOLDER] [--record FILE]
+
+`--record tools/bench/results/jax.json` keeps the run; `python -m tools.docs` puts it into docs/jax.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import jax
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cutlass_py_attn import bench
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.jax import attention
 from cutlass_py_attn.masks import Causal, Full
+from tools import jax_table, record
 
-# dtype, batch, tokens, heads, head_dim, causal
-Case = tuple[str, int, int, int, int, bool]
-CASES: Final[tuple[Case, ...]] = (
-    ("bfloat16", 4, 2048, 16, 128, True),
-    ("bfloat16", 4, 2048, 16, 128, False),
-    ("bfloat16", 4, 2048, 32, 64, True),
-    ("bfloat16", 2, 8192, 16, 128, True),
-    ("bfloat16", 4, 2048, 8, 256, True),
-    ("float32", 4, 2048, 16, 64, True),
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One problem, of as many queries as keys."""
+
+    dtype: str
+    batch: int
+    tokens: int
+    heads: int
+    head_dim: int
+    is_causal: bool
+
+
+CASES: Final = (
+    Case("bfloat16", 4, 2048, 16, 128, True),
+    Case("bfloat16", 4, 2048, 16, 128, False),
+    Case("bfloat16", 4, 2048, 32, 64, True),
+    Case("bfloat16", 2, 8192, 16, 128, True),
+    Case("bfloat16", 4, 2048, 8, 256, True),
+    Case("float32", 4, 2048, 16, 64, True),
 )
 SAMPLES: Final = 5
 CALLS: Final = 10  # of one sample
@@ -55,37 +74,46 @@ def both(function: Callable[..., Any], query: Any, key: Any, value: Any, grad_ou
     return output, pull(grad_output)
 
 
-def numbers(case: Case, kernels: Any) -> Iterator[str]:
-    """Ours and cuDNN's forward, then both directions, in milliseconds; "refused" where cuDNN takes no such problem."""
-    dtype, batch, tokens, heads, head_dim, causal = case
+def row(case: Case, kernels: Any) -> record.Json:
+    """The case, and ours and cuDNN's forward and both directions in ms; None where cuDNN takes no such problem."""
     keys = jax.random.split(jax.random.key(0), 4)
-    arrays = [jax.random.normal(each, (batch, tokens, heads, head_dim)).astype(dtype) for each in keys]
-    ours = functools.partial(attention, mask=Causal() if causal else Full(), kernels=kernels)
-    peer = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
-    yield f"{measure(jax.jit(ours), *arrays[:3]):.3f}"
-    yield measured_or_refused(peer, *arrays[:3])
-    yield f"{measure(jax.jit(functools.partial(both, ours)), *arrays):.3f}"
-    yield measured_or_refused(functools.partial(both, peer), *arrays)
+    shape = case.batch, case.tokens, case.heads, case.head_dim
+    arrays = [jax.random.normal(each, shape).astype(case.dtype) for each in keys]
+    ours = functools.partial(attention, mask=Causal() if case.is_causal else Full(), kernels=kernels)
+    peer = functools.partial(jax.nn.dot_product_attention, is_causal=case.is_causal, implementation="cudnn")
+    return {
+        **asdict(case),
+        "ours_ms": round(measure(jax.jit(ours), *arrays[:3]), 3),
+        "cudnn_ms": measured_or_refused(peer, *arrays[:3]),
+        "ours_both_ms": round(measure(jax.jit(functools.partial(both, ours)), *arrays), 3),
+        "cudnn_both_ms": measured_or_refused(functools.partial(both, peer), *arrays),
+    }
 
 
-def measured_or_refused(function: Callable[..., Any], *arrays: Any) -> str:
+def measured_or_refused(function: Callable[..., Any], *arrays: Any) -> float | None:
     """Milliseconds, where the peer takes such a problem."""
     try:
-        return f"{measure(jax.jit(function), *arrays):.3f}"
+        return round(measure(jax.jit(function), *arrays), 3)
     except (ValueError, NotImplementedError, RuntimeError):
-        return "refused"
+        return None
 
 
 def main() -> int:
-    """Measure and print a table."""
+    """Measure, print a table, and keep it where a file is named."""
     parser = argparse.ArgumentParser(description="attention inside jax.jit beside cuDNN's, in milliseconds")
     parser.add_argument("--kernels", type=Path, help="folder of a `cutlass-py-attn build`; nothing is compiled then")
-    folder = parser.parse_args().kernels
-    print("| dtype, batch, tokens, heads, head_dim, causal | ours | cuDNN | ours, both | cuDNN, both |")
-    print("| --- | --- | --- | --- | --- |")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the run to FILE as JSON")
+    given = parser.parse_args()
+    kernels = Folder(given.kernels) if given.kernels else None
+    rows = []
+    for heading in jax_table.HEADINGS:
+        print(heading)
     for case in CASES:
-        row = [", ".join(map(str, case)), *numbers(case, Folder(folder) if folder else None)]
-        print(f"| {' | '.join(row)} |", flush=True)
+        rows.append(row(case, kernels))
+        print(jax_table.row(rows[-1]), flush=True)
+    if given.record:
+        run = {**record.about_run(), "commit": bench.commit(), "jax": jax.__version__, "rows": rows}
+        given.record.write_text(json.dumps(run, indent=1) + "\n")
     return 0
 
 

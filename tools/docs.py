@@ -1,17 +1,25 @@
-"""Docs: writes what is generated in docs/ (pictures, reference, index, plots), or compares it."""
+"""Docs: writes what is generated in docs/ (pictures, reference, index, plots, microbenchmarks), or compares it."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from tools import jax_table, record
 from tools.check_verified import with_block
 from tools.pictures import pictures
 from tools.reference import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 INDEX, REFERENCE, PERFORMANCE = "docs/README.md", "docs/reference.md", "docs/performance.md"
+JAX = "docs/jax.md"
+MICROBENCH = "tools/bench/results/microbench.jsonl"
+NOT_MEASURED = (
+    f"Not measured yet: `python -m tools.microbench --kernels FOLDER --record {MICROBENCH}` on an H100 or H200."
+)
 # The order in which a newcomer reads; pages that are not named here come behind.
 ORDER = ("quick_start", "concepts", "arrays", "jax", "bundles", "inspect", "reference", "performance", "extending")
 PLOTS = (
@@ -23,7 +31,10 @@ PLOTS = (
 def generated(root: Path) -> dict[str, str]:
     """Every generated file by its path from the root."""
     found = {**pictures(root), REFERENCE: reference()}
-    found[PERFORMANCE] = with_block((root / PERFORMANCE).read_text(), "plots", plots_of(found))
+    plotted = with_block((root / PERFORMANCE).read_text(), "plots", plots_of(found))
+    found[PERFORMANCE] = with_block(plotted, "microbench", microbenchmarks(record.read_log(root / MICROBENCH)))
+    measured = json.loads((root / jax_table.RESULTS).read_text())
+    found[JAX] = with_block((root / JAX).read_text(), "jax", jax_table.table(measured))
     found[INDEX] = with_block((root / INDEX).read_text(), "pages", index(root))
     return found
 
@@ -34,6 +45,22 @@ def plots_of(pages: dict[str, str]) -> str:
     if missing:
         raise ValueError(f"no picture of {', '.join(missing)}")
     return "\n\n".join(f"![{name.replace('_', ', ')}](pictures/{name}.svg)" for name in PLOTS)
+
+
+def microbenchmarks(lines: Sequence[record.Json]) -> str:
+    """A row for each case of the newest run, and what it ran on; a sentence where there was none."""
+    if not lines:
+        return NOT_MEASURED
+    date = max(line["date"] for line in lines)
+    run = [line for line in lines if line["date"] == date]
+    rows = ["| case | blocks | ms | rate | of one SM, a clock | MHz | read beside, B a clock |", f"|{' --- |' * 7}"]
+    for line in run:
+        beside = line["beside_per_clock"]
+        cells = [line["name"], line["blocks"], line["median_ms"], f"{line['rate']:.1f} {line['rate_unit']}"]
+        cells += [line["per_clock"], line["mhz"], "" if beside is None else beside]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    last = run[-1]
+    return "\n".join([f"On {last['gpu']} ({last['driver']}), {date[:10]}, commit {last['commit'][:12]}.", "", *rows])
 
 
 def index(root: Path) -> str:

@@ -23,6 +23,7 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
     "backward": (
         "bf16_d64_s8192_b4_h32_causal",
         "bf16_d128_s8192_b4_h16_causal",
+        "bf16_d192v128_s8192_b4_h10_causal",
         "bf16_d256_s8192_b4_h8_causal",
     ),
 }

@@ -1,7 +1,7 @@
 """Plan space: which tiles could serve a case of the benchmark, and what rules each out before it is compiled.
 
 A tile is written {tile_m}x{tile_n}x{warps}[:{query_stages}[,{grad_output_stages}]][@{register usage level}]
-[c{column_block}], as in 64x128x16:3,2 or 64x64x8:3,3@5c256.
+[c{column_block}][q{query_block}], as in 64x128x16:3,2 or 64x64x8:3,3@5c256.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
-from cutlass_py_attn import budget, hopper, planner
+from cutlass_py_attn import budget, hopper, plan_table, planner, shared_memory
 from cutlass_py_attn.bench_cases import Case
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.errors import NotSupported
@@ -27,8 +27,13 @@ ARCHS: Final = {"hopper": "sm_90a", "generic": "sm_90"}
 RESIDENT: Final = 256  # head dims beyond this are computed a block of columns at a time
 MAX_WGMMA_COLUMNS: Final = 256
 WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
-PV_DEPTH: Final = 16  # keys that one wgmma of 16 bits sums over
-_TILE: Final = re.compile(r"(\d+)x(\d+)x(\d+)(?::(\d+)(?:,(\d+))?)?(?:@(\d+))?(?:c(\d+))?")
+DEPTH: Final = 16  # what one wgmma of 16 bits sums over
+_TILE: Final = re.compile(r"(\d+)x(\d+)x(\d+)(?::(\d+)(?:,(\d+))?)?(?:@(\d+))?(?:c(\d+))?(?:q(\d+))?")
+
+_NUMBERS: Final = (
+    *("tile_m", "tile_n", "warps", "query_stages", "grad_output_stages", "register_usage_level"),
+    *("column_block", "query_block"),
+)
 
 Axes = dict[str, tuple[int, ...]]
 
@@ -107,6 +112,7 @@ def name_of(build: Build) -> str:
             build.grad_output_stages,
             build.register_usage_level,
             column_block=build.column_block,
+            query_block=build.query_block,
         )
     )
 
@@ -114,6 +120,7 @@ def name_of(build: Build) -> str:
 def text_of(tile: Tile) -> str:
     """Every number of a tile, in the form that `parse_tile` reads."""
     block = f"c{tile.column_block}" if tile.column_block else ""
+    block += f"q{tile.query_block}" if tile.query_block else ""
     stages = f":{tile.query_stages},{tile.grad_output_stages}"
     return f"{tile.tile_m}x{tile.tile_n}x{tile.warps}{stages}@{tile.register_usage_level}{block}"
 
@@ -124,12 +131,10 @@ def parse_tile(text: str) -> Tile:
     if found is None:
         raise NotSupported(
             f"tile {text!r}: must be like 64x128x16:3,2 or 64x64x8:3,3@5c256 (query rows, key rows, warps, stages of "
-            "query and of grad_output, register usage level, column block); correct it"
+            "query and of grad_output, register usage level, column block, query block); correct it"
         )
-    names = "tile_m", "tile_n", "warps", "query_stages", "grad_output_stages", "register_usage_level", "column_block"
-    given: dict[str, Any] = {
-        name: int(number) for name, number in zip(names, found.groups(), strict=True) if number is not None
-    }
+    numbers = dict(zip(_NUMBERS, found.groups(), strict=True))
+    given: dict[str, Any] = {name: int(number) for name, number in numbers.items() if number is not None}
     return replace(Tile(0, 0, 0), **given)
 
 
@@ -181,13 +186,13 @@ def _hopper_objections(build: Build) -> Iterator[str]:
     others = hopper.LOADERS + (hopper.DQ_WARPGROUPS if build.kind == "backward" else 0)
     consumers = build.warps // WARPGROUP_WARPS - others
     if build.kind == "backward":
-        registers = {kernel.CONSUMERS: kernel.REGISTERS[-1]}
+        registers = {kernel.CONSUMERS: shared_memory.registers(build)[-1]}
         rules = tuple(_backward_rules(build, consumers))
     else:
         registers = {count: held for count, (_, held) in kernel.REGISTERS.items()}
         rules = (
             ("tile_m", build.tile_m == consumers * WARPGROUP_ROWS, f"each warpgroup owns {WARPGROUP_ROWS} rows"),
-            ("tile_n", build.tile_n % PV_DEPTH == 0, f"P V sums over {PV_DEPTH} keys at once"),
+            ("tile_n", build.tile_n % DEPTH == 0, f"P V sums over {DEPTH} keys at once"),
             ("tile_n", build.tile_n <= MAX_WGMMA_COLUMNS, f"wgmma has up to {MAX_WGMMA_COLUMNS} columns"),
         )
     if consumers not in registers:
@@ -208,10 +213,13 @@ def _backward_rules(build: Build, consumers: int) -> Iterator[tuple[str, bool, s
         return
     yield "tile_m", build.tile_m % WARPGROUP_ROWS == 0, f"dQ leaves by {WARPGROUP_ROWS} rows"
     yield "tile_n", build.tile_n == consumers * WARPGROUP_ROWS, f"each warpgroup of the keys owns {WARPGROUP_ROWS}"
+    block, slots = build.block_queries, build.grad_output_stages
+    yield "query_block", build.tile_m % block == block % DEPTH == 0, f"a tile is blocks, of multiples of {DEPTH} rows"
+    yield "grad_output_stages", slots * block % build.tile_m == 0, "as many slots of dS hold whole query tiles"
 
 
 def _is_wide(build: Build) -> bool:
-    return max(build.head_dim, build.head_dim_value) > hopper.KEPT_BY_ONE
+    return not build.query_block and max(build.head_dim, build.head_dim_value) > plan_table.NARROW
 
 
 def held_registers(build: Build) -> int:
@@ -223,7 +231,7 @@ def held_registers(build: Build) -> int:
         return build.tile_n * (build.tile_m + build.tile_m // 2 + widest) // threads
     if build.kind == "forward":
         return build.tile_m * (build.tile_n + build.tile_n // 2 + build.columns_value) // threads
-    return build.tile_n * (2 * build.tile_m + build.columns + build.columns_value) // threads
+    return build.tile_n * (2 * build.block_queries + build.columns + build.columns_value) // threads
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cutlass_py_attn
@@ -25,6 +27,7 @@ SECTIONS = {
     "Errors": ("AttentionError", "NotSupported", "DoesNotFit", "CompileError", "Stale", "NoDevice", "DriverError"),
 }
 OTHERS = "Other names"
+JAX = "jax/__init__.py"  # read, not imported: JAX is no dependency
 WIDTH = 110
 
 
@@ -44,6 +47,11 @@ def reference() -> str:
     parts += ["## Conventions\n", f"`cutlass_py_attn.conventions`: {_first_line(conventions)}\n"]
     for name in conventions.__all__:
         parts += _entry(name, getattr(conventions, name))
+    parts += [
+        "## JAX\n",
+        "`cutlass_py_attn.jax`, which needs the extra `jax`; its page is [JAX](jax.md).\n",
+        *_of_source(),
+    ]
     return "\n".join(parts)
 
 
@@ -59,6 +67,27 @@ def _entry(name: str, value: Any) -> Iterator[str]:
             yield f"\n{name}.{member}"
             yield "\n".join(f"    {line}".rstrip() for line in _doc(found).splitlines())
     yield "```\n"
+
+
+def jax_names() -> dict[str, ast.FunctionDef | ast.ClassDef]:
+    """The public names of cutlass_py_attn.jax, as their source has them."""
+    tree = ast.parse((Path(cutlass_py_attn.__file__).parent / JAX).read_text())
+    listed = next(node.value for node in tree.body if isinstance(node, ast.Assign) and _is_all(node))
+    named = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return {name: named[name] for name in sorted(ast.literal_eval(listed), key=str.lower)}
+
+
+def _is_all(node: ast.Assign) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets)
+
+
+def _of_source() -> Iterator[str]:
+    for name, node in jax_names().items():
+        signature = name
+        if isinstance(node, ast.FunctionDef):
+            returned = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+            signature = f"{name}({ast.unparse(node.args)}){returned}"
+        yield f"### {name}\n\n```text\n{signature}\n\n{ast.get_docstring(node) or ''}\n```\n"
 
 
 def _signed(name: str, value: Any) -> str:

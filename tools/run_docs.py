@@ -5,7 +5,7 @@ A block says what it is behind its three back quotes:
     python          run in order, the blocks of a page share their names; it prints what the `text` block behind says
     python host     the same, but not in a run on a GPU: it reads what commands have written
     python gpu      the same where there is a GPU; on any machine it must have passed on one as it stands (RECORD)
-    sh              run by bash in the folder that all blocks of a page share
+    sh              run by bash in the folder that all blocks of a page share, beside the checkout's examples and tests
     sh setup        installs something; its extras must exist, and nothing is run
     text, svg, ...  not run
 
@@ -34,6 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = "docs/gpu_runs.json"
 SHELL_SECONDS = 300
+CHECKOUT = ("examples", "tests")  # what commands read of it
 FENCE = re.compile(r"^( *)```(.*)$")
 KERNELS = re.compile(r"<!-- kernels: ([\w ]+) -->")
 EXTRAS = re.compile(r"\[([\w,-]+)\]")
@@ -117,6 +118,9 @@ def run_page(path: Path, folder: Path, *, on_gpu: bool) -> list[Block]:
     last = max((number for number, block in enumerate(listed) if block.needs_gpu), default=-1)
     names: dict[str, Any] = {"__name__": "__docs__"}
     ran = []
+    for name in CHECKOUT:
+        if not (folder / name).exists():
+            (folder / name).symlink_to(ROOT / name)
     with contextlib.chdir(folder):
         for number, block in enumerate(listed):
             wanted = number <= last and "host" not in block.words if on_gpu else not block.needs_gpu

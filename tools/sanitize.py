@@ -18,12 +18,14 @@ from tests.gpu import cases, check, decodes, memory, rooms
 NUM_QUERIES = 130
 KEYS = (65, 128, 200)
 ROOM_TILES = 2
+# Of the Hopper backward in clusters, which no shown kernel is of.
+WIDE = (cases.Variant("bfloat16", 256, 256, "causal"), cases.Variant("bfloat16", 192, 128, "full"))
 
 
 def chosen() -> list[cases.Case]:
-    """Forward and backward of every shown and every deterministic kernel, at lengths around the tiles."""
+    """Forward and backward of every shown, every deterministic and some wide kernels, at lengths around the tiles."""
     found = []
-    for number, variant in enumerate((*cases.SHOWN, *cases.DETERMINISTIC)):
+    for number, variant in enumerate((*cases.SHOWN, *cases.DETERMINISTIC, *WIDE)):
         keys = KEYS[number % len(KEYS)]
         for direction in ("forward", "backward"):
             if direction == "backward" or not variant.deterministic:

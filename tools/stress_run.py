@@ -58,6 +58,15 @@ FEATURES: Final = (
     Drawn("backward", "bfloat16", 2, 4, QUERIES, KEYS, 128, heads_key=1, mask="causal_br:150", seed=18),
     Drawn("backward", "float16", 2, 1, QUERIES, KEYS, 96, mask="window:100:30", seed=19),
     Drawn("backward", "bfloat16", 2, 1, QUERIES, KEYS, 80, dim_value=40, mask="causal", seed=20),
+    Drawn("backward", "bfloat16", 2, 1, QUERIES, KEYS, 128, mask="causal", deterministic=True, seed=21),
+    Drawn("backward", "float16", 2, 1, QUERIES, KEYS, 64, mask="causal", dropout_p=0.1, philox_seed=6, seed=22),
+    Drawn("backward", "float16", 2, 1, QUERIES, KEYS, 128, mask="causal", softcap=4.0, alibi="h", sinks=True, seed=23),
+    Drawn(
+        "backward", "bfloat16", 1, 1, 1, 1, 128, mask="causal", seed=24,
+        sequences="260/520/520,0/70/70,129/129/129,300/10/10",
+    ),
+    Drawn("backward", "bfloat16", 2, 1, QUERIES, KEYS, 256, seed=25),
+    Drawn("backward", "bfloat16", 2, 1, QUERIES, KEYS, 192, dim_value=128, mask="causal", seed=26),
 )  # fmt: skip
 
 

@@ -9,21 +9,26 @@ import click
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.cli import kernels
 from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, MASKS, Selection
+from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.errors import CompileError
+
+DEFAULT_HEAD_DIM = 128
 
 
 @click.command()
 @click.option("--arch", "archs", type=click.Choice(ARCHS), multiple=True, required=True, help="Compile target.")
-@click.option("--kind", type=click.Choice([*KINDS, "all"]), default="all", show_default=True)
+@click.option("--symbol", "symbols", multiple=True, help="A kernel by its name, in place of the options below.")
+@click.option("--kind", type=click.Choice([*KINDS, "all"]), help="Default: all.")
 @click.option("--dtype", "dtypes", type=click.Choice(list(DTYPES)), multiple=True, help="Default: all.")
-@click.option("--head-dim", "head_dims", type=int, multiple=True, default=(128,), show_default=True)
+@click.option("--head-dim", "head_dims", type=int, multiple=True, help=f"Default: {DEFAULT_HEAD_DIM}.")
 @click.option("--mask", "masks", type=click.Choice(MASKS), multiple=True, help="Default: all.")
 @click.option("--deterministic", is_flag=True, help="Backward kernels whose query gradient is repeatable.")
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), required=True)
 def build(
     *,
     archs: tuple[str, ...],
-    kind: str,
+    symbols: tuple[str, ...],
+    kind: str | None,
     dtypes: tuple[str, ...],
     head_dims: tuple[int, ...],
     masks: tuple[str, ...],
@@ -32,17 +37,27 @@ def build(
 ) -> None:
     """Compile kernels into a folder: <arch>/<symbol>.ptx, .cubin and .json.
 
-    Options that take a name may be given several times; every combination is built. No GPU is needed.
+    Options that take a name may be given several times; every combination is built. No GPU is needed. A kernel of more
+    than these options say (bias, dropout, variable length, grouped heads, two head dims) is named by --symbol, as
+    `plan.symbol` and the message about a missing kernel have it. For an H100 or H200 build sm_90a beside sm_90.
     """
     selection = Selection(
-        kinds=KINDS if kind == "all" else (kind,),
+        kinds=KINDS if kind in (None, "all") else (kind,),
         dtypes=tuple(DTYPES[short] for short in dtypes or DTYPES),
-        head_dims=head_dims,
+        head_dims=head_dims or (DEFAULT_HEAD_DIM,),
         masks=masks or MASKS,
         deterministic=deterministic,
     )
+    if symbols and (kind or dtypes or head_dims or masks or deterministic):
+        raise click.UsageError(
+            "--symbol names one whole kernel: --kind, --dtype, --head-dim, --mask and --deterministic cannot be given "
+            "beside it; leave them out, or build in two commands"
+        )
     folder = Folder(output)
-    plans = [plan for arch in archs for plan in selection.plans(arch)]
+    if symbols:
+        plans = [parse_symbol(symbol, arch) for arch in archs for symbol in symbols]
+    else:
+        plans = [plan for arch in archs for plan in selection.plans(arch)]
     made, failures = kernels.obtain(plans, kernels.compiler())
     for item in made:
         folder.put(item.artifact)

@@ -3,7 +3,8 @@
 A block stays on its SM and takes one key tile after the other. It has four warpgroups: one warp of the first takes and
 loads; the second multiplies dQ = dS K and adds it to its sum in global memory; the last two own half of the key tile's
 rows each, with their dK and dV in registers. Scores are transposed: a thread's rows are keys, and P is an operand where
-it stands.
+it stands. Where dK and dV leave too few registers for a query tile's scores, query and grad_output come in blocks of
+its rows, and a round of all but dQ is one block.
 
     steps        1 S^T = K Q^T   2 P   3 dP^T = V dO^T   4 dS   5 dV += P^T dO   6 dK += dS^T Q   7 dQ = dS K
     in flight    under 2: 6 of the query tile before;  under 4: 5;  7 beside all of them
@@ -11,9 +12,9 @@ it stands.
     pipe         full: arrivals            empty: arrivals                        slots
     query        TMA, with the logsumexp   8 warps, behind 6                      query_stages
     grad_output  TMA, with delta           256 threads, behind 5                  grad_output_stages
-    dS           8 warps, behind 4         4 warps, behind 7                      grad_output_stages
+    dS           8 warps, behind each 4    4 warps, behind 7                      grad_output_stages, in query tiles
     key          TMA                       8 warps, behind the last 1, 4, behind the last 7   1
-    value        TMA                       8 warps, once dK and dV are stored through its place   1
+    value        TMA                       8 warps, behind the last 3, or behind 8 where that goes through its place   1
 
 With dropout three warps of the first warpgroup draw bits, and release the key once they know its tile:
 parts/kept_bits.py.
@@ -37,20 +38,21 @@ from cutlass_py_attn.gemm import doivj, grad_k, grad_v, matmul_qk
 from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
-from cutlass_py_attn.gemm.wgmma import Wgmma, tile_at
-from cutlass_py_attn.hopper import DQ_WARPGROUPS, LOADERS, cluster, loaded_tiles
+from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
+from cutlass_py_attn.hopper import DQ_WARPGROUPS, KEYS_OF_WARPGROUP, LOADERS, cluster, loaded_tiles
 from cutlass_py_attn.parts import dropout, moves, params, pipes, schedule, tma
 from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item
 from cutlass_py_attn.parts.kept_bits import KeptBits
 from cutlass_py_attn.parts.key_items import KeyItems
 from cutlass_py_attn.parts.pipes import arrive, before
+from cutlass_py_attn.parts.quads import store_rows
 from cutlass_py_attn.parts.turned import turned
 from cutlass_py_attn.parts.turned_scores import TurnedScores
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
+from cutlass_py_attn.shared_memory import registers, stores_through_value
 
-REGISTERS = (32, 64, 208)  # of a thread that loads, that multiplies dQ, and of the others
 CONSUMERS = 2  # warpgroups that own the keys
 CONSUMER_THREADS = CONSUMERS * WARPGROUP_THREADS
 CONSUMERS_MEET, OWN_BARRIER = 1, 2  # numbers of the barriers of both consumers and of each
@@ -65,9 +67,12 @@ class HopperBackward(Backward):
         self.grad_query, self.items = HopperGradQuery(build), KeyItems(build)
         self.before = (LOADERS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # threads before those that hold scores
         self.side = TurnedScores(build)
+        self.blocks = build.tile_m // build.block_queries  # of a query tile; the rings but that of dS are of blocks
+        self.ds_slots = build.grad_output_stages // self.blocks
+        self.registers, self.through_value = registers(build), stores_through_value(build)
         self.kept = KeptBits(build, self, CONSUMER_THREADS) if build.has("dropout") else None
         # Where a thread has registers for them, the logsumexp is read while S is multiplied.
-        self.reads_ahead = build.tile_m <= 64 and not {"dropout", "softcap"} & {*build.features}
+        self.reads_ahead = build.block_queries <= 64 and not {"dropout", "softcap"} & {*build.features}
 
     @cute.jit
     def launch_main(self, values: tuple, grid: tuple):
@@ -92,16 +97,16 @@ class HopperBackward(Backward):
         self.make_pipes()
         self.enter()
         if warp < WARPGROUP_WARPS:
-            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
                 self.produce(p, (map_q, map_do, map_k, map_v))
             elif cutlass.const_expr(self.kept is not None):
                 self.kept.draw(p, warp - 1)
         elif warp < 2 * WARPGROUP_WARPS:
-            cute.arch.setmaxregister_decrease(REGISTERS[1])
+            cute.arch.setmaxregister_decrease(self.registers[1])
             self.multiply_query_gradient(p, thread - WARPGROUP_THREADS)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[2])
+            cute.arch.setmaxregister_increase(self.registers[2])
             self.consume(p, thread - self.before)
         self.leave()
 
@@ -115,7 +120,7 @@ class HopperBackward(Backward):
     def make_pipes(self) -> None:
         """The full and empty barriers of query, grad_output, key, value and dS."""
         build = self.build
-        keepers, statistics = CONSUMER_THREADS // WARP_THREADS, build.tile_m * F32_BYTES
+        keepers, statistics = CONSUMER_THREADS // WARP_THREADS, build.block_queries * F32_BYTES
         drawing = 0 if self.kept is None else WARPGROUP_WARPS - 1
         users = {
             "query": (build.query_stages, keepers, statistics),
@@ -124,25 +129,30 @@ class HopperBackward(Backward):
             "value": (1, keepers, 0),
         }
         (self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v), barriers = pipes.loaded(build, users)
-        self.pipe_ds = pipes.handed_over(build.grad_output_stages, keepers, WARPGROUP_WARPS, barriers)
+        self.pipe_ds = pipes.handed_over(self.ds_slots, self.blocks * keepers, WARPGROUP_WARPS, barriers)
         if self.kept is not None:
-            self.kept.make_pipe(barriers + 2 * build.grad_output_stages)
+            self.kept.make_pipe(barriers + 2 * self.ds_slots)
 
     def states(self, user: Any) -> tuple[Any, Any, Any]:
-        """Where one user begins: of query, of grad_output and dS, of key and value."""
+        """Where one user begins: of query, of grad_output, of key and value."""
         return pipes.states(user, self.build.query_stages, self.build.grad_output_stages, 1)
 
-    def first_place(self, p: Any, item: Item) -> tuple[Int32, Int32]:
-        """(query head, query tile) of the first round of a key tile."""
-        return item.head * p.group if self.build.has("grouped") else item.head, item.first
+    def first_place(self, p: Any, item: Item, blocks: int = 1) -> tuple[Int32, Int32]:
+        """(query head, query tile) of the first round of a key tile; with `blocks` in a tile, the query block."""
+        return item.head * p.group if self.build.has("grouped") else item.head, item.first * blocks
 
-    def next_place(self, item: Item, head: Int32, query_tile: Int32) -> tuple[Int32, Int32]:
+    def next_place(self, item: Item, head: Int32, query_tile: Int32, blocks: int = 1) -> tuple[Int32, Int32]:
         """Those of the round after: all query tiles of a head, then those of the next that reads the key head."""
         query_tile = query_tile + 1
         if not self.build.has("grouped"):
             return head, query_tile
-        is_over = query_tile == item.end
-        return cutlass.select_(is_over, head + 1, head), cutlass.select_(is_over, item.first, query_tile)
+        is_over = query_tile == item.end * blocks
+        return cutlass.select_(is_over, head + 1, head), cutlass.select_(is_over, item.first * blocks, query_tile)
+
+    def row(self, p: Any, head: Int32, first_tile: Int32, query_block: Int32) -> Int64:
+        """Where the row statistics of a query block start."""
+        tile, block = first_tile + query_block // self.blocks, query_block % self.blocks
+        return self.grad_query.number(p, head, tile) * self.build.tile_m + block * self.build.block_queries
 
     @cute.jit
     def produce(self, p: Any, maps: tuple):
@@ -157,19 +167,19 @@ class HopperBackward(Backward):
             self.items.tell(at_kv.phase ^ 1, item)
             key_place = tma.place(build, item.tile * build.tile_n, item.head, of, "key")
             pipes.fetch(build, self.pipe_k, at_kv, "key", maps[2], key_place)
-            head, query_tile = self.first_place(p, item)
-            for turn in cutlass.range(self.rounds(p, item.first, item.end), unroll=1):
-                place = tma.place(build, query_tile * build.tile_m, head, of, "query")
-                row = self.grad_query.number(p, head, of.first_tile + query_tile) * build.tile_m
+            head, query_block = self.first_place(p, item, self.blocks)
+            for turn in cutlass.range(self.blocks * self.rounds(p, item.first, item.end), unroll=1):
+                place = tma.place(build, query_block * build.block_queries, head, of, "query")
+                row = self.row(p, head, of.first_tile, query_block)
                 pipes.fetch(build, self.pipe_q, at_q, "query", maps[0], place)
                 self.fetch_statistics(self.pipe_q, "logsumexp", p.logsumexp_log2, row, at_q)
                 at_q.advance()
-                if turn == 0:  # the first query tile is needed before it
+                if turn == 0:  # the first query block is needed before it
                     pipes.fetch(build, self.pipe_v, at_kv, "value", maps[3], key_place)
                 pipes.fetch(build, self.pipe_do, at_do, "grad_output", maps[1], place)
                 self.fetch_statistics(self.pipe_do, "delta", p.delta, row, at_do)
                 at_do.advance()
-                head, query_tile = self.next_place(item, head, query_tile)
+                head, query_block = self.next_place(item, head, query_block, self.blocks)
             at_kv.advance()
             number = self.items.next_number(p)
         self.items.tell(at_kv.phase ^ 1, None)
@@ -184,7 +194,7 @@ class HopperBackward(Backward):
 
     def fetch_statistics(self, pipe: Any, name: str, address: Int64, row: Int64, state: Any) -> None:
         """Ask for the row statistics that come with a tile."""
-        rows = self.build.tile_m
+        rows = self.build.block_queries
         source = params.pointer(address, Float32) + cute.assume(row, divby=16)
         target = self.vector(name).iterator + state.index * rows
         tma.fetch_rows(source, target, rows, pipe.producer_get_barrier(state))
@@ -193,7 +203,8 @@ class HopperBackward(Backward):
     def multiply_query_gradient(self, p: Any, thread: Int32):
         """A warpgroup: 7  dQ = dS K of every query tile, added to its sum."""
         build = self.build
-        _, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
+        _, _, at_kv = self.states(pipeline.PipelineUserType.Consumer)
+        (at,) = pipes.states(pipeline.PipelineUserType.Consumer, self.ds_slots)
         s_ds, last = self.ring("ds"), Int32(-1)
         tile = self.next_tile(at_kv)
         while tile >= 0:
@@ -238,10 +249,10 @@ class HopperBackward(Backward):
         key_tile = self.next_tile(at_kv)
         while key_tile >= 0:
             item = self.items.read(p, at_kv.phase)
-            rounds = larger(self.rounds(p, item.first, item.end), 1)
+            turns = self.blocks * larger(self.rounds(p, item.first, item.end), 1)
             r_dk.fill(0.0)
             r_dv.fill(0.0)
-            # 1  S^T = K Q^T of the first query tile
+            # 1  S^T = K Q^T of the first query block
             self.pipe_q.consumer_wait(at_q)
             r_next = self.scores.accumulator(thread)
             self.scores.issue(r_next, self.score_parts.stage(None, at_q.index))
@@ -250,14 +261,14 @@ class HopperBackward(Backward):
             self.scores.wait()
             r_s.store(r_next.load())
             self.pipe_v.consumer_wait(at_kv)
-            head, query_tile = self.first_place(p, item)
+            head, query_block = self.first_place(p, item, self.blocks)
             if cutlass.const_expr(self.kept is not None):
-                self.kept.find(p, stream, r_kept, (item.of, head, query_tile, key_tile), at_q)
-            for turn in cutlass.range(rounds, unroll=1):
+                self.kept.find(p, stream, r_kept, (item.of, head, query_block, key_tile), at_q)
+            for turn in cutlass.range(turns, unroll=1):
                 # 2  P = exp2(S - logsumexp) in base 2
                 if cutlass.const_expr(not self.reads_ahead):
                     self.read_statistics("logsumexp", at_q.index, thread, r_lse)
-                here, tile = self.side.place(thread, self.before), (item.of, head, query_tile, key_tile)
+                here, tile = self.side.place(thread, self.before), (item.of, head, query_block, key_tile)
                 r_slope = self.side.finish_scores(p, r_s, item.band, here, tile)
                 self.side.weights(p, r_s, r_lse)
                 self.side.clear(item.band, r_s, here, tile)
@@ -276,14 +287,14 @@ class HopperBackward(Backward):
                 self.side.gradient(p, r_dp, r_factor, r_delta, r_kept)
                 self.wait_for_slot(at)
                 self.hand_over(moves.converted(r_dp, self.dtype), at.index, thread)
-                arrive(self.pipe_ds.sync_object_full, at.index)
+                arrive(self.pipe_ds.sync_object_full, at.index // self.blocks)
                 at.advance()
                 at_q.advance()
-                # 1  S^T = K Q^T of the next query tile, behind it 6  dK += dS^T Q. Behind the last query tile it is of
-                # the same once more, for nobody: a branch around it would let the compiler wait for all products.
+                # 1  S^T = K Q^T of the next query block, behind it 6  dK += dS^T Q. Behind the last one it is of the
+                # same once more, for nobody: a branch around it would let the compiler wait for all products.
                 last, last_ds = before(at_q, build.query_stages), before(at, build.grad_output_stages)
-                slot = cutlass.select_(turn + 1 < rounds, at_q.index, last)
-                if turn + 1 < rounds:
+                slot = cutlass.select_(turn + 1 < turns, at_q.index, last)
+                if turn + 1 < turns:
                     self.pipe_q.consumer_wait(at_q)
                 r_next = self.scores.accumulator(thread)
                 self.scores.issue(r_next, self.score_parts.stage(None, slot))
@@ -293,24 +304,28 @@ class HopperBackward(Backward):
                     self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.dv.wait(2)
                 self.release_grad_output(at)
-                head, query_tile = self.next_place(item, head, query_tile)
+                head, query_block = self.next_place(item, head, query_block, self.blocks)
                 if cutlass.const_expr(self.kept is not None):
-                    tile = item.of, head, query_tile, key_tile
-                    self.kept.find_next(p, stream, r_kept, tile, at_q, turn + 1 < rounds)
+                    tile = item.of, head, query_block, key_tile
+                    self.kept.find_next(p, stream, r_kept, tile, at_q, turn + 1 < turns)
                 self.scores.wait(1)
                 r_s.store(r_next.load())
+            if cutlass.const_expr(not self.through_value):
+                self.pipe_v.consumer_release(at_kv)
             self.dk.wait()
             arrive(self.pipe_q.sync_object_empty, before(at_q, build.query_stages))
+            # 8  store dK and dV; the next key tile is on its way then
+            item = self.items.read(p, at_kv.phase)
+            cute.arch.barrier(barrier_id=CONSUMERS_MEET, number_of_threads=CONSUMER_THREADS)
             self.pipe_k.consumer_release(at_kv)
-            # 8  store dK and dV through the place of V
             r_dk.store(r_dk.load() * p.scale)
             if cutlass.const_expr(build.has("dropout")):
                 r_dv.store(r_dv.load() * p.keep_scale)
-            here, item = params.fresh("tid.x") - self.before, self.items.read(p, at_kv.phase)
-            cute.arch.barrier(barrier_id=CONSUMERS_MEET, number_of_threads=CONSUMER_THREADS)
+            here = params.fresh("tid.x") - self.before
             self.store(p, "grad_value", r_dv, item, here)
             self.store(p, "grad_key", r_dk, item, here)
-            self.pipe_v.consumer_release(at_kv)
+            if cutlass.const_expr(self.through_value):
+                self.pipe_v.consumer_release(at_kv)
             at_kv.advance()
             key_tile = self.next_tile(at_kv)
 
@@ -323,23 +338,23 @@ class HopperBackward(Backward):
     def wait_for_slot(self, at: Any) -> None:
         """Until the slot of dS is free. dS goes around with grad_output, of which this warpgroup is a reader: who
         writes a ring is a phase ahead."""
-        ahead = pipeline.PipelineState(self.build.grad_output_stages, Int32(0), at.index, at.phase ^ 1)
+        ahead = pipeline.PipelineState(self.ds_slots, Int32(0), at.index // self.blocks, at.phase ^ 1)
         self.pipe_ds.producer_acquire(ahead)
 
     def statistics(self) -> cute.Tensor:
         """Registers for the row statistics of the queries that a thread's accumulator has in its columns."""
-        return cute.make_rmem_tensor(cute.make_layout((QUAD_COLUMNS, self.build.tile_m // COLUMNS)), Float32)
+        return cute.make_rmem_tensor(cute.make_layout((QUAD_COLUMNS, self.build.block_queries // COLUMNS)), Float32)
 
     def read_statistics(self, name: str, slot: Int32, thread: Int32, found: cute.Tensor) -> None:
         """Row statistics from shared memory, in pairs."""
-        ring, rows = self.vector(name), self.build.tile_m
+        ring, rows = self.vector(name), self.build.block_queries
         first = ring.iterator + (slot * rows + thread % (COLUMNS // QUAD_COLUMNS) * QUAD_COLUMNS)
         pairs = cute.make_layout((QUAD_COLUMNS, rows // COLUMNS), stride=(1, COLUMNS))
         cute.autovec_copy(cute.make_tensor(first.align(8), pairs), found)
 
     def hand_over(self, r_ds: cute.Tensor, slot: Int32, thread: Int32) -> None:
         """Write this warpgroup's keys of dS, transposed back, where wgmma reads them."""
-        tile = transposed(self.ring("ds")[None, None, slot])
+        tile = transposed(self.ds_blocks()[None, None, slot])
         op = warp_ops.StMatrix8x8x16bOp(transpose=True, num_matrices=4)
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), self.scores.mma).get_slice(thread)
         cute.copy(copy, copy.retile(r_ds), copy.partition_D(tile))
@@ -347,20 +362,24 @@ class HopperBackward(Backward):
         cute.arch.sync_warp()
 
     def store(self, p: Any, name: str, values: cute.Tensor, item: Item, thread: Int32) -> None:
-        """Write 64 rows of dK or dV through this warpgroup's half of V's place."""
-        build, rows = self.build, self.build.tile_n // CONSUMERS
-        of, start = item.of, item.tile * build.tile_n
-        of_key = name == "grad_key"
-        columns, dim = (build.columns, build.head_dim) if of_key else (build.columns_value, build.head_dim_value)
+        """Write 64 rows of dK or dV, from registers or through this warpgroup's half of V's place."""
+        build, of, start = self.build, item.of, item.tile * self.build.tile_n
+        room, dim = (self.dk, build.head_dim) if name == "grad_key" else (self.dv, build.head_dim_value)
+        converted = moves.converted(values, self.dtype)
+        if not self.through_value:
+            at = (of.batch, item.head, of.key_start + start)
+            target = moves.tile_of(build, p, name, at, of.stored_keys - start, dim)
+            store_rows(row_view(converted), row_view(room.coordinates(thread)), target)
+            return
+        rows, columns = KEYS_OF_WARPGROUP, room.spec.n
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         place = build.buffer("value").offset + group * (build.buffer("value").bytes // CONSUMERS)
         tile = moves.shared_tile(base, place, self.dtype, rows, columns)
-        room = self.dk if of_key else self.dv
         alone = Wgmma(replace(room.spec, m=rows, warps=(WARPGROUP_WARPS, 1)), build.dtype)
         lane, start = thread % WARPGROUP_THREADS, start + group * rows
         self.meet(group)
-        moves.registers_to_tile(lane, alone.mma, moves.converted(values, self.dtype), tile, True)
+        moves.registers_to_tile(lane, alone.mma, converted, tile, True)
         self.meet(group)
         target = moves.tile_of(build, p, name, (of.batch, item.head, of.key_start + start), of.stored_keys - start, dim)
         moves.store_tile(lane, WARPGROUP_THREADS, tile, target)
@@ -374,12 +393,15 @@ class HopperBackward(Backward):
         """The rooms of steps 1, 3, 5 and 6 and what they read from shared memory."""
         build = self.build
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        s_q, s_do, s_ds = self.ring("query"), self.ring("grad_output"), self.ring("ds")
+        s_q, s_do, s_ds = self.ring("query"), self.ring("grad_output"), self.ds_blocks()
         s_k, s_v = (
             tile_at(base, build.buffer(name).offset, self.dtype, loaded_tiles(build)[name]) for name in ("key", "value")
         )
-        self.scores, self.dp = (Wgmma(turned(room.spec(build)), build.dtype) for room in (matmul_qk, doivj))
-        self.dv, self.dk = (Wgmma(room.spec(build), build.dtype) for room in (grad_v, grad_k))
+        rows = build.block_queries
+        self.scores, self.dp = (
+            Wgmma(turned(replace(room.spec(build), m=rows)), build.dtype) for room in (matmul_qk, doivj)
+        )
+        self.dv, self.dk = (Wgmma(replace(room.spec(build), k=rows), build.dtype) for room in (grad_v, grad_k))
         self.side.bind(self.scores)
         self.score_parts = self.scores.operands(s_k, s_q, thread)
         self.dp_parts = self.dp.operands(s_v, s_do, thread)
@@ -390,14 +412,24 @@ class HopperBackward(Backward):
         """A ring of tiles as wgmma reads them."""
         build = self.build
         shape = (build.tile_m, build.tile_n) if name == "ds" else loaded_tiles(build)[name]
-        slots = build.query_stages if name == "query" else build.grad_output_stages
+        slots = {"query": build.query_stages, "grad_output": build.grad_output_stages, "ds": self.ds_slots}[name]
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         return tile_at(base, build.buffer(name).offset, self.dtype, shape, slots)
+
+    def ds_blocks(self) -> cute.Tensor:
+        """The ring of dS by query blocks: (query, key, slot)."""
+        ring = self.ring("ds")
+        if self.blocks == 1:
+            return ring
+        cut = cute.logical_divide(ring, (self.build.block_queries, None, None))
+        ((query, block), key, slot), (steps, key_step, slot_step) = cut.layout.shape, cut.layout.stride
+        shape, stride = (query, key, (block, slot)), (steps[0], key_step, (steps[1], slot_step))
+        return cute.make_tensor(ring.iterator, cute.make_layout(shape, stride=stride))
 
     def vector(self, name: str) -> cute.Tensor:
         """A ring of row statistics."""
         slots = self.build.query_stages if name == "logsumexp" else self.build.grad_output_stages
-        layout = cute.make_layout((self.build.tile_m, slots))
+        layout = cute.make_layout((self.build.block_queries, slots))
         return cute.make_tensor(moves.shared_pointer(self.build, name, Float32), layout)
 
 

@@ -1,7 +1,8 @@
 """Hopper query gradient: a warpgroup of its own multiplies dQ = dS K and adds it to the sum in global memory.
 
 What it adds goes through shared memory: one bulk reduction for each piece of a tile. Vector reductions from registers
-would wait in the queue in which the other warpgroups' shared-memory accesses stand, and hold those up.
+would wait in the queue in which the other warpgroups' shared-memory accesses stand, and hold those up. Where those work
+in query blocks, and shared memory itself is what they wait for, registers are faster.
 """
 
 from dataclasses import replace
@@ -20,7 +21,7 @@ from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, tile_at
 from cutlass_py_attn.parts import moves, params
 from cutlass_py_attn.plan import Build
-from cutlass_py_attn.shared_memory import grad_query_piece
+from cutlass_py_attn.shared_memory import grad_query_bytes, grad_query_piece
 
 BARRIER = 4  # number of this warpgroup's barrier
 
@@ -32,6 +33,7 @@ class HopperGradQuery(GradQuery):
         super().__init__(build)
         self.threads = WARPGROUP_THREADS
         self.piece = grad_query_piece(build)
+        self.is_staged = grad_query_bytes(build) > 0
 
     def product_of(self, spec: Gemm) -> Wgmma:
         """The product of one warpgroup."""
@@ -60,13 +62,24 @@ class HopperGradQuery(GradQuery):
             product.wait()
             if number == len(pieces) - 1:
                 release()
-            if build.deterministic and number == 0:
+            takes_turn = build.deterministic and number == 0
+            if takes_turn:
                 self.wait_for_arrival()
                 arrived()
-            else:
+            self.add_to(target + number * rows * columns, r_dq, thread, takes_turn)
+
+    def add_to(self, target: cute.Pointer, values: cute.Tensor, thread: Int32, has_met: bool) -> None:
+        """Add a piece to the sum. has_met: the tile before has arrived, which one warp alone may know."""
+        if self.is_staged:
+            if not has_met:
                 self.wait()
                 self.meet()
-            self.reduce(target + number * rows * columns, r_dq, thread)
+            self.reduce(target, values, thread)
+            return
+        if has_met:
+            self.meet()
+        self.add(target, values, thread)
+        self.meet()  # the compiler would move the additions behind the next product
 
     @cute.jit
     def reduce(self, target: cute.Pointer, values: cute.Tensor, thread: Int32):
@@ -85,11 +98,13 @@ class HopperGradQuery(GradQuery):
     def wait(self) -> None:
         """Until what this thread has started has been read from shared memory. All threads ask, though one starts:
         in a branch, the wait would cost the whole kernel its uniform registers."""
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if self.is_staged:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def wait_for_arrival(self) -> None:
         """Until what was started has arrived in global memory."""
-        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        if self.is_staged:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
         self.meet()
 
     def meet(self) -> None:

@@ -11,11 +11,11 @@ share of the columns. So each tile is read, and each sum added to, once for 128 
     the third        7 dQ = dS K                                               beside all of them
 
     pipe         full: arrivals             empty: arrivals                                       slots
-    query        TMA of both, logsumexp     of both blocks 4 warps behind the next 1 and 4        query_stages
-                                            behind 6
+    query        TMA of both, logsumexp     of both blocks 4 warps behind 6 and 4 behind the      query_stages
+                                            next 1; of this one all threads behind 1
     grad_output  TMA of both, delta         of both blocks 4 warps behind 5 and 4 behind the      grad_output_stages
                                             next 3; of this one all threads behind 3
-    dS           4 warps, the other's dS    of both blocks 4 warps behind 7                       1 or 2
+    dS           128 threads, the other's   of both blocks 4 warps behind 7                       1 or 2
     key          TMA                        4 warps behind the last 1, 4 behind the last 7        1
     value        TMA                        4 warps behind the last 3                             1
     P            a named barrier for each slot of dS, in whose place it comes
@@ -114,13 +114,13 @@ class WideBackward(HopperBackward):
         statistics = build.tile_m * F32_BYTES
         other_key = build.buffer("other_key").bytes
         users = {
-            "query": (build.query_stages, TOGETHER * 2 * WARPGROUP_WARPS, statistics),
+            "query": (build.query_stages, 3 * WARPGROUP_WARPS + WARPGROUP_THREADS, statistics),
             "grad_output": (build.grad_output_stages, 3 * WARPGROUP_WARPS + WARPGROUP_THREADS, statistics),
             "key": (1, 2 * WARPGROUP_WARPS, other_key),
             "value": (1, WARPGROUP_WARPS, 0),
         }
         (self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v), barriers = pipes.loaded(build, users)
-        self.pipe_ds = pipes.handed_over(self.slots, WARPGROUP_WARPS, TOGETHER * WARPGROUP_WARPS, barriers)
+        self.pipe_ds = pipes.handed_over(self.slots, WARPGROUP_THREADS, TOGETHER * WARPGROUP_WARPS, barriers)
 
     def rank(self) -> Int32:
         """This block's place in its cluster."""
@@ -132,7 +132,8 @@ class WideBackward(HopperBackward):
         the query and grad_output tiles that see them."""
         build = self.build
         at_q, at_do, at_kv = self.states(pipeline.PipelineUserType.Producer)
-        for mine in cutlass.range(self.items.turns(p), unroll=1):
+        mine = Int32(0)
+        while self.items.is_left(p, mine):
             item = self.items.taken(p, mine, self.rank())
             of, key_tile = item.of, item.tile
             key_place = (key_tile * build.tile_n, item.head, of.batch)
@@ -152,6 +153,7 @@ class WideBackward(HopperBackward):
                 at_do.advance()
                 head, query_tile = self.next_place(item, head, query_tile)
             at_kv.advance()
+            mine = mine + 1
 
     @cute.jit
     def fetch_other_key(self, source: Any, at: tuple, state: Any):
@@ -196,7 +198,8 @@ class WideBackward(HopperBackward):
         _, _, at_kv = self.states(pipeline.PipelineUserType.Consumer)
         (at,) = pipes.states(pipeline.PipelineUserType.Consumer, self.slots)
         s_ds, s_other = self.scores_ring("p_ds"), self.scores_ring("other_ds")
-        for mine in cutlass.range(self.items.turns(p), unroll=1):
+        mine = Int32(0)
+        while self.items.is_left(p, mine):
             item = self.items.taken(p, mine, self.rank())
             self.pipe_k.consumer_wait(at_kv)
             head, query_tile = self.first_place(p, item)
@@ -211,6 +214,7 @@ class WideBackward(HopperBackward):
                 head, query_tile = self.next_place(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             at_kv.advance()
+            mine = mine + 1
 
     def release(self, pipe: Any, slot: Int32) -> None:
         """A warp gives a slot back in both blocks."""
@@ -238,7 +242,8 @@ class WideBackward(HopperBackward):
         at_q, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
         (at_p,) = pipes.states(pipeline.PipelineUserType.Producer, self.slots)
         r_dv, r_s, r_lse = self.dv.accumulator(thread), self.scores.accumulator(thread), self.statistics()
-        for mine in cutlass.range(self.items.turns(p), unroll=1):
+        mine = Int32(0)
+        while self.items.is_left(p, mine):
             item = self.items.taken(p, mine, self.rank())
             rounds = larger(self.rounds(p, item.first, item.end), 1)
             r_dv.fill(0.0)
@@ -276,7 +281,8 @@ class WideBackward(HopperBackward):
                 at.advance()
                 self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.scores.wait(self.dv.groups)
-                self.release(self.pipe_q, last)
+                self.release_there(self.pipe_q, last)
+                cute.arch.mbarrier_arrive(self.pipe_q.sync_object_empty.get_barrier(last))  # as release_grad_output
                 r_s.store(r_next.load())
                 head, query_tile = self.next_place(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
@@ -284,6 +290,7 @@ class WideBackward(HopperBackward):
             self.release(self.pipe_do, before(at, build.grad_output_stages))
             at_kv.advance()
             self.store(p, "grad_value", r_dv, self.items.taken(p, params.again(mine), self.rank()), thread)
+            mine = mine + 1
 
     @cute.jit
     def differentiate(self, p: Any, thread: Int32):
@@ -293,7 +300,8 @@ class WideBackward(HopperBackward):
         at_q, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
         (at_ds,) = pipes.states(pipeline.PipelineUserType.Consumer, self.slots)
         r_dk, r_dp, r_delta = self.dk.accumulator(thread), self.dp.accumulator(thread), self.statistics()
-        for mine in cutlass.range(self.items.turns(p), unroll=1):
+        mine = Int32(0)
+        while self.items.is_left(p, mine):
             item = self.items.taken(p, mine, self.rank())
             rounds = larger(self.rounds(p, item.first, item.end), 1)
             r_dk.fill(0.0)
@@ -341,6 +349,7 @@ class WideBackward(HopperBackward):
             at_kv.advance()
             r_dk.store(r_dk.load() * p.scale)
             self.store(p, "grad_key", r_dk, self.items.taken(p, params.again(mine), self.rank()), thread)
+            mine = mine + 1
 
     def meet(self) -> None:
         """The threads of the warpgroup that differentiates wait for each other."""
@@ -348,7 +357,8 @@ class WideBackward(HopperBackward):
 
     @cute.jit
     def send(self, slot: Int32, thread: Int32):
-        """Copy dS to the other block, and say here that it is there and that the other's is on its way."""
+        """Copy dS to the other block, and say here that it is there and that the other's is on its way. Every thread
+        says so: that P has been read in its place is thereby known, to racecheck too."""
         full = self.pipe_ds.sync_object_full.get_barrier(slot)
         if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
             base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
@@ -358,16 +368,14 @@ class WideBackward(HopperBackward):
             )
             there = self.rank() ^ 1
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.tile_bytes)
+                cute.arch.mbarrier_expect_tx(full, self.tile_bytes)
                 prim.cp_async_bulk_shared_cluster_shared_cta(
                     cute.arch.map_dsmem_ptr(target, there),
                     source,
                     cute.arch.map_dsmem_ptr(full, there),
                     self.tile_bytes,
                 )
-        else:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(full)
+        cute.arch.mbarrier_arrive(full)
 
     def words_of(self, values: cute.Tensor) -> cute.Tensor:
         """16-bit registers as vectors of words: (word, vector)."""

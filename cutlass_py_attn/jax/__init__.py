@@ -16,8 +16,14 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any, TypedDict, Unpack
 
-import jax
-import jax.numpy as jnp
+try:
+    import jax
+    import jax.numpy as jnp
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error}: cutlass_py_attn.jax needs JAX: pip install 'cutlass-py-attn[jax]', with a GPU 'jax[cuda13]' too",
+        name=error.name,
+    ) from error
 
 from cutlass_py_attn import options as numpy_options
 from cutlass_py_attn.artifact import Artifact

@@ -121,10 +121,10 @@ class PairedKeyItems(KeyItems):
     """The key tiles of one Build whose blocks run in clusters of two. Each cluster takes two neighbouring ones at once,
     which are dealt out beforehand: both blocks know them without a word."""
 
-    def turns(self, p: Any) -> Int32:
-        """How many pairs this cluster takes."""
+    def is_left(self, p: Any, turn: Int32) -> Any:
+        """Whether this cluster has a turn of that number, from 0: asked anew for each, which keeps no register."""
         pairs = ceil_div(p.num_keys, TOGETHER * self.build.tile_n) * (p.num_heads // p.group) * p.batch
-        return schedule.turns(pairs, *self._cluster())
+        return schedule.number_of(turn, *self._cluster()) < pairs
 
     def taken(self, p: Any, turn: Int32, rank: Int32) -> Item:
         """The item of the block with this rank in the cluster's turn, with the query tiles of both."""

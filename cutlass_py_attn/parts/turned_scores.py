@@ -16,7 +16,8 @@ from cutlass_py_attn.plan import Build
 
 
 class TurnedScores:
-    """Steps 2 and 4 of one Build: `at` is (sequence, query head, query tile, key tile)."""
+    """Steps 2 and 4 of one Build: `at` is (sequence, query head, query block, key tile). A query block has the queries
+    of one product of scores: a query tile, or a part of one."""
 
     def __init__(self, build: Build) -> None:
         self.build, self.dtype = build, DTYPES[build.dtype]
@@ -34,13 +35,13 @@ class TurnedScores:
 
     def where(self, thread: Int32) -> cute.Tensor:
         """(query, key) in the tile of each element of a thread's scores, as queries x keys."""
-        identity = transposed(cute.make_identity_tensor((self.build.tile_m, self.build.tile_n)))
+        identity = transposed(cute.make_identity_tensor((self.build.block_queries, self.build.tile_n)))
         return turned_view(row_view(self.product.mma.get_slice(thread).partition_C(identity)))
 
     def corner(self, at: tuple) -> tuple[Int32, Int32]:
         """The first query and key of a tile."""
-        query_tile, key_tile = at[-2:]
-        return query_tile * self.build.tile_m, key_tile * self.build.tile_n
+        query_block, key_tile = at[-2:]
+        return query_block * self.build.block_queries, key_tile * self.build.tile_n
 
     def finish_scores(self, p: Any, r_s: cute.Tensor, band: Any, thread: Int32, at: tuple) -> cute.Tensor | None:
         """Score terms on a tile of products; the derivative of the softcap, where there is one, as 16-bit numbers."""
@@ -61,9 +62,9 @@ class TurnedScores:
     @cute.jit
     def clear(self, band: Any, r_s: cute.Tensor, thread: Int32, at: tuple):
         """Zero the weights that the mask hides, where the tile has any; of `at` the tiles alone are needed."""
-        query_tile, key_tile = at[-2:]
+        query_block, key_tile = at[-2:]
         build = self.build
-        if schedule.needs_mask(band, query_tile, key_tile, build.tile_m, build.tile_n):
+        if schedule.needs_mask(band, query_block, key_tile, build.block_queries, build.tile_n):
             corner, where = self.corner(at), self.where(thread)
             masking.clear(band, turned_view(row_view(r_s)), where, corner)
 

@@ -1,6 +1,7 @@
 """Scores kernel: steps 2 and 4 of the Hopper backward on given products, without wgmma, written out in float32."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -22,8 +23,8 @@ SIDES, EIGHT = 2, 8  # of a pair of queries; queries from one pair of a thread t
 
 
 class Scores:
-    """A block for each tile. query and key: the products S and dP; output and grad_query: where P and dS go, all
-    float32 [tiles of queries, tiles of keys]; logsumexp_log2 and delta as ever."""
+    """A block for each query block and key tile. query and key: the products S and dP; output and grad_query: where P
+    and dS go, all float32 [blocks of queries, tiles of keys]; logsumexp_log2 and delta as ever."""
 
     def __init__(self, build: Build) -> None:
         self.build, self.side = build, TurnedScores(build)
@@ -38,16 +39,16 @@ class Scores:
     def kernel(self, p: Params):
         build, side = self.build, self.side
         thread, _, _ = cute.arch.thread_idx()
-        query_tile, key_tile, _ = cute.arch.block_idx()
+        query_block, key_tile, _ = cute.arch.block_idx()
         of = lengths.sequence(build, p, Int32(0))
-        band, tile = lengths.band(build, p, of), (of, Int32(HEAD), query_tile, key_tile)
-        product = Wgmma(turned(matmul_qk.spec(build)), build.dtype)
+        band, tile = lengths.band(build, p, of), (of, Int32(HEAD), query_block, key_tile)
+        product = Wgmma(turned(replace(matmul_qk.spec(build), m=build.block_queries)), build.dtype)
         side.bind(product)
-        where, pairs = side.where(thread), cute.make_layout((SIDES, build.tile_m // EIGHT))
+        where, pairs = side.where(thread), cute.make_layout((SIDES, build.block_queries // EIGHT))
         r_s, r_dp = product.accumulator(thread), product.accumulator(thread)
         r_lse, r_delta = cute.make_rmem_tensor(pairs, Float32), cute.make_rmem_tensor(pairs, Float32)
         for index in range(cute.size(where, mode=[0])):
-            query = query_tile * build.tile_m + where[index, 0][0]
+            query = query_block * build.block_queries + where[index, 0][0]
             r_lse[index] = params.scalar(p.logsumexp_log2, Float32, query)
             r_delta[index] = params.scalar(p.delta, Float32, query)
             for row in range(cute.size(where, mode=[1])):
@@ -68,9 +69,9 @@ class Scores:
 
     def place(self, at: Any, tile: tuple) -> Int64:
         """Where an element of a tile lies, of two tiles of keys side by side."""
-        _, _, query_tile, key_tile = tile
+        _, _, query_block, key_tile = tile
         build = self.build
-        return Int64(query_tile * build.tile_m + at[0]) * (2 * build.tile_n) + (key_tile * build.tile_n + at[1])
+        return Int64(query_block * build.block_queries + at[0]) * (2 * build.tile_n) + (key_tile * build.tile_n + at[1])
 
 
 def trace(build: Build) -> tuple[Callable[..., Any], tuple[object, ...]]:

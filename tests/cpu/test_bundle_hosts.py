@@ -278,6 +278,22 @@ def test_header_says_what_it_has_where_nothing_runs(driver_log: StandIn, tmp_pat
     assert driver_log.of("cuLibraryLoadData") == []
 
 
+def test_the_call_that_the_page_shows_compiles(tmp_path: Path) -> None:
+    """Inside a function that has what the page says a caller has."""
+    (block,) = re.findall(r"```c\n(.*?)```", (ROOT / "docs" / "bundles.md").read_text(), re.DOTALL)
+    addresses = ", ".join(
+        f"CUdeviceptr {name}" for name in ("query", "key", "value", "output", "logsumexp", "workspace")
+    )
+    source = tmp_path / "call.c"
+    source.write_text(
+        '#include "attention.h"\n#include <stdlib.h>\n'
+        f"void a_call(CUdevice device, CUstream stream, {addresses}) {{\n{block}}}\n"
+    )
+    bundle = exported(tmp_path / "bundle", pair("Hopper", "forward")[:1])
+    folders = "-I", str(bundle.path), "-I", cuda_headers()
+    build([compiler("c"), "-std=c11", *WARNINGS, "-fsyntax-only", *folders, str(source)])
+
+
 # The example
 
 

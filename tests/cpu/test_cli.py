@@ -27,7 +27,7 @@ from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.cli.selection import KINDS, Selection
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.cli.target import Gpu, hopper_arch
-from cutlass_py_attn.errors import CompileError, NotSupported
+from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.inspection import sass
 from cutlass_py_attn.kernels import entries
 from cutlass_py_attn.plan import Build
@@ -237,6 +237,26 @@ def test_build_keeps_what_compiles_and_reports_the_rest(monkeypatch: pytest.Monk
     assert done.exit_code == 1
     assert done.output.endswith("Error: grad_v spills\ngrad_k spills\n")
     assert [artifact.build.room for artifact in Folder(tmp_path).all()] == ["doivj", "grad_q", "matmul_qk"]
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_the_remedy_for_a_missing_kernel_builds_it(tmp_path: Path) -> None:
+    wanted = parse_symbol("bwd_hopper_bf16_d96_causal_dropout_grouped", "sm_90a").build
+    with pytest.raises(Stale) as missing:
+        Folder(tmp_path)(wanted)
+    program, *arguments = str(missing.value).rpartition("build it with: ")[2].split()
+    assert program == "cutlass-py-attn"
+    done = invoke(*arguments)
+    assert done.exit_code == 0, done.output
+    assert Folder(tmp_path)(wanted).build == wanted
+
+
+def test_build_takes_a_symbol_or_options_and_not_both(tmp_path: Path) -> None:
+    done = invoke(
+        "build", "--arch", "sm_90", "--symbol", "fwd_generic_f32_d64_full", "--mask", "full", "-o", str(tmp_path)
+    )
+    assert done.exit_code == 2
+    assert "--symbol names one whole kernel" in done.output
 
 
 # run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -16,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import cutlass_py_attn  # noqa: E402
 from cutlass_py_attn import conventions  # noqa: E402
-from tools import docs, pictures, reference, run_docs  # noqa: E402
+from tools import docs, jax_table, pictures, reference, run_docs  # noqa: E402
 
 PAGES = run_docs.pages(ROOT)
 LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -62,6 +63,45 @@ def test_generated_files_are_as_generated() -> None:
     assert stale == []
 
 
+def test_microbenchmarks_are_a_table_of_the_newest_run() -> None:
+    assert docs.microbenchmarks([]) == docs.NOT_MEASURED
+    run = {"gpu": "H200", "driver": "CUDA 13.0", "date": "2026-11-22T01:00:00+00:00", "commit": "0123456789abcdef"}
+    numbers = {
+        "blocks": 132,
+        "median_ms": 1.5,
+        "rate": 640.25,
+        "rate_unit": "TFLOP/s",
+        "per_clock": 8000.5,
+        "mhz": 1755,
+    }
+    lines = [
+        {**run, **numbers, "name": "wgmma SS, n 256", "beside_per_clock": 60.25, "date": "2026-11-21T09:00:00+00:00"},
+        {**run, **numbers, "name": "wgmma SS, n 256", "beside_per_clock": 61.5},
+        {**run, **numbers, "name": "ex2", "rate_unit": "Gop/s", "beside_per_clock": None},
+    ]
+    about, _, *table = docs.microbenchmarks(lines).splitlines()
+    assert about == "On H200 (CUDA 13.0), 2026-11-22, commit 0123456789ab."
+    assert table[2:] == [
+        "| wgmma SS, n 256 | 132 | 1.5 | 640.2 TFLOP/s | 8000.5 | 1755 | 61.5 |",
+        "| ex2 | 132 | 1.5 | 640.2 Gop/s | 8000.5 | 1755 |  |",
+    ]
+
+
+def test_a_run_of_jax_is_a_table() -> None:
+    case = {"dtype": "float32", "batch": 4, "tokens": 2048, "heads": 16, "head_dim": 64, "is_causal": False}
+    times = {"ours_ms": 0.6881, "cudnn_ms": None, "ours_both_ms": 2.4, "cudnn_both_ms": None}
+    run = {
+        "gpu": "H200",
+        "driver": "CUDA 13.0",
+        "jax": "0.11.2",
+        "date": "2026-11-22T01:00:00+00:00",
+        "commit": "0" * 40,
+    }
+    lines = jax_table.table({**run, "rows": [{**case, **times}]}).splitlines()
+    assert lines[0] == "H200 (CUDA 13.0), JAX 0.11.2, 2026-11-22, commit 000000000000:"
+    assert lines[-1] == "| float32, full, batch 4, 2048 tokens, 16 heads of 64 | 0.688 | refused | 2.400 | refused |"
+
+
 def test_pictures_of_pages_are_all_generated() -> None:
     kept = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/pictures").iterdir()}
     assert kept == {name for name in docs.generated(ROOT) if name.endswith(".svg")}
@@ -82,7 +122,13 @@ def test_every_rate_of_the_benchmark_is_in_a_plot() -> None:
 
 def test_reference_has_every_public_name() -> None:
     headings = set(re.findall(r"^### (\w+)$", reference.reference(), re.MULTILINE))
-    assert {*cutlass_py_attn.__all__, *conventions.__all__, *reference.OPTIONS} == headings
+    assert {*cutlass_py_attn.__all__, *conventions.__all__, *reference.OPTIONS, *reference.jax_names()} == headings
+
+
+def test_names_of_jax_in_the_reference_are_those_of_the_module() -> None:
+    module = pytest.importorskip("cutlass_py_attn.jax", exc_type=ImportError)
+    assert sorted(reference.jax_names()) == sorted(module.__all__)
+    assert all(inspect.getdoc(getattr(module, name)) in reference.reference() for name in module.__all__)
 
 
 # The runner itself

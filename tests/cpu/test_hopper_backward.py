@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from fakes import expect_taken
 
-from cutlass_py_attn import hopper, kernels, planner
+from cutlass_py_attn import hopper, kernels, planner, shared_memory
 from cutlass_py_attn.compiler import compile as compile_now
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.masks import Causal, Full, Mask
 from cutlass_py_attn.plan import Plan, TensorMap
 from cutlass_py_attn.problem import Problem, Sequences, Shape, Tensor
-from cutlass_py_attn.shared_memory import shared_columns
+from cutlass_py_attn.shared_memory import grad_query_piece, shared_columns
 
 BY_HEAD = Tensor.contiguous((4,), "float32")
 BIAS = Tensor.contiguous((2, 4, 200, 300), "bfloat16")
@@ -75,15 +75,14 @@ def test_workspace() -> None:
     ("dims", "changes", "lacking"),
     [
         ((192, 128), {}, ()),
+        ((136, 64), {"mask": Causal(50), "deterministic": True, "softcap": 2.0}, ()),
+        ((192, 128), {"dropout_p": 0.1}, ("dropout",)),
         ((256, 256), {"mask": Causal()}, ()),
-        ((136, 64), {}, ("head dims beyond 128 other than 192/128, 192/192, 256/256",)),
-        ((64, 136), {}, ("head dims beyond 128 other than 192/128, 192/192, 256/256",)),
-        ((264, 264),
-         {},
-         ("head dims beyond 256", "head dims beyond 128 other than 192/128, 192/192, 256/256")),
-        ((256, 256), {"mask": Causal(50)}, ("windows with head dims beyond 128",)),
+        ((200, 64), {}, ()),
+        ((64, 136), {"mask": Causal(50)}, ()),
+        ((264, 264), {}, ("head dims beyond 256",)),
         ((192, 192), {"softcap": 2.0}, ("softcap",)),
-        ((192, 192), {"deterministic": True}, ("deterministic gradients with head dims beyond 128",)),
+        ((192, 192), {"deterministic": True}, ("deterministic gradients with these head dims",)),
     ],
 )  # fmt: skip
 def test_which_wide_heads_the_family_takes(
@@ -92,13 +91,12 @@ def test_which_wide_heads_the_family_takes(
     assert hopper.lacking(backward(*dims).replace(**changes)) == lacking
 
 
-def test_wide_heads_in_other_forms_are_generic() -> None:
-    grouped = backward(256, 256, heads_key=2)
-    half = Problem.dense("backward", Shape(1, 64, 64, 1, 256, 256), "float16", Full())
-    assert hopper.lacking(grouped) == ("grouped",)
-    assert hopper.lacking(half) == ("float16 with head dims beyond 128",)
-    for problem in (grouped, half):
-        assert planner.plan(problem, "sm_90a").build.family == "generic"
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_wide_heads_in_groups_are_taken(dtype: str) -> None:
+    problem = Problem.dense("backward", Shape(2, 200, 300, 4, 256, 256, 2), dtype, Causal(50))
+    expect_taken(problem, ())
+    build = planner.plan(problem, "sm_90a").build
+    assert (build.tile_n, build.features) == (64, ("grouped",))
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (32, 64), (64, 64), (80, 80), (96, 96), (128, 64), (64, 128), (128, 128)])
@@ -156,7 +154,43 @@ def test_tensor_maps_of_every_operand() -> None:
     )
 
 
-@pytest.mark.parametrize(("dims", "scores"), [((192, 128), 2), ((192, 192), 2), ((256, 256), 1)])
+@pytest.mark.parametrize("dims", [(192, 128), (192, 64), (160, 128), (136, 8)])
+def test_plans_in_query_blocks(dims: tuple[int, int]) -> None:
+    """Query and grad_output come by 32 rows, dS and the sum of dQ stay in tiles of 64; what two warpgroups hold of dK,
+    dV and scores, with the first 24 registers, which no product takes, fits their registers."""
+    plan = planner.plan(backward(*dims), "sm_90a")
+    build, main = plan.build, plan.launches[1]
+    assert (build.family, build.tile_m, build.tile_n, build.block_queries) == ("hopper", 64, 128, 32)
+    assert build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
+    slots = build.query_stages, build.grad_output_stages
+    assert [build.buffer(name).bytes for name in ("query", "grad_output", "ds", "logsumexp", "delta", "barriers")] == [
+        *(count * 32 * columns * 2 for count, columns in zip(slots, (build.columns, build.columns_value), strict=True)),
+        slots[1] // 2 * 64 * 128 * 2,
+        *(count * 32 * 4 for count in slots),
+        16 * (slots[0] + slots[1] + slots[1] // 2 + 2),
+    ]
+    assert "staging" not in {buffer.name for buffer in build.shared_memory}  # what is added comes from registers
+    assert build.buffer("value").bytes == 128 * build.columns_value * 2
+    assert [tensor_map.box[1] for tensor_map in main.tensor_maps] == [32, 32, 128, 128]
+    assert (main.grid, main.cluster) == ((24, 1, 1), 1)
+    assert 24 + (build.columns + build.columns_value + 32 + 32 // 2) // 2 <= shared_memory.registers(build)[-1]
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "32 queries of a tile" in plan.explain()
+
+
+@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (96, 96), (128, 96), (128, 128), (192, 128), (256, 256)])
+def test_registers(dims: tuple[int, int]) -> None:
+    """The warpgroups' registers are all that an SM has, or fewer; who multiplies dQ has some for its piece."""
+    kernel = pytest.importorskip("cutlass_py_attn.fused.hopper_backward")
+    build = planner.plan(backward(*dims), "sm_90a").build
+    loading, multiplying, holding = shared_memory.registers(build)
+    assert 128 * (loading + multiplying + kernel.CONSUMERS * holding) <= architecture("sm_90a").registers_per_sm
+    rows, columns = shared_memory.grad_query_piece(build)
+    assert rows * columns // 128 + 24 <= multiplying
+    assert build.columns % columns == 0
+
+
+@pytest.mark.parametrize(("dims", "scores"), [((192, 192), 2), ((256, 256), 1)])
 def test_wide_plans_fit_and_come_back_from_json(dims: tuple[int, int], scores: int) -> None:
     """Where shared memory has room for them, P and dS have two slots."""
     plan = planner.plan(backward(*dims), "sm_90a")
@@ -188,7 +222,7 @@ def test_columns_of_dq_are_shared_in_whole_pieces(columns: int, shared: int) -> 
     assert build.buffer("other_key").bytes == 64 * shared * 2
 
 
-@pytest.mark.parametrize(("dims", "mask"), [((192, 128), Causal()), ((256, 256), Full())])
+@pytest.mark.parametrize(("dims", "mask"), [((192, 192), Causal()), ((256, 256), Full())])
 def test_wide_machine_code(dims: tuple[int, int], mask: Mask) -> None:
     """compile() itself refuses spills and ptxas remarks, which say that products wait for each other."""
     plan = planner.plan(backward(*dims, mask), "sm_90a")
@@ -219,6 +253,9 @@ CODE = [
     of_lengths(sequences=Sequences(3, 400, 300, True), dropout_p=0.1, deterministic=True),
     backward(128, 128).replace(softcap=2.0),
     backward(96, 96, Causal()).replace(alibi_slopes=BY_HEAD, sinks=BY_HEAD),
+    backward(192, 128, Causal()),
+    backward(136, 64, Causal(50), heads_key=2).replace(deterministic=True),
+    backward(192, 128, Causal(50)).replace(alibi_slopes=BY_HEAD, softcap=2.0),
 ]
 
 
@@ -228,14 +265,18 @@ def test_machine_code(problem: Problem) -> None:
     plan = planner.plan(problem, "sm_90a")
     build, made = plan.build, compile_now(plan)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
-    columns = 64 if build.columns % 64 == 0 else 32
+    rows, columns = grad_query_piece(build)
     # S^T stands before the loop and in it, dP^T in it; dV and dK; dQ in pieces of 64 rows.
-    scores, gradients = 3 * build.columns // 16, 2 * build.tile_m // 16
-    pieces = build.tile_m // 64 * build.columns // columns * build.tile_n // 16
-    expected = [str(build.tile_m)] * scores + [str(build.columns)] * gradients + [str(columns)] * pieces
+    scores, gradients = (2 * build.columns + build.columns_value) // 16, build.block_queries // 16
+    pieces = build.tile_m // rows * build.columns // columns * build.tile_n // 16
+    expected = [str(build.block_queries)] * scores + [str(columns)] * pieces
+    expected += [str(width) for width in (build.columns, build.columns_value) for _ in range(gradients)]
     assert sorted(products) == sorted(expected)
     assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", made.ptx)) == 3
-    assert len(re.findall(r"cp\.reduce\.async\.bulk", made.ptx)) == pieces // (build.tile_n // 16)
+    added = pieces // (build.tile_n // 16)
+    bulk, vectors = (0, added * rows * columns // 128 // 4) if build.query_block else (added, 0)
+    assert len(re.findall(r"cp\.reduce\.async\.bulk", made.ptx)) == bulk
+    assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.v4\.f32", made.ptx)) == vectors
     # Where blocks take turns, they wait once a query tile, and pass the turn on with the next or behind the last.
     assert len(re.findall(r"ld\.acquire\.gpu", made.ptx)) == (2 if build.deterministic else 0)
     assert len(re.findall(r"red\.release\.gpu", made.ptx)) == (2 if build.deterministic else 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import json
 import runpy
 import subprocess
 import sys
@@ -371,3 +373,39 @@ def test_importing_jax_s_part_loads_no_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_without_jax_its_part_says_what_to_install() -> None:
+    code = "import sys; sys.modules['jax'] = None; import cutlass_py_attn.jax"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'cutlass-py-attn[jax]'" in done.stderr.splitlines()[-1]
+
+
+def test_the_benchmark_keeps_what_it_prints(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two small cases, by the reference in the place of kernels; there is no cuDNN here."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    bench_jax = importlib.import_module("tools.bench_jax")
+
+    def ours(*arrays: Any, kernels: Any, **options: Any) -> Any:
+        assert kernels.path == tmp_path
+        return attention(*arrays, backend="reference", **options)
+
+    cases = tuple(bench_jax.Case("float32", 1, 8, 1, 8, is_causal) for is_causal in (True, False))
+    monkeypatch.setattr(bench_jax, "CASES", cases)
+    monkeypatch.setattr(bench_jax, "attention", ours)
+    about = {"gpu": "none", "driver": "none", "date": "2026-11-22"}
+    monkeypatch.setattr(bench_jax.record, "about_run", lambda: about)
+    log = tmp_path / "jax.json"
+    monkeypatch.setattr(sys, "argv", ["bench_jax", "--kernels", str(tmp_path), "--record", str(log)])
+    assert bench_jax.main() == 0
+    run = json.loads(log.read_text())
+    assert run.keys() == {*about, "commit", "jax", "rows"}
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == bench_jax.jax_table.table(run).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in printed[2:]] == [
+        f"| float32, {mask}, batch 1, 8 tokens, 1 heads of 8" for mask in ("causal", "full")
+    ]
+    assert all(line.count("refused") == 2 for line in printed[2:])

@@ -44,6 +44,7 @@ def problem_of(name: str, direction: str = "backward", family: str = "hopper") -
         ("128x64x12:2", Tile(128, 64, 12, 2)),
         ("128x64x4", Tile(128, 64, 4)),
         ("64x64x8:3,3@3c256", Tile(64, 64, 8, 3, 3, 3, column_block=256)),
+        ("64x128x16:4,4q32", Tile(64, 128, 16, 4, 4, query_block=32)),
     ],
 )
 def test_a_tile_is_read_and_written(text: str, tile: Tile) -> None:
@@ -109,6 +110,8 @@ def test_the_grid_holds_tiles_that_fit_and_names_what_rules_out_the_others(
         ("backward", "64x128x16:1,1", "query_stages = 1: a slot is held until the next tile is multiplied"),
         ("backward", "64x128x12:2,2", "warps = 12: the kernel has registers for 2 warpgroups that multiply"),
         ("backward", "64x128x16:4,3", "shared memory = "),
+        ("backward", "64x128x16:4,4q24", "query_block = 24: a tile is blocks, of multiples of 16 rows"),
+        ("backward", "64x128x16:4,3q32", "grad_output_stages = 3: as many slots of dS hold whole query tiles"),
         ("forward", "192x128x12:2", "tile_m = 192: each warpgroup owns 64 rows"),
         ("forward", "128x72x12:2", "tile_n = 72: P V sums over 16 keys at once"),
         ("forward", "192x128x16:2", "accumulators = 160 registers a thread: the warpgroups that hold them have 160"),

@@ -228,6 +228,8 @@ def test_wrong_from_the_start_is_judged(played: Any) -> None:
     [
         Drawn("backward", "bfloat16", 2, 1, 20, 24, 16, mask="causal", seed=1),
         Drawn("backward", "float16", 1, 4, 20, 24, 16, heads_key=1, mask="causal_br:9", seed=2),
+        Drawn("backward", "float16", 2, 1, 20, 24, 16, mask="causal", softcap=4.0, alibi="h", sinks=True, seed=5),
+        Drawn("backward", "bfloat16", 1, 1, 1, 1, 16, mask="causal", sequences="20/24/24,0/3/3,9/5/5", seed=6),
         Drawn("forward", "float16", 2, 1, 20, 24, 16, bias="bhqk", softcap=4.0, alibi="h", sinks=True, seed=3),
         Drawn("forward", "float16", 1, 1, 1, 1, 16, dropout_p=0.3, philox_seed=7, sequences="20/24/24,3/0/0", seed=4),
     ],

@@ -37,7 +37,7 @@ def compiled(problem: Problem) -> tuple[Any, str]:
 def run(problem: Problem, given: dict[str, Array]) -> tuple[Array, Array]:
     """P and dS of the products `query` and `key`, all tiles of them."""
     build, ptx = compiled(problem)
-    assert given["query"].shape == (TILES * build.tile_m, TILES * build.tile_n)
+    assert given["query"].shape == (TILES * build.block_queries, TILES * build.tile_n)
     named = {**given, "output": np.zeros_like(given["query"]), "grad_query": np.zeros_like(given["query"])}
     starts = dict(zip(named, 256 + np.cumsum([0, *(array.nbytes for array in named.values())]), strict=False))
     memory = np.concatenate([np.zeros(256, np.uint8), *(array.reshape(-1).view(np.uint8) for array in named.values())])
@@ -69,20 +69,24 @@ def expected(problem: Problem, given: dict[str, Array]) -> tuple[Array, Array]:
 
 
 @pytest.mark.parametrize(
-    ("dim", "sizes", "mask", "softcap", "alibi"),
+    ("dims", "sizes", "mask", "softcap", "alibi"),
     [
-        (128, (128, 200), Full(), 0.0, False),
-        (128, (128, 200), Full(), 4.0, False),
-        (128, (101, 200), Causal(), 1.5, True),
-        (64, (200, 256), CausalBottomRight(50), 0.0, True),
-        (64, (256, 201), Causal(), 30.0, False),
+        ((128, 128), (128, 200), Full(), 0.0, False),
+        ((128, 128), (128, 200), Full(), 4.0, False),
+        ((128, 128), (101, 200), Causal(), 1.5, True),
+        ((64, 64), (200, 256), CausalBottomRight(50), 0.0, True),
+        ((64, 64), (256, 201), Causal(), 30.0, False),
+        ((192, 128), (64, 200), Full(), 0.0, False),
+        ((192, 128), (61, 256), CausalBottomRight(50), 0.0, False),
     ],
 )
-def test_weights_and_gradients(dim: int, sizes: tuple[int, int], mask: Mask, softcap: float, alibi: bool) -> None:
-    shape = Shape(1, *sizes, 2, dim, dim)
+def test_weights_and_gradients(
+    dims: tuple[int, int], sizes: tuple[int, int], mask: Mask, softcap: float, alibi: bool
+) -> None:
+    shape = Shape(1, *sizes, 2, *dims)
     changes = {"alibi_slopes": Tensor.contiguous((2,), "float32")} if alibi else {}
     problem = Problem.dense("backward", shape, "bfloat16", mask).replace(softcap=softcap, **changes)
-    rows, columns = TILES * (128 if dim == 64 else 64), TILES * 128
+    rows, columns = TILES * {64: 128, 128: 64, 192: 32}[dims[0]], TILES * 128
     rng = np.random.default_rng(1)
     given = {name: rng.standard_normal((rows, columns), np.float32) for name in ("query", "key")}
     given["query"] *= 8

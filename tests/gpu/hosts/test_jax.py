@@ -101,6 +101,29 @@ def test_programs_that_xla_records_give_the_same_bits(jax: Any, attend: Callable
     assert all(bool((found == first).all()) for found in kept)
 
 
+@pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
+def test_shard_map_gives_each_gpu_its_part(jax: Any, attend: Callable[..., Any], axis: int) -> None:
+    devices = jax.devices()[:2]
+    if len(devices) < 2:
+        pytest.skip("one GPU: nothing to spread")
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = (jax.random.normal(each, (2, 203, 4, 128)).astype("bfloat16") for each in keys)
+    spec = jax.sharding.PartitionSpec(*("x" if i == axis else None for i in range(4)))
+    mesh = jax.sharding.Mesh(np.array(devices), ("x",))
+    spread = jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)
+
+    def gradient(function: Callable[..., Any]) -> Any:
+        def loss(query: Any) -> Any:
+            return (function(query, key, value).astype("float32") ** 2).sum()
+
+        return jax.jit(jax.grad(loss))(query)
+
+    found = jax.jit(spread)(query, key, value)
+    assert found.sharding.device_set == set(devices)
+    assert (np.asarray(found) == np.asarray(jax.jit(attend)(query, key, value))).all()
+    assert difference(gradient(spread), gradient(attend)) < ALLOWED["bfloat16"]
+
+
 def test_exported_program_runs_in_another_process(jax: Any, attend: Callable[..., Any], tmp_path: Path) -> None:
     arrays = operands(jax, "bfloat16")
     checks = importlib.import_module("cutlass_py_attn.jax").export_checks()
