@@ -33,7 +33,7 @@ Step = Callable[[], int | None]  # one driver call, which gives a CUresult, or a
 class Lane(ABC):
     """A memset of the workspace, where the plan has one, and the kernels, one after the other, on `stream`.
 
-    What was launched keeps the parameters that it was launched with. To be made with the device's context current,
+    What was launched keeps the parameters that it was launched with. To be made with the context of `gpu` current,
     and used by one thread at a time. packing: the kernels' parameters, which nobody else packs.
     """
 
@@ -41,22 +41,22 @@ class Lane(ABC):
     _steps: tuple[Step, ...] = ()  # every launch
     _ask_status: Step | None = None  # whether the stream is captured, into _status
 
-    def __init__(self, plan: Plan, packing: Packing, stream: int) -> None:
+    def __init__(self, plan: Plan, packing: Packing, gpu: driver.Device, stream: int) -> None:
         self.has_failed = False
         self._symbol = plan.symbol
         self._packing = packing
         self._addresses: tuple[int, ...] = ()  # that are packed
         self._workspace: int | None = None
-        self._context = int(driver.call("cuCtxGetCurrent"))
+        self._context = gpu.context
         self._current, self._status = ctypes.c_void_p(), ctypes.c_int()
         self._ask_current = prepared("cuCtxGetCurrent", ctypes.addressof(self._current))
-        self._is_default = stream <= _PER_CONTEXT
+        self._needs_context = stream <= _PER_CONTEXT
 
     def __call__(self, addresses: tuple[int, ...], workspace: int) -> bool:
         """Put the kernels on the stream; False where that takes another way, or an address is unfit."""
-        if self._ask_status is not None and (self._ask_status() or self._status.value):
+        if self._needs_context and (self._ask_current() or self._current.value != self._context):
             return False
-        if self._is_default and (self._ask_current() or self._current.value != self._context):
+        if self._ask_status is not None and (self._ask_status() or self._status.value):
             return False
         if addresses != self._addresses or workspace != self._workspace:
             self._addresses = ()
@@ -91,8 +91,10 @@ class Lane(ABC):
 class Direct(Lane):
     """The kernels one by one; a stream that is captured records them."""
 
-    def __init__(self, plan: Plan, packing: Packing, starters: Sequence[Starter], stream: int) -> None:
-        super().__init__(plan, packing, stream)
+    def __init__(
+        self, plan: Plan, packing: Packing, starters: Sequence[Starter], gpu: driver.Device, stream: int
+    ) -> None:
+        super().__init__(plan, packing, gpu, stream)
         self._stream = stream
         self._zero_bytes = plan.workspace.zero_bytes
         self._starters = starters  # with the memory that the launches read
@@ -108,12 +110,24 @@ class Direct(Lane):
 
 
 class Graph(Lane):
-    """The kernels as one graph, which cannot be launched while the stream is captured."""
+    """The kernels as one graph, which cannot be launched while the stream is captured.
 
-    def __init__(self, plan: Plan, packing: Packing, starters: Sequence[Starter], stream: int, workspace: int) -> None:
-        super().__init__(plan, packing, stream)
+    The driver crashes where a graph is changed in a thread without a context: it is only touched under its own.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        packing: Packing,
+        starters: Sequence[Starter],
+        gpu: driver.Device,
+        stream: int,
+        workspace: int,
+    ) -> None:
+        super().__init__(plan, packing, gpu, stream)
+        self._needs_context = True
         graph = driver.call("cuGraphCreate", 0)
-        weakref.finalize(self, _destroy, "cuGraphDestroy", graph).atexit = False
+        weakref.finalize(self, _destroy, gpu, "cuGraphDestroy", graph).atexit = False
         zero_bytes = plan.workspace.zero_bytes
         self._clear = _Clear(graph, self._context, workspace, zero_bytes) if zero_bytes else None
         last = [] if self._clear is None else [self._clear.node]
@@ -122,7 +136,7 @@ class Graph(Lane):
             self._nodes.append(starter.add_to(graph, last))
             last = [self._nodes[-1].handle]
         self._graph = driver.call("cuGraphInstantiate", graph, 0)
-        weakref.finalize(self, _destroy, "cuGraphExecDestroy", self._graph).atexit = False
+        weakref.finalize(self, _destroy, gpu, "cuGraphExecDestroy", self._graph).atexit = False
         self._updates = tuple(
             step
             for launch, node in zip(plan.launches, self._nodes, strict=True)
@@ -160,7 +174,7 @@ def writers(plan: Plan, packing: Packing, launch: Launch) -> tuple[Step, ...]:
     return (partial(packing.write_sizes, launch.sizes or _FROM_THE_START),)
 
 
-def _destroy(name: str, handle: Any) -> None:
+def _destroy(gpu: driver.Device, name: str, handle: Any) -> None:
     """Whatever of it is on a stream still runs to its end."""
-    with contextlib.suppress(DriverError):
+    with contextlib.suppress(DriverError), gpu.current():
         driver.call(name, handle)

@@ -128,12 +128,12 @@ class Bound:
             return None
         made: Lane
         if self.lanes is Direct:
-            made = Direct(self.plan, *self._packed(), stream)
+            made = Direct(self.plan, *self._packed(), self.device, stream)
         elif any(map(int, driver.function("cuStreamIsCapturing")(stream))):
             return None
         else:
             with driver.outside_capture():
-                made = Graph(self.plan, *self._packed(), stream, workspace)
+                made = Graph(self.plan, *self._packed(), self.device, stream, workspace)
         self._streams[stream] = weakref.ref(made)
         return made
 

@@ -26,6 +26,7 @@ def driver_log() -> Iterator[stand_in.StandIn]:
         pytest.skip("no C compiler to build the stand-in driver")
     found = _loaded()
     gc.collect()  # an array of an earlier test would free itself into this test's log
+    found.leave()
     found.clear()
     yield found
     found.clear()

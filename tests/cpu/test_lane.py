@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import gc
 import threading
 
 import numpy as np
@@ -128,13 +129,42 @@ def test_a_failed_graph_says_so_and_is_made_anew(driver_log: StandIn, name: str)
     assert len(driver_log.of("cuGraphLaunch")) == 3
 
 
-@pytest.mark.parametrize("name", ["cuGraphLaunch", "cuGraphExecKernelNodeSetParams"])
-def test_without_a_context_the_device_s_is_used(driver_log: StandIn, name: str) -> None:
-    bound, given = warm(driver_log)
-    driver_log.fail(name, 201)
-    bound({**given, "query": 0x9000}, STREAM)
-    (call,) = driver_log.of("cuLaunchKernelEx")
-    assert (decode(bound.plan.build, call.parameters)["query"], call.numbers[9]) == (0x9000, 0xC0)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("context", [0, 0xC1], ids=["none", "another"])
+def test_the_context_of_the_device_is_used(
+    driver_log: StandIn, direction: str, lanes: type[Lane], context: int
+) -> None:
+    """Whatever is current where the call comes from, other addresses come with it, and the lane stays."""
+    bound, given = warm(driver_log, direction, "sm_90a", lanes)
+    (lane,) = bound._lanes.values()
+    memory = aligned((bound.workspace_bytes,), np.uint8)
+    space = memory.ctypes.data if bound.workspace_bytes else None
+    for moved in (given, {**given, "query": 0x9000}, given):
+        driver_log.clear()
+        driver.call("cuCtxSetCurrent", context)
+        bound(moved, STREAM, workspace=space)
+        launches = driver_log.of("cuLaunchKernelEx")
+        assert driver_log.of("cuGraphLaunch") == []
+        is_foreign = lanes is Direct and context  # a kernel knows its context by itself
+        assert {call.numbers[9] for call in launches} == {context if is_foreign else 0xC0}
+        assert set(launched(driver_log, bound, "query")) == {moved["query"]}
+        assert len(launches) == len(bound.plan.launches)
+    assert list(bound._lanes.values()) == [lane]
+    driver.call("cuCtxSetCurrent", 0xC0)
+    driver_log.clear()
+    bound(given, STREAM, workspace=space)
+    assert len(driver_log.of("cuGraphLaunch")) == (lanes is Graph)
+
+
+@pytest.mark.parametrize("context", [0, 0xC1], ids=["none", "another"])
+def test_a_graph_is_destroyed_in_its_context(driver_log: StandIn, context: int) -> None:
+    bound, _ = warm(driver_log)
+    driver.call("cuCtxSetCurrent", context)
+    del bound
+    gc.collect()
+    assert len(driver_log.of("cuGraphExecDestroy")) == len(driver_log.of("cuGraphDestroy")) == 1
+    assert int(driver.call("cuCtxGetCurrent")) in (context, 0xC0)
 
 
 def test_default_streams_are_those_of_the_device(driver_log: StandIn) -> None:

@@ -93,8 +93,12 @@ class StandIn:
         self._library.stand_in_records.restype = ctypes.POINTER(_Record)
 
     def clear(self) -> None:
-        """Forget the log and the fault; no context is current then."""
+        """Forget the log and the fault."""
         self._library.stand_in_clear()
+
+    def leave(self) -> None:
+        """Let no context be current in this thread."""
+        self._library.stand_in_leave()
 
     def fail(self, name: str, code: int) -> None:
         """Let the next call of `name` return `code`."""

@@ -9,7 +9,7 @@
 #include <string.h>
 
 typedef unsigned long long u64;
-enum { NOT_FOUND = 500, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 18, BYTES = 2048, PARAMETERS = 8 };
+enum { NOT_FOUND = 500, INVALID_CONTEXT = 201, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 18, BYTES = 2048, PARAMETERS = 8 };
 
 typedef struct { char call[40], text[192]; u64 numbers[NUMBERS]; int byte_count; unsigned char bytes[BYTES]; } Record;
 typedef struct { char symbol[192]; int count; size_t sizes[PARAMETERS]; } Kernel;
@@ -28,7 +28,8 @@ static pthread_mutex_t log_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP; /* lau
 
 Record *stand_in_records(void) { return records; }
 int stand_in_count(void) { return record_count; }
-void stand_in_clear(void) { record_count = 0; fail_name[0] = 0; current = NULL; }
+void stand_in_clear(void) { record_count = 0; fail_name[0] = 0; }
+void stand_in_leave(void) { current = NULL; }
 void stand_in_without_memory(int without) { has_no_memory = without; }
 void stand_in_fail(const char *name, int code) { snprintf(fail_name, sizeof fail_name, "%s", name); fail_code = code; }
 
@@ -93,7 +94,12 @@ int cuMemcpyHtoD_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n);
 int cuMemcpyDtoH_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n); memcpy(d, s, n); return 0; }
 int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
-int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) { NOTE("", N(p), byte, n, N(stream)); if (!has_no_memory) memset(p, byte, n); return 0; }
+int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) {
+    if (!current) return INVALID_CONTEXT;
+    NOTE("", N(p), byte, n, N(stream));
+    if (!has_no_memory) memset(p, byte, n);
+    return 0;
+}
 int cuMemsetD2D8Async(char *p, size_t pitch, unsigned char byte, size_t width, size_t height, void *stream) {
     NOTE("", N(p), pitch, byte, width, height, N(stream));
     for (size_t y = 0; y < height; y++) memset(p + y * pitch, byte, width);
@@ -167,6 +173,7 @@ static Record *launched(Kernel *k, const u64 *numbers, int *error) {
     return *error ? NULL : &records[record_count - 1];
 }
 int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void **extra) {
+    if (!current) return INVALID_CONTEXT;
     u64 numbers[] = {c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_memory,
                      N(c->stream), cluster_of(c), N(current)};
     int error;
@@ -192,7 +199,14 @@ typedef struct Node {
     int byte_count;
     unsigned char bytes[BYTES];
 } Node;
-typedef struct { Node *first, *last; } Graph;
+typedef struct { Node *first, *last; void *context; } Graph;
+
+/* An executable graph is only used under its own context: the driver crashes where a thread without one changes it. */
+static void needs_context(const char *call, const Graph *graph) {
+    if (current && current == graph->context) return;
+    fprintf(stderr, "stand-in: %s under context %p of a graph of context %p\n", call, current, graph->context);
+    abort();
+}
 
 static Node *append(Graph *graph) {
     Node *node = calloc(1, sizeof *node);
@@ -206,12 +220,14 @@ int cuGraphCreate(Graph **graph, unsigned flags) { NOTE("", flags); *graph = cal
 int cuStreamBeginCapture(void *stream, int mode) { NOTE("", N(stream), mode); capturing = stream; return 0; }
 int cuStreamEndCapture(void *stream, Graph **graph) { NOTE("", N(stream)); capturing = NULL; *graph = calloc(1, sizeof **graph); return 0; }
 int cuGraphExecKernelNodeSetParams(Graph *graph, Node *node, const KernelNode *given) {
+    needs_context(__func__, graph);
     NOTE(given->kernel->symbol, N(given->grid[0]));
     node->kernel = *given;
     node->byte_count = copy_parameters(given->kernel, given->parameters, node->bytes);
     return 0;
 }
 int cuGraphExecMemsetNodeSetParams(Graph *graph, Node *node, const MemsetNode *given, void *context) {
+    needs_context(__func__, graph);
     NOTE("", N(given->start));
     node->memset = *given;
     return 0;
@@ -234,10 +250,16 @@ int cuGraphAddMemsetNode(Node **node, Graph *graph, Node **before, size_t count,
     (*node)->memset = *given;
     return 0;
 }
-int cuGraphInstantiateWithFlags(Graph **made, Graph *graph, u64 flags) { NOTE("", flags); *made = graph; return 0; }
+int cuGraphInstantiateWithFlags(Graph **made, Graph *graph, u64 flags) {
+    NOTE("", flags);
+    graph->context = current;
+    *made = graph;
+    return 0;
+}
 int cuGraphDestroy(Graph *graph) { NOTE("", N(graph)); return 0; }
-int cuGraphExecDestroy(Graph *graph) { NOTE("", N(graph)); return 0; }
+int cuGraphExecDestroy(Graph *graph) { needs_context(__func__, graph); NOTE("", N(graph)); return 0; }
 int cuGraphLaunch(Graph *graph, void *stream) {
+    needs_context(__func__, graph);
     NOTE("", N(stream));
     for (Node *node = graph->first; node; node = node->next) {
         const KernelNode *k = &node->kernel;
