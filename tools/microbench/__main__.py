@@ -88,6 +88,7 @@ def measure(folder: Path, only: str, samples: int) -> Iterator[Row]:
         stack.callback(driver.synchronise, stream)
         for micro in cases.all_cases():
             if only in micro.name:
+                print(micro.name, file=sys.stderr, flush=True)  # the one that hangs, if one does, is the last
                 launch = Launch(micro, (folder / f"{micro.symbol}.cubin").read_bytes(), gpu, (out, data))
                 fill(data, stream, micro.zeros)
                 driver.clear(out, OUT_BYTES, stream)
