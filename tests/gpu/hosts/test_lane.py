@@ -96,9 +96,9 @@ def test_calls_behind_late_work_keep_their_addresses(case: Case, lanes: type[Lan
 
 
 @pytest.mark.parametrize("lanes", LANES)
-def test_no_context_and_another_one(lanes: type[Lane], kernels: Kernels, gpu: driver.Device) -> None:
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_no_context_and_another_one(case: Case, lanes: type[Lane], kernels: Kernels, gpu: driver.Device) -> None:
     """In a thread without a context, and under one of somebody else's, the stream's device is used."""
-    case = CASES["backward"]
     with placed(case, kernels, 5, lanes) as ours, placed(case, kernels, 6) as other, memory.stream() as stream:
         expected = [each.run() for each in (ours, other)]
         for _ in range(2):
