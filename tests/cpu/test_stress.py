@@ -344,7 +344,7 @@ def test_late_copy_copies_all() -> None:
 
 def test_an_odd_size_is_refused(driver_log: StandIn) -> None:
     tools = stress_kernels.Kernels(driver.device(0), DISTURBERS)
-    with pytest.raises(ValueError, match="size = 6 bytes: must be a multiple of 4"):
+    with driver.device(0).current(), pytest.raises(ValueError, match="size = 6 bytes: must be a multiple of 4"):
         tools.difference("float16", 4096, 8192, 6, 0)
     tools.close()
     assert len(driver_log.of("cuMemFree")) == 2
