@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from cutlass_py_attn.device import Architecture
 from cutlass_py_attn.errors import DoesNotFit
+from cutlass_py_attn.gemm.gemm import WARP_THREADS
 from cutlass_py_attn.plan import Build, Warps
-from cutlass_py_attn.shared_memory import rows_copied_at_once
+from cutlass_py_attn.shared_memory import is_wide_backward, registers, rows_copied_at_once
 from cutlass_py_attn.streams import is_apart
 
 MMA_ROWS = 16
@@ -26,7 +27,10 @@ def warp_grid(warps: int, m: int, n: int, item_bytes: int) -> Warps:
 
 
 def accumulator_registers(build: Build) -> int:
-    """float32 registers a thread holds for the accumulators that are alive at the same time."""
+    """Registers a thread of a fused kernel holds for the accumulators that are alive at the same time; in the Hopper
+    family a thread of the warpgroups that have them, with the 16-bit weights that it then holds."""
+    if build.family == "hopper":
+        return _held_by_warpgroups(build)
     threads = build.threads
     if build.family == "decode":  # every warp has some rows, some keys and all columns of the output
         rows, teams = build.scores
@@ -36,6 +40,22 @@ def accumulator_registers(build: Build) -> int:
     scores = 2 * build.tile_m * build.tile_n
     widths = build.block_columns, build.block_columns_value
     return (scores + build.tile_n * (max(widths) if is_apart(build) else sum(widths))) // threads
+
+
+def _held_by_warpgroups(build: Build) -> int:
+    threads = build.scores[0] * WARP_THREADS
+    if build.kind == "forward":
+        return build.tile_m * (build.tile_n + build.tile_n // 2 + build.columns_value) // threads
+    if is_wide_backward(build):  # one of both gradients each
+        widest = max(build.columns, build.columns_value)
+        return build.tile_n * (build.tile_m + build.tile_m // 2 + widest) // threads
+    return build.tile_n * (2 * build.block_queries + build.columns + build.columns_value) // threads
+
+
+def accumulator_limit(build: Build, limits: Architecture) -> int:
+    """Registers of a thread that holds accumulators: in the Hopper family what its warpgroup takes from those that hold
+    none, else `register_limit`."""
+    return registers(build)[-1] if build.family == "hopper" else register_limit(build, limits)
 
 
 def register_limit(build: Build, limits: Architecture) -> int:
@@ -68,7 +88,7 @@ def _resources(build: Build, limits: Architecture) -> Iterator[str]:
             f"grad_output_stages = {build.grad_output_stages}: must be query_stages = {build.query_stages}; "
             "the generic backward turns both rings together"
         )
-    needed, allowed = accumulator_registers(build), register_limit(build, limits)
+    needed, allowed = accumulator_registers(build), accumulator_limit(build, limits)
     if needed >= allowed:
         yield f"accumulators = {needed} registers a thread: {allowed} are left; use smaller tiles or more warps"
 

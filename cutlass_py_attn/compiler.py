@@ -15,7 +15,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
 from cutlass_py_attn.cache import Cache
 from cutlass_py_attn.cubin import Cubin, CubinKernel, read
 from cutlass_py_attn.device import architecture
-from cutlass_py_attn.errors import BreaksPlan, CompileError
+from cutlass_py_attn.errors import AttentionError, BreaksPlan, CompileError
 from cutlass_py_attn.plan import Build, Plan
 
 _DSL: Final = "nvidia-cutlass-dsl"
@@ -68,23 +68,22 @@ def compile(plan_or_build: Plan | Build) -> Artifact:
     """Compile now, whatever is cached; CompileError lists every finding about what ptxas made."""
     build = plan_or_build.build if isinstance(plan_or_build, Plan) else plan_or_build
     findings: list[str] = []
-    for attempt in (build, *_other_allocations(build)):
-        with _LOCK:
-            output = _run(attempt)
+    for attempt in allocations(build):
+        output = run(attempt)
         found = _read(build, output.cubin)
         spills = spilled_bytes(output.report)
         objections = _objections(build, output, found, spills)
         if not objections:
             made = tuple(_kernel(build, found.kernels[name], spills[name]) for name in kernels.entry_symbols(build))
-            return Artifact(build, output.ptx, output.cubin, made, toolchain(), _allocation(attempt))
+            return Artifact(build, output.ptx, output.cubin, made, toolchain(), allocation_of(attempt))
         findings = findings or objections
         if not any(spills.values()):
             break
     raise BreaksPlan("\n".join([f"{build.symbol} for {build.arch} breaks its plan:", *findings]))
 
 
-def _other_allocations(build: Build) -> list[Build]:
-    """What to try where the plan's register allocation spills.
+def allocations(build: Build) -> list[Build]:
+    """The build, then what to try where the plan's register allocation spills.
 
     Left alone, ptxas aims at some occupancy and spills a few bytes to reach it. One guaranteed block lifts that
     aim; the usage level moves how far it hoists loads; a square product may as well spread its warps the other
@@ -94,10 +93,11 @@ def _other_allocations(build: Build) -> list[Build]:
     tried = [replace(build, register_usage_level=level, min_blocks_per_sm=blocks) for level, blocks in settings]
     if build.kind == "backward" and build.tile_n == build.columns_value == build.columns:
         tried += [replace(build, grad_v=build.grad_v[::-1]), replace(build, grad_k=build.grad_k[::-1])]
-    return [other for other in tried if other != build]
+    return [build, *(other for other in tried if other != build)]
 
 
-def _allocation(build: Build) -> str:
+def allocation_of(build: Build) -> str:
+    """The register allocation that a build asks for, as an artifact keeps it."""
     return (
         f"register usage level {build.register_usage_level}, min blocks per SM {build.min_blocks_per_sm or 'unset'}, "
         f"grad_v warps {build.grad_v}, grad_k warps {build.grad_k}"
@@ -160,24 +160,32 @@ def _cached(build: Build, cache: Cache) -> Artifact:
     return found
 
 
-def _run(build: Build) -> Output:
-    """Trace and compile `build`; nothing is left on disk."""
+def run(build: Build, *, lines: AbstractContextManager[None] | None = None) -> Output:
+    """Trace and compile `build`, whatever ptxas makes of it; nothing is left on disk. CompileError where there is no
+    DSL, or with what it says.
+
+    lines: a context for the trace that says where operations come from; PTX and cubin then have line info.
+    """
     cute = _import_dsl(build)
     options = importlib.import_module("cutlass.base_dsl.compiler")
-    with tempfile.TemporaryDirectory(prefix="cutlass_py_attn.") as folder, _own_settings(build.arch):
+    with _LOCK, tempfile.TemporaryDirectory(prefix="cutlass_py_attn.") as folder, _own_settings(build.arch):
         report = Path(folder, "ptxas.yaml")
         chosen = (
             options.KeepPTX(True),
             options.KeepCUBIN(True),
             options.GPUArch(build.arch),
             options.PtxasOptions(f"--register-usage-level={build.register_usage_level}"),
+            options.GenerateLineInfo(lines is not None),
             options.DumpDir(folder),
             options.RemarkFilter("ptxas"),
             options.RemarkOutput(str(report)),
         )
         try:
-            host, arguments = kernels.trace(build)
-            made = cute.compile[chosen](host, *arguments)
+            with lines or nullcontext():
+                host, arguments = kernels.trace(build)
+                made = cute.compile[chosen](host, *arguments)
+        except AttentionError:
+            raise
         except Exception as error:
             raise CompileError(f"{build.symbol} for {build.arch}: {_message(error)}") from error
         return Output(made.__ptx__, made.__cubin__, report.read_text() if report.exists() else "")

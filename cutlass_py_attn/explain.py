@@ -72,8 +72,11 @@ def _bias_gradient(choice: str) -> str:
 
 
 def _resource_rows(build: Build, limits: Architecture) -> Iterator[tuple[str, str]]:
-    needed, allowed = budget.accumulator_registers(build), budget.register_limit(build, limits)
-    yield "registers", f"{allowed} a thread allowed, {needed} of them float32 accumulators"
+    if build.kind == "room":  # its why says what it holds
+        yield "registers", f"{budget.register_limit(build, limits)} a thread allowed"
+        return
+    needed, allowed = budget.accumulator_registers(build), budget.accumulator_limit(build, limits)
+    yield "registers", f"{allowed} a thread allowed, {needed} of them for accumulators"
 
 
 def _launch_lines(plan: Plan) -> Iterator[str]:

@@ -23,7 +23,7 @@ FEATURES = {
 # See `_ragged_map`: rows of a tensor map over sequences of several lengths, and bytes of the whole address space.
 RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64
 KEYS_OF_WARPGROUP = 64  # of the backward's key tile
-DQ_WARPGROUPS, LOADERS = 1, 1  # of the backward's warpgroups, those that multiply dQ and that load
+DQ_WARPGROUPS, LOADERS, CONSUMERS = 1, 1, 2  # of the backward's warpgroups: multiply dQ, load, have the keys
 
 
 def lacking(problem: Problem) -> tuple[str, ...]:

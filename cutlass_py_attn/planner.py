@@ -62,7 +62,7 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None) -> list[Plan]
     """
     problem.check()
     count = num_sms or architecture(arch).num_sms
-    found = *_decode(problem, arch), *_hopper(problem, arch), *_fitting(problem, arch)
+    found = *_decode(problem, arch), *_hopper(problem, arch), *_generic(problem, arch)
     return [_plan(problem, build, count) for build in found]
 
 
@@ -268,35 +268,36 @@ def finish_bytes(build: Build) -> int:
     return tile_bytes(build.dtype, build.tile_m, sum_columns(build))
 
 
-def _fitting(problem: Problem, arch: str) -> list[Build]:
-    """The build of each tile of the table that fits the target."""
-    limits = architecture(arch)
-    rows = [tile for tile in tiles(problem) if arch not in tile.not_on]
-    builds = [_build(problem, arch, tile) for tile in rows]
-    fitting = [build for build in builds if not budget.objections(build, limits)]
+def _generic(problem: Problem, arch: str) -> list[Build]:
+    """The builds of the generic family, which takes every problem; NotSupported says why none fits."""
+    made = _builds_of(problem, arch, "generic", tiles(problem))
+    fitting = _fitting(made)
     if not fitting:
-        found = budget.objections(builds[-1], limits) if builds else ["the plan table has no row for it"]
+        found = budget.objections(made[-1], architecture(arch)) if made else ["the plan table has no row for it"]
         raise NotSupported(f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim")
     return fitting
 
 
 def _decode(problem: Problem, arch: str) -> list[Build]:
     """The builds of the decode kernels for this problem, none where they are not made for it."""
-    limits = architecture(arch)
-    if decode.lacking(problem):
-        return []
-    rows = [tile for tile in decode_tiles(problem) if arch not in tile.not_on]
-    builds = [_build(problem, arch, tile, "decode") for tile in rows]
-    return [build for build in builds if not budget.objections(build, limits)]
+    return [] if decode.lacking(problem) else _fitting(_builds_of(problem, arch, "decode", decode_tiles(problem)))
 
 
 def _hopper(problem: Problem, arch: str) -> list[Build]:
     """The builds of the Hopper family for this problem, none where it is not made for it."""
-    limits = architecture(arch)
-    if not limits.has_wgmma or hopper.lacking(problem):
+    if not architecture(arch).has_wgmma or hopper.lacking(problem):
         return []
-    builds = [_build(problem, arch, tile, "hopper") for tile in hopper_tiles(problem)]
-    return [build for build in builds if not budget.objections(build, limits)]
+    return _fitting(_builds_of(problem, arch, "hopper", hopper_tiles(problem)))
+
+
+def _builds_of(problem: Problem, arch: str, family: str, rows: Iterable[Tile]) -> list[Build]:
+    """The build of each row of the plan table that is meant for the target, whether or not it fits."""
+    return [_build(problem, arch, row, family) for row in rows if arch not in row.not_on]
+
+
+def _fitting(made: Iterable[Build]) -> list[Build]:
+    """Those of the builds that fit their target."""
+    return [build for build in made if not budget.objections(build, architecture(build.arch))]
 
 
 def _build(problem: Problem, arch: str, tile: Tile, family: str = "generic") -> Build:

@@ -26,6 +26,8 @@ BARRIER_BYTES = 8
 RECORD_WORDS = 12  # int32, of an item that a block of the Hopper backward has taken
 RECORDS = 2
 KEPT_KEYS, KEPT_QUERIES = 16, 64  # of a piece of dropout's bits, which some warps draw for others
+# Of a thread of the Hopper forward that loads and of those that multiply, by tile_m: 64 rows a warpgroup.
+FORWARD_REGISTERS = {128: (24, 240), 192: (32, 160)}
 BIAS_CHUNK_BYTES = (256, 128)  # of a row of a chunk in the kernel of grad_bias; the widest that fits is taken
 BIAS_SLOTS = 2  # of its ring: one chunk is multiplied while the next is on its way
 
@@ -159,9 +161,11 @@ def shared_columns(build: Build) -> int:
     return ceil_div(build.columns, 2 * columns) * columns
 
 
-def registers(build: Build) -> tuple[int, int, int]:
-    """Registers of a thread of the Hopper backward that loads, that multiplies dQ, and of the others: those keep dK and
-    dV of 64 keys, S and dP, and need a few beside them."""
+def registers(build: Build) -> tuple[int, ...]:
+    """Registers of a thread of a Hopper kernel that loads, in the backward of one that multiplies dQ, and of the
+    others: those keep scores and O, or dK and dV of 64 keys, and need a few beside them."""
+    if build.kind == "forward":
+        return FORWARD_REGISTERS[build.tile_m]
     if is_wide_backward(build):
         return 32, 64, 208
     if build.block_queries < build.tile_m:

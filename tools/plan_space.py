@@ -6,7 +6,6 @@ A tile is written {tile_m}x{tile_n}x{warps}[:{query_stages}[,{grad_output_stages
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from cutlass_py_attn import budget, hopper, plan_table, planner, shared_memory
 from cutlass_py_attn.bench_cases import Case
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.gemm.gemm import WARPGROUP_WARPS
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.plan_table import Tile
 from cutlass_py_attn.problem import Problem
@@ -176,32 +175,29 @@ def candidates(problem: Problem, family: str, arch: str, given: Sequence[Tile] =
 
 def _candidate(problem: Problem, family: str, arch: str, tile: Tile) -> Candidate:
     build = planner._build(problem, arch, tile, family)
-    found = _hopper_objections(build) if family == "hopper" else ()
-    return Candidate(build, (*found, *budget.objections(build, architecture(arch))))
+    against_rules = tuple(_hopper_objections(build)) if family == "hopper" else ()
+    return Candidate(build, against_rules or tuple(budget.objections(build, architecture(arch))))
 
 
 def _hopper_objections(build: Build) -> Iterator[str]:
     """What the Hopper kernels' division of a block into warpgroups does not allow."""
-    kernel = importlib.import_module(f"cutlass_py_attn.fused.hopper_{build.kind}")
-    others = hopper.LOADERS + (hopper.DQ_WARPGROUPS if build.kind == "backward" else 0)
-    consumers = build.warps // WARPGROUP_WARPS - others
     if build.kind == "backward":
-        registers = {kernel.CONSUMERS: shared_memory.registers(build)[-1]}
-        rules = tuple(_backward_rules(build, consumers))
+        others, served = hopper.LOADERS + hopper.DQ_WARPGROUPS, [hopper.CONSUMERS]
     else:
-        registers = {count: held for count, (_, held) in kernel.REGISTERS.items()}
-        rules = (
-            ("tile_m", build.tile_m == consumers * WARPGROUP_ROWS, f"each warpgroup owns {WARPGROUP_ROWS} rows"),
-            ("tile_n", build.tile_n % DEPTH == 0, f"P V sums over {DEPTH} keys at once"),
-            ("tile_n", build.tile_n <= MAX_WGMMA_COLUMNS, f"wgmma has up to {MAX_WGMMA_COLUMNS} columns"),
-        )
-    if consumers not in registers:
-        yield f"warps = {build.warps}: the kernel has registers for {_listed(registers)} warpgroups that multiply"
+        others, served = hopper.LOADERS, [rows // WARPGROUP_ROWS for rows in shared_memory.FORWARD_REGISTERS]
+    consumers = build.warps // WARPGROUP_WARPS - others
+    if consumers not in served:
+        yield f"warps = {build.warps}: the kernel has registers for {_listed(served)} warpgroups that multiply"
         return
+    rules = (_backward_rules if build.kind == "backward" else _forward_rules)(build, consumers)
     yield from (f"{name} = {getattr(build, name)}: {why}" for name, is_met, why in rules if not is_met)
-    needed, allowed = held_registers(build), registers[consumers]
-    if needed >= allowed:
-        yield f"accumulators = {needed} registers a thread: the warpgroups that hold them have {allowed}"
+
+
+def _forward_rules(build: Build, consumers: int) -> Iterator[tuple[str, bool, str]]:
+    """(field, whether it is as the Hopper forward needs it, why)."""
+    yield "tile_m", build.tile_m == consumers * WARPGROUP_ROWS, f"each warpgroup owns {WARPGROUP_ROWS} rows"
+    yield "tile_n", build.tile_n % DEPTH == 0, f"P V sums over {DEPTH} keys at once"
+    yield "tile_n", build.tile_n <= MAX_WGMMA_COLUMNS, f"wgmma has up to {MAX_WGMMA_COLUMNS} columns"
 
 
 def _backward_rules(build: Build, consumers: int) -> Iterator[tuple[str, bool, str]]:
@@ -220,18 +216,6 @@ def _backward_rules(build: Build, consumers: int) -> Iterator[tuple[str, bool, s
 
 def _is_wide(build: Build) -> bool:
     return not build.query_block and max(build.head_dim, build.head_dim_value) > plan_table.NARROW
-
-
-def held_registers(build: Build) -> int:
-    """Registers that a thread of a Hopper kernel's multiplying warpgroups holds for accumulators and 16-bit weights at
-    the same time."""
-    threads = build.scores[0] * WARP_THREADS
-    if build.kind == "backward" and _is_wide(build):
-        widest = max(build.columns, build.columns_value)
-        return build.tile_n * (build.tile_m + build.tile_m // 2 + widest) // threads
-    if build.kind == "forward":
-        return build.tile_m * (build.tile_n + build.tile_n // 2 + build.columns_value) // threads
-    return build.tile_n * (2 * build.block_queries + build.columns + build.columns_value) // threads
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -54,12 +54,12 @@ class Backward:
         # In the order in which kernels.entries numbers them, and a struct of its own for each launch: the DSL keeps
         # the fields it has read of one with that launch.
         if cutlass.const_expr(self.build.has_main):
-            self.name(self.kernel, "")
+            params.name_entry(self.build, self.kernel)
             self.launch_main(values, grid)
-        self.name(self.delta_kernel, "_delta")
+        params.name_entry(self.build, self.delta_kernel, "_delta")
         self.delta_kernel(params.filled(Params, abi.BACKWARD, values)).launch(grid=grid, block=(ROW_THREADS, 1, 1))
         if cutlass.const_expr(self.wants_query):
-            self.name(self.finish_kernel, "_finish")
+            params.name_entry(self.build, self.finish_kernel, "_finish")
             finish = self.finish_kernel(params.filled(Params, abi.BACKWARD, values))
             finish.launch(grid=grid, block=(self.grad_query.threads, 1, 1))
         self.launch_bias_and_sinks(values, grid)
@@ -74,17 +74,12 @@ class Backward:
     def launch_bias_and_sinks(self, values: tuple, grid: tuple):
         """The entries behind the finish kernel, where the build has them."""
         if cutlass.const_expr("bias" in entries(self.build)):
-            self.name(self.bias_kernel, "_bias")
+            params.name_entry(self.build, self.bias_kernel, "_bias")
             block, promise = (self.build.threads, 1, 1), self.grad_bias.promise
             self.bias_kernel(params.filled(Params, abi.BACKWARD, values)).launch(grid=grid, block=block, **promise)
         if cutlass.const_expr("sinks" in entries(self.build)):
-            self.name(self.sinks_kernel, "_sinks")
+            params.name_entry(self.build, self.sinks_kernel, "_sinks")
             self.sinks_kernel(params.filled(Params, abi.BACKWARD, values)).launch(grid=grid, block=(ROW_THREADS, 1, 1))
-
-    def name(self, kernel: Any, suffix: str) -> None:
-        """Name an entry of the cubin; the compiler adds its number."""
-        symbol = self.build.symbol + suffix
-        kernel.set_name_prefix(symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
 
     @cute.kernel
     def delta_kernel(self, p: Params):

@@ -12,11 +12,11 @@ from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.gemm.gemm import WARP_THREADS
 from cutlass_py_attn.parts import lengths, moves, params
-from cutlass_py_attn.parts.integers import ceil_div, round_up
+from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.parts.params import DTYPES
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.planner import COMBINE_WARPS
-from cutlass_py_attn.problem import F32_BYTES, LSE_PADDING
+from cutlass_py_attn.problem import F32_BYTES
 
 VECTOR = 4  # float32 columns that a lane reads at once
 UNROLL = 4  # splits on their way at once
@@ -32,7 +32,7 @@ class Combine:
     def part(self, p: Any, at: tuple[Any, Any, Any], split: Any) -> Int64:
         """Number of a split's part of the row at (batch, head of key, row) among all."""
         batch, head_key, row = at
-        group = group_of(self.build, p)
+        group = lengths.group_of(self.build, p)
         heads_key = p.num_heads // group
         number = (Int64(batch) * heads_key + head_key) * (p.num_queries * group) + row
         return number * p.num_splits_key + split
@@ -52,7 +52,7 @@ class Combine:
     @cute.jit
     def run(self, p: Any):
         """One row of the output."""
-        build, group = self.build, group_of(self.build, p)
+        build, group = self.build, lengths.group_of(self.build, p)
         thread, _, _ = cute.arch.thread_idx()
         query, head, batch = cute.arch.block_idx()
         head, batch = head + p.first_head, batch + p.first_batch
@@ -131,15 +131,10 @@ class Combine:
         return found
 
 
-def group_of(build: Build, p: Any) -> Any:
-    """Query heads that share a key head."""
-    return p.group if build.has("grouped") else 1
-
-
 def store_logsumexp(p: Any, at: tuple[Any, Any, Any], value: Float32) -> None:
     """Write the logsumexp at (batch, head, query)."""
     batch, head, query = at
-    start = (Int64(batch) * p.num_heads + head) * round_up(p.num_queries, LSE_PADDING) + query
+    start = lengths.logsumexp_start(p, batch, head) + query
     cute.make_tensor(params.pointer(p.logsumexp, Float32, F32_BYTES) + start, moves.ONE)[0] = value
 
 
@@ -147,5 +142,5 @@ def store_logsumexp(p: Any, at: tuple[Any, Any, Any], value: Float32) -> None:
 def store_padding(p: Any, at: tuple, num_queries: Int32, thread: Int32):
     """+inf from the last query of (batch, head) to the padding's end."""
     batch, head = at
-    if (thread >= num_queries) & (thread < round_up(num_queries, LSE_PADDING)):
+    if (thread >= num_queries) & (thread < lengths.padded(num_queries)):
         store_logsumexp(p, (batch, head, thread), Float32.inf)

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutlass_py_attn import abi, decode
-from cutlass_py_attn.fused.combine import Combine, group_of, store_logsumexp, store_padding
+from cutlass_py_attn.fused.combine import Combine, store_logsumexp, store_padding
 from cutlass_py_attn.fused.forward import output_spec
 from cutlass_py_attn.fused.streamed import PLACE_BYTES, tile_at
 from cutlass_py_attn.gemm import matmul_qk
@@ -56,16 +56,11 @@ class Decode:
     def __call__(self, *values):
         grid = params.filled(Params, abi.DECODE, values).num_queries, 1, 1
         # A struct of its own for each launch: the DSL keeps the fields it has read of one with that launch.
-        self.name(self.kernel, "")
+        params.name_entry(self.build, self.kernel)
         block = (self.build.threads, 1, 1)
         self.kernel(params.filled(Params, abi.DECODE, values)).launch(grid=grid, block=block, **self.promise)
-        self.name(self.combine_kernel, "_combine")
+        params.name_entry(self.build, self.combine_kernel, "_combine")
         self.combine_kernel(params.filled(Params, abi.DECODE, values)).launch(grid=grid, block=(ROW_THREADS, 1, 1))
-
-    def name(self, kernel: Any, suffix: str) -> None:
-        """Name an entry of the cubin; the compiler adds its number."""
-        symbol = self.build.symbol + suffix
-        kernel.set_name_prefix(symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
 
     @cute.kernel
     def combine_kernel(self, p: Params):
@@ -81,7 +76,7 @@ class Decode:
         self.team, self.first_row = self.place(thread)
         self.of = lengths.sequence(build, p, batch)
         # Blocks of other rows and the same keys are neighbours: they read them at the same time.
-        row_tiles = ceil_div(p.num_queries * group_of(build, p), build.tile_m)
+        row_tiles = ceil_div(p.num_queries * lengths.group_of(build, p), build.tile_m)
         split, row0 = block // row_tiles, block % row_tiles * build.tile_m
         self.at = batch, head_key, row0, split
         band = lengths.band(build, p, self.of)
@@ -191,7 +186,7 @@ class Decode:
     @cute.jit
     def load_queries(self, p: Any, thread: Int32):
         """The rows of this block's tile, an element at a time while keys are on their way; zeros behind the last."""
-        build, of, group = self.build, self.of, group_of(self.build, p)
+        build, of, group = self.build, self.of, lengths.group_of(self.build, p)
         _, head_key, row0, _ = self.at
         for part in cutlass.range_constexpr(self.warps):
             tile = self.queries(part)
@@ -211,7 +206,7 @@ class Decode:
         """Set this warp's scores that are not seen to -inf."""
         where = row_view(self.scores.coordinates(self.lane))
         rows, row0 = range(cute.size(where, mode=[0])), self.at[2] + self.first_row
-        queries = [(row0 + where[row, 0][0]) // group_of(self.build, p) for row in rows]
+        queries = [(row0 + where[row, 0][0]) // lengths.group_of(self.build, p) for row in rows]
         masking.hide_packed(band, row_view(r_s), where, key_tile * self.build.tile_n + self.team * self.keys, queries)
 
     def statistics(self) -> tuple[cute.Tensor, cute.Tensor]:
@@ -241,7 +236,7 @@ class Decode:
     @cute.jit
     def join_rows(self, p: Any, factors: cute.Tensor, sums: cute.Tensor, scale_log2: Float32, thread: Int32):
         """A thread for each row: maxima become the factors of the teams' outputs; the logsumexp is written."""
-        build, of, group = self.build, self.of, group_of(self.build, p)
+        build, of, group = self.build, self.of, lengths.group_of(self.build, p)
         batch, head_key, row0, split = self.at
         if thread < build.tile_m:
             maximum, total = -Float32.inf, Float32(0.0)
@@ -275,7 +270,7 @@ class Decode:
     @cute.jit
     def store_rows(self, p: Any, factors: cute.Tensor, thread: Int32):
         """Join the teams' outputs two columns at a time, and write them."""
-        build, of, group = self.build, self.of, group_of(self.build, p)
+        build, of, group = self.build, self.of, lengths.group_of(self.build, p)
         batch, head_key, row0, split = self.at
         outputs = [self.outputs(team, 0, build.tile_m) for team in range(self.teams)]
         pairs = build.columns_value // 2

@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from cutlass_py_attn import abi
 from cutlass_py_attn.gemm import grad_q, matmul_qk
@@ -20,12 +20,11 @@ from cutlass_py_attn.gemm.gemm import Gemm
 from cutlass_py_attn.gemm.mma_sync import MmaSync, Operands, row_view
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, schedule
-from cutlass_py_attn.parts.integers import larger, round_up
+from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.params import DTYPES
 from cutlass_py_attn.parts.softmax import QUAD, OnlineSoftmax, safe_scale
 from cutlass_py_attn.parts.terms import Terms, bias_of
 from cutlass_py_attn.plan import Build
-from cutlass_py_attn.problem import LSE_PADDING
 
 Params = params.struct("ForwardParams", abi.FORWARD)
 
@@ -42,7 +41,7 @@ class Forward:
     @cute.jit
     def __call__(self, *values):
         p = params.filled(Params, abi.FORWARD, values)
-        self.kernel.set_name_prefix(self.build.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
+        params.name_entry(self.build, self.kernel)
         grid = (p.num_queries, p.num_heads, p.batch)
         self.kernel(p).launch(grid=grid, block=(self.build.threads, 1, 1), **self.promise)
 
@@ -201,8 +200,8 @@ class Forward:
     ) -> None:
         """One thread of each quad writes its rows; rows between num_queries and the padding become +inf."""
         batch, head, query0 = corner
-        stride, padded = (round_up(rows, LSE_PADDING) for rows in (p.num_queries, num_queries))
-        start = (Int64(batch) * p.num_heads + head) * stride + query0
+        padded = lengths.padded(num_queries)
+        start = lengths.logsumexp_start(p, batch, head) + query0
         target = cute.make_tensor(params.pointer(p.logsumexp, Float32, 4) + start, cute.make_layout(self.build.tile_m))
         thread, _, _ = cute.arch.thread_idx()
         for row, value in enumerate(lse):

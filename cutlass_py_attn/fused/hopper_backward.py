@@ -4,17 +4,20 @@ A block stays on its SM and takes one key tile after the other. It has four warp
 loads; the second multiplies dQ = dS K and adds it to its sum in global memory; the last two own half of the key tile's
 rows each, with their dK and dV in registers. Scores are transposed: a thread's rows are keys, and P is an operand where
 it stands. Where dK and dV leave too few registers for a query tile's scores, query and grad_output come in blocks of
-its rows, and a round of all but dQ is one block.
+its rows, and a round of all but dQ is one block; elsewhere a block is the tile.
 
     steps        1 S^T = K Q^T   2 P   3 dP^T = V dO^T   4 dS   5 dV += P^T dO   6 dK += dS^T Q   7 dQ = dS K
-    in flight    under 2: 6 of the query tile before;  under 4: 5;  7 beside all of them
+    started      behind 2: 3, then 5;  behind 4: 1 of the next round, then 6
+    in flight    under 2: 6 of the round before;  under 4: 5;  7 beside all of them
 
-    pipe         full: arrivals            empty: arrivals                        slots
-    query        TMA, with the logsumexp   8 warps, behind 6                      query_stages
-    grad_output  TMA, with delta           256 threads, behind 5                  grad_output_stages
-    dS           8 warps, behind each 4    4 warps, behind 7                      grad_output_stages, in query tiles
-    key          TMA                       8 warps, behind the last 1, 4, behind the last 7   1
-    value        TMA                       8 warps, behind the last 3, or behind 8 where that goes through its place   1
+    pipe         full: arrivals                   empty: arrivals                          slots
+    query        TMA, with the logsumexp          8 warps, behind 6                        query_stages, of blocks
+    grad_output  TMA, with delta                  256 threads, behind 5                    grad_output_stages, of blocks
+    dS           8 warps, behind 4 of each block  4 warps, behind 7                        as many, in whole tiles
+    key          TMA                              8 warps, behind the last 6 and before 8  1
+                                                  4 warps, behind the last 7
+    value        TMA                              8 warps, behind the last 3, or behind 8  1
+                                                  where that goes through its place
 
 With dropout three warps of the first warpgroup draw bits, and release the key once they know its tile:
 parts/kept_bits.py.
@@ -39,7 +42,7 @@ from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
-from cutlass_py_attn.hopper import DQ_WARPGROUPS, KEYS_OF_WARPGROUP, LOADERS, cluster, loaded_tiles
+from cutlass_py_attn.hopper import CONSUMERS, DQ_WARPGROUPS, KEYS_OF_WARPGROUP, LOADERS, cluster, loaded_tiles
 from cutlass_py_attn.parts import dropout, moves, params, pipes, schedule, tma
 from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item
@@ -53,7 +56,6 @@ from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
 from cutlass_py_attn.shared_memory import registers, stores_through_value
 
-CONSUMERS = 2  # warpgroups that own the keys
 CONSUMER_THREADS = CONSUMERS * WARPGROUP_THREADS
 CONSUMERS_MEET, OWN_BARRIER = 1, 2  # numbers of the barriers of both consumers and of each
 QUAD_COLUMNS, COLUMNS = 2, 8  # of an accumulator's row: neighbours in a thread, and those that four threads share

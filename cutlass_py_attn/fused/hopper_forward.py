@@ -31,8 +31,8 @@ from cutlass_py_attn.parts.mixed_softmax import MixedSoftmax
 from cutlass_py_attn.parts.quads import store_rows
 from cutlass_py_attn.parts.softmax import OnlineSoftmax, lazy_weights, multiply_rows, safe_scale
 from cutlass_py_attn.plan import Build
+from cutlass_py_attn.shared_memory import registers
 
-REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a thread of the producer and of the consumers, by their warpgroups
 FIRST_TURN = 2  # number of the first warpgroup's barrier; every one has its own for its turn
 NARROW = 128  # columns of Q and V together up to which the exponentials take as long as the products
 LAZY_WARPGROUPS = 2  # with three, the registers that lazy weights need are missing elsewhere
@@ -44,7 +44,7 @@ class HopperForward(Forward):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.terms, self.items = HeldTerms(build), Items(build)
-        self.consumers = build.threads - WARPGROUP_THREADS
+        self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
         self.runs_on = slots(build)["query"] > 1  # the next query tile is there before the output has left
         self.is_mixed = build.columns + build.columns_value <= NARROW and build.dtype == "bfloat16"
         # A float16 row that sees mostly one key is closer with that key's weight at exactly 1.
@@ -55,7 +55,7 @@ class HopperForward(Forward):
         p = params.filled(Params, abi.FORWARD, values)
         build = self.build
         maps = tuple(tma.stand_in(p, getattr(p, name), self.dtype, *tile) for name, tile in loaded_tiles(build).items())
-        self.kernel.set_name_prefix(build.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
+        params.name_entry(build, self.kernel)
         self.kernel(*maps, p).launch(grid=(p.num_queries, 1, 1), block=(build.threads, 1, 1), min_blocks_per_mp=1)
 
     @cute.kernel
@@ -71,11 +71,11 @@ class HopperForward(Forward):
         self.make_pipes()
         pipes.meet()
         if warp < WARPGROUP_WARPS:
-            cute.arch.setmaxregister_decrease(REGISTERS[self.consumers // WARPGROUP_THREADS][0])
+            cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
                 self.produce(p, (map_q, map_k, map_v))
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[self.consumers // WARPGROUP_THREADS][1])
+            cute.arch.setmaxregister_increase(self.registers[-1])
             self.consume(p, thread - WARPGROUP_THREADS)
 
     def make_pipes(self) -> None:

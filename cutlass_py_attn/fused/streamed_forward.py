@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from cutlass_py_attn import abi
 from cutlass_py_attn.fused.forward import Forward, Params, output_spec
@@ -22,12 +22,11 @@ from cutlass_py_attn.gemm import matmul_qk
 from cutlass_py_attn.gemm.mma_sync import MmaSync, Operands, row_view
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.parts import joined_softmax, lengths, masking, moves, params, schedule
-from cutlass_py_attn.parts.integers import larger, round_up
+from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.joined_softmax import JoinedSoftmax
 from cutlass_py_attn.parts.softmax import safe_scale
 from cutlass_py_attn.parts.streaming import tile_and_column_block
 from cutlass_py_attn.plan import Build
-from cutlass_py_attn.problem import LSE_PADDING
 from cutlass_py_attn.shared_memory import tile_bytes
 from cutlass_py_attn.streams import blocks_of_tile, forward_cut
 
@@ -234,9 +233,8 @@ class StreamedForward(Forward):
                 factor = factor * p.keep_scale
             factors[thread] = factor
             row = query0 + thread
-            if (row < round_up(of.num_queries, LSE_PADDING)) & (self.column_block == 0):
-                start = (Int64(batch) * p.num_heads + head) * round_up(p.num_queries, LSE_PADDING)
-                target = params.pointer(p.logsumexp, Float32, 4) + start
+            if (row < lengths.padded(of.num_queries)) & (self.column_block == 0):
+                target = params.pointer(p.logsumexp, Float32, 4) + lengths.logsumexp_start(p, batch, head)
                 value = cutlass.select_(row < of.num_queries, lse, Float32.inf)
                 cute.make_tensor(target + row, cute.make_layout(1))[0] = value
 

@@ -36,7 +36,7 @@ class Alone(Room):
     @cute.jit
     def __call__(self, *values):
         p = params.filled(Params, abi.ROOM, values)
-        self.kernel.set_name_prefix(self.build.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
+        params.name_entry(self.build, self.kernel)
         self.kernel(p).launch(grid=(p.tiles, 1, 1), block=(self.build.threads, 1, 1))
 
     @cute.kernel

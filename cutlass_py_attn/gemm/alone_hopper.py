@@ -28,7 +28,7 @@ class AloneHopper(Room):
     def __call__(self, *values):
         p = params.filled(Params, abi.ROOM, values)
         maps = (self.tensor_map(p.a, self.spec.a_shape), self.tensor_map(p.b, self.spec.b_shape))
-        self.kernel.set_name_prefix(self.build.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
+        params.name_entry(self.build, self.kernel)
         self.kernel(*maps, p).launch(grid=(p.tiles, 1, 1), block=(self.build.threads, 1, 1))
 
     def tensor_map(self, address: Int64, shape: tuple[int, int]) -> tensor_maps.TensorMap:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,11 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from cutlass_py_attn import compiler, cubin, kernels
+from cutlass_py_attn import compiler, cubin
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.errors import AttentionError, CompileError, Stale
+from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.inspection.steps import PACKAGE, Step, step_of
-from cutlass_py_attn.plan import Build
 
 _KERNEL_FILES: Final = (f"{PACKAGE / 'fused'}/", str(PACKAGE / "gemm" / "alone"))
 _DIRECTIVE: Final = re.compile(r"\s*\.(?:loc|file)\b")
@@ -77,12 +75,14 @@ def lined(artifact: Artifact) -> Lined:
     CompileError where there is no compiler.
     """
     build = artifact.build
-    attempts = (build, *compiler._other_allocations(build))
-    chosen = [attempt for attempt in attempts if compiler._allocation(attempt) == artifact.allocation]
+    chosen = [
+        attempt for attempt in compiler.allocations(build) if compiler.allocation_of(attempt) == artifact.allocation
+    ]
     if not chosen:
         raise Stale(f"{build.symbol} for {build.arch}: {artifact.allocation!r} is none of this compiler's allocations")
-    with compiler._LOCK:
-        found = _compiled(chosen[0])
+    steps: dict[Step, int] = {}
+    output = compiler.run(chosen[0], lines=_steps_as_lines(steps))
+    found = Lined(output.ptx, output.cubin, tuple(steps))
     same_ptx = [text for text, _ in found.labels()] == [
         text for text in map(text_of, artifact.ptx.splitlines()) if text
     ]
@@ -92,31 +92,6 @@ def lined(artifact: Artifact) -> Lined:
             f"{'machine code' if same_ptx else 'PTX'} than the artifact has ({artifact.toolchain}); build it again"
         )
     return found
-
-
-def _compiled(build: Build) -> Lined:
-    """As compiler.py compiles, with lines: that file decides the kernels' cache keys, so that it is left alone."""
-    cute = compiler._import_dsl(build)
-    options = importlib.import_module("cutlass.base_dsl.compiler")
-    steps: dict[Step, int] = {}
-    with tempfile.TemporaryDirectory(prefix="cutlass_py_attn.") as folder, compiler._own_settings(build.arch):
-        chosen = (
-            options.KeepPTX(True),
-            options.KeepCUBIN(True),
-            options.GPUArch(build.arch),
-            options.PtxasOptions(f"--register-usage-level={build.register_usage_level}"),
-            options.DumpDir(folder),
-            options.GenerateLineInfo(True),
-        )
-        try:
-            with _steps_as_lines(steps):
-                host, arguments = kernels.trace(build)
-                made = cute.compile[chosen](host, *arguments)
-        except AttentionError:
-            raise
-        except Exception as error:
-            raise CompileError(f"{build.symbol} for {build.arch}: {compiler._message(error)}") from error
-    return Lined(made.__ptx__, made.__cubin__, tuple(steps))
 
 
 @contextmanager

@@ -7,8 +7,9 @@ from cutlass import Int32, Int64
 
 from cutlass_py_attn.masks import Band
 from cutlass_py_attn.parts import params
-from cutlass_py_attn.parts.integers import ceil_div
+from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.plan import Build
+from cutlass_py_attn.problem import LSE_PADDING
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,21 @@ def band(build: Build, p: Any, of: Sequence) -> Band:
 def key_head(build: Build, p: Any, head: Int32) -> Int32:
     """The head of key and value that a query head reads."""
     return head // p.group if build.has("grouped") else head
+
+
+def group_of(build: Build, p: Any) -> Any:
+    """Query heads that share a head of key and value."""
+    return p.group if build.has("grouped") else 1
+
+
+def logsumexp_start(p: Any, batch: Int32, head: Int32) -> Int64:
+    """Where the rows of (batch, head) start in logsumexp, in elements: [batch, heads, queries with padding]."""
+    return (Int64(batch) * p.num_heads + head) * padded(p.num_queries)
+
+
+def padded(num_queries: Any) -> Any:
+    """Rows of logsumexp for so many queries."""
+    return round_up(num_queries, LSE_PADDING)
 
 
 def first_word(p: Any, of: Sequence, head: Int32) -> Int64:

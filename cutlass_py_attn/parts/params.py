@@ -69,6 +69,11 @@ def promise(build: Build) -> dict[str, int]:
     return {"min_blocks_per_mp": build.min_blocks_per_sm} if build.min_blocks_per_sm else {}
 
 
+def name_entry(build: Build, kernel: Any, suffix: str = "") -> None:
+    """Name a kernel's entry in the cubin by its build; the compiler adds its number."""
+    kernel.set_name_prefix(build.symbol + suffix, remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
 def fresh(register: str) -> Int32:
     """A special register (tid.x, ctaid.y ...) read where this stands.
 

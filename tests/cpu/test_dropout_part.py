@@ -57,7 +57,7 @@ def compiled(build: Build) -> compiling.Output:
         dropout_kernel.trace_turned if build.kind == "backward" and build.family == "hopper" else dropout_kernel.trace
     )
     try:
-        return compiling._run(build)
+        return compiling.run(build)
     finally:
         kernels.trace = before
 

@@ -29,7 +29,7 @@ def test_explain_says_what_decides() -> None:
         f"{build.warps} ({build.threads} threads)",
         f"warps of scores  {build.scores[0]} x {build.scores[1]}",
         f"query {build.query_stages}, grad_output {build.grad_output_stages}",
-        f"{budget.accumulator_registers(build)} of them float32 accumulators",
+        f"{budget.accumulator_registers(build)} of them for accumulators",
         "block 128 x 1 x 1, cluster 1 x 1 x 1",
         f"num_splits_key: {plan.num_splits_key}",
         f"shared memory: {build.shared_memory_bytes} of 166912 bytes",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fakes import expect_taken
 
-from cutlass_py_attn import hopper, launch, planner
+from cutlass_py_attn import hopper, launch, plan_table, planner
 from cutlass_py_attn.compiler import compile as compile_now
 from cutlass_py_attn.device import architecture, targets
 from cutlass_py_attn.gemm.plans import swizzle_bytes
@@ -119,6 +120,14 @@ def test_plans_fit_and_come_back_from_json(dims: tuple[int, int]) -> None:
     assert barriers.bytes == 16 * sum(slots.values())
     # The next query tile arrives early where there is room for it.
     assert slots == {"query": 1 if dims in ((192, 128), (256, 256)) else 2, "key": 2, "value": 2}
+
+
+def test_a_row_that_is_not_for_the_target_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = plan_table.hopper_tiles(forward())
+    not_there = replace(first, not_on=("sm_90a",))
+    monkeypatch.setattr(planner, "hopper_tiles", lambda problem: (not_there, *others))
+    found = [build.tile_n for build in planner.builds(forward(), "sm_90a") if build.family == "hopper"]
+    assert found == [tile.tile_n for tile in others] != []
 
 
 def test_a_block_for_each_sm_or_each_tile() -> None:

@@ -181,10 +181,9 @@ def test_plans_in_query_blocks(dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dims", [(32, 32), (64, 64), (96, 96), (128, 96), (128, 128), (192, 128), (256, 256)])
 def test_registers(dims: tuple[int, int]) -> None:
     """The warpgroups' registers are all that an SM has, or fewer; who multiplies dQ has some for its piece."""
-    kernel = pytest.importorskip("cutlass_py_attn.fused.hopper_backward")
     build = planner.plan(backward(*dims), "sm_90a").build
     loading, multiplying, holding = shared_memory.registers(build)
-    assert 128 * (loading + multiplying + kernel.CONSUMERS * holding) <= architecture("sm_90a").registers_per_sm
+    assert 128 * (loading + multiplying + hopper.CONSUMERS * holding) <= architecture("sm_90a").registers_per_sm
     rows, columns = shared_memory.grad_query_piece(build)
     assert rows * columns // 128 + 24 <= multiplying
     assert build.columns % columns == 0

@@ -104,7 +104,7 @@ def test_the_grid_holds_tiles_that_fit_and_names_what_rules_out_the_others(
 @pytest.mark.parametrize(
     ("direction", "tile", "said"),
     [
-        ("backward", UNFIT, "accumulators = 256 registers a thread: the warpgroups that hold them have 208"),
+        ("backward", UNFIT, "accumulators = 256 registers a thread: 208 are left"),
         ("backward", "64x64x16:2,2", "tile_n = 64: each warpgroup of the keys owns 64"),
         ("backward", "96x128x16:2,2", "tile_m = 96: dQ leaves by 64 rows"),
         ("backward", "64x128x16:1,1", "query_stages = 1: a slot is held until the next tile is multiplied"),
@@ -114,7 +114,7 @@ def test_the_grid_holds_tiles_that_fit_and_names_what_rules_out_the_others(
         ("backward", "64x128x16:4,3q32", "grad_output_stages = 3: as many slots of dS hold whole query tiles"),
         ("forward", "192x128x12:2", "tile_m = 192: each warpgroup owns 64 rows"),
         ("forward", "128x72x12:2", "tile_n = 72: P V sums over 16 keys at once"),
-        ("forward", "192x128x16:2", "accumulators = 160 registers a thread: the warpgroups that hold them have 160"),
+        ("forward", "192x128x16:2", "accumulators = 160 registers a thread: 160 are left"),
         ("forward", "128x128x8:2", "warps = 8: the kernel has registers for 2 or 3 warpgroups that multiply"),
     ],
 )

@@ -29,7 +29,7 @@ def compiled(problem: Problem) -> tuple[Any, str]:
     before = kernels.trace
     kernels.trace = scores_kernel.trace
     try:
-        return build, compiling._run(replace(build, warps=build.scores[0])).ptx
+        return build, compiling.run(replace(build, warps=build.scores[0])).ptx
     finally:
         kernels.trace = before
 
