@@ -75,7 +75,9 @@ class KeyItems(Items):
         fitting = schedule.heads_at_once(of.num_queries * p.group, self.bytes_of_query)
         if build.deterministic:
             return schedule.key_tile_in_turn(number, tiles, heads, fitting)
-        return schedule.key_tile_of(build.mask, number, tiles, heads, fitting)
+        blocks, _, _ = cute.arch.grid_dim()
+        counted = schedule.heads_counted(fitting, heads, tiles, blocks)
+        return schedule.key_tile_of(build.mask, number, tiles, heads, counted)
 
     def _item_of(self, p: Any, of: lengths.Sequence, head: Int32, tile: Int32) -> Item:
         """The item of a key tile."""

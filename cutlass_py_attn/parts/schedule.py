@@ -103,6 +103,14 @@ def heads_dealt(fitting: Any, heads: Any, blocks: Any) -> Any:
     return choose(2 * heads <= 3 * found, larger(heads, 1), found)
 
 
+def heads_counted(fitting: Any, heads: Any, tiles: Any, blocks: Any) -> Any:
+    """Of `heads`, those whose tiles a counter deals out at once: the `fitting` ones or more, so that every group of
+    heads has half as many tiles again as there are blocks. With fewer, the longest tiles of the last head start when
+    too little is left to hide them."""
+    least = larger(fitting, ceil_div(3 * blocks // 2, larger(tiles, 1)))
+    return ceil_div(heads, larger(heads // least, 1))
+
+
 def longest_first(number: Any, tiles: Any, heads: Any, at_once: Any) -> tuple[Any, Any]:
     """(query tile, head) of item `number` where later tiles take longer: the last tiles of `at_once` heads come first,
     then the tiles before them, then the next heads; blocks at work read few heads."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from visible import MASKS
@@ -85,3 +87,33 @@ def test_blocks_that_wait_for_turns_all_come_to_an_end(
     for m in range(-(-lengths[0] // TILE_M)):
         start, end = (f(band, m, TILE_M, TILE_N) for f in (schedule.key_tile_start, schedule.key_tile_end))
         assert all(added[head, m] >= max(end - start, 0) for head in range(heads))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tiles", "fitting", "expected"),
+    [
+        (64, 64, 4, 4),
+        (32, 128, 2, 2),
+        (256, 16, 16, 16),
+        (1024, 4, 64, 64),
+        (8, 64, 1, 4),
+        (9, 64, 1, 5),
+    ],
+)
+def test_no_block_works_long_after_the_others(heads: int, tiles: int, fitting: int, expected: int) -> None:
+    """132 blocks, each of which takes the next key tile of a causal mask as it gets done; the first of 64 has 128 query
+    tiles."""
+    blocks = 132
+    assert schedule.heads_counted(fitting, heads, tiles, blocks) == expected
+    done_at = [0] * blocks
+    work = 0
+    for number in range(heads * tiles):
+        tile, _ = schedule.key_tile_of("causal", number, tiles, heads, expected)
+        work += 2 * (tiles - tile) + 2
+        heapq.heapreplace(done_at, done_at[0] + 2 * (tiles - tile) + 2)
+    assert max(done_at) <= 1.07 * work / blocks
+
+
+@given(st.integers(1, 40), st.integers(1, 70), st.integers(0, 140), st.integers(1, 140))
+def test_heads_counted_are_some_and_at_most_all(fitting: int, heads: int, tiles: int, blocks: int) -> None:
+    assert 1 <= schedule.heads_counted(fitting, heads, tiles, blocks) <= heads
