@@ -16,7 +16,6 @@ from cutlass_py_attn.parts.integers import larger, round_up
 from cutlass_py_attn.parts.params import DTYPES
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.planner import DELTA_LANES, DELTA_ROWS
-from cutlass_py_attn.problem import LSE_PADDING
 
 
 class Delta:
@@ -25,6 +24,7 @@ class Delta:
     def __init__(self, build: Build) -> None:
         self.build = build
         self.dtype = DTYPES[build.dtype]
+        self.vector = build.access_bytes // build.item_bytes  # elements that a thread reads at once
 
     @cute.jit
     def run(self, p: Any):
@@ -35,20 +35,18 @@ class Delta:
         head, batch = head + p.first_head, batch + p.first_batch
         of = lengths.sequence(build, p, batch)
         row, lane = block * DELTA_ROWS + thread // DELTA_LANES, thread % DELTA_LANES
-        total = Float32(0.0)
+        total, lse = Float32(0.0), Float32.inf
         if row < of.num_queries:
+            lse = params.scalar(p.logsumexp, Float32, lengths.logsumexp_start(p, batch, head) + row)
             at = (of.batch, head, of.query_start + row)
-            output, grad = params.rows(build, p, "output", at), params.rows(build, p, "grad_output", at)
-            vector = build.access_bytes // build.item_bytes
-            step = params.stride(p, "grad_output", "column") if cutlass.const_expr(moves.by_element(build)) else vector
-            for index in cutlass.range(lane, build.head_dim_value // vector, DELTA_LANES, unroll=4):
-                total = total + self.dot(output + index * vector, grad + index * step, vector)
+            rows = params.rows(build, p, "output", at), params.rows(build, p, "grad_output", at)
+            whole, rest = divmod(build.head_dim_value // self.vector, DELTA_LANES)
+            for step in cutlass.range(whole, unroll=4):
+                total = total + self.dot(p, rows, step * DELTA_LANES + lane)
+            if lane < rest:
+                total = total + self.dot(p, rows, whole * DELTA_LANES + lane)
         total = cute.arch.warp_reduction_sum(total, threads_in_group=DELTA_LANES)
         if (lane == 0) & (row < round_up(self.rows(of), build.tile_m)):
-            lse = Float32.inf
-            if row < of.num_queries:
-                group = Int64(batch) * p.num_heads + head
-                lse = params.scalar(p.logsumexp, Float32, group * round_up(p.num_queries, LSE_PADDING) + row)
             empty = (lse == -Float32.inf) | (lse == Float32.inf)
             target = (Int64(head) * p.total_tiles + of.first_tile) * build.tile_m + row
             statistics = (
@@ -62,10 +60,13 @@ class Delta:
         """Rows of a sequence that the main kernel may read the statistics of: of one tile at least."""
         return larger(of.num_queries, 1) if self.build.has("varlen") else of.num_queries
 
-    def dot(self, left: cute.Pointer, right: cute.Pointer, count: int) -> Float32:
-        """Sum of products of `count` elements, in float32."""
+    def dot(self, p: Any, rows: tuple[cute.Pointer, cute.Pointer], index: Any) -> Float32:
+        """Sum of products of vector `index` of the rows of O and dO, in float32."""
+        count, (output, grad) = self.vector, rows
+        step = params.stride(p, "grad_output", "column") if moves.by_element(self.build) else count
         a, b = cute.make_rmem_tensor(count, self.dtype), cute.make_rmem_tensor(count, self.dtype)
-        cute.autovec_copy(cute.make_tensor(left, cute.make_layout(count)), a)
-        cute.autovec_copy(cute.make_tensor(right, cute.make_layout(count)), b)
+        for start, width, values in ((output, count, a), (grad, step, b)):
+            source = start + params.multiple(Int64(index) * width, count)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), values)
         product = a.load().to(Float32) * b.load().to(Float32)
         return product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
