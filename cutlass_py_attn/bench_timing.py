@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import statistics
 import subprocess
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -12,10 +13,13 @@ from cutlass_py_attn import driver
 
 SAMPLES: Final = 7
 WARM_UPS: Final = 2
+PAUSE_S: Final = 0.15
 
 
 def median(replay: Callable[[], None], stream: int, samples: int) -> float:
-    """Milliseconds of one replay, which puts its work on `stream`."""
+    """Milliseconds of one replay, which puts its work on `stream`; behind a pause, for a GPU that was busy just before
+    draws more power and lowers its clock."""
+    time.sleep(PAUSE_S)
     times = [milliseconds(replay, stream) for _ in range(WARM_UPS + samples)]
     return statistics.median(times[WARM_UPS:])
 
