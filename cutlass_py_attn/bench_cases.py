@@ -174,6 +174,7 @@ FEATURE_CASES: Final[dict[str, str]] = {
     f"{_FULL_4096}_alibi": _FULL_4096,
     f"{_FULL_4096}_sinks": _FULL_4096,
     "bf16_d128_s2048_b16_h16_full_dropout0.1": "bf16_d128_s2048_b16_h16_full",
+    "bf16_d128_s16384_b2_h16_full": "",
     "bf16_d128_s16384_b2_h16_causal": "",
     "bf16_d128_s16384_b2_h16_causal_window1024": "bf16_d128_s16384_b2_h16_causal",
     "bf16_d128_s8192_t65536_h16_causal": _CAUSAL,

@@ -41,6 +41,8 @@ def _build_rows(build: Build) -> Iterator[tuple[str, str]]:
     yield "stages", f"query {build.query_stages}{ring}"
     if build.query_block:
         yield "scores at once", f"{build.query_block} queries of a tile"
+    if build.key_stages > 1:
+        yield "key tiles at once", str(build.key_stages)
     yield "columns", _columns(build)
     yield "features", ", ".join(build.features) or "none"
     yield "access", _access(build)

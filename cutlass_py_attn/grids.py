@@ -47,7 +47,8 @@ def _backward(build: Build, bias_axes: tuple[str, ...]) -> dict[str, Rule]:
     main = _times("num_splits_key", blocks_of_tile(build)), "num_heads_key", "batch"
     if build.family == "hopper":
         keys = build.tile_n * hopper.cluster(build)
-        main = _persistent(build, f"ceil_div(num_keys, {keys}) * num_heads_key * batch")
+        items = "" if build.whole_heads else f"ceil_div(num_keys, {keys}) * "
+        main = _persistent(build, f"{items}num_heads_key * batch")
     batch, heads, queries, keys_of_bias = bias_axes
     return {
         "main": main,

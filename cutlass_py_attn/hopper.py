@@ -7,10 +7,11 @@ from dataclasses import replace
 from cutlass_py_attn import kernels
 from cutlass_py_attn.gemm.gemm import WARPGROUP_WARPS
 from cutlass_py_attn.gemm.plans import MAX_HEAD_DIM, swizzle_bytes
-from cutlass_py_attn.parts.integers import ceil_div
+from cutlass_py_attn.parts import schedule
+from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.plan import Build, Launch, TensorMap
-from cutlass_py_attn.plan_table import NARROW, kept_in_blocks
-from cutlass_py_attn.problem import BIASES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
+from cutlass_py_attn.plan_table import NARROW, Tile, kept_in_blocks
+from cutlass_py_attn.problem import BIASES, F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Problem, Shape, Tensor
 from cutlass_py_attn.shared_memory import is_wide_backward
 
 # Those that its kernels have.
@@ -23,6 +24,9 @@ FEATURES = {
 # See `_ragged_map`: rows of a tensor map over sequences of several lengths, and bytes of the whole address space.
 RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64
 KEYS_OF_WARPGROUP = 64  # of the backward's key tile
+# Of blocks that take whole heads: bytes of Q, dO and sums of dQ that they work on at a time, which the L2 cache should
+# hold, and how many times as many key tiles as when blocks share them the busiest may have.
+HEADS_BYTES, HEADS_LOSS = 36 << 20, 1.15
 DQ_WARPGROUPS, LOADERS, CONSUMERS = 1, 1, 2  # of the backward's warpgroups: multiply dQ, load, have the keys
 
 
@@ -107,9 +111,42 @@ def grid(shape: Shape, build: Build, num_sms: int) -> tuple[int, int, int]:
     neighbouring ones."""
     rows, tile = (shape.num_queries, build.tile_m) if build.kind == "forward" else (shape.num_keys, build.tile_n)
     heads = shape.num_heads if build.kind == "forward" else shape.num_heads_key
+    if build.whole_heads:
+        return _blocks_of_heads(shape, num_sms), 1, 1
     together = cluster(build)
     tiles = ceil_div(rows, tile * together) * heads * shape.batch
     return max(min(num_sms // together, tiles), 1) * together, 1, 1
+
+
+def suits_heads(problem: Problem, tile: Tile, num_sms: int) -> bool:
+    """Whether blocks that take all key tiles of a head are as busy as blocks that share them out, and what they work on
+    stays in the L2 cache; every query tile must see a key, for nothing else writes its gradient."""
+    shape = problem.shape
+    if problem.sequences is not None or problem.is_empty:
+        return False
+    heads, key_tiles = shape.batch * shape.num_heads_key, ceil_div(shape.num_keys, tile.tile_n)
+    busiest, shared = ceil_div(heads, num_sms) * key_tiles, ceil_div(heads * key_tiles, num_sms)
+    width = shape.head_dim * F32_BYTES + (shape.head_dim + shape.head_dim_value) * ITEM_BYTES[problem.dtype]
+    rows = _blocks_of_heads(shape, num_sms) * shape.num_queries * shape.group
+    # Under a causal mask a key tile is done with the queries before it.
+    live = rows * width // (1 if problem.mask.form == "full" else 2)
+    if busiest > HEADS_LOSS * shared or live > HEADS_BYTES:
+        return False
+    band, tiles = problem.mask.band(shape.num_queries, shape.num_keys), (tile.tile_m, tile.tile_n)
+    return all(
+        schedule.key_tile_start(band, query_tile, *tiles) < schedule.key_tile_end(band, query_tile, *tiles)
+        for query_tile in range(ceil_div(shape.num_queries, tile.tile_m))
+    )
+
+
+def head_sums_bytes(shape: Shape, build: Build, num_sms: int) -> int:
+    """Bytes of the sums of dQ of blocks that take whole heads."""
+    rows = round_up(shape.num_queries, build.tile_m) * shape.group
+    return _blocks_of_heads(shape, num_sms) * rows * build.columns * F32_BYTES
+
+
+def _blocks_of_heads(shape: Shape, num_sms: int) -> int:
+    return max(min(num_sms, shape.batch * shape.num_heads_key), 1)
 
 
 def cluster(build: Build) -> int:
@@ -123,7 +160,8 @@ def why(build: Build) -> str:
     if build.kind == "forward":
         roles = f"{keepers} warpgroups multiply, one warp loads"
     elif cluster(build) == 1:
-        roles = f"{keepers} warpgroups multiply, one multiplies dQ, one warp loads"
+        takes = "a block takes whole heads: " if build.whole_heads else ""
+        roles = f"{takes}{keepers} warpgroups multiply, one multiplies dQ, one warp loads"
     else:
         roles = "one warpgroup has P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
     return f"Hopper family (wgmma, TMA): {roles}"

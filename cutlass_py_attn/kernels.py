@@ -76,7 +76,7 @@ def entries(build: Build) -> dict[str, str]:
     needed = {
         "main": build.has_main,
         "delta": True,
-        "finish": "query" in build.gradients,
+        "finish": "query" in build.gradients and not build.whole_heads,
         "bias": "bias" in build.gradients and build.bias_gradient != "main",
         "sinks": "sinks" in build.gradients,
     }

@@ -48,6 +48,8 @@ class Build:
     grad_bias, else the letters of the axes of [b, h, q, k] that a kernel of its own sums over, "none" for no axis.
     column_block: head-dim columns of one block where the head is too wide for registers; 0 where one block has all.
     query_block: query rows of one product of scores where a tile's are too many for registers; 0 where one has all.
+    key_stages: key tiles of a block of the Hopper backward; with two, the next one's first scores are there before this
+    one's gradients are stored. whole_heads: whether such a block takes all key tiles of a head and sums dQ by itself.
     """
 
     kind: str  # forward, backward, or room
@@ -79,6 +81,8 @@ class Build:
     bias_gradient: str = ""
     column_block: int = 0
     query_block: int = 0
+    key_stages: int = 1
+    whole_heads: bool = False
 
     @property
     def threads(self) -> int:
@@ -146,6 +150,7 @@ class Build:
         for letters, access in (("ba", self.bias_access_bytes), ("ga", self.grad_bias_access_bytes)):
             words += [f"{letters}{access}"] if access not in (0, ROW_ALIGNMENT_BYTES) else []
         words += [f"sum_{self.bias_gradient}"] if self.bias_gradient not in ("", "main") else []
+        words += ["heads"] if self.whole_heads else []
         return "_".join([*words, "det"] if self.deterministic else words)
 
     @property

@@ -20,7 +20,9 @@ class Tile:
     """One row: query rows, key rows, warps, stages of query and grad_output (0: the kernel has none), ptxas's
     register usage level (5 is its own choice), and targets for which ptxas spills whatever the level.
     column_block: columns of the head that a block accumulates where it cannot hold all; 0 for all.
-    query_block: query rows whose scores a thread of the Hopper backward holds at once; 0 for all of the tile."""
+    query_block: query rows whose scores a thread of the Hopper backward holds at once; 0 for all of the tile.
+    key_stages: key tiles that a block of the Hopper backward holds.
+    whole_heads: such a block takes all key tiles of a head; for problems of short heads only (hopper.suits_heads)."""
 
     tile_m: int
     tile_n: int
@@ -31,6 +33,8 @@ class Tile:
     not_on: tuple[str, ...] = ()
     column_block: int = 0
     query_block: int = 0
+    key_stages: int = 1
+    whole_heads: bool = False
 
 
 _Table = Mapping[int, tuple[Tile, ...]]  # by the widest padded head dim that the rows serve
@@ -141,9 +145,20 @@ _HOPPER_FORWARD_HELD: _Table = {
 _HOPPER_FORWARD_LOCAL: _Table = {**_HOPPER_FORWARD, 64: _HOPPER_FORWARD[64][1:]}  # nor with two edges of a mask
 _HELD = {"alibi", "bias", "dropout"}
 _HOPPER_BACKWARD: _Table = {
-    64: (Tile(128, 128, 16, 3, 2),),
-    128: (Tile(64, 128, 16, 3, 2),),
+    64: (Tile(128, 128, 16, 3, 2, key_stages=2, whole_heads=True), Tile(128, 128, 16, 3, 2, key_stages=2)),
+    96: (Tile(64, 128, 16, 3, 2, key_stages=2, whole_heads=True), Tile(64, 128, 16, 3, 2)),
+    128: (
+        Tile(64, 128, 16, 3, 2, key_stages=2, whole_heads=True),
+        Tile(64, 128, 16, 3, 2, whole_heads=True),
+        Tile(64, 128, 16, 3, 2, key_stages=2),
+        Tile(64, 128, 16, 3, 2),
+    ),
     256: (Tile(64, 64, 16, 2, 2),),
+}
+# Long rows of narrow heads under a mask are slower with two key tiles.
+_HOPPER_BACKWARD_MASKED: _Table = {
+    **_HOPPER_BACKWARD,
+    64: (_HOPPER_BACKWARD[64][0], Tile(128, 128, 16, 3, 2)),
 }
 _HOPPER_BACKWARD_BLOCKS: _Table = {192: (Tile(64, 128, 16, 5, 4, query_block=32),)}  # dK and dV leave few registers
 HOPPER: dict[str, _Table] = {
@@ -151,6 +166,7 @@ HOPPER: dict[str, _Table] = {
     "forward held": _HOPPER_FORWARD_HELD,
     "forward local": _HOPPER_FORWARD_LOCAL,
     "backward": _HOPPER_BACKWARD,
+    "backward masked": _HOPPER_BACKWARD_MASKED,
     "backward blocks": _HOPPER_BACKWARD_BLOCKS,
 }
 # Of the decode kernels, by the wider of both head dims; rows of queries and heads, and stages of each warp's ring.
@@ -206,8 +222,8 @@ def hopper_tiles(problem: Problem) -> tuple[Tile, ...]:
 def hopper_place(problem: Problem) -> tuple[str, int]:
     """Where this problem's rows stand in HOPPER: the name of the table and the widest head dim they serve."""
     if problem.direction == "backward":
-        name, served = "backward", _held(problem)
-        name += " blocks" if kept_in_blocks(problem.shape) else ""
+        name, served = "backward" if problem.mask.form == "full" else "backward masked", _held(problem)
+        name = "backward blocks" if kept_in_blocks(problem.shape) else name
     elif _HELD & set(problem.features):
         name, served = "forward held", problem.shape.head_dim_value
     else:

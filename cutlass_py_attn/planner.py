@@ -62,7 +62,7 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None) -> list[Plan]
     """
     problem.check()
     count = num_sms or architecture(arch).num_sms
-    found = *_decode(problem, arch), *_hopper(problem, arch), *_generic(problem, arch)
+    found = *_decode(problem, arch), *_hopper(problem, arch, count), *_generic(problem, arch)
     return [_plan(problem, build, count) for build in found]
 
 
@@ -73,7 +73,7 @@ def plans_on(problem: Problem, compute_capability: tuple[int, int], num_sms: int
     count = num_sms or architecture(portable).num_sms
     found = plans(problem, portable, num_sms)
     decodes = sum(plan.build.family == "decode" for plan in found)  # they come first
-    ours = [_plan(problem, build, count) for arch in own for build in _hopper(problem, arch)]
+    ours = [_plan(problem, build, count) for arch in own for build in _hopper(problem, arch, count)]
     return [*found[:decodes], *ours, *found[decodes:]]
 
 
@@ -144,7 +144,7 @@ def _backward(problem: Problem, build: Build, num_sms: int) -> Plan:
         "bias": _bias_grid(problem, build),
         "sinks": (shape.num_heads, 1, 1),
     }
-    workspace = backward_workspace(problem, build)
+    workspace = backward_workspace(problem, build, num_sms)
     numbers = *sizes(problem, build), ("num_splits_key", splits)
     if build.family == "hopper":
         grids["main"] = hopper.grid(shape, build, num_sms)
@@ -180,13 +180,21 @@ def total_tiles(problem: Problem, build: Build) -> int:
     return shape.batch * ceil_div(shape.num_queries, build.tile_m)
 
 
-def backward_workspace(problem: Problem, build: Build) -> Workspace:
+def backward_workspace(problem: Problem, build: Build, num_sms: int) -> Workspace:
     """float32 query gradient of whole tiles, turn counters when deterministic and what counts the blocks or key tiles
-    that have started (zeroed), then row statistics."""
+    that have started (zeroed), then row statistics. Where blocks take whole heads, nothing is zeroed: each has the
+    query gradient of one head."""
     if problem.is_empty:
         return Workspace()
     heads, batch = problem.shape.num_heads, problem.shape.batch
     tiles_of_all = heads * total_tiles(problem, build)
+    rows = tiles_of_all * build.tile_m * F32_BYTES
+    statistics = [("delta", rows), ("logsumexp_log2", rows)]
+    if build.whole_heads:
+        parts, total = _laid_out(
+            [("grad_query_accum", hopper.head_sums_bytes(problem.shape, build, num_sms)), *statistics]
+        )
+        return Workspace(total, 0, parts)
     bytes_of = []
     if "query" in build.gradients:
         sums = tiles_of_all * sums_of_tile(build)
@@ -199,9 +207,7 @@ def backward_workspace(problem: Problem, build: Build) -> Workspace:
         started = problem.shape.num_heads_key * batch * blocks_of_tile(build)
         bytes_of.append(("started", started * INT32_BYTES))
     zeroed = len(bytes_of)
-    rows = tiles_of_all * build.tile_m * F32_BYTES
-    bytes_of += [("delta", rows), ("logsumexp_log2", rows)]
-    parts, total = _laid_out(bytes_of)
+    parts, total = _laid_out([*bytes_of, *statistics])
     zero_bytes = parts[zeroed - 1].offset + parts[zeroed - 1].bytes if zeroed else 0
     return Workspace(total, zero_bytes, parts)
 
@@ -283,11 +289,12 @@ def _decode(problem: Problem, arch: str) -> list[Build]:
     return [] if decode.lacking(problem) else _fitting(_builds_of(problem, arch, "decode", decode_tiles(problem)))
 
 
-def _hopper(problem: Problem, arch: str) -> list[Build]:
+def _hopper(problem: Problem, arch: str, num_sms: int) -> list[Build]:
     """The builds of the Hopper family for this problem, none where it is not made for it."""
     if not architecture(arch).has_wgmma or hopper.lacking(problem):
         return []
-    return _fitting(_builds_of(problem, arch, "hopper", hopper_tiles(problem)))
+    rows = (row for row in hopper_tiles(problem) if not row.whole_heads or hopper.suits_heads(problem, row, num_sms))
+    return _fitting(_builds_of(problem, arch, "hopper", rows))
 
 
 def _builds_of(problem: Problem, arch: str, family: str, rows: Iterable[Tile]) -> list[Build]:
@@ -334,6 +341,8 @@ def _build(problem: Problem, arch: str, tile: Tile, family: str = "generic") -> 
         bias_gradient=bias_gradient(problem),
         column_block=_even_column_block(tile, shape, forward),
         query_block=tile.query_block,
+        key_stages=tile.key_stages,
+        whole_heads=tile.whole_heads,
     )
     return _with_shared_memory(_with_warps(plain, tile))
 

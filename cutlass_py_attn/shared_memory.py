@@ -24,7 +24,7 @@ COPIED_BYTES = 128  # of a tile's row, by neighbouring threads
 TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
 BARRIER_BYTES = 8
 RECORD_WORDS = 12  # int32, of an item that a block of the Hopper backward has taken
-RECORDS = 2
+RECORDS = 2  # for each slot of the key
 KEPT_KEYS, KEPT_QUERIES = 16, 64  # of a piece of dropout's bits, which some warps draw for others
 # Of a thread of the Hopper forward that loads and of those that multiply, by tile_m: 64 rows a warpgroup.
 FORWARD_REGISTERS = {128: (24, 240), 192: (32, 160)}
@@ -100,16 +100,16 @@ def _hopper_forward_with(build: Build, queries: int) -> tuple[Buffer, ...]:
 
 
 def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
-    """key, value (reused for dK and dV where they are stored through it), rings of query, grad_output, dS and of their
-    row statistics, the full and the empty barrier of every slot, and the records of items."""
+    """Rings of key, query, grad_output, dS and of their row statistics, value, the full and the empty barrier of every
+    slot, and the records of items; where blocks take whole heads also the barrier of a sum that is asked for."""
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     queries, grads, rows = build.query_stages, build.grad_output_stages, build.block_queries
     ds = grads * rows // tile_m
     kept = queries if build.has("dropout") else 0
-    slots = queries + grads + ds + 2 + kept
+    slots = queries + grads + ds + build.key_stages + 1 + kept
     return stack(
-        ("key", tile_bytes(dtype, tile_n, build.columns), 0, 7),
-        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 8 if stores_through_value(build) else 3),
+        ("key", build.key_stages * tile_bytes(dtype, tile_n, build.columns), 0, 7),
+        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
         ("query", queries * tile_bytes(dtype, rows, build.columns), 0, 6),
         ("grad_output", grads * tile_bytes(dtype, rows, build.columns_value), 0, 5),
         ("ds", ds * tile_bytes(dtype, tile_m, tile_n), 4, 7),
@@ -117,8 +117,8 @@ def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
         ("logsumexp", queries * rows * F32_BYTES, 0, 2),
         ("delta", grads * rows * F32_BYTES, 0, 4),
         ("kept", kept * tile_m * tile_n // 16, 0, 2),
-        ("barriers", 2 * BARRIER_BYTES * slots, 0, 8),
-        ("items", RECORDS * RECORD_WORDS * F32_BYTES, 0, 8),
+        ("barriers", BARRIER_BYTES * (2 * slots + build.whole_heads), 0, 8),
+        ("items", build.key_stages * RECORDS * RECORD_WORDS * F32_BYTES, 0, 8),
     )
 
 
@@ -171,19 +171,16 @@ def registers(build: Build) -> tuple[int, ...]:
     if build.block_queries < build.tile_m:
         return 24, 56, 216
     held = (build.columns + build.columns_value) // 2 + build.tile_m
-    return (24, 104, 192) if held <= 176 else (32, 64, 208)
-
-
-def stores_through_value(build: Build) -> bool:
-    """Whether the Hopper backward stores dK and dV through the place of V: rows of 256 bytes are faster whole."""
-    return build.columns == build.columns_value == 128
+    if held <= 176:
+        return 24, 104, 192
+    return (24, 72, 208) if build.whole_heads and not build.has("dropout") else (32, 64, 208)
 
 
 def grad_query_piece(build: Build) -> tuple[int, int]:
     """Rows and columns of dQ that the Hopper backward's warpgroup of dQ has registers for at once: all columns, or such
     as divide a strip of the key tile."""
     of_dq = registers(build)[1]
-    if of_dq > 64:
+    if of_dq >= build.columns // 2 + 40:
         return 64, build.columns
     return 64, 32 if build.columns % 64 or of_dq < 64 else 64
 

@@ -16,20 +16,26 @@ from cutlass_py_attn import driver, planner
 from tests.gpu import cases, check, decodes, memory, rooms
 
 NUM_QUERIES = 130
-KEYS = (65, 128, 200)
+KEYS = {"forward": (65, 128, 200), "backward": (129, 200, 256)}  # of one key tile a Hopper block takes the whole head
 ROOM_TILES = 2
 # Of the Hopper backward in clusters, which no shown kernel is of.
 WIDE = (cases.Variant("bfloat16", 256, 256, "causal"), cases.Variant("bfloat16", 192, 128, "full"))
 
+# Of which a block takes whole heads, of several key tiles, where there are so many.
+WHOLE_HEADS = tuple(variant for variant in cases.SHOWN if variant.dtype == "bfloat16")
+HEADS = 5, 14, NUM_QUERIES, 200
+
 
 def chosen() -> list[cases.Case]:
-    """Forward and backward of every shown, every deterministic and some wide kernels, at lengths around the tiles."""
+    """Forward and backward of every shown, every deterministic and some wide kernels, at lengths around the tiles, and
+    some of many heads."""
     found = []
     for number, variant in enumerate((*cases.SHOWN, *cases.DETERMINISTIC, *WIDE)):
-        keys = KEYS[number % len(KEYS)]
-        for direction in ("forward", "backward"):
+        for direction, lengths in KEYS.items():
+            keys = lengths[number % len(lengths)]
             if direction == "backward" or not variant.deterministic:
                 found.append(cases.Case(direction, variant, 1, 2, NUM_QUERIES, keys, "gaussian", number))
+    found += [cases.Case("backward", variant, *HEADS, "gaussian", number) for number, variant in enumerate(WHOLE_HEADS)]
     return found
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from cutlass_py_attn import driver, judge
+from cutlass_py_attn import driver, judge, planner
 from cutlass_py_attn.artifact import Artifact, Folder
-from cutlass_py_attn.errors import AttentionError
+from cutlass_py_attn.errors import AttentionError, Stale
 from cutlass_py_attn.plan import Build, build_from
 from tests.gpu import cases, check, decodes, drawn_check, memory, rooms
 from tools import record
@@ -23,6 +23,7 @@ from tools import record
 ROOT = Path(__file__).resolve().parent.parent
 REPEATS = 20
 REPEAT_SIZES = (2, 3, 515, 640)
+HEADS_SIZES = (8, 16, 200, 300)  # blocks that take whole heads need many
 HASH_SEEDS = (1, 2)
 ROOM_TILES = (1, 2, 40)
 
@@ -38,16 +39,18 @@ def verify(artifact: Artifact, kernels: check.Kernels) -> Results:
 
 def _fused(build: Build, kernels: check.Kernels) -> Results:
     variant = cases.Variant(build.dtype, build.head_dim, build.head_dim_value, build.mask, build.deterministic)
-    kernels = check.of_family(kernels, build.family, build.kind)
+    kernels = _without_other_heads(check.of_family(kernels, build.family, build.kind), build)
     suite = cases.FORWARD if build.kind == "forward" else cases.BACKWARD
     chosen = [case for case in suite if case.variant == variant and build.family in check.families(case)]
+    if build.whole_heads:
+        chosen = [case for case in chosen if build in planner.builds(case.problem(), build.arch)]
     assert chosen, f"{build.symbol}: the suite has no case of it"
     verdicts: list[judge.Verdict] = []
     for case in chosen:
         found = check.run(case, kernels)
         check.expect(case, found)
         verdicts += found
-    repeated = cases.Case(build.kind, variant, *REPEAT_SIZES, "gaussian", 1)
+    repeated = cases.Case(build.kind, variant, *(HEADS_SIZES if build.whole_heads else REPEAT_SIZES), "gaussian", 1)
     return {
         "cases": len(chosen),
         "worst": _rounded(judge.worst(verdicts)),
@@ -72,9 +75,21 @@ def _decode(build: Build, kernels: check.Kernels) -> Results:
     return {"cases": len(chosen), "worst": _rounded(worst), "repeats": REPEATS, "outputs_sha256": hashes}
 
 
+def _without_other_heads(kernels: check.Kernels, build: Build) -> check.Kernels:
+    """The kernels without those that stand before or behind `build` for taking whole heads, or for not doing so."""
+
+    def given(wanted: Build) -> Artifact:
+        if (wanted.kind, wanted.family) == (build.kind, build.family) and wanted.whole_heads != build.whole_heads:
+            raise Stale(f"{wanted.symbol}: not the kernel that is verified")
+        return kernels(wanted)
+
+    return given
+
+
 def _free(build: Build) -> set[str]:
     """Outputs that may differ from run to run: sums whose order the scheduler chooses."""
-    return {"grad_query"} if build.kind == "backward" and not build.deterministic else set()
+    is_ordered = build.kind == "forward" or build.deterministic or build.whole_heads
+    return set() if is_ordered else {"grad_query"}
 
 
 def _placed(case: cases.Case, kernels: check.Kernels) -> memory.Placed:

@@ -20,9 +20,9 @@ ARCHS = tuple(ARCHITECTURES)
 MASKS = masks.PLAIN
 KINDS = ("rooms", "forward", "backward")
 
-# Sizes that decide no machine code, but a Problem has them.
-_BATCH = _HEADS = 1
-_LENGTH = 128
+# Lengths of one head. They decide no machine code but for the Hopper backward, whose blocks take whole heads where they
+# have one key tile.
+LENGTHS = 1024, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,15 @@ class Selection:
     deterministic: bool = False
 
     def plans(self, arch: str) -> Iterator[Plan]:
-        """Rooms first, then forward and backward; a room has no mask and whole tiles."""
+        """Rooms first, then forward and backward, of short heads too where those have a kernel of their own; a room has
+        no mask and whole tiles."""
         if "rooms" in self.kinds:
             for dtype, head_dim in product(self.dtypes, self.head_dims):
                 yield from rooms(dtype, round_up(head_dim, COLUMN_MULTIPLE), arch)
         directions = [kind for kind in self.kinds if kind != "rooms"]
         for direction, dtype, head_dim, mask in product(directions, self.dtypes, self.head_dims, self.masks):
-            yield fused(direction, dtype, (head_dim, head_dim), mask, arch, self.deterministic)
+            made = (fused((direction, dtype, head_dim, mask, length), arch, self.deterministic) for length in LENGTHS)
+            yield from {plan.symbol: plan for plan in made}.values()
 
 
 def rooms(dtype: str, head_dim: int, arch: str) -> Iterator[Plan]:
@@ -52,8 +54,9 @@ def rooms(dtype: str, head_dim: int, arch: str) -> Iterator[Plan]:
             yield from (plan_room(name, family, dtype, head_dim, arch) for name in ROOMS)
 
 
-def fused(direction: str, dtype: str, head_dims: tuple[int, int], mask: str, arch: str, deterministic: bool) -> Plan:
-    """The planner's choice of a fused kernel; head_dims are those of query and value."""
-    shape = Shape(_BATCH, _LENGTH, _LENGTH, _HEADS, *head_dims)
+def fused(which: tuple[str, str, int, str, int], arch: str, deterministic: bool) -> Plan:
+    """The planner's choice of a fused kernel; which: direction, dtype, head dim, mask and length."""
+    direction, dtype, head_dim, mask, length = which
+    shape = Shape(1, length, length, 1, head_dim, head_dim)
     problem = Problem.dense(direction, shape, dtype, masks.from_name(mask))
     return plan(problem.replace(deterministic=deterministic), arch)

@@ -30,7 +30,7 @@ _FUSED = re.compile(
     rf"(?P<kind>fwd|bwd)_{_FAMILY_DTYPE}_{_DIMS}_(?P<mask>{'|'.join(MASKS)})(?P<features>(?:_(?:{'|'.join(FEATURES)}))*)"
     r"(?:_m(?P<rows>16|32|64))?"
     r"(?:_to_(?P<gradients>[qkvbs]+))?(?:_a(?P<access>\d+))?(?:_ba(?P<bias>\d+))?(?:_ga(?P<grad_bias>\d+))?"
-    r"(?:_sum_(?P<summed>none|[bhqk]+))?(?P<det>_det)?"
+    r"(?:_sum_(?P<summed>none|[bhqk]+))?(?P<heads>_heads)?(?P<det>_det)?"
 )
 _ROOM = re.compile(rf"(?P<room>{'|'.join(ROOMS)})_{_FAMILY_DTYPE}_{_DIMS}")
 # The main entry is number 0 where there is one; the entries of the gradients of bias and sinks come behind others.
@@ -63,7 +63,7 @@ def _fused_of(stem: str, arch: str) -> Plan | None:
     if found is None:
         return None
     if found["kind"] == "fwd":
-        return _of_family(_problem(found, "forward"), arch, found["family"])
+        return _of_family(_problem(found, "forward"), arch, found)
     wanted = [GRADIENTS[letter] for letter in found["gradients"] or "qkv"]
     problem = _problem(found, "backward")
     lacking = [name for name in ("bias", "sinks") if name in wanted and getattr(problem, name) is None]
@@ -76,13 +76,13 @@ def _fused_of(stem: str, arch: str) -> Plan | None:
         axes = zip("bhqk", problem.shape.bias, strict=True)
         summed = tuple(1 if letter in (found["summed"] or "").replace("none", "") else size for letter, size in axes)
         changes["grad_bias"] = _aligned(summed, problem.dtype, found["grad_bias"])
-    return _of_family(problem.replace(**changes, deterministic=found["det"] is not None), arch, found["family"])
+    return _of_family(problem.replace(**changes, deterministic=found["det"] is not None), arch, found)
 
 
-def _of_family(problem: Problem, arch: str, family: str) -> Plan:
-    """The best plan of that family, else the best of all."""
-    found = plans(problem, arch)
-    return next((plan for plan in found if plan.build.family == family), found[0])
+def _of_family(problem: Problem, arch: str, found: re.Match[str]) -> Plan:
+    """The best plan of the symbol's family that takes whole heads or not, as the symbol says, else the best of all."""
+    wanted, made = (found["family"], found["heads"] is not None), plans(problem, arch)
+    return next((plan for plan in made if (plan.build.family, plan.build.whole_heads) == wanted), made[0])
 
 
 def _problem(found: re.Match[str], direction: str) -> Problem:

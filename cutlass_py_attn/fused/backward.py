@@ -58,7 +58,7 @@ class Backward:
             self.launch_main(values, grid)
         params.name_entry(self.build, self.delta_kernel, "_delta")
         self.delta_kernel(params.filled(Params, abi.BACKWARD, values)).launch(grid=grid, block=(ROW_THREADS, 1, 1))
-        if cutlass.const_expr(self.wants_query):
+        if cutlass.const_expr("finish" in entries(self.build)):
             params.name_entry(self.build, self.finish_kernel, "_finish")
             finish = self.finish_kernel(params.filled(Params, abi.BACKWARD, values))
             finish.launch(grid=grid, block=(self.grad_query.threads, 1, 1))

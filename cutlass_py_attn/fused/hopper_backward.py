@@ -4,20 +4,20 @@ A block stays on its SM and takes one key tile after the other. It has four warp
 loads; the second multiplies dQ = dS K and adds it to its sum in global memory; the last two own half of the key tile's
 rows each, with their dK and dV in registers. Scores are transposed: a thread's rows are keys, and P is an operand where
 it stands. Where dK and dV leave too few registers for a query tile's scores, query and grad_output come in blocks of
-its rows, and a round of all but dQ is one block; elsewhere a block is the tile.
+its rows, and a round of all but dQ is one block; elsewhere a block is the tile. Where heads are short, a block takes
+all key tiles of a head: fused/head_grad_query.py.
 
     steps        1 S^T = K Q^T   2 P   3 dP^T = V dO^T   4 dS   5 dV += P^T dO   6 dK += dS^T Q   7 dQ = dS K
-    started      behind 2: 3, then 5;  behind 4: 1 of the next round, then 6
+    started      behind 2: 3, then 5;  behind 4: 1 of the next round, then 6; with two key tiles also of the next item
     in flight    under 2: 6 of the round before;  under 4: 5;  7 beside all of them
 
     pipe         full: arrivals                   empty: arrivals                          slots
     query        TMA, with the logsumexp          8 warps, behind 6                        query_stages, of blocks
     grad_output  TMA, with delta                  256 threads, behind 5                    grad_output_stages, of blocks
     dS           8 warps, behind 4 of each block  4 warps, behind 7                        as many, in whole tiles
-    key          TMA                              8 warps, behind the last 6 and before 8  1
+    key          TMA                              8 warps, behind the last 6 and before 8  key_stages
                                                   4 warps, behind the last 7
-    value        TMA                              8 warps, behind the last 3, or behind 8  1
-                                                  where that goes through its place
+    value        TMA                              8 warps, behind the last 3               1
 
 With dropout three warps of the first warpgroup draw bits, and release the key once they know its tile:
 parts/kept_bits.py.
@@ -36,25 +36,27 @@ from cutlass.cute.nvgpu import warp as warp_ops
 
 from cutlass_py_attn import abi
 from cutlass_py_attn.fused.backward import Backward, Params
+from cutlass_py_attn.fused.head_grad_query import HeadGradQuery
 from cutlass_py_attn.fused.hopper_grad_query import HopperGradQuery
 from cutlass_py_attn.gemm import doivj, grad_k, grad_v, matmul_qk
 from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
-from cutlass_py_attn.hopper import CONSUMERS, DQ_WARPGROUPS, KEYS_OF_WARPGROUP, LOADERS, cluster, loaded_tiles
-from cutlass_py_attn.parts import dropout, moves, params, pipes, schedule, tma
+from cutlass_py_attn.hopper import CONSUMERS, DQ_WARPGROUPS, LOADERS, cluster, loaded_tiles
+from cutlass_py_attn.parts import dropout, moves, params, pipes, tma
+from cutlass_py_attn.parts.backward_tiles import BackwardTiles
 from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item
 from cutlass_py_attn.parts.kept_bits import KeptBits
-from cutlass_py_attn.parts.key_items import KeyItems
+from cutlass_py_attn.parts.key_items import HeadItems, KeyItems
 from cutlass_py_attn.parts.pipes import arrive, before
 from cutlass_py_attn.parts.quads import store_rows
 from cutlass_py_attn.parts.turned import turned
 from cutlass_py_attn.parts.turned_scores import TurnedScores
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
-from cutlass_py_attn.shared_memory import registers, stores_through_value
+from cutlass_py_attn.shared_memory import RECORDS, registers
 
 CONSUMER_THREADS = CONSUMERS * WARPGROUP_THREADS
 CONSUMERS_MEET, OWN_BARRIER = 1, 2  # numbers of the barriers of both consumers and of each
@@ -66,12 +68,15 @@ class HopperBackward(Backward):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self.grad_query, self.items = HopperGradQuery(build), KeyItems(build)
+        self.grad_query = HeadGradQuery(build) if build.whole_heads else HopperGradQuery(build)
+        self.items = HeadItems(build) if build.whole_heads else KeyItems(build)
         self.before = (LOADERS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # threads before those that hold scores
         self.side = TurnedScores(build)
         self.blocks = build.tile_m // build.block_queries  # of a query tile; the rings but that of dS are of blocks
-        self.ds_slots = build.grad_output_stages // self.blocks
-        self.registers, self.through_value = registers(build), stores_through_value(build)
+        self.tiles = BackwardTiles(build)
+        self.ds_slots = self.tiles.ds_slots
+        self.is_ahead = build.key_stages > 1  # the next key tile's first scores come before this one's end
+        self.registers = registers(build)
         self.kept = KeptBits(build, self, CONSUMER_THREADS) if build.has("dropout") else None
         # Where a thread has registers for them, the logsumexp is read while S is multiplied.
         self.reads_ahead = build.block_queries <= 64 and not {"dropout", "softcap"} & {*build.features}
@@ -127,17 +132,29 @@ class HopperBackward(Backward):
         users = {
             "query": (build.query_stages, keepers, statistics),
             "grad_output": (build.grad_output_stages, CONSUMER_THREADS, statistics),
-            "key": (1, keepers + WARPGROUP_WARPS + drawing, 0),
+            "key": (build.key_stages, keepers + WARPGROUP_WARPS + drawing, 0),
             "value": (1, keepers, 0),
         }
         (self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v), barriers = pipes.loaded(build, users)
         self.pipe_ds = pipes.handed_over(self.ds_slots, self.blocks * keepers, WARPGROUP_WARPS, barriers)
         if self.kept is not None:
             self.kept.make_pipe(barriers + 2 * self.ds_slots)
+        if build.whole_heads:
+            self.grad_query.make_barrier()
 
     def states(self, user: Any) -> tuple[Any, Any, Any]:
-        """Where one user begins: of query, of grad_output, of key and value."""
-        return pipes.states(user, self.build.query_stages, self.build.grad_output_stages, 1)
+        """Where one user begins: of query, of grad_output, of key."""
+        build = self.build
+        return pipes.states(user, build.query_stages, build.grad_output_stages, build.key_stages)
+
+    def value_state(self, user: Any, at_k: Any) -> Any:
+        """Where one user of the value begins: at the key's place where that has one slot too."""
+        return pipes.states(user, 1)[0] if self.is_ahead else at_k
+
+    def record(self, at_k: Any, phase: int = 0) -> Int32:
+        """The place of the record of the item whose key tile is at `at_k`; of who writes it, a phase ahead."""
+        first = at_k.phase if phase == 0 else at_k.phase ^ phase
+        return first + RECORDS * at_k.index if self.is_ahead else first
 
     def first_place(self, p: Any, item: Item, blocks: int = 1) -> tuple[Int32, Int32]:
         """(query head, query tile) of the first round of a key tile; with `blocks` in a tile, the query block."""
@@ -161,14 +178,15 @@ class HopperBackward(Backward):
         """One warp: take key tiles; ask for them and their values, and for the query and grad_output tiles that see
         them."""
         build = self.build
-        at_q, at_do, at_kv = self.states(pipeline.PipelineUserType.Producer)
+        at_q, at_do, at_k = self.states(pipeline.PipelineUserType.Producer)
+        at_v = self.value_state(pipeline.PipelineUserType.Producer, at_k)
         total, number, cursor = self.items.total(p), self.items.first_number(p), self.items.start()
         while number < total:
             item, cursor = self.items.item(p, number, cursor)
             of = item.of
-            self.items.tell(at_kv.phase ^ 1, item)
+            self.items.tell(self.record(at_k, 1), item)
             key_place = tma.place(build, item.tile * build.tile_n, item.head, of, "key")
-            pipes.fetch(build, self.pipe_k, at_kv, "key", maps[2], key_place)
+            pipes.fetch(build, self.pipe_k, at_k, "key", maps[2], key_place)
             head, query_block = self.first_place(p, item, self.blocks)
             for turn in cutlass.range(self.blocks * self.rounds(p, item.first, item.end), unroll=1):
                 place = tma.place(build, query_block * build.block_queries, head, of, "query")
@@ -177,62 +195,54 @@ class HopperBackward(Backward):
                 self.fetch_statistics(self.pipe_q, "logsumexp", p.logsumexp_log2, row, at_q)
                 at_q.advance()
                 if turn == 0:  # the first query block is needed before it
-                    pipes.fetch(build, self.pipe_v, at_kv, "value", maps[3], key_place)
+                    pipes.fetch(build, self.pipe_v, at_v, "value", maps[3], key_place)
                 pipes.fetch(build, self.pipe_do, at_do, "grad_output", maps[1], place)
                 self.fetch_statistics(self.pipe_do, "delta", p.delta, row, at_do)
                 at_do.advance()
                 head, query_block = self.next_place(item, head, query_block, self.blocks)
-            at_kv.advance()
-            number = self.items.next_number(p)
-        self.items.tell(at_kv.phase ^ 1, None)
-        pipes.fill(self.pipe_k, at_kv)
+            at_k.advance()
+            if cutlass.const_expr(self.is_ahead):
+                at_v.advance()
+            number = self.items.next_number(p, number)
+        self.items.tell(self.record(at_k, 1), None)
+        pipes.fill(self.pipe_k, at_k)
         self.pipe_q.producer_tail(at_q)
         self.pipe_do.producer_tail(at_do)
 
-    def next_tile(self, at_kv: Any) -> Int32:
+    def next_tile(self, at_k: Any) -> Int32:
         """Wait for the next item: its key tile, below 0 where none is left."""
-        self.pipe_k.consumer_wait(at_kv)
-        return self.items.tile(at_kv.phase)
+        self.pipe_k.consumer_wait(at_k)
+        return self.items.tile(self.record(at_k))
 
     def fetch_statistics(self, pipe: Any, name: str, address: Int64, row: Int64, state: Any) -> None:
         """Ask for the row statistics that come with a tile."""
         rows = self.build.block_queries
         source = params.pointer(address, Float32) + cute.assume(row, divby=16)
-        target = self.vector(name).iterator + state.index * rows
+        target = self.tiles.vector(name).iterator + state.index * rows
         tma.fetch_rows(source, target, rows, pipe.producer_get_barrier(state))
 
     @cute.jit
     def multiply_query_gradient(self, p: Any, thread: Int32):
         """A warpgroup: 7  dQ = dS K of every query tile, added to its sum."""
-        build = self.build
-        _, _, at_kv = self.states(pipeline.PipelineUserType.Consumer)
+        _, _, at_k = self.states(pipeline.PipelineUserType.Consumer)
         (at,) = pipes.states(pipeline.PipelineUserType.Consumer, self.ds_slots)
-        s_ds, last = self.ring("ds"), Int32(-1)
-        tile = self.next_tile(at_kv)
+        s_ds, state = self.tiles.ring("ds"), self.grad_query.begin()
+        tile = self.next_tile(at_k)
         while tile >= 0:
-            item = self.items.read(p, at_kv.phase)
+            item = self.items.read(p, self.record(at_k))
             head, query_tile = self.first_place(p, item)
             for _ in cutlass.range(self.rounds(p, item.first, item.end), unroll=1):
-                number = self.grad_query.number(p, head, item.of.first_tile + query_tile)
-                place = schedule.turn(item.band, query_tile, tile, build.tile_m, build.tile_n)
+                share = self.grad_query.share(p, (item, head, query_tile), thread, state)
                 self.pipe_ds.consumer_wait(at)
-                arrived = functools.partial(self.grad_query.take_turns, p, last, (Int32(number), place), thread)
                 release = functools.partial(arrive, self.pipe_ds.sync_object_empty, at.index)
-                target = self.grad_query.tile(p, number)
-                self.grad_query.add_tile(self.dtype, target, s_ds[None, None, at.index], thread, (arrived, release))
-                if cutlass.const_expr(build.deterministic):
-                    # A query tile that sees nothing of the key tile has no turn for it, and is given zeros.
-                    last = cutlass.select_(place >= 0, Int32(number), Int32(-1))
+                parts = s_ds[None, None, at.index], self.tiles.key(at_k)
+                state = self.grad_query.add_tile(p, share, parts, thread, release, state)
                 at.advance()
                 head, query_tile = self.next_place(item, head, query_tile)
-            self.pipe_k.consumer_release(at_kv)
-            at_kv.advance()
-            if cutlass.const_expr(build.deterministic):
-                # Not with the next item: its turn may come behind those who wait for this.
-                self.grad_query.wait_for_arrival()
-                self.grad_query.pass_turn(p, last, thread)
-                last = Int32(-1)
-            tile = self.next_tile(at_kv)
+            self.pipe_k.consumer_release(at_k)
+            at_k.advance()
+            state = self.grad_query.end(p, state, thread)
+            tile = self.next_tile(at_k)
         self.grad_query.wait()
 
     @cute.jit
@@ -240,7 +250,8 @@ class HopperBackward(Backward):
         """The warpgroups of the keys: 64 rows of each key tile each."""
         build = self.build
         self.bind_products(thread)
-        at_q, at, at_kv = self.states(pipeline.PipelineUserType.Consumer)
+        at_q, at, at_k = self.states(pipeline.PipelineUserType.Consumer)
+        at_v = self.value_state(pipeline.PipelineUserType.Consumer, at_k)
         r_dk, r_dv = self.dk.accumulator(thread), self.dv.accumulator(thread)
         r_s = self.scores.accumulator(thread)
         r_lse, r_delta = self.statistics(), self.statistics()
@@ -248,21 +259,20 @@ class HopperBackward(Backward):
         r_kept, stream = None, None  # of dropout
         if cutlass.const_expr(self.kept is not None):
             r_kept, stream = self.kept.registers(), dropout.uniform_stream(p)
-        key_tile = self.next_tile(at_kv)
+        key_tile = self.next_tile(at_k)
+        if cutlass.const_expr(self.is_ahead):
+            self.wait_for_query(at_q, key_tile >= 0)
+            self.first_scores(at_k, at_q, thread, r_s, r_lse)
         while key_tile >= 0:
-            item = self.items.read(p, at_kv.phase)
+            item = self.items.read(p, self.record(at_k))
             turns = self.blocks * larger(self.rounds(p, item.first, item.end), 1)
             r_dk.fill(0.0)
             r_dv.fill(0.0)
-            # 1  S^T = K Q^T of the first query block
-            self.pipe_q.consumer_wait(at_q)
-            r_next = self.scores.accumulator(thread)
-            self.scores.issue(r_next, self.score_parts.stage(None, at_q.index))
-            if cutlass.const_expr(self.reads_ahead):
-                self.read_statistics("logsumexp", at_q.index, thread, r_lse)
-            self.scores.wait()
-            r_s.store(r_next.load())
-            self.pipe_v.consumer_wait(at_kv)
+            if cutlass.const_expr(not self.is_ahead):
+                self.pipe_q.consumer_wait(at_q)
+                self.first_scores(at_k, at_q, thread, r_s, r_lse)
+            following = Int32(-1)  # key tile of the next item, once it is known
+            self.pipe_v.consumer_wait(at_v)
             head, query_block = self.first_place(p, item, self.blocks)
             if cutlass.const_expr(self.kept is not None):
                 self.kept.find(p, stream, r_kept, (item.of, head, query_block, key_tile), at_q)
@@ -284,6 +294,8 @@ class HopperBackward(Backward):
                 if turn > 0:
                     arrive(self.pipe_q.sync_object_empty, before(at_q, build.query_stages))
                 self.dp.wait(1)
+                if cutlass.const_expr(self.is_ahead):
+                    self.release_value(turn + 1 == turns)
                 # 4  dS = P (dP - delta), also for the warpgroup of dQ
                 self.read_statistics("delta", at.index, thread, r_delta)
                 self.side.gradient(p, r_dp, r_factor, r_delta, r_kept)
@@ -292,14 +304,21 @@ class HopperBackward(Backward):
                 arrive(self.pipe_ds.sync_object_full, at.index // self.blocks)
                 at.advance()
                 at_q.advance()
-                # 1  S^T = K Q^T of the next query block, behind it 6  dK += dS^T Q. Behind the last one it is of the
-                # same once more, for nobody: a branch around it would let the compiler wait for all products.
+                # 1  S^T = K Q^T of the next query block or key tile, behind it 6  dK += dS^T Q. Where none follows, it
+                # is of the same once more, for nobody: a branch around it would let the compiler wait for all products.
                 last, last_ds = before(at_q, build.query_stages), before(at, build.grad_output_stages)
-                slot = cutlass.select_(turn + 1 < turns, at_q.index, last)
-                if turn + 1 < turns:
+                follows, key_slot = turn + 1 < turns, self.tiles.key_slot(at_k)
+                if cutlass.const_expr(self.is_ahead):
+                    at_next = pipes.behind(at_k, build.key_stages)
+                    if turn + 1 == turns:
+                        following = self.next_tile(at_next)
+                    key_slot = cutlass.select_(following >= 0, at_next.index, key_slot)
+                    follows = follows | (following >= 0)
+                slot = cutlass.select_(follows, at_q.index, last)
+                if follows:
                     self.pipe_q.consumer_wait(at_q)
                 r_next = self.scores.accumulator(thread)
-                self.scores.issue(r_next, self.score_parts.stage(None, slot))
+                self.scores.issue(r_next, self.score_parts.stage(key_slot, slot))
                 self.meet(group)
                 self.dk.issue(r_dk, self.dk_parts.stage(last_ds, last))
                 if cutlass.const_expr(self.reads_ahead):
@@ -312,30 +331,55 @@ class HopperBackward(Backward):
                     self.kept.find_next(p, stream, r_kept, tile, at_q, turn + 1 < turns)
                 self.scores.wait(1)
                 r_s.store(r_next.load())
-            if cutlass.const_expr(not self.through_value):
-                self.pipe_v.consumer_release(at_kv)
+            if cutlass.const_expr(not self.is_ahead):
+                self.pipe_v.consumer_release(at_v)
             self.dk.wait()
             arrive(self.pipe_q.sync_object_empty, before(at_q, build.query_stages))
             # 8  store dK and dV; the next key tile is on its way then
-            item = self.items.read(p, at_kv.phase)
+            item = self.items.read(p, self.record(at_k))
             cute.arch.barrier(barrier_id=CONSUMERS_MEET, number_of_threads=CONSUMER_THREADS)
-            self.pipe_k.consumer_release(at_kv)
+            self.pipe_k.consumer_release(at_k)
             r_dk.store(r_dk.load() * p.scale)
             if cutlass.const_expr(build.has("dropout")):
                 r_dv.store(r_dv.load() * p.keep_scale)
             here = params.fresh("tid.x") - self.before
             self.store(p, "grad_value", r_dv, item, here)
             self.store(p, "grad_key", r_dk, item, here)
-            if cutlass.const_expr(self.through_value):
-                self.pipe_v.consumer_release(at_kv)
-            at_kv.advance()
-            key_tile = self.next_tile(at_kv)
+            at_k.advance()
+            if cutlass.const_expr(self.is_ahead):
+                at_v.advance()
+            key_tile = following if cutlass.const_expr(self.is_ahead) else self.next_tile(at_k)
+
+    def first_scores(self, at_k: Any, at_q: Any, thread: Int32, r_s: cute.Tensor, r_lse: cute.Tensor) -> None:
+        """1  S^T = K Q^T of the first query block of a key tile, and its logsumexp; of anything where none is left."""
+        r_next = self.scores.accumulator(thread)
+        self.scores.issue(r_next, self.score_parts.stage(self.tiles.key_slot(at_k), at_q.index))
+        if self.reads_ahead:
+            self.read_statistics("logsumexp", at_q.index, thread, r_lse)
+        self.scores.wait()
+        r_s.store(r_next.load())
+
+    @cute.jit
+    def wait_for_query(self, at_q: Any, is_there: Any):
+        """Until a query block has come, where one will."""
+        if is_there:
+            self.pipe_q.consumer_wait(at_q)
+
+    @cute.jit
+    def release_value(self, is_last: Any):
+        """Release V behind its last product."""
+        if is_last:
+            arrive(self.pipe_v.sync_object_empty, 0)
 
     def release_grad_output(self, at: Any) -> None:
         """Release the slot before `at`. Every thread arrives: the row statistics that threads have read are thereby
         known to be read, by racecheck too."""
         slot = before(at, self.build.grad_output_stages)
         cute.arch.mbarrier_arrive(self.pipe_do.sync_object_empty.get_barrier(slot))
+
+    def ds_blocks(self) -> cute.Tensor:
+        """Where dS is handed over, by query blocks."""
+        return self.tiles.ds_blocks()
 
     def wait_for_slot(self, at: Any) -> None:
         """Until the slot of dS is free. dS goes around with grad_output, of which this warpgroup is a reader: who
@@ -349,7 +393,7 @@ class HopperBackward(Backward):
 
     def read_statistics(self, name: str, slot: Int32, thread: Int32, found: cute.Tensor) -> None:
         """Row statistics from shared memory, in pairs."""
-        ring, rows = self.vector(name), self.build.block_queries
+        ring, rows = self.tiles.vector(name), self.build.block_queries
         first = ring.iterator + (slot * rows + thread % (COLUMNS // QUAD_COLUMNS) * QUAD_COLUMNS)
         pairs = cute.make_layout((QUAD_COLUMNS, rows // COLUMNS), stride=(1, COLUMNS))
         cute.autovec_copy(cute.make_tensor(first.align(8), pairs), found)
@@ -364,28 +408,13 @@ class HopperBackward(Backward):
         cute.arch.sync_warp()
 
     def store(self, p: Any, name: str, values: cute.Tensor, item: Item, thread: Int32) -> None:
-        """Write 64 rows of dK or dV, from registers or through this warpgroup's half of V's place."""
+        """Write 64 rows of dK or dV, from registers."""
         build, of, start = self.build, item.of, item.tile * self.build.tile_n
         room, dim = (self.dk, build.head_dim) if name == "grad_key" else (self.dv, build.head_dim_value)
         converted = moves.converted(values, self.dtype)
-        if not self.through_value:
-            at = (of.batch, item.head, of.key_start + start)
-            target = moves.tile_of(build, p, name, at, of.stored_keys - start, dim)
-            store_rows(row_view(converted), row_view(room.coordinates(thread)), target)
-            return
-        rows, columns = KEYS_OF_WARPGROUP, room.spec.n
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        place = build.buffer("value").offset + group * (build.buffer("value").bytes // CONSUMERS)
-        tile = moves.shared_tile(base, place, self.dtype, rows, columns)
-        alone = Wgmma(replace(room.spec, m=rows, warps=(WARPGROUP_WARPS, 1)), build.dtype)
-        lane, start = thread % WARPGROUP_THREADS, start + group * rows
-        self.meet(group)
-        moves.registers_to_tile(lane, alone.mma, converted, tile, True)
-        self.meet(group)
-        target = moves.tile_of(build, p, name, (of.batch, item.head, of.key_start + start), of.stored_keys - start, dim)
-        moves.store_tile(lane, WARPGROUP_THREADS, tile, target)
-        cute.arch.fence_proxy("async.shared", space="cta")
+        at = (of.batch, item.head, of.key_start + start)
+        target = moves.tile_of(build, p, name, at, of.stored_keys - start, dim)
+        store_rows(row_view(converted), row_view(room.coordinates(thread)), target)
 
     def meet(self, group: Int32) -> None:
         """The threads of one consumer warpgroup wait for each other."""
@@ -395,10 +424,9 @@ class HopperBackward(Backward):
         """The rooms of steps 1, 3, 5 and 6 and what they read from shared memory."""
         build = self.build
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        s_q, s_do, s_ds = self.ring("query"), self.ring("grad_output"), self.ds_blocks()
-        s_k, s_v = (
-            tile_at(base, build.buffer(name).offset, self.dtype, loaded_tiles(build)[name]) for name in ("key", "value")
-        )
+        s_q, s_do, s_ds = self.tiles.ring("query"), self.tiles.ring("grad_output"), self.ds_blocks()
+        s_k = self.tiles.ring("key")
+        s_v = tile_at(base, build.buffer("value").offset, self.dtype, loaded_tiles(build)["value"])
         rows = build.block_queries
         self.scores, self.dp = (
             Wgmma(turned(replace(room.spec(build), m=rows)), build.dtype) for room in (matmul_qk, doivj)
@@ -409,30 +437,6 @@ class HopperBackward(Backward):
         self.dp_parts = self.dp.operands(s_v, s_do, thread)
         self.grads_across = self.dv.b_operand(transposed(s_do))
         self.dk_parts = grad_k.operands(self.dk, s_ds, s_q, thread)
-
-    def ring(self, name: str) -> cute.Tensor:
-        """A ring of tiles as wgmma reads them."""
-        build = self.build
-        shape = (build.tile_m, build.tile_n) if name == "ds" else loaded_tiles(build)[name]
-        slots = {"query": build.query_stages, "grad_output": build.grad_output_stages, "ds": self.ds_slots}[name]
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        return tile_at(base, build.buffer(name).offset, self.dtype, shape, slots)
-
-    def ds_blocks(self) -> cute.Tensor:
-        """The ring of dS by query blocks: (query, key, slot)."""
-        ring = self.ring("ds")
-        if self.blocks == 1:
-            return ring
-        cut = cute.logical_divide(ring, (self.build.block_queries, None, None))
-        ((query, block), key, slot), (steps, key_step, slot_step) = cut.layout.shape, cut.layout.stride
-        shape, stride = (query, key, (block, slot)), (steps[0], key_step, (steps[1], slot_step))
-        return cute.make_tensor(ring.iterator, cute.make_layout(shape, stride=stride))
-
-    def vector(self, name: str) -> cute.Tensor:
-        """A ring of row statistics."""
-        slots = self.build.query_stages if name == "logsumexp" else self.build.grad_output_stages
-        layout = cute.make_layout((self.build.block_queries, slots))
-        return cute.make_tensor(moves.shared_pointer(self.build, name, Float32), layout)
 
 
 def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:

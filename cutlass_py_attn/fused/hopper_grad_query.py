@@ -5,6 +5,7 @@ would wait in the queue in which the other warpgroups' shared-memory accesses st
 in query blocks, and shared memory itself is what they wait for, registers are faster.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,8 @@ from cutlass_py_attn.gemm import grad_q
 from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS, Gemm
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
-from cutlass_py_attn.gemm.wgmma import Wgmma, tile_at
-from cutlass_py_attn.parts import moves, params
+from cutlass_py_attn.gemm.wgmma import Wgmma
+from cutlass_py_attn.parts import moves, params, schedule
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.shared_memory import grad_query_bytes, grad_query_piece
 
@@ -44,14 +45,49 @@ class HopperGradQuery(GradQuery):
         build, (rows, columns) = self.build, self.piece
         return [(i, j) for i in range(build.tile_m // rows) for j in range(build.columns // columns)]
 
-    def add_tile(self, dtype, target: cute.Pointer, s_ds: cute.Tensor, thread: Int32, calls: tuple[Any, Any]) -> None:
-        """7  dQ = dS K of one query tile, a piece at a time, for which a thread has the registers. Of `calls` the first
-        is made once the tile before has arrived in its sum, where blocks take turns, the second once dS has been read.
-        """
-        build, (rows, columns) = self.build, self.piece
-        arrived, release = calls
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        s_k = tile_at(base, build.buffer("key").offset, dtype, (build.tile_n, build.columns))
+    def begin(self) -> Int32:
+        """What goes from tile to tile: the number of the tile before, below 0 where its turn need not be passed on."""
+        return Int32(-1)
+
+    def share(self, p: Any, at: tuple, thread: Int32, before: Int32) -> tuple[Any, Int32]:
+        """Where the share of (item, query head, query tile) in the query gradient goes: number of the sum and turn."""
+        item, head, query_tile = at
+        number = self.number(p, head, item.of.first_tile + query_tile)
+        return number, schedule.turn(item.band, query_tile, item.tile, self.build.tile_m, self.build.tile_n)
+
+    def add_tile(
+        self, p: Any, share: tuple, parts: tuple, thread: Int32, release: Callable[[], None], before: Int32
+    ) -> Int32:
+        """7  dQ = dS K of one query tile, added to its sum; what goes to the next tile. `parts`: dS and K. `release` is
+        called once dS has been read."""
+        build, (number, turn) = self.build, share
+        target = self.tile(p, number)
+        for piece, _, r_dq in self.multiplied(parts, thread, release):
+            takes_turn = build.deterministic and piece == 0
+            if takes_turn:
+                self.wait_for_arrival()
+                self.take_turns(p, before, (Int32(number), turn), thread)
+            self.add_to(target + piece * (cute.size(r_dq) * self.threads), r_dq, thread, takes_turn)
+        if not build.deterministic:
+            return before
+        # A query tile that sees nothing of the key tile has no turn for it, and is given zeros.
+        return cutlass.select_(turn >= 0, Int32(number), Int32(-1))
+
+    def end(self, p: Any, before: Int32, thread: Int32) -> Int32:
+        """Behind the last tile of a key tile. Its turn is not passed on with the next key tile, whose turn may come
+        behind those who wait for this."""
+        if not self.build.deterministic:
+            return before
+        self.wait_for_arrival()
+        self.pass_turn(p, before, thread)
+        return Int32(-1)
+
+    def multiplied(
+        self, parts: tuple[cute.Tensor, cute.Tensor], thread: Int32, release: Callable[[], None]
+    ) -> Iterator[tuple[int, Wgmma, cute.Tensor]]:
+        """dQ = dS K of one query tile, (number, product, accumulator) of a piece at a time, for which a thread has the
+        registers."""
+        build, (rows, columns), (s_ds, s_k) = self.build, self.piece, parts
         product = self.product_of(replace(grad_q.spec(build), m=rows, n=columns))
         pieces = self.pieces()
         for number, (i, j) in enumerate(pieces):
@@ -62,11 +98,7 @@ class HopperGradQuery(GradQuery):
             product.wait()
             if number == len(pieces) - 1:
                 release()
-            takes_turn = build.deterministic and number == 0
-            if takes_turn:
-                self.wait_for_arrival()
-                arrived()
-            self.add_to(target + number * rows * columns, r_dq, thread, takes_turn)
+            yield number, product, r_dq
 
     def add_to(self, target: cute.Pointer, values: cute.Tensor, thread: Int32, has_met: bool) -> None:
         """Add a piece to the sum. has_met: the tile before has arrived, which one warp alone may know."""

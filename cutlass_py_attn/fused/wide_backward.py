@@ -415,7 +415,7 @@ class WideBackward(HopperBackward):
         """The rooms of steps 1, 3, 5 and 6 and what they read from shared memory."""
         build = self.build
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        s_q, s_do = self.ring("query"), self.ring("grad_output")
+        s_q, s_do = self.tiles.ring("query"), self.tiles.ring("grad_output")
         s_k, s_v = (
             tile_at(base, build.buffer(name).offset, self.dtype, loaded_tiles(build)[name]) for name in ("key", "value")
         )
@@ -432,9 +432,9 @@ class WideBackward(HopperBackward):
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         return tile_at(base, build.buffer(name).offset, self.dtype, (build.tile_m, build.tile_n), self.slots)
 
-    def ring(self, name: str) -> cute.Tensor:
-        """A ring of tiles as wgmma reads them."""
-        return self.scores_ring("p_ds") if name == "ds" else super().ring(name)
+    def ds_blocks(self) -> cute.Tensor:
+        """Where dS is handed over."""
+        return self.scores_ring("p_ds")
 
 
 def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:

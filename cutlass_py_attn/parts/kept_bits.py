@@ -47,13 +47,13 @@ class KeptBits:
     def draw(self, p: Any, warp: Int32):
         """Warp number `warp`, from 0, of the drawing ones: the bits of the tiles whose slot has this number."""
         (at,) = pipes.states(pipeline.PipelineUserType.Producer, self.build.query_stages)
-        (at_kv,) = pipes.states(pipeline.PipelineUserType.Consumer, 1)
+        (at_k,) = pipes.states(pipeline.PipelineUserType.Consumer, self.build.key_stages)
         stream, lane, ring = dropout.uniform_stream(p), cute.arch.lane_idx(), self.ring()
-        key_tile = self.walk.next_tile(at_kv)
+        key_tile = self.walk.next_tile(at_k)
         while key_tile >= 0:
-            item = self.walk.items.read(p, at_kv.phase)
-            self.walk.pipe_k.consumer_release(at_kv)  # nothing but the record was wanted
-            at_kv.advance()
+            item = self.walk.items.read(p, self.walk.record(at_k))
+            self.walk.pipe_k.consumer_release(at_k)  # nothing but the record was wanted
+            at_k.advance()
             head, query_tile = self.walk.first_place(p, item)
             for _ in cutlass.range(self.walk.rounds(p, item.first, item.end), unroll=1):
                 if at.index == warp:
@@ -66,7 +66,7 @@ class KeptBits:
                     self.pipe.producer_commit(at)
                 at.advance()
                 head, query_tile = self.walk.next_place(item, head, query_tile)
-            key_tile = self.walk.next_tile(at_kv)
+            key_tile = self.walk.next_tile(at_k)
 
     def corner(self, tile: tuple, group: Int32) -> tuple[Int32, Int32]:
         """The first query of a tile, and the first key of one of its groups of 16."""

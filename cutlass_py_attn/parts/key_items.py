@@ -43,8 +43,8 @@ class KeyItems(Items):
         block, _, _ = cute.arch.block_idx()
         return self.counted(p) if self.build.deterministic else block
 
-    def next_number(self, p: Any) -> Int32:
-        """The number of a block's next item."""
+    def next_number(self, p: Any, number: Int32) -> Int32:
+        """The number of a block's item behind that one."""
         blocks, _, _ = cute.arch.grid_dim()
         return self.counted(p) if self.build.deterministic else blocks + self.counted(p)
 
@@ -117,6 +117,28 @@ class KeyItems(Items):
     def _record(self, slot: Int32) -> cute.Tensor:
         first = moves.shared_pointer(self.build, "items", Int32) + slot * RECORD_WORDS
         return cute.make_tensor(first.align(16), cute.make_layout(RECORD_WORDS))
+
+
+class HeadItems(KeyItems):
+    """The key tiles of one Build whose blocks take all of a head, from the first to the last, and then those of another
+    head: all heads have as many, and blocks need no counter to share them."""
+
+    def first_number(self, p: Any) -> Int32:
+        """The first key tile of a block's first head."""
+        block, _, _ = cute.arch.block_idx()
+        return block * self._tiles(p)
+
+    def next_number(self, p: Any, number: Int32) -> Int32:
+        """The next key tile of the head, or the first of the block's next head."""
+        blocks, _, _ = cute.arch.grid_dim()
+        return schedule.next_of_heads(number, self._tiles(p), blocks)
+
+    def _place_of(self, p: Any, number: Int32, of: lengths.Sequence, heads: Int32) -> tuple[Int32, Int32]:
+        tiles = self._tiles(p)
+        return number % tiles, number // tiles
+
+    def _tiles(self, p: Any) -> Int32:
+        return ceil_div(p.num_keys, self.build.tile_n)
 
 
 class PairedKeyItems(KeyItems):

@@ -86,6 +86,14 @@ def arrive(barriers: Any, slot: Int32) -> None:
         cute.arch.mbarrier_arrive(barriers.get_barrier(slot))
 
 
+def behind(state: Any, slots: int) -> Any:
+    """The state after `state`."""
+    is_last = state.index == slots - 1
+    index = cutlass.select_(is_last, Int32(0), state.index + 1)
+    phase = cutlass.select_(is_last, state.phase ^ 1, state.phase)
+    return pipeline.PipelineState(slots, state.count + 1, index, phase)
+
+
 def before(state: Any, slots: int) -> Int32:
     """The slot before the one that `state` stands at."""
     return cutlass.select_(state.index == 0, Int32(slots - 1), state.index - 1)

@@ -138,6 +138,13 @@ def key_tile_in_turn(number: Any, tiles: Any, heads: Any, fitting: Any) -> tuple
     return longest_first(number, tiles, heads, smaller(larger(fitting // 2, 1), heads))
 
 
+def next_of_heads(number: Any, tiles: Any, blocks: Any) -> Any:
+    """The item behind `number` where a block takes all key tiles of a head, and then those of the head that is as many
+    further as there are blocks; items are numbered by heads."""
+    following = number + 1
+    return following + choose(following % tiles == 0, (blocks - 1) * tiles, 0)
+
+
 def turns(total: Any, block: Any, blocks: Any) -> Any:
     """How many of `total` items a block takes."""
     whole = total // blocks

@@ -18,6 +18,8 @@ SWIZZLES = {
     64: tensor_maps.TensorMapSwizzle.s64b,
     32: tensor_maps.TensorMapSwizzle.s32b,
 }
+# What becomes of lines in the L2 cache, as createpolicy.fractional encodes it.
+EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 
 
 def stand_in(p: Any, address: Int64, dtype, rows: int, columns: int) -> tensor_maps.TensorMap:
@@ -45,13 +47,16 @@ def fetch(build: Build, source: Any, name: str, tile: tuple[int, int], at: tuple
     time; a warp calls this."""
     rows, columns = tile
     width = swizzle_bytes(columns)
+    hint = EVICT_FIRST if build.whole_heads else None  # leave the cache to the sums of dQ
     base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
     start = build.buffer(name).offset + slot * (rows * columns * build.item_bytes)
     with cute.arch.elect_one():
         for strip in range(columns * build.item_bytes // width):
             offset = cute.assume(start + strip * rows * width, divby=1024)
             corner = [Int32(strip * width // build.item_bytes), *map(Int32, at)]
-            prim.cp_async_bulk_tensor_shared_cta_global(base + offset, source.get_ptr(), corner, barrier)
+            prim.cp_async_bulk_tensor_shared_cta_global(
+                base + offset, source.get_ptr(), corner, barrier, l2_cache_hint=hint
+            )
 
 
 def fetch_rows(source: cute.Pointer, target: cute.Pointer, count: int, barrier: Any) -> None:

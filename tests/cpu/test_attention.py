@@ -77,8 +77,8 @@ def test_numpy_backward(driver_log: StandIn) -> None:
     assert shapes == [(B, MQ, H, D), (B, MK, H, D), (B, MK, H, DV)]
     assert gradients.bias is gradients.sinks is None
     launches = driver_log.of("cuLaunchKernelEx")
-    stems = [launch.text.split("_full_det")[1].rstrip("0123456789") for launch in launches]
-    assert stems == ["_delta_", "_", "_finish_"]
+    stems = [launch.text.split("_full_heads_det")[1].rstrip("0123456789") for launch in launches]
+    assert stems == ["_delta_", "_"], "a block takes whole heads of one key tile"
     assert len(driver_log.of("cuMemAllocAsync")) == len(driver_log.of("cuMemFreeAsync")) == 10
 
 

@@ -125,11 +125,11 @@ def test_builds_are_listed_once_and_have_names_of_their_own() -> None:
     found = bench_cases.builds(map(parse, names), (9, 0))
     assert [first.symbol for first, *_ in found] == [
         "fwd_hopper_bf16_d64_full",
-        "bwd_hopper_bf16_d64_full",
+        "bwd_hopper_bf16_d64_full_heads",
         "fwd_hopper_bf16_d64_full_bias",
         "bwd_generic_bf16_d64_full_bias",
         "bwd_generic_bf16_d64_full_bias_to_qkvb",
-        "bwd_hopper_bf16_d64_full_det",
+        "bwd_hopper_bf16_d64_full_heads_det",
     ]
 
 

@@ -12,7 +12,7 @@ from cutlass_py_attn import hopper, kernels, planner, shared_memory
 from cutlass_py_attn.compiler import compile as compile_now
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.gemm.plans import swizzle_bytes
-from cutlass_py_attn.masks import Causal, Full, Mask
+from cutlass_py_attn.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.plan import Plan, TensorMap
 from cutlass_py_attn.problem import Problem, Sequences, Shape, Tensor
 from cutlass_py_attn.shared_memory import grad_query_piece, shared_columns
@@ -107,7 +107,9 @@ def test_plans_fit_and_come_back_from_json(dims: tuple[int, int]) -> None:
     assert build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
     assert Plan.from_json(plan.to_json()) == plan
     assert f"bwd_hopper_bf16_d{dims[0]}" in plan.explain()
-    assert build.buffer("barriers").bytes == 16 * (build.query_stages + 2 * build.grad_output_stages + 2)
+    assert build.buffer("barriers").bytes == 16 * (
+        build.query_stages + 2 * build.grad_output_stages + build.key_stages + 1
+    )
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)])
@@ -116,7 +118,7 @@ def test_a_ring_of_bits_with_dropout(dims: tuple[int, int]) -> None:
     build = planner.plan(backward(*dims).replace(dropout_p=0.1), "sm_90a").build
     slots = build.query_stages
     assert build.buffer("kept").bytes == slots * build.tile_m * build.tile_n // 16
-    assert build.buffer("barriers").bytes == 16 * (2 * slots + 2 * build.grad_output_stages + 2)
+    assert build.buffer("barriers").bytes == 16 * (2 * slots + 2 * build.grad_output_stages + build.key_stages + 1)
     assert build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
 
 
@@ -140,7 +142,7 @@ def test_launches() -> None:
     assert launches[finish].block == (128, 1, 1)
     assert [len(launches[symbol].tensor_maps) for symbol in (delta, main, finish)] == [0, 4, 0]
     assert planner.plans(backward(heads_key=2), "sm_90a", 132)[0].launches[1].grid == (12, 1, 1)
-    assert planner.plans(backward(), "sm_90a", 10)[0].launches[1].grid == (10, 1, 1)
+    assert planner.plans(backward(), "sm_90a", 23)[0].launches[1].grid == (23, 1, 1)
     assert [len(kernels.parameters(plan.build, role)) for role in ("delta", "main", "finish")] == [1, 5, 1]
 
 
@@ -152,6 +154,60 @@ def test_tensor_maps_of_every_operand() -> None:
         TensorMap("key", (96, 300, 4, 2), (384, 96, 300 * 384), (32, 128, 1, 1), 64),
         TensorMap("value", (64, 300, 4, 2), (256, 64, 300 * 256), (64, 128, 1, 1), 128),
     )
+
+
+def many(length: int, dim: int = 128, mask: Mask | None = None, **changes: Any) -> Problem:
+    """A dense problem of 64 batches of 16 heads."""
+    shape = Shape(64, length, length, 16, dim, dim)
+    return Problem.dense("backward", shape, "bfloat16", mask or Causal()).replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("problem", "whole"),
+    [
+        (many(512), True),
+        (many(512, deterministic=True), True),
+        (many(512, dropout_p=0.1), True),
+        (many(512, softcap=3.0), True),
+        (many(256, mask=Full()), True),
+        (many(512, mask=Full()), False),  # Q, dO and the sums of 132 heads are more than the L2 cache holds
+        (many(512, 64, Full()), True),
+        (many(1024, 64), True),
+        (many(1024), False),
+        (many(512, 192), False),
+        (backward(mask=Causal()), False),  # eight heads keep eight multiprocessors busy
+        (Problem.dense("backward", Shape(2, 200, 100, 4, 128, 128), "bfloat16", Full()), True),  # a key tile is a head
+        (Problem.dense("backward", Shape(64, 512, 512, 16, 128, 128, 4), "bfloat16", Causal()), False),
+        (Problem.dense("backward", Shape(64, 300, 200, 16, 128, 128), "bfloat16", CausalBottomRight()), False),
+        (Problem.dense("backward", Shape(64, 200, 300, 16, 128, 128), "bfloat16", CausalBottomRight()), True),
+        (of_lengths(sequences=Sequences(3, 400, 300)), False),
+    ],
+)
+def test_which_problems_blocks_take_by_whole_heads(problem: Problem, whole: bool) -> None:
+    builds = planner.builds(problem, "sm_90a")
+    assert builds[0].whole_heads == whole
+    assert not all(build.whole_heads for build in builds)  # other kernels stand behind these
+
+
+def test_whole_heads_need_no_clearing_and_no_finish() -> None:
+    plan = planner.plans(many(512), "sm_90a", 100)[0]
+    assert [launch.symbol.removeprefix(plan.symbol) for launch in plan.launches] == ["_delta_1", "_0"]
+    assert plan.launches[1].grid == (100, 1, 1)
+    assert [part.name for part in plan.workspace.parts] == ["grad_query_accum", "delta", "logsumexp_log2"]
+    assert (plan.workspace.zero_bytes, plan.workspace.parts[0].bytes) == (0, 100 * 512 * 128 * 4)
+    assert plan.build.buffer("barriers").bytes == 8 * (2 * (3 + 2 + 2 + 2 + 1) + 1)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "takes whole heads" in plan.explain()
+
+
+@pytest.mark.parametrize(
+    ("dim", "mask", "stages"), [(64, Full(), 2), (64, Causal(), 1), (96, Full(), 1), (128, Causal(), 2)]
+)
+def test_two_key_tiles_where_they_are_faster(dim: int, mask: Mask, stages: int) -> None:
+    build = planner.plan(backward(dim, dim, mask), "sm_90a").build
+    assert (build.key_stages, build.whole_heads) == (stages, False)
+    assert build.buffer("key").bytes == stages * 128 * dim * 2
+    assert build.buffer("items").bytes == stages * 2 * 12 * 4
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (192, 64), (160, 128), (136, 8)])

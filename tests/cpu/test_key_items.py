@@ -46,6 +46,35 @@ def test_a_key_tile_has_its_query_tiles_or_one_that_sees_nothing(mask: Mask, num
         assert (first, last) == (start, end) if start < end else last == first + 1
 
 
+@given(st.integers(1, 6), st.integers(1, 30), st.integers(1, 12))
+def test_blocks_take_whole_heads(tiles: int, heads: int, blocks: int) -> None:
+    taken = []
+    for block in range(blocks):
+        number, own = block * tiles, []
+        while number < tiles * heads:
+            own.append(number)
+            number = schedule.next_of_heads(number, tiles, blocks)
+        assert own == [head * tiles + tile for head in range(block, heads, blocks) for tile in range(tiles)]
+        taken += own
+    assert sorted(taken) == list(range(tiles * heads))
+
+
+@settings(deadline=None, max_examples=300)
+@given(MASKS, st.integers(1, 80), st.integers(1, 120))
+def test_the_first_and_the_last_key_tile_that_visits_a_query_tile(mask: Mask, num_queries: int, num_keys: int) -> None:
+    """A block that takes whole heads stores a sum at the first and is done with it at the last; those between add."""
+    band, visits = mask.band(num_queries, num_keys), Counter[int]()
+    spans = [
+        (schedule.key_tile_start(band, tile, TILE_M, TILE_N), schedule.key_tile_end(band, tile, TILE_M, TILE_N))
+        for tile in range(-(-num_queries // TILE_M))
+    ]
+    for key_tile in range(-(-num_keys // TILE_N)):
+        for query_tile in range(*schedule.some_query_tiles(band, key_tile, TILE_M, TILE_N)):
+            start, end = spans[query_tile]
+            visits[query_tile] += start <= key_tile < end
+    assert all(visits[tile] == max(end - start, 0) for tile, (start, end) in enumerate(spans))
+
+
 class Block:
     """What a block does of the key tiles that it takes: step by step, a query tile each, or waiting for its turn."""
 

@@ -197,8 +197,24 @@ PTX_CASES: Final = tuple(
     for direction in ("forward", "backward")
 )
 
+# As many heads as an H200 has multiprocessors, less four, and more than twice as many: a block takes one, or several.
+WHOLE_HEADS: Final = tuple(
+    Case("backward", Variant(dtype, dim, dim_value, mask, deterministic), batch, 16, queries, keys, "gaussian", seed)
+    for seed, (dtype, dim, dim_value, mask, deterministic, batch, queries, keys) in enumerate(
+        (
+            ("bfloat16", 128, 128, "causal", False, 8, 300, 300),
+            ("bfloat16", 128, 128, "causal", True, 8, 300, 300),
+            ("bfloat16", 128, 128, "full", False, 24, 65, 257),
+            ("float16", 64, 64, "causal_br", False, 8, 255, 400),
+            ("float16", 64, 64, "full", False, 24, 200, 130),
+            ("float16", 128, 128, "causal_br", False, 24, 129, 203),
+            ("bfloat16", 80, 40, "causal", False, 8, 400, 255),
+            ("bfloat16", 8, 8, "full", False, 24, 129, 129),
+        )
+    )
+)
 FORWARD: Final = _all("forward")
-BACKWARD: Final = _all("backward")
+BACKWARD: Final = (*_all("backward"), *WHOLE_HEADS)
 
 
 @dataclass(frozen=True, slots=True)
