@@ -162,9 +162,10 @@ def main() -> int:
 
 def suite(family: str) -> list[Choices]:
     """What tests/gpu needs of a family."""
-    from tests.gpu import cases, matrix, test_conventions, test_sequences
+    from tests.gpu import cases, matrix, test_conventions, test_many_heads, test_sequences
 
-    suites = cases.builds, matrix.builds, test_conventions.builds, test_sequences.builds, decodes.builds
+    tests = test_conventions, test_many_heads, test_sequences
+    suites = cases.builds, matrix.builds, decodes.builds, *(test.builds for test in tests)
     return of_family(family, lambda arch: itertools.chain.from_iterable(builds(arch) for builds in suites))
 
 

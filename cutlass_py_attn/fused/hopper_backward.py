@@ -147,9 +147,10 @@ class HopperBackward(Backward):
         build = self.build
         return pipes.states(user, build.query_stages, build.grad_output_stages, build.key_stages)
 
-    def value_state(self, user: Any, at_k: Any) -> Any:
-        """Where one user of the value begins: at the key's place where that has one slot too."""
-        return pipes.states(user, 1)[0] if self.is_ahead else at_k
+    def value_at(self, at_k: Any, at_v: Any) -> Any:
+        """Where the value of an item stands: at the key's place where that has one slot too. Asked where it is used: a
+        loop gives each name a value of its own, so that a second name of one state would part from it."""
+        return at_v if self.is_ahead else at_k
 
     def record(self, at_k: Any, phase: int = 0) -> Int32:
         """The place of the record of the item whose key tile is at `at_k`; of who writes it, a phase ahead."""
@@ -179,7 +180,7 @@ class HopperBackward(Backward):
         them."""
         build = self.build
         at_q, at_do, at_k = self.states(pipeline.PipelineUserType.Producer)
-        at_v = self.value_state(pipeline.PipelineUserType.Producer, at_k)
+        (at_v,) = pipes.states(pipeline.PipelineUserType.Producer, 1)
         total, number, cursor = self.items.total(p), self.items.first_number(p), self.items.start()
         while number < total:
             item, cursor = self.items.item(p, number, cursor)
@@ -195,7 +196,7 @@ class HopperBackward(Backward):
                 self.fetch_statistics(self.pipe_q, "logsumexp", p.logsumexp_log2, row, at_q)
                 at_q.advance()
                 if turn == 0:  # the first query block is needed before it
-                    pipes.fetch(build, self.pipe_v, at_v, "value", maps[3], key_place)
+                    pipes.fetch(build, self.pipe_v, self.value_at(at_k, at_v), "value", maps[3], key_place)
                 pipes.fetch(build, self.pipe_do, at_do, "grad_output", maps[1], place)
                 self.fetch_statistics(self.pipe_do, "delta", p.delta, row, at_do)
                 at_do.advance()
@@ -251,7 +252,7 @@ class HopperBackward(Backward):
         build = self.build
         self.bind_products(thread)
         at_q, at, at_k = self.states(pipeline.PipelineUserType.Consumer)
-        at_v = self.value_state(pipeline.PipelineUserType.Consumer, at_k)
+        (at_v,) = pipes.states(pipeline.PipelineUserType.Consumer, 1)
         r_dk, r_dv = self.dk.accumulator(thread), self.dv.accumulator(thread)
         r_s = self.scores.accumulator(thread)
         r_lse, r_delta = self.statistics(), self.statistics()
@@ -272,7 +273,7 @@ class HopperBackward(Backward):
                 self.pipe_q.consumer_wait(at_q)
                 self.first_scores(at_k, at_q, thread, r_s, r_lse)
             following = Int32(-1)  # key tile of the next item, once it is known
-            self.pipe_v.consumer_wait(at_v)
+            self.pipe_v.consumer_wait(self.value_at(at_k, at_v))
             head, query_block = self.first_place(p, item, self.blocks)
             if cutlass.const_expr(self.kept is not None):
                 self.kept.find(p, stream, r_kept, (item.of, head, query_block, key_tile), at_q)
@@ -332,7 +333,7 @@ class HopperBackward(Backward):
                 self.scores.wait(1)
                 r_s.store(r_next.load())
             if cutlass.const_expr(not self.is_ahead):
-                self.pipe_v.consumer_release(at_v)
+                self.pipe_v.consumer_release(at_k)
             self.dk.wait()
             arrive(self.pipe_q.sync_object_empty, before(at_q, build.query_stages))
             # 8  store dK and dV; the next key tile is on its way then

@@ -309,27 +309,13 @@ PACKED_SEQUENCES: Final = (
         for s in (SEQUENCES, FEW_SEQUENCES)
     ),
 )
-KEEPING: Final = {"philox_seed": 42, "philox_offset": 3}
-# So many heads that a block of the Hopper backward takes whole ones, of several key tiles.
-_MANY_HEADS: Final = 8, 200, 300, 16
-WHOLE_HEADS: Final = (
-    *(
-        xformers(dtype, (*_MANY_HEADS, dim), mask=mask, batch_period=1, head_period=3)
-        for (dtype, dim), mask in product((("float16", 32), ("bfloat16", 128)), ("full", "causal", "causal:50"))
-    ),
-    xformers("bfloat16", (*_MANY_HEADS, 96), mask="causal", batch_period=1, head_period=3),
-    xformers("bfloat16", (*_MANY_HEADS, 128), mask="causal", dropout_p=0.3, **KEEPING),
-    xformers("float16", (*_MANY_HEADS, 64), mask="causal", alibi="h", softcap=4.0),
-    xformers("bfloat16", (*_MANY_HEADS, 128), sinks=True, grads="qkvs"),
-    xformers("float16", (16, 129, 200, 16, 128), heads_key=8, mask="causal", batch_period=1),
-    xformers("bfloat16", (*_MANY_HEADS, 128), mask="causal", deterministic=True, batch_period=1),
-)
 EMPTY: Final = tuple(
     xformers("float16", sizes) for sizes in ((0, 5, 5, 2, 32), (2, 5, 5, 0, 32), (2, 0, 70, 3, 32), (2, 70, 0, 3, 32))
 )
 DROPOUT_DIMS: Final = (
     ("float16", 16), ("float32", 16), ("float16", 128), ("bfloat16", 128), ("float32", 128), ("bfloat16", 256),
 )  # fmt: skip
+KEEPING: Final = {"philox_seed": 42, "philox_offset": 3}
 DROPOUT: Final = tuple(
     xformers(dtype, (2, rows, rows, 2, dim), dropout_p=p, **KEEPING)
     for (dtype, dim), rows, p in product(DROPOUT_DIMS, (3, 248, 256), (1e-6, 0.3, 0.7))
@@ -431,7 +417,7 @@ TORCH_GRADIENTS: Final = (
 
 XFORMERS: Final = (
     *SHAPES, *RANDOM, *BIG, *LAYOUTS, *SCALES, *PACKED, *BIASES, *BLIND, *GROUPED, *PACKED_SEQUENCES, *EMPTY,
-    *WHOLE_HEADS, *(one for cases in MASKS.values() for one in cases), *DROPOUT, *DROPPED, *DRAWS, *DROPPED_SEQUENCES,
+    *(one for cases in MASKS.values() for one in cases), *DROPOUT, *DROPPED, *DRAWS, *DROPPED_SEQUENCES,
 )  # fmt: skip
 PYTORCH: Final = (
     *MATH, *ATTN_MASKS, *GRAPHS, SMALL_PACKED, PACKED_FORWARD, *MASK_FORMS, *LARGE_MASKS, MANY, MANY_DROPPED, LEVEL,
