@@ -334,3 +334,16 @@ def test_machine_code(problem: Problem) -> None:
     strips = sum(columns * 2 // swizzle_bytes(columns) for _, columns in hopper.loaded_tiles(build).values())
     axes = 5 if build.has("varlen") else 4
     assert len(re.findall(rf"cp\.async\.bulk\.tensor\.{axes}d", made.ptx)) == strips
+
+
+def test_machine_code_of_whole_heads() -> None:
+    """A piece of dQ is stored, added or, behind what was there, written from registers; no entry converts it."""
+    plan = planner.plan(many(512), "sm_90a")
+    build, made = plan.build, compile_now(plan)
+    pieces = build.columns // grad_query_piece(build)[1]
+    assert len(re.findall(r"\.visible \.entry", made.ptx)) == 2
+    assert len(re.findall(r"cp\.reduce\.async\.bulk", made.ptx)) == pieces
+    assert len(re.findall(r"cp\.async\.bulk\.global\.shared::cta", made.ptx)) == pieces
+    loads = re.findall(r"cp\.async\.bulk\.shared::\w+\.global", made.ptx)
+    assert len(loads) == pieces + 2, "and the row statistics"
+    assert len(re.findall(r"st\.global\.v4", made.ptx)) == (build.columns + 2 * build.columns) * 64 // 128 // 8

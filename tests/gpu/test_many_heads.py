@@ -1,5 +1,7 @@
-"""Backwards of so many short heads that a block of the Hopper family takes whole ones, of several key tiles: every mask
-and feature against float64."""
+"""Backwards of so many short heads that a block of the Hopper family takes whole ones, against float64.
+
+Heads have several key tiles, and every mask and feature comes.
+"""
 
 from __future__ import annotations
 
