@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported
-from cutlass_py_attn.plan import Launch
 
 _SHOWN_LENGTH: Final = 64
 
@@ -58,7 +57,7 @@ def call(name: str, *arguments: Any, purpose: str = "") -> Any:
     """
     initialise()
     code, *results = _invoke(name, arguments)
-    if int(code):
+    if code:
         raise failure(name, arguments, int(code), purpose)
     if len(results) > 1:
         return tuple(results)
@@ -80,8 +79,9 @@ def put(purpose: str, name: str, *arguments: Any) -> None:
 
 
 def _invoke(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    found = function(name)
     try:
-        results: tuple[Any, ...] = getattr(bindings(), name)(*arguments)
+        results: tuple[Any, ...] = found(*arguments)
     except RuntimeError as error:  # the bindings look functions up on first use
         raise DriverError(f"{name}({_shown(arguments)}): {error}; this driver lacks it: update it") from error
     return results
@@ -119,7 +119,7 @@ def _shown_one(argument: Any) -> str:
     if hasattr(argument, "gridDimX"):
         grid = (argument.gridDimX, argument.gridDimY, argument.gridDimZ)
         block = (argument.blockDimX, argument.blockDimY, argument.blockDimZ)
-        stream = hex(int(argument.hStream))
+        stream = hex(argument.hStream or 0)
         return f"grid {grid}, block {block}, shared memory {argument.sharedMemBytes}, stream {stream}"
     if hasattr(argument, "name"):
         return str(argument.name)
@@ -270,48 +270,17 @@ def allow_shared_memory(kernel: int, gpu: Device, dynamic_bytes: int, static_byt
     call("cuKernelSetAttribute", kind, dynamic_bytes, kernel, gpu.handle)
 
 
-class Starter:
-    """A kernel launch made ready; calling it with a stream starts the kernel.
-
-    parameters: address of the array of pointers to the kernel's parameters, which are read at each call. Handles are
-    kept in the bindings' own types: an int costs an object a call.
-    """
-
-    __slots__ = ("_arguments", "_config", "_launch", "_symbol")
-
-    def __init__(self, kernel: int, launch: Launch, parameters: int) -> None:
-        cuda = bindings()
-        config = self._config = cuda.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
-        config.sharedMemBytes = launch.shared_memory_bytes
-        config.numAttrs = 0
-        if launch.cluster > 1:
-            together = cuda.CUlaunchAttribute()
-            together.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimensions = together.value.clusterDim
-            dimensions.x, dimensions.y, dimensions.z = launch.cluster, 1, 1
-            config.attrs, config.numAttrs = [together], 1
-        self._arguments = config, cuda.CUfunction(kernel), parameters, 0
-        self._launch = function("cuLaunchKernelEx")
-        self._symbol = launch.symbol
-
-    def __call__(self, stream: int) -> None:
-        """Start the kernel on the stream."""
-        self._config.hStream = stream
-        (code,) = self._launch(*self._arguments)
-        if code:
-            raise failure("cuLaunchKernelEx", self._arguments, int(code), self._symbol)
-
-
 def allocate(size: int, stream: int, purpose: str) -> int:
     """`size` > 0 bytes from the pool of the stream's device, in stream order."""
-    return int(call("cuMemAllocAsync", size, stream, purpose=f"{purpose} ({size} bytes)"))
+    code, address = function("cuMemAllocAsync")(size, stream)
+    if code:
+        raise failure("cuMemAllocAsync", (size, stream), int(code), f"{purpose} ({size} bytes)")
+    return int(address)
 
 
 def free(address: int, stream: int) -> None:
     """Give stream-ordered memory back once the stream's earlier work is done."""
-    call("cuMemFreeAsync", address, stream)
+    put("", "cuMemFreeAsync", address, stream)
 
 
 def allocate_now(size: int, purpose: str) -> int:
@@ -405,8 +374,9 @@ def stream_handle(stream: object) -> int:
     None is the legacy default stream (0). Else an int handle, an object with `__cuda_stream__`
     (cuda.core), or one with the handle in `ptr` (CuPy), `cuda_stream` (torch) or `handle` (Numba).
     """
-    if type(stream) is int and stream >= 0:
-        return stream
+    handle = getattr(stream, "cuda_stream", stream)  # torch's, and a number, without detours
+    if type(handle) is int and handle >= 0:
+        return handle
     found: Any = 0 if stream is None else stream
     if hasattr(found, "__cuda_stream__"):
         protocol = found.__cuda_stream__

@@ -8,18 +8,20 @@ from __future__ import annotations
 import functools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from cutlass_py_attn import driver
 from cutlass_py_attn.problem import ITEM_BYTES
 
 View = tuple[int, tuple[int, ...], tuple[int, ...], str, int]  # pointer, shape, strides in elements, dtype, device
 _DTYPES: Final = (*ITEM_BYTES, "int32", "int64")
 
 
+@functools.cache
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """The NumPy dtype of that name; bfloat16 comes from ml_dtypes."""
     if dtype != "bfloat16":
@@ -50,6 +52,18 @@ class Guest(ABC):
         """Where the array lies; None where it is not plain CUDA memory of a dtype that we know."""
 
     @abstractmethod
+    def lie(self, array: Any) -> Hashable:
+        """What `view` looks at but the address, as the library has it; RuntimeError where there is no such thing."""
+
+    @abstractmethod
+    def addresses(self, arrays: Iterable[Any]) -> list[int]:
+        """Of each array."""
+
+    @abstractmethod
+    def is_on(self, ordinal: int) -> bool:
+        """Whether `empty` makes arrays on this device as things are."""
+
+    @abstractmethod
     def current_stream(self, ordinal: int) -> int:
         """The stream on which the library computes now."""
 
@@ -78,6 +92,15 @@ class _Torch(Guest):
         except RuntimeError:  # sparse, for one
             return None
 
+    def lie(self, array: Any) -> Hashable:
+        return array.shape, array.stride(), array.dtype, array.device, array.requires_grad, array.is_neg()
+
+    def addresses(self, arrays: Iterable[Any]) -> list[int]:
+        return [array.data_ptr() for array in arrays]
+
+    def is_on(self, ordinal: int) -> bool:
+        return True
+
     def current_stream(self, ordinal: int) -> int:
         torch = sys.modules["torch"]
         raw = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
@@ -96,7 +119,7 @@ class _Torch(Guest):
 
     def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> tuple[Any, int]:
         torch = sys.modules["torch"]
-        made = torch.empty(shape, dtype=getattr(torch, dtype), device=torch.device("cuda", ordinal))
+        made = torch.empty(shape, dtype=_torch_dtype(dtype), device=_torch_device(ordinal))
         return made, int(made.data_ptr())
 
 
@@ -104,12 +127,20 @@ class _CuPy(Guest):
     library = "cupy"
 
     def view(self, array: Any) -> View | None:
-        dtype = array.dtype
-        if dtype.name not in _DTYPES or not dtype.isnative:
+        name, item = _numpy_name(array.dtype)
+        if name not in _DTYPES:
             return None
-        strides = tuple(stride // dtype.itemsize for stride in array.strides)
         memory = array.data
-        return memory.ptr, array.shape, strides, dtype.name, memory.device_id
+        return memory.ptr, array.shape, tuple([step // item for step in array.strides]), name, memory.device_id
+
+    def lie(self, array: Any) -> Hashable:
+        return array.shape, array.strides, array.dtype, array.data.device_id
+
+    def addresses(self, arrays: Iterable[Any]) -> list[int]:
+        return [array.data.ptr for array in arrays]
+
+    def is_on(self, ordinal: int) -> bool:
+        return int(driver.function("cuCtxGetCurrent")()[1]) == driver.device(ordinal).context
 
     def current_stream(self, ordinal: int) -> int:
         found: int = sys.modules["cupy"].cuda.get_current_stream(ordinal).ptr
@@ -144,6 +175,22 @@ def guest_of(array: object) -> Guest | None:
     if kind.__name__ == "ndarray" and kind is getattr(sys.modules.get("cupy"), "ndarray", None):
         return CUPY
     return None
+
+
+@functools.cache
+def _numpy_name(dtype: np.dtype[Any]) -> tuple[str, int]:
+    """Name of a dtype, none where its bytes are not this machine's, and its size; NumPy puts the name together."""
+    return dtype.name if dtype.isnative else "", dtype.itemsize
+
+
+@functools.cache
+def _torch_dtype(name: str) -> Any:
+    return getattr(sys.modules["torch"], name)
+
+
+@functools.cache
+def _torch_device(ordinal: int) -> Any:
+    return sys.modules["torch"].device("cuda", ordinal)
 
 
 @functools.cache

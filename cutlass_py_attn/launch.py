@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
-from cutlass_py_attn import abi, driver, hopper, planner
+from cutlass_py_attn import abi, driver, hopper, planner, starter
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.device import runs_on as _runs_on
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
+from cutlass_py_attn.lane import GRAPH_FROM, Direct, Graph, Lane, writers
 from cutlass_py_attn.packing import Packing
 from cutlass_py_attn.plan import Build, Launch, Plan
 from cutlass_py_attn.problem import ROW_ALIGNMENT_BYTES, Problem
 
 _ADDRESSES: Final = 1 << 64
-_LOW_BITS: Final = ROW_ALIGNMENT_BYTES - 1
-_FROM_THE_START: Final = (("first_head", 0), ("first_batch", 0))
+_KEPT_STREAMS: Final = 16  # that one Bound remembers
 
 _libraries: dict[tuple[int, bytes], int] = {}
 _libraries_lock = threading.Lock()
@@ -32,21 +33,34 @@ def generic_arch(compute_capability: tuple[int, int]) -> str:
 class Bound:
     """A plan's kernels on one device, ready to launch; made by `bind`.
 
-    Calls from several threads are safe and wait for each other: they share the packed parameters.
+    Calls from several threads are safe. The first call on a stream is made ready anew; those that follow take the
+    stream's lane: the kernels one by one, or where there are several a CUDA graph of them.
+
+    lanes: which of the two.
     """
 
-    def __init__(self, plan: Plan, gpu: driver.Device, packing: Packing, starters: tuple[driver.Starter, ...]) -> None:
+    def __init__(self, plan: Plan, problem: Problem | None, gpu: driver.Device, kernels: tuple[int, ...]) -> None:
         self.plan = plan
         self.device = gpu
-        self.tensor_names = packing.names
         self.workspace_bytes = plan.workspace.bytes  # device scratch that one call uses; 0 for none
-        self._packing = packing
-        self._starters = starters
-        self._sizes = tuple(launch.sizes for launch in plan.launches)
-        self._in_pieces = any(self._sizes)
-        self._addresses_of = _picker(packing.names)
-        self._current_context = driver.function("cuCtxGetCurrent")
+        self._purpose = f"the workspace of {plan.symbol}"
+        self.lanes: type[Lane] = Graph if len(plan.launches) >= GRAPH_FROM else Direct
+        self._problem = problem
+        self._kernels = kernels
+        self._packing, self._starters = self._packed()
+        self._sizes = tuple(writers(plan, self._packing, launch) for launch in plan.launches)
+        self.tensor_names = tuple(self._packing.alignments)
+        self._count = len(self.tensor_names)
+        self._addresses_of = operator.itemgetter(*self._packing.takes)
+        self._lanes: dict[int, Lane] = {}  # by stream, those that nobody is using
+        self._streams: dict[int, Callable[[], Lane | None]] = {}  # that came, and what gives their Lane
         self._lock = threading.Lock()
+
+    def _packed(self) -> tuple[Packing, tuple[starter.Starter, ...]]:
+        """Parameters, and the launches that read them."""
+        packing = Packing(self.plan, self._problem)
+        launches = zip(self._kernels, self.plan.launches, packing.parameters, strict=True)
+        return packing, tuple(starter.Starter(*each) for each in launches)
 
     def __call__(self, pointers: Mapping[str, int], stream: object = None, *, workspace: int | None = None) -> None:
         """Put the kernels on `stream` and return; nothing is waited for.
@@ -63,45 +77,75 @@ class Bound:
         NotSupported lists wrong names and addresses; DriverError: a driver call failed, perhaps
         for want of memory.
         """
+        handle = stream if type(stream) is int and stream >= 0 else driver.stream_handle(stream)
+        if workspace is None and self.workspace_bytes:
+            self._put_with_pool(pointers, handle)
+            return
         try:
             addresses = self._addresses_of(pointers)
         except KeyError:
-            addresses = ()
-        if len(pointers) != len(addresses) or (workspace is not None and (workspace <= 0 or workspace & _LOW_BITS)):
             self._check(pointers, workspace)
-        handle = driver.stream_handle(stream)
-        if not self._starters:
-            return
-        with self._lock:
-            if int(self._current_context()[1]) == self.device.context:
-                self._put(addresses, pointers, handle, workspace)
-            else:
-                with self.device.current():
-                    self._put(addresses, pointers, handle, workspace)
-
-    def _put(self, addresses: tuple[int, ...], pointers: Mapping[str, int], stream: int, workspace: int | None) -> None:
-        packing = self._packing
-        if addresses != packing.packed and not packing.pack(addresses):
-            self._check(pointers, workspace)
-        if workspace is None and self.workspace_bytes:
-            self._put_with_pool(stream)
-            return
-        packing.set_workspace(workspace or 0)
-        if self.plan.workspace.zero_bytes:
-            driver.clear(workspace or 0, self.plan.workspace.zero_bytes, stream)
-        for number, start in enumerate(self._starters):
-            if self._in_pieces:
-                packing.write_sizes(self._sizes[number] or _FROM_THE_START)
-            start(stream)
-
-    def _put_with_pool(self, stream: int) -> None:
-        scratch = driver.allocate(self.workspace_bytes, stream, f"the workspace of {self.plan.symbol}")
-        try:
-            self._put(self._packing.packed, {}, stream, scratch)
-        except BaseException:
-            _free_after_failure(scratch, stream)
             raise
-        driver.free(scratch, stream)
+        if len(pointers) != self._count or workspace == 0:
+            self._check(pointers, workspace)
+        space = workspace or 0
+        # Taken out while in use, so that no two threads have the same one; one that fails does not come back.
+        lane = self._lanes.pop(handle, None)
+        if lane is None or not lane(addresses, space):
+            lane = self._put(addresses, pointers, handle, space) or lane
+        if lane is not None:
+            self._lanes[handle] = lane
+
+    def _put(self, addresses: tuple[int, ...], pointers: Mapping[str, int], stream: int, workspace: int) -> Lane | None:
+        """Kernel by kernel, or by the Lane that is given back: a new one."""
+        if not self._kernels:
+            return None
+        with self._lock, self.device.current():
+            if not self._packing.pack(addresses, workspace):
+                self._check(pointers, workspace or None)
+            lane = self._new_lane(stream, workspace)
+            if lane is not None and lane(addresses, workspace):
+                return lane
+            if self.plan.workspace.zero_bytes:
+                driver.clear(workspace, self.plan.workspace.zero_bytes, stream)
+            for sizes, start in zip(self._sizes, self._starters, strict=True):
+                for write in sizes:
+                    write()
+                start(stream)
+        return lane
+
+    def _new_lane(self, stream: int, workspace: int) -> Lane | None:
+        """For a stream that comes back, which many never do; None while another thread uses what the stream has."""
+        if stream not in self._streams:
+            if len(self._streams) >= _KEPT_STREAMS:
+                oldest = next(iter(self._streams))
+                del self._streams[oldest]
+                self._lanes.pop(oldest, None)
+            self._streams[stream] = _nothing
+            return None
+        there = self._streams[stream]()
+        if there is not None and not there.has_failed:
+            return None
+        made: Lane
+        if self.lanes is Direct:
+            made = Direct(self.plan, *self._packed(), self.device, stream)
+        elif any(map(int, driver.function("cuStreamIsCapturing")(stream))):
+            return None
+        else:
+            with driver.outside_capture():
+                made = Graph(self.plan, *self._packed(), self.device, stream, workspace)
+        self._streams[stream] = weakref.ref(made)
+        return made
+
+    def _put_with_pool(self, pointers: Mapping[str, int], stream: int) -> None:
+        with self.device.current():
+            scratch = driver.allocate(self.workspace_bytes, stream, self._purpose)
+            try:
+                self(pointers, stream, workspace=scratch)
+            except BaseException:
+                _free_after_failure(scratch, stream)
+                raise
+            driver.free(scratch, stream)
 
     def _check(self, pointers: Mapping[str, int], workspace: int | None) -> None:
         """Every wrong name and address in one NotSupported."""
@@ -122,7 +166,7 @@ class Bound:
         reasons += [
             f"{name} = {address:#x}: must be a device address, {alignment}-byte aligned; copy it"
             for name, (address, alignment) in addresses.items()
-            if self._starters and (not 0 < address < _ADDRESSES or address % alignment)
+            if self._kernels and (not 0 < address < _ADDRESSES or address % alignment)
         ]
         reasons += [
             f"{name} = {number}: must be from 0 to 2**64 - 1; correct it"
@@ -150,10 +194,10 @@ def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device:
             f"{plan.symbol} is built for {plan.build.arch}: {gpu.name} has compute capability "
             f"{major}.{minor}; plan and compile for that"
         )
-    packing = Packing(plan, problem)
+    struct_bytes = abi.numpy_struct(abi.fields_of(plan.build.kind, plan.build.family)).itemsize
     with gpu.current():
-        starters = tuple(_ready(artifact, launch, gpu, packing) for launch in plan.launches)
-    return Bound(plan, gpu, packing, starters)
+        kernels = tuple(_ready(artifact, launch, gpu, struct_bytes) for launch in plan.launches)
+    return Bound(plan, problem, gpu, kernels)
 
 
 def bind_first(plans: Sequence[Plan], problem: Problem, kernels: Callable[[Build], Artifact], device: int = 0) -> Bound:
@@ -188,9 +232,10 @@ def bind_problem(problem: Problem, kernels: Callable[[Build], Artifact], device:
     return bind_first(planner.plans_on(problem, gpu.compute_capability, gpu.num_sms), problem, kernels, device)
 
 
-def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device, packing: Packing) -> driver.Starter:
+def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device, struct_bytes: int) -> int:
+    """The kernel of this launch, loaded and checked."""
     handle = driver.get_kernel(_library(artifact.cubin, gpu), launch.symbol)
-    expected = _parameter_sizes(launch, packing.struct_bytes)
+    expected = _parameter_sizes(launch, struct_bytes)
     found = driver.parameter_sizes(handle, len(expected))
     if found != expected:
         raise Stale(
@@ -201,7 +246,7 @@ def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device, packing: Pack
     reserved = architecture(artifact.build.arch).reserved_shared_memory
     static_bytes = max(artifact.kernel(launch.symbol).static_shared_memory_bytes - reserved, 0)
     driver.allow_shared_memory(handle, gpu, launch.shared_memory_bytes, static_bytes)
-    return driver.Starter(driver.loaded(handle), launch, packing.parameters(launch))
+    return driver.loaded(handle)
 
 
 def _library(cubin: bytes, gpu: driver.Device) -> int:
@@ -273,11 +318,8 @@ def _problem_objections(plan: Plan, problem: Problem | None) -> Iterator[str]:
             yield f"problem's {name} can be read by {found} bytes at a time: the plan reads {needed}; plan this problem"
 
 
-def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
-    """The values of these names, as a tuple."""
-    if len(names) > 1:
-        return operator.itemgetter(*names)
-    return lambda pointers: tuple(pointers[name] for name in names)
+def _nothing() -> None:
+    """Of a stream that came once."""
 
 
 def _free_after_failure(address: int, stream: int) -> None:

@@ -21,7 +21,7 @@ from cutlass_py_attn.problem import OPERANDS, Sequences
 BACKENDS: Final = ("auto", "gpu", "reference")
 GRADIENTS: Final = (*OPERANDS, "bias", "sinks")
 # Options that are looked at once: values that compare, and decide by themselves.
-_PLAIN: Final = frozenset(
+PLAIN: Final = frozenset(
     ("mask", "scale", "softcap", "backend", "kernels", "gradients", "packed", "deterministic", "num_splits_key")
 )
 
@@ -210,7 +210,7 @@ def settings(options: Mapping[str, Any], allowed: type) -> Settings:
     stream is left out: it is no part of what is computed.
     """
     given = {name: value for name, value in options.items() if name != "stream"}
-    if given.keys() <= _PLAIN:
+    if given.keys() <= PLAIN:
         try:
             return _plain_settings(tuple(given.items()), allowed)
         except TypeError:  # a list where a tuple should be, or another value that cannot be looked up

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from cutlass_py_attn import abi, driver, tensor_maps
+from cutlass_py_attn import abi, tensor_maps
 from cutlass_py_attn.philox import keep_scale
-from cutlass_py_attn.plan import Launch, Plan, TensorMap
+from cutlass_py_attn.plan import Plan, TensorMap
 from cutlass_py_attn.problem import BIASES, F32_BYTES, ROW_ALIGNMENT_BYTES, Problem
 
 LOG2_E: Final = math.log2(math.e)
 _SLOT_ALIGNMENT: Final = abi.TENSOR_MAP_BYTES  # of every parameter; a multiple of what cuda.h asks for tensor maps
-_WORD_BYTES: Final = 8
-_HALF_BYTES: Final = 4
-_KEPT: Final = 64  # sets of addresses
+_ODD: Final = -(1 << 64) | (ROW_ALIGNMENT_BYTES - 1)  # bits that aligned addresses do not have
+
+_word: Final = ctypes.c_uint64.from_address
+_half: Final = ctypes.c_int32.from_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,116 +32,129 @@ class _Map:
     slot: int
     recipe: TensorMap
     position: int
-    move: partial[tuple[Any]]  # points the encoded map at another address
 
 
 class Packing:
-    """The packed parameters of one plan. names: what has an address, in the order in which `pack` takes them.
+    """The packed parameters of one plan.
 
-    alignments: bytes to which the address of each name must be aligned; 0 where it is no address or never read.
-    packed: the addresses that were packed last; empty before the first time, and after a failure.
+    alignments: by name, bytes to which its address must be aligned; 0 where it is no address or never read.
+    takes: the names of the addresses that `pack` takes, in order; those of tensor maps come twice.
+    write: puts addresses where kernels read them, and gives whether `pack` would do no more.
+    parameters: of each launch, the address of the array of pointers to its tensor maps and the struct.
     """
 
     def __init__(self, plan: Plan, problem: Problem | None) -> None:
         fields = abi.fields_of(plan.build.kind, plan.build.family)
-        struct = np.zeros((), abi.numpy_struct(fields))
-        if problem is None:
-            needed = {name: ROW_ALIGNMENT_BYTES for name, kind in fields if kind == "i64"}
-        else:
-            needed = alignments(problem)
-            for name, value in numbers(problem).items():
-                struct[name] = value
-        for name, size in plan.sizes:
-            struct[name] = size
+        needed, struct = _struct(plan, problem, fields)
         # What is checked comes first.
         self.alignments = dict(sorted(needed.items(), key=lambda item: not item[1]))
-        self.names = tuple(self.alignments)
-        self.packed: tuple[int, ...] = ()
-        self.struct_bytes = struct.itemsize
-        self._workspace = 0
+        names = tuple(self.alignments)
+        self.struct_bytes = len(struct)
         self._dtype = plan.build.dtype
-        self._storage: list[np.ndarray[Any, Any]] = []
-        self._maps: list[_Map] = []
-        self._seen: dict[tuple[int, ...], tuple[bytes, int]] = {}  # what was packed, and the workspace then
-        num_maps = sum(len(launch.tensor_maps) for launch in plan.launches)
-        self._memory, self._slots = _aligned(num_maps * abi.TENSOR_MAP_BYTES + self.struct_bytes)
-        self._struct = self._slots + num_maps * abi.TENSOR_MAP_BYTES
-        own = self._memory[-self.struct_bytes :]
-        own[:] = struct.tobytes()
-        self._words, self._halves = own.cast("Q"), own.cast("i")
-        self._offsets = {name: offset for name, offset, _ in abi.layout(fields)}
+        recipes = [recipe for launch in plan.launches for recipe in launch.tensor_maps]
+        self._memory, start = _aligned(len(recipes) * abi.TENSOR_MAP_BYTES + self.struct_bytes)
+        slots = [start + number * abi.TENSOR_MAP_BYTES for number in range(len(recipes) + 1)]
+        own = slots.pop()
+        self._memory[-self.struct_bytes :] = struct
+        self._maps = [
+            _Map(slot, recipe, names.index(recipe.field)) for slot, recipe in zip(slots, recipes, strict=True)
+        ]
+        following = iter(slots)
+        self._pointers = [
+            np.array([*itertools.islice(following, len(launch.tensor_maps)), own], np.uint64)
+            for launch in plan.launches
+        ]
+        self.parameters = tuple(array.ctypes.data for array in self._pointers)
+
+        self._places = {name: own + offset for name, offset, _ in abi.layout(fields)}
         on_device = problem is not None and problem.philox_on_device
         moved = {name: f"{name}_address" for name in abi.SEED} if on_device else {}
-        indices = tuple(self._word(moved.get(name, name)) for name in self.names)
-        self._low_bits = tuple(alignment - 1 for alignment in self.alignments.values() if alignment)
-        self._indices, self._others = indices[: len(self._low_bits)], indices[len(self._low_bits) :]
-        self._parts = tuple((self._word(part.name), part.offset) for part in plan.workspace.parts)
+        self.takes = (*names, *(recipe.field for recipe in recipes))
+        self._write = _writer([*(self._places[moved.get(name, name)] for name in names), *slots], len(names))
+        self.write: Callable[[tuple[int, ...]], object] = self._write if not recipes else lambda addresses: False
+        self._parts = tuple((_word(self._places[part.name]), part.offset) for part in plan.workspace.parts)
+        self._workspace = 0
+        self._are_encoded = not recipes
+        self._encoded_anew: list[_Map] = []  # where an address cannot be written over another
 
-    def _word(self, field: str) -> int:
-        """Index of a 64-bit field among the struct's words: such fields are aligned."""
-        return self._offsets[field] // _WORD_BYTES
-
-    def pack(self, addresses: tuple[int, ...]) -> bool:
-        """Put the address of each of `names` into the struct and the tensor maps; False where one is unfit.
-
-        A map is encoded once and only moved thereafter. Programs come back to the same
-        addresses: what was packed for them is kept.
-        """
-        seen = self._seen.get(addresses)
-        if seen is not None:
-            self._memory[:], self._workspace = seen
-            self.packed = addresses
-            return True
-        before, self.packed = self.packed, ()
-        words = self._words
-        try:
-            for index, low_bits, address in zip(self._indices, self._low_bits, addresses, strict=False):
-                if address & low_bits or not address:
-                    return False
-                words[index] = address
-            for index, number in zip(self._others, addresses[len(self._indices) :], strict=True):
-                words[index] = number
-        except ValueError:  # no number of 64 bits
+    def pack(self, addresses: tuple[int, ...], workspace: int) -> bool:
+        """Put the addresses, and those of the workspace's parts, where kernels read them; False where one is unfit."""
+        addresses = tuple(map(operator.index, addresses))
+        looks_fit = self._write(addresses)
+        if not looks_fit and not self._are_fit(addresses):
             return False
-        for each in self._maps:
-            address = addresses[each.position]
-            if not before:
-                tensor_maps.encode(each.slot, address, each.recipe, self._dtype)
-            elif address != before[each.position]:
-                (code,) = each.move(address)
-                if code:
-                    raise driver.failure("cuTensorMapReplaceAddress", (each.slot, address), int(code), "")
-        self.packed = addresses
-        if len(self._seen) >= _KEPT:
-            del self._seen[next(iter(self._seen))]
-        self._seen[addresses] = bytes(self._memory), self._workspace
+        if workspace != self._workspace and (workspace < 0 or workspace % ROW_ALIGNMENT_BYTES):
+            return False
+        if not self._are_encoded or self._encoded_anew:
+            self._encode(addresses)
+        if workspace != self._workspace:
+            for word, offset in self._parts:
+                word.value = workspace + offset
+            self._workspace = workspace
         return True
 
-    def set_workspace(self, workspace: int) -> None:
-        """Put the addresses of the workspace's parts into the struct."""
-        if workspace != self._workspace:
-            for index, offset in self._parts:
-                self._words[index] = workspace + offset
-            self._workspace = workspace
+    def _are_fit(self, addresses: tuple[int, ...]) -> bool:
+        found = zip(addresses, self.alignments.values(), strict=False)  # without those that come again
+        return all(
+            0 <= address < 1 << 64 and (not alignment or (address and not address % alignment))
+            for address, alignment in found
+        )
+
+    def _encode(self, addresses: tuple[int, ...]) -> None:
+        """Make the tensor maps: all of them once, and always those whose address cannot simply be written."""
+        for each in self._encoded_anew if self._are_encoded else self._maps:
+            tensor_maps.encode(each.slot, addresses[each.position], each.recipe, self._dtype)
+        if not self._are_encoded:
+            self._encoded_anew = [
+                each
+                for each in self._maps
+                if not tensor_maps.starts_with_address(each.slot, addresses[each.position], each.recipe, self._dtype)
+            ]
+            self._are_encoded = True
+            if not self._encoded_anew:
+                self.write = self._write
 
     def write_sizes(self, sizes: Iterable[tuple[str, int]]) -> None:
         """Put numbers that differ between the launches into their 32-bit fields."""
         for name, size in sizes:
-            self._halves[self._offsets[name] // _HALF_BYTES] = size
+            _half(self._places[name]).value = size
 
-    def parameters(self, launch: Launch) -> int:
-        """Address of the array of pointers to the parameters of a launch: its tensor maps, then the struct."""
-        maps = []
-        for recipe in launch.tensor_maps:
-            maps.append(self._map(recipe))
-            self._maps.append(maps[-1])
-        pointers = np.array([*(each.slot for each in maps), self._struct], np.uint64)
-        self._storage.append(pointers)
-        return pointers.ctypes.data
 
-    def _map(self, recipe: TensorMap) -> _Map:
-        slot = self._slots + len(self._maps) * abi.TENSOR_MAP_BYTES
-        return _Map(slot, recipe, self.names.index(recipe.field), tensor_maps.mover(slot))
+def _writer(places: Sequence[int], num_names: int) -> Callable[[tuple[int, ...]], object]:
+    """What writes an address to each of these places in memory; gives whether all are aligned and none is 0.
+
+    num_names: of the addresses; those after them are some of them once more. Written out, a line for each: a loop
+    takes twice as long, and this is in the way of every launch.
+    """
+    count = range(len(places))
+    names = [f"a{i}" for i in range(num_names)]
+    lines = (
+        f"def write(addresses, {', '.join(f'w{i}=w{i}' for i in count)}):",
+        f"    {''.join(f'a{i}, ' for i in count)} = addresses",
+        "    try:",
+        *(f"        w{i}.value = a{i}" for i in count),
+        f"        return {' and '.join(names)} and not ({' | '.join(names)}) & {_ODD}",
+        "    except (TypeError, OverflowError):",  # NumPy's integers, for example
+        "        return False",
+    )
+    space: dict[str, Any] = {f"w{i}": _word(place) for i, place in enumerate(places)}
+    exec("\n".join(lines), space)
+    written: Callable[[tuple[int, ...]], object] = space["write"]
+    return written
+
+
+def _struct(plan: Plan, problem: Problem | None, fields: abi.Fields) -> tuple[dict[str, int], bytes]:
+    """Alignments by name, and the struct with all that does not change from call to call."""
+    made = np.zeros((), abi.numpy_struct(fields))
+    if problem is None:
+        needed = {name: ROW_ALIGNMENT_BYTES for name, kind in fields if kind == "i64"}
+    else:
+        needed = alignments(problem)
+        for name, value in numbers(problem).items():
+            made[name] = value
+    for name, size in plan.sizes:
+        made[name] = size
+    return needed, made.tobytes()
 
 
 def _aligned(size: int) -> tuple[memoryview, int]:

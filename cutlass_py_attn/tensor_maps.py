@@ -6,20 +6,20 @@ import ctypes
 import functools
 from typing import Any, Final
 
-from cutlass_py_attn import driver
+from cutlass_py_attn import abi, driver
+from cutlass_py_attn.errors import DriverError
 from cutlass_py_attn.plan import TensorMap
+from cutlass_py_attn.prepared import c_function
 from cutlass_py_attn.problem import ITEM_BYTES
 
-_SINCE: Final = 12000  # CUDA version that brought cuTensorMapEncodeTiled
+_FLIPPED: Final = 0x7FFFFFFFFF00  # bits of an address that tell another from it
 
 
 @functools.cache
 def _encode_function() -> Any:
     """cuTensorMapEncodeTiled as a C function: unlike the bindings' wrapper it writes where we say."""
-    pointer, _ = driver.call("cuGetProcAddress", b"cuTensorMapEncodeTiled", _SINCE, 0)
     address, number = ctypes.c_void_p, ctypes.c_uint32
-    arguments = (address, number, number, address, *[address] * 4, *[number] * 4)
-    return ctypes.CFUNCTYPE(number, *arguments)(int(pointer))
+    return c_function("cuTensorMapEncodeTiled", address, number, number, address, *[address] * 4, *[number] * 4)
 
 
 def encode(slot: int, address: int, recipe: TensorMap, dtype: str) -> None:
@@ -51,7 +51,19 @@ def encode(slot: int, address: int, recipe: TensorMap, dtype: str) -> None:
         raise driver.failure("cuTensorMapEncodeTiled", (slot, address), code, f"{recipe} of {dtype}")
 
 
-def mover(slot: int) -> functools.partial[tuple[Any]]:
-    """Points the encoded map in `slot`, in place, at the address it is called with; gives the bindings' code."""
-    mapped = driver.bindings().CUtensorMap(_ptr=slot)
-    return functools.partial(driver.function("cuTensorMapReplaceAddress"), mapped)
+def starts_with_address(slot: int, address: int, recipe: TensorMap, dtype: str) -> bool:
+    """Whether the encoded map in `slot` is its array's address, in the first 8 bytes, and 120 that do not depend on it.
+
+    NVIDIA does not say what is in a CUtensorMap. Where it is as it seems, another address can simply be written.
+    """
+    memory = ctypes.create_string_buffer(2 * abi.TENSOR_MAP_BYTES)
+    other = -(-ctypes.addressof(memory) // abi.TENSOR_MAP_BYTES) * abi.TENSOR_MAP_BYTES
+    try:
+        encode(other, address ^ _FLIPPED, recipe, dtype)
+    except DriverError:
+        return False
+    (start, rest), (other_start, other_rest) = (
+        (ctypes.c_uint64.from_address(place).value, ctypes.string_at(place + 8, abi.TENSOR_MAP_BYTES - 8))
+        for place in (slot, other)
+    )
+    return (start, other_start) == (address, address ^ _FLIPPED) and rest == other_rest

@@ -1,6 +1,6 @@
 """Bench the host: what a call costs the CPU before it returns, with other addresses in each call; needs a GPU.
 
-python tools/bench_host.py [--kernels FOLDER] [--json]
+python tools/bench_host.py [--kernels FOLDER] [--dtypes bfloat16] [--json]
 
 Few heads and short sequences: the stream is waited for between samples, never inside one, and never fills up.
 """
@@ -8,6 +8,7 @@ Few heads and short sequences: the stream is waited for between samples, never i
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import json
@@ -15,8 +16,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,16 +25,21 @@ from cutlass_py_attn import driver
 from cutlass_py_attn.arrays import DeviceArray
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.attention import Gradients, attention_backward, attention_forward
-from cutlass_py_attn.launch import bind_problem
+from cutlass_py_attn.lane import Direct, Graph, Lane
+from cutlass_py_attn.launch import Bound, bind_problem
 from cutlass_py_attn.masks import Causal
 from cutlass_py_attn.problem import Problem, Shape
 
 CALLS: Final = 40  # of one sample
 SAMPLES: Final = 60
 SHAPE: Final = Shape(1, 128, 128, 2, 128, 128)
-NEW_SETS: Final = 256  # of addresses; a Bound remembers fewer
+NEW_SETS: Final = 256  # of addresses
 STEP_BYTES: Final = 256  # from one set to the next
-DTYPES: Final = {"torch": ("bfloat16", "float32"), "cupy": ("bfloat16", "float32")}
+DTYPES: Final = ("bfloat16", "float32")
+HEAD_DIMS: Final = (128, 192)
+DIRECTIONS: Final = ("forward", "backward")
+LANES: Final[dict[str, type[Lane]]] = {"kernel by kernel": Direct, "as a graph": Graph}
+LIBRARIES: Final = ("torch", "cupy")
 ALLOWED_US: Final = {"bound forward": 4.0, "bound backward": 8.0, "attention": 25.0}
 
 
@@ -62,10 +68,12 @@ def measure(what: str, dtype: str, call: Callable[[], object], samples: int = SA
     return Row(what, dtype, statistics.median(found), min(found))
 
 
-def bound_rows(direction: str, dtype: str, kernels: Any) -> Iterator[Row]:
-    """Bound calls with other addresses each time: two sets in turn, or more than are remembered; then with the pool."""
+def bound_rows(direction: str, dtype: str, head_dim: int, kernels: Any) -> Iterator[Row]:
+    """Bound calls: with other addresses each time, two sets in turn or more than anybody remembers, or with the same;
+    with a workspace of the pool; and, for comparison, kernel by kernel and as a graph."""
     stream = driver.new_stream()
-    problem = Problem.dense(direction, SHAPE, dtype, Causal())
+    shape = replace(SHAPE, head_dim=head_dim, head_dim_value=head_dim)
+    problem = Problem.dense(direction, shape, dtype, Causal())
     bound = bind_problem(problem, kernels)
     elements = max(math.prod(tensor.shape) for tensor in problem.tensors().values())
     arrays = {
@@ -74,12 +82,22 @@ def bound_rows(direction: str, dtype: str, kernels: Any) -> Iterator[Row]:
     sets = [{name: array.pointer + number * STEP_BYTES for name, array in arrays.items()} for number in range(NEW_SETS)]
     space = DeviceArray((bound.workspace_bytes // 4,), "float32", 0, stream)
     address = space.pointer or None
-    again, new = itertools.cycle(sets[:2]), itertools.cycle(sets)
-    yield measure(f"bound {direction}", dtype, lambda: bound(next(again), stream, workspace=address))
-    yield measure(f"bound {direction}, new addresses", dtype, lambda: bound(next(new), stream, workspace=address))
+    again, new, same = itertools.cycle(sets[:2]), itertools.cycle(sets), sets[0]
+    what = f"bound {direction} d{head_dim}"
+    yield measure(what, dtype, lambda: bound(next(again), stream, workspace=address))
+    yield measure(f"{what}, new addresses", dtype, lambda: bound(next(new), stream, workspace=address))
+    yield measure(f"{what}, the same addresses", dtype, lambda: bound(same, stream, workspace=address))
     if address:
-        yield measure(f"bound {direction}, workspace of the pool", dtype, lambda: bound(next(again), stream))
+        yield measure(f"{what}, workspace of the pool", dtype, lambda: bound(next(again), stream))
+    for how, lanes in LANES.items():
+        other = bind_problem(problem, kernels)
+        other.lanes = lanes
+        yield measure(f"{what}, {how}", dtype, functools.partial(_call, other, new, stream, address))
     driver.synchronise(stream)
+
+
+def _call(bound: Bound, sets: Iterator[dict[str, int]], stream: int, workspace: int | None) -> None:
+    bound(next(sets), stream, workspace=workspace)
 
 
 def library_rows(module: str, dtype: str, kernels: Any) -> Iterator[Row]:
@@ -109,13 +127,12 @@ def library_rows(module: str, dtype: str, kernels: Any) -> Iterator[Row]:
     yield measure(f"attention_backward, {module}", dtype, backward, calls=20)
 
 
-def rows(kernels: Any) -> Iterator[Row]:
+def rows(kernels: Any, dtypes: Sequence[str]) -> Iterator[Row]:
     """Everything that can be measured here; a library that cannot be used is named on stderr."""
     with driver.device(0).current():
-        for dtype in ("bfloat16", "float32"):
-            for direction in ("forward", "backward"):
-                yield from bound_rows(direction, dtype, kernels)
-        for module, dtype in ((module, dtype) for module, dtypes in DTYPES.items() for dtype in dtypes):
+        for dtype, head_dim, direction in itertools.product(dtypes, HEAD_DIMS, DIRECTIONS):
+            yield from bound_rows(direction, dtype, head_dim, kernels)
+        for module, dtype in itertools.product(LIBRARIES, dtypes):
             try:
                 yield from library_rows(module, dtype, kernels)
             except ImportError as error:
@@ -124,7 +141,7 @@ def rows(kernels: Any) -> Iterator[Row]:
 
 def allowed(row: Row) -> float | None:
     """The microseconds that a call of this kind may take; None for those without a target."""
-    if "pool" in row.what:
+    if row.what.endswith(("pool", *LANES)):
         return None
     return next(limit for start, limit in ALLOWED_US.items() if row.what.startswith(start))
 
@@ -134,10 +151,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kernels", type=Path, help="folder of a `cutlass-py-attn build`; nothing is compiled then")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="those to measure")
     arguments = parser.parse_args()
     from cutlass_py_attn.attention import default_kernels
 
-    found = list(rows(Folder(arguments.kernels) if arguments.kernels else default_kernels()))
+    found = list(rows(Folder(arguments.kernels) if arguments.kernels else default_kernels(), arguments.dtypes))
     if arguments.json:
         print(json.dumps([asdict(row) for row in found], indent=1))
     else:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn import driver
+from cutlass_py_attn import driver, starter
 from cutlass_py_attn.plan import Launch
 
 Array = npt.NDArray[Any]
@@ -200,7 +200,7 @@ class Kernels:
         width = ctypes.sizeof(ctypes.c_uint64)
         pointers = (ctypes.c_uint64 * len(values))(*(ctypes.addressof(storage) + width * i for i in range(len(values))))
         launch = Launch(name, (self._blocks, 1, 1), (THREADS, 1, 1), 0)
-        driver.Starter(self._handles[name], launch, ctypes.addressof(pointers))(stream)
+        starter.Starter(self._handles[name], launch, ctypes.addressof(pointers))(stream)
 
 
 def _words(size: int) -> int:

@@ -32,24 +32,30 @@ def test_every_bound_call_has_other_addresses(driver_log: StandIn, monkeypatch: 
         measured.append(what)
         assert callable(call)
         driver_log.clear()
-        for _number in range(3):
+        for _number in range(3):  # of which the first launches kernel by kernel, to become a graph
             call()
         structs = [launch.parameters for launch in driver_log.of("cuLaunchKernelEx")]
         kernels = len(structs) // 3
-        assert structs[:kernels] != structs[kernels : 2 * kernels]
+        assert (structs[:kernels] != structs[kernels : 2 * kernels]) == ("same" not in what)
         if "pool" not in what:  # which gives its memory as it likes
-            assert (structs[:kernels] == structs[2 * kernels :]) == ("new" not in what)
+            comes_back = not what.endswith(("new addresses", *bench_host.LANES))
+            assert (structs[:kernels] == structs[2 * kernels :]) == comes_back
+        is_graph = what.endswith("as a graph") or ("backward" in what and "kernel by kernel" not in what)
+        assert bool(driver_log.of("cuGraphLaunch")) == is_graph
         return bench_host.Row(what, dtype, 1.0, 1.0)
 
     monkeypatch.setattr(bench_host, "measure", measure)
     rows = [
-        row for direction in ("forward", "backward") for row in bench_host.bound_rows(direction, "float16", artifact)
+        row for direction in bench_host.DIRECTIONS for row in bench_host.bound_rows(direction, "float16", 128, artifact)
     ]
     assert measured == [
-        *("bound forward", "bound forward, new addresses"),
-        *("bound backward", "bound backward, new addresses", "bound backward, workspace of the pool"),
+        *("bound forward d128", "bound forward d128, new addresses", "bound forward d128, the same addresses"),
+        *("bound forward d128, kernel by kernel", "bound forward d128, as a graph"),
+        *("bound backward d128", "bound backward d128, new addresses", "bound backward d128, the same addresses"),
+        "bound backward d128, workspace of the pool",
+        *("bound backward d128, kernel by kernel", "bound backward d128, as a graph"),
     ]
-    assert [bench_host.allowed(row) for row in rows] == [4.0, 4.0, 8.0, 8.0, None]
+    assert [bench_host.allowed(row) for row in rows] == [4.0] * 3 + [None] * 2 + [8.0] * 3 + [None] * 3
 
 
 def test_what_is_allowed() -> None:

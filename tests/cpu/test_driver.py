@@ -12,7 +12,7 @@ import pytest
 from fakes import CtypesStream
 from stand_in import StandIn
 
-from cutlass_py_attn import driver, tensor_maps
+from cutlass_py_attn import driver, starter, tensor_maps
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported
 from cutlass_py_attn.plan import Launch, TensorMap
 
@@ -96,9 +96,10 @@ def test_failure_names_call_arguments_and_sentence(driver_log: StandIn) -> None:
 
 
 def test_failed_launch_names_grid_and_stream(driver_log: StandIn) -> None:
+    driver.call("cuCtxSetCurrent", driver.device(0).context)
     driver_log.fail("cuLaunchKernelEx", 400)
     kernel = driver.get_kernel(driver.load_library(b"k_0 8\n"), "k_0")
-    start = driver.Starter(kernel, Launch("k_0", (1, 2, 3), (128, 1, 1), 1024), 0)
+    start = starter.Starter(kernel, Launch("k_0", (1, 2, 3), (128, 1, 1), 1024), 0)
     with pytest.raises(DriverError) as caught:
         start(0xABC)
     message = str(caught.value)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stand_in import StandIn
 
-from cutlass_py_attn import attention, fill
+from cutlass_py_attn import attention, driver, fill
 from cutlass_py_attn.attention import Gradients, attention_backward, attention_forward
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.masks import Causal
@@ -281,7 +281,8 @@ def test_zeros_in_every_element_and_nowhere_else(
     tensor = Tensor(part.shape, tuple(stride // 2 for stride in part.strides), "float16")
     expected = whole.copy()
     expected[tuple(slice(size) for size in shape)] = 0
-    fill.clear(tensor, part.ctypes.data, 0)
+    with driver.device(0).current():
+        fill.clear(tensor, part.ctypes.data, 0)
     np.testing.assert_array_equal(whole, expected)
 
 
@@ -294,5 +295,6 @@ def test_dense_results_are_cleared_by_one_call(driver_log: StandIn) -> None:
         ((2, 5, 3, 8), (1000, 72, 8, 1), 2),
     ):
         driver_log.clear()
-        fill.clear(Tensor(shape, strides, "float16"), memory.ctypes.data, 0)
+        with driver.device(0).current():
+            fill.clear(Tensor(shape, strides, "float16"), memory.ctypes.data, 0)
         assert len(driver_log.names) == calls

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cutlass_py_attn import abi, bench, driver, plan
+from cutlass_py_attn import abi, bench, driver, plan, starter
 from cutlass_py_attn.bench_timing import SAMPLES, WARM_UPS, milliseconds
 from cutlass_py_attn.errors import AttentionError, Stale
 from tools import record
@@ -110,7 +110,7 @@ class Launch:
         self._pointers = np.array([self._struct.ctypes.data], np.uint64)
         grid, block = (self.blocks, 1, 1), (micro.threads, 1, 1)
         launch = plan.Launch(symbol, grid, block, micro.shared_memory_bytes, cluster=micro.cluster)
-        self._start = driver.Starter(kernel, launch, self._pointers.ctypes.data)
+        self._start = starter.Starter(kernel, launch, self._pointers.ctypes.data)
 
     def __call__(self, stream: int) -> None:
         self._start(stream)

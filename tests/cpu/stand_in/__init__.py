@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).with_name("libcuda.c")
-FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.1")
+FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread", "-Wl,-soname,libcuda.so.1")
 
 
 class _Record(ctypes.Structure):
@@ -93,8 +93,12 @@ class StandIn:
         self._library.stand_in_records.restype = ctypes.POINTER(_Record)
 
     def clear(self) -> None:
-        """Forget the log and the fault; no context is current then."""
+        """Forget the log and the fault."""
         self._library.stand_in_clear()
+
+    def leave(self) -> None:
+        """Let no context be current in this thread."""
+        self._library.stand_in_leave()
 
     def fail(self, name: str, code: int) -> None:
         """Let the next call of `name` return `code`."""

@@ -3,12 +3,13 @@
    Declares what it needs itself, so that no toolkit is required. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 typedef unsigned long long u64;
-enum { NOT_FOUND = 500, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 18, BYTES = 2048, PARAMETERS = 8 };
+enum { NOT_FOUND = 500, INVALID_CONTEXT = 201, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 18, BYTES = 2048, PARAMETERS = 8 };
 
 typedef struct { char call[40], text[192]; u64 numbers[NUMBERS]; int byte_count; unsigned char bytes[BYTES]; } Record;
 typedef struct { char symbol[192]; int count; size_t sizes[PARAMETERS]; } Kernel;
@@ -23,23 +24,27 @@ static Record *records;
 static int record_count, fail_code, has_no_memory;
 static char fail_name[40];
 static __thread void *current;
+static pthread_mutex_t log_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP; /* launches of several threads */
 
 Record *stand_in_records(void) { return records; }
 int stand_in_count(void) { return record_count; }
-void stand_in_clear(void) { record_count = 0; fail_name[0] = 0; current = NULL; }
+void stand_in_clear(void) { record_count = 0; fail_name[0] = 0; }
+void stand_in_leave(void) { current = NULL; }
 void stand_in_without_memory(int without) { has_no_memory = without; }
 void stand_in_fail(const char *name, int code) { snprintf(fail_name, sizeof fail_name, "%s", name); fail_code = code; }
 
 static int note(const char *call, const char *text, const u64 *numbers, int count) {
+    pthread_mutex_lock(&log_lock);
     if (!records) records = calloc(RECORDS, sizeof(Record));
     Record *r = &records[record_count < RECORDS - 1 ? record_count++ : record_count];
     memset(r, 0, sizeof *r);
     snprintf(r->call, sizeof r->call, "%s", call);
     snprintf(r->text, sizeof r->text, "%s", text);
     memcpy(r->numbers, numbers, count * sizeof(u64));
-    if (strcmp(call, fail_name)) return 0;
-    fail_name[0] = 0;
-    return fail_code;
+    int fails = !strcmp(call, fail_name);
+    if (fails) fail_name[0] = 0;
+    pthread_mutex_unlock(&log_lock);
+    return fails ? fail_code : 0;
 }
 #define NOTE(text, ...) \
     do { u64 noted[] = {__VA_ARGS__}; int e = note(__func__, text, noted, sizeof noted / sizeof *noted); if (e) return e; } while (0)
@@ -89,7 +94,12 @@ int cuMemcpyHtoD_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n);
 int cuMemcpyDtoH_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n); memcpy(d, s, n); return 0; }
 int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
-int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) { NOTE("", N(p), byte, n, N(stream)); if (!has_no_memory) memset(p, byte, n); return 0; }
+int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) {
+    if (!current) return INVALID_CONTEXT;
+    NOTE("", N(p), byte, n, N(stream));
+    if (!has_no_memory) memset(p, byte, n);
+    return 0;
+}
 int cuMemsetD2D8Async(char *p, size_t pitch, unsigned char byte, size_t width, size_t height, void *stream) {
     NOTE("", N(p), pitch, byte, width, height, N(stream));
     for (size_t y = 0; y < height; y++) memset(p + y * pitch, byte, width);
@@ -156,11 +166,115 @@ static unsigned cluster_of(const LaunchConfig *c) {
     if (!c->attribute_count) return 1;
     return c->attribute_count == 1 && a->id == 4 && a->cluster[1] == 1 && a->cluster[2] == 1 ? a->cluster[0] : 0;
 }
+/* Where the parameters of a launch go, its record made; NULL and the error where it is to fail. Unlock afterwards. */
+static Record *launched(Kernel *k, const u64 *numbers, int *error) {
+    pthread_mutex_lock(&log_lock);
+    *error = note("cuLaunchKernelEx", k->symbol, numbers, 10);
+    return *error ? NULL : &records[record_count - 1];
+}
 int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void **extra) {
-    NOTE(k->symbol, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_memory,
-         N(c->stream), cluster_of(c), N(current));
-    Record *r = &records[record_count - 1];
-    r->byte_count = copy_parameters(k, parameters, r->bytes);
+    if (!current) return INVALID_CONTEXT;
+    u64 numbers[] = {c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_memory,
+                     N(c->stream), cluster_of(c), N(current)};
+    int error;
+    Record *r = launched(k, numbers, &error);
+    if (r) r->byte_count = copy_parameters(k, parameters, r->bytes);
+    pthread_mutex_unlock(&log_lock);
+    return error;
+}
+
+/* Graphs: a launch is logged as a cuGraphLaunch and, as its own calls would be, what its nodes do. A graph and its
+   executable form are one: nobody here changes one of them and uses the other. */
+typedef struct {
+    Kernel *kernel;
+    unsigned grid[3], block[3], shared_memory;
+    void **parameters, **extra;
+} KernelNode;
+typedef struct { void *start; size_t pitch; unsigned value, item_bytes; size_t width, height; } MemsetNode;
+typedef struct Node {
+    struct Node *next;
+    KernelNode kernel;
+    MemsetNode memset;
+    unsigned cluster;
+    int byte_count;
+    unsigned char bytes[BYTES];
+} Node;
+typedef struct { Node *first, *last; void *context; } Graph;
+
+/* An executable graph is only used under its own context: the driver crashes where a thread without one changes it. */
+static void needs_context(const char *call, const Graph *graph) {
+    if (current && current == graph->context) return;
+    fprintf(stderr, "stand-in: %s under context %p of a graph of context %p\n", call, current, graph->context);
+    abort();
+}
+
+static Node *append(Graph *graph) {
+    Node *node = calloc(1, sizeof *node);
+    if (graph->last) graph->last->next = node;
+    else graph->first = node;
+    return graph->last = node;
+}
+static void *capturing;
+int cuStreamIsCapturing(void *stream, int *status) { *status = capturing && stream == capturing; return 0; }
+int cuGraphCreate(Graph **graph, unsigned flags) { NOTE("", flags); *graph = calloc(1, sizeof **graph); return 0; }
+int cuStreamBeginCapture(void *stream, int mode) { NOTE("", N(stream), mode); capturing = stream; return 0; }
+int cuStreamEndCapture(void *stream, Graph **graph) { NOTE("", N(stream)); capturing = NULL; *graph = calloc(1, sizeof **graph); return 0; }
+int cuGraphExecKernelNodeSetParams(Graph *graph, Node *node, const KernelNode *given) {
+    needs_context(__func__, graph);
+    NOTE(given->kernel->symbol, N(given->grid[0]));
+    node->kernel = *given;
+    node->byte_count = copy_parameters(given->kernel, given->parameters, node->bytes);
+    return 0;
+}
+int cuGraphExecMemsetNodeSetParams(Graph *graph, Node *node, const MemsetNode *given, void *context) {
+    needs_context(__func__, graph);
+    NOTE("", N(given->start));
+    node->memset = *given;
+    return 0;
+}
+int cuGraphAddKernelNode(Node **node, Graph *graph, Node **before, size_t count, const KernelNode *given) {
+    NOTE(given->kernel->symbol, count, count ? before[0] == graph->last : !graph->last);
+    *node = append(graph);
+    (*node)->kernel = *given;
+    (*node)->cluster = 1;
+    return 0;
+}
+int cuGraphKernelNodeSetAttribute(Node *node, int id, const unsigned *value) {
+    NOTE(node->kernel.kernel->symbol, id, value[0]);
+    node->cluster = id == 4 && value[1] == 1 && value[2] == 1 ? value[0] : 0;
+    return 0;
+}
+int cuGraphAddMemsetNode(Node **node, Graph *graph, Node **before, size_t count, const MemsetNode *given, void *context) {
+    NOTE("", count);
+    *node = append(graph);
+    (*node)->memset = *given;
+    return 0;
+}
+int cuGraphInstantiateWithFlags(Graph **made, Graph *graph, u64 flags) {
+    NOTE("", flags);
+    graph->context = current;
+    *made = graph;
+    return 0;
+}
+int cuGraphDestroy(Graph *graph) { NOTE("", N(graph)); return 0; }
+int cuGraphExecDestroy(Graph *graph) { needs_context(__func__, graph); NOTE("", N(graph)); return 0; }
+int cuGraphLaunch(Graph *graph, void *stream) {
+    needs_context(__func__, graph);
+    NOTE("", N(stream));
+    for (Node *node = graph->first; node; node = node->next) {
+        const KernelNode *k = &node->kernel;
+        if (!k->kernel) {
+            cuMemsetD8Async(node->memset.start, node->memset.value, node->memset.width, stream);
+            continue;
+        }
+        u64 noted[] = {k->grid[0], k->grid[1], k->grid[2], k->block[0], k->block[1], k->block[2], k->shared_memory,
+                       N(stream), node->cluster, N(current)};
+        int error;
+        Record *r = launched(k->kernel, noted, &error);
+        if (r) memcpy(r->bytes, node->bytes, r->byte_count = node->byte_count);
+        pthread_mutex_unlock(&log_lock);
+        if (error) return error;
+    }
     return 0;
 }
 
@@ -173,8 +287,6 @@ int cuTensorMapEncodeTiled(u64 *map, int type, unsigned rank, void *address, con
     map[0] = N(address);
     return 0;
 }
-
-int cuTensorMapReplaceAddress(u64 *map, void *address) { NOTE("", N(map), N(address)); map[0] = N(address); return 0; }
 
 int cuGetErrorName(int code, const char **name) {
     *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : code == 400
