@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,7 +105,7 @@ def allocation_of(build: Build) -> str:
 
 
 def _objections(build: Build, output: Output, found: Cubin, spills: dict[str, int]) -> list[str]:
-    objections = [*_remarks(output.report), *_entry_objections(build, found)]
+    objections = [*remarks(output.report), *_entry_objections(build, found)]
     for kernel in found.kernels.values():
         objections += _kernel_objections(build, kernel, spills)
     return [*objections, *parameter_objections(build, output.ptx, found)]
@@ -166,15 +166,27 @@ def run(build: Build, *, lines: AbstractContextManager[None] | None = None) -> O
 
     lines: a context for the trace that says where operations come from; PTX and cubin then have line info.
     """
-    cute = _import_dsl(build)
+    name = f"{build.symbol} for {build.arch}"
+    return run_trace(name, build.arch, lambda: kernels.trace(build), build.register_usage_level, lines)
+
+
+def run_trace(
+    name: str,
+    arch: str,
+    trace: Callable[[], kernels.Trace],
+    register_usage_level: int = 5,
+    lines: AbstractContextManager[None] | None = None,
+) -> Output:
+    """The same of any host function and its arguments, which `trace` gives; errors begin with `name`."""
+    cute = _import_dsl(name)
     options = importlib.import_module("cutlass.base_dsl.compiler")
-    with _LOCK, tempfile.TemporaryDirectory(prefix="cutlass_py_attn.") as folder, _own_settings(build.arch):
+    with _LOCK, tempfile.TemporaryDirectory(prefix="cutlass_py_attn.") as folder, _own_settings(arch):
         report = Path(folder, "ptxas.yaml")
         chosen = (
             options.KeepPTX(True),
             options.KeepCUBIN(True),
-            options.GPUArch(build.arch),
-            options.PtxasOptions(f"--register-usage-level={build.register_usage_level}"),
+            options.GPUArch(arch),
+            options.PtxasOptions(f"--register-usage-level={register_usage_level}"),
             options.GenerateLineInfo(lines is not None),
             options.DumpDir(folder),
             options.RemarkFilter("ptxas"),
@@ -182,22 +194,22 @@ def run(build: Build, *, lines: AbstractContextManager[None] | None = None) -> O
         )
         try:
             with lines or nullcontext():
-                host, arguments = kernels.trace(build)
+                host, arguments = trace()
                 made = cute.compile[chosen](host, *arguments)
         except AttentionError:
             raise
         except Exception as error:
-            raise CompileError(f"{build.symbol} for {build.arch}: {_message(error)}") from error
+            raise CompileError(f"{name}: {_message(error)}") from error
         return Output(made.__ptx__, made.__cubin__, report.read_text() if report.exists() else "")
 
 
-def _import_dsl(build: Build) -> Any:
+def _import_dsl(name: str) -> Any:
     if importlib.util.find_spec("cutlass") is None:
         raise CompileError(_NO_DSL)
     try:
         return importlib.import_module("cutlass.cute")
     except Exception as error:
-        raise CompileError(f"{build.symbol} for {build.arch}: the DSL does not load: {_message(error)}") from error
+        raise CompileError(f"{name}: the DSL does not load: {_message(error)}") from error
 
 
 @contextmanager
@@ -251,7 +263,7 @@ def spilled_bytes(report: str) -> dict[str, int]:
     return found
 
 
-def _remarks(report: str) -> list[str]:
+def remarks(report: str) -> list[str]:
     """ptxas's C75xx remarks: it waits for wgmma where the kernel does not, and serialises the products."""
     return [f"ptxas remark, none allowed: {line.strip()}" for line in _REMARK.findall(_plain(report))]
 

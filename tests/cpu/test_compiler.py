@@ -147,9 +147,9 @@ def test_ptx_parameters_of_every_kind() -> None:
 
 def test_a_remark_about_injected_waits_is_a_finding() -> None:
     report = "  - Remark: 'ptxas info : (C7517) Potential Performance Loss: wgmma.mma_async in ''k_0'''\n"
-    assert len(compiling._remarks(report)) == 1
-    assert "C7517" in compiling._remarks(report)[0]
-    assert compiling._remarks("ptxas info : Used 168 registers") == []
+    assert len(compiling.remarks(report)) == 1
+    assert "C7517" in compiling.remarks(report)[0]
+    assert compiling.remarks("ptxas info : Used 168 registers") == []
 
 
 def test_entries_and_parameters_of_every_kind() -> None:
