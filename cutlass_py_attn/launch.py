@@ -194,9 +194,8 @@ def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device:
             f"{plan.symbol} is built for {plan.build.arch}: {gpu.name} has compute capability "
             f"{major}.{minor}; plan and compile for that"
         )
-    struct_bytes = abi.numpy_struct(abi.fields_of(plan.build.kind, plan.build.family)).itemsize
     with gpu.current():
-        kernels = tuple(_ready(artifact, launch, gpu, struct_bytes) for launch in plan.launches)
+        kernels = tuple(_ready(artifact, launch, gpu) for launch in plan.launches)
     return Bound(plan, problem, gpu, kernels)
 
 
@@ -232,10 +231,10 @@ def bind_problem(problem: Problem, kernels: Callable[[Build], Artifact], device:
     return bind_first(planner.plans_on(problem, gpu.compute_capability, gpu.num_sms), problem, kernels, device)
 
 
-def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device, struct_bytes: int) -> int:
+def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device) -> int:
     """The kernel of this launch, loaded and checked."""
     handle = driver.get_kernel(_library(artifact.cubin, gpu), launch.symbol)
-    expected = _parameter_sizes(launch, struct_bytes)
+    expected = _parameter_sizes(artifact.build, launch)
     found = driver.parameter_sizes(handle, len(expected))
     if found != expected:
         raise Stale(
@@ -258,8 +257,9 @@ def _library(cubin: bytes, gpu: driver.Device) -> int:
         return _libraries[key]
 
 
-def _parameter_sizes(launch: Launch, struct_bytes: int) -> tuple[int, ...]:
-    return (*(abi.TENSOR_MAP_BYTES for _ in launch.tensor_maps), struct_bytes)
+def _parameter_sizes(build: Build, launch: Launch) -> tuple[int, ...]:
+    struct = abi.numpy_struct(abi.fields_of(build.kind, build.family))
+    return (*(abi.TENSOR_MAP_BYTES for _ in launch.tensor_maps), struct.itemsize)
 
 
 def _artifact_objections(artifact: Artifact, plan: Plan) -> Iterator[str]:
@@ -269,9 +269,8 @@ def _artifact_objections(artifact: Artifact, plan: Plan) -> Iterator[str]:
             f"{plan.symbol} for {plan.build.arch}; compile this plan"
         )
         return
-    struct_bytes = abi.numpy_struct(abi.fields_of(plan.build.kind, plan.build.family)).itemsize
     for launch in plan.launches:
-        expected = _parameter_sizes(launch, struct_bytes)
+        expected = _parameter_sizes(plan.build, launch)
         found = tuple(parameter.size for parameter in artifact.kernel(launch.symbol).parameters)
         if found != expected:
             yield (

@@ -207,15 +207,14 @@ class Settings:
 def settings(options: Mapping[str, Any], allowed: type) -> Settings:
     """The options with defaults; NotSupported lists every unknown name and wrong value.
 
-    stream is left out: it is no part of what is computed.
+    stream is not among them: it is no part of what is computed.
     """
-    given = {name: value for name, value in options.items() if name != "stream"}
-    if given.keys() <= PLAIN:
+    if options.keys() <= PLAIN:
         try:
-            return _plain_settings(tuple(given.items()), allowed)
+            return _plain_settings(tuple(options.items()), allowed)
         except TypeError:  # a list where a tuple should be, or another value that cannot be looked up
             pass
-    return _judged(given, allowed)
+    return _judged(options, allowed)
 
 
 @functools.lru_cache(maxsize=256)

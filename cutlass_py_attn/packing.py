@@ -49,13 +49,12 @@ class Packing:
         # What is checked comes first.
         self.alignments = dict(sorted(needed.items(), key=lambda item: not item[1]))
         names = tuple(self.alignments)
-        self.struct_bytes = len(struct)
         self._dtype = plan.build.dtype
         recipes = [recipe for launch in plan.launches for recipe in launch.tensor_maps]
-        self._memory, start = _aligned(len(recipes) * abi.TENSOR_MAP_BYTES + self.struct_bytes)
+        self._memory, start = _aligned(len(recipes) * abi.TENSOR_MAP_BYTES + len(struct))
         slots = [start + number * abi.TENSOR_MAP_BYTES for number in range(len(recipes) + 1)]
         own = slots.pop()
-        self._memory[-self.struct_bytes :] = struct
+        self._memory[-len(struct) :] = struct
         self._maps = [
             _Map(slot, recipe, names.index(recipe.field)) for slot, recipe in zip(slots, recipes, strict=True)
         ]

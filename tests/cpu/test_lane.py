@@ -173,7 +173,6 @@ def test_default_streams_are_those_of_the_device(driver_log: StandIn) -> None:
     driver.call("cuCtxSetCurrent", 0xC0)
     for _ in range(2):
         bound(given)
-    driver.call("cuCtxSetCurrent", 0xC1)
     driver_log.clear()
     driver.call("cuCtxSetCurrent", 0xC1)
     bound(given)
