@@ -12,16 +12,20 @@ from typing import Final
 from cutlass_py_attn import driver
 
 SAMPLES: Final = 7
-WARM_UPS: Final = 2
+LEAST_SAMPLES: Final = 3
+WARM_UPS: Final = 1
 PAUSE_S: Final = 0.15
+BURST_MS: Final = 60.0
 
 
 def median(replay: Callable[[], None], stream: int, samples: int) -> float:
-    """Milliseconds of one replay, which puts its work on `stream`; behind a pause, for a GPU that was busy just before
-    draws more power and lowers its clock."""
+    """Milliseconds of one replay, which puts its work on `stream`; behind a pause and WARM_UPS replays, `samples` or as
+    many as take BURST_MS, at least LEAST_SAMPLES: a GPU that is busy for longer draws more power and lowers its
+    clock."""
     time.sleep(PAUSE_S)
-    times = [milliseconds(replay, stream) for _ in range(WARM_UPS + samples)]
-    return statistics.median(times[WARM_UPS:])
+    longest = max(milliseconds(replay, stream) for _ in range(WARM_UPS))
+    count = min(samples, max(LEAST_SAMPLES, int(BURST_MS / longest)))
+    return statistics.median(milliseconds(replay, stream) for _ in range(count))
 
 
 def milliseconds(replay: Callable[[], None], stream: int) -> float:

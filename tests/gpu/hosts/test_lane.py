@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn import driver
+from cutlass_py_attn import driver, planner
 from cutlass_py_attn.lane import Direct, Graph, Lane
+from cutlass_py_attn.plan import Build
 from tests.gpu import check, memory
-from tests.gpu.cases import Case, Variant
+from tests.gpu.cases import ARCH, Case, Variant
 from tests.gpu.check import Array, Kernels
 from tests.gpu.memory import Placed
 from tests.gpu.test_laws import differing, operands_of
@@ -30,6 +31,11 @@ LANES: list[type[Lane]] = [Direct, Graph]
 ROUNDS = 4
 LATE_BYTES = 1 << 30
 LATE_TIMES = 40  # 40 GiB to write: some milliseconds on any GPU
+
+
+def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
+    """The kernels of the cases, and what stands in for them."""
+    return [planner.builds(case.problem(), arch) for case in CASES.values()]
 
 
 @functools.cache
