@@ -13,18 +13,22 @@ from cutlass_py_attn import driver
 
 SAMPLES: Final = 7
 LEAST_SAMPLES: Final = 3
-WARM_UPS: Final = 1
+WARM_UPS: Final = 2
+WARM_UP_MS: Final = 10.0
 PAUSE_S: Final = 0.15
 BURST_MS: Final = 60.0
 
 
 def median(replay: Callable[[], None], stream: int, samples: int) -> float:
-    """Milliseconds of one replay, which puts its work on `stream`; behind a pause and WARM_UPS replays, `samples` or as
-    many as take BURST_MS, at least LEAST_SAMPLES: a GPU that is busy for longer draws more power and lowers its
-    clock."""
+    """Milliseconds of one replay, which puts its work on `stream`. Behind a pause come replays for WARM_UP_MS, then
+    `samples` or as many as take BURST_MS, at least LEAST_SAMPLES: a GPU that was idle raises its clock, and one that is
+    busy for longer draws more power and lowers it."""
     time.sleep(PAUSE_S)
-    longest = max(milliseconds(replay, stream) for _ in range(WARM_UPS))
-    count = min(samples, max(LEAST_SAMPLES, int(BURST_MS / longest)))
+    warm = last = milliseconds(replay, stream)
+    while warm < WARM_UP_MS:
+        last = milliseconds(replay, stream)
+        warm += last
+    count = min(samples, max(LEAST_SAMPLES, int(BURST_MS / last)))
     return statistics.median(milliseconds(replay, stream) for _ in range(count))
 
 
