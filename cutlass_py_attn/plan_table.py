@@ -155,7 +155,7 @@ _HOPPER_BACKWARD: _Table = {
     ),
     256: (Tile(64, 64, 16, 2, 2),),
 }
-# Long rows of narrow heads under a mask are slower with two key tiles.
+# Long rows of narrow heads under a mask are slower with two key tiles; with dropout they leave its bits little room.
 _HOPPER_BACKWARD_MASKED: _Table = {
     **_HOPPER_BACKWARD,
     64: (_HOPPER_BACKWARD[64][0], Tile(128, 128, 16, 3, 2)),
@@ -222,7 +222,8 @@ def hopper_tiles(problem: Problem) -> tuple[Tile, ...]:
 def hopper_place(problem: Problem) -> tuple[str, int]:
     """Where this problem's rows stand in HOPPER: the name of the table and the widest head dim they serve."""
     if problem.direction == "backward":
-        name, served = "backward" if problem.mask.form == "full" else "backward masked", _held(problem)
+        is_masked = problem.mask.form != "full" or "dropout" in problem.features
+        name, served = "backward masked" if is_masked else "backward", _held(problem)
         name = "backward blocks" if kept_in_blocks(problem.shape) else name
     elif _HELD & set(problem.features):
         name, served = "forward held", problem.shape.head_dim_value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -25,7 +26,9 @@ TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
 BARRIER_BYTES = 8
 RECORD_WORDS = 12  # int32, of an item that a block of the Hopper backward has taken
 RECORDS = 2  # for each slot of the key
-KEPT_KEYS, KEPT_QUERIES = 16, 64  # of a piece of dropout's bits, which some warps draw for others
+WORD_BYTES = 4
+KEPT_TILES = 32, 16, 8, 4  # of which the Hopper family draws dropout's bits at once, the first that there is room for
+KEPT_KEYS, KEPT_QUERIES = 16, 64  # of a word of dropout's bits in the Hopper backward: what a warp draws together
 # Of a thread of the Hopper forward that loads and of those that multiply, by tile_m: 64 rows a warpgroup.
 FORWARD_REGISTERS = {128: (24, 240), 192: (32, 160)}
 BIAS_CHUNK_BYTES = (256, 128)  # of a row of a chunk in the kernel of grad_bias; the widest that fits is taken
@@ -83,30 +86,45 @@ def _forward(build: Build) -> tuple[Buffer, ...]:
 
 
 def _hopper_forward(build: Build) -> tuple[Buffer, ...]:
-    """Two slots for the query where they fit: the next query tile is there before this one's last value tile."""
-    maps = {count: _hopper_forward_with(build, count) for count in (2, 1)}
+    """Two slots for the query where they fit: the next query tile is there before this one's last value tile. With
+    dropout room for the bits of several key tiles."""
+    tiles = KEPT_TILES if build.has("dropout") else (0,)
+    maps = {cut: _hopper_forward_with(build, *cut) for cut in itertools.product((2, 1), tiles)}
     return maps[first_that_fits(build, maps.items())]
 
 
-def _hopper_forward_with(build: Build, queries: int) -> tuple[Buffer, ...]:
-    """Rings of query, key and value, and the full and the empty barrier of every slot."""
+def _hopper_forward_with(build: Build, queries: int, kept_tiles: int) -> tuple[Buffer, ...]:
+    """Rings of query, key and value, dropout's bits, and the full and the empty barrier of every slot."""
     dtype, tile_m, tile_n, stages = build.dtype, build.tile_m, build.tile_n, build.query_stages
     return stack(
         ("query", queries * tile_bytes(dtype, tile_m, build.columns), 0, 1),
         ("key", stages * tile_bytes(dtype, tile_n, build.columns), 0, 1),
         ("value", stages * tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("kept", kept_tiles * kept_bytes(build), 0, 2),
         ("barriers", 2 * BARRIER_BYTES * (queries + 2 * stages), 0, 4),
     )
 
 
+def kept_bytes(build: Build) -> int:
+    """A bit for each score of a tile."""
+    return build.tile_m * build.tile_n // 8
+
+
 def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
-    """Rings of key, query, grad_output, dS and of their row statistics, value, the full and the empty barrier of every
-    slot, and the records of items; where blocks take whole heads also the barrier of a sum that is asked for."""
+    """With dropout room for the bits of several query tiles."""
+    tiles = KEPT_TILES if build.has("dropout") else (0,)
+    maps = {count: _hopper_backward_with(build, count) for count in tiles}
+    return maps[first_that_fits(build, maps.items())]
+
+
+def _hopper_backward_with(build: Build, kept_tiles: int) -> tuple[Buffer, ...]:
+    """Rings of key, query, grad_output, dS and of their row statistics, value, dropout's bits, the full and the empty
+    barrier of every slot, and the records of items; where blocks take whole heads also the barrier of a sum that is
+    asked for."""
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     queries, grads, rows = build.query_stages, build.grad_output_stages, build.block_queries
     ds = grads * rows // tile_m
-    kept = queries if build.has("dropout") else 0
-    slots = queries + grads + ds + build.key_stages + 1 + kept
+    slots = queries + grads + ds + build.key_stages + 1
     return stack(
         ("key", build.key_stages * tile_bytes(dtype, tile_n, build.columns), 0, 7),
         ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
@@ -116,7 +134,7 @@ def _hopper_backward(build: Build) -> tuple[Buffer, ...]:
         ("staging", grad_query_bytes(build), 7, 7),
         ("logsumexp", queries * rows * F32_BYTES, 0, 2),
         ("delta", grads * rows * F32_BYTES, 0, 4),
-        ("kept", kept * tile_m * tile_n // 16, 0, 2),
+        ("kept", kept_tiles * kept_bytes(build), 0, 2),
         ("barriers", BARRIER_BYTES * (2 * slots + build.whole_heads), 0, 8),
         ("items", build.key_stages * RECORDS * RECORD_WORDS * F32_BYTES, 0, 8),
     )

@@ -32,6 +32,7 @@ Array = npt.NDArray[Any]
 
 WAVES: Final = 2  # how often a problem fills every SM
 QUERIES, KEYS = 500, 520
+HEADS_QUERIES, HEADS_KEYS = 200, 300  # of kernels whose blocks take whole heads: what they work on fits the L2 cache
 ALONE, NOISE, PRODUCER = "alone", "noise", "producer"
 NOISE_NANOSECONDS: Final = 200_000
 LATE_NANOSECONDS: Final = 50_000
@@ -114,8 +115,9 @@ def workloads(artifact: Artifact, gpu: driver.Device) -> list[Workload]:
     if build.kind == "room":
         return [_room(artifact, gpu)]
     dims = build.head_dim, build.head_dim_value
+    lengths = (HEADS_QUERIES, HEADS_KEYS) if build.whole_heads else (QUERIES, KEYS)
     base = feature_builds().get(build) or Drawn(
-        build.kind, build.dtype, 2, 1, QUERIES, KEYS, *dims, mask=build.mask, deterministic=build.deterministic, seed=1
+        build.kind, build.dtype, 2, 1, *lengths, *dims, mask=build.mask, deterministic=build.deterministic, seed=1
     )
     if build.family == "decode":
         base = replace(decodes.of_build(build)[0], layout="dense")
@@ -125,6 +127,8 @@ def workloads(artifact: Artifact, gpu: driver.Device) -> list[Workload]:
 
 def _times(base: Drawn, artifact: Artifact, gpu: driver.Device) -> int:
     """How many times as many heads fill every SM WAVES times."""
+    if artifact.build.whole_heads:  # with fewer, another kernel is faster
+        return ceil_div(WAVES * gpu.num_sms, base.batch * (base.heads_key or base.heads))
     times = 1
     while True:
         drawn = with_heads(base, times)
@@ -215,12 +219,13 @@ def resident(plan: Plan, artifact: Artifact) -> int:
 def fused(base: Drawn, times: int, build: Build) -> Workload:
     """Of a fused kernel, with `times` as many heads."""
     drawn, expected = with_heads(base, times), expect(base, times)
+    is_ordered = build.deterministic or build.whole_heads
     numbers = {"philox_seed": drawn.philox_seed, "philox_offset": drawn.philox_offset} if drawn.dropout_p else {}
     return Workload(
         drawn.line,
         lambda chosen: memory.placed(drawn.problem(), expected.arrays, chosen, numbers),
         lambda found: drawn_check.findings(drawn, expected, found),
-        frozenset({"grad_query"} if build.kind == "backward" and not build.deterministic else ()),
+        frozenset({"grad_query"} if build.kind == "backward" and not is_ordered else ()),
     )
 
 

@@ -19,8 +19,7 @@ all key tiles of a head: fused/head_grad_query.py.
                                                   4 warps, behind the last 7
     value        TMA                              8 warps, behind the last 3               1
 
-With dropout three warps of the first warpgroup draw bits, and release the key once they know its tile:
-parts/kept_bits.py.
+Dropout's bits of several query tiles are drawn at once: parts/kept_bits.py.
 """
 
 import functools
@@ -107,8 +106,6 @@ class HopperBackward(Backward):
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
                 self.produce(p, (map_q, map_do, map_k, map_v))
-            elif cutlass.const_expr(self.kept is not None):
-                self.kept.draw(p, warp - 1)
         elif warp < 2 * WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(self.registers[1])
             self.multiply_query_gradient(p, thread - WARPGROUP_THREADS)
@@ -128,17 +125,14 @@ class HopperBackward(Backward):
         """The full and empty barriers of query, grad_output, key, value and dS."""
         build = self.build
         keepers, statistics = CONSUMER_THREADS // WARP_THREADS, build.block_queries * F32_BYTES
-        drawing = 0 if self.kept is None else WARPGROUP_WARPS - 1
         users = {
             "query": (build.query_stages, keepers, statistics),
             "grad_output": (build.grad_output_stages, CONSUMER_THREADS, statistics),
-            "key": (build.key_stages, keepers + WARPGROUP_WARPS + drawing, 0),
+            "key": (build.key_stages, keepers + WARPGROUP_WARPS, 0),
             "value": (1, keepers, 0),
         }
         (self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v), barriers = pipes.loaded(build, users)
         self.pipe_ds = pipes.handed_over(self.ds_slots, self.blocks * keepers, WARPGROUP_WARPS, barriers)
-        if self.kept is not None:
-            self.kept.make_pipe(barriers + 2 * self.ds_slots)
         if build.whole_heads:
             self.grad_query.make_barrier()
 
@@ -276,7 +270,7 @@ class HopperBackward(Backward):
             self.pipe_v.consumer_wait(self.value_at(at_k, at_v))
             head, query_block = self.first_place(p, item, self.blocks)
             if cutlass.const_expr(self.kept is not None):
-                self.kept.find(p, stream, r_kept, (item.of, head, query_block, key_tile), at_q)
+                self.kept.find(p, stream, r_kept, item, (head, query_block), (Int32(0), turns))
             for turn in cutlass.range(turns, unroll=1):
                 # 2  P = exp2(S - logsumexp) in base 2
                 if cutlass.const_expr(not self.reads_ahead):
@@ -328,8 +322,7 @@ class HopperBackward(Backward):
                 self.release_grad_output(at)
                 head, query_block = self.next_place(item, head, query_block, self.blocks)
                 if cutlass.const_expr(self.kept is not None):
-                    tile = item.of, head, query_block, key_tile
-                    self.kept.find_next(p, stream, r_kept, tile, at_q, turn + 1 < turns)
+                    self.kept.find(p, stream, r_kept, item, (head, query_block), (turn + 1, turns))
                 self.scores.wait(1)
                 r_s.store(r_next.load())
             if cutlass.const_expr(not self.is_ahead):

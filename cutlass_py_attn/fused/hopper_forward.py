@@ -24,7 +24,8 @@ from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
 from cutlass_py_attn.hopper import loaded_tiles, slots
-from cutlass_py_attn.parts import dropout, lengths, masking, moves, params, pipes, schedule, tma
+from cutlass_py_attn.parts import lengths, masking, moves, params, pipes, schedule, tma
+from cutlass_py_attn.parts.bits_ahead import RowBits
 from cutlass_py_attn.parts.held_terms import HeldTerms
 from cutlass_py_attn.parts.items import Item, Items
 from cutlass_py_attn.parts.mixed_softmax import MixedSoftmax
@@ -47,6 +48,7 @@ class HopperForward(Forward):
         self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
         self.runs_on = slots(build)["query"] > 1  # the next query tile is there before the output has left
         self.is_mixed = build.columns + build.columns_value <= NARROW and build.dtype == "bfloat16"
+        self.kept = RowBits(build, self.consumers) if build.has("dropout") else None
         # A float16 row that sees mostly one key is closer with that key's weight at exactly 1.
         self.is_lazy = build.dtype == "bfloat16" and self.consumers <= LAZY_WARPGROUPS * WARPGROUP_THREADS
 
@@ -142,7 +144,7 @@ class HopperForward(Forward):
             # 1  S = Q K^T of the last key tile, unless it was started with the end of the item before
             if cutlass.const_expr(not self.runs_on):
                 self.issue_first(r_s, at_q, at_k, True)
-            kept, bias = self.ahead(p, item, item.end - 1, where)
+            kept, bias = self.ahead(p, item, item.end - 1, where, thread)
             if cutlass.const_expr(not self.runs_on):
                 self.scores.wait()
                 self.release_first(at_k, True)
@@ -161,7 +163,7 @@ class HopperForward(Forward):
                 self.pipe_v.consumer_wait(at_v)
                 self.output.issue(r_o, Operands(self.weights, self.value_part.stage(at_v.index)))
                 self.pass_turn(thread)
-                kept, bias = self.ahead(p, item, key_tile, where)
+                kept, bias = self.ahead(p, item, key_tile, where, thread)
                 self.scores.wait(1)
                 self.pipe_k.consumer_release(at_k)
                 at_k.advance()
@@ -209,12 +211,13 @@ class HopperForward(Forward):
         if is_there:
             self.pipe_k.consumer_release(at_k)
 
-    def ahead(self, p: Any, item: Item, key_tile: Int32, where: cute.Tensor) -> tuple[Any, Any]:
+    def ahead(self, p: Any, item: Item, key_tile: Int32, where: cute.Tensor, thread: Int32) -> tuple[Any, Any]:
         """What a tile of scores needs and does not depend on them, while they are on their way: the bits of the weights
         that dropout keeps, and the bias; None where there is none."""
         corner = item.tile * self.build.tile_m, key_tile * self.build.tile_n
+        kept = None if self.kept is None else self.kept.of_tile(p, item, key_tile, where, thread)
         bias = self.terms.bias_ahead(p, item.of, item.head, corner, where)
-        return dropout.kept(self.build, p, where, corner, (item.of, item.head)), bias
+        return kept, bias
 
     @cute.jit
     def finish_scores(self, p: Any, item: Any, key_tile: Int32, r_s: cute.Tensor, where: cute.Tensor, given: tuple):

@@ -82,9 +82,14 @@ def stream(p: Any) -> Stream:
     return Stream(seed, offset, p.dropout_threshold)
 
 
+def keep_bits(stream: Any, where: cute.Tensor, corner: tuple, base: Int64, num_keys: Int32) -> cute.Tensor:
+    """A bit for each element of a thread's scores, set where the element is kept; for `keep`."""
+    return Calls(where).bits(words(stream, where, corner, base, num_keys))
+
+
 @cute.jit
-def keep_bits(stream: Any, where: cute.Tensor, corner: tuple, base: Int64, num_keys: Int32):
-    """A bit for each element of a thread's scores, set where the element is kept; for `keep`.
+def words(stream: Any, where: cute.Tensor, corner: tuple, base: Int64, num_keys: Int32):
+    """The words that hold the bits of a thread's scores.
 
     `where` holds each element's (row, column) in the tile, `corner` the tile's first query and key, a multiple
     of 8. Element (i, j) takes word stream.offset + base + i * num_keys + j. All threads of a warp call this
@@ -110,7 +115,7 @@ def keep_bits(stream: Any, where: cute.Tensor, corner: tuple, base: Int64, num_k
         for k in cutlass.range_constexpr(count - 1):
             held[k] = held[k + 1]
         held[count - 1] = _exchanged(found, is_odd)
-    return calls.bits(held)
+    return held
 
 
 def is_aligned(start: Int64, num_keys: Int32) -> Boolean:

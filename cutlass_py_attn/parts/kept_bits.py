@@ -1,12 +1,8 @@
 """Kept bits: which weights dropout keeps, for transposed scores.
 
 A Philox call gives the words of four neighbouring keys of a query, but a thread of a transposed accumulator holds one
-of the four. A warp holds 16 keys: each lane has the bits of those for one query in every 32, four calls, and gathers
-the bits of its own keys from the lanes that have its queries. The first 32 of every 64 queries are drawn by warps that
-have nothing else to do and come through shared memory, the others by the warps that hold the scores.
-
-    pipe    full: arrivals              empty: arrivals                 slots
-    kept    32 threads of one warp      all threads that hold scores    one for each drawing warp
+of the four. A warp holds 16 keys: each lane draws the bits of those for one query in every 32, four calls, and gathers
+the bits of its own keys from the lanes that have its queries.
 
     bit of a thread's word    8 (row + 2 (eight // 4 % 2)) + 7 - 2 (eight % 4) - side, a word for every 64 queries
 """
@@ -15,11 +11,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
-from cutlass import Int32, Uint16, Uint32
+from cutlass import Int32, Uint32
 
 from cutlass_py_attn.gemm.gemm import WARP_THREADS
-from cutlass_py_attn.parts import dropout, lengths, moves, params, pipes
+from cutlass_py_attn.parts import dropout, lengths, params
+from cutlass_py_attn.parts.bits_ahead import BitsAhead
+from cutlass_py_attn.parts.integers import smaller
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.shared_memory import KEPT_KEYS, KEPT_QUERIES
 
@@ -27,51 +24,44 @@ EACH_BYTE = 0x01010101
 PAIRS, PLACES = 4, 8  # of columns that neighbouring lanes hold of every 8; bits of a byte, a column each
 
 
-class KeptBits:
-    """The bits of one Build's tiles. walk: the kernel, which says what tiles a block takes; readers: threads that hold
+class KeptBits(BitsAhead):
+    """The bits of one Build's tiles. walk: the kernel, which says what tiles a block takes; threads: those that hold
     scores."""
 
-    def __init__(self, build: Build, walk: Any, readers: int) -> None:
-        self.build, self.walk, self.readers = build, walk, readers
-        self.words = build.tile_m // KEPT_QUERIES
-
-    def make_pipe(self, barriers: cute.Pointer) -> None:
-        """Its barriers, from this one on."""
-        self.pipe = pipes.handed_over(self.build.query_stages, WARP_THREADS, self.readers, barriers)
-
-    def registers(self) -> cute.Tensor:
-        """A thread's words of one tile."""
-        return cute.make_rmem_tensor(self.words, Uint32)
+    def __init__(self, build: Build, walk: Any, threads: int) -> None:
+        super().__init__(build, threads)
+        self.walk = walk
 
     @cute.jit
-    def draw(self, p: Any, warp: Int32):
-        """Warp number `warp`, from 0, of the drawing ones: the bits of the tiles whose slot has this number."""
-        (at,) = pipes.states(pipeline.PipelineUserType.Producer, self.build.query_stages)
-        (at_k,) = pipes.states(pipeline.PipelineUserType.Consumer, self.build.key_stages)
-        stream, lane, ring = dropout.uniform_stream(p), cute.arch.lane_idx(), self.ring()
-        key_tile = self.walk.next_tile(at_k)
-        while key_tile >= 0:
-            item = self.walk.items.read(p, self.walk.record(at_k))
-            self.walk.pipe_k.consumer_release(at_k)  # nothing but the record was wanted
-            at_k.advance()
-            head, query_tile = self.walk.first_place(p, item)
-            for _ in cutlass.range(self.walk.rounds(p, item.first, item.end), unroll=1):
-                if at.index == warp:
-                    self.pipe.producer_acquire(at)
-                    for group in cutlass.range(cute.size(ring, mode=[1]), unroll=1):
-                        corner = self.corner((item.of, head, query_tile, key_tile), group)
-                        for word in cutlass.range_constexpr(self.words):
-                            bits = self.bits(p, stream, (item.of, head), corner, lane + word * KEPT_QUERIES)
-                            ring[lane, group, word, at.index] = Uint16(bits)
-                    self.pipe.producer_commit(at)
-                at.advance()
-                head, query_tile = self.walk.next_place(item, head, query_tile)
-            key_tile = self.walk.next_tile(at_k)
+    def find(self, p: Any, stream: Any, found: cute.Tensor, item: Any, tile: tuple, which: tuple):
+        """A thread's words of round `which` (number, how many the item has) at (query head, query tile); of a round
+        behind the last none. All threads of a warp call this together."""
+        turn, turns = which
+        if turn < turns:
+            number = turn % self.tiles
+            if number == 0:
+                self.draw(p, stream, item, tile, smaller(turns - turn, self.tiles))
+            self.take(found, params.fresh("tid.x") - self.walk.before, number)
 
-    def corner(self, tile: tuple, group: Int32) -> tuple[Int32, Int32]:
-        """The first query of a tile, and the first key of one of its groups of 16."""
-        _, _, query_tile, key_tile = tile
-        return query_tile * self.build.tile_m, key_tile * self.build.tile_n + group * KEPT_KEYS
+    @cute.jit
+    def draw(self, p: Any, stream: Any, item: Any, tile: tuple, rounds: Int32):
+        """A thread's words of so many rounds, the first at (query head, query tile)."""
+        head, query_tile = tile
+        thread = params.fresh("tid.x") - self.walk.before
+        for number in cutlass.range(rounds, unroll=1):
+            words = self.registers()
+            for word in cutlass.range_constexpr(self.words):
+                words[word] = self.word(p, stream, (item.of, head), (query_tile, item.tile), thread, word)
+            self.put(words, thread, number)
+            head, query_tile = self.walk.next_place(item, head, query_tile)
+
+    def word(self, p: Any, stream: Any, of_head: tuple, tile: tuple, thread: Int32, number: int) -> Uint32:
+        """A thread's word for 64 queries of the tile (query tile, key tile); a warp calls this."""
+        lane, group = thread % WARP_THREADS, thread // WARP_THREADS
+        corner = tile[0] * self.build.tile_m, tile[1] * self.build.tile_n + group * KEPT_KEYS
+        query = lane + number * KEPT_QUERIES
+        first, second = (self.bits(p, stream, of_head, corner, query + row) for row in (0, WARP_THREADS))
+        return gathered((first & Uint32(0xFFFF)) | (second << 16), lane)
 
     def bits(self, p: Any, stream: Any, of_head: tuple, corner: tuple, query: Int32) -> Uint32:
         """The bits of the 16 keys at `corner` of a query of the tile."""
@@ -79,35 +69,6 @@ class KeptBits:
         start = stream.offset + lengths.first_word(p, of, head) + corner[1]
         at = start + cute.arch.mul_wide(corner[0] + query, of.num_keys)
         return dropout.run_bits(stream, at, dropout.is_aligned(start, of.num_keys))
-
-    @cute.jit
-    def find_next(self, p: Any, stream: Any, found: cute.Tensor, tile: tuple, at: Any, is_there: Any):
-        """`find` where the tile is there."""
-        if is_there:
-            self.find(p, stream, found, tile, at)
-
-    @cute.jit
-    def find(self, p: Any, stream: Any, found: cute.Tensor, tile: tuple, at: Any):
-        """A thread's words of the tile at (sequence, query head, query tile, key tile), whose slot is at `at`; all
-        threads of a warp call this together."""
-        thread = params.fresh("tid.x") - self.walk.before
-        lane, group = thread % WARP_THREADS, thread // WARP_THREADS
-        corner = self.corner(tile, group)
-        self.pipe.consumer_wait(at)
-        ring = self.ring()
-        for word in cutlass.range_constexpr(self.words):
-            found[word] = Uint32(ring[lane, group, word, at.index])
-        cute.arch.mbarrier_arrive(self.pipe.sync_object_empty.get_barrier(at.index))
-        for word in cutlass.range_constexpr(self.words):
-            query = lane + (word * KEPT_QUERIES + WARP_THREADS)
-            found[word] = found[word] | (self.bits(p, stream, tile[:2], corner, query) << 16)
-        for word in cutlass.range_constexpr(self.words):
-            found[word] = gathered(found[word], lane)
-
-    def ring(self) -> cute.Tensor:
-        """[query of 32, group of 16 keys, 64 queries, slot]."""
-        shape = WARP_THREADS, self.build.tile_n // KEPT_KEYS, self.words, self.build.query_stages
-        return cute.make_tensor(moves.shared_pointer(self.build, "kept", Uint16), cute.make_layout(shape))
 
 
 def gathered(bits: Uint32, lane: Int32) -> Uint32:

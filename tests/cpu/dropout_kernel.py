@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int8, Int32, Int64, Uint16, Uint32
+from cutlass import Int8, Int32, Int64, Uint32
 
 from cutlass_py_attn.gemm import matmul_qk, mma_sync, wgmma
 from cutlass_py_attn.gemm.views import transposed
@@ -78,7 +78,7 @@ class KeepBytes:
 
 
 class TurnedBytes(KeepBytes):
-    """The same for the scores of the Hopper backward, drawn by the warps that hold them alone: a byte is 2 where the
+    """The same for the scores of the Hopper backward, a byte is 2 where the
     mask of a pair of queries says otherwise than its bits."""
 
     @cute.kernel
@@ -86,15 +86,12 @@ class TurnedBytes(KeepBytes):
         build = self.build
         thread, _, _ = cute.arch.thread_idx()
         query_tile, key_tile, _ = cute.arch.block_idx()
-        lane, group = thread % 32, thread // 32
         of, stream = lengths.sequence(build, SizesOf(p), Int32(0)), dropout.uniform_stream(p)
         stream.offset = stream.offset + p.base
-        bits, target = kept_bits.KeptBits(build, None, 0), params.pointer(p.out, Int8, 1)
-        corner = bits.corner((of, Int32(0), query_tile, key_tile), group)
+        bits, target = kept_bits.KeptBits(build, None, build.scores[0] * 32), params.pointer(p.out, Int8, 1)
         found = bits.registers()
         for word in cutlass.range_constexpr(bits.words):
-            halves = [bits.bits(p, stream, (of, Int32(0)), corner, lane + 64 * word + 32 * half) for half in (0, 1)]
-            found[word] = kept_bits.gathered(Uint32(Uint16(halves[0])) | (halves[1] << 16), lane)
+            found[word] = bits.word(p, stream, (of, Int32(0)), (query_tile, key_tile), thread, word)
         identity = transposed(cute.make_identity_tensor((build.tile_m, build.tile_n)))
         product = wgmma.Wgmma(turned(matmul_qk.spec(build)), build.dtype)
         where = turned_view(wgmma.row_view(product.mma.get_slice(thread).partition_C(identity)))

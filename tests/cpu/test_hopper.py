@@ -66,6 +66,15 @@ def test_sequences_of_several_lengths() -> None:
     assert hopper.lacking(of_lengths(num_keys=0)) == ("axes without an index",)
 
 
+@pytest.mark.parametrize(("dim", "queries", "tiles"), [(64, 2, 32), (128, 2, 16), (256, 1, 32)])
+def test_bits_of_several_key_tiles_with_dropout(dim: int, queries: int, tiles: int) -> None:
+    """As many as there is room for beside two query tiles, where those fit."""
+    build = planner.plan(forward(dim, dim).replace(dropout_p=0.1), "sm_90a").build
+    assert hopper.slots(build)["query"] == queries
+    assert build.buffer("kept").bytes == tiles * build.tile_m * build.tile_n // 8
+    assert build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
+
+
 @pytest.mark.parametrize(
     ("first", "rows", "tile"), [(0, 300, 0), (37, 300, 256), (37, 1, 0), (300, 0, 0), (0, 90, 128)]
 )

@@ -256,6 +256,7 @@ SHOWN = record.read_manifest(ROOT)["kernels"]
     [
         "sm_90a/bwd_hopper_bf16_d128_causal", "sm_90a/fwd_hopper_f16_d64_full", "sm_90/bwd_generic_f32_d64_full",
         "sm_90/bwd_generic_bf16_d128_causal_det", "sm_90/fwd_decode_bf16_d128_full_grouped_m16",
+        "sm_90a/bwd_hopper_bf16_d128_full_heads",
     ],
 )  # fmt: skip
 def test_problems_fill_every_sm_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
