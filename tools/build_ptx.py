@@ -162,10 +162,11 @@ def main() -> int:
 
 def suite(family: str) -> list[Choices]:
     """What tests/gpu needs of a family."""
-    from tests.gpu import cases, matrix, test_bits_ahead, test_conventions, test_many_heads, test_sequences
+    from tests.gpu import cases, matrix, test_conventions, test_many_heads, test_sequences
     from tests.gpu.hosts import test_lane
+    from tests.gpu.long import test_dropout
 
-    tests = test_bits_ahead, test_conventions, test_many_heads, test_sequences, test_lane
+    tests = test_conventions, test_many_heads, test_sequences, test_lane, test_dropout
     suites = cases.builds, matrix.builds, decodes.builds, *(test.builds for test in tests)
     return of_family(family, lambda arch: itertools.chain.from_iterable(builds(arch) for builds in suites))
 

@@ -24,6 +24,9 @@ WIDE = (cases.Variant("bfloat16", 256, 256, "causal"), cases.Variant("bfloat16",
 # Of which a block takes whole heads, of several key tiles, where there are so many.
 WHOLE_HEADS = tuple(variant for variant in cases.SHOWN if variant.dtype == "bfloat16")
 HEADS = 5, 14, NUM_QUERIES, 200
+# Of which a block takes several key tiles of several heads, so that the place of a tile's record is used again: heads
+# that are no multiple of the multiprocessors are not taken whole.
+SEVERAL_TILES = 2, 137, NUM_QUERIES, 200
 
 
 def chosen() -> list[cases.Case]:
@@ -35,7 +38,10 @@ def chosen() -> list[cases.Case]:
             keys = lengths[number % len(lengths)]
             if direction == "backward" or not variant.deterministic:
                 found.append(cases.Case(direction, variant, 1, 2, NUM_QUERIES, keys, "gaussian", number))
-    found += [cases.Case("backward", variant, *HEADS, "gaussian", number) for number, variant in enumerate(WHOLE_HEADS)]
+    for sizes in (HEADS, SEVERAL_TILES):
+        found += [
+            cases.Case("backward", variant, *sizes, "gaussian", number) for number, variant in enumerate(WHOLE_HEADS)
+        ]
     return found
 
 
