@@ -10,6 +10,7 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 PACKAGE = "cutlass_py_attn"
 FILE_LINES = 450
@@ -90,6 +91,19 @@ def functions(source: Source) -> Iterator[Objection]:
         depth = _depth(node.body)
         if depth > NESTING and not is_kernel:
             yield source.objection(node.lineno, f"nesting of {node.name}", depth, NESTING)
+
+
+def pipeline_states(source: Source) -> Iterator[Objection]:
+    """A state that a kernel advances has one name: a traced loop carries each name's value by itself, and a second one
+    stays behind."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, FUNCTIONS) or not any(_dotted(it) in KERNEL_DECORATORS for it in node.decorator_list):
+            continue
+        inside = list(ast.walk(node))
+        advanced = {_dotted(it.func.value) for it in inside if isinstance(it, ast.Call) and _is_advance(it.func)}
+        for assigned in (it for it in inside if isinstance(it, ast.Assign)):
+            for name in sorted(advanced & set(_names_given(assigned.value))):
+                yield source.objection(assigned.lineno, "second name of a pipeline state", name, "one")
 
 
 def star_imports(source: Source) -> Iterator[Objection]:
@@ -179,7 +193,7 @@ def test_command(root: Path) -> Iterator[Objection]:
                 yield Objection("README.md", number, "test command", repr(part), "a line of .ci/run")
 
 
-SOURCE_RULES = (file_length, opening_docstring, functions, star_imports, names_and_comments)
+SOURCE_RULES = (file_length, opening_docstring, functions, pipeline_states, star_imports, names_and_comments)
 TREE_RULES = (machine_paths, file_map, test_command)
 
 
@@ -201,6 +215,21 @@ def _relative(path: Path, root: Path) -> str:
 
 def _dotted(node: ast.expr) -> str:
     return ast.unparse(node.func if isinstance(node, ast.Call) else node)
+
+
+def _is_advance(called: ast.expr) -> TypeGuard[ast.Attribute]:
+    return isinstance(called, ast.Attribute) and called.attr == "advance"
+
+
+def _names_given(value: ast.expr) -> Iterator[str]:
+    """The names whose very value an assignment hands on."""
+    if isinstance(value, ast.Name):
+        yield value.id
+    elif isinstance(value, ast.IfExp):
+        yield from (*_names_given(value.body), *_names_given(value.orelse))
+    elif isinstance(value, ast.Tuple):
+        for element in value.elts:
+            yield from _names_given(element)
 
 
 def _parameters(source: Source, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Objection]:

@@ -178,6 +178,18 @@ def test_opening_docstring(tree: Path) -> None:
     assert "ends with a full stop" in objections(tree, head='"""Half a\n\nsentence."""\n')[0]
 
 
+@pytest.mark.parametrize("value", ["at", "at if ahead else other", "(at, 1)"])
+def test_a_pipeline_state_has_one_name(tree: Path, value: str) -> None:
+    body = f"    second = {value}\n    while ahead:\n        at.advance()\n"
+    kernel = f"@cute.jit\ndef consume(self, at, other, ahead):\n{body}"
+    assert objections(tree, kernel) == [
+        "cutlass_py_attn/one.py:4: second name of a pipeline state, found at, allowed one"
+    ]
+    assert objections(tree, kernel.replace("@cute.jit\n", "")) == [], "no kernel"
+    assert objections(tree, kernel.replace("at.advance()", "at.index")) == [], "no state that moves"
+    assert objections(tree, kernel.replace(f"= {value}", "= behind(at)")) == [], "a state of its own"
+
+
 def test_star_import(tree: Path) -> None:
     assert "from cutlass import *" in objections(tree, "from cutlass import *\n")[0]
 
