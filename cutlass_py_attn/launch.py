@@ -234,7 +234,7 @@ def bind_problem(problem: Problem, kernels: Callable[[Build], Artifact], device:
 def _ready(artifact: Artifact, launch: Launch, gpu: driver.Device) -> int:
     """The kernel of this launch, loaded and checked."""
     handle = driver.get_kernel(_library(artifact.cubin, gpu), launch.symbol)
-    expected = _parameter_sizes(artifact.build, launch)
+    expected = _parameter_sizes(artifact, launch)  # those that the plan packs, or there were objections
     found = driver.parameter_sizes(handle, len(expected))
     if found != expected:
         raise Stale(
@@ -257,9 +257,8 @@ def _library(cubin: bytes, gpu: driver.Device) -> int:
         return _libraries[key]
 
 
-def _parameter_sizes(build: Build, launch: Launch) -> tuple[int, ...]:
-    struct = abi.numpy_struct(abi.fields_of(build.kind, build.family))
-    return (*(abi.TENSOR_MAP_BYTES for _ in launch.tensor_maps), struct.itemsize)
+def _parameter_sizes(artifact: Artifact, launch: Launch) -> tuple[int, ...]:
+    return tuple(parameter.size for parameter in artifact.kernel(launch.symbol).parameters)
 
 
 def _artifact_objections(artifact: Artifact, plan: Plan) -> Iterator[str]:
@@ -269,9 +268,10 @@ def _artifact_objections(artifact: Artifact, plan: Plan) -> Iterator[str]:
             f"{plan.symbol} for {plan.build.arch}; compile this plan"
         )
         return
+    struct_bytes = abi.numpy_struct(abi.fields_of(plan.build.kind, plan.build.family)).itemsize
     for launch in plan.launches:
-        expected = _parameter_sizes(plan.build, launch)
-        found = tuple(parameter.size for parameter in artifact.kernel(launch.symbol).parameters)
+        expected = *(abi.TENSOR_MAP_BYTES for _ in launch.tensor_maps), struct_bytes
+        found = _parameter_sizes(artifact, launch)
         if found != expected:
             yield (
                 f"{launch.symbol}: the artifact's parameters have {found} bytes, the plan packs {expected}; "

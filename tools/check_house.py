@@ -82,7 +82,7 @@ def functions(source: Source) -> Iterator[Objection]:
     for node in ast.walk(source.tree):
         if not isinstance(node, FUNCTIONS):
             continue
-        is_kernel = any(_dotted(decorator) in KERNEL_DECORATORS for decorator in node.decorator_list)
+        is_kernel = _is_kernel(node)
         lines = (node.end_lineno or node.lineno) - node.lineno + 1
         ceiling = KERNEL_LINES if is_kernel else FUNCTION_LINES
         if lines > ceiling:
@@ -97,7 +97,7 @@ def pipeline_states(source: Source) -> Iterator[Objection]:
     """A state that a kernel advances has one name: a traced loop carries each name's value by itself, and a second one
     stays behind."""
     for node in ast.walk(source.tree):
-        if not isinstance(node, FUNCTIONS) or not any(_dotted(it) in KERNEL_DECORATORS for it in node.decorator_list):
+        if not isinstance(node, FUNCTIONS) or not _is_kernel(node):
             continue
         inside = list(ast.walk(node))
         advanced = {_dotted(it.func.value) for it in inside if isinstance(it, ast.Call) and _is_advance(it.func)}
@@ -215,6 +215,10 @@ def _relative(path: Path, root: Path) -> str:
 
 def _dotted(node: ast.expr) -> str:
     return ast.unparse(node.func if isinstance(node, ast.Call) else node)
+
+
+def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(_dotted(decorator) in KERNEL_DECORATORS for decorator in node.decorator_list)
 
 
 def _is_advance(called: ast.expr) -> TypeGuard[ast.Attribute]:

@@ -27,6 +27,7 @@ from tests.gpu import check, decodes, drawn_check, memory, rooms
 from tests.gpu.drawn import Drawn
 from tools import record, stress_builds
 from tools.stress_kernels import Kernels
+from tools.verify_gpu import unordered
 
 Array = npt.NDArray[Any]
 
@@ -219,13 +220,12 @@ def resident(plan: Plan, artifact: Artifact) -> int:
 def fused(base: Drawn, times: int, build: Build) -> Workload:
     """Of a fused kernel, with `times` as many heads."""
     drawn, expected = with_heads(base, times), expect(base, times)
-    is_ordered = build.deterministic or build.whole_heads
     numbers = {"philox_seed": drawn.philox_seed, "philox_offset": drawn.philox_offset} if drawn.dropout_p else {}
     return Workload(
         drawn.line,
         lambda chosen: memory.placed(drawn.problem(), expected.arrays, chosen, numbers),
         lambda found: drawn_check.findings(drawn, expected, found),
-        frozenset({"grad_query"} if build.kind == "backward" and not is_ordered else ()),
+        frozenset(unordered(build)),
     )
 
 

@@ -55,7 +55,7 @@ def _fused(build: Build, kernels: check.Kernels) -> Results:
         "cases": len(chosen),
         "worst": _rounded(judge.worst(verdicts)),
         "repeats": REPEATS,
-        "outputs_sha256": _hashes(lambda seed: _placed(replace(repeated, seed=seed), kernels), _free(build)),
+        "outputs_sha256": _hashes(lambda seed: _placed(replace(repeated, seed=seed), kernels), unordered(build)),
     }
 
 
@@ -86,7 +86,7 @@ def _without_other_heads(kernels: check.Kernels, build: Build) -> check.Kernels:
     return given
 
 
-def _free(build: Build) -> set[str]:
+def unordered(build: Build) -> set[str]:
     """Outputs that may differ from run to run: sums whose order the scheduler chooses."""
     is_ordered = build.kind == "forward" or build.deterministic or build.whole_heads
     return set() if is_ordered else {"grad_query"}

@@ -43,7 +43,7 @@ class Selection:
                 yield from rooms(dtype, round_up(head_dim, COLUMN_MULTIPLE), arch)
         directions = [kind for kind in self.kinds if kind != "rooms"]
         for direction, dtype, head_dim, mask in product(directions, self.dtypes, self.head_dims, self.masks):
-            made = (fused((direction, dtype, head_dim, mask, length), arch, self.deterministic) for length in LENGTHS)
+            made = (fused(direction, dtype, head_dim, mask, length, arch, self.deterministic) for length in LENGTHS)
             yield from {plan.symbol: plan for plan in made}.values()
 
 
@@ -54,9 +54,8 @@ def rooms(dtype: str, head_dim: int, arch: str) -> Iterator[Plan]:
             yield from (plan_room(name, family, dtype, head_dim, arch) for name in ROOMS)
 
 
-def fused(which: tuple[str, str, int, str, int], arch: str, deterministic: bool) -> Plan:
-    """The planner's choice of a fused kernel; which: direction, dtype, head dim, mask and length."""
-    direction, dtype, head_dim, mask, length = which
+def fused(direction: str, dtype: str, head_dim: int, mask: str, length: int, arch: str, deterministic: bool) -> Plan:
+    """The planner's choice of a fused kernel for one head of that length."""
     shape = Shape(1, length, length, 1, head_dim, head_dim)
     problem = Problem.dense(direction, shape, dtype, masks.from_name(mask))
     return plan(problem.replace(deterministic=deterministic), arch)

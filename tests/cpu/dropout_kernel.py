@@ -78,8 +78,8 @@ class KeepBytes:
 
 
 class TurnedBytes(KeepBytes):
-    """The same for the scores of the Hopper backward, a byte is 2 where the
-    mask of a pair of queries says otherwise than its bits."""
+    """The same for the scores of the Hopper backward: a byte is 2 where the mask of a pair of queries says otherwise
+    than its bits."""
 
     @cute.kernel
     def kernel(self, p: Params):

@@ -262,9 +262,12 @@ def structs(log: StandIn, build: Any) -> list[dict[str, float]]:
     return [decode(build, call.parameters) for call in log.of("cuLaunchKernelEx")]
 
 
-def test_handler_launches_the_plan(on_stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "clears"), [("bfloat16", 0), ("float32", 1)])  # a block takes whole heads; or not
+def test_handler_launches_the_plan(
+    dtype: str, clears: int, on_stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packed = made(monkeypatch)
-    output, pull = jax.vjp(gpu_call, *operands(dtype="bfloat16"))
+    output, pull = jax.vjp(gpu_call, *operands(dtype=dtype))
     pull(output)[0].block_until_ready()
     forward, backward = packed
     launches = on_stand_in.of("cuLaunchKernelEx")
@@ -272,7 +275,8 @@ def test_handler_launches_the_plan(on_stand_in: StandIn, monkeypatch: pytest.Mon
     assert {call.stream for call in launches} == {0x77}
     assert on_stand_in.of("cuMemAllocAsync") == [], "the workspace is XLA's"
     cleared = [call.numbers[2] for call in on_stand_in.of("cuMemsetD8Async")]
-    assert cleared == [backward.plan.workspace.zero_bytes] * (backward.plan.workspace.zero_bytes > 0)
+    assert (backward.plan.workspace.zero_bytes > 0) == clears
+    assert cleared == [backward.plan.workspace.zero_bytes] * clears
     (first,) = structs(on_stand_in, forward.plan.build)[:1]
     last = decode(backward.plan.build, launches[-1].parameters)
     assert first["num_queries"] == MQ
