@@ -128,21 +128,13 @@ class HeadGradQuery(HopperGradQuery):
         store_rows(converted, row_view(product.coordinates(thread)), from_column(target, j * columns, columns))
 
     @cute.jit
-    def send(self, target: cute.Pointer, values: cute.Tensor, thread: Int32, is_first: Boolean):
-        """Store a piece in its sum or add it; the one before it has left shared memory."""
-        stage = moves.shared_pointer(self.build, "staging", Float32)
-        self.write(stage, values, thread)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.meet()
-        if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
-            size = cute.size(values) * self.threads * F32_BYTES
-            with cute.arch.elect_one():
-                if is_first:
-                    prim.cp_async_bulk_global_shared_cta(target, stage, size, l2_cache_hint=KEPT)
-                else:
-                    kind = prim.CpReduceType.F32
-                    prim.cp_reduce_async_bulk_global_shared_cta(target, stage, size, type=kind, l2_cache_hint=KEPT)
-            cute.arch.cp_async_bulk_commit_group()
+    def start(self, target: cute.Pointer, stage: cute.Pointer, size: cutlass.Constexpr, is_first: Boolean):
+        """One thread starts storing what lies in shared memory in the sum, or adding it."""
+        if is_first:
+            prim.cp_async_bulk_global_shared_cta(target, stage, size, l2_cache_hint=KEPT)
+        else:
+            kind = prim.CpReduceType.F32
+            prim.cp_reduce_async_bulk_global_shared_cta(target, stage, size, type=kind, l2_cache_hint=KEPT)
 
     def end(self, p: Any, phase: Int32, thread: Int32) -> Int32:
         """Behind the last tile of a key tile: all shares have arrived before the next key tile's."""

@@ -22,6 +22,7 @@ from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma
 from cutlass_py_attn.parts import moves, params, schedule
 from cutlass_py_attn.plan import Build
+from cutlass_py_attn.problem import F32_BYTES
 from cutlass_py_attn.shared_memory import grad_query_bytes, grad_query_piece
 
 BARRIER = 4  # number of this warpgroup's barrier
@@ -106,7 +107,7 @@ class HopperGradQuery(GradQuery):
             if not has_met:
                 self.wait()
                 self.meet()
-            self.reduce(target, values, thread)
+            self.send(target, values, thread, is_first=False)  # the sums were cleared
             return
         if has_met:
             self.meet()
@@ -114,18 +115,22 @@ class HopperGradQuery(GradQuery):
         self.meet()  # the compiler would move the additions behind the next product
 
     @cute.jit
-    def reduce(self, target: cute.Pointer, values: cute.Tensor, thread: Int32):
-        """Add a piece to the sum; the one before it has left shared memory."""
+    def send(self, target: cute.Pointer, values: cute.Tensor, thread: Int32, is_first: Any):
+        """Bring a piece to its sum, which holds nothing yet if `is_first`; the one before it has left shared memory."""
         stage = moves.shared_pointer(self.build, "staging", Float32)
         warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
         self.write(stage, values, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet()
         if warp == 0:
-            size = cute.size(values) * WARPGROUP_THREADS * 4
+            size = cute.size(values) * self.threads * F32_BYTES
             with cute.arch.elect_one():
-                prim.cp_reduce_async_bulk_global_shared_cta(target, stage, size, type=prim.CpReduceType.F32)
+                self.start(target, stage, size, is_first)
             cute.arch.cp_async_bulk_commit_group()
+
+    def start(self, target: cute.Pointer, stage: cute.Pointer, size: int, is_first: Any) -> None:
+        """One thread starts adding what lies in shared memory to the sum."""
+        prim.cp_reduce_async_bulk_global_shared_cta(target, stage, size, type=prim.CpReduceType.F32)
 
     def wait(self) -> None:
         """Until what this thread has started has been read from shared memory. All threads ask, though one starts:
