@@ -204,8 +204,9 @@ def grad_query_piece(build: Build) -> tuple[int, int]:
 
 
 def grad_query_bytes(build: Build) -> int:
-    """A piece of dQ in float32, on its way to its sum; none where query tiles are worked in blocks, from registers."""
-    if build.block_queries < build.tile_m:
+    """A piece of dQ in float32, on its way to its sum; none where query tiles are worked in blocks or blocks in
+    clusters: those add from registers."""
+    if build.block_queries < build.tile_m or is_wide_backward(build):
         return 0
     rows, columns = grad_query_piece(build)
     return rows * columns * F32_BYTES
