@@ -71,9 +71,7 @@ class HopperBackward(Backward):
         self.items = HeadItems(build) if build.whole_heads else KeyItems(build)
         self.before = (LOADERS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # threads before those that hold scores
         self.side = TurnedScores(build)
-        self.blocks = build.tile_m // build.block_queries  # of a query tile; the rings but that of dS are of blocks
         self.tiles = BackwardTiles(build)
-        self.ds_slots = self.tiles.ds_slots
         self.is_ahead = build.key_stages > 1  # the next key tile's first scores come before this one's end
         self.registers = registers(build)
         self.kept = KeptBits(build, self, CONSUMER_THREADS) if build.has("dropout") else None
@@ -132,7 +130,7 @@ class HopperBackward(Backward):
             "value": (1, keepers, 0),
         }
         (self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v), barriers = pipes.loaded(build, users)
-        self.pipe_ds = pipes.handed_over(self.ds_slots, self.blocks * keepers, WARPGROUP_WARPS, barriers)
+        self.pipe_ds = pipes.handed_over(self.tiles.ds_slots, self.tiles.blocks * keepers, WARPGROUP_WARPS, barriers)
         if build.whole_heads:
             self.grad_query.make_barrier()
 
@@ -165,7 +163,7 @@ class HopperBackward(Backward):
 
     def row(self, p: Any, head: Int32, first_tile: Int32, query_block: Int32) -> Int64:
         """Where the row statistics of a query block start."""
-        tile, block = first_tile + query_block // self.blocks, query_block % self.blocks
+        tile, block = first_tile + query_block // self.tiles.blocks, query_block % self.tiles.blocks
         return self.grad_query.number(p, head, tile) * self.build.tile_m + block * self.build.block_queries
 
     @cute.jit
@@ -182,8 +180,8 @@ class HopperBackward(Backward):
             self.items.tell(self.record(at_k, 1), item)
             key_place = tma.place(build, item.tile * build.tile_n, item.head, of, "key")
             pipes.fetch(build, self.pipe_k, at_k, "key", maps[2], key_place)
-            head, query_block = self.first_place(p, item, self.blocks)
-            for turn in cutlass.range(self.blocks * self.rounds(p, item.first, item.end), unroll=1):
+            head, query_block = self.first_place(p, item, self.tiles.blocks)
+            for turn in cutlass.range(self.tiles.blocks * self.rounds(p, item.first, item.end), unroll=1):
                 place = tma.place(build, query_block * build.block_queries, head, of, "query")
                 row = self.row(p, head, of.first_tile, query_block)
                 pipes.fetch(build, self.pipe_q, at_q, "query", maps[0], place)
@@ -194,7 +192,7 @@ class HopperBackward(Backward):
                 pipes.fetch(build, self.pipe_do, at_do, "grad_output", maps[1], place)
                 self.fetch_statistics(self.pipe_do, "delta", p.delta, row, at_do)
                 at_do.advance()
-                head, query_block = self.next_place(item, head, query_block, self.blocks)
+                head, query_block = self.next_place(item, head, query_block, self.tiles.blocks)
             at_k.advance()
             if cutlass.const_expr(self.is_ahead):
                 at_v.advance()
@@ -220,7 +218,7 @@ class HopperBackward(Backward):
     def multiply_query_gradient(self, p: Any, thread: Int32):
         """A warpgroup: 7  dQ = dS K of every query tile, added to its sum."""
         _, _, at_k = self.states(pipeline.PipelineUserType.Consumer)
-        (at,) = pipes.states(pipeline.PipelineUserType.Consumer, self.ds_slots)
+        (at,) = pipes.states(pipeline.PipelineUserType.Consumer, self.tiles.ds_slots)
         s_ds, state = self.tiles.ring("ds"), self.grad_query.begin()
         tile = self.next_tile(at_k)
         while tile >= 0:
@@ -260,7 +258,7 @@ class HopperBackward(Backward):
             self.first_scores(at_k, at_q, thread, r_s, r_lse)
         while key_tile >= 0:
             item = self.items.read(p, self.record(at_k))
-            turns = self.blocks * larger(self.rounds(p, item.first, item.end), 1)
+            turns = self.tiles.blocks * larger(self.rounds(p, item.first, item.end), 1)
             r_dk.fill(0.0)
             r_dv.fill(0.0)
             if cutlass.const_expr(not self.is_ahead):
@@ -268,7 +266,7 @@ class HopperBackward(Backward):
                 self.first_scores(at_k, at_q, thread, r_s, r_lse)
             following = Int32(-1)  # key tile of the next item, once it is known
             self.pipe_v.consumer_wait(self.value_at(at_k, at_v))
-            head, query_block = self.first_place(p, item, self.blocks)
+            head, query_block = self.first_place(p, item, self.tiles.blocks)
             if cutlass.const_expr(self.kept is not None):
                 self.kept.find(p, stream, r_kept, item, (head, query_block), (Int32(0), turns))
             for turn in cutlass.range(turns, unroll=1):
@@ -296,7 +294,7 @@ class HopperBackward(Backward):
                 self.side.gradient(p, r_dp, r_factor, r_delta, r_kept)
                 self.wait_for_slot(at)
                 self.hand_over(moves.converted(r_dp, self.dtype), at.index, thread)
-                arrive(self.pipe_ds.sync_object_full, at.index // self.blocks)
+                arrive(self.pipe_ds.sync_object_full, at.index // self.tiles.blocks)
                 at.advance()
                 at_q.advance()
                 # 1  S^T = K Q^T of the next query block or key tile, behind it 6  dK += dS^T Q. Where none follows, it
@@ -320,7 +318,7 @@ class HopperBackward(Backward):
                     self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.dv.wait(2)
                 self.release_grad_output(at)
-                head, query_block = self.next_place(item, head, query_block, self.blocks)
+                head, query_block = self.next_place(item, head, query_block, self.tiles.blocks)
                 if cutlass.const_expr(self.kept is not None):
                     self.kept.find(p, stream, r_kept, item, (head, query_block), (turn + 1, turns))
                 self.scores.wait(1)
@@ -378,7 +376,7 @@ class HopperBackward(Backward):
     def wait_for_slot(self, at: Any) -> None:
         """Until the slot of dS is free. dS goes around with grad_output, of which this warpgroup is a reader: who
         writes a ring is a phase ahead."""
-        ahead = pipeline.PipelineState(self.ds_slots, Int32(0), at.index // self.blocks, at.phase ^ 1)
+        ahead = pipeline.PipelineState(self.tiles.ds_slots, Int32(0), at.index // self.tiles.blocks, at.phase ^ 1)
         self.pipe_ds.producer_acquire(ahead)
 
     def statistics(self) -> cute.Tensor:

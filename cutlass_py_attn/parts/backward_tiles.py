@@ -18,7 +18,7 @@ class BackwardTiles:
 
     def __init__(self, build: Build) -> None:
         self.build, self.dtype = build, DTYPES[build.dtype]
-        self.blocks = build.tile_m // build.block_queries  # of a query tile
+        self.blocks = build.tile_m // build.block_queries  # of a query tile; the rings but that of dS are of blocks
         self.ds_slots = build.grad_output_stages // self.blocks
 
     def ring(self, name: str) -> cute.Tensor:
