@@ -144,10 +144,17 @@ class HopperBackward(Backward):
         loop gives each name a value of its own, so that a second name of one state would part from it."""
         return at_v if self.is_ahead else at_k
 
-    def record(self, at_k: Any, phase: int = 0) -> Int32:
-        """The place of the record of the item whose key tile is at `at_k`; of who writes it, a phase ahead."""
-        first = at_k.phase if phase == 0 else at_k.phase ^ phase
-        return first + RECORDS * at_k.index if self.is_ahead else first
+    def record(self, at_k: Any) -> Int32:
+        """The place of the record of the item whose key tile is at `at_k`, for who reads it."""
+        return self.record_of(at_k.index, at_k.phase)
+
+    def record_to_write(self, at_k: Any) -> Int32:
+        """The same for who writes it, a phase ahead."""
+        return self.record_of(at_k.index, at_k.phase ^ 1)
+
+    def record_of(self, slot: Int32, phase: Int32) -> Int32:
+        """The place of the record of the item in a slot of the key and a phase of its readers."""
+        return phase + RECORDS * slot if self.is_ahead else phase
 
     def first_place(self, p: Any, item: Item, blocks: int = 1) -> tuple[Int32, Int32]:
         """(query head, query tile) of the first round of a key tile; with `blocks` in a tile, the query block."""
@@ -177,7 +184,7 @@ class HopperBackward(Backward):
         while number < total:
             item, cursor = self.items.item(p, number, cursor)
             of = item.of
-            self.items.tell(self.record(at_k, 1), item)
+            self.items.tell(self.record_to_write(at_k), item)
             key_place = tma.place(build, item.tile * build.tile_n, item.head, of, "key")
             pipes.fetch(build, self.pipe_k, at_k, "key", maps[2], key_place)
             head, query_block = self.first_place(p, item, self.tiles.blocks)
@@ -197,7 +204,7 @@ class HopperBackward(Backward):
             if cutlass.const_expr(self.is_ahead):
                 at_v.advance()
             number = self.items.next_number(p, number)
-        self.items.tell(self.record(at_k, 1), None)
+        self.items.tell(self.record_to_write(at_k), None)
         pipes.fill(self.pipe_k, at_k)
         self.pipe_q.producer_tail(at_q)
         self.pipe_do.producer_tail(at_do)
