@@ -14,7 +14,7 @@ from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.philox import threshold
 from cutlass_py_attn.plan import Build, Launch, Part, Plan, Warps, Workspace
 from cutlass_py_attn.plan_table import Tile, decode_tiles, hopper_tiles, tiles
-from cutlass_py_attn.problem import BIASES, F32_BYTES, OPERANDS, Problem, Shape, Tensor
+from cutlass_py_attn.problem import BIASES, F32_BYTES, OPERANDS, WORD_BYTES, Problem, Shape, Tensor
 from cutlass_py_attn.shared_memory import bias_gradient_map, shared_memory_map, tile_bytes
 from cutlass_py_attn.streams import blocks_of_tile, gradient_piece, sum_columns, sums_of_tile
 
@@ -22,7 +22,6 @@ DELTA_LANES = 8  # threads that share a row of O and dO
 DELTA_ROWS = kernels.ROW_THREADS // DELTA_LANES
 SINKS_BYTES = kernels.ROW_THREADS // WARP_THREADS * F32_BYTES  # shared memory: a partial sum of each warp
 COMBINE_WARPS = kernels.ROW_THREADS // WARP_THREADS
-INT32_BYTES = 4
 WORKSPACE_ALIGNMENT = 256
 SPLIT_WAVES = 32  # blocks per SM beyond which more splits of the keys no longer shorten the last wave
 MAX_GRID_YZ = 65535
@@ -200,12 +199,12 @@ def backward_workspace(problem: Problem, build: Build, num_sms: int) -> Workspac
         sums = tiles_of_all * sums_of_tile(build)
         bytes_of.append(("grad_query_accum", sums * build.tile_m * sum_columns(build) * F32_BYTES))
         if build.deterministic:
-            bytes_of.append(("turn", sums * INT32_BYTES))
+            bytes_of.append(("turn", sums * WORD_BYTES))
     if build.family == "hopper":
-        bytes_of.append(("started", INT32_BYTES))
+        bytes_of.append(("started", WORD_BYTES))
     elif build.deterministic:
         started = problem.shape.num_heads_key * batch * blocks_of_tile(build)
-        bytes_of.append(("started", started * INT32_BYTES))
+        bytes_of.append(("started", started * WORD_BYTES))
     zeroed = len(bytes_of)
     parts, total = _laid_out([*bytes_of, *statistics])
     zero_bytes = parts[zeroed - 1].offset + parts[zeroed - 1].bytes if zeroed else 0

@@ -11,6 +11,7 @@ from cutlass_py_attn.parts.integers import round_up
 
 ITEM_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 F32_BYTES = ITEM_BYTES["float32"]
+WORD_BYTES = 4  # of an int32, or of whatever else a register holds
 SHORT_NAMES: dict[str, str] = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 DIRECTIONS = ("forward", "backward")
 ROW_ALIGNMENT_BYTES = 16  # the widest load; narrower ones are planned where rows are aligned to less

@@ -10,7 +10,7 @@ from cutlass_py_attn.device import architecture
 from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.parts.streaming import even_chunk
 from cutlass_py_attn.plan import F32_ROW_PADDING, Buffer, Build
-from cutlass_py_attn.problem import F32_BYTES, ITEM_BYTES
+from cutlass_py_attn.problem import F32_BYTES, ITEM_BYTES, WORD_BYTES
 
 # The numbered steps of the fused kernels: a buffer's first and last step count in these.
 STEPS = {
@@ -26,7 +26,6 @@ TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
 BARRIER_BYTES = 8
 RECORD_WORDS = 12  # int32, of an item that a block of the Hopper backward has taken
 RECORDS = 2  # for each slot of the key
-WORD_BYTES = 4
 KEPT_TILES = 32, 16, 8, 4  # of which the Hopper family draws dropout's bits at once, the first that there is room for
 KEPT_KEYS, KEPT_QUERIES = 16, 64  # of a word of dropout's bits in the Hopper backward: what a warp draws together
 # Of a thread of the Hopper forward that loads and of those that multiply, by tile_m: 64 rows a warpgroup.
@@ -136,7 +135,7 @@ def _hopper_backward_with(build: Build, kept_tiles: int) -> tuple[Buffer, ...]:
         ("delta", grads * rows * F32_BYTES, 0, 4),
         ("kept", kept_tiles * kept_bytes(build), 0, 2),
         ("barriers", BARRIER_BYTES * (2 * slots + build.whole_heads), 0, 8),
-        ("items", build.key_stages * RECORDS * RECORD_WORDS * F32_BYTES, 0, 8),
+        ("items", build.key_stages * RECORDS * RECORD_WORDS * WORD_BYTES, 0, 8),
     )
 
 

@@ -16,7 +16,7 @@ from cutlass_py_attn.grids import Rule, grid_rules
 from cutlass_py_attn.hopper import RAGGED_BYTES, RAGGED_ROWS
 from cutlass_py_attn.parts.integers import ceil_div, round_up
 from cutlass_py_attn.plan import Build, TensorMap
-from cutlass_py_attn.problem import BIASES, F32_BYTES, ITEM_BYTES, Problem, Tensor
+from cutlass_py_attn.problem import BIASES, F32_BYTES, ITEM_BYTES, WORD_BYTES, Problem, Tensor
 from cutlass_py_attn.streams import blocks_of_tile, sum_columns, sums_of_tile
 
 NAME: Final = re.compile(r"(?<![\w.])[a-z_][a-z0-9_]*")
@@ -101,11 +101,11 @@ def workspace(build: Build) -> dict[str, str]:
         sums = f"num_heads * total_tiles * {sums_of_tile(build)}"
         found["grad_query_accum"] = f"{sums} * {build.tile_m * sum_columns(build) * F32_BYTES}"
         if build.deterministic:
-            found["turn"] = f"{sums} * {planner.INT32_BYTES}"
+            found["turn"] = f"{sums} * {WORD_BYTES}"
     if build.family == "hopper":
-        found["started"] = str(planner.INT32_BYTES)
+        found["started"] = str(WORD_BYTES)
     elif build.deterministic:
-        found["started"] = f"num_heads_key * batch * {blocks_of_tile(build) * planner.INT32_BYTES}"
+        found["started"] = f"num_heads_key * batch * {blocks_of_tile(build) * WORD_BYTES}"
     rows = f"num_heads * total_tiles * {build.tile_m * F32_BYTES}"
     return found | {"delta": rows, "logsumexp_log2": rows}
 

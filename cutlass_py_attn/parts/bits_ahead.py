@@ -14,7 +14,8 @@ from cutlass import Int32, Uint32
 from cutlass_py_attn.parts import dropout, lengths, moves
 from cutlass_py_attn.parts.integers import smaller
 from cutlass_py_attn.plan import Build
-from cutlass_py_attn.shared_memory import WORD_BYTES, kept_bytes
+from cutlass_py_attn.problem import WORD_BYTES
+from cutlass_py_attn.shared_memory import kept_bytes
 
 
 class BitsAhead:

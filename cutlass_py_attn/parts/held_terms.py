@@ -15,8 +15,7 @@ from cutlass_py_attn.parts.moves import VECTOR_BYTES, Source
 from cutlass_py_attn.parts.quads import EIGHT, turned, vector_at
 from cutlass_py_attn.parts.softmax import QUAD
 from cutlass_py_attn.parts.terms import Terms, bias_of
-
-WORD_BYTES = 4  # two neighbouring columns, which a thread holds
+from cutlass_py_attn.problem import WORD_BYTES
 
 
 class HeldTerms(Terms):
