@@ -110,10 +110,8 @@ def _run(drawn: list[Drawn], kernels: Kernels, is_loud: bool) -> list[Agreed] | 
 
 
 def _expected(drawn: Drawn) -> drawn_check.Expected | None:
-    """None for a problem that is refused."""
-    if drawn.problem().reasons() or drawn.problem().is_empty:
-        return None
-    return drawn_check.expect(drawn)
+    """None for a problem that is refused or empty."""
+    return drawn_check.expect(drawn) if drawn.needs_kernels else None
 
 
 if __name__ == "__main__":

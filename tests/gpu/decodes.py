@@ -8,7 +8,7 @@ from typing import Final
 from cutlass_py_attn import planner
 from cutlass_py_attn.plan import Build, Plan
 from tests.gpu.cases import ARCH
-from tests.gpu.drawn import Drawn
+from tests.gpu.drawn import Drawn, builds_of
 
 # (queries, heads, heads_key, batch): 1 to 64 rows of a key head, in one tile or several.
 ROWS: Final = (
@@ -109,4 +109,4 @@ def of_build(build: Build) -> list[Drawn]:
 
 def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that these problems need, once, and what stands in for it."""
-    return list(dict.fromkeys(planner.builds(one.problem(), arch) for one in ALL))
+    return builds_of(ALL, arch)

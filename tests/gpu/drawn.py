@@ -133,6 +133,12 @@ class Drawn:
             philox_on_device=self.on_device and self.dropout_p > 0,
         )
 
+    @property
+    def needs_kernels(self) -> bool:
+        """Whether it is neither refused nor empty."""
+        problem = self.problem()
+        return not problem.reasons() and not problem.is_empty
+
     def arrays(self) -> dict[str, Array]:
         """Every input by name; output and logsumexp of a backward come from the reference."""
         rng = np.random.default_rng(self.seed)
@@ -329,9 +335,9 @@ def problems(variants: Iterable[int], runs: int) -> Iterator[Drawn]:
 
 def builds(variants: Iterable[int], runs: int, arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that those problems need, once, and what may stand in for it; refused problems need none."""
-    found: dict[tuple[Build, ...], None] = {}
-    for drawn in problems(variants, runs):
-        problem = drawn.problem()
-        if not problem.reasons() and not problem.is_empty:
-            found[planner.builds(problem, arch)] = None
-    return list(found)
+    return builds_of((one for one in problems(variants, runs) if one.needs_kernels), arch)
+
+
+def builds_of(given: Iterable[Drawn], arch: str = ARCH) -> list[tuple[Build, ...]]:
+    """Every kernel that the problems need, once, and what may stand in for it where ptxas spills."""
+    return list(dict.fromkeys(planner.builds(one.problem(), arch) for one in given))

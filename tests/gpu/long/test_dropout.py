@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cutlass_py_attn import planner
 from cutlass_py_attn.plan import Build
 from tests.gpu import drawn_check
 from tests.gpu.cases import ARCH
 from tests.gpu.check import Kernels
-from tests.gpu.drawn import Drawn
+from tests.gpu.drawn import Drawn, builds_of
 
 CASES = (
     Drawn("forward", "bfloat16", 1, 2, 130, 2500, 128, dropout_p=0.2, philox_seed=7),
@@ -27,11 +26,9 @@ CASES = (
 
 def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     """The kernels of the cases, and what stands in for them."""
-    return list(dict.fromkeys(planner.builds(one.problem(), arch) for one in CASES))
+    return builds_of(CASES, arch)
 
 
 @pytest.mark.parametrize("one", CASES, ids=lambda one: one.line.replace(" ", "_"))
 def test_bits_of_more_tiles(one: Drawn, kernels: Kernels) -> None:
-    expected = drawn_check.expect(one)
-    found = drawn_check.findings(one, expected, drawn_check.launch(one, expected, kernels))
-    assert {name: ratio for name, ratio in found.items() if ratio > 1} == {}
+    drawn_check.expect_agreement(one, drawn_check.expect(one), kernels)
