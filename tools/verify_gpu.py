@@ -23,7 +23,6 @@ from tools import record
 ROOT = Path(__file__).resolve().parent.parent
 REPEATS = 20
 REPEAT_SIZES = (2, 3, 515, 640)
-HEADS_SIZES = (8, 16, 200, 300)  # blocks that take whole heads need many
 HASH_SEEDS = (1, 2)
 ROOM_TILES = (1, 2, 40)
 
@@ -50,7 +49,8 @@ def _fused(build: Build, kernels: check.Kernels) -> Results:
         found = check.run(case, kernels)
         check.expect(case, found)
         verdicts += found
-    repeated = cases.Case(build.kind, variant, *(HEADS_SIZES if build.whole_heads else REPEAT_SIZES), "gaussian", 1)
+    sizes = cases.MANY_HEADS if build.whole_heads else REPEAT_SIZES
+    repeated = cases.Case(build.kind, variant, *sizes, "gaussian", 1)
     return {
         "cases": len(chosen),
         "worst": _rounded(judge.worst(verdicts)),

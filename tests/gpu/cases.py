@@ -197,6 +197,8 @@ PTX_CASES: Final = tuple(
     for direction in ("forward", "backward")
 )
 
+# (batch, heads, queries, keys) at which blocks take whole heads, of three key tiles: nearly every multiprocessor one.
+MANY_HEADS: Final = (8, 16, 200, 300)
 # As many heads as an H200 has multiprocessors, less four, and more than twice as many: a block takes one, or several.
 WHOLE_HEADS: Final = tuple(
     Case("backward", Variant(dtype, dim, dim_value, mask, deterministic), batch, 16, queries, keys, "gaussian", seed)

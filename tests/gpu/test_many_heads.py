@@ -11,12 +11,11 @@ import pytest
 
 from cutlass_py_attn.plan import Build
 from tests.gpu import drawn_check
-from tests.gpu.cases import ARCH
+from tests.gpu.cases import ARCH, MANY_HEADS
 from tests.gpu.check import Kernels
 from tests.gpu.drawn import Drawn, builds_of
 
-# 128 heads, of three key tiles: one for nearly every multiprocessor.
-PLAIN = Drawn("backward", "bfloat16", 8, 16, 200, 300, 128)
+PLAIN = Drawn("backward", "bfloat16", *MANY_HEADS, 128)
 CASES = (
     *(replace(PLAIN, mask=mask) for mask in ("full", "causal", "causal_br", "causal:50", "window:40:70")),
     *(replace(PLAIN, dtype="float16", dim=32, mask=mask) for mask in ("full", "causal:50")),
