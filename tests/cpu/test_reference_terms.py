@@ -354,7 +354,7 @@ def test_low_loses_what_its_type_loses(name: str, precision: str, unit: float) -
         if place != 6:
             np.testing.assert_array_equal(low.astype(stored).astype(np.float32), low)
         loss = np.linalg.norm(low - truth) / np.linalg.norm(truth)
-        assert unit / 8 < loss < 30 * unit
+        assert unit / 8 < loss < 40 * unit
 
 
 def test_low_stores_what_a_framework_stores() -> None:
