@@ -32,13 +32,14 @@ def grid_rules(build: Build, bias_axes: tuple[str, ...] = BIAS_AXES) -> dict[str
 
 
 def _forward(build: Build) -> dict[str, Rule]:
-    query_tiles = f"ceil_div(num_queries, {build.tile_m})"
     if build.family == "hopper":
+        query_tiles = f"ceil_div(num_queries, {build.tile_m * hopper.cluster(build)})"
         return {"main": _persistent(build, f"{query_tiles} * num_heads * batch")}
     if build.family == "decode":
         rows = f"ceil_div(num_queries * group, {build.tile_m})"
         main = f"{rows} * num_splits_key", "num_heads_key", "batch"
         return {"main": main, "combine": ("num_queries", "num_heads", "batch")}
+    query_tiles = f"ceil_div(num_queries, {build.tile_m})"
     return {"main": (_times(query_tiles, blocks_of_tile(build)), "num_heads", "batch")}
 
 

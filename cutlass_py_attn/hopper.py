@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from cutlass_py_attn import kernels
@@ -27,6 +28,8 @@ KEYS_OF_WARPGROUP = 64  # of the backward's key tile
 # Of blocks that take whole heads: bytes of Q, dO and sums of dQ that they work on at a time, which the L2 cache should
 # hold, and how many times as many key tiles as when blocks share them the busiest may have.
 HEADS_BYTES, HEADS_LOSS = 36 << 20, 1.15
+CLUSTER = 2  # blocks of a cluster, where there are clusters
+MULTICAST_LENGTH = 4096  # queries and keys from which on keys and values are loaded for a cluster
 DQ_WARPGROUPS, LOADERS, CONSUMERS = 1, 1, 2  # of the backward's warpgroups: multiply dQ, load, have the keys
 
 
@@ -118,6 +121,15 @@ def grid(shape: Shape, build: Build, num_sms: int) -> tuple[int, int, int]:
     return max(min(num_sms // together, tiles), 1) * together, 1, 1
 
 
+def suited(problem: Problem, rows: Iterable[Tile], num_sms: int) -> Iterator[Tile]:
+    """Those of the rows whose division of the work is for such a problem."""
+    for row in rows:
+        if row.whole_heads and not suits_heads(problem, row, num_sms):
+            continue
+        if not row.multicast or suits_multicast(problem):
+            yield row
+
+
 def suits_heads(problem: Problem, tile: Tile, num_sms: int) -> bool:
     """Whether blocks that take all key tiles of a head are as busy as blocks that share them out, and what they work on
     stays in the L2 cache; every query tile must see a key, for nothing else writes its gradient."""
@@ -139,6 +151,14 @@ def suits_heads(problem: Problem, tile: Tile, num_sms: int) -> bool:
     )
 
 
+def suits_multicast(problem: Problem) -> bool:
+    """Whether two blocks that take neighbouring query tiles gain by loading keys and values for both: the first of them
+    waits for the other's last key tile, which only long rows make little of."""
+    shape = problem.shape
+    is_plain = not {*problem.features} - {"grouped"} and problem.mask.form == "causal"
+    return is_plain and min(shape.num_queries, shape.num_keys) >= MULTICAST_LENGTH
+
+
 def head_sums_bytes(shape: Shape, build: Build, num_sms: int) -> int:
     """Bytes of the sums of dQ of blocks that take whole heads."""
     rows = round_up(shape.num_queries, build.tile_m) * shape.group
@@ -151,14 +171,15 @@ def _blocks_of_heads(shape: Shape, num_sms: int) -> int:
 
 def cluster(build: Build) -> int:
     """Blocks of the main kernel that run together."""
-    return 2 if is_wide_backward(build) else 1
+    return CLUSTER if build.multicast or is_wide_backward(build) else 1
 
 
 def why(build: Build) -> str:
     """What the warpgroups of a block do."""
     keepers = build.scores[0] // WARPGROUP_WARPS
     if build.kind == "forward":
-        roles = f"{keepers} warpgroups multiply, one warp loads"
+        takes = "two blocks of a cluster load keys and values for both: " if build.multicast else ""
+        roles = f"{takes}{keepers} warpgroups multiply, one warp loads"
     elif cluster(build) == 1:
         takes = "a block takes whole heads: " if build.whole_heads else ""
         roles = f"{takes}{keepers} warpgroups multiply, one multiplies dQ, one warp loads"

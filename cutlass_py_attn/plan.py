@@ -50,6 +50,8 @@ class Build:
     query_block: query rows of one product of scores where a tile's are too many for registers; 0 where one has all.
     key_stages: key tiles of a block of the Hopper backward; with two, the next one's first scores are there before this
     one's gradients are stored. whole_heads: whether such a block takes all key tiles of a head and sums dQ by itself.
+    multicast: whether two blocks of the Hopper forward take neighbouring query tiles and each loads half of every key
+    and value tile, for both.
     """
 
     kind: str  # forward, backward, or room
@@ -83,6 +85,7 @@ class Build:
     query_block: int = 0
     key_stages: int = 1
     whole_heads: bool = False
+    multicast: bool = False
 
     @property
     def threads(self) -> int:
@@ -151,6 +154,7 @@ class Build:
             words += [f"{letters}{access}"] if access not in (0, ROW_ALIGNMENT_BYTES) else []
         words += [f"sum_{self.bias_gradient}"] if self.bias_gradient not in ("", "main") else []
         words += ["heads"] if self.whole_heads else []
+        words += ["multicast"] if self.multicast else []
         return "_".join([*words, "det"] if self.deterministic else words)
 
     @property

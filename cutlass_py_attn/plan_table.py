@@ -22,7 +22,9 @@ class Tile:
     column_block: columns of the head that a block accumulates where it cannot hold all; 0 for all.
     query_block: query rows whose scores a thread of the Hopper backward holds at once; 0 for all of the tile.
     key_stages: key tiles that a block of the Hopper backward holds.
-    whole_heads: such a block takes all key tiles of a head; for problems of short heads only (hopper.suits_heads)."""
+    whole_heads: such a block takes all key tiles of a head; for problems of short heads only (hopper.suits_heads).
+    multicast: two blocks of the Hopper forward load keys and values for both; for long causal ones only
+    (hopper.suits_multicast)."""
 
     tile_m: int
     tile_n: int
@@ -35,6 +37,7 @@ class Tile:
     query_block: int = 0
     key_stages: int = 1
     whole_heads: bool = False
+    multicast: bool = False
 
 
 _Table = Mapping[int, tuple[Tile, ...]]  # by the widest padded head dim that the rows serve
@@ -133,7 +136,7 @@ _STREAMED: dict[tuple[str, bool], tuple[Tile, ...]] = {
 _HOPPER_FORWARD: _Table = {
     64: (Tile(192, 128, 16, 2), Tile(128, 128, 12, 2)),
     96: (Tile(192, 96, 16, 2), Tile(128, 128, 12, 2), Tile(128, 64, 12, 2)),
-    128: (Tile(128, 128, 12, 2), Tile(128, 64, 12, 2)),
+    128: (Tile(128, 128, 12, 2, multicast=True), Tile(128, 128, 12, 2), Tile(128, 64, 12, 2)),
     256: (Tile(128, 64, 12, 2),),
 }
 # Three warpgroups have no registers for a wide tile with these.

@@ -292,8 +292,7 @@ def _hopper(problem: Problem, arch: str, num_sms: int) -> list[Build]:
     """The builds of the Hopper family for this problem, none where it is not made for it."""
     if not architecture(arch).has_wgmma or hopper.lacking(problem):
         return []
-    rows = (row for row in hopper_tiles(problem) if not row.whole_heads or hopper.suits_heads(problem, row, num_sms))
-    return _fitting(_builds_of(problem, arch, "hopper", rows))
+    return _fitting(_builds_of(problem, arch, "hopper", hopper.suited(problem, hopper_tiles(problem), num_sms)))
 
 
 def _builds_of(problem: Problem, arch: str, family: str, rows: Iterable[Tile]) -> list[Build]:
@@ -342,6 +341,7 @@ def _build(problem: Problem, arch: str, tile: Tile, family: str = "generic") -> 
         query_block=tile.query_block,
         key_stages=tile.key_stages,
         whole_heads=tile.whole_heads,
+        multicast=tile.multicast,
     )
     return _with_shared_memory(_with_warps(plain, tile))
 

@@ -18,6 +18,7 @@ from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.gemm import ROOMS
 from cutlass_py_attn.gemm.plans import plan_room
+from cutlass_py_attn.hopper import MULTICAST_LENGTH
 from cutlass_py_attn.plan import Build, Plan
 from cutlass_py_attn.planner import plan_backward, plan_forward
 from cutlass_py_attn.problem import Problem, Shape
@@ -37,8 +38,8 @@ Choices = tuple[Build, ...]  # builds of one kernel; the first that ptxas can ma
 
 
 def committed_plans() -> list[Plan]:
-    """The kernels that are shown and verified. Sizes decide no machine code but whether a block of the Hopper backward
-    takes whole heads; one tile stands for all others."""
+    """The kernels that are shown and verified. Sizes decide no machine code but how blocks of the Hopper family divide
+    the work where heads are short or long; one tile stands for all others."""
     plans = []
     for dtype in DTYPES:
         for head_dim in HEAD_DIMS:
@@ -53,6 +54,8 @@ def committed_plans() -> list[Plan]:
     for head_dim, form in product(HEAD_DIMS, MASKS):
         shape = Shape(64, 256, 256, 16, head_dim, head_dim)
         plans.append(plan_backward(Problem.dense("backward", shape, "bfloat16", masks.from_name(form)), HOPPER_ARCH))
+    shape = Shape(1, MULTICAST_LENGTH, MULTICAST_LENGTH, 1, 128, 128)
+    plans.append(plan_forward(Problem.dense("forward", shape, "bfloat16", masks.Causal()), HOPPER_ARCH))
     shape = Shape(1, 128, 128, 1, 128, 128)
     repeatable = Problem.dense("backward", shape, "bfloat16", masks.Causal()).replace(deterministic=True)
     plans.append(plan_backward(repeatable, ARCH))

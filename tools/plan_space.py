@@ -1,7 +1,8 @@
 """Plan space: which tiles could serve a case of the benchmark, and what rules each out before it is compiled.
 
 A tile is written {tile_m}x{tile_n}x{warps}[:{query_stages}[,{grad_output_stages}]][@{register usage level}]
-[c{column_block}][q{query_block}][k{key_stages}][h], h for whole heads, as in 64x128x16:3,2 or 64x64x8:3,3@5c256.
+[c{column_block}][q{query_block}][k{key_stages}][h][m], h for whole heads, m for multicast, as in 64x128x16:3,2 or
+64x64x8:3,3@5c256.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ RESIDENT: Final = 256  # head dims beyond this are computed a block of columns a
 MAX_WGMMA_COLUMNS: Final = 256
 WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
 DEPTH: Final = 16  # what one wgmma of 16 bits sums over
-_TILE: Final = re.compile(r"(\d+)x(\d+)x(\d+)(?::(\d+)(?:,(\d+))?)?(?:@(\d+))?(?:c(\d+))?(?:q(\d+))?(?:k(\d+))?(h)?")
+_TILE: Final = re.compile(
+    r"(\d+)x(\d+)x(\d+)(?::(\d+)(?:,(\d+))?)?(?:@(\d+))?(?:c(\d+))?(?:q(\d+))?(?:k(\d+))?(h)?(m)?"
+)
 
 _NUMBERS: Final = (
     *("tile_m", "tile_n", "warps", "query_stages", "grad_output_stages", "register_usage_level"),
-    *("column_block", "query_block", "key_stages", "whole_heads"),
+    *("column_block", "query_block", "key_stages", "whole_heads", "multicast"),
 )
 
 Axes = dict[str, tuple[int, ...]]
@@ -115,6 +118,7 @@ def name_of(build: Build) -> str:
             query_block=build.query_block,
             key_stages=build.key_stages,
             whole_heads=build.whole_heads,
+            multicast=build.multicast,
         )
     )
 
@@ -124,7 +128,7 @@ def text_of(tile: Tile) -> str:
     block = f"c{tile.column_block}" if tile.column_block else ""
     block += f"q{tile.query_block}" if tile.query_block else ""
     block += f"k{tile.key_stages}" if tile.key_stages > 1 else ""
-    block += "h" if tile.whole_heads else ""
+    block += ("h" if tile.whole_heads else "") + ("m" if tile.multicast else "")
     stages = f":{tile.query_stages},{tile.grad_output_stages}"
     return f"{tile.tile_m}x{tile.tile_n}x{tile.warps}{stages}@{tile.register_usage_level}{block}"
 
@@ -135,12 +139,12 @@ def parse_tile(text: str) -> Tile:
     if found is None:
         raise NotSupported(
             f"tile {text!r}: must be like 64x128x16:3,2 or 64x64x8:3,3@5c256 (query rows, key rows, warps, stages of "
-            "query and of grad_output, register usage level, column block, query block, key tiles, h: whole heads); "
-            "correct it"
+            "query and of grad_output, register usage level, column block, query block, key tiles, h: whole heads, m: "
+            "multicast); correct it"
         )
     numbers = dict(zip(_NUMBERS, found.groups(), strict=True))
     given: dict[str, Any] = {
-        name: number == "h" or int(number) for name, number in numbers.items() if number is not None
+        name: number in ("h", "m") or int(number) for name, number in numbers.items() if number is not None
     }
     return replace(Tile(0, 0, 0), **given)
 
@@ -186,6 +190,8 @@ def _candidate(problem: Problem, family: str, arch: str, tile: Tile) -> Candidat
     against_rules = tuple(_hopper_objections(build)) if family == "hopper" else ()
     if build.whole_heads and not hopper.suits_heads(problem, tile, architecture(arch).num_sms):
         against_rules += ("whole_heads = True: heads are too few or too long, or some queries see no key",)
+    if build.multicast and not hopper.suits_multicast(problem):
+        against_rules += ("multicast = True: for long dense causal forwards without terms",)
     return Candidate(build, against_rules or tuple(budget.objections(build, architecture(arch))))
 
 
@@ -215,6 +221,7 @@ def _backward_rules(build: Build, consumers: int) -> Iterator[tuple[str, bool, s
     yield "query_stages", build.query_stages > 1, "a slot is held until the next tile is multiplied"
     staged = build.block_queries == build.tile_m and not _is_wide(build)
     yield "key_stages", build.key_stages in ((1, 2) if staged else (1,)), "two where a block works on whole query tiles"
+    yield "multicast", not build.multicast, "the forward's alone"
     yield "whole_heads", staged or not build.whole_heads, "sums of dQ come back through the place of what is sent"
     if _is_wide(build):
         yield "tile_m", build.tile_m == WARPGROUP_ROWS, f"dQ of both blocks is {WARPGROUP_ROWS} rows"

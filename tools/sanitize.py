@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from cutlass_py_attn import driver, planner
+from cutlass_py_attn.hopper import MULTICAST_LENGTH
 from tests.gpu import cases, check, decodes, memory, rooms
 
 NUM_QUERIES = 130
@@ -28,11 +29,16 @@ HEADS = 5, 14, NUM_QUERIES, 200
 # that are no multiple of the multiprocessors are not taken whole.
 SEVERAL_TILES = 2, 137, NUM_QUERIES, 200
 
+# Long enough for blocks of a cluster to share keys and values.
+LONG = cases.Case(
+    "forward", cases.Variant("bfloat16", 128, 128, "causal"), 1, 1, MULTICAST_LENGTH, MULTICAST_LENGTH, "gaussian", 1
+)
+
 
 def chosen() -> list[cases.Case]:
     """Forward and backward of every shown, every deterministic and some wide kernels, at lengths around the tiles, and
     some of many heads."""
-    found = []
+    found = [LONG]
     for number, variant in enumerate((*cases.SHOWN, *cases.DETERMINISTIC, *WIDE)):
         for direction, lengths in KEYS.items():
             keys = lengths[number % len(lengths)]

@@ -20,6 +20,7 @@ from cutlass_py_attn import driver, kernels, planner
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.gemm.plans import plan_room
+from cutlass_py_attn.hopper import MULTICAST_LENGTH
 from cutlass_py_attn.inspection.occupancy import occupancy
 from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.plan import Build, Launch, Plan
@@ -53,6 +54,7 @@ FEATURES: Final = (
     Drawn("forward", "float16", 2, 1, QUERIES, KEYS, 128, mask="causal", softcap=4.0, alibi="h", sinks=True, seed=14),
     Drawn("forward", "bfloat16", 2, 1, QUERIES, KEYS, 256, seed=15),
     Drawn("forward", "bfloat16", 2, 1, QUERIES, KEYS, 192, dim_value=128, mask="causal", seed=16),
+    Drawn("forward", "bfloat16", 1, 1, 4100, MULTICAST_LENGTH, 192, dim_value=128, mask="causal", seed=27),
     Drawn(
         "forward", "bfloat16", 1, 1, 1, 1, 128, mask="causal", seed=17,
         sequences="260/520/520,0/70/70,129/129/129,300/10/10",
@@ -117,6 +119,8 @@ def workloads(artifact: Artifact, gpu: driver.Device) -> list[Workload]:
         return [_room(artifact, gpu)]
     dims = build.head_dim, build.head_dim_value
     lengths = (HEADS_QUERIES, HEADS_KEYS) if build.whole_heads else (QUERIES, KEYS)
+    if build.multicast:
+        lengths = MULTICAST_LENGTH, MULTICAST_LENGTH
     base = feature_builds().get(build) or Drawn(
         build.kind, build.dtype, 2, 1, *lengths, *dims, mask=build.mask, deterministic=build.deterministic, seed=1
     )

@@ -16,6 +16,7 @@ import numpy as np
 from cutlass_py_attn import driver, judge, planner
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.errors import AttentionError, Stale
+from cutlass_py_attn.hopper import MULTICAST_LENGTH
 from cutlass_py_attn.plan import Build, build_from
 from tests.gpu import cases, check, decodes, drawn_check, memory, rooms
 from tools import record
@@ -23,6 +24,7 @@ from tools import record
 ROOT = Path(__file__).resolve().parent.parent
 REPEATS = 20
 REPEAT_SIZES = (2, 3, 515, 640)
+LONG_SIZES = (1, 3, MULTICAST_LENGTH, MULTICAST_LENGTH)
 HASH_SEEDS = (1, 2)
 ROOM_TILES = (1, 2, 40)
 
@@ -38,10 +40,10 @@ def verify(artifact: Artifact, kernels: check.Kernels) -> Results:
 
 def _fused(build: Build, kernels: check.Kernels) -> Results:
     variant = cases.Variant(build.dtype, build.head_dim, build.head_dim_value, build.mask, build.deterministic)
-    kernels = _without_other_heads(check.of_family(kernels, build.family, build.kind), build)
+    kernels = _without_others(check.of_family(kernels, build.family, build.kind), build)
     suite = cases.FORWARD if build.kind == "forward" else cases.BACKWARD
     chosen = [case for case in suite if case.variant == variant and build.family in check.families(case)]
-    if build.whole_heads:
+    if build.whole_heads or build.multicast:
         chosen = [case for case in chosen if build in planner.builds(case.problem(), build.arch)]
     assert chosen, f"{build.symbol}: the suite has no case of it"
     verdicts: list[judge.Verdict] = []
@@ -49,7 +51,7 @@ def _fused(build: Build, kernels: check.Kernels) -> Results:
         found = check.run(case, kernels)
         check.expect(case, found)
         verdicts += found
-    sizes = cases.MANY_HEADS if build.whole_heads else REPEAT_SIZES
+    sizes = cases.MANY_HEADS if build.whole_heads else LONG_SIZES if build.multicast else REPEAT_SIZES
     repeated = cases.Case(build.kind, variant, *sizes, "gaussian", 1)
     return {
         "cases": len(chosen),
@@ -75,11 +77,12 @@ def _decode(build: Build, kernels: check.Kernels) -> Results:
     return {"cases": len(chosen), "worst": _rounded(worst), "repeats": REPEATS, "outputs_sha256": hashes}
 
 
-def _without_other_heads(kernels: check.Kernels, build: Build) -> check.Kernels:
-    """The kernels without those that stand before or behind `build` for taking whole heads, or for not doing so."""
+def _without_others(kernels: check.Kernels, build: Build) -> check.Kernels:
+    """The kernels without those that stand before or behind `build` for lengths of another kind."""
 
     def given(wanted: Build) -> Artifact:
-        if (wanted.kind, wanted.family) == (build.kind, build.family) and wanted.whole_heads != build.whole_heads:
+        is_other = (wanted.whole_heads, wanted.multicast) != (build.whole_heads, build.multicast)
+        if (wanted.kind, wanted.family) == (build.kind, build.family) and is_other:
             raise Stale(f"{wanted.symbol}: not the kernel that is verified")
         return kernels(wanted)
 

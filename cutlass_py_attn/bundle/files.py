@@ -175,13 +175,13 @@ def _is_bundle(path: Path) -> bool:
 
 
 def _best(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> Target:
-    """The first plan for the target whose kernels can be had. Blocks that take whole heads serve short ones only, a
-    bundle any."""
+    """The first plan for the target whose kernels can be had. A bundle serves any lengths: no kernels for short or for
+    long ones only."""
     limits = architecture(arch)
     own = not limits.is_portable
     plans = planner.plans_on(problem, limits.compute_capability) if own else planner.plans(problem, arch)
     first: CompileError | Stale | None = None
-    for plan in (plan for plan in plans if not plan.build.whole_heads):
+    for plan in (plan for plan in plans if not (plan.build.whole_heads or plan.build.multicast)):
         try:
             return Target(problem, plan, kernels(plan.build), architecture(plan.build.arch).num_sms)
         except (CompileError, Stale) as error:

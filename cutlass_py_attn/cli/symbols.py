@@ -11,6 +11,7 @@ from cutlass_py_attn.decode import MAX_QUERIES, MIN_KEYS
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.gemm import ROOMS
 from cutlass_py_attn.gemm.plans import plan_room
+from cutlass_py_attn.hopper import MULTICAST_LENGTH
 from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.plan import Plan
 from cutlass_py_attn.planner import plans
@@ -30,7 +31,7 @@ _FUSED = re.compile(
     rf"(?P<kind>fwd|bwd)_{_FAMILY_DTYPE}_{_DIMS}_(?P<mask>{'|'.join(MASKS)})(?P<features>(?:_(?:{'|'.join(FEATURES)}))*)"
     r"(?:_m(?P<rows>16|32|64))?"
     r"(?:_to_(?P<gradients>[qkvbs]+))?(?:_a(?P<access>\d+))?(?:_ba(?P<bias>\d+))?(?:_ga(?P<grad_bias>\d+))?"
-    r"(?:_sum_(?P<summed>none|[bhqk]+))?(?P<heads>_heads)?(?P<det>_det)?"
+    r"(?:_sum_(?P<summed>none|[bhqk]+))?(?P<heads>_heads)?(?P<multicast>_multicast)?(?P<det>_det)?"
 )
 _ROOM = re.compile(rf"(?P<room>{'|'.join(ROOMS)})_{_FAMILY_DTYPE}_{_DIMS}")
 # The main entry is number 0 where there is one; the entries of the gradients of bias and sinks come behind others.
@@ -80,9 +81,10 @@ def _fused_of(stem: str, arch: str) -> Plan | None:
 
 
 def _of_family(problem: Problem, arch: str, found: re.Match[str]) -> Plan:
-    """The best plan of the symbol's family that takes whole heads or not, as the symbol says, else the best of all."""
-    wanted, made = (found["family"], found["heads"] is not None), plans(problem, arch)
-    return next((plan for plan in made if (plan.build.family, plan.build.whole_heads) == wanted), made[0])
+    """The best plan of the symbol's family that divides the work as the symbol says, else the best of all."""
+    wanted, made = (found["family"], found["heads"] is not None, found["multicast"] is not None), plans(problem, arch)
+    builds = [(plan, plan.build) for plan in made]
+    return next((plan for plan, b in builds if (b.family, b.whole_heads, b.multicast) == wanted), made[0])
 
 
 def _problem(found: re.Match[str], direction: str) -> Problem:
@@ -91,7 +93,8 @@ def _problem(found: re.Match[str], direction: str) -> Problem:
     dims = int(found["dim"]), int(found["dim_value"] or found["dim"])
     rows = int(found["rows"] or 0)  # of few queries, with the heads of a group
     group = max(_GROUP, ceil_div(rows, MAX_QUERIES)) if has("grouped") else 1
-    queries, keys = (rows // group, MIN_KEYS) if rows else (_LENGTH, _LENGTH)
+    length = MULTICAST_LENGTH if found["multicast"] else _LENGTH
+    queries, keys = (rows // group, MIN_KEYS) if rows else (length, length)
     tokens = (_BATCH * queries, _BATCH * keys) if has("varlen") else None
     heads = _HEADS * group
     shape = Shape(_BATCH, queries, keys, heads, *dims, _HEADS, tokens)

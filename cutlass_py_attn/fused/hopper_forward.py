@@ -2,10 +2,14 @@
 
 A block stays on its SM and takes query tiles in turn. One of its warps keeps the rings of key and value full; two or
 three more warpgroups own 64 rows of the query tile each. They take turns in starting their products, so that one
-multiplies while another exponentiates.
+multiplies while another exponentiates. Where there is room for two query tiles, the next item's first scores are on
+their way while the output is stored.
 
     step        S(n - 1) = Q K^T, then O += P(n) V    softmax of S(n - 1)
     in flight   key tile n - 2                         value tile n - 1, O += P(n) V
+
+Of long causal rows two blocks of a cluster take neighbouring query tiles, and each loads half of every key and value
+tile for both; the first passes over what only the second sees.
 """
 
 from typing import Any
@@ -23,11 +27,12 @@ from cutlass_py_attn.gemm.gemm import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP
 from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, row_view, tile_at
-from cutlass_py_attn.hopper import loaded_tiles, slots
+from cutlass_py_attn.hopper import cluster, loaded_tiles, slots
 from cutlass_py_attn.parts import lengths, masking, moves, params, pipes, schedule, tma
 from cutlass_py_attn.parts.bits_ahead import RowBits
+from cutlass_py_attn.parts.cluster import Cluster
 from cutlass_py_attn.parts.held_terms import HeldTerms
-from cutlass_py_attn.parts.items import Item, Items
+from cutlass_py_attn.parts.items import Item, Items, PairedItems
 from cutlass_py_attn.parts.mixed_softmax import MixedSoftmax
 from cutlass_py_attn.parts.quads import store_rows
 from cutlass_py_attn.parts.softmax import OnlineSoftmax, lazy_weights, multiply_rows, safe_scale
@@ -44,7 +49,8 @@ class HopperForward(Forward):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self.terms, self.items = HeldTerms(build), Items(build)
+        self.terms, self.items = HeldTerms(build), PairedItems(build) if build.multicast else Items(build)
+        self.cluster = Cluster(build) if build.multicast else None
         self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
         self.runs_on = slots(build)["query"] > 1  # the next query tile is there before the output has left
         self.is_mixed = build.columns + build.columns_value <= NARROW and build.dtype == "bfloat16"
@@ -58,7 +64,8 @@ class HopperForward(Forward):
         build = self.build
         maps = tuple(tma.stand_in(p, getattr(p, name), self.dtype, *tile) for name, tile in loaded_tiles(build).items())
         params.name_entry(build, self.kernel)
-        self.kernel(*maps, p).launch(grid=(p.num_queries, 1, 1), block=(build.threads, 1, 1), min_blocks_per_mp=1)
+        block, together = (build.threads, 1, 1), (cluster(build), 1, 1)
+        self.kernel(*maps, p).launch(grid=(p.num_queries, 1, 1), block=block, cluster=together, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
@@ -71,7 +78,7 @@ class HopperForward(Forward):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.make_pipes()
-        pipes.meet()
+        self.enter()
         if warp < WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
@@ -79,10 +86,21 @@ class HopperForward(Forward):
         else:
             cute.arch.setmaxregister_increase(self.registers[-1])
             self.consume(p, thread - WARPGROUP_THREADS)
+        if cutlass.const_expr(self.cluster is not None):
+            self.cluster.part()
+
+    def enter(self) -> None:
+        """Who shares the barriers sees them."""
+        if self.cluster is None:
+            pipes.meet()
+        else:
+            self.cluster.meet()
 
     def make_pipes(self) -> None:
         """The full and empty barriers of the rings of query, key and value."""
-        users = {name: (count, self.consumers // WARP_THREADS, 0) for name, count in slots(self.build).items()}
+        warps, together = self.consumers // WARP_THREADS, cluster(self.build)
+        readers = {"query": warps, "key": warps * together, "value": warps * together}
+        users = {name: (count, readers[name], 0) for name, count in slots(self.build).items()}
         (self.pipe_q, self.pipe_k, self.pipe_v), _ = pipes.loaded(self.build, users)
 
     def states(self, user: Any) -> tuple[Any, Any, Any]:
@@ -103,12 +121,26 @@ class HopperForward(Forward):
             at_q.advance()
             for i in cutlass.range(item.end - item.first, unroll=1):
                 place = tma.place(build, (item.end - 1 - i) * build.tile_n, key_head, of, "key")
-                pipes.fetch(build, self.pipe_k, at_k, "key", maps[1], place)
+                self.fetch(self.pipe_k, at_k, "key", maps[1], place)
                 at_k.advance()
-                pipes.fetch(build, self.pipe_v, at_v, "value", maps[2], place)
+                self.fetch(self.pipe_v, at_v, "value", maps[2], place)
                 at_v.advance()
         self.pipe_k.producer_tail(at_k)
         self.pipe_v.producer_tail(at_v)
+
+    def fetch(self, pipe: Any, state: Any, name: str, source: Any, at: tuple) -> None:
+        """Ask for a tile of keys or values; in a cluster for this block's share, for both."""
+        if self.cluster is None:
+            pipes.fetch(self.build, pipe, state, name, source, at)
+        else:
+            self.cluster.fetch(pipe, state, name, source, at)
+
+    def release(self, pipe: Any, state: Any) -> None:
+        """Give back a tile of keys or values, to whoever loads it."""
+        if self.cluster is None:
+            pipe.consumer_release(state)
+        else:
+            self.cluster.release(pipe, state.index)
 
     @cute.jit
     def consume(self, p: Any, thread: Int32):
@@ -131,6 +163,7 @@ class HopperForward(Forward):
             self.pass_turn(thread)
         turns, cursor = self.items.turns(p), self.items.start()
         if cutlass.const_expr(self.runs_on):
+            at_k = self.pass_unseen(self.pipe_k, at_k, self.unseen(p, Int32(0), turns, cursor))
             self.issue_first(r_s, next_q, at_k, turns > 0)
             self.scores.wait()
             self.release_first(at_k, turns > 0)
@@ -141,20 +174,24 @@ class HopperForward(Forward):
             slope = self.terms.slope(p, item.of.index, item.head)
             self.softmax.reset()
             r_o.fill(0.0)
+            unseen = self.items.unseen(item)
+            end = item.end - unseen
             # 1  S = Q K^T of the last key tile, unless it was started with the end of the item before
             if cutlass.const_expr(not self.runs_on):
+                at_k = self.pass_unseen(self.pipe_k, at_k, unseen)
                 self.issue_first(r_s, at_q, at_k, True)
-            kept, bias = self.ahead(p, item, item.end - 1, where, thread)
+            at_v = self.pass_unseen(self.pipe_v, at_v, unseen)
+            kept, bias = self.ahead(p, item, end - 1, where, thread)
             if cutlass.const_expr(not self.runs_on):
                 self.scores.wait()
                 self.release_first(at_k, True)
                 at_k.advance()
             # 2  softmax
-            self.finish_scores(p, item, item.end - 1, r_s, where, (slope, bias))
+            self.finish_scores(p, item, end - 1, r_s, where, (slope, bias))
             self.softmax.weights(row_view(r_s), scale_log2)
             self.keep_weights(r_p, r_s, kept)
-            for i in cutlass.range(1, item.end - item.first, unroll=1):
-                key_tile = item.end - 1 - i
+            for i in cutlass.range(1, end - item.first, unroll=1):
+                key_tile = end - 1 - i
                 # 1  S = Q K^T of the next key tile, behind it 3  O += P V of this one
                 self.pipe_k.consumer_wait(at_k)
                 self.wait_turn(thread)
@@ -165,37 +202,56 @@ class HopperForward(Forward):
                 self.pass_turn(thread)
                 kept, bias = self.ahead(p, item, key_tile, where, thread)
                 self.scores.wait(1)
-                self.pipe_k.consumer_release(at_k)
+                self.release(self.pipe_k, at_k)
                 at_k.advance()
                 # 2  softmax
                 self.finish_scores(p, item, key_tile, r_t, where, (slope, bias))
                 factors = cute.make_rmem_tensor(rows, Float32)
                 grows = self.next_weights(row_view(r_t), factors, scale_log2)
                 self.output.wait()
-                self.pipe_v.consumer_release(at_v)
+                self.release(self.pipe_v, at_v)
                 at_v.advance()
                 if grows:
                     multiply_rows(row_view(r_o), factors)
                 self.keep_weights(r_p, r_t, kept)
             self.pipe_q.consumer_release(at_q)
             at_q.advance()
-            # 1  S = Q K^T of the next item, behind it 3  O += P V of this one's first key tile
+            # 3  O += P V of the item's first key tile, behind it 1  S = Q K^T of the next item
+            self.pipe_v.consumer_wait(at_v)
             if cutlass.const_expr(self.runs_on):
                 self.wait_turn(thread)
-                self.issue_first(r_s, next_q, at_k, turn + 1 < turns)
-                next_q.advance()
-            self.pipe_v.consumer_wait(at_v)
             self.output.issue(r_o, Operands(self.weights, self.value_part.stage(at_v.index)))
             if cutlass.const_expr(self.runs_on):
+                at_k = self.pass_unseen(self.pipe_k, at_k, self.unseen(p, turn + 1, turns, cursor))
+                self.issue_first(r_s, next_q, at_k, turn + 1 < turns)
+                next_q.advance()
                 self.pass_turn(thread)
-            self.output.wait()
-            if cutlass.const_expr(self.runs_on):
-                self.release_first(at_k, turn + 1 < turns)
-                at_k.advance()
-            self.pipe_v.consumer_release(at_v)
+            self.output.wait(1 if self.runs_on else 0)
+            self.release(self.pipe_v, at_v)
             at_v.advance()
             # 4  normalise, store the logsumexp and the output tile
             self.store(p, item, r_o, where, scale_log2)
+            if cutlass.const_expr(self.runs_on):
+                self.scores.wait()
+                self.release_first(at_k, turn + 1 < turns)
+                at_k.advance()
+
+    def unseen(self, p: Any, turn: Int32, turns: Int32, cursor: Any) -> Int32 | int:
+        """Of the item of a turn, if there is one, how many key tiles this block passes over."""
+        if self.cluster is None:
+            return 0
+        item, _ = self.items.take(p, turn, cursor)
+        return cutlass.select_(turn < turns, self.items.unseen(item), Int32(0))
+
+    @cute.jit
+    def pass_unseen(self, pipe: Any, at: Any, count: Any):
+        """Give `count` tiles back as they come; where the pipe stands behind them."""
+        if cutlass.const_expr(self.cluster is not None):
+            for _ in cutlass.range(count, unroll=1):
+                pipe.consumer_wait(at)
+                self.release(pipe, at)
+                at.advance()
+        return at
 
     @cute.jit
     def issue_first(self, r_s: cute.Tensor, at_q: Any, at_k: Any, is_there: Any):
@@ -209,7 +265,7 @@ class HopperForward(Forward):
     def release_first(self, at_k: Any, is_there: Any):
         """Give back the key tile of `issue_first`."""
         if is_there:
-            self.pipe_k.consumer_release(at_k)
+            self.release(self.pipe_k, at_k)
 
     def ahead(self, p: Any, item: Item, key_tile: Int32, where: cute.Tensor, thread: Int32) -> tuple[Any, Any]:
         """What a tile of scores needs and does not depend on them, while they are on their way: the bits of the weights

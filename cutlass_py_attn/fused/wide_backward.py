@@ -28,7 +28,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.primitives as prim
 import cutlass.pipeline as pipeline
-from cutlass import Int16, Int32, Uint32
+from cutlass import Int32, Uint32
 
 from cutlass_py_attn import abi
 from cutlass_py_attn.fused.hopper_backward import HopperBackward
@@ -39,12 +39,13 @@ from cutlass_py_attn.gemm.mma_sync import Operands
 from cutlass_py_attn.gemm.plans import swizzle_bytes
 from cutlass_py_attn.gemm.views import transposed
 from cutlass_py_attn.gemm.wgmma import Wgmma, columns_of, row_view, tile_at
-from cutlass_py_attn.hopper import loaded_tiles
+from cutlass_py_attn.hopper import CLUSTER, loaded_tiles
 from cutlass_py_attn.parts import moves, params, pipes
-from cutlass_py_attn.parts.integers import ceil_div, larger
+from cutlass_py_attn.parts.cluster import Cluster
+from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item
-from cutlass_py_attn.parts.key_items import TOGETHER, PairedKeyItems
-from cutlass_py_attn.parts.pipes import arrive, before
+from cutlass_py_attn.parts.key_items import PairedKeyItems
+from cutlass_py_attn.parts.pipes import before
 from cutlass_py_attn.parts.quads import store_rows
 from cutlass_py_attn.parts.turned import turned
 from cutlass_py_attn.plan import Build
@@ -93,20 +94,17 @@ class WideBackward(HopperBackward):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self.grad_query, self.items = WideGradQuery(build), PairedKeyItems(build)
+        self.grad_query, self.items, self.cluster = WideGradQuery(build), PairedKeyItems(build), Cluster(build)
         self.tile_bytes = tile_bytes(build.dtype, build.tile_m, build.tile_n)
         self.slots = build.buffer("p_ds").bytes // self.tile_bytes
 
     def enter(self) -> None:
         """Both blocks see the barriers."""
-        cute.arch.mbarrier_init_fence()
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+        self.cluster.meet()
 
     def leave(self) -> None:
         """Neither block ends while the other may write to its shared memory."""
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+        self.cluster.part()
 
     def make_pipes(self) -> None:
         """The full and empty barriers of query, grad_output, key, value and dS."""
@@ -120,11 +118,7 @@ class WideBackward(HopperBackward):
             "value": (1, WARPGROUP_WARPS, 0),
         }
         (self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v), barriers = pipes.loaded(build, users)
-        self.pipe_ds = pipes.handed_over(self.slots, WARPGROUP_THREADS, TOGETHER * WARPGROUP_WARPS, barriers)
-
-    def rank(self) -> Int32:
-        """This block's place in its cluster."""
-        return cute.arch.block_idx_in_cluster()
+        self.pipe_ds = pipes.handed_over(self.slots, WARPGROUP_THREADS, CLUSTER * WARPGROUP_WARPS, barriers)
 
     @cute.jit
     def produce(self, p: Any, maps: tuple):
@@ -134,7 +128,7 @@ class WideBackward(HopperBackward):
         at_q, at_do, at_kv = self.states(pipeline.PipelineUserType.Producer)
         mine = Int32(0)
         while self.items.is_left(p, mine):
-            item = self.items.taken(p, mine, self.rank())
+            item = self.items.taken(p, mine, self.cluster.rank())
             of, key_tile = item.of, item.tile
             key_place = (key_tile * build.tile_n, item.head, of.batch)
             pipes.fetch(build, self.pipe_k, at_kv, "key", maps[2], key_place)
@@ -143,12 +137,12 @@ class WideBackward(HopperBackward):
             for turn in cutlass.range(self.rounds(p, item.first, item.end), unroll=1):
                 place = (query_tile * build.tile_m, head, of.batch)
                 row = self.grad_query.number(p, head, of.first_tile + query_tile) * build.tile_m
-                self.fetch_for_both(self.pipe_q, at_q, "query", maps[0], place)
+                self.cluster.fetch(self.pipe_q, at_q, "query", maps[0], place)
                 self.fetch_statistics(self.pipe_q, "logsumexp", p.logsumexp_log2, row, at_q)
                 at_q.advance()
                 if turn == 0:  # the first query tile is needed before it
                     pipes.fetch(build, self.pipe_v, at_kv, "value", maps[3], key_place)
-                self.fetch_for_both(self.pipe_do, at_do, "grad_output", maps[1], place)
+                self.cluster.fetch(self.pipe_do, at_do, "grad_output", maps[1], place)
                 self.fetch_statistics(self.pipe_do, "delta", p.delta, row, at_do)
                 at_do.advance()
                 head, query_tile = self.next_place(item, head, query_tile)
@@ -158,7 +152,7 @@ class WideBackward(HopperBackward):
     @cute.jit
     def fetch_other_key(self, source: Any, at: tuple, state: Any):
         """Ask for this block's columns of the other block's keys, with the key."""
-        build, rank = self.build, self.rank()
+        build, rank = self.build, self.cluster.rank()
         width, columns = swizzle_bytes(build.columns), shared_columns(build)
         barrier = self.pipe_k.producer_get_barrier(state)
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
@@ -172,27 +166,6 @@ class WideBackward(HopperBackward):
                 prim.cp_async_bulk_tensor_shared_cta_global(place, source.get_ptr(), corner, barrier)
 
     @cute.jit
-    def fetch_for_both(self, pipe: Any, state: Any, name: cutlass.Constexpr, source: Any, at: tuple):
-        """Wait for a slot in both blocks and ask for every second strip of a tile, for both."""
-        build, rank = self.build, self.rank()
-        pipe.producer_acquire(state)
-        barrier = pipe.producer_get_barrier(state)
-        rows, columns = loaded_tiles(build)[name]
-        width = swizzle_bytes(columns)
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        start = build.buffer(name).offset + state.index * (rows * columns * build.item_bytes)
-        strips = columns * build.item_bytes // width
-        with cute.arch.elect_one():
-            for pair in cutlass.range_constexpr(ceil_div(strips, TOGETHER)):
-                strip = TOGETHER * pair + rank
-                if strip < strips:
-                    place = base + cute.assume(start + strip * (rows * width), divby=1024)
-                    corner = [strip * (width // build.item_bytes), at[0], at[1], at[2]]
-                    prim.cp_async_bulk_tensor_shared_cluster_global(
-                        place, source.get_ptr(), corner, barrier, [], multicast_mask=Int16(3)
-                    )
-
-    @cute.jit
     def multiply_query_gradient(self, p: Any, thread: Int32):
         """A warpgroup: 7  dQ = dS K of every query tile, this block's columns, added to its sum."""
         _, _, at_kv = self.states(pipeline.PipelineUserType.Consumer)
@@ -200,7 +173,7 @@ class WideBackward(HopperBackward):
         s_ds, s_other = self.scores_ring("p_ds"), self.scores_ring("other_ds")
         mine = Int32(0)
         while self.items.is_left(p, mine):
-            item = self.items.taken(p, mine, self.rank())
+            item = self.items.taken(p, mine, self.cluster.rank())
             self.pipe_k.consumer_wait(at_kv)
             head, query_tile = self.first_place(p, item)
             for _ in cutlass.range(self.rounds(p, item.first, item.end), unroll=1):
@@ -208,23 +181,13 @@ class WideBackward(HopperBackward):
                 number = self.grad_query.number(p, head, item.of.first_tile + query_tile)
                 target = self.grad_query.tile(p, number)
                 both = s_ds[None, None, at.index], s_other[None, None, at.index]
-                self.grad_query.add_half(target, both, self.rank(), thread)
-                self.release(self.pipe_ds, at.index)
+                self.grad_query.add_half(target, both, self.cluster.rank(), thread)
+                self.cluster.release(self.pipe_ds, at.index)
                 at.advance()
                 head, query_tile = self.next_place(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             at_kv.advance()
             mine = mine + 1
-
-    def release(self, pipe: Any, slot: Int32) -> None:
-        """A warp gives a slot back in both blocks."""
-        self.release_there(pipe, slot)
-        arrive(pipe.sync_object_empty, slot)
-
-    def release_there(self, pipe: Any, slot: Int32) -> None:
-        """A warp gives a slot back in the other block."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipe.sync_object_empty.get_barrier(slot), self.rank() ^ 1)
 
     @cute.jit
     def consume(self, p: Any, thread: Int32):
@@ -244,7 +207,7 @@ class WideBackward(HopperBackward):
         r_dv, r_s, r_lse = self.dv.accumulator(thread), self.scores.accumulator(thread), self.statistics()
         mine = Int32(0)
         while self.items.is_left(p, mine):
-            item = self.items.taken(p, mine, self.rank())
+            item = self.items.taken(p, mine, self.cluster.rank())
             rounds = larger(self.rounds(p, item.first, item.end), 1)
             r_dv.fill(0.0)
             # 1  S^T = K Q^T of the first query tile
@@ -262,7 +225,7 @@ class WideBackward(HopperBackward):
                 self.side.clear(item.band, r_s, thread, (query_tile, item.tile))
                 self.scores.wait()
                 if turn > 0:
-                    self.release(self.pipe_do, before(at, build.grad_output_stages))
+                    self.cluster.release(self.pipe_do, before(at, build.grad_output_stages))
                 r_p = moves.converted(r_s, self.dtype)
                 self.pipe_ds.producer_acquire(at_p)
                 self.hand_weights(r_p, at_p.index, thread)
@@ -281,15 +244,15 @@ class WideBackward(HopperBackward):
                 at.advance()
                 self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.scores.wait(self.dv.groups)
-                self.release_there(self.pipe_q, last)
+                self.cluster.release_there(self.pipe_q, last)
                 cute.arch.mbarrier_arrive(self.pipe_q.sync_object_empty.get_barrier(last))  # as release_grad_output
                 r_s.store(r_next.load())
                 head, query_tile = self.next_place(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             self.scores.wait()
-            self.release(self.pipe_do, before(at, build.grad_output_stages))
+            self.cluster.release(self.pipe_do, before(at, build.grad_output_stages))
             at_kv.advance()
-            self.store(p, "grad_value", r_dv, self.items.taken(p, params.again(mine), self.rank()), thread)
+            self.store(p, "grad_value", r_dv, self.items.taken(p, params.again(mine), self.cluster.rank()), thread)
             mine = mine + 1
 
     @cute.jit
@@ -302,7 +265,7 @@ class WideBackward(HopperBackward):
         r_dk, r_dp, r_delta = self.dk.accumulator(thread), self.dp.accumulator(thread), self.statistics()
         mine = Int32(0)
         while self.items.is_left(p, mine):
-            item = self.items.taken(p, mine, self.rank())
+            item = self.items.taken(p, mine, self.cluster.rank())
             rounds = larger(self.rounds(p, item.first, item.end), 1)
             r_dk.fill(0.0)
             # 3  dP^T = V dO^T of the first query tile
@@ -320,7 +283,7 @@ class WideBackward(HopperBackward):
                 self.side.gradient(p, r_dp, r_p, r_delta, None)
                 self.dp.wait()
                 if turn > 0:
-                    self.release(self.pipe_q, before(at_q, build.query_stages))
+                    self.cluster.release(self.pipe_q, before(at_q, build.query_stages))
                 r_ds = moves.converted(r_dp, self.dtype)
                 self.meet()  # P has been read
                 self.hand_over(r_ds, at_ds.index, thread)
@@ -340,15 +303,15 @@ class WideBackward(HopperBackward):
                 at_q.advance()
                 self.read_statistics("delta", slot, thread, r_delta)
                 self.dp.wait(self.dk.groups)
-                self.release_there(self.pipe_do, last)
+                self.cluster.release_there(self.pipe_do, last)
                 self.release_grad_output(at)
                 r_dp.store(r_next.load())
             self.pipe_v.consumer_release(at_kv)
             self.dp.wait()
-            self.release(self.pipe_q, before(at_q, build.query_stages))
+            self.cluster.release(self.pipe_q, before(at_q, build.query_stages))
             at_kv.advance()
             r_dk.store(r_dk.load() * p.scale)
-            self.store(p, "grad_key", r_dk, self.items.taken(p, params.again(mine), self.rank()), thread)
+            self.store(p, "grad_key", r_dk, self.items.taken(p, params.again(mine), self.cluster.rank()), thread)
             mine = mine + 1
 
     def meet(self) -> None:
@@ -366,7 +329,7 @@ class WideBackward(HopperBackward):
                 base + cute.assume(self.build.buffer(name).offset + slot * self.tile_bytes, divby=1024)
                 for name in ("p_ds", "other_ds")
             )
-            there = self.rank() ^ 1
+            there = self.cluster.rank() ^ 1
             with cute.arch.elect_one():
                 cute.arch.mbarrier_expect_tx(full, self.tile_bytes)
                 prim.cp_async_bulk_shared_cluster_shared_cta(

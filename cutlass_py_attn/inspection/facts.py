@@ -21,7 +21,7 @@ Json = dict[str, Any]
 IDENTITY = (
     *("kind", "room", "family", "dtype", "head_dim", "head_dim_value", "mask", "features", "gradients"),
     *("tile_m", "tile_n", "warps", "query_stages", "grad_output_stages", "deterministic", "column_block"),
-    *("query_block", "key_stages", "whole_heads"),
+    *("query_block", "key_stages", "whole_heads", "multicast"),
 )
 
 

@@ -1,6 +1,6 @@
 """Items: the query tiles that a block which stays on its SM takes in turn, of sequences of one length or of several."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -8,9 +8,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutlass_py_attn.gemm.gemm import WARP_THREADS
+from cutlass_py_attn.hopper import CLUSTER, cluster
 from cutlass_py_attn.masks import Band
 from cutlass_py_attn.parts import lengths, params, schedule
-from cutlass_py_attn.parts.integers import ceil_div, larger
+from cutlass_py_attn.parts.integers import ceil_div, larger, smaller
 from cutlass_py_attn.plan import Build
 
 Cursor = tuple[Int32, Int32]
@@ -30,11 +31,12 @@ class Item:
 
 
 class Items:
-    """The items of one Build. Sequences of several lengths have theirs behind each other, each its own number of them;
-    a block passes over the sequences as its numbers grow, and a cursor says where it is."""
+    """The query tiles of one Build. Sequences of several lengths have theirs behind each other, each its own number of
+    them; a block passes over the sequences as its numbers grow, and a cursor says where it is."""
 
     def __init__(self, build: Build) -> None:
         self.build = build
+        self.rows = build.tile_m * cluster(build)  # query rows of an item
         self.bytes_of_key = build.item_bytes * (build.head_dim + build.head_dim_value)
 
     def start(self) -> Cursor:
@@ -43,9 +45,13 @@ class Items:
 
     def turns(self, p: Any) -> Int32:
         """How many this block takes; all threads of a warp call this together."""
+        return schedule.turns(self.total(p), *self.who())
+
+    def who(self) -> tuple[Int32, Int32]:
+        """The number of who takes items in turn, and how many do so: blocks."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        return schedule.turns(self.total(p), block, blocks)
+        return block, blocks
 
     @cute.jit
     def total(self, p: Any):
@@ -68,19 +74,17 @@ class Items:
         if self.build.has("varlen"):
             start, end = (params.scalar(p.cu_seqlens_q, Int32, index + edge) for edge in (0, 1))
             queries = end - start
-        return ceil_div(queries, self.build.tile_m) * p.num_heads
+        return ceil_div(queries, self.rows) * p.num_heads
 
     def take(self, p: Any, turn: Int32, cursor: Cursor) -> tuple[Item, Cursor]:
         """The item of this block's turn, and the cursor behind it."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        number = schedule.number_of(turn, block, blocks)
+        number = schedule.number_of(turn, *self.who())
         if not self.build.has("varlen"):
-            return self._dense(p, number, blocks), cursor
+            return self._dense(p, number), cursor
         cursor = self.find(p, number, *cursor)
         index, before = cursor
         of = lengths.sequence(self.build, p, index)
-        tiles = ceil_div(of.num_queries, self.build.tile_m)
+        tiles = ceil_div(of.num_queries, self.rows)
         tile, head = self._place(number - before, tiles, p.num_heads, p.num_heads)
         if self.build.mask != "full":
             # Every second sequence ends with its longest tiles: lengths of all kinds leave blocks more equal shares.
@@ -97,22 +101,49 @@ class Items:
             count = self.items_of(p, index)
         return index, before
 
-    def _dense(self, p: Any, number: Int32, blocks: Int32) -> Item:
-        tiles = ceil_div(p.num_queries, self.build.tile_m)
-        heads = p.num_heads * p.batch
-        at_once = schedule.heads_dealt(schedule.heads_at_once(p.num_keys, self.bytes_of_key), heads, blocks)
-        tile, rest = self._place(number, tiles, heads, at_once)
+    def unseen(self, item: Item) -> Int32 | int:
+        """How many of the item's key tiles, the last ones, come for another block alone."""
+        return 0
+
+    def _dense(self, p: Any, number: Int32) -> Item:
+        tiles, heads = ceil_div(p.num_queries, self.rows), p.num_heads * p.batch
+        _, blocks = self.who()
+        fitting = schedule.mixed_heads(schedule.heads_at_once(p.num_keys, self.bytes_of_key), blocks)
+        tile, rest = self._place(number, tiles, heads, schedule.heads_dealt(fitting, heads, blocks))
         return self._item(p, lengths.sequence(self.build, p, rest // p.num_heads), rest % p.num_heads, tile)
 
     def _place(self, number: Int32, tiles: Int32, heads: Int32, at_once: Int32) -> tuple[Int32, Int32]:
         """(query tile, head); where a mask makes tiles unequal, the longest come first."""
         if self.build.mask == "full":
             return number % tiles, number // tiles
-        return schedule.longest_first(number, tiles, heads, at_once)
+        return schedule.longest_of_groups(number, tiles, heads, at_once)
 
     def _item(self, p: Any, of: lengths.Sequence, head: Int32, tile: Int32) -> Item:
         build = self.build
         band = lengths.band(build, p, of)
-        where = band, tile, build.tile_m, build.tile_n
+        where = band, tile, self.rows, build.tile_n
         first = schedule.key_tile_start(*where)
         return Item(of, band, head, tile, first, larger(schedule.key_tile_end(*where), first + 1))
+
+
+class PairedItems(Items):
+    """The query tiles of one Build whose blocks load keys and values for a cluster: it takes two neighbouring tiles at
+    once, with the key tiles of both."""
+
+    def who(self) -> tuple[Int32, Int32]:
+        """This block's cluster and how many there are."""
+        block, blocks = super().who()
+        return block // CLUSTER, blocks // CLUSTER
+
+    def unseen(self, item: Item) -> Int32 | int:
+        """The one, if any, that only the cluster's other tile sees. Never more: its key goes back before its value, and
+        the rings hold few; a query tile behind the last is worked as any other."""
+        own = schedule.key_tile_end(item.band, item.tile, self.build.tile_m, self.build.tile_n)
+        return smaller(item.end - larger(own, item.first + 1), 1)
+
+    def _dense(self, p: Any, number: Int32) -> Item:
+        pairs, heads = ceil_div(p.num_queries, self.rows), p.num_heads * p.batch
+        _, clusters = self.who()
+        pair, rest = schedule.paired(number, pairs, heads, clusters)
+        both = self._item(p, lengths.sequence(self.build, p, rest // p.num_heads), rest % p.num_heads, pair)
+        return replace(both, tile=CLUSTER * pair + cute.arch.block_idx_in_cluster())

@@ -10,6 +10,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cutlass_py_attn.hopper import CLUSTER
 from cutlass_py_attn.parts import lengths, moves, params, schedule
 from cutlass_py_attn.parts.integers import ceil_div
 from cutlass_py_attn.parts.items import Cursor, Item, Items
@@ -18,7 +19,6 @@ from cutlass_py_attn.problem import F32_BYTES
 from cutlass_py_attn.shared_memory import RECORD_WORDS
 
 NONE_LEFT = -1  # in place of a key tile
-TOGETHER = 2  # blocks of a cluster
 
 
 class KeyItems(Items):
@@ -147,7 +147,7 @@ class PairedKeyItems(KeyItems):
 
     def is_left(self, p: Any, turn: Int32) -> Any:
         """Whether this cluster has a turn of that number, from 0: asked anew for each, which keeps no register."""
-        pairs = ceil_div(p.num_keys, TOGETHER * self.build.tile_n) * (p.num_heads // p.group) * p.batch
+        pairs = ceil_div(p.num_keys, CLUSTER * self.build.tile_n) * (p.num_heads // p.group) * p.batch
         return schedule.number_of(turn, *self._cluster()) < pairs
 
     def taken(self, p: Any, turn: Int32, rank: Int32) -> Item:
@@ -155,17 +155,17 @@ class PairedKeyItems(KeyItems):
         build, heads = self.build, p.num_heads // p.group
         cluster, clusters = self._cluster()
         number = schedule.number_of(turn, cluster, clusters)
-        tiles = ceil_div(p.num_keys, TOGETHER * build.tile_n)
+        tiles = ceil_div(p.num_keys, CLUSTER * build.tile_n)
         fitting = schedule.heads_at_once(p.num_queries * p.group, self.bytes_of_query)
         at_once = schedule.heads_dealt(fitting, heads * p.batch, clusters)
         pair, rest = schedule.key_tile_of(build.mask, number, tiles, heads * p.batch, at_once)
         of = lengths.sequence(build, p, rest // heads)
         band = lengths.band(build, p, of)
-        visited = schedule.some_query_tiles(band, pair, build.tile_m, TOGETHER * build.tile_n)
-        return Item(of, band, rest % heads, TOGETHER * pair + rank, *visited)
+        visited = schedule.some_query_tiles(band, pair, build.tile_m, CLUSTER * build.tile_n)
+        return Item(of, band, rest % heads, CLUSTER * pair + rank, *visited)
 
     def _cluster(self) -> tuple[Int32, Int32]:
         """This block's cluster and how many there are."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        return block // TOGETHER, blocks // TOGETHER
+        return block // CLUSTER, blocks // CLUSTER

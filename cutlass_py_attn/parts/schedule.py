@@ -12,6 +12,8 @@ from cutlass_py_attn.parts.integers import ceil_div, choose, larger, smaller
 
 L2_SHARE = 32 << 20  # bytes of the keys and values that blocks at work should read together
 TILES_AT_ONCE = 12  # of each head, by the blocks at work: they read the same keys and values, at about the same time
+LENGTHS_AT_ONCE = 4  # of query tiles of unequal length, at the least: the short ones move bytes, the long ones multiply
+LATE_ROUNDS = 2  # of two items a block, that are dealt out singly at the end
 
 
 def key_tile_start(band: Band, query_tile: Any, tile_m: int, tile_n: int) -> Any:
@@ -118,6 +120,56 @@ def longest_first(number: Any, tiles: Any, heads: Any, at_once: Any) -> tuple[An
     within = number - group * (at_once * tiles)
     here = smaller(at_once, heads - group * at_once)
     return tiles - 1 - within // here, group * at_once + within % here
+
+
+def mixed_heads(fitting: Any, blocks: Any) -> Any:
+    """Of the `fitting` heads as many as leave blocks that work at the same time tiles of several lengths."""
+    return smaller(fitting, larger(blocks // LENGTHS_AT_ONCE, 1))
+
+
+def longest_of_groups(number: Any, tiles: Any, heads: Any, at_once: Any) -> tuple[Any, Any]:
+    """`longest_first`, but what is left over goes with the last whole group where it is less than two thirds of one."""
+    groups = larger((heads + at_once // 3) // at_once, 1)
+    group = smaller(number // (at_once * tiles), groups - 1)
+    within = number - group * (at_once * tiles)
+    here = choose(group == groups - 1, heads - group * at_once, at_once)
+    return tiles - 1 - within // here, group * at_once + within % here
+
+
+def paired(number: Any, tiles: Any, heads: Any, blocks: Any) -> tuple[Any, Any]:
+    """(query tile, head) of item `number` where a block takes two tiles of a head in turn, a long one and the short one
+    that makes up for it: all blocks work on the next few heads, whose keys and values the L2 cache holds.
+
+    What would be the last rounds of pairs is dealt out singly, the longest tiles first, and so is everything where
+    tiles are odd in number.
+    """
+    half = larger(tiles // 2, 1)
+    rounds = choose(tiles % 2 == 0, larger(heads * half // blocks - LATE_ROUNDS, 0), 0)
+    turn = number // blocks
+    pair = turn // 2 * blocks + _place(turn, number - turn * blocks, blocks)
+    outer = pair % half
+    # Every second block begins with the short tile, for the same reason as in `mixed_heads`.
+    tile = choose((turn + pair) % 2 == 0, tiles - 1 - outer, outer)
+    late_tile, late_head = _late(number - 2 * rounds * blocks, tiles, heads, rounds * blocks)
+    is_early = turn < 2 * rounds
+    return choose(is_early, tile, late_tile), choose(is_early, pair // half, late_head)
+
+
+def _late(number: Any, tiles: Any, heads: Any, done: Any) -> tuple[Any, Any]:
+    """(query tile, head) of the items behind the `done` pairs, the longest first: those of the first head left are its
+    middle tiles."""
+    half = larger(tiles // 2, 1)
+    first, taken = done // half, done % half
+    left = larger(heads - first, 1)
+    others = larger(left - 1, 1)
+    middle = number - taken * (left - 1)
+    last = middle - (tiles - 2 * taken) * left
+    is_middle = (middle >= 0) & (last < 0)
+    # Tiles before and behind the middle ones are of all heads but the first.
+    outer = choose(middle < 0, number, last)
+    longest = choose(middle < 0, tiles - 1, taken - 1)
+    tile = choose(is_middle, tiles - 1 - taken - middle // left, longest - outer // others)
+    return tile, first + choose(is_middle, middle % left, 1 + outer % others)
 
 
 def key_tile_of(form: str, number: Any, tiles: Any, heads: Any, fitting: Any) -> tuple[Any, Any]:

@@ -86,6 +86,12 @@ def test_exports_are_the_same_in_every_byte(tmp_path: Path) -> None:
     assert snapshot(export(tmp_path / "a").path) == snapshot(export(tmp_path / "b").path)
 
 
+@pytest.mark.parametrize("case", ["bf16_d128_s512_b64_h16_causal", "bf16_d128_s4096_b1_h2_causal"])
+def test_a_bundle_has_no_kernels_for_short_or_long_ones_alone(tmp_path: Path, case: str) -> None:
+    for artifact in export(tmp_path / "bundle", case=case).artifacts:
+        assert (artifact.build.whole_heads, artifact.build.multicast) == (False, False)
+
+
 def test_target_without_hopper_kernels_gets_the_portable_one(tmp_path: Path) -> None:
     bundle = export(tmp_path / "bundle", "backward", archs=("sm_90", "sm_90a"), case="f32_d64_s200_b2_h3_causal")
     (target,) = bundle.manifest["passes"]["backward"]["targets"]

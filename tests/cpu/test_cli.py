@@ -94,6 +94,14 @@ def test_every_symbol_of_a_problem_names_its_plan(problem: Problem, arch: str) -
         assert parse_symbol(symbol, arch).build == build
 
 
+def test_the_symbol_of_a_kernel_for_long_problems_names_it() -> None:
+    problem = Problem.dense("forward", Shape(1, 4096, 4096, 2, 128, 128), "bfloat16", masks.Causal())
+    build = plan_forward(problem, "sm_90a").build
+    assert build.multicast
+    assert parse_symbol(build.symbol, "sm_90a").build == build
+    assert not parse_symbol(build.symbol.removesuffix("_multicast"), "sm_90a").build.multicast
+
+
 def test_masks_of_one_form_share_their_kernels() -> None:
     """The corner and the window are numbers."""
     selection = Selection(("forward",), ("float16",), (64,), ("causal", "causal_br"))

@@ -149,6 +149,54 @@ def test_a_block_for_each_sm_or_each_tile() -> None:
     assert planner.plan(empty, "sm_90a").launches == ()
 
 
+def long(queries: int = 4096, keys: int = 4096, dims: tuple[int, int] = (128, 128), heads: int = 4) -> Problem:
+    """A causal problem of a head dim in whose forward blocks of a cluster may share keys and values."""
+    return Problem.dense("forward", Shape(2, queries, keys, heads, *dims), "bfloat16", Causal())
+
+
+@pytest.mark.parametrize(
+    ("problem", "is_shared"),
+    [
+        (long(), True),
+        (long(5000, 4096, (192, 128)), True),
+        (long(dims=(104, 104)).replace(mask=CausalBottomRight()), True),
+        (Problem.dense("forward", Shape(2, 4096, 4096, 4, 128, 128, 2), "bfloat16", Causal()), True),
+        (long(4095), False),
+        (long(keys=4000), False),
+        (long(dims=(96, 96)), False),
+        (long(dims=(256, 256)), False),
+        (long().replace(mask=Full()), False),
+        (long().replace(mask=Causal(500)), False),
+        (long().replace(dropout_p=0.1), False),
+        (long().replace(softcap=3.0), False),
+    ],
+)
+def test_which_forwards_share_keys_and_values(problem: Problem, is_shared: bool) -> None:
+    first, *others = planner.builds(problem, "sm_90a")
+    assert first.multicast == is_shared
+    assert not any(build.multicast for build in others)
+
+
+def test_a_plan_of_clusters() -> None:
+    """32 query tiles of 8 heads are 128 pairs; a cluster has one in its turn."""
+    plan = planner.plans(long(), "sm_90a", 131)[0]
+    (launch,) = plan.launches
+    assert (launch.cluster, launch.grid) == (2, (130, 1, 1))
+    assert planner.plans(long(heads=1), "sm_90a", 131)[0].launches[0].grid == (64, 1, 1)
+    assert plan.symbol == "fwd_hopper_bf16_d128_causal_multicast"
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "load keys and values for both" in plan.explain()
+
+
+def test_machine_code_of_clusters() -> None:
+    """Each block asks for its own query tile, and for every second strip of keys and values, for both."""
+    made = compile_now(planner.plan(long(), "sm_90a"))
+    copies = re.findall(r"cp\.async\.bulk\.tensor\.4d\S*", made.ptx)
+    shared = [copy for copy in copies if "multicast::cluster" in copy]
+    assert (len(copies), len(shared)) == (4, 2)
+    assert re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx).count("128") == 3 * 8 + 2 * 8
+
+
 def test_tensor_maps_follow_strides() -> None:
     """Heads before rows for key; one batch, whose stride says nothing; 96 columns in strips of 32."""
     shape = Shape(1, 200, 300, 4, 96, 96)

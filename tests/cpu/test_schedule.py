@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -211,6 +212,39 @@ def test_longest_first_reaches_every_tile_of_every_head_once(tiles: int, heads: 
         assert all(other >= tile for other in earlier)
 
 
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 50))
+def test_few_heads_that_are_left_over_go_with_the_group_before(tiles: int, heads: int, at_once: int) -> None:
+    order = [schedule.longest_of_groups(number, tiles, heads, at_once) for number in range(tiles * heads)]
+    assert sorted(order) == [(tile, head) for tile in range(tiles) for head in range(heads)]
+    groups = max((heads + at_once // 3) // at_once, 1)
+    for number, (tile, head) in enumerate(order):
+        group = min(head // at_once, groups - 1)
+        assert min(number // (tiles * at_once), groups - 1) == group
+        earlier = [other for other, its_head in order[:number] if min(its_head // at_once, groups - 1) == group]
+        assert all(other >= tile for other in earlier)
+
+
+def test_mixed_heads() -> None:
+    """Of four query tiles 33 heads give 132 blocks a round of every length."""
+    assert [schedule.mixed_heads(fitting, 132) for fitting in (1, 33, 34, 128)] == [1, 33, 33, 33]
+    assert schedule.mixed_heads(5, 3) == 1
+
+
+@given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 70))
+def test_pairs_reach_every_tile_of_every_head_once(tiles: int, heads: int, blocks: int) -> None:
+    """A block's next two items are a long tile and the short one that makes up for it, of one of the next heads, until
+    all that is left is dealt out from the longest tile to the shortest."""
+    order = [schedule.paired(number, tiles, heads, blocks) for number in range(tiles * heads)]
+    assert sorted(order) == [(tile, head) for tile in range(tiles) for head in range(heads)]
+    rounds = max(heads * (tiles // 2) // blocks - schedule.LATE_ROUNDS, 0) if tiles % 2 == 0 else 0
+    for turn, block in product(range(rounds), range(blocks)):
+        two = [order[schedule.number_of(2 * turn + step, block, blocks)] for step in (0, 1)]
+        assert two[0][0] + two[1][0] == tiles - 1
+        assert {head for _, head in two} == {(turn * blocks + block) // (tiles // 2)}
+    late = [tile for tile, _ in order[2 * rounds * blocks :]]
+    assert late == sorted(late, reverse=True)
+
+
 def test_heads_at_once() -> None:
     assert schedule.heads_at_once(8192, 512) == 8
     assert schedule.heads_at_once(2048, 256) == 64
@@ -235,18 +269,28 @@ def test_blocks_take_every_item_once(total: int, blocks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tiles", "heads", "bytes_of_key"), [(64, 32, 1024), (64, 64, 512), (16, 256, 512), (32, 24, 512)]
+    ("tiles", "heads", "bytes_of_key"),
+    [(64, 32, 1024), (64, 64, 512), (16, 256, 512), (32, 24, 512), (8, 512, 512), (4, 1024, 512)],
 )
 def test_blocks_have_equal_shares_of_a_causal_mask(tiles: int, heads: int, bytes_of_key: int) -> None:
     """A query tile has as many key tiles as its number, and one more; 132 blocks, tiles of 128."""
-    blocks = 132
-    fitting = schedule.heads_at_once(tiles * 128, bytes_of_key)
-    at_once = schedule.heads_dealt(fitting, heads, blocks)
+    fitting = schedule.mixed_heads(schedule.heads_at_once(tiles * 128, bytes_of_key), 132)
+    at_once = schedule.heads_dealt(fitting, heads, 132)
+    busiest = busiest_share(tiles, heads, 132, lambda number: schedule.longest_of_groups(number, tiles, heads, at_once))
+    assert busiest <= 1.02 * heads * tiles * (tiles + 1) / 2 / 132
+
+
+@pytest.mark.parametrize(("tiles", "heads"), [(16, 64), (16, 512), (32, 40), (32, 64), (64, 32)])
+def test_clusters_have_equal_shares_of_pairs(tiles: int, heads: int) -> None:
+    busiest = busiest_share(tiles, heads, 66, lambda number: schedule.paired(number, tiles, heads, 66))
+    assert busiest <= 1.02 * heads * tiles * (tiles + 1) / 2 / 66
+
+
+def busiest_share(tiles: int, heads: int, blocks: int, place: Callable[[int], tuple[int, int]]) -> int:
+    """Key tiles of the block that has the most."""
 
     def share(block: int) -> int:
-        numbers = (
-            schedule.number_of(turn, block, blocks) for turn in range(schedule.turns(tiles * heads, block, blocks))
-        )
-        return sum(schedule.longest_first(number, tiles, heads, at_once)[0] + 1 for number in numbers)
+        turns = range(schedule.turns(tiles * heads, block, blocks))
+        return sum(place(schedule.number_of(turn, block, blocks))[0] + 1 for turn in turns)
 
-    assert max(map(share, range(blocks))) <= 1.02 * heads * tiles * (tiles + 1) / 2 / blocks
+    return max(map(share, range(blocks)))

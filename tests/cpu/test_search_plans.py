@@ -18,7 +18,7 @@ from cutlass_py_attn.arrays import numpy_dtype
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.device import architecture
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
-from cutlass_py_attn.hopper import suits_heads
+from cutlass_py_attn.hopper import suited
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.plan_table import Tile, hopper_tiles
 
@@ -46,6 +46,8 @@ def problem_of(name: str, direction: str = "backward", family: str = "hopper") -
         ("128x64x4", Tile(128, 64, 4)),
         ("64x64x8:3,3@3c256", Tile(64, 64, 8, 3, 3, 3, column_block=256)),
         ("64x128x16:4,4q32", Tile(64, 128, 16, 4, 4, query_block=32)),
+        ("64x128x16:3,2k2h", Tile(64, 128, 16, 3, 2, key_stages=2, whole_heads=True)),
+        ("128x128x12:2m", Tile(128, 128, 12, 2, multicast=True)),
     ],
 )
 def test_a_tile_is_read_and_written(text: str, tile: Tile) -> None:
@@ -134,7 +136,7 @@ def test_the_hopper_rows_pass_the_rules() -> None:
                 problem = problem_of(name, direction)
             except NotSupported:
                 continue
-            rows = [tile for tile in hopper_tiles(problem) if not tile.whole_heads or suits_heads(problem, tile, 132)]
+            rows = list(suited(problem, hopper_tiles(problem), 132))
             found = plan_space.candidates(problem, "hopper", "sm_90a", rows)
             fitting = [one for one in found if not one.why_not]
             assert fitting, name

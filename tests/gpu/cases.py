@@ -215,7 +215,22 @@ WHOLE_HEADS: Final = tuple(
         )
     )
 )
-FORWARD: Final = _all("forward")
+# Long enough for blocks of a cluster to share keys and values: tiles even and odd in number, cut off, and a diagonal
+# that ends between two tiles.
+MULTICAST: Final = tuple(
+    Case("forward", Variant(dtype, dim, dim_value, mask), batch, heads, queries, keys, "gaussian", seed)
+    for seed, (dtype, dim, dim_value, mask, batch, heads, queries, keys) in enumerate(
+        (
+            ("bfloat16", 128, 128, "causal", 1, 2, 4096, 4096),
+            ("bfloat16", 128, 128, "causal", 1, 1, 4500, 4200),
+            ("bfloat16", 128, 128, "causal_br", 2, 1, 4353, 4500),
+            ("float16", 128, 128, "causal", 1, 1, 4224, 4100),
+            ("bfloat16", 192, 128, "causal", 1, 2, 4100, 4096),
+            ("float16", 112, 104, "causal_br", 1, 1, 4600, 4100),
+        )
+    )
+)
+FORWARD: Final = (*_all("forward"), *MULTICAST)
 BACKWARD: Final = (*_all("backward"), *WHOLE_HEADS)
 
 
