@@ -230,6 +230,7 @@ def _backward_rules(build: Build, consumers: int) -> Iterator[tuple[str, bool, s
     yield "tile_m", build.tile_m % WARPGROUP_ROWS == 0, f"dQ leaves by {WARPGROUP_ROWS} rows"
     yield "tile_n", build.tile_n == consumers * WARPGROUP_ROWS, f"each warpgroup of the keys owns {WARPGROUP_ROWS}"
     block, slots = build.block_queries, build.grad_output_stages
+    yield "query_block", not (build.query_block and build.has("dropout")), "bits of weights are drawn for whole tiles"
     yield "query_block", build.tile_m % block == block % DEPTH == 0, f"a tile is blocks, of multiples of {DEPTH} rows"
     yield "grad_output_stages", slots * block % build.tile_m == 0, "as many slots of dS hold whole query tiles"
 

@@ -32,7 +32,7 @@ EXPECTED: dict[str, tuple[tuple[str, int | None], ...]] = {
     "micro_red_v4": ((r"red\.relaxed\.gpu\.global\.add\.v4\.f32", None),),
     "micro_red_bulk": ((r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32", 1),),
     "micro_dsmem_1x8192": ((r"cp\.async\.bulk\.shared::cluster\.shared::cta", 1), ("mapa", 2)),
-    "micro_dsmem_4x16384": ((r"cp\.async\.bulk\.shared::cluster\.shared::cta", 4), ("mapa", 5)),
+    "micro_dsmem_4x16384": ((r"cp\.async\.bulk\.shared::cluster\.shared::cta", 4), ("mapa", 8)),
     "micro_function_ex2": ((r"ex2\.approx\.ftz\.f32", cases.CHAINS),),
     "micro_function_ex2_f16x2": ((r"ex2\.approx\.f16x2", cases.CHAINS),),
     "micro_function_ex2_bf16x2": ((r"ex2\.approx\.ftz\.bf16x2", cases.CHAINS),),

@@ -191,18 +191,26 @@ class Exchange(Kernel):
         cute.arch.cluster_wait()
         clocks, nanoseconds = cute.arch.clock64(), cute.arch.globaltimer()
         if thread == 0:
-            theirs = prim.mapa(barrier, 1 - rank)
             for i in cutlass.range(p.rounds, unroll=1):
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.micro.work)
                 for number in cutlass.range_constexpr(self.micro.copies):
-                    offset = number * self.micro.copy_bytes
-                    target = prim.mapa((self.shared("b") + offset).align(128), 1 - rank)
-                    source = (self.shared("a") + offset).align(128)
-                    prim.cp_async_bulk_shared_cluster_shared_cta(target, source, theirs, self.micro.copy_bytes)
+                    self.copy(number * self.micro.copy_bytes, barrier, 1 - rank)
                 cute.arch.mbarrier_wait(barrier, i % 2)
         self.report(p, thread, clocks, nanoseconds)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+
+    def copy(self, offset: int, barrier: cute.Pointer, rank: Int32) -> None:
+        """Start one copy to the block of that rank; its barrier counts the bytes. Both addresses are of the cluster's
+        window, in which the pointer that the library maps is not said to be."""
+        places = [self.shared("b") + offset, self.shared("a") + offset, barrier]
+        cute.arch.inline_ptx(
+            "{ .reg .b32 target, counts; "
+            "mapa.shared::cluster.u32 target, {$r0}, {$r3}; mapa.shared::cluster.u32 counts, {$r2}, {$r3}; "
+            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+            "[target], [{$r1}], {$r4}, [counts]; }",
+            read_only_args=[*(place.toint() for place in places), rank, Int32(self.micro.copy_bytes)],
+        )
 
 
 class Function(Kernel):
