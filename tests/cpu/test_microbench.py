@@ -31,8 +31,6 @@ EXPECTED: dict[str, tuple[tuple[str, int | None], ...]] = {
     "micro_wgmma_n256_rs_beside": ((WGMMA.format(n=256), 4), ("ld\\.shared\\.v4", cases.LOADS)),
     "micro_red_v4": ((r"red\.relaxed\.gpu\.global\.add\.v4\.f32", None),),
     "micro_red_bulk": ((r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32", 1),),
-    "micro_dsmem_1x8192": ((r"cp\.async\.bulk\.shared::cluster\.shared::cta", 1), ("mapa", 2)),
-    "micro_dsmem_4x16384": ((r"cp\.async\.bulk\.shared::cluster\.shared::cta", 4), ("mapa", 8)),
     "micro_function_ex2": ((r"ex2\.approx\.ftz\.f32", cases.CHAINS),),
     "micro_function_ex2_f16x2": ((r"ex2\.approx\.f16x2", cases.CHAINS),),
     "micro_function_ex2_bf16x2": ((r"ex2\.approx\.ftz\.bf16x2", cases.CHAINS),),
@@ -80,8 +78,6 @@ def test_numbers_of_a_case(micro: cases.Micro) -> None:
         assert micro.shared_memory_bytes < microbench.MULTIPLIED_BYTES
     if micro.kind == "red":
         assert micro.work * micro.rounds > cases.FOOTPRINT, "even one SM goes around what it adds to"
-    if micro.kind == "dsmem":
-        assert micro.work == micro.copies * micro.copy_bytes
 
 
 @pytest.fixture
@@ -111,7 +107,7 @@ def test_measure_launches_every_case_and_prints_a_table(
     for micro, line in zip(cases.all_cases(), lines, strict=True):
         assert line["per_clock"] == pytest.approx(micro.work * micro.rounds / 2_000_000, abs=0.01)
         assert (line["beside_per_clock"] is not None) == micro.beside
-        assert line["blocks"] == (micro.blocks or driver.device(0).num_sms // micro.cluster * micro.cluster)
+        assert line["blocks"] == (micro.blocks or driver.device(0).num_sms)
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 3 + len(lines)
     assert "B of shared memory a clock" in shown[3]

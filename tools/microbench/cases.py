@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Final
 
 from cutlass_py_attn.abi import Fields
@@ -26,19 +25,18 @@ LOADS: Final = 8  # vectors that a thread of that warpgroup has in flight
 TURN_BYTES: Final = LOADS * WARPGROUP_THREADS * VECTOR_BYTES  # that it reads between two looks at the flag
 FUNCTIONS: Final = {"ex2": 1, "ex2_f16x2": 2, "ex2_bf16x2": 2, "tanh": 1, "polynomial": 1}  # results of one call
 MIXED: Final = (1, 2, 3, 4)  # of a thread's eight exponentials, how many go by the polynomial
-COPIES: Final = (1, 4)  # in flight to the other block of a cluster: one shows how long it takes, more what arrives
 REDUCED_BYTES: Final = 16 * 1024
 IN_FLIGHT: Final = 3  # bulk reductions behind the newest one
 
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """One microbenchmark. kind: wgmma, red, function or dsmem; blocks: 0 for one on each SM; work: of one block in one
+    """One microbenchmark. kind: wgmma, red or function; blocks: 0 for one on each SM; work: of one block in one
     round, in `unit`; zeros: whether its operands are zero in place of normal random numbers.
 
     columns, in_registers, beside: of wgmma n, whether A is in registers, and whether a warpgroup reads shared memory
-    meanwhile. variant: of red v4 or bulk, of a function its name. copies, copy_bytes: between blocks at once.
-    polynomials: of a thread's exponentials, those that go without the unit of exponentials.
+    meanwhile. variant: of red v4 or bulk, of a function its name. polynomials: of a thread's exponentials, those
+    that go without the unit of exponentials.
     """
 
     name: str
@@ -48,21 +46,18 @@ class Micro:
     unit: str
     rounds: int
     blocks: int = 0
-    cluster: int = 1
     zeros: bool = False
     columns: int = 0
     in_registers: bool = False
     beside: bool = False
     variant: str = ""
-    copies: int = 0
-    copy_bytes: int = 0
     polynomials: int = 0
 
     @property
     def symbol(self) -> str:
         """Short name of the kernel, the same for cases that differ in their launch or operands alone."""
         words = [self.kind, self.variant, f"n{self.columns}" if self.columns else "", "rs" if self.in_registers else ""]
-        words += ["beside" if self.beside else "", f"{self.copies}x{self.copy_bytes}" if self.copies else ""]
+        words += ["beside" if self.beside else ""]
         return "_".join(["micro", *filter(None, words)])
 
     @property
@@ -73,8 +68,6 @@ class Micro:
             return {"a": 0, "b": a, "loaded": a + b, "flags": a + b + LOADED_BYTES}
         if self.kind == "red":
             return {"a": 0, "flags": REDUCED_BYTES}
-        if self.kind == "dsmem":
-            return {"a": 0, "b": self.work, "flags": 2 * self.work}
         return {"flags": 0}
 
     @property
@@ -126,9 +119,6 @@ def all_cases() -> list[Micro]:
     found = [wgmma(n, rs, beside) for rs in (False, True) for n in (32, 64, 128, 256) for beside in (False, True)]
     found.append(wgmma(256, False, False, zeros=True))
     found += _reductions()
-    for copies, size in product(COPIES, (8 * 1024, 16 * 1024)):
-        name, work = f"to the cluster's other SM, {copies} x {size // 1024} KiB", copies * size
-        found.append(Micro(name, "dsmem", 128, work, "B", 1 << 14, cluster=2, copies=copies, copy_bytes=size))
     for variant, results in FUNCTIONS.items():
         work = FUNCTION_THREADS * CHAINS * results
         found.append(Micro(variant, "function", FUNCTION_THREADS, work, "op", 1 << 15, variant=variant))

@@ -176,43 +176,6 @@ class Reduce(Kernel):
         )
 
 
-class Exchange(Kernel):
-    """Both blocks of a cluster copy from their shared memory to the other's."""
-
-    @cute.kernel
-    def kernel(self, p: Params):
-        thread, _, _ = cute.arch.thread_idx()
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        barrier = cute.recast_ptr(self.shared("flags").align(16), dtype=Int64)
-        if thread == 0:
-            cute.arch.mbarrier_init(barrier, 1)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        clocks, nanoseconds = cute.arch.clock64(), cute.arch.globaltimer()
-        if thread == 0:
-            for i in cutlass.range(p.rounds, unroll=1):
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.micro.work)
-                for number in cutlass.range_constexpr(self.micro.copies):
-                    self.copy(number * self.micro.copy_bytes, barrier, 1 - rank)
-                cute.arch.mbarrier_wait(barrier, i % 2)
-        self.report(p, thread, clocks, nanoseconds)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-    def copy(self, offset: int, barrier: cute.Pointer, rank: Int32) -> None:
-        """Start one copy to the block of that rank; its barrier counts the bytes. Both addresses are of the cluster's
-        window, in which the pointer that the library maps is not said to be."""
-        places = [self.shared("b") + offset, self.shared("a") + offset, barrier]
-        cute.arch.inline_ptx(
-            "{ .reg .b32 target, counts; "
-            "mapa.shared::cluster.u32 target, {$r0}, {$r3}; mapa.shared::cluster.u32 counts, {$r2}, {$r3}; "
-            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
-            "[target], [{$r1}], {$r4}, [counts]; }",
-            read_only_args=[*(place.toint() for place in places), rank, Int32(self.micro.copy_bytes)],
-        )
-
-
 class Function(Kernel):
     """Chains of one function, eight a thread."""
 
@@ -248,7 +211,7 @@ class Function(Kernel):
         return mixed_softmax.exp2(x)
 
 
-KINDS = {"wgmma": Multiply, "red": Reduce, "dsmem": Exchange, "function": Function}
+KINDS = {"wgmma": Multiply, "red": Reduce, "function": Function}
 
 
 def trace(micro: Micro) -> tuple[Any, tuple[Any, ...]]:
