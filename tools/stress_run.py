@@ -117,17 +117,21 @@ def workloads(artifact: Artifact, gpu: driver.Device) -> list[Workload]:
     build = artifact.build
     if build.kind == "room":
         return [_room(artifact, gpu)]
-    dims = build.head_dim, build.head_dim_value
-    lengths = (HEADS_QUERIES, HEADS_KEYS) if build.whole_heads else (QUERIES, KEYS)
-    if build.multicast:
-        lengths = MULTICAST_LENGTH, MULTICAST_LENGTH
+    sizes = *_lengths(build), build.head_dim, build.head_dim_value
     base = feature_builds().get(build) or Drawn(
-        build.kind, build.dtype, 2, 1, *lengths, *dims, mask=build.mask, deterministic=build.deterministic, seed=1
+        build.kind, build.dtype, 2, 1, *sizes, mask=build.mask, deterministic=build.deterministic, seed=1
     )
     if build.family == "decode":
         base = replace(decodes.of_build(build)[0], layout="dense")
         return [fused(base, 1, build), fused(base, _times(base, artifact, gpu), build)]
     return [fused(base, _times(base, artifact, gpu), build)]
+
+
+def _lengths(build: Build) -> tuple[int, int]:
+    """Queries and keys that the kernel takes."""
+    if build.whole_heads:
+        return HEADS_QUERIES, HEADS_KEYS
+    return (MULTICAST_LENGTH, MULTICAST_LENGTH) if build.multicast else (QUERIES, KEYS)
 
 
 def _times(base: Drawn, artifact: Artifact, gpu: driver.Device) -> int:

@@ -40,19 +40,17 @@ def verify(artifact: Artifact, kernels: check.Kernels) -> Results:
 
 def _fused(build: Build, kernels: check.Kernels) -> Results:
     variant = cases.Variant(build.dtype, build.head_dim, build.head_dim_value, build.mask, build.deterministic)
-    kernels = _without_others(check.of_family(kernels, build.family, build.kind), build)
+    kernels = _only(build, kernels)
     suite = cases.FORWARD if build.kind == "forward" else cases.BACKWARD
-    chosen = [case for case in suite if case.variant == variant and build.family in check.families(case)]
-    if build.whole_heads or build.multicast:
-        chosen = [case for case in chosen if build in planner.builds(case.problem(), build.arch)]
+    of_variant = (case for case in suite if case.variant == variant)
+    chosen = [case for case in of_variant if build in planner.builds(case.problem(), build.arch)]
     assert chosen, f"{build.symbol}: the suite has no case of it"
     verdicts: list[judge.Verdict] = []
     for case in chosen:
         found = check.run(case, kernels)
         check.expect(case, found)
         verdicts += found
-    sizes = cases.MANY_HEADS if build.whole_heads else LONG_SIZES if build.multicast else REPEAT_SIZES
-    repeated = cases.Case(build.kind, variant, *sizes, "gaussian", 1)
+    repeated = cases.Case(build.kind, variant, *_repeat_sizes(build), "gaussian", 1)
     return {
         "cases": len(chosen),
         "worst": _rounded(judge.worst(verdicts)),
@@ -77,12 +75,18 @@ def _decode(build: Build, kernels: check.Kernels) -> Results:
     return {"cases": len(chosen), "worst": _rounded(worst), "repeats": REPEATS, "outputs_sha256": hashes}
 
 
-def _without_others(kernels: check.Kernels, build: Build) -> check.Kernels:
-    """The kernels without those that stand before or behind `build` for lengths of another kind."""
+def _repeat_sizes(build: Build) -> tuple[int, int, int, int]:
+    """(batch, heads, queries, keys) of a problem that the kernel takes."""
+    if build.whole_heads:
+        return cases.MANY_HEADS
+    return LONG_SIZES if build.multicast else REPEAT_SIZES
+
+
+def _only(build: Build, kernels: check.Kernels) -> check.Kernels:
+    """The kernels without those of the same direction that stand before or behind this one."""
 
     def given(wanted: Build) -> Artifact:
-        is_other = (wanted.whole_heads, wanted.multicast) != (build.whole_heads, build.multicast)
-        if (wanted.kind, wanted.family) == (build.kind, build.family) and is_other:
+        if wanted.kind == build.kind and wanted != build:
             raise Stale(f"{wanted.symbol}: not the kernel that is verified")
         return kernels(wanted)
 

@@ -82,9 +82,12 @@ def _fused_of(stem: str, arch: str) -> Plan | None:
 
 def _of_family(problem: Problem, arch: str, found: re.Match[str]) -> Plan:
     """The best plan of the symbol's family that divides the work as the symbol says, else the best of all."""
-    wanted, made = (found["family"], found["heads"] is not None, found["multicast"] is not None), plans(problem, arch)
-    builds = [(plan, plan.build) for plan in made]
-    return next((plan for plan, b in builds if (b.family, b.whole_heads, b.multicast) == wanted), made[0])
+    wanted = found["family"], found["heads"] is not None, found["multicast"] is not None
+    made = plans(problem, arch)
+    for plan in made:
+        if (plan.build.family, plan.build.whole_heads, plan.build.multicast) == wanted:
+            return plan
+    return made[0]
 
 
 def _problem(found: re.Match[str], direction: str) -> Problem:

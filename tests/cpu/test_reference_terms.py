@@ -354,7 +354,9 @@ def test_low_loses_what_its_type_loses(name: str, precision: str, unit: float) -
         if place != 6:
             np.testing.assert_array_equal(low.astype(stored).astype(np.float32), low)
         loss = np.linalg.norm(low - truth) / np.linalg.norm(truth)
-        assert unit / 8 < loss < 40 * unit
+        # A sum over all queries, in float32 alone: how much it loses is the BLAS's too.
+        most = 40 if (place, precision) == (6, "float32") else 30
+        assert unit / 8 < loss < most * unit
 
 
 def test_low_stores_what_a_framework_stores() -> None:

@@ -56,8 +56,8 @@ class Micro:
     @property
     def symbol(self) -> str:
         """Short name of the kernel, the same for cases that differ in their launch or operands alone."""
-        words = [self.kind, self.variant, f"n{self.columns}" if self.columns else "", "rs" if self.in_registers else ""]
-        words += ["beside" if self.beside else ""]
+        columns = f"n{self.columns}" if self.columns else ""
+        words = self.kind, self.variant, columns, "rs" if self.in_registers else "", "beside" if self.beside else ""
         return "_".join(["micro", *filter(None, words)])
 
     @property
