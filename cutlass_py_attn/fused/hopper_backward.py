@@ -15,8 +15,8 @@ all key tiles of a head: fused/head_grad_query.py.
     query        TMA, with the logsumexp          8 warps, behind 6                        query_stages, of blocks
     grad_output  TMA, with delta                  256 threads, behind 5                    grad_output_stages, of blocks
     dS           8 warps, behind 4 of each block  4 warps, behind 7                        as many, in whole tiles
-    key          TMA                              8 warps, behind the last 6 and before 8  key_stages
-                                                  4 warps, behind the last 7
+    key          TMA, with the item's record      256 threads, behind 6 and before 8       key_stages
+                                                  128 threads, behind the last 7
     value        TMA                              8 warps, behind the last 3               1
 
 Dropout's bits of several query tiles are drawn at once: parts/kept_bits.py.
@@ -49,10 +49,11 @@ from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item
 from cutlass_py_attn.parts.kept_bits import KeptBits
 from cutlass_py_attn.parts.key_items import HeadItems, KeyItems
-from cutlass_py_attn.parts.pipes import arrive, before
+from cutlass_py_attn.parts.pipes import arrive, arrive_all, before
 from cutlass_py_attn.parts.quads import store_rows
 from cutlass_py_attn.parts.turned import turned
 from cutlass_py_attn.parts.turned_scores import TurnedScores
+from cutlass_py_attn.parts.walk import walk
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
 from cutlass_py_attn.shared_memory import RECORDS, registers
@@ -69,12 +70,13 @@ class HopperBackward(Backward):
         super().__init__(build)
         self.grad_query = HeadGradQuery(build) if build.whole_heads else HopperGradQuery(build)
         self.items = HeadItems(build) if build.whole_heads else KeyItems(build)
+        self.walk = walk(build)
         self.before = (LOADERS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # threads before those that hold scores
         self.side = TurnedScores(build)
         self.tiles = BackwardTiles(build)
         self.is_ahead = build.key_stages > 1  # the next key tile's first scores come before this one's end
         self.registers = registers(build)
-        self.kept = KeptBits(build, self, CONSUMER_THREADS) if build.has("dropout") else None
+        self.kept = KeptBits(build, self.before, CONSUMER_THREADS) if build.has("dropout") else None
         # Where a thread has registers for them, the logsumexp is read while S is multiplied.
         self.reads_ahead = build.block_queries <= 64 and not {"dropout", "softcap"} & {*build.features}
 
@@ -126,7 +128,7 @@ class HopperBackward(Backward):
         users = {
             "query": (build.query_stages, keepers, statistics),
             "grad_output": (build.grad_output_stages, CONSUMER_THREADS, statistics),
-            "key": (build.key_stages, keepers + WARPGROUP_WARPS, 0),
+            "key": (build.key_stages, CONSUMER_THREADS + WARPGROUP_THREADS, 0),
             "value": (1, keepers, 0),
         }
         (self.pipe_q, self.pipe_do, self.pipe_k, self.pipe_v), barriers = pipes.loaded(build, users)
@@ -156,18 +158,6 @@ class HopperBackward(Backward):
         """The place of the record of the item in a slot of the key and a phase of its readers."""
         return phase + RECORDS * slot if self.is_ahead else phase
 
-    def first_place(self, p: Any, item: Item, blocks: int = 1) -> tuple[Int32, Int32]:
-        """(query head, query tile) of the first round of a key tile; with `blocks` in a tile, the query block."""
-        return item.head * p.group if self.build.has("grouped") else item.head, item.first * blocks
-
-    def next_place(self, item: Item, head: Int32, query_tile: Int32, blocks: int = 1) -> tuple[Int32, Int32]:
-        """Those of the round after: all query tiles of a head, then those of the next that reads the key head."""
-        query_tile = query_tile + 1
-        if not self.build.has("grouped"):
-            return head, query_tile
-        is_over = query_tile == item.end * blocks
-        return cutlass.select_(is_over, head + 1, head), cutlass.select_(is_over, item.first * blocks, query_tile)
-
     def row(self, p: Any, head: Int32, first_tile: Int32, query_block: Int32) -> Int64:
         """Where the row statistics of a query block start."""
         tile, block = first_tile + query_block // self.tiles.blocks, query_block % self.tiles.blocks
@@ -187,7 +177,7 @@ class HopperBackward(Backward):
             self.items.tell(self.record_to_write(at_k), item)
             key_place = tma.place(build, item.tile * build.tile_n, item.head, of, "key")
             pipes.fetch(build, self.pipe_k, at_k, "key", maps[2], key_place)
-            head, query_block = self.first_place(p, item, self.tiles.blocks)
+            head, query_block = self.walk.first(p, item, self.tiles.blocks)
             for turn in cutlass.range(self.tiles.blocks * self.rounds(p, item.first, item.end), unroll=1):
                 place = tma.place(build, query_block * build.block_queries, head, of, "query")
                 row = self.row(p, head, of.first_tile, query_block)
@@ -199,7 +189,7 @@ class HopperBackward(Backward):
                 pipes.fetch(build, self.pipe_do, at_do, "grad_output", maps[1], place)
                 self.fetch_statistics(self.pipe_do, "delta", p.delta, row, at_do)
                 at_do.advance()
-                head, query_block = self.next_place(item, head, query_block, self.tiles.blocks)
+                head, query_block = self.walk.next(p, item, head, query_block, self.tiles.blocks)
             at_k.advance()
             if cutlass.const_expr(self.is_ahead):
                 at_v.advance()
@@ -230,7 +220,7 @@ class HopperBackward(Backward):
         tile = self.next_tile(at_k)
         while tile >= 0:
             item = self.items.read(p, self.record(at_k))
-            head, query_tile = self.first_place(p, item)
+            head, query_tile = self.walk.first(p, item)
             for _ in cutlass.range(self.rounds(p, item.first, item.end), unroll=1):
                 share = self.grad_query.share(p, (item, head, query_tile), thread, state)
                 self.pipe_ds.consumer_wait(at)
@@ -238,8 +228,8 @@ class HopperBackward(Backward):
                 parts = s_ds[None, None, at.index], self.tiles.key(at_k)
                 state = self.grad_query.add_tile(p, share, parts, thread, release, state)
                 at.advance()
-                head, query_tile = self.next_place(item, head, query_tile)
-            self.pipe_k.consumer_release(at_k)
+                head, query_tile = self.walk.next(p, item, head, query_tile)
+            arrive_all(self.pipe_k.sync_object_empty, at_k.index)
             at_k.advance()
             state = self.grad_query.end(p, state, thread)
             tile = self.next_tile(at_k)
@@ -273,7 +263,7 @@ class HopperBackward(Backward):
                 self.first_scores(at_k, at_q, thread, r_s, r_lse)
             following = Int32(-1)  # key tile of the next item, once it is known
             self.pipe_v.consumer_wait(self.value_at(at_k, at_v))
-            head, query_block = self.first_place(p, item, self.tiles.blocks)
+            head, query_block = self.walk.first(p, item, self.tiles.blocks)
             if cutlass.const_expr(self.kept is not None):
                 self.kept.find(p, stream, r_kept, item, (head, query_block), (Int32(0), turns))
             for turn in cutlass.range(turns, unroll=1):
@@ -325,7 +315,7 @@ class HopperBackward(Backward):
                     self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.dv.wait(2)
                 self.release_grad_output(at)
-                head, query_block = self.next_place(item, head, query_block, self.tiles.blocks)
+                head, query_block = self.walk.next(p, item, head, query_block, self.tiles.blocks)
                 if cutlass.const_expr(self.kept is not None):
                     self.kept.find(p, stream, r_kept, item, (head, query_block), (turn + 1, turns))
                 self.scores.wait(1)
@@ -337,7 +327,7 @@ class HopperBackward(Backward):
             # 8  store dK and dV; the next key tile is on its way then
             item = self.items.read(p, self.record(at_k))
             cute.arch.barrier(barrier_id=CONSUMERS_MEET, number_of_threads=CONSUMER_THREADS)
-            self.pipe_k.consumer_release(at_k)
+            arrive_all(self.pipe_k.sync_object_empty, at_k.index)
             r_dk.store(r_dk.load() * p.scale)
             if cutlass.const_expr(build.has("dropout")):
                 r_dv.store(r_dv.load() * p.keep_scale)
@@ -371,10 +361,8 @@ class HopperBackward(Backward):
             arrive(self.pipe_v.sync_object_empty, 0)
 
     def release_grad_output(self, at: Any) -> None:
-        """Release the slot before `at`. Every thread arrives: the row statistics that threads have read are thereby
-        known to be read, by racecheck too."""
-        slot = before(at, self.build.grad_output_stages)
-        cute.arch.mbarrier_arrive(self.pipe_do.sync_object_empty.get_barrier(slot))
+        """Release the slot before `at`, of which every thread has read row statistics."""
+        arrive_all(self.pipe_do.sync_object_empty, before(at, self.build.grad_output_stages))
 
     def ds_blocks(self) -> cute.Tensor:
         """Where dS is handed over, by query blocks."""

@@ -45,7 +45,7 @@ from cutlass_py_attn.parts.cluster import Cluster
 from cutlass_py_attn.parts.integers import larger
 from cutlass_py_attn.parts.items import Item
 from cutlass_py_attn.parts.key_items import PairedKeyItems
-from cutlass_py_attn.parts.pipes import before
+from cutlass_py_attn.parts.pipes import arrive_all, before
 from cutlass_py_attn.parts.quads import store_rows
 from cutlass_py_attn.parts.turned import turned
 from cutlass_py_attn.plan import Build
@@ -133,7 +133,7 @@ class WideBackward(HopperBackward):
             key_place = (key_tile * build.tile_n, item.head, of.batch)
             pipes.fetch(build, self.pipe_k, at_kv, "key", maps[2], key_place)
             self.fetch_other_key(maps[2], ((key_tile ^ 1) * build.tile_n, item.head, of.batch), at_kv)
-            head, query_tile = self.first_place(p, item)
+            head, query_tile = self.walk.first(p, item)
             for turn in cutlass.range(self.rounds(p, item.first, item.end), unroll=1):
                 place = (query_tile * build.tile_m, head, of.batch)
                 row = self.grad_query.number(p, head, of.first_tile + query_tile) * build.tile_m
@@ -145,7 +145,7 @@ class WideBackward(HopperBackward):
                 self.cluster.fetch(self.pipe_do, at_do, "grad_output", maps[1], place)
                 self.fetch_statistics(self.pipe_do, "delta", p.delta, row, at_do)
                 at_do.advance()
-                head, query_tile = self.next_place(item, head, query_tile)
+                head, query_tile = self.walk.next(p, item, head, query_tile)
             at_kv.advance()
             mine = mine + 1
 
@@ -175,7 +175,7 @@ class WideBackward(HopperBackward):
         while self.items.is_left(p, mine):
             item = self.items.taken(p, mine, self.cluster.rank())
             self.pipe_k.consumer_wait(at_kv)
-            head, query_tile = self.first_place(p, item)
+            head, query_tile = self.walk.first(p, item)
             for _ in cutlass.range(self.rounds(p, item.first, item.end), unroll=1):
                 self.pipe_ds.consumer_wait(at)
                 number = self.grad_query.number(p, head, item.of.first_tile + query_tile)
@@ -184,7 +184,7 @@ class WideBackward(HopperBackward):
                 self.grad_query.add_half(target, both, self.cluster.rank(), thread)
                 self.cluster.release(self.pipe_ds, at.index)
                 at.advance()
-                head, query_tile = self.next_place(item, head, query_tile)
+                head, query_tile = self.walk.next(p, item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             at_kv.advance()
             mine = mine + 1
@@ -218,7 +218,7 @@ class WideBackward(HopperBackward):
             self.read_statistics("logsumexp", at_q.index, thread, r_lse)
             self.scores.wait()
             r_s.store(r_next.load())
-            head, query_tile = self.first_place(p, item)
+            head, query_tile = self.walk.first(p, item)
             for turn in cutlass.range(rounds, unroll=1):
                 # 2  P = exp2(S - logsumexp) in base 2
                 self.side.weights(p, r_s, r_lse)
@@ -245,9 +245,9 @@ class WideBackward(HopperBackward):
                 self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.scores.wait(self.dv.groups)
                 self.cluster.release_there(self.pipe_q, last)
-                cute.arch.mbarrier_arrive(self.pipe_q.sync_object_empty.get_barrier(last))  # as release_grad_output
+                arrive_all(self.pipe_q.sync_object_empty, last)
                 r_s.store(r_next.load())
-                head, query_tile = self.next_place(item, head, query_tile)
+                head, query_tile = self.walk.next(p, item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             self.scores.wait()
             self.cluster.release(self.pipe_do, before(at, build.grad_output_stages))
@@ -320,8 +320,8 @@ class WideBackward(HopperBackward):
 
     @cute.jit
     def send(self, slot: Int32, thread: Int32):
-        """Copy dS to the other block, and say here that it is there and that the other's is on its way. Every thread
-        says so: that P has been read in its place is thereby known, to racecheck too."""
+        """Copy dS to the other block, and say here that it is there, every thread having read P in its place, and that
+        the other's is on its way."""
         full = self.pipe_ds.sync_object_full.get_barrier(slot)
         if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
             base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
@@ -338,7 +338,7 @@ class WideBackward(HopperBackward):
                     cute.arch.map_dsmem_ptr(full, there),
                     self.tile_bytes,
                 )
-        cute.arch.mbarrier_arrive(full)
+        arrive_all(self.pipe_ds.sync_object_full, slot)
 
     def words_of(self, values: cute.Tensor) -> cute.Tensor:
         """16-bit registers as vectors of words: (word, vector)."""

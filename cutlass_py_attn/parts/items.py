@@ -48,10 +48,11 @@ class Items:
         return schedule.turns(self.total(p), *self.who())
 
     def who(self) -> tuple[Int32, Int32]:
-        """The number of who takes items in turn, and how many do so: blocks."""
+        """The number of who takes items, and how many do so: blocks, or clusters of them."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        return block, blocks
+        together = cluster(self.build)
+        return (block, blocks) if together == 1 else (block // together, blocks // together)
 
     @cute.jit
     def total(self, p: Any):
@@ -106,11 +107,14 @@ class Items:
         return 0
 
     def _dense(self, p: Any, number: Int32) -> Item:
-        tiles, heads = ceil_div(p.num_queries, self.rows), p.num_heads * p.batch
+        tile, rest = self._dealt(p, number, ceil_div(p.num_queries, self.rows), p.num_heads * p.batch)
+        return self._item(p, lengths.sequence(self.build, p, rest // p.num_heads), rest % p.num_heads, tile)
+
+    def _dealt(self, p: Any, number: Int32, tiles: Int32, heads: Int32) -> tuple[Int32, Int32]:
+        """(query tile, head) of an item where all sequences have as many tiles."""
         _, blocks = self.who()
         fitting = schedule.mixed_heads(schedule.heads_at_once(p.num_keys, self.bytes_of_key), blocks)
-        tile, rest = self._place(number, tiles, heads, schedule.heads_dealt(fitting, heads, blocks))
-        return self._item(p, lengths.sequence(self.build, p, rest // p.num_heads), rest % p.num_heads, tile)
+        return self._place(number, tiles, heads, schedule.heads_dealt(fitting, heads, blocks))
 
     def _place(self, number: Int32, tiles: Int32, heads: Int32, at_once: Int32) -> tuple[Int32, Int32]:
         """(query tile, head); where a mask makes tiles unequal, the longest come first."""
@@ -130,20 +134,17 @@ class PairedItems(Items):
     """The query tiles of one Build whose blocks load keys and values for a cluster: it takes two neighbouring tiles at
     once, with the key tiles of both."""
 
-    def who(self) -> tuple[Int32, Int32]:
-        """This block's cluster and how many there are."""
-        block, blocks = super().who()
-        return block // CLUSTER, blocks // CLUSTER
-
     def unseen(self, item: Item) -> Int32 | int:
         """The one, if any, that only the cluster's other tile sees. Never more: its key goes back before its value, and
         the rings hold few; a query tile behind the last is worked as any other."""
         own = schedule.key_tile_end(item.band, item.tile, self.build.tile_m, self.build.tile_n)
         return smaller(item.end - larger(own, item.first + 1), 1)
 
-    def _dense(self, p: Any, number: Int32) -> Item:
-        pairs, heads = ceil_div(p.num_queries, self.rows), p.num_heads * p.batch
+    def _dealt(self, p: Any, number: Int32, tiles: Int32, heads: Int32) -> tuple[Int32, Int32]:
+        """(pair of query tiles, head) of an item."""
         _, clusters = self.who()
-        pair, rest = schedule.paired(number, pairs, heads, clusters)
-        both = self._item(p, lengths.sequence(self.build, p, rest // p.num_heads), rest % p.num_heads, pair)
-        return replace(both, tile=CLUSTER * pair + cute.arch.block_idx_in_cluster())
+        return schedule.paired(number, tiles, heads, clusters)
+
+    def _item(self, p: Any, of: lengths.Sequence, head: Int32, tile: Int32) -> Item:
+        """This block's of a pair, with the key tiles of both."""
+        return replace(super()._item(p, of, head, tile), tile=CLUSTER * tile + cute.arch.block_idx_in_cluster())

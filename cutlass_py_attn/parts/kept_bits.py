@@ -17,6 +17,7 @@ from cutlass_py_attn.gemm.gemm import WARP_THREADS
 from cutlass_py_attn.parts import dropout, lengths, params
 from cutlass_py_attn.parts.bits_ahead import BitsAhead
 from cutlass_py_attn.parts.integers import smaller
+from cutlass_py_attn.parts.walk import walk
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.shared_memory import KEPT_KEYS, KEPT_QUERIES
 
@@ -25,12 +26,11 @@ PAIRS, PLACES = 4, 8  # of columns that neighbouring lanes hold of every 8; bits
 
 
 class KeptBits(BitsAhead):
-    """The bits of one Build's tiles. walk: the kernel, which says what tiles a block takes; threads: those that hold
-    scores."""
+    """The bits of one Build's tiles. before: threads of the block before those that hold scores; threads: those."""
 
-    def __init__(self, build: Build, walk: Any, threads: int) -> None:
+    def __init__(self, build: Build, before: int, threads: int) -> None:
         super().__init__(build, threads)
-        self.walk = walk
+        self.before, self.walk = before, walk(build)
 
     @cute.jit
     def find(self, p: Any, stream: Any, found: cute.Tensor, item: Any, tile: tuple, which: tuple):
@@ -41,19 +41,19 @@ class KeptBits(BitsAhead):
             number = turn % self.tiles
             if number == 0:
                 self.draw(p, stream, item, tile, smaller(turns - turn, self.tiles))
-            self.take(found, params.fresh("tid.x") - self.walk.before, number)
+            self.take(found, params.fresh("tid.x") - self.before, number)
 
     @cute.jit
     def draw(self, p: Any, stream: Any, item: Any, tile: tuple, rounds: Int32):
         """A thread's words of so many rounds, the first at (query head, query tile)."""
         head, query_tile = tile
-        thread = params.fresh("tid.x") - self.walk.before
+        thread = params.fresh("tid.x") - self.before
         for number in cutlass.range(rounds, unroll=1):
             words = self.registers()
             for word in cutlass.range_constexpr(self.words):
                 words[word] = self.word(p, stream, (item.of, head), (query_tile, item.tile), thread, word)
             self.put(words, thread, number)
-            head, query_tile = self.walk.next_place(item, head, query_tile)
+            head, query_tile = self.walk.next(p, item, head, query_tile)
 
     def word(self, p: Any, stream: Any, of_head: tuple, tile: tuple, thread: Int32, number: int) -> Uint32:
         """A thread's word for 64 queries of the tile (query tile, key tile); a warp calls this."""

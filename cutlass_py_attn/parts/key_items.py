@@ -40,12 +40,12 @@ class KeyItems(Items):
     def first_number(self, p: Any) -> Int32:
         """The number of a block's first item. Where blocks wait for each other, even this one comes from the counter:
         then each waits only for items that running blocks took before, in whichever order the GPU starts them."""
-        block, _, _ = cute.arch.block_idx()
+        block, _ = self.who()
         return self.counted(p) if self.build.deterministic else block
 
     def next_number(self, p: Any, number: Int32) -> Int32:
         """The number of a block's item behind that one."""
-        blocks, _, _ = cute.arch.grid_dim()
+        _, blocks = self.who()
         return self.counted(p) if self.build.deterministic else blocks + self.counted(p)
 
     @cute.jit
@@ -75,7 +75,7 @@ class KeyItems(Items):
         fitting = schedule.heads_at_once(of.num_queries * p.group, self.bytes_of_query)
         if build.deterministic:
             return schedule.key_tile_in_turn(number, tiles, heads, fitting)
-        blocks, _, _ = cute.arch.grid_dim()
+        _, blocks = self.who()
         counted = schedule.heads_counted(fitting, heads, tiles, blocks)
         return schedule.key_tile_of(build.mask, number, tiles, heads, counted)
 
@@ -125,12 +125,12 @@ class HeadItems(KeyItems):
 
     def first_number(self, p: Any) -> Int32:
         """The first key tile of a block's first head."""
-        block, _, _ = cute.arch.block_idx()
+        block, _ = self.who()
         return block * self._tiles(p)
 
     def next_number(self, p: Any, number: Int32) -> Int32:
         """The next key tile of the head, or the first of the block's next head."""
-        blocks, _, _ = cute.arch.grid_dim()
+        _, blocks = self.who()
         return schedule.next_of_heads(number, self._tiles(p), blocks)
 
     def _place_of(self, p: Any, number: Int32, of: lengths.Sequence, heads: Int32) -> tuple[Int32, Int32]:
@@ -148,12 +148,12 @@ class PairedKeyItems(KeyItems):
     def is_left(self, p: Any, turn: Int32) -> Any:
         """Whether this cluster has a turn of that number, from 0: asked anew for each, which keeps no register."""
         pairs = ceil_div(p.num_keys, CLUSTER * self.build.tile_n) * (p.num_heads // p.group) * p.batch
-        return schedule.number_of(turn, *self._cluster()) < pairs
+        return schedule.number_of(turn, *self.who()) < pairs
 
     def taken(self, p: Any, turn: Int32, rank: Int32) -> Item:
         """The item of the block with this rank in the cluster's turn, with the query tiles of both."""
         build, heads = self.build, p.num_heads // p.group
-        cluster, clusters = self._cluster()
+        cluster, clusters = self.who()
         number = schedule.number_of(turn, cluster, clusters)
         tiles = ceil_div(p.num_keys, CLUSTER * build.tile_n)
         fitting = schedule.heads_at_once(p.num_queries * p.group, self.bytes_of_query)
@@ -163,9 +163,3 @@ class PairedKeyItems(KeyItems):
         band = lengths.band(build, p, of)
         visited = schedule.some_query_tiles(band, pair, build.tile_m, CLUSTER * build.tile_n)
         return Item(of, band, rest % heads, CLUSTER * pair + rank, *visited)
-
-    def _cluster(self) -> tuple[Int32, Int32]:
-        """This block's cluster and how many there are."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        return block // CLUSTER, blocks // CLUSTER

@@ -86,6 +86,12 @@ def arrive(barriers: Any, slot: Int32) -> None:
         cute.arch.mbarrier_arrive(barriers.get_barrier(slot))
 
 
+def arrive_all(barriers: Any, slot: Int32) -> None:
+    """One arrival for each thread at a slot's barrier: what each has read of the slot is thereby known to be read, by
+    racecheck too, which follows no other thread of its warp."""
+    cute.arch.mbarrier_arrive(barriers.get_barrier(slot))
+
+
 def behind(state: Any, slots: int) -> Any:
     """The state after `state`."""
     is_last = state.index == slots - 1
