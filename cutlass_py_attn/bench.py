@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -23,13 +24,15 @@ import numpy as np
 from cutlass_py_attn import arrays, bench_cases, bench_peers, driver, guests
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench_cases import Case
-from cutlass_py_attn.bench_timing import SAMPLES, median, sm_clock_mhz
+from cutlass_py_attn.bench_timing import SAMPLES, Timed, median, sm_clock_mhz
+from cutlass_py_attn.bench_timing import sustained as behind_others
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.launch import Bound, bind_problem
 from cutlass_py_attn.plan import Build
 
 RANDOM_ELEMENTS: Final = 1 << 20  # the inputs repeat this many random values; their kind does not change the time
 RANDOM_INPUTS: Final = ("query", "key", "value", "grad_output", "bias", "sinks")
+SUSTAINED: Final = "measure behind half a second of replays, at the clock that their power leaves"
 PHILOX: Final = {"philox_seed": 1, "philox_offset": 0}
 
 Kernels = Callable[[Build], Artifact]
@@ -41,6 +44,7 @@ class Row:
 
     baseline: a case of ours in the same run, "" for none; baseline_ratio: our rate in this case / our rate in that.
     ours_gb_s: operands and output of a forward of few queries, each read or written once; None for other cases.
+    sustained: measured on a GPU that was kept busy, at the clock that the power leaves.
     """
 
     case: str
@@ -57,6 +61,7 @@ class Row:
     baseline: str = ""
     baseline_ratio: float | None = None
     ours_gb_s: float | None = None
+    sustained: bool = False
 
 
 class Operands:
@@ -97,9 +102,10 @@ class Operands:
         driver.synchronise(stream)
 
 
-def measure(case: Case, kernels: Kernels, samples: int = SAMPLES) -> Iterator[Row]:
+def measure(case: Case, kernels: Kernels, samples: int = SAMPLES, *, sustained: bool = False) -> Iterator[Row]:
     """One row for each direction and peer; the forward's results are the backward's operands."""
     gpu = driver.device(0)
+    timed = functools.partial(behind_others if sustained else median, samples=samples)
     with gpu.current(), ExitStack() as stack:
         stream = driver.new_stream()
         stack.callback(driver.destroy_stream, stream)
@@ -107,9 +113,14 @@ def measure(case: Case, kernels: Kernels, samples: int = SAMPLES) -> Iterator[Ro
         for direction in case.directions:
             flops = case.flops(direction)
             bound = bind_problem(case.problem(direction), kernels)
-            ours, clock = _ours(bound, operands, stream, samples)
-            peers: list[tuple[str, float | None]] = list(bench_peers.measure(case, direction, operands.arrays, samples))
-            shared: dict[str, Any] = {"sm_clock_mhz": clock, "gpu": gpu.name, "commit": commit()}
+            ours, clock = _ours(bound, operands, stream, timed)
+            peers: list[tuple[str, float | None]] = list(bench_peers.measure(case, direction, operands.arrays, timed))
+            shared: dict[str, Any] = {
+                "sm_clock_mhz": clock,
+                "gpu": gpu.name,
+                "commit": commit(),
+                "sustained": sustained,
+            }
             for peer, milliseconds in peers or [("", None)]:
                 yield Row(
                     case.name,
@@ -129,14 +140,14 @@ def _tflops(flops: int, milliseconds: float) -> float:
     return round(flops / milliseconds / 1e9, 2)
 
 
-def _ours(bound: Bound, operands: Operands, stream: int, samples: int) -> tuple[float, int | None]:
-    """Median milliseconds of a replay with a workspace that is there already, and the clock behind it."""
+def _ours(bound: Bound, operands: Operands, stream: int, timed: Timed) -> tuple[float, int | None]:
+    """Milliseconds of a replay with a workspace that is there already, and the clock behind it."""
     size = bound.workspace_bytes
     workspace = driver.allocate_now(size, "the workspace of a measurement") if size else None
     pointers = operands.pointers(bound.tensor_names)
     try:
         with captured(bound, pointers, stream, workspace) as replay:
-            return median(replay, stream, samples), sm_clock_mhz()
+            return timed(replay, stream), sm_clock_mhz()
     finally:
         driver.synchronise(stream)
         if workspace is not None:
@@ -207,7 +218,13 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def run(
-    names: Sequence[str], only: str, folder: Path | None, output: Path | None, samples: int
+    names: Sequence[str],
+    only: str,
+    folder: Path | None,
+    output: Path | None,
+    samples: int,
+    *,
+    sustained: bool = False,
 ) -> tuple[list[Row], list[str]]:
     """Measure the cases (none named: the published ones) in whose names `only` is found.
 
@@ -227,7 +244,7 @@ def run(
     failures = []
     for case in cases:
         try:
-            rows += measure(case, kernels, samples)
+            rows += measure(case, kernels, samples, sustained=sustained)
         except AttentionError as error:
             failures.append(f"{case.name}: {error}")
         if output is not None:
@@ -244,9 +261,12 @@ def main() -> int:
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
     parser.add_argument("--output", type=Path, help="write the rows there as JSON")
     parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--sustained", action="store_true", help=SUSTAINED)
     given = parser.parse_args()
     try:
-        rows, failures = run(given.case, given.only, given.kernels, given.output, given.samples)
+        rows, failures = run(
+            given.case, given.only, given.kernels, given.output, given.samples, sustained=given.sustained
+        )
     except AttentionError as error:
         sys.stderr.write(f"{error}\n")
         return 1

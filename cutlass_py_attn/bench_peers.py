@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn.bench_cases import Case
-from cutlass_py_attn.bench_timing import median
+from cutlass_py_attn.bench_timing import Timed
 
 BACKENDS: Final = {
     "mem_efficient": "EFFICIENT_ATTENTION",
@@ -44,8 +44,8 @@ def names(case: Case) -> tuple[str, ...]:
     return ("mem_efficient", "flash") if case.dropout_p else tuple(BACKENDS)
 
 
-def measure(case: Case, direction: str, arrays: Mapping[str, Any], samples: int) -> Iterator[tuple[str, float]]:
-    """Median milliseconds of each peer that takes this case, by name; stderr says why one does not.
+def measure(case: Case, direction: str, arrays: Mapping[str, Any], timed: Timed) -> Iterator[tuple[str, float]]:
+    """Milliseconds of each peer that takes this case, by name; stderr says why one does not.
 
     arrays: the tensors of the case by name, as objects with `__dlpack__`; cu_seqlens_q has the bits of int32.
     """
@@ -56,7 +56,7 @@ def measure(case: Case, direction: str, arrays: Mapping[str, Any], samples: int)
         return
     for peer in names(case) if usable else ():
         try:
-            yield peer, _milliseconds(torch, prepare(torch, peer, case, direction, arrays), direction, samples)
+            yield peer, _milliseconds(torch, prepare(torch, peer, case, direction, arrays), direction, timed)
         except Exception as error:  # whatever torch raises: it must not end our own measurement
             reason = (str(error).splitlines() or [""])[0]
             sys.stderr.write(f"{case.name} {direction}: no {peer}: {type(error).__name__}: {reason}\n")
@@ -148,7 +148,7 @@ def _of_lengths(torch: Any, peer: str, case: Case, direction: str, given: Mappin
     return Call(flash if peer == "flash" else mem_efficient, leaves, tensors["grad_output"], nullcontext())
 
 
-def _milliseconds(torch: Any, call: Call, direction: str, samples: int) -> float:
+def _milliseconds(torch: Any, call: Call, direction: str, timed: Timed) -> float:
     stream = torch.cuda.Stream()
 
     def backward(output: Any) -> Any:
@@ -164,9 +164,9 @@ def _milliseconds(torch: Any, call: Call, direction: str, samples: int) -> float
         first, output = _captured(torch, stream, call.forward)
         first.replay()
         if direction == "forward":
-            return median(first.replay, int(stream.cuda_stream), samples)
+            return timed(first.replay, int(stream.cuda_stream))
         graph, gradients = _captured(torch, stream, lambda: backward(output))
-        found = median(graph.replay, int(stream.cuda_stream), samples)
+        found = timed(graph.replay, int(stream.cuda_stream))
         del gradients  # the graph writes to them until here
     return found
 

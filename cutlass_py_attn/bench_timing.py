@@ -14,25 +14,40 @@ from cutlass_py_attn import driver
 SAMPLES: Final = 7
 LEAST_SAMPLES: Final = 3
 WARM_UPS: Final = 2
-WARM_UP_MS: Final = 10.0
+WARM_UP_MS: Final = 8.0
 PAUSE_S: Final = 0.15
-BURST_MS: Final = 60.0
+BURST_MS: Final = 25.0
+SUSTAINED_MS: Final = 500.0
+
+Replay = Callable[[], None]
+Timed = Callable[[Replay, int], float]  # milliseconds of a replay that puts its work on a stream
 
 
-def median(replay: Callable[[], None], stream: int, samples: int) -> float:
-    """Milliseconds of one replay, which puts its work on `stream`. Behind a pause come replays for WARM_UP_MS, then
-    `samples` or as many as take BURST_MS, at least LEAST_SAMPLES: a GPU that was idle raises its clock, and one that is
-    busy for longer draws more power and lowers it."""
-    time.sleep(PAUSE_S)
-    warm = last = milliseconds(replay, stream)
-    while warm < WARM_UP_MS:
-        last = milliseconds(replay, stream)
-        warm += last
-    count = min(samples, max(LEAST_SAMPLES, int(BURST_MS / last)))
-    return statistics.median(milliseconds(replay, stream) for _ in range(count))
+def median(replay: Replay, stream: int, samples: int) -> float:
+    """Milliseconds of one replay, which puts its work on `stream`. Samples come in bursts, each behind a pause and
+    replays for WARM_UP_MS: `samples` or as many as take BURST_MS, and bursts until there are LEAST_SAMPLES. A GPU that
+    was idle raises its clock; one that is busy for longer than a burst draws more power than it may, and lowers it."""
+    found: list[float] = []
+    while len(found) < min(samples, LEAST_SAMPLES):
+        time.sleep(PAUSE_S)
+        warm = last = milliseconds(replay, stream)
+        while warm < WARM_UP_MS:
+            last = milliseconds(replay, stream)
+            warm += last
+        count = min(samples, max(1, int(BURST_MS / last)))
+        found += [milliseconds(replay, stream) for _ in range(count)]
+    return statistics.median(found)
 
 
-def milliseconds(replay: Callable[[], None], stream: int) -> float:
+def sustained(replay: Replay, stream: int, samples: int) -> float:
+    """The same behind replays for SUSTAINED_MS, at the clock that their power leaves."""
+    count = int(SUSTAINED_MS / milliseconds(replay, stream)) + 1
+    for _ in range(count):
+        replay()
+    return statistics.median(milliseconds(replay, stream) for _ in range(samples))
+
+
+def milliseconds(replay: Replay, stream: int) -> float:
     """Milliseconds between an event before one replay and one behind it, both on `stream`."""
     start, end = driver.Event(), driver.Event()
     start.record(stream)

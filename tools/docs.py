@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools import jax_table, record
-from tools.check_verified import with_block
+from tools.check_verified import benchmark_table, with_block
 from tools.pictures import pictures
 from tools.reference import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 INDEX, REFERENCE, PERFORMANCE = "docs/README.md", "docs/reference.md", "docs/performance.md"
 JAX = "docs/jax.md"
+SUSTAINED = "tools/bench/results/sustained.json"
 MICROBENCH = "tools/bench/results/microbench.jsonl"
 NOT_MEASURED = (
     f"Not measured yet: `python -m tools.microbench --kernels FOLDER --record {MICROBENCH}` on an H100 or H200."
@@ -32,7 +33,8 @@ def generated(root: Path) -> dict[str, str]:
     """Every generated file by its path from the root."""
     found = {**pictures(root), REFERENCE: reference()}
     plotted = with_block((root / PERFORMANCE).read_text(), "plots", plots_of(found))
-    found[PERFORMANCE] = with_block(plotted, "microbench", microbenchmarks(record.read_log(root / MICROBENCH)))
+    sustained = with_block(plotted, "sustained", benchmark_table(json.loads((root / SUSTAINED).read_text())))
+    found[PERFORMANCE] = with_block(sustained, "microbench", microbenchmarks(record.read_log(root / MICROBENCH)))
     measured = json.loads((root / jax_table.RESULTS).read_text())
     found[JAX] = with_block((root / JAX).read_text(), "jax", jax_table.table(measured))
     found[INDEX] = with_block((root / INDEX).read_text(), "pages", index(root))

@@ -19,9 +19,17 @@ from cutlass_py_attn import bench_timing
               help="Use the kernels in this folder of a `build`; nothing is compiled.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write JSON there.")
 @click.option("--samples", type=click.IntRange(5), default=bench_timing.SAMPLES, show_default=True)
+@click.option("--sustained", is_flag=True, help=f"{engine.SUSTAINED.capitalize()}.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def bench(
-    *, names: tuple[str, ...], only: str, folder: Path | None, output: Path | None, samples: int, as_json: bool
+    *,
+    names: tuple[str, ...],
+    only: str,
+    folder: Path | None,
+    output: Path | None,
+    samples: int,
+    sustained: bool,
+    as_json: bool,
 ) -> None:
     """Measure forward and backward by CUDA graph replays: TFLOP/s of the median, ours and peers'.
 
@@ -29,7 +37,7 @@ def bench(
     read the same memory, and are left out where torch is not installed. A case that fails does not stop the
     others; the exit code is 1 then.
     """
-    rows, failures = engine.run(names, only, folder, output, samples)
+    rows, failures = engine.run(names, only, folder, output, samples, sustained=sustained)
     click.echo(json.dumps([asdict(row) for row in rows], indent=1) if as_json else engine.table(rows))
     if failures:
         raise click.ClickException("\n".join(failures))

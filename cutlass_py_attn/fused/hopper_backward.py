@@ -53,7 +53,7 @@ from cutlass_py_attn.parts.pipes import arrive, arrive_all, before
 from cutlass_py_attn.parts.quads import store_rows
 from cutlass_py_attn.parts.turned import turned
 from cutlass_py_attn.parts.turned_scores import TurnedScores
-from cutlass_py_attn.parts.walk import walk
+from cutlass_py_attn.parts.walk import Walk
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.problem import F32_BYTES
 from cutlass_py_attn.shared_memory import RECORDS, registers
@@ -70,7 +70,7 @@ class HopperBackward(Backward):
         super().__init__(build)
         self.grad_query = HeadGradQuery(build) if build.whole_heads else HopperGradQuery(build)
         self.items = HeadItems(build) if build.whole_heads else KeyItems(build)
-        self.walk = walk(build)
+        self.walk = Walk(build)
         self.before = (LOADERS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # threads before those that hold scores
         self.side = TurnedScores(build)
         self.tiles = BackwardTiles(build)
@@ -189,7 +189,7 @@ class HopperBackward(Backward):
                 pipes.fetch(build, self.pipe_do, at_do, "grad_output", maps[1], place)
                 self.fetch_statistics(self.pipe_do, "delta", p.delta, row, at_do)
                 at_do.advance()
-                head, query_block = self.walk.next(p, item, head, query_block, self.tiles.blocks)
+                head, query_block = self.walk.next(item, head, query_block, self.tiles.blocks)
             at_k.advance()
             if cutlass.const_expr(self.is_ahead):
                 at_v.advance()
@@ -228,7 +228,7 @@ class HopperBackward(Backward):
                 parts = s_ds[None, None, at.index], self.tiles.key(at_k)
                 state = self.grad_query.add_tile(p, share, parts, thread, release, state)
                 at.advance()
-                head, query_tile = self.walk.next(p, item, head, query_tile)
+                head, query_tile = self.walk.next(item, head, query_tile)
             arrive_all(self.pipe_k.sync_object_empty, at_k.index)
             at_k.advance()
             state = self.grad_query.end(p, state, thread)
@@ -315,7 +315,7 @@ class HopperBackward(Backward):
                     self.read_statistics("logsumexp", slot, thread, r_lse)
                 self.dv.wait(2)
                 self.release_grad_output(at)
-                head, query_block = self.walk.next(p, item, head, query_block, self.tiles.blocks)
+                head, query_block = self.walk.next(item, head, query_block, self.tiles.blocks)
                 if cutlass.const_expr(self.kept is not None):
                     self.kept.find(p, stream, r_kept, item, (head, query_block), (turn + 1, turns))
                 self.scores.wait(1)

@@ -145,7 +145,7 @@ class WideBackward(HopperBackward):
                 self.cluster.fetch(self.pipe_do, at_do, "grad_output", maps[1], place)
                 self.fetch_statistics(self.pipe_do, "delta", p.delta, row, at_do)
                 at_do.advance()
-                head, query_tile = self.walk.next(p, item, head, query_tile)
+                head, query_tile = self.walk.next(item, head, query_tile)
             at_kv.advance()
             mine = mine + 1
 
@@ -184,7 +184,7 @@ class WideBackward(HopperBackward):
                 self.grad_query.add_half(target, both, self.cluster.rank(), thread)
                 self.cluster.release(self.pipe_ds, at.index)
                 at.advance()
-                head, query_tile = self.walk.next(p, item, head, query_tile)
+                head, query_tile = self.walk.next(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             at_kv.advance()
             mine = mine + 1
@@ -247,7 +247,7 @@ class WideBackward(HopperBackward):
                 self.cluster.release_there(self.pipe_q, last)
                 arrive_all(self.pipe_q.sync_object_empty, last)
                 r_s.store(r_next.load())
-                head, query_tile = self.walk.next(p, item, head, query_tile)
+                head, query_tile = self.walk.next(item, head, query_tile)
             self.pipe_k.consumer_release(at_kv)
             self.scores.wait()
             self.cluster.release(self.pipe_do, before(at, build.grad_output_stages))

@@ -17,7 +17,7 @@ from cutlass_py_attn.gemm.gemm import WARP_THREADS
 from cutlass_py_attn.parts import dropout, lengths, params
 from cutlass_py_attn.parts.bits_ahead import BitsAhead
 from cutlass_py_attn.parts.integers import smaller
-from cutlass_py_attn.parts.walk import walk
+from cutlass_py_attn.parts.walk import Walk
 from cutlass_py_attn.plan import Build
 from cutlass_py_attn.shared_memory import KEPT_KEYS, KEPT_QUERIES
 
@@ -30,7 +30,7 @@ class KeptBits(BitsAhead):
 
     def __init__(self, build: Build, before: int, threads: int) -> None:
         super().__init__(build, threads)
-        self.before, self.walk = before, walk(build)
+        self.before, self.walk = before, Walk(build)
 
     @cute.jit
     def find(self, p: Any, stream: Any, found: cute.Tensor, item: Any, tile: tuple, which: tuple):
@@ -53,7 +53,7 @@ class KeptBits(BitsAhead):
             for word in cutlass.range_constexpr(self.words):
                 words[word] = self.word(p, stream, (item.of, head), (query_tile, item.tile), thread, word)
             self.put(words, thread, number)
-            head, query_tile = self.walk.next(p, item, head, query_tile)
+            head, query_tile = self.walk.next(item, head, query_tile)
 
     def word(self, p: Any, stream: Any, of_head: tuple, tile: tuple, thread: Int32, number: int) -> Uint32:
         """A thread's word for 64 queries of the tile (query tile, key tile); a warp calls this."""

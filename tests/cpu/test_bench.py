@@ -231,10 +231,18 @@ def test_readme_table_shows_the_baseline() -> None:
     ]
 
 
+def test_the_table_says_what_was_sustained() -> None:
+    shared = {"direction": "forward", "peer": "", "peer_tflops": None, "ratio": None, "gpu": "H200", "ours_tflops": 1.0}
+    first = check_verified.benchmark_table([{**shared, "case": "a", "sustained": True}]).splitlines()[0]
+    assert first == (
+        "TFLOP/s on H200, medians of CUDA graph replays behind others for 500 ms; in brackets ours / peer."
+    )
+
+
 def test_a_case_that_fails_does_not_end_the_run(
     graphs: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(case: bench_cases.Case, kernels: Any, samples: int) -> Iterator[bench.Row]:
+    def measure(case: bench_cases.Case, kernels: Any, samples: int, *, sustained: bool) -> Iterator[bench.Row]:
         yield row_of(case.name, 10.0)
         if case.name == SMALL:
             raise DriverError("broken")
