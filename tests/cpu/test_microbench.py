@@ -31,6 +31,11 @@ EXPECTED: dict[str, tuple[tuple[str, int | None], ...]] = {
     "micro_wgmma_n256_rs_beside": ((WGMMA.format(n=256), 4), ("ld\\.shared\\.v4", cases.LOADS)),
     "micro_red_v4": ((r"red\.relaxed\.gpu\.global\.add\.v4\.f32", None),),
     "micro_red_bulk": ((r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32", 1),),
+    "micro_copy_4x16384": (
+        (r"cp\.async\.bulk\.shared::cluster\.shared::cta\.mbarrier::complete_tx::bytes", 4),
+        (r"mbarrier\.init", 2),
+        (r"barrier\.cluster\.wait", 2),
+    ),
     "micro_function_ex2": ((r"ex2\.approx\.ftz\.f32", cases.CHAINS),),
     "micro_function_ex2_f16x2": ((r"ex2\.approx\.f16x2", cases.CHAINS),),
     "micro_function_ex2_bf16x2": ((r"ex2\.approx\.ftz\.bf16x2", cases.CHAINS),),

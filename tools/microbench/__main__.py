@@ -100,7 +100,7 @@ class Launch:
     """One case with its parameters packed: a call puts it on a stream."""
 
     def __init__(self, micro: Micro, cubin: bytes, gpu: driver.Device, addresses: tuple[int, int]) -> None:
-        self.blocks = micro.blocks or gpu.num_sms
+        self.blocks = micro.blocks or gpu.num_sms // micro.cluster * micro.cluster
         symbol = f"{micro.symbol}_0"
         kernel = driver.get_kernel(driver.load_library(cubin), symbol)
         driver.allow_shared_memory(kernel, gpu, micro.shared_memory_bytes, 0)
@@ -109,7 +109,7 @@ class Launch:
             self._struct[name] = value
         self._pointers = np.array([self._struct.ctypes.data], np.uint64)
         grid, block = (self.blocks, 1, 1), (micro.threads, 1, 1)
-        launch = plan.Launch(symbol, grid, block, micro.shared_memory_bytes)
+        launch = plan.Launch(symbol, grid, block, micro.shared_memory_bytes, cluster=micro.cluster)
         self._start = starter.Starter(kernel, launch, self._pointers.ctypes.data)
 
     def __call__(self, stream: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Final
 
 from cutlass_py_attn.abi import Fields
@@ -27,15 +28,18 @@ FUNCTIONS: Final = {"ex2": 1, "ex2_f16x2": 2, "ex2_bf16x2": 2, "tanh": 1, "polyn
 MIXED: Final = (1, 2, 3, 4)  # of a thread's eight exponentials, how many go by the polynomial
 REDUCED_BYTES: Final = 16 * 1024
 IN_FLIGHT: Final = 3  # bulk reductions behind the newest one
+COPIES: Final = (1, 4)  # in flight to the other block of a cluster: one shows how long it takes, more what arrives
+COPY_BYTES: Final = (8 * 1024, 16 * 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """One microbenchmark. kind: wgmma, red or function; blocks: 0 for one on each SM; work: of one block in one
+    """One microbenchmark. kind: wgmma, red, copy or function; blocks: 0 for one on each SM; work: of one block in one
     round, in `unit`; zeros: whether its operands are zero in place of normal random numbers.
 
     columns, in_registers, beside: of wgmma n, whether A is in registers, and whether a warpgroup reads shared memory
-    meanwhile. variant: of red v4 or bulk, of a function its name. polynomials: of a thread's exponentials, those
+    meanwhile. variant: of red v4 or bulk, of a function its name. copies, copy_bytes: between
+    the two blocks of a cluster at once. polynomials: of a thread's exponentials, those
     that go without the unit of exponentials.
     """
 
@@ -51,13 +55,21 @@ class Micro:
     in_registers: bool = False
     beside: bool = False
     variant: str = ""
+    copies: int = 0
+    copy_bytes: int = 0
     polynomials: int = 0
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that run together."""
+        return 2 if self.copies else 1
 
     @property
     def symbol(self) -> str:
         """Short name of the kernel, the same for cases that differ in their launch or operands alone."""
         columns = f"n{self.columns}" if self.columns else ""
         words = self.kind, self.variant, columns, "rs" if self.in_registers else "", "beside" if self.beside else ""
+        words += (f"{self.copies}x{self.copy_bytes}",) if self.copies else ()
         return "_".join(["micro", *filter(None, words)])
 
     @property
@@ -68,6 +80,8 @@ class Micro:
             return {"a": 0, "b": a, "loaded": a + b, "flags": a + b + LOADED_BYTES}
         if self.kind == "red":
             return {"a": 0, "flags": REDUCED_BYTES}
+        if self.kind == "copy":
+            return {"a": 0, "b": self.work, "flags": 2 * self.work}
         return {"flags": 0}
 
     @property
@@ -119,6 +133,9 @@ def all_cases() -> list[Micro]:
     found = [wgmma(n, rs, beside) for rs in (False, True) for n in (32, 64, 128, 256) for beside in (False, True)]
     found.append(wgmma(256, False, False, zeros=True))
     found += _reductions()
+    for copies, size in product(COPIES, COPY_BYTES):
+        name, work = f"to the cluster's other SM, {copies} x {size // 1024} KiB", copies * size
+        found.append(Micro(name, "copy", 128, work, "B", 1 << 14, copies=copies, copy_bytes=size))
     for variant, results in FUNCTIONS.items():
         work = FUNCTION_THREADS * CHAINS * results
         found.append(Micro(variant, "function", FUNCTION_THREADS, work, "op", 1 << 15, variant=variant))

@@ -29,7 +29,8 @@ class Kernel:
     def __call__(self, *values):
         p = params.filled(Params, cases.FIELDS, values)
         self.kernel.set_name_prefix(self.micro.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(p).launch(grid=(p.blocks, 1, 1), block=(self.micro.threads, 1, 1), min_blocks_per_mp=1)
+        grid, block, together = (p.blocks, 1, 1), (self.micro.threads, 1, 1), (self.micro.cluster, 1, 1)
+        self.kernel(p).launch(grid=grid, block=block, cluster=together, min_blocks_per_mp=1)
 
     def shared(self, name: str) -> cute.Pointer:
         """A piece of shared memory, in bytes."""
@@ -176,6 +177,43 @@ class Reduce(Kernel):
         )
 
 
+class Exchange(Kernel):
+    """Both blocks of a cluster copy from their shared memory to the other's, a round when the other's last has come.
+    Rounds have two barriers in turn: a block may be a round ahead, whose bytes must not count for the one before."""
+
+    @cute.kernel
+    def kernel(self, p: Params):
+        thread, _, _ = cute.arch.thread_idx()
+        other = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) ^ 1
+        barriers = cute.recast_ptr(self.shared("flags").align(16), dtype=Int64)
+        if thread == 0:
+            for number in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(barriers + number, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        clocks, nanoseconds = cute.arch.clock64(), cute.arch.globaltimer()
+        if thread == 0:
+            for i in cutlass.range(p.rounds, unroll=1):
+                barrier = barriers + i % 2
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.micro.work)
+                for number in cutlass.range_constexpr(self.micro.copies):
+                    self.copy(number * self.micro.copy_bytes, barrier, other)
+                cute.arch.mbarrier_wait(barrier, i // 2 % 2)
+        self.report(p, thread, clocks, nanoseconds)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    def copy(self, offset: int, barrier: cute.Pointer, other: Int32) -> None:
+        """Start one copy to the other block, whose barrier counts the bytes."""
+        prim.cp_async_bulk_shared_cluster_shared_cta(
+            cute.arch.map_dsmem_ptr((self.shared("b") + offset).align(1024), other),
+            (self.shared("a") + offset).align(1024),
+            cute.arch.map_dsmem_ptr(barrier, other),
+            self.micro.copy_bytes,
+        )
+
+
 class Function(Kernel):
     """Chains of one function, eight a thread."""
 
@@ -211,7 +249,7 @@ class Function(Kernel):
         return mixed_softmax.exp2(x)
 
 
-KINDS = {"wgmma": Multiply, "red": Reduce, "function": Function}
+KINDS = {"wgmma": Multiply, "red": Reduce, "copy": Exchange, "function": Function}
 
 
 def trace(micro: Micro) -> tuple[Any, tuple[Any, ...]]:
