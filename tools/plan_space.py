@@ -226,6 +226,7 @@ def _backward_rules(build: Build, consumers: int) -> Iterator[tuple[str, bool, s
     if _is_wide(build):
         yield "tile_m", build.tile_m == WARPGROUP_ROWS, f"dQ of both blocks is {WARPGROUP_ROWS} rows"
         yield "tile_n", build.tile_n == WARPGROUP_ROWS, f"a warpgroup has one gradient of {WARPGROUP_ROWS} keys"
+        yield "grad_output_stages", build.grad_output_stages > 1, "a slot is held until the next tile is multiplied"
         return
     yield "tile_m", build.tile_m % WARPGROUP_ROWS == 0, f"dQ leaves by {WARPGROUP_ROWS} rows"
     yield "tile_n", build.tile_n == consumers * WARPGROUP_ROWS, f"each warpgroup of the keys owns {WARPGROUP_ROWS}"

@@ -128,6 +128,13 @@ def test_what_the_hopper_kernels_cannot_do_is_never_compiled(direction: str, til
     assert any(said in why for why in found[-1].why_not), found[-1].why_not
 
 
+def test_a_wide_backward_with_one_slot_of_grad_output_would_wait_for_ever() -> None:
+    pytest.importorskip("cutlass")
+    problem = problem_of("bf16_d256_s64_b1_h2_full", "backward")
+    found = plan_space.candidates(problem, "hopper", "sm_90a", [plan_space.parse_tile("64x64x16:2,1")])
+    assert found[-1].why_not == ("grad_output_stages = 1: a slot is held until the next tile is multiplied",)
+
+
 def test_the_hopper_rows_pass_the_rules() -> None:
     pytest.importorskip("cutlass")
     for name in bench_cases.default_cases():
