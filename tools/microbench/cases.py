@@ -68,8 +68,8 @@ class Micro:
     def symbol(self) -> str:
         """Short name of the kernel, the same for cases that differ in their launch or operands alone."""
         columns = f"n{self.columns}" if self.columns else ""
-        words = self.kind, self.variant, columns, "rs" if self.in_registers else "", "beside" if self.beside else ""
-        words += (f"{self.copies}x{self.copy_bytes}",) if self.copies else ()
+        words = [self.kind, self.variant, columns, "rs" if self.in_registers else "", "beside" if self.beside else ""]
+        words += [f"{self.copies}x{self.copy_bytes}"] if self.copies else []
         return "_".join(["micro", *filter(None, words)])
 
     @property
