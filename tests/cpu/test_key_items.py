@@ -152,6 +152,7 @@ def test_heads_counted_are_some_and_at_most_all(fitting: int, heads: int, tiles:
     assert 1 <= schedule.heads_counted(fitting, heads, tiles, blocks) <= heads
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 2), st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 6)))
 def test_a_walk_meets_every_query_tile_of_every_head_once(
     group: int, blocks: int, of_item: tuple[int, int, int]
