@@ -21,11 +21,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from cutlass_py_attn import arrays, bench_cases, bench_peers, driver, guests
+from cutlass_py_attn import arrays, bench_cases, bench_peers, bench_timing, driver, guests
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench_cases import Case
-from cutlass_py_attn.bench_timing import SAMPLES, Timed, median, sm_clock_mhz
-from cutlass_py_attn.bench_timing import sustained as behind_others
+from cutlass_py_attn.bench_timing import SAMPLES, Timed, sm_clock_mhz
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.launch import Bound, bind_problem
 from cutlass_py_attn.plan import Build
@@ -105,7 +104,7 @@ class Operands:
 def measure(case: Case, kernels: Kernels, samples: int = SAMPLES, *, sustained: bool = False) -> Iterator[Row]:
     """One row for each direction and peer; the forward's results are the backward's operands."""
     gpu = driver.device(0)
-    timed = functools.partial(behind_others if sustained else median, samples=samples)
+    timed = functools.partial(bench_timing.sustained if sustained else bench_timing.median, samples=samples)
     with gpu.current(), ExitStack() as stack:
         stream = driver.new_stream()
         stack.callback(driver.destroy_stream, stream)
