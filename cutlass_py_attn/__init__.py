@@ -1,8 +1,8 @@
-"""Fused attention as bare GPU kernels: plan, compile anywhere, launch through the CUDA driver, no framework.
+"""Fused attention as bare GPU kernels: compiled on any machine, launched by the CUDA driver, without a framework.
 
     from cutlass_py_attn import Causal, attention_backward, attention_forward
 
-Importing this package loads neither the compiler nor the driver: each name is imported when it is first used.
+Importing this package loads neither the compiler nor the driver: a public name is imported at its first use.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cutlass_py_attn.api.attention import attention_backward, attention_forward
+    from cutlass_py_attn.api.options import VariableLength
+    from cutlass_py_attn.api.results import Gradients
     from cutlass_py_attn.artifact import Artifact, Folder
-    from cutlass_py_attn.attention import Gradients, attention_backward, attention_forward
     from cutlass_py_attn.bundle.files import Bundle, export_bundle, load_bundle
-    from cutlass_py_attn.compiler import artifact_for, compile
+    from cutlass_py_attn.compilation.compiler import artifact_for, compile
     from cutlass_py_attn.errors import (
         AttentionError,
         CompileError,
@@ -24,39 +26,37 @@ if TYPE_CHECKING:
         NotSupported,
         Stale,
     )
-    from cutlass_py_attn.launch import Bound, bind
-    from cutlass_py_attn.masks import Causal, CausalBottomRight, Full, Window
-    from cutlass_py_attn.options import VariableLength
-    from cutlass_py_attn.philox import Dropout, dropout_mask
-    from cutlass_py_attn.plan import Plan
-    from cutlass_py_attn.planner import plan_backward, plan_forward
-    from cutlass_py_attn.problem import Problem, Sequences, Shape, Tensor
+    from cutlass_py_attn.plan.plan import Plan
+    from cutlass_py_attn.plan.planner import plan_backward, plan_forward, plan_with_tile
+    from cutlass_py_attn.plan.tile_config import TileConfig
+    from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
+    from cutlass_py_attn.problem.problem import Problem
+    from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
+    from cutlass_py_attn.runtime.launch import Bound, bind
+    from cutlass_py_attn.score_terms.dropout import Dropout, dropout_mask
 
 __version__ = "0.1.0"
 
-_HOME = {
+_PUBLIC_NAMES = {
+    "api.attention": ("attention_backward", "attention_forward"),
+    "api.options": ("VariableLength",),
+    "api.results": ("Gradients",),
     "artifact": ("Artifact", "Folder"),
-    "attention": ("Gradients", "attention_backward", "attention_forward"),
     "bundle.files": ("Bundle", "export_bundle", "load_bundle"),
-    "compiler": ("artifact_for", "compile"),
-    "errors": (
-        "AttentionError",
-        "CompileError",
-        "DoesNotFit",
-        "DriverError",
-        "NoDevice",
-        "NotSupported",
-        "Stale",
-    ),
-    "launch": ("Bound", "bind"),
-    "masks": ("Causal", "CausalBottomRight", "Full", "Window"),
-    "options": ("VariableLength",),
-    "philox": ("Dropout", "dropout_mask"),
-    "plan": ("Plan",),
-    "planner": ("plan_backward", "plan_forward"),
-    "problem": ("Problem", "Sequences", "Shape", "Tensor"),
+    "compilation.compiler": ("artifact_for", "compile"),
+    "errors": ("AttentionError", "CompileError", "DoesNotFit", "DriverError", "NoDevice", "NotSupported", "Stale"),
+    "plan.plan": ("Plan",),
+    "plan.planner": ("plan_backward", "plan_forward", "plan_with_tile"),
+    "plan.tile_config": ("TileConfig",),
+    "problem.masks": ("Causal", "CausalBottomRight", "Full", "Window"),
+    "problem.problem": ("Problem",),
+    "problem.tensors": ("Sequences", "Shape", "Tensor"),
+    "runtime.launch": ("Bound", "bind"),
+    "score_terms.dropout": ("Dropout", "dropout_mask"),
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULE_OF = {name: module for module, names in _PUBLIC_NAMES.items() for name in names}
+# Subpackages that are attributes of this package as well. `conventions` is the former name of `torch_ops`.
+_SUBPACKAGES = {"conventions": "torch_ops", "jax": "jax", "torch_ops": "torch_ops"}
 
 __all__ = [
     "Artifact",
@@ -80,6 +80,7 @@ __all__ = [
     "Shape",
     "Stale",
     "Tensor",
+    "TileConfig",
     "VariableLength",
     "Window",
     "artifact_for",
@@ -92,10 +93,13 @@ __all__ = [
     "load_bundle",
     "plan_backward",
     "plan_forward",
+    "plan_with_tile",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return import_module(f"{__name__}.{_SUBPACKAGES[name]}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

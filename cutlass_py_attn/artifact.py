@@ -1,4 +1,4 @@
-"""Artifact: what compiling a Build gives (PTX, cubin, resources, parameters), and a folder of them."""
+"""Artifact: a compiled Build with PTX, cubin, resources and parameters; and a folder of artifacts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from cutlass_py_attn.errors import Stale
-from cutlass_py_attn.plan import Build, build_from
+from cutlass_py_attn.plan.build import Build, build_from
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One kernel parameter: offset and size in bytes as the cubin states them."""
+    """A kernel parameter; offset and size in bytes, as the cubin states them."""
 
     name: str
     offset: int
@@ -25,7 +25,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One entry of a cubin. Frame, spills and static shared memory in bytes (per thread, per thread, per block)."""
+    """An entry of a cubin. Frame and spills in bytes per thread, static shared memory in bytes per block."""
 
     symbol: str
     registers: int
@@ -38,8 +38,12 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A compiled Build: `kernels` in the order of the plan's launches; `toolchain` names the compiler, `allocation`
-    the register settings and warp grids that held, which differ from the build's where those spilled."""
+    """A compiled Build.
+
+    kernels: in the order of the plan's launches.
+    toolchain: version of the compiler.
+    allocation: register options and warp arrangement of the compilation; others than the build's if those spilled.
+    """
 
     build: Build
     ptx: str
@@ -49,7 +53,7 @@ class Artifact:
     allocation: str
 
     def kernel(self, symbol: str) -> Kernel:
-        """The entry of that symbol; Stale when the cubin has none."""
+        """Returns the entry with this symbol; raises Stale when the cubin does not have it."""
         for kernel in self.kernels:
             if kernel.symbol == symbol:
                 return kernel
@@ -59,12 +63,12 @@ class Artifact:
 
     @property
     def main(self) -> Kernel:
-        """The kernel that gives the build its name; the first where a backward has none of that name."""
+        """The main kernel; the first kernel for a backward without a main kernel."""
         return self.kernel(f"{self.build.symbol}_0") if self.build.has_main else self.kernels[0]
 
     @property
     def registers(self) -> int:
-        """Registers a thread of the main kernel."""
+        """Registers per thread of the main kernel."""
         return self.main.registers
 
     @property
@@ -73,7 +77,7 @@ class Artifact:
         return self.main.parameters
 
     def describe(self) -> dict[str, Any]:
-        """Everything but PTX and cubin, as a JSON object."""
+        """Returns everything but PTX and cubin, as a JSON object."""
         return {
             "build": dataclasses.asdict(self.build),
             "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
@@ -82,7 +86,7 @@ class Artifact:
         }
 
     def files(self) -> dict[str, bytes]:
-        """What a Folder holds of it: each file's path below the folder and its bytes, the description last."""
+        """Returns the artifact's files in a Folder: path below the folder and contents, the description last."""
         stem = f"{self.build.arch}/{self.build.symbol}"
         description = json.dumps(self.describe(), indent=1, sort_keys=True)
         return {
@@ -93,7 +97,7 @@ class Artifact:
 
 
 def artifact_from(description: dict[str, Any], ptx: str, cubin: bytes) -> Artifact:
-    """The artifact of a `describe` object and its two texts; ValueError or KeyError when it is damaged."""
+    """Returns the artifact of a `describe` object, PTX and cubin; ValueError or KeyError if it is damaged."""
     kernels = tuple(
         Kernel(**{**item, "parameters": tuple(Parameter(**parameter) for parameter in item["parameters"])})
         for item in description["kernels"]
@@ -103,29 +107,29 @@ def artifact_from(description: dict[str, Any], ptx: str, cubin: bytes) -> Artifa
 
 
 class Folder:
-    """Artifacts as files `<arch>/<symbol>.json|ptx|cubin`: what a machine without the compiler launches from."""
+    """Artifacts as files `<arch>/<symbol>.json|ptx|cubin`, for machines without the compiler."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def __call__(self, build: Build) -> Artifact:
-        """The artifact of `build`; Stale says what is missing or differs, and what to do."""
+        """Returns the artifact of `build`; Stale says what is missing or different, and what to do."""
         stem = self.path / build.arch / build.symbol
         remedy = f"build it with: cutlass-py-attn build --arch {build.arch} --symbol {build.symbol} -o {self.path}"
         description = stem.with_name(stem.name + ".json")
         if not description.is_file():
             raise Stale(f"{build.symbol} for {build.arch}: not in {self.path}; {remedy}")
-        found = self._read(description)
-        if found.build != build:
-            raise Stale(f"{build.symbol} for {build.arch}: {self.path} holds another plan of this name; {remedy}")
-        return found
+        artifact = self._read(description)
+        if artifact.build != build:
+            raise Stale(f"{build.symbol} for {build.arch}: {self.path} holds another build of this symbol; {remedy}")
+        return artifact
 
     def all(self) -> list[Artifact]:
-        """Every artifact of the folder, sorted by file name."""
+        """Returns every artifact of the folder, sorted by path."""
         return [self._read(path) for path in sorted(self.path.glob("*/*.json"))]
 
     def put(self, artifact: Artifact) -> None:
-        """Write the three files; each appears whole or not at all, the description last."""
+        """Writes the three files, the description last; each file is complete or absent."""
         (self.path / artifact.build.arch).mkdir(parents=True, exist_ok=True)
         for name, data in artifact.files().items():
             _write(self.path / name, data)
@@ -141,6 +145,7 @@ class Folder:
 
 
 def _write(path: Path, data: bytes) -> None:
+    """Writes a file atomically."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,4 +1,4 @@
-"""Errors: what went wrong, what was given, what is allowed, what to do."""
+"""Exceptions. Each message states what was given, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 
 class AttentionError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of the errors that this package raises."""
 
 
 class NotSupported(AttentionError, ValueError):
-    """The problem or an argument is refused; `reasons` holds every objection, not only the first."""
+    """A problem or an argument is not supported. reasons: every reason, not only the first."""
 
     def __init__(self, reasons: str | Iterable[str]) -> None:
         self.reasons: tuple[str, ...] = (reasons,) if isinstance(reasons, str) else tuple(reasons)
@@ -18,7 +18,7 @@ class NotSupported(AttentionError, ValueError):
 
 
 class DoesNotFit(AttentionError, ValueError):
-    """A plan needs more registers, shared memory or threads than its architecture has."""
+    """A plan needs more registers, shared memory or threads than its architecture has. objections: every excess."""
 
     def __init__(self, objections: str | Iterable[str]) -> None:
         self.objections: tuple[str, ...] = (objections,) if isinstance(objections, str) else tuple(objections)
@@ -26,15 +26,18 @@ class DoesNotFit(AttentionError, ValueError):
 
 
 class CompileError(AttentionError, RuntimeError):
-    """The compiler failed, or what it made breaks the plan's budget (spills, stack, wrong parameters)."""
+    """The compiler failed, or its output breaks the plan: spills, a stack frame, wrong parameters."""
 
 
 class BreaksPlan(CompileError):
-    """What the compiler makes of a build breaks its budget, whenever it is asked."""
+    """The compiler's output breaks the plan, and would again: the error may be cached."""
 
 
 class DriverError(AttentionError, RuntimeError):
-    """A driver call failed: NVIDIA's sentence, the call and our arguments. `code` is the CUresult as int."""
+    """A driver call failed. The message has NVIDIA's text, the call and its arguments.
+
+    code: the CUresult as int; None if it is unknown.
+    """
 
     def __init__(self, message: str, code: int | None = None) -> None:
         self.code = code
@@ -42,8 +45,8 @@ class DriverError(AttentionError, RuntimeError):
 
 
 class NoDevice(AttentionError, RuntimeError):
-    """There is no usable driver or GPU on this machine."""
+    """This machine has no usable driver or GPU."""
 
 
 class Stale(AttentionError, RuntimeError):
-    """An artifact or a bundle does not belong to the plan, architecture or source it is used with."""
+    """An artifact or a bundle does not belong to the plan, architecture or source that uses it."""

@@ -1,4 +1,4 @@
-"""CuPy: bfloat16 arrays are read in place on a stream of our own, and results are CuPy arrays from its pool."""
+"""CuPy: bfloat16 arrays are read in place on a non-default stream; results are CuPy arrays from CuPy's memory pool."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from cutlass_py_attn import Causal, attention_backward, attention_forward
 
 
 def main(**options: Any) -> float:
-    """Forward and backward; the largest difference of the output from the NumPy reference."""
+    """Runs forward and backward; returns the largest difference of the output from the NumPy reference."""
     rng = np.random.default_rng(0)
     host = [rng.standard_normal((2, 300, 4, 128), dtype=np.float32).astype(ml_dtypes.bfloat16) for _ in range(3)]
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         query, key, value = (cupy.asarray(array) for array in host)
-        # The kernels are put on the same stream, behind the copies.
+        # The kernels run on the same stream, after the copies.
         output, logsumexp = attention_forward(query, key, value, mask=Causal(), stream=stream, **options)
         gradients = attention_backward(
             output, query, key, value, output, logsumexp, mask=Causal(), stream=stream, **options
         )
-        copied = output.copy()  # and what CuPy does with them, behind the kernels
+        copied = output.copy()  # CuPy's kernel runs on the same stream, after the attention kernels
     stream.synchronize()
     assert isinstance(gradients.query, cupy.ndarray)
     assert gradients.query.dtype == ml_dtypes.bfloat16

@@ -1,4 +1,4 @@
-"""JAX device arrays outside of jit: read in place, answered with JAX arrays. jax_training.py shows the way inside."""
+"""JAX arrays outside of jit: operands are read in place, results are JAX arrays. Inside of jit: jax_training.py."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cutlass_py_attn import Causal, attention_backward, attention_forward
 
 
 def main(**options: Any) -> float:
-    """Forward and backward; the largest difference of the output from the NumPy reference."""
+    """Runs forward and backward; returns the largest difference of the output from the NumPy reference."""
     keys = jax.random.split(jax.random.key(0), 3)
     query, key, value = (jax.random.normal(each, (2, 300, 4, 128)).astype("bfloat16") for each in keys)
     output, logsumexp = attention_forward(query, key, value, mask=Causal(), **options)
     gradients = attention_backward(output, query, key, value, output, logsumexp, mask=Causal(), **options)
-    # JAX hides its streams, so that results are complete when a call returns.
+    # JAX does not expose its streams, so a call returns when its results are complete.
     assert isinstance(gradients.query, jax.Array)
     host = [np.asarray(array) for array in (query, key, value)]
     expected, _ = attention_forward(*host, mask=Causal(), backend="reference")

@@ -1,8 +1,8 @@
-"""Train one attention block in JAX: loss and gradients go through the package's kernels, inside jax.jit.
+"""Trains one attention block in JAX: loss and gradients are computed by the package's kernels, inside jax.jit.
 
 python examples/jax_training.py
 
-The task: each position of a sequence of random tokens says which token came two positions before. The gradients of
+The task: predict, at each position of a sequence of random tokens, the token two positions before. The gradients of
 the first step are compared with those of the same block in jax.numpy.
 """
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from cutlass_py_attn import Causal
 from cutlass_py_attn.jax import attention
 
-TOKENS, BACK = 16, 2
+TOKENS, DISTANCE = 16, 2
 HEADS, HEAD_DIM = 2, 64
 WIDTH = HEADS * HEAD_DIM
 RATE = 0.003
@@ -28,14 +28,14 @@ Attention = Callable[..., Any]
 
 
 def plain(query: Any, key: Any, value: Any) -> Any:
-    """Causal attention in jax.numpy, for comparison."""
+    """Computes causal attention in jax.numpy, for comparison."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest") / query.shape[-1] ** 0.5
     weights = jax.nn.softmax(jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf))
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value, precision="highest")
 
 
 def parameters(key: Any, length: int) -> dict[str, Any]:
-    """Embeddings of tokens and positions, the four projections, and the way out."""
+    """Returns random embeddings of tokens and positions, four projections, and the projection to logits."""
     shapes = {
         "token": (TOKENS, WIDTH), "position": (length, WIDTH), "query": (WIDTH, WIDTH), "key": (WIDTH, WIDTH),
         "value": (WIDTH, WIDTH), "output": (WIDTH, WIDTH), "logits": (WIDTH, TOKENS),
@@ -48,17 +48,17 @@ def parameters(key: Any, length: int) -> dict[str, Any]:
 
 
 def loss(attend: Attention, p: dict[str, Any], tokens: Any) -> Any:
-    """Mean cross entropy of the token that came BACK positions before."""
+    """Returns the mean cross entropy of predicting the token DISTANCE positions before."""
     x = p["token"][tokens] + p["position"]
     product = functools.partial(jnp.matmul, precision="highest")
     heads = [product(x, p[name]).reshape(*tokens.shape, HEADS, HEAD_DIM) for name in ("query", "key", "value")]
     x = x + product(attend(*heads).reshape(x.shape), p["output"])
-    logits = jax.nn.log_softmax(product(x, p["logits"]))[:, BACK:]
-    return -jnp.take_along_axis(logits, tokens[:, :-BACK, None], axis=-1).mean()
+    logits = jax.nn.log_softmax(product(x, p["logits"]))[:, DISTANCE:]
+    return -jnp.take_along_axis(logits, tokens[:, :-DISTANCE, None], axis=-1).mean()
 
 
 def adam(p: Any, gradients: Any, state: tuple[Any, Any, Any]) -> tuple[Any, tuple[Any, Any, Any]]:
-    """One step of Adam."""
+    """Does one step of Adam; returns parameters and state."""
     first, second, count = state
     first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, gradients)
     second = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, second, gradients)
@@ -69,9 +69,9 @@ def adam(p: Any, gradients: Any, state: tuple[Any, Any, Any]) -> tuple[Any, tupl
 
 
 def main(steps: int = 200, batch: int = 32, length: int = 64, **options: Any) -> tuple[list[float], float]:
-    """Losses of all steps, and the largest relative difference of a gradient from the plain block's.
+    """Returns the losses of all steps, and the largest relative difference of a gradient from jax.numpy's.
 
-    options: for `attention`, such as kernels or backend.
+    options: passed to `attention`, such as kernels or backend.
     """
     attend = functools.partial(attention, mask=Causal(), **options)
     key, drawn = jax.random.split(jax.random.key(0))

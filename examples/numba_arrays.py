@@ -1,4 +1,4 @@
-"""Numba: device arrays and a stream of Numba; results are shown to Numba without a copy."""
+"""Numba: device arrays and a stream of Numba; Numba reads the results without a copy."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from cutlass_py_attn import Causal, attention_forward
 
 @cuda.jit  # type: ignore[untyped-decorator]
 def scale(array: Any, factor: float) -> None:
-    """Multiply every element in place."""
+    """Multiplies every element in place."""
     for i in range(cuda.grid(1), array.size, cuda.gridsize(1)):
         array[i] *= factor
 
 
 def main(**options: Any) -> float:
-    """The largest difference of a scaled output from the NumPy reference."""
+    """Returns the largest difference of a scaled output from the NumPy reference."""
     rng = np.random.default_rng(0)
     host = [rng.standard_normal((2, 300, 4, 64), dtype=np.float32) for _ in range(3)]
     stream = cuda.stream()
     query, key, value = (cuda.to_device(array, stream=stream) for array in host)
     scale[64, 128, stream](query.ravel(), np.float32(0.5))
-    # Behind Numba's kernel, before the next one: all are on the one stream.
+    # All kernels run on one stream, in order: Numba's, the attention kernels, Numba's.
     output, _ = attention_forward(query, key, value, mask=Causal(), stream=stream, **options)
     result = cuda.as_cuda_array(output, sync=False)
     scale[64, 128, stream](result.ravel(), np.float32(2))

@@ -11,7 +11,7 @@ from cutlass_py_attn import Causal, attention_backward, attention_forward
 
 
 def main(**options: Any) -> float:
-    """Forward and backward on the GPU; the largest difference from the NumPy reference."""
+    """Runs forward and backward on the GPU; returns the largest difference from the NumPy reference."""
     rng = np.random.default_rng(0)
     query, key, value, grad_output = (rng.standard_normal((2, 300, 4, 64), dtype=np.float32) for _ in range(4))
     operands = query, key, value

@@ -1,1 +1,1 @@
-"""Tests: tests/cpu needs no GPU, tests/gpu needs one and is a package that tools import as well."""
+"""Tests: tests/gpu needs a GPU; all others run on any machine."""

@@ -1,4 +1,4 @@
-"""Files: writes a bundle's folder, whole or not at all, and reads one where neither compiler nor CUDA toolkit is."""
+"""Files: writes a bundle's folder, completely or not at all, and reads it without compiler or CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from cutlass_py_attn import driver, planner
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bundle import header
 from cutlass_py_attn.bundle.manifest import FORMAT, SEAL, Target, manifest, sealed, sha256
-from cutlass_py_attn.bundle.problems import from_json
-from cutlass_py_attn.device import architecture, runs_on
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
-from cutlass_py_attn.launch import Bound, bind
-from cutlass_py_attn.plan import Build, Plan
-from cutlass_py_attn.problem import Problem
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.arch import architecture, runs_on
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.serialize import from_json
+from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime.launch import Bound, bind
 
 MANIFEST: Final = "manifest.json"
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
@@ -35,14 +37,15 @@ def export_bundle(
     name: str = "attention",
     kernels: Callable[[Build], Artifact] | None = None,
 ) -> Bundle:
-    """Write the kernels of `problems` (one for each direction) for every target of `archs` into `folder`.
+    """Writes the kernels of `problems` (one for each direction) for every target of `archs` into `folder`.
 
-    It then holds <arch>/<symbol>.cubin, .ptx and .json, manifest.json and the C header <name>.h, whose functions
-    begin with `name`. For sm_90a the Hopper kernels are taken where there are some, else those of sm_90.
-    kernels: gives the Artifact of a Build; None compiles. A bundle that is there already is replaced; a folder that
-    holds anything else is refused. The folder appears whole or not at all.
+    The folder then holds <arch>/<symbol>.cubin, .ptx and .json, manifest.json and the C header <name>.h, whose
+    functions have the prefix `name`. For sm_90a the sm90 kernels are exported if they support the problem, else those
+    of sm_90.
+    kernels: returns the Artifact of a Build; None compiles. An older bundle is replaced; a folder with any other
+    content is refused. The folder is written completely or not at all.
 
-    NotSupported lists every objection; CompileError: no plan of a problem compiles; Stale: `kernels` has none.
+    NotSupported lists every objection. CompileError: no plan of a problem compiles. Stale: `kernels` has none of them.
     """
     path, problems, archs = Path(folder), tuple(problems), tuple(archs)
     _check(path, problems, archs, name)
@@ -62,14 +65,14 @@ def export_bundle(
 
 
 def load_bundle(folder: str | os.PathLike[str]) -> Bundle:
-    """The bundle of a folder that `export_bundle` wrote; Stale names what is missing, damaged or of another version."""
+    """Returns the bundle of a folder; Stale names what is missing, damaged or of another version."""
     return Bundle(folder)
 
 
 class Bundle:
-    """The kernels of a bundle. As `kernels` of attention_forward and attention_backward it gives their artifacts.
+    """The kernels of a bundle, which may be passed as `kernels` to attention_forward and attention_backward.
 
-    `manifest` is the JSON object of manifest.json. Making one reads every file and compares it with its sha256.
+    manifest: the JSON object of manifest.json. The constructor reads every file and compares it with its sha256.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -79,7 +82,7 @@ class Bundle:
         self.artifacts = tuple(self._files.all())
 
     def __call__(self, build: Build) -> Artifact:
-        """The artifact of `build`; Stale where the bundle has other kernels."""
+        """Returns the artifact of `build`; Stale if the bundle does not have it."""
         for artifact in self.artifacts:
             if artifact.build == build:
                 return artifact
@@ -87,21 +90,22 @@ class Bundle:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """forward, backward or both."""
+        """The directions of the bundle: forward, backward or both."""
         return tuple(self.manifest["passes"])
 
     def problem(self, direction: str) -> Problem:
-        """The problem that was exported for this direction."""
+        """Returns the exported problem of this direction."""
         return from_json(self._pass(direction)["problem"])
 
     def plans(self, direction: str) -> tuple[Plan, ...]:
-        """The plans that were exported for this direction, the preferred target first."""
+        """Returns the exported plans of this direction, the preferred target first."""
         return tuple(Plan.from_json(json.dumps(target["plan"])) for target in self._pass(direction)["targets"])
 
     def bind(self, direction: str, problem: Problem | None = None, device: int = 0) -> Bound:
-        """The kernels of this direction on GPU `device`, for the exported problem or another that they serve.
+        """Binds the kernels of this direction on GPU `device`.
 
-        Stale: the bundle has no kernels for the problem or the GPU. Else as `launch.bind`.
+        problem: None for the exported one, or another problem that the kernels serve.
+        Stale: the bundle has no kernels for the problem or the GPU. Other errors as `launch.bind`.
         """
         wanted = problem or self.problem(direction)
         gpu = driver.device(device)
@@ -136,13 +140,13 @@ class Bundle:
 
 
 def _compiler() -> Callable[[Build], Artifact]:
-    from cutlass_py_attn.compiler import artifact_for
+    from cutlass_py_attn.compilation.compiler import artifact_for
 
     return artifact_for
 
 
 def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: str) -> None:
-    """Every objection to what is to be exported, and to where."""
+    """Raises NotSupported with every objection to the arguments of an export."""
     reasons = [reason for problem in problems for reason in problem.reasons()]
     directions = [problem.direction for problem in problems]
     if not problems:
@@ -153,10 +157,10 @@ def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: 
         reasons.append("archs is empty: must name at least one target, such as sm_80; pass one")
     if not _NAME.fullmatch(name):
         reasons.append(
-            f"name = {name!r}: must be lower-case letters, digits and _, as C functions begin with it; correct it"
+            f"name = {name!r}: must be lower-case letters, digits and _, as the prefix of C functions; correct it"
         )
     if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or _is_bundle(path))):
-        reasons.append(f"folder {path}: holds something else than a bundle; name a new one")
+        reasons.append(f"folder {path}: holds other files than a bundle; name a new one")
     for arch in archs:
         try:
             architecture(arch)
@@ -175,13 +179,15 @@ def _is_bundle(path: Path) -> bool:
 
 
 def _best(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> Target:
-    """The first plan for the target whose kernels can be had. A bundle serves any lengths: no kernels for short or for
-    long ones only."""
+    """Returns the first plan for the target whose kernels compile or exist.
+
+    A bundle serves every length, so kernels for short or for long sequences only are skipped.
+    """
     limits = architecture(arch)
     own = not limits.is_portable
     plans = planner.plans_on(problem, limits.compute_capability) if own else planner.plans(problem, arch)
     first: CompileError | Stale | None = None
-    for plan in (plan for plan in plans if not (plan.build.whole_heads or plan.build.multicast)):
+    for plan in (plan for plan in plans if plan.build.body.lengths == "any"):
         try:
             return Target(problem, plan, kernels(plan.build), architecture(plan.build.arch).num_sms)
         except (CompileError, Stale) as error:
@@ -191,14 +197,14 @@ def _best(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> 
 
 
 def _preference(target: Target) -> tuple[bool, bool, tuple[int, int]]:
-    """Forward before backward; then what is made for one GPU alone, then the newest."""
+    """Sort key: forward before backward, then targets for one generation alone, then the newest target."""
     limits = target.plan.architecture
     major, minor = limits.compute_capability
     return target.problem.direction == "backward", limits.is_portable, (-major, -minor)
 
 
 def _put(path: Path, files: Mapping[str, bytes]) -> None:
-    """The folder with these files in place of what was there: written beside it, then renamed."""
+    """Replaces the folder by one with these files, which are written to a sibling folder and then renamed."""
     parent = path.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(dir=parent, prefix=f".{path.name}."))
@@ -218,7 +224,7 @@ def _put(path: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The manifest, every file compared with it."""
+    """Returns the manifest, after a comparison of every file with it."""
     try:
         found = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError) as error:
@@ -227,7 +233,7 @@ def _read(path: Path) -> dict[str, Any]:
         given = found.get("format") if isinstance(found, dict) else type(found).__name__
         raise Stale(f"{path / MANIFEST}: format {given!r}, this version reads {FORMAT!r}; {_AGAIN}")
     if sealed(found)[SEAL] != found.get(SEAL):
-        raise Stale(f"{path / MANIFEST}: is not as it was written; {_AGAIN}")
+        raise Stale(f"{path / MANIFEST}: differs from what was written; {_AGAIN}")
     for name, facts in found["files"].items():
         try:
             data = (path / name).read_bytes()
@@ -236,5 +242,5 @@ def _read(path: Path) -> dict[str, Any]:
                 f"{path / name}: cannot be read ({error.strerror}); copy the whole folder, or {_AGAIN}"
             ) from error
         if sha256(data) != facts["sha256"]:
-            raise Stale(f"{path / name}: is not as it was written; {_AGAIN}")
+            raise Stale(f"{path / name}: differs from what was written; {_AGAIN}")
     return found

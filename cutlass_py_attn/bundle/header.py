@@ -1,19 +1,18 @@
-"""Header: the manifest as a C header that launches its kernels; header.h.j2 is its text."""
+"""Header: writes the manifest as a C header that launches the kernels; header.h.j2 is the template."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from cutlass_py_attn import decode
-from cutlass_py_attn.bundle import rules
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan import expressions, split_kv
 
 _TEMPLATE = Path(__file__).with_name("header.h.j2")
 
 
 def render(manifest: dict[str, Any]) -> str:
-    """The header of a manifest, from it alone; NotSupported where jinja2 is not installed."""
+    """Returns the header of a manifest; NotSupported if jinja2 is not installed."""
     try:
         import jinja2
     except ImportError as error:
@@ -29,19 +28,19 @@ def render(manifest: dict[str, Any]) -> str:
             direction: {target["arch"]: number for number, target in enumerate(item["targets"])}
             for direction, item in passes.items()
         },
-        max_splits=decode.MAX_SPLITS,
-        block_tiles=decode.BLOCK_TILES,
+        max_splits=split_kv.MAX_SPLITS,
+        block_tiles=split_kv.SPLIT_OVERHEAD_TILES,
     )
 
 
 def _in_c(rule: str, prefix: str, local: set[str]) -> str:
-    """The rule with its names where the header has them."""
+    """Returns the rule as a C expression, with its names replaced by those of the header."""
 
     def named(word: str) -> str:
-        if word in rules.FUNCTIONS:
+        if word in expressions.FUNCTIONS:
             return f"{prefix}_{word}"
         if word == "num_sms":
             return "b->num_sms"
         return word if word in local else f"c->{word}"
 
-    return rules.NAME.sub(lambda found: named(found[0]), rule)
+    return expressions.NAME.sub(lambda found: named(found[0]), rule)

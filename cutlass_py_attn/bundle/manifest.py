@@ -1,7 +1,7 @@
-"""Manifest: everything a host must know to launch the kernels of a bundle, as one JSON object.
+"""Manifest: everything that a host needs to launch the kernels of a bundle, as one JSON object.
 
-What the exported plan holds is written as it stands; beside it stands the rule for other sizes, which must give that
-very number for the exported problem, or nothing is written. docs/bundles.md is the schema.
+The numbers of the exported plan are written with the rules that give them for other sizes. A rule must give the plan's
+number for the exported problem, or the export fails. docs/bundles.md has the schema.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cutlass_py_attn import __version__, abi, kernels, planner
+from cutlass_py_attn import __version__
 from cutlass_py_attn.artifact import Artifact, Kernel
-from cutlass_py_attn.bundle import rules
-from cutlass_py_attn.bundle.conditions import conditions, mapped
 from cutlass_py_attn.bundle.numbers import inputs, meaning, pointers
-from cutlass_py_attn.bundle.problems import to_json
 from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan import Launch, Plan, TensorMap
-from cutlass_py_attn.problem import ITEM_BYTES, Problem
+from cutlass_py_attn.plan import abi, entry_points, expressions, launch_rules, planner
+from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
+from cutlass_py_attn.plan.preconditions import conditions, mapped
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.serialize import to_json
+from cutlass_py_attn.problem.tensors import ITEM_BYTES
 
 Json = dict[str, Any]
 
-FORMAT: Final = "cutlass_py_attn bundle 1"
+FORMAT: Final = "cutlass_py_attn bundle 2"
 SEAL: Final = "sha256_of_the_rest"
 _MANY_SMS: Final = 2**40
 _ON_DEVICE: Final = {f"{name}_address": name for name in abi.SEED}
@@ -33,7 +34,7 @@ _ON_DEVICE: Final = {f"{name}_address": name for name in abi.SEED}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The kernels of one problem for one architecture; num_sms is what the plan's numbers are for."""
+    """The kernels of one problem for one architecture. num_sms: multiprocessors for which the plan was made."""
 
     problem: Problem
     plan: Plan
@@ -42,9 +43,10 @@ class Target:
 
 
 def manifest(name: str, targets: Sequence[Target], files: Mapping[str, bytes]) -> Json:
-    """The sealed manifest of these targets, of one problem for each direction; `files` are the bundle's others.
+    """Returns the sealed manifest of these targets, which have one problem for each direction.
 
-    NotSupported: a problem that a bundle cannot serve. Stale: a rule that does not give the plan's number.
+    files: the other files of the bundle. NotSupported: a problem that a bundle cannot serve. Stale: a rule that does
+    not give the plan's number.
     """
     passes: dict[str, Json] = {}
     for target in targets:
@@ -72,34 +74,34 @@ def manifest(name: str, targets: Sequence[Target], files: Mapping[str, bytes]) -
 
 
 def sealed(data: Json) -> Json:
-    """The object with the sha256 of its own JSON text at the end."""
+    """Returns the object with the sha256 of its own JSON text as the last item."""
     rest = {key: value for key, value in data.items() if key != SEAL}
     return {**rest, SEAL: sha256(json.dumps(rest, sort_keys=True).encode())}
 
 
 def sha256(data: bytes) -> str:
-    """In hexadecimal."""
+    """Returns the SHA-256 of the data in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def names_of(problem: Problem, plan: Plan, num_sms: int) -> dict[str, float]:
-    """What every name in the plan's rules stands for: inputs, num_sms and the definitions."""
+    """Returns the value of every name in the plan's rules: inputs, num_sms and the definitions."""
     found: dict[str, float] = {name: item.value for name, item in inputs(problem, plan.build).items()}
     found["num_sms"] = num_sms
-    for name, rule in rules.definitions(problem, plan.build).items():
-        found[name] = rules.evaluate(rule, found)
+    for name, rule in launch_rules.definitions(problem, plan.build).items():
+        found[name] = expressions.evaluate(rule, found)
     return found
 
 
 def _target(target: Target) -> Json:
     problem, plan, build = target.problem, target.plan, target.plan.build
     names = names_of(problem, plan, target.num_sms)
-    asked = conditions(problem, build)
-    broken = [f"{problem.direction}: {says}" for rule, says in asked if not rules.evaluate(rule, names)]
+    required = conditions(problem, build)
+    broken = [f"{problem.direction}: {says}" for rule, says in required if not expressions.evaluate(rule, names)]
     if broken:
         raise NotSupported(broken)
-    defined = rules.definitions(problem, build)
-    planned = dict(plan.sizes)
+    defined = launch_rules.definitions(problem, build)
+    planned = dict(plan.params)
     for name in defined:
         _agree(defined[name], names[name], planned[name])
     limits = plan.architecture
@@ -110,12 +112,12 @@ def _target(target: Target) -> Json:
         "later_minors": limits.is_portable,
         "symbol": build.symbol,
         "family": build.family,
-        "why": plan.why,
+        "why": plan.reason,
         "cubin": f"{stem}.cubin",
         "ptx": f"{stem}.ptx",
         "num_sms": target.num_sms,
         "definitions": [{"name": name, "rule": rule, "value": names[name]} for name, rule in defined.items()],
-        "conditions": [{"rule": rule, "says": says} for rule, says in asked],
+        "conditions": [{"rule": rule, "says": says} for rule, says in required],
         "struct": _struct(problem, plan, names),
         "workspace": _workspace(plan, names),
         "launches": list(_launches(target, names)),
@@ -124,12 +126,12 @@ def _target(target: Target) -> Json:
 
 
 def _struct(problem: Problem, plan: Plan, names: Mapping[str, float]) -> Json:
-    """The kernels' struct parameter, every field with where its value comes from."""
+    """Describes the kernels' struct parameter: every field with the source of its value."""
     build = plan.build
-    fields = abi.fields_of(build.kind, build.family)
-    numbers = rules.fields(problem, build, inputs(problem, build))
+    fields = abi.fields_of(build)
+    numbers = launch_rules.fields(problem, build, inputs(problem, build))
     arrays = pointers(problem)
-    scratch = rules.workspace(build)
+    scratch = {rule.name for rule in launch_rules.workspace(build)}
     rows = []
     for (name, kind), (_, offset, size) in zip(fields, abi.layout(fields), strict=True):
         array = _ON_DEVICE.get(name, "" if name in abi.SEED else name)
@@ -139,51 +141,49 @@ def _struct(problem: Problem, plan: Plan, names: Mapping[str, float]) -> Json:
         elif name in scratch:
             source = {"workspace": name}
         else:
-            source["value"] = rules.evaluate(source["rule"], names)
+            source["value"] = expressions.evaluate(source["rule"], names)
         rows.append({"name": name, "type": kind, "offset": offset, "bytes": size, "meaning": meaning(name), **source})
     return {"bytes": abi.numpy_struct(fields).itemsize, "fields": rows}
 
 
 def _workspace(plan: Plan, names: Mapping[str, float]) -> Json:
-    """The parts behind each other, each at the next multiple of the alignment."""
+    """Describes the buffers of the workspace in order; each starts at the next multiple of the alignment."""
     space = plan.workspace
-    planned = {part.name: part for part in space.parts}
+    planned = {part.name: part for part in space.buffers}
     parts = []
-    for name, rule in rules.workspace(plan.build).items():
-        when = rules.when(plan.build, name)
-        is_there = bool(rules.evaluate(when, names))
-        part = planned.get(name)
-        _agree(rule, rules.evaluate(rule, names) if is_there else None, part.bytes if part else None)
-        is_zeroed = name not in ("delta", "logsumexp_log2", "partial_output", "partial_logsumexp")
+    for rule in launch_rules.workspace(plan.build):
+        is_there = bool(expressions.evaluate(rule.condition, names))
+        part = planned.get(rule.name)
+        _agree(rule.bytes, expressions.evaluate(rule.bytes, names) if is_there else None, part.bytes if part else None)
         if part is not None:
-            _agree(f"zeroing of {name}", is_zeroed, part.offset < space.zero_bytes)
+            _agree(f"zeroing of {rule.name}", rule.is_zeroed, part.offset < space.zero_bytes)
         parts.append({
-            "name": name,
-            "meaning": meaning(name),
-            "when": when,
+            "name": rule.name,
+            "meaning": meaning(rule.name),
+            "when": rule.condition,
             "bytes": part.bytes if part else 0,
-            "bytes_rule": rule,
+            "bytes_rule": rule.bytes,
             "offset": part.offset if part else 0,
-            "zeroed": is_zeroed,
+            "zeroed": rule.is_zeroed,
         })  # fmt: skip
     return {
         "bytes": space.bytes,
         "zero_bytes": space.zero_bytes,
         "alignment": planner.WORKSPACE_ALIGNMENT,
-        "parts": parts,
+        "buffers": parts,
     }
 
 
 def _launches(target: Target, names: Mapping[str, float]) -> Iterator[Json]:
     problem, plan, build = target.problem, target.plan, target.plan.build
     planned = {launch.symbol: launch for launch in plan.launches}
-    grids = rules.grids(problem, build)
-    for role, symbol in kernels.entries(build).items():
-        when, grid_rules = rules.when(build, role), grids[role]
+    grids = launch_rules.grids_of(problem, build)
+    for role, symbol in entry_points.entries(build).items():
+        when, grid_rules = launch_rules.launch_condition(build, role), grids[role]
         launch = planned.get(symbol) or _not_launched(target, role, symbol)
         if symbol in planned:
-            _agree(", ".join(grid_rules), tuple(rules.evaluate(rule, names) for rule in grid_rules), launch.grid)
-        _agree(when, bool(rules.evaluate(when, names)), symbol in planned)
+            _agree(", ".join(grid_rules), tuple(expressions.evaluate(rule, names) for rule in grid_rules), launch.grid)
+        _agree(when, bool(expressions.evaluate(when, names)), symbol in planned)
         kernel = target.artifact.kernel(symbol)
         yield {
             "role": role,
@@ -202,12 +202,12 @@ def _launches(target: Target, names: Mapping[str, float]) -> Iterator[Json]:
 
 
 def _not_launched(target: Target, role: str, symbol: str) -> Launch:
-    """The entry that the exported problem does without: its plan for a huge device has it."""
+    """Returns the launch of an entry that the exported problem does not launch, from the plan for a huge device."""
     build = target.plan.build
     plans = planner.plans(target.problem, build.arch, _MANY_SMS)
     found = [launch for plan in plans if plan.build == build for launch in plan.launches if launch.symbol == symbol]
     if not found:
-        raise Stale(f"{symbol}: no plan launches the entry {role}; the rules of bundles are behind the planner")
+        raise Stale(f"{symbol}: no plan launches the entry {role}; update the rules of bundles to the planner")
     return dataclasses.replace(found[0], grid=(0, 0, 0))
 
 
@@ -216,17 +216,17 @@ def _static_bytes(plan: Plan, kernel: Kernel) -> int:
 
 
 def _parameters(kernel: Kernel, maps: tuple[str, ...]) -> Iterator[Json]:
-    """Offsets and sizes as the cubin states them; the maps come first, the struct last."""
+    """Yields offsets and sizes from the cubin: the tensor maps first, the struct last."""
     meanings = *(f"CUtensorMap of {name}" for name in maps), "the struct"
     for parameter, words in zip(kernel.parameters, meanings, strict=True):
         yield {"name": parameter.name, "offset": parameter.offset, "bytes": parameter.size, "meaning": words}
 
 
 def _tensor_map(problem: Problem, recipe: TensorMap, names: Mapping[str, float]) -> Json:
-    """What cuTensorMapEncodeTiled takes, innermost axis first; strides in elements, the innermost one left out."""
-    sizes, strides = rules.tensor_map(problem, recipe)
+    """Returns cuTensorMapEncodeTiled's arguments, innermost axis first; strides in elements, without the innermost."""
+    sizes, strides = launch_rules.tensor_map(problem, recipe.field)
     for rule, planned in zip((*sizes, *strides), (*recipe.sizes, *recipe.strides), strict=True):
-        _agree(rule, rules.evaluate(rule, names), planned)
+        _agree(rule, expressions.evaluate(rule, names), planned)
     return {
         "pointer": recipe.field,
         "dtype": problem.dtype,
@@ -245,6 +245,6 @@ def _tensor_map(problem: Problem, recipe: TensorMap, names: Mapping[str, float])
 
 
 def _agree(rule: str, found: object, planned: object) -> None:
-    """A rule that does not give the plan's number is no rule."""
+    """Raises Stale if a rule does not give the plan's number."""
     if found != planned:
-        raise Stale(f"rule {rule!r} gives {found}, the plan has {planned}: the rules of bundles are behind the planner")
+        raise Stale(f"rule {rule!r} gives {found}, the plan has {planned}: update the rules of bundles to the planner")

@@ -1,15 +1,17 @@
-"""Numbers: what a host passes to a launch beside addresses, and every address, each with its meaning."""
+"""Numbers: the numbers and the addresses that a host passes to a launch, each with its meaning."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-from cutlass_py_attn import abi, packing, planner
-from cutlass_py_attn.bundle import rules
-from cutlass_py_attn.bundle.conditions import EDGES
-from cutlass_py_attn.plan import Build
-from cutlass_py_attn.problem import BIASES, LSE_PADDING, Problem, Tensor
+from cutlass_py_attn.plan import abi, launch_rules
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.preconditions import EDGES
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, Tensor
+from cutlass_py_attn.runtime import params
+from cutlass_py_attn.score_terms import registry
 
 _SIZES: Final = {
     "batch": "batch size",
@@ -26,38 +28,29 @@ _LONGEST: Final = {
     "tokens_k": "rows of key: the keys of all sequences together, or more",
 }
 _OTHERS: Final = {
-    "window_left": "keys seen before the diagonal's own",
-    "window_right": "keys seen behind the diagonal's own; 0 is causal",
+    "window_left": "visible keys before the diagonal",
+    "window_right": "visible keys after the diagonal; 0 is causal",
     "bottom_right": "1: the diagonal ends in the last query and key; 0: it starts in the first",
     "scale": "factor of Q K^T",
-    "softcap": "bound of the scores: softcap * tanh(scale Q K^T / softcap)",
-    "dropout_threshold": "int32 with the bits of the smallest 32-bit word that keeps a weight",
-    "keep_scale": "factor of the weights that are kept: 1 / (1 - dropout_p)",
-    "philox_seed": "key of the random numbers, all 64 bits",
-    "philox_offset": "index of the first random word, all 64 bits",
-    "alibi_batch": "elements from one batch of alibi_slopes to the next; 0 where they are the same",
 }
 _WORKSPACE: Final = {
     "grad_query_accum": "float32 sum of the query gradient, in the kernel's own order",
-    "turn": "int32 turn of each query tile",
+    "turn": "int32 semaphore of each query tile",
     "started": "int32 count of blocks, or of key tiles, that have started",
     "delta": "float32 rowsum(grad_output * output)",
     "logsumexp_log2": "float32 logsumexp in base 2",
-    "partial_output": "float32 output of each block that shares keys",
-    "partial_logsumexp": "float32 logsumexp of each block that shares keys, in base 2",
+    "partial_output": "float32 partial output of each key split",
+    "partial_logsumexp": "float32 partial logsumexp of each key split, in base 2",
 }
 _DERIVED: Final = {
     "group": "query heads that share a key head",
-    "num_splits_key": "blocks that share the keys of one head",
+    "num_splits_key": "blocks that split the keys of one head",
     "total_tiles": "query tiles of one head over the whole batch",
-    "first_batch": "batch that grid position 0 stands for",
-    "first_head": "head that grid position 0 stands for",
+    "first_batch": "batch index of grid position 0",
+    "first_head": "head index of grid position 0",
     "scale_log2": "scale * log2(e)",
 }
 _VECTORS: Final = {
-    "alibi_slopes": "slope of each head's linear bias",
-    "sinks": "logit of each head that joins the softmax's denominator",
-    "grad_sinks": "gradient of sinks",
     "cu_seqlens_q": "where the queries of each sequence start; the last entry is where they end",
     "cu_seqlens_k": "where the keys of each sequence start; the last entry is where they end",
     "seqused_k": "keys that each sequence uses",
@@ -68,7 +61,7 @@ _VECTORS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A number that the host may change from launch to launch: `value` is the exported problem's, type i64 or f64."""
+    """A number that may differ from launch to launch. type: i64 or f64; value: that of the exported problem."""
 
     type: str
     value: float
@@ -77,7 +70,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """An array in device memory: sizes as rules, strides as the names of inputs or rules, alignment in bytes."""
+    """An array in device memory. shape: rules; strides: names of inputs, or rules; alignment (bytes)."""
 
     dtype: str
     shape: tuple[str, ...]
@@ -88,43 +81,48 @@ class Pointer:
 
 
 def inputs(problem: Problem, build: Build) -> dict[str, Input]:
-    """Sizes, strides (in elements), edges of the mask and factors, by name."""
-    given = packing.numbers(problem)
+    """Returns sizes, strides (in elements), edges of the mask and factors, by name."""
+    given = params.numbers(problem)
     lengths = _LONGEST if problem.sequences is not None else {}
     found = {name: Input("i64", value, {**_SIZES, **lengths}[name]) for name, value in sizes(problem).items()}
     for name in problem.tensors():
         for axis in _strides(name):
             found[axis] = Input("i64", int(given[axis]), meaning(axis))
-    if problem.alibi_slopes is not None:
-        found["alibi_batch"] = Input("i64", int(given.get("alibi_batch", 0)), meaning("alibi_batch"))
-    planned = dict(planner.sizes(problem, build))
+    terms = registry.present(problem)
+    for field in (term.vector.batch_field for term in terms if term.vector is not None):
+        found |= {field: Input("i64", int(given[field]), meaning(field))} if field else {}
+    planned = dict(launch_rules.params(problem, build))
     edges = EDGES[build.mask]
-    numbers = [*edges, *(("bottom_right",) if edges else ()), *(("dropout_threshold",) if problem.dropout_p else ())]
+    numbers = [*edges, *(("bottom_right",) if edges else ()), *(name for term in terms for name in term.struct.sizes)]
     found |= {name: Input("i64", planned[name], meaning(name)) for name in numbers}
-    present = {"scale": True, "softcap": problem.softcap, "keep_scale": problem.dropout_p}
-    found |= {name: Input("f64", given[name], meaning(name)) for name, is_present in present.items() if is_present}
-    if problem.dropout_p and not problem.philox_on_device:
-        found |= {name: Input("i64", 0, _OTHERS[name]) for name in abi.SEED}
-    return found
+    factors = ("scale", *(name for term in terms for name in term.struct.factors))
+    found |= {name: Input("f64", given[name], meaning(name)) for name in factors}
+    immediate = (name for term in terms for name in term.immediate_numbers(problem))
+    return found | {name: Input("i64", 0, meaning(name)) for name in immediate}
 
 
 def sizes(problem: Problem) -> dict[str, int]:
-    """The sizes of the problem by the names that rules use."""
+    """Returns the sizes of the problem by the names that rules use."""
     shape = problem.shape
     found = {name: getattr(shape, name) for name in _SIZES}
     return found | (dict(zip(("tokens_q", "tokens_k"), shape.tokens, strict=True)) if shape.tokens is not None else {})
 
 
 def pointers(problem: Problem) -> dict[str, Pointer]:
-    """Every array of the pass, in the order of `Bound.tensor_names`."""
+    """Returns every array of the pass, in the order of `Bound.tensor_names`."""
     found = {}
-    needed = packing.alignments(problem)
+    needed = params.alignments(problem)
     for name, tensor in problem.tensors().items():
         strides = tuple(_strides(name)) if name in BIASES else (*_strides(name)[:3], "1")
         if name == "grad_output":
             strides = tuple(_strides(name))
         found[name] = Pointer(
-            tensor.dtype, rules.shape(problem, name), strides, tensor.alignment, _access(problem, name), meaning(name)
+            tensor.dtype,
+            launch_rules.shape(problem, name),
+            strides,
+            tensor.alignment,
+            _access(problem, name),
+            meaning(name),
         )
     rows = f"round_up(num_queries, {LSE_PADDING})"
     steps = f"num_heads * {rows}", rows, "1"
@@ -141,10 +139,15 @@ def _vector(problem: Problem, name: str, tensor: Tensor) -> Pointer:
         "cu_seqlens_k": ("batch + 1",),
         "seqused_k": ("batch",),
     }
-    shapes |= dict.fromkeys(abi.SEED, ("1",)) | dict.fromkeys(("sinks", "grad_sinks"), ("num_heads",))
-    shapes["alibi_slopes"] = ("batch", "num_heads")[-len(tensor.shape) :]
-    strides = ("alibi_batch", "1")[-len(tensor.shape) :]
-    return Pointer(tensor.dtype, shapes[name], strides, tensor.alignment, _access(problem, name), _VECTORS[name])
+    shapes |= dict.fromkeys(abi.SEED, ("1",))
+    strides: tuple[str, ...] = ("1",)
+    meanings = _VECTORS
+    for term in registry.present(problem):
+        if term.vector is not None and name in term.vectors(problem):
+            shapes[name] = term.vector.axes_of(len(tensor.shape))
+            strides = (term.vector.batch_field, "1")[-len(tensor.shape) :]
+            meanings = {**_VECTORS, name: meaning(name)}
+    return Pointer(tensor.dtype, shapes[name], strides, tensor.alignment, _access(problem, name), meanings[name])
 
 
 def _access(problem: Problem, name: str) -> str:
@@ -154,18 +157,20 @@ def _access(problem: Problem, name: str) -> str:
 
 
 def _strides(name: str) -> list[str]:
-    """The inputs that are a tensor's strides."""
+    """Returns the names of the inputs that are a tensor's strides."""
     axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head")
     return [f"{name}_{axis}" for axis in (*axes, "column")[: 4 if name == "grad_output" else len(axes)]]
 
 
 def meaning(name: str) -> str:
-    """What the input or struct field of that name is, in a few words."""
+    """Returns the meaning of an input or struct field in a few words."""
+    if found := registry.meaning(name):
+        return found
     for table in (_SIZES, _OTHERS, _WORKSPACE, _DERIVED, _VECTORS):
         if name in table:
             return table[name]
     if name.endswith("_address"):
-        return f"address of {name.removesuffix('_address')}, where it lies in device memory"
+        return f"address of {name.removesuffix('_address')}, which is in device memory"
     tensor, _, axis = name.rpartition("_")
     if axis in ("batch", "row", "head", "column"):
         return f"elements from one {axis} of {tensor} to the next"

@@ -1,4 +1,4 @@
-"""Build: compiles kernels into a folder that machines without the compiler launch from."""
+"""Build: compiles kernels into a folder from which machines without the compiler launch them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from pathlib import Path
 import click
 
 from cutlass_py_attn.artifact import Folder
-from cutlass_py_attn.cli import kernels
-from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, MASKS, Selection
+from cutlass_py_attn.cli import artifacts
+from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, MASKS, Selection, problems
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.errors import CompileError
+from cutlass_py_attn.plan.planner import plan
+from cutlass_py_attn.problem.tensors import DIRECTIONS
 
 DEFAULT_HEAD_DIM = 128
 
 
 @click.command()
 @click.option("--arch", "archs", type=click.Choice(ARCHS), multiple=True, required=True, help="Compile target.")
-@click.option("--symbol", "symbols", multiple=True, help="A kernel by its name, in place of the options below.")
+@click.option("--symbol", "symbols", multiple=True, help="A kernel by its symbol, in place of the options below.")
+@click.option("--problem", "names", multiple=True, metavar="NAME|FILE.json",
+              help="The kernels of a problem (words: bench --help), in place of the options below.")  # fmt: skip
 @click.option("--kind", type=click.Choice([*KINDS, "all"]), help="Default: all.")
 @click.option("--dtype", "dtypes", type=click.Choice(list(DTYPES)), multiple=True, help="Default: all.")
 @click.option("--head-dim", "head_dims", type=int, multiple=True, help=f"Default: {DEFAULT_HEAD_DIM}.")
@@ -28,6 +32,7 @@ def build(
     *,
     archs: tuple[str, ...],
     symbols: tuple[str, ...],
+    names: tuple[str, ...],
     kind: str | None,
     dtypes: tuple[str, ...],
     head_dims: tuple[int, ...],
@@ -37,9 +42,9 @@ def build(
 ) -> None:
     """Compile kernels into a folder: <arch>/<symbol>.ptx, .cubin and .json.
 
-    Options that take a name may be given several times; every combination is built. No GPU is needed. A kernel of more
-    than these options say (bias, dropout, variable length, grouped heads, two head dims) is named by --symbol, as
-    `plan.symbol` and the message about a missing kernel have it. For an H100 or H200 build sm_90a beside sm_90.
+    Options may be repeated; every combination is built. No GPU is needed. Kernels with other features (bias, dropout,
+    variable length, grouped heads, two head dims) are named by --problem, or by --symbol, which is `plan.symbol` and
+    part of the message about a missing kernel. For an H100 or H200 build both sm_90a and sm_90.
     """
     selection = Selection(
         kinds=KINDS if kind in (None, "all") else (kind,),
@@ -48,20 +53,22 @@ def build(
         masks=masks or MASKS,
         deterministic=deterministic,
     )
-    if symbols and (kind or dtypes or head_dims or masks or deterministic):
+    if (symbols or names) and (kind or dtypes or head_dims or masks or deterministic):
         raise click.UsageError(
-            "--symbol names one whole kernel: --kind, --dtype, --head-dim, --mask and --deterministic cannot be given "
-            "beside it; leave them out, or build in two commands"
+            "--symbol and --problem name whole kernels: --kind, --dtype, --head-dim, --mask and --deterministic cannot "
+            "be combined with them; leave them out, or build in two commands"
         )
     folder = Folder(output)
-    if symbols:
+    if symbols or names:
         plans = [parse_symbol(symbol, arch) for arch in archs for symbol in symbols]
+        chosen = [problem for name in names for problem in problems(name, DIRECTIONS)]
+        plans += [plan(problem, arch) for arch in archs for problem in chosen]
     else:
         plans = [plan for arch in archs for plan in selection.plans(arch)]
-    made, failures = kernels.obtain(plans, kernels.compiler())
+    made, failures = artifacts.obtain(plans, artifacts.compiler())
     for item in made:
         folder.put(item.artifact)
-    kernels.show(made)
+    artifacts.show(made)
     click.echo(f"{len(made)} kernels in {output}")
     if failures:
         raise CompileError("\n".join(failures))

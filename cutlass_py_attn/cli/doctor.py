@@ -12,20 +12,20 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from cutlass_py_attn import driver
-from cutlass_py_attn.cache import default_folder
-from cutlass_py_attn.cli.kernels import console
+from cutlass_py_attn.cli.artifacts import console
 from cutlass_py_attn.cli.target import Gpu, first_gpu
-from cutlass_py_attn.compiler import toolchain
+from cutlass_py_attn.compilation.cache import default_folder
+from cutlass_py_attn.compilation.compiler import toolchain
 from cutlass_py_attn.errors import CompileError, DriverError, NoDevice, NotSupported
 from cutlass_py_attn.inspection import sass
+from cutlass_py_attn.runtime import driver
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked for, what was found ("" is nothing) and what to do then."""
+    """One line of the report. found: "" if it is missing; remedy: what to do then."""
 
     name: str
     found: str
@@ -49,7 +49,7 @@ def doctor(*, as_json: bool) -> None:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything that the package can use, in the order in which it uses it."""
+    """Yields a finding for everything that the package can use, in the order in which it uses it."""
     yield Finding("Python", platform.python_version())
     for name in ("cutlass-py-attn", "numpy", "ml_dtypes", "cuda-python"):
         yield Finding(name, _version(name), f"pip install {name}")
@@ -61,7 +61,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _gpu() -> Iterator[Finding]:
-    """The GPU and its compile target, or why there is none."""
+    """Yields the GPU and its compile target, or the reason why there is none."""
     remedy = "launching needs an NVIDIA GPU of compute capability 8.0+"
     try:
         gpu = first_gpu()

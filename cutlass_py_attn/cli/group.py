@@ -1,4 +1,4 @@
-"""Group: the list of commands; errors of this package end a command with their sentence, not a traceback."""
+"""Group: the list of commands. An error of this package ends a command with its message, without a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inspect: one kernel's PTX and SASS with their steps, resources, memory map and counts, or two kernels' difference."""
+"""Inspect: PTX, SASS, steps, resources, memory map and instruction counts of a kernel, or a comparison of two."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
-from cutlass_py_attn.cli import kernels
+from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.selection import ARCHS
 from cutlass_py_attn.cli.symbols import parse_symbol
-from cutlass_py_attn.cli.target import default_arch, hopper_arch
+from cutlass_py_attn.cli.target import default_arch, sm90_arch
 from cutlass_py_attn.inspection import listing, sass
 from cutlass_py_attn.inspection.difference import difference, text_difference
-from cutlass_py_attn.inspection.facts import Json, Subject, facts, subject
+from cutlass_py_attn.inspection.facts import InspectedKernel, Json, facts, inspect_kernel
 from cutlass_py_attn.inspection.page import page
 
 NO_SASS = "No instruction counts: they need nvdisasm, pip install 'cutlass-py-attn[inspect]'."
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What of the kernels is asked for."""
+class _Options:
+    """The options that concern a kernel. steps: mark the numbered steps; view: "ptx", "sass", "json" or ""."""
 
     arch: str | None
     folder: Path | None
@@ -40,7 +40,7 @@ class _Asked:
 @click.option(
     "--arch",
     type=click.Choice(ARCHS),
-    help="Compile target.  [default: the GPU's, else sm_90; sm_90a for the Hopper family]",
+    help="Compile target.  [default: the GPU's, else sm_90; sm_90a for the sm90 family]",
 )
 @click.option("--kernels", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path),
               help="Take the kernel from this folder of a `build` instead of compiling it.")  # fmt: skip
@@ -72,36 +72,36 @@ def inspect(
     html: Path | None,
     other: str | None,
 ) -> None:
-    """Show what kernel SYMBOL was compiled to; no GPU is needed.
+    """Show the compiled code and the resources of kernel SYMBOL; no GPU is needed.
 
-    SYMBOL is a name that `run` lists, such as bwd_generic_bf16_d128_causal. In the PTX and SASS a comment stands before
-    each step; it holds until the next.
+    SYMBOL is a name that `run` lists, such as bwd_sm80_bf16_d128_causal. In the PTX and SASS a comment precedes the
+    instructions of each step.
     """
     if html and (view or other):
         raise click.UsageError("--html writes a page of one kernel: leave out --ptx, --sass, --json and --diff")
-    asked = _Asked(arch, folder, steps, view or "")
-    found = _subject(symbol, asked, folder)
+    options = _Options(arch, folder, steps, view or "")
+    found = _subject(symbol, options, folder)
     if html:
         html.write_text(page(found))
         click.echo(f"{html}: {found.name}")
     elif other is None:
-        _show(found, asked.view)
+        _show(found, options.view)
     elif Path(other).is_dir():
-        _show_difference(found, _subject(symbol, asked, Path(other)), asked.view)
+        _show_difference(found, _subject(symbol, options, Path(other)), options.view)
     else:
-        _show_difference(found, _subject(other, asked, folder), asked.view)
+        _show_difference(found, _subject(other, options, folder), options.view)
 
 
-def _subject(symbol: str, asked: _Asked, folder: Path | None) -> Subject:
-    """The kernel of that name, from a folder or compiled; its steps cost a compile, so only where a view shows them."""
+def _subject(symbol: str, options: _Options, folder: Path | None) -> InspectedKernel:
+    """Returns the kernel of that name, from a folder or compiled. Its steps need another compilation."""
     usual = default_arch()
-    plan = parse_symbol(symbol, asked.arch or (hopper_arch(usual) if "_hopper_" in symbol else None) or usual)
-    source = kernels.prebuilt(folder) if folder else kernels.compiler()
+    plan = parse_symbol(symbol, options.arch or (sm90_arch(usual) if "_sm90_" in symbol else None) or usual)
+    source = artifacts.prebuilt(folder) if folder else artifacts.compiler()
     artifact, _ = source(plan.build)
-    return subject(plan, artifact, with_steps=asked.steps)
+    return inspect_kernel(plan, artifact, with_steps=options.steps)
 
 
-def _show(found: Subject, view: str) -> None:
+def _show(found: InspectedKernel, view: str) -> None:
     if view == "ptx":
         _print_ptx("\n".join(found.marked_ptx()))
     elif view == "sass":
@@ -112,7 +112,7 @@ def _show(found: Subject, view: str) -> None:
         _print_tables(facts(found))
 
 
-def _show_difference(left: Subject, right: Subject, view: str) -> None:
+def _show_difference(left: InspectedKernel, right: InspectedKernel, view: str) -> None:
     names = left.name, right.name
     if view in ("ptx", "sass"):
         before, after = (item.marked_ptx() if view == "ptx" else _sass(item) for item in (left, right))
@@ -123,37 +123,37 @@ def _show_difference(left: Subject, right: Subject, view: str) -> None:
     if view == "json":
         click.echo(json.dumps({"left": names[0], "right": names[1], "differences": found}, indent=1))
         return
-    console = kernels.console()
+    console = artifacts.console()
     console.print(f"[bold]{names[0]}[/] and [bold]{names[1]}[/]" + ("" if found else ": no difference"))
     for title, rows in found.items():
         _print_rows(console, title.replace("_", " "), [{**row, "change": _change(row)} for row in rows])
 
 
 def _change(row: Json) -> str:
-    """How much a number changed."""
+    """Returns the difference of two numbers; "" for anything else."""
     both = row["left"], row["right"]
     return f"{both[1] - both[0]:+g}" if all(isinstance(value, int | float) for value in both) else ""
 
 
 def _print_ptx(ptx: str) -> None:
-    """Coloured on a terminal, the exact text elsewhere."""
-    console = kernels.console()
+    """Prints the PTX in colour on a terminal, and as plain text elsewhere."""
+    console = artifacts.console()
     if console.is_terminal:
         console.print(Syntax(ptx, "ptx", background_color="default"))
     else:
         click.echo(ptx)
 
 
-def _sass(found: Subject) -> Iterable[str]:
-    """The listing of every entry, with marks."""
-    for name, items in listing.sass_lines(found.artifact, found.lined).items():
+def _sass(found: InspectedKernel) -> Iterable[str]:
+    """Yields the listing of every entry, with marked steps."""
+    for name, items in listing.sass_lines(found.artifact, found.line_info).items():
         yield f"{name}:"
         lines = (listing.Line(f"  {number:5d}  {item}", step) for number, (item, step) in enumerate(items))
         yield from listing.marked(lines, "//")
 
 
 def _print_tables(found: dict[str, Any]) -> None:
-    console = kernels.console()
+    console = artifacts.console()
     console.print(f"[bold]{found['symbol']}[/] for {found['arch']}, {found['toolchain']}")
     for title in ("resources", "launches", "parameters", "fields"):
         _print_rows(console, title, found[title])
@@ -172,7 +172,7 @@ def _print_tables(found: dict[str, Any]) -> None:
 
 
 def _lifetime_row(row: Json, rows: list[Json]) -> Json:
-    """A buffer with the numbers of the steps in which it is alive, each in its place."""
+    """Returns a buffer's row, with the steps in which it is alive as a string of digits."""
     last = max(item["last"] for item in rows)
     alive = "".join(str(step) if row["first"] <= step <= row["last"] else "." for step in range(last + 1))
     return {"name": row["name"], "offset": row["offset"], "bytes": row["bytes"], "steps": alive, "alive": row["alive"]}

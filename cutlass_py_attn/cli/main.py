@@ -1,4 +1,4 @@
-"""Entry point: starts the commands, or says in one sentence how to install what they need."""
+"""Entry point: runs the commands, or says how to install the packages that they need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NEEDED = ("click", "rich")
 
 
 def main() -> None:
-    """Run `cutlass-py-attn`; the exit code is 1 when a check fails and 2 when an option is wrong."""
+    """Runs `cutlass-py-attn`; the exit code is 1 if a check fails and 2 if an option is wrong."""
     try:
         from cutlass_py_attn.cli.group import group
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Run: the main job; compiles the rooms and the fused kernels, shows their cost, runs and checks them."""
+"""Run: compiles the component GEMMs and the fused kernels, shows their resources, runs, checks and times them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from typing import Any
 import click
 from rich.table import Table
 
-from cutlass_py_attn import judge
 from cutlass_py_attn.artifact import Folder
-from cutlass_py_attn.cli import kernels, on_host
+from cutlass_py_attn.cli import artifacts, run_cpu
 from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, MASKS, Selection
-from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, first_gpu, hopper_arch
-from cutlass_py_attn.compiler import artifact_for
+from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, first_gpu, sm90_arch
+from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.errors import CompileError
-from cutlass_py_attn.plan import Plan
-from cutlass_py_attn.problem import SHORT_NAMES, Shape
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem.spec import ProblemSpec
+from cutlass_py_attn.problem.tensors import SHORT_NAMES
+from cutlass_py_attn.testing import accuracy
 
 DEFAULT_MASKS = ("full", "causal")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `run`, as they were given."""
+    """The options of `run`."""
 
     dtypes: tuple[str, ...]
     head_dim: int
@@ -41,23 +43,25 @@ class Options:
 
     @property
     def selection(self) -> Selection:
-        """Kernels to show: rooms, forward and backward of every dtype and mask."""
-        masks = MASKS if self.mask == "all" else (self.mask,) if self.mask else DEFAULT_MASKS
-        return Selection(KINDS, tuple(DTYPES[short] for short in self.dtypes or DTYPES), (self.head_dim,), masks)
+        """Kernels to show: component GEMMs, forward and backward of every dtype and mask."""
+        names = MASKS if self.mask == "all" else (self.mask,) if self.mask else DEFAULT_MASKS
+        return Selection(KINDS, tuple(DTYPES[short] for short in self.dtypes or DTYPES), (self.head_dim,), names)
 
-    @property
-    def shape(self) -> Shape:
-        """The problem that a GPU runs."""
-        return Shape(self.batch, self.seqlen, self.seqlen, self.heads, self.head_dim, self.head_dim)
+    def specs(self) -> Iterator[ProblemSpec]:
+        """The problems that a GPU runs: one for each dtype and mask."""
+        sizes = self.seqlen, self.seqlen, self.batch, self.heads
+        for dtype in self.selection.dtypes:
+            for mask in self.selection.masks:
+                yield ProblemSpec(dtype, self.head_dim, *sizes, mask=masks.from_name(mask))
 
     def plans(self, gpu: Gpu | None) -> Iterator[Plan]:
-        """All plans for one target; for a target that was not named, the Hopper rooms of its sm_90a too."""
+        """All plans for one target. Without --arch also the sm90 component GEMMs, if sm_90a runs on that target."""
         target = self.arch or (gpu.arch if gpu else DEFAULT_ARCH)
         yield from self.selection.plans(target)
-        featured = hopper_arch(target)
+        featured = sm90_arch(target)
         if self.arch is None and featured not in (None, target):
-            rooms = Selection(("rooms",), self.selection.dtypes, (self.head_dim,), ())
-            yield from (plan for plan in rooms.plans(str(featured)) if plan.build.family == "hopper")
+            standalone = Selection(("component-gemm",), self.selection.dtypes, (self.head_dim,), ())
+            yield from (plan for plan in standalone.plans(str(featured)) if plan.build.family == "sm90")
 
 
 @click.command()
@@ -77,17 +81,17 @@ class Options:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def run(**given: Any) -> None:
-    """Compile the kernels, show what they cost, run them, check them against float64 and time them.
+    """Compile the kernels, show their resources, run them, check them against float64 and time them.
 
-    Batch, heads and seqlen are those of the GPU run. Without a GPU the kernels are compiled only, and the
-    float64 reference is checked on a small problem. The exit code is 1 when a check fails.
+    --batch, --heads and --seqlen are the sizes of the GPU run. Without a GPU the kernels are only compiled, and the
+    float64 reference is checked on a small problem. The exit code is 1 if a check fails.
     """
     options = Options(**given)
     gpu = first_gpu()
-    source = kernels.prebuilt(options.folder) if options.folder else kernels.compiler()
-    made, failures = kernels.obtain(list(options.plans(gpu)), source, quiet=options.as_json)
+    source = artifacts.prebuilt(options.folder) if options.folder else artifacts.compiler()
+    made, failures = artifacts.obtain(list(options.plans(gpu)), source, quiet=options.as_json)
     if not options.as_json:
-        kernels.show(made)
+        artifacts.show(made)
     if failures:
         raise CompileError("\n".join(failures))
     report = _on_gpu(options, gpu) if gpu else _on_host(options)
@@ -99,26 +103,26 @@ def run(**given: Any) -> None:
 
 
 def _on_gpu(options: Options, gpu: Gpu) -> dict[str, Any]:
-    """Run every dtype and mask; the tables, unless JSON was asked for, and the same as an object."""
-    from cutlass_py_attn.cli import on_gpu
+    """Runs every dtype and mask, prints the tables unless --json is given, and returns the results as an object."""
+    from cutlass_py_attn.cli import run_gpu
 
     source = Folder(options.folder) if options.folder else artifact_for
-    cases = [(dtype, mask) for dtype in options.selection.dtypes for mask in options.selection.masks]
-    results = [on_gpu.run(options.shape, dtype, mask, source) for dtype, mask in cases]
+    specs = list(options.specs())
+    results = [run_gpu.run(spec, source) for spec in specs]
+    shape = specs[0].shape
     if not options.as_json:
-        shape = options.shape
         click.echo(
             f"\n{gpu.name}: batch {shape.batch}, heads {shape.num_heads}, seqlen {shape.num_queries}, "
-            f"head_dim {shape.head_dim}; times are medians of {on_gpu.REPEATS} launches.\n"
-            "Relative L2 errors of the first and the last head against float64; in brackets the worst ratio "
-            "of an error to what honest rounding allows (1 or less passes)"
+            f"head_dim {shape.head_dim}; times are medians of {run_gpu.REPEATS} launches.\n"
+            "Relative L2 errors of the first and the last head against float64; in brackets the worst error / allowed "
+            "(1 or less passes)"
         )
         _print([_error_row(result) for result in results])
         click.echo()
         _print([_time_row(result) for result in results])
     return {
         "gpu": asdict(gpu),
-        "shape": asdict(options.shape),
+        "shape": asdict(shape),
         "results": [asdict(result) for result in results],
         "not_run": "",
         "passed": all(result.passed for result in results),
@@ -126,8 +130,8 @@ def _on_gpu(options: Options, gpu: Gpu) -> dict[str, Any]:
 
 
 def _on_host(options: Options) -> dict[str, Any]:
-    """Check the reference, and say in one line what did not run."""
-    checks = [check for mask in options.selection.masks for check in on_host.check(mask)]
+    """Checks the reference, and prints in one line what did not run."""
+    checks = [check for mask in options.selection.masks for check in run_cpu.check(mask)]
     not_run = "No GPU here: the kernels above were not run and nothing was timed; only the float64 reference was."
     if not options.as_json:
         click.echo("\nfloat64 reference in NumPy:")
@@ -153,8 +157,8 @@ def _on_host(options: Options) -> dict[str, Any]:
 
 
 def _error_row(result: Any) -> dict[str, str]:
-    """Relative L2 error and, behind it, the worst ratio of an error to what the rules allow."""
-    ratios = judge.worst(result.verdicts)
+    """Returns the relative L2 errors and, in brackets, the worst error / allowed."""
+    ratios = accuracy.worst(result.checks)
     cells = {"dtype": SHORT_NAMES[result.dtype], "mask": result.mask}
     for name, error in result.errors.items():
         cells[name] = f"{error:.1e} ({ratios[name]:.2f})"
@@ -177,4 +181,4 @@ def _print(rows: list[dict[str, str]]) -> None:
     table = Table(*rows[0], box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row.values())
-    kernels.console().print(table)
+    artifacts.console().print(table)

@@ -1,33 +1,41 @@
-"""Selection: from a command's options to the plans they name."""
+"""Selection: maps the options of a command to problems and plans."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
-from cutlass_py_attn import masks
-from cutlass_py_attn.device import ARCHITECTURES, architecture
-from cutlass_py_attn.gemm import ROOMS
-from cutlass_py_attn.gemm.plans import FAMILIES, plan_room
-from cutlass_py_attn.parts.integers import round_up
-from cutlass_py_attn.plan import COLUMN_MULTIPLE, Plan
-from cutlass_py_attn.planner import plan
-from cutlass_py_attn.problem import SHORT_NAMES, Problem, Shape
+from cutlass_py_attn.bench import cases
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.integers import round_up
+from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
+from cutlass_py_attn.kernels.component_gemms.planning import FAMILIES, plan_component_gemm
+from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture
+from cutlass_py_attn.plan.build import COLUMN_MULTIPLE
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.plan.planner import plan
+from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.serialize import from_json
+from cutlass_py_attn.problem.spec import ProblemSpec, parse
+from cutlass_py_attn.problem.tensors import SHORT_NAMES
 
 DTYPES = {short: name for name, short in SHORT_NAMES.items()}
 ARCHS = tuple(ARCHITECTURES)
 MASKS = masks.PLAIN
-KINDS = ("rooms", "forward", "backward")
+KINDS = ("component-gemm", "forward", "backward")
 
-# Lengths of one head. They decide no machine code but for the Hopper backward, whose blocks take whole heads where they
-# have one key tile.
+# Lengths of one head. Other lengths give the same machine code, except that the sm90 backward has a kernel for short
+# heads, which runs one block per head.
 LENGTHS = 1024, 128
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Every combination of these is a plan; dtypes by their long names."""
+    """Kernels of every combination of these values; dtypes by their long names."""
 
     kinds: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -36,26 +44,50 @@ class Selection:
     deterministic: bool = False
 
     def plans(self, arch: str) -> Iterator[Plan]:
-        """Rooms first, then forward and backward, of short heads too where those have a kernel of their own; a room has
-        no mask and whole tiles."""
-        if "rooms" in self.kinds:
+        """Yields the plans of component GEMMs, then of forward and backward, with the kernels for short heads.
+
+        Component GEMMs have no mask and no partial tiles.
+        """
+        if "component-gemm" in self.kinds:
             for dtype, head_dim in product(self.dtypes, self.head_dims):
-                yield from rooms(dtype, round_up(head_dim, COLUMN_MULTIPLE), arch)
-        directions = [kind for kind in self.kinds if kind != "rooms"]
+                yield from component_gemms(dtype, round_up(head_dim, COLUMN_MULTIPLE), arch)
+        directions = [kind for kind in self.kinds if kind != "component-gemm"]
         for direction, dtype, head_dim, mask in product(directions, self.dtypes, self.head_dims, self.masks):
             made = (fused(direction, dtype, head_dim, mask, length, arch, self.deterministic) for length in LENGTHS)
             yield from {plan.symbol: plan for plan in made}.values()
 
 
-def rooms(dtype: str, head_dim: int, arch: str) -> Iterator[Plan]:
-    """The five rooms in every family that takes `dtype` on `arch`."""
+def component_gemms(dtype: str, head_dim: int, arch: str) -> Iterator[Plan]:
+    """Yields the five component GEMMs of every family that supports `dtype` on `arch`."""
     for family, dtypes in FAMILIES.items():
-        if dtype in dtypes and (family != "hopper" or architecture(arch).has_wgmma):
-            yield from (plan_room(name, family, dtype, head_dim, arch) for name in ROOMS)
+        if dtype in dtypes and (family != "sm90" or architecture(arch).has_wgmma):
+            yield from (plan_component_gemm(name, family, dtype, head_dim, arch) for name in COMPONENT_GEMMS)
 
 
 def fused(direction: str, dtype: str, head_dim: int, mask: str, length: int, arch: str, deterministic: bool) -> Plan:
-    """The planner's choice of a fused kernel for one head of that length."""
-    shape = Shape(1, length, length, 1, head_dim, head_dim)
-    problem = Problem.dense(direction, shape, dtype, masks.from_name(mask))
-    return plan(problem.replace(deterministic=deterministic), arch)
+    """Returns the plan of a fused kernel for one head of that length."""
+    spec = ProblemSpec(
+        dtype,
+        head_dim,
+        num_queries=length,
+        num_keys=length,
+        mask=masks.from_name(mask),
+        deterministic=deterministic,
+    )
+    return plan(spec.problem(direction), arch)
+
+
+def problems(text: str, directions: tuple[str, ...]) -> list[Problem]:
+    """Returns the problems of --problem: of a name (problem/spec.py) or of a JSON file (problem/serialize.py).
+
+    A name gives the directions that its benchmark case has, a file the one direction that it holds.
+    """
+    if not text.endswith(".json"):
+        spec = parse(text)
+        return [spec.problem(direction) for direction in cases.directions(spec) if direction in directions]
+    try:
+        data = json.loads(Path(text).read_text())
+    except (OSError, ValueError) as error:
+        raise NotSupported(f"problem {text}: cannot be read ({error}); name a JSON file of a Problem") from error
+    found = from_json(data)
+    return [found] if found.direction in directions else []

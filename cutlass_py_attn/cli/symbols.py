@@ -1,125 +1,153 @@
-"""Symbols: from a kernel's name, or that of an entry of its cubin, to the plan that has it."""
+"""Symbols: maps the name of a kernel, or of an entry of its cubin, to its plan."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from cutlass_py_attn import masks
 from cutlass_py_attn.cli.selection import DTYPES
-from cutlass_py_attn.decode import MAX_QUERIES, MIN_KEYS
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.gemm import ROOMS
-from cutlass_py_attn.gemm.plans import plan_room
-from cutlass_py_attn.hopper import MULTICAST_LENGTH
-from cutlass_py_attn.parts.integers import ceil_div
-from cutlass_py_attn.plan import Plan
-from cutlass_py_attn.planner import plans
-from cutlass_py_attn.problem import ROW_ALIGNMENT_BYTES, Problem, Sequences, Shape, Tensor
+from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
+from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
+from cutlass_py_attn.plan.decode import MIN_KEYS
+from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.plan.planner import plans
+from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
+from cutlass_py_attn.plan.variants import VARIANTS
+from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.spec import GRADIENTS, ProblemSpec, SequenceLengths
+from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.score_terms import registry
 
-FEATURES = ("alibi", "bias", "dropout", "grouped", "seqused", "sinks", "softcap", "varlen")
-GRADIENTS = {"q": "query", "k": "key", "v": "value", "b": "bias", "s": "sinks"}
 MASKS = {"full": masks.Full(), "causal": masks.Causal(), "local": masks.Causal(window_size=1)}
 
-# Sizes and numbers that decide no machine code, but a Problem has them; gradients are summed over axes of several.
+# Sizes and numbers that a Problem needs but that decide no machine code. A sum over an axis needs a size above 1.
 _BATCH, _HEADS, _GROUP, _LENGTH = 2, 2, 2, 128
 _DROPOUT_P, _SOFTCAP = 0.5, 1.0
 
-_FAMILY_DTYPE = rf"(?P<family>[a-z]+)_(?P<dtype>{'|'.join(DTYPES)})"
+_FAMILY_DTYPE = rf"(?P<family>[a-z0-9]+)_(?P<dtype>{'|'.join(DTYPES)})"
+_TILE = r"(?:_(?P<tile_m>\d+)x(?P<tile_n>\d+))?"
+_VARIANTS = sorted({it.name for it in VARIANTS.values() if it.name})
 _DIMS = r"d(?P<dim>\d+)(?:v(?P<dim_value>\d+))?"
-_FUSED = re.compile(
-    rf"(?P<kind>fwd|bwd)_{_FAMILY_DTYPE}_{_DIMS}_(?P<mask>{'|'.join(MASKS)})(?P<features>(?:_(?:{'|'.join(FEATURES)}))*)"
-    r"(?:_m(?P<rows>16|32|64))?"
+# FEATURES stands for the layouts and the score terms, of which a user may register more.
+_FUSED = (
+    rf"(?P<kind>fwd|bwd)_{_FAMILY_DTYPE}_{_DIMS}_(?P<mask>{'|'.join(MASKS)})(?P<features>(?:_(?:FEATURES))*)"
     r"(?:_to_(?P<gradients>[qkvbs]+))?(?:_a(?P<access>\d+))?(?:_ba(?P<bias>\d+))?(?:_ga(?P<grad_bias>\d+))?"
-    r"(?:_sum_(?P<summed>none|[bhqk]+))?(?P<heads>_heads)?(?P<multicast>_multicast)?(?P<det>_det)?"
+    rf"(?:_sum_(?P<summed>none|[bhqk]+))?(?P<det>_det)?(?:_(?P<variant>{'|'.join(_VARIANTS)}))?{_TILE}"
 )
-_ROOM = re.compile(rf"(?P<room>{'|'.join(ROOMS)})_{_FAMILY_DTYPE}_{_DIMS}")
-# The main entry is number 0 where there is one; the entries of the gradients of bias and sinks come behind others.
+_COMPONENT_GEMM = re.compile(rf"(?P<component_gemm>{'|'.join(COMPONENT_GEMMS)})_{_FAMILY_DTYPE}_{_DIMS}{_TILE}")
+# The main entry, if there is one, is number 0; the entries of the gradients of bias and sinks have later numbers.
 _ENTRY = re.compile(r"(?:_delta_\d+|_finish_\d+|_combine_1|_(?:bias|sinks)_[1-9]\d*|_0)$")
 
 
 def parse_symbol(symbol: str, arch: str) -> Plan:
-    """The plan that `symbol`, or an entry of its cubin, names on `arch`; NotSupported says what is wrong."""
+    """Returns the plan of a kernel's symbol, or of an entry's, on `arch`; NotSupported says what is wrong."""
     stem = _ENTRY.sub("", symbol)
-    plan = _room_of(stem, arch) or _fused_of(stem, arch)
+    plan = _component_gemm_of(stem, arch) or _fused_of(stem, arch)
     if plan is None:
         raise NotSupported(
-            f"symbol {symbol!r}: must be like fwd_generic_bf16_d128_causal, bwd_generic_f16_d64v32_full_det "
-            "or matmul_qk_generic_bf16_d128; `cutlass-py-attn run` lists the names"
+            f"symbol {symbol!r}: must be like fwd_sm80_bf16_d128_causal, bwd_sm80_f16_d64v32_full_det "
+            "or matmul_qk_sm80_bf16_d128; `cutlass-py-attn run` lists the names"
         )
-    if plan.symbol != stem:
-        raise NotSupported(f"symbol {symbol!r}: the planner takes {plan.symbol} on {arch}; ask for that one")
+    if stem not in (plan.symbol, plan.build.stem):
+        raise NotSupported(f"symbol {symbol!r}: on {arch} the planner selects {plan.symbol} instead; use that symbol")
     return plan
 
 
-def _room_of(stem: str, arch: str) -> Plan | None:
-    found = _ROOM.fullmatch(stem)
+def _component_gemm_of(stem: str, arch: str) -> Plan | None:
+    found = _COMPONENT_GEMM.fullmatch(stem)
     if found is None:
         return None
-    return plan_room(found["room"], found["family"], DTYPES[found["dtype"]], int(found["dim"]), arch)
+    return plan_component_gemm(
+        found["component_gemm"], found["family"], DTYPES[found["dtype"]], int(found["dim"]), arch
+    )
 
 
 def _fused_of(stem: str, arch: str) -> Plan | None:
-    found = _FUSED.fullmatch(stem)
+    found = re.fullmatch(_FUSED.replace("FEATURES", _feature_pattern()), stem)
     if found is None:
         return None
-    if found["kind"] == "fwd":
-        return _of_family(_problem(found, "forward"), arch, found)
-    wanted = [GRADIENTS[letter] for letter in found["gradients"] or "qkv"]
-    problem = _problem(found, "backward")
-    lacking = [name for name in ("bias", "sinks") if name in wanted and getattr(problem, name) is None]
-    if lacking:
-        raise NotSupported(f"symbol {stem!r}: has a gradient of {', '.join(lacking)}, but no such feature; name both")
-    changes: dict[str, Any] = {f"grad_{name}": None for name in ("query", "key", "value") if name not in wanted} | {
-        "grad_sinks": problem.sinks if "sinks" in wanted else None
-    }
-    if "bias" in wanted:
-        axes = zip("bhqk", problem.shape.bias, strict=True)
-        summed = tuple(1 if letter in (found["summed"] or "").replace("none", "") else size for letter, size in axes)
-        changes["grad_bias"] = _aligned(summed, problem.dtype, found["grad_bias"])
-    return _of_family(problem.replace(**changes, deterministic=found["det"] is not None), arch, found)
+    spec = _spec(found)
+    features = {"bias": spec.bias, "sinks": spec.sinks}
+    missing = [name for letter, name in GRADIENTS.items() if letter in spec.gradients and not features.get(name, True)]
+    if missing:
+        raise NotSupported(
+            f"symbol {stem!r}: names the gradient of {', '.join(missing)}, but not the feature; name both"
+        )
+    problem = spec.problem("forward" if found["kind"] == "fwd" else "backward")
+    changes = {"query": _aligned(problem.query.shape, spec.dtype, found["access"])}
+    if problem.bias is not None:
+        changes["bias"] = _aligned(problem.bias.shape, spec.dtype, found["bias"])
+    if problem.grad_bias is not None:
+        axes = zip("bhqk", spec.shape.bias, strict=True)
+        summed = (found["summed"] or "").replace("none", "")
+        sizes = tuple(1 if letter in summed else size for letter, size in axes)
+        changes["grad_bias"] = _aligned(sizes, spec.dtype, found["grad_bias"])
+    score_terms = tuple(
+        (name, Tensor.contiguous(shape, "float32"))
+        for term in registry.registered_among(_features(found))
+        for name, shape in term.example(spec.shape).items()
+    )
+    return _of_family(problem.replace(**changes, score_terms=score_terms), arch, found)
 
 
 def _of_family(problem: Problem, arch: str, found: re.Match[str]) -> Plan:
-    """The best plan of the symbol's family that divides the work as the symbol says, else the best of all."""
-    wanted = found["family"], found["heads"] is not None, found["multicast"] is not None
+    """Returns the best plan of the symbol's family, variant and tile (if named); the best plan if none has them."""
     made = plans(problem, arch)
-    for plan in made:
-        if (plan.build.family, plan.build.whole_heads, plan.build.multicast) == wanted:
-            return plan
-    return made[0]
+    wanted = found["family"], found["variant"] or ""
+    chosen = [plan for plan in made if (plan.build.family, plan.build.variant) == wanted]
+    tile = found["tile_m"], found["tile_n"]
+    of_tile = [plan for plan in chosen if tile in ((None, None), (str(plan.build.tile_m), str(plan.build.tile_n)))]
+    return (of_tile or chosen or made)[0]
 
 
-def _problem(found: re.Match[str], direction: str) -> Problem:
-    """A problem with the dtype, head dims, mask and features of a symbol."""
-    has = set(found["features"].split("_")).__contains__
-    dims = int(found["dim"]), int(found["dim_value"] or found["dim"])
-    rows = int(found["rows"] or 0)  # of few queries, with the heads of a group
+def _feature_pattern() -> str:
+    """Returns the alternatives of a feature in a symbol; score terms may be registered at any time."""
+    return "|".join((*registry.LAYOUTS, *registry.names()))
+
+
+def _features(found: re.Match[str]) -> list[str]:
+    """Returns the layouts and score terms that a symbol names."""
+    return re.findall(_feature_pattern(), found["features"])
+
+
+def _spec(found: re.Match[str]) -> ProblemSpec:
+    """Returns a problem with the dtype, head dims, mask, features and gradients of a symbol."""
+    has = set(_features(found)).__contains__
+    # A decode kernel serves few query rows (queries times heads of a group).
+    rows = int(found["tile_m"] or 16) if found["family"] == "decode" else 0
     group = max(_GROUP, ceil_div(rows, MAX_QUERIES)) if has("grouped") else 1
-    length = MULTICAST_LENGTH if found["multicast"] else _LENGTH
+    direction = "forward" if found["kind"] == "fwd" else "backward"
+    body = VARIANTS.get((direction, found["family"], found["variant"] or ""))
+    length = MULTICAST_LENGTH if body is not None and body.lengths == "long" else _LENGTH
     queries, keys = (rows // group, MIN_KEYS) if rows else (length, length)
-    tokens = (_BATCH * queries, _BATCH * keys) if has("varlen") else None
-    heads = _HEADS * group
-    shape = Shape(_BATCH, queries, keys, heads, *dims, _HEADS, tokens)
-    problem = Problem.dense(direction, shape, DTYPES[found["dtype"]], MASKS[found["mask"]])
-    changes: dict[str, Any] = {
-        "query": _aligned(shape.of("query"), problem.dtype, found["access"]),
-        "dropout_p": _DROPOUT_P if has("dropout") else 0.0,
-        "softcap": _SOFTCAP if has("softcap") else 0.0,
-    }
-    changes |= {
-        name: Tensor.contiguous((heads,), "float32")
-        for feature, name in (("alibi", "alibi_slopes"), ("sinks", "sinks"))
-        if has(feature)
-    }
-    if has("bias"):
-        changes["bias"] = _aligned(shape.bias, problem.dtype, found["bias"])
-    if has("varlen"):
-        changes["sequences"] = Sequences(_BATCH, queries, keys, has("seqused"))
-    return problem.replace(**changes)
+    sequence = SequenceLengths(queries, keys, keys if has("seqused") else None)
+    gradients = found["gradients"] or "qkv"
+    return ProblemSpec(
+        DTYPES[found["dtype"]],
+        int(found["dim"]),
+        num_queries=queries,
+        num_keys=keys,
+        batch=_BATCH,
+        num_heads=_HEADS * group,
+        head_dim_value=int(found["dim_value"] or 0),
+        num_heads_key=_HEADS,
+        mask=MASKS[found["mask"]],
+        sequences=(sequence,) * _BATCH if has("varlen") else (),
+        bias="bhqk" if has("bias") else "",
+        bias_gradient="grad" if "b" in gradients else "",
+        gradients=gradients,
+        dropout_p=_DROPOUT_P if has("dropout") else 0.0,
+        softcap=_SOFTCAP if has("softcap") else 0.0,
+        alibi="h" if has("alibi") else "",
+        sinks=has("sinks"),
+        deterministic=found["det"] is not None,
+    )
 
 
 def _aligned(shape: tuple[int, ...], dtype: str, access: str | None) -> Tensor:
-    """A contiguous tensor at an address that allows this access and no wider one."""
+    """Returns a contiguous tensor whose alignment allows this access and no wider one."""
     dense = Tensor.contiguous(shape, dtype)
     return Tensor(dense.shape, dense.strides, dtype, int(access or ROW_ALIGNMENT_BYTES))

@@ -1,1 +1,1 @@
-"""What one kernel was compiled to: texts with their numbered steps, resources, maps, and the difference of two."""
+"""What a kernel compiles to: PTX and SASS with the numbered steps of its source, resources, maps, differences."""

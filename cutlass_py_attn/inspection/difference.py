@@ -1,4 +1,4 @@
-"""Difference: what two kernels, or two versions of one, do not have in common."""
+"""Difference: compares two kernels, or two versions of one kernel."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from cutlass_py_attn.inspection.facts import Json
 
-# Registers and labels are numbered through: one instruction more renames all behind it.
+# Registers and labels are numbered consecutively: one more instruction renumbers all that follow.
 _NUMBERED = re.compile(r"(%[a-z]+|\$L__BB|__local_depot|\bU?[RP])\d+(?:_\d+)?")
 
 
 def difference(left: Json, right: Json) -> Json:
-    """Rows of (what, left, right) by subject; subjects that are equal are left out.
+    """Returns the rows {what, left, right} that differ, grouped by subject; equal subjects are omitted.
 
-    left, right: two objects of `facts`. Entries are matched by their role, not by their name.
+    left, right: two results of `facts`. Kernels of a launch are matched by their role (main, delta, ...), not by name.
     """
     found = {
-        "identity": _rows(_named(left), _named(right)),
+        "identity": _rows(_identity(left), _identity(right)),
         "resources": _entries(left, right, "resources", "kernel"),
         "launches": _entries(left, right, "launches", "kernel"),
         "parameters": _rows(*(_by(item["parameters"], "name") for item in (left, right))),
@@ -27,28 +27,28 @@ def difference(left: Json, right: Json) -> Json:
         "shared_memory": _rows(*(_by(item["shared_memory"], "name") for item in (left, right))),
         "instructions": _counts(left, right, "instructions"),
         "groups": _counts(left, right, "groups"),
-        "steps": _rows(_of_steps(left), _of_steps(right)),
+        "steps": _rows(_step_counts(left), _step_counts(right)),
     }
     return {subject: rows for subject, rows in found.items() if rows}
 
 
 def text_difference(left: Iterable[str], right: Iterable[str], names: tuple[str, str]) -> Iterator[str]:
-    """A unified diff of two listings, with registers and labels without their numbers and no kernel's own name."""
-    before, after = ([_plain(line) for line in lines] for lines in (left, right))
+    """Yields a unified diff of two listings without register numbers, label numbers and kernel names."""
+    before, after = ([_without_numbers(line) for line in lines] for lines in (left, right))
     yield from difflib.unified_diff(before, after, *names, lineterm="", n=2)
 
 
-def _plain(line: str) -> str:
+def _without_numbers(line: str) -> str:
     return re.sub(r"\b(?:fwd|bwd)_\w+", "kernel", _NUMBERED.sub(r"\1", line))
 
 
-def _named(item: Json) -> Json:
+def _identity(item: Json) -> Json:
     return {"symbol": item["symbol"], "arch": item["arch"], **item["identity"],
             "toolchain": item["toolchain"], "allocation": item["allocation"]}  # fmt: skip
 
 
 def _rows(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Json]:
-    """A row for each name whose value differs; None where one side lacks it."""
+    """Returns a row for each name whose value differs; a missing value is None."""
     names = dict.fromkeys([*left, *right])
     return [
         {"what": name, "left": left.get(name), "right": right.get(name)}
@@ -62,7 +62,7 @@ def _by(rows: Iterable[Json], key: str) -> Json:
 
 
 def _roles(item: Json) -> dict[str, str]:
-    """Role of each entry by its symbol: what its name has behind the kernel's, without the compiler's number."""
+    """Returns the role of each kernel by symbol: the suffix after the Build's symbol, without the compiler's number."""
     return {
         row["kernel"]: re.sub(r"_?\d+$", "", row["kernel"].removeprefix(item["symbol"])).strip("_") or "main"
         for row in item["launches"]
@@ -70,7 +70,7 @@ def _roles(item: Json) -> dict[str, str]:
 
 
 def _entries(left: Json, right: Json, subject: str, key: str) -> list[Json]:
-    """Rows "role: what" of the entries that both have."""
+    """Returns the rows "role: name" that differ in the tables of one subject."""
     flat = []
     for item in (left, right):
         roles = {**_roles(item), **{name.rpartition("_")[0]: role for name, role in _roles(item).items()}}
@@ -81,7 +81,7 @@ def _entries(left: Json, right: Json, subject: str, key: str) -> list[Json]:
 
 
 def _counts(left: Json, right: Json, subject: str) -> list[Json]:
-    """Rows "role: opcode"; what does not occur counts 0."""
+    """Returns the rows "role: opcode" or "role: group" whose counts differ; a missing one counts 0."""
     flat = []
     for item in (left, right):
         roles = _roles(item)
@@ -92,12 +92,12 @@ def _counts(left: Json, right: Json, subject: str) -> list[Json]:
                 for what, count in counts.items()
             }
         )
-    for ours, theirs in (flat, flat[::-1]):
-        ours.update({name: 0 for name in theirs if name not in ours})
+    for one, other in (flat, flat[::-1]):
+        one.update({name: 0 for name in other if name not in one})
     return _rows(*flat)
 
 
-def _of_steps(item: Json) -> Json:
+def _step_counts(item: Json) -> Json:
     roles = _roles(item)
     return {
         f"{roles[name]}: {row['step']}, {group}": count

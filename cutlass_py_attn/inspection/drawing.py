@@ -1,4 +1,4 @@
-"""Drawing: the shared-memory map over the steps, and the instructions of each step, as SVG."""
+"""Drawing: SVG pictures of the shared-memory map over the steps, and of the instructions of each step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from xml.sax.saxutils import escape, quoteattr
 
 FONT: Final = "font-family:system-ui,sans-serif"
 INK, FAINT, PALE = "#1f2933", "#9aa5b1", "#e4e7eb"
-# Ten colours that stay apart in print and for colour-blind readers (after Paul Tol's schemes).
+# Ten colours that remain distinct in print and for colour-blind readers (after Paul Tol's schemes).
 COLOURS: Final = (
     *("#bbbbbb", "#4477aa", "#ee6677", "#228833", "#bb9f2b"),
     *("#3aa6cc", "#aa3377", "#ee8866", "#44bb99", "#77aadd"),
 )
-# What a kernel is made of, apart from its bookkeeping: the greys at the end are integers, moves and control.
+# Colours of the instruction groups; the greys at the end are for integers, moves and control.
 _GROUPS: Final = (
     *("#4477aa", "#ee6677", "#228833", "#8fc98f", "#66ccee", "#aa3377", "#ccbb44", "#ee8866", "#222222", "#44bb99"),
     *("#77aadd", "#c3c8ce", "#d6dade", "#e8eaed", "#f2f3f5"),
@@ -23,7 +23,7 @@ Numbers = float | int
 
 
 class Svg:
-    """A picture under construction; lengths in pixels, the origin at the top left."""
+    """An SVG picture to which shapes are added; lengths in pixels, the origin at the top left."""
 
     def __init__(self, width: Numbers, height: Numbers, title: str) -> None:
         self.size = width, height
@@ -31,7 +31,7 @@ class Svg:
         self.parts: list[str] = []
 
     def rect(self, at: tuple[Numbers, Numbers], size: tuple[Numbers, Numbers], fill: str, hint: str = "") -> None:
-        """A rectangle; `hint` appears under the pointer."""
+        """Adds a rectangle. hint: its tooltip; "" for none."""
         (x, y), (width, height) = at, size
         inside = f"<title>{escape(hint)}</title>" if hint else ""
         self.parts.append(
@@ -41,7 +41,7 @@ class Svg:
 
     def text(self, at: tuple[Numbers, Numbers], text: str, *, size: int = 12, anchor: str = "start",
              fill: str = INK, weight: str = "normal") -> None:  # fmt: skip
-        """One line of text, its base line at `at`."""
+        """Adds one line of text with its baseline at `at`."""
         self.parts.append(
             f'<text x="{_number(at[0])}" y="{_number(at[1])}" font-size="{size}" text-anchor="{anchor}" '
             f'fill={quoteattr(fill)} font-weight="{weight}">{escape(text)}</text>'
@@ -49,7 +49,7 @@ class Svg:
 
     def line(self, start: tuple[Numbers, Numbers], end: tuple[Numbers, Numbers], stroke: str = PALE,
              width: Numbers = 1, *, arrow: bool = False) -> None:  # fmt: skip
-        """A straight line, with a head at its end where it is an arrow."""
+        """Adds a straight line, with an arrowhead at `end` if `arrow`."""
         head = ' marker-end="url(#arrow)"' if arrow else ""
         self.parts.append(
             f'<line x1="{_number(start[0])}" y1="{_number(start[1])}" x2="{_number(end[0])}" y2="{_number(end[1])}" '
@@ -72,14 +72,14 @@ class Svg:
 
 
 def colour_of(name: str) -> str:
-    """The colour of a step by its number; grey for anything else."""
+    """Returns the colour of a numbered step; grey for any other name."""
     return COLOURS[int(name) % len(COLOURS)] if name.isdigit() else COLOURS[0]
 
 
 def shared_memory_svg(buffers: Sequence[Mapping[str, Any]], steps: Sequence[str], title: str) -> str:
-    """Offsets downwards, steps to the right: each buffer from the step that fills it to the last that reads it.
+    """Draws the shared-memory map: offsets downwards, steps to the right, a bar for the lifetime of each buffer.
 
-    buffers: rows of `facts`' shared_memory. Heights are to scale but for buffers that would be too thin to read.
+    buffers: the rows shared_memory of `facts`. Heights are to scale, with a minimum that keeps the names readable.
     """
     last = max((buffer["last"] for buffer in buffers), default=0)
     names = [*steps, *map(str, range(len(steps), last + 1))][: max(last + 1, len(steps))]
@@ -102,12 +102,12 @@ def shared_memory_svg(buffers: Sequence[Mapping[str, Any]], steps: Sequence[str]
         )
         y += height
     svg.text((left - 8, y + 14), f"{total}", anchor="end", size=11, fill=FAINT)
-    svg.text((left, y + 14), f"{_bytes(total)} in all, offsets in bytes", size=11, fill=FAINT)
+    svg.text((left, y + 14), f"{_bytes(total)} in total, offsets in bytes", size=11, fill=FAINT)
     return str(svg)
 
 
 def steps_svg(rows: Sequence[Mapping[str, Any]], groups: Sequence[str], title: str) -> str:
-    """A bar for each step: its instructions, by group; `groups` in the order of their colours."""
+    """Draws a bar for each step: its instruction counts by group. groups: all groups in the order of the colours."""
     left, top, row, wide, in_line = 280, 80, 24, 560, 8
     colours = {group: _GROUPS[index % len(_GROUPS)] for index, group in enumerate(groups)}
     most = max((item["instructions"] for item in rows), default=1)

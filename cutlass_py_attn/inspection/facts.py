@@ -1,73 +1,76 @@
-"""Facts: everything about one compiled kernel but its texts, as one JSON object."""
+"""Facts: everything about one compiled kernel except its PTX and SASS, as one JSON object."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cutlass_py_attn import abi, hopper, kernels
 from cutlass_py_attn.artifact import Artifact, Kernel
 from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.grids import grid_rule
 from cutlass_py_attn.inspection import listing, sass
-from cutlass_py_attn.inspection.line_info import Lined, lined
+from cutlass_py_attn.inspection.line_info import LineInfo, compile_with_line_info
 from cutlass_py_attn.inspection.occupancy import occupancy
-from cutlass_py_attn.plan import Build, Plan
-from cutlass_py_attn.shared_memory import STEPS
+from cutlass_py_attn.plan import abi, entry_points, launch_rules
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.plan.smem_maps import STEPS
 
 Json = dict[str, Any]
 
-# Fields of Build that are the kernel's identity, in the order in which they are shown.
+# Fields of Build that identify the kernel, in the order of display.
 IDENTITY = (
-    *("kind", "room", "family", "dtype", "head_dim", "head_dim_value", "mask", "features", "gradients"),
-    *("tile_m", "tile_n", "warps", "query_stages", "grad_output_stages", "deterministic", "column_block"),
-    *("query_block", "key_stages", "whole_heads", "multicast"),
+    *("kind", "component_gemm", "family", "dtype", "head_dim", "head_dim_value", "mask", "features", "gradients"),
+    *("tile_m", "tile_n", "warps", "query_stages", "grad_output_stages", "deterministic", "head_dim_split"),
+    *("score_rows", "key_stages", "variant"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """One kernel to look at: its plan, its artifact, and the same with line info where that could be had.
+class InspectedKernel:
+    """One kernel to inspect.
 
-    unmarked: why steps are not marked; empty where they are.
+    - plan, artifact: the kernel's plan, and what it was compiled to
+    - line_info: the kernel compiled once more with line info; None if its steps are not marked
+    - unmarked: why the steps are not marked; "" if they are
     """
 
     plan: Plan
     artifact: Artifact
-    lined: Lined | None
+    line_info: LineInfo | None
     unmarked: str
 
     @property
     def name(self) -> str:
-        """Target and symbol."""
+        """GPU target and symbol, such as sm_90a/fwd_sm90_bf16_d128_causal_128x128."""
         return f"{self.artifact.build.arch}/{self.artifact.build.symbol}"
 
     def marked_ptx(self) -> list[str]:
-        """The lines of the PTX, with a comment before each step."""
-        return list(listing.marked(listing.ptx_lines(self.artifact, self.lined)))
+        """Returns the lines of the PTX with a comment before each step."""
+        return list(listing.marked(listing.ptx_lines(self.artifact, self.line_info)))
 
     def sass(self) -> dict[str, list[listing.Stepped]]:
-        """Every machine instruction and its step by entry; empty without nvdisasm."""
-        return listing.sass_lines(self.artifact, self.lined) if sass.tool() else {}
+        """Returns each machine instruction with its step, by entry; empty if nvdisasm is not installed."""
+        return listing.sass_lines(self.artifact, self.line_info) if sass.tool() else {}
 
 
-def subject(plan: Plan, artifact: Artifact, *, with_steps: bool = True) -> Subject:
-    """The kernel with its steps, where they are wanted and this machine can find them."""
+def inspect_kernel(plan: Plan, artifact: Artifact, *, with_steps: bool = True) -> InspectedKernel:
+    """Returns the kernel to inspect, with its steps if `with_steps` and if this machine can compile it."""
     if not with_steps:
-        return Subject(plan, artifact, None, "not asked for")
+        return InspectedKernel(plan, artifact, None, "not requested")
     try:
-        return Subject(plan, artifact, lined(artifact), "")
+        return InspectedKernel(plan, artifact, compile_with_line_info(artifact), "")
     except AttentionError as error:
-        return Subject(plan, artifact, None, str(error))
+        return InspectedKernel(plan, artifact, None, str(error))
 
 
-def facts(found: Subject) -> Json:
-    """Identity, resources, launches, parameters, struct fields, shared memory, and instructions by entry and step.
+def facts(subject: InspectedKernel) -> Json:
+    """Returns identity, resources, launches, parameters, struct fields, shared memory, instructions and steps as JSON.
 
-    Without nvdisasm there are no instructions; `unmarked` says why there are no steps.
+    Instructions are counted by entry and step, and are empty if nvdisasm is not installed. `unmarked` states why there
+    are no steps.
     """
-    artifact, build = found.artifact, found.artifact.build
-    machine = found.sass()
+    artifact, build = subject.artifact, subject.artifact.build
+    machine = subject.sass()
     identity = asdict(build)
     return {
         "symbol": build.symbol,
@@ -75,49 +78,48 @@ def facts(found: Subject) -> Json:
         "identity": {name: identity[name] for name in IDENTITY},
         "toolchain": artifact.toolchain,
         "allocation": artifact.allocation,
-        "unmarked": found.unmarked,
-        "resources": [_resources(found, kernel) for kernel in artifact.kernels],
-        "launches": [_launch(found, kernel) for kernel in artifact.kernels],
+        "unmarked": subject.unmarked,
+        "resources": [_resources(subject, entry) for entry in artifact.kernels],
+        "launches": [_launch(subject, entry) for entry in artifact.kernels],
         "parameters": [asdict(parameter) for parameter in artifact.parameters],
         "fields": [
-            {"name": name, "offset": offset, "bytes": size}
-            for name, offset, size in abi.layout(abi.fields_of(build.kind, build.family))
+            {"name": name, "offset": offset, "bytes": size} for name, offset, size in abi.layout(abi.fields_of(build))
         ],
         "shared_memory": shared_memory_rows(build),
         "instructions": {symbol: sass.histogram(item for item, _ in items) for symbol, items in machine.items()},
         "groups": {symbol: sass.groups(item for item, _ in items) for symbol, items in machine.items()},
-        "steps": {symbol: listing.steps_table(items) for symbol, items in machine.items()} if found.lined else {},
+        "steps": {symbol: listing.steps_table(items) for symbol, items in machine.items()} if subject.line_info else {},
     }
 
 
-def _resources(found: Subject, kernel: Kernel) -> Json:
-    """What one block of an entry takes of a multiprocessor, and how many such blocks it holds."""
-    body = listing.entry_text(found.artifact.ptx, kernel.symbol)
-    memory = _dynamic_bytes(found.plan, kernel.symbol)
-    held = occupancy(
-        found.artifact.build.arch, kernel.threads, kernel.registers, memory, kernel.static_shared_memory_bytes
+def _resources(subject: InspectedKernel, entry: Kernel) -> Json:
+    """Returns the resources of one thread block of an entry, and the occupancy of a multiprocessor."""
+    body = listing.entry_text(subject.artifact.ptx, entry.symbol)
+    memory = _dynamic_bytes(subject.plan, entry.symbol)
+    limits = occupancy(
+        subject.artifact.build.arch, entry.threads, entry.registers, memory, entry.static_shared_memory_bytes
     )
     return {
-        "kernel": kernel.symbol.rpartition("_")[0],
-        "registers": kernel.registers,
-        "frame_bytes": kernel.frame_bytes,
-        "spill_bytes": kernel.spill_bytes,
-        "threads": kernel.threads,
+        "kernel": entry.symbol.rpartition("_")[0],
+        "registers": entry.registers,
+        "frame_bytes": entry.frame_bytes,
+        "spill_bytes": entry.spill_bytes,
+        "threads": entry.threads,
         "shared_memory_bytes": memory,
-        "blocks_per_sm": held.blocks,
-        "warps_per_sm": held.warps,
-        "occupancy": round(held.warps / held.warps_allowed, 3),
-        "limited_by": ", ".join(held.limited_by),
+        "blocks_per_sm": limits.blocks,
+        "warps_per_sm": limits.warps,
+        "occupancy": round(limits.warps / limits.max_warps, 3),
+        "limited_by": ", ".join(limits.limited_by),
         "mma": body.count("mma.sync."),
         "wgmma": body.count("wgmma.mma_async."),
     }
 
 
-def _launch(found: Subject, kernel: Kernel) -> Json:
-    build = found.artifact.build
-    together = hopper.cluster(build) if kernel.symbol == kernels.entries(build).get("main") else 1
-    grid = list(grid_rule(build, kernel.symbol))
-    return {"kernel": kernel.symbol, "block": [kernel.threads, 1, 1], "cluster": [together, 1, 1], "grid": grid}
+def _launch(subject: InspectedKernel, entry: Kernel) -> Json:
+    build = subject.artifact.build
+    cluster_size = build.body.cluster if entry.symbol == entry_points.entries(build).get("main") else 1
+    grid = list(launch_rules.grid(build, entry.symbol))
+    return {"kernel": entry.symbol, "block": [entry.threads, 1, 1], "cluster": [cluster_size, 1, 1], "grid": grid}
 
 
 def _dynamic_bytes(plan: Plan, symbol: str) -> int:
@@ -125,7 +127,7 @@ def _dynamic_bytes(plan: Plan, symbol: str) -> int:
 
 
 def shared_memory_rows(build: Build) -> list[Json]:
-    """Each buffer of the main kernel, and the names of the steps between which it is alive."""
+    """Returns each shared-memory buffer of the main kernel with the names of its first and last step."""
     names = STEPS[build.kind]
     rows = []
     for buffer in build.shared_memory:

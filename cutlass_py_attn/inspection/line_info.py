@@ -1,10 +1,10 @@
-"""Line info: a kernel compiled once more with the source line of every instruction, beside unchanged machine code.
+"""Line info: compiles a kernel once more with line info that maps every instruction to a step of its source.
 
-The DSL offers `loc_transform`, which says where an operation comes from. Here an operation comes from a step: the one
-of the innermost line of the package's kernels that belongs to a numbered step, else the function that the kernel itself
-calls. The lines are made up: of a file of that name, step number i has the lines from LINES * i on, for LLVM counts on
-within a piece of inline assembly. The result is taken only if PTX and machine code are, but for the lines, those of
-the artifact.
+The DSL's `loc_transform` sets the source location of each traced operation. Here that location encodes a step: the
+numbered step of the innermost traced line in this package's kernels, else the function that the kernel calls directly.
+Step i (from 1) gets the lines from LINES * i on of a fictitious file STEPS: LLVM increments the line number within
+inline assembly, so steps need distance. The result is accepted only if PTX and machine code equal the artifact's,
+apart from line info.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from cutlass_py_attn import compiler, cubin
 from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.compilation import compiler, cubin
 from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.inspection.steps import PACKAGE, Step, step_of
 
-_KERNEL_FILES: Final = (f"{PACKAGE / 'fused'}/", str(PACKAGE / "gemm" / "alone"))
+_KERNEL_FILES: Final = tuple(
+    str(PACKAGE / "kernels" / "_").removesuffix("_") + name
+    for name in (
+        *("component_gemms/standalone", "common/dynamic_tiles.py", "sm80/", "decode/"),
+        *("sm80_split_d/forward.py", "sm80_split_d/backward.py"),
+        *("sm90/forward.py", "sm90/backward.py", "sm90/backward_2cta.py", "sm90/backward_kernel.py", "sm90/grad_query"),
+    )
+)
 _DIRECTIVE: Final = re.compile(r"\s*\.(?:loc|file)\b")
 _LOC: Final = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)\s")
 _FILE: Final = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', re.MULTILINE)
@@ -35,20 +42,20 @@ LINES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Lined:
-    """PTX and cubin with line info, and the steps that their lines stand for."""
+class LineInfo:
+    """PTX and cubin with line info, and the steps that the line numbers encode."""
 
     ptx: str
     cubin: bytes
     steps: tuple[Step, ...]
 
     def step(self, file: str, line: int) -> Step | None:
-        """The step that a line of these texts stands for; None for any other line."""
+        """Returns the step that a line number encodes; None for a line of another file."""
         number = line // LINES - 1
         return self.steps[number] if Path(file).name == STEPS and 0 <= number < len(self.steps) else None
 
     def labels(self) -> list[tuple[str, Step | None]]:
-        """(line of PTX without its comment, step) of every line that is not empty or about lines."""
+        """Returns (PTX line without comment, step) for each line that is neither empty nor a line directive."""
         files = dict(_FILE.findall(self.ptx))
         found: list[tuple[str, Step | None]] = []
         step: Step | None = None
@@ -64,31 +71,34 @@ class Lined:
 
 
 def text_of(line: str) -> str:
-    """A line of PTX without its comment; nothing for one that tells of lines."""
+    """Returns a line of PTX without its comment; "" for a line directive."""
     return "" if _DIRECTIVE.match(line) else _COMMENT.sub("", line).rstrip()
 
 
-def lined(artifact: Artifact) -> Lined:
-    """The artifact's kernels with line info.
+def compile_with_line_info(artifact: Artifact) -> LineInfo:
+    """Compiles the artifact's kernels once more, with line info.
 
-    Raises Stale where this source, or this compiler, gives other PTX or machine code than the artifact has, and
-    CompileError where there is no compiler.
+    Raises Stale if this source or this compiler produces other PTX or machine code than the artifact has, and
+    CompileError if the compiler is not installed.
     """
     build = artifact.build
     chosen = [
         attempt for attempt in compiler.allocations(build) if compiler.allocation_of(attempt) == artifact.allocation
     ]
     if not chosen:
-        raise Stale(f"{build.symbol} for {build.arch}: {artifact.allocation!r} is none of this compiler's allocations")
+        raise Stale(
+            f"{build.symbol} for {build.arch}: {artifact.allocation!r} is none of this compiler's allocations; "
+            "build it again"
+        )
     steps: dict[Step, int] = {}
-    output = compiler.run(chosen[0], lines=_steps_as_lines(steps))
-    found = Lined(output.ptx, output.cubin, tuple(steps))
+    output = compiler.compile_unchecked(chosen[0], lines=_steps_as_lines(steps))
+    found = LineInfo(output.ptx, output.cubin, tuple(steps))
     same_ptx = [text for text, _ in found.labels()] == [
         text for text in map(text_of, artifact.ptx.splitlines()) if text
     ]
     if not same_ptx or cubin.code(found.cubin) != cubin.code(artifact.cubin):
         raise Stale(
-            f"{build.symbol} for {build.arch}: this source and compiler ({compiler.toolchain()}) give other "
+            f"{build.symbol} for {build.arch}: this source and compiler ({compiler.toolchain()}) produce other "
             f"{'machine code' if same_ptx else 'PTX'} than the artifact has ({artifact.toolchain}); build it again"
         )
     return found
@@ -96,7 +106,7 @@ def lined(artifact: Artifact) -> Lined:
 
 @contextmanager
 def _steps_as_lines(steps: dict[Step, int]) -> Iterator[None]:
-    """Operations traced in this context come from their steps, which are numbered in `steps`."""
+    """In this context each traced operation has a location that encodes its step; `steps` collects the numbers."""
     operations = importlib.import_module("cutlass._mlir_helpers.op")
     location = importlib.import_module("cutlass._mlir.ir").Location
 
@@ -109,14 +119,14 @@ def _steps_as_lines(steps: dict[Step, int]) -> Iterator[None]:
 
 
 def _step_here(frame: FrameType | None) -> Step | None:
-    """The step that an operation traced under this frame belongs to; none outside of every kernel."""
+    """Returns the step of an operation that is traced under this frame; None outside of kernels."""
     found: Step | None = None
     while frame is not None:
         if frame.f_code.co_filename.startswith(_KERNEL_FILES):
             step = step_of(frame.f_code.co_filename, frame.f_lineno)
             if step is not None and step.is_numbered:
                 return step
-            if step is not None and step.name.endswith("kernel"):  # @cute.kernel: what calls it belongs to no entry
+            if step is not None and step.name.endswith("kernel"):  # @cute.kernel: its callers are host code
                 return found or step
             found = step
         frame = frame.f_back

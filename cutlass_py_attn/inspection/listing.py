@@ -1,4 +1,4 @@
-"""Listing: PTX and SASS with the numbered steps marked, and how many instructions each step has."""
+"""Listing: PTX and SASS with a comment before each numbered step, and instruction counts of each step."""
 
 from __future__ import annotations
 
@@ -8,57 +8,59 @@ from dataclasses import dataclass
 
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.inspection import sass
-from cutlass_py_attn.inspection.line_info import Lined, text_of
+from cutlass_py_attn.inspection.line_info import LineInfo, text_of
 from cutlass_py_attn.inspection.steps import Step, order, titles
 
-UNKNOWN = "no step"  # instructions that the compiler made for nobody, or for several lines at once
+UNKNOWN = "no step"  # instructions that the compiler created for no source line, or for several lines
 Stepped = tuple[sass.Instruction, Step | None]
 
 _ENTRY = re.compile(r"\.entry (\w+)\(")
 _WGMMA = re.compile(r"\s*wgmma\.mma_async\.\S*\.m(\d+)n(\d+)k(\d+)\.")
 _HGMMA = re.compile(r"HGMMA\.(\d+x\d+x\d+)\b")
-_OPCODE = re.compile(r"\s*(?:@!?%p\d+\s+)?\{?\s*([a-z][\w.:]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a listing and the step it belongs to, None where that is not known."""
+    """One line of a listing and its step; None if the step is not known."""
 
     text: str
     step: Step | None = None
 
 
 def entry_text(ptx: str, symbol: str) -> str:
-    """The PTX of one entry: from its .entry line to the next."""
+    """Returns the PTX of one entry: from its .entry line to the next .entry line."""
     for part in ptx.split(".entry ")[1:]:
         if part.startswith(f"{symbol}("):
             return part
     return ""
 
 
-def ptx_lines(artifact: Artifact, lined: Lined | None) -> list[Line]:
-    """The artifact's PTX, line by line and unchanged."""
-    if lined is None:
+def ptx_lines(artifact: Artifact, line_info: LineInfo | None) -> list[Line]:
+    """Returns the lines of the artifact's PTX, unchanged, with their steps."""
+    if line_info is None:
         return [Line(text) for text in artifact.ptx.splitlines()]
-    labels = iter(lined.labels())
+    labels = iter(line_info.labels())
     return [Line(text, next(labels)[1] if text_of(text) else None) for text in artifact.ptx.splitlines()]
 
 
-def sass_lines(artifact: Artifact, lined: Lined | None) -> dict[str, list[Stepped]]:
-    """Every instruction and its step, by entry in the order of the artifact's kernels; NotSupported without nvdisasm.
+def sass_lines(artifact: Artifact, line_info: LineInfo | None) -> dict[str, list[Stepped]]:
+    """Returns each instruction with its step, by entry in the order of the artifact's kernels.
 
-    A line holds until the next one is named. ptxas names none for wgmma: those products are taken in the order in which
-    the PTX has them, if their shapes are the same one by one.
+    A source line applies to all instructions up to the next source line. ptxas emits no line for wgmma: wgmma
+    instructions get the steps of those in the PTX, in order, if their shapes agree one by one. Raises NotSupported
+    if nvdisasm is not installed.
     """
-    found = sass.disassemble(lined.cubin if lined else artifact.cubin)
+    found = sass.disassemble(line_info.cubin if line_info else artifact.cubin)
     listed = {kernel.symbol: found[kernel.symbol] for kernel in artifact.kernels}
-    if lined is None:
+    if line_info is None:
         return {symbol: [(item, None) for item in items] for symbol, items in listed.items()}
-    products = _products(lined)
-    return {symbol: _stepped(items, lined, products.get(symbol, [])) for symbol, items in listed.items()}
+    products = _products(line_info)
+    return {symbol: _stepped(items, line_info, products.get(symbol, [])) for symbol, items in listed.items()}
 
 
-def _stepped(items: list[sass.Instruction], lined: Lined, products: list[tuple[str, Step | None]]) -> list[Stepped]:
+def _stepped(
+    items: list[sass.Instruction], line_info: LineInfo, products: list[tuple[str, Step | None]]
+) -> list[Stepped]:
     shapes = [shape[1] for shape in (_HGMMA.match(item.opcode) for item in items) if shape]
     ordered = iter(
         [step for _, step in products] if shapes == [shape for shape, _ in products] else [None] * len(shapes)
@@ -66,16 +68,16 @@ def _stepped(items: list[sass.Instruction], lined: Lined, products: list[tuple[s
     found: list[Stepped] = []
     step: Step | None = None
     for item in items:
-        step = lined.step(*item.place) if item.place else step
+        step = line_info.step(*item.place) if item.place else step
         found.append((item, next(ordered) if _HGMMA.match(item.opcode) else step))
     return found
 
 
-def _products(lined: Lined) -> dict[str, list[tuple[str, Step | None]]]:
-    """(shape, step) of each wgmma of each entry, in the order of the PTX."""
+def _products(line_info: LineInfo) -> dict[str, list[tuple[str, Step | None]]]:
+    """Returns (shape, step) of each wgmma instruction by entry, in the order of the PTX."""
     found: dict[str, list[tuple[str, Step | None]]] = {}
     entry = ""
-    for text, step in lined.labels():
+    for text, step in line_info.labels():
         if named := _ENTRY.search(text):
             entry = named[1]
         if shape := _WGMMA.match(text):
@@ -84,9 +86,9 @@ def _products(lined: Lined) -> dict[str, list[tuple[str, Step | None]]]:
 
 
 def marked(lines: Iterable[Line], comment: str = "//") -> Iterator[str]:
-    """The lines, a comment before each that begins another step than the one before it.
+    """Yields the lines, with a comment before each line whose step differs from the step of the lines before it.
 
-    A mark holds until the next. Lines of no known step stay where they are.
+    A mark applies up to the next mark. Lines without a known step get no mark.
     """
     current = None
     for line in lines:
@@ -99,19 +101,13 @@ def marked(lines: Iterable[Line], comment: str = "//") -> Iterator[str]:
 
 
 def mark(step: Step, comment: str = "//") -> str:
-    """What is written before a step."""
+    """Returns the comment that marks a step."""
     what = f"step {step.name}" if step.is_numbered else step.name
     return f"{comment} ---- {what}{'  ' if step.title else ''}{step.title}  [{step.file}:{step.line}]"
 
 
-def ptx_opcode(text: str) -> str:
-    """The opcode of a line of PTX; nothing for labels, directives and braces."""
-    found = _OPCODE.match(text)
-    return found[1] if found and not found[1].endswith(":") and text.rstrip().endswith(";") else ""
-
-
 def steps_table(instructions: Iterable[Stepped]) -> list[dict[str, object]]:
-    """A row for each step of an entry: its name and title, where it stands, and its instructions by group."""
+    """Returns a row for each step of an entry: name, title, source locations, and instruction counts by group."""
     grouped: dict[str, list[sass.Instruction]] = {}
     steps: dict[str, list[Step]] = {}
     for instruction, step in instructions:

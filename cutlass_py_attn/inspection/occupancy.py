@@ -1,7 +1,7 @@
-"""Occupancy: how many blocks of a kernel one multiprocessor holds at a time, and what stops it from holding more.
+"""Occupancy: how many thread blocks of a kernel are resident on one multiprocessor, and which limit is reached.
 
-The limits are those of the tables of technical specifications in NVIDIA's CUDA programming guide; the driver's own
-answer is cuOccupancyMaxActiveBlocksPerMultiprocessor.
+The limits are from the table of technical specifications in NVIDIA's CUDA programming guide. The driver computes the
+same number by cuOccupancyMaxActiveBlocksPerMultiprocessor.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from cutlass_py_attn.device import architecture
-from cutlass_py_attn.parts.integers import ceil_div, round_up
+from cutlass_py_attn.integers import ceil_div, round_up
+from cutlass_py_attn.plan.arch import architecture
 
 _KIB: Final = 1024
 WARP_THREADS: Final = 32
-REGISTERS_AT_ONCE: Final = 256  # of a warp, which gets a multiple
-PARTITIONS: Final = 4  # of a multiprocessor: each has a quarter of its registers and warps
-SHARED_MEMORY_AT_ONCE: Final = 128
+REGISTER_ALLOCATION_UNIT: Final = 256  # registers; a warp gets a multiple
+PARTITIONS: Final = 4  # of a multiprocessor; each has a quarter of the registers and warps
+SHARED_MEMORY_ALLOCATION_UNIT: Final = 128  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessor:
-    """What one multiprocessor holds at most; shared memory in bytes, the driver's share of each block included."""
+    """Limits of one multiprocessor: resident warps and blocks, shared memory (bytes) including the driver's share."""
 
     warps: int
     blocks: int
@@ -41,31 +41,37 @@ MULTIPROCESSORS: Final[dict[tuple[int, int], Multiprocessor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Blocks and warps of one kernel that a multiprocessor holds; `limited_by` names every limit that is reached."""
+    """Resident blocks and warps of one kernel on a multiprocessor.
+
+    max_warps: the limit of the hardware. limited_by: every limit that is reached.
+    """
 
     blocks: int
     warps: int
-    warps_allowed: int
+    max_warps: int
     limited_by: tuple[str, ...]
 
 
 def occupancy(arch: str, threads: int, registers: int, dynamic_shared_memory: int, static: int = 0) -> Occupancy:
-    """Of a kernel with these threads and shared memory (bytes) a block and registers a thread.
+    """Returns the occupancy of a kernel. Raises NotSupported if `arch` is unknown.
 
-    static: as the cubin states it, which from sm_90 on includes the driver's share. NotSupported: unknown `arch`.
+    - threads: threads per block
+    - registers: registers per thread
+    - dynamic_shared_memory: bytes per block
+    - static: static shared memory that the cubin states (bytes); from sm_90 on it includes the driver's share
     """
     limits = architecture(arch)
-    holds = MULTIPROCESSORS[limits.compute_capability]
+    multiprocessor = MULTIPROCESSORS[limits.compute_capability]
     warps = ceil_div(threads, WARP_THREADS)
-    of_warp = round_up(max(registers, 1) * WARP_THREADS, REGISTERS_AT_ONCE)
-    warps_with_registers = limits.registers_per_sm // PARTITIONS // of_warp * PARTITIONS
-    memory = round_up(dynamic_shared_memory + max(static, limits.reserved_shared_memory), SHARED_MEMORY_AT_ONCE)
+    registers_per_warp = round_up(max(registers, 1) * WARP_THREADS, REGISTER_ALLOCATION_UNIT)
+    warps_by_registers = limits.registers_per_sm // PARTITIONS // registers_per_warp * PARTITIONS
+    memory = round_up(dynamic_shared_memory + max(static, limits.reserved_shared_memory), SHARED_MEMORY_ALLOCATION_UNIT)
     allowed = {
-        "registers": warps_with_registers // warps,
-        "shared memory": holds.shared_memory // memory,
-        "warps": holds.warps // warps,
-        "blocks": holds.blocks,
+        "registers": warps_by_registers // warps,
+        "shared memory": multiprocessor.shared_memory // memory,
+        "warps": multiprocessor.warps // warps,
+        "blocks": multiprocessor.blocks,
     }
     blocks = min(allowed.values())
     reached = tuple(name for name, count in allowed.items() if count == blocks)
-    return Occupancy(blocks, blocks * warps, holds.warps, reached)
+    return Occupancy(blocks, blocks * warps, multiprocessor.warps, reached)

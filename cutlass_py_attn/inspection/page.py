@@ -1,4 +1,4 @@
-"""Page: one HTML file about one kernel, with its pictures and listings in it and nothing to load from elsewhere."""
+"""Page: one self-contained HTML file about one kernel, with its pictures and listings."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.inspection import listing, sass
 from cutlass_py_attn.inspection.drawing import colour_of, shared_memory_svg, steps_svg
-from cutlass_py_attn.inspection.facts import Subject, facts
-from cutlass_py_attn.shared_memory import STEPS
+from cutlass_py_attn.inspection.facts import InspectedKernel, facts
+from cutlass_py_attn.plan.smem_maps import STEPS
 
 TEMPLATE = "page.html.j2"
 
 
-def page(found: Subject) -> str:
-    """The page of a kernel; NotSupported without jinja2."""
+def page(subject: InspectedKernel) -> str:
+    """Returns the HTML page of a kernel. Raises NotSupported if jinja2 is not installed."""
     try:
         jinja2 = importlib.import_module("jinja2")
     except ModuleNotFoundError as error:
@@ -26,17 +26,17 @@ def page(found: Subject) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string(text)
-    return str(template.render(**_content(found, jinja2.filters.Markup)))
+    return str(template.render(**_content(subject, jinja2.filters.Markup)))
 
 
-def _content(found: Subject, safe: Any) -> dict[str, Any]:
-    about = facts(found)
+def _content(subject: InspectedKernel, safe: Any) -> dict[str, Any]:
+    about = facts(subject)
     kind = about["identity"]["kind"]
     memory = shared_memory_svg(about["shared_memory"], STEPS[kind], f"Shared memory of {about['symbol']}")
     groups = (*sass.GROUPS, "other")
     pictures = [safe(steps_svg(rows, groups, f"Instructions of {name}")) for name, rows in about["steps"].items()]
-    ptx = [(line.text, *_shown(line.step)) for line in listing.ptx_lines(found.artifact, found.lined)]
-    code = {name: [(str(item), *_shown(step)) for item, step in items] for name, items in found.sass().items()}
+    ptx = [(line.text, *_shown(line.step)) for line in listing.ptx_lines(subject.artifact, subject.line_info)]
+    code = {name: [(str(item), *_shown(step)) for item, step in items] for name, items in subject.sass().items()}
     return {
         "about": about,
         "memory": safe(memory) if about["shared_memory"] else "",
@@ -48,12 +48,12 @@ def _content(found: Subject, safe: Any) -> dict[str, Any]:
 
 
 def _shown(step: Any) -> tuple[str, str]:
-    """What is written before a step, and its colour; nothing for no step."""
+    """Returns the mark and the colour of a step; ("", "") if there is no step."""
     return (listing.mark(step, "").lstrip(" -"), colour_of(step.name)) if step else ("", "")
 
 
 def _sections(lines: list[tuple[str, str, str]]) -> list[dict[str, str]]:
-    """Runs of lines under one mark; a line without a step goes on with the run it stands in."""
+    """Groups consecutive lines under one mark; a line without a step belongs to the group before it."""
     found: list[dict[str, Any]] = [{"mark": "", "colour": colour_of(""), "lines": []}]
     for text, mark, colour in lines:
         if mark and mark != found[-1]["mark"]:

@@ -1,4 +1,4 @@
-"""SASS: a cubin's machine instructions with their source lines, and what kinds there are, through nvdisasm's JSON."""
+"""SASS: the machine instructions of a cubin with their source lines, from nvdisasm's JSON, and their groups."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from cutlass_py_attn.errors import NotSupported
 
 TIMEOUT_SECONDS = 120
 
-# By the opcode without its modifiers; what none of these names is "other". UTMALDG and UBLKCP bring tiles by TMA,
-# LDGSTS by cp.async; UBLKRED is a bulk reduction; WARPGROUP and DEPBAR wait for products or copies; STL and LDL spill.
+# Opcodes without their modifiers; all others are in the group "other". UTMALDG and UBLKCP are TMA copies, LDGSTS is
+# cp.async, UBLKRED a bulk reduction; WARPGROUP and DEPBAR wait for wgmma or copies; STL and LDL are spills.
 GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "products": ("HGMMA", "HMMA", "IMMA", "UTCHMMA"),
     "MUFU": ("MUFU",),
@@ -45,7 +45,7 @@ _GROUP_OF: Final = {opcode: group for group, opcodes in GROUPS.items() for opcod
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One machine instruction; `place` is its (file, line) where the cubin's line info begins a new one here."""
+    """One machine instruction. place: (file, line) if line info starts a new source line here, else None."""
 
     opcode: str
     operands: str = ""
@@ -59,7 +59,7 @@ class Instruction:
 
     @property
     def group(self) -> str:
-        """Which of GROUPS it belongs to, else "other"."""
+        """Its group in GROUPS, else "other"."""
         return _GROUP_OF.get(self.base, "other")
 
     def __str__(self) -> str:
@@ -67,12 +67,12 @@ class Instruction:
 
 
 def tool() -> str | None:
-    """Path of nvdisasm, from its wheel, a conda environment or a CUDA toolkit; None when there is none."""
+    """Returns the path of nvdisasm from its wheel, a conda environment or a CUDA toolkit; None if not installed."""
     return find_nvidia_binary_utility("nvdisasm")
 
 
 def disassemble(cubin: bytes) -> dict[str, list[Instruction]]:
-    """Every instruction in order, by entry symbol; NotSupported without nvdisasm, or where it refuses the cubin."""
+    """Returns the instructions of each entry in order. Raises NotSupported if nvdisasm is missing or fails."""
     program = tool()
     if program is None:
         raise NotSupported("SASS needs nvdisasm, which was not found: pip install 'cutlass-py-attn[inspect]'")
@@ -88,7 +88,7 @@ def disassemble(cubin: bytes) -> dict[str, list[Instruction]]:
 
 
 def read(document: list[Any]) -> dict[str, list[Instruction]]:
-    """The instructions of nvdisasm's JSON: its head, the functions and, with line info, the table of files."""
+    """Returns the instructions by entry of nvdisasm's JSON: header, functions and, with line info, the file table."""
     _, functions, *tables = document
     table = tables[0] if tables else {"directories": [], "files": []}
     files = [str(Path(table["directories"][item["dir-idx"]], item["file"])) for item in table["files"]]
@@ -104,12 +104,12 @@ def _instructions(items: Iterable[dict[str, Any]], files: list[str]) -> list[Ins
 
 
 def histogram(instructions: Iterable[Instruction]) -> dict[str, int]:
-    """How often each opcode occurs, without its modifiers, most frequent first."""
+    """Returns the count of each opcode without modifiers, most frequent first."""
     counts = Counter(instruction.base for instruction in instructions)
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
 def groups(instructions: Iterable[Instruction]) -> dict[str, int]:
-    """How many instructions of each group there are, in the order of GROUPS; groups without any are left out."""
+    """Returns the instruction count of each group that occurs, in the order of GROUPS."""
     counts = Counter(instruction.group for instruction in instructions)
     return {group: counts[group] for group in (*GROUPS, "other") if counts[group]}

@@ -1,9 +1,10 @@
-"""Steps: which numbered step of a fused kernel a line of its source belongs to, from the comments that number them.
+"""Steps: maps each source line of a fused kernel to its numbered step, which a comment opens.
 
-A comment `# 5  dV += P^T dO` opens step 5; it ends at the next numbered comment, or where a line stands further to the
-left. A function whose docstring holds such a number is that step as a whole. Where one comment opens two products
-("1 ..., behind it 3 ..."), a line that issues or waits for a product belongs to that product. Lines of no numbered
-step belong to the function they stand in.
+- A comment `# 5  dV += P^T dO` opens step 5. The step ends at the next numbered comment or at a smaller indentation.
+- A function whose docstring contains such a numbered step belongs to that step as a whole.
+- A comment can open two overlapping products: `# 1  S = Q K^T, then 3  O += P V`. A line that issues a product, or
+  waits for it, then belongs to the step of that product.
+- A line without a numbered step belongs to its function.
 """
 
 from __future__ import annotations
@@ -19,18 +20,26 @@ from typing import Final
 PACKAGE: Final = Path(__file__).resolve().parent.parent
 
 _COMMENT: Final = re.compile(r"^\s*# (\d  \S.*)$")
-_OPENED: Final = re.compile(r"(\d)  (\S.*?)(?:,? behind it (?=\d  )|$)")
-_IN_DOCSTRING: Final = re.compile(r"(?:^|: )(\d)  (\S[^.\n]*)")
-_PRODUCT: Final = re.compile(r"self\.(\w+)\.(?:issue|wait|add)\(")
-_NUMBERS: Final = {"scores": 1, "output": 3, "dp": 3, "dv": 5, "dk": 6, "dq": 7}  # by the product's name in the kernels
+_OPENED: Final = re.compile(r"(\d)  (\S.*?)(?:,? (?:then|followed by) (?=\d  )|$)")
+_IN_DOCSTRING: Final = re.compile(r"(?:^|^Computes |: )(\d)  (\S[^.\n]*)")
+# `matmul_qk.issue(gemms.mma_qk, ...)`, `matmul_qk.wait(gemms.mma_qk)` or `self.mma_qk.wait()`
+_GEMM: Final = re.compile(r"\.(?:issue|wait)\((?:\w+\.)*(mma_\w+)|self\.(\w+)\.(?:issue|wait|add)\(")
+# The step of a GEMM, by its name in the kernels.
+_NUMBERS: Final = {
+    **{"mma_qk": 1, "mma_pv": 3, "mma_dov": 3, "mma_pdo": 5, "mma_dsq": 6, "mma_dsk": 7},
+}
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DANGLING: Final = {"of", "the", "this", "one", "a", "next", "first", "last"}
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A piece of a kernel: `name` is the step's number, or the function where lines have none; `title` says what it
-    does. `file` is relative to the package; `line` is the one that opens it."""
+    """A step of a kernel.
+
+    - name: the number of the step, or the function's name for lines without a numbered step
+    - title: text of the comment, or first sentence of the function's docstring
+    - file, line: where the step opens; file is relative to the package
+    """
 
     name: str
     title: str
@@ -45,20 +54,20 @@ class Step:
 
 @functools.cache
 def step_of(path: str | Path, line: int) -> Step | None:
-    """The step of a line of one of this package's sources; None outside of every function."""
+    """Returns the step of a source line; None outside of functions."""
     found = _source(str(path))
     if line in found.steps:
         return found.steps[line]
     holding = [item for item in found.functions if item.lineno <= line <= (item.end_lineno or line)]
     if not holding:
         return None
-    # The DSL writes functions of its own around loops and branches, but lines stay: the innermost that is written down.
+    # The DSL generates functions for loops and branches but keeps line numbers: this is the innermost written function.
     inner = max(holding, key=lambda item: item.lineno)
     return Step(inner.name, _first_sentence(inner), found.file, inner.lineno)
 
 
 def titles(steps: Iterable[Step]) -> dict[str, str]:
-    """One title for each name: what the titles of its places begin with."""
+    """Returns one title for each step name: the common prefix of the titles under that name."""
     grouped: dict[str, list[str]] = {}
     for step in steps:
         grouped.setdefault(step.name, []).append(step.title)
@@ -66,7 +75,7 @@ def titles(steps: Iterable[Step]) -> dict[str, str]:
 
 
 def order(name: str) -> tuple[bool, str]:
-    """Sort key: numbered steps first, in order."""
+    """Returns a sort key: numbered steps first, in order."""
     return not name.isdigit(), name
 
 
@@ -74,7 +83,7 @@ def order(name: str) -> tuple[bool, str]:
 class _Source:
     file: str
     functions: tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]
-    steps: dict[int, Step]  # numbered ones only, by line
+    steps: dict[int, Step]  # numbered steps by line
 
 
 @functools.cache
@@ -94,7 +103,7 @@ def _source(path: str) -> _Source:
 
 
 def _of_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef, file: str) -> dict[int, Step]:
-    """The lines of a function that is one step as a whole."""
+    """Returns the lines of a function whose docstring names one numbered step."""
     found = _IN_DOCSTRING.search(ast.get_docstring(function) or "")
     if found is None:
         return {}
@@ -105,7 +114,7 @@ def _of_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef, file: str) -
 def _of_comments(
     function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], file: str
 ) -> dict[int, tuple[Step, ...]]:
-    """The lines below each numbered comment of a function, with the steps that it opens."""
+    """Returns the lines below each numbered comment of a function, with the steps that the comment opens."""
     found: dict[int, tuple[Step, ...]] = {}
     opened: tuple[Step, ...] = ()
     indent = 0
@@ -123,15 +132,18 @@ def _of_comments(
 
 
 def _of_products(lines: list[str], commented: dict[int, tuple[Step, ...]]) -> dict[int, Step]:
-    """Lines that issue or wait for a product: of the step that a comment above opens, else of the one so numbered."""
+    """Returns the lines that issue a product or wait for it, with its step.
+
+    The step is one that the comment above opens, else any step of the file with the product's number.
+    """
     places: dict[str, list[Step]] = {}
     for several in dict.fromkeys(commented.values()):
         for step in several:
             places.setdefault(step.name, []).append(step)
     found = {}
     for number, line in enumerate(lines, 1):
-        product = _PRODUCT.search(line)
-        name = str(_NUMBERS.get(product[1], "")) if product else ""
+        gemm = _GEMM.search(line)
+        name = str(_NUMBERS.get(gemm[1] or gemm[2], "")) if gemm else ""
         here = [step for step in commented.get(number, ()) if step.name == name]
         if here:
             found[number] = here[0]
@@ -146,7 +158,7 @@ def _first_sentence(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def _shared(found: list[str]) -> str:
-    """What all the titles begin with, cut behind a word that ends something."""
+    """Returns the common prefix of the titles, without a dangling word at its end."""
     if len(set(found)) == 1:
         return found[0]
     words: list[str] = []

@@ -1,12 +1,12 @@
-"""JAX: attention for jax.jit, jax.grad, jax.vmap, shard_map and jax.export, from the same kernels.
+"""Attention for JAX: jax.jit, jax.grad, jax.vmap, shard_map and jax.export, with the same kernels.
 
     from cutlass_py_attn import Causal
     from cutlass_py_attn.jax import attention
 
     output = attention(query, key, value, mask=Causal())
 
-A program with this call holds its kernels: a process that loads an exported one needs this package, which it must
-import (`import cutlass_py_attn.jax`), but neither the compiler nor a folder of kernels. No C++ is involved.
+A compiled program contains its kernels. A process that loads an exported program must import this package
+(`import cutlass_py_attn.jax`), and needs neither the compiler nor a folder of kernels. The package has no C++ code.
 """
 
 from __future__ import annotations
@@ -25,34 +25,38 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from cutlass_py_attn import options as numpy_options
+from cutlass_py_attn.api import options as api_options
+from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import calls, handler
-from cutlass_py_attn.masks import Full, Mask
-from cutlass_py_attn.options import VariableLength
-from cutlass_py_attn.plan import Build
-from cutlass_py_attn.problem import OPERANDS
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.tensors import OPERANDS
+from cutlass_py_attn.score_terms import registry
 
 __all__ = ["Options", "attention", "export_checks"]
 
-DIFFERENTIABLE = (*OPERANDS, "bias", "sinks")
+DIFFERENTIABLE = (*OPERANDS, *registry.gradients())
 
 
 class Options(TypedDict, total=False):
-    """Options of `attention`; those not told here mean what they do in `cutlass_py_attn.attention_forward`.
+    """Options of `attention`. An option without a description is that of `cutlass_py_attn.attention_forward`.
 
-    scale, softcap, dropout_p and the mask are Python numbers, known when the call is traced.
-    bias: gradients reach it; it may broadcast over any axis of [B, H, Mq, Mk], which its gradient is summed over.
-    alibi_slopes: float32 [H] or [B, H]; no gradient reaches them: a call that would need one is refused.
-    sinks: float32 [H]; gradients reach them.
-    dropout_p: probability that a weight is dropped, from 0 to 1. dropout_key: a key of jax.random, needed where
-        dropout_p is not 0.
-    sequences: VariableLength with arrays of JAX or NumPy.
-    deterministic: the query gradient is the same in every bit from run to run; slower.
-    kernels: gives the Artifact of a Build, such as artifact.Folder(path); None compiles, and keeps on disk.
-    arch: plan for this target ("sm_90"), on a machine without its GPU; None plans for the first GPU.
-    backend: "auto" and "gpu" compute on the GPU; "reference" in NumPy float64 on the host, slowly.
+    scale, softcap, dropout_p and the numbers of the mask are Python numbers, known at trace time.
+
+    bias: (batch, num_heads, num_queries, num_keys), differentiable; it may broadcast over any axis, and its gradient
+        is summed over that axis.
+    alibi_slopes: (num_heads,) or (batch, num_heads) float32, not differentiable; a gradient of them is refused.
+    sinks: (num_heads,) float32, differentiable.
+    dropout_p: probability that a weight is dropped, from 0 to 1.
+    dropout_key: a key of jax.random; required if dropout_p is not 0.
+    sequences: VariableLength with JAX or NumPy arrays.
+    deterministic: whether the gradient of query is bitwise equal from run to run; slower.
+    kernels: function that returns the Artifact of a Build, such as artifact.Folder(path); None compiles the kernels
+        and caches them on disk.
+    arch: target to plan for ("sm_90"), on a machine without such a GPU; None for the first GPU.
+    backend: "auto" and "gpu" compute on the GPU; "reference" computes on the host in NumPy float64, slowly.
     """
 
     mask: Mask
@@ -71,27 +75,32 @@ class Options(TypedDict, total=False):
 
 
 def attention(query: Any, key: Any, value: Any, **options: Unpack[Options]) -> Any:
-    """softmax(scale Q K^T + bias, masked) V, with gradients of query, key, value, bias and sinks.
+    """Computes softmax(scale Q K^T + bias, masked) V, differentiable in query, key, value, bias and sinks.
 
-    query [B, Mq, H, D], key [B, Mk, Hk, D], value [B, Mk, Hk, Dv]: float16, bfloat16 or float32, all of one dtype,
-    Hk a divisor of H. Options: see Options. Returns [B, Mq, H, Dv] in the same dtype.
+    query: (batch, num_queries, num_heads, head_dim).
+    key: (batch, num_keys, num_heads_key, head_dim); num_heads_key divides num_heads.
+    value: (batch, num_keys, num_heads_key, head_dim_value).
+    options: see Options.
 
-    Plans, and compiles where no kernels are at hand, when it is traced. Under vmap the new axis joins the batch,
-    except for sequences, for sinks that gradients reach, and for keys of dropout that differ, where items run one
-    after the other. With one sharding of batch and heads for all operands, call it inside shard_map: XLA knows no
-    rule to split it.
+    The operands are float16, bfloat16 or float32, all of one dtype. Returns
+    (batch, num_queries, num_heads, head_dim_value) in the same dtype.
 
-    NotSupported lists every objection when the call is traced; NoDevice: no GPU, and no arch; CompileError, Stale:
-    no kernel.
+    The call is planned at trace time, and compiled if `kernels` is None. Under vmap, the new axis joins the batch. With
+    variable lengths, differentiated sinks or different dropout keys, the elements run one after the other instead. XLA
+    cannot shard the call: if all operands have one sharding of batch and heads, call it inside shard_map.
+
+    NotSupported lists every reason at trace time. NoDevice: there is no GPU, and `arch` is None. CompileError, Stale:
+    there is no kernel.
     """
-    call, operands = _prepared({"query": query, "key": key, "value": value}, options)
+    call, operands = _prepare({"query": query, "key": key, "value": value}, options)
     return _traced(call, operands)
 
 
 def export_checks() -> list[Any]:
-    """What jax.export needs to be told to export a function with this call, as its `disabled_checks`.
+    """Returns the `disabled_checks` that jax.export needs for a function with this call.
 
-    JAX promises nothing for custom calls of others; this package's are refused with Stale where it cannot read them.
+    JAX gives no compatibility guarantee for custom calls of other packages. A version of this package that cannot
+    read a call raises Stale.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(handler.TARGET)]
 
@@ -102,15 +111,15 @@ def _attend(call: calls.Call, operands: dict[str, Any]) -> Any:
 
 
 def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """The output, and what the backward reads; which gradients it owes is the structure of `wanted`."""
+    """Returns the output and the residuals. The keys of `wanted`, static in JAX, name the gradients to compute."""
     values = {name: operand.value for name, operand in operands.items()}
-    reached = [name for name, operand in operands.items() if operand.perturbed]
-    if "alibi_slopes" in reached:
+    differentiated = [name for name, operand in operands.items() if operand.perturbed]
+    if "alibi_slopes" in differentiated:
         raise NotSupported(
-            "alibi_slopes has a gradient: none reaches it here; pass jax.lax.stop_gradient(alibi_slopes)"
+            "alibi_slopes is differentiated: must be a constant here; pass jax.lax.stop_gradient(alibi_slopes)"
         )
     output, logsumexp = calls.forward(call, values)
-    wanted = dict.fromkeys(name for name in DIFFERENTIABLE if name in reached)
+    wanted = dict.fromkeys(name for name in DIFFERENTIABLE if name in differentiated)
     return output, (values, output, logsumexp, wanted)
 
 
@@ -124,12 +133,12 @@ def _backward(call: calls.Call, saved: Any, grad_output: Any) -> tuple[dict[str,
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)
-# Equal calls of a program are traced once; and shard_map outside of jit takes no custom_vjp with symbolic zeros.
+# jit traces equal calls of a program once. shard_map outside of jit does not accept a custom_vjp with symbolic zeros.
 _traced = jax.jit(_attend, static_argnums=0)
 
 
-def _prepared(operands: dict[str, Any], options: Options) -> tuple[calls.Call, dict[str, Any]]:
-    """The static part of the call and its arrays by name; NotSupported lists every objection to the options."""
+def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, dict[str, Any]]:
+    """Returns the static part of the call and its arrays by name; NotSupported lists every wrong option."""
     unknown = [name for name in options if name not in Options.__annotations__]
     reasons = [
         f"option {name!r} is unknown: must be one of {', '.join(Options.__annotations__)}; check the spelling"
@@ -137,46 +146,49 @@ def _prepared(operands: dict[str, Any], options: Options) -> tuple[calls.Call, d
     ]
     numbers = {"scale": options.get("scale"), "softcap": options.get("softcap"), "dropout_p": options.get("dropout_p")}
     reasons += [
-        f"{name} = {number!r}: must be a number that is known when the call is traced; pass a Python number"
+        f"{name} = {number!r}: must be a number that is known at trace time; pass a Python number"
         for name, number in numbers.items()
         if number is not None and not isinstance(number, Real)
     ]
     dropout_p, dropout_key = options.get("dropout_p", 0.0), options.get("dropout_key")
     if isinstance(dropout_p, Real) and dropout_p != 0 and dropout_key is None:
         reasons.append(f"dropout_p = {dropout_p} without dropout_key: must come together; pass a key of jax.random")
-    known = ("mask", "sequences", "backend")
+    shared = ("mask", "sequences", "backend")
     try:
-        chosen = numpy_options.settings({name: value for name, value in options.items() if name in known}, _Known)
+        checked = api_options.check_options(
+            {name: value for name, value in options.items() if name in shared}, _SharedOptions
+        )
     except NotSupported as error:
         reasons += error.reasons
     if reasons:
         raise NotSupported(reasons)
     arrays = {name: jnp.asarray(array) for name, array in operands.items()}
-    for name in ("bias", "alibi_slopes", "sinks"):
-        if options.get(name) is not None:
-            arrays[name] = jnp.asarray(options[name])
-    if chosen.sequences is not None:
-        arrays |= {name: jnp.asarray(array) for name, array in chosen.sequences.arrays().items()}
+    given: dict[str, Any] = dict(options)
+    for name in registry.array_options():
+        if given.get(name) is not None:
+            arrays[name] = jnp.asarray(given[name])
+    if checked.sequences is not None:
+        arrays |= {name: jnp.asarray(array) for name, array in checked.sequences.arrays().items()}
     if dropout_p != 0:
         words = jax.random.bits(dropout_key, (2,), "uint32")
         arrays[handler.PHILOX] = jnp.concatenate([words, jnp.zeros(2, "uint32")])  # seed, then an offset of 0
-    sequences = chosen.sequences
+    sequences = checked.sequences
     call = calls.Call(
         mask=options.get("mask", Full()),
         scale=options.get("scale"),
         softcap=options.get("softcap", 0.0),
         dropout_p=dropout_p,
-        longest=None if sequences is None else (int(sequences.max_seqlen_q), int(sequences.max_seqlen_k)),
+        max_seqlens=None if sequences is None else (int(sequences.max_seqlen_q), int(sequences.max_seqlen_k)),
         deterministic=options.get("deterministic", False),
         kernels=options.get("kernels"),
         arch=options.get("arch"),
-        backend=chosen.backend,
+        backend=checked.backend,
     )
     return call, arrays
 
 
-class _Known(TypedDict, total=False):
-    """The options that mean the same to `cutlass_py_attn.options`, and are judged there."""
+class _SharedOptions(TypedDict, total=False):
+    """The options that `cutlass_py_attn.api.options` checks."""
 
     mask: Mask
     sequences: VariableLength | None

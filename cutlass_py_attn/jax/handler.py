@@ -1,8 +1,9 @@
-"""Handler: XLA's side of the custom call, in Python through ctypes, so that nothing has to be compiled to use it.
+"""XLA FFI handler of the custom call, in Python through ctypes, so that the package needs no C++ compiler.
 
-XLA calls `_execute` with an XLA_FFI_CallFrame each time it puts the call on a stream, or once where it records a
-CUDA graph and replays that. The structs are those of XLA's C header xla/ffi/api/c_api.h, API version 0; they only
-ever grow at their ends, so the offsets below hold for every later version, and 0.1 is what we declare to speak.
+XLA calls `_execute` with an XLA_FFI_CallFrame each time it launches the call on a stream. If XLA captures a CUDA
+graph, it calls the handler once and replays the graph. The structs are those of XLA's C header
+xla/ffi/api/c_api.h, API version 0. Later versions append fields only, so the offsets below stay valid. The handler
+declares version 0.1.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from cutlass_py_attn import driver, fill
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.jax.payload import Payload, unpack
-from cutlass_py_attn.launch import Bound, bind
+from cutlass_py_attn.runtime import driver, fill
+from cutlass_py_attn.runtime.launch import Bound, bind
 
 TARGET: Final = "cutlass_py_attn"
 KEY, PAYLOAD, PHILOX, WORKSPACE = "key", "payload", "philox", "workspace"
 
-_WORDS: Final = ctypes.c_uint64 * 21  # of a call frame: all that is read here
-_SPEAKS: Final = (0, 1)  # the API version
+_FRAME_WORDS: Final = ctypes.c_uint64 * 21  # the words of a call frame that are read here
+_API_VERSION: Final = (0, 1)
 _METADATA_VERSION, _METADATA_TRAITS = 24, 32  # byte offsets in XLA_FFI_Metadata
-_GRAPH_COMPATIBLE: Final = 1  # every call puts the same kernels on the stream: may be recorded into a CUDA graph
+_GRAPH_COMPATIBLE: Final = 1  # every call launches the same kernels, so XLA may capture it in a CUDA graph
 _ERROR_CREATE, _STREAM_GET = 48, 80  # byte offsets of function pointers in XLA_FFI_Api
 _BUFFER_DATA: Final = 24  # byte offset in XLA_FFI_Buffer
 _INTERNAL: Final = 13  # XLA_FFI_Error_Code
@@ -33,8 +34,8 @@ _FUNCTION: Final = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _function: Final = functools.cache(_FUNCTION)
 _word: Final = ctypes.c_uint64.from_address
 
-_ready: dict[tuple[int, int], _Ready] = {}
-_ready_lock = threading.Lock()
+_payloads: dict[tuple[int, int], _BoundPayload] = {}
+_payloads_lock = threading.Lock()
 
 
 class _StreamArguments(ctypes.Structure):
@@ -59,17 +60,17 @@ class _ErrorArguments(ctypes.Structure):
     )
 
 
-class _Ready:
-    """A payload bound to one GPU, and the names of its buffers."""
+class _BoundPayload:
+    """A payload bound to one GPU. names: of the call's buffers, in order."""
 
     def __init__(self, payload: Payload, ordinal: int) -> None:
         self.problem = payload.problem
         self.names = (*payload.operands, *payload.results)
-        with driver.outside_capture():
+        with driver.relaxed_capture_mode():
             self.bound: Bound = bind(payload.artifact, payload.plan, payload.problem, ordinal)
 
     def __call__(self, addresses: list[int], stream: int) -> None:
-        """Put the kernels on the stream."""
+        """Launches the kernels on the stream. addresses: of the buffers, in order."""
         pointers = dict(zip(self.names, addresses, strict=True))
         workspace = pointers.pop(WORKSPACE, None)
         if PHILOX in pointers:
@@ -82,9 +83,9 @@ class _Ready:
 
 
 def _execute(frame: int) -> int | None:
-    """XLA_FFI_Handler: None when all went well, else an XLA_FFI_Error."""
-    words = _WORDS.from_address(frame)
-    if words[1]:  # an extension comes when the handler is registered, and asks what it is
+    """XLA_FFI_Handler for CUDA: returns None, or the address of an XLA_FFI_Error."""
+    words = _FRAME_WORDS.from_address(frame)
+    if words[1]:  # XLA passes an extension when it registers the handler, and asks for its metadata
         _describe(words[1])
         return None
     try:
@@ -92,18 +93,18 @@ def _execute(frame: int) -> int | None:
         addresses = [_word(_word(words[9] + 8 * i).value + _BUFFER_DATA).value for i in range(words[7])]
         addresses += [_word(_word(words[14] + 8 * i).value + _BUFFER_DATA).value for i in range(words[12])]
         key = _word(_word(_word(words[20]).value + 8).value).value  # attributes are sorted by name
-        place = key, _ordinal(stream)
-        call = _ready.get(place) or _load(place, words)
+        key_and_ordinal = key, _ordinal(stream)
+        call = _payloads.get(key_and_ordinal) or _load(key_and_ordinal, words)
         call(addresses, stream)
-    except Exception as error:  # nothing may pass through C
+    except Exception as error:  # no exception may reach the C caller
         name = "" if isinstance(error, AttentionError) else f"{type(error).__name__}: "
         return _error(words[2], f"{TARGET}: {name}{error}")
     return None
 
 
 def _refuse(frame: int) -> int | None:
-    """The handler where there is no GPU to run on."""
-    words = _WORDS.from_address(frame)
+    """XLA_FFI_Handler for the CPU platform: always returns an error."""
+    words = _FRAME_WORDS.from_address(frame)
     if words[1]:
         _describe(words[1])
         return None
@@ -115,14 +116,15 @@ def _refuse(frame: int) -> int | None:
 
 
 def _describe(extension: int) -> None:
-    """Fill the XLA_FFI_Metadata behind an XLA_FFI_Metadata_Extension."""
+    """Writes the XLA_FFI_Metadata of an XLA_FFI_Metadata_Extension."""
     metadata = _word(extension + 24).value
     version = (ctypes.c_int * 2).from_address(metadata + _METADATA_VERSION)
-    version[0], version[1] = _SPEAKS
+    version[0], version[1] = _API_VERSION
     ctypes.c_uint32.from_address(metadata + _METADATA_TRAITS).value = _GRAPH_COMPATIBLE
 
 
 def _stream(api: int, context: int) -> int:
+    """Returns the handle of the stream on which XLA runs the call."""
     arguments = _StreamArguments(ctypes.sizeof(_StreamArguments), None, context, None)
     if _function(_word(api + _STREAM_GET).value)(ctypes.addressof(arguments)):
         raise RuntimeError("XLA has no stream for this call")
@@ -130,45 +132,48 @@ def _stream(api: int, context: int) -> int:
 
 
 def _error(api: int, message: str) -> int:
+    """Creates an XLA_FFI_Error and returns its address."""
     text = message.encode()
     arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, text, _INTERNAL)
-    made: int = _function(_word(api + _ERROR_CREATE).value)(ctypes.addressof(arguments))
-    return made
+    error: int = _function(_word(api + _ERROR_CREATE).value)(ctypes.addressof(arguments))
+    return error
 
 
 def _ordinal(stream: int) -> int:
-    return driver.ordinal_of(stream) if _devices() > 1 else 0
+    """Returns the ordinal of the stream's device; the driver is asked only if there are several."""
+    return driver.stream_ordinal(stream) if _devices() > 1 else 0
 
 
-_devices: Final = functools.cache(driver.device_count)  # stays as it is while the process lives
+_devices: Final = functools.cache(driver.device_count)  # constant while the process lives
 
 
-def _load(place: tuple[int, int], words: Any) -> _Ready:
-    """Bind the call's payload to the stream's GPU, once for both."""
-    with _ready_lock:
-        if place not in _ready:
+def _load(key_and_ordinal: tuple[int, int], words: Any) -> _BoundPayload:
+    """Binds the call's payload to the stream's GPU, once per payload and GPU."""
+    with _payloads_lock:
+        if key_and_ordinal not in _payloads:
             attributes = dict(_attributes(words))
             array = attributes[PAYLOAD]  # XLA_FFI_Array: type, size, data
             size, data = _word(array + 8).value, _word(array + 16).value
-            _ready[place] = _Ready(unpack(ctypes.string_at(data, size)), place[1])
-        return _ready[place]
+            payload = unpack(ctypes.string_at(data, size))
+            _payloads[key_and_ordinal] = _BoundPayload(payload, key_and_ordinal[1])
+        return _payloads[key_and_ordinal]
 
 
 def _attributes(words: Any) -> list[tuple[str, int]]:
-    """(name, address of the value) of every attribute, in order."""
-    found = []
+    """Returns (name, address of the value) of every attribute, in order."""
+    attributes = []
     for i in range(words[17]):
         span = _word(words[19] + 8 * i).value  # XLA_FFI_ByteSpan: data, length
         name = ctypes.string_at(_word(span).value, _word(span + 8).value).decode()
-        found.append((name, _word(words[20] + 8 * i).value))
-    return found
+        attributes.append((name, _word(words[20] + 8 * i).value))
+    return attributes
 
 
-# Kept for good: XLA calls them as long as the process lives.
+# Never freed: XLA calls them as long as the process lives.
 _handlers: Final[dict[str, Callable[[int], int | None]]] = {"CUDA": _FUNCTION(_execute), "cpu": _FUNCTION(_refuse)}
 
 
 def register(register_target: Callable[..., None], capsule: Callable[[Any], Any]) -> None:
-    """Make the target known to XLA: jax.ffi.register_ffi_target and jax.ffi.pycapsule are passed in."""
+    """Registers the handlers. register_target: jax.ffi.register_ffi_target. capsule: jax.ffi.pycapsule."""
     for platform, handler in _handlers.items():
         register_target(TARGET, capsule(handler), platform=platform)

@@ -1,9 +1,9 @@
-// Forward and backward from a causal bfloat16 bundle, checked against loops in double precision. No Python, no CUDA
-// runtime.
+// Runs forward and backward of a causal bfloat16 bundle and checks them against loops in double precision, without
+// Python and without the CUDA runtime.
 //
 //   cutlass-py-attn export --problem bf16_d128_s512_b2_h4_causal --arch sm_80,sm_90a -o bundle
 //   g++ -std=c++17 -O2 -I bundle -I <folder of cuda.h> main.cpp -l:libcuda.so.1 -o cpp_host
-//   ./cpp_host bundle [batch queries keys heads]        other sizes than the exported ones are served too
+//   ./cpp_host bundle [batch queries keys heads]        sizes may differ from the exported ones
 #include "attention.h"
 
 #include <algorithm>
@@ -37,7 +37,7 @@ static double from_bf16(uint16_t half) {
     return value;
 }
 
-static CUdeviceptr room(size_t bytes) {
+static CUdeviceptr allocate(size_t bytes) {
     CUdeviceptr address = 0;
     if (bytes) CU(cuMemAlloc(&address, bytes));
     return address;
@@ -47,7 +47,7 @@ static CUdeviceptr random_array(Doubles &values, size_t count, std::mt19937 &ran
     std::vector<uint16_t> halves(count);
     for (uint16_t &half : halves) half = to_bf16(normal(random));
     for (uint16_t half : halves) values.push_back(from_bf16(half));
-    CUdeviceptr address = room(2 * count);
+    CUdeviceptr address = allocate(2 * count);
     CU(cuMemcpyHtoD(address, halves.data(), 2 * count));
     return address;
 }
@@ -57,10 +57,10 @@ static bool close(const char *name, CUdeviceptr address, const Doubles &wanted) 
     double worst = 0, largest = 0;
     for (size_t i = 0; i < found.size(); i++) {
         double error = std::fabs(from_bf16(found[i]) - wanted[i]);
-        worst = error <= worst ? worst : error;  // a NaN stays
+        worst = error <= worst ? worst : error;  // keeps a NaN
         largest = std::fmax(largest, std::fabs(wanted[i]));
     }
-    bool good = worst <= 0.01 * std::fmax(largest, 1);  // sums of terms of that size, rounded to bfloat16
+    bool good = worst <= 0.01 * std::fmax(largest, 1);  // rounding of bfloat16 sums of that magnitude
     std::printf("%-10s %9zu elements, largest %8.4f, worst error %.6f: %s\n", name, found.size(), largest, worst,
                 good ? "ok" : "WRONG");
     return good;
@@ -101,14 +101,14 @@ int main(int argc, char **argv) {
     f.key = g.key = random_array(k, B * N * K * D, random);
     f.value = g.value = random_array(v, B * N * K * V, random);
     g.grad_output = random_array(dout, B * M * H * V, random);
-    f.output = g.output = room(2 * B * M * H * V);
-    f.logsumexp = g.logsumexp = room(4 * B * H * ((M + 31) / 32 * 32));
-    g.grad_query = room(2 * q.size()), g.grad_key = room(2 * k.size()), g.grad_value = room(2 * v.size());
+    f.output = g.output = allocate(2 * B * M * H * V);
+    f.logsumexp = g.logsumexp = allocate(4 * B * H * ((M + 31) / 32 * 32));
+    g.grad_query = allocate(2 * q.size()), g.grad_key = allocate(2 * k.size()), g.grad_value = allocate(2 * v.size());
     int64_t bytes = 0;
     expect(attention_forward_workspace(&bundle, &f, &bytes), bundle.error);
-    expect(attention_forward(&bundle, &f, room(bytes), stream), bundle.error);
+    expect(attention_forward(&bundle, &f, allocate(bytes), stream), bundle.error);
     expect(attention_backward_workspace(&bundle, &g, &bytes), bundle.error);
-    expect(attention_backward(&bundle, &g, room(bytes), stream), bundle.error);
+    expect(attention_backward(&bundle, &g, allocate(bytes), stream), bundle.error);
     CU(cuStreamSynchronize(stream));
 
     Doubles out(B * M * H * V), dq(q.size()), dk(k.size()), dv(v.size()), p(N), dp(N);
@@ -118,7 +118,7 @@ int main(int argc, char **argv) {
     };
     for (int64_t b = 0; b < B; b++) for (int64_t h = 0; h < H; h++) for (int64_t i = 0; i < M; i++) {
         const int64_t row = (b * M + i) * H + h, first = b * N * K + h / group;
-        const int64_t last = i + (f.bottom_right ? N - M : 0) + f.window_right;  // the last key that this query sees
+        const int64_t last = i + (f.bottom_right ? N - M : 0) + f.window_right;  // last key visible to this query
         const int64_t end = std::min(N, std::max<int64_t>(0, last + 1));
         double sum = 0, delta = 0;
         for (int64_t j = 0; j < end; j++)

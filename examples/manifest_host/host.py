@@ -1,6 +1,6 @@
-"""Launches a bundle's kernels from manifest.json alone: Python's standard library and libcuda, none of the package.
+"""Launches a bundle's kernels from manifest.json with Python's standard library and libcuda, without the package.
 
-It is meant to be ported: every step of docs/bundles.md is one method here, in the same order.
+This file is a template for ports: each step of docs/bundles.md is one method, in the same order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FORMAT = "cutlass_py_attn bundle 1"
+FORMAT = "cutlass_py_attn bundle 2"
 PACKED = {"i64": "<q", "i32": "<i", "f32": "<f"}
 
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion and others of cuda.h.
@@ -41,7 +41,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute, as far as its value is the dimensions of a cluster."""
+    """CUlaunchAttribute whose value is the cluster dimension."""
 
     _fields_ = (
         ("id", ctypes.c_int),
@@ -55,7 +55,7 @@ class LaunchAttribute(ctypes.Structure):
 
 
 def fewest_splits(groups: int, key_tiles: int, num_sms: int) -> int:
-    """The fewest splits for which the SM with the most blocks has the least to do."""
+    """Returns the smallest number of splits that minimises the work of the SM with the most blocks."""
 
     def work(splits: int) -> int:
         return -(-max(groups, 1) * splits // num_sms) * (-(-key_tiles // splits) + 1)
@@ -80,7 +80,7 @@ OPERATORS: dict[type, Any] = {
 
 
 def evaluate(rule: str, names: Mapping[str, float]) -> Any:
-    """The value of a rule: + - *, comparisons and calls over names and numbers."""
+    """Returns the value of a rule: + - *, comparisons and function calls over names and numbers."""
 
     def value(node: ast.expr) -> Any:
         match node:
@@ -96,25 +96,25 @@ def evaluate(rule: str, names: Mapping[str, float]) -> Any:
                 return OPERATORS[type(relation)](value(node.left), value(right))
             case ast.Call(func=ast.Name(id=name)):
                 return FUNCTIONS[name](*map(value, node.args))
-        raise ValueError(f"rule {rule!r}: {ast.dump(node)} is no part of the language")
+        raise ValueError(f"rule {rule!r}: {ast.dump(node)} is not part of the rule language")
 
     return value(ast.parse(rule, mode="eval").body)
 
 
 class Host:
-    """One pass of a bundle on device 0, whose context is current; `cuda` is libcuda."""
+    """One pass (forward or backward) of a bundle on device 0, whose context must be current. cuda: libcuda."""
 
     def __init__(self, folder: Path, direction: str, cuda: ctypes.CDLL) -> None:
         self.folder, self.cuda = folder, cuda
         manifest = json.loads((folder / "manifest.json").read_text())
         if manifest["format"] != FORMAT:
-            raise ValueError(f"{folder}: format {manifest['format']!r}, this host reads {FORMAT!r}")
+            raise ValueError(f"{folder}: format {manifest['format']!r}, but this host reads {FORMAT!r}")
         self.passed = manifest["passes"][direction]
         self.num_sms = self._attribute(MULTIPROCESSOR_COUNT)
         self.target = self._choose()
         cubin = (folder / self.target["cubin"]).read_bytes()
         if hashlib.sha256(cubin).hexdigest() != manifest["files"][self.target["cubin"]]["sha256"]:
-            raise ValueError(f"{self.target['cubin']}: is not as it was written")
+            raise ValueError(f"{self.target['cubin']}: its SHA-256 is not that of manifest.json; export it again")
         self.kernels = self._load(cubin)
 
     # 1  The target
@@ -147,7 +147,7 @@ class Host:
     # 3  Numbers
 
     def numbers(self, changes: Mapping[str, float]) -> dict[str, float]:
-        """The exported inputs with `changes`, num_sms, and the definitions; ValueError lists what does not hold."""
+        """Returns the exported inputs with `changes`, num_sms and definitions; ValueError lists unmet conditions."""
         names = {name: item["value"] for name, item in self.passed["inputs"].items()}
         names |= {**changes, "num_sms": self.num_sms}
         for item in self.target["definitions"]:
@@ -160,28 +160,28 @@ class Host:
     # 4  The workspace
 
     def workspace(self, names: Mapping[str, float]) -> tuple[int, int, dict[str, int]]:
-        """(bytes, how many of them are to be cleared, the offset of each part)."""
+        """Returns (size in bytes, number of leading bytes to clear, offset of each buffer)."""
         end = zeroed = 0
         offsets = {}
-        for part in self.target["workspace"]["parts"]:
-            if not evaluate(part["when"], names):
+        for buffer in self.target["workspace"]["buffers"]:
+            if not evaluate(buffer["when"], names):
                 continue
-            offsets[part["name"]] = end
-            end += evaluate(part["bytes_rule"], names)
-            zeroed = end if part["zeroed"] else zeroed
+            offsets[buffer["name"]] = end
+            end += evaluate(buffer["bytes_rule"], names)
+            zeroed = end if buffer["zeroed"] else zeroed
             end = evaluate(f"round_up({end}, {self.target['workspace']['alignment']})", names)
         return end, zeroed, offsets
 
     # 5  The struct
 
-    def struct(self, names: Mapping[str, float], addresses: Mapping[str, int], parts: Mapping[str, int]) -> bytes:
-        """The kernels' struct parameter; `parts` are the addresses of the workspace's parts."""
+    def struct(self, names: Mapping[str, float], addresses: Mapping[str, int], buffers: Mapping[str, int]) -> bytes:
+        """Returns the kernels' struct parameter. buffers: addresses of the workspace buffers."""
         block = bytearray(self.target["struct"]["bytes"])
         for field in self.target["struct"]["fields"]:
             if "pointer" in field:
                 value: float = addresses[field["pointer"]]
             elif "workspace" in field:
-                value = parts.get(field["workspace"], 0)
+                value = buffers.get(field["workspace"], 0)
             else:
                 value = evaluate(field["rule"], names)
             struct.pack_into(PACKED[field["type"]], block, field["offset"], value)
@@ -190,28 +190,28 @@ class Host:
     # 6  Tensor maps
 
     def tensor_map(self, recipe: Mapping[str, Any], names: Mapping[str, float], address: int) -> ctypes.Array[Any]:
-        """The 128 bytes of a CUtensorMap, at an address that is a multiple of 64."""
-        room = (ctypes.c_uint64 * 24)()
-        made = (ctypes.c_uint64 * 16).from_buffer(room, -ctypes.addressof(room) % 64)
+        """Returns a CUtensorMap: 128 bytes at an address that is a multiple of 64."""
+        storage = (ctypes.c_uint64 * 24)()
+        tensor_map = (ctypes.c_uint64 * 16).from_buffer(storage, -ctypes.addressof(storage) % 64)
         rank = len(recipe["size_rules"])
         sizes = [evaluate(rule, names) for rule in recipe["size_rules"]]
         strides = [evaluate(rule, names) * recipe["item_bytes"] for rule in recipe["stride_rules"]]
         self._call(
-            "cuTensorMapEncodeTiled", made, ELEMENT[recipe["dtype"]], rank, ctypes.c_void_p(address),
+            "cuTensorMapEncodeTiled", tensor_map, ELEMENT[recipe["dtype"]], rank, ctypes.c_void_p(address),
             (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides),
             (ctypes.c_uint32 * rank)(*recipe["box"]), (ctypes.c_uint32 * rank)(*recipe["element_strides"]),
             0, SWIZZLE[recipe["swizzle"]], L2_PROMOTION[recipe["l2_promotion"]], 0,
         )  # fmt: skip
-        return made
+        return tensor_map
 
     # 7  The launches
 
     def launch(self, changes: Mapping[str, float], addresses: Mapping[str, int], workspace: int, stream: int) -> None:
-        """Put the pass on the stream; `workspace` is the address of as many bytes as `workspace()` says."""
+        """Launches the pass on the stream. workspace: address of as many bytes as `workspace()` returns."""
         names = self.numbers(changes)
         _, zeroed, offsets = self.workspace(names)
-        parts = {name: workspace + offset for name, offset in offsets.items()}
-        block = ctypes.create_string_buffer(self.struct(names, addresses, parts))
+        buffers = {name: workspace + offset for name, offset in offsets.items()}
+        block = ctypes.create_string_buffer(self.struct(names, addresses, buffers))
         if zeroed:
             self._call(
                 "cuMemsetD8Async", ctypes.c_void_p(workspace), 0, ctypes.c_size_t(zeroed), ctypes.c_void_p(stream)

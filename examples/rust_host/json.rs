@@ -1,4 +1,4 @@
-//! JSON, as far as a manifest needs it. Numbers stay text until their type is known.
+//! JSON parser for manifests. Numbers remain text until their type is known.
 
 use std::collections::HashMap;
 
@@ -21,7 +21,7 @@ impl Json {
             '{' => Ok(Json::Object(
                 Json::items(rest, '}', |rest| {
                     let Json::Text(key) = Json::value(rest)? else {
-                        return Err("a key is no text".into());
+                        return Err("a key is not a string".into());
                     };
                     Json::skip(rest, ':')?;
                     Ok((key, Json::value(rest)?))
@@ -42,12 +42,12 @@ impl Json {
                         '\\' => text.push(match chars.next() {
                             Some((_, 'n')) => '\n',
                             Some((_, 't')) => '\t',
-                            other => other.ok_or("a text ends early")?.1,
+                            other => other.ok_or("the manifest ends within a string")?.1,
                         }),
                         _ => text.push(letter),
                     }
                 }
-                Err("a text ends early".into())
+                Err("the manifest ends within a string".into())
             }
             _ => {
                 let end = rest.find([',', ']', '}', '\n', ' ']).unwrap_or(rest.len());

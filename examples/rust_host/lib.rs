@@ -1,9 +1,9 @@
-//! Launches a bundle's kernels from manifest.json alone: Rust's standard library and libcuda, none of the package.
+//! Launches a bundle's kernels from manifest.json with Rust's standard library and libcuda, without the package.
 //!
 //!     rustc --edition 2021 -O --crate-type cdylib lib.rs -C link-arg=-l:libcuda.so.1
 //!
-//! The steps of docs/bundles.md, numbered as there. A program of yours would read JSON with serde_json and call the
-//! driver through cudarc; here both are written out, so that nothing has to be fetched.
+//! The numbered steps are those of docs/bundles.md. A real program would parse JSON with serde_json and call the
+//! driver through cudarc; both are written out here so that no crate is needed.
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void, CStr, CString};
@@ -29,7 +29,7 @@ struct LaunchConfig {
     attribute_count: c_uint,
 }
 
-/// CUlaunchAttribute, as far as its value is the dimensions of a cluster.
+/// CUlaunchAttribute whose value is the cluster dimension.
 #[repr(C)]
 struct LaunchAttribute {
     id: c_uint,
@@ -102,7 +102,7 @@ fn attribute(which: c_int) -> Result<i64, String> {
     Ok(value.into())
 }
 
-/// One pass of a bundle on device 0, whose context is current.
+/// One pass (forward or backward) of a bundle on device 0, whose context must be current.
 pub struct Host {
     inputs: Names,
     target: Json,
@@ -115,11 +115,11 @@ impl Host {
         let read =
             |name: &str| fs::read(format!("{folder}/{name}")).map_err(|error| format!("{folder}/{name}: {error}"));
         let manifest = Json::read(&String::from_utf8_lossy(&read("manifest.json")?))?;
-        if manifest.get("format")?.text() != "cutlass_py_attn bundle 1" {
+        if manifest.get("format")?.text() != "cutlass_py_attn bundle 2" {
             return Err(format!("{folder}: its format is not this host's"));
         }
         let Json::Object(mut passes) = take(manifest, "passes")? else {
-            return Err("passes is no object".into());
+            return Err("passes is not an object".into());
         };
         let pass = passes.remove(direction).ok_or(format!("{folder} has no {direction}"))?;
         let mut inputs = Names::new();
@@ -142,9 +142,9 @@ impl Host {
 
     fn choose(targets: Json) -> Result<Json, String> {
         let device = [attribute(MAJOR)?, attribute(MINOR)?];
-        let room = attribute(SHARED_MEMORY_OPTIN)?;
+        let available = attribute(SHARED_MEMORY_OPTIN)?;
         let Json::List(targets) = targets else {
-            return Err("targets is no list".into());
+            return Err("targets is not a list".into());
         };
         for target in targets {
             let asked: Vec<i64> = target.get("compute_capability")?.list().iter().map(Json::int).collect();
@@ -153,7 +153,7 @@ impl Host {
             for launch in target.get("launches")?.list() {
                 largest = largest.max(launch.get("shared_memory_bytes")?.int());
             }
-            if (later || device[..] == asked[..]) && largest <= room {
+            if (later || device[..] == asked[..]) && largest <= available {
                 return Ok(target);
             }
         }
@@ -210,7 +210,7 @@ impl Host {
         let space = self.target.get("workspace")?;
         let alignment = space.get("alignment")?.int();
         let (mut end, mut zeroed, mut offsets) = (0, 0, HashMap::new());
-        for part in space.get("parts")?.list() {
+        for part in space.get("buffers")?.list() {
             if evaluate(part.get("when")?.text(), names)?.int() == 0 {
                 continue;
             }
@@ -284,7 +284,7 @@ impl Host {
         let small =
             |key: &str| -> Result<Vec<u32>, String> { Ok(values(key)?.iter().map(|size| *size as u32).collect()) };
         let (box_, steps) = (small("box")?, small("element_strides")?);
-        let dtype = 6 + place("dtype", &["float16", "float32", "", "bfloat16"])?; // as cuda.h counts them
+        let dtype = 6 + place("dtype", &["float16", "float32", "", "bfloat16"])?; // CUtensorMapDataType of cuda.h
         let swizzle = place("swizzle", &["NONE", "32B", "64B", "128B"])?;
         let promotion = place("l2_promotion", &["NONE", "64B", "128B", "256B"])?;
         let pointer = recipe.get("pointer")?.text();
@@ -376,7 +376,7 @@ fn take(object: Json, key: &str) -> Result<Json, String> {
     }
 }
 
-// What C calls: numbers and addresses as lines "name value", an error as text
+// C interface: numbers and addresses are lines "name value"; an error is a text
 
 unsafe fn text<'a>(given: *const c_char) -> &'a str {
     CStr::from_ptr(given).to_str().unwrap_or("")
@@ -390,11 +390,11 @@ fn parse(lines: &str) -> Result<Names, String> {
         .collect()
 }
 
-/// Launches one pass of the bundle in `folder` and sets `bytes` to what its workspace needs; with workspace 0 where one
-/// is needed nothing is launched. Returns 0, or 1 with a sentence in `error` (512 bytes).
+/// Launches one pass of the bundle in `folder` and sets `bytes` to the workspace size. If a workspace is needed and
+/// `workspace` is 0, nothing is launched. Returns 0, or 1 with a message in `error` (512 bytes).
 ///
 /// # Safety
-/// Texts end with a zero; the addresses are those of device arrays as the manifest describes them.
+/// Strings must be zero-terminated; addresses must be those of device arrays as the manifest describes them.
 #[no_mangle]
 pub unsafe extern "C" fn bundle_launch(
     folder: *const c_char,

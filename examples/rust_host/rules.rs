@@ -1,4 +1,4 @@
-//! Rules: step 0 of docs/bundles.md. Numbers, names, + - *, comparisons and calls.
+//! Rules, step 0 of docs/bundles.md: numbers, names, + - *, comparisons and function calls.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ pub enum Value {
 
 impl Value {
     pub fn parse(text: &str) -> Result<Value, String> {
-        let wrong = |_| format!("{text:?} is no number");
+        let wrong = |_| format!("{text:?} is not a number");
         text.parse()
             .map(Value::Int)
             .or_else(|_| text.parse().map(Value::Float))
@@ -73,7 +73,7 @@ pub fn evaluate(rule: &str, names: &Names) -> Result<Value, String> {
     if parser.next == parser.words.len() {
         Ok(value)
     } else {
-        Err(format!("rule {rule:?} has another form"))
+        Err(format!("rule {rule:?} is not of the rule language"))
     }
 }
 
@@ -137,7 +137,7 @@ impl Rule<'_> {
             arguments.push(self.comparison()?)
         }
         if !self.accept(")") {
-            return Err(format!("a rule lacks ) after {word}"));
+            return Err(format!("a rule has no ) after {word}"));
         }
         let ints: Vec<i64> = arguments.iter().map(|value| value.int()).collect();
         Ok(Value::Int(match (word.as_str(), ints.as_slice()) {
@@ -156,7 +156,7 @@ impl Rule<'_> {
                 }
             }
             ("fewest_splits", [groups, tiles, num_sms]) => fewest_splits(*groups, *tiles, *num_sms),
-            _ => return Err(format!("{word} is no function of rules")),
+            _ => return Err(format!("{word} is not a function of the rule language")),
         }))
     }
 }

@@ -1,1 +1,1 @@
-"""Tests on a GPU: cases as data, the bodies that run and judge them, and the tests themselves."""
+"""Tests on a GPU; their cases and checks are in cutlass_py_attn/testing."""

@@ -1,4 +1,4 @@
-"""Fixtures: the GPU and the kernels; without them every test here is skipped, for one reason in one line."""
+"""Fixtures: the GPU and the kernels. Without them one skipped test stands for all, with the reason in one line."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from cutlass_py_attn import driver
 from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.launch import generic_arch
-from tests.gpu import check
+from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime.launch import portable_arch
+from cutlass_py_attn.testing import check
 
 HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--kernels: where prebuilt kernels are."""
-    parser.addoption("--kernels", type=Path, help="folder of prebuilt kernels (tools/build_ptx.py --suite FOLDER)")
+    """Adds --kernels, the folder of prebuilt kernels."""
+    parser.addoption(
+        "--kernels", type=Path, help="folder of prebuilt kernels (tools/release/build_ptx.py --suite FOLDER)"
+    )
 
 
 def _missing(config: pytest.Config) -> str:
-    """Why nothing here can run, in one line; empty where it can."""
+    """Says in one line why no test here can run; empty if they can."""
     try:
-        generic_arch(driver.device(0).compute_capability)
+        portable_arch(driver.device(0).compute_capability)
     except AttentionError as error:
         return f"no usable GPU: {error}"
     if config.getoption("--kernels") is None and importlib.util.find_spec("cutlass") is None:
@@ -33,7 +35,7 @@ def _missing(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every test here needs a GPU; without one a single skipped test stands for all of them."""
+    """Marks every test here as `gpu`. Without a GPU one skipped test stands for all."""
     ours = [item for item in items if HERE in item.path.parents]
     for item in ours:
         item.add_marker(pytest.mark.gpu)
@@ -53,17 +55,17 @@ def gpu() -> driver.Device:
 @pytest.fixture(scope="session")
 def arch(gpu: driver.Device) -> str:
     """The target of the fused kernels on this GPU."""
-    return generic_arch(gpu.compute_capability)
+    return portable_arch(gpu.compute_capability)
 
 
 @pytest.fixture(scope="session")
 def kernels(request: pytest.FixtureRequest) -> check.Kernels:
-    """The source of artifacts; one object, for it is part of the key of what stays bound."""
+    """The source of artifacts: one object, because it is part of the key of the cache of bound kernels."""
     return check.kernels_from(request.config.getoption("--kernels"))
 
 
 @pytest.fixture(autouse=True)
 def _current(gpu: driver.Device) -> Iterator[None]:
-    """The GPU's context is current while a test makes buffers and streams."""
+    """Makes the GPU's context current while a test creates buffers and streams."""
     with gpu.current():
         yield

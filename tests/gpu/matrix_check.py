@@ -1,7 +1,7 @@
-"""Matrix check: runs a case of matrix.py through the public functions, and compares at the two suites' tolerances.
+"""Matrix check: runs a case of the matrix through the public functions, at the tolerances of xFormers and PyTorch.
 
-xFormers: |found - truth| <= atol + rtol |truth| with numbers by dtype. PyTorch: those numbers are what an eager
-implementation of that dtype loses, times a factor by result. The truth is the reference in float64.
+xFormers: |found - truth| <= atol + rtol |truth|, with numbers by dtype. PyTorch: the numbers are the errors of an eager
+implementation in that dtype, times a factor for each result. The truth is the reference in float64.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn import driver
-from cutlass_py_attn.arrays import DeviceArray, numpy_dtype
-from cutlass_py_attn.attention import Gradients, attention_backward, attention_forward
-from cutlass_py_attn.options import VariableLength
-from cutlass_py_attn.philox import Dropout, keep_mask
-from cutlass_py_attn.problem import OPERANDS, Tensor
-from tests.gpu.check import Kernels
-from tests.gpu.drawn import NAMES
-from tests.gpu.drawn_check import by_reference
-from tests.gpu.matrix import Case
-from tests.gpu.memory import Buffer
+from cutlass_py_attn.api.attention import attention_backward, attention_forward
+from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.api.results import Gradients
+from cutlass_py_attn.problem.spec import GRADIENTS
+from cutlass_py_attn.problem.tensors import OPERANDS, Tensor
+from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime.arrays import DeviceArray, numpy_dtype
+from cutlass_py_attn.score_terms.dropout import Dropout, keep_mask
+from cutlass_py_attn.testing.check import Kernels
+from cutlass_py_attn.testing.device_memory import GuardedBuffer
+from cutlass_py_attn.testing.guarded_check import by_reference
+from cutlass_py_attn.testing.matrix import MatrixCase
 
 Array = npt.NDArray[Any]
 Bounds = tuple[float, float]  # atol, rtol
@@ -33,16 +34,16 @@ BACKWARD: Final = {"float16": (0.2, 2e-2), "bfloat16": (0.9, 0.1), "float32": (9
 LOGSUMEXP: Final = (2e-4, 0.0)
 DROPPED_FORWARD: Final = (2e-4, 1e-5)  # in float32
 LEAST: Final = {"float16": (1e-3, 1e-3), "bfloat16": (1e-3, 1.6e-2), "float32": (1e-5, 1.3e-6)}
-SMALL_MASK: Final = 512  # elements: the gradient of so small a mask may be further off
+SMALL_MASK: Final = 512  # elements: the gradient of a mask this small has a larger tolerance
 
 
 class OnDevice:
-    """An array in a guarded buffer, with any strides, as `__cuda_array_interface__` shows it; no values: an output."""
+    """An array in a guarded buffer with any strides and `__cuda_array_interface__`. values: None for an output."""
 
     def __init__(self, tensor: Tensor, values: Array | None = None) -> None:
         self.tensor = tensor
         self.dtype = numpy_dtype(tensor.dtype)
-        self.buffer = Buffer(tensor, values)
+        self.buffer = GuardedBuffer(tensor, values)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -55,12 +56,12 @@ class OnDevice:
         }
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Frees the memory."""
         self.buffer.close()
 
 
 def on_host(array: Any) -> Array:
-    """The values; AssertionError where something around a guarded buffer has changed."""
+    """Returns the values; AssertionError if a guard of the buffer changed."""
     if isinstance(array, OnDevice):
         return array.buffer.read()
     if not isinstance(array, DeviceArray):
@@ -72,38 +73,38 @@ def on_host(array: Any) -> Array:
     return found
 
 
-def spread(one: Case, arrays: dict[str, Array]) -> dict[str, Array]:
-    """The arrays of a case's core, repeated for all its batches and heads."""
-    if one == one.core:
+def spread(case: MatrixCase, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Returns the arrays of the case's core, repeated for all its batch elements and heads."""
+    if case == case.core:
         return arrays
-    core = one.core
-    batch, heads = np.arange(one.batch) % core.batch, np.arange(one.heads) % core.heads
+    core = case.core
+    batch, heads = np.arange(case.spec.batch) % core.spec.batch, np.arange(case.spec.num_heads) % core.spec.num_heads
     return {name: array[:, :, heads][batch] for name, array in arrays.items()}
 
 
-def options_of(one: Case, given: dict[str, Any]) -> dict[str, Any]:
-    """What both directions take; `given` are the operands by name, of any library."""
-    shape, numbers = one.shape, (one.philox_seed, one.philox_offset)
-    if one.on_device:
+def options_of(case: MatrixCase, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of both directions. given: the operands by name, of any library."""
+    shape, numbers = case.shape, (case.philox_seed, case.philox_offset)
+    if case.spec.philox_on_device:
         numbers = given["philox_seed"], given["philox_offset"]
     sequences = None
-    if one.lengths:
+    if case.spec.sequences:
         bounds = given["cu_seqlens_q"], given["cu_seqlens_k"]
         sequences = VariableLength(*bounds, shape.num_queries, shape.num_keys, given.get("seqused_k"))
     return {
-        "mask": one.mask_object,
-        "scale": one.scale or None,
+        "mask": case.spec.mask,
+        "scale": case.spec.scale,
         "bias": given.get("bias"),
-        "dropout": Dropout(one.dropout_p, *numbers) if one.dropout_p else None,
+        "dropout": Dropout(case.spec.dropout_p, *numbers) if case.spec.dropout_p else None,
         "sequences": sequences,
     }
 
 
-def attend(one: Case, arrays: dict[str, Array], kernels: Kernels, **more: Any) -> dict[str, Array]:
-    """Everything that the case writes, by name; strided operands and results lie in guarded buffers."""
+def attend(case: MatrixCase, arrays: dict[str, Array], kernels: Kernels, **more: Any) -> dict[str, Array]:
+    """Returns everything that the case writes, by name; strided operands and results are in guarded buffers."""
     with ExitStack() as stack:
-        given, targets = (arrays, {}) if one.is_dense else _placed(one, arrays, stack)
-        found = results(one, given, targets, kernels=kernels, **more)
+        given, targets = (arrays, {}) if case.is_dense else _on_device(case, arrays, stack)
+        found = results(case, given, targets, kernels=kernels, **more)
         assert all(found[name] is target for name, target in targets.items())
         host = {name: on_host(array) for name, array in found.items()}
         for array in given.values():
@@ -111,14 +112,14 @@ def attend(one: Case, arrays: dict[str, Array], kernels: Kernels, **more: Any) -
         return host
 
 
-def results(one: Case, given: dict[str, Any], targets: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The same in the operands' library."""
-    options = options_of(one, given) | more
+def results(case: MatrixCase, given: dict[str, Any], targets: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Returns everything that the case writes, in the operands' library."""
+    options = options_of(case, given) | more
     query, key, value = (given[name] for name in OPERANDS)
     output, logsumexp = attention_forward(query, key, value, out=targets.get("output"), **options)
     found = {"output": output, "logsumexp": logsumexp}
-    if one.direction == "backward":
-        names = tuple(NAMES[letter] for letter in one.grads)
+    if case.direction == "backward":
+        names = tuple(GRADIENTS[letter] for letter in case.spec.gradients)
         gradients = attention_backward(
             given["grad_output"],
             query,
@@ -128,17 +129,17 @@ def results(one: Case, given: dict[str, Any], targets: dict[str, Any], **more: A
             logsumexp,
             gradients=names,
             out=Gradients(**{name: targets.get(f"grad_{name}") for name in names}),
-            deterministic=one.deterministic,
-            num_splits_key=one.splits or None,
+            deterministic=case.spec.deterministic,
+            num_splits_key=case.spec.num_splits_key,
             **options,
         )
         found |= {f"grad_{name}": getattr(gradients, name) for name in names}
     return found
 
 
-def _placed(one: Case, arrays: dict[str, Array], stack: ExitStack) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The operands and arrays for the results on the device, laid out as the problem says."""
-    problem = one.problem()
+def _on_device(case: MatrixCase, arrays: dict[str, Array], stack: ExitStack) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the operands and arrays for the results on the device, in the problem's layouts."""
+    problem = case.problem()
     tensors = problem.tensors() | problem.vectors()
     written = ("output", *(f"grad_{name}" for name in problem.gradients))
 
@@ -149,16 +150,19 @@ def _placed(one: Case, arrays: dict[str, Array], stack: ExitStack) -> tuple[dict
     return given, {name: put(name, None) for name in written}
 
 
-def expect_close(one: Case, name: str, found: Array, truth: Array, bounds: Bounds) -> None:
-    """AssertionError with the worst element unless all are within atol + rtol |truth|; truth: that of the core."""
+def expect_close(case: MatrixCase, name: str, found: Array, truth: Array, bounds: Bounds) -> None:
+    """Raises AssertionError with the worst element unless all errors are at most atol + rtol |truth|.
+
+    truth: that of the core.
+    """
     axis = 1 if name in ("logsumexp", "grad_bias") else 2
     shape = list(truth.shape)
-    if one.batch_period:
-        shape[0] = one.batch
-    if one.head_period:
-        shape[axis] = one.heads
-        truth = np.take(truth, np.arange(one.heads) % truth.shape[axis], axis)
-    assert found.shape == tuple(shape), f"{name} has shape {found.shape}, must have {tuple(shape)}: {one.line}"
+    if case.batch_period:
+        shape[0] = case.spec.batch
+    if case.head_period:
+        shape[axis] = case.spec.num_heads
+        truth = np.take(truth, np.arange(case.spec.num_heads) % truth.shape[axis], axis)
+    assert found.shape == tuple(shape), f"{name} has shape {found.shape}, must have {tuple(shape)}: {case.line}"
     atol, rtol = bounds
     limit = atol + rtol * np.abs(np.where(np.isfinite(truth), truth, 0.0))
     for start in range(0, len(found), max(len(truth), 1)):
@@ -173,103 +177,108 @@ def expect_close(one: Case, name: str, found: Array, truth: Array, bounds: Bound
         ratio = np.nan_to_num(error / allowed, nan=np.inf)
         place = np.unravel_index(int(ratio.argmax()), ratio.shape)
         raise AssertionError(
-            f"{name}: error {ratio[place]:.3g} times what is allowed at {tuple(map(int, place))} from batch {start} "
-            f"on: {part[place]} instead of {wanted[place]}; {one.line}"
+            f"{name}: error {ratio[place]:.3g} times the allowed one at {tuple(map(int, place))} from batch {start} "
+            f"on: {part[place]} instead of {wanted[place]}; {case.line}"
         )
 
 
-def expect_xformers(one: Case, kernels: Kernels) -> dict[str, Array]:
-    """Run the case and compare every result; what was found."""
-    arrays = one.core.arrays()
-    found = attend(one, spread(one, arrays), kernels)
-    truth = by_reference(one.core, arrays, "float64")
+def expect_xformers(case: MatrixCase, kernels: Kernels) -> dict[str, Array]:
+    """Runs the case, compares every result, and returns the results."""
+    arrays = case.core.arrays()
+    found = attend(case, spread(case, arrays), kernels)
+    truth = by_reference(case.core, arrays, "float64")
     for name, array in found.items():
-        expect_close(one, name, array, truth[name], xformers_bounds(one, name))
+        expect_close(case, name, array, truth[name], xformers_bounds(case, name))
     return found
 
 
-def xformers_bounds(one: Case, name: str) -> Bounds:
-    """What xFormers allows for this result."""
+def xformers_bounds(case: MatrixCase, name: str) -> Bounds:
+    """Returns the tolerance of xFormers for this result."""
     if name == "logsumexp":
         return LOGSUMEXP
-    atol, rtol = (FORWARD if name == "output" else BACKWARD)[one.dtype]
-    if not one.dropout_p:
+    atol, rtol = (FORWARD if name == "output" else BACKWARD)[case.spec.dtype]
+    if not case.spec.dropout_p:
         return atol, rtol
     if name == "output":  # 16-bit results grow with 1 / (1 - p), and so does their rounding
-        return DROPPED_FORWARD if one.dtype == "float32" else (atol / (1 - one.dropout_p), rtol / (1 - one.dropout_p))
-    if name in ("grad_query", "grad_key") and one.dtype != "float32":
+        kept = 1 - case.spec.dropout_p
+        return DROPPED_FORWARD if case.spec.dtype == "float32" else (atol / kept, rtol / kept)
+    if name in ("grad_query", "grad_key") and case.spec.dtype != "float32":
         return 2 * atol + 0.15, 2 * rtol
     return atol, rtol
 
 
-def expect_pytorch(one: Case, kernels: Kernels, factors: dict[str, float] | None = None) -> dict[str, Array]:
-    """Run the case and compare every result; what was found. factors: by name, those of the case otherwise."""
-    arrays = one.core.arrays()
-    found = attend(one, spread(one, arrays), kernels)
-    expect_by_pytorch(one, arrays, found, factors or factors_of(one))
+def expect_pytorch(case: MatrixCase, kernels: Kernels, factors: dict[str, float] | None = None) -> dict[str, Array]:
+    """Runs the case, compares every result, and returns the results. factors: by name; None for those of the case."""
+    arrays = case.core.arrays()
+    found = attend(case, spread(case, arrays), kernels)
+    expect_by_pytorch(case, arrays, found, factors or factors_of(case))
     return found
 
 
 def expect_by_pytorch(
-    one: Case,
+    case: MatrixCase,
     arrays: dict[str, Array],
     found: dict[str, Array],
     factors: dict[str, float],
     logsumexp: Bounds = LOGSUMEXP,
 ) -> None:
-    """Compare results of the case; arrays: those of the core."""
-    truth, low = (by_reference(one.core, arrays, precision) for precision in ("float64", one.dtype))
+    """Compares results of the case. arrays: those of the core."""
+    truth, low = (by_reference(case.core, arrays, precision) for precision in ("float64", case.spec.dtype))
     for name, array in found.items():
-        bounds = logsumexp if name == "logsumexp" else pytorch_bounds(one, truth[name], low[name], factors[name])
-        expect_close(one, name, array, truth[name], bounds)
+        bounds = logsumexp if name == "logsumexp" else pytorch_bounds(case, truth[name], low[name], factors[name])
+        expect_close(case, name, array, truth[name], bounds)
 
 
-def pytorch_bounds(one: Case, truth: Array, low: Array, factor: float) -> Bounds:
-    """What PyTorch allows, or less: its largest relative error has no bound where the truth is near zero, so here
-    the error relative to the whole tensor's norm takes its place."""
-    least_atol, least_rtol = LEAST[one.dtype]
+def pytorch_bounds(case: MatrixCase, truth: Array, low: Array, factor: float) -> Bounds:
+    """Returns the tolerance of PyTorch, or less.
+
+    PyTorch's largest relative error is unbounded if the truth is near zero, so the error relative to the norm of the
+    whole tensor replaces it.
+    """
+    least_atol, least_rtol = LEAST[case.spec.dtype]
     error = low.astype(np.float64) - truth
     size = float(np.linalg.norm(truth))
     relative = float(np.linalg.norm(error)) / size if size else 0.0
     return factor * max(float(np.abs(error).max(initial=0.0)), least_atol), factor * max(relative, least_rtol)
 
 
-def factors_of(one: Case) -> dict[str, float]:
-    """PyTorch's factors of the tolerance, by result."""
-    if one.bias:
-        query, key = 2.0, 12.0 * (1.75 if one.dropout_p else 1.0)
+def factors_of(case: MatrixCase) -> dict[str, float]:
+    """Returns PyTorch's factors of the tolerance, by result."""
+    if case.spec.bias:
+        query, key = 2.0, 12.0 * (1.75 if case.spec.dropout_p else 1.0)
     else:
-        query = 2.0 if one.dropout_p else 1.5
+        query = 2.0 if case.spec.dropout_p else 1.5
         key = 8.0 * query
-    mask = one.problem().bias
+    mask = case.problem().bias
     bias = 22.0 if mask is not None and math.prod(mask.shape) <= SMALL_MASK else 12.0
     return {"output": 1.0, "grad_query": query, "grad_key": key, "grad_value": 1.0, "grad_bias": bias}
 
 
-def expect_probe(one: Case, kernels: Kernels) -> dict[str, Array]:
-    """Run a dense probe: its output, and the gradient of its values, are zero exactly where dropout dropped."""
-    found = attend(one, one.arrays(), kernels)
-    kept = kept_by(one)
-    assert np.array_equal(shown(found["output"], one.keys), kept), one.line
-    if one.direction == "backward":
-        assert np.array_equal(shown(found["grad_value"], one.queries).swapaxes(2, 3), kept), one.line
+def expect_probe(case: MatrixCase, kernels: Kernels) -> dict[str, Array]:
+    """Runs a dense probe. Its output and the gradient of its values must be zero exactly where dropout drops."""
+    found = attend(case, case.arrays(), kernels)
+    kept = kept_by(case)
+    assert np.array_equal(shown(found["output"], case.spec.num_keys), kept), case.line
+    if case.direction == "backward":
+        assert np.array_equal(shown(found["grad_value"], case.spec.num_queries).swapaxes(2, 3), kept), case.line
     return found
 
 
 def shown(weights: Array, count: int) -> Array:
-    """Where a probe's result [batch, rows, heads, columns] is not zero, as [batch, heads, rows, count]."""
+    """Returns where a probe's result (batch, rows, heads, columns) is not zero, as (batch, heads, rows, count)."""
     return weights.transpose(0, 2, 1, 3)[..., :count] != 0
 
 
-def kept_by(one: Case) -> Array:
-    """bool [batch, heads, queries, keys] of what dropout keeps of a dense problem."""
-    rows = one.batch * one.heads * one.queries  # all batches and heads follow each other in the stream
-    kept = keep_mask(Dropout(one.dropout_p, one.philox_seed, one.philox_offset), 0, rows, one.keys)
-    return kept.reshape(one.batch, one.heads, one.queries, one.keys)
+def kept_by(case: MatrixCase) -> Array:
+    """Returns the weights that dropout keeps in a dense problem, bool (batch, heads, queries, keys)."""
+    sizes = case.spec.shape.bias
+    dropout = Dropout(case.spec.dropout_p, case.philox_seed, case.philox_offset)
+    rows = math.prod(sizes[:3])  # the Philox stream runs over the rows of all batch elements and heads
+    return keep_mask(dropout, 0, rows, case.spec.num_keys).reshape(sizes)
 
 
 def binomial_p_values(trials: int, chance: float) -> Array:
-    """p-value of every count from 0 to `trials`: how likely are counts that are no likelier (exact, two-sided)."""
+    """Returns the exact two-sided binomial p-value of every count from 0 to `trials`."""
     counts = np.arange(trials + 1)
     factorials = np.concatenate([[0.0], np.cumsum(np.log(counts[1:]))])
     logarithms = factorials[-1] - factorials - factorials[::-1]
@@ -281,12 +290,12 @@ def binomial_p_values(trials: int, chance: float) -> Array:
 
 
 def normal_p_value(count: int, trials: int, chance: float) -> float:
-    """The same for many trials."""
+    """Returns the two-sided p-value of a count by the normal approximation, for many trials."""
     deviation = abs(count - trials * chance) / math.sqrt(trials * chance * (1 - chance))
     return math.erfc(deviation / math.sqrt(2))
 
 
-def name_of(one: Case) -> str:
-    """A test's id."""
-    words = one.line.split()
-    return "_".join(word.split("=", 1)[1] for word in words if not word.startswith(("seed=", "family=", "direction=")))
+def name_of(case: MatrixCase) -> str:
+    """Returns the test id of a case: its line without direction, seed and inputs."""
+    _, *words = case.line.split()
+    return "_".join(word for word in words if not word.startswith(("seed=", "inputs=")))

@@ -1,28 +1,25 @@
-"""Arrays on the GPU: CuPy, JAX, torch and NumPy, read in place, answered in their own library, in stream order."""
+"""Arrays on the GPU: operands of CuPy, JAX, torch and NumPy are read in place, in stream order."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cutlass_py_attn import driver
-from cutlass_py_attn.attention import attention_forward
+from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.errors import DriverError
-from cutlass_py_attn.reference import DTYPES
-from tests.gpu import cases, check
-from tests.gpu.cases import Case
-from tests.gpu.check import Array, Kernels, same_bits
+from cutlass_py_attn.reference.numpy_reference import DTYPES
+from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.testing import check
+from cutlass_py_attn.testing.cases import Case
+from cutlass_py_attn.testing.check import Array, Kernels, same_bits
 
-CASES = [
-    Case("backward", cases.Variant(dtype, 128, 128, "causal"), 2, 3, 203, 129, "gaussian", 7, num_splits_key=1)
-    for dtype in ("bfloat16", "float16", "float32")
-]
+CASES = [Case.parse(f"backward {dtype}_d128_q203_s129_b2_h3_causal_splits1 seed=7") for dtype in ("bf16", "f16", "f32")]
 DELAY_ELEMENTS = 1 << 27
 DELAY_PASSES = 60  # of a gibibyte each: some ten milliseconds
 
@@ -78,7 +75,7 @@ def library(request: pytest.FixtureRequest) -> Library:
     return _library(request.param)
 
 
-@pytest.fixture(params=CASES, ids=lambda case: case.variant.dtype)
+@pytest.fixture(params=CASES, ids=lambda case: case.spec.dtype)
 def case(request: pytest.FixtureRequest) -> Case:
     """One case for each dtype."""
     found: Case = request.param
@@ -88,9 +85,9 @@ def case(request: pytest.FixtureRequest) -> Case:
 def test_same_bits_as_from_numpy_and_nothing_is_copied(
     library: Library, case: Case, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if case.variant.dtype not in library.dtypes:
-        pytest.skip(f"{library.module.__name__} has no {case.variant.dtype}")
-    arrays = check.make(case)
+    if case.spec.dtype not in library.dtypes:
+        pytest.skip(f"{library.module.__name__} has no {case.spec.dtype}")
+    arrays = case.arrays()
     expected = check.attend(case, arrays, kernels)
     on_device = {key: library.to_device(array) for key, array in arrays.items()}
     with monkeypatch.context() as patch:
@@ -108,22 +105,22 @@ def _refuse(*_: object) -> None:
     raise AssertionError("a device array was copied")
 
 
-def test_numpy_is_judged(case: Case, kernels: Kernels) -> None:
+def test_numpy_is_accurate(case: Case, kernels: Kernels) -> None:
     """Strided NumPy operands give dense NumPy results of their dtype."""
-    arrays = check.make(case)
+    arrays = case.arrays()
     strided = {key: np.ascontiguousarray(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for key, a in arrays.items()}
     found = check.attend(case, strided, kernels)
     assert all(isinstance(array, np.ndarray) for array in found.values())
     assert all(found[key].dtype == arrays["query"].dtype for key in ("output", *check.GRADIENTS))
-    check.expect(case, check.verdicts(case, arrays, found))
+    check.assert_accurate(case, check.results(case, arrays, found))
 
 
 @pytest.mark.parametrize("module", ["torch", "cupy"])
 def test_slices_of_one_packed_tensor(module: str, kernels: Kernels) -> None:
     """query, key and value as views of one [batch, rows, 3, heads, head_dim]."""
     library = _library(module)
-    case = replace(CASES[1], num_keys=CASES[1].num_queries)
-    arrays = check.make(case)
+    case = CASES[1].replace(num_keys=CASES[1].spec.num_queries)
+    arrays = case.arrays()
     packed = library.to_device(np.stack([arrays[key] for key in check.OPERANDS], axis=2))
     views = {key: packed[:, :, index] for index, key in enumerate(check.OPERANDS)}
     found = check.attend(case, {**views, "grad_output": library.to_device(arrays["grad_output"])}, kernels)
@@ -161,8 +158,8 @@ def _after_a_slow_producer(
     empty_like: Callable[[Any], Any],
     kernels: Kernels,
 ) -> None:
-    case = replace(CASES[1], direction="forward", num_splits_key=None)
-    arrays = check.make(case)
+    case = CASES[1].replace(direction="forward", num_splits_key=None)
+    arrays = case.arrays()
     expected = check.attend(case, arrays, kernels)["output"]
     on_device = {key: library.to_device(array) for key, array in arrays.items()}
     query = empty_like(on_device["query"])
@@ -177,7 +174,7 @@ def _after_a_slow_producer(
             busy *= 1.0001
         query[...] = on_device["query"]
         output, _ = attention_forward(
-            query, on_device["key"], on_device["value"], mask=case.mask, stream=consumer, kernels=kernels
+            query, on_device["key"], on_device["value"], mask=case.spec.mask, stream=consumer, kernels=kernels
         )
     with pytest.raises(DriverError, match="NOT_READY"):
         driver.call("cuStreamQuery", driver.stream_handle(consumer))

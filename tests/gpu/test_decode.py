@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu import check, decodes, drawn_check
-from tests.gpu.drawn import Drawn
+from cutlass_py_attn.testing import check, decode_cases, guarded_check
+from cutlass_py_attn.testing.cases import Case
 
 
-@pytest.mark.parametrize("one", decodes.ALL, ids=lambda one: one.line.replace(" ", "_"))
-def test_decode(one: Drawn, kernels: check.Kernels) -> None:
-    """Twice the same bits, from a workspace full of ones."""
-    drawn_check.expect_decode(one, kernels)
+@pytest.mark.parametrize("case", decode_cases.ALL, ids=lambda case: case.line.replace(" ", "_"))
+def test_decode(case: Case, kernels: check.Kernels) -> None:
+    """Two launches give the same bits, from a workspace full of ones."""
+    guarded_check.check_decode(case, kernels)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu import cases, check
+from cutlass_py_attn.testing import check, covering_cases
+from cutlass_py_attn.testing.cases import Case
 
 
-@pytest.mark.parametrize("case", cases.FORWARD, ids=lambda case: case.line.replace(" ", "_"))
-def test_forward(case: cases.Case, kernels: check.Kernels) -> None:
-    check.expect(case, check.run(case, kernels))
+@pytest.mark.parametrize("case", covering_cases.FORWARD, ids=lambda case: case.line.replace(" ", "_"))
+def test_forward(case: Case, kernels: check.Kernels) -> None:
+    check.assert_accurate(case, check.run(case, kernels))

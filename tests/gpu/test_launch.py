@@ -8,24 +8,25 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn import driver, planner
-from cutlass_py_attn.attention import attention_forward
+from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.errors import DriverError, NotSupported, Stale
-from cutlass_py_attn.launch import bind, bind_problem
-from tests.gpu import check, memory
-from tests.gpu.cases import Case, Variant
-from tests.gpu.check import Array, Kernels
-from tests.gpu.memory import Placed
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime.launch import bind, bind_problem
+from cutlass_py_attn.testing import check, device_memory
+from cutlass_py_attn.testing.cases import Case
+from cutlass_py_attn.testing.check import Array, Kernels
+from cutlass_py_attn.testing.device_memory import GuardedLaunch
 from tests.gpu.test_laws import differing, operands_of
 
-CASE = Case("backward", Variant("bfloat16", 128, 128, "causal"), 2, 3, 515, 640, "gaussian", 5, num_splits_key=1)
+CASE = Case.parse("backward bf16_d128_q515_s640_b2_h3_causal_splits1 seed=5")
 REPLAYS = 20
 ELF_FLAGS = 48  # offset of e_flags; its second byte is the number of the target
 
 
-def placed_case(kernels: Kernels) -> Placed:
+def guarded_case(kernels: Kernels) -> GuardedLaunch:
     """CASE in guarded buffers."""
-    return memory.placed(CASE.problem(), operands_of(CASE, check.make(CASE)), kernels)
+    return device_memory.guarded_launch(CASE.problem(), operands_of(CASE, CASE.arrays()), kernels)
 
 
 def captured(launch: Callable[[int], None], stream: int) -> Any:
@@ -41,45 +42,45 @@ def captured(launch: Callable[[int], None], stream: int) -> Any:
 @pytest.mark.parametrize("workspace", ["own", "pool"])
 def test_graph_replays(workspace: str, kernels: Kernels) -> None:
     """A captured backward gives the direct launch's bits, every time, from fresh NaN."""
-    with placed_case(kernels) as placed, memory.stream() as stream:
-        expected = placed.run()
-        launch = placed.launch if workspace == "own" else _from_pool(placed)
+    with guarded_case(kernels) as guarded, device_memory.stream() as stream:
+        expected = guarded.run()
+        launch = guarded.launch if workspace == "own" else _from_pool(guarded)
         graph = captured(launch, stream)
         for _ in range(REPLAYS):
-            placed.reset()
+            guarded.reset()
             driver.call("cuGraphLaunch", graph, stream)
             driver.synchronise(stream)
-            assert differing(expected, placed.read()) == []
+            assert differing(expected, guarded.read()) == []
         driver.call("cuGraphExecDestroy", graph)
 
 
-def _from_pool(placed: Placed) -> Callable[[int], None]:
-    return lambda stream: placed.bound(placed.pointers, stream)
+def _from_pool(guarded: GuardedLaunch) -> Callable[[int], None]:
+    return lambda stream: guarded.bound(guarded.pointers, stream)
 
 
 def test_capture_launches_nothing(kernels: Kernels) -> None:
     """Until the graph is launched the outputs stay NaN: a replay that did nothing would be seen."""
-    with placed_case(kernels) as placed, memory.stream() as stream:
-        placed.reset()
-        graph = captured(placed.launch, stream)
+    with guarded_case(kernels) as guarded, device_memory.stream() as stream:
+        guarded.reset()
+        graph = captured(guarded.launch, stream)
         driver.call("cuCtxSynchronize")
-        assert all((array != array).all() for array in placed.read().values())
+        assert all((array != array).all() for array in guarded.read().values())
         driver.call("cuGraphExecDestroy", graph)
 
 
 def test_two_streams_at_once(kernels: Kernels) -> None:
     """One Bound on two streams in turns, with buffers of its own for each, workspaces from the pool."""
-    operands = [operands_of(case, check.make(case)) for case in (CASE, replace(CASE, seed=6))]
-    placed = [memory.placed(CASE.problem(), given, kernels) for given in operands]
-    with placed[0], placed[1], memory.stream() as first, memory.stream() as second:
-        expected = [each.run() for each in placed]
-        for each in placed:
+    operands = [operands_of(case, case.arrays()) for case in (CASE, CASE.replace(seed=6))]
+    guarded = [device_memory.guarded_launch(CASE.problem(), given, kernels) for given in operands]
+    with guarded[0], guarded[1], device_memory.stream() as first, device_memory.stream() as second:
+        expected = [each.run() for each in guarded]
+        for each in guarded:
             each.reset()
         for _ in range(REPLAYS):
-            for each, stream in zip(placed, (first, second), strict=True):
-                placed[0].bound(each.pointers, stream)
+            for each, stream in zip(guarded, (first, second), strict=True):
+                guarded[0].bound(each.pointers, stream)
         driver.call("cuCtxSynchronize")
-        for each, results in zip(placed, expected, strict=True):
+        for each, results in zip(guarded, expected, strict=True):
             assert differing(results, each.read()) == []
 
 
@@ -103,15 +104,15 @@ class _Protocol:
 @pytest.mark.parametrize("made", [int, _Pointer, _Protocol], ids=["int", "ptr", "__cuda_stream__"])
 def test_streams_as_numbers_and_objects(made: Callable[[int], object], kernels: Kernels) -> None:
     """Waiting for the named stream alone is enough to read the results."""
-    arrays = check.make(CASE)
-    with placed_case(kernels) as placed, memory.stream() as stream:
-        expected = placed.run()
-        placed.reset()
-        placed.bound(placed.pointers, made(stream), workspace=placed.workspace)
+    arrays = CASE.arrays()
+    with guarded_case(kernels) as guarded, device_memory.stream() as stream:
+        expected = guarded.run()
+        guarded.reset()
+        guarded.bound(guarded.pointers, made(stream), workspace=guarded.workspace)
         driver.synchronise(stream)
-        assert differing(expected, placed.read()) == []
-        found = attention_forward(*_operands(arrays), mask=CASE.mask, kernels=kernels, stream=made(stream))
-    assert check.same_bits(found[0], attention_forward(*_operands(arrays), mask=CASE.mask, kernels=kernels)[0])
+        assert differing(expected, guarded.read()) == []
+        found = attention_forward(*_operands(arrays), mask=CASE.spec.mask, kernels=kernels, stream=made(stream))
+    assert check.same_bits(found[0], attention_forward(*_operands(arrays), mask=CASE.spec.mask, kernels=kernels)[0])
 
 
 def _operands(arrays: dict[str, Array]) -> list[Array]:
@@ -119,16 +120,17 @@ def _operands(arrays: dict[str, Array]) -> list[Array]:
 
 
 def test_something_else_than_a_stream(kernels: Kernels) -> None:
-    arrays = check.make(CASE)
+    arrays = CASE.arrays()
     with pytest.raises(NotSupported, match="stream = 'main'"):
-        attention_forward(*_operands(arrays), mask=CASE.mask, kernels=kernels, stream="main")
+        attention_forward(*_operands(arrays), mask=CASE.spec.mask, kernels=kernels, stream="main")
 
 
 def test_plan_for_another_architecture(arch: str, kernels: Kernels) -> None:
     problem = CASE.problem()
-    made = kernels(planner.plan(problem, arch).build)
+    plan = planner.plan(problem, arch)
+    made = kernels(plan.build)
     other = "sm_120" if arch != "sm_120" else "sm_80"
-    plan = planner.plan(problem, other)
+    plan = replace(plan, build=replace(plan.build, arch=other))  # the tile, and so the symbol, stays
     with pytest.raises(Stale, match=f"is built for {other}"):
         bind(replace(made, build=plan.build), plan, problem)
 
@@ -147,12 +149,12 @@ def test_cubin_of_another_architecture(arch: str, kernels: Kernels) -> None:
 
 def test_out_of_memory_says_how_much(kernels: Kernels) -> None:
     """A workspace larger than any GPU is refused before anything is launched, and the GPU stays usable."""
-    huge = replace(CASE, batch=64, num_heads=64, num_queries=2**20, num_keys=128, num_splits_key=None)
+    huge = CASE.replace(batch=64, num_heads=64, num_queries=2**20, num_keys=128, num_splits_key=None)
     bound = bind_problem(huge.problem(), kernels)
     with pytest.raises(DriverError, match=f"the workspace of {bound.plan.symbol} \\({bound.workspace_bytes} bytes\\)"):
         bound(dict.fromkeys(bound.tensor_names, 0x100))
-    with placed_case(kernels) as placed:
-        assert placed.run()
+    with guarded_case(kernels) as guarded:
+        assert guarded.run()
 
 
 def test_closed_stream(kernels: Kernels) -> None:
@@ -161,5 +163,5 @@ def test_closed_stream(kernels: Kernels) -> None:
     device.set_current()
     stream = device.create_stream()
     stream.close()
-    with placed_case(kernels) as placed, pytest.raises(NotSupported, match="closed; pass an open stream"):
-        placed.launch(stream)
+    with guarded_case(kernels) as guarded, pytest.raises(NotSupported, match="closed; pass an open stream"):
+        guarded.launch(stream)

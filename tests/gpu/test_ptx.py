@@ -9,27 +9,29 @@ from dataclasses import replace
 
 import pytest
 
-from cutlass_py_attn import driver, launch, planner
-from cutlass_py_attn.problem import Tensor
-from tests.gpu import cases, check, memory
-from tests.gpu.check import Kernels
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.problem.tensors import Tensor
+from cutlass_py_attn.runtime import driver, launch
+from cutlass_py_attn.testing import check, covering_cases, device_memory
+from cutlass_py_attn.testing.cases import PTX_ARCH, Case
+from cutlass_py_attn.testing.check import Kernels
 from tests.gpu.test_laws import operands_of
 
 
-@pytest.mark.parametrize("case", cases.PTX_CASES, ids=lambda case: case.line.replace(" ", "_"))
+@pytest.mark.parametrize("case", covering_cases.PTX_CASES, ids=lambda case: case.line.replace(" ", "_"))
 def test_ptx_of_an_older_target(
-    case: cases.Case, kernels: Kernels, gpu: driver.Device, monkeypatch: pytest.MonkeyPatch
+    case: Case, kernels: Kernels, gpu: driver.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = case.problem()
-    plan = planner.plan(problem, cases.PTX_ARCH, gpu.num_sms)
+    plan = planner.plan(problem, PTX_ARCH, gpu.num_sms)
     made = kernels(plan.build)
     # bind takes cubins, which run on their own generation only; the driver takes PTX in the same place.
     monkeypatch.setattr(launch, "_runs_on", lambda *_: True)
     bound = launch.bind(replace(made, cubin=made.ptx.encode() + b"\0"), plan, problem)
-    arrays = check.make(case)
+    arrays = case.arrays()
     operands = operands_of(case, arrays) if case.direction == "backward" else arrays
     tensors = {**problem.tensors(), "logsumexp": Tensor.contiguous(problem.shape.logsumexp, "float32")}
     given = {name: array for name, array in operands.items() if name in tensors}
-    with memory.Placed(bound, tensors, given) as placed:
-        found = placed.run()
-    check.expect(case, check.verdicts(case, arrays, found))
+    with device_memory.GuardedLaunch(bound, tensors, given) as guarded:
+        found = guarded.run()
+    check.assert_accurate(case, check.results(case, arrays, found))

@@ -1,1 +1,1 @@
-"""Tests on the GPU that judge hosts, not kernels: no record of a kernel depends on them."""
+"""Tests on the GPU of hosts and launchers, not of kernels."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.check import Kernels
+from cutlass_py_attn.testing.check import Kernels
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 LIBRARIES = {"numpy": "numpy", "cupy": "cupy", "numba": "numba.cuda", "jax": "jax", "torch": "torch"}

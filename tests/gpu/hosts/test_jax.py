@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.masks import Causal
-from tests.gpu.check import Kernels
+from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.testing.check import Kernels
 
 SHAPE = 2, 203, 3, 128
 ALLOWED = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-5}  # relative, of the whole array
@@ -71,7 +71,7 @@ def test_vmap_is_one_launch_with_the_same_bits(
 ) -> None:
     query, key, value = (jax.numpy.stack([array, -array, 2 * array]) for array in operands(jax, "bfloat16"))
     expected = [attend(query[i], key[0], value[i]) for i in range(3)]
-    ready = importlib.import_module("cutlass_py_attn.jax.handler")._Ready
+    ready = importlib.import_module("cutlass_py_attn.jax.handler")._BoundPayload
     counted: list[int] = []
     real = ready.__call__
 

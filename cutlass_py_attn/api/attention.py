@@ -1,0 +1,206 @@
+"""The two attention functions, which most users need alone. Read this module first.
+
+output, logsumexp = attention_forward(query, key, value, mask=Causal())
+gradients = attention_backward(grad_output, query, key, value, output, logsumexp, mask=Causal())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Final, Unpack
+
+from cutlass_py_attn.api import call_cache
+from cutlass_py_attn.api.options import BackwardOptions, ForwardOptions, Options, check_options
+from cutlass_py_attn.api.request import problem_of
+from cutlass_py_attn.api.results import Gradients
+from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.errors import NoDevice
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.runtime import arrays, driver, fill
+from cutlass_py_attn.runtime.launch import Bound, bind_problem
+
+MAX_PREPARED_CALLS: Final = 64  # another shape, stride or scale is another prepared call
+
+
+def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[ForwardOptions]) -> tuple[Any, Any]:
+    """Computes softmax(scale Q K^T + bias, masked) V, and the logarithm of the softmax's denominator.
+
+    query: (batch, num_queries, num_heads, head_dim).
+    key: (batch, num_keys, num_heads_key, head_dim); num_heads_key divides num_heads.
+    value: (batch, num_keys, num_heads_key, head_dim_value).
+    options: see ForwardOptions.
+
+    The operands are float16, bfloat16 or float32, all of one dtype, with a contiguous last axis. They are CUDA arrays
+    of any library, which are read in place, or NumPy arrays, which are copied to the device.
+
+    Returns output (batch, num_queries, num_heads, head_dim_value) in the operands' dtype, and logsumexp
+    (batch, num_heads, ceil32(num_queries)) float32, both in the library of query. logsumexp is a natural logarithm;
+    its padding is +inf. A row without keys has output 0 and logsumexp -inf. With `sequences`, the batch of logsumexp
+    is the number of sequences, num_queries is max_seqlen_q, and the padding of a row starts at its sequence's length.
+    Device results are ready in the order of `stream`; the function waits for the stream only for JAX arrays. NumPy
+    results are complete.
+
+    NotSupported lists every reason before a kernel is launched. NoDevice: there is no GPU. CompileError, Stale: there
+    is no kernel. DriverError: a driver call failed, for example because device memory ran out.
+    """
+    stream = options.pop("stream", None)
+    key_of_call, cached = call_cache.lookup("forward", (query, key, value), options, stream)
+    if cached is not None:
+        return cached[0], cached[1]
+    checked = check_options(options, ForwardOptions)
+    operands = {"query": query, "key": key, "value": value, **checked.arrays()}
+    if checked.backend == "reference":
+        from cutlass_py_attn.api import cpu_backend
+
+        return cpu_backend.forward(operands, checked)
+    outputs = {} if checked.out is None else {"output": checked.out}
+    results = _launch("forward", operands, outputs, checked, driver.stream_handle(stream), key_of_call)
+    return results["output"], results["logsumexp"]
+
+
+def attention_backward(
+    grad_output: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    output: Any,
+    logsumexp: Any,
+    **options: Unpack[BackwardOptions],
+) -> Gradients:
+    """Computes the gradients of query, key and value, and on request those of bias and sinks.
+
+    grad_output, output: (batch, num_queries, num_heads, head_dim_value).
+    query, key, value: as in the forward.
+    logsumexp: (batch, num_heads, ceil32(num_queries)) float32, from the forward.
+    options: see BackwardOptions; the options that the forward has too must be the same.
+
+    The gradient of a bias is summed over the bias's axes of size 1. dtypes, libraries and errors are those of
+    `attention_forward`.
+    """
+    stream = options.pop("stream", None)
+    arguments = grad_output, query, key, value, output, logsumexp
+    key_of_call, cached = call_cache.lookup("backward", arguments, options, stream)
+    if cached is not None:
+        names = options.get("gradients")
+        return Gradients(*cached) if names is None else Gradients(**dict(zip(names, cached, strict=True)))
+    checked = check_options(options, BackwardOptions)
+    operands = {
+        "grad_output": grad_output,
+        "query": query,
+        "key": key,
+        "value": value,
+        "output": output,
+        "logsumexp": logsumexp,
+        **checked.arrays(),
+    }
+    if checked.backend == "reference":
+        from cutlass_py_attn.api import cpu_backend
+
+        return cpu_backend.backward(operands, checked)
+    out = Gradients() if checked.out is None else checked.out
+    outputs = {f"grad_{name}": array for name in checked.gradients if (array := getattr(out, name)) is not None}
+    results = _launch("backward", operands, outputs, checked, driver.stream_handle(stream), key_of_call)
+    return Gradients(**{name: results[f"grad_{name}"] for name in checked.gradients})
+
+
+def _launch(
+    direction: str,
+    operands: Mapping[str, object],
+    outputs: Mapping[str, object],
+    options: Options,
+    stream: int,
+    key_of_call: Hashable | None,
+) -> dict[str, Any]:
+    """Launches the kernels and returns every result by name.
+
+    outputs: the caller's arrays for results. key_of_call: key of the call cache; None if the call is not cacheable.
+    """
+    inputs = arrays.read_operands({**operands, **outputs}, stream)
+    query = inputs["query"]
+    gpu = _device(query.device)
+    call = _prepare(direction, inputs, options, gpu.ordinal)
+    problem = call.problem
+    with gpu.current(), arrays.OutputArrays(query.library, gpu, stream) as output_arrays:
+        pointers = {
+            name: output_arrays.use(name, array) if name in outputs else output_arrays.operand(name, array)
+            for name, array in inputs.items()
+        }
+        if options.packed:
+            pointers |= output_arrays.allocate_packed(*call.packed)
+        for name, tensor in call.new_outputs.items():
+            pointers[name] = output_arrays.allocate(name, tensor.shape, tensor.dtype)
+        if call.is_empty or problem.sequences is not None:
+            fill.fill(problem, pointers, stream)
+        if not call.is_empty:
+            if problem.dropout_p and not problem.philox_on_device and options.dropout is not None:
+                dropout = options.dropout
+                pointers |= {"philox_seed": dropout.philox_seed, "philox_offset": dropout.philox_offset}
+            if call.bound is None:
+                call.bound = _bind(problem, gpu.ordinal, options.kernels)
+            call.bound(pointers, stream)
+            if key_of_call is not None and not options.packed:
+                call_cache.store(key_of_call, call.bound, inputs, call.new_outputs)
+        return output_arrays.results()
+
+
+def _device(ordinal: int | None) -> driver.Device:
+    """Returns the operands' GPU, or the current GPU for host operands. NoDevice names the CPU backend."""
+    try:
+        return driver.device(driver.current_ordinal() if ordinal is None else ordinal)
+    except NoDevice as error:
+        raise NoDevice(f'{error}; backend="reference" computes on the CPU in NumPy float64') from error
+
+
+class PreparedCall:
+    """A validated problem, the outputs to allocate, and the bound kernels once there are any.
+
+    new_outputs: shape and dtype of each output to allocate, by name, without the packed ones.
+    packed: names, shape and dtype for `OutputArrays.allocate_packed`.
+    bound: None until the first launch.
+    """
+
+    def __init__(self, problem: Problem, new_outputs: Mapping[str, Tensor], is_packed: bool) -> None:
+        self.problem = problem
+        self.new_outputs = dict(new_outputs)
+        if problem.direction == "forward":
+            self.new_outputs["logsumexp"] = Tensor.contiguous(problem.shape.logsumexp, "float32")
+        batch, rows, heads, columns = problem.shape.of("query")
+        names = tuple(f"grad_{name}" for name in OPERANDS)
+        self.packed = names, (batch, rows, 3, heads, columns), problem.dtype
+        for name in names if is_packed else ():
+            del self.new_outputs[name]
+        self.is_empty = problem.is_empty
+        self.bound: Bound | None = None
+
+
+_prepared_calls: dict[tuple[object, ...], PreparedCall] = {}
+
+
+def _prepare(direction: str, inputs: Mapping[str, arrays.Array], options: Options, ordinal: int) -> PreparedCall:
+    """Validates a call once per layout of its arrays and options.
+
+    NumPy arrays of sequence lengths are validated in every call, because the values count.
+    """
+    layouts = tuple([(name, array[1:5], array.pointer % ROW_ALIGNMENT_BYTES) for name, array in inputs.items()])
+    key = direction, ordinal, layouts, options.key
+    call = _prepared_calls.get(key)
+    if call is None or (options.sequences is not None and inputs["query"].device is None):
+        call = PreparedCall(*problem_of(direction, inputs, options), options.packed)
+        while len(_prepared_calls) >= MAX_PREPARED_CALLS:
+            _prepared_calls.pop(next(iter(_prepared_calls)), None)
+        _prepared_calls[key] = call
+    return call
+
+
+def _bind(problem: Problem, ordinal: int, kernels: Callable[[Build], Artifact] | None) -> Bound:
+    """Plans the problem, compiles or loads its kernels, and binds them to the GPU."""
+    return bind_problem(problem, kernels or default_kernels(), ordinal)
+
+
+def default_kernels() -> Callable[[Build], Artifact]:
+    """Returns the compiler with its disk cache. Imports the compiler module, but not the DSL."""
+    from cutlass_py_attn.compilation.compiler import artifact_for
+
+    return artifact_for

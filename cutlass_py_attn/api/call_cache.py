@@ -1,0 +1,103 @@
+"""Call cache: repeated calls of attention_forward and attention_backward skip validation.
+
+A call is cacheable if its arrays are aligned torch or CuPy arrays, its stream is the current stream of their library,
+and its options are plain values. Every other call is validated and launched by `attention`, which stores new calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from cutlass_py_attn.api.options import PLAIN_OPTIONS
+from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime.arrays import Array
+from cutlass_py_attn.runtime.frameworks import FRAMEWORKS, Framework, framework_of
+from cutlass_py_attn.runtime.launch import Bound
+
+_ALIGNMENT_MASK: Final = ROW_ALIGNMENT_BYTES - 1
+
+MAX_CALLS: Final = 64
+
+_calls: dict[Hashable, CachedCall] = {}
+
+
+def lookup(
+    direction: str, operands: Sequence[Any], options: Mapping[str, Any], stream: object
+) -> tuple[Hashable | None, list[Any] | None]:
+    """Looks a call up and launches it on a hit.
+
+    Returns (key, results): key is None if the call is not cacheable, results is None on a miss.
+    """
+    try:
+        key = _key(direction, operands, options)
+        call = _calls.get(key)
+    except (RuntimeError, TypeError):  # an array without strides, or an unhashable option such as a list
+        return None, None
+    return key, None if call is None else call(operands, stream)
+
+
+def store(key: Hashable, bound: Bound, operands: Mapping[str, Array], outputs: Mapping[str, Tensor]) -> None:
+    """Stores a call that was launched, if its arrays are cacheable.
+
+    operands: in the order of the call. outputs: the results, all of them allocated by the call.
+    """
+    library = next(iter(operands.values())).library
+    is_cacheable = all(
+        array.library == library and not isinstance(array.owner, tuple) and not array.pointer & _ALIGNMENT_MASK
+        for array in operands.values()
+    )
+    if is_cacheable:
+        while len(_calls) >= MAX_CALLS:
+            _calls.pop(next(iter(_calls)), None)
+        _calls[key] = CachedCall(bound, library, operands, outputs)
+
+
+def _key(direction: str, operands: Sequence[Any], options: Mapping[str, Any]) -> Hashable | None:
+    """Returns everything that decides a call except addresses and stream; None if the call is not cacheable."""
+    kind = type(operands[0])
+    framework = framework_of(operands[0])
+    if framework is None or not options.keys() <= PLAIN_OPTIONS:
+        return None
+    layout_key = framework.layout_key
+    layouts = tuple([layout_key(array) for array in operands if type(array) is kind])
+    return (direction, layouts, tuple(options.items())) if len(layouts) == len(operands) else None
+
+
+class CachedCall:
+    """A validated call with bound kernels.
+
+    library: name of the library of all arrays. operands: names in the order of the call. outputs: the results.
+    """
+
+    __slots__ = ("_bound", "_framework", "_names", "_ordinal", "_outputs")
+
+    def __init__(self, bound: Bound, library: str, operands: Iterable[str], outputs: Mapping[str, Tensor]) -> None:
+        self._bound = bound
+        self._framework: Framework = FRAMEWORKS[library]
+        self._outputs = [(tensor.shape, tensor.dtype) for tensor in outputs.values()]
+        self._names = (*operands, *outputs)
+        self._ordinal = bound.device.ordinal
+
+    def __call__(self, operands: Sequence[Any], stream: object) -> list[Any] | None:
+        """Launches and returns the results; returns None, without a launch, if the call must be validated."""
+        framework = self._framework
+        handle = driver.stream_handle(stream)
+        addresses = framework.addresses(operands)
+        bits = 0
+        for address in addresses:
+            bits |= address
+        if (
+            bits & _ALIGNMENT_MASK
+            or framework.current_stream(self._ordinal) != handle
+            or not framework.allocates_on(self._ordinal)
+        ):
+            return None
+        results = []
+        for shape, dtype in self._outputs:
+            array, address = framework.empty(shape, dtype, self._ordinal)
+            results.append(array)
+            addresses.append(address)
+        self._bound(dict(zip(self._names, addresses, strict=True)), handle)
+        return results

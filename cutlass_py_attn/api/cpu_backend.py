@@ -1,0 +1,105 @@
+"""CPU backend: forward and backward by the NumPy reference in float64, for machines without a GPU. Slow.
+
+Validation and results are those of the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cutlass_py_attn.api.options import Options
+from cutlass_py_attn.api.request import problem_of
+from cutlass_py_attn.api.results import Gradients
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.reference import numpy_reference
+from cutlass_py_attn.runtime import arrays
+from cutlass_py_attn.score_terms.dropout import keeper
+
+
+def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
+    """Returns output in the dtype of query, and logsumexp in float32."""
+    problem = _problem("forward", operands, options)
+    output, logsumexp = numpy_reference.forward(
+        *(operands[name] for name in ("query", "key", "value")),
+        mask=problem.mask,
+        scale=problem.scale_value,
+        score_mod=score_mod_of(problem, options),
+    )
+    output = _into(options.out, output.astype(operands["query"].dtype))
+    return output, logsumexp.astype(np.float32)
+
+
+def backward(operands: Mapping[str, Any], options: Options) -> Gradients:
+    """Returns the gradients that `options` names."""
+    problem = _problem("backward", operands, options)
+    names = ("grad_output", "query", "key", "value", "output", "logsumexp")
+    gradients = numpy_reference.backward(
+        *(operands[name] for name in names),
+        mask=problem.mask,
+        scale=problem.scale_value,
+        score_mod=score_mod_of(problem, options),
+    )
+    dtype = operands["query"].dtype
+    results = {}
+    for name in options.gradients:
+        gradient = getattr(gradients, name).astype(np.float32 if name == "sinks" else dtype)
+        results[name] = _into(getattr(options.out, name, None), gradient)
+    if options.packed:
+        packed = np.stack([results[name] for name in ("query", "key", "value")], axis=2)
+        results |= {name: packed[:, :, i] for i, name in enumerate(("query", "key", "value"))}
+    return Gradients(**results)
+
+
+def score_mod_of(problem: Problem, options: Options) -> numpy_reference.ReferenceScoreMod:
+    """Converts score modification, dropout and sequence lengths to the reference's arguments."""
+    lengths = None
+    if options.sequences is not None:
+        sequences = options.sequences
+        lengths = numpy_reference.CuSeqlens(
+            cu_seqlens_q=sequences.cu_seqlens_q,
+            cu_seqlens_k=sequences.cu_seqlens_k,
+            max_seqlen_q=sequences.max_seqlen_q,
+            max_seqlen_k=sequences.max_seqlen_k,
+            seqused_k=sequences.seqused_k,
+        )
+    shape, keep = problem.shape, None
+    if options.dropout is not None and options.dropout.is_active:
+        keep = keeper(options.dropout, shape.num_heads, shape.num_queries, shape.num_keys)
+    return numpy_reference.ReferenceScoreMod(
+        bias=options.bias,
+        softcap=options.softcap,
+        alibi_slopes=options.alibi_slopes,
+        sinks=options.sinks,
+        keep=keep,
+        dropout_p=problem.dropout_p,
+        cu_seqlens=lengths,
+        score_terms=options.score_terms,
+    )
+
+
+def _problem(direction: str, operands: Mapping[str, Any], options: Options) -> Problem:
+    """Validates the call as for the GPU, so that the reference computes nothing that the GPU refuses."""
+    inputs = dict(operands)
+    if direction == "forward" and options.out is not None:
+        inputs["output"] = options.out
+    if direction == "backward" and options.out is not None:
+        outputs = {f"grad_{name}": getattr(options.out, name) for name in options.gradients}
+        inputs |= {name: array for name, array in outputs.items() if array is not None}
+    not_numpy = [name for name, value in inputs.items() if not isinstance(value, np.ndarray)]
+    if not_numpy:
+        raise NotSupported(
+            f"{', '.join(not_numpy)}: must be NumPy arrays for backend='reference'; copy them to the host"
+        )
+    return problem_of(direction, arrays.read_operands(inputs, 0), options)[0]
+
+
+def _into(target: Any, result: Any) -> Any:
+    """Copies the result to the caller's array, if there is one, and returns the array."""
+    if target is None:
+        return result
+    np.copyto(target, result)
+    return target

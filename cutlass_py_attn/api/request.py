@@ -1,0 +1,136 @@
+"""Creates the validated Problem of one call from its arrays and options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from cutlass_py_attn.api.options import Options
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan.abi import SEED
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
+from cutlass_py_attn.runtime import arrays
+from cutlass_py_attn.score_terms import registry
+
+
+def problem_of(
+    direction: str, inputs: Mapping[str, arrays.Array], options: Options
+) -> tuple[Problem, dict[str, Tensor]]:
+    """Returns the validated Problem of these arrays, and the outputs that must be allocated, by name.
+
+    inputs: the operands, and the outputs for which the caller passed an array.
+
+    NotSupported lists every reason.
+    """
+    tensors = {name: array.tensor for name, array in inputs.items()}
+    sequences, reasons = None, []
+    if options.sequences is not None:
+        reasons += _lengths_reasons(tensors)
+        sequences = options.sequences.sequences(max(tensors["cu_seqlens_q"].shape[0] - 1, 0) if not reasons else 0)
+    operands = {name: tensor for name, tensor in tensors.items() if name in Problem.__dataclass_fields__}
+    problem = Problem(
+        direction,
+        **{"output": tensors["query"], **operands},
+        mask=options.mask,
+        scale=options.scale,
+        softcap=options.softcap,
+        dropout_p=options.dropout_p,
+        philox_on_device=options.philox_on_device,
+        sequences=sequences,
+        score_terms=tuple((name, tensors[name]) for name in sorted(options.score_terms)),
+        deterministic=options.deterministic,
+        num_splits_key=options.num_splits_key,
+    )
+    # `Problem.reasons` refuses wrong ranks below; until then no size may be used.
+    ranks = [len(tensors[name].shape) for name in OPERANDS]
+    shape = problem.shape if ranks == [4, 4, 4] else Shape(0, 0, 0, 0, 0, 0)
+    names = ("output",) if direction == "forward" else tuple(f"grad_{name}" for name in options.gradients)
+    new_outputs = {name: _result(name, shape, tensors) for name in names if name not in tensors}
+    if options.packed:
+        new_outputs |= _packed_gradients(shape, tensors["query"].dtype)
+        reasons += _packed_reasons(shape, tensors)
+    problem = problem.replace(**new_outputs)
+    # New outputs follow from the operands: a reason to refuse one repeats the reason of its operand.
+    reasons = [*(text for text in problem.reasons() if text.split()[0] not in new_outputs), *reasons]
+    reasons += _philox_reasons(tensors)
+    if "logsumexp" in tensors and shape.head_dim:
+        reasons += _logsumexp_reasons(shape, tensors["logsumexp"])
+    if options.sequences is not None and shape.tokens is not None:
+        reasons += options.sequences.reasons(shape.tokens)
+    if reasons:
+        raise NotSupported(reasons)
+    return problem, new_outputs
+
+
+def _result(name: str, shape: Shape, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Returns a dense output; the gradient of a score term's operand has the operand's shape and dtype."""
+    role = name.removeprefix("grad_")
+    if role in registry.gradients():
+        return Tensor.contiguous(tensors[role].shape, tensors[role].dtype)
+    return Tensor.contiguous(shape.of(name), tensors["query"].dtype)
+
+
+def _packed_gradients(shape: Shape, dtype: str) -> dict[str, Tensor]:
+    """Returns the gradients as slices of one (batch, seqlen, 3, num_heads, head_dim) array."""
+    batch, rows, heads, columns = shape.of("query")
+    elements = heads * columns  # of one row of one gradient
+    strides = 3 * rows * elements, 3 * elements, columns, 1
+    slice_bytes = elements * ITEM_BYTES.get(dtype, 1)
+    alignments = (ROW_ALIGNMENT_BYTES, *(math.gcd(ROW_ALIGNMENT_BYTES, i * slice_bytes) for i in (1, 2)))
+    return {
+        f"grad_{name}": Tensor((batch, rows, heads, columns), strides, dtype, alignment)
+        for name, alignment in zip(OPERANDS, alignments, strict=True)
+    }
+
+
+def _packed_reasons(shape: Shape, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns why the gradients cannot be packed."""
+    given = [f"grad_{name}" for name in OPERANDS if f"grad_{name}" in tensors]
+    reasons = [f"packed with out for {', '.join(given)}: must be one of the two; leave one out"] if given else []
+    if not shape.of("query") == shape.of("key") == shape.of("value"):
+        reasons.append(
+            f"packed with query {shape.of('query')}, key {shape.of('key')} and value {shape.of('value')}: "
+            "must have the same shape; leave packed False"
+        )
+    return reasons
+
+
+def _lengths_reasons(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns why the arrays of sequence lengths are wrong."""
+    reasons = []
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue
+        entries = tensors["cu_seqlens_q"].shape[0] if tensors["cu_seqlens_q"].shape else 0
+        expected = (entries - 1,) if name == "seqused_k" else (max(entries, 1),)
+        dense = len(tensor.shape) == 1 and (tensor.strides == (1,) or tensor.shape[0] <= 1)
+        if tensor.dtype != "int32" or tensor.shape != expected or not dense:
+            reasons.append(
+                f"{name} has shape {tensor.shape}, strides {tensor.strides} and dtype {tensor.dtype}: must be a "
+                f"contiguous int32 array of shape {expected}; convert it"
+            )
+    return reasons
+
+
+def _logsumexp_reasons(shape: Shape, found: Tensor) -> list[str]:
+    """Returns why logsumexp does not have the forward's shape, dtype and layout."""
+    expected = Tensor.contiguous(shape.logsumexp, "float32")
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return [
+            f"logsumexp has shape {found.shape} and dtype {found.dtype}: must be {expected.shape} float32, "
+            "as the forward returns it"
+        ]
+    if 0 not in found.shape and (found.steps != expected.steps or found.alignment < F32_BYTES):
+        return ["logsumexp is strided or misaligned: must be contiguous and 4-byte aligned; copy it"]
+    return []
+
+
+def _philox_reasons(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns why a seed or offset in device memory is wrong."""
+    return [
+        f"{name} has shape {tensors[name].shape} and dtype {tensors[name].dtype}: must be one int64; convert it"
+        for name in SEED
+        if name in tensors and (tensors[name].dtype != "int64" or math.prod(tensors[name].shape) != 1)
+    ]

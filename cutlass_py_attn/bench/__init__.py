@@ -1,0 +1,1 @@
+"""Benchmark cases, timing, peers and the harness."""

@@ -1,0 +1,118 @@
+"""Benchmark cases: the problems that the benchmark measures, by name, and the kernels that they need.
+
+A name is that of a `ProblemSpec`; problem/spec.py has the grammar. A case whose queries and keys differ in number
+(`_q1_s8192_`, few-query decode) is measured forward only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from itertools import product
+from typing import Final
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.spec import ProblemSpec
+from cutlass_py_attn.problem.tensors import DIRECTIONS, ITEM_BYTES
+
+
+def directions(spec: ProblemSpec) -> tuple[str, ...]:
+    """The directions that are measured: forward alone for few queries against many keys."""
+    return ("forward",) if _is_decode(spec) else DIRECTIONS
+
+
+def bytes_read_once(spec: ProblemSpec) -> int:
+    """Bytes of query, key, value and output in a forward of few queries, whose time they decide; 0 for other cases."""
+    if not _is_decode(spec):
+        return 0
+    names = ("query", "key", "value", "output")
+    return sum(math.prod(spec.shape.of(name)) for name in names) * ITEM_BYTES[spec.dtype]
+
+
+def _is_decode(spec: ProblemSpec) -> bool:
+    return not spec.sequences and spec.num_queries != spec.num_keys
+
+
+def plain_cases() -> tuple[str, ...]:
+    """Names of attention with a mask and nothing else: 32768 rows in all, a quarter of that in float32."""
+    names = []
+    sizes = (("d64", 32), ("d128", 16))
+    for dtype, (dim, heads), (seqlen, batch) in product(("bf16", "f16", "f32"), sizes, ((2048, 16), (8192, 4))):
+        batches = batch // 4 if dtype == "f32" else batch
+        names += [f"{dtype}_{dim}_s{seqlen}_b{batches}_h{heads}_{mask}" for mask in ("full", "causal")]
+    return tuple(names)
+
+
+_CAUSAL: Final = "bf16_d128_s8192_b4_h16_causal"
+_FULL_4096: Final = "bf16_d128_s4096_b4_h16_full"
+# Every other case, with the baseline whose rate in the same run its rate is divided by; "" for none.
+FEATURE_CASES: Final[dict[str, str]] = {
+    "bf16_d256_s8192_b4_h8_full": "",
+    "bf16_d256_s8192_b4_h8_causal": "",
+    "bf16_d512_s4096_b2_h8_full": "",
+    "f32_d256_s2048_b4_h8_full": "",
+    "bf16_d32_s8192_b4_h32_causal": "",
+    "bf16_d96_s8192_b4_h16_full": "",
+    "bf16_d96_s8192_b4_h16_causal": "",
+    "bf16_d192_s8192_b4_h10_full": "",
+    "bf16_d192v128_s8192_b4_h10_causal": "",
+    "bf16_d192v128_s8192_b4_h16_causal": "",
+    "bf16_d64_s16384_b2_h32_causal": "",
+    "bf16_d128_s512_b64_h16_full": "",
+    "bf16_d128_s512_b64_h16_causal": "",
+    _FULL_4096: "",
+    f"{_FULL_4096}_bias": _FULL_4096,
+    f"{_FULL_4096}_biasgrad": _FULL_4096,
+    f"{_FULL_4096}_biassum": _FULL_4096,
+    f"{_FULL_4096}_softcap30": _FULL_4096,
+    f"{_FULL_4096}_alibi": _FULL_4096,
+    f"{_FULL_4096}_sinks": _FULL_4096,
+    "bf16_d128_s2048_b16_h16_full_dropout0.1": "bf16_d128_s2048_b16_h16_full",
+    "bf16_d128_s16384_b2_h16_full": "",
+    "bf16_d128_s16384_b2_h16_causal": "",
+    "bf16_d128_s16384_b2_h16_causal_window1024": "bf16_d128_s16384_b2_h16_causal",
+    "bf16_d128_s8192_t65536_h16_causal": _CAUSAL,
+    "bf16_d128_s8192_b2_h32k4_causal": _CAUSAL,
+    "bf16_d128_s8192_b4_h16_full_deterministic": "bf16_d128_s8192_b4_h16_full",
+    f"{_CAUSAL}_deterministic": _CAUSAL,
+    "bf16_d64_s8192_b4_h32_causal_deterministic": "bf16_d64_s8192_b4_h32_causal",
+    "bf16_d128_q1_s8192_b64_h32k8_full": "",
+    "bf16_d128_q1_s8192_b8_h32k8_full": "",
+    "bf16_d128_q1_s8192_b1_h32k8_full": "",
+    "bf16_d128_q1_s131072_b1_h32k8_full": "",
+    "bf16_d128_q1_s8192_b16_h32_full": "",
+    "bf16_d128_q16_s8192_b64_h32k8_full": "",
+    "bf16_d64_q1_s8192_b64_h32k8_full": "",
+    "bf16_d256_q1_s8192_b32_h32k8_full": "",
+    "f32_d128_q1_s8192_b16_h32k8_full": "",
+}
+
+
+def default_cases() -> tuple[str, ...]:
+    """Names of the published set."""
+    return (*plain_cases(), *FEATURE_CASES)
+
+
+def select(names: Iterable[str], only: str) -> tuple[str, ...]:
+    """The names that match the regular expression `only` somewhere; of the published set if there are no names."""
+    try:
+        pattern = re.compile(only)
+    except re.error as error:
+        raise NotSupported(f"only = {only!r}: must be a regular expression ({error}); correct it") from error
+    listed = tuple(names) or default_cases()
+    found = tuple(name for name in listed if pattern.search(name))
+    if not found:
+        raise NotSupported(f"only = {only!r}: matches none of {', '.join(listed)}; use a part of a name")
+    return found
+
+
+def builds(specs: Iterable[ProblemSpec], compute_capability: tuple[int, int]) -> list[tuple[Build, ...]]:
+    """Every kernel that these cases need on a device, once; each with the kernels to fall back to if ptxas spills.
+
+    NotSupported if a case cannot be planned.
+    """
+    problems = (spec.problem(direction) for spec in specs for direction in directions(spec))
+    return list(dict.fromkeys(planner.builds_on(problem, compute_capability) for problem in problems))

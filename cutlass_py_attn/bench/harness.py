@@ -1,0 +1,295 @@
+"""Bench: measures the fused kernels by CUDA graph replays, and torch's kernels if torch is installed.
+
+python -m cutlass_py_attn.bench.harness --kernels FOLDER --output FILE
+
+problem/spec.py has the grammar of a case's name; bench/cases.py lists the published cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from cutlass_py_attn.artifact import Artifact, Folder
+from cutlass_py_attn.bench import cases as bench_cases
+from cutlass_py_attn.bench import peers as bench_peers
+from cutlass_py_attn.bench import timing
+from cutlass_py_attn.bench.timing import SAMPLES, Timed, sm_clock_mhz
+from cutlass_py_attn.errors import AttentionError
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.spec import ProblemSpec, parse
+from cutlass_py_attn.problem.tensors import Tensor
+from cutlass_py_attn.runtime import arrays, driver, frameworks
+from cutlass_py_attn.runtime.launch import Bound, bind_problem
+
+RANDOM_ELEMENTS: Final = 1 << 20  # the inputs repeat this many random values; other values take the same time
+RANDOM_INPUTS: Final = ("query", "key", "value", "grad_output", "bias", "sinks")
+SUSTAINED: Final = "measure after half a second of replays, at the clock to which their power lowers the GPU"
+PHILOX: Final = {"philox_seed": 1, "philox_offset": 0}
+
+Kernels = Callable[[Build], Artifact]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case and direction, ours and one peer's. peer: "" if no peer was measured; its numbers are None then.
+
+    baseline: another case of ours in the same run, "" for none. baseline_ratio: our rate / our rate in the baseline.
+    ours_gb_s: rate at which a forward of few queries reads operands and writes output once; None for other cases.
+    sustained: measured after half a second of load, at the clock to which its power lowers the GPU.
+    """
+
+    case: str
+    direction: str
+    peer: str
+    peer_tflops: float | None
+    ours_tflops: float
+    ratio: float | None
+    sm_clock_mhz: int | None
+    gpu: str
+    commit: str
+    ours_ms: float
+    peer_ms: float | None
+    baseline: str = ""
+    baseline_ratio: float | None = None
+    ours_gb_s: float | None = None
+    sustained: bool = False
+
+
+class Operands:
+    """Every tensor of a case on the device, written once; peers read the same memory through DLPack."""
+
+    def __init__(self, case: ProblemSpec, stream: int) -> None:
+        problem = case.problem("backward")
+        self.arrays: dict[str, arrays.DeviceArray] = {}
+        for name, tensor in {**problem.tensors(), **problem.vectors()}.items():
+            self.arrays[name] = arrays.DeviceArray(*_storage(tensor), 0, stream)
+        self.arrays["logsumexp"] = arrays.DeviceArray(case.shape.logsumexp, "float32", 0, stream)
+        rng = np.random.default_rng(1)
+        for name in RANDOM_INPUTS:
+            if name in self.arrays:
+                values = rng.standard_normal(RANDOM_ELEMENTS, np.float32)
+                self._write(name, values.astype(frameworks.numpy_dtype(self.arrays[name].dtype)), stream)
+        if case.alibi:
+            heads = np.arange(1, case.shape.num_heads + 1, dtype=np.float32)
+            self._write("alibi_slopes", np.exp2(-8 * heads / case.shape.num_heads), stream)
+        if case.sequences:
+            queries, keys = zip(*((each.num_queries, each.num_keys) for each in case.sequences), strict=True)
+            self._write("cu_seqlens_q", np.cumsum([0, *queries], dtype=np.int32), stream)
+            self._write("cu_seqlens_k", np.cumsum([0, *keys], dtype=np.int32), stream)
+        if case.has_used_keys:
+            self._write("seqused_k", np.array([each.used_keys for each in case.sequences], np.int32), stream)
+        if case.philox_on_device:
+            for name, value in PHILOX.items():
+                self._write(name, np.array([value], np.int64), stream)
+
+    def pointers(self, names: Sequence[str]) -> dict[str, int]:
+        """Returns addresses by name; Philox seed and offset are values unless they are in device memory."""
+        return {name: self.arrays[name].pointer if name in self.arrays else PHILOX[name] for name in names}
+
+    def _write(self, name: str, values: np.ndarray[Any, Any], stream: int) -> None:
+        """Writes the values repeatedly until the array is full."""
+        array = self.arrays[name]
+        for offset in range(0, array.nbytes, values.nbytes):
+            size = min(values.nbytes, array.nbytes - offset)
+            driver.copy_to_device(array.pointer + offset, values.ctypes.data, size, stream)
+        driver.synchronise(stream)
+
+
+def _storage(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    """Returns the shape and dtype of a DeviceArray for a tensor: axes of stride 0 have size 1, and integers are stored
+    as the bits of float32, because DeviceArray has no integers."""
+    shape = tuple(size if step else 1 for size, step in zip(tensor.shape, tensor.strides, strict=True))
+    if tensor.dtype == "int64":
+        return (2 * shape[0],), "float32"
+    return shape, "float32" if tensor.dtype == "int32" else tensor.dtype
+
+
+def measure(case: ProblemSpec, kernels: Kernels, samples: int = SAMPLES, *, sustained: bool = False) -> Iterator[Row]:
+    """Yields a row for each direction and peer; the backward reads the forward's results."""
+    gpu = driver.device(0)
+    timed = functools.partial(timing.sustained if sustained else timing.median, samples=samples)
+    with gpu.current(), ExitStack() as stack:
+        stream = driver.create_stream()
+        stack.callback(driver.destroy_stream, stream)
+        operands = Operands(case, stream)
+        for direction in bench_cases.directions(case):
+            flops = case.flops(direction)
+            bound = bind_problem(case.problem(direction), kernels)
+            ours, clock = _ours(bound, operands, stream, timed)
+            peers: list[tuple[str, float | None]] = list(bench_peers.measure(case, direction, operands.arrays, timed))
+            shared: dict[str, Any] = {
+                "sm_clock_mhz": clock,
+                "gpu": gpu.name,
+                "commit": commit(),
+                "sustained": sustained,
+            }
+            for peer, milliseconds in peers or [("", None)]:
+                yield Row(
+                    case.name,
+                    direction,
+                    peer,
+                    peer_tflops=_tflops(flops, milliseconds) if milliseconds else None,
+                    ours_tflops=_tflops(flops, ours),
+                    ratio=round(milliseconds / ours, 4) if milliseconds else None,
+                    ours_ms=round(ours, 4),
+                    peer_ms=round(milliseconds, 4) if milliseconds else None,
+                    ours_gb_s=round(bench_cases.bytes_read_once(case) / ours / 1e6, 1) or None,
+                    **shared,
+                )
+
+
+def _tflops(flops: int, milliseconds: float) -> float:
+    return round(flops / milliseconds / 1e9, 2)
+
+
+def _ours(bound: Bound, operands: Operands, stream: int, timed: Timed) -> tuple[float, int | None]:
+    """Returns milliseconds of a replay with an allocated workspace, and the SM clock after it."""
+    size = bound.workspace_bytes
+    workspace = driver.allocate_now(size, "the workspace of a measurement") if size else None
+    pointers = operands.pointers(bound.tensor_names)
+    try:
+        with captured(bound, pointers, stream, workspace) as replay:
+            return timed(replay, stream), sm_clock_mhz()
+    finally:
+        driver.synchronise(stream)
+        if workspace is not None:
+            driver.free_now(workspace)
+
+
+@contextmanager
+def captured(
+    bound: Bound, pointers: Mapping[str, int], stream: int, workspace: int | None
+) -> Iterator[Callable[[], None]]:
+    """Yields a function that launches a CUDA graph of the bound kernels on `stream`, which has run them once."""
+    bound(pointers, stream, workspace=workspace)
+    driver.synchronise(stream)
+    mode = driver.bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    driver.call("cuStreamBeginCapture", stream, mode)
+    bound(pointers, stream, workspace=workspace)
+    graph = driver.call("cuStreamEndCapture", stream)
+    ready = driver.call("cuGraphInstantiate", graph, 0)
+    try:
+        yield lambda: driver.call("cuGraphLaunch", ready, stream)
+    finally:
+        driver.call("cuGraphExecDestroy", ready)
+        driver.call("cuGraphDestroy", graph)
+
+
+def commit() -> str:
+    """Returns the commit of this file's tree; "unknown" outside a git repository."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def compared(rows: Iterable[Row]) -> list[Row]:
+    """Returns the rows with baseline and baseline_ratio, if the baseline is among the rows."""
+    listed = list(rows)
+    rates = {(row.case, row.direction): row.ours_tflops for row in listed}
+    found = []
+    for row in listed:
+        baseline = bench_cases.FEATURE_CASES.get(row.case, "")
+        rate = rates.get((baseline, row.direction))
+        ratio = round(row.ours_tflops / rate, 4) if rate else None
+        found.append(dataclasses.replace(row, baseline=baseline, baseline_ratio=ratio))
+    return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Returns the rows as aligned text; ours / peer and the baseline are the last columns."""
+    lines = [f"{'case':<46} {'direction':<9} {'ours':>7} {'peer':>7} {'ratio':>6}  {'peer':<13}  of baseline"]
+    for row in rows:
+        peer = f"{row.peer_tflops:7.1f} {row.ratio:6.2f}" if row.peer_tflops is not None else f"{'':14}"
+        baseline = f"{row.baseline_ratio:.2f} {row.baseline}" if row.baseline_ratio is not None else ""
+        rate = f"{row.ours_gb_s:.0f} GB/s" if row.ours_gb_s else baseline
+        line = f"{row.case:<46} {row.direction:<9} {row.ours_tflops:7.1f} {peer}  {row.peer or '-':<13}  {rate}"
+        lines.append(line.rstrip())
+    notes = (
+        "TFLOP/s; ratio is ours / peer: more than 1 is faster than the peer. of baseline: our rate / our rate in the "
+        "case named after it. GB/s: operands and output of few queries, read or written once"
+    )
+    return "\n".join([*lines, notes])
+
+
+def run(
+    names: Sequence[str],
+    only: str,
+    folder: Path | None,
+    output: Path | None,
+    samples: int,
+    *,
+    sustained: bool = False,
+) -> tuple[list[Row], list[str]]:
+    """Measures the cases whose names match `only`; of the published ones if `names` is empty.
+
+    Returns the rows, and a message for each case that failed; the other cases are still measured. The rows are written
+    as JSON after every case, so that an interrupted run keeps them.
+    """
+    kernels: Kernels
+    if folder is not None:
+        kernels = Folder(folder)
+    else:
+        from cutlass_py_attn.compilation.compiler import artifact_for
+
+        kernels = artifact_for
+    cases = [parse(name) for name in bench_cases.select(names, only)]
+    driver.device(0)  # without a GPU: one NoDevice for all cases
+    rows: list[Row] = []
+    failures = []
+    for case in cases:
+        try:
+            rows += measure(case, kernels, samples, sustained=sustained)
+        except AttentionError as error:
+            failures.append(f"{case.name}: {error}")
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps([asdict(row) for row in compared(rows)], indent=1) + "\n")
+    return compared(rows), failures
+
+
+def main() -> int:
+    """Runs `python -m cutlass_py_attn.bench.harness`: the command `bench` without click."""
+    parser = argparse.ArgumentParser(prog="python -m cutlass_py_attn.bench.harness", description=__doc__)
+    parser.add_argument("--case", action="append", default=[], help="may be given several times")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="cases whose name matches this regular expression"
+    )
+    parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
+    parser.add_argument("--output", type=Path, help="write the rows there as JSON")
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--sustained", action="store_true", help=SUSTAINED)
+    given = parser.parse_args()
+    try:
+        rows, failures = run(
+            given.case, given.only, given.kernels, given.output, given.samples, sustained=given.sustained
+        )
+    except AttentionError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(table(rows) + "\n")
+    sys.stderr.write("".join(f"{failure}\n" for failure in failures))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Fused kernels: the forward and the backward, each made of the five rooms."""

@@ -1,0 +1,155 @@
+"""Softmax: online softmax of the forward, in base 2 and float32.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018): a new row maximum rescales the sum and the
+output so far. Scores are raw products; the factor scale * log2(e) is applied inside the exponent.
+"""
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32
+
+from cutlass_py_attn.score_terms.sinks import SINKS
+
+QUAD = 4  # threads that hold one row of an m16n8 accumulator
+GROWTH = 8.0  # how far scores may exceed a maximum that is not updated, in base 2: weights stay below 2^8
+TINY = 1e-30  # replaces a scale of zero: 0 * -inf would be NaN for a masked score
+
+
+def safe_scale(scale_log2: Float32) -> Float32:
+    """Returns |scale_log2|, never zero; the caller applies the sign to the scores."""
+    magnitude = cute.arch.fmax(scale_log2, -scale_log2)
+    return cute.arch.fmax(magnitude, Float32(TINY))
+
+
+class OnlineSoftmax:
+    """Maximum and sum of the rows that a thread holds.
+
+    rows: rows of the thread; it holds a quarter of each, and the quarters are summed in `finish`
+    sums: the thread's own shared memory for its row sums. They are used once per tile, and the products in between need
+        every register.
+    """
+
+    def __init__(self, rows: int, sums: cute.Tensor) -> None:
+        self.rows = rows
+        self.maximum = cute.make_rmem_tensor(rows, Float32)
+        self.sum = sums
+        self.reset()
+
+    def reset(self) -> None:
+        """Sets maximum and sum to those of no keys."""
+        self.maximum.fill(-Float32.inf)
+        self.sum.fill(0.0)
+
+    def step(self, scores: cute.Tensor, output: cute.Tensor, scale_log2: Float32) -> None:
+        """Turns scores (rows x columns) into exp2((s - max) scale_log2), and rescales `output` and the sums."""
+        sums = cute.make_rmem_tensor(self.rows, Float32)
+        cute.autovec_copy(self.sum, sums)
+        for row in range(self.rows):
+            shrink = self._weights_of(row, scores, sums, scale_log2)
+            output[row, None].store(output[row, None].load() * shrink)
+        cute.autovec_copy(sums, self.sum)
+
+    def weights(self, scores: cute.Tensor, scale_log2: Float32) -> list[Float32]:
+        """Does `step` without the output; returns the factor of each output row."""
+        return [self._weights_of(row, scores, self.sum, scale_log2) for row in range(self.rows)]
+
+    def _weights_of(self, row: int, scores: cute.Tensor, sums: cute.Tensor, scale_log2: Float32) -> Float32:
+        """Does `step` for one row; returns the factor of its output."""
+        values = scores[row, None].load()
+        tile_maximum = values.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        tile_maximum = cute.arch.warp_reduction_max(tile_maximum, threads_in_group=QUAD)
+        maximum = cute.arch.fmax(self.maximum[row], tile_maximum)
+        base = _finite(maximum)
+        shrink = cute.math.exp2((self.maximum[row] - base) * scale_log2, fastmath=True)
+        weights = self.exponentials(values * scale_log2 - base * scale_log2)
+        scores[row, None].store(weights)
+        sums[row] = sums[row] * shrink + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        self.maximum[row] = maximum
+        return shrink
+
+    def exponentials(self, exponents: Any) -> Any:
+        """Returns 2 to the power of each."""
+        return cute.math.exp2(exponents, fastmath=True)
+
+    def add_sink(self, output: cute.Tensor, logit: Float32, scale_log2: Float32) -> None:
+        """Adds a sink, a logit in natural log without a value, to every row; rescales `output` and the sums.
+
+        The maxima are in base 2 afterwards, so that `finish` must be called with a scale of 1.
+        """
+        sums = cute.make_rmem_tensor(self.rows, Float32)
+        cute.autovec_copy(self.sum, sums)
+        sink = logit * math.log2(math.e)
+        for row in range(self.rows):
+            seen = self.maximum[row] * scale_log2
+            maximum = cute.arch.fmax(seen, sink)
+            base = _finite(maximum)
+            shrink = cute.math.exp2(seen - base, fastmath=True)
+            # each of the four threads that hold a row adds a quarter
+            sums[row] = sums[row] * shrink + SINKS.weight(exp2, sink, base) * (1.0 / QUAD)
+            self.maximum[row] = maximum
+            output[row, None].store(output[row, None].load() * shrink)
+        cute.autovec_copy(sums, self.sum)
+
+    def finish(self, output: cute.Tensor, scale_log2: Float32) -> list[Float32]:
+        """Divides `output` by the sums; returns the logsumexp (natural log) of each row, -inf without keys."""
+        result = []
+        for row in range(self.rows):
+            total = cute.arch.warp_reduction_sum(self.sum[row], threads_in_group=QUAD)
+            empty = total == 0.0
+            output[row, None].store(
+                output[row, None].load() * cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
+            )
+            lse = (self.maximum[row] * scale_log2 + cute.math.log2(total, fastmath=True)) * math.log(2.0)
+            result.append(cutlass.select_(empty, -Float32.inf, lse))
+        return result
+
+
+def exp2(exponent: Any) -> Any:
+    """Returns 2 to the power of a value, by the hardware's approximation."""
+    return cute.math.exp2(exponent, fastmath=True)
+
+
+def multiply_rows(output: cute.Tensor, factors: Any) -> None:
+    """Multiplies each of the rows (rows x columns) by its factor."""
+    for row in range(cute.size(output, mode=[0])):
+        output[row, None].store(output[row, None].load() * factors[row])
+
+
+@cute.jit
+def lazy_weights(
+    scores: cute.Tensor, maximum: cute.Tensor, sums: cute.Tensor, factors: cute.Tensor, scale_log2: Float32
+):
+    """Does OnlineSoftmax.weights, but updates the maxima only when a row of the warp exceeds its own by GROWTH.
+
+    Returns whether the maxima were updated. Only then do `factors` have values, and the output must be multiplied by
+    them. Which maximum is subtracted changes no result, as long as the weights stay within their type.
+    """
+    rows = cute.size(maximum)
+    found = cute.make_rmem_tensor(rows, Float32)
+    grows = Boolean(False)
+    for row in cutlass.range_constexpr(rows):
+        tile_maximum = scores[row, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        tile_maximum = cute.arch.warp_reduction_max(tile_maximum, threads_in_group=QUAD)
+        found[row] = cute.arch.fmax(maximum[row], tile_maximum)
+        # NaN, which compares false, for a row that has seen no key yet
+        grows = grows | ((found[row] - maximum[row]) * scale_log2 > GROWTH)
+    grows = cute.arch.vote_any_sync(grows)
+    if grows:
+        for row in cutlass.range_constexpr(rows):
+            factors[row] = cute.math.exp2((maximum[row] - _finite(found[row])) * scale_log2, fastmath=True)
+            sums[row] = sums[row] * factors[row]
+            maximum[row] = found[row]
+    for row in cutlass.range_constexpr(rows):
+        exponents = scores[row, None].load() * scale_log2 - _finite(maximum[row]) * scale_log2
+        weights = cute.math.exp2(exponents, fastmath=True)
+        scores[row, None].store(weights)
+        sums[row] = sums[row] + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+    return grows
+
+
+def _finite(maximum: Float32) -> Float32:
+    """Returns the maximum, or 0 for a row that has seen no key, so that (-inf) - (-inf) never arises."""
+    return cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)

@@ -1,0 +1,394 @@
+"""sm90 backward: dQ, dK and dV on wgmma, with tiles loaded by TMA.
+
+Blocks are persistent: each computes one key tile after the other. A block has four warpgroups. One warp of the first
+takes work tiles from the scheduler and loads; the second computes dQ = dS K and adds it to dq_accum; the last two have
+64 key rows each, with their dK and dV in registers. Scores are transposed (swap A/B): a thread's rows are keys, and P^T
+is a register operand of dV. If dK and dV leave too few registers for the scores of a query tile, query and grad_output
+are loaded in query blocks, some rows of a tile, and an iteration of all but dQ is one block; otherwise a block is the
+tile. For short sequences a block can take all key tiles of a head: sm90/grad_query_per_head.py.
+
+    steps        1 S^T = K Q^T   2 P   3 dP^T = V dO^T   4 dS   5 dV += P^T dO   6 dK += dS^T Q   7 dQ = dS K
+    issued       after 2: 3, then 5;  after 4: 1 of the next iteration, then 6; with two key stages also of the next
+                 work tile
+    in flight    during 2: 6 of the iteration before;  during 4: 5;  7 during all of them
+
+    pipeline     full: arrivals                   empty: arrivals                          stages
+    query        TMA, with the logsumexp          8 warps, after 6                         query_stages, of blocks
+    grad_output  TMA, with delta                  256 threads, after 5                     grad_output_stages, of blocks
+    dS           8 warps, after 4 of each block   4 warps, after 7                         as many, in whole tiles
+    key          TMA, with the scheduler's record 256 threads, after 6 and before 8        key_stages
+                                                  128 threads, after the last 7
+    value        TMA                              8 warps, after the last 3                1
+
+Dropout's mask bits are generated for several query tiles at once: sm90/dropout_transposed.py.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32
+
+from cutlass_py_attn.integers import larger
+from cutlass_py_attn.kernels.common import dropout, params, tile_copy, tma
+from cutlass_py_attn.kernels.common.mma_sync import Operands
+from cutlass_py_attn.kernels.common.params import DTYPES
+from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma
+from cutlass_py_attn.kernels.component_gemms import doivj, grad_k, grad_v, matmul_qk
+from cutlass_py_attn.kernels.sm80 import backward_chain
+from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
+from cutlass_py_attn.kernels.sm90 import pipelines
+from cutlass_py_attn.kernels.sm90.backward_kernel import (
+    CONSUMER_START,
+    CONSUMER_THREADS,
+    BackwardKernelSm90,
+    Maps,
+    Pipelines,
+    key_gradient_tile,
+    store_key_gradient,
+)
+from cutlass_py_attn.kernels.sm90.backward_smem import BackwardSmem, RowStatistics
+from cutlass_py_attn.kernels.sm90.dropout_transposed import TransposedDropout
+from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQuerySm90, warpgroup_gemm
+from cutlass_py_attn.kernels.sm90.grad_query_per_head import GradQueryPerHead
+from cutlass_py_attn.kernels.sm90.key_tile_scheduler import KeyTileScheduler, PerHeadScheduler
+from cutlass_py_attn.kernels.sm90.named_barriers import BackwardBarrier
+from cutlass_py_attn.kernels.sm90.pipelines import PipelineSpec, arrive, arrive_all, previous_stage
+from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
+from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
+from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.plan.sm90_smem import WORK_TILE_RECORDS
+from cutlass_py_attn.plan.variants import PER_HEAD
+from cutlass_py_attn.problem.tensors import F32_BYTES
+
+CONSUMER_WARPS = CONSUMER_THREADS // WARP_THREADS
+
+
+@dataclass(frozen=True)
+class Gemms:
+    """The component GEMMs of the consumers, and their operands in shared memory. dV's A operand is in registers."""
+
+    mma_qk: Wgmma
+    mma_dov: Wgmma
+    mma_pdo: Wgmma
+    mma_dsq: Wgmma
+    qk_parts: Operands
+    dov_parts: Operands
+    pdo_b: DescriptorOperand
+    dsq_parts: Operands
+
+
+class BackwardSm90:
+    """The body of one Build: what each role of `BackwardKernelSm90` does."""
+
+    def __init__(self, build: Build) -> None:
+        is_per_head = build.variant == PER_HEAD
+        self.build = build
+        self.dtype = DTYPES[build.dtype]
+        self.smem = BackwardSmem(build)
+        self.scheduler = PerHeadScheduler(build) if is_per_head else KeyTileScheduler(build)
+        self.grad_query = (GradQueryPerHead if is_per_head else GradQuerySm90)(build, BackwardBarrier.GRAD_QUERY)
+        self.tile_order = QueryTileOrder(build)
+        self.block_order = QueryTileOrder(build, self.smem.blocks)
+        self.scores = TransposedScores(build)
+        self.statistics = RowStatistics(build, self.grad_query.accum)
+        self.overlaps_tiles = build.key_stages > 1  # the next key tile's first scores are issued before this one's end
+        self.dropout = TransposedDropout(build, CONSUMER_START, CONSUMER_THREADS) if build.has("dropout") else None
+        # If a thread has registers for it, the logsumexp is read while S is multiplied.
+        self.reads_lse_early = build.block_queries <= 64 and not {"dropout", "softcap"} & {*build.features}
+
+    def sync_barrier_init(self) -> None:
+        """Makes the mbarriers visible to the block."""
+        pipelines.sync_barrier_init()
+
+    def sync_exit(self) -> None:
+        """No other block accesses this block's shared memory."""
+
+    def create_pipelines(self) -> Pipelines:
+        """Creates the pipelines of query, grad_output, key, value and dS."""
+        build = self.build
+        statistics = build.block_queries * F32_BYTES
+        specs = {
+            "query": PipelineSpec(build.query_stages, CONSUMER_WARPS, statistics),
+            "grad_output": PipelineSpec(build.grad_output_stages, CONSUMER_THREADS, statistics),
+            "key": PipelineSpec(build.key_stages, CONSUMER_THREADS + WARPGROUP_THREADS, 0),
+            "value": PipelineSpec(1, CONSUMER_WARPS, 0),
+        }
+        loaded, barriers = pipelines.tma_pipelines(build, specs)
+        ds_arrivals = self.smem.blocks * CONSUMER_WARPS
+        ds = pipelines.thread_pipeline(self.smem.ds_stages, ds_arrivals, WARPGROUP_WARPS, barriers)
+        if build.variant == PER_HEAD:
+            self.grad_query.init_barrier()
+        return Pipelines(*loaded, ds)
+
+    def states(self, user: Any) -> tuple[Any, Any, Any]:
+        """Returns the first states of a user of the pipelines of query, grad_output and key."""
+        build = self.build
+        return pipelines.states(user, build.query_stages, build.grad_output_stages, build.key_stages)
+
+    def value_state(self, at_k: Any, at_v: Any) -> Any:
+        """Returns the state of the value: that of the key if both have one stage.
+
+        Called at each use. A loop carries every name separately, so a second name of one state would not advance.
+        """
+        return at_v if self.overlaps_tiles else at_k
+
+    def record(self, at_k: Any) -> Int32:
+        """Returns the scheduler's record of the work tile whose key tile is at `at_k`, for a consumer."""
+        return self._record(at_k.index, at_k.phase)
+
+    def record_to_write(self, at_k: Any) -> Int32:
+        """Returns the same for the producer, whose phase is the consumers' next one."""
+        return self._record(at_k.index, at_k.phase ^ 1)
+
+    def _record(self, stage: Int32, phase: Int32) -> Int32:
+        return phase + WORK_TILE_RECORDS * stage if self.overlaps_tiles else phase
+
+    @cute.jit
+    def produce(self, p: Any, pipes: Pipelines, maps: Maps):
+        """Producer warp: loads each key tile and its value tile, and the query and grad_output blocks that visit it."""
+        build = self.build
+        at_q, at_do, at_k = self.states(pipeline.PipelineUserType.Producer)
+        (at_v,) = pipelines.states(pipeline.PipelineUserType.Producer, 1)
+        total, number = self.scheduler.total(p), self.scheduler.first_number(p)
+        cursor = self.scheduler.initial_cursor()
+        while number < total:
+            work_tile, cursor = self.scheduler.numbered_tile(p, number, cursor)
+            of = work_tile.seqlen
+            self.scheduler.write_record(self.record_to_write(at_k), work_tile)
+            key_at = tma.tile_coordinates(build, work_tile.tile * build.tile_n, work_tile.head, of, "key")
+            pipelines.load(build, pipes.k, at_k, "key", maps.k, key_at)
+            block = self.block_order.first(p, work_tile)
+            iterations = self.smem.blocks * self.tile_order.num_tiles(p, work_tile)
+            for iteration in cutlass.range(iterations, unroll=1):
+                query_at = tma.tile_coordinates(build, block.index * build.block_queries, block.head, of, "query")
+                row = self.statistics.row(p, of.first_tile, block)
+                pipelines.load(build, pipes.q, at_q, "query", maps.q, query_at)
+                self.statistics.load(pipes.q, "logsumexp", p.logsumexp_log2, row, at_q)
+                at_q.advance()
+                if iteration == 0:  # after the first query block, which is needed earlier
+                    pipelines.load(build, pipes.v, self.value_state(at_k, at_v), "value", maps.v, key_at)
+                pipelines.load(build, pipes.do, at_do, "grad_output", maps.do, query_at)
+                self.statistics.load(pipes.do, "delta", p.delta, row, at_do)
+                at_do.advance()
+                block = self.block_order.next(work_tile, block)
+            at_k.advance()
+            if cutlass.const_expr(self.overlaps_tiles):
+                at_v.advance()
+            number = self.scheduler.next_number(p, number)
+        self.scheduler.write_record(self.record_to_write(at_k), None)
+        pipelines.mark_full(pipes.k, at_k)
+        pipes.q.producer_tail(at_q)
+        pipes.do.producer_tail(at_do)
+
+    def wait_for_key_tile(self, pipes: Pipelines, at_k: Any) -> Int32:
+        """Waits for the next work tile and returns its key tile, below 0 if none is left."""
+        pipes.k.consumer_wait(at_k)
+        return self.scheduler.read_key_tile(self.record(at_k))
+
+    @cute.jit
+    def multiply_query_gradient(self, p: Any, pipes: Pipelines, thread: Int32):
+        """dQ warpgroup: 7  dQ = dS K of every query tile, added to its sum."""
+        _, _, at_k = self.states(pipeline.PipelineUserType.Consumer)
+        (at,) = pipelines.states(pipeline.PipelineUserType.Consumer, self.smem.ds_stages)
+        s_ds, state = self.smem.tiles("ds"), self.grad_query.initial_state()
+        key_tile = self.wait_for_key_tile(pipes, at_k)
+        while key_tile >= 0:
+            work_tile = self.scheduler.read_record(p, self.record(at_k))
+            block = self.tile_order.first(p, work_tile)
+            for _ in cutlass.range(self.tile_order.num_tiles(p, work_tile), unroll=1):
+                target = self.grad_query.target(p, work_tile, block, thread, state)
+                pipes.ds.consumer_wait(at)
+                release = functools.partial(arrive, pipes.ds.sync_object_empty, at.index)
+                operands = DsK(s_ds[None, None, at.index], self.smem.key_tile(at_k))
+                state = self.grad_query.add_tile(p, target, operands, thread, release, state)
+                at.advance()
+                block = self.tile_order.next(work_tile, block)
+            arrive_all(pipes.k.sync_object_empty, at_k.index)
+            at_k.advance()
+            state = self.grad_query.finish_key_tile(p, state, thread)
+            key_tile = self.wait_for_key_tile(pipes, at_k)
+        self.grad_query.finish()
+
+    @cute.jit
+    def consume(self, p: Any, pipes: Pipelines, thread: Int32):
+        """Consumer warpgroups: 64 rows of each key tile each."""
+        build = self.build
+        gemms = self.bind_gemms(thread)
+        at_q, at, at_k = self.states(pipeline.PipelineUserType.Consumer)
+        (at_v,) = pipelines.states(pipeline.PipelineUserType.Consumer, 1)
+        r_dk, r_dv = gemms.mma_dsq.accumulator(thread), gemms.mma_pdo.accumulator(thread)
+        r_s = gemms.mma_qk.accumulator(thread)
+        r_lse, r_delta = self.statistics.registers(), self.statistics.registers()
+        warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        r_kept, stream = None, None  # of dropout
+        if cutlass.const_expr(self.dropout is not None):
+            r_kept, stream = self.dropout.registers(), dropout.load_uniform_stream(p)
+        key_tile = self.wait_for_key_tile(pipes, at_k)
+        if cutlass.const_expr(self.overlaps_tiles):
+            self.wait_for_query(pipes, at_q, key_tile >= 0)
+            self.first_scores(gemms, at_k, at_q, thread, r_s, r_lse)
+        while key_tile >= 0:
+            work_tile = self.scheduler.read_record(p, self.record(at_k))
+            iterations = self.smem.blocks * larger(self.tile_order.num_tiles(p, work_tile), 1)
+            r_dk.fill(0.0)
+            r_dv.fill(0.0)
+            if cutlass.const_expr(not self.overlaps_tiles):
+                pipes.q.consumer_wait(at_q)
+                self.first_scores(gemms, at_k, at_q, thread, r_s, r_lse)
+            next_key_tile = Int32(-1)  # until the next work tile is known
+            pipes.v.consumer_wait(self.value_state(at_k, at_v))
+            block = self.block_order.first(p, work_tile)
+            if cutlass.const_expr(self.dropout is not None):
+                self.dropout.load(p, stream, r_kept, work_tile, block, Int32(0), iterations)
+            for iteration in cutlass.range(iterations, unroll=1):
+                # 2  P = exp2(S - logsumexp) in base 2
+                if cutlass.const_expr(not self.reads_lse_early):
+                    self.statistics.read("logsumexp", at_q.index, thread, r_lse)
+                here = self.scores.thread(thread, CONSUMER_START)
+                score_tile = ScoreTile(work_tile.seqlen, work_tile.band, block.head, block.index, key_tile)
+                r_derivative = self.scores.apply_score_mod(p, gemms.mma_qk, r_s, score_tile, here)
+                self.scores.exponentiate(p, r_s, r_lse)
+                self.scores.mask(gemms.mma_qk, r_s, score_tile, here)
+                weights = self.scores.operands(r_s, r_derivative, r_kept)
+                # 3  dP^T = V dO^T, followed by 5  dV += P^T dO
+                pipes.do.consumer_wait(at)
+                r_dp = gemms.mma_dov.accumulator(thread)
+                doivj.issue(gemms.mma_dov, r_dp, gemms.dov_parts.stage(None, at.index))
+                pdo_parts = grad_v.register_operands(gemms.mma_pdo, weights.r_p, gemms.pdo_b.stage(at.index))
+                grad_v.issue(gemms.mma_pdo, r_dv, pdo_parts)
+                grad_k.wait(gemms.mma_dsq, 2)
+                if iteration > 0:
+                    arrive(pipes.q.sync_object_empty, previous_stage(at_q, build.query_stages))
+                doivj.wait(gemms.mma_dov, 1)
+                if cutlass.const_expr(self.overlaps_tiles):
+                    self.release_value(pipes, iteration + 1 == iterations)
+                # 4  dS = P (dP - delta), also for the warpgroup of dQ
+                self.statistics.read("delta", at.index, thread, r_delta)
+                self.scores.gradient(p, r_dp, weights.r_factor, r_delta, r_kept)
+                self.acquire_ds(pipes, at)
+                r_ds, s_ds = tile_copy.converted(r_dp, self.dtype), self.smem.ds_blocks()[None, None, at.index]
+                self.scores.store_ds(gemms.mma_qk, r_ds, s_ds, thread)
+                arrive(pipes.ds.sync_object_full, at.index // self.smem.blocks)
+                at.advance()
+                at_q.advance()
+                # 1  S^T = K Q^T of the next query block or key tile, followed by 6  dK += dS^T Q. After the last one
+                # it is the same S^T again, unused: with a branch around it the compiler would wait for all GEMMs.
+                last = previous_stage(at_q, build.query_stages)
+                last_ds = previous_stage(at, build.grad_output_stages)
+                has_next, key_stage = iteration + 1 < iterations, self.smem.key_stage(at_k)
+                if cutlass.const_expr(self.overlaps_tiles):
+                    at_next = pipelines.next_state(at_k, build.key_stages)
+                    if iteration + 1 == iterations:
+                        next_key_tile = self.wait_for_key_tile(pipes, at_next)
+                    key_stage = cutlass.select_(next_key_tile >= 0, at_next.index, key_stage)
+                    has_next = has_next | (next_key_tile >= 0)
+                stage = cutlass.select_(has_next, at_q.index, last)
+                if has_next:
+                    pipes.q.consumer_wait(at_q)
+                r_next = gemms.mma_qk.accumulator(thread)
+                matmul_qk.issue(gemms.mma_qk, r_next, gemms.qk_parts.stage(key_stage, stage))
+                self.sync_warpgroup(warpgroup)
+                grad_k.issue(gemms.mma_dsq, r_dk, gemms.dsq_parts.stage(last_ds, last))
+                if cutlass.const_expr(self.reads_lse_early):
+                    self.statistics.read("logsumexp", stage, thread, r_lse)
+                grad_v.wait(gemms.mma_pdo, 2)
+                # Every thread has read delta of this stage.
+                arrive_all(pipes.do.sync_object_empty, previous_stage(at, build.grad_output_stages))
+                block = self.block_order.next(work_tile, block)
+                if cutlass.const_expr(self.dropout is not None):
+                    self.dropout.load(p, stream, r_kept, work_tile, block, iteration + 1, iterations)
+                matmul_qk.wait(gemms.mma_qk, 1)
+                r_s.store(r_next.load())
+            if cutlass.const_expr(not self.overlaps_tiles):
+                pipes.v.consumer_release(at_k)
+            grad_k.wait(gemms.mma_dsq)
+            arrive(pipes.q.sync_object_empty, previous_stage(at_q, build.query_stages))
+            # 8  store dK and dV while the next key tile is loaded
+            work_tile = self.scheduler.read_record(p, self.record(at_k))
+            cute.arch.barrier(barrier_id=int(BackwardBarrier.CONSUMER_WARPGROUPS), number_of_threads=CONSUMER_THREADS)
+            arrive_all(pipes.k.sync_object_empty, at_k.index)
+            r_dk.store(r_dk.load() * p.scale)
+            if cutlass.const_expr(build.has("dropout")):
+                r_dv.store(r_dv.load() * p.keep_scale)
+            here = params.read_register("tid.x") - CONSUMER_START
+            key0 = work_tile.tile * build.tile_n
+            values = tile_copy.converted(r_dv, self.dtype)
+            store_key_gradient(values, gemms.mma_pdo, key_gradient_tile(build, p, "grad_value", work_tile, key0), here)
+            values = tile_copy.converted(r_dk, self.dtype)
+            store_key_gradient(values, gemms.mma_dsq, key_gradient_tile(build, p, "grad_key", work_tile, key0), here)
+            at_k.advance()
+            if cutlass.const_expr(self.overlaps_tiles):
+                at_v.advance()
+            key_tile = next_key_tile if cutlass.const_expr(self.overlaps_tiles) else self.wait_for_key_tile(pipes, at_k)
+
+    def first_scores(
+        self, gemms: Gemms, at_k: Any, at_q: Any, thread: Int32, r_s: cute.Tensor, r_lse: cute.Tensor
+    ) -> None:
+        """Computes 1  S^T = K Q^T of the first query block of a key tile, and reads its logsumexp.
+
+        If no work tile is left, it computes unused numbers.
+        """
+        r_next = gemms.mma_qk.accumulator(thread)
+        matmul_qk.issue(gemms.mma_qk, r_next, gemms.qk_parts.stage(self.smem.key_stage(at_k), at_q.index))
+        if self.reads_lse_early:
+            self.statistics.read("logsumexp", at_q.index, thread, r_lse)
+        matmul_qk.wait(gemms.mma_qk)
+        r_s.store(r_next.load())
+
+    @cute.jit
+    def wait_for_query(self, pipes: Pipelines, at_q: Any, is_loaded: Any):
+        """Waits for a query block if one is loaded."""
+        if is_loaded:
+            pipes.q.consumer_wait(at_q)
+
+    @cute.jit
+    def release_value(self, pipes: Pipelines, is_last: Any):
+        """Releases V after its last GEMM."""
+        if is_last:
+            arrive(pipes.v.sync_object_empty, 0)
+
+    def acquire_ds(self, pipes: Pipelines, at: Any) -> None:
+        """Waits until the stage of dS is empty.
+
+        dS has the stages of grad_output, which this warpgroup consumes; a producer's phase is the consumers' next one.
+        """
+        state = pipeline.PipelineState(self.smem.ds_stages, Int32(0), at.index // self.smem.blocks, at.phase ^ 1)
+        pipes.ds.producer_acquire(state)
+
+    def sync_warpgroup(self, warpgroup: Int32) -> None:
+        """Syncs the threads of one consumer warpgroup."""
+        barrier = int(BackwardBarrier.CONSUMER_0) + warpgroup
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
+
+    def bind_gemms(self, thread: Int32) -> Gemms:
+        """Returns the component GEMMs of steps 1, 3, 5 and 6 and their operands in shared memory."""
+        build, rows = self.build, self.build.block_queries
+        s_q, s_do, s_ds = self.smem.tiles("query"), self.smem.tiles("grad_output"), self.smem.ds_blocks()
+        s_k, s_v = self.smem.tiles("key"), self.smem.tiles("value")
+        mma_qk = Wgmma(replace(matmul_qk.spec(build, swap_ab=True), n=rows), build.dtype)
+        mma_dov = Wgmma(replace(doivj.spec(build, swap_ab=True), n=rows), build.dtype)
+        mma_pdo = Wgmma(replace(grad_v.spec(build), k=rows), build.dtype)
+        mma_dsq = Wgmma(replace(grad_k.spec(build), k=rows), build.dtype)
+        return Gemms(
+            mma_qk=mma_qk,
+            mma_dov=mma_dov,
+            mma_pdo=mma_pdo,
+            mma_dsq=mma_dsq,
+            qk_parts=matmul_qk.operands(mma_qk, s_q, s_k, thread),
+            dov_parts=doivj.operands(mma_dov, s_do, s_v, thread),
+            pdo_b=grad_v.b_operand(mma_pdo, s_do),
+            dsq_parts=grad_k.operands(mma_dsq, s_ds, s_q, thread),
+        )
+
+
+def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the host function that launches this build's kernels, and arguments to compile it with."""
+    body = BackwardSm90(build)
+    postprocess = BackwardPostprocess(build, body.grad_query.accum, warpgroup_gemm)
+    return backward_chain.trace(build, BackwardKernelSm90(build, body), postprocess)

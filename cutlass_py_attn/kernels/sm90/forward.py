@@ -1,0 +1,356 @@
+"""sm90 forward: O = softmax(scale Q K^T) V and the logsumexp on wgmma, with tiles loaded by TMA.
+
+The kernel is persistent and warp-specialised. One producer warp fills the pipelines of query, key and value tiles. Two
+or three consumer warpgroups compute 64 rows of the query tile each. Named barriers order the warpgroups' GEMMs, so that
+one warpgroup computes exponentials while another multiplies. If shared memory holds two query tiles, the first S of the
+next work tile is in flight while the output is stored.
+
+    step        S(n - 1) = Q K^T, then O += P(n) V    softmax of S(n - 1)
+    in flight   key tile n - 2                         value tile n - 1, O += P(n) V
+
+For long causal sequences two blocks of a cluster compute neighbouring query tiles, and each loads half of every key and
+value tile for both. The first block skips tiles that only the second block reads.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.experimental.cuda as tensor_maps
+import cutlass.pipeline as pipeline
+from cutlass import Float32, GridConstant, Int32
+
+from cutlass_py_attn.kernels.common import logsumexp, masking, params, seqlen_info, tile_copy, tma
+from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
+from cutlass_py_attn.kernels.common.quad_transpose import store_rows
+from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, lazy_weights, multiply_rows, safe_scale
+from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
+from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.sm90 import pipelines
+from cutlass_py_attn.kernels.sm90.cluster import Cluster, SingleCta
+from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
+from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
+from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
+from cutlass_py_attn.kernels.sm90.tile_scheduler import ClusterTileScheduler, Cursor, TileScheduler, WorkTile
+from cutlass_py_attn.plan import abi, tile_order
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.plan.sm90_smem import num_stages, registers, tma_tiles
+from cutlass_py_attn.plan.variants import MULTICAST
+
+MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
+MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere
+
+
+class NamedBarrier(IntEnum):
+    """Named barriers; a warpgroup waits at its own until it may issue GEMMs."""
+
+    WARP_SCHEDULER_WG1 = 2
+    WARP_SCHEDULER_WG2 = 3
+    WARP_SCHEDULER_WG3 = 4
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The pipelines of tiles that TMA loads."""
+
+    query: pipeline.PipelineTmaAsync
+    key: pipeline.PipelineTmaAsync
+    value: pipeline.PipelineTmaAsync
+
+
+@dataclass(frozen=True)
+class ConsumerState:
+    """What a consumer warpgroup uses for all tiles: the operands of both GEMMs, all stages, and the running softmax."""
+
+    qk_operands: Any
+    p_operand: Any
+    v_operand: Any
+    softmax: OnlineSoftmax
+
+
+class ForwardSm90:
+    """The forward kernel of one Build."""
+
+    def __init__(self, build: Build) -> None:
+        self.build = build
+        self.dtype = DTYPES[build.dtype]
+        self.mma_qk = Wgmma(matmul_qk.spec(build), build.dtype)
+        self.mma_pv = Wgmma(matmul_pv.spec(build), build.dtype)
+        self.score_mod = ScoreModRegisters(build)
+        is_cluster = build.variant == MULTICAST
+        self.scheduler = ClusterTileScheduler(build) if is_cluster else TileScheduler(build)
+        self.cluster = Cluster(build) if is_cluster else SingleCta(build)
+        self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
+        self.dropout = RowDropout(build, self.consumers) if build.has("dropout") else None
+        self.overlaps_epilogue = (
+            num_stages(build)["query"] > 1
+        )  # the next query tile is loaded before the output is stored
+        self.emulates_exp2 = build.columns + build.columns_value <= MAX_EMULATED_COLUMNS and build.dtype == "bfloat16"
+        # A float16 row that attends mostly to one key is more accurate with that key's weight at exactly 1.
+        is_narrow = self.consumers <= MAX_LAZY_WARPGROUPS * WARPGROUP_THREADS
+        self.rescales_lazily = build.dtype == "bfloat16" and is_narrow
+
+    @cute.jit
+    def __call__(self, *values):
+        p = params.from_values(self.build, values)
+        build = self.build
+        maps = tuple(
+            tma.placeholder_map(p, getattr(p, name), self.dtype, *tile) for name, tile in tma_tiles(build).items()
+        )
+        params.set_entry_name(build, self.kernel)
+        block, cluster_shape = (build.threads, 1, 1), (build.body.cluster, 1, 1)
+        self.kernel(*maps, p).launch(
+            grid=(p.num_queries, 1, 1), block=block, cluster=cluster_shape, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        map_q: GridConstant[tensor_maps.TensorMap],
+        map_k: GridConstant[tensor_maps.TensorMap],
+        map_v: GridConstant[tensor_maps.TensorMap],
+        p: Any,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        pipes = self.create_pipelines()
+        self.cluster.sync_barrier_init()
+        if warp < WARPGROUP_WARPS:
+            cute.arch.setmaxregister_decrease(self.registers[0])
+            if warp == 0:
+                self.load(p, pipes, (map_q, map_k, map_v))
+        else:
+            cute.arch.setmaxregister_increase(self.registers[-1])
+            self.mma(p, pipes, thread - WARPGROUP_THREADS)
+        self.cluster.sync_exit()
+
+    def create_pipelines(self) -> Pipelines:
+        """Creates the pipelines. Consumer warps release stages: of key and value in all blocks of a cluster."""
+        warps, blocks = self.consumers // WARP_THREADS, self.build.body.cluster
+        consumers = {"query": warps, "key": warps * blocks, "value": warps * blocks}
+        users = {name: (stages, consumers[name], 0) for name, stages in num_stages(self.build).items()}
+        pipes, _ = pipelines.tma_pipelines(self.build, users)
+        return Pipelines(*pipes)
+
+    def pipeline_states(self, user: Any) -> tuple[Any, Any, Any]:
+        """Returns the first states of the query, key and value pipelines for a producer or a consumer."""
+        return pipelines.states(user, *num_stages(self.build).values())
+
+    @cute.jit
+    def load(self, p: Any, pipes: Any, maps: tuple):
+        """Producer warp: loads the query tile and its key and value tiles, one work tile after the other."""
+        build = self.build
+        q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
+        cursor = self.scheduler.initial_cursor()
+        for wave in cutlass.range(self.scheduler.num_waves(p), unroll=1):
+            work, cursor = self.scheduler.work_tile(p, wave, cursor)
+            seqlen, key_head = work.seqlen, seqlen_info.key_head(build, p, work.head)
+            coordinates = tma.tile_coordinates(build, work.tile * build.tile_m, work.head, seqlen, "query")
+            pipelines.load(build, pipes.query, q_state, "query", maps[0], coordinates)
+            q_state.advance()
+            for i in cutlass.range(work.end - work.first, unroll=1):
+                coordinates = tma.tile_coordinates(build, (work.end - 1 - i) * build.tile_n, key_head, seqlen, "key")
+                self.cluster.load(pipes.key, k_state, "key", maps[1], coordinates)
+                k_state.advance()
+                self.cluster.load(pipes.value, v_state, "value", maps[2], coordinates)
+                v_state.advance()
+        pipes.key.producer_tail(k_state)
+        pipes.value.producer_tail(v_state)
+
+    @cute.jit
+    def mma(self, p: Any, pipes: Any, thread: Int32):
+        """Consumer warpgroups: 64 rows of each query tile each."""
+        s_q, s_k, s_v = self.smem_stages()
+        qk_operands = matmul_qk.operands(self.mma_qk, s_q, s_k, thread)
+        v_operand = matmul_pv.v_operand(self.mma_pv, s_v)
+        coordinates = row_view(self.mma_qk.coordinates(thread))
+        q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
+        next_q_state, _, _ = self.pipeline_states(pipeline.PipelineUserType.Consumer)
+        scale_log2 = Float32(1.0) if cutlass.const_expr(self.score_mod.present) else safe_scale(p.scale_log2)
+        r_s, r_o = self.mma_qk.accumulator(thread), self.mma_pv.accumulator(thread)
+        r_p = cute.make_rmem_tensor_like(r_s, self.dtype)
+        p_operand = self.mma_pv.from_registers(r_p)
+        rows = cute.size(coordinates, mode=[0])
+        kind = Exp2EmulatedSoftmax if self.emulates_exp2 else OnlineSoftmax
+        consumer = ConsumerState(qk_operands, p_operand, v_operand, kind(rows, cute.make_rmem_tensor(rows, Float32)))
+        if thread >= self.consumers - WARPGROUP_THREADS:
+            self.warp_scheduler_arrive(thread)
+        waves, cursor = self.scheduler.num_waves(p), self.scheduler.initial_cursor()
+        if cutlass.const_expr(self.overlaps_epilogue):
+            k_state = self.skip_key_tiles(p, pipes, k_state, Int32(0), waves, cursor)
+            self.issue_first(pipes, consumer, r_s, next_q_state, k_state, waves > 0)
+            self.mma_qk.wait()
+            self.release_first(pipes, k_state, waves > 0)
+            next_q_state.advance()
+            k_state.advance()
+        for wave in cutlass.range(waves, unroll=1):
+            work, cursor = self.scheduler.work_tile(p, wave, cursor)
+            operands = self.score_mod.load_operands(p, work.seqlen.index, work.head)
+            consumer.softmax.reset()
+            r_o.fill(0.0)
+            skipped = self.scheduler.skipped_key_tiles(work)
+            end = work.end - skipped
+            # 1  S = Q K^T of the last key tile, unless it was issued at the end of the work tile before
+            if cutlass.const_expr(not self.overlaps_epilogue):
+                k_state = self.cluster.skip(pipes.key, k_state, skipped)
+                self.issue_first(pipes, consumer, r_s, q_state, k_state, True)
+            v_state = self.cluster.skip(pipes.value, v_state, skipped)
+            dropout_bits, bias = self.score_inputs(p, work, end - 1, coordinates, thread)
+            if cutlass.const_expr(not self.overlaps_epilogue):
+                self.mma_qk.wait()
+                self.release_first(pipes, k_state, True)
+                k_state.advance()
+            # 2  softmax
+            self.modify_scores(p, work, end - 1, r_s, coordinates, operands, bias)
+            consumer.softmax.weights(row_view(r_s), scale_log2)
+            self.convert_weights(r_p, r_s, dropout_bits)
+            for i in cutlass.range(1, end - work.first, unroll=1):
+                key_tile = end - 1 - i
+                # 1  S = Q K^T of the next key tile, then 3  O += P V of this one
+                pipes.key.consumer_wait(k_state)
+                self.warp_scheduler_sync(thread)
+                r_t = self.mma_qk.accumulator(thread)
+                matmul_qk.issue(self.mma_qk, r_t, consumer.qk_operands.stage(q_state.index, k_state.index))
+                pipes.value.consumer_wait(v_state)
+                matmul_pv.issue(self.mma_pv, r_o, consumer.p_operand, consumer.v_operand.stage(v_state.index))
+                self.warp_scheduler_arrive(thread)
+                dropout_bits, bias = self.score_inputs(p, work, key_tile, coordinates, thread)
+                self.mma_qk.wait(1)
+                self.cluster.release(pipes.key, k_state)
+                k_state.advance()
+                # 2  softmax
+                self.modify_scores(p, work, key_tile, r_t, coordinates, operands, bias)
+                factors = cute.make_rmem_tensor(rows, Float32)
+                rescales = self.next_weights(consumer.softmax, row_view(r_t), factors, scale_log2)
+                self.mma_pv.wait()
+                self.cluster.release(pipes.value, v_state)
+                v_state.advance()
+                if rescales:
+                    multiply_rows(row_view(r_o), factors)
+                self.convert_weights(r_p, r_t, dropout_bits)
+            pipes.query.consumer_release(q_state)
+            q_state.advance()
+            # 3  O += P V of the work tile's first key tile, then 1  S = Q K^T of the next work tile
+            pipes.value.consumer_wait(v_state)
+            if cutlass.const_expr(self.overlaps_epilogue):
+                self.warp_scheduler_sync(thread)
+            matmul_pv.issue(self.mma_pv, r_o, consumer.p_operand, consumer.v_operand.stage(v_state.index))
+            if cutlass.const_expr(self.overlaps_epilogue):
+                k_state = self.skip_key_tiles(p, pipes, k_state, wave + 1, waves, cursor)
+                self.issue_first(pipes, consumer, r_s, next_q_state, k_state, wave + 1 < waves)
+                next_q_state.advance()
+                self.warp_scheduler_arrive(thread)
+            self.mma_pv.wait(1 if self.overlaps_epilogue else 0)
+            self.cluster.release(pipes.value, v_state)
+            v_state.advance()
+            # 4  normalise, store the logsumexp and the output tile
+            self.store(p, work, consumer.softmax, r_o, coordinates, scale_log2)
+            if cutlass.const_expr(self.overlaps_epilogue):
+                self.mma_qk.wait()
+                self.release_first(pipes, k_state, wave + 1 < waves)
+                k_state.advance()
+
+    def skip_key_tiles(self, p: Any, pipes: Pipelines, k_state: Any, wave: Int32, waves: Int32, cursor: Cursor) -> Any:
+        """Returns the state of the key pipeline after the tiles of `wave` that only the other block reads."""
+        return self.cluster.skip(pipes.key, k_state, self.scheduler.skipped_in_wave(p, wave, waves, cursor))
+
+    @cute.jit
+    def issue_first(self, pipes: Any, consumer: Any, r_s: cute.Tensor, q_state: Any, k_state: Any, exists: Any):
+        """Issues S = Q K^T of a work tile's last key tile; if no work tile exists, of what is in shared memory."""
+        if exists:
+            pipes.query.consumer_wait(q_state)
+            pipes.key.consumer_wait(k_state)
+        matmul_qk.issue(self.mma_qk, r_s, consumer.qk_operands.stage(q_state.index, k_state.index))
+
+    @cute.jit
+    def release_first(self, pipes: Any, k_state: Any, exists: Any):
+        """Releases the key tile of `issue_first`."""
+        if exists:
+            self.cluster.release(pipes.key, k_state)
+
+    def score_inputs(
+        self, p: Any, work: WorkTile, key_tile: Int32, coordinates: cute.Tensor, thread: Int32
+    ) -> tuple[Any, Any]:
+        """Returns (dropout mask bits, bias) of a tile of scores, computed and loaded while S is in flight.
+
+        None for what the problem does not have.
+        """
+        tile_origin = work.tile * self.build.tile_m, key_tile * self.build.tile_n
+        bits = None if self.dropout is None else self.dropout.tile_bits(p, work, key_tile, coordinates, thread)
+        bias = self.score_mod.load_bias(p, work.seqlen, work.head, tile_origin, coordinates)
+        return bits, bias
+
+    @cute.jit
+    def modify_scores(
+        self, p: Any, work: Any, key_tile: Int32, r_s: cute.Tensor, coordinates: cute.Tensor, operands: Any, bias: Any
+    ):
+        """Applies the score modification to a tile of S, and the mask if the tile needs one."""
+        build = self.build
+        tile_origin = (work.tile * build.tile_m, key_tile * build.tile_n)
+        if cutlass.const_expr(self.score_mod.present):
+            self.score_mod.apply(p, row_view(r_s), coordinates, tile_origin, work.band, (operands, bias))
+        if tile_order.needs_mask(work.band, work.tile, key_tile, build.tile_m, build.tile_n):
+            masking.mask_scores(work.band, row_view(r_s), coordinates, tile_origin)
+
+    @cute.jit
+    def store(self, p: Any, work: Any, softmax: Any, r_o: cute.Tensor, coordinates: cute.Tensor, scale_log2: Float32):
+        """Normalises and stores the output tile, and stores the logsumexp."""
+        build = self.build
+        seqlen, query0 = work.seqlen, work.tile * build.tile_m
+        if cutlass.const_expr(build.has("sinks")):
+            softmax.add_sink(row_view(r_o), params.load_scalar(p.sinks, Float32, work.head), scale_log2)
+            scale_log2 = Float32(1.0)
+        lse = softmax.finish(row_view(r_o), scale_log2)
+        if cutlass.const_expr(build.has("dropout")):
+            r_o.store(r_o.load() * p.keep_scale)
+        row = RowCoordinates(seqlen.index, work.head, query0)
+        logsumexp.store_tile(p, lse, coordinates, row, build.tile_m, seqlen.num_queries)
+        start = RowCoordinates(seqlen.batch, work.head, seqlen.query_start + query0)
+        target = tile_copy.gmem_tile(build, p, "output", start, seqlen.num_queries - query0, build.head_dim_value)
+        store_rows(row_view(tile_copy.converted(r_o, self.dtype)), coordinates, target)
+
+    def next_weights(
+        self, softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor, scale_log2: Float32
+    ) -> Any:
+        """Replaces the scores by their weights; returns whether the output must be multiplied by `factors`."""
+        if self.rescales_lazily:
+            return lazy_weights(scores, softmax.maximum, softmax.sum, factors, scale_log2)
+        for row, factor in enumerate(softmax.weights(scores, scale_log2)):
+            factors[row] = factor
+        return True
+
+    def warp_scheduler_sync(self, thread: Int32) -> None:
+        """Waits until the previous warpgroup has issued its GEMMs."""
+        warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        barrier = NamedBarrier.WARP_SCHEDULER_WG1 + warpgroup
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)
+
+    def warp_scheduler_arrive(self, thread: Int32) -> None:
+        """Lets the next warpgroup issue its GEMMs; the first follows the last."""
+        warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        is_last = warpgroup == self.consumers // WARPGROUP_THREADS - 1
+        following = cutlass.select_(is_last, Int32(0), warpgroup + 1)
+        barrier = NamedBarrier.WARP_SCHEDULER_WG1 + following
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)
+
+    def convert_weights(self, r_p: cute.Tensor, r_s: cute.Tensor, dropout_bits: cute.Tensor | None) -> None:
+        """Converts P to the operands' dtype, in the registers that the next GEMM reads, after dropout."""
+        if dropout_bits is not None:
+            masking.apply_dropout(row_view(r_s), dropout_bits)
+        tile_copy.convert(r_s, r_p)
+
+    def smem_stages(self) -> list[cute.Tensor]:
+        """Returns all stages of Q, K and V in shared memory, each (rows, columns, stages)."""
+        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        return [
+            smem_tile_at(base, build.buffer(name).offset, self.dtype, tile, num_stages(build)[name])
+            for name, tile in tma_tiles(build).items()
+        ]
+
+
+def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the host function that launches this build's kernel, and arguments to compile it with."""
+    return ForwardSm90(build), params.example_arguments(abi.fields_of(build))

@@ -1,0 +1,180 @@
+"""Persistent tile scheduler: the query tiles that a block of the sm90 forward computes, one after the other."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cutlass_py_attn.integers import ceil_div, larger, smaller
+from cutlass_py_attn.kernels.common import params, seqlen_info
+from cutlass_py_attn.plan import tile_order
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.plan.variants import CLUSTER
+from cutlass_py_attn.problem.masks import Band
+
+
+class Cursor(NamedTuple):
+    """The sequence that a search for a tile number starts at, and how many tiles the sequences before it have."""
+
+    sequence: Int32
+    tiles_before: Int32
+
+
+@dataclass(frozen=True)
+class WorkTile:
+    """One query tile of one head. In the backward one key tile of one head, with query tiles in place of key tiles.
+
+    seqlen, band: its sequence and mask.
+    head: query head; in the backward the head of key and value.
+    tile: number of the tile in its sequence.
+    first, end: its key tiles [first, end), at least one.
+    """
+
+    seqlen: seqlen_info.SeqlenInfo
+    band: Band
+    head: Any
+    tile: Any
+    first: Any
+    end: Any
+
+
+class TileScheduler:
+    """Persistent tile scheduler over the query tiles of all heads and sequences.
+
+    A worker is a block, or a cluster. Every wave assigns one tile to each worker; `tile_order` says which. With
+    variable lengths tiles are numbered sequence by sequence. A worker's numbers grow, so that the search for the
+    sequence of a number continues from the `Cursor` of the number before.
+    """
+
+    def __init__(self, build: Build) -> None:
+        self.build = build
+        self.rows = build.tile_m * build.body.cluster  # query rows that a worker computes in a wave
+        self.bytes_of_key = build.item_bytes * (build.head_dim + build.head_dim_value)
+
+    def initial_cursor(self) -> Cursor:
+        """Returns the cursor of the first tile."""
+        return Cursor(Int32(0), Int32(0))
+
+    def num_waves(self, p: Any) -> Int32:
+        """Returns the number of waves that have a tile for this worker. All threads of a warp call this."""
+        return tile_order.num_rounds(self.total(p), *self.worker())
+
+    def worker(self) -> tuple[Int32, Int32]:
+        """Returns (worker index, worker count)."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        together = self.build.body.cluster
+        return (block, blocks) if together == 1 else (block // together, blocks // together)
+
+    @cute.jit
+    def total(self, p: Any):
+        """Returns the number of all tiles. All threads of a warp call this."""
+        found = self.tiles_of_sequence(p, Int32(0))
+        if cutlass.const_expr(self.build.has("varlen")):
+            found = Int32(0)
+            for step in cutlass.range(ceil_div(p.batch, WARP_THREADS), unroll=1):
+                index = step * WARP_THREADS + cute.arch.lane_idx()
+                if index < p.batch:
+                    found = found + self.tiles_of_sequence(p, index)
+            found = Int32(cute.arch.warp_redux_sync(found, "add"))
+        else:
+            found = found * p.batch
+        return found
+
+    def tiles_of_sequence(self, p: Any, index: Int32) -> Int32:
+        """Returns the number of query tiles of all heads of sequence `index`."""
+        queries = p.num_queries
+        if self.build.has("varlen"):
+            start, end = (params.load_scalar(p.cu_seqlens_q, Int32, index + edge) for edge in (0, 1))
+            queries = end - start
+        return ceil_div(queries, self.rows) * p.num_heads
+
+    def work_tile(self, p: Any, wave: Int32, cursor: Cursor) -> tuple[WorkTile, Cursor]:
+        """Returns this worker's tile in `wave`, and the cursor for the next call."""
+        number = tile_order.work_tile_of_round(wave, *self.worker())
+        if not self.build.has("varlen"):
+            return self._dense_tile(p, number), cursor
+        cursor = self.find(p, number, *cursor)
+        seqlen = seqlen_info.create(self.build, p, cursor.sequence)
+        tiles = ceil_div(seqlen.num_queries, self.rows)
+        tile, head = self._in_mask_order(number - cursor.tiles_before, tiles, p.num_heads, p.num_heads)
+        if self.build.mask != "full":
+            # Every second sequence ends with its longest tiles, which balances the blocks if lengths differ.
+            tile = cutlass.select_(cursor.sequence % 2 == 0, tile, tiles - 1 - tile)
+        return self._create_tile(p, seqlen, head, tile), cursor
+
+    @cute.jit
+    def find(self, p: Any, number: Int32, index: Int32, before: Int32):
+        """Returns the cursor of tile `number`, searching from the cursor (index, before)."""
+        count = self.tiles_of_sequence(p, index)
+        while number >= before + count:
+            before = before + count
+            index = index + 1
+            count = self.tiles_of_sequence(p, index)
+        return Cursor(index, before)
+
+    def skipped_key_tiles(self, tile: WorkTile) -> Int32 | int:
+        """Returns how many of the last key tiles of `tile` are loaded but not read by this block."""
+        return 0
+
+    def skipped_in_wave(self, p: Any, wave: Int32, waves: Int32, cursor: Cursor) -> Int32 | int:
+        """Returns `skipped_key_tiles` of this worker's tile in `wave`; 0 if it has none."""
+        return 0
+
+    def _dense_tile(self, p: Any, number: Int32) -> WorkTile:
+        tile, index = self._in_order(p, number, ceil_div(p.num_queries, self.rows), p.num_heads * p.batch)
+        seqlen = seqlen_info.create(self.build, p, index // p.num_heads)
+        return self._create_tile(p, seqlen, index % p.num_heads, tile)
+
+    def _in_order(self, p: Any, number: Int32, tiles: Int32, heads: Int32) -> tuple[Int32, Int32]:
+        """Returns (query tile, head) of tile `number`, where all sequences have `tiles` tiles a head."""
+        _, workers = self.worker()
+        fitting = tile_order.heads_of_mixed_lengths(tile_order.heads_in_l2(p.num_keys, self.bytes_of_key), workers)
+        return self._in_mask_order(number, tiles, heads, tile_order.static_group_heads(fitting, heads, workers))
+
+    def _in_mask_order(self, number: Int32, tiles: Int32, heads: Int32, at_once: Int32) -> tuple[Int32, Int32]:
+        """Returns (query tile, head) of tile `number`; with a mask the longest tiles of `at_once` heads come first."""
+        if self.build.mask == "full":
+            return number % tiles, number // tiles
+        return tile_order.longest_first_in_groups(number, tiles, heads, at_once)
+
+    def _create_tile(self, p: Any, seqlen: seqlen_info.SeqlenInfo, head: Int32, tile: Int32) -> WorkTile:
+        build = self.build
+        band = seqlen_info.band(build, p, seqlen)
+        shape = band, tile, self.rows, build.tile_n
+        first = tile_order.key_tile_start(*shape)
+        return WorkTile(seqlen, band, head, tile, first, larger(tile_order.key_tile_end(*shape), first + 1))
+
+
+class ClusterTileScheduler(TileScheduler):
+    """Persistent tile scheduler whose workers are clusters of two blocks that load key and value tiles for both.
+
+    Each wave assigns two neighbouring query tiles to a cluster, one for each block, with the key tiles of both.
+    """
+
+    def skipped_key_tiles(self, tile: WorkTile) -> Int32 | int:
+        """Returns 1 if only the other block's query tile reads the last key tile, else 0.
+
+        A block never skips more: it releases the key tile before the value tile, and the pipelines have few stages. A
+        query tile past the last is computed like any other.
+        """
+        own_end = tile_order.key_tile_end(tile.band, tile.tile, self.build.tile_m, self.build.tile_n)
+        return smaller(tile.end - larger(own_end, tile.first + 1), 1)
+
+    def skipped_in_wave(self, p: Any, wave: Int32, waves: Int32, cursor: Cursor) -> Int32 | int:
+        """Returns `skipped_key_tiles` of this cluster's tile in `wave`; 0 if it has none."""
+        tile, _ = self.work_tile(p, wave, cursor)
+        return cutlass.select_(wave < waves, self.skipped_key_tiles(tile), Int32(0))
+
+    def _in_order(self, p: Any, number: Int32, tiles: Int32, heads: Int32) -> tuple[Int32, Int32]:
+        """Returns (pair of query tiles, head) of pair `number`."""
+        _, clusters = self.worker()
+        return tile_order.long_short_pairs(number, tiles, heads, clusters)
+
+    def _create_tile(self, p: Any, seqlen: seqlen_info.SeqlenInfo, head: Int32, tile: Int32) -> WorkTile:
+        """Returns this block's tile of pair `tile`, with the key tiles of both blocks."""
+        pair = super()._create_tile(p, seqlen, head, tile)
+        return replace(pair, tile=CLUSTER * tile + cute.arch.block_idx_in_cluster())

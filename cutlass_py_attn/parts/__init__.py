@@ -1,1 +1,0 @@
-"""Parts the fused kernels are made of: integers, schedule, masking, softmax, moves."""

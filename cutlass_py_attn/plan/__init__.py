@@ -1,0 +1,1 @@
+"""Planning: every number of a launch is decided before anything is compiled."""

@@ -1,0 +1,140 @@
+"""ABI: the parameters of every kernel, as one C struct that the launch packs and the kernels read.
+
+A field is (name, kind): "i64" is a device address, a stride in elements or a 64-bit number, "i32" a size, "f32" a
+factor. The fields of the built-in score terms are in every struct. The fields of a registered term are at the end of
+the struct, and only in kernels with that term.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.score_terms import registry
+from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
+from cutlass_py_attn.score_terms.dropout import PHILOX
+
+if TYPE_CHECKING:
+    from cutlass_py_attn.plan.build import Build
+
+Fields = tuple[tuple[str, str], ...]
+
+_NUMPY: Final = {"i64": "<i8", "i32": "<i4", "f32": "<f4"}
+
+
+def _strided(*names: str) -> Fields:
+    """Returns the address and the batch, row and head strides (elements) of each tensor."""
+    return tuple((field, "i64") for name in names for field in (name, f"{name}_batch", f"{name}_row", f"{name}_head"))
+
+
+SEED: Final = PHILOX
+
+
+def _of_terms(kind: str, *names: str) -> Fields:
+    """Returns the fields of that kind of some built-in score terms, or of all of them."""
+    terms = [term for term in registry.BUILT_IN if not names or term.name in names]
+    return tuple((field, field_kind) for term in terms for field, field_kind in term.struct.kinds if field_kind == kind)
+
+
+# The address of an array that a problem does not have is 0. cu_seqlens_q, cu_seqlens_k, seqused_k: int32 arrays.
+_ADDRESSES: Fields = (
+    *_of_terms("i64", "bias"),
+    *((name, "i64") for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")),
+    *_of_terms("i64", "alibi", "sinks", "dropout"),
+)
+
+# batch: number of sequences. num_queries, num_keys: lengths of the longest sequence. group: query heads that share a
+# key head. first_batch, first_head: batch and head of grid position 0; y and z of a grid end at 65535, so that larger
+# problems need several launches. window_left, window_right: keys seen before and behind the diagonal, which
+# bottom_right (0 or 1) moves by num_keys - num_queries. scale_log2: scale * log2(e), as exponentials are in base 2.
+_SIZES: Fields = (
+    *((name, "i32") for name in ("batch", "num_heads", "num_queries", "num_keys", "group")),
+    *((name, "i32") for name in ("first_batch", "first_head", "window_left", "window_right", "bottom_right")),
+    *_of_terms("i32"),
+)
+_FACTORS: Fields = (("scale", "f32"), ("scale_log2", "f32"), *_of_terms("f32"))
+
+FORWARD: Fields = (
+    *_strided("query", "key", "value", "output"),
+    ("logsumexp", "i64"),
+    *_ADDRESSES,
+    *_SIZES,
+    *_FACTORS,
+)
+
+# partial_output: (batch, num_heads_key, num_queries * group, num_splits_key, columns) float32; partial_logsumexp: the
+# same without columns, in base 2. Both addresses are 0 when num_splits_key is 1.
+DECODE: Fields = (
+    *_strided("query", "key", "value", "output"),
+    ("logsumexp", "i64"),
+    ("partial_output", "i64"),
+    ("partial_logsumexp", "i64"),
+    *_ADDRESSES,
+    *_SIZES,
+    ("num_splits_key", "i32"),
+    *_FACTORS,
+)
+
+# total_tiles: query tiles of all sequences of one head. grad_query_accum: (num_heads, total_tiles, tile_m * head_dim)
+# float32 in the kernel's own element order. delta, logsumexp_log2: (num_heads, total_tiles * tile_m) float32;
+# logsumexp_log2 is logsumexp * log2(e), +inf on rows without keys and past the end. turn: (num_heads, total_tiles)
+# int32, the semaphore of each query tile in a deterministic backward. started: (num_heads, batch) int32, thread blocks
+# that have started; in the sm90 family (1,) int32, key tiles that have started.
+BACKWARD: Fields = (
+    *_strided("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value"),
+    ("grad_output_column", "i64"),
+    ("logsumexp", "i64"),
+    ("grad_query_accum", "i64"),
+    ("delta", "i64"),
+    ("logsumexp_log2", "i64"),
+    ("turn", "i64"),
+    ("started", "i64"),
+    ("grad_bias", "i64"),
+    *((f"grad_bias_{axis}", "i64") for axis in BIAS_AXES),
+    ("grad_sinks", "i64"),
+    *_ADDRESSES,
+    *_SIZES,
+    ("num_splits_key", "i32"),
+    ("total_tiles", "i32"),
+    *_FACTORS,
+)
+
+# A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
+COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
+
+# By Build.kind, or by Build.family if the family has a struct of its own.
+FIELDS: Final[dict[str, Fields]] = {
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "component_gemm": COMPONENT_GEMM,
+    "decode": DECODE,
+}
+
+TENSOR_MAP_BYTES: Final = 128
+
+
+def fields_of(build: Build) -> Fields:
+    """Returns the struct of a build's kernels; NotSupported when a registered term has a field of another name."""
+    fields = FIELDS[build.family if build.family in FIELDS else build.kind]
+    terms = registry.registered_among(build.features)
+    if not terms:
+        return fields
+    added = tuple(field for term in terms for field in term.struct.kinds)
+    if shared := sorted({name for name, _ in fields} & {name for name, _ in added}):
+        names = ", ".join(term.name for term in terms)
+        raise NotSupported(f"score terms {names}: the kernels have other fields {', '.join(shared)}; rename them")
+    return (*fields, *added)
+
+
+def numpy_struct(fields: Fields) -> np.dtype[np.void]:
+    """Returns the struct as an aligned NumPy dtype: the same bytes as the kernel's C struct."""
+    return np.dtype([(name, _NUMPY[kind]) for name, kind in fields], align=True)
+
+
+def layout(fields: Fields) -> tuple[tuple[str, int, int], ...]:
+    """Returns (name, offset, size) in bytes of every field of the struct."""
+    struct = numpy_struct(fields)
+    assert struct.fields is not None
+    return tuple((name, struct.fields[name][1], struct.fields[name][0].itemsize) for name, _ in fields)

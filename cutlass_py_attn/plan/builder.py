@@ -1,0 +1,98 @@
+"""Builder: from a Problem, a target and a TileConfig to a Build."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from cutlass_py_attn.plan import decode, sm80, sm90, tile_rules
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.smem_maps import shared_memory_map
+from cutlass_py_attn.plan.split_d import even_head_dim_split
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import BIASES, OPERANDS, Tensor
+from cutlass_py_attn.score_terms import registry
+
+_FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
+
+
+def build_for(problem: Problem, arch: str, tile: TileConfig, family: str) -> tuple[Build, list[str]]:
+    """Returns the Build of a tile, and why no kernel body can be built like this.
+
+    The Build has warps of each product and a shared-memory map only if the list is empty. Whether it then fits the
+    target is what `resources.objections` says.
+    """
+    shape = problem.shape
+    is_forward = problem.direction == "forward"
+    widest = shape.head_dim_value if is_forward else max(shape.head_dim, shape.head_dim_value)
+    none = (0, 0)
+    build = Build(
+        kind=problem.direction,
+        family=family,
+        variant=tile.variant,
+        arch=arch,
+        dtype=problem.dtype,
+        head_dim=shape.head_dim,
+        head_dim_value=shape.head_dim_value,
+        mask=problem.mask.form,
+        tile_m=tile.tile_m,
+        tile_n=tile.tile_n,
+        warps=tile.warps,
+        query_stages=tile.query_stages,
+        grad_output_stages=tile.grad_output_stages,
+        warps_scores=none,
+        warps_grad_v=none,
+        warps_grad_k=none,
+        warps_grad_q=none,
+        deterministic=problem.deterministic and not is_forward and problem.grad_query is not None,
+        register_usage_level=tile.register_usage_level,
+        min_blocks_per_sm=0,
+        component_gemm="",
+        shared_memory=(),
+        features=problem.features,
+        gradients=problem.gradients,
+        vector_bytes=row_vector_bytes(problem),
+        bias_vector_bytes=bias_vector_bytes(problem.bias),
+        grad_bias_vector_bytes=bias_vector_bytes(problem.grad_bias),
+        grad_bias_mode=grad_bias_mode(problem),
+        head_dim_split=tile.head_dim_split,
+        score_rows=tile.score_rows,
+        key_stages=tile.key_stages,
+    )
+    objections = tile_rules.objections(build)
+    if build.head_dim_split and not objections:
+        build = replace(build, head_dim_split=even_head_dim_split(build.head_dim_split, widest))
+        objections = tile_rules.objections(build)
+    if objections:
+        return build, objections
+    build = _FAMILIES[family].with_warps(build)
+    return replace(build, shared_memory=shared_memory_map(build)), []
+
+
+def row_vector_bytes(problem: Problem) -> int:
+    """Returns the bytes of one load or store of a row of query, key, value and so on: what suits all of them."""
+    return min(tensor.vector_bytes for name, tensor in problem.tensors().items() if name not in BIASES)
+
+
+def bias_vector_bytes(tensor: Tensor | None) -> int:
+    """Returns the bytes of one load of a row of a bias; 0 for no bias."""
+    return 0 if tensor is None else tensor.vector_bytes
+
+
+def grad_bias_mode(problem: Problem) -> str:
+    """Returns which kernel writes grad_bias, see Build.
+
+    The main kernel has dS in registers. With a score term that has a derivative it only has dS times the derivative.
+    """
+    if problem.grad_bias is None:
+        return ""
+    summed = [
+        axis
+        for axis, size, full in zip("bhqk", problem.grad_bias.shape, problem.shape.bias, strict=True)
+        if size == 1 and full > 1
+    ]
+    has_main = any(getattr(problem, f"grad_{name}") is not None for name in OPERANDS)
+    if not summed and has_main and not any(term.has_derivative for term in registry.present(problem)):
+        return "main"
+    return "".join(summed) or "none"

@@ -1,0 +1,73 @@
+"""Entry points: the kernels of a Build's cubin, their symbols, thread counts and parameters."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cutlass_py_attn.plan import abi
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.plan.variants import PER_HEAD
+from cutlass_py_attn.problem.tensors import F32_BYTES
+
+_SUFFIXES: Final = {"main": "", "delta": "delta_", "finish": "finish_", "bias": "bias_", "sinks": "sinks_"}
+_LAUNCH_ORDER: Final = ("delta", "main", "finish", "bias", "sinks")
+ROW_THREADS: Final = 128  # of a block of the kernels that compute row by row
+DELTA_LANES: Final = 8  # threads that share a row of O and dO in the delta kernel
+DELTA_ROWS: Final = ROW_THREADS // DELTA_LANES
+COMBINE_WARPS: Final = ROW_THREADS // WARP_THREADS
+SINKS_BYTES: Final = ROW_THREADS // WARP_THREADS * F32_BYTES  # shared memory: a partial sum of each warp
+
+# Struct fields that a kernel reads through a CUtensorMap, in the order of its parameters.
+_TENSOR_MAPS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
+    ("component_gemm", "sm90"): ("a", "b"),
+    ("forward", "sm90"): ("query", "key", "value"),
+    ("backward", "sm90"): ("query", "grad_output", "key", "value"),
+}
+
+
+def entries(build: Build) -> dict[str, str]:
+    """Returns the symbol of each entry of the build's cubin by its role, in the order of the plan's launches.
+
+    main: the fused kernel; a backward for grad_bias or grad_sinks alone has none
+    combine: joins the splits of a decode; a plan with one split does not launch it
+    delta: backward preprocess, the row statistics
+    finish: backward postprocess, converts the float32 query gradient
+    bias: separate grad_bias kernel, if the main kernel does not write grad_bias
+    sinks: gradient of the sinks
+    """
+    if build.kind != "backward":
+        combine = {"combine": f"{build.symbol}_combine_1"} if build.family == "decode" else {}
+        return {"main": f"{build.symbol}_0", **combine}
+    needed = {
+        "main": build.has_main,
+        "delta": True,
+        "finish": "query" in build.gradients and build.variant != PER_HEAD,
+        "bias": "bias" in build.gradients and build.grad_bias_mode != "main",
+        "sinks": "sinks" in build.gradients,
+    }
+    # The compiler numbers the entries in the order in which the host function launches them, which is this one.
+    present = [role for role, is_needed in needed.items() if is_needed]
+    symbols = {role: f"{build.symbol}_{_SUFFIXES[role]}{number}" for number, role in enumerate(present)}
+    return {role: symbols[role] for role in _LAUNCH_ORDER if role in symbols}
+
+
+def entry_symbols(build: Build) -> tuple[str, ...]:
+    """Returns the entries of the build's cubin, in the order of the plan's launches."""
+    return tuple(entries(build).values())
+
+
+def entry_threads(build: Build, role: str) -> int:
+    """Returns the threads of a block of the entry with this role."""
+    if role in ("delta", "sinks", "combine"):
+        return ROW_THREADS
+    if role == "finish" and build.family == "sm90":
+        return ROW_THREADS  # as many as the warpgroup that computed dQ
+    return build.threads
+
+
+def parameters(build: Build, role: str = "main") -> tuple[tuple[str, int], ...]:
+    """Returns (name, bytes) of each parameter of the entry with this role: main has tensor maps before the struct."""
+    maps = _TENSOR_MAPS.get((build.kind, build.family), ()) if role == "main" else ()
+    struct = abi.numpy_struct(abi.fields_of(build))
+    return (*((f"map_{field}", abi.TENSOR_MAP_BYTES) for field in maps), ("params", struct.itemsize))

@@ -1,0 +1,226 @@
+"""Launch rules: grids, workspace, tensor maps and struct fields of a Build as expressions over the sizes of a Problem.
+
+The planner evaluates the expressions for a Plan. A bundle prints them, so a host computes the same numbers for its own
+sizes.
+
+    name                                        value
+    batch, num_heads, num_queries, num_keys     sizes of the problem; num_keys and num_queries of the longest sequence
+    num_heads_key, tokens_q, tokens_k           heads of key and value; rows of all sequences together
+    num_sms                                     multiprocessors of the device
+    query_row, query_head, ...                  strides of a tensor in elements
+    group, num_splits_key, total_tiles          what `definitions` computes from the names above
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.plan import decode, entry_points, sm80, sm90
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
+from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
+from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
+from cutlass_py_attn.plan.variants import PER_HEAD
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, WORD_BYTES, Tensor
+from cutlass_py_attn.score_terms import registry
+
+LOG2_E: Final = math.log2(math.e)
+MAX_GRID_YZ: Final = 65535  # of CUDA, along y and z of a grid
+BIAS_SIZES: Final = ("batch", "num_heads", "num_queries", "num_keys")  # what the axes of a bias broadcast to
+BIAS_AXES: Final = ("bias_batch", "bias_heads", "bias_queries", "bias_keys")  # the sizes of grad_bias, if not known
+ALWAYS: Final = "1"
+_FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRule:
+    """One workspace buffer: its bytes, the condition under which it exists, and whether it is zeroed for each call."""
+
+    name: str
+    bytes: Expression
+    is_zeroed: bool = False
+    condition: Expression = ALWAYS
+
+
+def sizes(problem: Problem) -> dict[str, int]:
+    """Returns the sizes of the problem by the names that expressions use."""
+    shape = problem.shape
+    found = {name: getattr(shape, name) for name in ("batch", "num_queries", "num_keys", "num_heads", "num_heads_key")}
+    return found | (dict(zip(("tokens_q", "tokens_k"), shape.tokens, strict=True)) if shape.tokens is not None else {})
+
+
+def values(problem: Problem, build: Build, num_sms: int) -> dict[str, int]:
+    """Returns the values of all names but strides: sizes, num_sms and definitions."""
+    found = sizes(problem) | {"num_sms": num_sms}
+    for name, expression in definitions(problem, build).items():
+        found[name] = evaluate(expression, found)
+    return found
+
+
+def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
+    """Returns numbers that other expressions and struct fields name, each in terms of those before it."""
+    found = {"group": "div(num_heads, max(num_heads_key, 1))"}
+    if build.family == "decode":
+        found["num_splits_key"] = decode.num_splits_key(build)
+    if build.kind == "backward":
+        found |= {"num_splits_key": _num_splits_key(problem, build), "total_tiles": _total_tiles(problem, build)}
+    return found
+
+
+def _num_splits_key(problem: Problem, build: Build) -> Expression:
+    """Returns the blocks that share one (batch, key head) of a backward: the caller's number, else the family's."""
+    if problem.num_splits_key is not None:
+        return f"max(min({problem.num_splits_key}, ceil_div(num_keys, {build.tile_n})), 1)"
+    return f"max({(sm90 if build.family == 'sm90' else sm80).num_splits_key(build)}, 1)"
+
+
+def _total_tiles(problem: Problem, build: Build) -> Expression:
+    """Returns the query tiles of one head over the whole batch.
+
+    With variable lengths, sequence b starts at tile cu_seqlens_q[b] // tile_m + b, so that each has its last tile.
+    """
+    if problem.shape.tokens is not None:
+        return f"div(tokens_q, {build.tile_m}) + batch"
+    return f"batch * ceil_div(num_queries, {build.tile_m})"
+
+
+def grid(build: Build, symbol: str) -> Grid:
+    """Returns the grid of the entry `symbol`, with the sizes of grad_bias as the names BIAS_AXES."""
+    role = next(role for role, name in entry_points.entries(build).items() if name == symbol)
+    return grids(build)[role]
+
+
+def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[str, Grid]:
+    """Returns (x, y, z) of each entry by its role; bias_sizes: the sizes of grad_bias.
+
+    The planner cuts a grid with more than MAX_GRID_YZ heads or batches into several launches.
+    """
+    if build.kind == "component_gemm":
+        return {"main": ("tiles", "1", "1")}
+    main = _FAMILIES[build.family].main_grid(build)
+    if build.kind == "forward":
+        combine = {"combine": ("num_queries", "num_heads", "batch")} if build.family == "decode" else {}
+        return {"main": main, **combine}
+    query_tiles = f"ceil_div(num_queries, {build.tile_m})"
+    batch, heads, queries, keys = bias_sizes
+    return {
+        "main": main,
+        "delta": (times(query_tiles, ceil_div(build.tile_m, entry_points.DELTA_ROWS)), "num_heads", "batch"),
+        "finish": (times(query_tiles, dq_pieces(build)), "num_heads", "batch"),
+        "bias": (f"ceil_div({queries}, {build.tile_m}) * ceil_div({keys}, {build.tile_n})", heads, batch),
+        "sinks": ("num_heads", "1", "1"),
+    }
+
+
+def grids_of(problem: Problem, build: Build) -> dict[str, Grid]:
+    """Returns the grid of each entry by its role, for this problem's grad_bias."""
+    return grids(build) if problem.grad_bias is None else grids(build, bias_axes(problem.grad_bias))
+
+
+def launch_condition(build: Build, role: str) -> Expression:
+    """Returns the condition for the launch of an entry."""
+    return "num_splits_key > 1" if build.family == "decode" and role == "combine" else ALWAYS
+
+
+def workspace(build: Build) -> tuple[BufferRule, ...]:
+    """Returns the workspace buffers in their order.
+
+    grad_query_accum: (num_heads, total_tiles, tile_m, columns) float32 sum of dQ
+    turn: (num_heads, total_tiles) int32 semaphore of each query tile, if deterministic
+    started: int32 count of blocks or key tiles that have started
+    delta, logsumexp_log2: (num_heads, total_tiles, tile_m) float32
+
+    With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed.
+    """
+    if build.family == "decode":
+        condition = launch_condition(build, "combine")
+        return tuple(BufferRule(name, size, condition=condition) for name, size in decode.workspace(build).items())
+    if build.kind == "forward":
+        return ()
+    rows = f"num_heads * total_tiles * {build.tile_m * F32_BYTES}"
+    statistics = BufferRule("delta", rows), BufferRule("logsumexp_log2", rows)
+    if build.variant == PER_HEAD:
+        return BufferRule("grad_query_accum", sm90.per_head_accum_bytes(build)), *statistics
+    return *_accumulated(build), *statistics
+
+
+def _accumulated(build: Build) -> list[BufferRule]:
+    """Returns the zeroed buffers: the dQ sum, and counters."""
+    found = []
+    if "query" in build.gradients:
+        pieces = times("num_heads * total_tiles", dq_pieces(build))
+        piece_bytes = build.tile_m * dq_piece_columns(build) * F32_BYTES
+        found.append(BufferRule("grad_query_accum", f"{pieces} * {piece_bytes}", is_zeroed=True))
+        if build.deterministic:
+            found.append(BufferRule("turn", f"{pieces} * {WORD_BYTES}", is_zeroed=True))
+    if build.family == "sm90":
+        found.append(BufferRule("started", str(WORD_BYTES), is_zeroed=True))
+    elif build.deterministic:
+        counters = f"num_heads_key * batch * {blocks_per_tile(build) * WORD_BYTES}"
+        found.append(BufferRule("started", counters, is_zeroed=True))
+    return found
+
+
+def shape(problem: Problem, name: str) -> tuple[Expression, ...]:
+    """Returns the sizes of a tensor: (batch, rows, heads, columns), or (batch, heads, queries, keys) of a bias."""
+    tensor = problem.tensors()[name]
+    if name in BIASES:
+        return bias_axes(tensor)
+    of_key = name.removeprefix("grad_") in ("key", "value")
+    batch, rows = "batch", "num_keys" if of_key else "num_queries"
+    if problem.sequences is not None:
+        batch, rows = "1", "tokens_k" if of_key else "tokens_q"
+    return batch, rows, "num_heads_key" if of_key else "num_heads", str(tensor.shape[3])
+
+
+def bias_axes(tensor: Tensor) -> tuple[Expression, ...]:
+    """Returns the sizes of the axes of a bias or its gradient: 1 along an axis that broadcasts or is summed."""
+    return tuple("1" if size == 1 else name for size, name in zip(tensor.shape, BIAS_SIZES, strict=True))
+
+
+def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tuple[Expression, ...]]:
+    """Returns (sizes, strides) of an operand's tensor map in elements, innermost axis first, without the innermost 1.
+
+    With one length the axes are (columns, rows, heads, batch). With variable lengths a copy must end with its sequence,
+    although the rows of other sequences follow. The kernel then reads row r of a sequence, which has n rows and ends
+    before row e, as row RAGGED_ROWS - n + r, so that the map itself ends with the sequence; an axis of its own adds e
+    rows. The last axis subtracts RAGGED_ROWS rows: its only step wraps around the whole address space.
+    """
+    batch, rows, heads, columns = shape(problem, name)
+    axes = (rows, "row"), (heads, "head"), (batch, "batch")
+    strides = tuple(f"step({size}, {name}_{axis}, {columns})" for size, axis in axes)
+    if problem.sequences is None:
+        return (columns, rows, heads, batch), strides
+    row, head, _ = strides
+    around = f"{RAGGED_BYTES // RAGGED_ROWS // ITEM_BYTES[problem.dtype]} - {row}"
+    sizes = columns, str(RAGGED_ROWS), heads, f"{rows} + 1", str(RAGGED_ROWS + 1)
+    return sizes, (row, head, row, around)
+
+
+def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
+    """Returns the struct's integer fields that follow from the problem, without num_splits_key."""
+    left, right = problem.mask.edges
+    values = sizes(problem) | {"group": problem.shape.group}
+    found = {name: values[name] for name in ("batch", "num_heads", "num_queries", "num_keys", "group")}
+    found |= {
+        "window_left": left,
+        "window_right": right,
+        "bottom_right": int(problem.mask.bottom_right),
+    }
+    for term in registry.in_struct(problem.features):
+        found |= term.sizes(problem)
+    if problem.direction == "backward":
+        found["total_tiles"] = evaluate(_total_tiles(problem, build), values)
+    return tuple(found.items())
+
+
+def fields(problem: Problem, build: Build, inputs: Collection[str]) -> dict[str, Expression]:
+    """Returns the struct fields that are numbers, by name: an input, a definition, or what the problem fixes."""
+    found = {name: str(value) for name, value in params(problem, build)}
+    found |= {name: name for name in (*definitions(problem, build), *inputs)}
+    return {"keep_scale": "1", **found, "scale_log2": f"scale * {LOG2_E!r}"}

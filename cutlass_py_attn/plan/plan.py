@@ -1,0 +1,152 @@
+"""Plan: every number of one pass, frozen and printable; its build part is the cache key of the kernels.
+
+    Problem --plan--> Plan(build, launches, workspace) --compile--> Artifact --bind--> Bound
+
+`Build` decides the machine code. Problems that differ only in batch, heads, lengths, strides, scale or pointers have
+equal builds and share their kernels. `Launch` and `Workspace` hold what differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass_py_attn.plan.arch import Architecture, architecture
+from cutlass_py_attn.plan.build import Build, build_from, same_fields
+from cutlass_py_attn.plan.explain import explain
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """Arguments of one CUtensorMap, in elements and innermost axis first.
+
+    field: struct field with the address of the array
+    sizes: of each axis
+    strides: of each axis but the innermost, which is contiguous
+    box: elements that one copy loads, of each axis
+    swizzle_bytes: width of the shared-memory swizzle (bytes)
+    """
+
+    field: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch. Its parameters are the tensor maps in order, then the struct.
+
+    symbol: entry of the cubin
+    grid, block: blocks of the grid and threads of a block, along (x, y, z)
+    shared_memory_bytes: dynamic shared memory of a block
+    tensor_maps: tensor maps of the operands that TMA loads
+    param_overrides: struct fields that differ from the plan's params
+    cluster: neighbouring blocks along x that form a cluster; 1 for none
+    """
+
+    symbol: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_memory_bytes: int
+    tensor_maps: tuple[TensorMap, ...] = ()
+    param_overrides: tuple[tuple[str, int], ...] = ()
+    cluster: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkspaceBuffer:
+    """One buffer of the workspace, in bytes; `name` is the struct field that receives its address."""
+
+    name: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Device memory of one call: the first `zero_bytes` are zeroed before every launch."""
+
+    bytes: int = 0
+    zero_bytes: int = 0
+    buffers: tuple[WorkspaceBuffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every number of one pass.
+
+    build: what decides the machine code
+    launches: kernel launches in order; empty if the problem is empty
+    workspace: device memory of one call
+    params: integer fields of the kernels' struct parameter
+    reason: why this kernel was chosen
+    """
+
+    build: Build
+    launches: tuple[Launch, ...]
+    workspace: Workspace
+    params: tuple[tuple[str, int], ...]
+    reason: str
+
+    @property
+    def symbol(self) -> str:
+        """Name of the main kernel."""
+        return self.build.symbol
+
+    @property
+    def architecture(self) -> Architecture:
+        """Limits of the target."""
+        return architecture(self.build.arch)
+
+    @property
+    def num_splits_key(self) -> int:
+        """Blocks that share the keys of one (batch, head) in the backward and in a decode; 1 in other forwards."""
+        return dict(self.params).get("num_splits_key", 1)
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON; `from_json` reads an equal plan."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Returns the plan of a `to_json` text; ValueError names missing or unknown fields."""
+        return _plan_from(json.loads(text))
+
+    def explain(self) -> str:
+        """Returns tiles, warps, grid, shared-memory map, workspace and why this kernel was chosen, as text."""
+        return explain(self)
+
+
+def _plan_from(data: Mapping[str, Any]) -> Plan:
+    same_fields("plan", data, Plan)
+    launches = tuple(
+        Launch(
+            symbol=item["symbol"],
+            grid=tuple(item["grid"]),
+            block=tuple(item["block"]),
+            shared_memory_bytes=item["shared_memory_bytes"],
+            tensor_maps=tuple(_tensor_map_from(recipe) for recipe in item["tensor_maps"]),
+            param_overrides=_pairs(item["param_overrides"]),
+            cluster=item["cluster"],
+        )
+        for item in data["launches"]
+    )
+    space = data["workspace"]
+    workspace = Workspace(
+        space["bytes"], space["zero_bytes"], tuple(WorkspaceBuffer(**item) for item in space["buffers"])
+    )
+    return Plan(build_from(data["build"]), launches, workspace, _pairs(data["params"]), data["reason"])
+
+
+def _tensor_map_from(data: Mapping[str, Any]) -> TensorMap:
+    sizes, strides, box = (tuple(data[name]) for name in ("sizes", "strides", "box"))
+    return TensorMap(data["field"], sizes, strides, box, data["swizzle_bytes"])
+
+
+def _pairs(data: Iterable[Iterable[Any]]) -> tuple[tuple[str, int], ...]:
+    return tuple((name, value) for name, value in data)

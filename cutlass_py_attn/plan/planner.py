@@ -1,0 +1,282 @@
+"""Planner: from a Problem and a target to a Plan; the first tile of the tile table that fits is chosen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+from cutlass_py_attn.errors import DoesNotFit, NotSupported
+from cutlass_py_attn.integers import round_up
+from cutlass_py_attn.plan import decode, entry_points, launch_rules, resources, sm80, sm90
+from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture, targets
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.builder import build_for
+from cutlass_py_attn.plan.decode_smem import combine_bytes
+from cutlass_py_attn.plan.expressions import evaluate
+from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build
+from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace, WorkspaceBuffer
+from cutlass_py_attn.plan.sm90_smem import tma_tiles
+from cutlass_py_attn.plan.smem import tile_bytes
+from cutlass_py_attn.plan.split_d import dq_piece_columns
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.tiles import decode_tiles, sm80_tiles, sm90_tiles
+from cutlass_py_attn.plan.variants import STANDARD, VARIANTS
+from cutlass_py_attn.problem.problem import Problem
+
+WORKSPACE_ALIGNMENT: Final = 256  # bytes
+
+
+def plan_forward(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
+    """Returns the plan of the forward pass of `problem` on `arch`.
+
+    problem: what to compute; its direction is "forward"
+    arch: target, such as "sm_90a"
+    num_sms: multiprocessors of the device, for persistent kernels and decode splits; None for the usual part of the
+        target
+
+    NotSupported lists every reason why the problem cannot be computed.
+    """
+    _expect(problem, "forward")
+    return plan(problem, arch, num_sms)
+
+
+def plan_backward(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
+    """Returns the plan of the backward pass of `problem` on `arch`.
+
+    problem: what to compute; its direction is "backward"
+    arch: target, such as "sm_90a"
+    num_sms: multiprocessors of the device, for persistent kernels and num_splits_key; None for the usual part of the
+        target
+
+    NotSupported lists every reason why the problem cannot be computed.
+    """
+    _expect(problem, "backward")
+    return plan(problem, arch, num_sms)
+
+
+def plan_with_tile(
+    problem: Problem, arch: str, tile: TileConfig, num_sms: int | None = None, *, family: str | None = None
+) -> Plan:
+    """Returns the plan of `problem` on `arch` with a tile of the caller's choice, to compile, measure or debug it.
+
+    problem: what to compute, in either direction
+    arch: target, such as "sm_90a"
+    tile: tile, warps, stages and variant of the kernel; `TileConfig.parse` reads a text such as "64x128x16:3,2@5k2"
+    num_sms: multiprocessors of the device; None for the usual part of the target
+    family: "sm80", "sm90" or "decode"; None for the family whose variants include the tile's, and if the standard
+        variant leaves a choice, for the family that the planner chooses for this problem
+
+    NotSupported lists every reason why the family cannot compute the problem. DoesNotFit lists every reason why the
+    tile cannot be built: each names a field, its value, the reason and what to do.
+    """
+    problem.check()
+    limits = architecture(arch)
+    count = num_sms or limits.num_sms
+    chosen = family or _family_of(problem, arch, tile, count)
+    missing = _unsupported(problem, arch, chosen)
+    if missing:
+        raise NotSupported(f"family = {chosen!r}: takes no {', '.join(missing)} on {arch}; use family sm80")
+    build, found = build_for(problem, arch, tile, chosen)
+    found = found or resources.objections(build, limits)
+    if chosen == "sm90":
+        found += sm90.objections(problem, tile)
+    if found:
+        raise DoesNotFit(found)
+    return plan_of_build(problem, build, count)
+
+
+def plan(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
+    """Returns the best plan of a problem of either direction; arguments and errors as for `plan_forward`."""
+    return plans(problem, arch, num_sms)[0]
+
+
+def plans(problem: Problem, arch: str, num_sms: int | None = None) -> list[Plan]:
+    """Returns a plan for each tile of the tables that fits, the best first; arguments and errors as for `plan_forward`.
+
+    Whether ptxas spills is known only once a kernel is compiled; the later plans are for when the first spills.
+    """
+    problem.check()
+    count = num_sms or architecture(arch).num_sms
+    found = *_decode_builds(problem, arch), *_sm90_builds(problem, arch, count), *_sm80_builds(problem, arch)
+    return [plan_of_build(problem, build, count) for build in found]
+
+
+def plans_on(problem: Problem, compute_capability: tuple[int, int], num_sms: int | None = None) -> list[Plan]:
+    """Returns the plans for a device: decode kernels, the family of its own target, its newest portable target."""
+    problem.check()
+    *own, portable = targets_of(compute_capability)
+    count = num_sms or architecture(portable).num_sms
+    found = plans(problem, portable, num_sms)
+    num_decode = sum(plan.build.family == "decode" for plan in found)  # they come first
+    ours = [plan_of_build(problem, build, count) for arch in own for build in _sm90_builds(problem, arch, count)]
+    return [*found[:num_decode], *ours, *found[num_decode:]]
+
+
+def targets_of(compute_capability: tuple[int, int]) -> tuple[str, ...]:
+    """Returns the targets that run on a device, its own before the newest portable one; NotSupported for none."""
+    found = targets(compute_capability)
+    if not found:
+        major, minor = compute_capability
+        portable = [arch.name for arch in ARCHITECTURES.values() if arch.is_portable]
+        raise NotSupported(
+            f"compute capability = {major}.{minor}: no target runs on it; allowed are {', '.join(portable)} and later "
+            "minor versions of them; use another GPU"
+        )
+    return found
+
+
+def builds_on(problem: Problem, compute_capability: tuple[int, int]) -> tuple[Build, ...]:
+    """Returns the builds of `plans_on`, in their order."""
+    return tuple(plan.build for plan in plans_on(problem, compute_capability))
+
+
+def builds(problem: Problem, arch: str) -> tuple[Build, ...]:
+    """Returns the builds of `plans`, in their order."""
+    return tuple(plan.build for plan in plans(problem, arch))
+
+
+def plan_of_build(problem: Problem, build: Build, num_sms: int) -> Plan:
+    """Returns the plan that computes `problem` with the kernels of `build`: launches, workspace and parameters."""
+    values = launch_rules.values(problem, build, num_sms)
+    launches = () if problem.is_empty else tuple(_launches(problem, build, values))
+    workspace = Workspace() if problem.is_empty else _workspace(build, values)
+    params = launch_rules.params(problem, build)
+    if "num_splits_key" in values:
+        params = *params, ("num_splits_key", values["num_splits_key"])
+    return Plan(build, launches, workspace, params, _reason(problem, build, values))
+
+
+def _expect(problem: Problem, direction: str) -> None:
+    problem.check()
+    if problem.direction != direction:
+        raise NotSupported(f"direction = {problem.direction!r}: plan_{direction} plans the {direction}; set it so")
+
+
+def _family_of(problem: Problem, arch: str, tile: TileConfig, num_sms: int) -> str:
+    """Returns the family of the tile's variant; for the standard variant that of the best plan."""
+    named = [family for kind, family, name in VARIANTS if (kind, name) == (problem.direction, tile.variant)]
+    if tile.variant != STANDARD and named:
+        return named[0]
+    return plan(problem, arch, num_sms).build.family
+
+
+def _unsupported(problem: Problem, arch: str, family: str) -> tuple[str, ...]:
+    """Returns what the problem or the target has that the family does not take."""
+    if family == "decode":
+        return decode.unsupported_features(problem)
+    if family == "sm90":
+        targets_without = () if architecture(arch).has_wgmma else ("targets without wgmma",)
+        return *targets_without, *sm90.unsupported_features(problem)
+    return ()
+
+
+def _sm80_builds(problem: Problem, arch: str) -> list[Build]:
+    """Returns the builds of the sm80 family, which takes every problem; NotSupported tells why none fits."""
+    tried = _tried(problem, arch, "sm80", sm80_tiles(problem))
+    fitting = [build for build, objections in tried if not objections]
+    if not fitting:
+        found = tried[-1][1] if tried else ["the tile table has no tile for it"]
+        raise NotSupported(f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim")
+    return fitting
+
+
+def _decode_builds(problem: Problem, arch: str) -> list[Build]:
+    """Returns the builds of the decode kernels; none if they do not take the problem."""
+    if _unsupported(problem, arch, "decode"):
+        return []
+    return [build for build, found in _tried(problem, arch, "decode", decode_tiles(problem)) if not found]
+
+
+def _sm90_builds(problem: Problem, arch: str, num_sms: int) -> list[Build]:
+    """Returns the builds of the sm90 family; none if it does not take the problem or the target has no wgmma."""
+    if _unsupported(problem, arch, "sm90"):
+        return []
+    tiles = sm90.applicable(problem, sm90_tiles(problem), num_sms)
+    return [build for build, found in _tried(problem, arch, "sm90", tiles) if not found]
+
+
+def _tried(problem: Problem, arch: str, family: str, tiles: Iterable[TileConfig]) -> list[tuple[Build, list[str]]]:
+    """Returns the build of each tile that is meant for the target, with every reason why it does not fit."""
+    limits = architecture(arch)
+    tried = [build_for(problem, arch, tile, family) for tile in tiles if arch not in tile.not_on]
+    return [(build, found or resources.objections(build, limits)) for build, found in tried]
+
+
+def _launches(problem: Problem, build: Build, values: Mapping[str, int]) -> Iterator[Launch]:
+    """Yields every launch in order; a grid with more than MAX_GRID_YZ heads or batches is cut into several."""
+    shared_memory_bytes = {
+        "main": build.shared_memory_bytes,
+        "finish": tile_bytes(build.dtype, build.tile_m, dq_piece_columns(build)),  # one query tile of dQ
+        "bias": grad_bias_build(build).shared_memory_bytes if build.grad_bias_mode not in ("", "main") else 0,
+        "sinks": entry_points.SINKS_BYTES,
+        "combine": combine_bytes(build, entry_points.COMBINE_WARPS),
+    }
+    grids = launch_rules.grids_of(problem, build)
+    for role, symbol in entry_points.entries(build).items():
+        if not evaluate(launch_rules.launch_condition(build, role), values):
+            continue
+        x, y, z = (evaluate(expression, values) for expression in grids[role])
+        launch = Launch(
+            symbol,
+            (x, y, z),
+            (entry_points.entry_threads(build, role), 1, 1),
+            shared_memory_bytes.get(role, 0),
+        )
+        if role == "main" and build.family == "sm90":
+            maps = tuple(_tensor_maps(problem, build, values))
+            launch = replace(launch, tensor_maps=maps, cluster=build.body.cluster)
+        yield from _pieces(launch)
+
+
+def _pieces(launch: Launch) -> Iterator[Launch]:
+    tiles_x, heads, batch = launch.grid
+    starts = (range(0, size, launch_rules.MAX_GRID_YZ) for size in (heads, batch))
+    for first_head, first_batch in itertools.product(*starts):
+        grid = (
+            tiles_x,
+            min(heads - first_head, launch_rules.MAX_GRID_YZ),
+            min(batch - first_batch, launch_rules.MAX_GRID_YZ),
+        )
+        if grid == launch.grid:
+            yield launch
+        else:
+            overrides = ("first_head", first_head), ("first_batch", first_batch)
+            yield replace(launch, grid=grid, param_overrides=overrides)
+
+
+def _tensor_maps(problem: Problem, build: Build, values: Mapping[str, int]) -> Iterator[TensorMap]:
+    """Yields the tensor maps of the operands that TMA loads, in the order of the kernel's parameters."""
+    for name in tma_tiles(build):
+        batch, row, head, _ = getattr(problem, name).strides
+        names = {**values, f"{name}_batch": batch, f"{name}_row": row, f"{name}_head": head}
+        sizes, strides = (
+            tuple(evaluate(expression, names) for expression in side) for side in launch_rules.tensor_map(problem, name)
+        )
+        yield TensorMap(name, sizes, strides, *sm90.tensor_map_box(build, name))
+
+
+def _workspace(build: Build, values: Mapping[str, int]) -> Workspace:
+    """Places the workspace buffers one after another; those that are zeroed come first."""
+    buffers: list[WorkspaceBuffer] = []
+    offset = zero_bytes = 0
+    for rule in launch_rules.workspace(build):
+        if not evaluate(rule.condition, values):
+            continue
+        size = evaluate(rule.bytes, values)
+        buffers.append(WorkspaceBuffer(rule.name, offset, size))
+        if rule.is_zeroed:
+            zero_bytes = offset + size
+        offset = round_up(offset + size, WORKSPACE_ALIGNMENT)
+    return Workspace(offset, zero_bytes, tuple(buffers))
+
+
+def _reason(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
+    """Returns why this kernel was chosen, and why a faster family was not."""
+    if build.family == "decode":
+        return decode.reason(problem.shape, build, values["num_splits_key"])
+    reason = sm90.reason(build) if build.family == "sm90" else sm80.reason(build)
+    unsupported = sm90.unsupported_features(problem) if build.family == "sm80" else ()
+    reason += f"; the sm90 family takes no {', '.join(unsupported)}" if unsupported else ""
+    return reason + decode.rejection_reason(problem)

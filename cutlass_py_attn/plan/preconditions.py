@@ -1,0 +1,102 @@
+"""Preconditions: what sizes and strides other than the exported ones must satisfy, as expressions with sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cutlass_py_attn.plan import decode, decode_smem, entry_points
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.launch_rules import BIAS_SIZES, MAX_GRID_YZ, bias_axes, shape
+from cutlass_py_attn.problem.masks import UNLIMITED
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import BIASES, BMHK
+from cutlass_py_attn.problem.validation import MAX_LENGTH
+
+Condition = tuple[str, str]  # (expression, the condition in words)
+
+EDGES = {"full": (), "causal": ("window_right",), "local": ("window_left", "window_right")}  # of each mask form
+_AXES = ("batch", "row", "head")
+
+
+def conditions(problem: Problem, build: Build) -> list[Condition]:
+    """Returns every condition on a launch; each expression is 1 (true) for the exported problem."""
+    return [
+        *_sizes(problem, build),
+        *_edges(build),
+        *_strides(problem, build),
+        *_biases(problem, build),
+        *_factors(build),
+        *(_decode() if build.family == "decode" else ()),
+    ]
+
+
+def mapped(build: Build) -> tuple[str, ...]:
+    """Returns the tensors that the main kernel reads through a tensor map, in the order of its parameters."""
+    names = (name for name, _ in entry_points.parameters(build))
+    return tuple(name.removeprefix("map_") for name in names if name.startswith("map_"))
+
+
+def _sizes(problem: Problem, build: Build) -> Iterator[Condition]:
+    for name in ("batch", "num_queries", "num_keys", "num_heads_key"):
+        yield f"{name} >= 1", f"{name} must be at least 1; with none there is nothing to launch"
+    for name, largest in (("batch", MAX_GRID_YZ), ("num_heads", MAX_GRID_YZ),
+                       ("num_queries", MAX_LENGTH), ("num_keys", MAX_LENGTH)):  # fmt: skip
+        yield f"{name} <= {largest}", f"{name} must be at most {largest}; call once for each slice"
+    if build.has("grouped"):
+        yield "mod(num_heads, max(num_heads_key, 1)) == 0", "num_heads must be a multiple of num_heads_key"
+    else:
+        yield "num_heads == num_heads_key", "num_heads must be num_heads_key; export a problem with grouped heads"
+    if problem.sequences is not None:
+        yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"
+        yield "num_keys <= tokens_k", "num_keys, of the longest sequence, must be at most tokens_k"
+
+
+def _edges(build: Build) -> Iterator[Condition]:
+    for name in EDGES[build.mask]:
+        yield f"{name} >= 0", f"{name} must be at least 0"
+        yield f"{name} <= {UNLIMITED}", f"{name} must be at most {UNLIMITED}, which stands for no limit"
+    if EDGES[build.mask]:
+        yield "bottom_right * (1 - bottom_right) == 0", "bottom_right must be 0 or 1"
+
+
+def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
+    """Strides are multiples of the elements of one load, and above 0 along the axes of a tensor map."""
+    unit = build.vector_bytes // build.item_bytes
+    for name in (name for name in problem.tensors() if name in BMHK):
+        for axis, size in zip(_AXES, shape(problem, name), strict=False):
+            stride = f"{name}_{axis}"
+            if unit > 1:
+                yield f"mod(step({size}, {stride}, 0), {unit}) == 0", f"{stride} must be a multiple of {unit} elements"
+            if name in mapped(build):
+                yield f"step({size}, {stride}, 1) > 0", f"{stride} must be above 0: a tensor map steps forward"
+    if unit > 1 and problem.grad_output is not None:
+        yield "grad_output_column == 1", "grad_output_column must be 1: rows are read several elements at a time"
+
+
+def _biases(problem: Problem, build: Build) -> Iterator[Condition]:
+    access = {"bias": build.bias_vector_bytes, "grad_bias": build.grad_bias_vector_bytes}
+    for name in (name for name in BIASES if access[name] > build.item_bytes):
+        unit = access[name] // build.item_bytes
+        for stride in (f"{name}_batch", f"{name}_head", f"{name}_row"):
+            yield f"mod({stride}, {unit}) == 0", f"{stride} must be a multiple of {unit} elements"
+        yield f"{name}_column == 1", f"{name}_column must be 1: rows are read {unit} elements at a time"
+        yield f"mod(num_keys, {unit}) == 0", f"num_keys must be a multiple of {unit}, for {name}"
+    if problem.grad_bias is None:
+        return
+    summed = "" if build.grad_bias_mode in ("main", "none") else build.grad_bias_mode
+    for letter, size, name in zip("bhqk", bias_axes(problem.grad_bias), BIAS_SIZES, strict=True):
+        if size == "1" and letter not in summed:
+            yield f"{name} == 1", f"{name} must be 1: grad_bias is not summed over it; export a problem with more"
+
+
+def _factors(build: Build) -> Iterator[Condition]:
+    if build.kind == "forward" and build.family == "sm90":
+        yield "scale >= 0", "scale must not be below 0; export a problem with such a scale"
+    if build.has("softcap"):
+        yield "softcap > 0", "softcap must be above 0"
+
+
+def _decode() -> Iterator[Condition]:
+    yield f"num_queries <= {decode_smem.MAX_QUERIES}", f"num_queries must be at most {decode_smem.MAX_QUERIES}"
+    yield f"num_queries * group <= {decode.MAX_ROWS}", f"num_queries * group must be at most {decode.MAX_ROWS}"
+    yield f"num_keys >= {decode.MIN_KEYS}", f"num_keys must be at least {decode.MIN_KEYS}"

@@ -1,0 +1,64 @@
+"""sm80 family (mma.sync, cp.async): warps of its products, grids, and key splits. It computes every problem."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from cutlass_py_attn.plan.build import Build, Warps
+from cutlass_py_attn.plan.expressions import Expression, Grid, times
+from cutlass_py_attn.plan.resources import warp_grid
+from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, gradient_columns
+
+SPLIT_WAVES: Final = 32  # blocks per SM beyond which more key splits of the backward no longer shorten the last wave
+
+
+def with_warps(build: Build) -> Build:
+    """Returns the build with the warps of each product."""
+
+    def grid(m: int, n: int) -> Warps:
+        return warp_grid(build.warps, m, n, build.item_bytes)
+
+    columns, columns_value = build.block_columns, build.block_columns_value
+    if build.kind == "forward":
+        if build.head_dim_split:
+            return replace(
+                build,
+                warps_scores=grid(build.tile_m, build.tile_n),
+                warps_grad_q=grid(build.tile_m, columns_value),
+            )
+        # One warp has whole rows of S, because the softmax reduces along them.
+        return replace(build, warps_scores=(build.warps, 1))
+    return replace(
+        build,
+        warps_scores=grid(build.tile_m, build.tile_n),
+        warps_grad_v=grid(build.tile_n, gradient_columns(build, columns_value)),
+        warps_grad_k=grid(build.tile_n, gradient_columns(build, columns)),
+        warps_grad_q=grid(build.tile_m, dq_piece_columns(build)),
+    )
+
+
+def main_grid(build: Build) -> Grid:
+    """Returns the grid of the main kernel: query tiles in the forward, key splits in the backward, by head, batch."""
+    if build.kind == "forward":
+        query_tiles = f"ceil_div(num_queries, {build.tile_m})"
+        return times(query_tiles, blocks_per_tile(build)), "num_heads", "batch"
+    return times("num_splits_key", blocks_per_tile(build)), "num_heads_key", "batch"
+
+
+def num_splits_key(build: Build) -> Expression:
+    """Returns the blocks of the backward that share one (batch, key head): enough for SPLIT_WAVES blocks per SM.
+
+    Never more than there are key tiles. With fewer blocks than key tiles, a block computes several key tiles and
+    balances their unequal lengths under a causal mask. A deterministic block waits only for blocks that started before
+    it, so each has one key tile.
+    """
+    key_tiles = f"ceil_div(num_keys, {build.tile_n})"
+    if build.deterministic:
+        return key_tiles
+    return f"min({key_tiles}, ceil_div({SPLIT_WAVES} * num_sms, max(batch * num_heads_key, 1)))"
+
+
+def reason(build: Build) -> str:
+    """Returns why the planner chose this tile of the family."""
+    return f"sm80 family (mma.sync, cp.async): the first tile of the table that fits {build.arch}'s shared memory"

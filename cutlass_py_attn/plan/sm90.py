@@ -1,0 +1,213 @@
+"""sm90 family (wgmma, TMA): which problems it takes, its warps, grids and tensor maps, and when variants are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.plan import tile_order
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.expressions import Expression, Grid
+from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
+from cutlass_py_attn.plan.sm90_smem import DQ_WARPGROUPS, LOAD_WARPGROUPS, WARPGROUP_ROWS, tma_tiles
+from cutlass_py_attn.plan.smem import swizzle_bytes
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM
+from cutlass_py_attn.plan.tiles import splits_score_rows
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, STANDARD, TWO_CTA, VARIANTS
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
+from cutlass_py_attn.score_terms import registry
+
+# Variant per_head: bytes of Q, dO and dQ sums that all blocks read at a time, which the L2 cache should hold, and how
+# many times the key tiles of the busiest block may exceed those of the standard variant.
+PER_HEAD_L2_BYTES, PER_HEAD_IMBALANCE = 36 << 20, 1.15
+MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
+
+
+def unsupported_features(problem: Problem) -> tuple[str, ...]:
+    """Returns what the problem has that the family does not take; empty if it takes the problem."""
+    shape = problem.shape
+    backward = problem.direction == "backward"
+    is_2cta = backward and _needs_2cta(shape)
+    if backward and splits_score_rows(shape):
+        features: tuple[str, ...] = (*registry.LAYOUTS, *registry.supported("sm90 backward score_rows"))
+    else:
+        features = VARIANTS[problem.direction, "sm90", TWO_CTA if is_2cta else STANDARD].features
+    missing = [name for name in problem.features if name not in features]
+    present = {
+        "num_splits_key": backward and problem.num_splits_key is not None,
+        "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
+        "a scale below 0": not backward and problem.scale_value < 0,
+        "float32": problem.dtype == "float32",
+        f"head dims beyond {SM90_MAX_HEAD_DIM}": max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM,
+        "deterministic gradients with these head dims": is_2cta and problem.deterministic,
+        "rows aligned to less than 16 bytes": any(
+            tensor.vector_bytes < ROW_ALIGNMENT_BYTES
+            for name, tensor in problem.tensors().items()
+            if name not in BIASES
+        ),
+        "axes without an index": any(0 in getattr(problem, name).shape for name in _tma_operands(problem)),
+        "strides of 0 or less": any(
+            stride <= 0 for name in _tma_operands(problem) for stride in _strides(getattr(problem, name))
+        ),
+    }
+    return (*missing, *(name for name, is_present in present.items() if is_present))
+
+
+def _needs_2cta(shape: Shape) -> bool:
+    """Returns whether dK and dV of these head dims need two thread blocks."""
+    return max(shape.head_dim, shape.head_dim_value) > NARROW_HEAD_DIM and not splits_score_rows(shape)
+
+
+def _tma_operands(problem: Problem) -> tuple[str, ...]:
+    return OPERANDS if problem.direction == "forward" else (*OPERANDS, "grad_output")
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Returns the strides of every axis with more than one index: a tensor map steps forward along these."""
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """When a variant may and should be chosen.
+
+    objection: why the variant would compute a problem wrongly; "" if it computes the problem
+    is_faster: whether the planner prefers the variant to the standard one
+    """
+
+    objection: Callable[[Problem, TileConfig], str]
+    is_faster: Callable[[Problem, TileConfig, int], bool]
+
+
+def objections(problem: Problem, tile: TileConfig) -> list[str]:
+    """Returns why the tile's variant would compute this problem wrongly; tile_rules.py has the other rules."""
+    choice = _CHOICES.get((problem.direction, tile.variant))
+    found = choice.objection(problem, tile) if choice else ""
+    return [f"variant = {tile.variant!r}: {found}; use the standard variant"] if found else []
+
+
+def applies(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
+    """Returns whether the planner tries the tile for this problem: its variant computes it, and is faster."""
+    choice = _CHOICES.get((problem.direction, tile.variant))
+    return choice is None or (choice.is_faster(problem, tile, num_sms) and not choice.objection(problem, tile))
+
+
+def applicable(problem: Problem, tiles: Iterable[TileConfig], num_sms: int) -> list[TileConfig]:
+    """Returns the tiles that the planner tries for this problem, in their order."""
+    return [tile for tile in tiles if applies(problem, tile, num_sms)]
+
+
+def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
+    """Every query tile must see a key, because nothing else writes its gradient."""
+    shape = problem.shape
+    if problem.sequences is not None:
+        return "one block per head needs sequences of one length"
+    band, tiles = problem.mask.band(shape.num_queries, shape.num_keys), (tile.tile_m, tile.tile_n)
+    sees_keys = all(
+        tile_order.key_tile_start(band, query_tile, *tiles) < tile_order.key_tile_end(band, query_tile, *tiles)
+        for query_tile in range(ceil_div(shape.num_queries, tile.tile_m))
+    )
+    return "" if sees_keys else "some query tiles see no key, and nothing writes their gradient"
+
+
+def _per_head_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
+    """One block per head keeps the SMs as busy as the standard variant, and its operands stay in the L2 cache."""
+    shape = problem.shape
+    if problem.is_empty:
+        return False
+    heads, key_tiles = shape.batch * shape.num_heads_key, ceil_div(shape.num_keys, tile.tile_n)
+    busiest, shared = ceil_div(heads, num_sms) * key_tiles, ceil_div(heads * key_tiles, num_sms)
+    width = shape.head_dim * F32_BYTES + (shape.head_dim + shape.head_dim_value) * ITEM_BYTES[problem.dtype]
+    rows = max(min(num_sms, heads), 1) * shape.num_queries * shape.group
+    # Under a causal mask a key tile is done with the queries before it.
+    live = rows * width // (1 if problem.mask.form == "full" else 2)
+    return busiest <= PER_HEAD_IMBALANCE * shared and live <= PER_HEAD_L2_BYTES
+
+
+def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
+    features = VARIANTS["forward", "sm90", MULTICAST].features
+    is_plain = {*problem.features} <= {*features} and problem.mask.form == "causal"
+    return "" if is_plain else f"the kernel has causal masks and no features but {', '.join(features)}"
+
+
+def _multicast_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
+    """The first block of a cluster waits for the other's last key tile, which costs little in long rows alone."""
+    return min(problem.shape.num_queries, problem.shape.num_keys) >= MULTICAST_LENGTH
+
+
+_CHOICES: Final[dict[tuple[str, str], _Choice]] = {
+    ("backward", PER_HEAD): _Choice(_per_head_objection, _per_head_is_faster),
+    ("forward", MULTICAST): _Choice(_multicast_objection, _multicast_is_faster),
+}
+
+
+def with_warps(build: Build) -> Build:
+    """Returns the build with the warps of each product: warpgroups share rows of S, or of S^T, dV and dK."""
+    if build.kind == "forward":
+        return replace(build, warps_scores=(build.warps - LOAD_WARPGROUPS * WARPGROUP_WARPS, 1))
+    key_warps = build.tile_n // WARPGROUP_ROWS * WARPGROUP_WARPS, 1
+    return replace(
+        build,
+        warps_scores=key_warps,
+        warps_grad_v=key_warps,
+        warps_grad_k=key_warps,
+        warps_grad_q=(DQ_WARPGROUPS * WARPGROUP_WARPS, 1),
+    )
+
+
+def main_grid(build: Build) -> Grid:
+    """Returns the grid of the main kernel: persistent blocks, one for each SM, or whole clusters of them.
+
+    Work tiles are query tiles in the forward, key tiles in the backward, and heads with one block per head. A cluster
+    computes as many neighbouring tiles as it has blocks.
+    """
+    if build.variant == PER_HEAD:
+        return _per_head_blocks(), "1", "1"
+    cluster = build.body.cluster
+    if build.kind == "forward":
+        work_tiles = f"ceil_div(num_queries, {build.tile_m * cluster}) * num_heads * batch"
+    else:
+        work_tiles = f"ceil_div(num_keys, {build.tile_n * cluster}) * num_heads_key * batch"
+    if cluster == 1:
+        return f"max(min(num_sms, {work_tiles}), 1)", "1", "1"
+    return f"{cluster} * max(min(div(num_sms, {cluster}), {work_tiles}), 1)", "1", "1"
+
+
+def num_splits_key(build: Build) -> Expression:
+    """Returns the key tiles of the backward: every one is a work tile of its own."""
+    return f"ceil_div(num_keys, {build.tile_n})"
+
+
+def per_head_accum_bytes(build: Build) -> Expression:
+    """Returns the bytes of grad_query_accum with one block per head: dQ of one key head for each block."""
+    rows = f"{_per_head_blocks()} * round_up(num_queries, {build.tile_m}) * group"
+    return f"{rows} * {build.columns * F32_BYTES}"
+
+
+def _per_head_blocks() -> Expression:
+    return "max(min(num_sms, num_heads_key * batch), 1)"
+
+
+def reason(build: Build) -> str:
+    """Returns what the warpgroups of a block do."""
+    consumers = build.warps_scores[0] // WARPGROUP_WARPS
+    if build.kind == "forward":
+        how = "two blocks of a cluster load keys and values for both: " if build.variant == MULTICAST else ""
+        roles = f"{how}{consumers} warpgroups compute S and O, one warp loads"
+    elif build.variant == TWO_CTA:
+        roles = "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
+    else:
+        how = "one block per head: " if build.variant == PER_HEAD else ""
+        roles = f"{how}{consumers} warpgroups compute dK and dV, one computes dQ, one warp loads"
+    return f"sm90 family (wgmma, TMA): {roles}"
+
+
+def tensor_map_box(build: Build, name: str) -> tuple[tuple[int, ...], int]:
+    """Returns (box, swizzle width in bytes) of an operand's tensor map: a box is one strip of a tile."""
+    rows, columns = tma_tiles(build)[name]
+    swizzle = swizzle_bytes(columns)
+    return (swizzle // 2, rows, *([1] * (3 if build.has("varlen") else 2))), swizzle

@@ -1,0 +1,186 @@
+"""Roles, tiles, shared memory and registers of the sm90 kernels: what their machine code reads of a Build.
+
+kernel            warpgroups
+forward           1 loads; 2 or 3 compute S and O of 64 query rows each
+backward          1 loads; 1 computes dQ; 2 compute S, dP, dV and dK of 64 keys each
+backward, 2-CTA   1 loads; 1 computes dQ of both blocks; 1 computes P and dV; 1 computes dS and dK
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Final
+
+from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.plan.build import Buffer, Build
+from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
+from cutlass_py_attn.plan.variants import PER_HEAD, TWO_CTA
+from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
+
+LOAD_WARPGROUPS: Final = 1
+DQ_WARPGROUPS: Final = 1  # of the backward
+CONSUMER_WARPGROUPS: Final = 2  # of the backward: they hold dK and dV
+WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
+BARRIER_BYTES: Final = 8
+WORK_TILE_WORDS: Final = 12  # int32 of the record of one work tile in the backward
+WORK_TILE_RECORDS: Final = 2  # for each stage of the key
+# Tiles whose dropout bits the kernels generate at once; the first number that fits is chosen.
+DROPOUT_TILES: Final = (32, 16, 8, 4)
+DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES = 16, 64  # whose bits a warp of the backward generates together
+# Registers per thread of the forward by tile_m: of the warpgroup that loads, of those that compute.
+FORWARD_REGISTERS: Final = {128: (24, 240), 192: (32, 160)}
+# Tensor map over sequences of several lengths, see sm90.py: its rows per sequence, bytes of the whole address space.
+RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64
+
+
+def tma_tiles(build: Build) -> dict[str, tuple[int, int]]:
+    """Returns (rows, columns) of the tiles that TMA loads, by operand, in the order of the kernel's tensor maps."""
+    if build.kind == "backward":
+        return {
+            "query": (build.block_queries, build.columns),
+            "grad_output": (build.block_queries, build.columns_value),
+            "key": (build.tile_n, build.columns),
+            "value": (build.tile_n, build.columns_value),
+        }
+    return {
+        "query": (build.tile_m, build.columns),
+        "key": (build.tile_n, build.columns),
+        "value": (build.tile_n, build.columns_value),
+    }
+
+
+def num_stages(build: Build) -> dict[str, int]:
+    """Returns the pipeline stages of each operand that TMA loads, as the shared-memory map has them."""
+    return {
+        name: build.buffer(name).bytes // (rows * columns * build.item_bytes)
+        for name, (rows, columns) in tma_tiles(build).items()
+    }
+
+
+def forward_map(build: Build) -> tuple[Buffer, ...]:
+    """Returns the map of the forward, with two query stages and with dropout bits of several key tiles if they fit.
+
+    With two query stages, the next query tile is loaded before the last value tile of this one is multiplied.
+    """
+    dropout_tiles = DROPOUT_TILES if build.has("dropout") else (0,)
+    maps = {option: _forward_with(build, *option) for option in itertools.product((2, 1), dropout_tiles)}
+    return maps[first_that_fits(build, maps.items())]
+
+
+def _forward_with(build: Build, query_stages: int, dropout_tiles: int) -> tuple[Buffer, ...]:
+    """Places the stages of query, key and value, the dropout bits, and a full and an empty barrier for each stage."""
+    dtype, tile_m, tile_n, stages = build.dtype, build.tile_m, build.tile_n, build.query_stages
+    return stack(
+        ("query", query_stages * tile_bytes(dtype, tile_m, build.columns), 0, 1),
+        ("key", stages * tile_bytes(dtype, tile_n, build.columns), 0, 1),
+        ("value", stages * tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("kept", dropout_tiles * dropout_tile_bytes(build), 0, 2),
+        ("barriers", 2 * BARRIER_BYTES * (query_stages + 2 * stages), 0, 4),
+    )
+
+
+def dropout_tile_bytes(build: Build) -> int:
+    """Returns the bytes of the dropout bits of one tile: one bit for each score."""
+    return build.tile_m * build.tile_n // 8
+
+
+def backward_map(build: Build) -> tuple[Buffer, ...]:
+    """Returns the map of the backward, with dropout bits of as many query tiles as fit."""
+    dropout_tiles = DROPOUT_TILES if build.has("dropout") else (0,)
+    maps = {count: _backward_with(build, count) for count in dropout_tiles}
+    return maps[first_that_fits(build, maps.items())]
+
+
+def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
+    """Places the stages of every operand, of dS and of the row statistics, and what the warpgroups exchange.
+
+    Also the staged dQ, the dropout bits, a full and an empty barrier for each stage, and the records of work tiles.
+    With one block per head there is one more barrier, for the loads of the dQ sum.
+    """
+    dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
+    query_stages, grad_output_stages, rows = build.query_stages, build.grad_output_stages, build.block_queries
+    ds_stages = grad_output_stages * rows // tile_m
+    stages = query_stages + grad_output_stages + ds_stages + build.key_stages + 1
+    return stack(
+        ("key", build.key_stages * tile_bytes(dtype, tile_n, build.columns), 0, 7),
+        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("query", query_stages * tile_bytes(dtype, rows, build.columns), 0, 6),
+        ("grad_output", grad_output_stages * tile_bytes(dtype, rows, build.columns_value), 0, 5),
+        ("ds", ds_stages * tile_bytes(dtype, tile_m, tile_n), 4, 7),
+        ("staging", grad_query_bytes(build), 7, 7),
+        ("logsumexp", query_stages * rows * F32_BYTES, 0, 2),
+        ("delta", grad_output_stages * rows * F32_BYTES, 0, 4),
+        ("kept", dropout_tiles * dropout_tile_bytes(build), 0, 2),
+        ("barriers", BARRIER_BYTES * (2 * stages + (build.variant == PER_HEAD)), 0, 8),
+        ("items", build.key_stages * WORK_TILE_RECORDS * WORK_TILE_WORDS * WORD_BYTES, 0, 8),
+    )
+
+
+def backward_2cta_map(build: Build) -> tuple[Buffer, ...]:
+    """Returns the map of the 2-CTA backward, with two stages of P and dS if they fit."""
+    maps = {count: _backward_2cta_with(build, count) for count in (2, 1)}
+    return maps[first_that_fits(build, maps.items())]
+
+
+def _backward_2cta_with(build: Build, score_stages: int) -> tuple[Buffer, ...]:
+    """Places the operands, the stages of P (whose place dS takes) and of the other block's dS, and all barriers.
+
+    other_key holds this block's columns of the other block's keys. Each stage has a full and an empty barrier.
+    """
+    dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
+    query_stages, grad_output_stages = build.query_stages, build.grad_output_stages
+    scores = score_stages * tile_bytes(dtype, tile_m, tile_n)
+    return stack(
+        ("key", tile_bytes(dtype, tile_n, build.columns), 0, 7),
+        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("other_key", tile_bytes(dtype, tile_n, first_cta_columns(build)), 0, 7),
+        ("query", query_stages * tile_bytes(dtype, tile_m, build.columns), 0, 6),
+        ("grad_output", grad_output_stages * tile_bytes(dtype, tile_m, build.columns_value), 0, 5),
+        ("p_ds", scores, 2, 7),
+        ("other_ds", scores, 4, 7),
+        ("logsumexp", query_stages * tile_m * F32_BYTES, 0, 2),
+        ("delta", grad_output_stages * tile_m * F32_BYTES, 0, 4),
+        ("barriers", 2 * BARRIER_BYTES * (query_stages + grad_output_stages + score_stages + 2), 0, 8),
+    )
+
+
+def first_cta_columns(build: Build) -> int:
+    """Returns the columns of dQ that the first block of a cluster computes: whole pieces. The second has no more."""
+    _, columns = grad_query_piece(build)
+    return ceil_div(build.columns, 2 * columns) * columns
+
+
+def registers(build: Build) -> tuple[int, ...]:
+    """Returns the registers per thread of each role: loads, computes dQ (in the backward), computes the others.
+
+    The last warpgroups hold scores and O, or dK and dV of 64 keys, and need a few registers beside them.
+    """
+    if build.kind == "forward":
+        return FORWARD_REGISTERS[build.tile_m]
+    if build.variant == TWO_CTA:
+        return 32, 64, 208
+    if build.block_queries < build.tile_m:
+        return 24, 56, 216
+    accumulators = (build.columns + build.columns_value) // 2 + build.tile_m
+    if accumulators <= 176:
+        return 24, 104, 192
+    return (24, 72, 208) if build.variant == PER_HEAD and not build.has("dropout") else (32, 64, 208)
+
+
+def grad_query_piece(build: Build) -> tuple[int, int]:
+    """Returns (rows, columns) of dQ for which its warpgroup has registers at once.
+
+    The columns are all columns, or as many as divide a swizzled strip of the key tile.
+    """
+    dq_registers = registers(build)[1]
+    if dq_registers >= build.columns // 2 + 40:
+        return WARPGROUP_ROWS, build.columns
+    return WARPGROUP_ROWS, 32 if build.columns % 64 or dq_registers < 64 else 64
+
+
+def grad_query_bytes(build: Build) -> int:
+    """Returns the bytes of a staged float32 piece of dQ; 0 if score_rows or the 2-CTA body add from registers."""
+    if build.block_queries < build.tile_m or build.variant == TWO_CTA:
+        return 0
+    rows, columns = grad_query_piece(build)
+    return rows * columns * F32_BYTES

@@ -1,0 +1,34 @@
+"""Shared-memory maps: where each tile is stored in a block's shared memory and during which steps it is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from cutlass_py_attn.plan import decode_smem, sm80_smem, sm90_smem, split_d
+from cutlass_py_attn.plan.build import Buffer, Build
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, SPLIT_D, STANDARD, TWO_CTA
+
+# The numbered steps of the fused kernels: a buffer's first and last step count in these.
+STEPS: Final = {
+    "forward": ("load", "S", "softmax", "O", "store"),
+    "backward": ("load", "S", "P", "dP", "dS", "dV", "dK", "dQ", "store"),
+    "component_gemm": (),
+}
+_MAPS: Final[dict[tuple[str, str, str], Callable[[Build], tuple[Buffer, ...]]]] = {
+    ("forward", "sm80", STANDARD): sm80_smem.forward_map,
+    ("backward", "sm80", STANDARD): sm80_smem.backward_map,
+    ("forward", "sm80", SPLIT_D): split_d.split_d_map,
+    ("backward", "sm80", SPLIT_D): split_d.split_d_map,
+    ("forward", "sm90", STANDARD): sm90_smem.forward_map,
+    ("forward", "sm90", MULTICAST): sm90_smem.forward_map,
+    ("backward", "sm90", STANDARD): sm90_smem.backward_map,
+    ("backward", "sm90", PER_HEAD): sm90_smem.backward_map,
+    ("backward", "sm90", TWO_CTA): sm90_smem.backward_2cta_map,
+    ("forward", "decode", STANDARD): decode_smem.decode_map,
+}
+
+
+def shared_memory_map(build: Build) -> tuple[Buffer, ...]:
+    """Returns the shared-memory map of the main kernel of `build`."""
+    return _MAPS[build.kind, build.family, build.variant](build)

@@ -1,0 +1,82 @@
+"""TileConfig: one tile of a fused kernel, and its text form such as 64x128x16:3,2@5k2+per_head."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.variants import STANDARD
+
+_TEXT: Final = re.compile(
+    r"(\d+)x(\d+)x(\d+)(?::(\d+)(?:,(\d+))?)?(?:@(\d+))?(?:c(\d+))?(?:q(\d+))?(?:k(\d+))?(?:\+(\w+))?"
+)
+_FIELDS: Final = (
+    *("tile_m", "tile_n", "warps", "query_stages", "grad_output_stages", "register_usage_level"),
+    *("head_dim_split", "score_rows", "key_stages", "variant"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Tile of a fused kernel: what `plan_with_tile` takes and what the tile tables hold.
+
+    tile_m, tile_n: query rows and key rows of a tile
+    warps: warps of a thread block
+    query_stages, grad_output_stages: pipeline stages of query (in a forward: of key and value) and grad_output; 0
+        grad_output stages for a forward
+    register_usage_level: ptxas --register-usage-level, 0 to 10; 5 is the default of ptxas
+    not_on: targets for which ptxas spills at every level; the planner skips the tile there
+    head_dim_split: head-dim columns that one block of a split-D kernel accumulates; 0 for all columns
+    score_rows: query rows of one score product in the sm90 backward; 0 for all rows of the tile
+    key_stages: key tiles in flight per thread block of the sm90 backward
+    variant: kernel body, a name of `variants.VARIANTS`; "" for the standard one
+
+    The text form is {tile_m}x{tile_n}x{warps}[:{query_stages}[,{grad_output_stages}]][@{register_usage_level}]
+    [c{head_dim_split}][q{score_rows}][k{key_stages}][+{variant}]. `str` writes it and `parse` reads it.
+    """
+
+    tile_m: int
+    tile_n: int
+    warps: int
+    query_stages: int = 1
+    grad_output_stages: int = 0
+    register_usage_level: int = 5
+    not_on: tuple[str, ...] = ()
+    head_dim_split: int = 0
+    score_rows: int = 0
+    key_stages: int = 1
+    variant: str = STANDARD
+
+    def __str__(self) -> str:
+        options = f"c{self.head_dim_split}" if self.head_dim_split else ""
+        options += f"q{self.score_rows}" if self.score_rows else ""
+        options += f"k{self.key_stages}" if self.key_stages != 1 else ""
+        options += f"+{self.variant}" if self.variant else ""
+        stages = f"{self.query_stages},{self.grad_output_stages}"
+        return f"{self.tile_m}x{self.tile_n}x{self.warps}:{stages}@{self.register_usage_level}{options}"
+
+    @staticmethod
+    def of(build: Build) -> TileConfig:
+        """Returns the tile of a Build, such as that of `plan.build`, to change some of its fields."""
+        fields: dict[str, Any] = {name: getattr(build, name) for name in _FIELDS}
+        return TileConfig(**fields)
+
+    @staticmethod
+    def parse(text: str) -> TileConfig:
+        """Returns the tile of a text form; parts that the text omits have their defaults.
+
+        NotSupported if `text` has another form.
+        """
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise NotSupported(
+                f"tile {text!r}: must be like 64x128x16:3,2 or 64x64x8:3,3@5c256+split_d (tile_m, tile_n, warps, "
+                "query_stages, grad_output_stages, register usage level, head_dim_split, score_rows, key_stages, "
+                "variant); correct it"
+            )
+        parts = {name: part for name, part in zip(_FIELDS, found.groups(), strict=True) if part is not None}
+        fields: dict[str, Any] = {name: part if name == "variant" else int(part) for name, part in parts.items()}
+        return TileConfig(**fields)

@@ -1,0 +1,357 @@
+"""Tile rules: which tile, warps, stages and variant each kernel body can be built with.
+
+`objections` reads the fields of a Build that come from a TileConfig and from the Problem. It needs neither the warps of
+each product nor the shared-memory map, so the planner asks it before it computes those. resources.py adds what the
+target limits: shared memory, registers and threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.decode_smem import team_warps
+from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.plan.sm90_smem import (
+    CONSUMER_WARPGROUPS,
+    DQ_WARPGROUPS,
+    FORWARD_REGISTERS,
+    LOAD_WARPGROUPS,
+    WARPGROUP_ROWS,
+)
+from cutlass_py_attn.plan.smem import rows_copied_at_once
+from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, SPLIT_D, TWO_CTA, VARIANTS
+from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
+
+REGISTER_USAGE_LEVELS: Final = range(11)  # that ptxas has
+SM80_TILE_M: Final = (32, 64, 128)
+SM80_TILE_N: Final = (32, 64, 96, 128)
+SM80_WARPS: Final = (4, 8)
+SPLIT_D_WARPS: Final = 8
+SPLIT_D_TILE_M: Final = {"forward": (64,), "backward": (32, 64)}
+SPLIT_D_TILE_N: Final = {"forward": (64, 128), "backward": (64,)}
+MAX_HEAD_DIM_SPLIT: Final = 512
+SM90_MAX_HEAD_DIM: Final = 256
+NARROW_HEAD_DIM: Final = 128  # beyond, the sm90 backward has no registers for the scores of a whole query tile
+SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value) with which score_rows leave registers
+SM90_BACKWARD_TILE_M: Final = (64, 128)
+WGMMA_DEPTH: Final = 16  # elements that one 16-bit wgmma sums over
+SM90_TILE_N: Final = (64, 256)  # least and most keys of the forward; wgmma has up to 256 columns
+DECODE_TILE_M: Final = (16, 32, 64)
+DECODE_WARPS: Final = (2, 4, 8)  # more would leave threads without an element of the narrowest output
+DECODE_SHARED_ROWS: Final = 32  # of a warp that shares a team: the outputs of 16 rows would not be aligned
+DECODE_MAX_HEAD_DIM: Final = {2: 256, 4: 128}  # by bytes per element
+DECODE_LEAST_COPY: Final = 4  # bytes: the least that cp.async copies
+
+Objections = Iterator[str]
+
+
+def objections(build: Build) -> list[str]:
+    """Returns every reason why no kernel body can be built like this, each as "field = value: reason; what to do"."""
+    found = [*_body(build)] or [*_positive(build)]
+    if found or build.kind == "component_gemm":
+        return found
+    rules = _RULES[build.family, build.kind]
+    return [*_features(build), *_unused(build), *rules(build)]
+
+
+def _refuse(build: Build, field: str, reason: str) -> str:
+    return f"{field} = {getattr(build, field)!r}: {reason}"
+
+
+def _listed(choices: tuple[object, ...]) -> str:
+    """Returns the choices as words: "a, b or c"."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _body(build: Build) -> Objections:
+    """Kind, family and variant name a kernel body, and the variant alone decides whether the head dim is split."""
+    families = [family for kind, family, _ in VARIANTS if kind == build.kind]
+    names = [name for kind, family, name in VARIANTS if (kind, family) == (build.kind, build.family)]
+    if not families:
+        kinds = tuple(dict.fromkeys(kind for kind, _, _ in VARIANTS))
+        yield _refuse(build, "kind", f"no kernel has this kind; use {_listed(kinds)}")
+    elif not names:
+        yield _refuse(build, "family", f"has no {build.kind} kernel; use {_listed(tuple(dict.fromkeys(families)))}")
+    elif build.variant not in names:
+        allowed = _listed(tuple(repr(name) for name in names))
+        yield _refuse(build, "variant", f"the {build.family} {build.kind} has no such variant; use {allowed}")
+    elif build.variant == SPLIT_D and build.head_dim_split == 0:
+        yield _refuse(build, "head_dim_split", "variant split_d splits the head dims; set the columns of one block")
+    elif build.variant != SPLIT_D and build.head_dim_split != 0:
+        yield _refuse(build, "head_dim_split", "only variant split_d splits the head dims; use 0, or that variant")
+
+
+def _positive(build: Build) -> Objections:
+    for field in ("tile_m", "tile_n", "warps", "query_stages", "key_stages"):
+        if getattr(build, field) < 1:
+            yield _refuse(build, field, "must be at least 1; increase it")
+    least = 1 if build.kind == "backward" else 0
+    if build.grad_output_stages < least:
+        yield _refuse(build, "grad_output_stages", f"must be at least {least}; increase it")
+    if build.score_rows < 0:
+        yield _refuse(build, "score_rows", "must be at least 0, which means all rows of the tile; increase it")
+    if build.register_usage_level not in REGISTER_USAGE_LEVELS:
+        yield _refuse(build, "register_usage_level", "ptxas has levels 0 to 10; use one of them")
+
+
+def _features(build: Build) -> Objections:
+    missing = [name for name in build.features if name not in build.body.features]
+    if missing:
+        name = f"variant {build.variant}" if build.variant else "standard variant"
+        yield _refuse(
+            build, "features", f"the {name} of the {build.family} {build.kind} has no {', '.join(missing)}; use another"
+        )
+
+
+def _unused(build: Build) -> Objections:
+    """Fields that this body ignores must have the value that stands for none."""
+    if build.kind == "forward" and build.grad_output_stages:
+        yield _refuse(build, "grad_output_stages", "a forward reads no grad_output; use 0")
+    has_stages = build.family == "sm90" and build.kind == "backward"
+    if not has_stages and build.key_stages != 1:
+        yield _refuse(build, "key_stages", "only the sm90 backward has stages of the key tile; use 1")
+    if not has_stages and build.score_rows:
+        yield _refuse(build, "score_rows", "only the sm90 backward splits the rows of a score product; use 0")
+
+
+def _sm80_forward(build: Build) -> Objections:
+    if build.variant == SPLIT_D:
+        yield from _split_d(build)
+        return
+    yield from _sm80_tile(build)
+    if build.query_stages != 1:
+        yield _refuse(build, "query_stages", "the standard sm80 forward has one key and value stage; use 1")
+    if build.tile_m % (build.warps * MMA_ROWS):
+        yield _refuse(
+            build, "tile_m", f"each of {build.warps} warps owns rows of S in multiples of {MMA_ROWS}; use such rows"
+        )
+    yield from _copies(build)
+
+
+def _sm80_backward(build: Build) -> Objections:
+    if build.grad_output_stages != build.query_stages:
+        yield _refuse(
+            build,
+            "grad_output_stages",
+            f"must be query_stages = {build.query_stages}: the sm80 backward advances both together; set it so",
+        )
+    if build.variant == SPLIT_D:
+        yield from _split_d(build)
+        return
+    yield from _sm80_tile(build)
+    if build.query_stages not in (1, 2):
+        yield _refuse(build, "query_stages", "the sm80 backward loads at most one query tile ahead; use 1 or 2")
+    yield from _copies(build)
+
+
+def _sm80_tile(build: Build) -> Objections:
+    for field, allowed in (("tile_m", SM80_TILE_M), ("tile_n", SM80_TILE_N)):
+        if getattr(build, field) not in allowed:
+            yield _refuse(build, field, f"the standard sm80 kernels have {_listed(allowed)} rows; use those")
+    if build.warps not in SM80_WARPS:
+        yield _refuse(build, "warps", f"the sm80 kernels divide their tiles among {_listed(SM80_WARPS)} warps; use one")
+
+
+def _copies(build: Build) -> Objections:
+    """The threads of a block copy several rows of a tile at once, so a tile has a multiple of these rows."""
+    for columns in sorted({build.columns, build.columns_value}):
+        at_once = rows_copied_at_once(build.threads, columns * build.item_bytes, build.vector_bytes)
+        for field in ("tile_m", "tile_n"):
+            if getattr(build, field) % at_once:
+                yield _refuse(
+                    build, field, f"{build.threads} threads copy {at_once} rows at once; use a multiple of that"
+                )
+
+
+def _split_d(build: Build) -> Objections:
+    for field, allowed in (("tile_m", SPLIT_D_TILE_M), ("tile_n", SPLIT_D_TILE_N)):
+        if getattr(build, field) not in allowed[build.kind]:
+            yield _refuse(build, field, f"the split-D {build.kind} has {_listed(allowed[build.kind])} rows; use those")
+    if build.warps != SPLIT_D_WARPS:
+        yield _refuse(build, "warps", f"{SPLIT_D_WARPS} warps divide the column blocks; use {SPLIT_D_WARPS}")
+    if build.query_stages < 2:
+        yield _refuse(build, "query_stages", "one step is loaded while another is multiplied; use 2 or more")
+    if build.head_dim_split % HEAD_DIM_SPLIT_MULTIPLE or not 0 < build.head_dim_split <= MAX_HEAD_DIM_SPLIT:
+        yield _refuse(
+            build,
+            "head_dim_split",
+            f"must be a multiple of {HEAD_DIM_SPLIT_MULTIPLE} up to {MAX_HEAD_DIM_SPLIT}, "
+            "so that the warps divide it; use one",
+        )
+        return
+    tiles = [("tile_m", build.block_columns), ("tile_m", build.block_columns_value)]
+    for field, columns in tiles if build.kind == "backward" else [("tile_n", build.block_columns_value)]:
+        if not copyable_rows(build, getattr(build, field), columns):
+            yield _refuse(
+                build,
+                field,
+                f"{build.threads} threads copy more rows of {columns} columns at once; use 64, or the standard variant",
+            )
+
+
+def _sm90_operands(build: Build) -> Objections:
+    if not architecture(build.arch).has_wgmma:
+        yield _refuse(build, "arch", "has no wgmma; use sm_90a, or family sm80")
+    if build.item_bytes != 2:
+        yield _refuse(build, "dtype", "the sm90 kernels multiply 16-bit operands; use float16 or bfloat16")
+    if build.vector_bytes < ROW_ALIGNMENT_BYTES:
+        yield _refuse(build, "vector_bytes", f"TMA loads rows aligned to {ROW_ALIGNMENT_BYTES} bytes; align them")
+    for field in ("head_dim", "head_dim_value"):
+        if getattr(build, field) > SM90_MAX_HEAD_DIM:
+            yield _refuse(build, field, f"the sm90 kernels end at {SM90_MAX_HEAD_DIM}; use family sm80")
+
+
+def _consumers(build: Build, others: int, allowed: tuple[int, ...]) -> Objections:
+    """`others` warpgroups load or compute dQ; the rest must be a number that the kernel has registers for."""
+    consumers, rest = divmod(build.warps - others * WARPGROUP_WARPS, WARPGROUP_WARPS)
+    if rest or consumers not in allowed:
+        warps = tuple((others + number) * WARPGROUP_WARPS for number in allowed)
+        yield _refuse(
+            build,
+            "warps",
+            f"the kernel has registers for {_listed(allowed)} warpgroups beside {others} that load or compute dQ; "
+            f"use {_listed(warps)}",
+        )
+
+
+def _sm90_forward(build: Build) -> Objections:
+    yield from _sm90_operands(build)
+    wrong_warps = [*_consumers(build, LOAD_WARPGROUPS, tuple(rows // WARPGROUP_ROWS for rows in FORWARD_REGISTERS))]
+    yield from wrong_warps
+    rows = (build.warps // WARPGROUP_WARPS - LOAD_WARPGROUPS) * WARPGROUP_ROWS
+    if not wrong_warps and build.tile_m != rows:
+        yield _refuse(build, "tile_m", f"each warpgroup owns {WARPGROUP_ROWS} rows; use {rows}, or other warps")
+    least, most = SM90_TILE_N
+    if build.tile_n % WGMMA_DEPTH or not least <= build.tile_n <= most:
+        reason = f"wgmma sums over {WGMMA_DEPTH} keys at once; use a multiple of that from {least} to {most}"
+        yield _refuse(build, "tile_n", reason)
+    if build.has("dropout") and build.tile_n % WARPGROUP_ROWS:
+        yield _refuse(
+            build, "tile_n", f"each thread has whole words of dropout bits; use a multiple of {WARPGROUP_ROWS}"
+        )
+    if build.query_stages < 2:
+        yield _refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied; use 2 or more")
+    if build.variant == MULTICAST and build.mask != "causal":
+        yield _refuse(build, "mask", "variant multicast is built for causal masks; use the standard variant")
+    if build.variant == MULTICAST and build.tile_m != 2 * WARPGROUP_ROWS:
+        yield _refuse(build, "tile_m", f"variant multicast has two warpgroups that compute; use {2 * WARPGROUP_ROWS}")
+
+
+def _sm90_backward(build: Build) -> Objections:
+    yield from _sm90_operands(build)
+    if not {*OPERANDS} <= {*build.gradients}:
+        yield _refuse(build, "gradients", f"the sm90 backward computes all of {', '.join(OPERANDS)}; use family sm80")
+    yield from _consumers(build, LOAD_WARPGROUPS + DQ_WARPGROUPS, (CONSUMER_WARPGROUPS,))
+    if build.query_stages < 2:
+        yield _refuse(build, "query_stages", "a stage is in use until the next tile is multiplied; use 2 or more")
+    if build.key_stages > 2:
+        yield _refuse(build, "key_stages", "the kernel has at most two key tiles in flight; use 1 or 2")
+    yield from (_2cta if build.variant == TWO_CTA else _sm90_standard_backward)(build)
+
+
+def _2cta(build: Build) -> Objections:
+    for field, reason in (("tile_m", "dQ of both blocks has"), ("tile_n", "one warpgroup has one gradient of")):
+        if getattr(build, field) != WARPGROUP_ROWS:
+            yield _refuse(build, field, f"in variant 2cta {reason} {WARPGROUP_ROWS} rows; use {WARPGROUP_ROWS}")
+    if max(build.head_dim, build.head_dim_value) <= NARROW_HEAD_DIM:
+        yield _refuse(
+            build, "head_dim", f"variant 2cta is for head dims beyond {NARROW_HEAD_DIM}; use the standard variant"
+        )
+    if build.grad_output_stages < 2:
+        yield _refuse(build, "grad_output_stages", "a stage is in use until the next tile is multiplied; use 2 or more")
+    if build.key_stages != 1:
+        yield _refuse(build, "key_stages", "variant 2cta has one key tile in flight; use 1")
+    if build.score_rows:
+        yield _refuse(build, "score_rows", "variant 2cta computes all rows of a tile at once; use 0")
+    if build.deterministic:
+        yield _refuse(build, "deterministic", "variant 2cta adds dQ in any order; use family sm80")
+
+
+def _sm90_standard_backward(build: Build) -> Objections:
+    if build.tile_m not in SM90_BACKWARD_TILE_M:
+        reason = f"dQ is stored by {WARPGROUP_ROWS} rows; use {_listed(SM90_BACKWARD_TILE_M)}"
+        yield _refuse(build, "tile_m", reason)
+    keys = CONSUMER_WARPGROUPS * WARPGROUP_ROWS
+    if build.tile_n != keys:
+        yield _refuse(
+            build, "tile_n", f"each of {CONSUMER_WARPGROUPS} warpgroups owns {WARPGROUP_ROWS} keys; use {keys}"
+        )
+    for field, widest in zip(("head_dim", "head_dim_value"), SCORE_ROWS_HEAD_DIMS, strict=True):
+        if getattr(build, field) > widest:
+            yield _refuse(build, field, f"dK and dV leave registers for scores up to {widest}; use variant 2cta")
+    if not build.score_rows:
+        if max(build.head_dim, build.head_dim_value) > NARROW_HEAD_DIM:
+            yield _refuse(
+                build, "score_rows", f"head dims beyond {NARROW_HEAD_DIM} leave registers for a part of a tile; use 32"
+            )
+        return
+    rows = build.score_rows
+    if build.tile_m % rows or rows % WGMMA_DEPTH or rows == build.tile_m:
+        yield _refuse(
+            build,
+            "score_rows",
+            f"must divide tile_m = {build.tile_m}, be less, and be a multiple of {WGMMA_DEPTH}; change it",
+        )
+    elif build.grad_output_stages * rows % build.tile_m:
+        yield _refuse(
+            build,
+            "grad_output_stages",
+            f"the stages of dS hold whole query tiles; use a multiple of {build.tile_m // rows}",
+        )
+    if build.variant == PER_HEAD:
+        yield _refuse(build, "score_rows", "variant per_head loads the dQ sum where whole tiles stage dQ; use 0")
+    if build.key_stages != 1:
+        yield _refuse(build, "key_stages", "with score_rows there is one key tile in flight; use 1")
+    if build.has("dropout"):
+        yield _refuse(build, "score_rows", "dropout bits are generated for whole tiles; use 0")
+
+
+def _decode_forward(build: Build) -> Objections:
+    widest = DECODE_MAX_HEAD_DIM[build.item_bytes]
+    for field in ("head_dim", "head_dim_value"):
+        if getattr(build, field) > widest:
+            yield _refuse(build, field, f"the decode kernels of {build.dtype} end at {widest}; use family sm80")
+    if build.vector_bytes < DECODE_LEAST_COPY:
+        yield _refuse(build, "vector_bytes", f"cp.async copies at least {DECODE_LEAST_COPY} bytes; align rows to that")
+    if build.query_stages < 2:
+        yield _refuse(build, "query_stages", "one key tile is loaded while another is multiplied; use 2 or more")
+    if build.tile_m not in DECODE_TILE_M:
+        yield _refuse(build, "tile_m", f"query rows of all heads of a group; use {_listed(DECODE_TILE_M)}")
+        return
+    warps_of_team = team_warps(build.tile_m, build.columns_value, build.item_bytes)
+    if warps_of_team > 1 and build.tile_m // warps_of_team < DECODE_SHARED_ROWS:
+        yield _refuse(build, "tile_m", f"a warp holds {MMA_ROWS} rows of this head_dim_value; use {MMA_ROWS}")
+        return
+    if build.warps not in DECODE_WARPS or build.warps % warps_of_team or build.warps * WARP_THREADS < build.tile_m:
+        allowed = [
+            warps for warps in DECODE_WARPS if warps % warps_of_team == 0 and warps * WARP_THREADS >= build.tile_m
+        ]
+        yield _refuse(build, "warps", f"{build.tile_m} rows need teams of {warps_of_team}; use {_listed((*allowed,))}")
+        return
+    teams = build.warps // warps_of_team
+    if build.tile_n % (teams * MMA_ROWS):
+        yield _refuse(
+            build,
+            "tile_n",
+            f"each of {teams} teams has multiples of {MMA_ROWS} keys; use a multiple of {teams * MMA_ROWS}",
+        )
+        return
+    for columns in sorted({build.columns, build.columns_value}):
+        threads = warps_of_team * WARP_THREADS
+        at_once = rows_copied_at_once(threads, columns * build.item_bytes, build.vector_bytes)
+        if build.tile_n // teams % at_once:
+            yield _refuse(build, "tile_n", f"a team copies {at_once} rows at once; use a multiple of {teams * at_once}")
+
+
+_RULES: Final[dict[tuple[str, str], Callable[[Build], Objections]]] = {
+    ("sm80", "forward"): _sm80_forward,
+    ("sm80", "backward"): _sm80_backward,
+    ("sm90", "forward"): _sm90_forward,
+    ("sm90", "backward"): _sm90_backward,
+    ("decode", "forward"): _decode_forward,
+}

@@ -1,0 +1,276 @@
+"""Tile tables: the tiles of the fused kernels by dtype and head dim, the fastest first.
+
+The planner chooses the first tile that fits the target's shared memory. The later tiles are for parts with 99 KiB, and
+for features that leave the first tile too few registers. docs/performance.md says what each tile was measured against.
+For the sm90 family, tools/bench/results/plans.jsonl keeps the measurements with GPU, clock, commit and command:
+tools/tuning/search_plans.py writes them, and tools/release/check_verified.py lists the tiles that have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, SPLIT_D, TWO_CTA
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.score_terms import registry
+
+_Table = Mapping[int, tuple[TileConfig, ...]]  # by the widest head dim for which the tiles are
+
+_BLACKWELL = ("sm_100", "sm_120")
+_FORWARD_16: _Table = {
+    64: (TileConfig(128, 128, 4, not_on=_BLACKWELL), TileConfig(128, 64, 4)),
+    128: (TileConfig(128, 64, 4, not_on=_BLACKWELL), TileConfig(64, 64, 4)),
+    256: (TileConfig(64, 64, 4), TileConfig(64, 32, 4)),
+}
+# With score terms or dropout a thread needs registers for these, so tiles are narrower.
+_FORWARD_16_SCORE_MOD: _Table = {
+    64: (TileConfig(128, 64, 4), TileConfig(64, 64, 4)),
+    128: (TileConfig(128, 32, 4), TileConfig(64, 64, 4), TileConfig(64, 32, 4)),
+    256: (TileConfig(64, 64, 4), TileConfig(64, 32, 4)),
+}
+_FORWARD_32: _Table = {
+    64: (TileConfig(128, 64, 4, not_on=_BLACKWELL), TileConfig(64, 64, 4, 1, 0, 3), TileConfig(64, 32, 4, 1, 0, 3)),
+    128: (
+        TileConfig(128, 32, 4, not_on=_BLACKWELL),
+        TileConfig(64, 64, 4, 1, 0, 3, _BLACKWELL),
+        TileConfig(64, 32, 4, 1, 0, 3),
+    ),
+}
+_FORWARD_32_SCORE_MOD: _Table = {
+    64: (TileConfig(128, 32, 4), TileConfig(64, 64, 4), TileConfig(64, 32, 4, 1, 0, 3)),
+    128: (TileConfig(128, 32, 4), TileConfig(64, 32, 4, 1, 0, 3)),
+}
+# With a tile of the bias in shared memory, only one wide block fits on an SM.
+_FORWARD_32_BIAS: _Table = {64: _FORWARD_32_SCORE_MOD[64], 128: (TileConfig(64, 32, 4, 1, 0, 3),)}
+_BACKWARD_16: _Table = {
+    32: (TileConfig(64, 128, 4, 2, 2), TileConfig(64, 64, 4, 2, 2)),
+    64: (TileConfig(128, 128, 8, 2, 2), TileConfig(64, 64, 4, 2, 2)),
+    96: (TileConfig(64, 64, 4, 1, 1), TileConfig(64, 64, 8, 1, 1)),
+    128: (TileConfig(64, 128, 8, 2, 2), TileConfig(64, 64, 8, 1, 1)),
+    160: (
+        TileConfig(64, 96, 8, 1, 1),
+        TileConfig(64, 64, 8, 2, 2),
+        TileConfig(64, 64, 8, 1, 1),
+        TileConfig(32, 64, 8, 1, 1),
+    ),
+    256: (TileConfig(64, 64, 8, 2, 2), TileConfig(64, 64, 8, 1, 1), TileConfig(32, 64, 8, 1, 1)),
+}
+_BACKWARD_16_SCORE_MOD: _Table = {
+    **_BACKWARD_16,
+    96: (TileConfig(64, 64, 4, 1, 1), TileConfig(64, 128, 8, 2, 2), TileConfig(64, 64, 8, 1, 1)),
+    128: (
+        TileConfig(64, 128, 8, 2, 2),
+        TileConfig(64, 64, 4, 1, 1),
+        TileConfig(64, 64, 8, 1, 1),
+        TileConfig(32, 64, 8, 1, 1),
+    ),
+}
+# The slope of softcap stays in registers from S to dS.
+_BACKWARD_16_SOFTCAP: _Table = {
+    64: (TileConfig(64, 64, 4, 2, 2), TileConfig(64, 64, 8, 1, 1)),
+    96: (TileConfig(64, 64, 4, 1, 1), TileConfig(64, 64, 8, 1, 1)),
+    128: (
+        TileConfig(64, 96, 8, 2, 2),
+        TileConfig(64, 64, 8, 2, 2),
+        TileConfig(64, 64, 8, 1, 1),
+        TileConfig(32, 64, 8, 1, 1),
+    ),
+    160: (TileConfig(64, 96, 8, 1, 1), TileConfig(64, 64, 8, 2, 2), TileConfig(32, 64, 8, 1, 1)),
+    256: (TileConfig(64, 64, 8, 2, 2), TileConfig(32, 64, 8, 1, 1)),
+}
+_BACKWARD_32: _Table = {
+    64: (TileConfig(64, 64, 4, 1, 1), TileConfig(32, 64, 4, 1, 1)),
+    128: (TileConfig(64, 64, 8, 1, 1), TileConfig(32, 32, 8, 1, 1)),
+}
+_BACKWARD_32_SCORE_MOD: _Table = {
+    64: (TileConfig(32, 64, 4, 1, 1), TileConfig(32, 64, 8, 1, 1)),
+    128: (TileConfig(64, 64, 8, 1, 1), TileConfig(32, 64, 8, 1, 1, 3), TileConfig(32, 32, 8, 1, 1)),
+}
+_BACKWARD_32_SOFTCAP: _Table = {
+    64: (TileConfig(64, 64, 4, 1, 1), TileConfig(32, 64, 4, 1, 1), TileConfig(32, 64, 8, 1, 1)),
+    128: _BACKWARD_32_SCORE_MOD[128],
+}
+# By direction, whether float32, and the feature that needs more registers or shared memory.
+_TABLES: dict[tuple[str, bool], dict[str, _Table]] = {
+    ("forward", False): {"": _FORWARD_16, "score_mod": _FORWARD_16_SCORE_MOD},
+    ("forward", True): {"": _FORWARD_32, "score_mod": _FORWARD_32_SCORE_MOD, "bias": _FORWARD_32_BIAS},
+    ("backward", False): {"": _BACKWARD_16, "score_mod": _BACKWARD_16_SCORE_MOD, "softcap": _BACKWARD_16_SOFTCAP},
+    ("backward", True): {"": _BACKWARD_32, "score_mod": _BACKWARD_32_SCORE_MOD, "softcap": _BACKWARD_32_SOFTCAP},
+}
+# For head dims beyond the tables above, or that do not fit: the head dim split over thread blocks (split-D).
+_SPLIT_D: dict[tuple[str, bool], tuple[TileConfig, ...]] = {
+    ("forward", False): (
+        TileConfig(64, 128, 8, 4, head_dim_split=512, variant=SPLIT_D),
+        TileConfig(64, 64, 8, 4, head_dim_split=512, variant=SPLIT_D),
+        TileConfig(64, 64, 8, 2, head_dim_split=512, variant=SPLIT_D),
+        TileConfig(64, 64, 8, 2, head_dim_split=256, variant=SPLIT_D),
+    ),
+    ("forward", True): (
+        TileConfig(64, 128, 8, 3, head_dim_split=256, variant=SPLIT_D),
+        TileConfig(64, 64, 8, 4, head_dim_split=256, variant=SPLIT_D),
+        TileConfig(64, 64, 8, 2, head_dim_split=256, variant=SPLIT_D),
+    ),
+    ("backward", False): (
+        TileConfig(64, 64, 8, 5, 5, head_dim_split=512, variant=SPLIT_D),
+        TileConfig(64, 64, 8, 3, 3, head_dim_split=512, variant=SPLIT_D),
+        TileConfig(64, 64, 8, 3, 3, head_dim_split=256, variant=SPLIT_D),
+        TileConfig(64, 64, 8, 3, 3, head_dim_split=128, variant=SPLIT_D),
+        TileConfig(64, 64, 8, 2, 2, head_dim_split=128, variant=SPLIT_D),
+    ),
+    ("backward", True): (
+        TileConfig(64, 64, 8, 4, 4, head_dim_split=256, variant=SPLIT_D),
+        TileConfig(64, 64, 8, 2, 2, head_dim_split=256, variant=SPLIT_D),
+        TileConfig(32, 64, 8, 2, 2, head_dim_split=128, variant=SPLIT_D),
+    ),
+}
+# By head_dim_value. One of the warpgroups loads.
+_SM90_FORWARD: _Table = {
+    64: (TileConfig(192, 128, 16, 2), TileConfig(128, 128, 12, 2)),
+    96: (TileConfig(192, 96, 16, 2), TileConfig(128, 128, 12, 2), TileConfig(128, 64, 12, 2)),
+    128: (TileConfig(128, 128, 12, 2, variant=MULTICAST), TileConfig(128, 128, 12, 2), TileConfig(128, 64, 12, 2)),
+    256: (TileConfig(128, 64, 12, 2),),
+}
+# With these features three warpgroups have no registers for a wide tile.
+_SM90_FORWARD_SCORE_MOD: _Table = {
+    64: (TileConfig(192, 64, 16, 2), TileConfig(128, 128, 12, 2)),
+    128: _SM90_FORWARD[128],
+    256: _SM90_FORWARD[256],
+}
+_SM90_FORWARD_LOCAL: _Table = {**_SM90_FORWARD, 64: _SM90_FORWARD[64][1:]}  # nor with two edges of a mask
+_SM90_BACKWARD: _Table = {
+    64: (TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD), TileConfig(128, 128, 16, 3, 2, key_stages=2)),
+    96: (TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD), TileConfig(64, 128, 16, 3, 2)),
+    128: (
+        TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
+        TileConfig(64, 128, 16, 3, 2, variant=PER_HEAD),
+        TileConfig(64, 128, 16, 3, 2, key_stages=2),
+        TileConfig(64, 128, 16, 3, 2),
+    ),
+    256: (TileConfig(64, 64, 16, 2, 2, variant=TWO_CTA),),
+}
+# With a mask, long rows of narrow heads are slower with two key stages; with dropout, these leave little shared memory
+# for its bits.
+_SM90_BACKWARD_MASKED: _Table = {
+    **_SM90_BACKWARD,
+    64: (_SM90_BACKWARD[64][0], TileConfig(128, 128, 16, 3, 2)),
+}
+_SM90_BACKWARD_SCORE_ROWS: _Table = {
+    192: (TileConfig(64, 128, 16, 5, 4, score_rows=32),)  # dK and dV leave few registers
+}
+SM90: dict[str, _Table] = {
+    "forward": _SM90_FORWARD,
+    "forward score_mod": _SM90_FORWARD_SCORE_MOD,
+    "forward local": _SM90_FORWARD_LOCAL,
+    "backward": _SM90_BACKWARD,
+    "backward masked": _SM90_BACKWARD_MASKED,
+    "backward score_rows": _SM90_BACKWARD_SCORE_ROWS,
+}
+# Decode kernels by the wider of both head dims; tile_m counts rows of queries and heads, stages are those of a team.
+_DECODE_16: _Table = {
+    64: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2)),
+    128: (TileConfig(16, 128, 8, 3), TileConfig(16, 64, 4, 3), TileConfig(16, 64, 4, 2)),
+    256: (TileConfig(16, 64, 4, 2), TileConfig(16, 32, 2, 2)),
+}
+_DECODE_32: _Table = {
+    64: (TileConfig(16, 128, 8, 3), TileConfig(16, 64, 4, 3), TileConfig(16, 64, 4, 2)),
+    128: (TileConfig(16, 64, 4, 3), TileConfig(16, 32, 2, 3), TileConfig(16, 32, 2, 2)),
+}
+# For more than 16 rows, and for more than 32 rows.
+_DECODE_16_ROWS: _Table = {
+    64: (TileConfig(32, 128, 4, 3), TileConfig(32, 64, 4, 2)),
+    128: (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2)),
+}
+_DECODE_32_ROWS: _Table = {64: (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2))}
+_DECODE_16_MORE: _Table = {
+    64: (TileConfig(64, 128, 8, 5), TileConfig(64, 128, 8, 3), TileConfig(32, 64, 4, 2)),
+    128: (
+        TileConfig(64, 128, 8, 3, not_on=_BLACKWELL),
+        TileConfig(64, 64, 8, 3),
+        TileConfig(32, 64, 4, 3),
+        TileConfig(32, 64, 4, 2),
+    ),
+}
+_DECODE: dict[bool, dict[int, _Table]] = {  # by whether float32, and up to how many rows
+    False: {16: _DECODE_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
+    True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
+}
+
+
+def sm80_tiles(problem: Problem) -> tuple[TileConfig, ...]:
+    """Returns the tiles of the sm80 family for this problem, the fastest first."""
+    shape, wide = problem.shape, problem.dtype == "float32"
+    tables = _TABLES[problem.direction, wide]
+    table = tables[registry.tile_table(_register_features(problem), tables)]
+    widest = max(shape.head_dim, shape.head_dim_value)
+    if widest > max(table):
+        return _SPLIT_D[problem.direction, wide]
+    return (
+        *table[min(size for size in table if size >= _accumulator_head_dim(problem))],
+        *_SPLIT_D[problem.direction, wide],
+    )
+
+
+def sm90_tiles(problem: Problem) -> tuple[TileConfig, ...]:
+    """Returns the tiles of the sm90 family for this problem, the fastest first."""
+    table, head_dim = table_key(problem)
+    return SM90[table][head_dim]
+
+
+def table_key(problem: Problem) -> tuple[str, int]:
+    """Returns the key of this problem's tiles in SM90: (name of the table, widest head dim for which they are)."""
+    if problem.direction == "backward":
+        is_masked = problem.mask.form != "full" or "dropout" in problem.features
+        name, served = "backward masked" if is_masked else "backward", _accumulator_head_dim(problem)
+        name = "backward score_rows" if splits_score_rows(problem.shape) else name
+    elif any(term.needs_registers_sm90 for term in registry.present(problem)):
+        name, served = "forward score_mod", problem.shape.head_dim_value
+    else:
+        name = "forward local" if problem.mask.form == "local" else "forward"
+        served = problem.shape.head_dim_value
+    return name, min(size for size in SM90[name] if size >= served)
+
+
+def splits_score_rows(shape: Shape) -> bool:
+    """Returns whether these head dims leave the sm90 backward registers for scores of a part of a query tile."""
+    dims = shape.head_dim, shape.head_dim_value
+    return max(dims) > NARROW_HEAD_DIM and all(
+        dim <= most for dim, most in zip(dims, SCORE_ROWS_HEAD_DIMS, strict=True)
+    )
+
+
+def decode_tiles(problem: Problem) -> tuple[TileConfig, ...]:
+    """Returns the tiles of the decode kernels for this problem, the fastest first."""
+    shape = problem.shape
+    widest = max(shape.head_dim, shape.head_dim_value)
+    tables, rows = _DECODE[problem.dtype == "float32"], shape.num_queries * shape.group
+    table = next(table for most, table in tables.items() if rows <= most)
+    if widest > max(table):
+        table = tables[min(tables)]
+    return table[min(size for size in table if size >= widest)]
+
+
+def _accumulator_head_dim(problem: Problem) -> int:
+    """Returns the head dim that decides the tile of this problem's two head dims.
+
+    A 16-bit forward accumulates O alone, a backward dK and dV. Narrow heads have registers for the wider of these.
+    """
+    dims = problem.shape.head_dim, problem.shape.head_dim_value
+    if problem.dtype == "float32":
+        return max(dims)
+    if problem.direction == "forward":
+        return dims[1]
+    return max(dims) if max(dims) <= NARROW_HEAD_DIM else max(ceil_div(sum(dims), 2), NARROW_HEAD_DIM + 1)
+
+
+def _register_features(problem: Problem) -> set[str]:
+    """Returns the features for which the kernel needs more registers than for masked attention."""
+    present = set(problem.features)
+    wide = problem.shape.head_dim_value > 64
+    if problem.direction == "forward" and problem.dtype != "float32" and wide and "varlen" not in present:
+        # A 16-bit forward generates dropout bits before the scores exist, so they need no registers of their own.
+        present.discard("dropout")
+    return present

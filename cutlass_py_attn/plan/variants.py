@@ -1,0 +1,111 @@
+"""Variants: the kernel bodies of each (kind, family), with their features and the sequence lengths they are for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from cutlass_py_attn.score_terms import registry
+
+STANDARD: Final = ""
+SPLIT_D: Final = "split_d"
+MULTICAST: Final = "multicast"
+PER_HEAD: Final = "per_head"
+TWO_CTA: Final = "2cta"
+CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel body.
+
+    kind, family, name: the fields `kind`, `family` and `variant` of a Build
+    module: module below cutlass_py_attn.kernels that traces the body
+    summary: how thread blocks divide the work
+    layouts: layouts of the operands that the body implements, a part of registry.LAYOUTS
+    score_terms: the name, one of `score_terms.term.KERNELS`, by which a score term says that the body implements it;
+        "" for a body without score terms
+    lengths: "any"; "short" or "long" when the planner chooses the variant for short or long sequences alone, so that
+        a kernel set for run-time lengths cannot rely on it
+    cluster: thread blocks of a cluster of the main kernel
+    """
+
+    kind: str
+    family: str
+    name: str
+    module: str
+    summary: str
+    score_terms: str = ""
+    layouts: tuple[str, ...] = registry.LAYOUTS
+    lengths: str = "any"
+    cluster: int = 1
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Features of a Problem that the body implements: its layouts and score terms, sorted."""
+        return tuple(sorted((*self.layouts, *registry.supported(self.score_terms))))
+
+
+_ALL: Final = (
+    Variant("forward", "sm80", STANDARD, "sm80.forward", "one block per query tile", "sm80 forward"),
+    Variant(
+        "backward",
+        "sm80",
+        STANDARD,
+        "sm80.backward",
+        "one block per key tile or split of the key tiles",
+        "sm80 backward",
+    ),
+    Variant("forward", "sm80", SPLIT_D, "sm80_split_d.forward", "head_dim_value split over blocks", "sm80 forward"),
+    Variant("backward", "sm80", SPLIT_D, "sm80_split_d.backward", "head dims split over blocks", "sm80 backward"),
+    Variant("forward", "sm90", STANDARD, "sm90.forward", "persistent blocks over query tiles", "sm90 forward"),
+    Variant(
+        "forward",
+        "sm90",
+        MULTICAST,
+        "sm90.forward",
+        "clusters of two blocks over neighbouring query tiles; each block loads half of every key and value tile",
+        layouts=("grouped",),
+        lengths="long",
+        cluster=CLUSTER,
+    ),
+    Variant(
+        "backward",
+        "sm90",
+        STANDARD,
+        "sm90.backward",
+        "persistent blocks over key tiles",
+        "sm90 backward",
+    ),
+    Variant(
+        "backward",
+        "sm90",
+        PER_HEAD,
+        "sm90.backward",
+        "one block per head: each block computes all key tiles of a head and sums dQ without atomics",
+        "sm90 backward",
+        layouts=("grouped",),
+        lengths="short",
+    ),
+    Variant(
+        "backward",
+        "sm90",
+        TWO_CTA,
+        "sm90.backward_2cta",
+        "clusters of two blocks over neighbouring key tiles; one warpgroup has dV, one dK, one dQ of both blocks",
+        "sm90 backward 2cta",
+        layouts=("grouped",),
+        cluster=CLUSTER,
+    ),
+    Variant(
+        "forward",
+        "decode",
+        STANDARD,
+        "decode.forward",
+        "split-KV: the keys of a head split over blocks",
+        "decode",
+    ),
+    Variant("component_gemm", "sm80", STANDARD, "component_gemms.standalone_sm80", "one block per tile", layouts=()),
+    Variant("component_gemm", "sm90", STANDARD, "component_gemms.standalone_sm90", "one block per tile", layouts=()),
+)
+VARIANTS: Final[dict[tuple[str, str, str], Variant]] = {(it.kind, it.family, it.name): it for it in _ALL}

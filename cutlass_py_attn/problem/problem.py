@@ -1,0 +1,174 @@
+"""Problem: what one attention pass computes: tensors, mask, scale and score terms. validation.py refuses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, OPERANDS, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.validation import objections
+from cutlass_py_attn.score_terms import registry
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention pass. Tensors are (batch, seqlen, num_heads, head_dim) by shape and strides.
+
+    Scores are softcap * tanh(scale Q K^T / softcap) (softcap 0: scale Q K^T), plus bias, minus
+    alibi_slopes * |i + num_keys - num_queries - j|, plus what registered score terms add, then masked.
+
+    direction: "forward" or "backward"
+    bias: (batch, num_heads, num_queries, num_keys) of the operands' dtype; an axis of size 1 or stride 0 broadcasts
+    grad_bias: gradient of the bias, summed over the axes in which its size is 1
+    alibi_slopes: float32 (num_heads,) or (batch, num_heads)
+    sinks, grad_sinks: float32 (num_heads,); logits that join the denominator of every row, and their gradient
+    scale: factor of Q K^T; None for 1/sqrt(head_dim)
+    softcap: bound of the scores; 0 for none
+    dropout_p: probability that a weight is dropped
+    philox_on_device: whether dropout's seed and offset are int64 in device memory
+    sequences: the variable-length layout; None when all sequences have the length of the tensors
+    deterministic: whether the query gradient has the same bits in every run
+    num_splits_key: thread blocks that share one (batch, head) in the backward; None lets the planner choose
+    score_terms: (name, array) of every term of `score_terms.register`, in alphabetical order
+
+    The backward reads output and logsumexp, and writes those of grad_query, grad_key, grad_value, grad_bias and
+    grad_sinks that are given. logsumexp is (batch, num_heads, ceil32(num_queries)) float32, contiguous.
+    """
+
+    direction: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    grad_output: Tensor | None = None
+    grad_query: Tensor | None = None
+    grad_key: Tensor | None = None
+    grad_value: Tensor | None = None
+    bias: Tensor | None = None
+    grad_bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    grad_sinks: Tensor | None = None
+    mask: Mask = field(default_factory=Full)
+    scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    philox_on_device: bool = False
+    sequences: Sequences | None = None
+    deterministic: bool = False
+    num_splits_key: int | None = None
+    score_terms: tuple[tuple[str, Tensor], ...] = ()
+
+    @staticmethod
+    def dense(direction: str, shape: Shape, dtype: str, mask: Mask | None = None) -> Problem:
+        """Returns a problem whose tensors are all contiguous, without score terms; `replace` changes the rest.
+
+        A shape with `tokens` gives the variable-length layout.
+        """
+
+        def tensor(name: str) -> Tensor:
+            return Tensor.contiguous(shape.of(name), dtype)
+
+        query, key, value, output = (tensor(name) for name in (*OPERANDS, "output"))
+        operands = Problem(direction, query, key, value, output, mask=mask or Full())
+        if shape.tokens is not None:
+            operands = operands.replace(sequences=Sequences(shape.batch, shape.num_queries, shape.num_keys))
+        if direction != "backward":
+            return operands
+        gradients = ("grad_output", "grad_query", "grad_key", "grad_value")
+        return operands.replace(**{name: tensor(name) for name in gradients})
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes of query, key, value and the sequences."""
+        batch, num_queries, num_heads, head_dim = self.query.shape
+        num_keys, num_heads_key, head_dim_value = self.key.shape[1], self.key.shape[2], self.value.shape[3]
+        given = self.sequences
+        if given is None:
+            return Shape(batch, num_queries, num_keys, num_heads, head_dim, head_dim_value, num_heads_key)
+        lengths = given.count, given.max_seqlen_q, given.max_seqlen_k
+        return Shape(*lengths, num_heads, head_dim, head_dim_value, num_heads_key, (num_queries, num_keys))
+
+    @property
+    def dtype(self) -> str:
+        """Element type of all tensors except logsumexp, alibi_slopes and sinks."""
+        return self.query.dtype
+
+    @property
+    def scale_value(self) -> float:
+        """Factor of Q K^T: `scale`, or 1/sqrt(head_dim)."""
+        return 1.0 / math.sqrt(max(self.query.shape[-1], 1)) if self.scale is None else float(self.scale)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to launch: no sequences, heads, queries or keys.
+
+        A forward with sinks is launched without keys too: a sink gives every row a logsumexp. So is a forward with
+        variable lengths: only the kernel knows where the rows of each sequence end.
+        """
+        sizes, forward = self.shape, self.direction == "forward"
+        runs_without_keys = forward and (self.sinks is not None or self.sequences is not None)
+        return 0 in (sizes.batch, sizes.num_heads, sizes.num_queries, 1 if runs_without_keys else sizes.num_keys)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Score terms and layouts of the problem, in alphabetical order; a kernel without one has no code for it."""
+        layouts = {
+            "grouped": self.shape.group > 1,
+            "seqused": self.sequences is not None and self.sequences.seqused_k,
+            "varlen": self.sequences is not None,
+        }
+        found = [name for name, is_present in layouts.items() if is_present]
+        return tuple(sorted([*found, *(term.name for term in registry.present(self))]))
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Operands whose gradients the backward writes: of query, key, value, bias, sinks."""
+        names = (*OPERANDS, *registry.gradients())
+        return tuple(name for name in names if getattr(self, f"grad_{name}") is not None)
+
+    @property
+    def flops(self) -> int:
+        """2 B H Mq Mk (D + Dv), half of it with a causal mask, 2.5 times that for the backward.
+
+        With a window only the visible pairs count. With variable lengths every sequence counts as the longest one.
+        """
+        s = self.shape
+        pairs = s.num_queries * s.num_keys
+        if self.mask.form == "local":
+            pairs = self.mask.pairs(s.num_queries, s.num_keys)
+        forward = 2 * s.batch * s.num_heads * pairs * (s.head_dim + s.head_dim_value)
+        forward //= 2 if self.mask.form == "causal" else 1
+        return forward if self.direction == "forward" else forward * 5 // 2
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns every strided tensor that this direction reads or writes, by name."""
+        names = (*BMHK, *BIASES)
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+    def vectors(self) -> dict[str, Tensor]:
+        """Returns the small contiguous arrays of this problem, by name."""
+        found = {name: tensor for term in registry.terms() for name, tensor in term.vectors(self).items()}
+        if self.sequences is not None:
+            bounds = Tensor((self.sequences.count + 1,), (1,), "int32", 4)
+            found |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+            if self.sequences.seqused_k:
+                found["seqused_k"] = Tensor((self.sequences.count,), (1,), "int32", 4)
+        scalars = [name for term in registry.terms() for name in term.device_scalars(self)]
+        return found | {name: Tensor((1,), (1,), "int64", 8) for name in scalars}
+
+    def replace(self, **changes: object) -> Problem:
+        """Returns a copy with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def reasons(self) -> list[str]:
+        """Returns every reason to refuse this problem: what was given, what is allowed, what to do."""
+        return objections(self)
+
+    def check(self) -> None:
+        """Raises NotSupported with every reason to refuse this problem, if there is one."""
+        reasons = self.reasons()
+        if reasons:
+            raise NotSupported(reasons)

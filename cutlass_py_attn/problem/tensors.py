@@ -1,0 +1,136 @@
+"""Tensors: shapes, strides and dtypes of the tensors of a problem, and their names."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cutlass_py_attn.integers import round_up
+
+ITEM_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
+F32_BYTES = ITEM_BYTES["float32"]
+WORD_BYTES = 4  # bytes of a register
+SHORT_NAMES: dict[str, str] = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+DIRECTIONS = ("forward", "backward")
+ROW_ALIGNMENT_BYTES = 16  # bytes of the widest load; rows aligned to less are loaded in smaller pieces
+LSE_PADDING = 32  # rows of logsumexp are padded to a multiple of this
+
+OPERANDS = ("query", "key", "value")
+BMHK = (*OPERANDS, "output", "grad_output", "grad_query", "grad_key", "grad_value")
+BIASES = ("bias", "grad_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of an attention problem.
+
+    batch: batch size; with variable lengths the number of sequences
+    num_queries, num_keys: rows of query and of key; with variable lengths those of the longest sequence
+    num_heads: heads of query
+    head_dim: columns of query and key
+    head_dim_value: columns of value and output
+    num_heads_key: heads of key and value, a divisor of num_heads (GQA, MQA); 0 for num_heads
+    tokens: (rows of query, rows of key) of all sequences together in the variable-length layout, where tensors are
+        (1, tokens, num_heads, head_dim); None for the dense layout
+    """
+
+    batch: int
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    head_dim: int
+    head_dim_value: int
+    num_heads_key: int = 0
+    tokens: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_heads_key", self.num_heads_key or self.num_heads)
+
+    @property
+    def group(self) -> int:
+        """Number of query heads that share one key head."""
+        return self.num_heads // max(self.num_heads_key, 1)
+
+    @property
+    def logsumexp(self) -> tuple[int, int, int]:
+        """Shape of logsumexp: (batch, num_heads, num_queries rounded up to a multiple of 32)."""
+        return self.batch, self.num_heads, round_up(self.num_queries, LSE_PADDING)
+
+    def of(self, name: str) -> tuple[int, int, int, int]:
+        """Returns the BMHK shape of tensor `name` (query, grad_key, ...)."""
+        role = name.removeprefix("grad_")
+        of_key = role in ("key", "value")
+        rows = self.num_keys if of_key else self.num_queries
+        heads = self.num_heads_key if of_key else self.num_heads
+        columns = self.head_dim if role in ("query", "key") else self.head_dim_value
+        if self.tokens is not None:
+            return 1, self.tokens[of_key], heads, columns
+        return self.batch, rows, heads, columns
+
+    @property
+    def bias(self) -> tuple[int, int, int, int]:
+        """Shape that a bias broadcasts to: (batch, num_heads, num_queries, num_keys)."""
+        return self.batch, self.num_heads, self.num_queries, self.num_keys
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Layout of one operand in memory.
+
+    shape, strides: in elements
+    dtype: name of the element type
+    alignment: of the address, in bytes, up to 16
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    alignment: int = ROW_ALIGNMENT_BYTES
+
+    @staticmethod
+    def contiguous(shape: tuple[int, ...], dtype: str) -> Tensor:
+        """Returns a dense row-major tensor."""
+        strides = [1] * len(shape)
+        for axis in range(len(shape) - 2, -1, -1):
+            strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
+        return Tensor(tuple(shape), tuple(strides), dtype)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides, with 0 for an axis of size 1, whose stride is never used."""
+        return tuple(0 if size == 1 else stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the tensor is dense and row-major."""
+        return 0 in self.shape or self.steps == Tensor.contiguous(self.shape, self.dtype).steps
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of one load of a row: the widest power of two, up to 16, that divides address, strides and row.
+
+        It is one element when the last axis is not contiguous.
+        """
+        item = ITEM_BYTES[self.dtype]
+        if self.shape[-1] > 1 and self.strides[-1] != 1:
+            return item
+        parts = (self.alignment, *(step * item for step in self.steps[:-1]), self.shape[-1] * item)
+        return math.gcd(ROW_ALIGNMENT_BYTES, *parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The variable-length layout.
+
+    Sequence b has the query rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) and the key rows [cu_seqlens_k[b],
+    cu_seqlens_k[b + 1]). Both arrays are int32 (count + 1,) on the device.
+
+    count: number of sequences
+    max_seqlen_q, max_seqlen_k: length of the longest sequence, or more
+    seqused_k: whether an int32 array (count,) says how many of its keys each sequence uses
+    """
+
+    count: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_k: bool = False

@@ -1,0 +1,1 @@
+"""The NumPy reference implementation of attention and its gradients."""

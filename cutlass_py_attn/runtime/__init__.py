@@ -1,0 +1,1 @@
+"""Launches the kernels of an Artifact at device addresses through the CUDA driver. Never imports the DSL."""

@@ -1,0 +1,351 @@
+"""Arrays of any library: operands are read in place, and outputs are allocated in the caller's library."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from cutlass_py_attn.errors import AttentionError, DriverError, NotSupported
+from cutlass_py_attn.problem.tensors import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.runtime import dlpack, driver
+from cutlass_py_attn.runtime.frameworks import FRAMEWORKS, Framework, framework_of
+from cutlass_py_attn.runtime.frameworks import numpy_dtype as numpy_dtype
+
+_LIBRARIES: Final = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_LEGACY_STREAM = 1  # DLPack and __cuda_array_interface__ forbid 0 for the default stream
+_TYPESTRS: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<V2", "int32": "<i4", "int64": "<i8"}
+
+
+class Array(NamedTuple):
+    """An operand.
+
+    pointer: address in bytes. strides: in elements. device: ordinal; None for host memory.
+    library: name of the library that owns the array. owner: object that keeps the memory alive.
+    """
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int | None
+    library: str
+    owner: Any
+
+    @property
+    def tensor(self) -> Tensor:
+        """Shape, strides, dtype and alignment for a Problem. A host array is described as its dense device copy."""
+        if self.device is None:
+            return Tensor.contiguous(self.shape, self.dtype)
+        return Tensor(self.shape, self.strides, self.dtype, self.alignment)
+
+    @property
+    def alignment(self) -> int:
+        """Alignment of the address (bytes), at most 16; 16 for a host array, whose device copy is aligned."""
+        bits = self.pointer | ROW_ALIGNMENT_BYTES
+        return ROW_ALIGNMENT_BYTES if self.device is None else bits & -bits
+
+
+def read_operands(operands: Mapping[str, Any], stream: int) -> dict[str, Array]:
+    """Reads address, shape, strides and dtype of every operand. Later work on `stream` waits for their producers.
+
+    operands: CUDA arrays with `__dlpack__` or `__cuda_array_interface__`, or NumPy arrays.
+
+    NotSupported lists every reason: unreadable operands, a mix of host and device arrays, several devices.
+    """
+    arrays: dict[str, Array] = {}
+    reasons: list[str] = []
+    ordered: set[tuple[Framework, int]] = set()  # (framework, device) whose stream `stream` already waits for
+    for name, value in operands.items():
+        framework = framework_of(value)
+        view = framework.view(value) if framework is not None else None
+        if framework is not None and view is not None:
+            arrays[name] = Array(*view, framework.library, value)
+            if (framework, view[4]) not in ordered:
+                ordered.add((framework, view[4]))
+                _order_after(framework.current_stream(view[4]), stream, view[4])
+            continue
+        try:
+            arrays[name] = _read_operand(name, value, stream)
+        except NotSupported as error:
+            reasons += error.reasons
+    if len({array.device for array in arrays.values()}) > 1:
+        devices = {name: "host" if a.device is None else f"device {a.device}" for name, a in arrays.items()}
+        listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        reasons.append(f"{listed}: must all be on one device, or all NumPy arrays; move them together")
+    if reasons:
+        raise NotSupported(reasons)
+    return arrays
+
+
+def _order_after(producer: int, stream: int, ordinal: int) -> None:
+    """Makes later work on `stream` wait for the work that is on stream `producer` now."""
+    producer, consumer = producer or _LEGACY_STREAM, stream or _LEGACY_STREAM
+    if producer != consumer:
+        with driver.device(ordinal).current():
+            driver.order_streams(producer, consumer)
+
+
+def _read_operand(name: str, value: Any, stream: int) -> Array:
+    """Reads an operand by NumPy's attributes, DLPack or the CUDA array interface."""
+    if isinstance(value, np.ndarray):
+        dtype = value.dtype.name if value.dtype.isnative else value.dtype.str
+        contiguous = Tensor.contiguous(value.shape, dtype)
+        return Array(value.ctypes.data, value.shape, contiguous.strides, dtype, None, "numpy", value)
+    if hasattr(value, "__dlpack_device__"):
+        return _read_dlpack(name, value, stream)
+    if hasattr(value, "__cuda_array_interface__"):
+        return _read_interface(name, value, stream)
+    raise NotSupported(
+        f"{name} is a {_type_name(value)}: must be a CUDA array with __dlpack__ or "
+        "__cuda_array_interface__, or a NumPy array; convert it"
+    )
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _library(value: object) -> str:
+    """Returns the name of the array's library; "other" for one that this package does not know."""
+    return _LIBRARIES.get(type(value).__module__.split(".")[0], "other")
+
+
+def _read_dlpack(name: str, value: Any, stream: int) -> Array:
+    device_type, ordinal = (int(number) for number in value.__dlpack_device__())
+    if device_type not in (dlpack.CUDA, dlpack.CUDA_MANAGED):
+        raise NotSupported(
+            f"{name} is a {_type_name(value)} in memory of DLPack device type {device_type}: must be in CUDA memory "
+            f"({dlpack.CUDA}) or a NumPy array; move it to the GPU"
+        )
+    try:
+        with driver.device(ordinal).current():
+            capsule = value.__dlpack__(stream=stream or _LEGACY_STREAM)
+    except AttentionError:
+        raise
+    except Exception as error:  # the library decides the type: BufferError, TypeError, RuntimeError ...
+        raise NotSupported(
+            f"{name} is a {_type_name(value)} that does not export itself by DLPack ({error}); "
+            "pass a plain array of values"
+        ) from error
+    tensor = dlpack.read_capsule(capsule)
+    shape = tuple(tensor.shape[: tensor.ndim])
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else Tensor.contiguous(shape, "").strides
+    pointer = (tensor.data or 0) + tensor.byte_offset
+    return Array(pointer, shape, strides, tensor.dtype, ordinal, _library(value), (value, capsule))
+
+
+def _read_interface(name: str, value: Any, stream: int) -> Array:
+    interface = value.__cuda_array_interface__
+    pointer = int(interface["data"][0])
+    attribute = driver.bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    ordinal = int(driver.call("cuPointerGetAttribute", attribute, pointer)) if pointer else driver.current_ordinal()
+    dtype = _interface_dtype(value, interface["typestr"])
+    shape = tuple(int(size) for size in interface["shape"])
+    if interface.get("strides") is None:
+        strides = Tensor.contiguous(shape, dtype).strides
+    else:
+        item_bytes = int(interface["typestr"][2:])
+        strides = tuple(int(stride) // item_bytes for stride in interface["strides"])
+    producer = interface.get("stream")
+    if producer == 0:
+        raise NotSupported(f"{name} has stream 0 in __cuda_array_interface__: must be 1, 2, a handle or None")
+    if producer is not None:
+        _order_after(int(producer), stream, ordinal)
+    return Array(pointer, shape, strides, dtype, ordinal, _library(value), value)
+
+
+def _interface_dtype(value: object, typestr: str) -> str:
+    """Returns the dtype's name. The interface writes bfloat16 as two opaque bytes; the array's dtype tells it apart."""
+    names = {text: dtype for dtype, text in _TYPESTRS.items() if dtype != "bfloat16"}
+    if typestr in ("|V2", "<V2") and str(getattr(value, "dtype", "")) in ("bfloat16", "torch.bfloat16"):
+        return "bfloat16"
+    return names.get(typestr, typestr)
+
+
+class DeviceArray:
+    """A dense row-major array in device memory, with DLPack and `__cuda_array_interface__`.
+
+    Callers whose library is unknown get their results as DeviceArrays. Pass one to the library's from_dlpack or
+    asarray.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, device: int, stream: int) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.stream = stream
+        self.nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        # Not from the stream's memory pool: the array may outlive the stream, and cuMemFree waits for every user.
+        self.pointer = driver.allocate_now(self.nbytes, f"a result {shape} {dtype}") if self.nbytes else 0
+        if self.pointer:
+            weakref.finalize(self, _free, device, self.pointer).atexit = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.shape,
+            "typestr": _TYPESTRS[self.dtype],
+            "data": (self.pointer, False),
+            "strides": None,
+            "stream": self.stream or _LEGACY_STREAM,
+            "version": 3,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.CUDA, self.device
+
+    def __dlpack__(self, *, stream: int | None = None, **_: object) -> Any:
+        """Returns an unversioned DLPack capsule, whatever version is requested; the standard allows that.
+
+        stream: the consumer's stream, which will wait for this array's stream; -1 for no wait.
+        """
+        if stream != -1:
+            with driver.device(self.device).current():
+                driver.order_streams(self.stream or _LEGACY_STREAM, stream or _LEGACY_STREAM)
+        strides = Tensor.contiguous(self.shape, self.dtype).strides
+        return dlpack.export_capsule(self, self.pointer, self.shape, strides, self.dtype, self.device)
+
+
+def _free(ordinal: int, pointer: int) -> None:
+    """Frees device memory. The last reference may be dropped in another library's thread that has no context."""
+    with driver.device(ordinal).current():
+        driver.free_now(pointer)
+
+
+class OutputArrays:
+    """Device addresses of one call's operands, and its output arrays in the library of the caller.
+
+    A context manager; enter it with the device's context current. Host operands are copied to the device, and host
+    outputs back; the device copies are freed on exit. For JAX, `results` waits for the stream, because JAX frees its
+    buffers on streams of its own.
+    """
+
+    def __init__(self, library: str, gpu: driver.Device, stream: int) -> None:
+        self._library = library
+        self._gpu = gpu
+        self._stream = stream
+        self._outputs: dict[str, Any] = {}
+        self._device_copies: list[int] = []
+        self._host_operands: list[np.ndarray[Any, Any]] = []  # kept alive until the stream has read them
+        self._host_outputs: list[tuple[np.ndarray[Any, Any], int]] = []  # host array, address of its device copy
+        self._packed: tuple[tuple[str, ...], DeviceArray] | None = None  # names of the slices, and their array
+        self._caller_outputs: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []  # array, its dense copy
+        self._framework = FRAMEWORKS.get(library)
+        self._framework_stream: AbstractContextManager[Any] | None = None  # if the framework uses another stream
+
+    def __enter__(self) -> OutputArrays:
+        if self._framework is not None and self._framework.current_stream(self._gpu.ordinal) != self._stream:
+            self._framework_stream = self._framework.use_stream(self._stream, self._gpu.ordinal)
+            self._framework_stream.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._framework_stream is not None:
+            self._framework_stream.__exit__(kind, error, trace)
+        if not self._device_copies:
+            return
+        # After an error the driver may reject these calls too; the first error is the one to report.
+        with contextlib.suppress(DriverError) if error else contextlib.nullcontext():
+            for address in self._device_copies:
+                driver.free(address, self._stream)
+
+    def operand(self, name: str, array: Array) -> int:
+        """Returns the device address of an operand. Copies a host operand to the device."""
+        if array.device is not None:
+            return array.pointer
+        dense = np.ascontiguousarray(array.owner)
+        copy = self._allocate_copy(name, dense)
+        if dense.nbytes:
+            self._host_operands.append(dense)
+            driver.copy_to_device(copy, dense.ctypes.data, dense.nbytes, self._stream)
+        return copy
+
+    def allocate(self, name: str, shape: tuple[int, ...], dtype: str) -> int:
+        """Allocates an uninitialised output and returns its device address."""
+        output: Any
+        if self._framework is not None:
+            output, address = self._framework.empty(shape, dtype, self._gpu.ordinal)
+        elif self._library == "numpy":
+            host = output = np.empty(shape, numpy_dtype(dtype))
+            address = self._allocate_copy(name, host)
+            self._host_outputs.append((host, address))
+        else:
+            output = DeviceArray(shape, dtype, self._gpu.ordinal, self._stream)
+            address = output.pointer
+        self._outputs[name] = output
+        return address
+
+    def use(self, name: str, array: Array) -> int:
+        """Returns the device address of an output for which the caller passed an array."""
+        if array.library == "jax" or not getattr(getattr(array.owner, "flags", None), "writeable", True):
+            raise NotSupported(f"{name} is a read-only array: must be a writable one; leave it out")
+        self._outputs[name] = array.owner[0] if isinstance(array.owner, tuple) else array.owner
+        if array.device is not None:
+            return array.pointer
+        dense = np.ascontiguousarray(array.owner)  # copied to the device too: kernels may skip elements
+        copy = self._allocate_copy(name, dense)
+        if dense.nbytes:
+            driver.copy_to_device(copy, dense.ctypes.data, dense.nbytes, self._stream)
+        self._host_outputs.append((dense, copy))
+        self._caller_outputs.append((array.owner, dense))
+        return copy
+
+    def allocate_packed(self, names: Sequence[str], shape: tuple[int, ...], dtype: str) -> dict[str, int]:
+        """Allocates one array and returns the device address of each output, which is a slice [:, :, i] of it."""
+        first = self.allocate("packed", shape, dtype)
+        packed = self._outputs.pop("packed")
+        if self._library == "jax":
+            # JAX arrays have no views: `results` slices the array when the kernels are complete.
+            self._packed = tuple(names), packed
+        elif hasattr(packed, "__getitem__"):
+            self._outputs |= {name: packed[:, :, i] for i, name in enumerate(names)}
+        else:
+            raise NotSupported(
+                "packed: the operands' library is unknown, and its arrays may not support slices; pass NumPy, CuPy, "
+                "torch or JAX arrays, or leave packed False"
+            )
+        slice_bytes = math.prod(shape[3:]) * numpy_dtype(dtype).itemsize
+        return {name: first + i * slice_bytes for i, name in enumerate(names)}
+
+    def results(self) -> dict[str, Any]:
+        """Returns every output by name, as arrays of the caller's library."""
+        for array, address in self._host_outputs:
+            if array.nbytes:
+                driver.copy_to_host(array.ctypes.data, address, array.nbytes, self._stream)
+        if self._library in ("numpy", "jax"):
+            driver.synchronise(self._stream)
+        for target, dense in self._caller_outputs:
+            if not np.shares_memory(target, dense):
+                np.copyto(target, dense)
+        if self._library == "jax":
+            return self._jax_results()
+        return self._outputs
+
+    def _jax_results(self) -> dict[str, Any]:
+        from_dlpack = sys.modules["jax"].dlpack.from_dlpack
+        results = {
+            name: from_dlpack(output) if isinstance(output, DeviceArray) else output
+            for name, output in self._outputs.items()
+        }
+        if self._packed is not None:
+            names, array = self._packed
+            packed = from_dlpack(array)
+            results |= {name: packed[:, :, i] for i, name in enumerate(names)}
+        return results
+
+    def _allocate_copy(self, name: str, array: np.ndarray[Any, Any]) -> int:
+        """Allocates device memory for a host array; 0 for an empty array."""
+        if not array.nbytes:
+            return 0
+        self._device_copies.append(driver.allocate(array.nbytes, self._stream, f"the device copy of {name}"))
+        return self._device_copies[-1]

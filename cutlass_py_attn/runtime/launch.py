@@ -1,0 +1,351 @@
+"""Binds an Artifact to a GPU: a Bound launches the plan's kernels; only addresses change from call to call."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
+from cutlass_py_attn.plan import abi, builder, launch_rules, planner, sm90
+from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.plan.arch import runs_on as _runs_on
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.plan import Launch, Plan
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.runtime import driver, kernel_launch
+from cutlass_py_attn.runtime.launchers import (
+    MIN_GRAPH_LAUNCHES,
+    GraphLauncher,
+    Launcher,
+    StreamLauncher,
+    override_writers,
+)
+from cutlass_py_attn.runtime.params import KernelParams
+
+_ADDRESS_END: Final = 1 << 64
+_MAX_STREAMS: Final = 16  # streams whose launchers one Bound keeps
+
+_libraries: dict[tuple[int, bytes], int] = {}
+_libraries_lock = threading.Lock()
+
+
+def portable_arch(compute_capability: tuple[int, int]) -> str:
+    """Returns the newest portable target for this compute capability; raises NotSupported when there is none."""
+    return planner.targets_of(compute_capability)[-1]
+
+
+class Bound:
+    """A plan's kernels on one device, ready to launch; created by `bind`.
+
+    Calls from several threads are safe. The first call on a stream launches kernel by kernel. The second call creates
+    the stream's launcher, and later calls use it.
+
+    launcher_type: GraphLauncher for a plan of several kernels, else StreamLauncher.
+    """
+
+    def __init__(self, plan: Plan, problem: Problem | None, gpu: driver.Device, kernels: tuple[int, ...]) -> None:
+        self.plan = plan
+        self.device = gpu
+        self.workspace_bytes = plan.workspace.bytes  # device scratch memory that one call uses; 0 for none
+        self._workspace_purpose = f"the workspace of {plan.symbol}"
+        use_graph = len(plan.launches) >= MIN_GRAPH_LAUNCHES
+        self.launcher_type: type[Launcher] = GraphLauncher if use_graph else StreamLauncher
+        self._problem = problem
+        self._kernels = kernels
+        self._params, self._kernel_launches = self._create_launches()
+        self._override_writers = tuple(override_writers(plan, self._params, launch) for launch in plan.launches)
+        self.tensor_names = tuple(self._params.alignments)
+        self._num_names = len(self.tensor_names)
+        self._select_addresses = operator.itemgetter(*self._params.pointer_names)
+        self._launchers: dict[int, Launcher] = {}  # by stream; a launcher in use is not in it
+        self._streams: dict[int, Callable[[], Launcher | None]] = {}  # streams seen, and their launcher
+        self._lock = threading.Lock()
+
+    def _create_launches(self) -> tuple[KernelParams, tuple[kernel_launch.KernelLaunch, ...]]:
+        """Creates kernel parameters, and the launches that read them."""
+        params = KernelParams(self.plan, self._problem)
+        launches = zip(self._kernels, self.plan.launches, params.parameters, strict=True)
+        return params, tuple(kernel_launch.KernelLaunch(*each) for each in launches)
+
+    def __call__(self, pointers: Mapping[str, int], stream: object = None, *, workspace: int | None = None) -> None:
+        """Launches the kernels on `stream` and returns without waiting.
+
+        pointers: device address of each of `tensor_names`, with layout and alignment of the problem. philox_seed
+            and philox_offset are the values themselves, unless the problem has them in device memory.
+        stream: None for the legacy default stream; `driver.stream_handle` lists the other types.
+        workspace: address of `workspace_bytes` of device memory, 16-byte aligned. None allocates it from the
+            device's memory pool in stream order and frees it after the kernels.
+
+        CUDA graph capture is allowed. Without `workspace` the captured graph allocates and frees the memory itself.
+        With `workspace` every replay uses that memory, so replays must not overlap.
+
+        NotSupported lists every wrong name and address. DriverError: a driver call failed, for example because
+        device memory ran out.
+        """
+        handle = stream if type(stream) is int and stream >= 0 else driver.stream_handle(stream)
+        if workspace is None and self.workspace_bytes:
+            self._launch_with_pool(pointers, handle)
+            return
+        try:
+            addresses = self._select_addresses(pointers)
+        except KeyError:
+            self._check(pointers, workspace)
+            raise
+        if len(pointers) != self._num_names or workspace == 0:
+            self._check(pointers, workspace)
+        scratch = workspace or 0
+        # Removed while in use, so that no two threads share a launcher. A launcher that fails is not put back.
+        launcher = self._launchers.pop(handle, None)
+        if launcher is None or not launcher(addresses, scratch):
+            launcher = self._launch(addresses, pointers, handle, scratch) or launcher
+        if launcher is not None:
+            self._launchers[handle] = launcher
+
+    def _launch(
+        self, addresses: tuple[int, ...], pointers: Mapping[str, int], stream: int, workspace: int
+    ) -> Launcher | None:
+        """Launches by a new launcher and returns it, or launches kernel by kernel and returns None."""
+        if not self._kernels:
+            return None
+        with self._lock, self.device.current():
+            if not self._params.write(addresses, workspace):
+                self._check(pointers, workspace or None)
+            launcher = self._create_launcher(stream, workspace)
+            if launcher is not None and launcher(addresses, workspace):
+                return launcher
+            if self.plan.workspace.zero_bytes:
+                driver.memset_zero(workspace, self.plan.workspace.zero_bytes, stream)
+            for override_writers, launch in zip(self._override_writers, self._kernel_launches, strict=True):
+                for write in override_writers:
+                    write()
+                launch(stream)
+        return launcher
+
+    def _create_launcher(self, stream: int, workspace: int) -> Launcher | None:
+        """Creates the stream's launcher at the second call; many streams never get a second call.
+
+        Returns None at the first call, while another thread uses the stream's launcher, and if a graph cannot be
+        used because the stream is captured.
+        """
+        if stream not in self._streams:
+            if len(self._streams) >= _MAX_STREAMS:
+                oldest = next(iter(self._streams))
+                del self._streams[oldest]
+                self._launchers.pop(oldest, None)
+            self._streams[stream] = _no_launcher
+            return None
+        existing = self._streams[stream]()
+        if existing is not None and not existing.has_failed:
+            return None
+        launcher: Launcher
+        if self.launcher_type is StreamLauncher:
+            launcher = StreamLauncher(self.plan, *self._create_launches(), self.device, stream)
+        elif any(map(int, driver.function("cuStreamIsCapturing")(stream))):
+            return None
+        else:
+            with driver.relaxed_capture_mode():
+                launcher = GraphLauncher(self.plan, *self._create_launches(), self.device, stream, workspace)
+        self._streams[stream] = weakref.ref(launcher)
+        return launcher
+
+    def _launch_with_pool(self, pointers: Mapping[str, int], stream: int) -> None:
+        """Launches with a workspace from the memory pool."""
+        with self.device.current():
+            workspace = driver.allocate(self.workspace_bytes, stream, self._workspace_purpose)
+            try:
+                self(pointers, stream, workspace=workspace)
+            except BaseException:
+                _free_after_failure(workspace, stream)
+                raise
+            driver.free(workspace, stream)
+
+    def _check(self, pointers: Mapping[str, int], workspace: int | None) -> None:
+        """Raises NotSupported with every wrong name and address."""
+        reasons = [
+            f"{name} is missing: pointers must name {', '.join(self.tensor_names)}; add its address"
+            for name in self.tensor_names
+            if name not in pointers
+        ]
+        reasons += [
+            f"{name} is unknown: pointers must name {', '.join(self.tensor_names)}; leave it out"
+            for name in pointers
+            if name not in self.tensor_names
+        ]
+        alignments = self._params.alignments
+        addresses = {name: (address, alignments[name]) for name, address in pointers.items() if alignments.get(name)}
+        if workspace is not None:
+            addresses["workspace"] = workspace, ROW_ALIGNMENT_BYTES
+        reasons += [
+            f"{name} = {address:#x}: must be a device address, {alignment}-byte aligned; copy it"
+            for name, (address, alignment) in addresses.items()
+            if self._kernels and (not 0 < address < _ADDRESS_END or address % alignment)
+        ]
+        reasons += [
+            f"{name} = {number}: must be from 0 to 2**64 - 1; correct it"
+            for name, number in pointers.items()
+            if alignments.get(name) == 0 and not 0 <= number < _ADDRESS_END
+        ]
+        if reasons:
+            raise NotSupported(reasons)
+
+
+def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device: int = 0) -> Bound:
+    """Loads the artifact's kernels on GPU `device` and writes the kernel parameters that all launches share.
+
+    problem: strides and scale of the operands; None for a standalone component GEMM, whose tensors are contiguous.
+
+    Stale: the artifact, the problem or the GPU does not belong to the plan. DoesNotFit: the GPU has too little
+    shared memory. NoDevice: there is no GPU. DriverError: the driver rejected the cubin.
+    """
+    mismatches = [*_artifact_mismatches(artifact, plan), *_problem_mismatches(plan, problem)]
+    if mismatches:
+        raise Stale("\n".join(mismatches))
+    gpu = driver.device(device)
+    if not _runs_on(plan.architecture, gpu.compute_capability):
+        major, minor = gpu.compute_capability
+        raise Stale(
+            f"{plan.symbol} is built for {plan.build.arch}: {gpu.name} has compute capability "
+            f"{major}.{minor}; plan and compile for that"
+        )
+    with gpu.current():
+        kernels = tuple(_load_kernel(artifact, launch, gpu) for launch in plan.launches)
+    return Bound(plan, problem, gpu, kernels)
+
+
+def bind_first(plans: Sequence[Plan], problem: Problem, kernels: Callable[[Build], Artifact], device: int = 0) -> Bound:
+    """Binds the first plan whose Artifact `kernels` returns; see `first_available`. Raises what `bind` raises too."""
+    plan, artifact = first_available(plans, kernels)
+    return bind(artifact, plan, problem, device)
+
+
+def first_available(plans: Sequence[Plan], kernels: Callable[[Build], Artifact]) -> tuple[Plan, Artifact]:
+    """Returns the first plan whose Artifact `kernels` returns, and the Artifact.
+
+    A plan is skipped if ptxas cannot compile its build without spills, or if a folder does not hold the build. If
+    all plans are skipped, the error of the first plan is raised.
+    """
+    first_error: CompileError | Stale | None = None
+    for plan in plans:
+        try:
+            return plan, kernels(plan.build)
+        except (CompileError, Stale) as error:
+            first_error = first_error or error
+    if first_error is None:
+        raise ValueError("plans is empty: at least one is needed")
+    raise first_error
+
+
+def bind_problem(problem: Problem, kernels: Callable[[Build], Artifact], device: int = 0) -> Bound:
+    """Plans the problem for GPU `device` and binds the best plan whose Artifact `kernels` returns.
+
+    NotSupported: there is no plan. The other errors are those of `bind_first`.
+    """
+    gpu = driver.device(device)
+    return bind_first(planner.plans_on(problem, gpu.compute_capability, gpu.num_sms), problem, kernels, device)
+
+
+def _load_kernel(artifact: Artifact, launch: Launch, gpu: driver.Device) -> int:
+    """Loads the kernel of this launch, checks its parameters and returns its CUfunction handle."""
+    handle = driver.get_kernel(_library(artifact.cubin, gpu), launch.symbol)
+    expected = _parameter_sizes(artifact, launch)  # equal to the plan's sizes: `bind` has checked that
+    found = driver.parameter_sizes(handle, len(expected))
+    if found != expected:
+        raise Stale(
+            f"{launch.symbol}: the driver reads parameters of {found} bytes, the plan has {expected}; "
+            "compile the plan again"
+        )
+    # The driver's reserved shared memory does not count towards the limit.
+    reserved = architecture(artifact.build.arch).reserved_shared_memory
+    static_bytes = max(artifact.kernel(launch.symbol).static_shared_memory_bytes - reserved, 0)
+    driver.allow_shared_memory(handle, gpu, launch.shared_memory_bytes, static_bytes)
+    return driver.load_function(handle)
+
+
+def _library(cubin: bytes, gpu: driver.Device) -> int:
+    """Returns the cubin's library, which is loaded once per device."""
+    key = (gpu.ordinal, cubin)
+    with _libraries_lock:
+        if key not in _libraries:
+            _libraries[key] = driver.load_library(cubin)
+        return _libraries[key]
+
+
+def _parameter_sizes(artifact: Artifact, launch: Launch) -> tuple[int, ...]:
+    """Returns the parameter sizes (bytes) that the artifact states for this launch's kernel."""
+    return tuple(parameter.size for parameter in artifact.kernel(launch.symbol).parameters)
+
+
+def _artifact_mismatches(artifact: Artifact, plan: Plan) -> Iterator[str]:
+    """Yields each reason why the artifact does not belong to the plan."""
+    if artifact.build != plan.build:
+        yield (
+            f"artifact {artifact.build.symbol} for {artifact.build.arch}: built from another plan than "
+            f"{plan.symbol} for {plan.build.arch}; compile this plan"
+        )
+        return
+    struct_bytes = abi.numpy_struct(abi.fields_of(plan.build)).itemsize
+    for launch in plan.launches:
+        expected = *(abi.TENSOR_MAP_BYTES for _ in launch.tensor_maps), struct_bytes
+        found = _parameter_sizes(artifact, launch)
+        if found != expected:
+            yield (
+                f"{launch.symbol}: the artifact's parameters have {found} bytes, the plan has {expected}; "
+                "compile the plan again"
+            )
+
+
+def _problem_mismatches(plan: Plan, problem: Problem | None) -> Iterator[str]:
+    """Yields each reason why the problem does not belong to the plan."""
+    build = plan.build
+    if problem is None:
+        if build.kind != "component_gemm":
+            yield f"problem = None: a {build.kind} plan needs the strides and scale of its problem; pass it"
+        return
+    if problem.direction != build.kind:
+        yield f"problem.direction = {problem.direction!r}: the plan is a {build.kind} plan; plan this problem"
+        return
+    shape = problem.shape
+    pairs: list[tuple[str, object, object]] = [
+        ("dtype", problem.dtype, build.dtype),
+        ("mask.form", problem.mask.form, build.mask),
+        ("features", problem.features, build.features),
+        ("gradients", problem.gradients, build.gradients),
+        ("head_dim", shape.head_dim, build.head_dim),
+        ("head_dim_value", shape.head_dim_value, build.head_dim_value),
+        ("grad_bias_mode", builder.grad_bias_mode(problem), build.grad_bias_mode),
+    ]
+    if build.family == "sm90":
+        yield from (
+            f"problem has {name}: the plan's kernel does not support it; plan this problem"
+            for name in sm90.unsupported_features(problem)
+        )
+    planned = dict(plan.params)
+    pairs += [(name, size, planned.get(name)) for name, size in launch_rules.params(problem, build)]
+    for name, given, expected in pairs:
+        if given != expected:
+            yield f"problem.{name} = {given}: the plan has {expected}; plan this problem"
+    access = {
+        "rows": (builder.row_vector_bytes(problem), build.vector_bytes),
+        "bias": (builder.bias_vector_bytes(problem.bias), build.bias_vector_bytes),
+        "grad_bias": (builder.bias_vector_bytes(problem.grad_bias), build.grad_bias_vector_bytes),
+    }
+    for name, (found, needed) in access.items():
+        if found < needed:
+            yield f"problem's {name} allows vectors of {found} bytes: the plan needs {needed}; plan this problem"
+
+
+def _no_launcher() -> None:
+    """Takes the place of a launcher's weak reference after the first call on a stream."""
+
+
+def _free_after_failure(address: int, stream: int) -> None:
+    """Frees memory after a failed launch, and ignores errors: the launch's own error is the one to report."""
+    try:
+        driver.free(address, stream)
+    except DriverError:
+        return

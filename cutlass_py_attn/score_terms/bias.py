@@ -1,0 +1,70 @@
+"""Bias: a tensor (batch, num_heads, num_queries, num_keys) of the operands' dtype is added to the scores.
+
+An axis of size 1 or of stride 0 broadcasts. The derivative by the score is 1, so the gradient of the bias is dS, summed
+over the axes along which grad_bias has size 1; kernels/sm80/grad_bias.py sums it where the main kernel cannot.
+
+The kernels load a bias tile ahead of its scores: the sm80 kernels by cp.async into shared memory, the sm90 forward into
+registers (kernels/sm90/score_mod_registers.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from cutlass_py_attn.score_terms.term import SM80_KERNELS, ScoreTerm, StructFields
+
+if TYPE_CHECKING:
+    from cutlass_py_attn.problem.problem import Problem
+    from cutlass_py_attn.problem.tensors import Shape, Tensor
+
+Array = npt.NDArray[Any]
+
+AXES = ("batch", "head", "row", "column")  # of the strides; an axis that broadcasts has stride 0
+LOG2_E = math.log2(math.e)
+
+
+class Bias(ScoreTerm):
+    """An additive bias with a gradient."""
+
+    name = "bias"
+    field = "bias"
+    gradient = "bias"
+    struct = StructFields(addresses=("bias", *(f"bias_{axis}" for axis in AXES)))
+    kernels = SM80_KERNELS | {"sm90 forward"}
+    tile_tables = ("bias", "score_mod")  # a bias tile takes shared memory
+    needs_registers_sm90 = True
+
+    def objections(self, problem: Problem) -> Iterator[str]:
+        if problem.bias is None:
+            return
+        whole = problem.shape.bias
+        if not _broadcasts(problem.bias, whole):
+            yield (
+                f"bias has shape {problem.bias.shape}: each axis must be 1 or that of [batch, heads, queries, keys] = "
+                f"{whole}; reshape or expand it"
+            )
+        elif problem.grad_bias is not None and not _broadcasts(problem.grad_bias, whole):
+            yield (
+                f"grad_bias has shape {problem.grad_bias.shape}: each axis must be 1 (summed over) or that of {whole}; "
+                "allocate it like the bias"
+            )
+
+    def example(self, shape: Shape) -> dict[str, Any]:
+        return {"bias": shape.bias}
+
+    def modify_scores(self, row: Any, operand: Any) -> None:
+        row.values = row.values + row.bias() * LOG2_E
+
+    def reference_operand(self, given: Array, sequence: int, head: int) -> Any:
+        return given[sequence if given.shape[0] > 1 else 0, head if given.shape[1] > 1 else 0]
+
+    def reference_added(self, tile: Any, operand: Any) -> Array:
+        return tile.rounded(tile.part_of(operand))
+
+
+def _broadcasts(tensor: Tensor, whole: tuple[int, ...]) -> bool:
+    return all(size in (1, full) for size, full in zip(tensor.shape, whole, strict=True))

@@ -1,0 +1,197 @@
+"""Guarded check: launches a case of any feature in guarded buffers and compares it with the reference in float64.
+
+An error counts relative to what the reference loses in the kernel's own dtype, over the whole tensor in norm and at
+its largest element. Elements that belong to no sequence must stay unwritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cutlass_py_attn.plan.builder import grad_bias_mode
+from cutlass_py_attn.problem.spec import GRADIENTS
+from cutlass_py_attn.reference import numpy_reference
+from cutlass_py_attn.testing.cases import Case
+from cutlass_py_attn.testing.check import Kernels, same_bits
+from cutlass_py_attn.testing.device_memory import guarded_launch
+
+Array = npt.NDArray[Any]
+
+TIMES_LOW: Final = 4.0  # factor of the reference's error in the dtype: in small tensors that error may be small by luck
+FLOOR: Final = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-5}  # share of the truth's root mean square
+LARGEST: Final = 3.0  # factor of a single element over the norm's share
+SINGLE_KEY: Final = 4.0  # with one visible key dP - delta is nothing but rounding, of whole rows' sums
+LOGSUMEXP: Final = 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Inputs and expected results of a case. truth: in float64; low: in the problem's dtype."""
+
+    arrays: dict[str, Array]
+    truth: dict[str, Array]
+    low: dict[str, Array]
+
+
+def expect(case: Case) -> Expected:
+    """Returns the inputs and the reference's results; needs no GPU."""
+    arrays = case.arrays()
+    truth = by_reference(case, arrays, "float64")
+    low = by_reference(case, arrays, case.spec.dtype)
+    if case.direction == "backward":
+        stored = {"output": truth["output"].astype(arrays["query"].dtype)}
+        arrays |= stored | {"logsumexp": truth["logsumexp"].astype(np.float32)}
+        truth = by_reference(case, arrays, "float64")
+    names = results_of(case)
+    return Expected(arrays, {name: truth[name] for name in names}, {name: low[name] for name in names})
+
+
+def results_of(case: Case) -> tuple[str, ...]:
+    """Returns the names of what the case writes."""
+    if case.direction == "forward":
+        return "output", "logsumexp"
+    return tuple(f"grad_{GRADIENTS[letter]}" for letter in case.spec.gradients)
+
+
+def by_reference(case: Case, arrays: dict[str, Array], precision: str) -> dict[str, Array]:
+    """Returns all results in that precision; gradients use the output and logsumexp of `arrays` if they are there."""
+    operands = [arrays[name] for name in ("query", "key", "value")]
+    options: dict[str, Any] = {"mask": case.spec.mask, "scale": case.spec.scale, "score_mod": case.score_mod(arrays)}
+    if precision == "float64" and "output" in arrays:
+        output, logsumexp = arrays["output"], arrays["logsumexp"]
+    else:
+        output, logsumexp = numpy_reference.forward(*operands, precision=precision, **options)
+    found = {"output": output, "logsumexp": logsumexp}
+    if case.direction == "backward":
+        query, key, value = operands
+        gradients = numpy_reference.backward(
+            arrays["grad_output"], query, key, value, output, logsumexp, precision=precision, **options
+        )
+        found |= {f"grad_{name}": getattr(gradients, name) for name in GRADIENTS.values()}
+    return found
+
+
+def launch(case: Case, expected: Expected, kernels: Kernels) -> dict[str, Array]:
+    """Returns the results of one launch; AssertionError if a guard element changed."""
+    philox = {}
+    if case.spec.dropout_p and not case.spec.philox_on_device:
+        philox = {"philox_seed": case.philox_seed, "philox_offset": case.philox_offset}
+    with guarded_launch(case.problem(), expected.arrays, kernels, philox) as guarded:
+        return guarded.run()
+
+
+def check_case(case: Case, expected: Expected, kernels: Kernels) -> dict[str, Array]:
+    """Returns the results of one launch; AssertionError if one is too far from the expected one."""
+    found = launch(case, expected, kernels)
+    _assert_accurate(case, expected, found)
+    return found
+
+
+def check_decode(case: Case, kernels: Kernels) -> dict[str, float]:
+    """Returns `ratios` of a decode case; AssertionError if one is above 1, bits differ between two launches, or
+    another kernel served it."""
+    expected = expect(case)
+    with guarded_launch(case.problem(), expected.arrays, kernels) as guarded:
+        assert guarded.bound.plan.build.family == "decode", case.line
+        found, again = guarded.run(), guarded.run()
+    assert all(same_bits(found[name], again[name]) for name in found), case.line
+    return _assert_accurate(case, expected, found)
+
+
+def _assert_accurate(case: Case, expected: Expected, found: dict[str, Array]) -> dict[str, float]:
+    worst = ratios(case, expected, found)
+    assert all(ratio <= 1 for ratio in worst.values()), f"{worst}: {case.line}"
+    return worst
+
+
+def ratios(case: Case, expected: Expected, found: dict[str, Array]) -> dict[str, float]:
+    """Returns error / allowed by result: above 1 is a failure; infinity for a NaN that the truth does not have."""
+    return {name: _ratio(case, expected, name, found[name]) for name in results_of(case)}
+
+
+def _ratio(case: Case, expected: Expected, name: str, found: Array) -> float:
+    truth, low = expected.truth[name], expected.low[name].astype(np.float64)
+    if found.shape != truth.shape:
+        return np.inf
+    if name == "logsumexp":
+        return _logsumexp_ratio(case, found.astype(np.float64), truth)
+    inside = _inside(case, name, truth.shape)
+    outside = found[~inside].astype(np.float64)
+    # A vectorised store of grad_bias may write zeros past the last key of a sequence.
+    if not (np.isnan(outside) | ((outside == 0) & (name == "grad_bias"))).all():
+        return np.inf
+    error = np.where(inside, found.astype(np.float64) - truth, 0.0)
+    if not np.isfinite(error).all():
+        return np.inf
+    if not error.any():
+        return 0.0
+    lost = np.where(inside, low - truth, 0.0)
+    count = max(int(inside.sum()), 1)
+    floor = FLOOR[case.spec.dtype]
+    mean = np.sqrt((np.where(inside, truth, 0.0) ** 2).sum() / count)
+    # The terms of a gradient that cancels are about as large as a sum over the keys of rounded products.
+    least = floor * (mean + _cancelling_terms(case, name))
+    in_norm = np.sqrt((error**2).sum() / count) / (TIMES_LOW * np.sqrt((lost**2).sum() / count) + least)
+    largest = np.abs(error).max() / (TIMES_LOW * np.abs(lost).max() + LARGEST * least * np.sqrt(np.log2(count + 1)))
+    return float(max(in_norm, largest))
+
+
+def _cancelling_terms(case: Case, name: str) -> float:
+    """Returns the size of the terms that cancel in a gradient of the scores: dP - delta of inputs of about one."""
+    if name in ("output", "grad_value"):
+        return 0.0
+    spec, problem = case.spec, case.problem()
+    rows = max(spec.num_queries, 1)
+    width = np.sqrt(spec.head_dim_value)
+    if name == "grad_sinks":
+        return float(width * 0.1)
+    factor = 1.0 if name == "grad_bias" else abs(problem.scale_value)
+    if spec.dropout_p < 1:
+        factor /= 1 - spec.dropout_p
+    if spec.num_keys == 1 or _sees_few_keys(case):
+        factor *= SINGLE_KEY * np.sqrt(rows)
+    if name == "grad_bias" and spec.bias[3] == "1":
+        factor *= SINGLE_KEY  # the gradient of a row's scores sums to zero
+    return float(0.1 * width * factor / np.sqrt(rows))
+
+
+def _sees_few_keys(case: Case) -> bool:
+    """Whether the mask's window leaves rows with one or two visible keys."""
+    mask = case.spec.mask
+    if mask.name == "window":
+        return mask.right == 1 or (mask.left, mask.right) == (1, 0)
+    return mask.left == 0
+
+
+def _logsumexp_ratio(case: Case, found: Array, truth: Array) -> float:
+    inside = np.isfinite(truth)
+    for number, each in enumerate(case.spec.sequences):
+        # Past the block of 32 rows in which a sequence ends nothing is written.
+        end = -(-each.num_queries // 32) * 32
+        found[number, :, end:] = truth[number, :, end:]
+    if not np.array_equal(found[~inside], truth[~inside]):
+        return np.inf
+    error = np.abs(found[inside] - truth[inside]) / (LOGSUMEXP * (1 + np.abs(truth[inside]) * 1e-2))
+    return float(np.nan_to_num(error, nan=np.inf).max(initial=0.0))
+
+
+def _inside(case: Case, name: str, shape: tuple[int, ...]) -> Array:
+    """Returns which elements belong to some sequence."""
+    sequences = case.spec.sequences
+    if not sequences or name == "grad_sinks":
+        return np.ones(shape, np.bool_)
+    if name != "grad_bias":
+        rows = case.spec.num_tokens[1 if name in ("grad_key", "grad_value") else 0]
+        return np.broadcast_to((np.arange(shape[1]) < rows)[None, :, None, None], shape)
+    # A kernel of its own writes all of grad_bias; so does a sum over the sequences.
+    if (shape[0] == 1 and len(sequences) > 1) or grad_bias_mode(case.problem()) != "main":
+        return np.ones(shape, np.bool_)
+    queries = np.array([each.num_queries for each in sequences])
+    used = np.array([each.num_keys if each.used_keys is None else each.used_keys for each in sequences])
+    row = np.arange(shape[2])[None, None, :, None] < queries[:, None, None, None]
+    column = np.arange(shape[3])[None, None, None, :] < used[:, None, None, None]
+    return np.broadcast_to(row & column, shape)

@@ -1,0 +1,70 @@
+"""Layouts: how the tensors of a test case are stored in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from cutlass_py_attn.integers import round_up
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.spec import ProblemSpec
+from cutlass_py_attn.problem.tensors import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """Gaps after every row, every head and every batch element, as small as alignment allows."""
+    _, rows, heads, columns = tensor.shape
+    step = ROW_ALIGNMENT_BYTES // ITEM_BYTES[tensor.dtype]
+    head = round_up(columns, step) + step
+    row = heads * head + step
+    return Tensor(tensor.shape, ((rows + 3) * row, row, head, 1), tensor.dtype)
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    """(batch, heads, rows, columns) in memory."""
+    _, rows, heads, columns = tensor.shape
+    return Tensor(tensor.shape, (heads * rows * columns, columns, rows * columns, 1), tensor.dtype)
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """A slice of (batch, rows, 3, heads, columns); the two other slices hold NaN."""
+    _, rows, heads, columns = tensor.shape
+    row = 3 * heads * columns
+    return Tensor(tensor.shape, (rows * row, row, columns, 1), tensor.dtype)
+
+
+def _shifted(tensor: Tensor) -> Tensor:
+    """Contiguous, from an address that is aligned to one element only."""
+    return replace(tensor, alignment=ITEM_BYTES[tensor.dtype])
+
+
+# Of a contiguous (batch, rows, heads, columns) tensor.
+LAYOUTS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "dense": lambda tensor: tensor,
+    "padded": _padded,
+    "heads_first": _heads_first,
+    "packed": _packed,
+    "shifted": _shifted,
+}
+
+
+def of_problem(problem: Problem, layout: str) -> Problem:
+    """The same problem with every tensor in that layout."""
+    return problem.replace(**{name: LAYOUTS[layout](tensor) for name, tensor in problem.tensors().items()})
+
+
+def bias_tensor(spec: ProblemSpec, layout: str) -> Tensor:
+    """The bias of a spec with size 1 in its broadcast axes.
+
+    layout: "dense"; "padded" rows; "transposed" (queries innermost); "shifted" (aligned to one element only).
+    """
+    sizes = tuple(size if letter != "1" else 1 for letter, size in zip(spec.bias, spec.shape.bias, strict=True))
+    tensor = Tensor.contiguous(sizes, spec.dtype)
+    _, heads, queries, keys = tensor.shape
+    if layout == "padded":
+        row = -(-keys // 8) * 8 + 8
+        return Tensor(tensor.shape, (heads * queries * row, queries * row, row, 1), tensor.dtype)
+    if layout == "transposed":
+        return Tensor(tensor.shape, (heads * keys * queries, keys * queries, 1, queries), tensor.dtype)
+    return _shifted(tensor) if layout == "shifted" else tensor

@@ -1,0 +1,191 @@
+"""Random cases: problems with random features and sizes.
+
+A kernel number decides what chooses the machine code; a run number decides the rest. So a few hundred kernels serve
+thousands of problems.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.masks import Mask
+from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse_mask
+from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
+
+RESIDENT_DIMS: Final = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128, 128, 160, 192, 256, 1, 3, 17, 33, 36, 38, 100)
+SPLIT_DIMS: Final = (257, 288, 320, 512, 520, 1024)  # head dims that kernels split over blocks
+MASKS: Final = ("full", "causal", "causal_br", "local")
+SUMMED: Final = ("1hqk", "11qk", "b1qk", "bh1k", "bhq1", "1h1k", "bh11", "1111")
+LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed", "shifted")
+LENGTHS: Final = (1, 2, 15, 31, 32, 63, 64, 65, 100, 127, 128, 129, 190, 257)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """What decides the machine code. mask "local" stands for any window; bias: axes as in ProblemSpec."""
+
+    direction: str
+    dtype: str
+    head_dim: int
+    head_dim_value: int
+    is_grouped: bool
+    mask: str
+    layout: str
+    bias: str
+    bias_layout: str
+    gradients: str
+    has_dropout: bool
+    has_softcap: bool
+    has_alibi: bool
+    sinks: bool
+    is_variable_length: bool
+    has_used_keys: bool
+    deterministic: bool
+
+
+def draw(kernel: int, run: int) -> Case:
+    """Case `run` of the kernel number `kernel`."""
+    return _draw_case(_draw_kernel(np.random.default_rng(kernel)), np.random.default_rng((kernel, run)))
+
+
+def _pick(rng: np.random.Generator, values: Any) -> Any:
+    return values[int(rng.integers(len(values)))]
+
+
+def _draw_kernel(rng: np.random.Generator) -> _Kernel:
+    def chance(share: float) -> bool:
+        return bool(rng.random() < share)
+
+    dims = SPLIT_DIMS if chance(0.15) else RESIDENT_DIMS
+    dim = _pick(rng, dims)
+    direction = "forward" if chance(0.35) else "backward"
+    bias, sinks = chance(0.4), chance(0.15)
+    gradients = "qkv" if chance(0.6) else "".join(letter for letter in "qkv" if chance(0.5))
+    gradients += "b" if bias and chance(0.6) else ""
+    gradients += "s" if sinks and chance(0.7) else ""
+    return _Kernel(
+        direction=direction,
+        dtype=_pick(rng, ("float16", "bfloat16", "float32")),
+        head_dim=dim,
+        head_dim_value=_pick(rng, (*RESIDENT_DIMS, *dims)) if chance(0.3) else 0,
+        is_grouped=chance(0.3),
+        mask=_pick(rng, MASKS),
+        layout=_pick(rng, LAYOUTS),
+        bias=(_pick(rng, SUMMED) if "b" in gradients and chance(0.6) else "bhqk") if bias else "",
+        bias_layout=_pick(rng, ("dense", "dense", "padded", "transposed", "shifted")) if bias else "dense",
+        gradients=(gradients or "q") if direction == "backward" else "qkv",
+        has_dropout=chance(0.3),
+        has_softcap=chance(0.15),
+        has_alibi=chance(0.2),
+        sinks=sinks,
+        is_variable_length=chance(0.3),
+        has_used_keys=chance(0.4),
+        deterministic=direction == "backward" and "q" in gradients and chance(0.25),
+    )
+
+
+def _draw_case(kernel: _Kernel, rng: np.random.Generator) -> Case:
+    """Sizes, edges of the mask and numbers, which do not decide the machine code."""
+
+    def chance(share: float) -> bool:
+        return bool(rng.random() < share)
+
+    def length() -> int:
+        return int(_pick(rng, LENGTHS))
+
+    group = int(_pick(rng, (2, 3, 4))) if kernel.is_grouped else 1
+    heads = group * int(_pick(rng, (1, 2)))
+    keys = length()
+    if kernel.bias and kernel.bias_layout == "dense":
+        keys = -(-keys // 8) * 8  # so that all cases of this kernel read their bias 16 bytes at a time
+    if kernel.bias and kernel.bias_layout == "padded":
+        keys = keys | 1
+    sequences: tuple[SequenceLengths, ...] = ()
+    if kernel.is_variable_length:
+        lengths = [(_some_length(rng), _some_length(rng)) for _ in range(int(rng.integers(1, 5)))]
+        lengths.append((length(), keys))  # the longest decides how a bias is read
+        sequences = tuple(
+            SequenceLengths(queries, rows, int(rng.integers(0, rows + 1)) if kernel.has_used_keys else None)
+            for queries, rows in ((queries, min(rows, keys)) for queries, rows in lengths)
+        )
+    bias = kernel.bias
+    if bias:
+        bias = "".join(letter if letter == "k" or chance(0.7) else "1" for letter in bias)
+        if "b" in kernel.gradients or kernel.bias_layout == "transposed":
+            bias = kernel.bias  # the summed axes decide the machine code
+    batch = int(_pick(rng, (1, 2, 3)))
+    mask = _draw_mask(kernel, rng)
+    queries = length()
+    spec = ProblemSpec(
+        kernel.dtype,
+        kernel.head_dim,
+        num_queries=queries,
+        num_keys=keys,
+        batch=batch,
+        num_heads=heads,
+        head_dim_value=kernel.head_dim_value,
+        num_heads_key=heads // group,
+        mask=mask,
+        sequences=sequences,
+        scale=float(_pick(rng, (0.0, 0.0, 0.1, -0.05))) or None,
+        bias=bias,
+        bias_gradient="sum" if "b" in kernel.gradients else "",
+        dropout_p=float(_pick(rng, (0.1, 0.3, 0.9, 1e-6, 1.0))) if kernel.has_dropout else 0.0,
+        sinks=kernel.sinks,
+        gradients=kernel.gradients if kernel.direction == "backward" else "",
+        deterministic=kernel.deterministic,
+    )
+    philox_seed = int(rng.integers(0, 2**62))
+    philox_offset = int(_pick(rng, (0, 4, 5, 2**34 + 3, 2**40)))
+    on_device = chance(0.3)
+    softcap = float(_pick(rng, (1.0, 4.0, 30.0))) if kernel.has_softcap else 0.0
+    alibi = _pick(rng, ("h", "bh")) if kernel.has_alibi else ""
+    has_splits = not kernel.deterministic and kernel.direction == "backward"
+    splits = int(_pick(rng, (0, 0, 1, 2, 3))) if has_splits else 0
+    return Case(
+        kernel.direction,
+        dataclasses.replace(
+            spec,
+            philox_on_device=on_device and kernel.has_dropout,
+            softcap=softcap,
+            alibi=alibi,
+            num_splits_key=splits or None,
+        ),
+        layout=kernel.layout,
+        bias_layout=kernel.bias_layout,
+        philox_seed=philox_seed if kernel.has_dropout else 0,
+        philox_offset=philox_offset if kernel.has_dropout else 0,
+        seed=int(rng.integers(0, 2**31)),
+    )
+
+
+def _draw_mask(kernel: _Kernel, rng: np.random.Generator) -> Mask:
+    window = int(_pick(rng, (1, 2, 17, 64, 200)))
+    if kernel.mask != "local":
+        return parse_mask(kernel.mask)
+    right = int(_pick(rng, (0, 1, 40)))
+    names = f"causal_window{window}", f"causal_br_window{window}", f"window_left{window}_right{right}"
+    return parse_mask(_pick(rng, (*names, f"window_left{window}")))
+
+
+def _some_length(rng: np.random.Generator) -> int:
+    """The length of a sequence, sometimes zero."""
+    return 0 if rng.random() < 0.15 else int(rng.integers(1, 140))
+
+
+def cases(kernels: Iterable[int], runs: int) -> Iterator[Case]:
+    """All cases of these kernel numbers."""
+    for kernel in kernels:
+        for run in range(runs):
+            yield draw(kernel, run)
+
+
+def builds(kernels: Iterable[int], runs: int, arch: str = ARCH) -> list[tuple[Build, ...]]:
+    """Every kernel that those cases need, once; each with its fallbacks. Refused cases need none."""
+    return builds_of((case for case in cases(kernels, runs) if case.needs_kernels), arch)

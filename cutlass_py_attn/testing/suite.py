@@ -1,0 +1,107 @@
+"""Suite: the cases of single tests of tests/gpu, and every kernel that the whole of tests/gpu needs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Final
+
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.spec import parse
+from cutlass_py_attn.problem.tensors import DIRECTIONS
+from cutlass_py_attn.testing import covering_cases, decode_cases, matrix
+from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
+
+
+def _cases(*lines: str) -> tuple[Case, ...]:
+    return tuple(map(Case.parse, lines))
+
+
+# The sm90 backward runs one block per head. Every mask and feature appears, and heads have several key tiles.
+MANY_HEADS: Final = _cases(
+    *(
+        f"backward bf16_d128_q200_s300_b8_h16_{mask}"
+        for mask in ("full", "causal", "causal_br", "causal_window50", "window_left40_right70")
+    ),
+    "backward f16_d32_q200_s300_b8_h16_full",
+    "backward f16_d32_q200_s300_b8_h16_causal_window50",
+    "backward bf16_d96v72_q200_s300_b8_h16_causal",
+    "backward f16_d64_q200_s300_b8_h16_causal_softcap4_alibi",
+    "backward bf16_d128_q200_s300_b8_h16_causal_alibib_deterministic",
+    "backward bf16_d128_q200_s300_b8_h16_causal_dropout0.3 philox_seed=42 philox_offset=3",
+    "backward bf16_d64_q200_s300_b8_h16_full_dropout0.5_softcap2 philox_seed=1",
+    "backward bf16_d128_q200_s300_b8_h16_full_sinks",
+    "backward bf16_d128_s300_b8_h16_causal layout=packed",
+    "backward f16_d128_q129_s200_b16_h16k8_causal",
+    "backward bf16_d128_q65_s129_b24_h16_full",  # several heads for each block
+)
+
+# Lengths off the tiles, a sequence without queries, one without keys, and a tile of keys that are not used.
+_LENGTHS: Final = "n70x200u30,130x190u190,0x40u40,257x300u290,65x0u0,5x333u333,200x129u129"
+VARIABLE_LENGTH: Final = _cases(
+    f"backward bf16_d128_{_LENGTHS}_h2_causal_deterministic",
+    f"backward f16_d64_{_LENGTHS}_h2_full_deterministic",
+    f"backward bf16_d96_{_LENGTHS}_h4k2_causal_br_window50_deterministic",
+)
+
+# All bitwise repeatable: a deterministic backward, and a 2-CTA backward with one tile of keys.
+LAUNCHERS: Final = {
+    "forward": Case.parse("forward bf16_d128_q515_s640_b1_h2_causal seed=5"),
+    "backward": Case.parse("backward bf16_d128_q515_s640_b1_h2_causal_deterministic seed=5"),
+    "2-CTA backward": Case.parse("backward bf16_d192_q515_s64_b1_h2_causal seed=5"),
+}
+
+# Dropout over more tiles than the sm90 kernels hold mask bits for at once.
+LONG_DROPOUT: Final = _cases(
+    "forward bf16_d128_q130_s2500_b1_h2_full_dropout0.2 philox_seed=7",
+    "forward f16_d64_q200_s4301_b1_h4k2_causal_br_dropout0.3 philox_offset=3",
+    "forward bf16_d256_q150_s2121_b1_h1_window_left2100_right10_dropout0.1 philox_seed=9",
+    "forward bf16_d128_n90x2300,3x1,7x2049_h2_causal_dropout0.3",
+    "backward bf16_d128_q2500_s130_b1_h1_full_dropout0.2 philox_seed=7",
+    "backward bf16_d128_q1100_s201_b1_h4k1_causal_dropout0.3 philox_offset=5",
+    "backward f16_d64_q1300_s203_b1_h2_causal_br_dropout0.1 philox_seed=3",
+    "backward f16_d96_q2400_s70_b1_h1_window_left2200_right60_dropout0.4_deterministic",
+)
+
+# The problems of the calls in tests/gpu/test_torch_ops.py, forward and backward.
+TORCH_OPS: Final = tuple(
+    map(
+        parse,
+        (
+            "f16_d64_q72_s136_b2_h4_full_biasbhqkgrad_dropout0.3",
+            "f16_d64_q72_s136_b2_h4_causal_window20",
+            "f16_d64_q72_s136_b2_h4_causal_br_window20",
+            "f16_d64_n5x9,64,33x70_h4_causal",
+            "f16_d64_n5x9,64,33x70_h4_causal_br",
+            "f16_d64_n5x9,64,33x70_h4_window_right0",
+            "f16_d64_s72_b2_h4_causal",
+            "f16_d64_q72_s136_b2_h4_causal_dropout0.3",
+            "f16_d64_q72_s136_b2_h4k2_window_left30_right0",
+            "f16_d64_q72_s136_b2_h4_causal",
+            "f16_d64_q72_s136_b2_h4_full_bias11qk",
+            "f16_d64_q72_s136_b2_h4_full_bias11qksum",
+            "f16_d64_q72_s136_b2_h4_full_biasb11k",
+            "f16_d64_q72_s136_b2_h4_full_softcap2_alibi",
+        ),
+    )
+)
+
+
+def torch_ops_builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
+    """Every kernel of TORCH_OPS, once; each with its fallbacks if ptxas spills."""
+    problems = (spec.problem(direction) for spec in TORCH_OPS for direction in DIRECTIONS)
+    return list(dict.fromkeys(planner.builds(problem, arch) for problem in problems))
+
+
+def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
+    """Every kernel that tests/gpu needs for a target, once; each with its fallbacks if ptxas spills."""
+    forwards = (case.replace(direction="forward") for case in VARIABLE_LENGTH)
+    cases = (*MANY_HEADS, *VARIABLE_LENGTH, *forwards, *LAUNCHERS.values(), *LONG_DROPOUT)
+    parts = (
+        covering_cases.builds(arch),
+        matrix.builds(arch),
+        decode_cases.builds(arch),
+        torch_ops_builds(arch),
+        builds_of(cases, arch),
+    )
+    return list(dict.fromkeys(itertools.chain.from_iterable(parts)))

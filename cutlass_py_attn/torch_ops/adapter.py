@@ -1,0 +1,183 @@
+"""Adapter: functions with the signature of an ATen operator, run in the caller's array library and on its stream."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, ParamSpec, TypeVar
+
+import numpy as np
+
+from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.tensors import BMHK
+from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime.frameworks import CUPY, TORCH
+from cutlass_py_attn.score_terms.dropout import Dropout
+
+_NAMESPACES: Final = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax.numpy", "jaxlib": "jax.numpy"}
+_OPTIONAL: Final = ("grad_out", "bias", "attn_bias", "alibi_slopes", "seqlen_k", "seqused_k", "cu_seqlens_q",
+                    "cu_seqlens_k", "cum_seq_q", "cum_seq_k")  # fmt: skip
+_HOST_DEVICE_TYPES: Final = (1, 3)  # DLPack: kDLCPU, kDLCUDAHost
+_CUDA_DEVICE_TYPES: Final = (2, 13)  # DLPack: kDLCUDA, kDLCUDAManaged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call(ABC):
+    """The arguments of one call: one field for each argument of the operator, in the operator's order.
+
+    stream, backend, kernels: as in `attention_forward`. names: argument name of `attention_forward` or
+    `attention_backward` -> argument name of the operator, where they differ. heads_first: tensors are (B, H, M, K).
+    """
+
+    names: ClassVar[Mapping[str, str]] = {}
+    heads_first: ClassVar[bool] = False
+
+    stream: object = None
+    backend: str = "auto"
+    kernels: Callable[[Build], Artifact] | None = None
+
+    @abstractmethod
+    def ranks(self) -> dict[str, tuple[int, ...]]:
+        """Returns the allowed ranks (numbers of axes) of each array argument by name."""
+
+    @abstractmethod
+    def reasons(self) -> list[str]:
+        """Returns why the other arguments are refused. Called only if every array has an allowed rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ForwardCall(Call):
+    """A call of a forward. philox_seed, philox_offset: seed and offset of dropout, as `dropout_of` accepts them."""
+
+    philox_seed: Any = 0
+    philox_offset: Any = 0
+
+
+P = ParamSpec("P")
+C = TypeVar("C", bound=Call)
+R = TypeVar("R")
+
+
+def adapter(schema: Callable[P, C]) -> Callable[[Callable[[C], R]], Callable[P, R]]:
+    """Decorates a function of one Call so that it takes the arguments of `schema`, the dataclass of that Call.
+
+    The decorated function runs with `stream` as the current stream of its array library. A NotSupported that it raises
+    names the arguments as the operator does.
+    """
+
+    def decorate(body: Callable[[C], R]) -> Callable[P, R]:
+        def mirrored(*arguments: P.args, **keywords: P.kwargs) -> R:
+            call = schema(*arguments, **keywords)
+            reasons = operand_reasons(call) or call.reasons()
+            if reasons:
+                raise NotSupported(reasons)
+            try:
+                with use_stream(getattr(call, "query", None), call.stream):
+                    return body(call)
+            except NotSupported as error:
+                raise NotSupported(_renamed(reason, call) for reason in error.reasons) from error
+
+        functools.update_wrapper(mirrored, body, ("__module__", "__name__", "__qualname__", "__doc__"), ())
+        mirrored.__signature__ = inspect.signature(schema)  # type: ignore[attr-defined]
+        return mirrored
+
+    return decorate
+
+
+def _renamed(reason: str, call: Call) -> str:
+    """Returns the reason with the operator's argument names, and with the order of axes if the caller uses another."""
+    is_transposed = call.heads_first and reason.split()[0] in BMHK and " shape " in reason
+    if call.names:
+        pattern = rf"\b({'|'.join(map(re.escape, call.names))})\b"
+        reason = re.sub(pattern, lambda match: call.names[match[1]], reason)
+    return f"{reason} (shapes are (batch, seqlen, heads, head_dim))" if is_transposed else reason
+
+
+def namespace(array: object) -> Any:
+    """Returns the module that has the array functions of the array's library; None if the library is unknown."""
+    return sys.modules.get(_NAMESPACES.get(type(array).__module__.split(".")[0], ""))
+
+
+@contextlib.contextmanager
+def use_stream(query: Any, stream: object) -> Iterator[None]:
+    """Makes `stream` (a CUstream in any form) the current stream of query's library; it waits for the previous one.
+
+    Operations of the library are then ordered with the kernels, and memory that it allocates is freed in stream order.
+    NumPy has no streams. JAX does not expose its streams: launches wait for them, and JAX callers wait for launches.
+    """
+    library = type(query).__module__.split(".")[0]
+    if library not in ("cupy", "torch") or query.__dlpack_device__()[0] not in _CUDA_DEVICE_TYPES:
+        yield
+        return
+    cuda, ordinal, handle = sys.modules[library].cuda, int(query.__dlpack_device__()[1]), driver.stream_handle(stream)
+    if library == "torch":
+        torch_stream = TORCH.stream(handle, ordinal)
+        torch_stream.wait_stream(cuda.current_stream(ordinal))
+        with cuda.stream(torch_stream):
+            yield
+        return
+    with cuda.Device(ordinal):
+        cupy_stream = CUPY.stream(handle, ordinal)
+        cupy_stream.wait_event(cuda.get_current_stream().record())
+        with cupy_stream:
+            yield
+
+
+def operand_reasons(call: Call) -> list[str]:
+    """Returns why array arguments are refused: no array, several libraries or devices, or a rank not allowed."""
+    reasons: list[str] = []
+    given = {name: (getattr(call, name), ranks) for name, ranks in call.ranks().items()}
+    query = given["query"][0]
+    for name, (array, ranks) in given.items():
+        if array is None and name in _OPTIONAL:
+            continue
+        if namespace(array) is None:
+            kind = f"{type(array).__module__}.{type(array).__qualname__}"
+            reasons.append(f"{name} is a {kind}: must be a NumPy, CuPy, torch or JAX array; convert it")
+        elif namespace(query) is None:
+            continue  # reported for query; nothing can be compared with it
+        elif namespace(query) is not namespace(array):
+            libraries = namespace(array).__name__, namespace(query).__name__
+            reasons.append(f"{name} is of {libraries[0]} and query of {libraries[1]}: must be of one; convert it")
+        elif array.ndim not in ranks:
+            allowed = " or ".join(map(str, ranks))
+            reasons.append(f"{name} has shape {tuple(array.shape)}: must have {allowed} axes; reshape it")
+        elif str(getattr(array, "device", "")) != str(getattr(query, "device", "")):
+            reasons.append(f"{name} is on {array.device} and query on {query.device}: must be on one; move it")
+    return reasons
+
+
+def options_of(call: Any) -> dict[str, Any]:
+    """Returns the options that every operator has, as `attention_forward` and `attention_backward` take them."""
+    return {
+        "scale": call.scale,
+        "dropout": dropout_of(call.dropout_p, call.philox_seed, call.philox_offset),
+        "stream": call.stream,
+        "backend": call.backend,
+        "kernels": call.kernels,
+    }
+
+
+def dropout_of(dropout_p: float, philox_seed: Any, philox_offset: Any) -> Dropout | None:
+    """Returns the Dropout of these arguments, None if dropout_p is 0.
+
+    philox_seed, philox_offset: ints from 0 to 2**64 - 1, or int64 arrays in device memory. An array of one element in
+    host memory, as PyTorch returns it, counts as an int; its sign bit is bit 63.
+    """
+    return Dropout(dropout_p, _as_integer(philox_seed), _as_integer(philox_offset)) if dropout_p != 0 else None
+
+
+def _as_integer(value: Any) -> Any:
+    """Returns a host value as an int, a device array as it is."""
+    is_on_host = hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] in _HOST_DEVICE_TYPES
+    if isinstance(value, np.integer) or (is_on_host and value.shape in ((), (1,))):
+        return int(value.item()) % 2**64
+    return value

@@ -1,0 +1,33 @@
+"""Every target of plan/arch.py: its fused kernels compile within the limits of their plan."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cutlass_py_attn.compilation.compiler import compile as compile_now
+from cutlass_py_attn.compilation.cubin import read
+from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture
+from cutlass_py_attn.plan.planner import plan_backward, plan_forward
+from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import Shape
+
+SHAPE = Shape(1, 200, 300, 2, 64, 64)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_fused_kernels_of_a_target(arch: str, direction: str) -> None:
+    problem = Problem.dense(direction, SHAPE, "bfloat16", Causal())
+    plan = plan_forward(problem, arch) if direction == "forward" else plan_backward(problem, arch)
+    made = compile_now(plan)
+    limits = architecture(arch)
+    assert read(made.cubin).sm == int("".join(map(str, limits.compute_capability)))
+    assert re.search(rf"\.target {arch}\b", made.ptx)
+    assert max(launch.shared_memory_bytes for launch in plan.launches) <= limits.shared_memory_per_block
+    assert all(kernel.spill_bytes == kernel.frame_bytes == 0 for kernel in made.kernels)
+    vectors, bulk = r"red\.relaxed\.gpu\.global\.add\.v4\.f32", r"cp\.reduce\.async\.bulk\S*\.add\.f32"
+    reductions = re.findall(bulk if plan.build.family == "sm90" else vectors, made.ptx)
+    assert bool(reductions) == (direction == "backward" and limits.vector_red)

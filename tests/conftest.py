@@ -1,0 +1,37 @@
+"""Fixtures: the fake driver, loaded once per process and cleared for each test."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import fake_driver
+
+
+@functools.cache
+def _loaded() -> fake_driver.FakeDriver:
+    return fake_driver.FakeDriver()
+
+
+@pytest.fixture
+def driver_log() -> Iterator[fake_driver.FakeDriver]:
+    """The fake driver with an empty log; skips the test if there is no C compiler."""
+    if fake_driver.compiler() is None:
+        pytest.skip("no C compiler to build the fake driver")
+    fake = _loaded()
+    gc.collect()  # else this test's log gets the cuMemFree of an earlier test's array
+    fake.clear_context()
+    fake.clear()
+    yield fake
+    fake.clear()
+
+
+@pytest.fixture
+def graphs(driver_log: fake_driver.FakeDriver, monkeypatch: pytest.MonkeyPatch) -> fake_driver.FakeDriver:
+    """The fake driver for code that captures CUDA graphs, which stay empty, in a process without torch."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    return driver_log

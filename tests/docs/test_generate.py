@@ -1,0 +1,117 @@
+"""Tests of the generated documentation: it is current, complete and well formed."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+import cutlass_py_attn
+from cutlass_py_attn import torch_ops
+from tools.docs import benchmark_plots, generate, jax_table, reference
+
+ROOT = generate.ROOT
+PICTURES = ROOT / "docs/pictures"
+
+
+@pytest.fixture(scope="module")
+def generated() -> dict[str, str]:
+    return generate.generated(ROOT)
+
+
+def test_generated_files_are_current(generated: dict[str, str]) -> None:
+    """After a change of docstrings, pages or the benchmark: python -m tools.docs.generate."""
+    assert [name for name, text in generated.items() if (ROOT / name).read_text() != text] == []
+
+
+def test_every_picture_is_generated(generated: dict[str, str]) -> None:
+    kept = {path.relative_to(ROOT).as_posix() for path in PICTURES.iterdir()}
+    assert kept == {name for name in generated if name.endswith(".svg")}
+
+
+def test_pictures_are_well_formed() -> None:
+    for path in PICTURES.iterdir():
+        root = ElementTree.fromstring(path.read_text())
+        assert root.tag.endswith("svg")
+        assert len(" ".join(root.itertext())) > 100
+
+
+def test_every_rate_of_the_benchmark_is_in_a_chart() -> None:
+    rows = json.loads((ROOT / benchmark_plots.BENCHMARK).read_text())
+    shown = {
+        (name.partition("_")[0].replace("decode", "forward"), case, implementation)
+        for name, bars in benchmark_plots.charts(rows)
+        for case, rates in bars.groups
+        for implementation in rates
+    }
+    assert shown == {(row["direction"], row["case"], name) for row in rows for name in ("ours", row["peer"]) if name}
+
+
+def test_charts_label_every_case_and_name_flash_attention_2() -> None:
+    rows = json.loads((ROOT / benchmark_plots.BENCHMARK).read_text())
+    for name, bars in benchmark_plots.charts(rows):
+        texts = re.findall(r">([^<>]+)</text>", (PICTURES / f"{name}.svg").read_text())
+        assert set(texts) >= {case for case, _ in bars.groups}
+        assert ("FlashAttention-2 (torch)" in texts) == ("flash" in bars.implementations)
+
+
+def test_reference_has_every_public_name(generated: dict[str, str]) -> None:
+    headings = re.findall(r"^### `(\w+)`$", generated[generate.REFERENCE], re.MULTILINE)
+    jax_names = reference.exports(reference.load()["jax"])
+    assert sorted(headings) == sorted([*cutlass_py_attn.__all__, *torch_ops.__all__, *reference.OPTIONS, *jax_names])
+
+
+def test_reference_has_the_names_of_jax(generated: dict[str, str]) -> None:
+    module = pytest.importorskip("cutlass_py_attn.jax", exc_type=ImportError)
+    jax_names = reference.exports(reference.load()["jax"])
+    assert sorted(jax_names) == sorted(module.__all__)
+    for name in jax_names:
+        assert inspect.getdoc(getattr(module, name)).splitlines()[0] in generated[generate.REFERENCE]
+
+
+def test_reference_lists_parameters(generated: dict[str, str]) -> None:
+    _, _, options = generated[generate.REFERENCE].partition("### `AttentionOptions`\n")
+    lines = options.partition("\n### ")[0].splitlines()
+    assert len([line for line in lines if line.startswith("- `")]) > 8
+
+
+def test_microbenchmarks_are_a_table_of_the_newest_run() -> None:
+    assert generate.microbenchmarks([]) == generate.NOT_MEASURED
+    run = {"gpu": "H200", "driver": "CUDA 13.0", "date": "2026-11-22T01:00:00+00:00", "commit": "0123456789abcdef"}
+    numbers = {
+        "blocks": 132,
+        "median_ms": 1.5,
+        "rate": 640.25,
+        "rate_unit": "TFLOP/s",
+        "per_clock": 8000.5,
+        "mhz": 1755,
+    }
+    lines = [
+        {**run, **numbers, "name": "wgmma SS, n 256", "beside_per_clock": 60.25, "date": "2026-11-21T09:00:00+00:00"},
+        {**run, **numbers, "name": "wgmma SS, n 256", "beside_per_clock": 61.5},
+        {**run, **numbers, "name": "ex2", "rate_unit": "Gop/s", "beside_per_clock": None},
+    ]
+    about, _, *table = generate.microbenchmarks(lines).splitlines()
+    assert about == "On H200 (CUDA 13.0), 2026-11-22, commit 0123456789ab."
+    assert table[2:] == [
+        "| wgmma SS, n 256 | 132 | 1.5 | 640.2 TFLOP/s | 8000.5 | 1755 | 61.5 |",
+        "| ex2 | 132 | 1.5 | 640.2 Gop/s | 8000.5 | 1755 |  |",
+    ]
+
+
+def test_a_run_of_jax_is_a_table() -> None:
+    case = {"dtype": "float32", "batch": 4, "tokens": 2048, "heads": 16, "head_dim": 64, "is_causal": False}
+    times = {"ours_ms": 0.6881, "cudnn_ms": None, "ours_both_ms": 2.4, "cudnn_both_ms": None}
+    run = {
+        "gpu": "H200",
+        "driver": "CUDA 13.0",
+        "jax": "0.11.2",
+        "date": "2026-11-22T01:00:00+00:00",
+        "commit": "0" * 40,
+    }
+    lines = jax_table.table({**run, "rows": [{**case, **times}]}).splitlines()
+    assert lines[0] == "H200 (CUDA 13.0), JAX 0.11.2, 2026-11-22, commit 000000000000:"
+    assert lines[-1] == "| float32, full, batch 4, 2048 tokens, 16 heads of 64 | 0.688 | refused | 2.400 | refused |"

@@ -1,0 +1,1 @@
+"""Tests that execute compiled PTX on the CPU."""

@@ -1,0 +1,1 @@
+"""Tests of the GPU suite itself, on machines without a GPU."""

@@ -1,0 +1,1 @@
+"""What several tests share: the fake driver, emulators, toy kernels, expected refusals."""

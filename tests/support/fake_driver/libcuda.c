@@ -1,0 +1,312 @@
+/* Fake libcuda: device memory is host memory, kernels do nothing, and every call is logged.
+   A "cubin" is text with one line per kernel: its symbol, then the size of each parameter in bytes.
+   The file declares every type that it needs, so that compiling it needs no CUDA toolkit. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef unsigned long long u64;
+enum { NOT_FOUND = 500, INVALID_CONTEXT = 201, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 18, BYTES = 2048, PARAMETERS = 8 };
+
+typedef struct { char call[40], text[192]; u64 numbers[NUMBERS]; int byte_count; unsigned char bytes[BYTES]; } Record;
+typedef struct { char symbol[192]; int count; size_t sizes[PARAMETERS]; } Kernel;
+typedef struct {
+    unsigned grid[3], block[3], shared_memory;
+    void *stream, *attributes;
+    unsigned attribute_count;
+} LaunchConfig;
+typedef struct { int id; char pad[4]; unsigned cluster[3]; char rest[52]; } LaunchAttribute;
+
+static Record *records;
+static int record_count, fail_code, has_no_memory;
+static char fail_name[40];
+static __thread void *current, *previous;
+static pthread_mutex_t log_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP; /* launches of several threads */
+
+Record *fake_driver_records(void) { return records; }
+int fake_driver_count(void) { return record_count; }
+void fake_driver_clear(void) { record_count = 0; fail_name[0] = 0; }
+void fake_driver_clear_context(void) { current = NULL; }
+void fake_driver_without_memory(int without) { has_no_memory = without; }
+void fake_driver_fail(const char *name, int code) { snprintf(fail_name, sizeof fail_name, "%s", name); fail_code = code; }
+
+static int note(const char *call, const char *text, const u64 *numbers, int count) {
+    pthread_mutex_lock(&log_lock);
+    if (!records) records = calloc(RECORDS, sizeof(Record));
+    Record *r = &records[record_count < RECORDS - 1 ? record_count++ : record_count];
+    memset(r, 0, sizeof *r);
+    snprintf(r->call, sizeof r->call, "%s", call);
+    snprintf(r->text, sizeof r->text, "%s", text);
+    memcpy(r->numbers, numbers, count * sizeof(u64));
+    int fails = !strcmp(call, fail_name);
+    if (fails) fail_name[0] = 0;
+    pthread_mutex_unlock(&log_lock);
+    return fails ? fail_code : 0;
+}
+#define NOTE(text, ...) \
+    do { u64 noted[] = {__VA_ARGS__}; int e = note(__func__, text, noted, sizeof noted / sizeof *noted); if (e) return e; } while (0)
+#define N(x) ((u64)(size_t)(x))
+
+static void *memory(size_t size) {
+    void *p = aligned_alloc(256, (size + 255) / 256 * 256);
+    memset(p, 0xCD, size);
+    return p;
+}
+
+int cuInit(unsigned flags) { NOTE("", flags); return 0; }
+int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
+int cuDeviceGetCount(int *n) { *n = 2; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { snprintf(name, size, "fake GPU %d", device); return 0; }
+int cuDeviceGetAttribute(int *v, int attribute, int device) {
+    /* 75, 76: compute capability; 16: multiprocessors; 97: opt-in shared memory. Device 1 is an sm_86 part. */
+    switch (attribute) {
+    case 75: *v = device ? 8 : 9; break;
+    case 76: *v = device ? 6 : 0; break;
+    case 16: *v = device ? 84 : 132; break;
+    case 97: *v = device ? 101376 : 232448; break;
+    default: return INVALID_VALUE;
+    }
+    return 0;
+}
+int cuDevicePrimaryCtxRelease(int device) { return 0; } /* cuda.core calls it when the process exits */
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(size_t)(0xC0 + device); return 0; }
+int cuCtxGetCurrent(void **context) { *context = current; return 0; }
+int cuCtxSetCurrent(void *context) { NOTE("", N(context)); current = context; return 0; }
+int cuCtxPushCurrent(void *context) { previous = current; current = context; return 0; }
+int cuCtxPopCurrent(void **context) { *context = current; current = previous; return 0; }
+int cuCtxGetDevice(int *device) { *device = (int)(size_t)current - 0xC0; return 0; }
+int cuCtxSynchronize(void) { NOTE("", 0); return 0; }
+
+int cuPointerGetAttribute(void *value, int attribute, void *p) {
+    if (attribute != 9) return INVALID_VALUE; /* 9: device ordinal */
+    *(int *)value = 0;
+    return 0;
+}
+int cuMemAllocAsync(void **p, size_t size, void *stream) { NOTE("", size, N(stream)); *p = memory(size); return 0; }
+int cuMemFreeAsync(void *p, void *stream) { NOTE("", N(p), N(stream)); free(p); return 0; }
+int cuMemAlloc(void **p, size_t size) { NOTE("", size); *p = memory(size); return 0; }
+int cuMemFree(void *p) { NOTE("", N(p)); free(p); return 0; }
+/* cuda.h maps the names above to these names for C programs; cuda-python looks up the names above. */
+int cuMemAlloc_v2(void **p, size_t size) { return cuMemAlloc(p, size); }
+int cuMemFree_v2(void *p) { return cuMemFree(p); }
+int cuMemcpyHtoD_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n); memcpy(d, s, n); return 0; }
+int cuMemcpyDtoH_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n); memcpy(d, s, n); return 0; }
+int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
+int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
+int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) {
+    if (!current) return INVALID_CONTEXT;
+    NOTE("", N(p), byte, n, N(stream));
+    if (!has_no_memory) memset(p, byte, n);
+    return 0;
+}
+int cuMemsetD2D8Async(char *p, size_t pitch, unsigned char byte, size_t width, size_t height, void *stream) {
+    NOTE("", N(p), pitch, byte, width, height, N(stream));
+    for (size_t y = 0; y < height; y++) memset(p + y * pitch, byte, width);
+    return 0;
+}
+int cuMemsetD2D32Async(char *p, size_t pitch, unsigned word, size_t width, size_t height, void *stream) {
+    NOTE("", N(p), pitch, word, width, height, N(stream));
+    for (size_t y = 0; y < height; y++)
+        for (size_t x = 0; x < width; x++) ((unsigned *)(p + y * pitch))[x] = word;
+    return 0;
+}
+
+int cuStreamCreate(void **stream, unsigned flags) { NOTE("", flags); *stream = malloc(8); return 0; }
+int cuStreamGetCtx(void *stream, void **context) { NOTE("", N(stream)); *context = (void *)0xC0; return 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { int given = *mode; NOTE("", given); *mode = 0; return 0; }
+int cuStreamDestroy(void *stream) { NOTE("", N(stream)); free(stream); return 0; }
+int cuStreamSynchronize(void *stream) { NOTE("", N(stream)); return 0; }
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { NOTE("", N(stream), N(event), flags); return 0; }
+int cuEventCreate(void **event, unsigned flags) { NOTE("", flags); *event = malloc(8); return 0; }
+int cuEventRecord(void *event, void *stream) { NOTE("", N(event), N(stream)); return 0; }
+int cuEventSynchronize(void *event) { NOTE("", N(event)); return 0; }
+int cuEventElapsedTime(float *ms, void *a, void *b) { NOTE("", N(a), N(b)); *ms = 1.25f; return 0; }
+int cuEventDestroy(void *event) { NOTE("", N(event)); free(event); return 0; }
+
+int cuLibraryLoadData(char **library, const char *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {
+    NOTE(code, N(code));
+    *library = strdup(code);
+    return 0;
+}
+int cuLibraryUnload(char *library) { NOTE("", N(library)); free(library); return 0; }
+int cuLibraryGetKernel(Kernel **kernel, const char *library, const char *symbol) {
+    NOTE(symbol, N(library));
+    const char *line = library;
+    size_t length = strlen(symbol);
+    while (line && (strncmp(line, symbol, length) || line[length] != ' ')) {
+        line = strchr(line, '\n');
+        if (line) line++;
+    }
+    if (!line) return NOT_FOUND;
+    Kernel *k = calloc(1, sizeof *k);
+    snprintf(k->symbol, sizeof k->symbol, "%s", symbol);
+    char *rest = (char *)line + length;
+    while (*rest == ' ') k->sizes[k->count++] = strtoul(rest, &rest, 10);
+    *kernel = k;
+    return 0;
+}
+int cuKernelGetFunction(Kernel **function, Kernel *k) { NOTE(k->symbol, N(k)); *function = k; return 0; }
+int cuKernelGetParamInfo(Kernel *k, size_t i, size_t *offset, size_t *size) {
+    if (i >= (size_t)k->count) return INVALID_VALUE;
+    *offset = 0;
+    for (size_t j = 0; j < i; j++) *offset += k->sizes[j];
+    *size = k->sizes[i];
+    return 0;
+}
+int cuKernelSetAttribute(int attribute, int value, Kernel *k, int device) { NOTE(k->symbol, attribute, value, device); return 0; }
+static int copy_parameters(Kernel *k, void **parameters, unsigned char *to) {
+    int count = 0;
+    for (int i = 0; i < k->count; count += k->sizes[i++]) memcpy(to + count, parameters[i], k->sizes[i]);
+    return count;
+}
+/* Returns the blocks of a cluster; 0 if the attributes are anything but one cluster (n, 1, 1). */
+static unsigned cluster_of(const LaunchConfig *c) {
+    const LaunchAttribute *a = c->attributes;
+    if (!c->attribute_count) return 1;
+    return c->attribute_count == 1 && a->id == 4 && a->cluster[1] == 1 && a->cluster[2] == 1 ? a->cluster[0] : 0;
+}
+/* Locks the log, adds the record of a launch and returns it; NULL if the launch must fail. The caller unlocks. */
+static Record *launched(Kernel *k, const u64 *numbers, int *error) {
+    pthread_mutex_lock(&log_lock);
+    *error = note("cuLaunchKernelEx", k->symbol, numbers, 10);
+    return *error ? NULL : &records[record_count - 1];
+}
+int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void **extra) {
+    if (!current) return INVALID_CONTEXT;
+    u64 numbers[] = {c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_memory,
+                     N(c->stream), cluster_of(c), N(current)};
+    int error;
+    Record *r = launched(k, numbers, &error);
+    if (r) r->byte_count = copy_parameters(k, parameters, r->bytes);
+    pthread_mutex_unlock(&log_lock);
+    return error;
+}
+
+/* Graphs: cuGraphLaunch logs itself and one call per node. A graph and its executable form are the same object,
+   because no caller changes one of them and uses the other. */
+typedef struct {
+    Kernel *kernel;
+    unsigned grid[3], block[3], shared_memory;
+    void **parameters, **extra;
+} KernelNode;
+typedef struct { void *start; size_t pitch; unsigned value, item_bytes; size_t width, height; } MemsetNode;
+typedef struct Node {
+    struct Node *next;
+    KernelNode kernel;
+    MemsetNode memset;
+    unsigned cluster;
+    int byte_count;
+    unsigned char bytes[BYTES];
+} Node;
+typedef struct { Node *first, *last; void *context; } Graph;
+
+/* Aborts if an executable graph is used without its context: the real driver crashes in a thread without one. */
+static void needs_context(const char *call, const Graph *graph) {
+    if (current && current == graph->context) return;
+    fprintf(stderr, "fake driver: %s under context %p of a graph of context %p\n", call, current, graph->context);
+    abort();
+}
+
+static Node *append(Graph *graph) {
+    Node *node = calloc(1, sizeof *node);
+    if (graph->last) graph->last->next = node;
+    else graph->first = node;
+    return graph->last = node;
+}
+static void *capturing;
+int cuStreamIsCapturing(void *stream, int *status) { *status = capturing && stream == capturing; return 0; }
+int cuGraphCreate(Graph **graph, unsigned flags) { NOTE("", flags); *graph = calloc(1, sizeof **graph); return 0; }
+int cuStreamBeginCapture(void *stream, int mode) { NOTE("", N(stream), mode); capturing = stream; return 0; }
+int cuStreamEndCapture(void *stream, Graph **graph) { NOTE("", N(stream)); capturing = NULL; *graph = calloc(1, sizeof **graph); return 0; }
+int cuGraphExecKernelNodeSetParams(Graph *graph, Node *node, const KernelNode *given) {
+    needs_context(__func__, graph);
+    NOTE(given->kernel->symbol, N(given->grid[0]));
+    node->kernel = *given;
+    node->byte_count = copy_parameters(given->kernel, given->parameters, node->bytes);
+    return 0;
+}
+int cuGraphExecMemsetNodeSetParams(Graph *graph, Node *node, const MemsetNode *given, void *context) {
+    needs_context(__func__, graph);
+    NOTE("", N(given->start));
+    node->memset = *given;
+    return 0;
+}
+int cuGraphAddKernelNode(Node **node, Graph *graph, Node **before, size_t count, const KernelNode *given) {
+    NOTE(given->kernel->symbol, count, count ? before[0] == graph->last : !graph->last);
+    *node = append(graph);
+    (*node)->kernel = *given;
+    (*node)->cluster = 1;
+    return 0;
+}
+int cuGraphKernelNodeSetAttribute(Node *node, int id, const unsigned *value) {
+    NOTE(node->kernel.kernel->symbol, id, value[0]);
+    node->cluster = id == 4 && value[1] == 1 && value[2] == 1 ? value[0] : 0;
+    return 0;
+}
+int cuGraphAddMemsetNode(Node **node, Graph *graph, Node **before, size_t count, const MemsetNode *given, void *context) {
+    NOTE("", count);
+    *node = append(graph);
+    (*node)->memset = *given;
+    return 0;
+}
+int cuGraphInstantiateWithFlags(Graph **made, Graph *graph, u64 flags) {
+    NOTE("", flags);
+    graph->context = current;
+    *made = graph;
+    return 0;
+}
+int cuGraphDestroy(Graph *graph) { NOTE("", N(graph)); return 0; }
+int cuGraphExecDestroy(Graph *graph) { needs_context(__func__, graph); NOTE("", N(graph)); return 0; }
+int cuGraphLaunch(Graph *graph, void *stream) {
+    needs_context(__func__, graph);
+    NOTE("", N(stream));
+    for (Node *node = graph->first; node; node = node->next) {
+        const KernelNode *k = &node->kernel;
+        if (!k->kernel) {
+            cuMemsetD8Async(node->memset.start, node->memset.value, node->memset.width, stream);
+            continue;
+        }
+        u64 noted[] = {k->grid[0], k->grid[1], k->grid[2], k->block[0], k->block[1], k->block[2], k->shared_memory,
+                       N(stream), node->cluster, N(current)};
+        int error;
+        Record *r = launched(k->kernel, noted, &error);
+        if (r) memcpy(r->bytes, node->bytes, r->byte_count = node->byte_count);
+        pthread_mutex_unlock(&log_lock);
+        if (error) return error;
+    }
+    return 0;
+}
+
+int cuTensorMapEncodeTiled(u64 *map, int type, unsigned rank, void *address, const u64 *dims, const u64 *strides,
+                           const unsigned *box, const unsigned *steps, int interleave, int swizzle, int l2, int fill) {
+    int deep = rank == 4; /* only maps of rank 4 have these sizes and strides */
+    NOTE("", N(map), type, rank, N(address), dims[0], dims[1], strides[0], box[0], box[1], swizzle, l2, fill,
+         deep ? dims[2] : 0, deep ? dims[3] : 0, deep ? strides[1] : 0, deep ? strides[2] : 0, deep ? box[2] : 0, deep ? box[3] : 0);
+    memset(map, 0xAB, 128);
+    map[0] = N(address);
+    return 0;
+}
+
+int cuGetErrorName(int code, const char **name) {
+    *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : code == 400
+        ? "CUDA_ERROR_INVALID_HANDLE" : code == NOT_FOUND ? "CUDA_ERROR_NOT_FOUND" : "CUDA_ERROR_UNKNOWN";
+    return 0;
+}
+int cuGetErrorString(int code, const char **text) {
+    *text = code == 2 ? "out of memory" : code == 100 ? "no CUDA-capable device is detected" : code == 400
+        ? "invalid resource handle" : code == NOT_FOUND ? "named symbol not found" : "unknown error";
+    return 0;
+}
+
+int cuGetProcAddress_v2(const char *symbol, void **function, int version, u64 flags, int *status) {
+    static void *self;
+    Dl_info here;
+    if (!self && dladdr((void *)cuGetProcAddress_v2, &here)) self = dlopen(here.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+    *function = strcmp(symbol, "cuGetProcAddress") ? dlsym(self, symbol) : (void *)cuGetProcAddress_v2;
+    if (status) *status = *function ? 0 : 1;
+    return *function ? 0 : NOT_FOUND;
+}

@@ -1,0 +1,58 @@
+"""PTX emulator with float32: `ptx_threads` with float32 arithmetic and packed conversions to and from 16-bit numbers.
+
+The approximations of ex2 and tanh are computed exactly.
+"""
+
+from __future__ import annotations
+
+import re
+
+import ml_dtypes
+import numpy as np
+
+from tests.support.ptx_threads import Array, Threads, as_type
+
+_PAIRS = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
+_FUNCTIONS = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "max": np.fmax,
+    "neg": np.negative,
+    "abs": np.abs,
+    "ex2": np.exp2,
+    "tanh": np.tanh,
+    "fma": lambda a, b, c: a.astype(np.float64) * b + c,
+}
+
+
+class FloatThreads(Threads):
+    """Threads whose registers may contain the bits of float32 numbers."""
+
+    def value(self, text: str) -> Array:
+        if re.fullmatch(r"0f[0-9A-Fa-f]{8}", text):
+            return np.full(len(self.counters), int(text[2:], 16), np.uint64)
+        return super().value(text)
+
+    def result(self, op: str, v: list[Array]) -> Array:
+        kind, *modifiers = op.split(".")
+        if kind == "cvt" and modifiers[1] in _PAIRS:
+            high, low = (_number(x).astype(_PAIRS[modifiers[1]]).view(np.uint16).astype(np.uint64) for x in v)
+            return high << np.uint64(16) | low
+        if kind == "cvt" and modifiers[-2:] == ["f32", "s32"]:
+            return _bits(as_type(v[0], "s32"))
+        if kind == "cvt" and modifiers[-2:] == ["f32", "bf16"]:
+            return v[0] << np.uint64(16)
+        if kind in _FUNCTIONS and modifiers[-1] == "f32":
+            with np.errstate(all="ignore"):
+                return _bits(_FUNCTIONS[kind](*map(_number, v)))
+        return super().result(op, v)
+
+
+def _number(bits: Array) -> Array:
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def _bits(numbers: Array) -> Array:
+    return np.ascontiguousarray(numbers, np.float32).view(np.uint32).astype(np.uint64)

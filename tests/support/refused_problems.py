@@ -1,0 +1,351 @@
+"""Refused problems: each with all reasons to refuse it, word for word, by what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Window
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import Sequences, Tensor
+from tests.support.requests import LENGTHS, SHAPE, changed, dense, with_terms
+
+Refused = tuple[Problem, list[str]]
+
+FOUR_D = "must be 4-D [batch, seqlen, heads, head_dim]; add the missing axes with size 1"
+DTYPES = "must be one of float16, bfloat16, float32; cast it"
+WHOLE = "an output must not overlap itself; allocate it in full"
+FORWARD = "the forward writes no gradients; leave it None"
+EDGE = "must be an int of at least 0, or None for no limit; correct it"
+WINDOW = "must be an int of at least 1, or None for no window; correct it"
+SCALE = "must be a number that float32 holds, or None for 1/sqrt(head_dim); correct it"
+SOFTCAP = "must be a number above 0 that float32 holds, or 0 to switch it off; correct it"
+SPLITS = "must be an int of at least 1, or None to let the plan choose"
+WHOLE_BIAS = (2, 3, 40, 50)
+LONG = 2**29 + 1
+BATCHES = "concatenate the sequences in [1, tokens, heads, head_dim]"
+
+
+def shaped(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], operands: str) -> Refused:
+    """Returns a problem with one operand of another shape; operands: the shapes of query, key and value in the text."""
+    problem = changed(name, "backward" if name.startswith("grad") else "forward", shape=shape)
+    return problem, [f"{name} has shape {shape}: must be {wanted} to match {operands}"]
+
+
+def without_step(name: str, axis: int, label: str, **terms: Any) -> Refused:
+    """Returns a problem whose result `name` has stride 0 along one axis."""
+    problem = with_terms("forward" if name == "output" else "backward", **terms)
+    old: Tensor = getattr(problem, name)
+    strides = tuple(0 if index == axis else stride for index, stride in enumerate(old.strides))
+    changed_one = problem.replace(**{name: Tensor(old.shape, strides, old.dtype)})
+    return changed_one, [f"{name} has {label} stride 0: {WHOLE}"]
+
+
+def sized(name: str, size: int) -> Problem:
+    """Returns a problem with one size changed."""
+    sizes: dict[str, Any] = {name: size}
+    return dense(**sizes)
+
+
+RANKS: dict[str, Refused] = {
+    "direction": (
+        dense().replace(direction="sideways"),
+        ["direction = 'sideways': must be one of forward, backward"],
+    ),
+    "no grad_output": (
+        dense("backward").replace(grad_output=None),
+        ["grad_output is missing: the backward needs it; pass a tensor of the matching BMHK shape"],
+    ),
+    "rank of the shape": (
+        changed("key", shape=(50, 3, 16), strides=(48, 16, 1)),
+        [f"key has shape (50, 3, 16) and strides (48, 16, 1): {FOUR_D}"],
+    ),
+    "rank of the strides": (
+        changed("query", strides=(48, 16, 1)),
+        [f"query has shape (2, 40, 3, 16) and strides (48, 16, 1): {FOUR_D}"],
+    ),
+    "rank of the bias": (
+        with_terms(bias=(40, 50)),
+        [
+            "bias has shape (40, 50) and strides (50, 1): must be 4-D [batch, heads, queries, keys]; "
+            "add the missing axes with size 1"
+        ],
+    ),
+    "longest sequence unknown": (
+        dense(base=LENGTHS, num_queries=None),
+        ["sequences.max_seqlen_q = None: must be an int; convert it"],
+    ),
+    "all ranks together": (
+        changed("key", shape=(50, 3, 16)).replace(direction="?", scale=math.nan, bias=Tensor((4,), (1,), "float16")),
+        [
+            "direction = '?': must be one of forward, backward",
+            f"key has shape (50, 3, 16) and strides (2400, 48, 16, 1): {FOUR_D}",
+            "bias has shape (4,) and strides (1,): must be 4-D [batch, heads, queries, keys]; "
+            "add the missing axes with size 1",
+        ],
+    ),
+}
+
+SIZES: dict[str, Refused] = {
+    "batch of key": shaped(
+        "key", (3, 50, 3, 16), (2, 50, 3, 16), "query (2, 40, 3, 16), key (3, 50, 3, 16) and value (2, 50, 3, 24)"
+    ),
+    "keys of value": shaped(
+        "value", (2, 49, 3, 24), (2, 50, 3, 24), "query (2, 40, 3, 16), key (2, 50, 3, 16) and value (2, 49, 3, 24)"
+    ),
+    "heads of value": shaped(
+        "value", (2, 50, 1, 24), (2, 50, 3, 24), "query (2, 40, 3, 16), key (2, 50, 3, 16) and value (2, 50, 1, 24)"
+    ),
+    "head_dim of key": shaped(
+        "key", (2, 50, 3, 8), (2, 50, 3, 16), "query (2, 40, 3, 16), key (2, 50, 3, 8) and value (2, 50, 3, 24)"
+    ),
+    "no key heads": shaped(
+        "key", (2, 50, 0, 16), (2, 50, 3, 16), "query (2, 40, 3, 16), key (2, 50, 0, 16) and value (2, 50, 3, 24)"
+    ),
+    "queries of output": shaped(
+        "output", (2, 50, 3, 24), (2, 40, 3, 24), "query (2, 40, 3, 16), key (2, 50, 3, 16) and value (2, 50, 3, 24)"
+    ),
+    "head_dim of grad_output": shaped(
+        "grad_output", (2, 40, 3, 16), (2, 40, 3, 24),
+        "query (2, 40, 3, 16), key (2, 50, 3, 16) and value (2, 50, 3, 24)",
+    ),
+    "keys of grad_key": shaped(
+        "grad_key", (2, 40, 3, 16), (2, 50, 3, 16),
+        "query (2, 40, 3, 16), key (2, 50, 3, 16) and value (2, 50, 3, 24)",
+    ),
+    "heads": (
+        dense(num_heads_key=2),
+        ["query has 3 heads and key 2: query's must be a multiple of key's; repeat or drop heads"],
+    ),
+    "head_dim of nothing": (
+        dense(head_dim=0),
+        ["head_dim = 0: must be from 1 to 65536; give every row at least one element"],
+    ),
+    "head_dim_value too wide": (
+        dense(head_dim_value=65537),
+        ["head_dim_value = 65537: must be from 1 to 65536; split the head"],
+    ),
+    **{
+        name: (sized(name, LONG), [f"{name} = 536870913: must be at most 536870912; call once per slice"])
+        for name in ("batch", "num_heads", "num_queries", "num_keys")
+    },
+    "no number of sequences": (
+        dense(base=LENGTHS).replace(sequences=Sequences(-1, 25, 30)),
+        ["number of sequences = -1: cu_seqlens must have at least one entry; pass [0] for none"],
+    ),
+    "longest of the keys": (
+        dense(base=LENGTHS, num_keys=51),
+        ["max_seqlen_k = 51: must be from 0 to the 50 tokens; pass the longest sequence's length"],
+    ),
+    "longest of the queries": (
+        dense(base=LENGTHS, num_queries=-1),
+        ["max_seqlen_q = -1: must be from 0 to the 40 tokens; pass the longest sequence's length"],
+    ),
+    "batches of sequences": (
+        dense().replace(sequences=Sequences(2, 25, 30)),
+        [f"query has batch 2 with cu_seqlens: must be 1; {BATCHES}"],
+    ),
+}  # fmt: skip
+
+TERMS: dict[str, Refused] = {
+    "bias": (
+        with_terms(bias=(2, 3, 40, 49)),
+        [
+            "bias has shape (2, 3, 40, 49): each axis must be 1 or that of [batch, heads, queries, keys] = "
+            f"{WHOLE_BIAS}; reshape or expand it"
+        ],
+    ),
+    "bias of sequences": (
+        with_terms(bias=(1, 3, 40, 50), base=LENGTHS),
+        [
+            "bias has shape (1, 3, 40, 50): each axis must be 1 or that of [batch, heads, queries, keys] = "
+            "(2, 3, 25, 30); reshape or expand it"
+        ],
+    ),
+    "grad_bias": (
+        with_terms("backward", bias=(1, 3, 40, 50), grad_bias=(1, 2, 40, 50)),
+        [
+            "grad_bias has shape (1, 2, 40, 50): each axis must be 1 (summed over) or that of "
+            f"{WHOLE_BIAS}; allocate it like the bias"
+        ],
+    ),
+    "alibi_slopes": (
+        with_terms(alibi_slopes=(2,)),
+        ["alibi_slopes has shape (2,) and dtype float32: must be float32 [3] or [2, 3]; convert it"],
+    ),
+    "dtype of alibi_slopes": (
+        dense().replace(alibi_slopes=Tensor.contiguous((3,), "float16")),
+        ["alibi_slopes has shape (3,) and dtype float16: must be float32 [3] or [2, 3]; convert it"],
+    ),
+    "strides of alibi_slopes": (
+        dense().replace(alibi_slopes=Tensor((2, 3), (6, 2), "float32")),
+        ["alibi_slopes has strides (6, 2): must be contiguous; copy it"],
+    ),
+    "sinks": (
+        with_terms(sinks=(2, 3)),
+        ["sinks has shape (2, 3) and dtype float32: must be float32 [3]; convert it"],
+    ),
+    "address of sinks": (
+        dense().replace(sinks=Tensor((3,), (1,), "float32", 2)),
+        ["sinks starts at an address that is only 2-byte aligned: must be 4; copy it"],
+    ),
+    "a term that is not registered": (
+        dense().replace(score_terms=(("nothing", Tensor.contiguous((3,), "float32")),)),
+        [
+            "score_terms has 'nothing': must be registered terms, of which there is none; "
+            "call score_terms.register first"
+        ],
+    ),
+    "grad_sinks": (
+        with_terms("backward", sinks=(3,), grad_sinks=(1,)),
+        ["grad_sinks has shape (1,) and dtype float32: must be float32 [3]; convert it"],
+    ),
+}
+
+TENSORS: dict[str, Refused] = {
+    "other dtype": (changed("value", dtype="float64"), [f"value has dtype float64: {DTYPES}"]),
+    "two dtypes": (
+        changed("value", dtype="bfloat16"),
+        ["value has dtype bfloat16 but query has float16: all must agree; cast one of them"],
+    ),
+    "dtype of the bias": (
+        dense(dtype="bfloat16").replace(bias=Tensor.contiguous(WHOLE_BIAS, "float32")),
+        ["bias has dtype float32 but query has bfloat16: all must agree; cast one of them"],
+    ),
+    "last stride": (
+        changed("key", strides=(4800, 96, 32, 2)),
+        ["key has last stride 2: must be 1; make the head dimension contiguous"],
+    ),
+    "broadcast columns": (
+        changed("output", "backward", strides=(1, 1, 1, 0)),
+        ["output has last stride 0: must be 1; make the head dimension contiguous"],
+    ),
+    "address within an element": (
+        changed("query", alignment=1),
+        [
+            "query starts at an address that is only 1-byte aligned: must be aligned to its 2-byte elements "
+            "(16 bytes is fastest); copy it"
+        ],
+    ),
+    "address of a float32 bias": (
+        dense(dtype="float32").replace(bias=Tensor(WHOLE_BIAS, (6000, 2000, 50, 1), "float32", 2)),
+        [
+            "bias starts at an address that is only 2-byte aligned: must be aligned to its 4-byte elements "
+            "(16 bytes is fastest); copy it"
+        ],
+    ),
+    "output without batches": without_step("output", 0, "batch"),
+    "output without rows": without_step("output", 1, "row"),
+    "grad_query without heads": without_step("grad_query", 2, "head"),
+    "grad_key without batches": without_step("grad_key", 0, "batch"),
+    "grad_value without rows": without_step("grad_value", 1, "row"),
+    "grad_bias without batches": without_step("grad_bias", 0, "batch", bias=WHOLE_BIAS, grad_bias=WHOLE_BIAS),
+    "grad_bias without heads": without_step("grad_bias", 1, "head", bias=WHOLE_BIAS, grad_bias=WHOLE_BIAS),
+    "grad_bias without queries": without_step("grad_bias", 2, "query", bias=WHOLE_BIAS, grad_bias=WHOLE_BIAS),
+    "grad_bias without keys": without_step("grad_bias", 3, "key", bias=WHOLE_BIAS, grad_bias=WHOLE_BIAS),
+}
+
+_WINDOWS: tuple[tuple[type[Causal], Any], ...] = (
+    *((Causal, size) for size in (0, True, 2.5)),
+    (CausalBottomRight, -1),
+)
+OPTIONS: dict[str, Refused] = {
+    "mask": (
+        dense().replace(mask="causal"),
+        ["mask = 'causal': must be a mask object such as Full() or Causal(); make one"],
+    ),
+    **{
+        f"window of {size!r}": (
+            dense().replace(mask=kind(size)),
+            [f"window_size = {size!r}: {WINDOW}"],
+        )
+        for kind, size in _WINDOWS
+    },
+    "window behind the diagonal": (
+        dense().replace(mask=Window(-1, True)),
+        [f"mask left = -1: {EDGE}", f"mask right = True: {EDGE}"],
+    ),
+    **{
+        f"scale of {scale!r}": (dense().replace(scale=scale), [f"scale = {scale}: {SCALE}"])
+        for scale in (math.inf, math.nan, "x", -1e39)
+    },
+    **{
+        f"softcap of {softcap!r}": (dense().replace(softcap=softcap), [f"softcap = {softcap}: {SOFTCAP}"])
+        for softcap in (-1.0, math.nan, math.inf, None, 1e-39)
+    },
+    **{
+        f"dropout_p of {p!r}": (
+            dense().replace(dropout_p=p),
+            [f"dropout_p = {p}: must be a probability from 0 to 1; correct it"],
+        )
+        for p in (-0.1, 1.0000001, math.nan, "x")
+    },
+    "splits in the forward": (
+        dense().replace(num_splits_key=2),
+        ["num_splits_key = 2: only the backward splits keys; leave it None"],
+    ),
+    "splits of nothing": (dense("backward").replace(num_splits_key=0), [f"num_splits_key = 0: {SPLITS}"]),
+    "splits of a half": (dense("backward").replace(num_splits_key=1.5), [f"num_splits_key = 1.5: {SPLITS}"]),
+    "splits that take turns": (
+        dense("backward").replace(num_splits_key=2, deterministic=True),
+        [
+            "num_splits_key = 2 with deterministic: must be 1, or None for one block a key tile: with "
+            "another number a block would wait for one that starts after it"
+        ],
+    ),
+}
+
+_TERMS: dict[str, Any] = {"bias": WHOLE_BIAS, "grad_bias": WHOLE_BIAS, "sinks": (3,), "grad_sinks": (3,)}
+_RESULTS = ("grad_output", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
+GRADIENTS: dict[str, Refused] = {
+    "gradients in the forward": (
+        with_terms(
+            **_TERMS | {name: SHAPE.of(name) for name in _RESULTS[:4]}
+        ),
+        [f"{name} is given: {FORWARD}" for name in _RESULTS],
+    ),
+    "no gradient": (
+        dense("backward").replace(grad_query=None, grad_key=None, grad_value=None),
+        [
+            "no gradient is asked for: must be at least one of grad_query, grad_key, grad_value, grad_bias, "
+            "grad_sinks; pass a tensor for it"
+        ],
+    ),
+    "gradients of nothing": (
+        with_terms("backward", grad_bias=WHOLE_BIAS, grad_sinks=(3,)),
+        [
+            f"grad_{name} is given without {name}: must come together; pass {name} or leave grad_{name} None"
+            for name in ("bias", "sinks")
+        ],
+    ),
+}  # fmt: skip
+
+TOGETHER: dict[str, Refused] = {
+    "everything together": (
+        changed("query", "backward", alignment=1).replace(
+            grad_key=None,
+            bias=Tensor((1, 1, 7, 50), (0, 0, 50, 1), "float16"),
+            sinks=Tensor((4,), (1,), "float32"),
+            mask=Causal(0),
+            scale=math.nan,
+            softcap=-2,
+            dropout_p=2,
+            num_splits_key=0,
+            grad_sinks=Tensor((3,), (1,), "float32"),
+        ),
+        [
+            f"softcap = -2: {SOFTCAP}",
+            "bias has shape (1, 1, 7, 50): each axis must be 1 or that of [batch, heads, queries, keys] = "
+            f"{WHOLE_BIAS}; reshape or expand it",
+            "sinks has shape (4,) and dtype float32: must be float32 [3]; convert it",
+            "dropout_p = 2: must be a probability from 0 to 1; correct it",
+            "query starts at an address that is only 1-byte aligned: must be aligned to its 2-byte elements "
+            "(16 bytes is fastest); copy it",
+            f"window_size = 0: {WINDOW}",
+            f"scale = nan: {SCALE}",
+            f"num_splits_key = 0: {SPLITS}",
+        ],
+    ),
+}
+
+ALL: dict[str, Refused] = {**RANKS, **SIZES, **TERMS, **TENSORS, **OPTIONS, **GRADIENTS, **TOGETHER}

@@ -1,0 +1,205 @@
+"""Tests of the two functions: validation, launches on the fake driver, empty problems, CPU backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cutlass_py_attn.api import attention
+from cutlass_py_attn.api.attention import attention_backward, attention_forward
+from cutlass_py_attn.errors import NoDevice, NotSupported
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight
+from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime.arrays import DeviceArray
+from tests.support.fake_driver import FakeDriver
+from tests.support.fakes import InterfaceArray, aligned, artifact, decode
+
+BF16 = ml_dtypes.bfloat16
+B, MQ, MK, H, D, DV = 2, 40, 50, 3, 16, 24
+
+
+def operands(dtype: Any = BF16, num_queries: int = MQ, num_keys: int = MK) -> list[np.ndarray[Any, Any]]:
+    """Returns query, key and value."""
+    shapes = ((B, num_queries, H, D), (B, num_keys, H, D), (B, num_keys, H, DV))
+    return [aligned(shape, dtype, seed) for seed, shape in enumerate(shapes)]
+
+
+def backward_operands(dtype: Any = BF16, num_queries: int = MQ, num_keys: int = MK) -> list[np.ndarray[Any, Any]]:
+    """Returns grad_output, query, key, value, output and logsumexp."""
+    rows = (B, num_queries, H, DV)
+    padded = -(-num_queries // 32) * 32
+    return [
+        aligned(rows, dtype, 3),
+        *operands(dtype, num_queries, num_keys),
+        aligned(rows, dtype, 4),
+        aligned((B, H, padded), "f4", 5),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    attention._prepared_calls.clear()
+
+
+def kernels(build: Build) -> Any:
+    """Returns an artifact for the fake driver."""
+    return artifact(build)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", BF16])
+def test_numpy_forward(driver_log: FakeDriver, dtype: Any) -> None:
+    output, logsumexp = attention_forward(*operands(dtype), kernels=kernels, mask=Causal())
+    assert (output.shape, output.dtype) == ((B, MQ, H, DV), np.dtype(dtype))
+    assert (logsumexp.shape, logsumexp.dtype) == ((B, H, 64), np.float32)
+    names = driver_log.names
+    start = names.index("cuMemAllocAsync")
+    assert names[start:] == [
+        *["cuMemAllocAsync", "cuMemcpyHtoDAsync"] * 3,
+        *["cuMemAllocAsync"] * 2,
+        "cuLibraryLoadData",
+        "cuLibraryGetKernel",
+        "cuKernelSetAttribute",
+        "cuKernelGetFunction",
+        *["cuTensorMapEncodeTiled"] * (0 if dtype == "float32" else 6),  # three maps, each encoded twice
+        "cuLaunchKernelEx",
+        *["cuMemcpyDtoHAsync"] * 2,
+        "cuStreamSynchronize",
+        *["cuMemFreeAsync"] * 5,
+    ]
+
+
+def test_numpy_backward(driver_log: FakeDriver) -> None:
+    gradients = attention_backward(*backward_operands(), kernels=kernels, deterministic=True, scale=0.5)
+    shapes = [g.shape for g in (gradients.query, gradients.key, gradients.value)]
+    assert shapes == [(B, MQ, H, D), (B, MK, H, D), (B, MK, H, DV)]
+    assert gradients.bias is gradients.sinks is None
+    launches = driver_log.of("cuLaunchKernelEx")
+    stems = [launch.text.split("_full_det_per_head_128x128")[1].rstrip("0123456789") for launch in launches]
+    assert stems == ["_delta_", "_"], "one block per head needs no conversion of an accumulator"
+    assert len(driver_log.of("cuMemAllocAsync")) == len(driver_log.of("cuMemFreeAsync")) == 10
+
+
+def test_device_arrays_are_read_in_place(driver_log: FakeDriver) -> None:
+    seen: list[Build] = []
+
+    def recording(build: Build) -> Any:
+        seen.append(build)
+        return artifact(build)
+
+    query, key, value = operands()
+    given = [InterfaceArray(array) for array in (query, key, value)]
+    output, logsumexp = attention_forward(*given, kernels=recording, stream=0x77)
+    assert isinstance(output, DeviceArray)
+    assert isinstance(logsumexp, DeviceArray)
+    (launch,) = driver_log.of("cuLaunchKernelEx")
+    assert launch.stream == 0x77
+    struct = decode(seen[0], launch.parameters)
+    arrays = {"query": query, "key": key, "value": value}
+    assert {name: struct[name] for name in arrays} == {n: a.ctypes.data for n, a in arrays.items()}
+    assert (struct["output"], struct["logsumexp"]) == (output.pointer, logsumexp.pointer)
+    assert struct["value_row"] == H * DV
+    assert (seen[0].family, seen[0].arch) == ("sm90", "sm_90a")
+    assert not {"cuMemcpyHtoDAsync", "cuStreamSynchronize"} & set(driver_log.names)
+
+    attention_forward(*given, kernels=recording)
+    assert len(seen) == 1, "an equal problem is bound once"
+    attention_forward(*given, kernels=recording, scale=2.0)
+    assert len(seen) == 2
+
+
+def test_every_reason_before_any_driver_call(driver_log: FakeDriver) -> None:
+    grad_output, query, key, value, output, _ = backward_operands()
+    with pytest.raises(NotSupported) as caught:
+        attention_backward(
+            grad_output,
+            query,
+            key[..., :8],
+            value.astype("f4"),
+            output,
+            aligned((B, H, 32), "f4"),
+            num_splits_key=0,
+        )
+    assert [reason.split(":")[0] for reason in caught.value.reasons] == [
+        "key has shape (2, 50, 3, 8)",
+        "value has dtype float32 but query has bfloat16",
+        "num_splits_key = 0",
+        "logsumexp has shape (2, 3, 32) and dtype float32",
+    ]
+    assert driver_log.calls == []
+
+
+def test_logsumexp_in_device_memory(driver_log: FakeDriver) -> None:
+    rest: list[Any]
+    *rest, logsumexp = [InterfaceArray(array) for array in backward_operands()]
+    wide = InterfaceArray(aligned((B, H, 128), "f4")[..., ::2])
+    with pytest.raises(NotSupported, match="logsumexp is strided or misaligned"):
+        attention_backward(*(*rest, wide), kernels=kernels)
+    attention_backward(*(*rest, logsumexp), kernels=kernels)
+    offset = aligned((B * H * 64 + 1,), "f4")[1:].reshape(B, H, 64)
+    attention_backward(*(*rest, InterfaceArray(offset)), kernels=kernels)
+    assert decode(_built(), driver_log.of("cuLaunchKernelEx")[-1].parameters)["logsumexp"] == offset.ctypes.data
+
+
+def _built() -> Build:
+    from cutlass_py_attn.plan.planner import plan_backward
+    from cutlass_py_attn.problem.problem import Problem
+    from cutlass_py_attn.problem.tensors import Shape
+
+    return plan_backward(Problem.dense("backward", Shape(B, MQ, MK, H, D, DV), "bfloat16"), "sm_90").build
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(MQ, 0), (0, MK)])
+def test_empty_problems(driver_log: FakeDriver, num_queries: int, num_keys: int) -> None:
+    output, logsumexp = attention_forward(*operands(BF16, num_queries, num_keys))
+    assert output.shape == (B, num_queries, H, DV)
+    assert not output.any()
+    assert np.isneginf(logsumexp[..., :num_queries]).all()
+    assert np.isposinf(logsumexp[..., num_queries:]).all()
+    gradients = attention_backward(*backward_operands(BF16, num_queries, num_keys))
+    for gradient in (gradients.query, gradients.key, gradients.value):
+        assert not gradient.any()
+    assert gradients.value.shape == (B, num_keys, H, DV)
+    assert not driver_log.of("cuLaunchKernelEx")
+
+
+@pytest.mark.parametrize("backend", ["auto", "gpu"])
+def test_without_a_gpu_the_reference_is_named(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    def absent(*_: object) -> Any:
+        raise NoDevice("no GPU")
+
+    monkeypatch.setattr(driver, "current_ordinal", absent)
+    text = 'no GPU; backend="reference" computes on the CPU in NumPy float64'
+    with pytest.raises(NoDevice, match=text):
+        attention_forward(*operands(), backend=backend)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", BF16])
+def test_reference(dtype: Any) -> None:
+    query, key, value = operands(dtype)
+    options: Any = {"mask": CausalBottomRight(), "scale": 0.3, "backend": "reference"}
+    output, logsumexp = attention_forward(query, key, value, **options)
+    assert (output.dtype, logsumexp.dtype, logsumexp.shape) == (np.dtype(dtype), np.float32, (B, H, 64))
+    assert np.isposinf(logsumexp[..., MQ:]).all()
+    scores = 0.3 * np.einsum("bmhk,bnhk->bhmn", query.astype("f8"), key.astype("f8"))
+    scores = np.where(CausalBottomRight().materialise(MQ, MK), scores, -np.inf)
+    lse = np.log(np.exp(scores).sum(-1))
+    np.testing.assert_allclose(logsumexp[..., :MQ], lse, rtol=1e-6)
+    expected = np.einsum("bhmn,bnhk->bmhk", np.exp(scores - lse[..., None]), value.astype("f8"))
+    np.testing.assert_allclose(output.astype("f8"), expected, rtol=1e-2, atol=1e-2)
+
+    grad_output = aligned(output.shape, dtype, 9)
+    gradients = attention_backward(grad_output, query, key, value, output, logsumexp, **options)
+    weights = np.exp(scores - lse[..., None])
+    grad_value = np.einsum("bhmn,bmhk->bnhk", weights, grad_output.astype("f8"))
+    np.testing.assert_allclose(gradients.value.astype("f8"), grad_value, rtol=1e-2, atol=2e-2)
+    assert (gradients.query.shape, gradients.query.dtype) == (query.shape, np.dtype(dtype))
+
+
+def test_reference_needs_numpy_arrays() -> None:
+    query, key, value = operands()
+    with pytest.raises(NotSupported, match="query, value: must be NumPy arrays for backend='reference'"):
+        attention_forward([query], key, [value], backend="reference")

@@ -1,0 +1,211 @@
+"""Tests of the call cache: a hit launches and returns as a validated call does; and which calls are misses."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.api import attention, call_cache
+from cutlass_py_attn.api.attention import attention_backward, attention_forward
+from cutlass_py_attn.api.results import Gradients
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.masks import Causal, Full
+from cutlass_py_attn.runtime import driver, frameworks
+from cutlass_py_attn.score_terms.dropout import Dropout
+from tests.support.fake_driver import FakeDriver
+from tests.support.fakes import aligned, artifact, decode
+
+SHAPE = (2, 5, 3, 8)
+STREAM = 0x66
+
+
+class Tensor:
+    """A torch tensor over host memory."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str = "torch.float32", shift: int = 0) -> None:
+        self.array = aligned((int(np.prod(shape)) + 8,), "f4")[shift:]
+        self.shape, self.dtype, self.device = shape, dtype, "cuda:0"
+        self.is_cuda, self.requires_grad, self.is_negative = True, False, False
+
+    def is_neg(self) -> bool:
+        return self.is_negative
+
+    def data_ptr(self) -> int:
+        return int(self.array.ctypes.data)
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(int(np.prod(self.shape[axis + 1 :])) for axis in range(len(self.shape)))
+
+    def get_device(self) -> int:
+        return 0
+
+
+class ndarray:  # noqa: N801
+    """A CuPy array over host memory."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any = "f4") -> None:
+        self.array = aligned(shape, np.dtype(dtype))
+        self.shape, self.strides, self.dtype = shape, self.array.strides, self.array.dtype
+        self.data = SimpleNamespace(ptr=self.array.ctypes.data, device_id=0)
+
+
+@pytest.fixture
+def log(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """The fake driver, with a fake torch and a fake CuPy that compute on STREAM."""
+    torch = SimpleNamespace(
+        Tensor=Tensor,
+        _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda ordinal: STREAM),
+        device=lambda kind, ordinal: f"{kind}:{ordinal}",
+        empty=lambda shape, dtype, device: Tensor(shape, dtype),
+        float32="torch.float32",
+        cuda=SimpleNamespace(stream=contextlib.nullcontext, ExternalStream=lambda handle, device: handle),
+    )
+    cuda = SimpleNamespace(get_current_stream=lambda ordinal: SimpleNamespace(ptr=STREAM))
+    cupy = SimpleNamespace(ndarray=ndarray, cuda=cuda, empty=lambda shape, dtype: ndarray(shape, dtype))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for cached in (frameworks._torch_dtype, frameworks._torch_device):
+        cached.cache_clear()
+    call_cache._calls.clear()
+    attention._prepared_calls.clear()
+    driver.call("cuCtxSetCurrent", 0xC0)
+    yield driver_log
+    call_cache._calls.clear()
+    for cached in (frameworks._torch_dtype, frameworks._torch_device):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The directions of the calls that were validated."""
+    directions: list[str] = []
+    real = attention._launch
+
+    def launch(direction: str, *rest: Any) -> Any:
+        directions.append(direction)
+        return real(direction, *rest)
+
+    monkeypatch.setattr(attention, "_launch", launch)
+    return directions
+
+
+def forward(make: Callable[..., Any] = Tensor, **changes: Any) -> tuple[Any, ...]:
+    operands = [make(SHAPE) for _ in range(3)]
+    options: dict[str, Any] = {"mask": Causal(), "kernels": artifact, "stream": STREAM, **changes}
+    return (*operands, *attention_forward(*operands, **options))
+
+
+@pytest.mark.parametrize("make", [Tensor, ndarray], ids=["torch", "cupy"])
+def test_a_cached_forward_launches_new_addresses(
+    log: FakeDriver, validated: list[str], make: Callable[..., Any]
+) -> None:
+    for number in range(3):
+        log.clear()
+        driver.call("cuCtxSetCurrent", 0xC0)
+        arrays = forward(make)
+        addresses = [frameworks.framework_of(array).addresses([array])[0] for array in arrays]  # type: ignore[union-attr]
+        (launch,) = log.of("cuLaunchKernelEx")
+        build = next(iter(attention._prepared_calls.values())).bound.plan.build  # type: ignore[union-attr]
+        struct = decode(build, launch.parameters)
+        assert [struct[name] for name in ("query", "key", "value", "output", "logsumexp")] == addresses, number
+        assert [type(array) for array in arrays] == [make] * 5
+        assert [array.shape for array in arrays[3:]] == [SHAPE, (2, 3, 32)]
+    assert validated == ["forward"]
+
+
+@pytest.mark.parametrize("gradients", [("query", "key", "value"), ("value", "query")], ids="-".join)
+def test_a_cached_backward_returns_the_requested_gradients(
+    log: FakeDriver, validated: list[str], gradients: tuple[str, ...]
+) -> None:
+    operands = [Tensor(SHAPE) for _ in range(5)]
+    logsumexp = Tensor((2, 3, 32))
+    options: dict[str, Any] = {"gradients": gradients, "kernels": artifact, "stream": STREAM}
+    for _ in range(3):
+        log.clear()
+        driver.call("cuCtxSetCurrent", 0xC0)
+        found = attention_backward(*operands, logsumexp, **options)
+        assert isinstance(found, Gradients)
+        struct = decode(
+            next(iter(attention._prepared_calls.values())).bound.plan.build, log.of("cuLaunchKernelEx")[-1].parameters
+        )  # type: ignore[union-attr]
+        for name in ("query", "key", "value"):
+            result = getattr(found, name)
+            assert (result is not None) == (name in gradients)
+            assert struct[f"grad_{name}"] == (0 if result is None else result.data_ptr())
+    assert validated == ["backward"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"mask": Full()}, {"scale": 0.5}, {"stream": 0x99}, {"dropout": Dropout(0.5, 1, 2)}),
+        {"kernels": lambda build: artifact(build)},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_other_options_are_validated(log: FakeDriver, validated: list[str], changes: dict[str, Any]) -> None:
+    forward()
+    forward()
+    assert validated == ["forward"]
+    forward(**changes)
+    assert validated == ["forward"] * 2
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "class", "alignment", "gradient", "device's context"])
+def test_other_arrays_are_validated(log: FakeDriver, validated: list[str], what: str) -> None:
+    make = ndarray if what == "device's context" else Tensor
+    forward(make)
+    forward(make)
+    assert validated == ["forward"]
+    options: dict[str, Any] = {"mask": Causal(), "kernels": artifact, "stream": STREAM}
+    operands = [make(SHAPE) for _ in range(3)]
+    if what == "shape":
+        operands = [Tensor((2, 6, 3, 8)) for _ in range(3)]
+    elif what == "class":
+        operands[1] = ndarray(SHAPE)
+    elif what == "alignment":
+        operands[2] = Tensor(SHAPE, shift=1)
+    elif what == "device's context":
+        driver.call("cuCtxSetCurrent", 0xC1)
+    elif what == "dtype":
+        operands[1].dtype = "torch.int32"
+    else:
+        operands[0].requires_grad = True
+    if what in ("dtype", "gradient"):
+        with pytest.raises(NotSupported):
+            attention_forward(*operands, **options)
+    else:
+        attention_forward(*operands, **options)
+    assert validated == ["forward"] * 2
+
+
+def test_misaligned_arrays_are_not_cached(log: FakeDriver, validated: list[str]) -> None:
+    """Their kernel loads shorter vectors than the kernel of aligned arrays, which have the same key."""
+    options: dict[str, Any] = {"mask": Causal(), "kernels": artifact, "stream": STREAM}
+    for shift in (1, 0, 1, 0):
+        attention_forward(Tensor(SHAPE), Tensor(SHAPE), Tensor(SHAPE, shift=shift), **options)
+    assert validated == ["forward"] * 3
+    assert len(call_cache._calls) == 1
+
+
+def test_number_of_cached_calls_is_limited(log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "MAX_CALLS", 2)
+    for scale in (0.1, 0.2, 0.3):
+        forward(scale=scale)
+    assert len(call_cache._calls) == 2
+
+
+def test_empty_problems_are_filled_each_time(log: FakeDriver, validated: list[str]) -> None:
+    options: dict[str, Any] = {"kernels": artifact, "stream": STREAM}
+    for _ in range(2):
+        log.clear()
+        attention_forward(Tensor(SHAPE), Tensor((2, 0, 3, 8)), Tensor((2, 0, 3, 8)), **options)
+        assert log.of("cuMemsetD2D32Async")
+    assert validated == ["forward"] * 2
+    assert call_cache._calls == {}

@@ -1,0 +1,201 @@
+"""Tests of bundles' rules: they give what the planner gives, for the exported problem and for every other one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cutlass_py_attn.bundle.manifest import Target, manifest, names_of
+from cutlass_py_attn.bundle.numbers import inputs
+from cutlass_py_attn.errors import NotSupported, Stale
+from cutlass_py_attn.plan import decode, entry_points, expressions, launch_rules, planner
+from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.plan.plan import Launch, Plan
+from cutlass_py_attn.plan.preconditions import conditions
+from cutlass_py_attn.problem import spec
+from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.serialize import from_json, to_json
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, Sequences, Shape, Tensor
+from cutlass_py_attn.runtime import launch
+from tests.support.any_problem import ARCHS, problems
+from tests.support.fakes import artifact
+
+SMS = st.sampled_from([1, 16, 108, 132, 148])
+
+
+@st.composite
+def resized(draw: st.DrawFn, problem: Problem) -> Problem:
+    """The problem with other batch, heads, lengths and strides."""
+    old = problem.shape
+    heads_key = draw(st.integers(1, 9))
+    group = draw(st.integers(2, 5)) if old.group > 1 else 1
+    batch, queries, keys = draw(st.integers(1, 300)), draw(st.integers(1, 3000)), draw(st.integers(1, 3000))
+    tokens = None if old.tokens is None else (queries + draw(st.integers(0, 99)), keys + draw(st.integers(0, 99)))
+    shape = Shape(batch, queries, keys, heads_key * group, old.head_dim, old.head_dim_value, heads_key, tokens)
+    changes: dict[str, Any] = {}
+    for name, tensor in problem.tensors().items():
+        wanted = shape.of(name) if name in BMHK else shape.bias
+        if name in BIASES:
+            wanted = tuple(1 if size == 1 else full for size, full in zip(tensor.shape, wanted, strict=True))
+        strides = Tensor.contiguous(wanted, tensor.dtype).strides
+        factor = draw(st.sampled_from([1, 1, 3]))
+        strides = (*(step * factor for step in strides[:3]), strides[3])
+        changes[name] = replace(tensor, shape=wanted, strides=strides)
+    for name, tensor in problem.vectors().items():
+        if name in ("alibi_slopes", "sinks", "grad_sinks"):
+            changes[name] = Tensor.contiguous((batch, shape.num_heads)[-len(tensor.shape) :], "float32")
+    if problem.sequences is not None:
+        changes["sequences"] = Sequences(batch, queries, keys, problem.sequences.seqused_k)
+    return problem.replace(**changes)
+
+
+def numbers(plan: Plan) -> dict[str, Any]:
+    """What of a plan follows from sizes."""
+    return {
+        "sizes": {
+            name: dict(plan.params)[name] for name in ("num_splits_key", "total_tiles") if name in dict(plan.params)
+        },
+        "launches": {launch.symbol: launch.grid for launch in plan.launches},
+        "maps": [(m.sizes, m.strides) for launch in plan.launches for m in launch.tensor_maps],
+        "parts": {part.name: part.bytes for part in plan.workspace.buffers},
+    }
+
+
+def by_rule(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> dict[str, Any]:
+    """The same by the rules of the exported problem's bundle, for another problem."""
+    build = plan.build
+    names = {name: item.value for name, item in inputs(other, build).items()} | {"num_sms": num_sms}
+    for name, rule in launch_rules.definitions(exported, build).items():
+        names[name] = expressions.evaluate(rule, names)
+
+    def holds(role: str) -> bool:
+        return bool(expressions.evaluate(launch_rules.launch_condition(build, role), names))
+
+    grids_of = launch_rules.grids_of(exported, build)
+    maps = [launch_rules.tensor_map(exported, it.field) for launch in plan.launches for it in launch.tensor_maps]
+    return {
+        "sizes": {name: names[name] for name in launch_rules.definitions(exported, build) if name != "group"},
+        "launches": {
+            symbol: tuple(expressions.evaluate(rule, names) for rule in grids_of[role])
+            for role, symbol in entry_points.entries(build).items()
+            if holds(role)
+        },
+        "maps": [tuple(tuple(expressions.evaluate(rule, names) for rule in side) for side in both) for both in maps],
+        "parts": {
+            rule.name: expressions.evaluate(rule.bytes, names)
+            for rule in launch_rules.workspace(build)
+            if expressions.evaluate(rule.condition, names)
+        },
+    }
+
+
+def allowed(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> list[str]:
+    """The conditions of the exported problem's bundle that the other problem breaks."""
+    names = names_of(other, plan, num_sms)
+    return [says for rule, says in conditions(exported, plan.build) if not expressions.evaluate(rule, names)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), ARCHS, SMS, st.data())
+def test_rules_are_the_planner(problem: Problem, arch: str, num_sms: int, data: st.DataObject) -> None:
+    """Of every plan, for a problem of other sizes that the bundle's conditions allow: the package would launch these
+    kernels for it, and what it counts is what the rules give."""
+    assume(not problem.reasons() and not problem.is_empty)
+    other = data.draw(resized(problem))
+    assume(not other.reasons())
+    for plan in planner.plans(problem, arch, num_sms):
+        if allowed(problem, plan, problem, num_sms) or allowed(problem, plan, other, num_sms):
+            continue
+        same = planner.plan_of_build(other, plan.build, num_sms)
+        found = [text.split()[0] for text in launch._problem_mismatches(same, other)]
+        # A sum over an axis with one index is planned as none, and is a sum all the same.
+        assert found in ([], ["problem.grad_bias_mode"])
+        assert plan.build.family != "decode" or not decode.unsupported_features(other)
+        assert by_rule(problem, plan, other, num_sms) == numbers(same)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rules_of_maps_that_end_with_a_sequence(direction: str, deterministic: bool) -> None:
+    """On Hopper, for other lengths, heads and tokens; the counter of key tiles is one number whatever the sizes."""
+    shapes = Shape(3, 400, 300, 4, 128, 128, tokens=(1000, 900)), Shape(7, 500, 600, 8, 128, 128, tokens=(1234, 2222))
+    one, other = (
+        Problem.dense(direction, shape, "bfloat16", Causal()).replace(deterministic=deterministic) for shape in shapes
+    )
+    plan = planner.plan(one, "sm_90a", 132)
+    assert plan.build.family == "sm90"
+    assert by_rule(one, plan, other, 132) == numbers(planner.plan_of_build(other, plan.build, 132))
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), ARCHS, st.data())
+def test_what_the_same_kernels_serve_is_allowed(problem: Problem, arch: str, data: st.DataObject) -> None:
+    """Conditions refuse nothing that is planned with the same kernels, but grids in pieces and sums of one index."""
+    assume(not problem.reasons() and not problem.is_empty)
+    other = data.draw(resized(problem))
+    assume(not other.reasons())
+    plan = planner.plan(problem, arch)
+    assume(not allowed(problem, plan, problem, 132))
+    assume(any(found.build == plan.build for found in planner.plans(other, arch)))
+    assert allowed(problem, plan, other, 132) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), ARCHS)
+def test_every_problem_has_a_manifest_or_is_refused(problem: Problem, arch: str) -> None:
+    """The manifest's numbers are the plan's, field by field."""
+    assume(not problem.reasons())
+    plan = planner.plan(problem, arch)
+    target = Target(problem, plan, artifact(plan.build), architecture(arch).num_sms)
+    if problem.is_empty or 0 in (problem.shape.num_keys, problem.shape.num_queries):
+        with pytest.raises(NotSupported, match="must be at least 1"):
+            manifest("attention", (target,), {})
+        return
+    (found,) = manifest("attention", (target,), {})["passes"][problem.direction]["targets"]
+    assert Plan.from_json(plan.to_json()) == plan
+    values = {item["name"]: item.get("value", 0) for item in found["struct"]["fields"]}
+    assert {name: values[name] for name, _ in plan.params} == dict(plan.params)
+    launches = {launch.symbol: launch for launch in plan.launches}
+    for item in found["launches"]:
+        launch = launches.get(item["symbol"], Launch(item["symbol"], (0, 0, 0), tuple(item["block"]), 0))
+        assert tuple(item["grid"]) == launch.grid or item["when"] != "1"
+        assert tuple(item["block"]) == launch.block
+    parts = {part["name"]: (part["offset"], part["bytes"]) for part in found["workspace"]["buffers"] if part["bytes"]}
+    assert parts == {part.name: (part.offset, part.bytes) for part in plan.workspace.buffers}
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_problems_survive_json(problem: Problem) -> None:
+    assert from_json(to_json(problem)) == problem
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data.pop("query"), "must have direction, key, output, query, value"),
+        (lambda data: data.update(dtype="float16"), "dtype"),
+        (lambda data: data["mask"].update(name="blocky"), "has another form ('blocky')"),
+        (lambda data: data["mask"].update(window=3), "has another form"),
+        (lambda data: data.update(key=[1, 2]), "has another form"),
+    ],
+)
+def test_damaged_problems_are_named(change: Any, words: str) -> None:
+    data = to_json(spec.parse("bf16_d64_s64_b1_h1_causal").problem("forward"))
+    change(data)
+    with pytest.raises(NotSupported, match=re.escape(words)):
+        from_json(data)
+
+
+def test_a_plan_for_another_device_stops_the_export() -> None:
+    problem = spec.parse("bf16_d64_s1024_b4_h8_causal").problem("forward")
+    plan = planner.plan(problem, "sm_90a", num_sms=16)
+    assert plan.build.body.lengths == "any"
+    with pytest.raises(Stale, match="update the rules of bundles to the planner"):
+        manifest("attention", (Target(problem, plan, artifact(plan.build), 132),), {})

@@ -1,0 +1,181 @@
+"""Tests of the disk cache: hits, misses for damaged and foreign entries, and unusable folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
+from cutlass_py_attn.compilation import cache, compiler, registry
+from cutlass_py_attn.compilation.cache import Cache
+from cutlass_py_attn.errors import BreaksPlan
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.planner import plan_forward
+from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import Shape
+
+pytest.importorskip("cuda.core.utils")
+
+BUILD = plan_forward(Problem.dense("forward", Shape(1, 64, 64, 1, 64, 64), "bfloat16", Causal()), "sm_90").build
+KERNEL = Kernel(f"{BUILD.symbol}_0", 90, 0, 0, 1024, 128, (Parameter("params", 0, 152),))
+ARTIFACT = Artifact(BUILD, "// ptx\n" * 40000, b"\x7fELF\0\1" * 30000, (KERNEL,), "compiler 1", "as planned")
+
+
+def entries(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    Cache(tmp_path / "kept").put(ARTIFACT)
+    return tmp_path / "kept"
+
+
+def test_a_stored_artifact_is_a_hit(folder: Path) -> None:
+    found = Cache(folder).get(BUILD, "compiler 1")
+    assert found == ARTIFACT
+    assert found is not ARTIFACT
+
+
+def test_the_folder_is_the_users_alone(folder: Path) -> None:
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_no_pickle(folder: Path) -> None:
+    (entry,) = entries(folder)
+    assert entry.read_bytes().startswith(b"cutlass_py_attn artifact 1\n")
+
+
+def test_another_build_compiler_or_source_is_a_miss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Cache(folder).get(dataclasses.replace(BUILD, arch="sm_80"), "compiler 1") is None
+    assert Cache(folder).get(BUILD, "compiler 2") is None
+    monkeypatch.setattr(cache, "_source_digest", lambda build: b"other sources")
+    assert Cache(folder).get(BUILD, "compiler 1") is None
+
+
+def test_findings_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def spilling(build: Build) -> Artifact:
+        nonlocal asked
+        asked += 1
+        raise BreaksPlan(f"{build.symbol} spills")
+
+    monkeypatch.setattr(compiler, "compile", spilling)
+    monkeypatch.setattr(compiler, "_artifacts", {})  # an earlier test may have compiled it
+    for _ in range(2):
+        with pytest.raises(BreaksPlan, match=f"{BUILD.symbol} spills"):
+            compiler.artifact_for(BUILD, tmp_path)
+    assert asked == 1
+    assert Cache(tmp_path).get_findings(BUILD, "another compiler") is None
+    (entry,) = entries(tmp_path)
+    entry.write_bytes(entry.read_bytes()[:-1])
+    with pytest.raises(BreaksPlan):
+        compiler.artifact_for(BUILD, tmp_path)
+    assert asked == 2, "a damaged entry is a miss"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: b"garbage",
+        lambda data: data[:20],
+        lambda data: data[:-1],
+        lambda data: data + b"\0",
+        lambda data: data[:5000] + b"\xff" + data[5001:],
+        lambda data: b"\x80\x04" + data[2:],
+    ],
+)
+def test_a_damaged_entry_is_a_miss_and_is_replaced(folder: Path, damage) -> None:  # type: ignore[no-untyped-def]
+    (entry,) = entries(folder)
+    entry.write_bytes(damage(entry.read_bytes()))
+    kept = Cache(folder)
+    assert kept.get(BUILD, "compiler 1") is None
+    kept.put(ARTIFACT)
+    assert kept.get(BUILD, "compiler 1") == ARTIFACT
+    assert len(entries(folder)) == 1
+
+
+def test_a_sound_entry_of_another_build_is_a_miss(folder: Path) -> None:
+    (entry,) = entries(folder)
+    entry.write_bytes(cache.pack(dataclasses.replace(ARTIFACT, build=dataclasses.replace(BUILD, arch="sm_80"))))
+    assert Cache(folder).get(BUILD, "compiler 1") is None
+
+
+def test_a_sound_container_of_another_layout_is_a_miss() -> None:
+    data = cache.pack(ARTIFACT)
+    for old, new in (
+        (b'"registers"', b'"registrars"'),
+        (b'"kernels"', b'"kernel_s"'),
+        (b'"build": {', b'"build": ['),
+    ):
+        assert cache.unpack(_sealed(data, old, new)) is None
+
+
+def _sealed(data: bytes, old: bytes, new: bytes) -> bytes:
+    """Returns the container with a changed description and the matching hash."""
+    body = data[len(cache.FORMAT) + 32 :]
+    description_bytes, ptx_bytes = cache._LENGTHS.unpack_from(body)
+    rest = body[cache._LENGTHS.size :].replace(old, new)
+    lengths = cache._LENGTHS.pack(description_bytes + len(new) - len(old), ptx_bytes)
+    return cache.FORMAT + cache.hashlib.sha256(lengths + rest).digest() + lengths + rest
+
+
+def test_an_unusable_folder_stores_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for useless in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere/below")):
+        kept = Cache(useless)
+        kept.put(ARTIFACT)
+        assert kept.get(BUILD, "compiler 1") is None
+
+
+def test_a_read_only_folder_can_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    kept = Cache(folder)
+    kept.put(dataclasses.replace(ARTIFACT, toolchain="compiler 2"))
+    assert kept.get(BUILD, "compiler 2") is None
+    assert kept.get(BUILD, "compiler 1") == ARTIFACT
+
+
+def test_the_default_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Cache().put(ARTIFACT)
+    assert entries(tmp_path / "cutlass_py_attn")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache.default_folder() == tmp_path / "home" / ".cache" / "cutlass_py_attn"
+
+
+def test_a_stored_artifact_loads_within_50_ms(folder: Path) -> None:
+    cache._file_digest.cache_clear()
+    registry._closure.cache_clear()
+    registry._imports.cache_clear()
+    begin = time.perf_counter()
+    assert Cache(folder).get(BUILD, "compiler 1") is not None
+    assert time.perf_counter() - begin < 0.05
+
+
+def test_a_build_is_compiled_once_per_process_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Build] = []
+
+    def fake(build: Build) -> Artifact:
+        compiled.append(build)
+        return dataclasses.replace(ARTIFACT, build=build, toolchain="compiler 1")
+
+    monkeypatch.setattr(compiler, "compile", fake)
+    monkeypatch.setattr(compiler, "toolchain", lambda: "compiler 1")
+    monkeypatch.setattr(compiler, "_artifacts", {})
+    first = compiler.artifact_for(BUILD, tmp_path)
+    assert compiler.artifact_for(BUILD, tmp_path) is first
+    monkeypatch.setattr(compiler, "_artifacts", {})  # as in another process
+    assert compiler.artifact_for(BUILD, tmp_path) == first
+    assert compiled == [BUILD]

@@ -1,0 +1,417 @@
+"""Tests of attention in JAX: values, gradients and transformations by the reference; launches on the fake driver."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.errors import NoDevice, NotSupported, Stale
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
+from tests.support.fake_driver import FakeDriver
+from tests.support.fakes import artifact, decode
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_disable_most_optimizations", True)  # XLA compiles in half the time
+jnp = jax.numpy
+
+import cutlass_py_attn.jax as attention_module  # noqa: E402
+from cutlass_py_attn.jax import attention, calls, export_checks, handler, payload  # noqa: E402
+
+B, MQ, MK, H, D = 2, 13, 17, 4, 8
+KEY = jax.random.key(0)
+ARGUMENTS = (0, 1, 2)
+CAUSAL = Causal()
+
+
+def draw(number: int, *shape: int, dtype: Any = "float32") -> Any:
+    return jax.random.normal(jax.random.fold_in(KEY, number), shape, jnp.float32).astype(dtype)
+
+
+def operands(heads_key: int = H, dtype: Any = "float32") -> tuple[Any, Any, Any]:
+    return (
+        draw(1, B, MQ, H, D, dtype=dtype),
+        draw(2, B, MK, heads_key, D, dtype=dtype),
+        draw(3, B, MK, heads_key, D, dtype=dtype),
+    )
+
+
+def plain(query: Any, key: Any, value: Any, mask: Any = CAUSAL, bias: Any = None, sinks: Any = None) -> Any:
+    """Attention in jax.numpy."""
+    group = query.shape[2] // key.shape[2]
+    key, value = jnp.repeat(key, group, 2), jnp.repeat(value, group, 2)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest") / np.sqrt(query.shape[3])
+    scores = scores if bias is None else scores + bias
+    scores = jnp.where(mask.materialise(query.shape[1], key.shape[1]), scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column], -1)
+    weights = jax.nn.softmax(scores, -1)[..., : key.shape[1]]
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value, precision="highest")
+
+
+ours = functools.partial(attention, mask=Causal(), backend="reference")
+
+
+def loss(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a loss with a different weight for each element of the output."""
+    return lambda *arrays: jnp.sum(jnp.sin(jnp.arange(B * MQ * H * D)).reshape(B, MQ, H, D) * function(*arrays))
+
+
+def expect_close(found: Any, expected: Any) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(np.asarray(one, "f4"), np.asarray(other, "f4"), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), Causal(5), CausalBottomRight(), Window(4, 2)], ids=repr)
+@pytest.mark.parametrize("heads_key", [H, 2])
+def test_values_and_gradients(mask: Any, heads_key: int) -> None:
+    arrays = operands(heads_key)
+    expect_close(jax.jit(functools.partial(ours, mask=mask))(*arrays), plain(*arrays, mask=mask))
+    found = jax.jit(jax.grad(loss(functools.partial(ours, mask=mask)), ARGUMENTS))(*arrays)
+    expect_close(found, jax.grad(loss(functools.partial(plain, mask=mask)), ARGUMENTS)(*arrays))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, MQ, MK), (B, H, MQ, MK), (1, H, 1, MK)], ids=str)
+def test_gradient_of_a_bias_that_broadcasts(shape: tuple[int, ...]) -> None:
+    arrays = (*operands(), draw(4, *shape))
+    found = jax.grad(loss(lambda q, k, v, b: ours(q, k, v, bias=b)), (0, 1, 2, 3))(*arrays)
+    expect_close(found, jax.grad(loss(lambda q, k, v, b: plain(q, k, v, bias=b)), (0, 1, 2, 3))(*arrays))
+
+
+def test_gradient_of_sinks() -> None:
+    arrays = (*operands(), draw(4, H))
+    found = jax.grad(loss(lambda q, k, v, s: ours(q, k, v, sinks=s)), 3)(*arrays)
+    expect_close(found, jax.grad(loss(lambda q, k, v, s: plain(q, k, v, sinks=s)), 3)(*arrays))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays(dtype: str) -> None:
+    arrays = operands(dtype=dtype)
+    output, pull = jax.vjp(ours, *arrays)
+    assert [array.dtype for array in (output, *pull(output))] == [dtype] * 4
+
+
+def items(function: Callable[..., Any], axes: tuple[int | None, ...], *arrays: Any) -> Any:
+    """Applies the function to one element after the other, as vmap is defined."""
+    count = next(array.shape[0] for array, axis in zip(arrays, axes, strict=True) if axis == 0)
+    each = [
+        function(*(array[i] if axis == 0 else array for array, axis in zip(arrays, axes, strict=True)))
+        for i in range(count)
+    ]
+    return jax.tree.map(lambda *results: jnp.stack(results), *each)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, None, None), (None, 0, 0, None), (0, 0, 0, None)], ids=str)
+@pytest.mark.parametrize("batch", [1, B])
+def test_vmap_joins_the_batch(axes: tuple[int | None, ...], batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward are one call each, whichever operands have the axis and however the bias broadcasts."""
+    arrays = (*operands(), draw(4, batch, H, MQ, MK))
+    stacked = [a if axis is None else jnp.stack([a, 2 * a, -a]) for a, axis in zip(arrays, axes, strict=True)]
+    gradients = jax.grad(loss(lambda q, k, v, b: ours(q, k, v, bias=b)), (0, 1, 2, 3))
+    expected = jax.block_until_ready(items(gradients, axes, *stacked))  # computed before the calls are counted
+    counted: list[tuple[int, ...]] = []
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(
+            calls.cpu_backend, name, functools.partial(_counting, counted, getattr(calls.cpu_backend, name))
+        )
+    expect_close(jax.vmap(gradients, axes)(*stacked), expected)
+    assert (3 * B, MQ, H, D) in counted
+    assert len(counted) == 2
+
+
+def _counting(counted: list[tuple[int, ...]], real: Callable[..., Any], operands: Any, options: Any) -> Any:
+    counted.append(operands["query"].shape)
+    return real(operands, options)
+
+
+def test_vmap_over_lengths_and_over_keys_of_dropout() -> None:
+    """Elements that cannot join the batch run one by one, with the results of single calls."""
+    query, key, value = (draw(i, 3, 1, 20, H, D) for i in range(3))
+    bounds = jnp.array([[0, 4, 20], [0, 9, 15], [0, 0, 7]])
+
+    def packed(q: Any, k: Any, v: Any, starts: Any) -> Any:
+        return ours(q, k, v, sequences=VariableLength(starts, starts, 20, 20))
+
+    expect_close(jax.vmap(packed)(query, key, value, bounds), items(packed, (0, 0, 0, 0), query, key, value, bounds))
+    keys = jax.random.split(KEY, 3)
+
+    def dropped(q: Any, k: Any, v: Any, dropout_key: Any) -> Any:
+        return ours(q, k, v, dropout_p=0.5, dropout_key=dropout_key)
+
+    one_by_one = [dropped(query[i], key[i], value[i], keys[i]) for i in range(3)]
+    expect_close(jax.vmap(dropped)(query, key, value, keys), jnp.stack(one_by_one))
+
+
+def test_dropout_draws_the_same_in_both_directions() -> None:
+    """Compares a Jacobian, whose backward alone is under vmap, with differences of the function."""
+    query, key, value = (array[:1, :3, :2] for array in operands())
+
+    def function(v: Any) -> Any:
+        return ours(query, key, v, dropout_p=0.5, dropout_key=KEY)
+
+    jacobian = jax.jacrev(function)(value)
+    direction = draw(9, *value.shape)
+    expect_close(jnp.tensordot(jacobian, direction, 4), function(value + direction) - function(value))
+    assert bool((function(value) != ours(query, key, value)).any())
+    assert bool((function(value) == function(value)).all())
+
+
+@pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
+def test_shard_map(axis: int) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    spec = jax.sharding.PartitionSpec(*(["x" if i == axis else None for i in range(4)]))
+    sharded = jax.shard_map(ours, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    arrays = operands()
+    for call in (sharded, jax.jit(sharded)):
+        expect_close(call(*arrays), ours(*arrays))
+    found = jax.jit(jax.grad(loss(sharded), ARGUMENTS))(*arrays)
+    expect_close(found, jax.grad(loss(ours), ARGUMENTS)(*arrays))
+
+
+def test_no_keys() -> None:
+    query, key, value = operands()
+    for call in (ours, functools.partial(attention, kernels=artifact, arch="sm_90")):
+        output, pull = jax.vjp(call, query, key[:, :0], value[:, :0])
+        assert not output.any()
+        assert [array.shape for array in pull(output)] == [query.shape, key[:, :0].shape, key[:, :0].shape]
+
+
+# Launches for a GPU
+
+
+def gpu_call(*arrays: Any, **options: Any) -> Any:
+    """Attention with made-up kernels for an H200, without a GPU."""
+    return attention(*arrays, **{"mask": Causal(), "kernels": artifact, "arch": "sm_90", **options})
+
+
+def exported(function: Callable[..., Any], *arrays: Any) -> Any:
+    return jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=export_checks())(*arrays)
+
+
+def packed_payloads(monkeypatch: pytest.MonkeyPatch) -> list[payload.Payload]:
+    """Returns a list that gets every payload that is packed later, after a round trip through its bytes."""
+    found: list[payload.Payload] = []
+    attention_module._traced.clear_cache()
+    calls._payload.cache_clear()
+    real = payload.Payload.pack
+
+    def pack(self: payload.Payload) -> bytes:
+        data = real(self)
+        found.append(payload.unpack(data))
+        assert found[-1] == self
+        return data
+
+    monkeypatch.setattr(payload.Payload, "pack", pack)
+    return found
+
+
+def test_export_holds_the_plans_of_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = packed_payloads(monkeypatch)
+    arrays = operands(2, "bfloat16")
+    program = exported(jax.grad(lambda *a: gpu_call(*a).astype(jnp.float32).sum(), ARGUMENTS), *arrays)
+    assert program.mlir_module().count(f"stablehlo.custom_call @{handler.TARGET}(") == 2
+    assert jax.export.deserialize(program.serialize()).platforms == ("cuda",)
+    forward, backward = packed
+    assert (forward.plan.build.family, forward.plan.build.features) == ("sm90", ("grouped",))
+    assert set(forward.operands) == {"query", "key", "value"}
+    assert forward.results == ("output", "logsumexp")
+    assert backward.plan.build.gradients == ("query", "key", "value")
+    assert backward.results[-1] == "workspace"
+    assert set(backward.results[:-1]) == {"grad_query", "grad_key", "grad_value"}
+    assert set(forward.operands) | {"grad_output", "output", "logsumexp"} == set(backward.operands)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(0, ("query",)), (2, ("value",)), (3, ("bias",)), (4, ("sinks",))])
+def test_only_requested_gradients_are_computed(
+    number: int, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = packed_payloads(monkeypatch)
+    arrays = (*operands(), draw(4, 1, H, MQ, MK), draw(5, H))
+    exported(jax.grad(lambda q, k, v, b, s: gpu_call(q, k, v, bias=b, sinks=s).sum(), number), *arrays)
+    assert packed[1].plan.build.gradients == expected
+    assert packed[1].results[: len(expected)] == tuple(f"grad_{name}" for name in expected)
+
+
+@pytest.fixture
+def on_fake_driver(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """XLA's CPU client calls the CUDA handler, with a made-up stream and the fake driver."""
+    monkeypatch.setattr(handler, "_stream", lambda *_: 0x77)
+    monkeypatch.setattr(handler, "_payloads", {})
+    monkeypatch.setattr(calls, "TARGET", f"{handler.TARGET}_fake_driver")
+    attention_module._traced.clear_cache()
+    return driver_log
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    target = f"{handler.TARGET}_fake_driver"
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler._handlers["CUDA"]), platform="cpu")
+
+
+def structs(log: FakeDriver, build: Any) -> list[dict[str, float]]:
+    return [decode(build, call.parameters) for call in log.of("cuLaunchKernelEx")]
+
+
+@pytest.mark.parametrize(("dtype", "clears"), [("bfloat16", 0), ("float32", 1)])  # one block per head; split
+def test_handler_launches_the_plan(
+    dtype: str, clears: int, on_fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = packed_payloads(monkeypatch)
+    output, pull = jax.vjp(gpu_call, *operands(dtype=dtype))
+    pull(output)[0].block_until_ready()
+    forward, backward = packed
+    launches = on_fake_driver.of("cuLaunchKernelEx")
+    assert [call.text for call in launches] == [each.symbol for p in packed for each in p.plan.launches]
+    assert {call.stream for call in launches} == {0x77}
+    assert on_fake_driver.of("cuMemAllocAsync") == [], "the workspace is XLA's"
+    cleared = [call.numbers[2] for call in on_fake_driver.of("cuMemsetD8Async")]
+    assert (backward.plan.workspace.zero_bytes > 0) == clears
+    assert cleared == [backward.plan.workspace.zero_bytes] * clears
+    (first,) = structs(on_fake_driver, forward.plan.build)[:1]
+    last = decode(backward.plan.build, launches[-1].parameters)
+    assert first["num_queries"] == MQ
+    assert last["logsumexp"] == first["logsumexp"], "the forward's buffer"
+    assert len({first[name] for name in ("query", "key", "value", "output", "logsumexp")}) == 5
+
+
+def test_handler_loads_a_kernel_once_in_relaxed_capture_mode(on_fake_driver: FakeDriver) -> None:
+    run = jax.jit(gpu_call)
+    arrays = operands(dtype="float16")
+    for _ in range(3):
+        run(*arrays).block_until_ready()
+    assert len(on_fake_driver.of("cuLaunchKernelEx")) == 3
+    assert [call.numbers[0] for call in on_fake_driver.of("cuThreadExchangeStreamCaptureMode")] == [2, 0]
+
+
+def test_dropout_reads_its_seed_from_the_device(on_fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = packed_payloads(monkeypatch)
+    gpu_call(*operands(), dropout_p=0.25, dropout_key=KEY).block_until_ready()
+    (struct,) = structs(on_fake_driver, packed[0].plan.build)
+    assert struct["philox_offset_address"] == struct["philox_seed_address"] + 8
+    assert (struct["philox_seed"], struct["philox_offset"]) == (0, 0)
+
+
+def test_sequences_fill_the_rows_outside(on_fake_driver: FakeDriver) -> None:
+    starts = np.array([0, 5, 13])
+    query, key, value = (draw(i, 1, 13, H, D) for i in range(3))
+    output = gpu_call(query, key, value, sequences=VariableLength(starts, starts, 8, 8))
+    assert not np.asarray(output).any(), "zeros, for the fake driver's kernels write nothing"
+    assert on_fake_driver.names.index("cuMemsetD2D32Async") < on_fake_driver.names.index("cuLaunchKernelEx")
+
+
+@pytest.mark.parametrize("name", ["cuLaunchKernelEx", "cuLibraryLoadData"])
+def test_an_error_of_the_driver_reaches_the_caller(on_fake_driver: FakeDriver, name: str) -> None:
+    on_fake_driver.fail(name, 2)
+    head_dim = {"cuLaunchKernelEx": 16, "cuLibraryLoadData": 24}[name]  # kernels that no other test has loaded
+    query = draw(1, 1, 40, 1, head_dim)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"cutlass_py_attn: {name}.*CUDA_ERROR_OUT_OF_MEMORY"):
+        gpu_call(query, query, query).block_until_ready()
+
+
+def test_host_operands_are_refused_where_they_run() -> None:
+    attention_module._traced.clear_cache()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r'in host memory: must be on a CUDA device.*"reference"'):
+        gpu_call(*operands()).block_until_ready()
+
+
+def test_foreign_and_damaged_payloads_are_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = packed_payloads(monkeypatch)
+    exported(gpu_call, *operands())
+    data = packed[0].pack()
+    with pytest.raises(Stale, match="export the program again"):
+        payload.unpack(b"something else")
+    with pytest.raises(Stale, match="of another version"):
+        payload.unpack(data[:-9])
+
+
+# Refused calls
+
+
+def test_refusals_when_traced() -> None:
+    arrays = operands()
+    with pytest.raises(NotSupported) as caught:
+        attention(*arrays, dropout_p=0.1, maks=Full(), mask="causal", backend="cpu")
+    assert [reason.split()[0] for reason in caught.value.reasons] == ["option", "dropout_p", "mask", "backend"]
+    with pytest.raises(NotSupported, match=r"value has dtype bfloat16 but query has float32"):
+        jax.eval_shape(ours, *arrays[:2], arrays[2].astype("bfloat16"))
+    with pytest.raises(NotSupported, match=r"scale = .*must be a number"):
+        jax.jit(lambda *a: ours(*a[:3], scale=a[3]))(*arrays, 0.5)
+    with pytest.raises(NotSupported, match="alibi_slopes is differentiated: must be a constant"):
+        jax.grad(lambda slopes: ours(*arrays, alibi_slopes=slopes).sum())(jnp.ones(H))
+    assert ours(*arrays, alibi_slopes=jnp.ones(H)).shape == (B, MQ, H, D)
+
+
+def test_without_a_gpu_arch_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(ordinal: int) -> Any:
+        raise NoDevice("there is none")
+
+    monkeypatch.setattr(calls.driver, "device", absent)
+    calls._payload.cache_clear()
+    attention_module._traced.clear_cache()
+    with pytest.raises(NoDevice, match=r'there is none; .*pass arch="sm_90"'):
+        jax.eval_shape(functools.partial(attention, kernels=artifact), *operands())
+
+
+def test_the_training_example_without_a_gpu() -> None:
+    path = Path(__file__).resolve().parents[3] / "examples/jax_training.py"
+    losses, worst = runpy.run_path(str(path))["main"](steps=2, batch=2, length=12, backend="reference")
+    assert all(2 < loss < 4 for loss in losses)
+    assert losses[0] != losses[1]
+    assert worst < 1e-5
+
+
+def test_importing_loads_no_compiler() -> None:
+
+    code = (
+        "import sys, cutlass_py_attn.jax; print([m for m in ('cutlass', 'cuda.bindings.driver') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_without_jax_the_import_says_what_to_install() -> None:
+    code = "import sys; sys.modules['jax'] = None; import cutlass_py_attn.jax"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'cutlass-py-attn[jax]'" in done.stderr.splitlines()[-1]
+
+
+def test_the_benchmark_records_what_it_prints(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two small cases by the reference in place of kernels; cuDNN is missing."""
+    bench_jax = importlib.import_module("tools.bench.bench_jax")
+
+    def ours(*arrays: Any, kernels: Any, **options: Any) -> Any:
+        assert kernels.path == tmp_path
+        return attention(*arrays, backend="reference", **options)
+
+    cases = tuple(bench_jax.Case("float32", 1, 8, 1, 8, is_causal) for is_causal in (True, False))
+    monkeypatch.setattr(bench_jax, "CASES", cases)
+    monkeypatch.setattr(bench_jax, "attention", ours)
+    about = {"gpu": "none", "driver": "none", "date": "2026-11-22"}
+    monkeypatch.setattr(bench_jax.record, "about_run", lambda: about)
+    log = tmp_path / "jax.json"
+    monkeypatch.setattr(sys, "argv", ["bench_jax", "--kernels", str(tmp_path), "--record", str(log)])
+    assert bench_jax.main() == 0
+    run = json.loads(log.read_text())
+    assert run.keys() == {*about, "commit", "jax", "rows"}
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == bench_jax.jax_table.table(run).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in printed[2:]] == [
+        f"| float32, {mask}, batch 1, 8 tokens, 1 heads of 8" for mask in ("causal", "full")
+    ]
+    assert all(line.count("refused") == 2 for line in printed[2:])

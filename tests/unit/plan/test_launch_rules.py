@@ -1,0 +1,127 @@
+"""Tests of plan/launch_rules.py: grids and workspace of every kernel body, against numbers that are written out."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.plan.planner import plan_with_tile
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import Shape
+
+KIB = 1024
+LONG = Shape(2, 1000, 900, 6, 128, 128, num_heads_key=3)
+SHORT = Shape(9, 128, 128, 16, 64, 64)
+WIDE = Shape(2, 1000, 900, 6, 256, 256, num_heads_key=3)
+SPLIT = Shape(2, 1000, 900, 6, 512, 512)
+DECODE = Shape(2, 4, 4096, 8, 128, 128, num_heads_key=2)
+VARLEN = Shape(4, 300, 200, 2, 128, 128, tokens=(700, 600))
+
+
+def planned(direction: str, shape: Shape, tile: str, num_sms: int = 16, *, deterministic: bool = False) -> Plan:
+    problem = Problem.dense(direction, shape, "bfloat16", Causal()).replace(deterministic=deterministic)
+    family = "decode" if shape is DECODE else "sm80" if "x8:" in tile or "x4:" in tile else "sm90"
+    return plan_with_tile(problem, "sm_90a", TileConfig.parse(tile), num_sms, family=family)
+
+
+GRIDS: dict[str, tuple[Plan, dict[str, tuple[int, int, int]]]] = {
+    "sm80 forward": (planned("forward", LONG, "128x64x4:1"), {"0": (8, 6, 2)}),
+    "sm80 split-D forward": (planned("forward", SPLIT, "64x64x8:2c256+split_d"), {"0": (16 * 2, 6, 2)}),
+    "sm80 backward": (
+        planned("backward", LONG, "64x128x8:2,2", 1),
+        {"delta_1": (16 * 4, 6, 2), "0": (6, 3, 2), "finish_2": (16, 6, 2)},
+    ),
+    "sm80 deterministic backward": (
+        planned("backward", LONG, "64x128x8:2,2", 1, deterministic=True),
+        {"delta_1": (16 * 4, 6, 2), "0": (8, 3, 2), "finish_2": (16, 6, 2)},
+    ),
+    "sm90 forward": (planned("forward", LONG, "128x128x12:2"), {"0": (16, 1, 1)}),
+    "sm90 forward with more SMs than work": (planned("forward", LONG, "128x128x12:2", 132), {"0": (96, 1, 1)}),
+    "sm90 multicast forward": (planned("forward", LONG, "128x128x12:2+multicast", 15), {"0": (14, 1, 1)}),
+    "sm90 backward": (
+        planned("backward", LONG, "64x128x16:3,2", 132),
+        {"delta_1": (16 * 4, 6, 2), "0": (8 * 3 * 2, 1, 1), "finish_2": (16, 6, 2)},
+    ),
+    "sm90 backward, one block per head": (
+        planned("backward", SHORT, "128x128x16:3,2+per_head", 132),
+        {"delta_1": (8, 16, 9), "0": (132, 1, 1)},
+    ),
+    "sm90 2-CTA backward": (
+        planned("backward", WIDE, "64x64x16:2,2+2cta", 132),
+        {"delta_1": (16 * 4, 6, 2), "0": (2 * 8 * 3 * 2, 1, 1), "finish_2": (16, 6, 2)},
+    ),
+    "decode": (planned("forward", DECODE, "16x128x8:2", 16), {"0": (4, 2, 2), "combine_1": (4, 8, 2)}),
+    "decode without splits": (planned("forward", DECODE, "16x128x8:2", 1), {"0": (1, 2, 2)}),
+}
+
+
+@pytest.mark.parametrize(("plan", "grids"), GRIDS.values(), ids=GRIDS)
+def test_grids(plan: Plan, grids: dict[str, tuple[int, int, int]]) -> None:
+    found = {launch.symbol.removeprefix(f"{plan.symbol}_"): launch.grid for launch in plan.launches}
+    assert found == grids
+
+
+WORKSPACES: dict[str, tuple[Plan, dict[str, int], int]] = {
+    # (buffers, how many of the first are zeroed)
+    "forward": (planned("forward", LONG, "128x64x4:1"), {}, 0),
+    "sm80 backward": (
+        planned("backward", LONG, "64x128x8:2,2"),
+        {"grad_query_accum": 6 * 32 * 64 * 512, "delta": 6 * 32 * 256, "logsumexp_log2": 6 * 32 * 256},
+        1,
+    ),
+    "sm80 deterministic backward": (
+        planned("backward", LONG, "64x128x8:2,2", deterministic=True),
+        {
+            "grad_query_accum": 6 * 32 * 64 * 512,
+            "turn": 6 * 32 * 4,
+            "started": 3 * 2 * 4,
+            "delta": 6 * 32 * 256,
+            "logsumexp_log2": 6 * 32 * 256,
+        },
+        3,
+    ),
+    "sm90 backward with variable lengths": (
+        planned("backward", VARLEN, "64x128x16:3,2"),
+        {
+            "grad_query_accum": 2 * (10 + 4) * 64 * 512,
+            "started": 4,
+            "delta": 2 * 14 * 256,
+            "logsumexp_log2": 2 * 14 * 256,
+        },
+        2,
+    ),
+    "sm90 backward, one block per head": (
+        planned("backward", SHORT, "128x128x16:3,2+per_head", 132),
+        {"grad_query_accum": 132 * 32 * KIB, "delta": 16 * 9 * 512, "logsumexp_log2": 16 * 9 * 512},
+        0,
+    ),
+    "decode": (
+        planned("forward", DECODE, "16x128x8:2", 16),
+        {"partial_output": 2 * 8 * 4 * 4 * 512, "partial_logsumexp": 2 * 8 * 4 * 4 * 4},
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize(("plan", "buffers", "num_zeroed"), WORKSPACES.values(), ids=WORKSPACES)
+def test_workspace(plan: Plan, buffers: dict[str, int], num_zeroed: int) -> None:
+    space = plan.workspace
+    assert {buffer.name: buffer.bytes for buffer in space.buffers} == buffers
+    assert all(buffer.offset % 256 == 0 for buffer in space.buffers)
+    last = space.buffers[num_zeroed - 1] if num_zeroed else None
+    assert space.zero_bytes == (last.offset + last.bytes if last else 0)
+
+
+def test_tensor_maps() -> None:
+    """(columns, rows, heads, batch) of a dense operand; a map of sequences ends with each of them."""
+    plan = planned("forward", LONG, "128x128x12:2")
+    query, key, _ = plan.launches[0].tensor_maps
+    assert (query.field, query.sizes, query.strides) == ("query", (128, 1000, 6, 2), (6 * 128, 128, 1000 * 6 * 128))
+    assert (key.sizes, key.box, key.swizzle_bytes) == ((128, 900, 3, 2), (64, 128, 1, 1), 128)
+    main = next(launch for launch in planned("backward", VARLEN, "64x128x16:3,2").launches if launch.tensor_maps)
+    query = main.tensor_maps[0]
+    assert query.sizes == (128, 2**30, 2, 701, 2**30 + 1)
+    assert query.strides == (256, 128, 256, 2**34 // 2 - 256)
+    assert query.box == (64, 64, 1, 1, 1)

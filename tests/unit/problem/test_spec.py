@@ -1,0 +1,174 @@
+"""Tests of problem specs: names and specs convert into each other, and a wrong name is refused with a remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cutlass_py_attn.bench.cases import default_cases
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem import spec as specs
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
+from cutlass_py_attn.problem.serialize import from_json, to_json
+from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse, parse_mask
+from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape
+
+RESULTS = Path(__file__).resolve().parents[3] / "tools" / "bench" / "results"
+
+lengths = st.integers(0, 300)
+windows = st.none() | st.integers(1, 300)
+edges = st.none() | st.integers(0, 300)
+masks: st.SearchStrategy[Mask] = (
+    st.just(Full())
+    | st.builds(Causal, windows)
+    | st.builds(CausalBottomRight, windows)
+    | st.builds(Window, edges, edges)
+)
+positive = st.floats(1e-6, 100, allow_nan=False)
+
+
+@st.composite
+def any_spec(draw: st.DrawFn) -> ProblemSpec:
+    """A spec with any mixture of features."""
+    axes = [draw(st.sampled_from((letter, "1"))) for letter in specs.BIAS_AXES]
+    bias = "".join(axes) if draw(st.booleans()) else ""
+    gradient = draw(st.sampled_from(("", "grad", "sum"))) if bias else ""
+    sinks = draw(st.booleans())
+    letters = "".join(letter for letter in "qkv" if draw(st.booleans())) + ("b" if gradient else "")
+    letters += "s" if sinks and draw(st.booleans()) else ""
+    used = draw(st.booleans())
+    sequence = st.builds(SequenceLengths, lengths, lengths, lengths if used else st.none())
+    sequences = draw(st.lists(sequence, min_size=1, max_size=5)) if draw(st.booleans()) else []
+    heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    return ProblemSpec(
+        draw(st.sampled_from(("float16", "bfloat16", "float32"))),
+        draw(st.integers(1, 600)),
+        num_queries=draw(lengths),
+        num_keys=draw(lengths),
+        batch=draw(st.integers(0, 5)),
+        num_heads=heads * group,
+        head_dim_value=draw(st.integers(0, 600)),
+        num_heads_key=heads,
+        mask=draw(masks),
+        sequences=tuple(sequences),
+        bias=bias,
+        bias_gradient=gradient,
+        gradients=letters,
+        dropout_p=draw(st.just(0.0) | st.floats(1e-9, 1)),
+        philox_on_device=draw(st.booleans()),
+        softcap=draw(st.just(0.0) | positive),
+        scale=draw(st.none() | st.floats(-10, 10)),
+        alibi=draw(st.sampled_from(("", "h", "bh"))),
+        sinks=sinks,
+        deterministic=draw(st.booleans()),
+        num_splits_key=draw(st.none() | st.integers(1, 8)),
+    )
+
+
+@settings(deadline=None)
+@given(any_spec())
+def test_a_name_gives_its_spec(spec: ProblemSpec) -> None:
+    assert parse(spec.name) == spec
+    assert parse(spec.name).name == spec.name
+
+
+@settings(deadline=None)
+@given(any_spec(), st.randoms())
+def test_words_may_come_in_any_order(spec: ProblemSpec, random: object) -> None:
+    words = spec.name.split("_")
+    random.shuffle(words)  # type: ignore[attr-defined]
+    assert parse("_".join(words)) == spec
+
+
+@settings(deadline=None)
+@given(any_spec(), st.sampled_from(DIRECTIONS))
+def test_the_problem_of_a_spec_is_serialized(spec: ProblemSpec, direction: str) -> None:
+    problem = spec.problem(direction)
+    assert from_json(json.loads(json.dumps(to_json(problem)))) == problem
+
+
+@settings(deadline=None)
+@given(any_spec(), st.sampled_from(DIRECTIONS))
+def test_a_spec_has_the_features_of_its_problem(spec: ProblemSpec, direction: str) -> None:
+    problem = spec.problem(direction)
+    assert problem.shape == spec.shape
+    assert (problem.mask, problem.scale, problem.dropout_p) == (spec.mask, spec.scale, spec.dropout_p)
+    if direction == "backward":
+        assert problem.gradients == tuple(specs.GRADIENTS[letter] for letter in spec.gradients)
+        assert (problem.deterministic, problem.num_splits_key) == (spec.deterministic, spec.num_splits_key)
+    else:
+        assert (problem.gradients, problem.deterministic, problem.num_splits_key) == ((), False, None)
+
+
+@settings(deadline=None)
+@given(masks)
+def test_a_mask_has_words(mask: Mask) -> None:
+    assume(mask != Full())
+    assert parse_mask(ProblemSpec("float16", 8, mask=mask).name.partition("_h1_")[2]) == mask
+
+
+def test_recorded_names_are_the_names_of_their_specs() -> None:
+    """The records of tools/bench/results stay valid."""
+    recorded = {
+        row["case"] for file in ("h200", "sustained") for row in json.loads((RESULTS / f"{file}.json").read_text())
+    }
+    assert len(recorded) > 50
+    for name in recorded | set(default_cases()):
+        assert parse(name).name == name
+
+
+def test_every_word_of_the_grammar_is_parsed() -> None:
+    spec = parse(
+        "f16_d64v32_n70x200u30,130_h8k2_causal_br_window64_bias11qksum_dropout1e-06_softcap30_alibib_sinks"
+        "_deterministic_scale-0.05_deviceseed_gradsqbs_splits2"
+    )
+    assert spec.shape == Shape(2, 130, 200, 8, 64, 32, 2, (200, 330))
+    assert spec.sequences == (SequenceLengths(70, 200, 30), SequenceLengths(130, 130, 130))
+    assert spec.mask == CausalBottomRight(64)
+    assert (spec.bias, spec.bias_gradient, spec.gradients, spec.alibi) == ("11qk", "sum", "qbs", "bh")
+    assert (spec.dropout_p, spec.softcap, spec.scale, spec.num_splits_key) == (1e-6, 30.0, -0.05, 2)
+    assert spec.sinks
+    assert spec.deterministic
+    assert spec.philox_on_device
+    assert parse("bf16_d64_q3_s70_b2_h4_window_left7").mask == Window(7, None)
+    assert parse("bf16_d64_s64_t100_h4_full").num_tokens == (100, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "write the problem like"),
+        ("bf16_d128_b1_h1_full", r"num_keys is missing; add s\{N\}"),
+        ("bf16_d64_s64_h1_full", r"batch is missing; add b\{B\} or t\{T\}"),
+        ("b16_d64_s64_b2_h2_full", "'b2' gives batch a second time; leave one out"),
+        ("bf16_d64_s64_b2_h2_casual", "'casual' is no word of the grammar; did you mean causal"),
+        ("bf16_d64_s64_b2_h2_full_determinstic", "did you mean deterministic"),
+        ("bf16_d64_s64_b2_h2_full_dropout", "the value of 'dropout' has another form"),
+        ("bf16_d64_s64_b2_h2_full_dropout1.5", "must be from 0 to 1; correct it"),
+        ("bf16_d64_s64_b2_h2_full_window8", r"window\{W\} belongs to causal, but the mask is full"),
+        ("bf16_d64_s64_b2_h2_causal_left8", r"left\{L\} belongs to window, but the mask is causal"),
+        ("bf16_d64_q3_s64_t200_h2_full", "b and q must be absent; leave one of both out"),
+        ("bf16_d64_s64_n5,6_h2_full", "num_keys must be absent; leave one of both out"),
+        ("bf16_d64_s64_b2_h2_full_gradsqb", "there is no biasgrad or biassum; add it or leave b out"),
+        ("bf16_d64_s64_b2_h2_full_biasgrad_gradsq", "add b or write bias without grad or sum"),
+        ("bf16_d64_s64_b2_h2_full_gradskq", "must be in the order qkvbs"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_a_remedy(name: str, message: str) -> None:
+    with pytest.raises(NotSupported, match=message):
+        parse(name)
+
+
+def test_every_objection_is_listed() -> None:
+    with pytest.raises(NotSupported) as raised:
+        parse("bf16_d64_s64_b2_h2_ful_dropot0.1")
+    assert len(raised.value.reasons) == 2
+
+
+def test_a_mask_of_other_words_is_refused() -> None:
+    with pytest.raises(NotSupported, match="is no word of a mask"):
+        parse_mask("causal_dropout0.1")

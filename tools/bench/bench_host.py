@@ -1,0 +1,175 @@
+"""Host benchmark: CPU time of a call until it returns, with other addresses in each call; needs a GPU.
+
+python -m tools.bench.bench_host [--kernels FOLDER] [--dtypes bfloat16] [--json]
+
+Problems are small, and the stream is synchronised between samples only, so the launch queue never fills up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from cutlass_py_attn.api.attention import attention_backward, attention_forward
+from cutlass_py_attn.api.results import Gradients
+from cutlass_py_attn.artifact import Folder
+from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime.arrays import DeviceArray
+from cutlass_py_attn.runtime.launch import Bound, bind_problem
+from cutlass_py_attn.runtime.launchers import GraphLauncher, Launcher, StreamLauncher
+
+CALLS: Final = 40  # per sample
+SAMPLES: Final = 60
+SHAPE: Final = Shape(1, 128, 128, 2, 128, 128)
+NEW_SETS: Final = 256  # sets of addresses
+STEP_BYTES: Final = 256  # from one set of addresses to the next
+DTYPES: Final = ("bfloat16", "float32")
+HEAD_DIMS: Final = (128, 192)
+DIRECTIONS: Final = ("forward", "backward")
+LAUNCHERS: Final[dict[str, type[Launcher]]] = {"kernel by kernel": StreamLauncher, "as a graph": GraphLauncher}
+LIBRARIES: Final = ("torch", "cupy")
+ALLOWED_US: Final = {"bound forward": 4.0, "bound backward": 8.0, "attention": 25.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Host time of one call in microseconds: median and minimum of the samples."""
+
+    what: str
+    dtype: str
+    median_us: float
+    least_us: float
+
+
+def measure(what: str, dtype: str, call: Callable[[], object], samples: int = SAMPLES, calls: int = CALLS) -> Row:
+    """Measures `call` after two warm-up calls."""
+    call()
+    call()
+    driver.call("cuCtxSynchronize")
+    found = []
+    for _ in range(samples):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append((time.perf_counter() - start) / calls * 1e6)
+        driver.call("cuCtxSynchronize")
+    return Row(what, dtype, statistics.median(found), min(found))
+
+
+def bound_rows(direction: str, dtype: str, head_dim: int, kernels: Any) -> Iterator[Row]:
+    """Yields the rows of Bound calls.
+
+    Addresses alternate between two sets, or cycle through more sets than any cache holds, or stay the same. The other
+    rows take the workspace from the pool, launch kernel by kernel, and launch as a graph.
+    """
+    stream = driver.create_stream()
+    shape = replace(SHAPE, head_dim=head_dim, head_dim_value=head_dim)
+    problem = Problem.dense(direction, shape, dtype, Causal())
+    bound = bind_problem(problem, kernels)
+    elements = max(math.prod(tensor.shape) for tensor in problem.tensors().values())
+    arrays = {
+        name: DeviceArray((elements + NEW_SETS * STEP_BYTES // 4,), "float32", 0, stream) for name in bound.tensor_names
+    }
+    sets = [{name: array.pointer + number * STEP_BYTES for name, array in arrays.items()} for number in range(NEW_SETS)]
+    workspace = DeviceArray((bound.workspace_bytes // 4,), "float32", 0, stream)
+    address = workspace.pointer or None
+    alternating, new, same = itertools.cycle(sets[:2]), itertools.cycle(sets), sets[0]
+    what = f"bound {direction} d{head_dim}"
+    yield measure(what, dtype, lambda: bound(next(alternating), stream, workspace=address))
+    yield measure(f"{what}, new addresses", dtype, lambda: bound(next(new), stream, workspace=address))
+    yield measure(f"{what}, the same addresses", dtype, lambda: bound(same, stream, workspace=address))
+    if address:
+        yield measure(f"{what}, workspace of the pool", dtype, lambda: bound(next(alternating), stream))
+    for how, launcher_type in LAUNCHERS.items():
+        other = bind_problem(problem, kernels)
+        other.launcher_type = launcher_type
+        yield measure(f"{what}, {how}", dtype, functools.partial(_call, other, new, stream, address))
+    driver.synchronise(stream)
+
+
+def _call(bound: Bound, sets: Iterator[dict[str, int]], stream: int, workspace: int | None) -> None:
+    bound(next(sets), stream, workspace=workspace)
+
+
+def library_rows(module: str, dtype: str, kernels: Any) -> Iterator[Row]:
+    """Yields the rows of attention_forward and attention_backward with arrays of one library, on its current stream."""
+    library = importlib.import_module(module)
+    if module == "torch":
+        kind = getattr(library, dtype)
+        query, key, value = (library.randn(SHAPE.of(n), device="cuda").to(kind) for n in ("query", "key", "value"))
+        stream: Any = library.cuda.current_stream()
+    else:
+        from cutlass_py_attn.runtime.frameworks import numpy_dtype
+
+        kind = numpy_dtype(dtype)
+        query, key, value = (
+            library.random.standard_normal(SHAPE.of(n), dtype="f4").astype(kind) for n in ("query", "key", "value")
+        )
+        stream = library.cuda.get_current_stream()
+    options: dict[str, Any] = {"mask": Causal(), "kernels": kernels, "stream": stream}
+    output, logsumexp = attention_forward(query, key, value, **options)
+    yield measure(
+        f"attention_forward, {module}", dtype, lambda: attention_forward(query, key, value, **options), calls=20
+    )
+
+    def backward() -> Gradients:
+        return attention_backward(output, query, key, value, output, logsumexp, **options)
+
+    yield measure(f"attention_backward, {module}", dtype, backward, calls=20)
+
+
+def rows(kernels: Any, dtypes: Sequence[str]) -> Iterator[Row]:
+    """Yields all rows; prints a library that cannot be imported to stderr."""
+    with driver.device(0).current():
+        for dtype, head_dim, direction in itertools.product(dtypes, HEAD_DIMS, DIRECTIONS):
+            yield from bound_rows(direction, dtype, head_dim, kernels)
+        for module, dtype in itertools.product(LIBRARIES, dtypes):
+            try:
+                yield from library_rows(module, dtype, kernels)
+            except ImportError as error:
+                print(f"{module}: {error}", file=sys.stderr)
+
+
+def allowed(row: Row) -> float | None:
+    """Returns the allowed microseconds of a call of this kind; None for a call without a target."""
+    if row.what.endswith(("pool", *LAUNCHERS)):
+        return None
+    return next(limit for start, limit in ALLOWED_US.items() if row.what.startswith(start))
+
+
+def main() -> int:
+    """Measures and prints all rows; returns 1 if a median exceeds its target."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--kernels", type=Path, help="use the kernels of this folder of a `cutlass-py-attn build`")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="dtypes to measure")
+    arguments = parser.parse_args()
+    from cutlass_py_attn.api.attention import default_kernels
+
+    found = list(rows(Folder(arguments.kernels) if arguments.kernels else default_kernels(), arguments.dtypes))
+    if arguments.json:
+        print(json.dumps([asdict(row) for row in found], indent=1))
+    else:
+        print(f"{'call':44} {'dtype':9} {'median':>8} {'least':>8} {'allowed':>8}   us on {driver.device(0).name}")
+        for row in found:
+            limit = allowed(row)
+            print(f"{row.what:44} {row.dtype:9} {row.median_us:8.2f} {row.least_us:8.2f} {limit or '':>8}")
+    return int(any(row.median_us > (allowed(row) or float("inf")) for row in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

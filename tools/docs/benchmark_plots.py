@@ -1,0 +1,147 @@
+"""Benchmark plots: the rates of our kernels and of the peers, drawn from the committed benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from matplotlib.figure import Figure
+
+from tools.docs.figures import GRAY, svg
+from tools.release import record
+
+BENCHMARK: Final = "tools/bench/results/h200.json"
+# The benchmark calls every peer through torch's scaled dot-product attention.
+LABELS: Final = {
+    "ours": "cutlass_py_attn",
+    "cudnn": "cuDNN (torch)",
+    "flash": "FlashAttention-2 (torch)",
+    "mem_efficient": "memory-efficient (torch)",
+}
+COLORS: Final = {"ours": "#4477aa", "cudnn": "#ccbb44", "flash": "#ee6677", "mem_efficient": "#c3c8ce"}
+DIRECTIONS: Final = ("forward", "backward")
+DTYPES: Final = ("bf16", "f16", "f32")
+PLAIN_PARTS: Final = 6  # of a case's name without features: dtype, head dim, length, batch, heads, mask
+# One model size, so many sequences that each batch has 32768 tokens: the sweep that attention papers show.
+SWEEP: Final = {
+    512: "bf16_d128_s512_b64_h16_causal",
+    2048: "bf16_d128_s2048_b16_h16_causal",
+    8192: "bf16_d128_s8192_b4_h16_causal",
+    16384: "bf16_d128_s16384_b2_h16_causal",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Data of one bar chart: for each case (label, rate by implementation); rates in `unit`."""
+
+    title: str
+    unit: str
+    groups: tuple[tuple[str, dict[str, float]], ...]
+
+    @property
+    def implementations(self) -> list[str]:
+        """Ours and the peers that have a rate, in the order of LABELS."""
+        return [name for name in LABELS if any(name in rates for _, rates in self.groups)]
+
+
+def plots(rows: Sequence[record.Json]) -> dict[str, str]:
+    """Returns the SVG text of every plot by its name."""
+    found = {name: horizontal_bars(bars) for name, bars in charts(rows)}
+    return {"overview": overview(rows), **found}
+
+
+def charts(rows: Sequence[record.Json]) -> Iterator[tuple[str, Bars]]:
+    """Yields (name, data) of each bar chart; together they show every row of the benchmark."""
+    gpu = rows[0]["gpu"]
+    for direction in DIRECTIONS:
+        of_direction = [row for row in rows if row["direction"] == direction and not row["ours_gb_s"]]
+        for dtype in DTYPES:
+            chosen = [row for row in of_direction if _is_plain(row) and row["case"].startswith(f"{dtype}_")]
+            yield f"{direction}_{dtype}", Bars(f"{direction}, {dtype}, {gpu}", "TFLOP/s", _groups(chosen, "tflops"))
+        chosen = [row for row in of_direction if not _is_plain(row)]
+        title = f"{direction}, features and other shapes, {gpu}"
+        yield f"{direction}_features", Bars(title, "TFLOP/s", _groups(chosen, "tflops"))
+    chosen = [row for row in rows if row["ours_gb_s"]]
+    yield "decode", Bars(f"decode: few queries, many keys, {gpu}", "GB/s", _groups(chosen, "gb_s"))
+
+
+def overview(rows: Sequence[record.Json]) -> str:
+    """Returns the plot for a first look: bf16, head dim 128, causal, by sequence length, forward and backward."""
+    panels = []
+    for direction in DIRECTIONS:
+        chosen = [row for row in rows if row["direction"] == direction]
+        rates = dict(_groups(chosen, "tflops"))
+        panels.append(Bars(direction, "TFLOP/s", tuple((str(length), rates[name]) for length, name in SWEEP.items())))
+    title = f"Attention on {rows[0]['gpu']}: bf16, head dim 128, causal, 16 heads, 32768 tokens"
+    return svg(partial(_draw_overview, panels=panels, title=title), 9.6, 3.6)
+
+
+def _draw_overview(figure: Figure, panels: Sequence[Bars], title: str) -> None:
+    names = panels[0].implementations
+    width = 0.84 / len(names)
+    axes: Any = figure.subplots(1, len(panels), sharey=True)
+    for axis, panel in zip(axes, panels, strict=True):
+        for index, name in enumerate(names):
+            at = [group + (index - (len(names) - 1) / 2) * width for group in range(len(panel.groups))]
+            rates = [group[name] for _, group in panel.groups]
+            bars = axis.bar(at, rates, width * 0.94, color=COLORS[name], label=LABELS[name])
+            axis.bar_label(bars, fmt="%.0f", padding=1, fontsize=7, color=GRAY)
+        axis.set_title(panel.title)
+        axis.set_xticks(range(len(panel.groups)), [label for label, _ in panel.groups])
+        axis.set_xlabel("sequence length")
+        axis.grid(axis="y")
+    axes[0].set_ylabel(panels[0].unit)
+    handles, labels = axes[0].get_legend_handles_labels()
+    _legend(figure, title, handles=handles, labels=labels, loc="outside upper center", ncols=len(names))
+
+
+def _legend(figure: Figure, title: str, **options: Any) -> None:
+    figure.legend(title=title, title_fontproperties={"size": 10, "weight": "bold"}, **options)
+
+
+def horizontal_bars(bars: Bars) -> str:
+    """Returns a chart with one group of horizontal bars for each case."""
+    count = sum(len(rates) for _, rates in bars.groups)
+    return svg(partial(_draw_bars, bars=bars), 9.6, 0.9 + 0.17 * count + 0.1 * len(bars.groups))
+
+
+def _draw_bars(figure: Figure, bars: Bars) -> None:
+    axis = figure.subplots()
+    ticks, at = [], 0.0
+    places: dict[str, list[tuple[float, float]]] = {name: [] for name in bars.implementations}
+    for _, rates in bars.groups:
+        present = [name for name in places if name in rates]
+        ticks.append(at + (len(present) - 1) / 2)
+        for name in present:
+            places[name].append((at, rates[name]))
+            at += 1
+        at += 0.6  # between groups
+    for name, found in places.items():
+        drawn = axis.barh([y for y, _ in found], [rate for _, rate in found], 0.9, color=COLORS[name],
+                          label=LABELS[name])  # fmt: skip
+        axis.bar_label(drawn, fmt="%.0f", padding=3, fontsize=7.5, color=GRAY)
+    axis.set_yticks(ticks, [label for label, _ in bars.groups])
+    axis.set_ylim(at - 0.9, -0.7)
+    axis.set_xlabel(f"{bars.unit}, higher is better")
+    axis.grid(axis="x")
+    _legend(figure, bars.title, loc="outside upper center", ncols=len(places))
+
+
+def _is_plain(row: record.Json) -> bool:
+    """Whether a case is masked attention alone, of the shapes that every dtype is measured with."""
+    parts = row["case"].split("_")
+    is_shaped = len(parts) == PLAIN_PARTS and parts[1] in ("d64", "d128") and parts[2] in ("s2048", "s8192")
+    return is_shaped and parts[3].startswith("b") and "k" not in parts[4]
+
+
+def _groups(rows: Sequence[record.Json], what: str) -> tuple[tuple[str, dict[str, float]], ...]:
+    """Returns (case, rate by implementation) of each case; a peer's GB/s follow from its ratio to ours."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        rates = found.setdefault(row["case"], {"ours": row[f"ours_{what}"]})
+        if row["peer"]:
+            rates[row["peer"]] = row["peer_tflops"] if what == "tflops" else row["ours_gb_s"] / row["ratio"]
+    return tuple(found.items())

@@ -1,0 +1,117 @@
+"""Generates files of docs/ (pictures, reference, tables of measurements, list of pages), or compares them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tools.docs import jax_table
+from tools.docs.benchmark_plots import BENCHMARK, plots
+from tools.docs.reference import reference
+from tools.docs.schematics import schematics
+from tools.release import record
+from tools.release.check_verified import benchmark_table, with_block
+
+ROOT = Path(__file__).resolve().parents[2]
+INDEX, REFERENCE, PERFORMANCE = "docs/README.md", "docs/reference.md", "docs/performance.md"
+JAX = "docs/jax.md"
+SUSTAINED = "tools/bench/results/sustained.json"
+MICROBENCH = "tools/bench/results/microbench.jsonl"
+NOT_MEASURED = (
+    f"Not measured yet: `python -m tools.bench.microbench --kernels FOLDER --record {MICROBENCH}` on an H100 or H200."
+)
+# The order in which a newcomer reads; pages that are not listed follow.
+ORDER = (
+    "quick_start",
+    "concepts",
+    "arrays",
+    "jax",
+    "bundles",
+    "inspect",
+    "reference",
+    "performance",
+    "architecture",
+    "extending",
+)
+
+
+def generated(root: Path) -> dict[str, str]:
+    """Returns the text of every generated file by its path from the root."""
+    charts = plots(json.loads((root / BENCHMARK).read_text()))
+    found = {f"docs/pictures/{name}.svg": text for name, text in (schematics() | charts).items()}
+    found[REFERENCE] = reference()
+    performance = with_block((root / PERFORMANCE).read_text(), "plots", plot_links(charts))
+    sustained = benchmark_table(json.loads((root / SUSTAINED).read_text()))
+    performance = with_block(performance, "sustained", sustained)
+    microbench = microbenchmarks(record.read_log(root / MICROBENCH))
+    found[PERFORMANCE] = with_block(performance, "microbench", microbench)
+    measured = json.loads((root / jax_table.RESULTS).read_text())
+    found[JAX] = with_block((root / JAX).read_text(), "jax", jax_table.table(measured))
+    pages = {path.stem: path.read_text() for path in (root / "docs").glob("*.md") if path.name != "README.md"}
+    pages["reference"] = found[REFERENCE]
+    found[INDEX] = with_block((root / INDEX).read_text(), "pages", index(pages))
+    return found
+
+
+def plot_links(charts: Mapping[str, str]) -> str:
+    """Returns a Markdown image for each plot."""
+    return "\n\n".join(f"![{name.replace('_', ', ')}](pictures/{name}.svg)" for name in charts)
+
+
+def microbenchmarks(lines: Sequence[record.Json]) -> str:
+    """Returns a table of the newest run with the machine it ran on; a sentence if there was no run."""
+    if not lines:
+        return NOT_MEASURED
+    date = max(line["date"] for line in lines)
+    run = [line for line in lines if line["date"] == date]
+    rows = [
+        "| case | blocks | ms | rate | per SM and clock | MHz | concurrent shared reads, B per clock |",
+        f"|{' --- |' * 7}",
+    ]
+    for line in run:
+        beside = line["beside_per_clock"]
+        cells = [line["name"], line["blocks"], line["median_ms"], f"{line['rate']:.1f} {line['rate_unit']}"]
+        cells += [line["per_clock"], line["mhz"], "" if beside is None else beside]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    last = run[-1]
+    return "\n".join([f"On {last['gpu']} ({last['driver']}), {date[:10]}, commit {last['commit'][:12]}.", "", *rows])
+
+
+def index(pages: Mapping[str, str]) -> str:
+    """Returns a table with a row for each page: its title and its first sentence."""
+    names = [name for name in ORDER if name in pages] + sorted(set(pages) - set(ORDER))
+    return "\n".join(["| page | subject |", "| --- | --- |", *(_row(name, pages[name]) for name in names)])
+
+
+def _row(name: str, text: str) -> str:
+    title, _, rest = text.partition("\n")
+    paragraph = " ".join(rest.strip().partition("\n\n")[0].split())
+    sentence = paragraph.partition(". ")[0].rstrip(".")
+    return f"| [{title.lstrip('# ')}]({name}.md) | {sentence} |"
+
+
+def main() -> int:
+    """Writes the files, or compares them; exit code 1 if --check finds a difference."""
+    parser = argparse.ArgumentParser(prog="generate", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare with docs/; writes nothing")
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout whose docs/ is generated")
+    given = parser.parse_args()
+    stale = []
+    for name, text in generated(given.root).items():
+        path = given.root / name
+        if path.is_file() and path.read_text() == text:
+            continue
+        stale.append(name)
+        if not given.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    verb = "differs from what tools/docs/generate.py writes" if given.check else "written"
+    print("\n".join(f"{name}: {verb}" for name in stale) or "docs/: current")
+    return 1 if stale and given.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""JAX table: the measurements of tools/bench/bench_jax.py as Markdown, for its output and for docs/jax.md."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.release import record
+
+RESULTS: Final = "tools/bench/results/jax.json"
+HEADINGS: Final = (
+    "| case, times in ms | forward, ours | forward, cuDNN | forward + backward, ours | forward + backward, cuDNN |",
+    "| --- | --- | --- | --- | --- |",
+)
+NUMBERS: Final = ("ours_ms", "cudnn_ms", "ours_both_ms", "cudnn_both_ms")
+
+
+def row(found: record.Json) -> str:
+    """Returns the row of one case."""
+    mask = "causal" if found["is_causal"] else "full"
+    sizes = f"batch {found['batch']}, {found['tokens']} tokens, {found['heads']} heads of {found['head_dim']}"
+    numbers = ("refused" if found[name] is None else f"{found[name]:.3f}" for name in NUMBERS)
+    return f"| {found['dtype']}, {mask}, {sizes} | {' | '.join(numbers)} |"
+
+
+def table(run: record.Json) -> str:
+    """Returns the table of a run, headed by the machine, versions, date and commit."""
+    place = f"{run['gpu']} ({run['driver']}), JAX {run['jax']}, {run['date'][:10]}, commit {run['commit'][:12]}"
+    return "\n".join([f"{place}:", "", *HEADINGS, *map(row, run["rows"])])

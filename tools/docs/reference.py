@@ -1,0 +1,106 @@
+"""Reference page: griffe reads the docstrings of the public names, griffe2md writes them as Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from griffe import Docstring, GriffeLoader, Module
+from griffe2md import ConfigDict, render_object_docs
+
+PACKAGE: Final = "cutlass_py_attn"
+HEAD: Final = """# Reference
+
+Every public name with its signature and docstring. `tools/docs/generate.py` writes this page from the source.
+"""
+OPTIONS: Final = ("AttentionOptions", "ForwardOptions", "BackwardOptions")  # keywords of the two functions
+SECTIONS: Final = {
+    "Attention": ("attention_forward", "attention_backward", *OPTIONS, "Gradients", "Dropout", "dropout_mask",
+                  "VariableLength"),
+    "Masks": ("Full", "Causal", "CausalBottomRight", "Window"),
+    "Problem and plan": ("Problem", "Shape", "Tensor", "Sequences", "Plan", "plan_forward", "plan_backward",
+                         "plan_with_tile", "TileConfig"),
+    "Compile and launch": ("compile", "artifact_for", "Artifact", "Folder", "bind", "Bound"),
+    "Bundles": ("export_bundle", "load_bundle", "Bundle"),
+    "Errors": ("AttentionError", "NotSupported", "DoesNotFit", "CompileError", "Stale", "NoDevice", "DriverError"),
+}  # fmt: skip
+REST: Final = "Other names"
+CONFIG: Final[ConfigDict] = {
+    "heading_level": 3,
+    "show_root_full_path": False,
+    "show_root_members_full_path": False,
+    "show_object_full_path": False,
+    "show_signature_annotations": True,
+    "show_if_no_docstring": False,  # dataclass fields are in the signature
+    "show_bases": False,
+    "inherited_members": False,
+    "members_order": "source",
+    "filters": ["!^_", "^__call__$"],
+    "line_length": 110,
+    "summary": False,
+}
+PARAMETER: Final = re.compile(r"(?P<names>\w+(?:, \w+)*): ")
+
+
+def reference() -> str:
+    """Returns the page."""
+    return "\n".join([HEAD, *_sections(load())])
+
+
+def load() -> Module:
+    """Returns the package as griffe reads it from its source; imports nothing of it."""
+    loader = GriffeLoader()
+    package = loader.load(PACKAGE)
+    loader.resolve_aliases()
+    if not isinstance(package, Module):
+        raise TypeError(f"{PACKAGE} is a {type(package).__name__}, must be a package")
+    return package
+
+
+def exports(module: Any) -> list[str]:
+    """Returns the names in a module's `__all__`, sorted without regard to case."""
+    return sorted(map(str, module.exports or ()), key=str.lower)
+
+
+def _sections(package: Module) -> Iterator[str]:
+    listed = {name for names in SECTIONS.values() for name in names}
+    rest = tuple(name for name in exports(package) if name not in listed)
+    options = package["api.options"]
+    for title, names in {**SECTIONS, **({REST: rest} if rest else {})}.items():
+        yield f"## {title}\n"
+        yield from _entries((options if name in OPTIONS else package)[name] for name in names)
+    torch_ops = package["torch_ops"]
+    yield f"## PyTorch's entry points\n\n`{PACKAGE}.torch_ops`. {_summary(torch_ops)}\n"
+    yield from _entries(torch_ops[name] for name in exports(torch_ops))
+    jax = package["jax"]
+    yield f"## JAX\n\n`{PACKAGE}.jax`, which needs the extra `jax`. [JAX](jax.md) explains its use.\n"
+    yield from _entries(jax[name] for name in exports(jax))
+
+
+def _entries(objects: Iterable[Any]) -> Iterator[str]:
+    for found in objects:
+        target = found.final_target if found.is_alias else found
+        for documented in (target, *target.members.values()):
+            if not documented.is_alias and documented.docstring:
+                documented.docstring = _with_lists(documented.docstring, documented)
+        # The documentation's tests run blocks of Python, and a signature is no program.
+        yield render_object_docs(target, CONFIG).strip().replace("```python\n", "```python signature\n") + "\n"
+
+
+def _with_lists(docstring: Docstring, documented: Any) -> Docstring:
+    """Makes a Markdown list of the lines `name: meaning` that describe parameters or fields."""
+    known = {parameter.name for parameter in getattr(documented, "parameters", ())} | set(documented.members)
+    lines = []
+    for line in docstring.value.splitlines():
+        match = PARAMETER.match(line)
+        if match and known.issuperset(match["names"].split(", ")):
+            names = ", ".join(f"`{name}`" for name in match["names"].split(", "))
+            line = f"- {names}: {line[match.end() :]}"
+        lines.append(line)
+    return Docstring("\n".join(lines), parent=documented)
+
+
+def _summary(module: Any) -> str:
+    _, _, sentence = module.docstring.value.splitlines()[0].partition(": ")
+    return str(sentence[:1].upper() + sentence[1:])

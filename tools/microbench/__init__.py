@@ -1,1 +1,0 @@
-"""Microbench: what one SM and all SMs of a Hopper GPU give, measured by kernels that do one thing each."""

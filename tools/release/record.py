@@ -1,0 +1,222 @@
+"""Record: the sealed manifest of the committed kernels, the log of GPU verifications, and each kernel's state."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.compilation import registry
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.runtime import driver
+
+MANIFEST = "ptx/manifest.json"
+LOG = "ptx/verified.jsonl"
+STRESS_LOG = "ptx/stressed.jsonl"
+SEAL = "sha256_of_the_rest"
+# Every file that decides whether verify_gpu passes a kernel: the reference, the cases with their inputs, the accuracy
+# rules and the checks. An edit of any of them makes the verifications STALE.
+SUITE = (
+    "cutlass_py_attn/problem/masks.py",
+    "cutlass_py_attn/problem/spec.py",
+    "cutlass_py_attn/reference/numpy_reference.py",
+    "cutlass_py_attn/reference/score_mod.py",
+    *(f"cutlass_py_attn/score_terms/{name}.py" for name in ("alibi", "bias", "dropout", "philox", "registry", "sinks")),
+    *(f"cutlass_py_attn/score_terms/{name}.py" for name in ("softcap", "term")),
+    "cutlass_py_attn/testing/accuracy.py",
+    "cutlass_py_attn/testing/cases.py",
+    "cutlass_py_attn/testing/check.py",
+    "cutlass_py_attn/testing/component_gemms.py",
+    "cutlass_py_attn/testing/covering_cases.py",
+    "cutlass_py_attn/testing/decode_cases.py",
+    "cutlass_py_attn/testing/device_memory.py",
+    "cutlass_py_attn/testing/guarded_check.py",
+    "cutlass_py_attn/testing/inputs.py",
+    "cutlass_py_attn/testing/layouts.py",
+)
+
+Json = dict[str, Any]
+
+
+def sha256(data: bytes | str) -> str:
+    """Returns the SHA-256 of bytes, or of a text in UTF-8, in hexadecimal."""
+    return hashlib.sha256(data if isinstance(data, bytes) else data.encode()).hexdigest()
+
+
+def name_of(build: Build) -> str:
+    """Returns a kernel's name in the manifest and in the log: its target and its symbol."""
+    return f"{build.arch}/{build.symbol}"
+
+
+def body(ptx: str) -> str:
+    """Returns the PTX without comments and empty lines, as ptxas reads it."""
+    lines = (re.sub(r"\s*//.*", "", line) for line in ptx.splitlines())
+    return "\n".join(line for line in lines if line.strip())
+
+
+def entry(plan: Plan, artifact: Artifact) -> Json:
+    """Returns the manifest's entry of one kernel."""
+    kernels = []
+    for launch, kernel in zip(plan.launches, artifact.kernels, strict=True):
+        text = next(p for p in artifact.ptx.split(".entry ")[1:] if p.startswith(f"{kernel.symbol}("))
+        facts = dataclasses.asdict(kernel)
+        facts["parameters"] = [[p.name, p.offset, p.size] for p in kernel.parameters]
+        facts["shared_memory_bytes"] = launch.shared_memory_bytes
+        kernels.append({**facts, "mma": text.count("mma.sync."), "wgmma": text.count("wgmma.mma_async.")})
+    return {
+        "plan": json.loads(json.dumps(dataclasses.asdict(plan.build))),
+        "ptx_sha256": sha256(artifact.ptx),
+        "ptx_body_sha256": sha256(body(artifact.ptx)),
+        "cubin_sha256": sha256(artifact.cubin),
+        "kernels": kernels,
+        "allocation": artifact.allocation,
+        "toolchain": artifact.toolchain,
+    }
+
+
+def sealed(entries: Mapping[str, Json]) -> Json:
+    """Returns the manifest of these entries, with its seal."""
+    return {"kernels": dict(sorted(entries.items())), SEAL: _seal(entries)}
+
+
+def is_sealed(manifest: Json) -> bool:
+    """Whether the seal is the hash of the entries."""
+    return set(manifest) == {"kernels", SEAL} and manifest[SEAL] == _seal(manifest["kernels"])
+
+
+def _seal(entries: Mapping[str, Json]) -> str:
+    return sha256(json.dumps(dict(entries), sort_keys=True))
+
+
+def text_of(manifest: Json) -> str:
+    """Returns the text of the manifest's file."""
+    return json.dumps(manifest, indent=1, sort_keys=True) + "\n"
+
+
+def read_manifest(root: Path) -> Json:
+    """Returns the committed manifest; an empty one if there is none."""
+    path = root / MANIFEST
+    return json.loads(path.read_text()) if path.is_file() else sealed({})
+
+
+def read_log(path: Path) -> list[Json]:
+    """Returns the lines of a log; none if there is no file."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def append(path: Path, lines: Iterable[Json]) -> None:
+    """Appends lines to a log; creates its folder if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as log:
+        log.writelines(json.dumps(line, sort_keys=True) + "\n" for line in lines)
+
+
+def about_run() -> Json:
+    """Returns gpu, driver and date of a measurement on this machine's first GPU."""
+    version = driver.driver_version()
+    return {
+        "gpu": driver.device(0).name,
+        "driver": f"CUDA {version[0]}.{version[1]}",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def stressed(manifest: Json, log: Iterable[Json]) -> list[str]:
+    """Returns the shown kernels whose cubin has a line in the log of tools/race/stress.py."""
+    passed = {line["cubin_sha256"] for line in log}
+    return [name for name, kernel in manifest["kernels"].items() if kernel["cubin_sha256"] in passed]
+
+
+def suite_sha256(root: Path) -> str:
+    """Returns the hash of every file that decides whether a kernel passes."""
+    return sha256("\n".join(f"{name} {sha256((root / name).read_bytes())}" for name in SUITE))
+
+
+def sources_digest(root: Path) -> str:
+    """Returns the hash of every file that decides the kernels' machine code."""
+    package = root / "cutlass_py_attn"
+    return sha256("\n".join(f"{name} {sha256((package / name).read_bytes())}" for name in registry.source_modules()))
+
+
+def difference(committed: Json, today: Json) -> str:
+    """Says how a kernel that was compiled today differs from the manifest; empty if the machine code is the same."""
+    if committed["plan"] != today["plan"]:
+        fields = [key for key in today["plan"] if committed["plan"].get(key) != today["plan"][key]]
+        return f"the plan differs in {', '.join(fields) or 'its fields'}"
+    if committed["ptx_body_sha256"] != today["ptx_body_sha256"]:
+        return f"source and committed PTX differ{_numbers(committed, today)}"
+    if committed["ptx_sha256"] != today["ptx_sha256"]:
+        return "only comments of the PTX differ"
+    if committed["cubin_sha256"] != today["cubin_sha256"]:
+        return f"same PTX, other machine code: {committed['toolchain']} then, {today['toolchain']} now"
+    return ""
+
+
+def _numbers(committed: Json, today: Json) -> str:
+    """Returns the resources that changed, as ": symbol registers 128 -> 136"."""
+    found = []
+    for before, after in zip(committed["kernels"], today["kernels"], strict=True):
+        for key, value in after.items():
+            if before.get(key) != value:
+                found.append(f"{after['symbol']} {key} {before.get(key)} -> {value}")
+    return f": {', '.join(found)}" if found else ""
+
+
+def states(
+    root: Path,
+    manifest: Json,
+    log: Iterable[Json],
+    planned: Iterable[str],
+    rebuilt: Mapping[str, Json] | None,
+) -> dict[str, str]:
+    """Returns the state of each kernel; its first word is in capitals unless the kernel is verified.
+
+    rebuilt: entries of kernels that were compiled today; None if none were.
+    """
+    if not is_sealed(manifest):
+        return {MANIFEST: "TAMPERED: its seal is not the hash of its entries; run tools/release/build_ptx.py"}
+    lines = list(log)
+    suite = suite_sha256(root)
+    entries = manifest["kernels"]
+    found = {}
+    for name, kernel in entries.items():
+        passed = [line for line in lines if line["cubin_sha256"] == kernel["cubin_sha256"]]
+        found[name] = _tampered(root, name, kernel) or _drifted(name, kernel, rebuilt) or _verified(name, passed, suite)
+    for name in planned:
+        if name not in entries:
+            found[name] = "UNLISTED: it has no committed PTX; run tools/release/build_ptx.py"
+    return found
+
+
+def _tampered(root: Path, name: str, kernel: Json) -> str:
+    path = root / "ptx" / f"{name}.ptx"
+    if not path.is_file():
+        return "TAMPERED: its PTX file is missing; run tools/release/build_ptx.py"
+    if sha256(path.read_bytes()) != kernel["ptx_sha256"]:
+        return "TAMPERED: its PTX file differs from the manifest; run tools/release/build_ptx.py"
+    return ""
+
+
+def _drifted(name: str, kernel: Json, rebuilt: Mapping[str, Json] | None) -> str:
+    if rebuilt is None:
+        return ""
+    if name not in rebuilt:
+        return "DRIFTED: no plan selects this kernel any more; run tools/release/build_ptx.py"
+    changed = difference(kernel, rebuilt[name])
+    return f"DRIFTED: {changed}; run tools/release/build_ptx.py" if changed else ""
+
+
+def _verified(name: str, passed: list[Json], suite: str) -> str:
+    if not passed:
+        return "UNVERIFIED: no GPU verified this machine code; run tools/release/verify_gpu.py"
+    if suite not in {line["suite_sha256"] for line in passed}:
+        return f"STALE: verified on {passed[-1]['gpu']}, but with an older suite; run tools/release/verify_gpu.py"
+    return f"verified on {passed[-1]['gpu']}"

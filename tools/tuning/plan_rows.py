@@ -1,0 +1,98 @@
+"""Plan rows: the sm90 tiles of the tables, and whether the repository has a measurement of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from cutlass_py_attn.plan import tiles as tile_tables
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.problem import spec
+from tools.release import record
+
+LOG: Final = "tools/bench/results/plans.jsonl"
+# Cases that together use every tile of the tables.
+CASES: Final[dict[str, tuple[str, ...]]] = {
+    "forward": (
+        "bf16_d64_s8192_b4_h32_causal",
+        "bf16_d96_s8192_b4_h16_causal",
+        "bf16_d128_s8192_b4_h16_causal",
+        "bf16_d256_s8192_b4_h8_causal",
+        "bf16_d64_s4096_b4_h32_full_alibi",
+        "bf16_d64_s16384_b2_h32_causal_window1024",
+    ),
+    "backward": (
+        "bf16_d64_s8192_b4_h32_full",
+        "bf16_d64_s8192_b4_h32_causal",
+        "bf16_d64_s512_b64_h16_full",
+        "bf16_d64_s512_b64_h16_causal",
+        "bf16_d96_s8192_b4_h16_full",
+        "bf16_d96_s512_b64_h16_causal",
+        "bf16_d128_s512_b64_h16_causal",
+        "bf16_d128_s512_b64_h16_causal_dropout0.1",
+        "bf16_d128_s8192_b4_h16_causal",
+        "bf16_d192v128_s8192_b4_h10_causal",
+        "bf16_d256_s8192_b4_h8_causal",
+    ),
+}
+REMEDY: Final = "run tools.tuning.search_plans on a GPU, with --record"
+
+TableKey = tuple[str, int]
+
+
+def rows() -> Iterator[tuple[TableKey, TileConfig]]:
+    """Yields (table name, widest head dim) and tile for every tile of the sm90 tables; shared tables occur once."""
+    seen: set[int] = set()
+    for name, table in tile_tables.SM90.items():
+        for head_dim, tiles in table.items():
+            if id(tiles) not in seen:
+                seen.add(id(tiles))
+                yield from (((name, head_dim), tile) for tile in tiles)
+
+
+def name_of(key: TableKey, tile: TileConfig) -> str:
+    """Returns a tile of the tables as it is printed."""
+    name, head_dim = key
+    return f"tile table, sm90 {name} to head dim {head_dim}, {tile!s}"
+
+
+def states(lines: Iterable[record.Json], sources: str) -> dict[str, str]:
+    """Returns the state of each tile by name: measured, else a word in capitals and what to do.
+
+    lines: lines of the record
+    sources: digest of the kernel sources of this checkout
+
+    A tile is measured by a line with a timing, of a case whose table has the tile, in a run that timed another tile.
+    """
+    kept = [line for line in lines if line["family"] == "sm90" and line["median_ms"] is not None]
+    runs: dict[tuple[str, str, str], int] = {}
+    for line in kept:
+        runs[_run(line)] = runs.get(_run(line), 0) + 1
+    compared: dict[tuple[int, str], record.Json] = {}
+    for line in kept:
+        if runs[_run(line)] > 1:
+            key = tile_tables.table_key(spec.parse(line["case"]).problem(line["direction"]))
+            compared[_identity(key), line["tile"]] = line
+    found = {}
+    for key, tile in rows():
+        last = compared.get((_identity(key), str(tile)))
+        if last is None:
+            found[name_of(key, tile)] = f"UNMEASURED: no line in {LOG} compares it with another tile; {REMEDY}"
+        elif last["sources"] != sources:
+            found[name_of(key, tile)] = (
+                f"OUTDATED: measured with other kernel sources ({last['commit'][:12]}); {REMEDY}"
+            )
+        else:
+            rate, clock = f"{last['tflops']} TFLOP/s", f"{last['sm_clock_mhz']} MHz"
+            found[name_of(key, tile)] = f"measured: {rate} in {last['case']}, {last['gpu']} at {clock}, {last['date']}"
+    return found
+
+
+def _run(line: record.Json) -> tuple[str, str, str]:
+    return line["date"], line["case"], line["direction"]
+
+
+def _identity(key: TableKey) -> int:
+    """Returns the same number for all keys whose tiles are one tuple."""
+    name, head_dim = key
+    return id(tile_tables.SM90[name][head_dim])

@@ -1,0 +1,146 @@
+"""Plan space: the tiles that a search tries for a case of the benchmark, and why some are never compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Final
+
+from cutlass_py_attn.bench import cases as bench_cases
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan import planner, resources, sm90
+from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.builder import build_for
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.variants import SPLIT_D, STANDARD, TWO_CTA
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.spec import ProblemSpec
+
+FAMILIES: Final = ("sm90", "sm80")
+ARCHS: Final = {"sm90": "sm_90a", "sm80": "sm_90"}
+MAX_HEAD_DIM: Final = 256  # beyond, the sm80 family splits the head dim over blocks
+
+Axes = dict[str, tuple[int | str, ...]]
+
+_LEVELS: Final = (5, 3)
+# Values of each field of a TileConfig that a search tries, by family, direction and whether the head dim is split.
+_GRIDS: Final[dict[tuple[str, str, bool], Axes]] = {
+    ("sm90", "forward", False): {
+        "tile_m": (128, 192),
+        "tile_n": (64, 80, 96, 112, 128, 144, 160, 176),
+        "warps": (12, 16),
+        "query_stages": (2, 3),
+    },
+    ("sm90", "backward", False): {
+        "tile_m": (64, 128),
+        "tile_n": (64, 128),
+        "warps": (16,),
+        "query_stages": (2, 3, 4),
+        "grad_output_stages": (1, 2, 3),
+        "key_stages": (1, 2),
+        "variant": (STANDARD, TWO_CTA),
+        "register_usage_level": _LEVELS,
+    },
+    ("sm80", "forward", False): {
+        "tile_m": (64, 128),
+        "tile_n": (32, 64, 96, 128),
+        "warps": (4, 8),
+        "register_usage_level": _LEVELS,
+    },
+    ("sm80", "backward", False): {
+        "tile_m": (32, 64, 128),
+        "tile_n": (32, 64, 96, 128),
+        "warps": (4, 8),
+        "query_stages": (1, 2),
+        "grad_output_stages": (1, 2),
+        "register_usage_level": _LEVELS,
+    },
+    ("sm80", "forward", True): {
+        "tile_m": (64,),
+        "tile_n": (64, 128),
+        "warps": (8,),
+        "query_stages": (2, 3, 4, 5),
+        "head_dim_split": (128, 256, 512),
+        "variant": (SPLIT_D,),
+    },
+    ("sm80", "backward", True): {
+        "tile_m": (32, 64),
+        "tile_n": (64,),
+        "warps": (8,),
+        "query_stages": (2, 3, 4, 5),
+        "grad_output_stages": (2, 3, 4, 5),
+        "head_dim_split": (128, 256, 512),
+        "variant": (SPLIT_D,),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One tile for one direction of a case.
+
+    build: what the tile gives
+    objections: why the tile is not compiled; empty if nothing rules it out
+    is_row: whether it is a tile of the tables that the planner would choose
+    """
+
+    build: Build
+    objections: tuple[str, ...] = ()
+    is_row: bool = False
+
+    @property
+    def name(self) -> str:
+        """The text form of the tile."""
+        return str(TileConfig.of(self.build))
+
+
+def searched(case: ProblemSpec, direction: str, family: str) -> Problem:
+    """Returns the problem whose tiles are searched; NotSupported if this family has no kernel to search for it."""
+    if direction not in bench_cases.directions(case):
+        raise NotSupported(
+            f"case {case.name!r}: has no {direction}; search its {', '.join(bench_cases.directions(case))}"
+        )
+    problem = case.problem(direction)
+    problem.check()
+    unsupported = sm90.unsupported_features(problem) if family == "sm90" else ()
+    if unsupported:
+        raise NotSupported(
+            f"case {case.name!r} {direction}: the sm90 family takes no {', '.join(unsupported)}; use --family sm80"
+        )
+    if any(build.family == "decode" for build in planner.builds(problem, ARCHS["sm80"])):
+        raise NotSupported(f"case {case.name!r}: decode kernels compute it, whose tiles are not searched; leave it out")
+    return problem
+
+
+def grid(problem: Problem, family: str) -> Iterator[TileConfig]:
+    """Yields every tile of the default grid."""
+    widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
+    axes = _GRIDS[family, problem.direction, family == "sm80" and widest > MAX_HEAD_DIM]
+    for values in product(*axes.values()):
+        fields: dict[str, Any] = dict(zip(axes, values, strict=True))
+        yield TileConfig(**fields)
+
+
+def candidates(problem: Problem, family: str, arch: str, given: Sequence[TileConfig] = ()) -> list[Candidate]:
+    """Returns the tiles of the tables that the planner chooses, in its order, then `given` or the default grid.
+
+    Each build occurs once.
+    """
+    rows = [Candidate(build, is_row=True) for build in planner.builds(problem, arch) if build.family == family]
+    tried = (_candidate(problem, family, arch, tile) for tile in given or grid(problem, family))
+    found: dict[Build, Candidate] = {}
+    for one in (*rows, *tried):
+        found.setdefault(one.build, one)
+    return list(found.values())
+
+
+def _candidate(problem: Problem, family: str, arch: str, tile: TileConfig) -> Candidate:
+    limits = architecture(arch)
+    build, objections = build_for(problem, arch, tile, family)
+    objections = objections or resources.objections(build, limits)
+    if family == "sm90" and not objections and not sm90.applies(problem, tile, limits.num_sms):
+        reasons = sm90.objections(problem, tile)
+        objections = reasons or [f"variant = {tile.variant!r}: the standard variant is faster for these lengths"]
+    return Candidate(build, tuple(objections))
