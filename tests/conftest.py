@@ -1,15 +1,21 @@
-"""Fixtures: the fake driver, loaded once per process and cleared for each test."""
+"""Threads of a worker's BLAS, and the fake driver: loaded once per process and cleared for each test."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support import fake_driver
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before NumPy is imported: the workers share the cores, so the BLAS of each has one thread.
+    for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(_variable, "1")
 
 
 @functools.cache
@@ -24,6 +30,7 @@ def driver_log() -> Iterator[fake_driver.FakeDriver]:
         pytest.skip("no C compiler to build the fake driver")
     fake = _loaded()
     gc.collect()  # else this test's log gets the cuMemFree of an earlier test's array
+    gc.freeze()  # what is alive now stays: the next collection reads new objects alone, in place of all modules
     fake.clear_context()
     fake.clear()
     yield fake

@@ -80,7 +80,7 @@ def plan_with_tile(
         raise NotSupported(f"family = {chosen!r}: takes no {', '.join(missing)} on {arch}; use family sm80")
     build, found = build_for(problem, arch, tile, chosen)
     found = found or resources.objections(build, limits)
-    if chosen == "sm90":
+    if chosen == "sm90" and min(tile.tile_m, tile.tile_n) > 0:  # the rules of a problem count its tiles
         found += sm90.objections(problem, tile)
     if found:
         raise DoesNotFit(found)

@@ -162,7 +162,8 @@ def _copies(build: Build) -> Objections:
     for columns in sorted({build.columns, build.columns_value}):
         at_once = rows_copied_at_once(build.threads, columns * build.item_bytes, build.vector_bytes)
         for field in ("tile_m", "tile_n"):
-            if getattr(build, field) % at_once:
+            # Fewer threads than one row needs copy no whole row; _sm80_tile refuses so few warps.
+            if at_once and getattr(build, field) % at_once:
                 yield _refuse(
                     build, field, f"{build.threads} threads copy {at_once} rows at once; use a multiple of that"
                 )
@@ -318,6 +319,7 @@ def _decode_forward(build: Build) -> Objections:
             yield _refuse(build, field, f"the decode kernels of {build.dtype} end at {widest}; use family sm80")
     if build.vector_bytes < DECODE_LEAST_COPY:
         yield _refuse(build, "vector_bytes", f"cp.async copies at least {DECODE_LEAST_COPY} bytes; align rows to that")
+        return
     if build.query_stages < 2:
         yield _refuse(build, "query_stages", "one key tile is loaded while another is multiplied; use 2 or more")
     if build.tile_m not in DECODE_TILE_M:

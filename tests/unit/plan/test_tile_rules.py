@@ -283,7 +283,24 @@ TILES = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+TOO_SMALL = [
+    # (family, kind, tile, refused field and value): rules that divide by rows or threads must not divide by 0.
+    ("sm80", "forward", "64x64x1:1", "warps = 1"),
+    ("sm80", "backward", "64x64x1:1,1", "warps = 1"),
+    ("sm90", "backward", "0x64x16:2,2+per_head", "tile_m = 0"),
+    ("sm90", "backward", "64x0x16:2,2+per_head", "tile_n = 0"),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "tile", "refused"), TOO_SMALL)
+def test_a_tile_too_small_to_count_with_is_refused(family: str, kind: str, tile: str, refused: str) -> None:
+    """Rows of 33 elements are aligned to 2 bytes: one warp then copies less than one row."""
+    width = 128 if family == "sm90" else 33
+    found = objections(problem_of(kind, head_dim=width), family, tile)
+    assert any(refused in line for line in found), found
+
+
+@settings(max_examples=300, deadline=None)
 @given(problems(), TILES, st.sampled_from(["sm80", "sm90", "decode"]), st.sampled_from(["sm_90a", "sm_80"]))
 def test_any_tile_gives_a_plan_or_is_refused(problem: Problem, tile: TileConfig, family: str, arch: str) -> None:
     """No other error: neither while the warps and the shared memory are computed nor later."""
