@@ -101,7 +101,7 @@ def allowed(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> list
     return [says for rule, says in conditions(exported, plan.build) if not expressions.evaluate(rule, names)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems(), ARCHS, SMS, st.data())
 def test_rules_are_the_planner(problem: Problem, arch: str, num_sms: int, data: st.DataObject) -> None:
     """Of every plan, for a problem of other sizes that the bundle's conditions allow: the package would launch these
@@ -133,7 +133,7 @@ def test_rules_of_maps_that_end_with_a_sequence(direction: str, deterministic: b
     assert by_rule(one, plan, other, 132) == numbers(planner.plan_of_build(other, plan.build, 132))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(problems(), ARCHS, st.data())
 def test_what_the_same_kernels_serve_is_allowed(problem: Problem, arch: str, data: st.DataObject) -> None:
     """Conditions refuse nothing that is planned with the same kernels, but grids in pieces and sums of one index."""
@@ -146,7 +146,7 @@ def test_what_the_same_kernels_serve_is_allowed(problem: Problem, arch: str, dat
     assert allowed(problem, plan, other, 132) == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(problems(), ARCHS)
 def test_every_problem_has_a_manifest_or_is_refused(problem: Problem, arch: str) -> None:
     """The manifest's numbers are the plan's, field by field."""
@@ -170,7 +170,7 @@ def test_every_problem_has_a_manifest_or_is_refused(problem: Problem, arch: str)
     assert parts == {part.name: (part.offset, part.bytes) for part in plan.workspace.buffers}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(problems())
 def test_problems_survive_json(problem: Problem) -> None:
     assert from_json(to_json(problem)) == problem

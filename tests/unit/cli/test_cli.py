@@ -90,7 +90,7 @@ def test_every_symbol_names_its_plan(arch: str) -> None:
         )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems(), ARCHS)
 def test_every_symbol_of_a_problem_names_its_plan(problem: Problem, arch: str) -> None:
     build = (plan_forward if problem.direction == "forward" else plan_backward)(problem, arch).build

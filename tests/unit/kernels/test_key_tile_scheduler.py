@@ -44,7 +44,7 @@ def test_every_key_tile_of_every_head_is_computed_once(form: str, counts: tuple[
         assert in_turn == list(range(tiles))[::-1]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(MASKS, st.integers(0, 80), st.integers(1, 120))
 def test_a_key_tile_has_its_query_tiles_or_one_that_sees_nothing(mask: Mask, num_queries: int, num_keys: int) -> None:
     band, query_tiles = mask.band(num_queries, num_keys), max(-(-num_queries // TILE_M), 1)
@@ -69,7 +69,7 @@ def test_one_block_per_head(tiles: int, heads: int, blocks: int) -> None:
     assert sorted(taken) == list(range(tiles * heads))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(MASKS, st.integers(1, 80), st.integers(1, 120))
 def test_the_first_and_the_last_key_tile_that_visits_a_query_tile(mask: Mask, num_queries: int, num_keys: int) -> None:
     """With one block per head, the first key tile stores a sum, the last one completes it, those between add to it."""
@@ -101,7 +101,7 @@ class Block:
         return True
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(MASKS, st.tuples(st.integers(1, 60), st.integers(1, 100)), COUNTS, st.integers(1, 7), st.randoms())
 def test_blocks_that_wait_for_semaphores_never_deadlock(
     mask: Mask, lengths: tuple[int, int], counts: tuple[int, int, int], num_blocks: int, random: Random

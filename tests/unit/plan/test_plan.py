@@ -25,7 +25,7 @@ from cutlass_py_attn.problem.tensors import ITEM_BYTES, Shape, Tensor
 from tests.support.any_problem import ARCHS, HEAD_DIMS, problems
 from tests.support.requests import SHAPE, dense, with_terms
 
-LAW = settings(max_examples=150, deadline=None)
+LAW = settings(max_examples=100, deadline=None)
 WHOLE_BIAS = (2, 3, 40, 50)
 EVEN_BIAS = (2, 3, 40, 56)  # rows of whole 16-byte vectors
 EVEN = dataclasses.replace(SHAPE, num_keys=56)
@@ -209,7 +209,7 @@ def _disjoint(pieces: list[tuple[int, int]], total: int) -> None:
     assert max((offset + size for offset, size in pieces), default=0) <= total
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(st.integers(0, 500), max_size=30), st.integers(0, 200), st.sampled_from(["float16", "float32"]))
 def test_sequences_share_the_query_tiles(lengths: list[int], unused: int, dtype: str) -> None:
     """Sequence b starts at tile cu_seqlens_q[b] // tile_m + b: no two meet, and the last ends within all tiles."""

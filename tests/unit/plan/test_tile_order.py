@@ -21,7 +21,7 @@ Case = tuple[Mask, int, int, int, int]  # mask, tile_m, tile_n, num_queries, num
 TILES = st.sampled_from([1, 2, 3, 8, 16, 64, 128])
 LENGTHS = st.one_of(st.integers(0, 12), st.integers(0, 400))
 CASES = st.tuples(MASKS, TILES, TILES, LENGTHS, LENGTHS)
-LAW = settings(deadline=None, max_examples=500)
+LAW = settings(deadline=None, max_examples=250)
 PAST = 2  # tiles behind the last one that blocks ask for: those of the longest sequence, of stored but unused keys
 
 
@@ -182,7 +182,7 @@ FAR = st.none() | st.sampled_from([0, 1, MAX_LENGTH, 2**31 - 1])
 EXTREMES = st.sampled_from([0, 1, MAX_LENGTH - 1, MAX_LENGTH])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(st.builds(Window, FAR, FAR), EXTREMES, EXTREMES, st.sampled_from([32, 128]), st.sampled_from([64, 128]))
 def test_no_sum_leaves_32_bits(mask: Mask, num_queries: int, num_keys: int, tile_m: int, tile_n: int) -> None:
     left, right = (Int32(edge) for edge in mask.edges)

@@ -260,7 +260,7 @@ def test_every_tile_of_the_tables_passes_for_some_problem(family: str, direction
     assert [] in found, found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems(), ARCHS)
 def test_every_planned_build_passes(problem: Problem, arch: str) -> None:
     for planned in plans(problem, arch):
