@@ -112,7 +112,7 @@ def _target(target: Target) -> Json:
         "later_minors": limits.is_portable,
         "symbol": build.symbol,
         "family": build.family,
-        "why": plan.reason,
+        "reason": plan.reason,
         "cubin": f"{stem}.cubin",
         "ptx": f"{stem}.ptx",
         "num_sms": target.num_sms,

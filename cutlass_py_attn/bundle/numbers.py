@@ -35,8 +35,8 @@ _OTHERS: Final = {
 }
 _WORKSPACE: Final = {
     "grad_query_accum": "float32 sum of the query gradient, in the kernel's own order",
-    "turn": "int32 semaphore of each query tile",
-    "started": "int32 count of blocks, or of key tiles, that have started",
+    "dq_semaphore": "int32 semaphore of each query tile",
+    "tile_count_semaphore": "int32 count of blocks, or of key tiles, that have started",
     "delta": "float32 rowsum(grad_output * output)",
     "logsumexp_log2": "float32 logsumexp in base 2",
     "partial_output": "float32 partial output of each key split",

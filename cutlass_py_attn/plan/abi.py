@@ -79,9 +79,9 @@ DECODE: Fields = (
 
 # total_tiles: query tiles of all sequences of one head. grad_query_accum: (num_heads, total_tiles, tile_m * head_dim)
 # float32 in the kernel's own element order. delta, logsumexp_log2: (num_heads, total_tiles * tile_m) float32;
-# logsumexp_log2 is logsumexp * log2(e), +inf on rows without keys and past the end. turn: (num_heads, total_tiles)
-# int32, the semaphore of each query tile in a deterministic backward. started: (num_heads, batch) int32, thread blocks
-# that have started; in the sm90 family (1,) int32, key tiles that have started.
+# logsumexp_log2 is logsumexp * log2(e), +inf on rows without keys and past the end. dq_semaphore: (num_heads,
+# total_tiles) int32, one semaphore for each query tile of a deterministic backward. tile_count_semaphore: (num_heads,
+# batch) int32, thread blocks that have started; in the sm90 family (1,) int32, key tiles that have started.
 BACKWARD: Fields = (
     *_strided("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value"),
     ("grad_output_column", "i64"),
@@ -89,8 +89,8 @@ BACKWARD: Fields = (
     ("grad_query_accum", "i64"),
     ("delta", "i64"),
     ("logsumexp_log2", "i64"),
-    ("turn", "i64"),
-    ("started", "i64"),
+    ("dq_semaphore", "i64"),
+    ("tile_count_semaphore", "i64"),
     ("grad_bias", "i64"),
     *((f"grad_bias_{axis}", "i64") for axis in BIAS_AXES),
     ("grad_sinks", "i64"),

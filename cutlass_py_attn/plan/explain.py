@@ -24,7 +24,7 @@ def explain(plan: Plan) -> str:
     rows = [*_build_rows(build), *_resource_rows(build, limits)]
     lines = [f"{build.kind} {plan.symbol}", "", *_table(rows), "", *_launch_lines(plan)]
     lines += ["", *_shared_memory_lines(build, limits), "", *_workspace_lines(plan.workspace)]
-    return "\n".join([*lines, "", f"why: {plan.reason}", ""])
+    return "\n".join([*lines, "", f"reason: {plan.reason}", ""])
 
 
 def _build_rows(build: Build) -> Iterator[tuple[str, str]]:

@@ -131,8 +131,8 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     """Returns the workspace buffers in their order.
 
     grad_query_accum: (num_heads, total_tiles, tile_m, columns) float32 sum of dQ
-    turn: (num_heads, total_tiles) int32 semaphore of each query tile, if deterministic
-    started: int32 count of blocks or key tiles that have started
+    dq_semaphore: (num_heads, total_tiles) int32 semaphore of each query tile, if deterministic
+    tile_count_semaphore: int32 count of blocks or key tiles that have started
     delta, logsumexp_log2: (num_heads, total_tiles, tile_m) float32
 
     With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed.
@@ -157,12 +157,12 @@ def _accumulated(build: Build) -> list[BufferRule]:
         piece_bytes = build.tile_m * dq_piece_columns(build) * F32_BYTES
         found.append(BufferRule("grad_query_accum", f"{pieces} * {piece_bytes}", is_zeroed=True))
         if build.deterministic:
-            found.append(BufferRule("turn", f"{pieces} * {WORD_BYTES}", is_zeroed=True))
+            found.append(BufferRule("dq_semaphore", f"{pieces} * {WORD_BYTES}", is_zeroed=True))
     if build.family == "sm90":
-        found.append(BufferRule("started", str(WORD_BYTES), is_zeroed=True))
+        found.append(BufferRule("tile_count_semaphore", str(WORD_BYTES), is_zeroed=True))
     elif build.deterministic:
         counters = f"num_heads_key * batch * {blocks_per_tile(build) * WORD_BYTES}"
-        found.append(BufferRule("started", counters, is_zeroed=True))
+        found.append(BufferRule("tile_count_semaphore", counters, is_zeroed=True))
     return found
 
 

@@ -74,7 +74,7 @@ def _forward_with(build: Build, query_stages: int, dropout_tiles: int) -> tuple[
         ("query", query_stages * tile_bytes(dtype, tile_m, build.columns), 0, 1),
         ("key", stages * tile_bytes(dtype, tile_n, build.columns), 0, 1),
         ("value", stages * tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
-        ("kept", dropout_tiles * dropout_tile_bytes(build), 0, 2),
+        ("dropout_bits", dropout_tiles * dropout_tile_bytes(build), 0, 2),
         ("barriers", 2 * BARRIER_BYTES * (query_stages + 2 * stages), 0, 4),
     )
 
@@ -110,9 +110,9 @@ def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
         ("staging", grad_query_bytes(build), 7, 7),
         ("logsumexp", query_stages * rows * F32_BYTES, 0, 2),
         ("delta", grad_output_stages * rows * F32_BYTES, 0, 4),
-        ("kept", dropout_tiles * dropout_tile_bytes(build), 0, 2),
+        ("dropout_bits", dropout_tiles * dropout_tile_bytes(build), 0, 2),
         ("barriers", BARRIER_BYTES * (2 * stages + (build.variant == PER_HEAD)), 0, 8),
-        ("items", build.key_stages * WORK_TILE_RECORDS * WORK_TILE_WORDS * WORD_BYTES, 0, 8),
+        ("work_tiles", build.key_stages * WORK_TILE_RECORDS * WORK_TILE_WORDS * WORD_BYTES, 0, 8),
     )
 
 

@@ -69,8 +69,8 @@ def test_workspace() -> None:
     for deterministic in (False, True):
         space = planner.plan(backward().replace(deterministic=deterministic), "sm_90a").workspace
         bytes_of = {part.name: part.bytes for part in space.buffers if part.offset < space.zero_bytes}
-        turn = {"turn": 32 * 4} if deterministic else {}
-        assert bytes_of == {"grad_query_accum": 32 * 64 * 128 * 4, **turn, "started": 4}
+        semaphore = {"dq_semaphore": 32 * 4} if deterministic else {}
+        assert bytes_of == {"grad_query_accum": 32 * 64 * 128 * 4, **semaphore, "tile_count_semaphore": 4}
         assert [part.name for part in space.buffers[len(bytes_of) :]] == ["delta", "logsumexp_log2"]
 
 
@@ -117,7 +117,7 @@ def test_plans_fit_and_round_trip_through_json(dims: tuple[int, int]) -> None:
 def test_dropout_bits_of_several_query_tiles(dim: int, tiles: int) -> None:
     """As many as fit beside one key tile; they need no barriers."""
     build = planner.plan(backward(dim, dim).replace(dropout_p=0.1), "sm_90a").build
-    assert build.buffer("kept").bytes == tiles * build.tile_m * build.tile_n // 8
+    assert build.buffer("dropout_bits").bytes == tiles * build.tile_m * build.tile_n // 8
     slots = build.query_stages + 2 * build.grad_output_stages + build.key_stages + 1
     assert (build.key_stages, build.buffer("barriers").bytes) == (1, 16 * slots)
     assert build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
@@ -208,7 +208,7 @@ def test_two_key_stages_where_they_are_faster(dim: int, mask: Mask, stages: int)
     build = planner.plan(backward(dim, dim, mask), "sm_90a").build
     assert (build.key_stages, build.variant) == (stages, "")
     assert build.buffer("key").bytes == stages * 128 * dim * 2
-    assert build.buffer("items").bytes == stages * 2 * 12 * 4
+    assert build.buffer("work_tiles").bytes == stages * 2 * 12 * 4
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (192, 64), (160, 128), (136, 8)])

@@ -74,7 +74,7 @@ def test_dropout_prefetches_the_bits_of_several_key_tiles(dim: int, queries: int
     """As many as fit into shared memory, beside two query tiles if those fit."""
     build = planner.plan(forward(dim, dim).replace(dropout_p=0.1), "sm_90a").build
     assert sm90_smem.num_stages(build)["query"] == queries
-    assert build.buffer("kept").bytes == tiles * build.tile_m * build.tile_n // 8
+    assert build.buffer("dropout_bits").bytes == tiles * build.tile_m * build.tile_n // 8
     assert build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
 
 

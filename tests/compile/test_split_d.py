@@ -129,8 +129,8 @@ def test_workspace_has_a_sum_for_every_column(dims: tuple[int, int], dtype: str,
     finish = next(grid for symbol, grid in grids.items() if "_finish_" in symbol)
     assert finish[0] == -(-300 // build.tile_m) * sums
     if turns:
-        assert parts["turn"] == tiles * sums * 4
-        assert parts["started"] == 6 * 2 * split_d.blocks_per_tile(build) * 4
+        assert parts["dq_semaphore"] == tiles * sums * 4
+        assert parts["tile_count_semaphore"] == 6 * 2 * split_d.blocks_per_tile(build) * 4
 
 
 GRADIENTS = [set(kept) for size in (1, 2, 3) for kept in itertools.combinations(("query", "key", "value"), size)]

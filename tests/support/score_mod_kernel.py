@@ -37,26 +37,28 @@ class ModifiedScores:
         build = self.build
         thread, _, _ = cute.arch.thread_idx()
         query_tile, key_tile, _ = cute.arch.block_idx()
-        corner = query_tile * build.tile_m, key_tile * build.tile_n
+        tile_origin = query_tile * build.tile_m, key_tile * build.tile_n
         band = seqlen_info.band(build, p, seqlen_info.create(build, p, Int32(BATCH)))
         product = MmaSync(matmul_qk.spec(build), build.dtype)
-        where, r_s = row_view(product.coordinates(thread)), product.accumulator(thread)
+        coordinates, r_s = row_view(product.coordinates(thread)), product.accumulator(thread)
         scores = row_view(r_s)
-        for row in range(cute.size(where, mode=[0])):
-            for column in range(cute.size(where, mode=[1])):
-                scores[row, column] = params.load_scalar(p.query, Float32, self.place(where, row, column, corner))
+        for row in range(cute.size(coordinates, mode=[0])):
+            for column in range(cute.size(coordinates, mode=[1])):
+                scores[row, column] = params.load_scalar(
+                    p.query, Float32, self.place(coordinates, row, column, tile_origin)
+                )
         operands = self.score_mod.load_operands(p, Int32(BATCH), Int32(HEAD))
-        self.score_mod.apply(p, scores, where, corner, band, (operands, None))
-        masking.mask_scores(band, scores, where, corner)
+        self.score_mod.apply(p, scores, coordinates, tile_origin, band, (operands, None))
+        masking.mask_scores(band, scores, coordinates, tile_origin)
         target = cute.make_tensor(params.pointer(p.output, Float32, 4), cute.make_layout(2**30))
-        for row in cutlass.range_constexpr(cute.size(where, mode=[0])):
-            for column in cutlass.range_constexpr(cute.size(where, mode=[1])):
-                target[self.place(where, row, column, corner)] = scores[row, column]
+        for row in cutlass.range_constexpr(cute.size(coordinates, mode=[0])):
+            for column in cutlass.range_constexpr(cute.size(coordinates, mode=[1])):
+                target[self.place(coordinates, row, column, tile_origin)] = scores[row, column]
 
-    def place(self, where: cute.Tensor, row: int, column: int, corner: tuple) -> Int64:
+    def place(self, coordinates: cute.Tensor, row: int, column: int, tile_origin: tuple) -> Int64:
         """Index of an element in the row-major matrix of all tiles."""
         width = KEY_TILES * self.build.tile_n
-        return Int64(corner[0] + where[row, 0][0]) * width + (corner[1] + where[0, column][1])
+        return Int64(tile_origin[0] + coordinates[row, 0][0]) * width + (tile_origin[1] + coordinates[0, column][1])
 
 
 def trace(build: Build) -> tuple[Callable[..., Any], tuple[object, ...]]:

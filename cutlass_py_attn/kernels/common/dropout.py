@@ -60,12 +60,16 @@ class PhiloxCalls:
     run, runs: blocks without a gap in the stream, and how many such runs a word has
     """
 
-    def __init__(self, where: cute.Tensor) -> None:
-        (rows, pairs), (columns, groups) = where.shape
-        assert (rows, columns, *where.layout((1, 1))) == (2, 2, EIGHT, 1), f"no row view of an accumulator: {where}"
-        self.row_step = where.layout((2, 0))[0] if pairs > 1 else 0
-        self.column_step = where.layout((0, 2))[1] if groups > 1 else EIGHT
-        assert self.row_step % BLOCK_WORDS == self.column_step % EIGHT == 0, f"rows or columns are shared: {where}"
+    def __init__(self, coordinates: cute.Tensor) -> None:
+        (rows, pairs), (columns, groups) = coordinates.shape
+        assert (rows, columns, *coordinates.layout((1, 1))) == (2, 2, EIGHT, 1), (
+            f"no row view of an accumulator: {coordinates}"
+        )
+        self.row_step = coordinates.layout((2, 0))[0] if pairs > 1 else 0
+        self.column_step = coordinates.layout((0, 2))[1] if groups > 1 else EIGHT
+        assert self.row_step % BLOCK_WORDS == self.column_step % EIGHT == 0, (
+            f"rows or columns are shared: {coordinates}"
+        )
         self.groups = largest_divisor(groups, NIBBLES)
         self.pairs = largest_divisor(pairs, NIBBLES // self.groups)
         self.down, self.across = pairs // self.pairs, groups // self.groups
@@ -90,26 +94,26 @@ def load_stream(p: Any) -> PhiloxStream:
     return PhiloxStream(seed, offset, p.dropout_threshold)
 
 
-def keep_bits(stream: Any, where: cute.Tensor, corner: tuple, base: Int64, num_keys: Int32) -> cute.Tensor:
+def keep_bits(stream: Any, coordinates: cute.Tensor, tile_origin: tuple, base: Int64, num_keys: Int32) -> cute.Tensor:
     """Returns a bit for each element of a thread's scores, set if the element is kept; `is_kept` reads it."""
-    return PhiloxCalls(where).bits(packed_bits(stream, where, corner, base, num_keys))
+    return PhiloxCalls(coordinates).bits(packed_bits(stream, coordinates, tile_origin, base, num_keys))
 
 
 @cute.jit
-def packed_bits(stream: Any, where: cute.Tensor, corner: tuple, base: Int64, num_keys: Int32):
+def packed_bits(stream: Any, coordinates: cute.Tensor, tile_origin: tuple, base: Int64, num_keys: Int32):
     """Returns the bits of a thread's scores, packed in 32-bit words.
 
-    where: (row, column) of each element in the tile
-    corner: first query and first key of the tile, a multiple of 8
+    coordinates: (row, column) of each element in the tile
+    tile_origin: first query and first key of the tile, a multiple of 8
     base: number of the first word of this sequence and head, from stream.offset on
 
     Element (i, j) takes word stream.offset + base + i * num_keys + j; elements outside the matrix have bits too. All
     threads of a warp call this together.
     """
-    calls = PhiloxCalls(where)
+    calls = PhiloxCalls(coordinates)
     count = calls.down * calls.across
-    query0, key0 = corner
-    row, column = where[0, 0]
+    query0, key0 = tile_origin
+    row, column = coordinates[0, 0]
     is_odd, half = (column >> 1) & 1, (column >> 2) & 1
     start = stream.offset + base
     starts_blocks = starts_block(start, num_keys)
@@ -149,12 +153,14 @@ def bits_of_16_words(stream: Any, at: Int64, aligned: Boolean):
     return found
 
 
-def keep_bits_of_tile(build: Build, p: Any, where: cute.Tensor, corner: tuple, at: tuple) -> cute.Tensor | None:
+def keep_bits_of_tile(
+    build: Build, p: Any, coordinates: cute.Tensor, tile_origin: tuple, at: tuple
+) -> cute.Tensor | None:
     """Returns `keep_bits` of a tile of scores at (sequence, query head); None without dropout."""
     if not build.has("dropout"):
         return None
     of, head = at
-    return keep_bits(load_stream(p), where, corner, seqlen_info.first_dropout_word(p, of, head), of.num_keys)
+    return keep_bits(load_stream(p), coordinates, tile_origin, seqlen_info.first_dropout_word(p, of, head), of.num_keys)
 
 
 def is_kept(bits: cute.Tensor, row: int, column: int) -> Boolean:

@@ -13,26 +13,26 @@ from cutlass_py_attn.problem.masks import Band
 from cutlass_py_attn.score_terms.dropout import DROPOUT
 
 
-def mask_scores(band: Band, scores: cute.Tensor, where: cute.Tensor, corner: tuple[Int32, Int32]) -> None:
+def mask_scores(band: Band, scores: cute.Tensor, coordinates: cute.Tensor, tile_origin: tuple[Int32, Int32]) -> None:
     """Sets scores (rows x columns) outside the mask or past the last key to -inf.
 
-    where: (row, column) of each element in the tile
-    corner: first query and first key of the tile
+    coordinates: (row, column) of each element in the tile
+    tile_origin: first query and first key of the tile
     """
-    _replace_masked(band, scores, where, corner, -Float32.inf)
+    _replace_masked(band, scores, coordinates, tile_origin, -Float32.inf)
 
 
 def mask_packed_scores(
-    band: Band, scores: cute.Tensor, where: cute.Tensor, key0: Int32, queries: Sequence[Int32]
+    band: Band, scores: cute.Tensor, coordinates: cute.Tensor, key0: Int32, queries: Sequence[Int32]
 ) -> None:
     """Does `mask_scores` for rows with any queries: queries[row] is the query of a row."""
     for row, query in enumerate(queries):
-        _replace_in_row(band, scores, where, (row, query, key0), -Float32.inf)
+        _replace_in_row(band, scores, coordinates, (row, query, key0), -Float32.inf)
 
 
-def mask_weights(band: Band, weights: cute.Tensor, where: cute.Tensor, corner: tuple[Int32, Int32]) -> None:
+def mask_weights(band: Band, weights: cute.Tensor, coordinates: cute.Tensor, tile_origin: tuple[Int32, Int32]) -> None:
     """Sets weights (rows x columns) outside the mask or past the last key to zero; arguments as of `mask_scores`."""
-    _replace_masked(band, weights, where, corner, Float32(0.0))
+    _replace_masked(band, weights, coordinates, tile_origin, Float32(0.0))
 
 
 def apply_dropout(values: cute.Tensor, bits: cute.Tensor) -> None:
@@ -71,20 +71,24 @@ def with_dropout(weights: cute.Tensor, bits: cute.Tensor) -> cute.Tensor:
     return result
 
 
-def _replace_masked(band: Band, values: cute.Tensor, where: cute.Tensor, corner: Any, other: Float32) -> None:
-    query0, key0 = corner
+def _replace_masked(
+    band: Band, values: cute.Tensor, coordinates: cute.Tensor, tile_origin: Any, other: Float32
+) -> None:
+    query0, key0 = tile_origin
     for row in range(cute.size(values, mode=[0])):
-        _replace_in_row(band, values, where, (row, query0 + where[row, 0][0], key0), other)
+        _replace_in_row(band, values, coordinates, (row, query0 + coordinates[row, 0][0], key0), other)
 
 
-def _replace_in_row(band: Band, values: cute.Tensor, where: cute.Tensor, at: tuple[int, Int32, Int32], other: Float32):
+def _replace_in_row(
+    band: Band, values: cute.Tensor, coordinates: cute.Tensor, at: tuple[int, Int32, Int32], other: Float32
+):
     """Replaces what a query does not see; `at` is (row, query of the row, first key of the tile)."""
     row, query, key0 = at
     # Columns in [start, end) are visible: one comparison an element for each edge.
     end = band.key_end(query) - key0
     start = band.key_start(query) - key0
     for column in range(cute.size(values, mode=[1])):
-        place = where[0, column][1]
+        place = coordinates[0, column][1]
         seen = place < end
         if band.form == "local":
             seen = seen & (place >= start)

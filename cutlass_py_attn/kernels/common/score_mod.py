@@ -41,18 +41,18 @@ class ScoreMod:
         return tuple(term.load_operand(_load, p, batch, head) for term in self.terms if term.vector is not None)
 
     def apply(
-        self, p: Any, scores: cute.Tensor, where: cute.Tensor, corner: tuple, band: Band, given: tuple
+        self, p: Any, scores: cute.Tensor, coordinates: cute.Tensor, tile_origin: tuple, band: Band, given: tuple
     ) -> cute.Tensor | None:
         """Turns raw products into scores in base 2. Returns d(score)/d(scale Q K^T); None for a derivative of 1.
 
-        where: (row, column) of each element in the tile
-        corner: first query and first key of the tile
+        coordinates: (row, column) of each element in the tile
+        tile_origin: first query and first key of the tile
         given: (operands, bias): the result of `load_operands`, and this thread's part of the bias tile; None without
         """
         operands, bias = given
         derivative = cute.make_rmem_tensor_like(scores) if self.has_derivative else None
         for number in range(cute.size(scores, mode=[0])):
-            row = ScoreRow(self, p, scores, number, where, corner, band, bias, derivative)
+            row = ScoreRow(self, p, scores, number, coordinates, tile_origin, band, bias, derivative)
             if not any(term.scales_products for term in self.terms):
                 row.values = row.values * p.scale_log2
             in_registers = iter(operands)
@@ -83,15 +83,15 @@ class ScoreRow:
         p: Any,
         scores: cute.Tensor,
         number: int,
-        where: cute.Tensor,
-        corner: tuple,
+        coordinates: cute.Tensor,
+        tile_origin: tuple,
         band: Band,
         bias: cute.Tensor | None,
         derivative: cute.Tensor | None,
     ) -> None:
         self.p = p
-        self._score_mod, self._scores, self._number, self._where = score_mod, scores, number, where
-        self._query0, self._key0 = corner
+        self._score_mod, self._scores, self._number, self._coordinates = score_mod, scores, number, coordinates
+        self._query0, self._key0 = tile_origin
         self._band, self._bias, self._derivative = band, bias, derivative
         self._vector: Any = scores[number, None].load()
         self._diagonal: Any = None
@@ -135,11 +135,11 @@ class ScoreRow:
     @property
     def query(self) -> Int32:
         """Index of the query inside its sequence."""
-        return self._query0 + self._where[self._number, 0][0]
+        return self._query0 + self._coordinates[self._number, 0][0]
 
     def key(self, column: int) -> Int32:
         """Returns the index of a column's key inside its sequence."""
-        return self._key0 + self._where[0, column][1]
+        return self._key0 + self._coordinates[0, column][1]
 
     @property
     def num_queries(self) -> Int32:
@@ -155,7 +155,7 @@ class ScoreRow:
         """Returns i + num_keys - num_queries - j: how far the key is before the bottom-right diagonal."""
         if self._diagonal is None:  # relative to the tile's first key, once for all columns
             self._diagonal = self.query + self.num_keys - self.num_queries - self._key0
-        return self._diagonal - self._where[0, column][1]
+        return self._diagonal - self._coordinates[0, column][1]
 
     def bias(self) -> Any:
         """Returns the bias of this row as a float32 vector."""
@@ -196,7 +196,7 @@ def bias_source(build: Build, p: Any, name: str, at: tuple[Any, Any, Any, Any], 
     return GmemTile(start, row, *left, access, column if by_element else 1)
 
 
-def bias_of(build: Build, p: Any, name: str, of: SeqlenInfo, head: Int32, corner: tuple[Any, Any]) -> GmemTile:
-    """Returns the tile at `corner` of a sequence and query head; grad_bias also has the keys that are not used."""
+def bias_of(build: Build, p: Any, name: str, of: SeqlenInfo, head: Int32, tile_origin: tuple[Any, Any]) -> GmemTile:
+    """Returns the tile at `tile_origin` of a sequence and query head; grad_bias also has the keys that are not used."""
     keys = of.stored_keys if name == "grad_bias" else of.num_keys
-    return bias_source(build, p, name, (of.index, head, *corner), (of.num_queries, keys))
+    return bias_source(build, p, name, (of.index, head, *tile_origin), (of.num_queries, keys))

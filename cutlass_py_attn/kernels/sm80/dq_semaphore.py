@@ -1,7 +1,7 @@
 """dQ semaphore: blocks add to a query tile's sum in the order of their key tiles, so that the sum is deterministic.
 
-The struct's field `turn` is one int32 counter for each sum: how many key tiles have been added. `started` counts the
-blocks that have begun.
+The struct's field `dq_semaphore` is one int32 counter for each sum: how many key tiles have been added.
+`tile_count_semaphore` counts the blocks that have started.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def start_rank(p: Any, index: Int64, thread: Int32, shared: cute.Tensor):
     the GPU starts them. shared: one int32 of shared memory
     """
     if thread == 0:
-        started = params.pointer(p.started, Int32, 4) + index
+        started = params.pointer(p.tile_count_semaphore, Int32, 4) + index
         shared[0] = cute.arch.atomic_add(started, Int32(1), sem="relaxed", scope="gpu")
     cute.arch.sync_threads()
     rank = shared[0]
@@ -31,7 +31,7 @@ def start_rank(p: Any, index: Int64, thread: Int32, shared: cute.Tensor):
 @cute.jit
 def acquire(p: Any, index: Int64, num_before: Int32, thread: Int32):
     """Waits until `num_before` key tiles have been added to the sum at `index`."""
-    counter = params.pointer(p.turn, Int32, 4) + index
+    counter = params.pointer(p.dq_semaphore, Int32, 4) + index
     if thread == 0:
         seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
         while seen != num_before:
@@ -44,5 +44,5 @@ def release(p: Any, index: Int64, thread: Int32):
     """Lets the next key tile add to the sum at `index`."""
     cute.arch.sync_threads()
     if thread == 0:
-        counter = params.pointer(p.turn, Int32, 4) + index
+        counter = params.pointer(p.dq_semaphore, Int32, 4) + index
         cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")

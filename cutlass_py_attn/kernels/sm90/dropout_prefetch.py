@@ -29,7 +29,7 @@ class DropoutPrefetch:
         self.build, self.threads = build, threads
         self.words, rest = divmod(dropout_tile_bytes(build), threads * WORD_BYTES)
         assert rest == 0, f"tile {build.tile_m} x {build.tile_n}: its bits are not whole words of {threads} threads"
-        self.tiles = build.buffer("kept").bytes // dropout_tile_bytes(build)
+        self.tiles = build.buffer("dropout_bits").bytes // dropout_tile_bytes(build)
 
     def registers(self) -> cute.Tensor:
         """Returns uninitialised registers for a thread's words of one tile."""
@@ -50,7 +50,7 @@ class DropoutPrefetch:
     def _smem_words(self) -> cute.Tensor:
         """Returns the words in shared memory, (threads, words, tiles)."""
         shape = self.threads, self.words, self.tiles
-        return cute.make_tensor(tile_copy.smem_pointer(self.build, "kept", Uint32), cute.make_layout(shape))
+        return cute.make_tensor(tile_copy.smem_pointer(self.build, "dropout_bits", Uint32), cute.make_layout(shape))
 
 
 class RowDropout(DropoutPrefetch):

@@ -245,7 +245,7 @@ class GradQuerySm90:
         """Waits until `num_before` key tiles have been added to a sum; the warp that issues the reductions waits."""
         if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
             with cute.arch.elect_one():
-                counter = params.pointer(p.turn, Int32, 4) + index
+                counter = params.pointer(p.dq_semaphore, Int32, 4) + index
                 seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
                 while seen < num_before:
                     seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
@@ -260,6 +260,6 @@ class GradQuerySm90:
         """
         if (cute.arch.make_warp_uniform(thread // WARP_THREADS) == WARPGROUP_WARPS - 1) & (index >= 0):
             with cute.arch.elect_one():
-                counter = params.pointer(p.turn, Int32, 4) + index
+                counter = params.pointer(p.dq_semaphore, Int32, 4) + index
                 cute.arch.fence_proxy("async.global")
                 cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")

@@ -58,7 +58,7 @@ class KeyTileScheduler(TileScheduler):
         """Increments the counter; returns its value before, in all threads of a warp."""
         number = Int32(0)
         if cute.arch.lane_idx() == 0:
-            counter = params.pointer(p.started, Int32, 4)
+            counter = params.pointer(p.tile_count_semaphore, Int32, 4)
             number = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
         return cute.arch.shuffle_sync(number, 0)
 
@@ -125,7 +125,7 @@ class KeyTileScheduler(TileScheduler):
         return seqlen_info.SeqlenInfo(index, 0, *(words[word] for word in range(5, WORK_TILE_WORDS - 1)))
 
     def _record(self, record: Int32) -> cute.Tensor:
-        first = tile_copy.smem_pointer(self.build, "items", Int32) + record * WORK_TILE_WORDS
+        first = tile_copy.smem_pointer(self.build, "work_tiles", Int32) + record * WORK_TILE_WORDS
         return cute.make_tensor(first.align(16), cute.make_layout(WORK_TILE_WORDS))
 
 

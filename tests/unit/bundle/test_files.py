@@ -99,7 +99,7 @@ def test_target_without_hopper_kernels_gets_the_portable_one(tmp_path: Path) -> 
     bundle = export(tmp_path / "bundle", "backward", archs=("sm_90", "sm_90a"), case="f32_d64_s200_b2_h3_causal")
     (target,) = bundle.manifest["passes"]["backward"]["targets"]
     assert (target["arch"], target["later_minors"]) == ("sm_90", True)
-    assert "float32" in target["why"]
+    assert "float32" in target["reason"]
 
 
 def test_plan_that_does_not_compile_leaves_the_turn_to_the_next(tmp_path: Path) -> None:

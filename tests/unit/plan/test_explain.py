@@ -34,7 +34,7 @@ def test_explain_says_what_decides() -> None:
         "block 128 x 1 x 1, cluster 1 x 1 x 1",
         f"num_splits_key: {plan.num_splits_key}",
         f"shared memory: {build.shared_memory_bytes} of 166912 bytes",
-        f"why: {plan.reason}",
+        f"reason: {plan.reason}",
         *(f"{launch.symbol}: grid" for launch in plan.launches),
         *(part.name for part in plan.workspace.buffers),
     ]

@@ -75,8 +75,8 @@ WORKSPACES: dict[str, tuple[Plan, dict[str, int], int]] = {
         planned("backward", LONG, "64x128x8:2,2", deterministic=True),
         {
             "grad_query_accum": 6 * 32 * 64 * 512,
-            "turn": 6 * 32 * 4,
-            "started": 3 * 2 * 4,
+            "dq_semaphore": 6 * 32 * 4,
+            "tile_count_semaphore": 3 * 2 * 4,
             "delta": 6 * 32 * 256,
             "logsumexp_log2": 6 * 32 * 256,
         },
@@ -86,7 +86,7 @@ WORKSPACES: dict[str, tuple[Plan, dict[str, int], int]] = {
         planned("backward", VARLEN, "64x128x16:3,2"),
         {
             "grad_query_accum": 2 * (10 + 4) * 64 * 512,
-            "started": 4,
+            "tile_count_semaphore": 4,
             "delta": 2 * 14 * 256,
             "logsumexp_log2": 2 * 14 * 256,
         },
