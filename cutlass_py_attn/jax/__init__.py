@@ -12,7 +12,7 @@ A compiled program contains its kernels. A process that loads an exported progra
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, TypedDict, Unpack
 
@@ -49,6 +49,8 @@ class Options(TypedDict, total=False):
         is summed over that axis.
     alibi_slopes: (num_heads,) or (batch, num_heads) float32, not differentiable; a gradient of them is refused.
     sinks: (num_heads,) float32, differentiable.
+    score_terms: {name: array} of terms that `score_terms.register` registered; like alibi_slopes not differentiable. A
+        process that runs an exported program with such a term must register the term too.
     dropout_p: probability that a weight is dropped, from 0 to 1.
     dropout_key: a key of jax.random; required if dropout_p is not 0.
     sequences: VariableLength with JAX or NumPy arrays.
@@ -65,6 +67,7 @@ class Options(TypedDict, total=False):
     softcap: float
     alibi_slopes: Any
     sinks: Any
+    score_terms: Mapping[str, Any]
     dropout_p: float
     dropout_key: Any
     sequences: VariableLength | None
@@ -86,8 +89,9 @@ def attention(query: Any, key: Any, value: Any, **options: Unpack[Options]) -> A
     (batch, num_queries, num_heads, head_dim_value) in the same dtype.
 
     The call is planned at trace time, and compiled if `kernels` is None. Under vmap, the new axis joins the batch. With
-    variable lengths, differentiated sinks or different dropout keys, the elements run one after the other instead. XLA
-    cannot shard the call: if all operands have one sharding of batch and heads, call it inside shard_map.
+    variable lengths, differentiated sinks, different dropout keys, or different arrays of a score term that has no
+    batch axis, the elements run one after the other instead. XLA cannot shard the call: if all operands have one
+    sharding of batch and heads, call it inside shard_map.
 
     NotSupported lists every reason at trace time. NoDevice: there is no GPU, and `arch` is None. CompileError, Stale:
     there is no kernel.
@@ -114,10 +118,14 @@ def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
     """Returns the output and the residuals. The keys of `wanted`, static in JAX, name the gradients to compute."""
     values = {name: operand.value for name, operand in operands.items()}
     differentiated = [name for name, operand in operands.items() if operand.perturbed]
-    if "alibi_slopes" in differentiated:
-        raise NotSupported(
-            "alibi_slopes is differentiated: must be a constant here; pass jax.lax.stop_gradient(alibi_slopes)"
-        )
+    constants = ("alibi_slopes", *(term.name for term in call.score_terms))
+    reasons = [
+        f"{name} is differentiated: must be a constant here; pass jax.lax.stop_gradient({name})"
+        for name in constants
+        if name in differentiated
+    ]
+    if reasons:
+        raise NotSupported(reasons)
     output, logsumexp = calls.forward(call, values)
     wanted = dict.fromkeys(name for name in DIFFERENTIABLE if name in differentiated)
     return output, (values, output, logsumexp, wanted)
@@ -153,7 +161,7 @@ def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, di
     dropout_p, dropout_key = options.get("dropout_p", 0.0), options.get("dropout_key")
     if isinstance(dropout_p, Real) and dropout_p != 0 and dropout_key is None:
         reasons.append(f"dropout_p = {dropout_p} without dropout_key: must come together; pass a key of jax.random")
-    shared = ("mask", "sequences", "backend")
+    shared = _SharedOptions.__annotations__
     try:
         checked = api_options.check_options(
             {name: value for name, value in options.items() if name in shared}, _SharedOptions
@@ -167,6 +175,7 @@ def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, di
     for name in registry.array_options():
         if given.get(name) is not None:
             arrays[name] = jnp.asarray(given[name])
+    arrays |= {name: jnp.asarray(array) for name, array in checked.score_terms.items()}
     if checked.sequences is not None:
         arrays |= {name: jnp.asarray(array) for name, array in checked.sequences.arrays().items()}
     if dropout_p != 0:
@@ -179,6 +188,7 @@ def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, di
         softcap=options.get("softcap", 0.0),
         dropout_p=dropout_p,
         max_seqlens=None if sequences is None else (int(sequences.max_seqlen_q), int(sequences.max_seqlen_k)),
+        score_terms=registry.registered_among(checked.score_terms),
         deterministic=options.get("deterministic", False),
         kernels=options.get("kernels"),
         arch=options.get("arch"),
@@ -192,6 +202,7 @@ class _SharedOptions(TypedDict, total=False):
 
     mask: Mask
     sequences: VariableLength | None
+    score_terms: Mapping[str, Any]
     backend: str
 
 

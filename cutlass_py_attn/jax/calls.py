@@ -27,6 +27,7 @@ from cutlass_py_attn.runtime import driver, launch
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
+from cutlass_py_attn.score_terms.term import ScoreTerm
 
 Arrays = dict[str, Any]
 
@@ -39,6 +40,7 @@ class Call:
     """The static arguments of a call.
 
     max_seqlens: max_seqlen_q and max_seqlen_k of the variable-length layout; None for the dense layout.
+    score_terms: the registered terms whose arrays are among the operands, each under its name.
     """
 
     mask: Mask
@@ -46,6 +48,7 @@ class Call:
     softcap: float
     dropout_p: float
     max_seqlens: tuple[int, int] | None
+    score_terms: tuple[ScoreTerm, ...]
     deterministic: bool
     kernels: Callable[[Build], Artifact] | None
     arch: str | None
@@ -66,7 +69,7 @@ class Call:
         if self.max_seqlens is not None:
             lengths = [inputs.get(name) for name in _LENGTHS]
             sequences = VariableLength(lengths[0], lengths[1], *self.max_seqlens, lengths[2])
-        options = self._options(dropout, sequences, gradients)
+        options = self._options(dropout, sequences, gradients, inputs)
         return request.problem_of("backward" if gradients else "forward", inputs, options)[0]
 
     def options(self, operands: Mapping[str, Any], gradients: tuple[str, ...]) -> Options:
@@ -79,10 +82,15 @@ class Call:
             lengths = [operands.get(name) for name in _LENGTHS]
             sequences = VariableLength(lengths[0], lengths[1], *self.max_seqlens, lengths[2])
         score_arrays = {name: operands.get(name) for name in registry.array_options()}
-        return self._options(dropout, sequences, gradients, **score_arrays)
+        return self._options(dropout, sequences, gradients, operands, **score_arrays)
 
     def _options(
-        self, dropout: Dropout | None, sequences: VariableLength | None, gradients: tuple[str, ...], **score_arrays: Any
+        self,
+        dropout: Dropout | None,
+        sequences: VariableLength | None,
+        gradients: tuple[str, ...],
+        operands: Mapping[str, Any],
+        **score_arrays: Any,
     ) -> Options:
         return Options(
             mask=self.mask,
@@ -91,6 +99,7 @@ class Call:
             dropout=dropout,
             sequences=sequences,
             gradients=gradients or OPERANDS,
+            score_terms={term.name: operands[term.name] for term in self.score_terms},
             deterministic=self.deterministic and bool(gradients),
             **score_arrays,
         )
@@ -120,7 +129,7 @@ def _batchable(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arra
     def rule(size: int, batched: tuple[dict[str, bool]], operands: Arrays) -> tuple[Arrays, dict[str, bool]]:
         flags = batched[0]
         if _joins_batch(call, gradients, flags):
-            joined, batch = _join_batch(size, flags, operands, gradients)
+            joined, batch = _join_batch(call, size, flags, operands, gradients)
             results = _split_batch(size, batch, run(joined), operands, flags)
         else:
             shared = {name: array for name, array in operands.items() if not flags[name]}
@@ -136,24 +145,34 @@ def _batchable(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arra
 def _joins_batch(call: Call, gradients: tuple[str, ...], batched: Mapping[str, bool]) -> bool:
     """Returns whether vmap's axis can join the batch axis.
 
-    It cannot for variable lengths, which have no batch axis, nor for sinks and seeds, which all batches share. A
-    backward with dropout must draw the same numbers as its forward, whose axis was joined exactly if its output is
-    batched.
+    It cannot for variable lengths, which have no batch axis, nor for sinks, seeds and terms without a batch axis,
+    which all batches share. A backward with dropout must draw the same numbers as its forward, whose axis was joined
+    exactly if its output is batched.
     """
+    if any(batched.get(term.name) and _term_rank(term) == 1 for term in call.score_terms):
+        return False
     if call.max_seqlens is not None or batched.get("sinks") or "sinks" in gradients or batched.get(PHILOX):
         return False
     return not (gradients and PHILOX in batched) or batched["output"]
 
 
+def _term_rank(term: ScoreTerm) -> int:
+    """Returns the rank of the term's array with a batch axis in front; 1 if no shape of the term has one there."""
+    shapes = () if term.vector is None else term.vector.axes
+    return max((len(axes) for axes in shapes if axes[0] == "batch"), default=1)
+
+
 def _join_batch(
-    size: int, batched: Mapping[str, bool], operands: Arrays, gradients: tuple[str, ...]
+    call: Call, size: int, batched: Mapping[str, bool], operands: Arrays, gradients: tuple[str, ...]
 ) -> tuple[Arrays, int]:
     """Returns the operands with vmap's axis joined to the batch axis, and the batch size without it."""
     batch = operands["query"].shape[1 if batched["query"] else 0]
+    ranks = {"alibi_slopes": 2, "sinks": 1, PHILOX: 1, "logsumexp": 3}
+    ranks |= {term.name: _term_rank(term) for term in call.score_terms}
 
     def join(name: str, array: Any) -> Any:
         per_batch = name in (*BMHK, "logsumexp") or (name == "bias" and "bias" in gradients)
-        rank = {"alibi_slopes": 2, "sinks": 1, PHILOX: 1, "logsumexp": 3}.get(name, 4)
+        rank = ranks.get(name, 4)
         shape = array.shape[1:] if batched[name] else array.shape
         if not batched[name] and not per_batch and (len(shape) < rank or shape[0] == 1 or rank == 1):
             return array
@@ -185,7 +204,9 @@ def _run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
         host = functools.partial(_on_host, call, gradients)
         computed: Arrays = jax.pure_callback(host, shapes, operands, vmap_method="sequential")
         return computed
-    data, workspace_bytes = _payload(problem, call.arch, call.kernels, tuple(operands), tuple(results))
+    data, workspace_bytes = _payload(
+        problem, call.score_terms, call.arch, call.kernels, tuple(operands), tuple(results)
+    )
     outputs = [*shapes.values()]
     if workspace_bytes:
         outputs.append(jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8))
@@ -245,12 +266,16 @@ def _on_host(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays
 @functools.lru_cache(maxsize=MAX_PAYLOADS)
 def _payload(
     problem: Problem,
+    score_terms: tuple[ScoreTerm, ...],
     arch: str | None,
     kernels: Callable[[Build], Artifact] | None,
     operands: tuple[str, ...],
     results: tuple[str, ...],
 ) -> tuple[bytes, int]:
-    """Returns the packed payload of the best plan that has kernels, and its workspace size (bytes)."""
+    """Returns the packed payload of the best plan that has kernels, and its workspace size (bytes).
+
+    score_terms: the registered terms, in the key of the cache because a name may be registered anew
+    """
     capability, num_sms = _target(arch)
     plan, artifact = launch.first_available(
         planner.plans_on(problem, capability, num_sms), kernels or attention.default_kernels()

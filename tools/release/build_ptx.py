@@ -25,7 +25,7 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.problem import spec
-from cutlass_py_attn.testing import decode_cases, suite
+from cutlass_py_attn.testing import decode_cases, distance_squared, suite
 from cutlass_py_attn.testing.cases import ARCH, PTX_ARCH, SM90_ARCH
 from tools.release import record
 
@@ -147,6 +147,8 @@ def main() -> int:
     if given.only and not (given.output or given.bench):
         parser.error("--only needs -o or --bench: a manifest always lists every kernel")
     if given.suite:
+        if given.family == "sm80":
+            build_new_term(given.suite)
         return build_into(given.suite, of_family(given.family, suite.builds))
     if given.bench:
         measured = map(spec.parse, bench_cases.default_cases())
@@ -177,6 +179,13 @@ def build_into(folder: Path, needed: Sequence[Choices]) -> int:
     """Compiles the needed kernels into the folder, without PTX unless a test loads the PTX; exit code 0."""
     artifacts = compile_all(needed, fresh=False)
     return _into_folder((a if a.build.arch == PTX_ARCH else replace(a, ptx="") for a in artifacts), folder)
+
+
+def build_new_term(folder: Path) -> None:
+    """Compiles the kernels of a user's score term into the folder, in this process, which has registered the term."""
+    with distance_squared.distance_squared():
+        for build in distance_squared.builds(ARCH):
+            Folder(folder).put(replace(_fresh((build,)), ptx=""))
 
 
 def _into_folder(artifacts: Iterable[Artifact], folder: Path) -> int:

@@ -18,6 +18,7 @@ import pytest
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.errors import NoDevice, NotSupported, Stale
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
+from cutlass_py_attn.testing.distance_squared import distance_squared
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact, decode
 
@@ -337,6 +338,51 @@ def test_foreign_and_damaged_payloads_are_stale(monkeypatch: pytest.MonkeyPatch)
         payload.unpack(data[:-9])
 
 
+# Registered score terms
+
+
+def test_a_registered_term_is_that_of_the_reference() -> None:
+    slopes = jnp.linspace(-0.05, 0.02, H)
+    distance = jnp.arange(MQ)[:, None] + MK - MQ - jnp.arange(MK)
+    bias = slopes[:, None, None] * distance**2
+    with distance_squared() as term:
+        found = jax.value_and_grad(loss(functools.partial(ours, score_terms={term.name: slopes})), ARGUMENTS)(
+            *operands()
+        )
+    expected = jax.value_and_grad(loss(functools.partial(plain, bias=bias)), ARGUMENTS)(*operands())
+    expect_close(found, expected)
+
+
+@pytest.mark.parametrize("of_batch", [False, True])
+@pytest.mark.parametrize("axis", [None, 0])
+def test_vmap_joins_the_batch_of_a_registered_term(of_batch: bool, axis: int | None) -> None:
+    slopes = draw(5, *((B,) if of_batch else ()), H) / 20
+    stacked = slopes if axis is None else jnp.stack([slopes, -slopes, 2 * slopes])
+    arrays = (*(jnp.stack([array, 2 * array, -array]) for array in operands()), stacked)
+    with distance_squared() as term:
+
+        def attend(query: Any, key: Any, value: Any, given: Any) -> Any:
+            return ours(query, key, value, score_terms={term.name: given})
+
+        gradients = jax.grad(loss(attend), ARGUMENTS)
+        axes = (0, 0, 0, axis)
+        batched = jax.make_jaxpr(jax.vmap(attend, axes))(*arrays)
+        expect_close(jax.vmap(gradients, axes)(*arrays), items(gradients, axes, *arrays))
+    assert str(batched).count("pure_callback[") == 1
+    assert "scan[" not in str(batched), "one call, not one for each element"
+
+
+def test_the_handler_passes_the_array_of_a_registered_term(
+    on_fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with distance_squared() as term:
+        packed = packed_payloads(monkeypatch)
+        gpu_call(*operands(dtype="float16"), score_terms={term.name: jnp.ones((B, H))}).block_until_ready()
+        (struct,) = structs(on_fake_driver, packed[0].plan.build)
+    assert struct[term.name] not in (0, struct["query"])
+    assert struct[f"{term.name}_batch"] == H
+
+
 # Refused calls
 
 
@@ -352,6 +398,13 @@ def test_refusals_when_traced() -> None:
     with pytest.raises(NotSupported, match="alibi_slopes is differentiated: must be a constant"):
         jax.grad(lambda slopes: ours(*arrays, alibi_slopes=slopes).sum())(jnp.ones(H))
     assert ours(*arrays, alibi_slopes=jnp.ones(H)).shape == (B, MQ, H, D)
+    with pytest.raises(NotSupported, match="score_terms has 'distance_squared': must be registered terms"):
+        ours(*arrays, score_terms={"distance_squared": jnp.ones(H)})
+    with distance_squared() as term:
+        with pytest.raises(NotSupported, match="distance_squared is differentiated: must be a constant"):
+            jax.grad(lambda slopes: ours(*arrays, score_terms={term.name: slopes}).sum())(jnp.ones(H))
+        with pytest.raises(NotSupported, match=r"distance_squared has shape \(3,\)"):
+            ours(*arrays, score_terms={term.name: jnp.ones(3)})
 
 
 def test_without_a_gpu_arch_is_required(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn import score_terms
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.planner import plan
+from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape, Tensor
+
+# batch, num_queries, num_keys, num_heads, head_dim, head_dim_value, num_heads_key: lengths off the tiles.
+SHAPE: Final = Shape(2, 200, 300, 4, 64, 64, 2)
+DTYPE: Final = "float16"
 
 
 class DistanceSquared(score_terms.ScoreTerm):
@@ -42,3 +51,10 @@ def distance_squared() -> Iterator[score_terms.ScoreTerm]:
         yield term
     finally:
         score_terms.unregister(term.name)
+
+
+def builds(arch: str) -> list[Build]:
+    """Returns the kernels of tests/gpu/test_new_term.py. The term must be registered, also while they are compiled."""
+    slopes = (DistanceSquared.name, Tensor.contiguous((SHAPE.batch, SHAPE.num_heads), "float32"))
+    problems = (Problem.dense(way, SHAPE, DTYPE, Causal()).replace(score_terms=(slopes,)) for way in DIRECTIONS)
+    return [plan(problem, arch).build for problem in problems]
