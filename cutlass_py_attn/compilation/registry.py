@@ -27,6 +27,8 @@ _COMPILER: Final = ("compilation/compiler.py", "compilation/report.py", "compila
 _IMPORT: Final = re.compile(
     rf"^[ \t]*(?:from ({_PACKAGE.name}[\w.]*) import (\([^)]*\)|[^\n]*)|import ({_PACKAGE.name}[\w.]*))", re.MULTILINE
 )
+# These imports are for type checkers alone, and do not decide machine code.
+_FOR_TYPES: Final = re.compile(r"^if TYPE_CHECKING:\n(?:[ \t]+[^\n]*\n|\n)+", re.MULTILINE)
 _NAME: Final = re.compile(r"(\w+)(?: as \w+)?,?(?:[ \t]*#.*)?")
 
 
@@ -78,9 +80,10 @@ def _closure(*modules: str) -> tuple[str, ...]:
 
 @functools.cache
 def _imports(module: str) -> tuple[str, ...]:
-    """Returns the modules of the package that a module imports, wherever the import is written."""
+    """Returns the modules of the package that a module imports when it runs, wherever the import is written."""
     found = []
-    for parent, names, plain in _IMPORT.findall(Path(_file(module)).read_text()):
+    text = _FOR_TYPES.sub("", Path(_file(module)).read_text())
+    for parent, names, plain in _IMPORT.findall(text):
         children = [f"{parent}.{name}" for name in _NAME.findall(names)]
         found += [plain] if plain else [child if _is_module(child) else parent for child in children]
     return tuple(dict.fromkeys(found))
