@@ -12,7 +12,8 @@ from cutlass_py_attn.testing.check import Kernels
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 LIBRARIES = {"numpy": "numpy", "cupy": "cupy", "numba": "numba.cuda", "jax": "jax", "torch": "torch"}
-FILES = {library: f"{library}_{'guest' if library == 'torch' else 'arrays'}.py" for library in LIBRARIES}
+FILES = {library: EXAMPLES / f"{library}_{'autograd' if library == 'torch' else 'arrays'}.py" for library in LIBRARIES}
+assert all(path.is_file() for path in FILES.values())  # also where these tests are only collected
 # Of outputs and gradients of some tens: bfloat16 keeps eight bits of them, float32 what three TF32 products leave.
 ALLOWED = {"numpy": 1e-4, "cupy": 0.02, "numba": 1e-4, "jax": 0.02, "torch": 1e-4}
 
@@ -29,7 +30,13 @@ def skip_without(library: str) -> None:
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_arrays_of_every_library(library: str, kernels: Kernels) -> None:
     skip_without(library)
-    assert runpy.run_path(str(EXAMPLES / FILES[library]))["main"](kernels=kernels) < ALLOWED[library]
+    try:
+        worst = runpy.run_path(str(FILES[library]))["main"](kernels=kernels)
+    except AttributeError as error:
+        if library == "numba" and "module 'numpy' has no attribute" in str(error):
+            pytest.skip(f"numba does not know this NumPy: {error}")
+        raise
+    assert worst < ALLOWED[library]
 
 
 def test_a_block_learns(kernels: Kernels) -> None:
