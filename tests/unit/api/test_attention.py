@@ -126,7 +126,7 @@ def test_every_reason_before_any_driver_call(driver_log: FakeDriver) -> None:
     assert [reason.split(":")[0] for reason in caught.value.reasons] == [
         "key has shape (2, 50, 3, 8)",
         "value has dtype float32 but query has bfloat16",
-        "num_splits_key = 0",
+        "num_splits_key = 0 (int)",
         "logsumexp has shape (2, 3, 32) and dtype float32",
     ]
     assert driver_log.calls == []
