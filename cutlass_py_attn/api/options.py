@@ -267,7 +267,7 @@ def _types_of_numbers(value: object) -> list[type]:
 
 def _check(options: Mapping[str, Any], allowed: type) -> Options:
     names = _names(allowed)
-    given = {name: _with_python_numbers(name, value) for name, value in options.items()}
+    given = {name: option_value(name, value) for name, value in options.items()}
     reasons = [
         f"option {name!r} is unknown: must be one of {', '.join((*names, 'stream'))}; check the spelling"
         for name in given
@@ -287,7 +287,7 @@ def _check(options: Mapping[str, Any], allowed: type) -> Options:
     reasons += _score_term_reasons(given.get("score_terms", {}))
     if isinstance(given.get("sequences"), VariableLength):
         reasons += given["sequences"].missing()
-    reasons += _dropout_reasons(given.get("dropout"))
+    reasons += dropout_reasons(given.get("dropout"))
     reasons += _gradients_reasons(given) if "gradients" in names else []
     if reasons:
         raise NotSupported(reasons)
@@ -297,7 +297,7 @@ def _check(options: Mapping[str, Any], allowed: type) -> Options:
 _SCALARS: Final[dict[str, Scalar]] = {**SCALARS, "packed": PACKED}
 
 
-def _with_python_numbers(name: str, value: Any) -> Any:
+def option_value(name: str, value: Any) -> Any:
     """Returns the value of an option with Python numbers in place of those of other libraries."""
     if name in _SCALARS:
         return _SCALARS[name].normalised(value)
@@ -378,7 +378,7 @@ def _score_term_reasons(given: object) -> list[str]:
     ]
 
 
-def _dropout_reasons(dropout: object) -> list[str]:
+def dropout_reasons(dropout: object) -> list[str]:
     """Returns what is wrong with seed and offset of a Dropout; `Problem.reasons` checks its probability."""
     if not isinstance(dropout, Dropout):
         return []

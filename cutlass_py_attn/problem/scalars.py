@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -28,9 +29,7 @@ def integer_of(value: object) -> int | None:
     if type(value) is int:
         return value
     with contextlib.suppress(Exception):  # the library of an array decides the type of its errors
-        if isinstance(value, Integral) and not isinstance(value, bool):
-            return operator.index(value)
-        if _is_host_scalar(value, ("int",)):
+        if _is_host_scalar(value, ("int",)) if hasattr(value, "dtype") else not isinstance(value, bool):
             return operator.index(value)  # type: ignore[arg-type]
     return None
 
@@ -42,9 +41,8 @@ def number_of(value: object) -> float | None:
     if type(value) is float:
         return value
     with contextlib.suppress(Exception):
-        if isinstance(value, Real) and not isinstance(value, bool):
-            return float(value)
-        if _is_host_scalar(value, ("int", "float")):
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if _is_host_scalar(value, ("int", "float")) if hasattr(value, "dtype") else is_number:
             return float(value)  # type: ignore[arg-type]
     return None
 
@@ -54,7 +52,7 @@ def flag_of(value: object) -> bool | None:
     if type(value) is bool:
         return value
     with contextlib.suppress(Exception):
-        if isinstance(value, np.bool_) or _is_host_scalar(value, ("bool",)):
+        if hasattr(value, "dtype") and _is_host_scalar(value, ("bool",)):
             return bool(value)
     return None
 
@@ -64,7 +62,7 @@ def _is_host_scalar(value: Any, kinds: tuple[str, ...]) -> bool:
 
     JAX computes scalars on its default device, so a JAX array may be anywhere. A traced one has no value yet.
     """
-    if not hasattr(value, "dtype") or tuple(value.shape) != ():
+    if tuple(value.shape) != ():
         return False
     dtype = getattr(value.dtype, "name", str(value.dtype))
     is_jax = type(value).__module__.split(".")[0] in ("jax", "jaxlib")
@@ -94,6 +92,14 @@ def shown(value: object) -> str:
         text = "a value that cannot be printed"
     text = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
     return f"{text} ({name})"
+
+
+def path_objections(name: str, value: object) -> list[str]:
+    """Returns why this is no path of a file or a folder."""
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if isinstance(path, str) and "\0" not in path:
+        return []
+    return [f"{name} = {shown(value)}: must be a path, such as a str or a pathlib.Path; pass one"]
 
 
 @dataclass(frozen=True, slots=True)
