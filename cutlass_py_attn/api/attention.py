@@ -125,6 +125,8 @@ def _launch(
     gpu = _device(query.device)
     call = _prepare(direction, inputs, options, gpu.ordinal)
     problem = call.problem
+    if call.bound is None and not call.is_empty:  # before anything is copied: there may be no kernel
+        call.bound = _bind(problem, gpu.ordinal, options.kernels)
     with gpu.current(), arrays.OutputArrays(query.library, gpu, stream) as output_arrays:
         pointers = {
             name: output_arrays.use(name, array) if name in outputs else output_arrays.operand(name, array)
@@ -136,12 +138,10 @@ def _launch(
             pointers[name] = output_arrays.allocate(name, tensor.shape, tensor.dtype)
         if call.is_empty or problem.sequences is not None:
             fill.fill(problem, pointers, stream)
-        if not call.is_empty:
+        if call.bound is not None:
             if problem.dropout_p and not problem.philox_on_device and options.dropout is not None:
                 dropout = options.dropout
                 pointers |= {"philox_seed": dropout.philox_seed, "philox_offset": dropout.philox_offset}
-            if call.bound is None:
-                call.bound = _bind(problem, gpu.ordinal, options.kernels)
             call.bound(pointers, stream)
             if key_of_call is not None and not options.packed:
                 call_cache.store(key_of_call, call.bound, inputs, call.new_outputs)

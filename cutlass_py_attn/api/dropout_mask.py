@@ -37,7 +37,7 @@ def _reasons(dropout: Any) -> list[str]:
     if not isinstance(dropout, Dropout):
         return [f"dropout = {shown(dropout)}: must be a Dropout object; create one"]
     found = dropout_reasons(dropout)
-    if type(dropout.dropout_p) is not float or not 0 <= dropout.dropout_p <= 1:
+    if type(dropout.dropout_p) is float and not 0 <= dropout.dropout_p <= 1:
         found.append(f"dropout_p = {shown(dropout.dropout_p)}: must be a probability from 0 to 1; correct it")
     if not found and type(dropout.philox_seed) is not int:
         found.append(f"philox_seed = {shown(dropout.philox_seed)}: must be an int here; copy it to the host")

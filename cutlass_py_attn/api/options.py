@@ -379,10 +379,10 @@ def _score_term_reasons(given: object) -> list[str]:
 
 
 def dropout_reasons(dropout: object) -> list[str]:
-    """Returns what is wrong with seed and offset of a Dropout; `Problem.reasons` checks its probability."""
+    """Returns what is wrong with seed, offset and the type of the probability of a Dropout."""
     if not isinstance(dropout, Dropout):
         return []
-    found = []
+    found = SCALARS["dropout_p"].objections("dropout_p", dropout.dropout_p)
     numbers = {"philox_seed": dropout.philox_seed, "philox_offset": dropout.philox_offset}
     are_ints = {type(number) is int for number in numbers.values()}
     wrong = [name for name, number in numbers.items() if type(number) is not int and not _is_array(number)]

@@ -83,11 +83,11 @@ def shown(value: object) -> str:
         return repr(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     try:
-        array: Any = value if hasattr(value, "shape") and hasattr(value, "dtype") else None
-        if array is None or isinstance(array, np.generic):
-            text = " ".join(repr(value).split())
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if isinstance(shape, tuple) and dtype is not None and not isinstance(value, np.generic):
+            text = f"array of shape {tuple(shape)} and dtype {dtype}"
         else:
-            text = f"array of shape {tuple(array.shape)} and dtype {array.dtype}"
+            text = " ".join(repr(value).split())
     except Exception:  # Python refuses to print integers of thousands of digits
         text = "a value that cannot be printed"
     text = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
@@ -160,14 +160,12 @@ def with_python_numbers(item: T) -> T:
 
 
 def python_value(value: Any) -> Any:
-    """Returns integers and bools of any library, also those in a tuple or list, as Python values; others as given."""
-    kind = type(value)
-    if kind in _PLAIN:
+    """Returns integers and bools of any library, also those in a tuple, as Python values; other values as given."""
+    if type(value) in _PLAIN:
         return value
-    if kind in (tuple, list):
-        if kind is tuple and all([type(part) in _PLAIN for part in value]):
-            return value
-        return tuple([python_value(part) for part in value])
+    if type(value) is tuple:
+        is_plain = all([type(part) in _PLAIN for part in value])
+        return value if is_plain else tuple([python_value(part) for part in value])
     read = integer_of(value)
     if read is None:
         read = flag_of(value)

@@ -88,7 +88,7 @@ class Bound:
         NotSupported lists every wrong name and address. DriverError: a driver call failed, for example because
         device memory ran out.
         """
-        handle = stream if type(stream) is int and stream >= 0 else driver.stream_handle(stream)
+        handle = stream if type(stream) is int and 0 <= stream < _ADDRESS_END else driver.stream_handle(stream)
         if workspace is None and self.workspace_bytes:
             self._launch_with_pool(pointers, handle)
             return

@@ -91,7 +91,7 @@ class KernelParams:
             return False
         if not self._write_all(addresses) and not self._are_valid(addresses):
             return False
-        if workspace != self._workspace and (workspace < 0 or workspace % ROW_ALIGNMENT_BYTES):
+        if workspace != self._workspace and (not 0 <= workspace < 1 << 64 or workspace % ROW_ALIGNMENT_BYTES):
             return False
         if not self._are_encoded or self._reencoded_maps:
             self._encode(addresses)

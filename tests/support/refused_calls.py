@@ -73,10 +73,11 @@ OPTIONS: dict[str, Refused] = {
         f"philox_seed = -1 (int): {PHILOX}; correct it", f"philox_offset = {2**64} (int): {PHILOX}; correct it",
         dropout=Dropout(0.1, -1, 2**64),
     ),
-    "seed and offset of other kinds": call(
+    "probability, seed and offset of other kinds": call(
+        "dropout_p = '0.1' (str): must be a probability from 0 to 1; pass a float",
         f"philox_seed = 1.5 (float): {PHILOX}; convert it",
         f"philox_offset = True: {PHILOX}; convert it",
-        dropout=Dropout(0.1, 1.5, True),
+        dropout=Dropout("0.1", 1.5, True),  # type: ignore[arg-type]
     ),
     "packed and kernels of other kinds": call(
         "packed = 1 (int): must be True or False; pass one of them",
@@ -200,10 +201,9 @@ ARRAYS: dict[str, Refused] = {
         "value (2, 50, 3, 24); reshape it",
         "scale = '2' (str): must be 0, a number with a magnitude from 1e-30 to 2**127, or None for 1/sqrt(head_dim), "
         "because the kernels compute in float32; correct it, or multiply query by a part of it",
-        "dropout_p = '0.1' (str): must be a probability from 0 to 1; pass a float",
         "deterministic = 'no' (str): must be True or False; pass one of them",
         "window_size = '3' (str): must be an int of at least 1, or None for no window; correct it",
-        direction="backward", scale="2", deterministic="no", dropout=Dropout("0.1", 1),  # type: ignore[arg-type]
+        direction="backward", scale="2", deterministic="no",
         mask=Causal("3"), given={"key": Tensor.contiguous((2, 50, 3, 8), "float16")},  # type: ignore[arg-type]
     ),
     "strides of logsumexp": call(
