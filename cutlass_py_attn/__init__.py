@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cutlass_py_attn.api.attention import attention_backward, attention_forward
+    from cutlass_py_attn.api.dropout_mask import dropout_mask
     from cutlass_py_attn.api.options import VariableLength
     from cutlass_py_attn.api.results import Gradients
     from cutlass_py_attn.artifact import Artifact, Folder
     from cutlass_py_attn.bundle.files import Bundle, export_bundle, load_bundle
-    from cutlass_py_attn.compilation.compiler import artifact_for, compile
+    from cutlass_py_attn.compilation.checked import artifact_for, compile
     from cutlass_py_attn.errors import (
         AttentionError,
         CompileError,
@@ -33,17 +34,18 @@ if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
     from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
     from cutlass_py_attn.runtime.launch import Bound, bind
-    from cutlass_py_attn.score_terms.dropout import Dropout, dropout_mask
+    from cutlass_py_attn.score_terms.dropout import Dropout
 
 __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
     "api.attention": ("attention_backward", "attention_forward"),
+    "api.dropout_mask": ("dropout_mask",),
     "api.options": ("VariableLength",),
     "api.results": ("Gradients",),
     "artifact": ("Artifact", "Folder"),
     "bundle.files": ("Bundle", "export_bundle", "load_bundle"),
-    "compilation.compiler": ("artifact_for", "compile"),
+    "compilation.checked": ("artifact_for", "compile"),
     "errors": ("AttentionError", "CompileError", "DoesNotFit", "DriverError", "NoDevice", "NotSupported", "Stale"),
     "plan.plan": ("Plan",),
     "plan.planner": ("plan_backward", "plan_forward", "plan_with_tile"),
@@ -52,7 +54,7 @@ _PUBLIC_NAMES = {
     "problem.problem": ("Problem",),
     "problem.tensors": ("Sequences", "Shape", "Tensor"),
     "runtime.launch": ("Bound", "bind"),
-    "score_terms.dropout": ("Dropout", "dropout_mask"),
+    "score_terms.dropout": ("Dropout",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC_NAMES.items() for name in names}
 # Subpackages that are attributes of this package as well. `conventions` is the former name of `torch_ops`.

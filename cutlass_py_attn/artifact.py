@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cutlass_py_attn.errors import Stale
+from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.plan.build import Build, build_from
+from cutlass_py_attn.problem.scalars import path_objections, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +111,14 @@ class Folder:
     """Artifacts as files `<arch>/<symbol>.json|ptx|cubin`, for machines without the compiler."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if reasons := path_objections("path", path):
+            raise NotSupported(reasons)
         self.path = Path(path)
 
     def __call__(self, build: Build) -> Artifact:
         """Returns the artifact of `build`; Stale says what is missing or different, and what to do."""
+        if not isinstance(build, Build):
+            raise NotSupported(f"build = {shown(build)}: must be a Build; pass the field `build` of a plan")
         stem = self.path / build.arch / build.symbol
         remedy = f"build it with: cutlass-py-attn build --arch {build.arch} --symbol {build.symbol} -o {self.path}"
         description = stem.with_name(stem.name + ".json")
@@ -130,6 +135,8 @@ class Folder:
 
     def put(self, artifact: Artifact) -> None:
         """Writes the three files, the description last; each file is complete or absent."""
+        if not isinstance(artifact, Artifact):
+            raise NotSupported(f"artifact = {shown(artifact)}: must be an Artifact; pass what `compile` returns")
         (self.path / artifact.build.arch).mkdir(parents=True, exist_ok=True)
         for name, data in artifact.files().items():
             _write(self.path / name, data)

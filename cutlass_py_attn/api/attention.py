@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final, Unpack
 
 from cutlass_py_attn.api import call_cache
+from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import BackwardOptions, ForwardOptions, Options, check_options
 from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.api.results import Gradients
@@ -50,13 +51,14 @@ def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[Forwar
     if cached is not None:
         return cached[0], cached[1]
     checked = check_options(options, ForwardOptions)
+    handle = driver.stream_handle(stream)
     operands = {"query": query, "key": key, "value": value, **checked.arrays()}
     if checked.backend == "reference":
         from cutlass_py_attn.api import cpu_backend
 
         return cpu_backend.forward(operands, checked)
     outputs = {} if checked.out is None else {"output": checked.out}
-    results = _launch("forward", operands, outputs, checked, driver.stream_handle(stream), key_of_call)
+    results = _launch("forward", operands, outputs, checked, handle, key_of_call)
     return results["output"], results["logsumexp"]
 
 
@@ -86,6 +88,7 @@ def attention_backward(
         names = options.get("gradients")
         return Gradients(*cached) if names is None else Gradients(**dict(zip(names, cached, strict=True)))
     checked = check_options(options, BackwardOptions)
+    handle = driver.stream_handle(stream)
     operands = {
         "grad_output": grad_output,
         "query": query,
@@ -101,7 +104,7 @@ def attention_backward(
         return cpu_backend.backward(operands, checked)
     out = Gradients() if checked.out is None else checked.out
     outputs = {f"grad_{name}": array for name in checked.gradients if (array := getattr(out, name)) is not None}
-    results = _launch("backward", operands, outputs, checked, driver.stream_handle(stream), key_of_call)
+    results = _launch("backward", operands, outputs, checked, handle, key_of_call)
     return Gradients(**{name: results[f"grad_{name}"] for name in checked.gradients})
 
 
@@ -122,6 +125,8 @@ def _launch(
     gpu = _device(query.device)
     call = _prepare(direction, inputs, options, gpu.ordinal)
     problem = call.problem
+    if call.bound is None and not call.is_empty:  # before anything is copied: there may be no kernel
+        call.bound = _bind(problem, gpu.ordinal, options.kernels)
     with gpu.current(), arrays.OutputArrays(query.library, gpu, stream) as output_arrays:
         pointers = {
             name: output_arrays.use(name, array) if name in outputs else output_arrays.operand(name, array)
@@ -133,12 +138,10 @@ def _launch(
             pointers[name] = output_arrays.allocate(name, tensor.shape, tensor.dtype)
         if call.is_empty or problem.sequences is not None:
             fill.fill(problem, pointers, stream)
-        if not call.is_empty:
+        if call.bound is not None:
             if problem.dropout_p and not problem.philox_on_device and options.dropout is not None:
                 dropout = options.dropout
                 pointers |= {"philox_seed": dropout.philox_seed, "philox_offset": dropout.philox_offset}
-            if call.bound is None:
-                call.bound = _bind(problem, gpu.ordinal, options.kernels)
             call.bound(pointers, stream)
             if key_of_call is not None and not options.packed:
                 call_cache.store(key_of_call, call.bound, inputs, call.new_outputs)
@@ -175,7 +178,7 @@ class PreparedCall:
         self.bound: Bound | None = None
 
 
-_prepared_calls: dict[tuple[object, ...], PreparedCall] = {}
+_prepared_calls: LruCache[PreparedCall] = LruCache(MAX_PREPARED_CALLS)
 
 
 def _prepare(direction: str, inputs: Mapping[str, arrays.Array], options: Options, ordinal: int) -> PreparedCall:
@@ -185,12 +188,13 @@ def _prepare(direction: str, inputs: Mapping[str, arrays.Array], options: Option
     """
     layouts = tuple([(name, array[1:5], array.pointer % ROW_ALIGNMENT_BYTES) for name, array in inputs.items()])
     key = direction, ordinal, layouts, options.key
-    call = _prepared_calls.get(key)
+    try:
+        call = _prepared_calls.get(key)
+    except TypeError:  # an option without a hash
+        return PreparedCall(*problem_of(direction, inputs, options), options.packed)
     if call is None or (options.sequences is not None and inputs["query"].device is None):
         call = PreparedCall(*problem_of(direction, inputs, options), options.packed)
-        while len(_prepared_calls) >= MAX_PREPARED_CALLS:
-            _prepared_calls.pop(next(iter(_prepared_calls)), None)
-        _prepared_calls[key] = call
+        _prepared_calls.put(key, call)
     return call
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from cutlass_py_attn.api.options import PLAIN_OPTIONS
+from cutlass_py_attn.api.lru_cache import LruCache
+from cutlass_py_attn.api.options import PLAIN_OPTIONS, exact_key
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import Array
@@ -20,7 +21,7 @@ _ALIGNMENT_MASK: Final = ROW_ALIGNMENT_BYTES - 1
 
 MAX_CALLS: Final = 64
 
-_calls: dict[Hashable, CachedCall] = {}
+_calls: LruCache[CachedCall] = LruCache(MAX_CALLS)
 
 
 def lookup(
@@ -32,7 +33,7 @@ def lookup(
     """
     try:
         key = _key(direction, operands, options)
-        call = _calls.get(key)
+        call = None if key is None else _calls.get(key)
     except (RuntimeError, TypeError):  # an array without strides, or an unhashable option such as a list
         return None, None
     return key, None if call is None else call(operands, stream)
@@ -49,9 +50,7 @@ def store(key: Hashable, bound: Bound, operands: Mapping[str, Array], outputs: M
         for array in operands.values()
     )
     if is_cacheable:
-        while len(_calls) >= MAX_CALLS:
-            _calls.pop(next(iter(_calls)), None)
-        _calls[key] = CachedCall(bound, library, operands, outputs)
+        _calls.put(key, CachedCall(bound, library, operands, outputs))
 
 
 def _key(direction: str, operands: Sequence[Any], options: Mapping[str, Any]) -> Hashable | None:
@@ -62,7 +61,7 @@ def _key(direction: str, operands: Sequence[Any], options: Mapping[str, Any]) ->
         return None
     layout_key = framework.layout_key
     layouts = tuple([layout_key(array) for array in operands if type(array) is kind])
-    return (direction, layouts, tuple(options.items())) if len(layouts) == len(operands) else None
+    return (direction, layouts, exact_key(options)) if len(layouts) == len(operands) else None
 
 
 class CachedCall:

@@ -94,6 +94,8 @@ def _problem(direction: str, operands: Mapping[str, Any], options: Options) -> P
         raise NotSupported(
             f"{', '.join(not_numpy)}: must be NumPy arrays for backend='reference'; copy them to the host"
         )
+    if read_only := [name for name in inputs if name not in operands and not inputs[name].flags.writeable]:
+        raise NotSupported(f"{', '.join(read_only)}: must be writable arrays; leave them out, or copy them")
     return problem_of(direction, arrays.read_operands(inputs, 0), options)[0]
 
 

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from numbers import Integral
-from typing import Any, Final, TypedDict
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, TypedDict, TypeGuard
 
 import numpy as np
 
+from cutlass_py_attn.api.lru_cache import LruCache
+from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.scalars import PACKED, SCALARS, Scalar, integer_of, is_on_host, shown, with_python_numbers
 from cutlass_py_attn.problem.tensors import OPERANDS, Sequences
+from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
 
 BACKENDS: Final = ("auto", "gpu", "reference")
 GRADIENTS: Final = (*OPERANDS, *registry.gradients())
-# Options whose values are hashable. Equal values are checked once, and such a call may be cached.
+# Options whose values are hashable. Calls with the same values, of the same types, are checked once and may be cached.
 PLAIN_OPTIONS: Final = frozenset(
     ("mask", "scale", "softcap", "backend", "kernels", "gradients", "packed", "deterministic", "num_splits_key")
 )
@@ -64,9 +67,9 @@ class VariableLength:
         return [
             *(f"{name} is None: must be an int32 array; pass it" for name, array in bounds.items() if array is None),
             *(
-                f"{name} = {number!r}: must be an int; pass the longest sequence's length"
+                f"{name} = {shown(number)}: must be an int; pass the longest sequence's length"
                 for name, number in lengths.items()
-                if not isinstance(number, Integral)
+                if integer_of(number) is None
             ),
         ]
 
@@ -81,7 +84,7 @@ class VariableLength:
             ("k", self.cu_seqlens_k, self.max_seqlen_k, tokens[1]),
         )
         for side, cu_seqlens, longest, total in sides:
-            if not isinstance(cu_seqlens, np.ndarray) or cu_seqlens.ndim != 1 or not cu_seqlens.size:
+            if not _has_integers(cu_seqlens) or cu_seqlens.ndim != 1 or not cu_seqlens.size:
                 continue
             lengths = np.diff(cu_seqlens.astype(np.int64))
             if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > total:
@@ -90,12 +93,19 @@ class VariableLength:
                     f"{total} tokens; correct it"
                 )
             elif lengths.size and lengths.max() > longest:
-                found.append(f"max_seqlen_{side} = {longest}: must be at least the longest sequence, {lengths.max()}")
+                found.append(
+                    f"max_seqlen_{side} = {longest}: must be at least the longest sequence, {lengths.max()}; raise it"
+                )
         used, starts = self.seqused_k, self.cu_seqlens_k
-        on_host = isinstance(used, np.ndarray) and isinstance(starts, np.ndarray) and used.shape == (starts.size - 1,)
+        on_host = _has_integers(used) and _has_integers(starts) and used.shape == (starts.size - 1,)
         if on_host and ((used < 0) | (used > np.diff(starts.astype(np.int64)))).any():
             found.append(f"seqused_k = {used.tolist()}: must be from 0 to the keys of each sequence; correct it")
         return found
+
+
+def _has_integers(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
+    """Returns whether this is a NumPy array of integers, whose values can be checked."""
+    return isinstance(array, np.ndarray) and array.dtype.kind in "iu"
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -192,11 +202,15 @@ class Options:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Hashable key of everything besides the arrays that decides the kernels and their parameters."""
+        """Key of everything besides the arrays that decides the kernels and their parameters.
+
+        It is hashable if the mask, its numbers and `kernels` are.
+        """
         lengths = None if self.sequences is None else (self.sequences.max_seqlen_q, self.sequences.max_seqlen_k)
-        numbers = self.scale, self.softcap, self.dropout_p, self.philox_on_device, lengths, self.num_splits_key
-        choices = tuple(self.gradients), self.packed, self.deterministic, self.kernels
-        return self.mask, numbers, *choices, registry.registered_among(self.score_terms)
+        numbers = self.scale, self.softcap, self.dropout_p, self.num_splits_key, self.deterministic
+        choices = tuple(self.gradients), self.packed, self.kernels, self.philox_on_device, lengths
+        types = *_types_of_numbers(self.mask), *map(type, numbers)  # `Problem.reasons` refuses those of wrong types
+        return self.mask, numbers, types, *choices, registry.registered_among(self.score_terms)
 
     def arrays(self) -> dict[str, Any]:
         """Returns the arrays among the options by their names in a Problem."""
@@ -217,48 +231,99 @@ class Options:
 
 
 def check_options(options: Mapping[str, Any], allowed: type) -> Options:
-    """Returns the options with defaults; NotSupported lists every unknown name and wrong value.
+    """Returns the options with defaults and Python numbers; NotSupported lists every unknown name and wrong value.
 
     options: all but the stream, which does not decide what is computed.
     allowed: TypedDict of the allowed names.
     """
-    if options.keys() <= PLAIN_OPTIONS:
-        try:
-            return _check_plain_options(tuple(options.items()), allowed)
-        except TypeError:  # an unhashable value, such as a list in place of a tuple
-            pass
-    return _check(options, allowed)
+    if not options.keys() <= PLAIN_OPTIONS:
+        return _check(options, allowed)
+    key = allowed, exact_key(options)
+    try:
+        checked = _checked.get(key)
+    except TypeError:  # an unhashable value, such as a list in place of a tuple
+        return _check(options, allowed)
+    if checked is None:
+        checked = _check(options, allowed)
+        _checked.put(key, checked)
+    return checked
 
 
-@functools.lru_cache(maxsize=256)
-def _check_plain_options(options: tuple[tuple[str, Any], ...], allowed: type) -> Options:
-    return _check(dict(options), allowed)
+_checked: LruCache[Options] = LruCache(256)
+
+
+def exact_key(options: Mapping[str, Any]) -> tuple[object, ...]:
+    """Returns a key under which values are equal only if their types are too: 7.0 and True are not 7 and 1.
+
+    It is hashable if the options are PLAIN_OPTIONS with hashable values.
+    """
+    return tuple([(name, type(value), value, *_types_of_numbers(value)) for name, value in options.items()])
+
+
+def _types_of_numbers(value: object) -> list[type]:
+    names: tuple[str, ...] = value.__match_args__ if isinstance(value, Mask) else ()
+    return [type(getattr(value, name)) for name in names]
 
 
 def _check(options: Mapping[str, Any], allowed: type) -> Options:
     names = _names(allowed)
+    given = {name: option_value(name, value) for name, value in options.items()}
     reasons = [
         f"option {name!r} is unknown: must be one of {', '.join((*names, 'stream'))}; check the spelling"
-        for name in options
+        for name in given
         if name not in names
     ]
-    if not isinstance(options.get("mask", Full()), Mask):  # `Problem.reasons` checks the numbers of a mask
-        reasons += masks.objections(options["mask"])
-    backend = options.get("backend", "auto")
-    if backend not in BACKENDS:
-        reasons.append(f"backend = {backend!r}: must be one of {', '.join(BACKENDS)}")
+    if type(given.get("mask", Full())) not in masks.ALL.values():  # `Problem.reasons` checks the numbers of a mask
+        reasons += mask_kind_objections(given["mask"])
+    backend = given.get("backend", "auto")
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        reasons.append(f"backend = {shown(backend)}: must be one of {', '.join(BACKENDS)}; choose one")
     for name, kind in (("dropout", Dropout), ("sequences", VariableLength)):
-        value = options.get(name)
+        value = given.get(name)
         if value is not None and not isinstance(value, kind):
-            reasons.append(f"{name} = {value!r}: must be a {kind.__name__} object, or None; create one")
-    reasons += _score_term_reasons(options.get("score_terms", {}))
-    if isinstance(options.get("sequences"), VariableLength):
-        reasons += options["sequences"].missing()
-    reasons += _philox_reasons(options.get("dropout"))
-    reasons += _gradients_reasons(options) if "gradients" in names else []
+            reasons.append(f"{name} = {shown(value)}: must be a {kind.__name__} object, or None; create one")
+    reasons += PACKED.objections("packed", given.get("packed", False))
+    reasons += _kernels_reasons(given.get("kernels"))
+    reasons += _score_term_reasons(given.get("score_terms", {}))
+    if isinstance(given.get("sequences"), VariableLength):
+        reasons += given["sequences"].missing()
+    reasons += dropout_reasons(given.get("dropout"))
+    reasons += _gradients_reasons(given) if "gradients" in names else []
     if reasons:
         raise NotSupported(reasons)
-    return Options(**options)
+    return Options(**given)
+
+
+_SCALARS: Final[dict[str, Scalar]] = {**SCALARS, "packed": PACKED}
+
+
+def option_value(name: str, value: Any) -> Any:
+    """Returns the value of an option with Python numbers in place of those of other libraries."""
+    if name in _SCALARS:
+        return _SCALARS[name].normalised(value)
+    if type(value) in masks.ALL.values():
+        return with_python_numbers(value)
+    if isinstance(value, VariableLength):
+        longest = {"max_seqlen_q": value.max_seqlen_q, "max_seqlen_k": value.max_seqlen_k}
+        numbers = {each: number for each, given in longest.items() if (number := integer_of(given)) is not None}
+        return replace(value, **numbers)
+    if isinstance(value, Dropout):
+        dropout_p = SCALARS["dropout_p"].normalised(value.dropout_p)
+        return Dropout(dropout_p, philox_number(value.philox_seed), philox_number(value.philox_offset))
+    return value
+
+
+def philox_number(value: Any) -> Any:
+    """Returns a seed or an offset as an int; an int64 array in device memory, which the kernels read, as it is.
+
+    The sign bit of an array's int64 is bit 63 of the number.
+    """
+    number = integer_of(value)
+    if number is None or type(value) is int:
+        return value
+    if isinstance(value, np.generic) or not hasattr(value, "dtype"):
+        return number
+    return value if str(value.dtype) == "int64" and not is_on_host(value) else number % 2**64
 
 
 @functools.cache
@@ -272,20 +337,25 @@ def _names(allowed: type) -> tuple[str, ...]:
 def _gradients_reasons(options: Mapping[str, Any]) -> list[str]:
     """Returns what is wrong with the options gradients, out and packed."""
     gradients, out = options.get("gradients", OPERANDS), options.get("out")
-    is_names = isinstance(gradients, (tuple, list)) and set(gradients) <= set(GRADIENTS)
-    if not is_names or not gradients:
-        return [f"gradients = {gradients!r}: must be some of {', '.join(GRADIENTS)} in a tuple; name at least one"]
+    is_names = isinstance(gradients, (tuple, list)) and all(isinstance(name, str) for name in gradients)
+    if not is_names or not gradients or not set(gradients) <= set(GRADIENTS):
+        return [f"gradients = {shown(gradients)}: must be some of {', '.join(GRADIENTS)} in a tuple; name at least one"]
     found = [
+        f"gradients names {name} {gradients.count(name)} times: must name each once; leave the others out"
+        for name in dict.fromkeys(gradients)
+        if gradients.count(name) > 1
+    ]
+    found += [
         f"gradients names {name}, but there is no option {name}: must come together; pass {name} or do not name it"
         for name in registry.gradients()
         if name in gradients and options.get(name) is None
     ]
-    if options.get("packed") and not set(OPERANDS) <= set(gradients):
+    if options.get("packed") is True and not set(OPERANDS) <= set(gradients):
         found.append(f"packed with gradients = {gradients!r}: must name {', '.join(OPERANDS)}; leave packed False")
     if out is None:
         return found
-    if not all(hasattr(out, name) for name in GRADIENTS):
-        return [*found, f"out = {out!r}: must be a Gradients object with arrays to write to, or None; create one"]
+    if not isinstance(out, Gradients):
+        return [*found, f"out = {shown(out)}: must be a Gradients object with arrays to write to, or None; create one"]
     found += [
         f"out has an array for {name}, which gradients does not name: must come together; name it or leave it None"
         for name in GRADIENTS
@@ -298,7 +368,9 @@ def _score_term_reasons(given: object) -> list[str]:
     """Returns what is wrong with the option score_terms."""
     known = ", ".join(registry.registered()) or "of which there is none"
     if not isinstance(given, Mapping):
-        return [f"score_terms = {given!r}: must be a dict of registered terms, {known}, and their arrays; pass a dict"]
+        return [
+            f"score_terms = {shown(given)}: must be a dict of registered terms, {known}, and their arrays; pass a dict"
+        ]
     return [
         f"score_terms has {name!r}: must be registered terms, {known}; call score_terms.register first"
         for name in given
@@ -306,17 +378,35 @@ def _score_term_reasons(given: object) -> list[str]:
     ]
 
 
-def _philox_reasons(dropout: object) -> list[str]:
-    """Returns what is wrong with seed and offset of a Dropout."""
+def dropout_reasons(dropout: object) -> list[str]:
+    """Returns what is wrong with seed, offset and the type of the probability of a Dropout."""
     if not isinstance(dropout, Dropout):
         return []
-    seed, offset = dropout.philox_seed, dropout.philox_offset
-    if isinstance(seed, int) != isinstance(offset, int):
-        return ["philox_seed and philox_offset: must both be ints, or both int64 arrays on the device; convert one"]
-    if isinstance(seed, int):
-        return [
-            f"{name} = {value}: must be from 0 to 2**64 - 1; correct it"
-            for name, value in (("philox_seed", seed), ("philox_offset", offset))
-            if not 0 <= value < 2**64
-        ]
-    return []
+    found = SCALARS["dropout_p"].objections("dropout_p", dropout.dropout_p)
+    numbers = {"philox_seed": dropout.philox_seed, "philox_offset": dropout.philox_offset}
+    are_ints = {type(number) is int for number in numbers.values()}
+    wrong = [name for name, number in numbers.items() if type(number) is not int and not _is_array(number)]
+    found += [f"{name} = {shown(numbers[name])}: {_PHILOX}; convert it" for name in wrong]
+    if not wrong and len(are_ints) > 1:
+        kinds = " and ".join(f"{name} = {shown(number)}" for name, number in numbers.items())
+        found.append(f"{kinds}: must both be ints, or both int64 arrays on the device; convert one")
+    return found + [
+        f"{name} = {shown(number)}: {_PHILOX}; correct it"
+        for name, number in numbers.items()
+        if type(number) is int and not 0 <= number < 2**64
+    ]
+
+
+_PHILOX: Final = "must be an int from 0 to 2**64 - 1, or an int64 array on the device"
+
+
+def _is_array(value: object) -> bool:
+    return any(hasattr(value, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__"))
+
+
+def _kernels_reasons(kernels: object) -> list[str]:
+    """Returns what is wrong with the option kernels."""
+    if kernels is None or callable(kernels):
+        return []
+    return [f"kernels = {shown(kernels)}: must be a function from a Build to its Artifact, such as Folder(path), or "
+            "None to compile them; pass one"]  # fmt: skip

@@ -120,7 +120,7 @@ def _logsumexp_reasons(shape: Shape, found: Tensor) -> list[str]:
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return [
             f"logsumexp has shape {found.shape} and dtype {found.dtype}: must be {expected.shape} float32, "
-            "as the forward returns it"
+            "as the forward returns it; pass that array"
         ]
     if 0 not in found.shape and (found.steps != expected.steps or found.alignment < F32_BYTES):
         return ["logsumexp is strided or misaligned: must be contiguous and 4-byte aligned; copy it"]

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bundle import header
+from cutlass_py_attn.bundle.arguments import export_objections, listed
 from cutlass_py_attn.bundle.manifest import FORMAT, SEAL, Target, manifest, sealed, sha256
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.plan import planner
@@ -20,6 +21,7 @@ from cutlass_py_attn.plan.arch import architecture, runs_on
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.scalars import path_objections, shown
 from cutlass_py_attn.problem.serialize import from_json
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.launch import Bound, bind
@@ -47,7 +49,10 @@ def export_bundle(
 
     NotSupported lists every objection. CompileError: no plan of a problem compiles. Stale: `kernels` has none of them.
     """
-    path, problems, archs = Path(folder), tuple(problems), tuple(archs)
+    problems, archs = listed(problems), listed(archs)
+    if reasons := export_objections(folder, problems, archs, name, kernels):
+        raise NotSupported(reasons)
+    path = Path(folder)
     _check(path, problems, archs, name)
     source = kernels or _compiler()
     targets = [_best(problem, arch, source) for problem in problems for arch in archs]
@@ -76,6 +81,8 @@ class Bundle:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        if reasons := path_objections("folder", folder):
+            raise NotSupported(reasons)
         self.path = Path(folder)
         self.manifest = _read(self.path)
         self._files = Folder(self.path)
@@ -83,6 +90,8 @@ class Bundle:
 
     def __call__(self, build: Build) -> Artifact:
         """Returns the artifact of `build`; Stale if the bundle does not have it."""
+        if not isinstance(build, Build):
+            raise NotSupported(f"build = {shown(build)}: must be a Build; pass the field `build` of a plan")
         for artifact in self.artifacts:
             if artifact.build == build:
                 return artifact
@@ -107,8 +116,10 @@ class Bundle:
         problem: None for the exported one, or another problem that the kernels serve.
         Stale: the bundle has no kernels for the problem or the GPU. Other errors as `launch.bind`.
         """
-        wanted = problem or self.problem(direction)
-        gpu = driver.device(device)
+        wanted = self.problem(direction) if problem is None else problem
+        if reasons := planner.problem_objections(wanted):
+            raise NotSupported(reasons)
+        gpu = driver.device(driver.checked_ordinal(device))
         known = [plan.build for plan in self.plans(direction)]
         running = [build for build in known if runs_on(architecture(build.arch), gpu.compute_capability)]
         if not running:
@@ -125,10 +136,10 @@ class Bundle:
             raise Stale(f"this {direction} problem needs other kernels than {self._shown()}; export it")
         fitting = [plan for plan in found if plan.build.shared_memory_bytes <= gpu.shared_memory_per_block]
         plan = (fitting or found)[0]
-        return bind(self(plan.build), plan, wanted, device)
+        return bind(self(plan.build), plan, wanted, gpu.ordinal)
 
     def _pass(self, direction: str) -> dict[str, Any]:
-        if direction not in self.manifest["passes"]:
+        if direction not in self.directions:
             raise NotSupported(
                 f"direction = {direction!r}: {self.path} has {', '.join(self.directions)}; export it too"
             )

@@ -14,7 +14,7 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, OPERANDS, Tensor
 from cutlass_py_attn.score_terms import registry
 
-_FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
+FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
 
 
 def build_for(problem: Problem, arch: str, tile: TileConfig, family: str) -> tuple[Build, list[str]]:
@@ -66,7 +66,7 @@ def build_for(problem: Problem, arch: str, tile: TileConfig, family: str) -> tup
         objections = tile_rules.objections(build)
     if objections:
         return build, objections
-    build = _FAMILIES[family].with_warps(build)
+    build = FAMILIES[family].with_warps(build)
     return replace(build, shared_memory=shared_memory_map(build)), []
 
 

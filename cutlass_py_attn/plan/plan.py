@@ -14,9 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.arch import Architecture, architecture
 from cutlass_py_attn.plan.build import Build, build_from, same_fields
 from cutlass_py_attn.plan.explain import explain
+from cutlass_py_attn.problem.scalars import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,14 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Returns the plan of a `to_json` text; ValueError names missing or unknown fields."""
-        return _plan_from(json.loads(text))
+        """Returns the plan of a `to_json` text; NotSupported names what is missing, unknown or of another form."""
+        try:
+            return _plan_from(json.loads(text))
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise NotSupported(
+                f"plan = {shown(text)}: must be the text of Plan.to_json ({type(error).__name__}: {error}); write it "
+                "again with this version"
+            ) from error
 
     def explain(self) -> str:
         """Returns tiles, warps, grid, shared-memory map, workspace and why this kernel was chosen, as text."""

@@ -12,7 +12,7 @@ from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.plan import decode, entry_points, launch_rules, resources, sm80, sm90
 from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture, targets
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.builder import build_for
+from cutlass_py_attn.plan.builder import FAMILIES, build_for
 from cutlass_py_attn.plan.decode_smem import combine_bytes
 from cutlass_py_attn.plan.expressions import evaluate
 from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build
@@ -20,10 +20,11 @@ from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace, Worksp
 from cutlass_py_attn.plan.sm90_smem import tma_tiles
 from cutlass_py_attn.plan.smem import tile_bytes
 from cutlass_py_attn.plan.split_d import dq_piece_columns
-from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.tile_config import TileConfig, tile_objections
 from cutlass_py_attn.plan.tiles import decode_tiles, sm80_tiles, sm90_tiles
 from cutlass_py_attn.plan.variants import STANDARD, VARIANTS
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.scalars import integer_of, shown
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
 
@@ -38,7 +39,7 @@ def plan_forward(problem: Problem, arch: str, num_sms: int | None = None) -> Pla
 
     NotSupported lists every reason why the problem cannot be computed.
     """
-    _expect(problem, "forward")
+    _check(problem, arch, num_sms, direction="forward")
     return plan(problem, arch, num_sms)
 
 
@@ -52,7 +53,7 @@ def plan_backward(problem: Problem, arch: str, num_sms: int | None = None) -> Pl
 
     NotSupported lists every reason why the problem cannot be computed.
     """
-    _expect(problem, "backward")
+    _check(problem, arch, num_sms, direction="backward")
     return plan(problem, arch, num_sms)
 
 
@@ -71,9 +72,8 @@ def plan_with_tile(
     NotSupported lists every reason why the family cannot compute the problem. DoesNotFit lists every reason why the
     tile cannot be built: each names a field, its value, the reason and what to do.
     """
-    problem.check()
+    count = _check(problem, arch, num_sms, [*tile_objections(tile), *_family_objections(family)])
     limits = architecture(arch)
-    count = num_sms or limits.num_sms
     chosen = family or _family_of(problem, arch, tile, count)
     missing = _unsupported(problem, arch, chosen)
     if missing:
@@ -97,17 +97,15 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None) -> list[Plan]
 
     Whether ptxas spills is known only once a kernel is compiled; the later plans are for when the first spills.
     """
-    problem.check()
-    count = num_sms or architecture(arch).num_sms
+    count = _check(problem, arch, num_sms)
     found = *_decode_builds(problem, arch), *_sm90_builds(problem, arch, count), *_sm80_builds(problem, arch)
     return [plan_of_build(problem, build, count) for build in found]
 
 
 def plans_on(problem: Problem, compute_capability: tuple[int, int], num_sms: int | None = None) -> list[Plan]:
     """Returns the plans for a device: decode kernels, the family of its own target, its newest portable target."""
-    problem.check()
     *own, portable = targets_of(compute_capability)
-    count = num_sms or architecture(portable).num_sms
+    count = _check(problem, portable, num_sms)
     found = plans(problem, portable, num_sms)
     num_decode = sum(plan.build.family == "decode" for plan in found)  # they come first
     ours = [plan_of_build(problem, build, count) for arch in own for build in _sm90_builds(problem, arch, count)]
@@ -148,10 +146,50 @@ def plan_of_build(problem: Problem, build: Build, num_sms: int) -> Plan:
     return Plan(build, launches, workspace, params, _reason(problem, build, values))
 
 
-def _expect(problem: Problem, direction: str) -> None:
-    problem.check()
-    if problem.direction != direction:
-        raise NotSupported(f"direction = {problem.direction!r}: plan_{direction} plans the {direction}; set it so")
+def _check(
+    problem: object, arch: object, num_sms: object, other: Iterable[str] = (), *, direction: str | None = None
+) -> int:
+    """Returns the number of multiprocessors to plan for; NotSupported lists every wrong argument.
+
+    other: reasons to refuse other arguments. direction: that of the function; None for both.
+    """
+    reasons = [*problem_objections(problem, direction), *arch_objections(arch), *other]
+    count = None if num_sms is None else integer_of(num_sms)
+    if num_sms is not None and (count is None or count < 1):
+        reasons.append(
+            f"num_sms = {shown(num_sms)}: must be an int of at least 1, or None for the usual part of the target; "
+            "correct it"
+        )
+    if reasons:
+        raise NotSupported(reasons)
+    return count or architecture(str(arch)).num_sms
+
+
+def problem_objections(problem: object, direction: str | None = None) -> list[str]:
+    """Returns every reason to refuse a problem; direction: the one that it must have, None for either."""
+    if not isinstance(problem, Problem):
+        return [f"problem = {shown(problem)}: must be a Problem; create one, for example with Problem.dense"]
+    reasons = problem.reasons()
+    if not reasons and direction not in (None, problem.direction):
+        reasons.append(f"direction = {problem.direction!r}: plan_{direction} plans the {direction}; set it so")
+    return reasons
+
+
+def arch_objections(arch: object) -> list[str]:
+    """Returns why this is no target to plan for."""
+    if not isinstance(arch, str):
+        return [f"arch = {shown(arch)}: must be one of {', '.join(ARCHITECTURES)}; name the target of your GPU"]
+    try:
+        architecture(arch)
+    except NotSupported as error:
+        return list(error.reasons)
+    return []
+
+
+def _family_objections(family: object) -> list[str]:
+    if family is None or (isinstance(family, str) and family in FAMILIES):
+        return []
+    return [f"family = {shown(family)}: must be one of {', '.join(FAMILIES)}, or None; choose one"]
 
 
 def _family_of(problem: Problem, arch: str, tile: TileConfig, num_sms: int) -> str:

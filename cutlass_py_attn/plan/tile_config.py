@@ -9,14 +9,16 @@ from typing import Any, Final
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.variants import STANDARD
+from cutlass_py_attn.problem.scalars import python_value, shown
 
 _TEXT: Final = re.compile(
-    r"(\d+)x(\d+)x(\d+)(?::(\d+)(?:,(\d+))?)?(?:@(\d+))?(?:c(\d+))?(?:q(\d+))?(?:k(\d+))?(?:\+(\w+))?"
+    r"(N)x(N)x(N)(?::(N)(?:,(N))?)?(?:@(N))?(?:c(N))?(?:q(N))?(?:k(N))?(?:\+(\w+))?".replace("N", "[0-9]{1,9}")
 )
-_FIELDS: Final = (
+_INTEGERS: Final = (
     *("tile_m", "tile_n", "warps", "query_stages", "grad_output_stages", "register_usage_level"),
-    *("head_dim_split", "score_rows", "key_stages", "variant"),
+    *("head_dim_split", "score_rows", "key_stages"),
 )
+_FIELDS: Final = (*_INTEGERS, "variant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,10 @@ class TileConfig:
     key_stages: int = 1
     variant: str = STANDARD
 
+    def __post_init__(self) -> None:
+        for name in (*_INTEGERS, "not_on"):
+            object.__setattr__(self, name, python_value(getattr(self, name)))
+
     def __str__(self) -> str:
         options = f"c{self.head_dim_split}" if self.head_dim_split else ""
         options += f"q{self.score_rows}" if self.score_rows else ""
@@ -70,13 +76,29 @@ class TileConfig:
 
         NotSupported if `text` has another form.
         """
-        found = _TEXT.fullmatch(text)
+        found = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if found is None:
             raise NotSupported(
-                f"tile {text!r}: must be like 64x128x16:3,2 or 64x64x8:3,3@5c256+split_d (tile_m, tile_n, warps, "
+                f"tile {shown(text)}: must be like 64x128x16:3,2 or 64x64x8:3,3@5c256+split_d (tile_m, tile_n, warps, "
                 "query_stages, grad_output_stages, register usage level, head_dim_split, score_rows, key_stages, "
                 "variant); correct it"
             )
         parts = {name: part for name, part in zip(_FIELDS, found.groups(), strict=True) if part is not None}
         fields: dict[str, Any] = {name: part if name == "variant" else int(part) for name, part in parts.items()}
         return TileConfig(**fields)
+
+
+def tile_objections(tile: object) -> list[str]:
+    """Returns why this is no tile of integers; `tile_rules` says which integers a kernel can have."""
+    if not isinstance(tile, TileConfig):
+        return [f"tile = {shown(tile)}: must be a TileConfig; create one with TileConfig.parse"]
+    found = [
+        f"tile.{name} = {shown(getattr(tile, name))}: must be an int; correct it"
+        for name in _INTEGERS
+        if type(getattr(tile, name)) is not int
+    ]
+    if not isinstance(tile.variant, str):
+        found.append(f"tile.variant = {shown(tile.variant)}: must be a str, {STANDARD!r} for the standard one; name it")
+    if not isinstance(tile.not_on, tuple):
+        found.append(f"tile.not_on = {shown(tile.not_on)}: must be a tuple of targets; pass () for none")
+    return found

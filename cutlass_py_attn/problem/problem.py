@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.scalars import SCALARS, with_python_numbers
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, OPERANDS, Sequences, Shape, Tensor
-from cutlass_py_attn.problem.validation import objections
+from cutlass_py_attn.problem.validation import TENSORS, objections, score_terms_objections, shape_objections
 from cutlass_py_attn.score_terms import registry
 
 
@@ -35,6 +39,9 @@ class Problem:
 
     The backward reads output and logsumexp, and writes those of grad_query, grad_key, grad_value, grad_bias and
     grad_sinks that are given. logsumexp is (batch, num_heads, ceil32(num_queries)) float32, contiguous.
+
+    Numbers may be those of NumPy or JAX, or 0-d arrays on the host: the fields hold Python numbers. A value of another
+    kind is kept, and `check` refuses it.
     """
 
     direction: str
@@ -61,18 +68,36 @@ class Problem:
     num_splits_key: int | None = None
     score_terms: tuple[tuple[str, Tensor], ...] = ()
 
+    def __post_init__(self) -> None:
+        for name, value in self._python_numbers():
+            object.__setattr__(self, name, value)
+
+    def _python_numbers(self) -> Iterator[tuple[str, Any]]:
+        """Yields the fields with numbers of other libraries, with Python numbers in their place."""
+        for name, scalar in SCALARS.items():
+            yield name, scalar.normalised(getattr(self, name))
+        for name in ("mask", "sequences", *TENSORS):
+            value = getattr(self, name)
+            if isinstance(value, (Tensor, Sequences)) or type(value) in masks.ALL.values():
+                yield name, with_python_numbers(value)
+        if not any(score_terms_objections(self.score_terms)):
+            yield "score_terms", tuple((name, with_python_numbers(tensor)) for name, tensor in self.score_terms)
+
     @staticmethod
     def dense(direction: str, shape: Shape, dtype: str, mask: Mask | None = None) -> Problem:
         """Returns a problem whose tensors are all contiguous, without score terms; `replace` changes the rest.
 
-        A shape with `tokens` gives the variable-length layout.
+        A shape with `tokens` gives the variable-length layout. NotSupported: `shape` is no Shape of ints.
         """
+        if reasons := shape_objections(shape):
+            raise NotSupported(reasons)
+        shape = with_python_numbers(shape)
 
         def tensor(name: str) -> Tensor:
             return Tensor.contiguous(shape.of(name), dtype)
 
         query, key, value, output = (tensor(name) for name in (*OPERANDS, "output"))
-        operands = Problem(direction, query, key, value, output, mask=mask or Full())
+        operands = Problem(direction, query, key, value, output, mask=Full() if mask is None else mask)
         if shape.tokens is not None:
             operands = operands.replace(sequences=Sequences(shape.batch, shape.num_queries, shape.num_keys))
         if direction != "backward":

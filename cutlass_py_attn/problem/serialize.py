@@ -43,7 +43,7 @@ def from_json(data: Mapping[str, Any]) -> Problem:
             found["mask"] = masks.ALL[numbers.pop("name")](**numbers)
         if "sequences" in found:
             found["sequences"] = Sequences(**found["sequences"])
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise NotSupported(f"problem: a tensor, the mask or sequences has another form ({error}); {_REMEDY}") from error
     return Problem(**found)
 

@@ -6,12 +6,15 @@ The conditions of a score term are in its own file, score_terms/<term>.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from numbers import Real
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
 
 from cutlass_py_attn.problem import masks
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, DIRECTIONS, ITEM_BYTES, OPERANDS, Tensor
+from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, python_value, shown
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, DIRECTIONS, ITEM_BYTES, OPERANDS, Sequences, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
+from cutlass_py_attn.score_terms.softcap import SOFTCAP
 
 if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
@@ -19,39 +22,138 @@ if TYPE_CHECKING:
 MAX_LENGTH = 2**29  # the sum of a query index, a key index and a window edge stays in 32 bits
 MAX_HEAD_DIM = 65536
 MAX_SCALE = 2.0**127  # times log2(e) it still is a float32
+MAX_BYTES = 2**63  # that the strides of a tensor reach: offsets are 64-bit integers
+# Scores are softcap * tanh(score / softcap). The kernels of float32 operands compute tanh to 2**-23, those of 16-bit
+# operands to a part of its value, so that only the range of float32 limits their softcap.
+LARGEST_SOFTCAP = {"float16": 2.0**100, "bfloat16": 2.0**100, "float32": 2.0**13}
+MAX_RATIO = 2.0**126  # of scale and softcap, and of softcap and scale: a normal float32
+TENSORS: Final = (*BMHK, *registry.array_options(), *(f"grad_{name}" for name in registry.gradients()))
+_REQUIRED: Final = (*OPERANDS, "output")
+_EDGES: Final = {"window_left": "mask left", "window_right": "mask right"}  # what Mask.objections calls them
 _WRITTEN = ("grad_query", "grad_key", "grad_value", "grad_bias")
 
 
 def objections(problem: Problem) -> list[str]:
-    """Returns every reason; only those about ranks when a rank is wrong, because every other check needs the ranks."""
-    ranks = list(_rank_objections(problem))
-    if ranks:
-        return ranks
+    """Returns every reason to refuse the problem.
+
+    Every other check needs tensors of four axes: a wrong type or rank among the tensors is returned without the
+    others' reasons. A wrong scalar or mask is returned together with them.
+    """
+    wrong = [*_tensor_kind_objections(problem), *_rank_objections(problem)]
+    scalars = {name: scalar.objections(name, getattr(problem, name)) for name, scalar in SCALARS.items()}
+    kinds = [*(text for texts in scalars.values() for text in texts), *_mask_objections(problem.mask)]
+    if wrong:
+        return [*wrong, *kinds]
+    defaults = {name: SCALARS[name].default for name, texts in scalars.items() if texts}
+    sound = problem.replace(**defaults) if defaults else problem
     return [
-        *_size_objections(problem),
-        *_score_term_objections(problem),
-        *_tensor_objections(problem),
-        *_option_objections(problem),
-        *_gradient_objections(problem),
+        *_size_objections(sound),
+        *_score_term_objections(sound),
+        *_tensor_objections(sound),
+        *kinds,
+        *_option_objections(sound),
+        *_gradient_objections(sound),
     ]
 
 
+def shape_objections(shape: object) -> list[str]:
+    """Returns why this is no Shape of integers."""
+    if not isinstance(shape, Shape):
+        return [f"shape = {shown(shape)}: must be a Shape; create one"]
+    sizes = {field.name: getattr(shape, field.name) for field in fields(Shape)}
+    tokens = sizes.pop("tokens")
+    found = [
+        f"shape.{name} = {shown(size)}: must be an int of at least 0; correct it"
+        for name, size in sizes.items()
+        if type(python_value(size)) is not int
+    ]
+    if tokens is not None and not _are_ints(python_value(tokens), 2):
+        found.append(f"shape.tokens = {shown(tokens)}: must be two ints, of queries and keys, or None; correct it")
+    return found
+
+
+def score_terms_objections(terms: object) -> Iterator[str]:
+    """Yields why these are no named arrays of score terms."""
+    pairs = terms if isinstance(terms, tuple) else (terms,)
+    if not all(isinstance(pair, tuple) and [*map(type, pair)] == [str, Tensor] for pair in pairs):
+        yield f"score_terms = {shown(terms)}: must be a tuple of (name, Tensor); correct it"
+
+
+def _are_ints(values: object, count: int | None = None) -> bool:
+    is_tuple = isinstance(values, tuple) and (count is None or len(values) == count)
+    return is_tuple and all(type(value) is int for value in values)  # type: ignore[attr-defined]
+
+
+def _tensor_kind_objections(problem: Problem) -> Iterator[str]:
+    """Yields what is no Tensor, no integer and no name among the tensors and the sequences."""
+    for name in TENSORS:
+        given = getattr(problem, name)
+        if not isinstance(given, Tensor):
+            if given is not None or name in _REQUIRED:
+                optional = "" if name in _REQUIRED else ", or None"
+                yield f"{name} = {shown(given)}: must be a Tensor{optional}; create one with Tensor.contiguous"
+            continue
+        for field in ("shape", "strides"):
+            numbers = getattr(given, field)
+            if not _are_ints(numbers) or (field == "shape" and min(numbers, default=0) < 0):
+                least = " of at least 0" if field == "shape" else ""
+                yield f"{name}.{field} = {shown(numbers)}: must be a tuple of ints{least}; correct it"
+        for field, kind, allowed in (
+            ("dtype", str, f"one of {', '.join(ITEM_BYTES)}"),
+            ("alignment", int, "an int of bytes"),
+        ):
+            if type(getattr(given, field)) is not kind:
+                yield f"{name}.{field} = {shown(getattr(given, field))}: must be {allowed}; correct it"
+    yield from score_terms_objections(problem.score_terms)
+    sequences = problem.sequences
+    if sequences is None:
+        return
+    if not isinstance(sequences, Sequences):
+        yield f"sequences = {shown(sequences)}: must be a Sequences object, or None; create one"
+        return
+    for field in ("count", "max_seqlen_q", "max_seqlen_k"):
+        if type(getattr(sequences, field)) is not int:
+            yield f"sequences.{field} = {shown(getattr(sequences, field))}: must be an int; convert it"
+    if type(sequences.seqused_k) is not bool:
+        yield f"sequences.seqused_k = {shown(sequences.seqused_k)}: must be True or False; pass one of them"
+
+
 def _rank_objections(problem: Problem) -> Iterator[str]:
-    for label in ("count", "max_seqlen_q", "max_seqlen_k") if problem.sequences is not None else ():
-        number = getattr(problem.sequences, label)
-        if not isinstance(number, int):
-            yield f"sequences.{label} = {number!r}: must be an int; convert it"
-    if problem.direction not in DIRECTIONS:
-        yield f"direction = {problem.direction!r}: must be one of {', '.join(DIRECTIONS)}"
-    if problem.direction == "backward" and problem.grad_output is None:
+    direction = problem.direction if isinstance(problem.direction, str) else ""
+    if direction not in DIRECTIONS:
+        yield f"direction = {shown(problem.direction)}: must be one of {', '.join(DIRECTIONS)}; choose one"
+    if direction == "backward" and problem.grad_output is None:
         yield "grad_output is missing: the backward needs it; pass a tensor of the matching BMHK shape"
-    for name, tensor in problem.tensors().items():
-        if len(tensor.shape) != 4 or len(tensor.strides) != 4:
+    for name in (*BMHK, *BIASES):
+        tensor = getattr(problem, name)
+        if isinstance(tensor, Tensor) and any(
+            isinstance(sizes, tuple) and len(sizes) != 4 for sizes in (tensor.shape, tensor.strides)
+        ):
             axes = "[batch, heads, queries, keys]" if name in BIASES else "[batch, seqlen, heads, head_dim]"
             yield (
                 f"{name} has shape {tensor.shape} and strides {tensor.strides}: must be 4-D "
                 f"{axes}; add the missing axes with size 1"
             )
+
+
+def mask_kind_objections(mask: Any) -> list[str]:
+    """Returns why this is no mask, or every wrong number of a mask with a number that is no integer."""
+    if type(mask) not in masks.ALL.values():
+        return [f"mask = {shown(mask)}: must be a mask object such as Full() or Causal(); make one"]
+    numbers = {field.name: getattr(mask, field.name) for field in fields(mask)}
+    if all(number is None or type(number) is int for number in numbers.values()):
+        return []
+    least, none = (1, "no window") if isinstance(mask, Causal) else (0, "no limit")
+    return [
+        f"{_EDGES.get(name, name)} = {shown(number)}: must be an int of at least {least}, or None for {none}; "
+        "correct it"
+        for name, number in numbers.items()
+        if number is not None and (type(number) is not int or number < least)
+    ]
+
+
+def _mask_objections(mask: Any) -> list[str]:
+    return mask_kind_objections(mask) or list(mask.objections())
 
 
 def _size_objections(problem: Problem) -> Iterator[str]:
@@ -66,7 +168,7 @@ def _size_objections(problem: Problem) -> Iterator[str]:
         if name in BMHK and tensor.shape != wanted:
             yield (
                 f"{name} has shape {tensor.shape}: must be {wanted} to match query {problem.query.shape}, "
-                f"key {problem.key.shape} and value {problem.value.shape}"
+                f"key {problem.key.shape} and value {problem.value.shape}; reshape it"
             )
     for label, size in (("head_dim", shape.head_dim), ("head_dim_value", shape.head_dim_value)):
         if not 1 <= size <= MAX_HEAD_DIM:
@@ -126,6 +228,12 @@ def _tensor_objections(problem: Problem) -> Iterator[str]:
                 f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be aligned to its "
                 f"{item}-byte elements (16 bytes is fastest); copy it"
             )
+        reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+        if reach * item >= MAX_BYTES:
+            yield (
+                f"{name} has shape {tensor.shape} and strides {tensor.strides}: must reach fewer than 2**63 bytes; "
+                "use smaller strides"
+            )
         if name in _WRITTEN or (name == "output" and problem.direction == "forward"):
             yield from _overlap_objections(name, tensor)
 
@@ -138,16 +246,27 @@ def _overlap_objections(name: str, tensor: Tensor) -> Iterator[str]:
 
 
 def _option_objections(problem: Problem) -> Iterator[str]:
-    yield from masks.objections(problem.mask)
-    scale = problem.scale
-    if scale is not None and not _is_within(scale, -MAX_SCALE, MAX_SCALE):
-        yield f"scale = {scale}: must be a number that float32 holds, or None for 1/sqrt(head_dim); correct it"
+    scale, softcap = problem.scale, problem.softcap
+    if scale is not None and not (scale == 0 or MIN_SCALE <= abs(scale) <= MAX_SCALE):  # NaN is in no range
+        yield f"scale = {shown(scale)}: {SCALE}"
+    elif softcap and not any(SOFTCAP.objections(problem)):
+        yield from _softcap_objections(problem)
     yield from _split_objections(problem)
 
 
-def _is_within(value: object, low: float, high: float) -> bool:
-    """Returns whether this is a number in the range; NaN is not."""
-    return isinstance(value, Real) and low <= float(value) <= high
+def _softcap_objections(problem: Problem) -> Iterator[str]:
+    """Yields why the kernels cannot compute an allowed softcap in float32."""
+    softcap, scale, most = problem.softcap, abs(problem.scale_value), LARGEST_SOFTCAP.get(problem.dtype, MAX_RATIO)
+    if softcap > most:
+        yield (
+            f"softcap = {shown(softcap)}: must be at most {most:g} for {problem.dtype} operands, because the kernels "
+            "compute tanh in float32; lower it, or pass 0 for none"
+        )
+    elif scale and not 1 / MAX_RATIO <= scale / softcap <= MAX_RATIO:
+        yield (
+            f"softcap = {shown(softcap)} with scale {problem.scale_value:g}: scale / softcap must be 0 or have a "
+            "magnitude from 2**-126 to 2**126, because the kernels compute in float32; change one of them"
+        )
 
 
 def _split_objections(problem: Problem) -> Iterator[str]:
@@ -155,13 +274,13 @@ def _split_objections(problem: Problem) -> Iterator[str]:
     if splits is None:
         return
     if problem.direction == "forward":
-        yield f"num_splits_key = {splits}: only the backward splits keys; leave it None"
-    elif not isinstance(splits, int) or splits < 1:
-        yield f"num_splits_key = {splits}: must be an int of at least 1, or None to let the plan choose"
+        yield f"num_splits_key = {shown(splits)}: must be None, because only the backward splits keys; leave it None"
+    elif splits < 1:
+        yield f"num_splits_key = {shown(splits)}: {SPLITS}"
     elif splits > 1 and problem.deterministic:
         yield (
             f"num_splits_key = {splits} with deterministic: must be 1, or None for one block a key tile: with "
-            "another number a block would wait for one that starts after it"
+            "another number a block would wait for one that starts after it; change it"
         )
 
 

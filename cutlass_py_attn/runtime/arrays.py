@@ -76,6 +76,13 @@ def read_operands(operands: Mapping[str, Any], stream: int) -> dict[str, Array]:
             arrays[name] = _read_operand(name, value, stream)
         except NotSupported as error:
             reasons += error.reasons
+        except AttentionError:
+            raise
+        except Exception as error:  # an interface without an entry, or with one of another type
+            reasons.append(
+                f"{name} is a {_type_name(value)}: must be an array that can be read ({type(error).__name__}: "
+                f"{error}); convert it to a CUDA or NumPy array"
+            )
     if len({array.device for array in arrays.values()}) > 1:
         devices = {name: "host" if a.device is None else f"device {a.device}" for name, a in arrays.items()}
         listed = ", ".join(f"{name} on {device}" for name, device in devices.items())

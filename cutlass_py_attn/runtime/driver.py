@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported
+from cutlass_py_attn.problem.scalars import integer_of, shown
 
 _MAX_SHOWN_BYTES: Final = 64
+_LAST_HANDLE: Final = 2**64 - 1
 
 # Advice that NVIDIA's error text does not give, by CUresult.
 _HINTS: Final = {
@@ -203,6 +205,14 @@ def device(ordinal: int) -> Device:
         handle=handle,
         context=int(call("cuDevicePrimaryCtxRetain", handle)),
     )
+
+
+def checked_ordinal(device: object) -> int:
+    """Returns a caller's device as an int; NotSupported if it is no ordinal."""
+    ordinal = integer_of(device)
+    if ordinal is None or ordinal < 0:
+        raise NotSupported(f"device = {shown(device)}: must be the ordinal of a GPU, an int of at least 0; pass it")
+    return ordinal
 
 
 def stream_ordinal(stream: int) -> int:
@@ -408,7 +418,7 @@ def stream_handle(stream: object) -> int:
         one with the handle in `ptr` (CuPy), `cuda_stream` (torch) or `handle` (Numba).
     """
     handle: Any = getattr(stream, "cuda_stream", stream)  # fast path for torch streams and ints
-    if type(handle) is int and handle >= 0:
+    if type(handle) is int and 0 <= handle <= _LAST_HANDLE:
         return handle
     handle = 0 if stream is None else stream
     if hasattr(handle, "__cuda_stream__"):
@@ -418,7 +428,7 @@ def stream_handle(stream: object) -> int:
         except Exception as error:  # a closed stream has no handle
             kind = type(stream).__name__
             raise NotSupported(
-                f"stream of type {kind}: {error}; pass an open stream, or None for the default"
+                f"stream of type {kind}: {error}: must be an open stream; pass one, or None for the default"
             ) from error
     else:
         names = ("ptr", "cuda_stream", "handle")
@@ -427,9 +437,10 @@ def stream_handle(stream: object) -> int:
         handle = handle.value or 0
     elif hasattr(handle, "getPtr"):  # the bindings' CUstream, Numba's handle where it uses them
         handle = int(handle)
-    if hasattr(handle, "__index__") and not isinstance(handle, bool) and int(handle) >= 0:
-        return int(handle)
+    number = integer_of(handle)
+    if number is not None and 0 <= number <= _LAST_HANDLE:
+        return number
     raise NotSupported(
-        f"stream = {stream!r}: must be None (the default stream), a CUstream handle as int, or an object "
-        "with __cuda_stream__, ptr, cuda_stream or handle"
+        f"stream = {shown(stream)}: must be None (the default stream), a CUstream handle as int, or an object "
+        "with __cuda_stream__, ptr, cuda_stream or handle; pass one of them"
     )

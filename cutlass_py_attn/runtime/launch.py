@@ -16,6 +16,7 @@ from cutlass_py_attn.plan.arch import runs_on as _runs_on
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.runtime import driver, kernel_launch
 from cutlass_py_attn.runtime.launchers import (
@@ -87,18 +88,19 @@ class Bound:
         NotSupported lists every wrong name and address. DriverError: a driver call failed, for example because
         device memory ran out.
         """
-        handle = stream if type(stream) is int and stream >= 0 else driver.stream_handle(stream)
+        handle = stream if type(stream) is int and 0 <= stream < _ADDRESS_END else driver.stream_handle(stream)
         if workspace is None and self.workspace_bytes:
             self._launch_with_pool(pointers, handle)
             return
         try:
             addresses = self._select_addresses(pointers)
-        except KeyError:
+        except (KeyError, TypeError):
             self._check(pointers, workspace)
             raise
-        if len(pointers) != self._num_names or workspace == 0:
+        scratch = 0 if workspace is None else workspace
+        if len(pointers) != self._num_names or type(scratch) is not int or workspace == 0:
             self._check(pointers, workspace)
-        scratch = workspace or 0
+            scratch = integer_of(scratch) or 0
         # Removed while in use, so that no two threads share a launcher. A launcher that fails is not put back.
         launcher = self._launchers.pop(handle, None)
         if launcher is None or not launcher(addresses, scratch):
@@ -166,6 +168,9 @@ class Bound:
 
     def _check(self, pointers: Mapping[str, int], workspace: int | None) -> None:
         """Raises NotSupported with every wrong name and address."""
+        if not isinstance(pointers, Mapping):
+            names = ", ".join(self.tensor_names)
+            raise NotSupported(f"pointers = {shown(pointers)}: must be a dict of device addresses of {names}; pass one")
         reasons = [
             f"{name} is missing: pointers must name {', '.join(self.tensor_names)}; add its address"
             for name in self.tensor_names
@@ -181,14 +186,14 @@ class Bound:
         if workspace is not None:
             addresses["workspace"] = workspace, ROW_ALIGNMENT_BYTES
         reasons += [
-            f"{name} = {address:#x}: must be a device address, {alignment}-byte aligned; copy it"
+            f"{name} = {_shown_address(address)}: must be a device address, {alignment}-byte aligned; copy it"
             for name, (address, alignment) in addresses.items()
-            if self._kernels and (not 0 < address < _ADDRESS_END or address % alignment)
+            if self._kernels and not (0 < (number := _number(address)) < _ADDRESS_END and number % alignment == 0)
         ]
         reasons += [
-            f"{name} = {number}: must be from 0 to 2**64 - 1; correct it"
+            f"{name} = {shown(number)}: must be an int from 0 to 2**64 - 1; correct it"
             for name, number in pointers.items()
-            if alignments.get(name) == 0 and not 0 <= number < _ADDRESS_END
+            if alignments.get(name) == 0 and not 0 <= _number(number) < _ADDRESS_END
         ]
         if reasons:
             raise NotSupported(reasons)
@@ -199,9 +204,12 @@ def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device:
 
     problem: strides and scale of the operands; None for a standalone component GEMM, whose tensors are contiguous.
 
+    NotSupported lists every argument of the wrong type, and every reason to refuse the problem.
     Stale: the artifact, the problem or the GPU does not belong to the plan. DoesNotFit: the GPU has too little
     shared memory. NoDevice: there is no GPU. DriverError: the driver rejected the cubin.
     """
+    _check_types(artifact, plan, problem)
+    device = driver.checked_ordinal(device)
     mismatches = [*_artifact_mismatches(artifact, plan), *_problem_mismatches(plan, problem)]
     if mismatches:
         raise Stale("\n".join(mismatches))
@@ -215,6 +223,21 @@ def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device:
     with gpu.current():
         kernels = tuple(_load_kernel(artifact, launch, gpu) for launch in plan.launches)
     return Bound(plan, problem, gpu, kernels)
+
+
+def _check_types(artifact: object, plan: object, problem: object) -> None:
+    """Raises NotSupported with every argument of `bind` that has the wrong type, and every reason against `problem`."""
+    reasons = [
+        f"{name} = {shown(given)}: must be {'an' if kind is Artifact else 'a'} {kind.__name__}; {remedy}"
+        for name, given, kind, remedy in (
+            ("artifact", artifact, Artifact, "pass what `compile` or a Folder returns for the plan's build"),
+            ("plan", plan, Plan, "pass what `plan_forward` or `plan_backward` returns"),
+        )
+        if not isinstance(given, kind)
+    ]
+    reasons += [] if problem is None else planner.problem_objections(problem)
+    if reasons:
+        raise NotSupported(reasons)
 
 
 def bind_first(plans: Sequence[Plan], problem: Problem, kernels: Callable[[Build], Artifact], device: int = 0) -> Bound:
@@ -337,6 +360,17 @@ def _problem_mismatches(plan: Plan, problem: Problem | None) -> Iterator[str]:
     for name, (found, needed) in access.items():
         if found < needed:
             yield f"problem's {name} allows vectors of {found} bytes: the plan needs {needed}; plan this problem"
+
+
+def _number(value: object) -> int:
+    """Returns an address or a number of a launch as an int; -1, which is neither, for anything else."""
+    number = integer_of(value)
+    return -1 if number is None else number
+
+
+def _shown_address(value: object) -> str:
+    number = integer_of(value)
+    return shown(value) if number is None else f"{number:#x}"
 
 
 def _no_launcher() -> None:

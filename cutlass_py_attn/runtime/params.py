@@ -85,10 +85,13 @@ class KernelParams:
 
     def write(self, addresses: tuple[int, ...], workspace: int) -> bool:
         """Writes the addresses, and those of the workspace's buffers; returns False if one of them is invalid."""
-        addresses = tuple(map(operator.index, addresses))
+        try:
+            addresses = tuple(map(operator.index, addresses))
+        except TypeError:
+            return False
         if not self._write_all(addresses) and not self._are_valid(addresses):
             return False
-        if workspace != self._workspace and (workspace < 0 or workspace % ROW_ALIGNMENT_BYTES):
+        if workspace != self._workspace and (not 0 <= workspace < 1 << 64 or workspace % ROW_ALIGNMENT_BYTES):
             return False
         if not self._are_encoded or self._reencoded_maps:
             self._encode(addresses)

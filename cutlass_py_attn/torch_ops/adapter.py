@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import re
@@ -17,6 +18,7 @@ import numpy as np
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.scalars import SCALARS, Scalar, flag_of, integer_of, number_of
 from cutlass_py_attn.problem.tensors import BMHK
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.frameworks import CUPY, TORCH
@@ -76,7 +78,8 @@ def adapter(schema: Callable[P, C]) -> Callable[[Callable[[C], R]], Callable[P, 
     def decorate(body: Callable[[C], R]) -> Callable[P, R]:
         def mirrored(*arguments: P.args, **keywords: P.kwargs) -> R:
             call = schema(*arguments, **keywords)
-            reasons = operand_reasons(call) or call.reasons()
+            call, reasons = _with_python_numbers(call)
+            reasons = [*operand_reasons(call), *reasons] or call.reasons()
             if reasons:
                 raise NotSupported(reasons)
             try:
@@ -90,6 +93,29 @@ def adapter(schema: Callable[P, C]) -> Callable[[Callable[[C], R]], Callable[P, 
         return mirrored
 
     return decorate
+
+
+_FLAG: Final = Scalar(flag_of, "must be True or False; pass one of them", False)
+_WINDOW: Final = Scalar(integer_of, "must be an int, or None for no limit; correct it", None)
+# The arguments that are no arrays, without those that `attention_forward` and `attention_backward` check.
+_SCALARS: Final[dict[str, Scalar]] = {
+    **dict.fromkeys(("is_causal", "compute_log_sumexp", "bias_requires_grad", "return_debug_mask"), _FLAG),
+    **dict.fromkeys(("shared_storage_dqdkdv", "deterministic"), _FLAG),
+    **dict.fromkeys(("window_size", "window_size_left", "window_size_right"), _WINDOW),
+    "custom_mask_type": Scalar(integer_of, "must be 0 (none), 1 (top left) or 2 (bottom right); choose one", 0),
+    "num_splits_key": SCALARS["num_splits_key"],
+}
+
+
+def _with_python_numbers(call: C) -> tuple[C, list[str]]:
+    """Returns the call with Python numbers in place of those of other libraries, and why it is refused."""
+    changes, reasons = {}, []
+    for field in dataclasses.fields(call):
+        if scalar := _SCALARS.get(field.name):
+            given = getattr(call, field.name)
+            changes[field.name] = scalar.normalised(given)
+            reasons += scalar.objections(field.name, given)
+    return dataclasses.replace(call, **changes), reasons
 
 
 def _renamed(reason: str, call: Call) -> str:
@@ -172,7 +198,9 @@ def dropout_of(dropout_p: float, philox_seed: Any, philox_offset: Any) -> Dropou
     philox_seed, philox_offset: ints from 0 to 2**64 - 1, or int64 arrays in device memory. An array of one element in
     host memory, as PyTorch returns it, counts as an int; its sign bit is bit 63.
     """
-    return Dropout(dropout_p, _as_integer(philox_seed), _as_integer(philox_offset)) if dropout_p != 0 else None
+    if number_of(dropout_p) == 0:
+        return None
+    return Dropout(dropout_p, _as_integer(philox_seed), _as_integer(philox_offset))
 
 
 def _as_integer(value: Any) -> Any:

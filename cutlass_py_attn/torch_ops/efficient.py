@@ -166,8 +166,8 @@ def _reasons(call: EfficientForward | EfficientBackward) -> list[str]:
     kind, window = call.custom_mask_type, call.window_size
     if kind not in (0, 1, 2):
         reasons.append(f"custom_mask_type = {kind!r}: must be 0 (none), 1 (top left) or 2 (bottom right); choose one")
-    if window is not None and (not isinstance(window, int) or window < 0):
-        reasons.append(f"window_size = {window!r}: must be an int of at least 1; 0 or None for no window")
+    if window is not None and window < 0:
+        reasons.append(f"window_size = {window}: must be an int of at least 1; pass 0 or None for no window")
     elif window and kind == 0:
         reasons.append(f"window_size = {window} with custom_mask_type = 0: must come with 1 or 2; leave one out")
     starts = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final
 
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.problem.masks import Causal, Full
+from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.tensors import OPERANDS
 from cutlass_py_attn.torch_ops.adapter import Call, ForwardCall, adapter, options_of
 from cutlass_py_attn.torch_ops.layouts import (
@@ -83,9 +84,14 @@ class EfficientAttentionBackward(Call):
         """Concern grad_input_mask."""
         wanted = self.grad_input_mask
         if not isinstance(wanted, (tuple, list)) or [type(item) for item in wanted] != [bool] * len(_GRADIENTS):
-            return [f"grad_input_mask = {wanted!r}: must be four bools, for query, key, value, attn_bias"]
+            return [
+                f"grad_input_mask = {shown(wanted)}: must be four bools, for query, key, value, attn_bias; correct it"
+            ]
         if wanted[3] and self.attn_bias is not None and is_bool(self.attn_bias):
-            return ["grad_input_mask requests attn_bias, which is bool: must not, a boolean mask has no gradient"]
+            return [
+                "grad_input_mask requests attn_bias, which is bool: must not, a boolean mask has no gradient; pass "
+                "False for it"
+            ]
         return []
 
 

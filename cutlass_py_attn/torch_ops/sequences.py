@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 
 from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.problem.scalars import integer_of, shown
 
 
 def is_packed(call: Any) -> bool:
@@ -50,9 +50,9 @@ def sequence_reasons(starts: Mapping[str, Any], max_seqlens: Mapping[str, Any]) 
         if array is not None and not is_integer(array)
     ]
     return reasons + [
-        f"{name} = {number!r}: must be an int of at least 0; pass the longest sequence's length"
-        for name, number in max_seqlens.items()
-        if not isinstance(number, Integral) or number < 0
+        f"{name} = {shown(given)}: must be an int of at least 0; pass the longest sequence's length"
+        for name, given in max_seqlens.items()
+        if (number := integer_of(given)) is None or number < 0
     ]
 
 
@@ -66,4 +66,8 @@ def is_integer(array: Any) -> bool:
 def logsumexp_reasons(logsumexp: Any, shape: tuple[int, ...]) -> list[str]:
     """Returns why a logsumexp without padding is refused: it must have this shape."""
     given = tuple(map(int, logsumexp.shape))
-    return [] if given == shape else [f"logsumexp has shape {given}: must be {shape}, as the forward returns it"]
+    return (
+        []
+        if given == shape
+        else [f"logsumexp has shape {given}: must be {shape}, as the forward returns it; pass that array"]
+    )

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.api import attention, cpu_backend
+from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import ARCHITECTURES
@@ -146,7 +147,7 @@ def emulate(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable
         return None if name in ("cuCtxSynchronize", "cuGraphExecDestroy") else real(name, *arguments, purpose=purpose)
 
     def start(**faults: float) -> None:
-        monkeypatch.setattr(attention, "_prepared_calls", {})
+        monkeypatch.setattr(attention, "_prepared_calls", LruCache(64))
         monkeypatch.setattr(attention, "_bind", lambda problem, ordinal, kernels: Emulated(problem, faults))
         monkeypatch.setattr(device_memory, "bind_problem", lambda problem, kernels: Emulated(problem, faults))
         monkeypatch.setattr(pytorch, "captured", lambda launch, stream: launch)

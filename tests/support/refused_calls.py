@@ -22,7 +22,7 @@ FORWARD_OPTIONS = (
 )
 ALL_GRADIENTS = "must be some of query, key, value, bias, sinks in a tuple; name at least one"
 SPELLING = "must come together; pass {0} or do not name it"
-FAR = "must be from 0 to 2**64 - 1; correct it"
+PHILOX = "must be an int from 0 to 2**64 - 1, or an int64 array on the device"
 BOUNDS = "must start with 0, never fall and end at most at the {0} tokens; correct it"
 INT32 = "must be a contiguous int32 array of shape {0}; convert it"
 SEED = Tensor((1,), (1,), "int64", 8)
@@ -44,9 +44,9 @@ OPTIONS: dict[str, Refused] = {
         f"option 'causal' is unknown: must be one of {FORWARD_OPTIONS}",
         f"option 'deterministic' is unknown: must be one of {FORWARD_OPTIONS}",
         "mask = None: must be a mask object such as Full() or Causal(); make one",
-        "backend = 'cpu': must be one of auto, gpu, reference",
-        "dropout = 0.1: must be a Dropout object, or None; create one",
-        "sequences = [0, 40]: must be a VariableLength object, or None; create one",
+        "backend = 'cpu' (str): must be one of auto, gpu, reference; choose one",
+        "dropout = 0.1 (float): must be a Dropout object, or None; create one",
+        "sequences = [0, 40] (list): must be a VariableLength object, or None; create one",
         causal=True, deterministic=True, mask=None, backend="cpu", dropout=0.1, sequences=[0, 40],
     ),
     "a backward's names": call(
@@ -55,19 +55,35 @@ OPTIONS: dict[str, Refused] = {
         direction="backward", determinstic=True,
     ),
     "score terms that are not registered": call(
-        "score_terms has 'nothing': must be registered terms, of which there is none; call score_terms.register first",
+        "score_terms has 'nothing': must be registered terms, of which there is none; call "
+        "score_terms.register first",
         score_terms={"nothing": Tensor.contiguous((3,), "float32")},
     ),
     "score terms without names": call(
-        "score_terms = 3: must be a dict of registered terms, of which there is none, and their arrays; pass a dict",
+        "score_terms = 3 (int): must be a dict of registered terms, of which there is none, and their arrays; pass a "
+        "dict",
         score_terms=3,
     ),
     "seed and offset of two kinds": call(
-        "philox_seed and philox_offset: must both be ints, or both int64 arrays on the device; convert one",
+        "philox_seed = 5 (int) and philox_offset = array of shape (1,) and dtype int64 "
+        "(cutlass_py_attn.problem.tensors.Tensor): must both be ints, or both int64 arrays on the device; convert one",
         dropout=Dropout(0.1, 5, SEED),
     ),
     "seed and offset out of range": call(
-        f"philox_seed = -1: {FAR}", f"philox_offset = {2**64}: {FAR}", dropout=Dropout(0.1, -1, 2**64)
+        f"philox_seed = -1 (int): {PHILOX}; correct it", f"philox_offset = {2**64} (int): {PHILOX}; correct it",
+        dropout=Dropout(0.1, -1, 2**64),
+    ),
+    "probability, seed and offset of other kinds": call(
+        "dropout_p = '0.1' (str): must be a probability from 0 to 1; pass a float",
+        f"philox_seed = 1.5 (float): {PHILOX}; convert it",
+        f"philox_offset = True: {PHILOX}; convert it",
+        dropout=Dropout("0.1", 1.5, True),  # type: ignore[arg-type]
+    ),
+    "packed and kernels of other kinds": call(
+        "packed = 1 (int): must be True or False; pass one of them",
+        "kernels = 5 (int): must be a function from a Build to its Artifact, such as Folder(path), or None to compile "
+        "them; pass one",
+        direction="backward", packed=1, kernels=5,
     ),
     "seed and offset of other arrays": call(
         "philox_seed has shape (1,) and dtype int32: must be one int64; convert it",
@@ -76,10 +92,17 @@ OPTIONS: dict[str, Refused] = {
     ),
     **{
         f"gradients of {names!r}": call(
-            f"gradients = {names!r}: {ALL_GRADIENTS}", direction="backward", gradients=names
+            f"gradients = {given}: {ALL_GRADIENTS}", direction="backward", gradients=names
         )
-        for names in ((), None, "query", ("query", "output"))
+        for names, given in (
+            ((), "() (tuple)"), (None, "None"), ("query", "'query' (str)"), ((["query"],), "(['query'],) (tuple)"),
+            (("query", "output"), "('query', 'output') (tuple)"),
+        )
     },
+    "gradients named twice": call(
+        "gradients names query 2 times: must name each once; leave the others out",
+        direction="backward", gradients=("query", "key", "query"),
+    ),
     "gradients of what is not there": call(
         f"gradients names bias, but there is no option bias: {SPELLING.format('bias')}",
         f"gradients names sinks, but there is no option sinks: {SPELLING.format('sinks')}",
@@ -90,7 +113,7 @@ OPTIONS: dict[str, Refused] = {
         direction="backward", gradients=("key",), packed=True,
     ),
     "out of another kind": call(
-        "out = 5: must be a Gradients object with arrays to write to, or None; create one",
+        "out = 5 (int): must be a Gradients object with arrays to write to, or None; create one",
         direction="backward", out=5,
     ),
     "out that is not asked for": call(
@@ -110,7 +133,7 @@ SEQUENCES: dict[str, Refused] = {
     "sequences of one side": of_sequences("cu_seqlens_k is None: must be an int32 array; pass it", cu_seqlens_k=None),
     "longest sequences unknown": of_sequences(
         "max_seqlen_q = None: must be an int; pass the longest sequence's length",
-        "max_seqlen_k = 3.0: must be an int; pass the longest sequence's length",
+        "max_seqlen_k = 3.0 (float): must be an int; pass the longest sequence's length",
         max_seqlen_q=None, max_seqlen_k=3.0,
     ),
     "bounds that start late": of_sequences(
@@ -123,8 +146,8 @@ SEQUENCES: dict[str, Refused] = {
         f"cu_seqlens_q = [0, 15, {2**32 + 40}]: {BOUNDS.format(40)}", cu_seqlens_q=np.array([0, 15, 2**32 + 40])
     ),
     "longest sequences too short": of_sequences(
-        "max_seqlen_q = 24: must be at least the longest sequence, 25",
-        "max_seqlen_k = 29: must be at least the longest sequence, 30",
+        "max_seqlen_q = 24: must be at least the longest sequence, 25; raise it",
+        "max_seqlen_k = 29: must be at least the longest sequence, 30; raise it",
         max_seqlen_q=24, max_seqlen_k=29,
     ),
     "longest sequences too long": of_sequences(
@@ -158,7 +181,7 @@ SEQUENCES: dict[str, Refused] = {
     ),
 }  # fmt: skip
 
-LSE = "as the forward returns it"
+LSE = "as the forward returns it; pass that array"
 ARRAYS: dict[str, Refused] = {
     "shape of logsumexp": call(
         f"logsumexp has shape (2, 3, 40) and dtype float32: must be (2, 3, 64) float32, {LSE}",
@@ -172,6 +195,16 @@ ARRAYS: dict[str, Refused] = {
         f"logsumexp has shape (1, 3, 40) and dtype float32: must be (2, 3, 32) float32, {LSE}",
         direction="backward", base=LENGTHS, sequences=lengths(),
         given={"logsumexp": Tensor.contiguous((1, 3, 40), "float32")},
+    ),
+    "options of other kinds, and arrays": call(
+        "key has shape (2, 50, 3, 8): must be (2, 50, 3, 16) to match query (2, 40, 3, 16), key (2, 50, 3, 8) and "
+        "value (2, 50, 3, 24); reshape it",
+        "scale = '2' (str): must be 0, a number with a magnitude from 1e-30 to 2**127, or None for 1/sqrt(head_dim), "
+        "because the kernels compute in float32; correct it, or multiply query by a part of it",
+        "deterministic = 'no' (str): must be True or False; pass one of them",
+        "window_size = '3' (str): must be an int of at least 1, or None for no window; correct it",
+        direction="backward", scale="2", deterministic="no",
+        mask=Causal("3"), given={"key": Tensor.contiguous((2, 50, 3, 8), "float16")},  # type: ignore[arg-type]
     ),
     "strides of logsumexp": call(
         "logsumexp is strided or misaligned: must be contiguous and 4-byte aligned; copy it",
@@ -188,13 +221,13 @@ ARRAYS: dict[str, Refused] = {
     ),
     "an operand, but not the results that follow from it": call(
         "key has shape (2, 50, 3, 8): must be (2, 50, 3, 16) to match query (2, 40, 3, 16), key (2, 50, 3, 8) and "
-        "value (2, 50, 3, 24)",
+        "value (2, 50, 3, 24); reshape it",
         "window_size = 0: must be an int of at least 1, or None for no window; correct it",
         direction="backward", mask=Causal(0), given={"key": Tensor.contiguous((2, 50, 3, 8), "float16")},
     ),
     "a result that was given": call(
         "output has shape (2, 40, 3, 16): must be (2, 40, 3, 24) to match query (2, 40, 3, 16), "
-        "key (2, 50, 3, 16) and value (2, 50, 3, 24)",
+        "key (2, 50, 3, 16) and value (2, 50, 3, 24); reshape it",
         "output has row stride 0: an output must not overlap itself; allocate it in full",
         given={"output": Tensor((2, 40, 3, 16), (48, 0, 16, 1), "float16")},
     ),

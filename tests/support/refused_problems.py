@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Window
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import Sequences, Tensor
+from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
 from tests.support.requests import LENGTHS, SHAPE, changed, dense, with_terms
 
 Refused = tuple[Problem, list[str]]
@@ -18,9 +19,17 @@ WHOLE = "an output must not overlap itself; allocate it in full"
 FORWARD = "the forward writes no gradients; leave it None"
 EDGE = "must be an int of at least 0, or None for no limit; correct it"
 WINDOW = "must be an int of at least 1, or None for no window; correct it"
-SCALE = "must be a number that float32 holds, or None for 1/sqrt(head_dim); correct it"
+SCALE = (
+    "must be 0, a number with a magnitude from 1e-30 to 2**127, or None for 1/sqrt(head_dim), because the kernels "
+    "compute in float32; correct it, or multiply query by a part of it"
+)
 SOFTCAP = "must be a number above 0 that float32 holds, or 0 to switch it off; correct it"
-SPLITS = "must be an int of at least 1, or None to let the plan choose"
+SPLITS = "must be an int of at least 1, or None to let the plan choose; correct it"
+RATIO = (
+    "scale / softcap must be 0 or have a magnitude from 2**-126 to 2**126, because the kernels compute in float32; "
+    "change one of them"
+)
+FLAG = "must be True or False; pass one of them"
 WHOLE_BIAS = (2, 3, 40, 50)
 LONG = 2**29 + 1
 BATCHES = "concatenate the sequences in [1, tokens, heads, head_dim]"
@@ -29,7 +38,7 @@ BATCHES = "concatenate the sequences in [1, tokens, heads, head_dim]"
 def shaped(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], operands: str) -> Refused:
     """Returns a problem with one operand of another shape; operands: the shapes of query, key and value in the text."""
     problem = changed(name, "backward" if name.startswith("grad") else "forward", shape=shape)
-    return problem, [f"{name} has shape {shape}: must be {wanted} to match {operands}"]
+    return problem, [f"{name} has shape {shape}: must be {wanted} to match {operands}; reshape it"]
 
 
 def without_step(name: str, axis: int, label: str, **terms: Any) -> Refused:
@@ -50,7 +59,7 @@ def sized(name: str, size: int) -> Problem:
 RANKS: dict[str, Refused] = {
     "direction": (
         dense().replace(direction="sideways"),
-        ["direction = 'sideways': must be one of forward, backward"],
+        ["direction = 'sideways' (str): must be one of forward, backward; choose one"],
     ),
     "no grad_output": (
         dense("backward").replace(grad_output=None),
@@ -72,16 +81,54 @@ RANKS: dict[str, Refused] = {
         ],
     ),
     "longest sequence unknown": (
-        dense(base=LENGTHS, num_queries=None),
+        dense(base=LENGTHS).replace(sequences=Sequences(2, None, 30)),  # type: ignore[arg-type]
         ["sequences.max_seqlen_q = None: must be an int; convert it"],
+    ),
+    "no tensors": (
+        dense("backward").replace(query=None, bias=3, score_terms=("slopes",), sequences=5),
+        [
+            "query = None: must be a Tensor; create one with Tensor.contiguous",
+            "bias = 3 (int): must be a Tensor, or None; create one with Tensor.contiguous",
+            "score_terms = ('slopes',) (tuple): must be a tuple of (name, Tensor); correct it",
+            "sequences = 5 (int): must be a Sequences object, or None; create one",
+        ],
+    ),
+    "no numbers in tensors": (
+        dense().replace(
+            query=Tensor((2, -40, 3, 16), (1, 2, "3", 4), "float16"),  # type: ignore[arg-type]
+            key=Tensor((2, 40, 3, 16), (1, 2, 3, 4), 16, "16"),  # type: ignore[arg-type]
+            sequences=Sequences(2, 3, 4, "no"),  # type: ignore[arg-type]
+        ),
+        [
+            "query.shape = (2, -40, 3, 16) (tuple): must be a tuple of ints of at least 0; correct it",
+            "query.strides = (1, 2, '3', 4) (tuple): must be a tuple of ints; correct it",
+            "key.dtype = 16 (int): must be one of float16, bfloat16, float32; correct it",
+            "key.alignment = '16' (str): must be an int of bytes; correct it",
+            "sequences.seqused_k = 'no' (str): must be True or False; pass one of them",
+        ],
     ),
     "all ranks together": (
         changed("key", shape=(50, 3, 16)).replace(direction="?", scale=math.nan, bias=Tensor((4,), (1,), "float16")),
         [
-            "direction = '?': must be one of forward, backward",
+            "direction = '?' (str): must be one of forward, backward; choose one",
             f"key has shape (50, 3, 16) and strides (2400, 48, 16, 1): {FOUR_D}",
             "bias has shape (4,) and strides (1,): must be 4-D [batch, heads, queries, keys]; "
             "add the missing axes with size 1",
+        ],
+    ),
+}
+
+SHAPES: dict[str, tuple[Callable[[], Problem], list[str]]] = {  # which no Problem can be created of
+    "another object": (
+        lambda: Problem.dense("forward", (2, 40, 50, 3, 16, 24), "float16"),  # type: ignore[arg-type]
+        ["shape = (2, 40, 50, 3, 16, 24) (tuple): must be a Shape; create one"],
+    ),
+    "no integers": (
+        lambda: Problem.dense("forward", Shape("2", 40, 50.0, 3, 16, 24, tokens=(40,)), "float16"),  # type: ignore[arg-type]
+        [
+            "shape.batch = '2' (str): must be an int of at least 0; correct it",
+            "shape.num_keys = 50.0 (float): must be an int of at least 0; correct it",
+            "shape.tokens = (40,) (tuple): must be two ints, of queries and keys, or None; correct it",
         ],
     ),
 }
@@ -227,6 +274,13 @@ TENSORS: dict[str, Refused] = {
             "(16 bytes is fastest); copy it"
         ],
     ),
+    "strides beyond 64 bits": (
+        changed("key", strides=(2**62, 48, 16, 1)),
+        [
+            f"key has shape (2, 50, 3, 16) and strides {(2**62, 48, 16, 1)}: must reach fewer than 2**63 bytes; use "
+            "smaller strides"
+        ],
+    ),
     "address of a float32 bias": (
         dense(dtype="float32").replace(bias=Tensor(WHOLE_BIAS, (6000, 2000, 50, 1), "float32", 2)),
         [
@@ -252,45 +306,79 @@ _WINDOWS: tuple[tuple[type[Causal], Any], ...] = (
 OPTIONS: dict[str, Refused] = {
     "mask": (
         dense().replace(mask="causal"),
-        ["mask = 'causal': must be a mask object such as Full() or Causal(); make one"],
+        ["mask = 'causal' (str): must be a mask object such as Full() or Causal(); make one"],
     ),
     **{
         f"window of {size!r}": (
             dense().replace(mask=kind(size)),
-            [f"window_size = {size!r}: {WINDOW}"],
+            [f"window_size = {size!r}{' (float)' if isinstance(size, float) else ''}: {WINDOW}"],
         )
         for kind, size in _WINDOWS
     },
     "window behind the diagonal": (
         dense().replace(mask=Window(-1, True)),
-        [f"mask left = -1: {EDGE}", f"mask right = True: {EDGE}"],
+        [f"mask left = -1 (int): {EDGE}", f"mask right = True: {EDGE}"],
+    ),
+    "windows of nothing": (
+        dense().replace(mask=Window(-1, -2)),
+        [f"mask left = -1: {EDGE}", f"mask right = -2: {EDGE}"],
     ),
     **{
-        f"scale of {scale!r}": (dense().replace(scale=scale), [f"scale = {scale}: {SCALE}"])
-        for scale in (math.inf, math.nan, "x", -1e39)
+        f"scale of {scale!r}": (dense().replace(scale=scale), [f"scale = {scale!r} ({type(scale).__name__}): {SCALE}"])
+        for scale in (math.inf, math.nan, "x", -1e39, 1e-34, -9.9e-31)
     },
     **{
         f"softcap of {softcap!r}": (dense().replace(softcap=softcap), [f"softcap = {softcap}: {SOFTCAP}"])
-        for softcap in (-1.0, math.nan, math.inf, None, 1e-39)
+        for softcap in (-1.0, math.nan, math.inf, 1e-39)
     },
+    **{
+        f"softcap of {softcap!r}": (
+            dense().replace(softcap=softcap),
+            [f"softcap = {given}: must be a number that float32 holds, or 0 to switch it off; pass a float"],
+        )
+        for softcap, given in ((None, "None"), (True, "True"), (["2"], "['2'] (list)"))
+    },
+    "a softcap far below the scale": (
+        dense().replace(softcap=1e-37, scale=100),
+        [f"softcap = 1e-37 (float) with scale 100: {RATIO}"],
+    ),
+    "a softcap far above the scale": (
+        dense().replace(softcap=1e20, scale=-1e-20),
+        [f"softcap = 1e+20 (float) with scale -1e-20: {RATIO}"],
+    ),
+    "a softcap above the precision of tanh": (
+        dense(dtype="float32").replace(softcap=8192.5),
+        [
+            "softcap = 8192.5 (float): must be at most 8192 for float32 operands, because the kernels compute tanh in "
+            "float32; lower it, or pass 0 for none"
+        ],
+    ),
     **{
         f"dropout_p of {p!r}": (
             dense().replace(dropout_p=p),
             [f"dropout_p = {p}: must be a probability from 0 to 1; correct it"],
         )
-        for p in (-0.1, 1.0000001, math.nan, "x")
+        for p in (-0.1, 1.0000001, math.nan)
     },
+    "dropout_p of a word": (
+        dense().replace(dropout_p="x"),
+        ["dropout_p = 'x' (str): must be a probability from 0 to 1; pass a float"],
+    ),
+    "flags of other kinds": (
+        dense("backward").replace(deterministic="no", philox_on_device=1),
+        [f"philox_on_device = 1 (int): {FLAG}", f"deterministic = 'no' (str): {FLAG}"],
+    ),
     "splits in the forward": (
         dense().replace(num_splits_key=2),
-        ["num_splits_key = 2: only the backward splits keys; leave it None"],
+        ["num_splits_key = 2 (int): must be None, because only the backward splits keys; leave it None"],
     ),
-    "splits of nothing": (dense("backward").replace(num_splits_key=0), [f"num_splits_key = 0: {SPLITS}"]),
-    "splits of a half": (dense("backward").replace(num_splits_key=1.5), [f"num_splits_key = 1.5: {SPLITS}"]),
+    "splits of nothing": (dense("backward").replace(num_splits_key=0), [f"num_splits_key = 0 (int): {SPLITS}"]),
+    "splits of a half": (dense("backward").replace(num_splits_key=1.5), [f"num_splits_key = 1.5 (float): {SPLITS}"]),
     "splits that take turns": (
         dense("backward").replace(num_splits_key=2, deterministic=True),
         [
             "num_splits_key = 2 with deterministic: must be 1, or None for one block a key tile: with "
-            "another number a block would wait for one that starts after it"
+            "another number a block would wait for one that starts after it; change it"
         ],
     ),
 }
@@ -334,16 +422,16 @@ TOGETHER: dict[str, Refused] = {
             grad_sinks=Tensor((3,), (1,), "float32"),
         ),
         [
-            f"softcap = -2: {SOFTCAP}",
+            f"softcap = -2.0: {SOFTCAP}",
             "bias has shape (1, 1, 7, 50): each axis must be 1 or that of [batch, heads, queries, keys] = "
             f"{WHOLE_BIAS}; reshape or expand it",
             "sinks has shape (4,) and dtype float32: must be float32 [3]; convert it",
-            "dropout_p = 2: must be a probability from 0 to 1; correct it",
+            "dropout_p = 2.0: must be a probability from 0 to 1; correct it",
             "query starts at an address that is only 1-byte aligned: must be aligned to its 2-byte elements "
             "(16 bytes is fastest); copy it",
             f"window_size = 0: {WINDOW}",
-            f"scale = nan: {SCALE}",
-            f"num_splits_key = 0: {SPLITS}",
+            f"scale = nan (float): {SCALE}",
+            f"num_splits_key = 0 (int): {SPLITS}",
         ],
     ),
 }

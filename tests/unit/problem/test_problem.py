@@ -25,6 +25,7 @@ from tests.support.requests import LENGTHS, SHAPE, called, changed, dense, lengt
 REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     **{f"problem: {name}": (problem.check, texts) for name, (problem, texts) in refused_problems.ALL.items()},
     **{f"call: {name}": case for name, case in refused_calls.ALL.items()},
+    **{f"shape: {name}": case for name, case in refused_problems.SHAPES.items()},
 }
 
 

@@ -140,7 +140,7 @@ def test_every_call_raises_for_a_wrong_problem(driver_log: FakeDriver) -> None:
 
 def test_number_of_prepared_calls_is_limited(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     attention._prepared_calls.clear()
-    monkeypatch.setattr(attention, "MAX_PREPARED_CALLS", 2)
+    monkeypatch.setattr(attention._prepared_calls, "size", 2)
     for rows in (4, 5, 6):
         array = InterfaceArray(aligned((1, rows, 2, 8), "f4"))
         attention_forward(array, array, array, kernels=artifact)

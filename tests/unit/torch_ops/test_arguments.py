@@ -344,7 +344,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
      ["query is a builtins.NoneType", "key is a builtins.list"]),
     (efficient_call, {"value": zeros(2, 3), "bias": zeros(2), "seqlen_k": zeros(1, 1)},
      ["value has shape (2, 3)", "bias has shape (2,)", "seqlen_k has shape (1, 1)"]),
-    (efficient_call, {"scale": "x", "dropout_p": 2}, ["dropout_p = 2", "scale = x"]),
+    (efficient_call, {"scale": "x", "dropout_p": 2}, ["dropout_p = 2", "scale = 'x'"]),
     (sdpa_call, {"attn_bias": zeros(3, MK), "key": zeros(B, H, MK, D + 1)},
      ["key has shape (2, 9, 4, 9): must be (2, 9, 4, 8)", "attn_bias has shape (1, 1, 3, 9)"]),
     (sdpa_call, {"attn_bias": zeros(MQ, MK, dtype="f2")}, ["attn_bias has dtype float16 but query has float32"]),
@@ -378,7 +378,7 @@ def test_refusals_name_the_operator_s_arguments(
 BACKWARD_REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (efficient_call, {"grad_out": zeros(B, MQ, H, 1)}, "grad_out has shape"),
     (efficient_call, {"out": zeros(B, MQ, H, 1)}, "out has shape"),
-    (efficient_call, {"num_splits_key": "a"}, "num_splits_key = a"),
+    (efficient_call, {"num_splits_key": "a"}, "num_splits_key = 'a'"),
     (efficient_call, {"num_splits_key": 2, "deterministic": True}, "num_splits_key = 2 with deterministic"),
     (efficient_call, {"shared_storage_dqdkdv": True}, "shared_storage_dqdkdv with query"),
     (efficient_call, {"logsumexp": zeros(B, H, MQ)}, "logsumexp has shape (2, 4, 5) and dtype float32: must be"),

@@ -381,5 +381,5 @@ def test_philox_numbers() -> None:
     assert drawn is not None
     assert drawn.philox_seed is seed
     assert drawn.philox_offset is offset
-    with pytest.raises(NotSupported, match="philox_seed = -1: must be from 0"):
+    with pytest.raises(NotSupported, match="philox_seed = -1 \\(int\\): must be an int from 0"):
         to.scaled_dot_product_efficient_attention(*operands(5, 5)[:3], None, True, 0.5, philox_seed=-1, **CPU)

@@ -1,0 +1,38 @@
+"""Arguments of an export: why they are of the wrong type; their values are checked where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.scalars import path_objections, shown
+
+
+def listed(items: Any) -> tuple[Any, ...]:
+    """Returns the items of an iterable; what is no list of items as it is, for `export_objections` to refuse."""
+    is_list = isinstance(items, Iterable) and not isinstance(items, (str, bytes, Mapping))
+    return tuple(items) if is_list else items
+
+
+def export_objections(folder: object, problems: object, archs: object, name: object, kernels: object) -> list[str]:
+    """Returns why arguments of `export_bundle` are of the wrong type."""
+    found = path_objections("folder", folder)
+    if not isinstance(problems, tuple):
+        found.append(f"problems = {shown(problems)}: must be a list of Problems, one for each direction; pass a list")
+    else:
+        found += [reason for each in problems if not isinstance(each, Problem)
+                  for reason in planner.problem_objections(each)]  # fmt: skip
+    if not isinstance(archs, tuple):
+        found.append(f'archs = {shown(archs)}: must be a list of targets, such as ["sm_80"]; pass a list')
+    else:
+        found += [reason for each in archs if not isinstance(each, str) for reason in planner.arch_objections(each)]
+    if not isinstance(name, str):
+        found.append(f"name = {shown(name)}: must be a str, the prefix of C functions; pass one")
+    if kernels is not None and not callable(kernels):
+        found.append(
+            f"kernels = {shown(kernels)}: must be a function from a Build to its Artifact, or None to compile them; "
+            "pass one"
+        )
+    return found

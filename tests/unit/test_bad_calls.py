@@ -1,0 +1,35 @@
+"""Tests of bad calls: every public function refuses them by the package's errors, and launches nothing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cutlass_py_attn.errors import AttentionError
+from cutlass_py_attn.runtime import driver
+from tests.support.bad_calls import BadCall, all_calls
+from tests.support.fake_driver import FakeDriver
+
+CALLS = all_calls()
+# What was given, what is allowed and what to do.
+REASON = re.compile(r"(?s).+?(: | must ).+; .+")
+
+
+def test_the_table_is_large_and_has_no_call_twice() -> None:
+    names = [bad.name for bad in CALLS]
+    assert len(names) == len(set(names)) >= 200
+
+
+@pytest.mark.parametrize("bad", CALLS, ids=lambda bad: bad.name)
+def test_bad_call(driver_log: FakeDriver, bad: BadCall) -> None:
+    driver.device(0)
+    bad.prepare()
+    driver_log.clear()
+    with pytest.raises(AttentionError) as caught:
+        bad.call()
+    text = str(caught.value)
+    assert bad.given in text
+    for reason in getattr(caught.value, "reasons", getattr(caught.value, "objections", (text,))):
+        assert REASON.fullmatch(reason), reason
+    assert driver_log.names == []
