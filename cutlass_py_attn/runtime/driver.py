@@ -150,8 +150,7 @@ class Device:
     def current(self) -> _CurrentContext:
         """Context manager that makes the primary context current and restores the previous context on exit.
 
-        If no context was current, the primary context stays current. Other libraries set their own context, and
-        the next call saves the switch.
+        If no context was current, none is current afterwards: `current_ordinal` decides where NumPy arrays go.
         """
         return _CurrentContext(self.context)
 
@@ -173,7 +172,7 @@ class _CurrentContext:
             call("cuCtxSetCurrent", self._context)
 
     def __exit__(self, *_: object) -> None:
-        if self._previous not in (0, self._context):
+        if self._previous != self._context:
             call("cuCtxSetCurrent", self._previous)
 
 
