@@ -6,7 +6,7 @@ gradients = attention_backward(grad_output, query, key, value, output, logsumexp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Unpack
 
 from cutlass_py_attn.api import call_cache
@@ -18,7 +18,7 @@ from cutlass_py_attn.errors import NoDevice
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.runtime import arrays, driver, fill
+from cutlass_py_attn.runtime import arrays, driver, fill, output_checks
 from cutlass_py_attn.runtime.launch import Bound, bind_problem
 
 MAX_PREPARED_CALLS: Final = 64  # another shape, stride or scale is another prepared call
@@ -120,7 +120,7 @@ def _launch(
     inputs = arrays.read_operands({**operands, **outputs}, stream)
     query = inputs["query"]
     gpu = _device(query.device)
-    call = _prepare(direction, inputs, options, gpu.ordinal)
+    call = _prepare(direction, inputs, options, gpu.ordinal, output_checks.reasons(inputs, outputs))
     problem = call.problem
     with gpu.current(), arrays.OutputArrays(query.library, gpu, stream) as output_arrays:
         pointers = {
@@ -178,16 +178,24 @@ class PreparedCall:
 _prepared_calls: dict[tuple[object, ...], PreparedCall] = {}
 
 
-def _prepare(direction: str, inputs: Mapping[str, arrays.Array], options: Options, ordinal: int) -> PreparedCall:
+def _prepare(
+    direction: str,
+    inputs: Mapping[str, arrays.Array],
+    options: Options,
+    ordinal: int,
+    output_reasons: Sequence[str],
+) -> PreparedCall:
     """Validates a call once per layout of its arrays and options.
 
     NumPy arrays of sequence lengths are validated in every call, because the values count.
+
+    output_reasons: why the caller's arrays for outputs are refused; they depend on addresses.
     """
     layouts = tuple([(name, array[1:5], array.pointer % ROW_ALIGNMENT_BYTES) for name, array in inputs.items()])
     key = direction, ordinal, layouts, options.key
     call = _prepared_calls.get(key)
-    if call is None or (options.sequences is not None and inputs["query"].device is None):
-        call = PreparedCall(*problem_of(direction, inputs, options), options.packed)
+    if call is None or output_reasons or (options.sequences is not None and inputs["query"].device is None):
+        call = PreparedCall(*problem_of(direction, inputs, options, output_reasons), options.packed)
         while len(_prepared_calls) >= MAX_PREPARED_CALLS:
             _prepared_calls.pop(next(iter(_prepared_calls)), None)
         _prepared_calls[key] = call

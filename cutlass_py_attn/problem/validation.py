@@ -10,6 +10,7 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem.overlap import overlaps_itself
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, DIRECTIONS, ITEM_BYTES, OPERANDS, Tensor
 from cutlass_py_attn.score_terms import registry
 
@@ -132,9 +133,14 @@ def _tensor_objections(problem: Problem) -> Iterator[str]:
 
 def _overlap_objections(name: str, tensor: Tensor) -> Iterator[str]:
     labels = ("batch", "head", "query", "key") if name in BIASES else ("batch", "row", "head", "last")
-    for axis, label in enumerate(labels):
-        if tensor.shape[axis] > 1 and tensor.strides[axis] == 0:
-            yield f"{name} has {label} stride 0: an output must not overlap itself; allocate it in full"
+    repeated = [labels[axis] for axis in range(4) if tensor.shape[axis] > 1 and tensor.strides[axis] == 0]
+    for label in repeated:
+        yield f"{name} has {label} stride 0: an output must not overlap itself; allocate it in full"
+    if not repeated and overlaps_itself(tensor.shape, tensor.strides):
+        yield (
+            f"{name} has shape {tensor.shape} and strides {tensor.strides}: an output must not overlap itself; "
+            "allocate it in full"
+        )
 
 
 def _option_objections(problem: Problem) -> Iterator[str]:

@@ -15,13 +15,12 @@ import numpy as np
 
 from cutlass_py_attn.errors import AttentionError, DriverError, NotSupported
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.runtime import dlpack, driver
-from cutlass_py_attn.runtime.frameworks import FRAMEWORKS, Framework, framework_of
+from cutlass_py_attn.runtime import cuda_interface, dlpack, driver
+from cutlass_py_attn.runtime.frameworks import CUPY, FRAMEWORKS, Framework, framework_of
 from cutlass_py_attn.runtime.frameworks import numpy_dtype as numpy_dtype
 
 _LIBRARIES: Final = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
 _LEGACY_STREAM = 1  # DLPack and __cuda_array_interface__ forbid 0 for the default stream
-_TYPESTRS: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<V2", "int32": "<i4", "int64": "<i8"}
 
 
 class Array(NamedTuple):
@@ -73,7 +72,9 @@ def read_operands(operands: Mapping[str, Any], stream: int) -> dict[str, Array]:
                 _order_after(framework.current_stream(view[4]), stream, view[4])
             continue
         try:
-            arrays[name] = _read_operand(name, value, stream)
+            # DLPack has no strides in bytes: a CuPy array that is not plain says itself what its strides are.
+            read = _read_operand if framework is not CUPY else _read_interface
+            arrays[name] = read(name, value, stream)
         except NotSupported as error:
             reasons += error.reasons
     if len({array.device for array in arrays.values()}) > 1:
@@ -95,13 +96,18 @@ def _order_after(producer: int, stream: int, ordinal: int) -> None:
 
 def _read_operand(name: str, value: Any, stream: int) -> Array:
     """Reads an operand by NumPy's attributes, DLPack or the CUDA array interface."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise NotSupported(
+            f"{name} is a {_type_name(value)}: its mask would be ignored; must be a plain NumPy array; fill the masked "
+            "elements with filled()"
+        )
     if isinstance(value, np.ndarray):
         dtype = value.dtype.name if value.dtype.isnative else value.dtype.str
         contiguous = Tensor.contiguous(value.shape, dtype)
         return Array(value.ctypes.data, value.shape, contiguous.strides, dtype, None, "numpy", value)
     if hasattr(value, "__dlpack_device__"):
         return _read_dlpack(name, value, stream)
-    if hasattr(value, "__cuda_array_interface__"):
+    if cuda_interface.is_offered(value):
         return _read_interface(name, value, stream)
     raise NotSupported(
         f"{name} is a {_type_name(value)}: must be a CUDA array with __dlpack__ or "
@@ -119,7 +125,7 @@ def _library(value: object) -> str:
 
 
 def _read_dlpack(name: str, value: Any, stream: int) -> Array:
-    device_type, ordinal = (int(number) for number in value.__dlpack_device__())
+    device_type, ordinal = _dlpack_device(name, value)
     if device_type not in (dlpack.CUDA, dlpack.CUDA_MANAGED):
         raise NotSupported(
             f"{name} is a {_type_name(value)} in memory of DLPack device type {device_type}: must be in CUDA memory "
@@ -131,10 +137,7 @@ def _read_dlpack(name: str, value: Any, stream: int) -> Array:
     except AttentionError:
         raise
     except Exception as error:  # the library decides the type: BufferError, TypeError, RuntimeError ...
-        raise NotSupported(
-            f"{name} is a {_type_name(value)} that does not export itself by DLPack ({error}); "
-            "pass a plain array of values"
-        ) from error
+        raise _no_dlpack(name, value, error) from error
     tensor = dlpack.read_capsule(capsule)
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else Tensor.contiguous(shape, "").strides
@@ -142,32 +145,28 @@ def _read_dlpack(name: str, value: Any, stream: int) -> Array:
     return Array(pointer, shape, strides, tensor.dtype, ordinal, _library(value), (value, capsule))
 
 
+def _dlpack_device(name: str, value: Any) -> tuple[int, int]:
+    """Returns DLPack's device type and ordinal."""
+    try:
+        device_type, ordinal = map(int, value.__dlpack_device__())
+    except Exception as error:  # the library decides the type
+        raise _no_dlpack(name, value, error) from error
+    return device_type, ordinal
+
+
+def _no_dlpack(name: str, value: Any, error: Exception) -> NotSupported:
+    return NotSupported(
+        f"{name} is a {_type_name(value)} that does not export itself by DLPack ({error}); pass a plain array of values"
+    )
+
+
 def _read_interface(name: str, value: Any, stream: int) -> Array:
-    interface = value.__cuda_array_interface__
-    pointer = int(interface["data"][0])
+    pointer, shape, strides, dtype, producer = cuda_interface.read(name, value)
     attribute = driver.bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     ordinal = int(driver.call("cuPointerGetAttribute", attribute, pointer)) if pointer else driver.current_ordinal()
-    dtype = _interface_dtype(value, interface["typestr"])
-    shape = tuple(int(size) for size in interface["shape"])
-    if interface.get("strides") is None:
-        strides = Tensor.contiguous(shape, dtype).strides
-    else:
-        item_bytes = int(interface["typestr"][2:])
-        strides = tuple(int(stride) // item_bytes for stride in interface["strides"])
-    producer = interface.get("stream")
-    if producer == 0:
-        raise NotSupported(f"{name} has stream 0 in __cuda_array_interface__: must be 1, 2, a handle or None")
     if producer is not None:
-        _order_after(int(producer), stream, ordinal)
+        _order_after(producer, stream, ordinal)
     return Array(pointer, shape, strides, dtype, ordinal, _library(value), value)
-
-
-def _interface_dtype(value: object, typestr: str) -> str:
-    """Returns the dtype's name. The interface writes bfloat16 as two opaque bytes; the array's dtype tells it apart."""
-    names = {text: dtype for dtype, text in _TYPESTRS.items() if dtype != "bfloat16"}
-    if typestr in ("|V2", "<V2") and str(getattr(value, "dtype", "")) in ("bfloat16", "torch.bfloat16"):
-        return "bfloat16"
-    return names.get(typestr, typestr)
 
 
 class DeviceArray:
@@ -192,7 +191,7 @@ class DeviceArray:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {
             "shape": self.shape,
-            "typestr": _TYPESTRS[self.dtype],
+            "typestr": cuda_interface.TYPESTRS[self.dtype],
             "data": (self.pointer, False),
             "strides": None,
             "stream": self.stream or _LEGACY_STREAM,
@@ -286,9 +285,7 @@ class OutputArrays:
         return address
 
     def use(self, name: str, array: Array) -> int:
-        """Returns the device address of an output for which the caller passed an array."""
-        if array.library == "jax" or not getattr(getattr(array.owner, "flags", None), "writeable", True):
-            raise NotSupported(f"{name} is a read-only array: must be a writable one; leave it out")
+        """Returns the device address of an output for which the caller passed an array; see `output_checks`."""
         self._outputs[name] = array.owner[0] if isinstance(array.owner, tuple) else array.owner
         if array.device is not None:
             return array.pointer

@@ -134,6 +134,8 @@ class _CuPy(Framework):
         if name not in _DTYPES:
             return None
         memory = array.data
+        if any([stride % item_bytes for stride in array.strides]):
+            return None
         strides = tuple([stride // item_bytes for stride in array.strides])
         return memory.ptr, array.shape, strides, name, memory.device_id
 
