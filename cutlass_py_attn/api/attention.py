@@ -56,7 +56,7 @@ def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[Forwar
 
         return cpu_backend.forward(operands, checked)
     outputs = {} if checked.out is None else {"output": checked.out}
-    results = _launch("forward", operands, outputs, checked, driver.stream_handle(stream), key_of_call)
+    results = _launch("forward", operands, outputs, checked, stream, key_of_call)
     return results["output"], results["logsumexp"]
 
 
@@ -101,7 +101,7 @@ def attention_backward(
         return cpu_backend.backward(operands, checked)
     out = Gradients() if checked.out is None else checked.out
     outputs = {f"grad_{name}": array for name in checked.gradients if (array := getattr(out, name)) is not None}
-    results = _launch("backward", operands, outputs, checked, driver.stream_handle(stream), key_of_call)
+    results = _launch("backward", operands, outputs, checked, stream, key_of_call)
     return Gradients(**{name: results[f"grad_{name}"] for name in checked.gradients})
 
 
@@ -110,13 +110,14 @@ def _launch(
     operands: Mapping[str, object],
     outputs: Mapping[str, object],
     options: Options,
-    stream: int,
+    given_stream: object,
     key_of_call: Hashable | None,
 ) -> dict[str, Any]:
     """Launches the kernels and returns every result by name.
 
     outputs: the caller's arrays for results. key_of_call: key of the call cache; None if the call is not cacheable.
     """
+    stream = arrays.launch_stream(operands["query"], given_stream)
     inputs = arrays.read_operands({**operands, **outputs}, stream)
     query = inputs["query"]
     gpu = _device(query.device)

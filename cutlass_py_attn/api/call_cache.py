@@ -83,14 +83,14 @@ class CachedCall:
     def __call__(self, operands: Sequence[Any], stream: object) -> list[Any] | None:
         """Launches and returns the results; returns None, without a launch, if the call must be validated."""
         framework = self._framework
-        handle = driver.stream_handle(stream)
+        current = framework.current_stream(self._ordinal)
         addresses = framework.addresses(operands)
         bits = 0
         for address in addresses:
             bits |= address
         if (
             bits & _ALIGNMENT_MASK
-            or framework.current_stream(self._ordinal) != handle
+            or (stream is not None and driver.stream_handle(stream) != current)
             or not framework.allocates_on(self._ordinal)
         ):
             return None
@@ -99,5 +99,5 @@ class CachedCall:
             array, address = framework.empty(shape, dtype, self._ordinal)
             results.append(array)
             addresses.append(address)
-        self._bound(dict(zip(self._names, addresses, strict=True)), handle)
+        self._bound(dict(zip(self._names, addresses, strict=True)), current)
         return results

@@ -52,6 +52,19 @@ class Array(NamedTuple):
         return ROW_ALIGNMENT_BYTES if self.device is None else bits & -bits
 
 
+def launch_stream(query: Any, stream: object) -> int:
+    """Returns the handle of the stream that a call is launched on.
+
+    query: decides if `stream` is None: the current stream of torch or CuPy if it is their CUDA array, else the legacy
+        default stream.
+    """
+    if stream is not None:
+        return driver.stream_handle(stream)
+    framework = framework_of(query) or FRAMEWORKS.get(_library(query))
+    ordinal = None if framework is None else framework.ordinal(query)
+    return 0 if framework is None or ordinal is None else framework.current_stream(ordinal)
+
+
 def read_operands(operands: Mapping[str, Any], stream: int) -> dict[str, Array]:
     """Reads address, shape, strides and dtype of every operand. Later work on `stream` waits for their producers.
 

@@ -429,6 +429,6 @@ def stream_handle(stream: object) -> int:
     if hasattr(handle, "__index__") and not isinstance(handle, bool) and int(handle) >= 0:
         return int(handle)
     raise NotSupported(
-        f"stream = {stream!r}: must be None (the default stream), a CUstream handle as int, or an object "
+        f"stream = {stream!r}: must be None (the default), a CUstream handle as int, or an object "
         "with __cuda_stream__, ptr, cuda_stream or handle"
     )

@@ -110,11 +110,13 @@ def namespace(array: object) -> Any:
 def use_stream(query: Any, stream: object) -> Iterator[None]:
     """Makes `stream` (a CUstream in any form) the current stream of query's library; it waits for the previous one.
 
+    None leaves the current stream, on which the kernels are then launched.
+
     Operations of the library are then ordered with the kernels, and memory that it allocates is freed in stream order.
     NumPy has no streams. JAX does not expose its streams: launches wait for them, and JAX callers wait for launches.
     """
     library = type(query).__module__.split(".")[0]
-    if library not in ("cupy", "torch") or query.__dlpack_device__()[0] not in _CUDA_DEVICE_TYPES:
+    if stream is None or library not in ("cupy", "torch") or query.__dlpack_device__()[0] not in _CUDA_DEVICE_TYPES:
         yield
         return
     cuda, ordinal, handle = sys.modules[library].cuda, int(query.__dlpack_device__()[1]), driver.stream_handle(stream)
