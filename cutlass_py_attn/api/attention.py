@@ -18,7 +18,7 @@ from cutlass_py_attn.errors import NoDevice
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.runtime import arrays, driver, fill, output_checks
+from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes, output_checks
 from cutlass_py_attn.runtime.launch import Bound, bind_problem
 
 MAX_PREPARED_CALLS: Final = 64  # another shape, stride or scale is another prepared call
@@ -117,13 +117,14 @@ def _launch(
 
     outputs: the caller's arrays for results. key_of_call: key of the call cache; None if the call is not cacheable.
     """
+    lifetimes.release()
     stream = arrays.launch_stream(operands["query"], given_stream)
     inputs = arrays.read_operands({**operands, **outputs}, stream)
     query = inputs["query"]
     gpu = _device(query.device)
     call = _prepare(direction, inputs, options, gpu.ordinal, output_checks.reasons(inputs, outputs))
     problem = call.problem
-    with gpu.current(), arrays.OutputArrays(query.library, gpu, stream) as output_arrays:
+    with gpu.current(), arrays.OutputArrays(query.library, gpu, stream, given_stream) as output_arrays:
         pointers = {
             name: output_arrays.use(name, array) if name in outputs else output_arrays.operand(name, array)
             for name, array in inputs.items()

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from cutlass_py_attn.api.options import PLAIN_OPTIONS
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime import driver, lifetimes
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.runtime.frameworks import FRAMEWORKS, Framework, framework_of
 from cutlass_py_attn.runtime.launch import Bound
@@ -82,6 +82,8 @@ class CachedCall:
 
     def __call__(self, operands: Sequence[Any], stream: object) -> list[Any] | None:
         """Launches and returns the results; returns None, without a launch, if the call must be validated."""
+        if lifetimes.kept:
+            lifetimes.release()
         framework = self._framework
         current = framework.current_stream(self._ordinal)
         addresses = framework.addresses(operands)

@@ -15,11 +15,11 @@ import numpy as np
 
 from cutlass_py_attn.errors import AttentionError, DriverError, NotSupported
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.runtime import cuda_interface, dlpack, driver
+from cutlass_py_attn.runtime import cuda_interface, dlpack, driver, lifetimes
 from cutlass_py_attn.runtime.frameworks import CUPY, FRAMEWORKS, Framework, framework_of
 from cutlass_py_attn.runtime.frameworks import numpy_dtype as numpy_dtype
 
-_LIBRARIES: Final = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_LIBRARIES: Final = {name: name for name in ("numpy", "cupy", "torch", "jax", "numba")} | {"jaxlib": "jax"}
 _LEGACY_STREAM = 1  # DLPack and __cuda_array_interface__ forbid 0 for the default stream
 
 
@@ -28,6 +28,7 @@ class Array(NamedTuple):
 
     pointer: address in bytes. strides: in elements. device: ordinal; None for host memory.
     library: name of the library that owns the array. owner: object that keeps the memory alive.
+    stream: handle of the stream in whose order the memory may be reused when the owner is gone; None if unknown.
     """
 
     pointer: int
@@ -37,6 +38,12 @@ class Array(NamedTuple):
     device: int | None
     library: str
     owner: Any
+    stream: int | None = None
+
+    @property
+    def source(self) -> Any:
+        """The array as the caller passed it."""
+        return self.owner[0] if isinstance(self.owner, tuple) else self.owner
 
     @property
     def tensor(self) -> Tensor:
@@ -74,15 +81,17 @@ def read_operands(operands: Mapping[str, Any], stream: int) -> dict[str, Array]:
     """
     arrays: dict[str, Array] = {}
     reasons: list[str] = []
-    ordered: set[tuple[Framework, int]] = set()  # (framework, device) whose stream `stream` already waits for
+    producers: dict[tuple[Framework, int], int] = {}  # streams that `stream` already waits for
     for name, value in operands.items():
         framework = framework_of(value)
         view = framework.view(value) if framework is not None else None
         if framework is not None and view is not None:
-            arrays[name] = Array(*view, framework.library, value)
-            if (framework, view[4]) not in ordered:
-                ordered.add((framework, view[4]))
-                _order_after(framework.current_stream(view[4]), stream, view[4])
+            ordinal = view[4]
+            producer = producers.get((framework, ordinal))
+            if producer is None:
+                producer = producers[framework, ordinal] = framework.current_stream(ordinal)
+                _order_after(producer, stream, ordinal)
+            arrays[name] = Array(*view, framework.library, value, producer)
             continue
         try:
             # DLPack has no strides in bytes: a CuPy array that is not plain says itself what its strides are.
@@ -155,7 +164,12 @@ def _read_dlpack(name: str, value: Any, stream: int) -> Array:
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else Tensor.contiguous(shape, "").strides
     pointer = (tensor.data or 0) + tensor.byte_offset
-    return Array(pointer, shape, strides, tensor.dtype, ordinal, _library(value), (value, capsule))
+    library = _library(value)
+    if isinstance(value, DeviceArray):
+        reused_on: int | None = stream  # after every stream, so after this one
+    else:
+        reused_on = FRAMEWORKS[library].current_stream(ordinal) if library in FRAMEWORKS else None
+    return Array(pointer, shape, strides, tensor.dtype, ordinal, library, (value, capsule), reused_on)
 
 
 def _dlpack_device(name: str, value: Any) -> tuple[int, int]:
@@ -179,7 +193,10 @@ def _read_interface(name: str, value: Any, stream: int) -> Array:
     ordinal = int(driver.call("cuPointerGetAttribute", attribute, pointer)) if pointer else driver.current_ordinal()
     if producer is not None:
         _order_after(producer, stream, ordinal)
-    return Array(pointer, shape, strides, dtype, ordinal, _library(value), value)
+    library = _library(value)
+    if producer is None and library == "numba":
+        producer = 0  # Numba's default stream
+    return Array(pointer, shape, strides, dtype, ordinal, library, value, producer)
 
 
 class DeviceArray:
@@ -237,13 +254,18 @@ class OutputArrays:
 
     A context manager; enter it with the device's context current. Host operands are copied to the device, and host
     outputs back; the device copies are freed on exit. For JAX, `results` waits for the stream, because JAX frees its
-    buffers on streams of its own.
+    buffers on streams of its own. Operands whose memory may be reused earlier are kept alive (`lifetimes`).
+
+    given_stream: the stream as the caller passed it; `stream` is its handle.
     """
 
-    def __init__(self, library: str, gpu: driver.Device, stream: int) -> None:
+    def __init__(self, library: str, gpu: driver.Device, stream: int, given_stream: object = None) -> None:
         self._library = library
         self._gpu = gpu
         self._stream = stream
+        self._given_stream = given_stream
+        self._is_complete = False  # whether the stream was waited for
+        self._operands: list[Array] = []  # in device memory
         self._outputs: dict[str, Any] = {}
         self._device_copies: list[int] = []
         self._host_operands: list[np.ndarray[Any, Any]] = []  # kept alive until the stream has read them
@@ -264,16 +286,22 @@ class OutputArrays:
     ) -> None:
         if self._framework_stream is not None:
             self._framework_stream.__exit__(kind, error, trace)
-        if not self._device_copies:
-            return
         # After an error the driver may reject these calls too; the first error is the one to report.
         with contextlib.suppress(DriverError) if error else contextlib.nullcontext():
+            if not self._is_complete:
+                foreign = [(array.library, array.source) for array in self._operands if self._is_foreign(array)]
+                lifetimes.keep(foreign, self._stream, self._given_stream, self._gpu)
             for address in self._device_copies:
                 driver.free(address, self._stream)
+
+    def _is_foreign(self, array: Array) -> bool:
+        """Returns whether the array's memory may be reused without a wait for the stream."""
+        return array.stream is None or (array.stream or _LEGACY_STREAM) != (self._stream or _LEGACY_STREAM)
 
     def operand(self, name: str, array: Array) -> int:
         """Returns the device address of an operand. Copies a host operand to the device."""
         if array.device is not None:
+            self._operands.append(array)
             return array.pointer
         dense = np.ascontiguousarray(array.owner)
         copy = self._allocate_copy(name, dense)
@@ -299,8 +327,9 @@ class OutputArrays:
 
     def use(self, name: str, array: Array) -> int:
         """Returns the device address of an output for which the caller passed an array; see `output_checks`."""
-        self._outputs[name] = array.owner[0] if isinstance(array.owner, tuple) else array.owner
+        self._outputs[name] = array.source
         if array.device is not None:
+            self._operands.append(array)
             return array.pointer
         dense = np.ascontiguousarray(array.owner)  # copied to the device too: kernels may skip elements
         copy = self._allocate_copy(name, dense)
@@ -334,6 +363,7 @@ class OutputArrays:
                 driver.copy_to_host(array.ctypes.data, address, array.nbytes, self._stream)
         if self._library in ("numpy", "jax"):
             driver.synchronise(self._stream)
+            self._is_complete = True
         for target, dense in self._caller_outputs:
             if not np.shares_memory(target, dense):
                 np.copyto(target, dense)

@@ -348,6 +348,37 @@ def destroy_stream(stream: int) -> None:
     call("cuStreamDestroy", stream)
 
 
+def record_event(stream: int) -> int:
+    """Returns a new event after all work that is on the stream now; `destroy_event` destroys it."""
+    event = int(call("cuEventCreate", int(bindings().CUevent_flags.CU_EVENT_DISABLE_TIMING)))
+    try:
+        call("cuEventRecord", event, stream)
+    except DriverError:
+        call("cuEventDestroy", event)
+        raise
+    return event
+
+
+def has_passed(event: int) -> bool:
+    """Returns whether all work before the event is complete, or the device has failed; other calls report a failure.
+
+    Allowed while a stream is captured, but not for an event on that stream.
+    """
+    with relaxed_capture_mode():
+        (code,) = function("cuEventQuery")(event)
+    return int(code) != int(bindings().CUresult.CUDA_ERROR_NOT_READY)
+
+
+def destroy_event(event: int) -> None:
+    """Destroys an event of `record_event`."""
+    call("cuEventDestroy", event)
+
+
+def is_capturing(stream: int) -> bool:
+    """Returns whether the stream is captured, or is the legacy stream while a capture forbids its use."""
+    return any(map(int, function("cuStreamIsCapturing")(stream)))
+
+
 def order_streams(producer: int, consumer: int) -> None:
     """Makes later work on stream `consumer` wait for all work that is on stream `producer` now."""
     if producer == consumer:

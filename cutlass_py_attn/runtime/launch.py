@@ -155,7 +155,7 @@ class Bound:
         launcher: Launcher
         if self.launcher_type is StreamLauncher:
             launcher = StreamLauncher(self.plan, *self._create_launches(), self.device, stream)
-        elif any(map(int, driver.function("cuStreamIsCapturing")(stream))):
+        elif driver.is_capturing(stream):
             return None
         else:
             with driver.relaxed_capture_mode():

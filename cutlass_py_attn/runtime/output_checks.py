@@ -30,10 +30,9 @@ def reasons(arrays: Mapping[str, Array], outputs: Collection[str]) -> list[str]:
 
 
 def _is_read_only(array: Array) -> bool:
-    owner = array.owner[0] if isinstance(array.owner, tuple) else array.owner
     if array.device is None:
-        return not owner.flags.writeable
-    return array.library == "jax" or (array.library not in FRAMEWORKS and cuda_interface.is_read_only(owner))
+        return not array.source.flags.writeable
+    return array.library == "jax" or (array.library not in FRAMEWORKS and cuda_interface.is_read_only(array.source))
 
 
 def _overlaps(arrays: Mapping[str, Array], outputs: Collection[str]) -> Iterator[str]:

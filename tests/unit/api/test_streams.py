@@ -99,7 +99,7 @@ def test_query_s_library_decides(log: FakeDriver) -> None:
     """Operands of another library are waited for on their own stream."""
     attention_forward(Tensor(SHAPE), ndarray(SHAPE), ndarray(SHAPE), **OPTIONS)
     assert [call.stream for call in log.of("cuLaunchKernelEx")] == [TORCH_STREAM]
-    assert [call.numbers[1] for call in log.of("cuEventRecord")][0] == CUPY_STREAM
+    assert next(call.numbers[1] for call in log.of("cuEventRecord")) == CUPY_STREAM
     assert [call.numbers[0] for call in log.of("cuStreamWaitEvent")] == [TORCH_STREAM]
 
 
