@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import sys
@@ -13,13 +14,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from cutlass_py_attn.errors import AttentionError, DriverError, NotSupported
+from cutlass_py_attn.errors import AttentionError, DriverError, NoDevice, NotSupported
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.runtime import cuda_interface, dlpack, driver, lifetimes
 from cutlass_py_attn.runtime.frameworks import CUPY, FRAMEWORKS, Framework, framework_of
 from cutlass_py_attn.runtime.frameworks import numpy_dtype as numpy_dtype
 
 _LIBRARIES: Final = {name: name for name in ("numpy", "cupy", "torch", "jax", "numba")} | {"jaxlib": "jax"}
+_WAITING: Final = ("numpy", "jax")  # libraries for which a call waits until its results are complete
 _LEGACY_STREAM = 1  # DLPack and __cuda_array_interface__ forbid 0 for the default stream
 
 
@@ -64,12 +66,36 @@ def launch_stream(query: Any, stream: object) -> int:
 
     query: decides if `stream` is None: the current stream of torch or CuPy if it is their CUDA array, else the legacy
         default stream.
+
+    NotSupported: the stream is captured, and the call cannot be part of a CUDA graph.
     """
-    if stream is not None:
-        return driver.stream_handle(stream)
     framework = framework_of(query) or FRAMEWORKS.get(_library(query))
-    ordinal = None if framework is None else framework.ordinal(query)
-    return 0 if framework is None or ordinal is None else framework.current_stream(ordinal)
+    if stream is not None:
+        handle = driver.stream_handle(stream)
+    else:
+        ordinal = None if framework is None else framework.ordinal(query)
+        handle = 0 if framework is None or ordinal is None else framework.current_stream(ordinal)
+    if framework is None:
+        _refuse_capture(_library(query), handle)
+    return handle
+
+
+def _refuse_capture(library: str, stream: int) -> None:
+    """Raises NotSupported if the stream is captured, for a call with arrays of this library."""
+    try:
+        is_captured = driver.is_capturing(stream)
+    except NoDevice:  # reported when the call needs the device
+        return
+    if is_captured:
+        reason = (
+            "results are complete when the call returns"
+            if library in _WAITING
+            else "results of unknown libraries are allocated outside of the graph"
+        )
+        raise NotSupported(
+            f"stream = {stream:#x} is being captured: must not be for arrays of library {library!r}, whose {reason}; "
+            "pass torch or CuPy arrays, or capture calls of a Bound"
+        )
 
 
 def read_operands(operands: Mapping[str, Any], stream: int) -> dict[str, Array]:
@@ -212,6 +238,7 @@ class DeviceArray:
         self.device = device
         self.stream = stream
         self.nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        _free_deferred()
         # Not from the stream's memory pool: the array may outlive the stream, and cuMemFree waits for every user.
         self.pointer = driver.allocate_now(self.nbytes, f"a result {shape} {dtype}") if self.nbytes else 0
         if self.pointer:
@@ -243,10 +270,25 @@ class DeviceArray:
         return dlpack.export_capsule(self, self.pointer, self.shape, strides, self.dtype, self.device)
 
 
+# Frees that a capture forbade: (device, address). A finalizer may run at any point of a thread, so it takes no lock.
+_deferred_frees: collections.deque[tuple[int, int]] = collections.deque()
+
+
 def _free(ordinal: int, pointer: int) -> None:
-    """Frees device memory. The last reference may be dropped in another library's thread that has no context."""
-    with driver.device(ordinal).current():
-        driver.free_now(pointer)
+    """Frees device memory. The last reference may be dropped in another library's thread, and during a capture."""
+    try:
+        with driver.device(ordinal).current():
+            driver.free_now(pointer)
+    except DriverError as error:
+        if error.code not in driver.CAPTURE_ERRORS:
+            raise
+        _deferred_frees.append((ordinal, pointer))
+
+
+def _free_deferred() -> None:
+    """Repeats the frees that a capture forbade."""
+    for _ in range(len(_deferred_frees)):
+        _free(*_deferred_frees.popleft())
 
 
 class OutputArrays:
@@ -361,7 +403,7 @@ class OutputArrays:
         for array, address in self._host_outputs:
             if array.nbytes:
                 driver.copy_to_host(array.ctypes.data, address, array.nbytes, self._stream)
-        if self._library in ("numpy", "jax"):
+        if self._library in _WAITING:
             driver.synchronise(self._stream)
             self._is_complete = True
         for target, dense in self._caller_outputs:

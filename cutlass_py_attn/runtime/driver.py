@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported
 
+CAPTURE_ERRORS: Final = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to ..._WRONG_THREAD
 _MAX_SHOWN_BYTES: Final = 64
 
 # Advice that NVIDIA's error text does not give, by CUresult.
@@ -233,7 +234,10 @@ def load_library(cubin: bytes) -> int:
 
 @contextmanager
 def relaxed_capture_mode() -> Iterator[None]:
-    """Context manager that allows calls such as loading a kernel while this thread captures a CUDA graph."""
+    """Context manager in which this thread may load kernels, allocate and free while a CUDA graph is captured.
+
+    Without it such a call fails and invalidates the capture, that of another thread too if its mode is global.
+    """
     relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     previous = call("cuThreadExchangeStreamCaptureMode", relaxed)
     try:
@@ -297,12 +301,14 @@ def free(address: int, stream: int) -> None:
 
 def allocate_now(size: int, purpose: str) -> int:
     """Allocates `size` > 0 bytes that belong to no stream; `free_now` waits for all work that uses them."""
-    return int(call("cuMemAlloc", size, purpose=f"{purpose} ({size} bytes)"))
+    with relaxed_capture_mode():
+        return int(call("cuMemAlloc", size, purpose=f"{purpose} ({size} bytes)"))
 
 
 def free_now(address: int) -> None:
-    """Frees memory of `allocate_now`."""
-    call("cuMemFree", address)
+    """Frees memory of `allocate_now`, also while a CUDA graph is captured."""
+    with relaxed_capture_mode():
+        call("cuMemFree", address)
 
 
 def memset_zero(address: int, size: int, stream: int) -> None:
@@ -376,7 +382,8 @@ def destroy_event(event: int) -> None:
 
 def is_capturing(stream: int) -> bool:
     """Returns whether the stream is captured, or is the legacy stream while a capture forbids its use."""
-    return any(map(int, function("cuStreamIsCapturing")(stream)))
+    code, *status = map(int, function("cuStreamIsCapturing")(stream))
+    return any(status) if not code else code in CAPTURE_ERRORS
 
 
 def order_streams(producer: int, consumer: int) -> None:

@@ -222,7 +222,7 @@ def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device:
             f"{plan.symbol} is built for {plan.build.arch}: {gpu.name} has compute capability "
             f"{major}.{minor}; plan and compile for that"
         )
-    with gpu.current():
+    with gpu.current(), driver.relaxed_capture_mode():
         kernels = tuple(_load_kernel(artifact, launch, gpu) for launch in plan.launches)
     return Bound(plan, problem, gpu, kernels)
 

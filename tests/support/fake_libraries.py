@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -156,12 +157,12 @@ class _Libraries:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> _Libraries:
-    """Puts both libraries into sys.modules for one test, and clears what was cached with other ones."""
+    """Puts both libraries into sys.modules for one test, with empty caches."""
     libraries = _Libraries()
     monkeypatch.setitem(sys.modules, "torch", libraries.torch())
     monkeypatch.setitem(sys.modules, "cupy", libraries.cupy())
-    for cached in (frameworks._torch_dtype, frameworks._torch_device, frameworks._torch_name):
-        cached.cache_clear()
+    for name in ("_torch_dtype", "_torch_device", "_torch_name"):
+        monkeypatch.setattr(frameworks, name, functools.cache(getattr(frameworks, name).__wrapped__))
     call_cache._calls.clear()
     attention._prepared_calls.clear()
     return libraries

@@ -121,8 +121,9 @@ class FakeDriver:
 
     @property
     def names(self) -> list[str]:
-        """Names of `calls`, without context switches."""
-        return [call.name for call in self.calls if call.name != "cuCtxSetCurrent"]
+        """Names of `calls`, without switches of context and capture mode."""
+        switches = ("cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode")
+        return [call.name for call in self.calls if call.name not in switches]
 
     def of(self, name: str) -> list[Call]:
         """Returns the calls of that name."""

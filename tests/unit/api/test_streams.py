@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.runtime import driver, frameworks
+from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray
 from cutlass_py_attn.torch_ops.efficient import efficient_attention_forward
 from tests.support import fake_libraries
@@ -24,13 +24,11 @@ OPTIONS: dict[str, Any] = {"kernels": artifact}
 
 
 @pytest.fixture
-def log(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+def log(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The fake driver, with a fake torch and a fake CuPy on streams of their own, and the first GPU's context."""
     fake_libraries.install(monkeypatch)
     driver.call("cuCtxSetCurrent", 0xC0)
-    yield driver_log
-    for cached in (frameworks._torch_dtype, frameworks._torch_device, frameworks._torch_name):
-        cached.cache_clear()
+    return driver_log
 
 
 class Parameter(Tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import DriverError
-from cutlass_py_attn.runtime import driver, frameworks, lifetimes
+from cutlass_py_attn.runtime import driver, lifetimes
 from cutlass_py_attn.runtime.arrays import DeviceArray
 from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.torch_ops.efficient import efficient_attention_forward
@@ -28,15 +28,11 @@ OPTIONS: dict[str, Any] = {"kernels": artifact}
 
 
 @pytest.fixture
-def log(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+def log(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The fake driver, with a fake torch and a fake CuPy on streams of their own, and the first GPU's context."""
     fake_libraries.install(monkeypatch)
     driver.call("cuCtxSetCurrent", 0xC0)
-    yield driver_log
-    driver_log.busy(False)
-    lifetimes.release()
-    for cached in (frameworks._torch_dtype, frameworks._torch_device, frameworks._torch_name):
-        cached.cache_clear()
+    return driver_log
 
 
 def interface_array(shape: tuple[int, ...], stream: int | None = None, module: str = "cuda.core") -> Any:
