@@ -92,6 +92,12 @@ def _sequence_objections(problem: Problem) -> Iterator[str]:
     ):
         if not 0 <= longest <= tokens:
             yield f"{label} = {longest}: must be from 0 to the {tokens} tokens; pass the longest sequence's length"
+    for name, tokens in zip(("query", "key"), shape.tokens, strict=True):
+        if tokens > MAX_LENGTH:
+            yield (
+                f"{name} has {tokens} tokens: must be at most {MAX_LENGTH}, because cu_seqlens are 32-bit; "
+                "call once per group of sequences"
+            )
     if problem.query.shape[0] != 1:
         yield (
             f"query has batch {problem.query.shape[0]} with cu_seqlens: must be 1; concatenate the sequences "

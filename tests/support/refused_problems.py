@@ -130,6 +130,16 @@ SIZES: dict[str, Refused] = {
         name: (sized(name, LONG), [f"{name} = 536870913: must be at most 536870912; call once per slice"])
         for name in ("batch", "num_heads", "num_queries", "num_keys")
     },
+    **{
+        f"tokens of {name}": (
+            dense("forward", base=LENGTHS, tokens=(LONG, 50) if name == "query" else (40, LONG)),
+            [
+                f"{name} has 536870913 tokens: must be at most 536870912, because cu_seqlens are 32-bit; "
+                "call once per group of sequences"
+            ],
+        )
+        for name in ("query", "key")
+    },
     "no number of sequences": (
         dense(base=LENGTHS).replace(sequences=Sequences(-1, 25, 30)),
         ["number of sequences = -1: cu_seqlens must have at least one entry; pass [0] for none"],
