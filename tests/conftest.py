@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from cutlass_py_attn.runtime import lifetimes
 from tests.support import fake_driver
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -29,6 +30,8 @@ def driver_log() -> Iterator[fake_driver.FakeDriver]:
     if fake_driver.compiler() is None:
         pytest.skip("no C compiler to build the fake driver")
     fake = _loaded()
+    fake.busy(False)
+    lifetimes.release()
     gc.collect()  # else this test's log gets the cuMemFree of an earlier test's array
     gc.freeze()  # what is alive now stays: the next collection reads new objects alone, in place of all modules
     fake.clear_context()

@@ -6,7 +6,7 @@ gradients = attention_backward(grad_output, query, key, value, output, logsumexp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Unpack
 
 from cutlass_py_attn.api import call_cache
@@ -19,7 +19,7 @@ from cutlass_py_attn.errors import NoDevice
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.runtime import arrays, driver, fill
+from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes, output_checks
 from cutlass_py_attn.runtime.launch import Bound, bind_problem
 
 MAX_PREPARED_CALLS: Final = 64  # another shape, stride or scale is another prepared call
@@ -51,14 +51,14 @@ def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[Forwar
     if cached is not None:
         return cached[0], cached[1]
     checked = check_options(options, ForwardOptions)
-    handle = driver.stream_handle(stream)
+    driver.stream_handle(stream)  # refuses what is no stream
     operands = {"query": query, "key": key, "value": value, **checked.arrays()}
     if checked.backend == "reference":
         from cutlass_py_attn.api import cpu_backend
 
         return cpu_backend.forward(operands, checked)
     outputs = {} if checked.out is None else {"output": checked.out}
-    results = _launch("forward", operands, outputs, checked, handle, key_of_call)
+    results = _launch("forward", operands, outputs, checked, stream, key_of_call)
     return results["output"], results["logsumexp"]
 
 
@@ -88,7 +88,7 @@ def attention_backward(
         names = options.get("gradients")
         return Gradients(*cached) if names is None else Gradients(**dict(zip(names, cached, strict=True)))
     checked = check_options(options, BackwardOptions)
-    handle = driver.stream_handle(stream)
+    driver.stream_handle(stream)  # refuses what is no stream
     operands = {
         "grad_output": grad_output,
         "query": query,
@@ -104,7 +104,7 @@ def attention_backward(
         return cpu_backend.backward(operands, checked)
     out = Gradients() if checked.out is None else checked.out
     outputs = {f"grad_{name}": array for name in checked.gradients if (array := getattr(out, name)) is not None}
-    results = _launch("backward", operands, outputs, checked, handle, key_of_call)
+    results = _launch("backward", operands, outputs, checked, stream, key_of_call)
     return Gradients(**{name: results[f"grad_{name}"] for name in checked.gradients})
 
 
@@ -113,21 +113,23 @@ def _launch(
     operands: Mapping[str, object],
     outputs: Mapping[str, object],
     options: Options,
-    stream: int,
+    given_stream: object,
     key_of_call: Hashable | None,
 ) -> dict[str, Any]:
     """Launches the kernels and returns every result by name.
 
     outputs: the caller's arrays for results. key_of_call: key of the call cache; None if the call is not cacheable.
     """
+    lifetimes.release()
+    stream = arrays.launch_stream(operands["query"], given_stream)
     inputs = arrays.read_operands({**operands, **outputs}, stream)
     query = inputs["query"]
     gpu = _device(query.device)
-    call = _prepare(direction, inputs, options, gpu.ordinal)
+    call = _prepare(direction, inputs, options, gpu.ordinal, output_checks.reasons(inputs, outputs))
     problem = call.problem
     if call.bound is None and not call.is_empty:  # before anything is copied: there may be no kernel
         call.bound = _bind(problem, gpu.ordinal, options.kernels)
-    with gpu.current(), arrays.OutputArrays(query.library, gpu, stream) as output_arrays:
+    with gpu.current(), arrays.OutputArrays(query.library, gpu, stream, given_stream) as output_arrays:
         pointers = {
             name: output_arrays.use(name, array) if name in outputs else output_arrays.operand(name, array)
             for name, array in inputs.items()
@@ -181,19 +183,27 @@ class PreparedCall:
 _prepared_calls: LruCache[PreparedCall] = LruCache(MAX_PREPARED_CALLS)
 
 
-def _prepare(direction: str, inputs: Mapping[str, arrays.Array], options: Options, ordinal: int) -> PreparedCall:
+def _prepare(
+    direction: str,
+    inputs: Mapping[str, arrays.Array],
+    options: Options,
+    ordinal: int,
+    output_reasons: Sequence[str],
+) -> PreparedCall:
     """Validates a call once per layout of its arrays and options.
 
     NumPy arrays of sequence lengths are validated in every call, because the values count.
+
+    output_reasons: why the caller's arrays for outputs are refused; they depend on addresses.
     """
     layouts = tuple([(name, array[1:5], array.pointer % ROW_ALIGNMENT_BYTES) for name, array in inputs.items()])
     key = direction, ordinal, layouts, options.key
     try:
         call = _prepared_calls.get(key)
     except TypeError:  # an option without a hash
-        return PreparedCall(*problem_of(direction, inputs, options), options.packed)
-    if call is None or (options.sequences is not None and inputs["query"].device is None):
-        call = PreparedCall(*problem_of(direction, inputs, options), options.packed)
+        return PreparedCall(*problem_of(direction, inputs, options, output_reasons), options.packed)
+    if call is None or output_reasons or (options.sequences is not None and inputs["query"].device is None):
+        call = PreparedCall(*problem_of(direction, inputs, options, output_reasons), options.packed)
         _prepared_calls.put(key, call)
     return call
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import PLAIN_OPTIONS, exact_key
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime import driver, lifetimes
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.runtime.frameworks import FRAMEWORKS, Framework, framework_of
 from cutlass_py_attn.runtime.launch import Bound
@@ -81,15 +81,17 @@ class CachedCall:
 
     def __call__(self, operands: Sequence[Any], stream: object) -> list[Any] | None:
         """Launches and returns the results; returns None, without a launch, if the call must be validated."""
+        if lifetimes.kept:
+            lifetimes.release()
         framework = self._framework
-        handle = driver.stream_handle(stream)
+        current = framework.current_stream(self._ordinal)
         addresses = framework.addresses(operands)
         bits = 0
         for address in addresses:
             bits |= address
         if (
             bits & _ALIGNMENT_MASK
-            or framework.current_stream(self._ordinal) != handle
+            or (stream is not None and driver.stream_handle(stream) != current)
             or not framework.allocates_on(self._ordinal)
         ):
             return None
@@ -98,5 +100,5 @@ class CachedCall:
             array, address = framework.empty(shape, dtype, self._ordinal)
             results.append(array)
             addresses.append(address)
-        self._bound(dict(zip(self._names, addresses, strict=True)), handle)
+        self._bound(dict(zip(self._names, addresses, strict=True)), current)
         return results

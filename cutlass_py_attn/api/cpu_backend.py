@@ -16,7 +16,7 @@ from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.reference import numpy_reference
-from cutlass_py_attn.runtime import arrays
+from cutlass_py_attn.runtime import arrays, output_checks
 from cutlass_py_attn.score_terms.dropout import keeper
 
 
@@ -83,20 +83,20 @@ def score_mod_of(problem: Problem, options: Options) -> numpy_reference.Referenc
 
 def _problem(direction: str, operands: Mapping[str, Any], options: Options) -> Problem:
     """Validates the call as for the GPU, so that the reference computes nothing that the GPU refuses."""
-    inputs = dict(operands)
+    outputs = {}
     if direction == "forward" and options.out is not None:
-        inputs["output"] = options.out
+        outputs = {"output": options.out}
     if direction == "backward" and options.out is not None:
-        outputs = {f"grad_{name}": getattr(options.out, name) for name in options.gradients}
-        inputs |= {name: array for name, array in outputs.items() if array is not None}
+        given = {f"grad_{name}": getattr(options.out, name) for name in options.gradients}
+        outputs = {name: array for name, array in given.items() if array is not None}
+    inputs = {**operands, **outputs}
     not_numpy = [name for name, value in inputs.items() if not isinstance(value, np.ndarray)]
     if not_numpy:
         raise NotSupported(
             f"{', '.join(not_numpy)}: must be NumPy arrays for backend='reference'; copy them to the host"
         )
-    if read_only := [name for name in inputs if name not in operands and not inputs[name].flags.writeable]:
-        raise NotSupported(f"{', '.join(read_only)}: must be writable arrays; leave them out, or copy them")
-    return problem_of(direction, arrays.read_operands(inputs, 0), options)[0]
+    described = arrays.read_operands(inputs, 0)
+    return problem_of(direction, described, options, output_checks.reasons(described, outputs))[0]
 
 
 def _into(target: Any, result: Any) -> Any:

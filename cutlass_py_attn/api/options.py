@@ -125,8 +125,9 @@ class AttentionOptions(TypedDict, total=False):
     dropout: Dropout(dropout_p, philox_seed, philox_offset); the backward needs the forward's.
     score_terms: {name: array} of terms that `score_terms.register` registered; they add to the scores.
     sequences: VariableLength(...); None if all sequences are as long as the tensors.
-    stream: a CUstream handle as int, or a stream object of CuPy, torch, Numba or cuda.core; None for the legacy
-        default stream.
+    stream: a CUstream handle as int (0 for the legacy default stream), or a stream object of CuPy, torch, Numba or
+        cuda.core. None for the current stream of torch or CuPy if query is their array, else for the legacy default
+        stream.
     backend: "auto" and "gpu" compute on the GPU; "reference" computes on the CPU in NumPy float64, slowly. There is
         no fallback from one to the other.
     kernels: function that returns the Artifact of a Build, such as artifact.Folder(path); None compiles the kernels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from cutlass_py_attn.api.options import Options
 from cutlass_py_attn.errors import NotSupported
@@ -15,11 +15,15 @@ from cutlass_py_attn.score_terms import registry
 
 
 def problem_of(
-    direction: str, inputs: Mapping[str, arrays.Array], options: Options
+    direction: str,
+    inputs: Mapping[str, arrays.Array],
+    options: Options,
+    output_reasons: Sequence[str] = (),
 ) -> tuple[Problem, dict[str, Tensor]]:
     """Returns the validated Problem of these arrays, and the outputs that must be allocated, by name.
 
     inputs: the operands, and the outputs for which the caller passed an array.
+    output_reasons: why the caller's arrays for outputs are refused, by `runtime.output_checks`.
 
     NotSupported lists every reason.
     """
@@ -58,6 +62,7 @@ def problem_of(
         reasons += _logsumexp_reasons(shape, tensors["logsumexp"])
     if options.sequences is not None and shape.tokens is not None:
         reasons += options.sequences.reasons(shape.tokens)
+    reasons += output_reasons
     if reasons:
         raise NotSupported(reasons)
     return problem, new_outputs

@@ -11,10 +11,13 @@ A compiled program contains its kernels. A process that loads an exported progra
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, TypedDict, Unpack
+
+import numpy as np
 
 try:
     import jax
@@ -53,7 +56,8 @@ class Options(TypedDict, total=False):
         process that runs an exported program with such a term must register the term too.
     dropout_p: probability that a weight is dropped, from 0 to 1.
     dropout_key: a key of jax.random; required if dropout_p is not 0.
-    sequences: VariableLength with JAX or NumPy arrays.
+    sequences: VariableLength with JAX or NumPy arrays. The values of NumPy arrays are checked when the call is traced;
+        those of JAX arrays are not read.
     deterministic: whether the gradient of query is bitwise equal from run to run; slower.
     kernels: function that returns the Artifact of a Build, such as artifact.Folder(path); None compiles the kernels
         and caches them on disk.
@@ -176,12 +180,16 @@ def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, di
         if given.get(name) is not None:
             arrays[name] = jnp.asarray(given[name])
     arrays |= {name: jnp.asarray(array) for name, array in checked.score_terms.items()}
-    if checked.sequences is not None:
-        arrays |= {name: jnp.asarray(array) for name, array in checked.sequences.arrays().items()}
+    sequences = None if checked.sequences is None else _with_numpy_lengths(checked.sequences)
+    if sequences is not None:
+        if arrays["query"].ndim == arrays["key"].ndim == 4:  # other ranks are refused when the call is traced
+            reasons += sequences.reasons((arrays["query"].shape[1], arrays["key"].shape[1]))
+        arrays |= {name: jnp.asarray(array) for name, array in sequences.arrays().items()}
+    if reasons:
+        raise NotSupported(reasons)
     if dropout_p != 0:
         words = jax.random.bits(dropout_key, (2,), "uint32")
         arrays[handler.PHILOX] = jnp.concatenate([words, jnp.zeros(2, "uint32")])  # seed, then an offset of 0
-    sequences = checked.sequences
     call = calls.Call(
         mask=options.get("mask", Full()),
         scale=options.get("scale"),
@@ -195,6 +203,14 @@ def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, di
         backend=checked.backend,
     )
     return call, arrays
+
+
+def _with_numpy_lengths(sequences: VariableLength) -> VariableLength:
+    """Returns the sequences with NumPy arrays in place of lists, so that their values are checked."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    given = {name: getattr(sequences, name) for name in names}
+    lists: dict[str, Any] = {name: np.asarray(each) for name, each in given.items() if isinstance(each, (list, tuple))}
+    return dataclasses.replace(sequences, **lists)
 
 
 class _SharedOptions(TypedDict, total=False):

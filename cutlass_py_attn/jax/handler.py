@@ -66,8 +66,7 @@ class _BoundPayload:
     def __init__(self, payload: Payload, ordinal: int) -> None:
         self.problem = payload.problem
         self.names = (*payload.operands, *payload.results)
-        with driver.relaxed_capture_mode():
-            self.bound: Bound = bind(payload.artifact, payload.plan, payload.problem, ordinal)
+        self.bound: Bound = bind(payload.artifact, payload.plan, payload.problem, ordinal)
 
     def __call__(self, addresses: list[int], stream: int) -> None:
         """Launches the kernels on the stream. addresses: of the buffers, in order."""

@@ -49,6 +49,8 @@ def _sizes(problem: Problem, build: Build) -> Iterator[Condition]:
     if problem.sequences is not None:
         yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"
         yield "num_keys <= tokens_k", "num_keys, of the longest sequence, must be at most tokens_k"
+        for name in ("tokens_q", "tokens_k"):
+            yield f"{name} <= {MAX_LENGTH}", f"{name} must be at most {MAX_LENGTH}; cu_seqlens are 32-bit"
 
 
 def _edges(build: Build) -> Iterator[Condition]:

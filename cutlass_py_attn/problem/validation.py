@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.overlap import overlaps_itself
 from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, python_value, shown
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, DIRECTIONS, ITEM_BYTES, OPERANDS, Sequences, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -193,6 +194,12 @@ def _sequence_objections(problem: Problem) -> Iterator[str]:
     ):
         if not 0 <= longest <= tokens:
             yield f"{label} = {longest}: must be from 0 to the {tokens} tokens; pass the longest sequence's length"
+    for name, tokens in zip(("query", "key"), shape.tokens, strict=True):
+        if tokens > MAX_LENGTH:
+            yield (
+                f"{name} has {tokens} tokens: must be at most {MAX_LENGTH}, because cu_seqlens are 32-bit; "
+                "call once per group of sequences"
+            )
     if problem.query.shape[0] != 1:
         yield (
             f"query has batch {problem.query.shape[0]} with cu_seqlens: must be 1; concatenate the sequences "
@@ -240,9 +247,14 @@ def _tensor_objections(problem: Problem) -> Iterator[str]:
 
 def _overlap_objections(name: str, tensor: Tensor) -> Iterator[str]:
     labels = ("batch", "head", "query", "key") if name in BIASES else ("batch", "row", "head", "last")
-    for axis, label in enumerate(labels):
-        if tensor.shape[axis] > 1 and tensor.strides[axis] == 0:
-            yield f"{name} has {label} stride 0: an output must not overlap itself; allocate it in full"
+    repeated = [labels[axis] for axis in range(4) if tensor.shape[axis] > 1 and tensor.strides[axis] == 0]
+    for label in repeated:
+        yield f"{name} has {label} stride 0: an output must not overlap itself; allocate it in full"
+    if not repeated and overlaps_itself(tensor.shape, tensor.strides):
+        yield (
+            f"{name} has shape {tensor.shape} and strides {tensor.strides}: an output must not overlap itself; "
+            "allocate it in full"
+        )
 
 
 def _option_objections(problem: Problem) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import sys
@@ -13,15 +14,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from cutlass_py_attn.errors import AttentionError, DriverError, NotSupported
+from cutlass_py_attn.errors import AttentionError, DriverError, NoDevice, NotSupported
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.runtime import dlpack, driver
-from cutlass_py_attn.runtime.frameworks import FRAMEWORKS, Framework, framework_of
+from cutlass_py_attn.runtime import cuda_interface, dlpack, driver, lifetimes
+from cutlass_py_attn.runtime.frameworks import CUPY, FRAMEWORKS, Framework, framework_of
 from cutlass_py_attn.runtime.frameworks import numpy_dtype as numpy_dtype
 
-_LIBRARIES: Final = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_LIBRARIES: Final = {name: name for name in ("numpy", "cupy", "torch", "jax", "numba")} | {"jaxlib": "jax"}
+_WAITING: Final = ("numpy", "jax")  # libraries for which a call waits until its results are complete
 _LEGACY_STREAM = 1  # DLPack and __cuda_array_interface__ forbid 0 for the default stream
-_TYPESTRS: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<V2", "int32": "<i4", "int64": "<i8"}
 
 
 class Array(NamedTuple):
@@ -29,6 +30,7 @@ class Array(NamedTuple):
 
     pointer: address in bytes. strides: in elements. device: ordinal; None for host memory.
     library: name of the library that owns the array. owner: object that keeps the memory alive.
+    stream: handle of the stream in whose order the memory may be reused when the owner is gone; None if unknown.
     """
 
     pointer: int
@@ -38,6 +40,12 @@ class Array(NamedTuple):
     device: int | None
     library: str
     owner: Any
+    stream: int | None = None
+
+    @property
+    def source(self) -> Any:
+        """The array as the caller passed it."""
+        return self.owner[0] if isinstance(self.owner, tuple) else self.owner
 
     @property
     def tensor(self) -> Tensor:
@@ -53,6 +61,43 @@ class Array(NamedTuple):
         return ROW_ALIGNMENT_BYTES if self.device is None else bits & -bits
 
 
+def launch_stream(query: Any, stream: object) -> int:
+    """Returns the handle of the stream that a call is launched on.
+
+    query: decides if `stream` is None: the current stream of torch or CuPy if it is their CUDA array, else the legacy
+        default stream.
+
+    NotSupported: the stream is captured, and the call cannot be part of a CUDA graph.
+    """
+    framework = framework_of(query) or FRAMEWORKS.get(_library(query))
+    if stream is not None:
+        handle = driver.stream_handle(stream)
+    else:
+        ordinal = None if framework is None else framework.ordinal(query)
+        handle = 0 if framework is None or ordinal is None else framework.current_stream(ordinal)
+    if framework is None:
+        _refuse_capture(_library(query), handle)
+    return handle
+
+
+def _refuse_capture(library: str, stream: int) -> None:
+    """Raises NotSupported if the stream is captured, for a call with arrays of this library."""
+    try:
+        is_captured = driver.is_capturing(stream)
+    except NoDevice:  # reported when the call needs the device
+        return
+    if is_captured:
+        reason = (
+            "results are complete when the call returns"
+            if library in _WAITING
+            else "results of unknown libraries are allocated outside of the graph"
+        )
+        raise NotSupported(
+            f"stream = {stream:#x} is being captured: must not be for arrays of library {library!r}, whose {reason}; "
+            "pass torch or CuPy arrays, or capture calls of a Bound"
+        )
+
+
 def read_operands(operands: Mapping[str, Any], stream: int) -> dict[str, Array]:
     """Reads address, shape, strides and dtype of every operand. Later work on `stream` waits for their producers.
 
@@ -62,18 +107,22 @@ def read_operands(operands: Mapping[str, Any], stream: int) -> dict[str, Array]:
     """
     arrays: dict[str, Array] = {}
     reasons: list[str] = []
-    ordered: set[tuple[Framework, int]] = set()  # (framework, device) whose stream `stream` already waits for
+    producers: dict[tuple[Framework, int], int] = {}  # streams that `stream` already waits for
     for name, value in operands.items():
         framework = framework_of(value)
         view = framework.view(value) if framework is not None else None
         if framework is not None and view is not None:
-            arrays[name] = Array(*view, framework.library, value)
-            if (framework, view[4]) not in ordered:
-                ordered.add((framework, view[4]))
-                _order_after(framework.current_stream(view[4]), stream, view[4])
+            ordinal = view[4]
+            producer = producers.get((framework, ordinal))
+            if producer is None:
+                producer = producers[framework, ordinal] = framework.current_stream(ordinal)
+                _order_after(producer, stream, ordinal)
+            arrays[name] = Array(*view, framework.library, value, producer)
             continue
         try:
-            arrays[name] = _read_operand(name, value, stream)
+            # DLPack has no strides in bytes: a CuPy array that is not plain says itself what its strides are.
+            read = _read_operand if framework is not CUPY else _read_interface
+            arrays[name] = read(name, value, stream)
         except NotSupported as error:
             reasons += error.reasons
         except AttentionError:
@@ -102,13 +151,18 @@ def _order_after(producer: int, stream: int, ordinal: int) -> None:
 
 def _read_operand(name: str, value: Any, stream: int) -> Array:
     """Reads an operand by NumPy's attributes, DLPack or the CUDA array interface."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise NotSupported(
+            f"{name} is a {_type_name(value)}: its mask would be ignored; must be a plain NumPy array; fill the masked "
+            "elements with filled()"
+        )
     if isinstance(value, np.ndarray):
         dtype = value.dtype.name if value.dtype.isnative else value.dtype.str
         contiguous = Tensor.contiguous(value.shape, dtype)
         return Array(value.ctypes.data, value.shape, contiguous.strides, dtype, None, "numpy", value)
     if hasattr(value, "__dlpack_device__"):
         return _read_dlpack(name, value, stream)
-    if hasattr(value, "__cuda_array_interface__"):
+    if cuda_interface.is_offered(value):
         return _read_interface(name, value, stream)
     raise NotSupported(
         f"{name} is a {_type_name(value)}: must be a CUDA array with __dlpack__ or "
@@ -126,7 +180,7 @@ def _library(value: object) -> str:
 
 
 def _read_dlpack(name: str, value: Any, stream: int) -> Array:
-    device_type, ordinal = (int(number) for number in value.__dlpack_device__())
+    device_type, ordinal = _dlpack_device(name, value)
     if device_type not in (dlpack.CUDA, dlpack.CUDA_MANAGED):
         raise NotSupported(
             f"{name} is a {_type_name(value)} in memory of DLPack device type {device_type}: must be in CUDA memory "
@@ -138,43 +192,44 @@ def _read_dlpack(name: str, value: Any, stream: int) -> Array:
     except AttentionError:
         raise
     except Exception as error:  # the library decides the type: BufferError, TypeError, RuntimeError ...
-        raise NotSupported(
-            f"{name} is a {_type_name(value)} that does not export itself by DLPack ({error}); "
-            "pass a plain array of values"
-        ) from error
+        raise _no_dlpack(name, value, error) from error
     tensor = dlpack.read_capsule(capsule)
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else Tensor.contiguous(shape, "").strides
     pointer = (tensor.data or 0) + tensor.byte_offset
-    return Array(pointer, shape, strides, tensor.dtype, ordinal, _library(value), (value, capsule))
+    library = _library(value)
+    if isinstance(value, DeviceArray):
+        reused_on: int | None = stream  # after every stream, so after this one
+    else:
+        reused_on = FRAMEWORKS[library].current_stream(ordinal) if library in FRAMEWORKS else None
+    return Array(pointer, shape, strides, tensor.dtype, ordinal, library, (value, capsule), reused_on)
+
+
+def _dlpack_device(name: str, value: Any) -> tuple[int, int]:
+    """Returns DLPack's device type and ordinal."""
+    try:
+        device_type, ordinal = map(int, value.__dlpack_device__())
+    except Exception as error:  # the library decides the type
+        raise _no_dlpack(name, value, error) from error
+    return device_type, ordinal
+
+
+def _no_dlpack(name: str, value: Any, error: Exception) -> NotSupported:
+    return NotSupported(
+        f"{name} is a {_type_name(value)} that does not export itself by DLPack ({error}); pass a plain array of values"
+    )
 
 
 def _read_interface(name: str, value: Any, stream: int) -> Array:
-    interface = value.__cuda_array_interface__
-    pointer = int(interface["data"][0])
+    pointer, shape, strides, dtype, producer = cuda_interface.read(name, value)
     attribute = driver.bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     ordinal = int(driver.call("cuPointerGetAttribute", attribute, pointer)) if pointer else driver.current_ordinal()
-    dtype = _interface_dtype(value, interface["typestr"])
-    shape = tuple(int(size) for size in interface["shape"])
-    if interface.get("strides") is None:
-        strides = Tensor.contiguous(shape, dtype).strides
-    else:
-        item_bytes = int(interface["typestr"][2:])
-        strides = tuple(int(stride) // item_bytes for stride in interface["strides"])
-    producer = interface.get("stream")
-    if producer == 0:
-        raise NotSupported(f"{name} has stream 0 in __cuda_array_interface__: must be 1, 2, a handle or None")
     if producer is not None:
-        _order_after(int(producer), stream, ordinal)
-    return Array(pointer, shape, strides, dtype, ordinal, _library(value), value)
-
-
-def _interface_dtype(value: object, typestr: str) -> str:
-    """Returns the dtype's name. The interface writes bfloat16 as two opaque bytes; the array's dtype tells it apart."""
-    names = {text: dtype for dtype, text in _TYPESTRS.items() if dtype != "bfloat16"}
-    if typestr in ("|V2", "<V2") and str(getattr(value, "dtype", "")) in ("bfloat16", "torch.bfloat16"):
-        return "bfloat16"
-    return names.get(typestr, typestr)
+        _order_after(producer, stream, ordinal)
+    library = _library(value)
+    if producer is None and library == "numba":
+        producer = 0  # Numba's default stream
+    return Array(pointer, shape, strides, dtype, ordinal, library, value, producer)
 
 
 class DeviceArray:
@@ -190,6 +245,7 @@ class DeviceArray:
         self.device = device
         self.stream = stream
         self.nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        _free_deferred()
         # Not from the stream's memory pool: the array may outlive the stream, and cuMemFree waits for every user.
         self.pointer = driver.allocate_now(self.nbytes, f"a result {shape} {dtype}") if self.nbytes else 0
         if self.pointer:
@@ -199,7 +255,7 @@ class DeviceArray:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {
             "shape": self.shape,
-            "typestr": _TYPESTRS[self.dtype],
+            "typestr": cuda_interface.TYPESTRS[self.dtype],
             "data": (self.pointer, False),
             "strides": None,
             "stream": self.stream or _LEGACY_STREAM,
@@ -221,10 +277,25 @@ class DeviceArray:
         return dlpack.export_capsule(self, self.pointer, self.shape, strides, self.dtype, self.device)
 
 
+# Frees that a capture forbade: (device, address). A finalizer may run at any point of a thread, so it takes no lock.
+_deferred_frees: collections.deque[tuple[int, int]] = collections.deque()
+
+
 def _free(ordinal: int, pointer: int) -> None:
-    """Frees device memory. The last reference may be dropped in another library's thread that has no context."""
-    with driver.device(ordinal).current():
-        driver.free_now(pointer)
+    """Frees device memory. The last reference may be dropped in another library's thread, and during a capture."""
+    try:
+        with driver.device(ordinal).current():
+            driver.free_now(pointer)
+    except DriverError as error:
+        if error.code not in driver.CAPTURE_ERRORS:
+            raise
+        _deferred_frees.append((ordinal, pointer))
+
+
+def _free_deferred() -> None:
+    """Repeats the frees that a capture forbade."""
+    for _ in range(len(_deferred_frees)):
+        _free(*_deferred_frees.popleft())
 
 
 class OutputArrays:
@@ -232,13 +303,18 @@ class OutputArrays:
 
     A context manager; enter it with the device's context current. Host operands are copied to the device, and host
     outputs back; the device copies are freed on exit. For JAX, `results` waits for the stream, because JAX frees its
-    buffers on streams of its own.
+    buffers on streams of its own. Operands whose memory may be reused earlier are kept alive (`lifetimes`).
+
+    given_stream: the stream as the caller passed it; `stream` is its handle.
     """
 
-    def __init__(self, library: str, gpu: driver.Device, stream: int) -> None:
+    def __init__(self, library: str, gpu: driver.Device, stream: int, given_stream: object = None) -> None:
         self._library = library
         self._gpu = gpu
         self._stream = stream
+        self._given_stream = given_stream
+        self._is_complete = False  # whether the stream was waited for
+        self._operands: list[Array] = []  # in device memory
         self._outputs: dict[str, Any] = {}
         self._device_copies: list[int] = []
         self._host_operands: list[np.ndarray[Any, Any]] = []  # kept alive until the stream has read them
@@ -259,16 +335,22 @@ class OutputArrays:
     ) -> None:
         if self._framework_stream is not None:
             self._framework_stream.__exit__(kind, error, trace)
-        if not self._device_copies:
-            return
         # After an error the driver may reject these calls too; the first error is the one to report.
         with contextlib.suppress(DriverError) if error else contextlib.nullcontext():
+            if not self._is_complete:
+                foreign = [(array.library, array.source) for array in self._operands if self._is_foreign(array)]
+                lifetimes.keep(foreign, self._stream, self._given_stream, self._gpu)
             for address in self._device_copies:
                 driver.free(address, self._stream)
+
+    def _is_foreign(self, array: Array) -> bool:
+        """Returns whether the array's memory may be reused without a wait for the stream."""
+        return array.stream is None or (array.stream or _LEGACY_STREAM) != (self._stream or _LEGACY_STREAM)
 
     def operand(self, name: str, array: Array) -> int:
         """Returns the device address of an operand. Copies a host operand to the device."""
         if array.device is not None:
+            self._operands.append(array)
             return array.pointer
         dense = np.ascontiguousarray(array.owner)
         copy = self._allocate_copy(name, dense)
@@ -293,11 +375,10 @@ class OutputArrays:
         return address
 
     def use(self, name: str, array: Array) -> int:
-        """Returns the device address of an output for which the caller passed an array."""
-        if array.library == "jax" or not getattr(getattr(array.owner, "flags", None), "writeable", True):
-            raise NotSupported(f"{name} is a read-only array: must be a writable one; leave it out")
-        self._outputs[name] = array.owner[0] if isinstance(array.owner, tuple) else array.owner
+        """Returns the device address of an output for which the caller passed an array; see `output_checks`."""
+        self._outputs[name] = array.source
         if array.device is not None:
+            self._operands.append(array)
             return array.pointer
         dense = np.ascontiguousarray(array.owner)  # copied to the device too: kernels may skip elements
         copy = self._allocate_copy(name, dense)
@@ -329,8 +410,9 @@ class OutputArrays:
         for array, address in self._host_outputs:
             if array.nbytes:
                 driver.copy_to_host(array.ctypes.data, address, array.nbytes, self._stream)
-        if self._library in ("numpy", "jax"):
+        if self._library in _WAITING:
             driver.synchronise(self._stream)
+            self._is_complete = True
         for target, dense in self._caller_outputs:
             if not np.shares_memory(target, dense):
                 np.copyto(target, dense)

@@ -22,6 +22,7 @@ from typing import Any, Final
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported
 from cutlass_py_attn.problem.scalars import integer_of, shown
 
+CAPTURE_ERRORS: Final = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to ..._WRONG_THREAD
 _MAX_SHOWN_BYTES: Final = 64
 _LAST_HANDLE: Final = 2**64 - 1
 
@@ -152,8 +153,7 @@ class Device:
     def current(self) -> _CurrentContext:
         """Context manager that makes the primary context current and restores the previous context on exit.
 
-        If no context was current, the primary context stays current. Other libraries set their own context, and
-        the next call saves the switch.
+        If no context was current, none is current afterwards: `current_ordinal` decides where NumPy arrays go.
         """
         return _CurrentContext(self.context)
 
@@ -175,7 +175,7 @@ class _CurrentContext:
             call("cuCtxSetCurrent", self._context)
 
     def __exit__(self, *_: object) -> None:
-        if self._previous not in (0, self._context):
+        if self._previous != self._context:
             call("cuCtxSetCurrent", self._previous)
 
 
@@ -244,7 +244,10 @@ def load_library(cubin: bytes) -> int:
 
 @contextmanager
 def relaxed_capture_mode() -> Iterator[None]:
-    """Context manager that allows calls such as loading a kernel while this thread captures a CUDA graph."""
+    """Context manager in which this thread may load kernels, allocate and free while a CUDA graph is captured.
+
+    Without it such a call fails and invalidates the capture, that of another thread too if its mode is global.
+    """
     relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     previous = call("cuThreadExchangeStreamCaptureMode", relaxed)
     try:
@@ -308,12 +311,14 @@ def free(address: int, stream: int) -> None:
 
 def allocate_now(size: int, purpose: str) -> int:
     """Allocates `size` > 0 bytes that belong to no stream; `free_now` waits for all work that uses them."""
-    return int(call("cuMemAlloc", size, purpose=f"{purpose} ({size} bytes)"))
+    with relaxed_capture_mode():
+        return int(call("cuMemAlloc", size, purpose=f"{purpose} ({size} bytes)"))
 
 
 def free_now(address: int) -> None:
-    """Frees memory of `allocate_now`."""
-    call("cuMemFree", address)
+    """Frees memory of `allocate_now`, also while a CUDA graph is captured."""
+    with relaxed_capture_mode():
+        call("cuMemFree", address)
 
 
 def memset_zero(address: int, size: int, stream: int) -> None:
@@ -357,6 +362,38 @@ def create_stream() -> int:
 def destroy_stream(stream: int) -> None:
     """Destroys a stream of `create_stream`; its pending work still completes."""
     call("cuStreamDestroy", stream)
+
+
+def record_event(stream: int) -> int:
+    """Returns a new event after all work that is on the stream now; `destroy_event` destroys it."""
+    event = int(call("cuEventCreate", int(bindings().CUevent_flags.CU_EVENT_DISABLE_TIMING)))
+    try:
+        call("cuEventRecord", event, stream)
+    except DriverError:
+        call("cuEventDestroy", event)
+        raise
+    return event
+
+
+def has_passed(event: int) -> bool:
+    """Returns whether all work before the event is complete, or the device has failed; other calls report a failure.
+
+    Allowed while a stream is captured, but not for an event on that stream.
+    """
+    with relaxed_capture_mode():
+        (code,) = function("cuEventQuery")(event)
+    return int(code) != int(bindings().CUresult.CUDA_ERROR_NOT_READY)
+
+
+def destroy_event(event: int) -> None:
+    """Destroys an event of `record_event`."""
+    call("cuEventDestroy", event)
+
+
+def is_capturing(stream: int) -> bool:
+    """Returns whether the stream is captured, or is the legacy stream while a capture forbids its use."""
+    code, *status = map(int, function("cuStreamIsCapturing")(stream))
+    return any(status) if not code else code in CAPTURE_ERRORS
 
 
 def order_streams(producer: int, consumer: int) -> None:

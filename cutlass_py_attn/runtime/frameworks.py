@@ -63,6 +63,10 @@ class Framework(ABC):
         """Returns the address of each array."""
 
     @abstractmethod
+    def ordinal(self, array: Any) -> int | None:
+        """Returns the array's device; None if the array is not in CUDA memory."""
+
+    @abstractmethod
     def allocates_on(self, ordinal: int) -> bool:
         """Returns whether `empty` can allocate on this device now."""
 
@@ -101,6 +105,10 @@ class _Torch(Framework):
     def addresses(self, arrays: Iterable[Any]) -> list[int]:
         return [array.data_ptr() for array in arrays]
 
+    def ordinal(self, array: Any) -> int | None:
+        ordinal: int = array.get_device()
+        return ordinal if ordinal >= 0 else None
+
     def allocates_on(self, ordinal: int) -> bool:
         return True
 
@@ -134,6 +142,8 @@ class _CuPy(Framework):
         if name not in _DTYPES:
             return None
         memory = array.data
+        if any([stride % item_bytes for stride in array.strides]):
+            return None
         strides = tuple([stride // item_bytes for stride in array.strides])
         return memory.ptr, array.shape, strides, name, memory.device_id
 
@@ -142,6 +152,10 @@ class _CuPy(Framework):
 
     def addresses(self, arrays: Iterable[Any]) -> list[int]:
         return [array.data.ptr for array in arrays]
+
+    def ordinal(self, array: Any) -> int | None:
+        ordinal: int = array.data.device_id
+        return ordinal
 
     def allocates_on(self, ordinal: int) -> bool:
         return int(driver.function("cuCtxGetCurrent")()[1]) == driver.device(ordinal).context

@@ -104,17 +104,27 @@ class Bound:
         # Removed while in use, so that no two threads share a launcher. A launcher that fails is not put back.
         launcher = self._launchers.pop(handle, None)
         if launcher is None or not launcher(addresses, scratch):
-            launcher = self._launch(addresses, pointers, handle, scratch) or launcher
+            launcher = self._launch(addresses, pointers, handle, scratch, launcher) or launcher
         if launcher is not None:
             self._launchers[handle] = launcher
 
     def _launch(
-        self, addresses: tuple[int, ...], pointers: Mapping[str, int], stream: int, workspace: int
+        self,
+        addresses: tuple[int, ...],
+        pointers: Mapping[str, int],
+        stream: int,
+        workspace: int,
+        launcher: Launcher | None,
     ) -> Launcher | None:
-        """Launches by a new launcher and returns it, or launches kernel by kernel and returns None."""
+        """Launches by a launcher and returns it, or launches kernel by kernel and returns None.
+
+        launcher: the stream's launcher, which refused in the thread's own context; None for none.
+        """
         if not self._kernels:
             return None
         with self._lock, self.device.current():
+            if launcher is not None and launcher(addresses, workspace):
+                return launcher
             if not self._params.write(addresses, workspace):
                 self._check(pointers, workspace or None)
             launcher = self._create_launcher(stream, workspace)
@@ -147,7 +157,7 @@ class Bound:
         launcher: Launcher
         if self.launcher_type is StreamLauncher:
             launcher = StreamLauncher(self.plan, *self._create_launches(), self.device, stream)
-        elif any(map(int, driver.function("cuStreamIsCapturing")(stream))):
+        elif driver.is_capturing(stream):
             return None
         else:
             with driver.relaxed_capture_mode():
@@ -220,7 +230,7 @@ def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device:
             f"{plan.symbol} is built for {plan.build.arch}: {gpu.name} has compute capability "
             f"{major}.{minor}; plan and compile for that"
         )
-    with gpu.current():
+    with gpu.current(), driver.relaxed_capture_mode():
         kernels = tuple(_load_kernel(artifact, launch, gpu) for launch in plan.launches)
     return Bound(plan, problem, gpu, kernels)
 

@@ -183,5 +183,5 @@ def override_writers(plan: Plan, params: KernelParams, launch: Launch) -> tuple[
 
 def _destroy(gpu: driver.Device, name: str, handle: Any) -> None:
     """Destroys a graph or its executable form; pending launches still complete."""
-    with contextlib.suppress(DriverError), gpu.current():
+    with contextlib.suppress(DriverError), gpu.current(), driver.relaxed_capture_mode():
         driver.call(name, handle)

@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Final, ParamSpec, TypeVar
 import numpy as np
 
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.errors import DriverError, NotSupported
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.scalars import SCALARS, Scalar, flag_of, integer_of, number_of
 from cutlass_py_attn.problem.tensors import BMHK
-from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.frameworks import CUPY, TORCH
+from cutlass_py_attn.runtime import driver, lifetimes
+from cutlass_py_attn.runtime.frameworks import CUPY, FRAMEWORKS, TORCH
 from cutlass_py_attn.score_terms.dropout import Dropout
 
 _NAMESPACES: Final = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax.numpy", "jaxlib": "jax.numpy"}
@@ -83,7 +83,7 @@ def adapter(schema: Callable[P, C]) -> Callable[[Callable[[C], R]], Callable[P, 
             if reasons:
                 raise NotSupported(reasons)
             try:
-                with use_stream(getattr(call, "query", None), call.stream):
+                with use_stream(call):
                     return body(call)
             except NotSupported as error:
                 raise NotSupported(_renamed(reason, call) for reason in error.reasons) from error
@@ -129,32 +129,65 @@ def _renamed(reason: str, call: Call) -> str:
 
 def namespace(array: object) -> Any:
     """Returns the module that has the array functions of the array's library; None if the library is unknown."""
-    return sys.modules.get(_NAMESPACES.get(type(array).__module__.split(".")[0], ""))
+    return sys.modules.get(_NAMESPACES.get(_library(array), ""))
 
 
 @contextlib.contextmanager
-def use_stream(query: Any, stream: object) -> Iterator[None]:
-    """Makes `stream` (a CUstream in any form) the current stream of query's library; it waits for the previous one.
+def use_stream(call: Call) -> Iterator[None]:
+    """Makes the call's stream the current stream of query's library; it waits for the previous one.
+
+    Without a stream, the library's current stream stays, and the kernels are launched on it.
 
     Operations of the library are then ordered with the kernels, and memory that it allocates is freed in stream order.
+    The arrays of the call, which were allocated for another stream, live until its work is complete.
     NumPy has no streams. JAX does not expose its streams: launches wait for them, and JAX callers wait for launches.
     """
-    library = type(query).__module__.split(".")[0]
-    if library not in ("cupy", "torch") or query.__dlpack_device__()[0] not in _CUDA_DEVICE_TYPES:
+    query: Any = getattr(call, "query", None)
+    library, stream = _library(query), call.stream
+    if stream is None or library not in FRAMEWORKS or not _is_cuda_array(query):
         yield
         return
-    cuda, ordinal, handle = sys.modules[library].cuda, int(query.__dlpack_device__()[1]), driver.stream_handle(stream)
-    if library == "torch":
-        torch_stream = TORCH.stream(handle, ordinal)
-        torch_stream.wait_stream(cuda.current_stream(ordinal))
-        with cuda.stream(torch_stream):
-            yield
+    ordinal, handle = int(query.__dlpack_device__()[1]), driver.stream_handle(stream)
+    if FRAMEWORKS[library].current_stream(ordinal) == handle:
+        yield
         return
-    with cuda.Device(ordinal):
-        cupy_stream = CUPY.stream(handle, ordinal)
-        cupy_stream.wait_event(cuda.get_current_stream().record())
-        with cupy_stream:
-            yield
+    with _kept_alive(call, library, handle, driver.device(ordinal)):
+        if library == "torch":
+            torch_stream = TORCH.stream(handle, ordinal)
+            torch_stream.wait_stream(sys.modules["torch"].cuda.current_stream(ordinal))
+            with sys.modules["torch"].cuda.stream(torch_stream):
+                yield
+            return
+        cuda = sys.modules["cupy"].cuda
+        with cuda.Device(ordinal):
+            cupy_stream = CUPY.stream(handle, ordinal)
+            cupy_stream.wait_event(cuda.get_current_stream().record())
+            with cupy_stream:
+                yield
+
+
+@contextlib.contextmanager
+def _kept_alive(call: Call, library: str, handle: int, device: driver.Device) -> Iterator[None]:
+    """Keeps the call's arrays alive until the work on its stream is complete."""
+    values = (getattr(call, each.name) for each in dataclasses.fields(call))
+    arrays = [(library, value) for value in values if _library(value) == library and _is_cuda_array(value)]
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(DriverError), device.current():
+            lifetimes.keep(arrays, handle, call.stream, device)
+        raise
+    with device.current():
+        lifetimes.keep(arrays, handle, call.stream, device)
+
+
+def _library(value: object) -> str:
+    """Returns the name of the package that defines the value's class."""
+    return type(value).__module__.split(".")[0]
+
+
+def _is_cuda_array(value: Any) -> bool:
+    return hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] in _CUDA_DEVICE_TYPES
 
 
 def operand_reasons(call: Call) -> list[str]:

@@ -37,7 +37,8 @@ BATCHES = "concatenate the sequences in [1, tokens, heads, head_dim]"
 
 def shaped(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], operands: str) -> Refused:
     """Returns a problem with one operand of another shape; operands: the shapes of query, key and value in the text."""
-    problem = changed(name, "backward" if name.startswith("grad") else "forward", shape=shape)
+    strides = Tensor.contiguous(shape, "").strides
+    problem = changed(name, "backward" if name.startswith("grad") else "forward", shape=shape, strides=strides)
     return problem, [f"{name} has shape {shape}: must be {wanted} to match {operands}; reshape it"]
 
 
@@ -176,6 +177,16 @@ SIZES: dict[str, Refused] = {
         name: (sized(name, LONG), [f"{name} = 536870913: must be at most 536870912; call once per slice"])
         for name in ("batch", "num_heads", "num_queries", "num_keys")
     },
+    **{
+        f"tokens of {name}": (
+            dense("forward", base=LENGTHS, tokens=(LONG, 50) if name == "query" else (40, LONG)),
+            [
+                f"{name} has 536870913 tokens: must be at most 536870912, because cu_seqlens are 32-bit; "
+                "call once per group of sequences"
+            ],
+        )
+        for name in ("query", "key")
+    },
     "no number of sequences": (
         dense(base=LENGTHS).replace(sequences=Sequences(-1, 25, 30)),
         ["number of sequences = -1: cu_seqlens must have at least one entry; pass [0] for none"],
@@ -287,6 +298,14 @@ TENSORS: dict[str, Refused] = {
             "bias starts at an address that is only 2-byte aligned: must be aligned to its 4-byte elements "
             "(16 bytes is fastest); copy it"
         ],
+    ),
+    "heads of output that overlap": (
+        changed("output", strides=(2880, 72, 23, 1)),
+        [f"output has shape (2, 40, 3, 24) and strides (2880, 72, 23, 1): {WHOLE}"],
+    ),
+    "queries of grad_bias that overlap": (
+        with_terms("backward", bias=WHOLE_BIAS).replace(grad_bias=Tensor(WHOLE_BIAS, (6000, 2000, 49, 1), "float16")),
+        [f"grad_bias has shape {WHOLE_BIAS} and strides (6000, 2000, 49, 1): {WHOLE}"],
     ),
     "output without batches": without_step("output", 0, "batch"),
     "output without rows": without_step("output", 1, "row"),

@@ -93,16 +93,20 @@ class FakeDriver:
         self._library.fake_driver_records.restype = ctypes.POINTER(_Record)
 
     def clear(self) -> None:
-        """Clears the log and the fault."""
+        """Clears the log and the fault, and completes all work."""
         self._library.fake_driver_clear()
 
     def clear_context(self) -> None:
-        """Makes no context current in this thread."""
+        """Makes no context current in this thread, and no stream captured."""
         self._library.fake_driver_clear_context()
 
     def fail(self, name: str, code: int) -> None:
         """Makes the next call of `name` return `code`."""
         self._library.fake_driver_fail(name.encode(), code)
+
+    def busy(self, busy: bool) -> None:
+        """Sets whether the work before every event is still running."""
+        self._library.fake_driver_busy(busy)
 
     def without_memory(self, without: bool) -> None:
         """Sets whether memset calls are only logged: for made-up addresses without memory."""
@@ -117,8 +121,9 @@ class FakeDriver:
 
     @property
     def names(self) -> list[str]:
-        """Names of `calls`, without context switches."""
-        return [call.name for call in self.calls if call.name != "cuCtxSetCurrent"]
+        """Names of `calls`, without switches of context and capture mode."""
+        switches = ("cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode")
+        return [call.name for call in self.calls if call.name not in switches]
 
     def of(self, name: str) -> list[Call]:
         """Returns the calls of that name."""

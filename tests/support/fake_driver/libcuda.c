@@ -9,7 +9,9 @@
 #include <string.h>
 
 typedef unsigned long long u64;
-enum { NOT_FOUND = 500, INVALID_CONTEXT = 201, INVALID_VALUE = 1, RECORDS = 1 << 16, NUMBERS = 18, BYTES = 2048, PARAMETERS = 8 };
+enum { NOT_FOUND = 500, INVALID_CONTEXT = 201, INVALID_VALUE = 1, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900,
+       CAPTURE_INVALIDATED = 901, RECORDS = 1 << 16, NUMBERS = 18, BYTES = 2048, PARAMETERS = 8 };
+enum { GLOBAL, THREAD_LOCAL, RELAXED }; /* capture modes */
 
 typedef struct { char call[40], text[192]; u64 numbers[NUMBERS]; int byte_count; unsigned char bytes[BYTES]; } Record;
 typedef struct { char symbol[192]; int count; size_t sizes[PARAMETERS]; } Kernel;
@@ -21,15 +23,18 @@ typedef struct {
 typedef struct { int id; char pad[4]; unsigned cluster[3]; char rest[52]; } LaunchAttribute;
 
 static Record *records;
-static int record_count, fail_code, has_no_memory;
+static int record_count, fail_code, has_no_memory, is_busy;
 static char fail_name[40];
 static __thread void *current, *previous;
+static __thread int thread_mode; /* GLOBAL, as in the driver */
+static struct { void *stream; int mode, is_invalid; pthread_t thread; } capture; /* one at a time; stream NULL for none */
 static pthread_mutex_t log_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP; /* launches of several threads */
 
 Record *fake_driver_records(void) { return records; }
 int fake_driver_count(void) { return record_count; }
-void fake_driver_clear(void) { record_count = 0; fail_name[0] = 0; }
-void fake_driver_clear_context(void) { current = NULL; }
+void fake_driver_clear(void) { record_count = 0; fail_name[0] = 0; is_busy = 0; }
+void fake_driver_busy(int busy) { is_busy = busy; }
+void fake_driver_clear_context(void) { current = NULL; capture.stream = NULL; }
 void fake_driver_without_memory(int without) { has_no_memory = without; }
 void fake_driver_fail(const char *name, int code) { snprintf(fail_name, sizeof fail_name, "%s", name); fail_code = code; }
 
@@ -49,6 +54,17 @@ static int note(const char *call, const char *text, const u64 *numbers, int coun
 #define NOTE(text, ...) \
     do { u64 noted[] = {__VA_ARGS__}; int e = note(__func__, text, noted, sizeof noted / sizeof *noted); if (e) return e; } while (0)
 #define N(x) ((u64)(size_t)(x))
+
+/* Returns an error and invalidates the capture if this thread may make no unsafe call now: the rules of
+   cuThreadExchangeStreamCaptureMode. */
+static int unsafe_call(void) {
+    if (!capture.stream || thread_mode == RELAXED || capture.mode == RELAXED) return 0;
+    int is_own = pthread_equal(capture.thread, pthread_self());
+    if (!is_own && (thread_mode == THREAD_LOCAL || capture.mode == THREAD_LOCAL)) return 0;
+    capture.is_invalid = 1;
+    return CAPTURE_UNSUPPORTED;
+}
+#define UNSAFE do { int e = unsafe_call(); if (e) return e; } while (0)
 
 static void *memory(size_t size) {
     void *p = aligned_alloc(256, (size + 255) / 256 * 256);
@@ -88,8 +104,8 @@ int cuPointerGetAttribute(void *value, int attribute, void *p) {
 }
 int cuMemAllocAsync(void **p, size_t size, void *stream) { NOTE("", size, N(stream)); *p = memory(size); return 0; }
 int cuMemFreeAsync(void *p, void *stream) { NOTE("", N(p), N(stream)); free(p); return 0; }
-int cuMemAlloc(void **p, size_t size) { NOTE("", size); *p = memory(size); return 0; }
-int cuMemFree(void *p) { NOTE("", N(p)); free(p); return 0; }
+int cuMemAlloc(void **p, size_t size) { NOTE("", size); UNSAFE; *p = memory(size); return 0; }
+int cuMemFree(void *p) { NOTE("", N(p)); UNSAFE; free(p); return 0; }
 /* cuda.h maps the names above to these names for C programs; cuda-python looks up the names above. */
 int cuMemAlloc_v2(void **p, size_t size) { return cuMemAlloc(p, size); }
 int cuMemFree_v2(void *p) { return cuMemFree(p); }
@@ -117,18 +133,31 @@ int cuMemsetD2D32Async(char *p, size_t pitch, unsigned word, size_t width, size_
 
 int cuStreamCreate(void **stream, unsigned flags) { NOTE("", flags); *stream = malloc(8); return 0; }
 int cuStreamGetCtx(void *stream, void **context) { NOTE("", N(stream)); *context = (void *)0xC0; return 0; }
-int cuThreadExchangeStreamCaptureMode(int *mode) { int given = *mode; NOTE("", given); *mode = 0; return 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    int given = *mode;
+    NOTE("", given);
+    *mode = thread_mode;
+    thread_mode = given;
+    return 0;
+}
 int cuStreamDestroy(void *stream) { NOTE("", N(stream)); free(stream); return 0; }
-int cuStreamSynchronize(void *stream) { NOTE("", N(stream)); return 0; }
+int cuStreamSynchronize(void *stream) {
+    NOTE("", N(stream));
+    if (!capture.stream || stream != capture.stream) return 0;
+    capture.is_invalid = 1;
+    return CAPTURE_UNSUPPORTED;
+}
 int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { NOTE("", N(stream), N(event), flags); return 0; }
 int cuEventCreate(void **event, unsigned flags) { NOTE("", flags); *event = malloc(8); return 0; }
 int cuEventRecord(void *event, void *stream) { NOTE("", N(event), N(stream)); return 0; }
+int cuEventQuery(void *event) { NOTE("", N(event)); UNSAFE; return is_busy ? NOT_READY : 0; }
 int cuEventSynchronize(void *event) { NOTE("", N(event)); return 0; }
 int cuEventElapsedTime(float *ms, void *a, void *b) { NOTE("", N(a), N(b)); *ms = 1.25f; return 0; }
 int cuEventDestroy(void *event) { NOTE("", N(event)); free(event); return 0; }
 
 int cuLibraryLoadData(char **library, const char *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {
     NOTE(code, N(code));
+    UNSAFE;
     *library = strdup(code);
     return 0;
 }
@@ -217,11 +246,23 @@ static Node *append(Graph *graph) {
     else graph->first = node;
     return graph->last = node;
 }
-static void *capturing;
-int cuStreamIsCapturing(void *stream, int *status) { *status = capturing && stream == capturing; return 0; }
+int cuStreamIsCapturing(void *stream, int *status) {
+    *status = !capture.stream || stream != capture.stream ? 0 : 1 + capture.is_invalid;
+    return 0;
+}
 int cuGraphCreate(Graph **graph, unsigned flags) { NOTE("", flags); *graph = calloc(1, sizeof **graph); return 0; }
-int cuStreamBeginCapture(void *stream, int mode) { NOTE("", N(stream), mode); capturing = stream; return 0; }
-int cuStreamEndCapture(void *stream, Graph **graph) { NOTE("", N(stream)); capturing = NULL; *graph = calloc(1, sizeof **graph); return 0; }
+int cuStreamBeginCapture(void *stream, int mode) {
+    NOTE("", N(stream), mode);
+    capture.stream = stream, capture.mode = mode, capture.is_invalid = 0, capture.thread = pthread_self();
+    return 0;
+}
+int cuStreamEndCapture(void *stream, Graph **graph) {
+    NOTE("", N(stream));
+    capture.stream = NULL;
+    if (capture.is_invalid) return CAPTURE_INVALIDATED;
+    *graph = calloc(1, sizeof **graph);
+    return 0;
+}
 int cuGraphExecKernelNodeSetParams(Graph *graph, Node *node, const KernelNode *given) {
     needs_context(__func__, graph);
     NOTE(given->kernel->symbol, N(given->grid[0]));

@@ -171,7 +171,8 @@ def test_without_a_gpu_the_reference_is_named(monkeypatch: pytest.MonkeyPatch, b
     def absent(*_: object) -> Any:
         raise NoDevice("no GPU")
 
-    monkeypatch.setattr(driver, "current_ordinal", absent)
+    for name in ("current_ordinal", "is_capturing"):
+        monkeypatch.setattr(driver, name, absent)
     text = 'no GPU; backend="reference" computes on the CPU in NumPy float64'
     with pytest.raises(NoDevice, match=text):
         attention_forward(*operands(), backend=backend)

@@ -64,7 +64,7 @@ def log(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
         device=lambda kind, ordinal: f"{kind}:{ordinal}",
         empty=lambda shape, dtype, device: Tensor(shape, dtype),
         float32="torch.float32",
-        cuda=SimpleNamespace(stream=contextlib.nullcontext, ExternalStream=lambda handle, device: handle),
+        cuda=SimpleNamespace(stream=contextlib.nullcontext, ExternalStream=lambda handle, device: handle, Stream=()),
     )
     cuda = SimpleNamespace(get_current_stream=lambda ordinal: SimpleNamespace(ptr=STREAM))
     cupy = SimpleNamespace(ndarray=ndarray, cuda=cuda, empty=lambda shape, dtype: ndarray(shape, dtype))

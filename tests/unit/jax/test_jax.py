@@ -468,3 +468,53 @@ def test_the_benchmark_records_what_it_prints(
         f"| float32, {mask}, batch 1, 8 tokens, 1 heads of 8" for mask in ("causal", "full")
     ]
     assert all(line.count("refused") == 2 for line in printed[2:])
+
+
+def lengths(q: Any, k: Any, longest: tuple[int, int] = (412, 412), used: Any = None) -> VariableLength:
+    return VariableLength(q, k, *longest, used)
+
+
+RIGHT = np.array([0, 100, 512])
+WRONG_LENGTHS: dict[str, tuple[VariableLength, str]] = {
+    "beyond the tokens": (lengths(np.array([0, 900, 100]), RIGHT), "cu_seqlens_q = [0, 900, 100]: must start with 0"),
+    "keys": (lengths(RIGHT, np.array([0, 900, 100])), "cu_seqlens_k = [0, 900, 100]: must start with 0"),
+    "start": (lengths(np.array([1, 100, 512]), RIGHT), "cu_seqlens_q = [1, 100, 512]: must start with 0"),
+    "64 bits": (lengths(RIGHT, np.array([0, 100, 512 + 2**32])), f"cu_seqlens_k = [0, 100, {512 + 2**32}]: must"),
+    "a list": (lengths([0, 900, 100], RIGHT), "cu_seqlens_q = [0, 900, 100]: must start with 0"),
+    "longest": (lengths(RIGHT, RIGHT, (412, 411)), "max_seqlen_k = 411: must be at least the longest sequence, 412"),
+    "used": (lengths(RIGHT, RIGHT, used=np.array([101, 412])), "seqused_k = [101, 412]: must be from 0 to the keys"),
+}
+
+
+@pytest.mark.parametrize(("sequences", "text"), WRONG_LENGTHS.values(), ids=WRONG_LENGTHS)
+@pytest.mark.parametrize("how", ["eager", "jit", "grad", "vmap"])
+def test_wrong_numpy_lengths_are_refused_when_traced(sequences: VariableLength, text: str, how: str) -> None:
+    """Nothing is planned, compiled or run: `kernels` fails."""
+
+    def call(query: Any) -> Any:
+        return attention(query, query, query, sequences=sequences, arch="sm_90", kernels=_no_kernels)
+
+    query = jnp.ones((1, 512, 2, 8), jnp.bfloat16)
+    traced: Callable[..., Any] = {
+        "eager": call,
+        "jit": jax.jit(call),
+        "grad": jax.grad(lambda query: call(query).sum()),
+        "vmap": lambda query: jax.vmap(call)(query[None]),
+    }[how]
+    with pytest.raises(NotSupported) as caught:
+        traced(query)
+    (reason,) = caught.value.reasons
+    assert reason.startswith(text)
+
+
+def _no_kernels(build: Any) -> Any:
+    raise AssertionError("wrong lengths were planned")
+
+
+def test_numpy_lengths_in_jax_agree_with_jax_lengths() -> None:
+    """Of any integer dtype, and as lists."""
+    query, key, value = (draw(number, 1, 20, H, D) for number in range(3))
+    expected = ours(query, key, value, sequences=lengths(jnp.array([0, 7, 20]), jnp.array([0, 7, 20]), (13, 13)))
+    for given in (np.array([0, 7, 20]), np.array([0, 7, 20], "u8"), [0, 7, 20]):
+        found = jax.jit(functools.partial(ours, sequences=lengths(given, given, (13, 13))))(query, key, value)
+        expect_close(found, expected)

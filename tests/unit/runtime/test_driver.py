@@ -81,7 +81,7 @@ def test_context_is_restored(driver_log: FakeDriver) -> None:
         with driver.device(1).current():
             assert driver.current_ordinal() == 1
         assert driver.current_ordinal() == 0
-    assert [call.numbers[0] for call in driver_log.of("cuCtxSetCurrent")] == [0xC0, 0xC1, 0xC0]
+    assert [call.numbers[0] for call in driver_log.of("cuCtxSetCurrent")] == [0xC0, 0xC1, 0xC0, 0]
 
 
 def test_failure_names_call_arguments_and_nvidia_s_text(driver_log: FakeDriver) -> None:

@@ -66,8 +66,9 @@ def test_views(libraries: FakeDriver) -> None:
     array = aligned((2, 5, 6, 8), ml_dtypes.bfloat16)[:, :, ::2]
     strides = (240, 48, 16, 1)
     for value, library in ((Tensor(array, "bfloat16"), "torch"), (ndarray(array), "cupy")):
-        found = arrays.read_operands({"x": value}, 0x66 if library == "torch" else 0)["x"]
-        assert found == (array.ctypes.data, SHAPE, strides, "bfloat16", 0, library, value)
+        stream = 0x66 if library == "torch" else 0
+        found = arrays.read_operands({"x": value}, stream)["x"]
+        assert found == (array.ctypes.data, SHAPE, strides, "bfloat16", 0, library, value, stream)
     assert libraries.calls == []
 
 
