@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from cutlass_py_attn import __version__
 from cutlass_py_attn.cli.bench import bench
 from cutlass_py_attn.cli.build import build
 from cutlass_py_attn.cli.doctor import doctor
@@ -24,7 +25,7 @@ class _Group(click.Group):
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(package_name="cutlass-py-attn")
+@click.version_option(__version__, prog_name="cutlass-py-attn")
 def group() -> None:
     """Fused attention as bare GPU kernels: plan, compile, inspect, run and measure them."""
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
+from cutlass_py_attn import extras
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.selection import ARCHS
 from cutlass_py_attn.cli.symbols import parse_symbol
@@ -22,7 +23,7 @@ from cutlass_py_attn.inspection.difference import difference, text_difference
 from cutlass_py_attn.inspection.facts import InspectedKernel, Json, facts, inspect_kernel
 from cutlass_py_attn.inspection.page import page
 
-NO_SASS = "No instruction counts: they need nvdisasm, pip install 'cutlass-py-attn[inspect]'."
+NO_SASS = f"No instruction counts: they need nvdisasm, {extras.remedy('inspect')}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from cutlass_py_attn import extras
+
 NEEDED = ("click", "rich")
 
 
@@ -15,5 +17,5 @@ def main() -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in NEEDED:
             raise
-        sys.exit(f"cutlass-py-attn needs {missing} for its commands: pip install 'cutlass-py-attn[cli]'")
+        sys.exit(f"cutlass-py-attn needs {missing} for its commands: {extras.remedy('cli')}")
     group(prog_name="cutlass-py-attn")

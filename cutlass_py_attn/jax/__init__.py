@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, TypedDict, Unpack
 
+from cutlass_py_attn import extras
+
 try:
     import jax
     import jax.numpy as jnp
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"{error}: cutlass_py_attn.jax needs JAX: pip install 'cutlass-py-attn[jax]', with a GPU 'jax[cuda13]' too",
+        f"{error}: cutlass_py_attn.jax needs JAX: {extras.remedy('jax')}, with a GPU 'jax[cuda13]' too",
         name=error.name,
     ) from error
 

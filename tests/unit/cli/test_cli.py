@@ -19,6 +19,7 @@ import numpy as np
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 
+from cutlass_py_attn import extras
 from cutlass_py_attn.api import attention, results
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.cli import artifacts, doctor, run, run_cpu, run_gpu
@@ -166,7 +167,7 @@ def test_missing_extra_is_one_sentence(missing: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        f"cutlass-py-attn needs {missing} for its commands: pip install 'cutlass-py-attn[cli]'"
+        f"cutlass-py-attn needs {missing} for its commands: {extras.remedy('cli')}"
     ]
 
 
@@ -195,7 +196,7 @@ def test_doctor_names_what_is_there_and_what_is_not(monkeypatch: pytest.MonkeyPa
     assert lines["numpy"].split() == ["ok", "numpy", np.__version__]
     assert lines["GPU"].startswith("missing")
     assert "launching needs an NVIDIA GPU" in lines["GPU"]
-    assert "pip install 'cutlass-py-attn[inspect]'" in lines["nvdisasm"]
+    assert extras.remedy("inspect") in lines["nvdisasm"]
 
 
 def test_doctor_describes_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
