@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cutlass_py_attn import jax, torch_ops
-    from cutlass_py_attn import torch_ops as conventions
+    from cutlass_py_attn import jax as jax
+    from cutlass_py_attn import torch_ops as torch_ops
     from cutlass_py_attn.api.attention import attention_backward, attention_forward
     from cutlass_py_attn.api.options import AttentionOptions, BackwardOptions, ForwardOptions, VariableLength
     from cutlass_py_attn.api.results import Gradients
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
     from cutlass_py_attn.runtime.launch import Bound, bind
     from cutlass_py_attn.score_terms.dropout import Dropout, dropout_mask
+
+    conventions = torch_ops
 
 __version__ = "0.1.0"
 

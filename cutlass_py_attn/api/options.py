@@ -10,6 +10,7 @@ from typing import Any, Final, TypedDict
 
 import numpy as np
 
+from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.build import Build
@@ -18,6 +19,7 @@ from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.tensors import OPERANDS, Sequences
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
+from cutlass_py_attn.suggestions import did_you_mean
 
 BACKENDS: Final = ("auto", "gpu", "reference")
 GRADIENTS: Final = (*OPERANDS, *registry.gradients())
@@ -158,7 +160,7 @@ class BackwardOptions(AttentionOptions, total=False):
     """
 
     gradients: tuple[str, ...]
-    out: Any
+    out: Gradients | None
     packed: bool
     deterministic: bool
     num_splits_key: int | None
@@ -238,7 +240,8 @@ def _check_plain_options(options: tuple[tuple[str, Any], ...], allowed: type) ->
 def _check(options: Mapping[str, Any], allowed: type) -> Options:
     names = _names(allowed)
     reasons = [
-        f"option {name!r} is unknown: must be one of {', '.join((*names, 'stream'))}; check the spelling"
+        f"option {name!r} is unknown: must be one of {', '.join((*names, 'stream'))}; "
+        + did_you_mean(name, (*names, "stream"), "check the spelling")
         for name in options
         if name not in names
     ]

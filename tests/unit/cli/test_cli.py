@@ -166,9 +166,7 @@ def test_missing_extra_is_one_sentence(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from cutlass_py_attn.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 1
-    assert done.stderr.splitlines() == [
-        f"cutlass-py-attn needs {missing} for its commands: {extras.remedy('cli')}"
-    ]
+    assert done.stderr.splitlines() == [f"cutlass-py-attn needs {missing} for its commands: {extras.remedy('cli')}"]
 
 
 def test_other_missing_modules_are_not_hidden() -> None:

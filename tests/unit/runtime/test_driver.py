@@ -150,7 +150,9 @@ def test_unknown_code_and_missing_function(driver_log: FakeDriver) -> None:
     driver_log.fail("cuMemFree", 12345)
     with pytest.raises((DriverError, ValueError)):
         driver.free_now(0)
-    with pytest.raises(DriverError, match=r"cuCtxResetPersistingL2Cache.*does not have it; update it to version 550\.54\.14 or"):
+    with pytest.raises(
+        DriverError, match=r"cuCtxResetPersistingL2Cache.*does not have it; update it to version 550\.54\.14 or"
+    ):
         driver.call("cuCtxResetPersistingL2Cache")
 
 
