@@ -117,11 +117,11 @@ def attention(
     The operands are float16, bfloat16 or float32, all of one dtype. Returns
     (batch, num_queries, num_heads, head_dim_value) in the same dtype.
 
-    The call is checked when it is traced. It is planned, and compiled if `kernels` is None, when the program is lowered,
-    so jax.eval_shape needs neither a GPU nor kernels. Under vmap, the new axis joins the batch. With variable lengths,
-    differentiated sinks, different dropout keys, or different arrays of a score term that has no batch axis, the elements
-    run one after the other instead. XLA cannot shard the call: if all operands have one sharding of batch and heads, call
-    it inside shard_map.
+    The call is checked when it is traced. When the program is lowered, the call is planned, and its kernels compiled if
+    `kernels` is None; so jax.eval_shape needs neither a GPU nor kernels. Under vmap, the new axis joins the batch. With
+    variable lengths, differentiated sinks, different dropout keys, or different arrays of a score term that has no
+    batch axis, the elements run one after the other instead. XLA cannot shard the call: if all operands have one
+    sharding of batch and heads, call it inside shard_map.
 
     NotSupported lists every reason when the call is traced. When the program is lowered, NoDevice: there is no GPU, and
     `arch` is None; CompileError, Stale: there is no kernel.
