@@ -12,7 +12,7 @@ from typing import Final
 REQUIRED: Final = ("numpy>=2.1", "cuda-python>=13,<14", "ml_dtypes>=0.5")
 PACKAGES: Final = {
     "compile": ("nvidia-cutlass-dsl==4.8.1",),
-    "cli": ("click>=8.1", "rich>=14", "jinja2>=3.1"),
+    "cli": ("click>=8.2", "rich>=14", "jinja2>=3.1"),
     "inspect": ("nvidia-cuda-nvdisasm>=13,<14", "jinja2>=3.1", "pygments>=2.19"),
     "jax": ("jax>=0.10", "flatbuffers>=24"),
 }

@@ -10,7 +10,7 @@ MAX_NAMES = 3
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """Returns up to MAX_NAMES known names like `name`, the nearest first; cutoff: from 0 (any) to 1 (equal)."""
-    return difflib.get_close_matches(name, list(known), MAX_NAMES, cutoff)
+    return difflib.get_close_matches(name, list(dict.fromkeys(known)), MAX_NAMES, cutoff)
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import warnings
 
 from cutlass_py_attn import extras
 
@@ -10,7 +12,8 @@ NEEDED = ("click", "rich")
 
 
 def main() -> None:
-    """Runs `cutlass-py-attn`; the exit code is 1 if a check fails and 2 if an option is wrong."""
+    """Runs `cutlass-py-attn`; the exit code is 1 if a check fails, 2 if an option is wrong and 130 after Ctrl-C."""
+    warnings.formatwarning = _one_line
     try:
         from cutlass_py_attn.cli.group import group
     except ModuleNotFoundError as error:
@@ -18,4 +21,11 @@ def main() -> None:
         if missing not in NEEDED:
             raise
         sys.exit(f"cutlass-py-attn needs {missing} for its commands: {extras.remedy('cli')}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     group(prog_name="cutlass-py-attn")
+
+
+def _one_line(message: Warning | str, *_: object, **__: object) -> str:
+    """Returns a warning as the commands print it, without the line of source that gave it."""
+    return f"Warning: {message}\n"

@@ -38,6 +38,10 @@ _HINTS: Final = {
 }
 
 
+class OldDriver(NoDevice):
+    """The NVIDIA driver is older than MINIMUM_CUDA."""
+
+
 @functools.cache
 def bindings() -> Any:
     """Returns the module cuda.bindings.driver; raises NoDevice when cuda-python is not installed."""
@@ -62,7 +66,7 @@ def initialise() -> None:
         raise NoDevice(f"there is no usable GPU on this machine: cuInit(0): {_error_text(int(code))}")
     code, version = cuda.cuDriverGetVersion()
     if not int(code) and _major_minor(version) < MINIMUM_CUDA:
-        raise NoDevice(
+        raise OldDriver(
             "this machine's NVIDIA driver is for CUDA {}.{}: must be for CUDA {}.{} or later; ".format(
                 *_major_minor(version), *MINIMUM_CUDA
             )

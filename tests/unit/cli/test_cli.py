@@ -27,6 +27,7 @@ from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.cli.selection import KINDS, Selection
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.cli.target import Gpu, sm90_arch
+from cutlass_py_attn.compilation import cache_folder
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.inspection import sass
 from cutlass_py_attn.plan.build import Build
@@ -215,7 +216,7 @@ def test_doctor_outlives_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_doctor_measures_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(cache_folder, "user_folder", lambda: tmp_path)
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "file").write_bytes(bytes(3 << 19))
     found = {item["name"]: item["found"] for item in json.loads(invoke("doctor", "--json").output)}

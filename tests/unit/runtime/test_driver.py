@@ -79,7 +79,7 @@ OLD_DRIVER = (
 
 def test_an_old_driver_is_refused_before_anything_is_launched() -> None:
     assert run(OLD_DRIVER.format(version=12030)) == (
-        "NoDevice this machine's NVIDIA driver is for CUDA 12.3: must be for CUDA 12.4 or later; update it to version "
+        "OldDriver this machine's NVIDIA driver is for CUDA 12.3: must be for CUDA 12.4 or later; update it to version "
         "550.54.14 or later"
     )
     assert run(OLD_DRIVER.format(version=12040)) == "1"
