@@ -11,9 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cutlass_py_attn import jax as jax
+    from cutlass_py_attn import torch_ops as torch_ops
     from cutlass_py_attn.api.attention import attention_backward, attention_forward
     from cutlass_py_attn.api.dropout_mask import dropout_mask
-    from cutlass_py_attn.api.options import VariableLength
+    from cutlass_py_attn.api.options import AttentionOptions, BackwardOptions, ForwardOptions, VariableLength
     from cutlass_py_attn.api.results import Gradients
     from cutlass_py_attn.artifact import Artifact, Folder
     from cutlass_py_attn.bundle.files import Bundle, export_bundle, load_bundle
@@ -27,30 +29,34 @@ if TYPE_CHECKING:
         NotSupported,
         Stale,
     )
+    from cutlass_py_attn.plan.build import Build
     from cutlass_py_attn.plan.plan import Plan
     from cutlass_py_attn.plan.planner import plan_backward, plan_forward, plan_with_tile
     from cutlass_py_attn.plan.tile_config import TileConfig
-    from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
+    from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
     from cutlass_py_attn.problem.problem import Problem
     from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
     from cutlass_py_attn.runtime.launch import Bound, bind
     from cutlass_py_attn.score_terms.dropout import Dropout
+
+    conventions = torch_ops
 
 __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
     "api.attention": ("attention_backward", "attention_forward"),
     "api.dropout_mask": ("dropout_mask",),
-    "api.options": ("VariableLength",),
+    "api.options": ("AttentionOptions", "BackwardOptions", "ForwardOptions", "VariableLength"),
     "api.results": ("Gradients",),
     "artifact": ("Artifact", "Folder"),
     "bundle.files": ("Bundle", "export_bundle", "load_bundle"),
     "compilation.checked": ("artifact_for", "compile"),
     "errors": ("AttentionError", "CompileError", "DoesNotFit", "DriverError", "NoDevice", "NotSupported", "Stale"),
+    "plan.build": ("Build",),
     "plan.plan": ("Plan",),
     "plan.planner": ("plan_backward", "plan_forward", "plan_with_tile"),
     "plan.tile_config": ("TileConfig",),
-    "problem.masks": ("Causal", "CausalBottomRight", "Full", "Window"),
+    "problem.masks": ("Causal", "CausalBottomRight", "Full", "Mask", "Window"),
     "problem.problem": ("Problem",),
     "problem.tensors": ("Sequences", "Shape", "Tensor"),
     "runtime.launch": ("Bound", "bind"),
@@ -63,7 +69,10 @@ _SUBPACKAGES = {"conventions": "torch_ops", "jax": "jax", "torch_ops": "torch_op
 __all__ = [
     "Artifact",
     "AttentionError",
+    "AttentionOptions",
+    "BackwardOptions",
     "Bound",
+    "Build",
     "Bundle",
     "Causal",
     "CausalBottomRight",
@@ -72,8 +81,10 @@ __all__ = [
     "DriverError",
     "Dropout",
     "Folder",
+    "ForwardOptions",
     "Full",
     "Gradients",
+    "Mask",
     "NoDevice",
     "NotSupported",
     "Plan",
@@ -108,4 +119,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

@@ -108,12 +108,24 @@ def artifact_from(description: dict[str, Any], ptx: str, cubin: bytes) -> Artifa
 
 
 class Folder:
-    """Artifacts as files `<arch>/<symbol>.json|ptx|cubin`, for machines without the compiler."""
+    """Artifacts as files `<arch>/<symbol>.json|ptx|cubin`, for machines without the compiler.
+
+    Folders of one path are equal, so that calls with either share their cached kernels.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if reasons := path_objections("path", path):
             raise NotSupported(reasons)
         self.path = Path(path)
+
+    def __eq__(self, other: object) -> bool:
+        return self.path == other.path if isinstance(other, Folder) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((Folder, self.path))
+
+    def __repr__(self) -> str:
+        return f"Folder({str(self.path)!r})"
 
     def __call__(self, build: Build) -> Artifact:
         """Returns the artifact of `build`; Stale says what is missing or different, and what to do."""

@@ -10,42 +10,25 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Unpack
 
 from cutlass_py_attn.api import call_cache
+from cutlass_py_attn.api.declaration import implemented_by
 from cutlass_py_attn.api.lru_cache import LruCache
-from cutlass_py_attn.api.options import BackwardOptions, ForwardOptions, Options, check_options
+from cutlass_py_attn.api.options import BackwardOptions, ForwardOptions, Options, VariableLength, check_options
 from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NoDevice
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes, output_checks
 from cutlass_py_attn.runtime.launch import Bound, bind_problem
+from cutlass_py_attn.score_terms.dropout import Dropout
 
 MAX_PREPARED_CALLS: Final = 64  # another shape, stride or scale is another prepared call
 
 
-def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[ForwardOptions]) -> tuple[Any, Any]:
-    """Computes softmax(scale Q K^T + bias, masked) V, and the logarithm of the softmax's denominator.
-
-    query: (batch, num_queries, num_heads, head_dim).
-    key: (batch, num_keys, num_heads_key, head_dim); num_heads_key divides num_heads.
-    value: (batch, num_keys, num_heads_key, head_dim_value).
-    options: see ForwardOptions.
-
-    The operands are float16, bfloat16 or float32, all of one dtype, with a contiguous last axis. They are CUDA arrays
-    of any library, which are read in place, or NumPy arrays, which are copied to the device.
-
-    Returns output (batch, num_queries, num_heads, head_dim_value) in the operands' dtype, and logsumexp
-    (batch, num_heads, ceil32(num_queries)) float32, both in the library of query. logsumexp is a natural logarithm;
-    its padding is +inf. A row without keys has output 0 and logsumexp -inf. With `sequences`, the batch of logsumexp
-    is the number of sequences, num_queries is max_seqlen_q, and the padding of a row starts at its sequence's length.
-    Device results are ready in the order of `stream`; the function waits for the stream only for JAX arrays. NumPy
-    results are complete.
-
-    NotSupported lists every reason before a kernel is launched. NoDevice: there is no GPU. CompileError, Stale: there
-    is no kernel. DriverError: a driver call failed, for example because device memory ran out.
-    """
+def _forward(query: Any, key: Any, value: Any, **options: Unpack[ForwardOptions]) -> tuple[Any, Any]:
     stream = options.pop("stream", None)
     key_of_call, cached = call_cache.lookup("forward", (query, key, value), options, stream)
     if cached is not None:
@@ -62,7 +45,50 @@ def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[Forwar
     return results["output"], results["logsumexp"]
 
 
-def attention_backward(
+@implemented_by(_forward)
+def attention_forward(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Mask = Full(),  # noqa: B008
+    scale: float | None = None,
+    bias: Any = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: Dropout | None = None,
+    score_terms: Mapping[str, Any] = {},
+    sequences: VariableLength | None = None,
+    stream: object = None,
+    backend: str = "auto",
+    kernels: Callable[[Build], Artifact] | None = None,
+    out: Any = None,
+) -> tuple[Any, Any]:
+    """Computes softmax(scale Q K^T + bias, masked) V, and the logarithm of the softmax's denominator.
+
+    query: (batch, num_queries, num_heads, head_dim).
+    key: (batch, num_keys, num_heads_key, head_dim); num_heads_key divides num_heads.
+    value: (batch, num_keys, num_heads_key, head_dim_value).
+    The options are keywords; `ForwardOptions` describes each.
+
+    The operands are float16, bfloat16 or float32, all of one dtype, with a contiguous last axis. They are CUDA arrays
+    of any library, which are read in place, or NumPy arrays, which are copied to the device.
+
+    Returns output (batch, num_queries, num_heads, head_dim_value) in the operands' dtype, and logsumexp
+    (batch, num_heads, ceil32(num_queries)) float32, both in the library of query. logsumexp is a natural logarithm;
+    its padding is +inf. A row without keys has output 0 and logsumexp -inf. With `sequences`, the batch of logsumexp
+    is the number of sequences, num_queries is max_seqlen_q, and the padding of a row starts at its sequence's length.
+    Device results are ready in the order of `stream`; the function waits for the stream only for JAX arrays. NumPy
+    results are complete.
+
+    NotSupported lists every reason before a kernel is launched. NoDevice: there is no GPU. CompileError, Stale: there
+    is no kernel. DriverError: a driver call failed, for example because device memory ran out.
+    """
+    raise NotImplementedError
+
+
+def _backward(
     grad_output: Any,
     query: Any,
     key: Any,
@@ -71,16 +97,6 @@ def attention_backward(
     logsumexp: Any,
     **options: Unpack[BackwardOptions],
 ) -> Gradients:
-    """Computes the gradients of query, key and value, and on request those of bias and sinks.
-
-    grad_output, output: (batch, num_queries, num_heads, head_dim_value).
-    query, key, value: as in the forward.
-    logsumexp: (batch, num_heads, ceil32(num_queries)) float32, from the forward.
-    options: see BackwardOptions; the options that the forward has too must be the same.
-
-    The gradient of a bias is summed over the bias's axes of size 1. dtypes, libraries and errors are those of
-    `attention_forward`.
-    """
     stream = options.pop("stream", None)
     arguments = grad_output, query, key, value, output, logsumexp
     key_of_call, cached = call_cache.lookup("backward", arguments, options, stream)
@@ -106,6 +122,46 @@ def attention_backward(
     outputs = {f"grad_{name}": array for name in checked.gradients if (array := getattr(out, name)) is not None}
     results = _launch("backward", operands, outputs, checked, stream, key_of_call)
     return Gradients(**{name: results[f"grad_{name}"] for name in checked.gradients})
+
+
+@implemented_by(_backward)
+def attention_backward(
+    grad_output: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    output: Any,
+    logsumexp: Any,
+    *,
+    mask: Mask = Full(),  # noqa: B008
+    scale: float | None = None,
+    bias: Any = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: Dropout | None = None,
+    score_terms: Mapping[str, Any] = {},
+    sequences: VariableLength | None = None,
+    stream: object = None,
+    backend: str = "auto",
+    kernels: Callable[[Build], Artifact] | None = None,
+    gradients: tuple[str, ...] = ("query", "key", "value"),
+    out: Gradients | None = None,
+    packed: bool = False,
+    deterministic: bool = False,
+    num_splits_key: int | None = None,
+) -> Gradients:
+    """Computes the gradients of query, key and value, and on request those of bias and sinks.
+
+    grad_output, output: (batch, num_queries, num_heads, head_dim_value).
+    query, key, value: as in the forward.
+    logsumexp: (batch, num_heads, ceil32(num_queries)) float32, from the forward.
+    The options are keywords; `BackwardOptions` describes each. Those that the forward has too must be the same.
+
+    The gradient of a bias is summed over the bias's axes of size 1. dtypes, libraries and errors are those of
+    `attention_forward`.
+    """
+    raise NotImplementedError
 
 
 def _launch(

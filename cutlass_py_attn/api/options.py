@@ -21,6 +21,7 @@ from cutlass_py_attn.problem.tensors import OPERANDS, Sequences
 from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
+from cutlass_py_attn.suggestions import did_you_mean
 
 BACKENDS: Final = ("auto", "gpu", "reference")
 GRADIENTS: Final = (*OPERANDS, *registry.gradients())
@@ -169,7 +170,7 @@ class BackwardOptions(AttentionOptions, total=False):
     """
 
     gradients: tuple[str, ...]
-    out: Any
+    out: Gradients | None
     packed: bool
     deterministic: bool
     num_splits_key: int | None
@@ -270,7 +271,8 @@ def _check(options: Mapping[str, Any], allowed: type) -> Options:
     names = _names(allowed)
     given = {name: option_value(name, value) for name, value in options.items()}
     reasons = [
-        f"option {name!r} is unknown: must be one of {', '.join((*names, 'stream'))}; check the spelling"
+        f"option {name!r} is unknown: must be one of {', '.join((*names, 'stream'))}; "
+        + did_you_mean(name, (*names, "stream"), "check the spelling")
         for name in given
         if name not in names
     ]

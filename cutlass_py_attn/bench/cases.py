@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Final
 
@@ -17,6 +17,7 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import ProblemSpec
 from cutlass_py_attn.problem.tensors import DIRECTIONS, ITEM_BYTES
+from cutlass_py_attn.suggestions import did_you_mean
 
 
 def directions(spec: ProblemSpec) -> tuple[str, ...]:
@@ -105,8 +106,16 @@ def select(names: Iterable[str], only: str) -> tuple[str, ...]:
     listed = tuple(names) or default_cases()
     found = tuple(name for name in listed if pattern.search(name))
     if not found:
-        raise NotSupported(f"only = {only!r}: matches none of {', '.join(listed)}; use a part of a name")
+        suggestion = did_you_mean(only, _parts(listed), "use a part of a name")
+        raise NotSupported(f"only = {only!r}: matches none of {', '.join(listed)}; {suggestion}")
     return found
+
+
+def _parts(names: Iterable[str]) -> Iterator[str]:
+    """Yields the names, and their words."""
+    for name in names:
+        yield name
+        yield from name.split("_")
 
 
 def builds(specs: Iterable[ProblemSpec], compute_capability: tuple[int, int]) -> list[tuple[Build, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cutlass_py_attn import extras
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import expressions, split_kv
 
@@ -16,7 +17,7 @@ def render(manifest: dict[str, Any]) -> str:
     try:
         import jinja2
     except ImportError as error:
-        raise NotSupported("the C header needs jinja2: pip install 'cutlass-py-attn[cli]'") from error
+        raise NotSupported(f"the C header needs jinja2: {extras.remedy('cli')}") from error
     name, passes = manifest["name"], manifest["passes"]
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     environment.filters["c"] = lambda rule, target: _in_c(rule, name, {item["name"] for item in target["definitions"]})

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cutlass_py_attn import extras
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.compilation.compiler import artifact_for, toolchain
@@ -51,8 +52,14 @@ class Made:
             }
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Returns a count with its noun: `1 kernel`, `2 kernels`."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
 def compiler() -> Source:
     """Returns a source that compiles, or reads this user's cache."""
+    expect_compiler()
 
     def source(build: Build) -> tuple[Artifact, str]:
         kept = Cache().get(build, toolchain())
@@ -65,16 +72,29 @@ def compiler() -> Source:
     return source
 
 
+def expect_compiler() -> None:
+    """Raises CompileError with the packages to install if there is no compiler."""
+    try:
+        toolchain()
+    except CompileError as error:
+        raise CompileError(
+            f"there is no compiler, so nothing can be compiled: {extras.remedy('compile')}; or launch prebuilt kernels "
+            "with --kernels"
+        ) from error
+
+
 def prebuilt(folder: Path) -> Source:
     """Returns a source that reads the files of a `build` command."""
     files = Folder(folder)
     return lambda build: (files(build), "prebuilt")
 
 
-def obtain(plans: Sequence[Plan], source: Source, quiet: bool = False) -> tuple[list[Made], list[str]]:
+def obtain(
+    plans: Sequence[Plan], source: Source, quiet: bool = False, keep: Callable[[Artifact], None] | None = None
+) -> tuple[list[Made], list[str]]:
     """Returns the artifact of every plan, once for each build, and a message for each that failed.
 
-    Shows a progress bar on stderr unless `quiet`.
+    Shows a progress bar on stderr unless `quiet`. keep: called with each artifact as soon as there is one.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     made: list[Made] = []
@@ -86,6 +106,8 @@ def obtain(plans: Sequence[Plan], source: Source, quiet: bool = False) -> tuple[
             progress.update(task, description=f"{build.symbol} {build.arch}")
             try:
                 made.append(Made(plan, *source(build)))
+                if keep is not None:
+                    keep(made[-1].artifact)
             except CompileError as error:
                 failures.append(str(error))
             progress.advance(task)

@@ -10,6 +10,7 @@ import click
 
 from cutlass_py_attn.bench import harness as engine
 from cutlass_py_attn.bench import timing
+from cutlass_py_attn.cli.outputs import OutputFile, writing
 from cutlass_py_attn.problem import spec
 
 # \b on a line of its own keeps click from wrapping the paragraph.
@@ -23,7 +24,7 @@ _WORDS = "A case is named by these words, joined by _ in any order:\n\n\b\n" + s
 @click.option("--only", default="", metavar="PATTERN", help="Cases whose name matches this regular expression.")
 @click.option("--kernels", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path),
               help="Use the kernels in this folder of a `build`; nothing is compiled.")  # fmt: skip
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write JSON there.")
+@click.option("-o", "--output", type=OutputFile(), help="Write JSON there.")
 @click.option("--samples", type=click.IntRange(5), default=timing.SAMPLES, show_default=True)
 @click.option("--sustained", is_flag=True, help=f"{engine.SUSTAINED[0].upper()}{engine.SUSTAINED[1:]}.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -43,7 +44,8 @@ def bench(
     read the same memory, and are skipped if torch is not installed. If a case fails, the others still run, and the
     exit code is 1.
     """
-    rows, failures = engine.run(names, only, folder, output, samples, sustained=sustained)
+    with writing(output or Path("standard output")):
+        rows, failures = engine.run(names, only, folder, output, samples, sustained=sustained)
     click.echo(json.dumps([asdict(row) for row in rows], indent=1) if as_json else engine.table(rows))
     if failures:
         raise click.ClickException("\n".join(failures))

@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 from cutlass_py_attn.artifact import Folder
-from cutlass_py_attn.cli import artifacts
+from cutlass_py_attn.cli import artifacts, outputs
+from cutlass_py_attn.cli.outputs import OutputFolder
+from cutlass_py_attn.cli.parameters import ALL, Choice, MaskName, masks_of
 from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, MASKS, Selection, problems
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.errors import CompileError
@@ -15,24 +17,28 @@ from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 
 DEFAULT_HEAD_DIM = 128
+MASK_HELP = "By its words, such as causal_br or window_left100.  [default: all, which is {}]"
 
 
 @click.command()
-@click.option("--arch", "archs", type=click.Choice(ARCHS), multiple=True, required=True, help="Compile target.")
+@click.option("--arch", "archs", type=Choice(ARCHS), multiple=True, required=True, help="Compile target.")
 @click.option("--symbol", "symbols", multiple=True, help="A kernel by its symbol, in place of the options below.")
 @click.option("--problem", "names", multiple=True, metavar="NAME|FILE.json",
               help="The kernels of a problem (words: bench --help), in place of the options below.")  # fmt: skip
-@click.option("--kind", type=click.Choice([*KINDS, "all"]), help="Default: all.")
-@click.option("--dtype", "dtypes", type=click.Choice(list(DTYPES)), multiple=True, help="Default: all.")
+@click.option("--direction", "directions", type=Choice(DIRECTIONS), multiple=True,
+              help="Of --problem.  [default: both; the forward alone for few queries]")  # fmt: skip
+@click.option("--kind", type=Choice([*KINDS, ALL]), help="Default: all.")
+@click.option("--dtype", "dtypes", type=Choice(list(DTYPES)), multiple=True, help="Default: all.")
 @click.option("--head-dim", "head_dims", type=int, multiple=True, help=f"Default: {DEFAULT_HEAD_DIM}.")
-@click.option("--mask", "masks", type=click.Choice(MASKS), multiple=True, help="Default: all.")
+@click.option("--mask", "masks", type=MaskName(), multiple=True, help=MASK_HELP.format(", ".join(MASKS)))
 @click.option("--deterministic", is_flag=True, help="Backward kernels whose query gradient is repeatable.")
-@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), required=True)
+@click.option("-o", "--output", type=OutputFolder(), required=True)
 def build(
     *,
     archs: tuple[str, ...],
     symbols: tuple[str, ...],
     names: tuple[str, ...],
+    directions: tuple[str, ...],
     kind: str | None,
     dtypes: tuple[str, ...],
     head_dims: tuple[int, ...],
@@ -47,10 +53,10 @@ def build(
     part of the message about a missing kernel. For an H100 or H200 build both sm_90a and sm_90.
     """
     selection = Selection(
-        kinds=KINDS if kind in (None, "all") else (kind,),
+        kinds=KINDS if kind in (None, ALL) else (kind,),
         dtypes=tuple(DTYPES[short] for short in dtypes or DTYPES),
         head_dims=head_dims or (DEFAULT_HEAD_DIM,),
-        masks=masks or MASKS,
+        masks=masks_of(masks) or MASKS,
         deterministic=deterministic,
     )
     if (symbols or names) and (kind or dtypes or head_dims or masks or deterministic):
@@ -58,17 +64,17 @@ def build(
             "--symbol and --problem name whole kernels: --kind, --dtype, --head-dim, --mask and --deterministic cannot "
             "be combined with them; leave them out, or build in two commands"
         )
-    folder = Folder(output)
+    if directions and not names:
+        raise click.UsageError("--direction belongs to --problem: use --kind, or name a problem")
     if symbols or names:
         plans = [parse_symbol(symbol, arch) for arch in archs for symbol in symbols]
-        chosen = [problem for name in names for problem in problems(name, DIRECTIONS)]
+        chosen = problems(names, directions) if names else []
         plans += [plan(problem, arch) for arch in archs for problem in chosen]
     else:
         plans = [plan for arch in archs for plan in selection.plans(arch)]
-    made, failures = artifacts.obtain(plans, artifacts.compiler())
-    for item in made:
-        folder.put(item.artifact)
+    with outputs.writing(output):
+        made, failures = artifacts.obtain(plans, artifacts.compiler(), keep=Folder(output).put)
     artifacts.show(made)
-    click.echo(f"{len(made)} kernels in {output}")
+    click.echo(f"{artifacts.counted(len(made), 'kernel')} in {output}")
     if failures:
         raise CompileError("\n".join(failures))

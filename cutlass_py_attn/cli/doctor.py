@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 
 import click
 from rich.markup import escape
 from rich.table import Table
 
+from cutlass_py_attn import __version__, extras
 from cutlass_py_attn.cli.artifacts import console
 from cutlass_py_attn.cli.target import Gpu, first_gpu
-from cutlass_py_attn.compilation.cache import default_folder
+from cutlass_py_attn.compilation import cache_folder
 from cutlass_py_attn.compilation.compiler import toolchain
 from cutlass_py_attn.errors import CompileError, DriverError, NoDevice, NotSupported
 from cutlass_py_attn.inspection import sass
@@ -25,11 +28,12 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. found: "" if it is missing; remedy: what to do then."""
+    """One line of the report. found: "" if there is a problem, which is named in a word; remedy: what to do then."""
 
     name: str
     found: str
     remedy: str = ""
+    problem: str = "missing"
 
 
 @click.command()
@@ -43,7 +47,7 @@ def doctor(*, as_json: bool) -> None:
     table = Table("", "what", box=None, pad_edge=False)
     table.add_column("found, or what to do", overflow="fold")
     for finding in findings:
-        state = "[green]ok[/]" if finding.found else "[yellow]missing[/]"
+        state = "[green]ok[/]" if finding.found else f"[yellow]{finding.problem}[/]"
         table.add_row(state, finding.name, escape(finding.found or finding.remedy))
     console().print(table)
 
@@ -51,13 +55,15 @@ def doctor(*, as_json: bool) -> None:
 def examine() -> Iterator[Finding]:
     """Yields a finding for everything that the package can use, in the order in which it uses it."""
     yield Finding("Python", platform.python_version())
-    for name in ("cutlass-py-attn", "numpy", "ml_dtypes", "cuda-python"):
-        yield Finding(name, _version(name), f"pip install {name}")
-    yield Finding("compiler", _compiler(), "pip install 'cutlass-py-attn[compile]', or launch prebuilt kernels")
-    yield Finding("driver", _driver(), "install the NVIDIA driver; compiling works without it")
+    yield Finding("cutlass-py-attn", f"{__version__} in {Path(__file__).parents[1]}")
+    for requirement in extras.REQUIRED:
+        name = re.split("[<>=]", requirement)[0]
+        yield Finding(name, _version(name), extras.install(requirement))
+    yield Finding("compiler", _compiler(), f"{extras.remedy('compile')}, or launch prebuilt kernels")
+    yield _driver()
     yield from _gpu()
-    yield Finding("kernel cache", _cache())
-    yield Finding("nvdisasm", sass.tool() or "", "pip install 'cutlass-py-attn[inspect]' shows SASS")
+    yield _cache()
+    yield Finding("nvdisasm", sass.tool() or "", f"{extras.remedy('inspect')} shows SASS")
 
 
 def _gpu() -> Iterator[Finding]:
@@ -85,11 +91,14 @@ def _compiler() -> str:
         return ""
 
 
-def _driver() -> str:
+def _driver() -> Finding:
+    minimum = "{}.{}".format(*driver.MINIMUM_CUDA)
     try:
-        return "CUDA {}.{}".format(*driver.driver_version())
-    except (NoDevice, DriverError):
-        return ""
+        found = "CUDA {}.{}, and at least {} is needed".format(*driver.driver_version(), minimum)
+    except (NoDevice, DriverError) as error:
+        problem = "too old" if isinstance(error, driver.OldDriver) else "missing"
+        return Finding("driver", "", f"{error}; compiling works without it", problem)
+    return Finding("driver", found)
 
 
 def _shown(gpu: Gpu) -> str:
@@ -98,7 +107,14 @@ def _shown(gpu: Gpu) -> str:
     return f"{gpu.name}, compute capability {major}.{minor}, {gpu.num_sms} SMs{more}"
 
 
-def _cache() -> str:
-    folder = default_folder()
+def _cache() -> Finding:
+    """Returns the folder and size of the kernel cache; the reason if no kernel can be cached there."""
+    try:
+        folder = cache_folder.user_folder()
+        reason = cache_folder.objection(folder)
+    except NotSupported as error:
+        reason = str(error)
+    if reason:
+        return Finding("kernel cache", "", f"{reason}; until then each process compiles its kernels again", "unusable")
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    return f"{folder} ({sum(sizes) / MIB:.1f} MiB)"
+    return Finding("kernel cache", f"{folder} ({sum(sizes) / MIB:.1f} MiB)")

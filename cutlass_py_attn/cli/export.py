@@ -9,6 +9,8 @@ import click
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bundle.files import Bundle, export_bundle
 from cutlass_py_attn.cli import artifacts
+from cutlass_py_attn.cli.outputs import OutputFolder, writing
+from cutlass_py_attn.cli.parameters import Archs, Choice
 from cutlass_py_attn.cli.selection import problems
 from cutlass_py_attn.plan.arch import ARCHITECTURES
 from cutlass_py_attn.plan.build import Build
@@ -18,15 +20,16 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS
 @click.command()
 @click.option("--problem", "names", multiple=True, required=True, metavar="NAME|FILE.json",
               help="A name, like bf16_d128_s4096_b2_h16_causal (words: bench --help), or a JSON file.")  # fmt: skip
-@click.option("--direction", "directions", type=click.Choice(DIRECTIONS), multiple=True, help="Default: both.")
-@click.option("--arch", "archs", multiple=True, required=True, metavar="ARCH[,ARCH...]",
+@click.option("--direction", "directions", type=Choice(DIRECTIONS), multiple=True,
+              help="Default: both; the forward alone for few queries.")  # fmt: skip
+@click.option("--arch", "archs", type=Archs(), multiple=True, required=True, metavar="ARCH[,ARCH...]",
               help=f"Compile targets, of {', '.join(ARCHITECTURES)}.")  # fmt: skip
 @click.option(
     "--name", default="attention", show_default=True, help="Name of the C header, and prefix of its functions."
 )
 @click.option("--kernels", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path),
               help="Take the kernels from this folder of a `build` instead of compiling them.")  # fmt: skip
-@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), required=True)
+@click.option("-o", "--output", type=OutputFolder(), required=True)
 def export(
     *,
     names: tuple[str, ...],
@@ -46,9 +49,10 @@ def export(
     def artifact(build: Build) -> Artifact:
         return source(build)[0]
 
-    chosen = [problem for text in names for problem in problems(text, directions or DIRECTIONS)]
+    chosen = problems(names, directions)
     targets = [arch for text in archs for arch in text.split(",")]
-    made = export_bundle(output, chosen, targets, name=name, kernels=artifact)
+    with writing(output):
+        made = export_bundle(output, chosen, targets, name=name, kernels=artifact)
     _show(made)
 
 
@@ -57,4 +61,4 @@ def _show(made: Bundle) -> None:
         for target in item["targets"]:
             click.echo(f"{direction} for {target['arch']}: {target['symbol']}; {target['reason']}")
     total = sum(facts["bytes"] for facts in made.manifest["files"].values())
-    click.echo(f"{len(made.manifest['files']) + 1} files, {total / 2**10:.0f} KiB, in {made.path}")
+    click.echo(f"{artifacts.counted(len(made.manifest['files']) + 1, 'file')}, {total / 2**10:.0f} KiB, in {made.path}")

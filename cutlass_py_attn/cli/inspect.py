@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,25 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
+from cutlass_py_attn import extras
+from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.cli import artifacts
-from cutlass_py_attn.cli.selection import ARCHS
+from cutlass_py_attn.cli.outputs import OutputFile, write_text
+from cutlass_py_attn.cli.parameters import Choice
+from cutlass_py_attn.cli.selection import ARCHS, problems
 from cutlass_py_attn.cli.symbols import parse_symbol
-from cutlass_py_attn.cli.target import default_arch, sm90_arch
+from cutlass_py_attn.cli.target import default_arch, plans_here, sm90_arch
 from cutlass_py_attn.inspection import listing, sass
 from cutlass_py_attn.inspection.difference import difference, text_difference
 from cutlass_py_attn.inspection.facts import InspectedKernel, Json, facts, inspect_kernel
 from cutlass_py_attn.inspection.page import page
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.problem.tensors import DIRECTIONS
+from cutlass_py_attn.runtime import launch
 
-NO_SASS = "No instruction counts: they need nvdisasm, pip install 'cutlass-py-attn[inspect]'."
+NO_SASS = f"No instruction counts: they need nvdisasm, {extras.remedy('inspect')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +45,13 @@ class _Options:
 
 
 @click.command()
-@click.argument("symbol")
+@click.argument("symbol", required=False)
+@click.option("--problem", metavar="NAME|FILE.json",
+              help="The kernel of a problem (words: bench --help), in place of SYMBOL.")  # fmt: skip
+@click.option("--direction", type=Choice(DIRECTIONS), help="Of --problem.  [default: forward, or that of the file]")
 @click.option(
     "--arch",
-    type=click.Choice(ARCHS),
+    type=Choice(ARCHS),
     help="Compile target.  [default: the GPU's, else sm_90; sm_90a for the sm90 family]",
 )
 @click.option("--kernels", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -53,9 +65,7 @@ class _Options:
     show_default=True,
     help="Mark the numbered steps of the kernel's source, which compiles it once more with line info.",
 )
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page about the kernel to this file."
-)
+@click.option("--html", type=OutputFile(), help="Write a page about the kernel to this file.")
 @click.option(
     "--diff",
     "other",
@@ -64,7 +74,9 @@ class _Options:
 )
 def inspect(
     *,
-    symbol: str,
+    symbol: str | None,
+    problem: str | None,
+    direction: str | None,
     arch: str | None,
     folder: Path | None,
     view: str | None,
@@ -74,31 +86,47 @@ def inspect(
 ) -> None:
     """Show the compiled code and the resources of kernel SYMBOL; no GPU is needed.
 
-    SYMBOL is a name that `run` lists, such as bwd_sm80_bf16_d128_causal. In the PTX and SASS a comment precedes the
-    instructions of each step.
+    SYMBOL is a name that `list` shows, such as bwd_sm80_bf16_d128_causal; --problem finds the kernel of a problem. In
+    the PTX and SASS a comment precedes the instructions of each step.
     """
+    if (symbol is None) == (problem is None):
+        raise click.UsageError("name one kernel: by SYMBOL, as `list` shows it, or by --problem")
+    if direction and not problem:
+        raise click.UsageError("--direction belongs to --problem: a symbol has its direction, fwd or bwd")
     if html and (view or other):
         raise click.UsageError("--html writes a page of one kernel: leave out --ptx, --sass, --json and --diff")
     options = _Options(arch, folder, steps, view or "")
-    found = _subject(symbol, options, folder)
+    plan, artifact = _of_problem(problem, direction, options) if problem else _of_symbol(str(symbol), options, folder)
+    found = inspect_kernel(plan, artifact, with_steps=steps)
     if html:
-        html.write_text(page(found))
+        write_text(html, page(found))
         click.echo(f"{html}: {found.name}")
     elif other is None:
         _show(found, options.view)
-    elif Path(other).is_dir():
-        _show_difference(found, _subject(symbol, options, Path(other)), options.view)
     else:
-        _show_difference(found, _subject(other, options, folder), options.view)
+        is_folder = Path(other).is_dir()
+        compared = (plan, Folder(other)(plan.build)) if is_folder else _of_symbol(other, options, folder)
+        _show_difference(found, inspect_kernel(*compared, with_steps=steps), options.view)
 
 
-def _subject(symbol: str, options: _Options, folder: Path | None) -> InspectedKernel:
-    """Returns the kernel of that name, from a folder or compiled. Its steps need another compilation."""
+def _of_symbol(symbol: str, options: _Options, folder: Path | None) -> tuple[Plan, Artifact]:
+    """Returns the kernel of that name, from a folder or compiled."""
     usual = default_arch()
     plan = parse_symbol(symbol, options.arch or (sm90_arch(usual) if "_sm90_" in symbol else None) or usual)
+    return plan, _source(folder)(plan.build)
+
+
+def _of_problem(name: str, direction: str | None, options: _Options) -> tuple[Plan, Artifact]:
+    """Returns the kernel that a call with this problem launches: that of the first plan that compiles, or is there."""
+    is_file = name.endswith(".json")
+    problem = problems([name], (direction,) if direction else () if is_file else ("forward",))[0]
+    found = planner.plans(problem, options.arch) if options.arch else plans_here(problem)
+    return launch.first_available(found, _source(options.folder))
+
+
+def _source(folder: Path | None) -> Callable[[Build], Artifact]:
     source = artifacts.prebuilt(folder) if folder else artifacts.compiler()
-    artifact, _ = source(plan.build)
-    return inspect_kernel(plan, artifact, with_steps=options.steps)
+    return lambda build: source(build)[0]
 
 
 def _show(found: InspectedKernel, view: str) -> None:

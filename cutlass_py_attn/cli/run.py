@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.table import Table
 
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.cli import artifacts, run_cpu
-from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, MASKS, Selection
-from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, first_gpu, sm90_arch
+from cutlass_py_attn.cli.parameters import Choice, MaskName, masks_of
+from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, Selection, directions_of
+from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, best_plans, first_gpu, sm90_arch
 from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.problem import masks
-from cutlass_py_attn.problem.spec import ProblemSpec
+from cutlass_py_attn.problem.spec import ProblemSpec, parse, parse_mask
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
 from cutlass_py_attn.testing import accuracy
 
@@ -37,6 +38,7 @@ class Options:
     heads: int
     seqlen: int
     mask: str | None
+    names: tuple[str, ...]
     folder: Path | None
     arch: str | None
     as_json: bool
@@ -44,18 +46,31 @@ class Options:
     @property
     def selection(self) -> Selection:
         """Kernels to show: component GEMMs, forward and backward of every dtype and mask."""
-        names = MASKS if self.mask == "all" else (self.mask,) if self.mask else DEFAULT_MASKS
+        names = masks_of((self.mask,)) if self.mask else DEFAULT_MASKS
         return Selection(KINDS, tuple(DTYPES[short] for short in self.dtypes or DTYPES), (self.head_dim,), names)
 
-    def specs(self) -> Iterator[ProblemSpec]:
-        """The problems that a GPU runs: one for each dtype and mask."""
+    @property
+    def problems(self) -> list[ProblemSpec]:
+        """The problems of --problem."""
+        return [parse(name) for name in self.names]
+
+    def specs(self) -> Iterator[tuple[ProblemSpec, str]]:
+        """The problems that a GPU runs without --problem, with their masks by name: one for each dtype and mask."""
         sizes = self.seqlen, self.seqlen, self.batch, self.heads
         for dtype in self.selection.dtypes:
             for mask in self.selection.masks:
-                yield ProblemSpec(dtype, self.head_dim, *sizes, mask=masks.from_name(mask))
+                yield ProblemSpec(dtype, self.head_dim, *sizes, mask=parse_mask(mask)), mask
 
     def plans(self, gpu: Gpu | None) -> Iterator[Plan]:
-        """All plans for one target. Without --arch also the sm90 component GEMMs, if sm_90a runs on that target."""
+        """All plans for one target. Without --arch also the sm90 component GEMMs, if sm_90a runs on that target.
+
+        With --problem the best plan of each problem and direction.
+        """
+        if self.names:
+            for spec in self.problems:
+                for direction in directions_of(spec):
+                    yield from best_plans(spec.problem(direction), (self.arch,) if self.arch else ())
+            return
         target = self.arch or (gpu.arch if gpu else DEFAULT_ARCH)
         yield from self.selection.plans(target)
         featured = sm90_arch(target)
@@ -65,28 +80,35 @@ class Options:
 
 
 @click.command()
-@click.option("--dtype", "dtypes", type=click.Choice(list(DTYPES)), multiple=True,
+@click.option("--dtype", "dtypes", type=Choice(list(DTYPES)), multiple=True,
               help="May be given several times.  [default: all]")  # fmt: skip
 @click.option("--head-dim", type=int, default=128, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--heads", type=click.IntRange(1), default=16, show_default=True)
 @click.option("--seqlen", type=click.IntRange(1), default=2048, show_default=True, help="Queries and keys.")
-@click.option("--mask", type=click.Choice([*MASKS, "all"]), help="[default: full and causal]")
+@click.option("--mask", type=MaskName(),
+              help="By its words, such as causal_br or window_left100.  [default: full and causal]")  # fmt: skip
+@click.option("--problem", "names", multiple=True, metavar="NAME",
+              help="A problem with any features (words: bench --help), in place of the options above.")  # fmt: skip
 @click.option("--kernels", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path),
               help="Use the kernels in this folder of a `build`; nothing is compiled.")  # fmt: skip
 @click.option(
     "--arch",
-    type=click.Choice(ARCHS),
+    type=Choice(ARCHS),
     help="Target to show; a GPU runs its own.  [default: the GPU's, else sm_90]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def run(**given: Any) -> None:
+@click.pass_context
+def run(context: click.Context, /, **given: Any) -> None:
     """Compile the kernels, show their resources, run them, check them against float64 and time them.
 
     --batch, --heads and --seqlen are the sizes of the GPU run. Without a GPU the kernels are only compiled, and the
-    float64 reference is checked on a small problem. The exit code is 1 if a check fails.
+    float64 reference is checked on a small problem. A --problem is checked with fewer heads and shorter sequences. The
+    exit code is 1 if a check fails.
     """
     options = Options(**given)
+    if options.names:
+        _expect_defaults(context, "dtypes", "head_dim", "batch", "heads", "seqlen", "mask")
     gpu = first_gpu()
     source = artifacts.prebuilt(options.folder) if options.folder else artifacts.compiler()
     made, failures = artifacts.obtain(list(options.plans(gpu)), source, quiet=options.as_json)
@@ -94,12 +116,42 @@ def run(**given: Any) -> None:
         artifacts.show(made)
     if failures:
         raise CompileError("\n".join(failures))
-    report = _on_gpu(options, gpu) if gpu else _on_host(options)
+    on_gpu = _problems_on_gpu if options.names else _on_gpu
+    report = on_gpu(options, gpu) if gpu else _on_host(options)
     if options.as_json:
         rows = [row for item in made for row in item.rows()]
         click.echo(json.dumps({"kernels": rows, **report}, indent=1))
     if not report["passed"]:
         sys.exit(1)
+
+
+def _expect_defaults(context: click.Context, *names: str) -> None:
+    """Raises UsageError if an option was given that --problem replaces."""
+    given = [name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    flags = [item.opts[0] for item in context.command.params if item.name in given]
+    if flags:
+        raise click.UsageError(f"--problem names whole problems: leave out {', '.join(flags)}, or use two commands")
+
+
+def _problems_on_gpu(options: Options, gpu: Gpu) -> dict[str, Any]:
+    """Runs every --problem, prints a table unless --json is given, and returns the results as an object."""
+    from cutlass_py_attn.cli import run_gpu
+
+    source = Folder(options.folder) if options.folder else artifact_for
+    results = [result for spec in options.problems for result in run_gpu.run_problem(spec, source)]
+    if not options.as_json:
+        click.echo(
+            f"\n{gpu.name}: times are medians of {run_gpu.REPEATS} launches. Numbers of results are the worst error / "
+            "allowed against float64 (1 or less passes), at the sizes in the last column"
+        )
+        for result in results:
+            _print([_problem_row(result)])
+    return {
+        "gpu": asdict(gpu),
+        "results": [{**asdict(result), "passed": result.passed} for result in results],
+        "not_run": "",
+        "passed": all(result.passed for result in results),
+    }
 
 
 def _on_gpu(options: Options, gpu: Gpu) -> dict[str, Any]:
@@ -108,8 +160,8 @@ def _on_gpu(options: Options, gpu: Gpu) -> dict[str, Any]:
 
     source = Folder(options.folder) if options.folder else artifact_for
     specs = list(options.specs())
-    results = [run_gpu.run(spec, source) for spec in specs]
-    shape = specs[0].shape
+    results = [run_gpu.run(spec, mask, source) for spec, mask in specs]
+    shape = specs[0][0].shape
     if not options.as_json:
         click.echo(
             f"\n{gpu.name}: batch {shape.batch}, heads {shape.num_heads}, seqlen {shape.num_queries}, "
@@ -130,10 +182,11 @@ def _on_gpu(options: Options, gpu: Gpu) -> dict[str, Any]:
 
 
 def _on_host(options: Options) -> dict[str, Any]:
-    """Checks the reference, and prints in one line what did not run."""
-    checks = [check for mask in options.selection.masks for check in run_cpu.check(mask)]
-    not_run = "No GPU here: the kernels above were not run and nothing was timed; only the float64 reference was."
-    if not options.as_json:
+    """Checks the reference, unless problems are named, and prints in one line what did not run."""
+    checks = [] if options.names else [check for mask in options.selection.masks for check in run_cpu.check(mask)]
+    not_run = "No GPU here: the kernels above were not run and nothing was timed"
+    not_run += "." if options.names else "; only the float64 reference was."
+    if checks and not options.as_json:
         click.echo("\nfloat64 reference in NumPy:")
         _print(
             [
@@ -147,6 +200,7 @@ def _on_host(options: Options) -> dict[str, Any]:
                 for check in checks
             ]
         )
+    if not options.as_json:
         click.echo(f"\n{not_run}")
     return {
         "gpu": None,
@@ -154,6 +208,18 @@ def _on_host(options: Options) -> dict[str, Any]:
         "not_run": not_run,
         "passed": all(check.passed for check in checks),
     }
+
+
+def _problem_row(result: Any) -> dict[str, str]:
+    """Returns one direction of a problem: its time, and error / allowed of each result."""
+    cells = {
+        "problem": result.problem,
+        "kernel": result.symbol,
+        "ms": f"{result.timing.milliseconds:.3f}",
+        "TFLOP/s": f"{result.timing.tflops:.0f}",
+    }
+    cells |= {name: f"{ratio:.2f}" for name, ratio in result.ratios.items()}
+    return {**cells, "": _state(result.passed), "checked": result.checked}
 
 
 def _error_row(result: Any) -> dict[str, str]:

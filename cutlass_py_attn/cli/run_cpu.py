@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem.spec import parse_mask
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.reference.numpy_reference import Array
@@ -36,8 +37,11 @@ class Check:
 
 
 def check(mask_name: str) -> list[Check]:
-    """Checks the gradients against finite differences, and sum(dV) = sum(dO) over the rows with a visible key."""
-    mask = masks.from_name(mask_name)
+    """Checks the gradients against finite differences, and sum(dV) = sum(dO) over the rows with a visible key.
+
+    mask_name: words of problem/spec.py
+    """
+    mask = parse_mask(mask_name)
     made = inputs.make("gaussian", SHAPE, "float32", mask, SEED)
     query, key, value, grad_output = (tensor.astype(np.float64) for tensor in made)
     output, logsumexp = numpy_reference.forward(query, key, value, mask=mask)

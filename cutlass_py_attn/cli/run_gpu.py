@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,21 +12,27 @@ import numpy as np
 
 from cutlass_py_attn.api import attention
 from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.bench.harness import Operands
 from cutlass_py_attn.cli.run_cpu import relative_error
+from cutlass_py_attn.cli.selection import directions_of
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.spec import ProblemSpec
+from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.reference.numpy_reference import Array
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.launch import bind_problem
-from cutlass_py_attn.testing import accuracy, inputs
+from cutlass_py_attn.runtime.launch import Bound, bind_problem
+from cutlass_py_attn.testing import accuracy, guarded_check, inputs
+from cutlass_py_attn.testing.cases import Case
 
 SEED = 1
 WARM_UPS = 3
 REPEATS = 20
+# What `run_problem` compares with float64 at most.
+CHECKED_LENGTH = 1024
+CHECKED_SEQUENCES = 4
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
 
 Kernels = Callable[[Build], Artifact]
@@ -38,6 +45,26 @@ class Timing:
     direction: str
     milliseconds: float
     tflops: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemResult:
+    """One direction of a problem.
+
+    problem: its name. checked: the name of what was compared with float64, which has smaller sizes.
+    ratios: error / allowed of each result.
+    """
+
+    problem: str
+    checked: str
+    symbol: str
+    ratios: dict[str, float]
+    timing: Timing
+
+    @property
+    def passed(self) -> bool:
+        """Whether every result is within its tolerance; NaN is not."""
+        return all(ratio <= 1 for ratio in self.ratios.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +83,7 @@ class Result:
         return accuracy.passed(self.checks)
 
 
-def run(spec: ProblemSpec, kernels: Kernels) -> Result:
+def run(spec: ProblemSpec, mask_name: str, kernels: Kernels) -> Result:
     """Runs forward and backward on gaussian inputs; returns errors of the first and last head, and times of all."""
     dtype, mask = spec.dtype, spec.mask
     query, key, value, grad_output = inputs.make("gaussian", spec.shape, dtype, mask, SEED)
@@ -72,7 +99,46 @@ def run(spec: ProblemSpec, kernels: Kernels) -> Result:
     arrays = {**operands, "grad_output": grad_output, "output": output, "logsumexp": logsumexp}
     errors, checks = _check(arrays, found, dtype, mask)
     timings = tuple(_timed(spec.problem(direction), arrays, kernels) for direction in DIRECTIONS)
-    return Result(dtype, mask.name, errors, tuple(checks), timings)
+    return Result(dtype, mask_name, errors, tuple(checks), timings)
+
+
+def run_problem(spec: ProblemSpec, kernels: Kernels) -> Iterator[ProblemResult]:
+    """Checks a problem with any features at reduced sizes, and times it in full; yields a result for each direction."""
+    reduced = reduced_sizes(spec)
+    ratios = {direction: _ratios(Case(direction, reduced), kernels) for direction in directions_of(spec)}
+    with driver.device(0).current(), _stream() as stream:
+        operands = Operands(spec, stream)
+        for direction, found in ratios.items():
+            bound = bind_problem(spec.problem(direction), kernels)
+            milliseconds = _median(bound, operands.pointers(bound.tensor_names), stream)
+            timing = Timing(direction, milliseconds, spec.flops(direction) / milliseconds / 1e9)
+            yield ProblemResult(spec.name, reduced.name, bound.plan.symbol, found, timing)
+
+
+def reduced_sizes(spec: ProblemSpec) -> ProblemSpec:
+    """Returns the problem with one group of heads, one batch element or a few sequences, and lengths up to a limit."""
+    return spec.replace(
+        sequences=tuple(map(_reduced_lengths, spec.sequences[:CHECKED_SEQUENCES])),
+        batch=1,
+        num_queries=min(spec.num_queries, CHECKED_LENGTH),
+        num_keys=min(spec.num_keys, CHECKED_LENGTH),
+        num_heads=spec.num_heads // max(spec.num_heads_key, 1),
+        num_heads_key=1,
+    )
+
+
+def _reduced_lengths(lengths: SequenceLengths) -> SequenceLengths:
+    used = None if lengths.used_keys is None else min(lengths.used_keys, CHECKED_LENGTH)
+    return SequenceLengths(min(lengths.num_queries, CHECKED_LENGTH), min(lengths.num_keys, CHECKED_LENGTH), used)
+
+
+def _ratios(case: Case, kernels: Kernels) -> dict[str, float]:
+    """Returns error / allowed of each result; infinity for all of them if a kernel wrote outside of its tensors."""
+    expected = guarded_check.expect(case)
+    try:
+        return guarded_check.ratios(case, expected, guarded_check.launch(case, expected, kernels))
+    except AssertionError:
+        return dict.fromkeys(guarded_check.results_of(case), math.inf)
 
 
 def _corner_heads(tensor: Array) -> Array:
@@ -112,17 +178,22 @@ def _timed(problem: Problem, arrays: dict[str, Array], kernels: Kernels) -> Timi
         _stream() as stream,
         _on_device(bound.tensor_names, problem, arrays, stream) as pointers,
     ):
-        for _ in range(WARM_UPS):
-            bound(pointers, stream)
-        times = []
-        for _ in range(REPEATS):
-            timer = driver.StreamTimer(stream)
-            timer.start()
-            bound(pointers, stream)
-            timer.stop()
-            times.append(timer.milliseconds())
-    median = statistics.median(times)
+        median = _median(bound, pointers, stream)
     return Timing(problem.direction, median, problem.flops / median / 1e9)
+
+
+def _median(bound: Bound, pointers: Mapping[str, int], stream: int) -> float:
+    """Returns the median milliseconds of REPEATS launches, by CUDA events."""
+    for _ in range(WARM_UPS):
+        bound(pointers, stream)
+    times = []
+    for _ in range(REPEATS):
+        timer = driver.StreamTimer(stream)
+        timer.start()
+        bound(pointers, stream)
+        timer.stop()
+        times.append(timer.milliseconds())
+    return statistics.median(times)
 
 
 @contextmanager

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from cutlass_py_attn.bench import cases
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
 from cutlass_py_attn.kernels.component_gemms.planning import FAMILIES, plan_component_gemm
 from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture
 from cutlass_py_attn.plan.build import COLUMN_MULTIPLE
+from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.serialize import from_json
-from cutlass_py_attn.problem.spec import ProblemSpec, parse
-from cutlass_py_attn.problem.tensors import SHORT_NAMES
+from cutlass_py_attn.problem.spec import ProblemSpec, parse, parse_mask
+from cutlass_py_attn.problem.tensors import DIRECTIONS, SHORT_NAMES
 
 DTYPES = {short: name for name, short in SHORT_NAMES.items()}
 ARCHS = tuple(ARCHITECTURES)
@@ -35,7 +35,10 @@ LENGTHS = 1024, 128
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Kernels of every combination of these values; dtypes by their long names."""
+    """Kernels of every combination of these values.
+
+    dtypes: long names. masks: words of problem/spec.py.
+    """
 
     kinds: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -71,23 +74,39 @@ def fused(direction: str, dtype: str, head_dim: int, mask: str, length: int, arc
         head_dim,
         num_queries=length,
         num_keys=length,
-        mask=masks.from_name(mask),
+        mask=parse_mask(mask),
         deterministic=deterministic,
     )
     return plan(spec.problem(direction), arch)
 
 
-def problems(text: str, directions: tuple[str, ...]) -> list[Problem]:
-    """Returns the problems of --problem: of a name (problem/spec.py) or of a JSON file (problem/serialize.py).
+def problems(names: Sequence[str], directions: tuple[str, ...] = ()) -> list[Problem]:
+    """Returns the problems of --problem: of names (problem/spec.py) or of JSON files (problem/serialize.py).
 
-    A name gives the directions that its benchmark case has, a file the one direction that it holds.
+    directions: of --direction; empty for both, or the forward alone for the few queries of a decode. A file has one
+        direction.
+
+    NotSupported: a name is wrong, a file cannot be read, or nothing has one of the directions.
     """
+    found = [problem for name in names for problem in _problems_of(name, directions)]
+    if not found:
+        raise NotSupported(f"{', '.join(names)}: has no {' or '.join(directions)}; leave --direction out")
+    return found
+
+
+def _problems_of(text: str, directions: tuple[str, ...]) -> list[Problem]:
     if not text.endswith(".json"):
         spec = parse(text)
-        return [spec.problem(direction) for direction in cases.directions(spec) if direction in directions]
+        return [spec.problem(direction) for direction in directions or directions_of(spec)]
     try:
         data = json.loads(Path(text).read_text())
     except (OSError, ValueError) as error:
         raise NotSupported(f"problem {text}: cannot be read ({error}); name a JSON file of a Problem") from error
     found = from_json(data)
-    return [found] if found.direction in directions else []
+    return [found] if found.direction in (directions or DIRECTIONS) else []
+
+
+def directions_of(spec: ProblemSpec) -> tuple[str, ...]:
+    """Returns the directions that a problem is for: the forward alone for few queries against more keys (decode)."""
+    is_decode = spec.num_queries <= MAX_QUERIES and spec.num_queries < spec.num_keys
+    return ("forward",) if is_decode else DIRECTIONS

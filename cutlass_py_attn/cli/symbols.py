@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from cutlass_py_attn.cli import catalogue
 from cutlass_py_attn.cli.selection import DTYPES
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
@@ -20,6 +21,7 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import GRADIENTS, ProblemSpec, SequenceLengths
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
+from cutlass_py_attn.suggestions import did_you_mean
 
 MASKS = {"full": masks.Full(), "causal": masks.Causal(), "local": masks.Causal(window_size=1)}
 
@@ -38,6 +40,7 @@ _FUSED = (
     rf"(?:_sum_(?P<summed>none|[bhqk]+))?(?P<det>_det)?(?:_(?P<variant>{'|'.join(_VARIANTS)}))?{_TILE}"
 )
 _COMPONENT_GEMM = re.compile(rf"(?P<component_gemm>{'|'.join(COMPONENT_GEMMS)})_{_FAMILY_DTYPE}_{_DIMS}{_TILE}")
+_TILE_SUFFIX = re.compile(r"_\d+x\d+$")
 # The main entry, if there is one, is number 0; the entries of the gradients of bias and sinks have later numbers.
 _ENTRY = re.compile(r"(?:_delta_\d+|_finish_\d+|_combine_1|_(?:bias|sinks)_[1-9]\d*|_0)$")
 
@@ -49,11 +52,20 @@ def parse_symbol(symbol: str, arch: str) -> Plan:
     if plan is None:
         raise NotSupported(
             f"symbol {symbol!r}: must be like fwd_sm80_bf16_d128_causal, bwd_sm80_f16_d64v32_full_det "
-            "or matmul_qk_sm80_bf16_d128; `cutlass-py-attn run` lists the names"
+            f"or matmul_qk_sm80_bf16_d128; {_nearest(stem, arch)}`cutlass-py-attn list` shows the names"
         )
     if stem not in (plan.symbol, plan.build.stem):
         raise NotSupported(f"symbol {symbol!r}: on {arch} the planner selects {plan.symbol} instead; use that symbol")
     return plan
+
+
+def _nearest(stem: str, arch: str) -> str:
+    """Returns a question with the nearest symbols of the catalogue, in which d128 may be the head dims of `stem`."""
+    dims = re.search(rf"_{_DIMS}(?=_|$)", stem)
+    names = {plan.build.stem for plan in catalogue.plans(arch)}
+    names |= {name.replace("_d128", dims[0]) for name in names if dims}
+    suggestion = did_you_mean(_TILE_SUFFIX.sub("", stem), sorted(names))
+    return f"{suggestion} " if suggestion else ""
 
 
 def _component_gemm_of(stem: str, arch: str) -> Plan | None:

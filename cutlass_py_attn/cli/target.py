@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cutlass_py_attn.errors import DriverError, NoDevice
+from cutlass_py_attn.errors import DriverError, NoDevice, NotSupported
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import ARCHITECTURES
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.launch import portable_arch
 
@@ -34,9 +38,34 @@ def first_gpu() -> Gpu | None:
 
 
 def default_arch() -> str:
-    """Returns the GPU's target; DEFAULT_ARCH without a GPU."""
-    gpu = first_gpu()
+    """Returns the GPU's target; DEFAULT_ARCH without a GPU that kernels can be built for."""
+    gpu = _supported_gpu()
     return gpu.arch if gpu else DEFAULT_ARCH
+
+
+def best_plans(problem: Problem, archs: Sequence[str]) -> list[Plan]:
+    """Returns the best plan of a problem on each target; without targets the one that the first GPU runs.
+
+    Without a GPU that is the plan for the GPUs of DEFAULT_ARCH.
+    """
+    if archs:
+        return [planner.plan(problem, arch) for arch in archs]
+    return plans_here(problem)[:1]
+
+
+def plans_here(problem: Problem) -> list[Plan]:
+    """Returns the plans of a problem on the first GPU, the best first; on a GPU of DEFAULT_ARCH if there is none."""
+    gpu = _supported_gpu()
+    if gpu is None:
+        return planner.plans_on(problem, ARCHITECTURES[DEFAULT_ARCH].compute_capability)
+    return planner.plans_on(problem, gpu.compute_capability, gpu.num_sms)
+
+
+def _supported_gpu() -> Gpu | None:
+    try:
+        return first_gpu()
+    except NotSupported:  # a GPU that is too old
+        return None
 
 
 def sm90_arch(arch: str) -> str | None:

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import struct
+import warnings
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Final
@@ -38,9 +39,13 @@ def default_folder() -> Path:
 
 
 class Cache:
-    """Artifacts by (build, sources, toolchain) in one folder. If the folder is unusable, every lookup is a miss."""
+    """Artifacts by (build, sources, toolchain) in one folder.
+
+    If the folder is unusable, every lookup is a miss; a warning says why, once.
+    """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self._folder = folder
         self._files = _open(folder)
 
     def get(self, build: Build, toolchain: str) -> Artifact | None:
@@ -56,10 +61,8 @@ class Cache:
         return artifact if matches else None
 
     def put(self, artifact: Artifact) -> None:
-        """Stores `artifact` and replaces a damaged entry. A full or read-only disk is not an error."""
-        if self._files is not None:
-            with contextlib.suppress(OSError):
-                self._files[key(artifact.build, artifact.toolchain)] = pack(artifact)
+        """Stores `artifact` and replaces a damaged entry. A full or read-only disk is a warning, not an error."""
+        self._store(key(artifact.build, artifact.toolchain), pack(artifact))
 
     def get_findings(self, build: Build, toolchain: str) -> str | None:
         """Returns why `build` does not compile within its plan; None if that is not cached."""
@@ -75,10 +78,23 @@ class Cache:
 
     def put_findings(self, build: Build, toolchain: str, findings: str) -> None:
         """Stores why `build` does not compile within its plan: finding out takes as long as compiling a few kernels."""
+        text = findings.encode()
+        self._store(_findings_key(build, toolchain), FINDINGS + hashlib.sha256(text).digest() + text)
+
+    def clear(self) -> int:
+        """Deletes every entry, and returns how many there were."""
+        if self._files is None:
+            return 0
+        count = len(self._files)
+        self._files.clear()
+        return count
+
+    def _store(self, entry: bytes, data: bytes) -> None:
         if self._files is not None:
-            with contextlib.suppress(OSError):
-                text = findings.encode()
-                self._files[_findings_key(build, toolchain)] = FINDINGS + hashlib.sha256(text).digest() + text
+            try:
+                self._files[entry] = data
+            except OSError as error:
+                _warn(self._folder, error)
 
 
 def key(build: Build, toolchain: str) -> bytes:
@@ -140,6 +156,18 @@ def _open(folder: str | os.PathLike[str] | None) -> Files | None:
         # The user's GPU runs the cubins with the user's rights, so no other user may write to the folder.
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         files: Files = store(path, max_size_bytes=MAX_BYTES)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home directory
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        _warn(folder, error)
         return None
     return files
+
+
+def _warn(folder: str | os.PathLike[str] | None, error: Exception) -> None:
+    """Says that kernels are compiled again in every process, and why."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    with contextlib.suppress(RuntimeError):
+        folder = default_folder() if folder is None else folder
+    place = "on disk" if folder is None else f"in {os.fspath(folder)}"
+    warnings.warn(
+        f"kernels are not cached {place}: {reason}; set XDG_CACHE_HOME to a folder that you may write to", stacklevel=2
+    )

@@ -6,6 +6,7 @@ import importlib
 import importlib.resources
 from typing import Any
 
+from cutlass_py_attn import extras
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.inspection import listing, sass
 from cutlass_py_attn.inspection.drawing import colour_of, shared_memory_svg, steps_svg
@@ -20,7 +21,7 @@ def page(subject: InspectedKernel) -> str:
     try:
         jinja2 = importlib.import_module("jinja2")
     except ModuleNotFoundError as error:
-        raise NotSupported("a page needs jinja2: pip install 'cutlass-py-attn[inspect]'") from error
+        raise NotSupported(f"a page needs jinja2: {extras.remedy('inspect')}") from error
     text = importlib.resources.files(__package__).joinpath(TEMPLATE).read_text()
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined

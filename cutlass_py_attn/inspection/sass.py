@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from cuda.pathfinder import find_nvidia_binary_utility
 
+from cutlass_py_attn import extras
 from cutlass_py_attn.errors import NotSupported
 
 TIMEOUT_SECONDS = 120
@@ -75,7 +76,7 @@ def disassemble(cubin: bytes) -> dict[str, list[Instruction]]:
     """Returns the instructions of each entry in order. Raises NotSupported if nvdisasm is missing or fails."""
     program = tool()
     if program is None:
-        raise NotSupported("SASS needs nvdisasm, which was not found: pip install 'cutlass-py-attn[inspect]'")
+        raise NotSupported(f"SASS needs nvdisasm, which was not found: {extras.remedy('inspect')}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)

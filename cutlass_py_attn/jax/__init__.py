@@ -19,16 +19,19 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
+from cutlass_py_attn import extras
+
 try:
     import jax
     import jax.numpy as jnp
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"{error}: cutlass_py_attn.jax needs JAX: pip install 'cutlass-py-attn[jax]', with a GPU 'jax[cuda13]' too",
+        f"{error}: cutlass_py_attn.jax needs JAX: {extras.remedy('jax')}, with a GPU 'jax[cuda13]' too",
         name=error.name,
     ) from error
 
 from cutlass_py_attn.api import options as api_options
+from cutlass_py_attn.api.declaration import implemented_by
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
@@ -37,6 +40,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.tensors import OPERANDS
 from cutlass_py_attn.score_terms import registry
+from cutlass_py_attn.suggestions import did_you_mean
 
 __all__ = ["Options", "attention", "export_checks"]
 
@@ -81,27 +85,52 @@ class Options(TypedDict, total=False):
     backend: str
 
 
-def attention(query: Any, key: Any, value: Any, **options: Unpack[Options]) -> Any:
+def _attention(query: Any, key: Any, value: Any, **options: Unpack[Options]) -> Any:
+    call, operands = _prepare({"query": query, "key": key, "value": value}, options)
+    return _traced(call, operands)
+
+
+@implemented_by(_attention)
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Mask = Full(),  # noqa: B008
+    scale: float | None = None,
+    bias: Any = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    score_terms: Mapping[str, Any] = {},
+    dropout_p: float = 0.0,
+    dropout_key: Any = None,
+    sequences: VariableLength | None = None,
+    deterministic: bool = False,
+    kernels: Callable[[Build], Artifact] | None = None,
+    arch: str | None = None,
+    backend: str = "auto",
+) -> Any:
     """Computes softmax(scale Q K^T + bias, masked) V, differentiable in query, key, value, bias and sinks.
 
     query: (batch, num_queries, num_heads, head_dim).
     key: (batch, num_keys, num_heads_key, head_dim); num_heads_key divides num_heads.
     value: (batch, num_keys, num_heads_key, head_dim_value).
-    options: see Options.
+    The options are keywords; `Options` describes each.
 
     The operands are float16, bfloat16 or float32, all of one dtype. Returns
     (batch, num_queries, num_heads, head_dim_value) in the same dtype.
 
-    The call is planned at trace time, and compiled if `kernels` is None. Under vmap, the new axis joins the batch. With
+    The call is checked when it is traced. When the program is lowered, the call is planned, and its kernels compiled if
+    `kernels` is None; so jax.eval_shape needs neither a GPU nor kernels. Under vmap, the new axis joins the batch. With
     variable lengths, differentiated sinks, different dropout keys, or different arrays of a score term that has no
     batch axis, the elements run one after the other instead. XLA cannot shard the call: if all operands have one
     sharding of batch and heads, call it inside shard_map.
 
-    NotSupported lists every reason at trace time. NoDevice: there is no GPU, and `arch` is None. CompileError, Stale:
-    there is no kernel.
+    NotSupported lists every reason when the call is traced. When the program is lowered, NoDevice: there is no GPU, and
+    `arch` is None; CompileError, Stale: there is no kernel.
     """
-    call, operands = _prepare({"query": query, "key": key, "value": value}, options)
-    return _traced(call, operands)
+    raise NotImplementedError
 
 
 def export_checks() -> list[Any]:
@@ -153,7 +182,8 @@ def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, di
     """Returns the static part of the call and its arrays by name; NotSupported lists every wrong option."""
     unknown = [name for name in options if name not in Options.__annotations__]
     reasons = [
-        f"option {name!r} is unknown: must be one of {', '.join(Options.__annotations__)}; check the spelling"
+        f"option {name!r} is unknown: must be one of {', '.join(Options.__annotations__)}; "
+        + did_you_mean(name, Options.__annotations__, "check the spelling")
         for name in unknown
     ]
     numbers = {"scale": options.get("scale"), "softcap": options.get("softcap"), "dropout_p": options.get("dropout_p")}

@@ -1,4 +1,4 @@
-"""Forward or backward as one XLA custom call: planned at trace time; vmap joins its axis to the batch if possible."""
+"""Forward or backward as one XLA custom call: checked when traced; vmap joins its axis to the batch if possible."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cutlass_py_attn.api import attention, cpu_backend, request
+from cutlass_py_attn.api import cpu_backend, request
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.errors import NoDevice
-from cutlass_py_attn.jax.handler import KEY, PAYLOAD, PHILOX, TARGET, WORKSPACE
-from cutlass_py_attn.jax.payload import Payload, key_of
-from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.jax import primitive
+from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BMHK, OPERANDS, Tensor
-from cutlass_py_attn.runtime import driver, launch
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -31,7 +27,6 @@ from cutlass_py_attn.score_terms.term import ScoreTerm
 
 Arrays = dict[str, Any]
 
-MAX_PAYLOADS: Final = 256
 _LENGTHS: Final = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
@@ -194,26 +189,17 @@ def _split_batch(size: int, batch: int, results: Arrays, operands: Arrays, batch
 
 
 def _run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
-    """Adds the custom call, or the host callback of the reference, to the traced program."""
+    """Adds the kernels, or the host callback of the reference, to the traced program."""
     problem = call.problem(operands, gradients)
     results = _results(problem, gradients)
     if problem.is_empty:
         return _empty_results(problem, results)
-    shapes = {name: jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(tensor.dtype)) for name, tensor in results.items()}
     if call.backend == "reference":
+        shapes = {name: jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(tensor.dtype)) for name, tensor in results.items()}
         host = functools.partial(_on_host, call, gradients)
         computed: Arrays = jax.pure_callback(host, shapes, operands, vmap_method="sequential")
         return computed
-    data, workspace_bytes = _payload(
-        problem, call.score_terms, call.arch, call.kernels, tuple(operands), tuple(results)
-    )
-    outputs = [*shapes.values()]
-    if workspace_bytes:
-        outputs.append(jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8))
-    launched = jax.ffi.ffi_call(TARGET, outputs)(
-        *operands.values(), **{KEY: np.int64(key_of(data)), PAYLOAD: np.frombuffer(data, np.uint8)}
-    )
-    return dict(zip(shapes, launched, strict=False))  # without the workspace
+    return primitive.kernels_of(problem, call.score_terms, call.arch, call.kernels, tuple(operands), results)(operands)
 
 
 def _results(problem: Problem, gradients: tuple[str, ...]) -> dict[str, Tensor]:
@@ -261,42 +247,3 @@ def _on_host(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays
         return {"output": output, "logsumexp": logsumexp}
     computed = cpu_backend.backward(arrays, options)
     return {f"grad_{name}": getattr(computed, name) for name in gradients}
-
-
-@functools.lru_cache(maxsize=MAX_PAYLOADS)
-def _payload(
-    problem: Problem,
-    score_terms: tuple[ScoreTerm, ...],
-    arch: str | None,
-    kernels: Callable[[Build], Artifact] | None,
-    operands: tuple[str, ...],
-    results: tuple[str, ...],
-) -> tuple[bytes, int]:
-    """Returns the packed payload of the best plan that has kernels, and its workspace size (bytes).
-
-    score_terms: the registered terms, in the key of the cache because a name may be registered anew
-    """
-    capability, num_sms = _target(arch)
-    plan, artifact = launch.first_available(
-        planner.plans_on(problem, capability, num_sms), kernels or attention.default_kernels()
-    )
-    names = (*results, WORKSPACE) if plan.workspace.bytes else results
-    return Payload(problem, plan, artifact, operands, names).pack(), plan.workspace.bytes
-
-
-def _target(arch: str | None) -> tuple[tuple[int, int], int | None]:
-    """Returns compute capability and number of SMs to plan for: of `arch`, or of the first GPU.
-
-    The number of SMs is None, for the default of the architecture, if `arch` is given.
-    """
-    if arch is not None:
-        name = architecture(arch).name.removeprefix("sm_").rstrip("a")
-        return (int(name[:-1]), int(name[-1])), None
-    try:
-        gpu = driver.device(0)
-    except NoDevice as error:
-        raise NoDevice(
-            f'{error}; to trace for another machine\'s GPU pass arch="sm_90" or its like; backend="reference" '
-            "computes on the CPU"
-        ) from error
-    return gpu.compute_capability, gpu.num_sms

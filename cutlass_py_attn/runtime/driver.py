@@ -26,13 +26,23 @@ CAPTURE_ERRORS: Final = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 _MAX_SHOWN_BYTES: Final = 64
 _LAST_HANDLE: Final = 2**64 - 1
 
+# The newest function that kernels are bound with, cuKernelGetParamInfo, came with CUDA 12.4. A driver of that version
+# also runs the cubins: those of one CUDA major version run on every driver of it that knows the GPU.
+MINIMUM_CUDA: Final = (12, 4)
+MINIMUM_DRIVER: Final = "550.54.14"  # the first driver for Linux with that version
+
 # Advice that NVIDIA's error text does not give, by CUresult.
 _HINTS: Final = {
     2: "free memory on the device or use a smaller problem",
+    200: f"the cubin is damaged, or the NVIDIA driver is too old for it, which needs {MINIMUM_DRIVER} or later",
     201: "the stream belongs to no live context of this device",
     209: "the cubin was built for another architecture",
     400: "a stream, event or kernel handle is closed or belongs to another device",
 }
+
+
+class OldDriver(NoDevice):
+    """The NVIDIA driver is older than MINIMUM_CUDA."""
 
 
 @functools.cache
@@ -57,6 +67,14 @@ def initialise() -> None:
         raise NoDevice("there is no NVIDIA driver (libcuda) on this machine: install one") from error
     if int(code):
         raise NoDevice(f"there is no usable GPU on this machine: cuInit(0): {_error_text(int(code))}")
+    code, version = cuda.cuDriverGetVersion()
+    if not int(code) and _major_minor(version) < MINIMUM_CUDA:
+        raise OldDriver(
+            "this machine's NVIDIA driver is for CUDA {}.{}: must be for CUDA {}.{} or later; ".format(
+                *_major_minor(version), *MINIMUM_CUDA
+            )
+            + f"update it to version {MINIMUM_DRIVER} or later"
+        )
 
 
 def call(name: str, *arguments: Any, purpose: str = "") -> Any:
@@ -93,7 +111,8 @@ def _invoke(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         results: tuple[Any, ...] = driver_function(*arguments)
     except RuntimeError as error:  # the bindings look a function up when it is first called
         shown = _format_arguments(arguments)
-        raise DriverError(f"{name}({shown}): {error}; this driver does not have it: update the driver") from error
+        remedy = f"update it to version {MINIMUM_DRIVER} or later"
+        raise DriverError(f"{name}({shown}): {error}; this NVIDIA driver does not have it; {remedy}") from error
     return results
 
 
@@ -189,7 +208,8 @@ def device(ordinal: int) -> Device:
     """Returns the GPU with this ordinal and retains its primary context; raises NoDevice when there is none."""
     count = device_count()
     if not 0 <= ordinal < count:
-        raise NoDevice(f"device = {ordinal}: this machine has {count} visible GPUs, numbered from 0")
+        visible = "1 visible GPU" if count == 1 else f"{count} visible GPUs"
+        raise NoDevice(f"device = {ordinal}: this machine has {visible}, numbered from 0")
     handle = int(call("cuDeviceGet", ordinal))
     kinds = bindings().CUdevice_attribute
 
@@ -233,8 +253,12 @@ def current_ordinal() -> int:
 
 def driver_version() -> tuple[int, int]:
     """Returns (major, minor) of the newest CUDA version that the driver supports."""
-    version = int(call("cuDriverGetVersion"))
-    return version // 1000, version % 1000 // 10
+    return _major_minor(call("cuDriverGetVersion"))
+
+
+def _major_minor(version: int) -> tuple[int, int]:
+    """Returns (major, minor) of a version as cuDriverGetVersion returns it."""
+    return int(version) // 1000, int(version) % 1000 // 10
 
 
 def load_library(cubin: bytes) -> int:

@@ -61,7 +61,7 @@ def test_charts_label_every_case_and_name_flash_attention_2() -> None:
 def test_reference_has_every_public_name(generated: dict[str, str]) -> None:
     headings = re.findall(r"^### `(\w+)`$", generated[generate.REFERENCE], re.MULTILINE)
     jax_names = reference.exports(reference.load()["jax"])
-    assert sorted(headings) == sorted([*cutlass_py_attn.__all__, *torch_ops.__all__, *reference.OPTIONS, *jax_names])
+    assert sorted(headings) == sorted([*cutlass_py_attn.__all__, *torch_ops.__all__, *jax_names])
 
 
 def test_reference_has_the_names_of_jax(generated: dict[str, str]) -> None:

@@ -53,7 +53,7 @@ def compiler(language: str) -> str:
 def cuda_headers() -> str:
     """The folder of cuda.h, of the wheel nvidia-cuda-runtime."""
     found = find_nvidia_header_directory("cudart")
-    assert found, "cuda.h is missing: pip install 'cutlass-py-attn[test]'"
+    assert found, "cuda.h is missing: pip install nvidia-cuda-runtime"
     return found
 
 

@@ -14,14 +14,13 @@ HEAD: Final = """# Reference
 
 Every public name with its signature and docstring. `tools/docs/generate.py` writes this page from the source.
 """
-OPTIONS: Final = ("AttentionOptions", "ForwardOptions", "BackwardOptions")  # keywords of the two functions
 SECTIONS: Final = {
-    "Attention": ("attention_forward", "attention_backward", *OPTIONS, "Gradients", "Dropout", "dropout_mask",
-                  "VariableLength"),
-    "Masks": ("Full", "Causal", "CausalBottomRight", "Window"),
+    "Attention": ("attention_forward", "attention_backward", "AttentionOptions", "ForwardOptions", "BackwardOptions",
+                  "Gradients", "Dropout", "dropout_mask", "VariableLength"),
+    "Masks": ("Mask", "Full", "Causal", "CausalBottomRight", "Window"),
     "Problem and plan": ("Problem", "Shape", "Tensor", "Sequences", "Plan", "plan_forward", "plan_backward",
                          "plan_with_tile", "TileConfig"),
-    "Compile and launch": ("compile", "artifact_for", "Artifact", "Folder", "bind", "Bound"),
+    "Compile and launch": ("Build", "compile", "artifact_for", "Artifact", "Folder", "bind", "Bound"),
     "Bundles": ("export_bundle", "load_bundle", "Bundle"),
     "Errors": ("AttentionError", "NotSupported", "DoesNotFit", "CompileError", "Stale", "NoDevice", "DriverError"),
 }  # fmt: skip
@@ -66,10 +65,9 @@ def exports(module: Any) -> list[str]:
 def _sections(package: Module) -> Iterator[str]:
     listed = {name for names in SECTIONS.values() for name in names}
     rest = tuple(name for name in exports(package) if name not in listed)
-    options = package["api.options"]
     for title, names in {**SECTIONS, **({REST: rest} if rest else {})}.items():
         yield f"## {title}\n"
-        yield from _entries((options if name in OPTIONS else package)[name] for name in names)
+        yield from _entries(package[name] for name in names)
     torch_ops = package["torch_ops"]
     yield f"## PyTorch's entry points\n\n`{PACKAGE}.torch_ops`. {_summary(torch_ops)}\n"
     yield from _entries(torch_ops[name] for name in exports(torch_ops))

@@ -115,7 +115,7 @@ def ptxas() -> Path:
 
     found = find_nvidia_binary_utility("ptxas")
     if found is None:
-        raise CompileError('ptxas is not installed: pip install "cutlass-py-attn[stress]"')
+        raise CompileError('ptxas is not installed: pip install ".[stress]" in a checkout')
     return Path(found)
 
 
@@ -156,7 +156,7 @@ def variants(artifact: Artifact) -> Iterator[tuple[str, Artifact]]:
     if assemble(artifact.ptx, artifact).cubin != artifact.cubin:
         raise CompileError(
             f"{artifact.build.symbol} for {artifact.build.arch}: {ptxas()} gives other machine code than the artifact "
-            'has: pip install "cutlass-py-attn[stress]" in this environment'
+            'has: pip install ".[stress]" in a checkout'
         )
     yield PLAIN, artifact
     for level in LEVELS:

@@ -19,6 +19,7 @@ import numpy as np
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 
+from cutlass_py_attn import extras
 from cutlass_py_attn.api import attention, results
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.cli import artifacts, doctor, run, run_cpu, run_gpu
@@ -26,6 +27,7 @@ from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.cli.selection import KINDS, Selection
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.cli.target import Gpu, sm90_arch
+from cutlass_py_attn.compilation import cache_folder
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.inspection import sass
 from cutlass_py_attn.plan.build import Build
@@ -165,9 +167,7 @@ def test_missing_extra_is_one_sentence(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from cutlass_py_attn.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 1
-    assert done.stderr.splitlines() == [
-        f"cutlass-py-attn needs {missing} for its commands: pip install 'cutlass-py-attn[cli]'"
-    ]
+    assert done.stderr.splitlines() == [f"cutlass-py-attn needs {missing} for its commands: {extras.remedy('cli')}"]
 
 
 def test_other_missing_modules_are_not_hidden() -> None:
@@ -195,7 +195,7 @@ def test_doctor_names_what_is_there_and_what_is_not(monkeypatch: pytest.MonkeyPa
     assert lines["numpy"].split() == ["ok", "numpy", np.__version__]
     assert lines["GPU"].startswith("missing")
     assert "launching needs an NVIDIA GPU" in lines["GPU"]
-    assert "pip install 'cutlass-py-attn[inspect]'" in lines["nvdisasm"]
+    assert extras.remedy("inspect") in lines["nvdisasm"]
 
 
 def test_doctor_describes_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_doctor_outlives_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_doctor_measures_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(cache_folder, "user_folder", lambda: tmp_path)
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "file").write_bytes(bytes(3 << 19))
     found = {item["name"]: item["found"] for item in json.loads(invoke("doctor", "--json").output)}

@@ -108,7 +108,7 @@ def test_inspect_writes_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_sass_without_nvdisasm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sass, "tool", lambda: None)
-    with pytest.raises(NotSupported, match=r"pip install 'cutlass-py-attn\[inspect\]'"):
+    with pytest.raises(NotSupported, match=r"pip install .nvidia-cuda-nvdisasm"):
         sass.disassemble(b"")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import stat
 import time
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
-from cutlass_py_attn.compilation import cache, compiler, registry
+from cutlass_py_attn.compilation import cache, cache_folder, compiler, registry
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.errors import BreaksPlan
 from cutlass_py_attn.plan.build import Build
@@ -179,3 +181,50 @@ def test_a_build_is_compiled_once_per_process_and_folder(tmp_path: Path, monkeyp
     monkeypatch.setattr(compiler, "_artifacts", {})  # as in another process
     assert compiler.artifact_for(BUILD, tmp_path) == first
     assert compiled == [BUILD]
+
+
+# What the user hears of an unusable folder
+
+
+def test_an_unusable_folder_is_a_warning_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.warns(UserWarning, match=rf"not cached in {tmp_path}/file/below: .*; set XDG_CACHE_HOME to a folder"):
+        Cache(tmp_path / "file" / "below")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home directory")))
+    with pytest.warns(UserWarning, match="not cached on disk: no home directory"):
+        Cache()
+
+
+def test_a_full_disk_is_a_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.mkstemp", full)
+    kept = Cache(folder)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        kept.put(dataclasses.replace(ARTIFACT, toolchain="compiler 2"))
+    assert kept.get(BUILD, "compiler 1") == ARTIFACT
+
+
+def test_contents_and_clearing(folder: Path) -> None:
+    Cache(folder).put_findings(BUILD, "compiler 1", "spills")
+    found = sorted(cache_folder.entries(folder), key=lambda entry: entry.symbol)
+    assert [(entry.symbol, entry.arch) for entry in found] == [("", ""), (BUILD.symbol, BUILD.arch)]
+    assert found[1].bytes == len(cache.pack(ARTIFACT))
+    assert Cache(folder).clear() == 2
+    assert list(cache_folder.entries(folder)) == []
+    assert Cache(folder).clear() == 0
+
+
+def test_the_objection_to_a_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder.objection(folder) == ""
+    assert cache_folder.objection(tmp_path / "new") == ""
+    (tmp_path / "file").write_text("in the way")
+    assert f"not cached in {tmp_path}/file/below: " in cache_folder.objection(tmp_path / "file" / "below")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    assert "Permission denied; set XDG_CACHE_HOME" in cache_folder.objection(folder)

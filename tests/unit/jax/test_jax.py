@@ -28,7 +28,7 @@ jax.config.update("jax_disable_most_optimizations", True)  # XLA compiles in hal
 jnp = jax.numpy
 
 import cutlass_py_attn.jax as attention_module  # noqa: E402
-from cutlass_py_attn.jax import attention, calls, export_checks, handler, payload  # noqa: E402
+from cutlass_py_attn.jax import attention, calls, export_checks, handler, payload, primitive  # noqa: E402
 
 B, MQ, MK, H, D = 2, 13, 17, 4, 8
 KEY = jax.random.key(0)
@@ -190,6 +190,104 @@ def test_no_keys() -> None:
         assert [array.shape for array in pull(output)] == [query.shape, key[:, :0].shape, key[:, :0].shape]
 
 
+# Tracing, which neither plans nor compiles
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU, and nothing traced or planned before."""
+
+    def absent(ordinal: int) -> Any:
+        raise NoDevice("there is none")
+
+    monkeypatch.setattr(primitive.driver, "device", absent)
+    primitive.payload_of.cache_clear()
+    attention_module._traced.clear_cache()
+
+
+def unavailable(build: Any) -> Any:
+    """Kernels of which nothing may ask for one."""
+    raise AssertionError(f"{build.symbol} was wanted while tracing")
+
+
+def squares(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arrays: jnp.sum(function(*arrays).astype(jnp.float32) ** 2)
+
+
+def traces(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Returns what JAX does with a function before it lowers it, by name."""
+    gradients = jax.grad(squares(function), ARGUMENTS)
+    return {
+        "eval_shape": functools.partial(jax.eval_shape, function),
+        "jit.trace": jax.jit(function).trace,
+        "jit.eval_shape": jax.jit(function).eval_shape,
+        "grad": functools.partial(jax.eval_shape, gradients),
+        "make_jaxpr of grad": jax.make_jaxpr(gradients),
+        "checkpoint": functools.partial(jax.eval_shape, jax.grad(squares(jax.checkpoint(function)), ARGUMENTS)),
+        "vmap": lambda *arrays: jax.eval_shape(jax.vmap(gradients), *(jnp.stack([a, a]) for a in arrays)),
+    }
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("what", traces(plain))
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5, "dropout_key": KEY}], ids=len)
+def test_tracing_needs_neither_kernels_nor_a_gpu(what: str, options: dict[str, Any]) -> None:
+    found = traces(functools.partial(attention, mask=CAUSAL, kernels=unavailable, **options))[what](*operands())
+    if what == "eval_shape":
+        assert (found.shape, found.dtype) == ((B, MQ, H, D), "float32")
+    if what == "grad":
+        assert [each.shape for each in found] == [array.shape for array in operands()]
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_lowering_without_a_gpu_needs_arch() -> None:
+    traced = jax.jit(functools.partial(attention, kernels=artifact)).trace(*operands())
+    with pytest.raises(NoDevice, match=r'there is none; .*pass arch="sm_90"'):
+        traced.lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_kernels_are_compiled_when_the_program_is_lowered() -> None:
+    builds: list[str] = []
+
+    def kernels(build: Any) -> Any:
+        builds.append(build.kind)
+        return artifact(build)
+
+    call = functools.partial(attention, mask=CAUSAL, kernels=kernels, arch="sm_90")
+    traced = jax.jit(jax.grad(lambda *arrays: call(*arrays).sum())).trace(*operands())
+    assert builds == []
+    traced.lower()
+    assert builds == ["forward", "backward"]
+    traced.lower()
+    assert builds == ["forward", "backward"], "a payload is packed once"
+
+
+def test_errors_of_a_missing_kernel_are_those_of_the_package() -> None:
+    def kernels(build: Any) -> Any:
+        raise Stale(f"{build.symbol}: not in the folder")
+
+    with pytest.raises(Stale, match="not in the folder"):
+        jax.jit(functools.partial(attention, kernels=kernels, arch="sm_90")).lower(*operands())
+
+
+def test_second_derivatives_are_refused_in_one_sentence() -> None:
+    def slope(query: Any) -> Any:
+        return jax.grad(lambda q: gpu_call(q, *operands()[1:]).sum())(query).sum()
+
+    with pytest.raises(NotSupported, match="attention is differentiated twice: must be once"):
+        jax.eval_shape(jax.grad(slope), operands()[0])
+
+
+def test_a_mesh_with_explicit_axes() -> None:
+    """A program of explicitly sharded arrays is traced and lowered; the result is not sharded."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        traced = jax.jit(gpu_call).trace(*operands())
+        assert traced.out_info.sharding.spec == jax.sharding.PartitionSpec(*(None,) * 4)
+        traced.lower()
+
+
 # Launches for a GPU
 
 
@@ -206,7 +304,7 @@ def packed_payloads(monkeypatch: pytest.MonkeyPatch) -> list[payload.Payload]:
     """Returns a list that gets every payload that is packed later, after a round trip through its bytes."""
     found: list[payload.Payload] = []
     attention_module._traced.clear_cache()
-    calls._payload.cache_clear()
+    primitive.payload_of.cache_clear()
     real = payload.Payload.pack
 
     def pack(self: payload.Payload) -> bytes:
@@ -251,7 +349,7 @@ def on_fake_driver(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> F
     """XLA's CPU client calls the CUDA handler, with a made-up stream and the fake driver."""
     monkeypatch.setattr(handler, "_stream", lambda *_: 0x77)
     monkeypatch.setattr(handler, "_payloads", {})
-    monkeypatch.setattr(calls, "TARGET", f"{handler.TARGET}_fake_driver")
+    monkeypatch.setattr(primitive, "TARGET", f"{handler.TARGET}_fake_driver")
     attention_module._traced.clear_cache()
     return driver_log
 
@@ -295,6 +393,13 @@ def test_handler_loads_a_kernel_once_in_relaxed_capture_mode(on_fake_driver: Fak
         run(*arrays).block_until_ready()
     assert len(on_fake_driver.of("cuLaunchKernelEx")) == 3
     assert [call.numbers[0] for call in on_fake_driver.of("cuThreadExchangeStreamCaptureMode")] == [2, 0]
+
+
+def test_a_call_outside_of_jit_is_launched(on_fake_driver: FakeDriver) -> None:
+    arrays = operands(dtype="float16")
+    with jax.disable_jit():
+        gpu_call(*arrays).block_until_ready()
+    assert len(on_fake_driver.of("cuLaunchKernelEx")) == 1
 
 
 def test_dropout_reads_its_seed_from_the_device(on_fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,17 +512,6 @@ def test_refusals_when_traced() -> None:
             ours(*arrays, score_terms={term.name: jnp.ones(3)})
 
 
-def test_without_a_gpu_arch_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(ordinal: int) -> Any:
-        raise NoDevice("there is none")
-
-    monkeypatch.setattr(calls.driver, "device", absent)
-    calls._payload.cache_clear()
-    attention_module._traced.clear_cache()
-    with pytest.raises(NoDevice, match=r'there is none; .*pass arch="sm_90"'):
-        jax.eval_shape(functools.partial(attention, kernels=artifact), *operands())
-
-
 def test_the_training_example_without_a_gpu() -> None:
     path = Path(__file__).resolve().parents[3] / "examples/jax_training.py"
     losses, worst = runpy.run_path(str(path))["main"](steps=2, batch=2, length=12, backend="reference")
@@ -439,7 +533,7 @@ def test_without_jax_the_import_says_what_to_install() -> None:
     code = "import sys; sys.modules['jax'] = None; import cutlass_py_attn.jax"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "pip install 'cutlass-py-attn[jax]'" in done.stderr.splitlines()[-1]
+    assert "pip install 'jax>=0.10' 'flatbuffers>=24'" in done.stderr.splitlines()[-1]
 
 
 def test_the_benchmark_records_what_it_prints(

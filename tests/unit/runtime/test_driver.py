@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,41 @@ def test_no_gpu_has_nvidia_s_text(driver_log: FakeDriver) -> None:
     assert driver.device_count() == 2
 
 
+OLD_DRIVER = (
+    "from types import SimpleNamespace as Namespace\n"
+    "from cuda.bindings import driver as cuda\n"
+    "from cutlass_py_attn.runtime import driver\n"
+    "cuda.cuInit, cuda.cuDriverGetVersion = lambda flags: (0,), lambda: (0, {version})\n"
+    "cuda.cuDeviceGetCount = lambda: (0, 1)\n"
+    "try: print(driver.device_count())\nexcept Exception as e: print(type(e).__name__, e)"
+)
+
+
+def test_an_old_driver_is_refused_before_anything_is_launched() -> None:
+    assert run(OLD_DRIVER.format(version=12030)) == (
+        "OldDriver this machine's NVIDIA driver is for CUDA 12.3: must be for CUDA 12.4 or later; update it to version "
+        "550.54.14 or later"
+    )
+    assert run(OLD_DRIVER.format(version=12040)) == "1"
+
+
+def test_the_minimum_driver_is_that_of_the_newest_function() -> None:
+    """The header of NVIDIA's wheel names the CUDA version of each function; a later one raises the minimum."""
+    headers = [Path(folder, "nvidia/cu13/include/cudaTypedefs.h") for folder in sys.path]
+    header = next((path for path in headers if path.is_file()), None)
+    if header is None:
+        pytest.skip("nvidia-cuda-runtime is not installed")
+    since: dict[str, list[int]] = {}
+    for name, version in re.findall(r"PFN_(cu\w+?)_v(\d+)(?:_ptsz)?\)", header.read_text()):
+        since.setdefault(name, []).append(int(version))
+    folders = (ROOT / "cutlass_py_attn" / name for name in ("runtime", "jax", "bundle"))
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".j2")]
+    used = {name for path in files for name in re.findall(r"\bcu[A-Z]\w+", path.read_text())} & since.keys()
+    assert {"cuLaunchKernelEx", "cuLibraryLoadData", "cuTensorMapEncodeTiled"} <= used
+    major, minor = driver.MINIMUM_CUDA
+    assert max(min(since[name]) for name in used) == 1000 * major + 10 * minor
+
+
 def test_device_facts(driver_log: FakeDriver) -> None:
     gpu = driver.device(1)
     assert (gpu.name, gpu.compute_capability, gpu.num_sms) == ("fake GPU 1", (8, 6), 84)
@@ -114,8 +150,16 @@ def test_unknown_code_and_missing_function(driver_log: FakeDriver) -> None:
     driver_log.fail("cuMemFree", 12345)
     with pytest.raises((DriverError, ValueError)):
         driver.free_now(0)
-    with pytest.raises(DriverError, match=r"cuCtxResetPersistingL2Cache.*this driver does not have it: update"):
+    with pytest.raises(
+        DriverError, match=r"cuCtxResetPersistingL2Cache.*does not have it; update it to version 550\.54\.14 or"
+    ):
         driver.call("cuCtxResetPersistingL2Cache")
+
+
+def test_a_cubin_that_the_driver_cannot_read_names_the_minimum(driver_log: FakeDriver) -> None:
+    driver_log.fail("cuLibraryLoadData", 200)
+    with pytest.raises(DriverError, match=r"the cubin is damaged, or .*needs 550\.54\.14 or later$"):
+        driver.load_library(b"k_0 8\n")
 
 
 def test_missing_symbol(driver_log: FakeDriver) -> None:

@@ -1,0 +1,93 @@
+"""Catalogue: the kernels of common problems on a target, planned without compiling, and what each of them serves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import product
+from typing import Final
+
+from cutlass_py_attn.cli.selection import component_gemms
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.decode import MIN_KEYS
+from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
+from cutlass_py_attn.problem.spec import ProblemSpec, parse
+from cutlass_py_attn.problem.tensors import DIRECTIONS, OPERANDS, SHORT_NAMES
+
+HEAD_DIMS: Final = ("d32", "d64", "d96", "d128", "d192", "d192v128", "d256", "d512")
+COMPONENT_GEMM_HEAD_DIMS: Final = (32, 64, 96, 128, 192, 256)
+FEATURE_HEAD_DIMS: Final = ("d64", "d128")
+COMMON_MASKS: Final = ("full", "causal", "causal_window64")  # one for each form of a mask in kernels
+FEATURES: Final = ("bias", "biasgrad", "biassum", "dropout0.5", "softcap30", "alibi", "sinks", "deterministic")
+# Sizes decide no machine code, except that the sm90 family has kernels for short and for long sequences.
+_LENGTH: Final = 1024
+_SM90_LENGTHS: Final = (_LENGTH, 128, MULTICAST_LENGTH)
+_SM90_DTYPES: Final = ("bf16", "f16")
+_VARIABLE_LENGTHS: Final = ("n128,100", "n128x128u100,100")
+_GROUPED_HEADS: Final = "h4k2"
+_FORMS: Final = {"full": "no mask", "causal": "causal", "local": "window"}
+_WORDS: Final = {"varlen": "variable length", "seqused": "seqused_k", "grouped": "grouped heads", "alibi": "ALiBi"}
+_OF_BACKWARD: Final = ("biasgrad", "biassum", "deterministic")
+
+
+@functools.cache
+def plans(arch: str) -> tuple[Plan, ...]:
+    """Returns a plan of every kernel of the catalogue on a target, each once: component GEMMs, forwards, backwards.
+
+    On sm_90a these are the kernels of the sm90 family alone: the other families are built for sm_90.
+    """
+    is_sm90 = architecture(arch).has_wgmma
+    found = {plan.symbol: plan for plan in _component_gemms(arch)}
+    for direction in DIRECTIONS:
+        for spec in _specs(direction, is_sm90):
+            plan = planner.plan(spec.problem(direction), arch)
+            found.setdefault(plan.symbol, plan)
+    return tuple(plan for plan in found.values() if not is_sm90 or plan.build.family == "sm90")
+
+
+def serves(build: Build) -> str:
+    """Returns which problems a kernel serves, in words."""
+    dims = f"head dim {build.head_dim}"
+    if build.head_dim_value != build.head_dim:
+        dims += f", of value {build.head_dim_value}"
+    if build.kind == "component_gemm":
+        return f"one product of attention alone, {build.dtype}, {dims}"
+    words = [build.kind, build.dtype, dims, _FORMS[build.mask]]
+    words += [_WORDS.get(feature, feature) for feature in build.features]
+    if build.kind == "backward" and build.gradients != OPERANDS:
+        words.append(f"gradients of {' and '.join(build.gradients)}")
+    if build.deterministic:
+        words.append("deterministic")
+    if build.family == "decode":
+        words.append(f"up to {MAX_QUERIES} queries of {MIN_KEYS} keys or more")
+    if build.body.lengths != "any":
+        words.append(f"{build.body.lengths} sequences")
+    return ", ".join(words)
+
+
+def _component_gemms(arch: str) -> Iterator[Plan]:
+    for dtype, head_dim in product(SHORT_NAMES, COMPONENT_GEMM_HEAD_DIMS):
+        yield from component_gemms(dtype, head_dim, arch)
+
+
+def _specs(direction: str, is_sm90: bool) -> Iterator[ProblemSpec]:
+    """Yields the problems of the catalogue: masks and lengths, then one feature each, then few queries."""
+    dtypes = _SM90_DTYPES if is_sm90 else tuple(SHORT_NAMES.values())
+    lengths = _SM90_LENGTHS if is_sm90 else (_LENGTH,)
+    for dtype, dims, mask, length in product(dtypes, HEAD_DIMS, COMMON_MASKS, lengths):
+        yield parse(f"{dtype}_{dims}_s{length}_b1_h1_{mask}")
+    for dtype, dims, mask in product(dtypes, FEATURE_HEAD_DIMS, ("full", "causal")):
+        for feature in FEATURES:
+            if direction == "backward" or feature not in _OF_BACKWARD:
+                yield parse(f"{dtype}_{dims}_s{_LENGTH}_b2_h2_{mask}_{feature}")
+        yield parse(f"{dtype}_{dims}_s{_LENGTH}_b1_{_GROUPED_HEADS}_{mask}")
+        for variable in _VARIABLE_LENGTHS:
+            yield parse(f"{dtype}_{dims}_{variable}_h1_{mask}")
+    if direction == "forward" and not is_sm90:
+        for dtype, dims, heads in product(dtypes, HEAD_DIMS, ("h1", "h8k2")):
+            for mask in ("full", "causal_br"):
+                yield parse(f"{dtype}_{dims}_q1_s8192_b1_{heads}_{mask}")
