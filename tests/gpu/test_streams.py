@@ -304,5 +304,5 @@ def _device_array(array: Array, stream: int) -> DeviceArray:
 def test_numpy_arrays_are_refused_in_a_capture(mode: str, flags: str, kernels: Kernels) -> None:
     arrays = CASE.arrays()
     operands = [arrays[name] for name in check.OPERANDS]
-    with captured(mode, flags) as stream, pytest.raises(NotSupported, match="is being captured: must not be for"):
+    with captured(mode, flags) as stream, pytest.raises(NotSupported, match="is being captured"):
         attention_forward(*operands, mask=CASE.spec.mask, kernels=kernels, stream=stream)
