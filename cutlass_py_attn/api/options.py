@@ -39,7 +39,8 @@ class VariableLength:
     max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
     seqused_k: (count,) int32, number of keys that each sequence uses; None for all.
 
-    The arrays are on the operands' device. NumPy arrays may have any integer dtype, and their values are checked.
+    The arrays are on the operands' device. NumPy arrays may have any integer dtype, and their values are checked. The
+    tensors have at most 2**29 tokens.
     """
 
     cu_seqlens_q: Any
@@ -152,7 +153,8 @@ class AttentionOptions(TypedDict, total=False):
 class ForwardOptions(AttentionOptions, total=False):
     """Options of `attention_forward`.
 
-    out: array for the output, with the output's shape and dtype and any strides; None allocates one.
+    out: array for the output, with the output's shape and dtype, any strides and memory of its own; None allocates
+        one.
     """
 
     out: Any
@@ -162,7 +164,8 @@ class BackwardOptions(AttentionOptions, total=False):
     """Options of `attention_backward`.
 
     gradients: the gradients to compute, of "query", "key", "value", "bias" and "sinks"; by default the first three.
-    out: Gradients with arrays for the results, with any strides; None, or None in a field, allocates them.
+    out: Gradients with arrays for the results, each with any strides and memory of its own; None, or None in a field,
+        allocates them.
     packed: whether the gradients of query, key and value are slices [:, :, 0], [:, :, 1], [:, :, 2] of one new
         (batch, seqlen, 3, num_heads, head_dim) array.
     deterministic: whether the gradient of query is bitwise equal from run to run; slower.

@@ -93,8 +93,8 @@ def _refuse_capture(library: str, stream: int) -> None:
             else "results of unknown libraries are allocated outside of the graph"
         )
         raise NotSupported(
-            f"stream = {stream:#x} is being captured: must not be for arrays of library {library!r}, whose {reason}; "
-            "pass torch or CuPy arrays, or capture calls of a Bound"
+            f"stream = {stream:#x} is being captured, or a capture forbids it: must not be for arrays of library "
+            f"{library!r}, whose {reason}; pass torch or CuPy arrays, or capture calls of a Bound"
         )
 
 
@@ -246,7 +246,8 @@ class DeviceArray:
         self.stream = stream
         self.nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         _free_deferred()
-        # Not from the stream's memory pool: the array may outlive the stream, and cuMemFree waits for every user.
+        # Not from the stream's memory pool: the array may outlive the stream, and be in use on streams that it does
+        # not know. cuMemFree waits for all of them.
         self.pointer = driver.allocate_now(self.nbytes, f"a result {shape} {dtype}") if self.nbytes else 0
         if self.pointer:
             weakref.finalize(self, _free, device, self.pointer).atexit = False
@@ -294,8 +295,9 @@ def _free(ordinal: int, pointer: int) -> None:
 
 def _free_deferred() -> None:
     """Repeats the frees that a capture forbade."""
-    for _ in range(len(_deferred_frees)):
-        _free(*_deferred_frees.popleft())
+    with contextlib.suppress(IndexError):  # another thread repeats them too
+        for _ in range(len(_deferred_frees)):
+            _free(*_deferred_frees.popleft())
 
 
 class OutputArrays:
@@ -338,14 +340,20 @@ class OutputArrays:
         # After an error the driver may reject these calls too; the first error is the one to report.
         with contextlib.suppress(DriverError) if error else contextlib.nullcontext():
             if not self._is_complete:
-                foreign = [(array.library, array.source) for array in self._operands if self._is_foreign(array)]
-                lifetimes.keep(foreign, self._stream, self._given_stream, self._gpu)
+                self._keep_operands()
+        with contextlib.suppress(DriverError) if error else contextlib.nullcontext():
             for address in self._device_copies:
                 driver.free(address, self._stream)
 
-    def _is_foreign(self, array: Array) -> bool:
-        """Returns whether the array's memory may be reused without a wait for the stream."""
-        return array.stream is None or (array.stream or _LEGACY_STREAM) != (self._stream or _LEGACY_STREAM)
+    def _keep_operands(self) -> None:
+        """Keeps the arrays alive whose memory may be reused without a wait for the stream."""
+        stream = self._stream or _LEGACY_STREAM
+        foreign = [
+            (array.library, array.source)
+            for array in self._operands
+            if array.stream is None or (array.stream or _LEGACY_STREAM) != stream
+        ]
+        lifetimes.keep(foreign, self._stream, self._given_stream, self._gpu)
 
     def operand(self, name: str, array: Array) -> int:
         """Returns the device address of an operand. Copies a host operand to the device."""

@@ -416,8 +416,8 @@ def destroy_event(event: int) -> None:
 
 def is_capturing(stream: int) -> bool:
     """Returns whether the stream is captured, or is the legacy stream while a capture forbids its use."""
-    code, *status = map(int, function("cuStreamIsCapturing")(stream))
-    return any(status) if not code else code in CAPTURE_ERRORS
+    code, status = function("cuStreamIsCapturing")(stream)
+    return int(code) in CAPTURE_ERRORS if code else bool(int(status))
 
 
 def order_streams(producer: int, consumer: int) -> None:

@@ -49,7 +49,10 @@ class Framework(ABC):
 
     @abstractmethod
     def view(self, array: Any) -> View | None:
-        """Returns address, shape, strides, dtype and device; None if the array is not plain CUDA memory."""
+        """Returns address, shape, strides, dtype and device.
+
+        None if the array is not plain CUDA memory, or has strides that are no multiple of its elements.
+        """
 
     @abstractmethod
     def layout_key(self, array: Any) -> Hashable:

@@ -259,8 +259,8 @@ def problems() -> list[Problem]:
     """Every problem that these tests run, recorded from the reference."""
     found: list[Problem] = []
 
-    def record(direction: str, operands: Any, options: Any) -> Any:
-        problem, results = problem_of(direction, operands, options)
+    def record(direction: str, *rest: Any) -> Any:
+        problem, results = problem_of(direction, *rest)
         found.append(problem)
         return problem, results
 

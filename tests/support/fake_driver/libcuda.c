@@ -246,7 +246,8 @@ static Node *append(Graph *graph) {
     else graph->first = node;
     return graph->last = node;
 }
-int cuStreamIsCapturing(void *stream, int *status) {
+int cuStreamIsCapturing(void *stream, int *status) { /* not logged: every call asks */
+    if (!strcmp(fail_name, __func__)) return fail_name[0] = 0, fail_code;
     *status = !capture.stream || stream != capture.stream ? 0 : 1 + capture.is_invalid;
     return 0;
 }
