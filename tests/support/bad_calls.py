@@ -90,7 +90,7 @@ class BadCall:
     name: str
     call: Callable[[], Any]
     given: str
-    prepare: Callable[[], Any] = int
+    prepare: Callable[[], Any] = lambda: None
 
 
 def given(name: str, value: Any) -> str:
@@ -283,8 +283,10 @@ def calls_of_problems() -> Iterator[BadCall]:
         call = functools.partial(checked, key=replace(tensor, **{name: value}))
         yield BadCall(f"Tensor {name}", call, f"key.{name} = ")
     yield BadCall("Tensor negative", lambda: checked(key=replace(tensor, shape=(1, -6, 2, 8))), "key.shape = (1, -6")
-    yield BadCall("Tensor dtype", lambda: checked(key=replace(tensor, dtype="int8")), "key has dtype int8")
-    yield BadCall("Tensor strides", lambda: checked(key=replace(tensor, strides=(1, 2, 3))), "strides (1, 2, 3)")
+    yield BadCall("Tensor dtype int8", lambda: checked(key=replace(tensor, dtype="int8")), "key has dtype int8")
+    yield BadCall(
+        "Tensor of three strides", lambda: checked(key=replace(tensor, strides=(1, 2, 3))), "strides (1, 2, 3)"
+    )
     for name in ("batch", "num_queries", "num_keys", "num_heads", "head_dim", "head_dim_value"):
         for kind, size in {"str": "4", "float": 4.0, "None": None, "bool": True}.items():
             yield BadCall(f"Shape {name} {kind}", functools.partial(shaped, **{name: size}),
@@ -343,7 +345,7 @@ def calls_of_plans() -> Iterator[BadCall]:
         yield BadCall(f"TileConfig.parse {str(text)[:12]!r} {type(text).__name__}", call, f"tile {repr(text)[:60]}")
     for text in (5, None, "", "{", "[]", "5", '{"build": 5}', "[" * 100000):
         call = functools.partial(Plan.from_json, text)
-        yield BadCall(f"Plan.from_json {str(text)[:12]!r}", call, f"plan = {repr(text)[:60]}")
+        yield BadCall(f"Plan.from_json {str(text)[:12]!r} {type(text).__name__}", call, f"plan = {repr(text)[:60]}")
 
 
 def calls_of_kernels() -> Iterator[BadCall]:
