@@ -189,7 +189,7 @@ def device(ordinal: int) -> Device:
     """Returns the GPU with this ordinal and retains its primary context; raises NoDevice when there is none."""
     count = device_count()
     if not 0 <= ordinal < count:
-        raise NoDevice(f"device = {ordinal}: this machine has {count} visible GPUs, numbered from 0")
+        raise NoDevice(f"device = {ordinal}: this machine has {count} visible GPUs, numbered from 0; pass one of them")
     handle = int(call("cuDeviceGet", ordinal))
     kinds = bindings().CUdevice_attribute
 

@@ -343,6 +343,9 @@ def calls_of_plans() -> Iterator[BadCall]:
     for text in (5, None, b"64x64x4", "", "64", "64x64", "64x64x4:", "axbxc", "9" * 5000 + "x1x1", ["64x64x4"]):
         call = functools.partial(attn.TileConfig.parse, text)
         yield BadCall(f"TileConfig.parse {str(text)[:12]!r} {type(text).__name__}", call, f"tile {repr(text)[:60]}")
+    for kind, value in {"None": None, "plan": attn.plan_forward(dense, "sm_90")}.items():
+        yield BadCall(f"TileConfig.of {kind}", functools.partial(attn.TileConfig.of, value),
+                      given("build", value))  # fmt: skip
     for text in (5, None, "", "{", "[]", "5", '{"build": 5}', "[" * 100000):
         call = functools.partial(Plan.from_json, text)
         yield BadCall(f"Plan.from_json {str(text)[:12]!r} {type(text).__name__}", call, f"plan = {repr(text)[:60]}")
@@ -372,7 +375,7 @@ def calls_of_kernels() -> Iterator[BadCall]:
         "artifact": (None, 5, plan),
         "plan": (None, dense, plan.build),
         "problem": (5, plan, SHAPE),
-        "device": ("0", 0.0, -1, None, [0], True),
+        "device": ("0", 0.0, -1, None, [0], True, 99),
     }.items():
         for value in values:
             call = functools.partial(attn.bind, **{**arguments, name: value})
