@@ -31,6 +31,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import calls, handler
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import SCALARS, shown
 from cutlass_py_attn.problem.tensors import OPERANDS
@@ -204,7 +205,7 @@ def _static_reasons(name: str, value: Any) -> list[str]:
         return [f"{name} = {shown(value)}: must be a number that is known at trace time; pass a Python number"]
     if name == "deterministic":
         return SCALARS[name].objections(name, value)
-    if name == "mask" and isinstance(value, Mask):
+    if name == "mask" and type(value) in masks.ALL.values():  # `check_options` refuses another type
         return mask_kind_objections(value)
     if name == "arch" and value is not None:
         return planner.arch_objections(value)

@@ -428,6 +428,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "window float": ({"mask": Causal(3.0)}, "window_size = 3.0 (float)"),  # type: ignore[arg-type]
     "window list": ({"mask": Window([3], 0)}, "mask left = [3] (list)"),  # type: ignore[arg-type]
     "mask": ({"mask": "causal"}, "mask = 'causal' (str)"),
+    "base mask": ({"mask": Causal.__base__()}, "mask = Mask() (cutlass_py_attn.problem.masks.Mask)"),  # type: ignore[misc]
     "kernels": ({"kernels": 5}, "kernels = 5 (int)"),
     "kernels without a hash": ({"kernels": type("F", (), {"__call__": artifact, "__hash__": None})()}, "be hashable"),
     "arch int": ({"arch": 90}, "arch = 90 (int)"),
@@ -448,6 +449,7 @@ def test_bad_calls(driver_log: FakeDriver, changes: dict[str, Any], given: str) 
     with pytest.raises(NotSupported, match=re.escape(given)) as caught:
         attention(**arguments)
     assert all(re.fullmatch(r"(?s).+: .*must .+; .+", reason) or "arch" in reason for reason in caught.value.reasons)
+    assert len(set(caught.value.reasons)) == len(caught.value.reasons)
     assert driver_log.names == []
 
 

@@ -35,7 +35,7 @@ class Index:
         return 7
 
 
-class HostTensor(DLPackArray):
+class Scalar(DLPackArray):
     """A 0-d array of another library, on the DLPack device `device`."""
 
     dtype, shape = "torch.int64", ()
@@ -53,8 +53,8 @@ INTEGERS: dict[str, Any] = {
     "uint64": np.uint64(7),
     "0-d array": np.array(7),
     "object with __index__": Index(),
-    "tensor on the host": HostTensor(None, (1, 0)),
-    "tensor in pinned memory": HostTensor(None, (3, 0)),
+    "tensor on the host": Scalar(None, (1, 0)),
+    "tensor in pinned memory": Scalar(None, (3, 0)),
 }
 NO_INTEGERS: dict[str, Any] = {
     "float": 7.0,
@@ -70,7 +70,7 @@ NO_INTEGERS: dict[str, Any] = {
     "complex": 7j,
     "date": np.timedelta64(7, "s"),
     "objects": np.array(7, object),
-    "tensor on a device": HostTensor(None, (2, 0)),
+    "tensor on a device": Scalar(None, (2, 0)),
     "interface": InterfaceArray(np.array(7)),
 }
 NUMBERS: dict[str, Any] = {
@@ -93,7 +93,7 @@ NO_NUMBERS: dict[str, Any] = {
     "None": None,
     "more than a float": 10**400,
     "list": [0.5],
-    "tensor on a device": HostTensor(None, (2, 0)),
+    "tensor on a device": Scalar(None, (2, 0)),
 }
 
 
@@ -130,6 +130,8 @@ def test_shown_values() -> None:
     assert shown(7) == "7 (int)"
     assert (shown(None), shown(True)) == ("None", "True")
     assert shown(np.zeros((2, 3), "f2")) == "array of shape (2, 3) and dtype float16 (numpy.ndarray)"
+    on_device = "array of shape () and dtype torch.int64 on a device (tests.unit.problem.test_scalars.Scalar)"
+    assert shown(Scalar(None, (2, 0))) == on_device
     assert shown(10**5000) == "a value that cannot be printed (int)"
     assert shown("a\n  b") == r"'a\n b' (str)", "one line"
     assert shown("x" * 100) == f"'{'x' * 76}... (str)"
