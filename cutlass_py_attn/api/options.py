@@ -262,12 +262,19 @@ def exact_key(options: Mapping[str, Any]) -> tuple[object, ...]:
 
     It is hashable if the options are PLAIN_OPTIONS with hashable values.
     """
-    return tuple([(name, type(value), value, *_types_of_numbers(value)) for name, value in options.items()])
+    types = tuple(map(type, options.values()))
+    if "mask" in options:
+        types += tuple(_types_of_numbers(options["mask"]))
+    return tuple(options.items()), types
 
 
-def _types_of_numbers(value: object) -> list[type]:
-    names: tuple[str, ...] = value.__match_args__ if isinstance(value, Mask) else ()
-    return [type(getattr(value, name)) for name in names]
+_NUMBERS_OF_MASKS: Final[dict[type, tuple[str, ...]]] = {
+    kind: tuple(field.name for field in fields(kind)) for kind in masks.ALL.values()
+}
+
+
+def _types_of_numbers(mask: object) -> list[type]:
+    return [type(getattr(mask, name)) for name in _NUMBERS_OF_MASKS.get(type(mask), ())]
 
 
 def _check(options: Mapping[str, Any], allowed: type) -> Options:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from numbers import Real
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -36,9 +35,13 @@ from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import calls, handler
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.scalars import SCALARS, shown
 from cutlass_py_attn.problem.tensors import OPERANDS
+from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.suggestions import did_you_mean
 
@@ -50,7 +53,7 @@ DIFFERENTIABLE = (*OPERANDS, *registry.gradients())
 class Options(TypedDict, total=False):
     """Options of `attention`. An option without a description is that of `cutlass_py_attn.attention_forward`.
 
-    scale, softcap, dropout_p and the numbers of the mask are Python numbers, known at trace time.
+    scale, softcap, dropout_p and the numbers of the mask are numbers that are known at trace time.
 
     bias: (batch, num_heads, num_queries, num_keys), differentiable; it may broadcast over any axis, and its gradient
         is summed over that axis.
@@ -180,56 +183,51 @@ _traced = jax.jit(_attend, static_argnums=0)
 
 def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, dict[str, Any]]:
     """Returns the static part of the call and its arrays by name; NotSupported lists every wrong option."""
-    unknown = [name for name in options if name not in Options.__annotations__]
+    given: dict[str, Any] = {name: api_options.option_value(name, value) for name, value in options.items()}
     reasons = [
         f"option {name!r} is unknown: must be one of {', '.join(Options.__annotations__)}; "
         + did_you_mean(name, Options.__annotations__, "check the spelling")
-        for name in unknown
+        for name in given
+        if name not in Options.__annotations__
     ]
-    numbers = {"scale": options.get("scale"), "softcap": options.get("softcap"), "dropout_p": options.get("dropout_p")}
-    reasons += [
-        f"{name} = {number!r}: must be a number that is known at trace time; pass a Python number"
-        for name, number in numbers.items()
-        if number is not None and not isinstance(number, Real)
-    ]
-    dropout_p, dropout_key = options.get("dropout_p", 0.0), options.get("dropout_key")
-    if isinstance(dropout_p, Real) and dropout_p != 0 and dropout_key is None:
+    reasons += [reason for name, value in given.items() for reason in _static_reasons(name, value)]
+    dropout_p, dropout_key = given.get("dropout_p", 0.0), given.get("dropout_key")
+    if isinstance(dropout_p, float) and dropout_p != 0 and dropout_key is None:
         reasons.append(f"dropout_p = {dropout_p} without dropout_key: must come together; pass a key of jax.random")
-    shared = _SharedOptions.__annotations__
     try:
         checked = api_options.check_options(
-            {name: value for name, value in options.items() if name in shared}, _SharedOptions
+            {name: value for name, value in given.items() if name in _SharedOptions.__annotations__}, _SharedOptions
         )
     except NotSupported as error:
-        reasons += error.reasons
-    if reasons:
-        raise NotSupported(reasons)
-    arrays = {name: jnp.asarray(array) for name, array in operands.items()}
-    given: dict[str, Any] = dict(options)
-    for name in registry.array_options():
-        if given.get(name) is not None:
-            arrays[name] = jnp.asarray(given[name])
-    arrays |= {name: jnp.asarray(array) for name, array in checked.score_terms.items()}
+        raise NotSupported([*reasons, *error.reasons]) from error
+    given_arrays = operands | {name: given[name] for name in registry.array_options() if given.get(name) is not None}
+    given_arrays |= checked.score_terms
     sequences = None if checked.sequences is None else _with_numpy_lengths(checked.sequences)
-    if sequences is not None:
-        if arrays["query"].ndim == arrays["key"].ndim == 4:  # other ranks are refused when the call is traced
-            reasons += sequences.reasons((arrays["query"].shape[1], arrays["key"].shape[1]))
-        arrays |= {name: jnp.asarray(array) for name, array in sequences.arrays().items()}
+    given_arrays |= {} if sequences is None else sequences.arrays()
+    arrays, unreadable = _arrays(given_arrays)
+    reasons += unreadable
+    if sequences is not None and not unreadable and arrays["query"].ndim == arrays["key"].ndim == 4:
+        reasons += sequences.reasons((arrays["query"].shape[1], arrays["key"].shape[1]))  # other ranks: when traced
+    if not reasons and dropout_p != 0:
+        try:
+            words = jax.random.bits(dropout_key, (2,), "uint32")
+        except (TypeError, ValueError) as error:
+            raise NotSupported(
+                f"dropout_key = {shown(dropout_key)}: must be a key of jax.random ({error}); pass jax.random.key(seed)"
+            ) from error
+        arrays[handler.PHILOX] = jnp.concatenate([words, jnp.zeros(2, "uint32")])  # seed, then an offset of 0
     if reasons:
         raise NotSupported(reasons)
-    if dropout_p != 0:
-        words = jax.random.bits(dropout_key, (2,), "uint32")
-        arrays[handler.PHILOX] = jnp.concatenate([words, jnp.zeros(2, "uint32")])  # seed, then an offset of 0
     call = calls.Call(
-        mask=options.get("mask", Full()),
-        scale=options.get("scale"),
-        softcap=options.get("softcap", 0.0),
+        mask=given.get("mask", Full()),
+        scale=given.get("scale"),
+        softcap=given.get("softcap", 0.0),
         dropout_p=dropout_p,
-        max_seqlens=None if sequences is None else (int(sequences.max_seqlen_q), int(sequences.max_seqlen_k)),
+        max_seqlens=None if sequences is None else (sequences.max_seqlen_q, sequences.max_seqlen_k),
         score_terms=registry.registered_among(checked.score_terms),
-        deterministic=options.get("deterministic", False),
-        kernels=options.get("kernels"),
-        arch=options.get("arch"),
+        deterministic=given.get("deterministic", False),
+        kernels=given.get("kernels"),
+        arch=given.get("arch"),
         backend=checked.backend,
     )
     return call, arrays
@@ -243,12 +241,43 @@ def _with_numpy_lengths(sequences: VariableLength) -> VariableLength:
     return dataclasses.replace(sequences, **lists)
 
 
+def _static_reasons(name: str, value: Any) -> list[str]:
+    """Returns why an option that is part of the compiled program, and no array, is refused."""
+    if name in ("scale", "softcap", "dropout_p"):
+        if not SCALARS[name].objections(name, value):
+            return []
+        return [f"{name} = {shown(value)}: must be a number that is known at trace time; pass a Python number"]
+    if name == "deterministic":
+        return SCALARS[name].objections(name, value)
+    if name == "mask" and type(value) in masks.ALL.values():  # `check_options` refuses another type
+        return mask_kind_objections(value)
+    if name == "arch" and value is not None:
+        return planner.arch_objections(value)
+    if name == "kernels" and callable(value) and not isinstance(value, Hashable):
+        return [f"kernels = {shown(value)}: must be hashable, because JAX compares it; define __hash__"]
+    return []
+
+
+def _arrays(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the operands as JAX arrays, and why some are refused."""
+    arrays, reasons = {}, []
+    for name, value in given.items():
+        try:
+            if value is None:
+                raise TypeError("None has no elements")
+            arrays[name] = jnp.asarray(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            reasons.append(f"{name} = {shown(value)}: must be an array that JAX takes ({error}); convert it")
+    return arrays, reasons
+
+
 class _SharedOptions(TypedDict, total=False):
     """The options that `cutlass_py_attn.api.options` checks."""
 
     mask: Mask
     sequences: VariableLength | None
     score_terms: Mapping[str, Any]
+    kernels: Callable[[Build], Artifact] | None
     backend: str
 
 

@@ -9,8 +9,10 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.launch_rules import BIAS_SIZES, MAX_GRID_YZ, bias_axes, shape
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.scalars import MIN_SCALE
 from cutlass_py_attn.problem.tensors import BIASES, BMHK
-from cutlass_py_attn.problem.validation import MAX_LENGTH
+from cutlass_py_attn.problem.validation import LARGEST_SOFTCAP, MAX_LENGTH, MAX_RATIO, MAX_SCALE
+from cutlass_py_attn.score_terms.softcap import MIN_SOFTCAP
 
 Condition = tuple[str, str]  # (expression, the condition in words)
 
@@ -25,7 +27,7 @@ def conditions(problem: Problem, build: Build) -> list[Condition]:
         *_edges(build),
         *_strides(problem, build),
         *_biases(problem, build),
-        *_factors(build),
+        *_factors(problem, build),
         *(_decode() if build.family == "decode" else ()),
     ]
 
@@ -91,11 +93,34 @@ def _biases(problem: Problem, build: Build) -> Iterator[Condition]:
             yield f"{name} == 1", f"{name} must be 1: grad_bias is not summed over it; export a problem with more"
 
 
-def _factors(build: Build) -> Iterator[Condition]:
+def _factors(problem: Problem, build: Build) -> Iterator[Condition]:
+    """What validation.py demands of scale and softcap: the kernels compute in float32."""
+    yield _is_zero_or("scale", _number(MIN_SCALE)), f"scale must be 0 or have a magnitude of at least {MIN_SCALE}"
+    yield _magnitude("scale", "<=", _number(MAX_SCALE)), "scale must have a magnitude of at most 2**127"
     if build.kind == "forward" and build.family == "sm90":
         yield "scale >= 0", "scale must not be below 0; export a problem with such a scale"
     if build.has("softcap"):
-        yield "softcap > 0", "softcap must be above 0"
+        largest = LARGEST_SOFTCAP[problem.dtype]
+        yield f"softcap >= {_number(MIN_SOFTCAP)}", "softcap must be above 0, and at least 2**-126"
+        yield f"softcap <= {_number(largest)}", f"softcap must be at most {largest:g} for {problem.dtype}"
+        ratio = "scale / softcap must be 0 or have a magnitude from 2**-126 to 2**126"
+        yield _magnitude("scale", "<=", f"softcap * {_number(MAX_RATIO)}"), ratio
+        yield _is_zero_or("scale", f"softcap * {_number(1 / MAX_RATIO)}"), ratio
+
+
+def _magnitude(name: str, comparison: str, limit: str) -> str:
+    """Returns an expression that compares both signs of a factor with a limit."""
+    return f"({name} {comparison} {limit}) * (0 - {name} {comparison} {limit}) == 1"
+
+
+def _is_zero_or(name: str, least: str) -> str:
+    """Returns an expression that is 1 if a factor is 0 or has at least this magnitude; not for NaN."""
+    return f"({name} == 0) + ({name} >= {least}) + (0 - {name} >= {least}) >= 1"
+
+
+def _number(value: float) -> str:
+    """Returns a float64 without an exponent, which not every host that evaluates expressions reads."""
+    return f"{value:.1f}" if value >= 1 else f"{value:.60f}"
 
 
 def _decode() -> Iterator[Condition]:

@@ -67,6 +67,8 @@ class TileConfig:
     @staticmethod
     def of(build: Build) -> TileConfig:
         """Returns the tile of a Build, such as that of `plan.build`, to change some of its fields."""
+        if not isinstance(build, Build):
+            raise NotSupported(f"build = {shown(build)}: must be a Build; pass the field `build` of a plan")
         fields: dict[str, Any] = {name: getattr(build, name) for name in _FIELDS}
         return TileConfig(**fields)
 

@@ -85,7 +85,8 @@ def shown(value: object) -> str:
     try:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if isinstance(shape, tuple) and dtype is not None and not isinstance(value, np.generic):
-            text = f"array of shape {tuple(shape)} and dtype {dtype}"
+            on_device = hasattr(value, "__dlpack_device__") and not is_on_host(value)
+            text = f"array of shape {tuple(shape)} and dtype {dtype}{' on a device' if on_device else ''}"
         else:
             text = " ".join(repr(value).split())
     except Exception:  # Python refuses to print integers of thousands of digits

@@ -209,7 +209,7 @@ def device(ordinal: int) -> Device:
     count = device_count()
     if not 0 <= ordinal < count:
         visible = "1 visible GPU" if count == 1 else f"{count} visible GPUs"
-        raise NoDevice(f"device = {ordinal}: this machine has {visible}, numbered from 0")
+        raise NoDevice(f"device = {ordinal}: this machine has {visible}, numbered from 0; pass one of them")
     handle = int(call("cuDeviceGet", ordinal))
     kinds = bindings().CUdevice_attribute
 

@@ -78,8 +78,8 @@ def adapter(schema: Callable[P, C]) -> Callable[[Callable[[C], R]], Callable[P, 
     def decorate(body: Callable[[C], R]) -> Callable[P, R]:
         def mirrored(*arguments: P.args, **keywords: P.kwargs) -> R:
             call = schema(*arguments, **keywords)
-            call, reasons = _with_python_numbers(call)
-            reasons = [*operand_reasons(call), *reasons] or call.reasons()
+            call, wrong_scalars = _with_python_numbers(call)
+            reasons = [*wrong_scalars, *(operand_reasons(call) or call.reasons())]
             if reasons:
                 raise NotSupported(reasons)
             try:
@@ -108,13 +108,18 @@ _SCALARS: Final[dict[str, Scalar]] = {
 
 
 def _with_python_numbers(call: C) -> tuple[C, list[str]]:
-    """Returns the call with Python numbers in place of those of other libraries, and why it is refused."""
-    changes, reasons = {}, []
+    """Returns the call with Python numbers, and why arguments that are no arrays are refused.
+
+    An argument of the wrong type is replaced by its default, so that the others can be checked.
+    """
+    changes: dict[str, Any] = {}
+    reasons: list[str] = []
     for field in dataclasses.fields(call):
         if scalar := _SCALARS.get(field.name):
             given = getattr(call, field.name)
-            changes[field.name] = scalar.normalised(given)
-            reasons += scalar.objections(field.name, given)
+            found = scalar.objections(field.name, given)
+            changes[field.name] = scalar.default if found else scalar.normalised(given)
+            reasons += found
     return dataclasses.replace(call, **changes), reasons
 
 

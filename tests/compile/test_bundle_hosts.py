@@ -173,6 +173,7 @@ WRONG = {
     "query_head": (-128, "backward: query_head must be above 0: a tensor map steps forward"),
     "window_right": (-1, "backward: window_right must be at least 0"),
     "bottom_right": (2, "backward: bottom_right must be 0 or 1"),
+    "scale": (-1e-34, "backward: scale must be 0 or have a magnitude of at least 1e-30"),
     "value": (0x7F0000000008, "backward: value must be a device address, 16-byte aligned"),
     "grad_key": (0, "backward: grad_key must be a device address, 16-byte aligned"),
 }

@@ -90,7 +90,7 @@ class BadCall:
     name: str
     call: Callable[[], Any]
     given: str
-    prepare: Callable[[], Any] = int
+    prepare: Callable[[], Any] = lambda: None
 
 
 def given(name: str, value: Any) -> str:
@@ -283,8 +283,10 @@ def calls_of_problems() -> Iterator[BadCall]:
         call = functools.partial(checked, key=replace(tensor, **{name: value}))
         yield BadCall(f"Tensor {name}", call, f"key.{name} = ")
     yield BadCall("Tensor negative", lambda: checked(key=replace(tensor, shape=(1, -6, 2, 8))), "key.shape = (1, -6")
-    yield BadCall("Tensor dtype", lambda: checked(key=replace(tensor, dtype="int8")), "key has dtype int8")
-    yield BadCall("Tensor strides", lambda: checked(key=replace(tensor, strides=(1, 2, 3))), "strides (1, 2, 3)")
+    yield BadCall("Tensor dtype int8", lambda: checked(key=replace(tensor, dtype="int8")), "key has dtype int8")
+    yield BadCall(
+        "Tensor of three strides", lambda: checked(key=replace(tensor, strides=(1, 2, 3))), "strides (1, 2, 3)"
+    )
     for name in ("batch", "num_queries", "num_keys", "num_heads", "head_dim", "head_dim_value"):
         for kind, size in {"str": "4", "float": 4.0, "None": None, "bool": True}.items():
             yield BadCall(f"Shape {name} {kind}", functools.partial(shaped, **{name: size}),
@@ -341,9 +343,12 @@ def calls_of_plans() -> Iterator[BadCall]:
     for text in (5, None, b"64x64x4", "", "64", "64x64", "64x64x4:", "axbxc", "9" * 5000 + "x1x1", ["64x64x4"]):
         call = functools.partial(attn.TileConfig.parse, text)
         yield BadCall(f"TileConfig.parse {str(text)[:12]!r} {type(text).__name__}", call, f"tile {repr(text)[:60]}")
+    for kind, value in {"None": None, "plan": attn.plan_forward(dense, "sm_90")}.items():
+        yield BadCall(f"TileConfig.of {kind}", functools.partial(attn.TileConfig.of, value),
+                      given("build", value))  # fmt: skip
     for text in (5, None, "", "{", "[]", "5", '{"build": 5}', "[" * 100000):
         call = functools.partial(Plan.from_json, text)
-        yield BadCall(f"Plan.from_json {str(text)[:12]!r}", call, f"plan = {repr(text)[:60]}")
+        yield BadCall(f"Plan.from_json {str(text)[:12]!r} {type(text).__name__}", call, f"plan = {repr(text)[:60]}")
 
 
 def calls_of_kernels() -> Iterator[BadCall]:
@@ -370,7 +375,7 @@ def calls_of_kernels() -> Iterator[BadCall]:
         "artifact": (None, 5, plan),
         "plan": (None, dense, plan.build),
         "problem": (5, plan, SHAPE),
-        "device": ("0", 0.0, -1, None, [0], True),
+        "device": ("0", 0.0, -1, None, [0], True, 99),
     }.items():
         for value in values:
             call = functools.partial(attn.bind, **{**arguments, name: value})

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cutlass_py_attn.api import attention, call_cache
+from cutlass_py_attn.api import attention, call_cache, options
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.masks import Causal, Full
+from cutlass_py_attn.problem.masks import Causal, Full, Window
 from cutlass_py_attn.runtime import driver, frameworks
+from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms.dropout import Dropout
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import aligned, artifact, decode
@@ -192,6 +195,131 @@ def test_misaligned_arrays_are_not_cached(log: FakeDriver, validated: list[str])
         attention_forward(Tensor(SHAPE), Tensor(SHAPE), Tensor(SHAPE, shift=shift), **options)
     assert validated == ["forward"] * 3
     assert len(call_cache._calls) == 1
+
+
+SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [  # equal for Python; the second is no option
+    ({"mask": Causal(7)}, {"mask": Causal(7.0)}),  # type: ignore[arg-type]
+    ({"mask": Causal(1)}, {"mask": Causal(True)}),
+    ({"mask": Window(3, 0)}, {"mask": Window(3.0, 0)}),  # type: ignore[arg-type]
+    ({"scale": 0.5}, {"scale": Decimal("0.5")}),
+    ({"scale": 1.0}, {"scale": True}),
+    ({"softcap": 0.0}, {"softcap": False}),
+    ({"softcap": 2.0}, {"softcap": 2 + 0j}),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong"), SAME, ids=lambda options: repr(options))
+@pytest.mark.parametrize("make", [Tensor, np.zeros], ids=["cached", "prepared"])
+def test_a_refused_value_and_an_equal_one_are_kept_apart(
+    log: FakeDriver, make: Any, right: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    """Whichever comes first: a refusal does not reach later calls, and a call does not let a wrong value pass."""
+    options._checked.clear()
+    make = make if make is Tensor else lambda shape: np.zeros(shape, "f4")
+    for _ in range(2):
+        with pytest.raises(NotSupported, match="must be"):
+            forward(make, **wrong)
+        driver.call("cuCtxSetCurrent", 0xC0)
+        forward(make, **right)
+        forward(make, **right)
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ({"mask": Causal(np.int64(7))}, {"mask": Causal(7)}),
+        ({"mask": Window(np.array(3), np.uint8(0))}, {"mask": Window(3, 0)}),
+        ({"scale": np.float32(0.5)}, {"scale": 0.5}),
+        ({"scale": np.array(0.5)}, {"scale": 0.5}),
+        ({"scale": 2}, {"scale": 2.0}),
+        ({"softcap": np.int64(3)}, {"softcap": 3.0}),
+    ],
+    ids=repr,
+)
+def test_numbers_of_numpy_are_those_of_python(log: FakeDriver, given: dict[str, Any], plain: dict[str, Any]) -> None:
+    """They share the prepared call, and launch the same parameters."""
+    launched = []
+    for changes in (plain, given, given):
+        log.clear()
+        driver.call("cuCtxSetCurrent", 0xC0)
+        forward(**changes)
+        (prepared,) = attention._prepared_calls.values()
+        struct = decode(prepared.bound.plan.build, log.of("cuLaunchKernelEx")[-1].parameters)  # type: ignore[union-attr]
+        launched.append({name: struct[name] for name in ("scale", "softcap", "window_left", "window_right")})
+    assert launched[0] == launched[1] == launched[2]
+
+
+def run_in_threads(work: Callable[[int], None]) -> list[BaseException]:
+    """Runs work(0) to work(7) in threads that switch as often as Python can, and returns what they raised."""
+    errors: list[BaseException] = []
+
+    def catching(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=catching, args=(number,)) for number in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    sys.setswitchinterval(interval)
+    return errors
+
+
+def test_threads_store_calls_together(log: FakeDriver) -> None:
+    """Each store evicts another thread's call."""
+    bound = RecordingBound(1.0, {})
+    operand = Array(4096, SHAPE, (120, 24, 8, 1), "float32", 0, "torch", None)
+
+    def work(number: int) -> None:
+        for step in range(3000):
+            call_cache.store((number, step), bound, {"query": operand}, {})  # type: ignore[arg-type]
+
+    assert run_in_threads(work) == []
+    assert len(call_cache._calls) == call_cache.MAX_CALLS
+
+
+def test_threads_evict_prepared_and_cached_calls(log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight threads, whose calls evict each other's: none fails, and each launches with its own scale."""
+    monkeypatch.setattr(call_cache._calls, "size", 3)
+    monkeypatch.setattr(attention._prepared_calls, "size", 3)
+    made: dict[float, list[int]] = {}
+    monkeypatch.setattr(attention, "_bind", lambda problem, *_: RecordingBound(problem.scale, made))
+
+    def work(number: int) -> None:
+        driver.call("cuCtxSetCurrent", 0xC0)
+        for step in range(30):
+            scale = 1.0 + (number + step) % 8
+            query, *_ = forward(scale=scale)
+            assert query.data_ptr() in made[scale]
+
+    assert run_in_threads(work) == []
+    assert len(call_cache._calls) <= 3
+    assert sum(map(len, made.values())) == 8 * 30
+
+
+class RecordingBound:
+    """Takes the place of a Bound: records the address of query by scale."""
+
+    def __init__(self, scale: float, made: dict[float, list[int]]) -> None:
+        self.device = driver.device(0)
+        self._calls = made.setdefault(scale, [])
+
+    def __call__(self, pointers: dict[str, int], stream: int) -> None:
+        self._calls.append(pointers["query"])
+
+
+def test_gradients_named_twice_are_refused_before_a_launch(log: FakeDriver) -> None:
+    operands = [Tensor(SHAPE) for _ in range(5)]
+    for gradients in (("query", "query"), ["key", "value", "key"]):
+        for _ in range(2):
+            with pytest.raises(NotSupported, match=f"gradients names {gradients[-1]} 2 times: must name each once"):
+                attention_backward(*operands, Tensor((2, 3, 32)), gradients=gradients, kernels=artifact, stream=STREAM)  # type: ignore[arg-type]
+    assert log.names == []
 
 
 def test_number_of_cached_calls_is_limited(log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

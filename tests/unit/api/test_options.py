@@ -114,6 +114,45 @@ def test_dropout_seed_as_ints_and_as_arrays(driver_log: FakeDriver, kernels: Ker
     assert "dropout" not in kernels.build.features
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_numbers_of_numpy_are_those_of_python(driver_log: FakeDriver, kernels: Kernels, direction: str) -> None:
+    """Of dropout, of the longest sequences and of the splits; an array's int64 below 0 is its 64 bits."""
+    names, call = (FORWARD, attention_forward) if direction == "forward" else (BACKWARD, attention_backward)
+    operands: Any = on_device(arrays_of(names))
+    more: dict[str, Any] = {} if direction == "forward" else {"num_splits_key": np.int64(1), "deterministic": np.True_}
+    plain: dict[str, Any] = {} if direction == "forward" else {"num_splits_key": 1, "deterministic": True}
+    call(*operands, kernels=kernels, dropout=Dropout(0.5, 2**64 - 3, 7), **plain)
+    expected = last_struct(driver_log, kernels)
+    for seed, offset in ((np.array(-3), np.uint64(7)), (np.uint64(2**64 - 3), np.array(7, "u1"))):
+        call(*operands, kernels=kernels, dropout=Dropout(np.float32(0.5), seed, offset), **more)
+        found = last_struct(driver_log, kernels)
+        for name in ("philox_seed", "philox_offset", "philox_seed_address", "keep_scale", "dropout_threshold"):
+            assert found[name] == expected[name]
+        assert kernels.build.deterministic == bool(more)
+    with pytest.raises(NotSupported, match=r"philox_seed = -3 \(int\): must be an int from 0"):
+        call(*operands, kernels=kernels, dropout=Dropout(0.5, np.int64(-3)))
+
+
+def test_longest_sequences_of_numpy(driver_log: FakeDriver, kernels: Kernels) -> None:
+    tokens = arrays_of(FORWARD, batch=1)
+    sequences = lengths(max_seqlen_q=np.int32(25), max_seqlen_k=np.array(30))
+    attention_forward(*tokens.values(), kernels=kernels, sequences=sequences)
+    struct = last_struct(driver_log, kernels)
+    assert (struct["num_queries"], struct["num_keys"]) == (25, 30)
+
+
+def test_kernels_without_a_hash(driver_log: FakeDriver) -> None:
+    """A callable may have any type; its calls are prepared anew."""
+
+    class Unhashable(Kernels):
+        __hash__ = None  # type: ignore[assignment]
+
+    kernels = Unhashable()
+    for _ in range(2):
+        attention_forward(*on_device(arrays_of(FORWARD)), kernels=kernels)
+    assert len(driver_log.of("cuLaunchKernelEx")) == 2
+
+
 @pytest.mark.parametrize("on_host", [False, True])
 def test_sequences(driver_log: FakeDriver, kernels: Kernels, on_host: bool) -> None:
     """Results are filled with 0 and +inf before the kernel, which writes the rows of sequences."""

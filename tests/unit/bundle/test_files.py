@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -328,6 +329,25 @@ def test_bind_says_what_is_missing(driver_log: FakeDriver, tmp_path: Path) -> No
     hopper = export(tmp_path / "sm90", "forward")
     with pytest.raises(Stale, match=r"sm90 is for sm_90a: fake GPU 1 has compute capability 8\.6; export for it"):
         hopper.bind("forward", device=1)
+
+
+def test_bad_arguments_of_a_bundle(driver_log: FakeDriver, tmp_path: Path) -> None:
+    bundle: Any = export(tmp_path / "bundle", "forward")
+    driver_log.clear()
+    for call, given in (
+        (lambda: bundle(5), "build = 5 (int): must be a Build"),
+        (lambda: bundle(bundle.plans("forward")[0]), "build = Plan("),
+        (lambda: bundle.problem(["forward"]), "direction = ['forward']"),
+        (lambda: bundle.plans(None), "direction = None"),
+        (lambda: bundle.bind("up"), "direction = 'up'"),
+        (lambda: bundle.bind("forward", 5), "problem = 5 (int): must be a Problem"),
+        (lambda: bundle.bind("forward", problem_of("forward").replace(scale="x")), "scale = 'x' (str)"),
+        (lambda: bundle.bind("forward", device="0"), "device = '0' (str): must be the ordinal of a GPU"),
+        (lambda: bundle.bind("forward", device=1.0), "device = 1.0 (float): must be the ordinal of a GPU"),
+    ):
+        with pytest.raises(NotSupported, match=re.escape(given)):
+            call()
+    assert driver_log.names == []
 
 
 def test_bind_prefers_what_fits(driver_log: FakeDriver, tmp_path: Path) -> None:

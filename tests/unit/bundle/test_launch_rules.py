@@ -120,6 +120,27 @@ def test_rules_are_the_planner(problem: Problem, arch: str, num_sms: int, data: 
         assert by_rule(problem, plan, other, num_sms) == numbers(same)
 
 
+FACTORS = [
+    *((0.1, 30.0), (0.0, 30.0), (-1.0, 8192.0), (1e-30, 1.0), (-1e-30, 2.0**-20), (100.0, 1e-36)),
+    *((1e-34, 30.0), (-9.9e-31, 30.0), (2.0**128, 2.0**100), (100.0, 1e-37), (-100.0, 1e-37), (1e-30, 1e20)),
+    *((1.0, 2.0**-127), (1.0, 8192.5), (1.0, 2.0**99), (1.0, 2.0**101), (0.0, 1e-37)),
+]
+
+
+@pytest.mark.parametrize(("scale", "softcap"), FACTORS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_hosts_refuse_the_factors_that_the_package_refuses(
+    direction: str, dtype: str, scale: float, softcap: float
+) -> None:
+    exported = Problem.dense(direction, Shape(1, 64, 64, 2, 64, 64), dtype).replace(softcap=30.0)
+    plan = planner.plan(exported, "sm_80")
+    other = exported.replace(scale=scale, softcap=softcap)
+    assert bool(allowed(exported, plan, other, 132)) == bool(other.reasons())
+    assert allowed(exported, plan, exported, 132) == []
+    assert allowed(exported, plan, exported.replace(scale=float("nan")), 132)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_rules_of_maps_that_end_with_a_sequence(direction: str, deterministic: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -15,9 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.errors import NoDevice, NotSupported, Stale
+from cutlass_py_attn.plan.planner import plan_backward
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.testing.distance_squared import distance_squared
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact, decode
@@ -510,6 +516,64 @@ def test_refusals_when_traced() -> None:
             jax.grad(lambda slopes: ours(*arrays, score_terms={term.name: slopes}).sum())(jnp.ones(H))
         with pytest.raises(NotSupported, match=r"distance_squared has shape \(3,\)"):
             ours(*arrays, score_terms={term.name: jnp.ones(3)})
+
+
+BAD_NUMBERS: dict[str, Any] = {"str": "2", "list": [2.0], "array": np.ones(2), "bool": True, "huge": 10**400}
+BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        f"{name} {kind}": ({name: value, "dropout_key": KEY}, f"{name} = ")
+        for name in ("scale", "softcap", "dropout_p")
+        for kind, value in BAD_NUMBERS.items()
+    },
+    **{f"{name} None": ({name: None}, f"{name} = None: must be an array") for name in ("query", "key", "value")},
+    "query str": ({"query": "x"}, "query = 'x' (str): must be an array"),
+    "key objects": ({"key": np.array([object()])}, "key = array of shape (1,) and dtype object"),
+    "bias str": ({"bias": "x"}, "bias = 'x' (str): must be an array"),
+    "deterministic": ({"deterministic": "no"}, "deterministic = 'no' (str): must be True or False"),
+    "window float": ({"mask": Causal(3.0)}, "window_size = 3.0 (float)"),  # type: ignore[arg-type]
+    "window list": ({"mask": Window([3], 0)}, "mask left = [3] (list)"),  # type: ignore[arg-type]
+    "mask": ({"mask": "causal"}, "mask = 'causal' (str)"),
+    "base mask": ({"mask": Causal.__base__()}, "mask = Mask() (cutlass_py_attn.problem.masks.Mask)"),  # type: ignore[misc]
+    "kernels": ({"kernels": 5}, "kernels = 5 (int)"),
+    "kernels without a hash": ({"kernels": type("F", (), {"__call__": artifact, "__hash__": None})()}, "be hashable"),
+    "arch int": ({"arch": 90}, "arch = 90 (int)"),
+    "arch list": ({"arch": ["sm_90"]}, "arch = ['sm_90'] (list)"),
+    "arch unknown": ({"arch": "sm_10"}, "arch 'sm_10'"),
+    "backend": ({"backend": 5}, "backend = 5 (int)"),
+    "dropout_key": ({"dropout_p": 0.5, "dropout_key": "x"}, "dropout_key = 'x' (str)"),
+    "sequences": ({"sequences": [0, 1]}, "sequences = [0, 1] (list)"),
+    "longest sequence": ({"sequences": VariableLength(0, 0, True, "1")}, "max_seqlen_k = '1' (str)"),  # type: ignore[arg-type]
+    "score_terms": ({"score_terms": [1]}, "score_terms = [1] (list)"),
+    "tiny scale": ({"scale": 1e-34, "backend": "reference"}, "scale = 1e-34 (float)"),
+}
+
+
+@pytest.mark.parametrize(("changes", "given"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_calls(driver_log: FakeDriver, changes: dict[str, Any], given: str) -> None:
+    arguments = dict(zip(("query", "key", "value"), operands(), strict=True)) | changes
+    with pytest.raises(NotSupported, match=re.escape(given)) as caught:
+        attention(**arguments)
+    assert all(re.fullmatch(r"(?s).+: .*must .+; .+", reason) or "arch" in reason for reason in caught.value.reasons)
+    assert len(set(caught.value.reasons)) == len(caught.value.reasons)
+    assert driver_log.names == []
+
+
+def test_scalars_of_jax_are_numbers() -> None:
+    """Of the call in JAX, of a Problem and of the two functions."""
+    arrays, options = operands(), {"scale": 0.5, "softcap": 3.0}
+    scalars: dict[str, Any] = {name: jnp.float32(number) for name, number in options.items()}
+    expected = ours(*arrays, **options, mask=Window(4, 2))
+    np.testing.assert_array_equal(expected, ours(*arrays, **scalars, mask=Window(jnp.int32(4), jnp.array(2))))  # type: ignore[arg-type]
+    problem = Problem.dense("backward", Shape(2, 13, 17, 4, 8, 8), "float16", Causal(3))
+    numbers: Any = {"scale": jnp.float32(0.5), "num_splits_key": jnp.int32(1), "dropout_p": jnp.float32(0.25)}
+    changed = problem.replace(mask=Causal(jnp.int32(3)), deterministic=jnp.array(True), **numbers)  # type: ignore[arg-type]
+    assert changed == problem.replace(scale=0.5, num_splits_key=1, dropout_p=0.25, deterministic=True)
+    assert plan_backward(changed, "sm_90", jnp.int32(66)) == plan_backward(changed, "sm_90", 66)  # type: ignore[arg-type]
+    on_host = [np.asarray(array) for array in arrays]
+    of_ints = attention_forward(*on_host, scale=0.5, dropout=Dropout(0.25, 5, 7), backend="reference")
+    given = Dropout(jnp.float32(0.25), jnp.uint32(5), jnp.array(7))  # type: ignore[arg-type]
+    found = attention_forward(*on_host, scale=jnp.float32(0.5), dropout=given, backend="reference")
+    np.testing.assert_array_equal(found[0], of_ints[0])
 
 
 def test_the_training_example_without_a_gpu() -> None:

@@ -17,7 +17,10 @@ from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Window
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.scalars import MIN_SCALE
 from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
+from cutlass_py_attn.problem.validation import LARGEST_SOFTCAP
+from cutlass_py_attn.runtime.params import LOG2_E
 from cutlass_py_attn.score_terms.dropout import Dropout
 from tests.support import refused_calls, refused_problems
 from tests.support.requests import LENGTHS, SHAPE, called, changed, dense, lengths, with_terms
@@ -102,6 +105,11 @@ SUPPORTED: dict[str, Problem] = {
     "one block in turns": dense("backward").replace(num_splits_key=1, deterministic=True),
     "all weights dropped": dense("backward").replace(dropout_p=1),
     "a scale of any sign": dense().replace(scale=-(2.0**127)),
+    "the smallest scale": dense("backward").replace(scale=-1e-30),
+    "a scale of zero": dense().replace(scale=0, softcap=1e-37),
+    "the smallest softcap for a scale": dense().replace(scale=1.0, softcap=2.0**-126),
+    "the largest softcap for a scale": dense().replace(scale=2.0**-26, softcap=2.0**100),
+    "the largest softcap of float32": dense(dtype="float32").replace(softcap=8192),
     "a NumPy scale": dense().replace(scale=np.float32(0.5), softcap=np.float64(2), dropout_p=np.float32(0.5)),
     "windows and rows without keys": dense(num_keys=3).replace(mask=Causal(1)),
     "a window without limits": dense().replace(mask=Window(None, None)),
@@ -114,6 +122,31 @@ SUPPORTED: dict[str, Problem] = {
 def test_supported(problem: Problem) -> None:
     assert problem.reasons() == []
     problem.check()
+
+
+def test_the_smallest_scale_is_not_raised_by_the_kernels() -> None:
+    """The forward raises |scale * log2(e)| to TINY."""
+    source = (Path(cutlass_py_attn.__file__).parent / "kernels/common/softmax.py").read_text()
+    tiny = float(re.findall(r"^TINY = (\S+)", source, re.MULTILINE)[0])
+    assert np.float32(MIN_SCALE * LOG2_E) > np.float32(tiny) > np.float32(MIN_SCALE / 2 * LOG2_E)
+
+
+@pytest.mark.parametrize("dtype", LARGEST_SOFTCAP)
+@pytest.mark.parametrize("softcap", [2.0**-20, 1.0, 50.0, 8192.0, 2.0**99])
+def test_allowed_softcaps_are_computed_in_float32(dtype: str, softcap: float) -> None:
+    """By the arithmetic of the kernels: tanh is exact to a part of its value for 16-bit operands, else to 2**-23."""
+    problem = dense(dtype=dtype).replace(scale=0.125, softcap=softcap)
+    if problem.reasons():
+        assert (dtype, softcap) == ("float32", 2.0**99)
+        return
+    products = np.linspace(-400, 400, 4001)
+    exact = softcap * np.tanh(0.125 * products / softcap)
+    with np.errstate(over="ignore"):
+        inside = products.astype("f4") * (np.float32(0.125) / np.float32(softcap))
+        tanh = np.tanh(inside) if dtype != "float32" else np.float32(2) / (1 + np.exp(-2 * inside)) - np.float32(1)
+    assert tanh.dtype == np.float32
+    worst = np.abs(tanh * np.float32(softcap) - exact).max()
+    assert worst <= max(softcap if dtype == "float32" else 0, 50) * 2.0**-22
 
 
 def test_supported_calls() -> None:

@@ -233,6 +233,19 @@ def sdpa_call(backward: bool, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_numbers_of_numpy(recorder: Recorder, backward: bool) -> None:
+    """They become the options that Python's numbers become."""
+    given = {"custom_mask_type": np.int64(2), "window_size": np.array(7), "dropout_p": np.float32(0.5)}
+    efficient_call(backward, **given, **({"num_splits_key": np.int64(0)} if backward else {}))
+    options = recorder.changed_options()
+    assert (options["mask"], repr(options["mask"])) == (CausalBottomRight(7), "CausalBottomRight(window_size=7)")
+    assert options["dropout"].dropout_p == 0.5
+    assert options.get("num_splits_key") == (1 if backward else None)
+    flash_call(backward, is_causal=np.True_, window_size_left=np.int8(4), dropout_p=np.float32(0))
+    assert recorder.changed_options() == {"mask": Window(4, 0)}
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_sdpa_map(recorder: Recorder, backward: bool) -> None:
     assert sdpa_call(backward)[0].shape == (B, H, MQ, D)
     assert recorder.changed_options() == {}
@@ -356,7 +369,8 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (flash_call, PACKED | {"max_q": 1}, ["max_q = 1: must be at least the longest sequence, 3"]),
     (flash_call, {**PACKED, "query": zeros(B, MQ, H, D)}, ["query has shape (2, 5, 4, 8): must have 3 axes"]),
     (cudnn_call, {"attn_bias": zeros(MK)}, ["attn_bias has shape (9,): must have 2 or 3 or 4 axes"]),
-    (cudnn_call, {**PACKED, "logsumexp": zeros(MQ, H), "max_q": -99}, ["max_q = -99: must be an int of at least 0"]),
+    (cudnn_call, {**PACKED, "logsumexp": zeros(MQ, H), "max_q": -99},
+     ["max_q = -99 (int): must be an int of at least 0"]),
 ]  # fmt: skip
 
 
@@ -382,7 +396,7 @@ BACKWARD_REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (efficient_call, {"num_splits_key": 2, "deterministic": True}, "num_splits_key = 2 with deterministic"),
     (efficient_call, {"shared_storage_dqdkdv": True}, "shared_storage_dqdkdv with query"),
     (efficient_call, {"logsumexp": zeros(B, H, MQ)}, "logsumexp has shape (2, 4, 5) and dtype float32: must be"),
-    (sdpa_call, {"grad_input_mask": (True, True)}, "grad_input_mask = (True, True): must be four bools"),
+    (sdpa_call, {"grad_input_mask": (True, True)}, "grad_input_mask = (True, True) (tuple): must be four bools"),
     (sdpa_call, {"attn_bias": zeros(MK, dtype="?")}, "grad_input_mask requests attn_bias, which is bool"),
     (flash_call, {"logsumexp": PADDED}, "logsumexp has shape (2, 4, 32): must be (2, 4, 5)"),
     (flash_call, PACKED | {"logsumexp": zeros(H, 4)}, "logsumexp has shape (4, 4): must be (4, 5)"),
