@@ -282,7 +282,7 @@ def _check(options: Mapping[str, Any], allowed: type) -> Options:
     given = {name: option_value(name, value) for name, value in options.items()}
     reasons = [
         f"option {name!r} is unknown: must be one of {', '.join((*names, 'stream'))}; "
-        + did_you_mean(name, (*names, "stream"), "check the spelling")
+        f"{did_you_mean(name, (*names, 'stream'), 'check the spelling')}"
         for name in given
         if name not in names
     ]

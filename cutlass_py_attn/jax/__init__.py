@@ -186,7 +186,7 @@ def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, di
     given: dict[str, Any] = {name: api_options.option_value(name, value) for name, value in options.items()}
     reasons = [
         f"option {name!r} is unknown: must be one of {', '.join(Options.__annotations__)}; "
-        + did_you_mean(name, Options.__annotations__, "check the spelling")
+        f"{did_you_mean(name, Options.__annotations__, 'check the spelling')}"
         for name in given
         if name not in Options.__annotations__
     ]

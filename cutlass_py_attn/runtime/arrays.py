@@ -216,7 +216,8 @@ def _dlpack_device(name: str, value: Any) -> tuple[int, int]:
 
 def _no_dlpack(name: str, value: Any, error: Exception) -> NotSupported:
     return NotSupported(
-        f"{name} is a {_type_name(value)} that does not export itself by DLPack ({error}); pass a plain array of values"
+        f"{name} is a {_type_name(value)} that does not export itself by DLPack ({error}): must be readable; "
+        "pass a plain array of values"
     )
 
 

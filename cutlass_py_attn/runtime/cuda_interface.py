@@ -71,8 +71,8 @@ def _entries(name: str, value: Any) -> Mapping[str, Any]:
     except Exception as error:  # the library decides the type
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise NotSupported(
-            f"{name} is a {kind} that does not export itself by __cuda_array_interface__ ({error}); "
-            "pass a plain array of values"
+            f"{name} is a {kind} that does not export itself by __cuda_array_interface__ ({error}): "
+            "must be readable; pass a plain array of values"
         ) from error
     if not isinstance(entries, Mapping):
         raise NotSupported(f"{name} has __cuda_array_interface__ = {_shown(entries)}: must be a dict; correct it")

@@ -251,7 +251,7 @@ def calls_of_arrays() -> Iterator[BadCall]:
         "a DLPack device that is an int": type("Odd", (), {"__dlpack_device__": lambda self: 5})(),
     }
     for kind, value in interfaces.items():
-        yield BadCall(f"forward query with {kind}", functools.partial(forward, query=value), "query is a ")
+        yield BadCall(f"forward query with {kind}", functools.partial(forward, query=value), "query ")
 
 
 def calls_of_problems() -> Iterator[BadCall]:

@@ -51,7 +51,7 @@ OPTIONS: dict[str, Refused] = {
     ),
     "a backward's names": call(
         f"option 'determinstic' is unknown: must be one of {FORWARD_OPTIONS.split(', out')[0]}, gradients, out, "
-        "packed, deterministic, num_splits_key, stream; check the spelling",
+        "packed, deterministic, num_splits_key, stream; did you mean deterministic?",
         direction="backward", determinstic=True,
     ),
     "score terms that are not registered": call(

@@ -76,5 +76,5 @@ def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
     array = np.ones((1, 2, 1, 8), "f4")
     with pytest.raises(NotSupported) as caught:
         cutlass_py_attn.attention_forward(array, array, array, sofcap=3.0, mask=5, backend="reference")
-    assert [reason.split(":")[0] for reason in caught.value.reasons] == ["option 'sofcap' is unknown", "mask = 5"]
+    assert [reason.split(":")[0] for reason in caught.value.reasons] == ["option 'sofcap' is unknown", "mask = 5 (int)"]
     assert caught.value.reasons[0].endswith("; did you mean softcap?")

@@ -108,8 +108,8 @@ def test_every_reason_is_listed(driver_log: FakeDriver) -> None:
         "or a NumPy array; convert it",
         "b is a tests.support.fakes.DLPackArray in memory of DLPack device type 1: must be in CUDA memory (2) "
         "or a NumPy array; move it to the GPU",
-        f"c is a {__name__}.{Refuses.__qualname__} that does not export itself by DLPack (it requires grad); "
-        "pass a plain array of values",
+        f"c is a {__name__}.{Refuses.__qualname__} that does not export itself by DLPack (it requires grad): "
+        "must be readable; pass a plain array of values",
         "d on device 1, e on host: must all be on one device, or all NumPy arrays; move them together",
     ]
     assert list(caught.value.reasons) == texts
