@@ -27,7 +27,7 @@ class Choice(click.Choice[str]):
             return super().convert(value, param, ctx)
         except click.BadParameter as error:
             suggestion = did_you_mean(str(value), [str(choice) for choice in self.choices])
-            self.fail(f"{error.message} {suggestion}".strip(), param, ctx)
+            self.fail("; ".join(filter(None, (error.message.rstrip("."), suggestion))), param, ctx)
 
 
 class MaskName(click.ParamType):  # type: ignore[type-arg]
@@ -65,6 +65,6 @@ class Archs(click.ParamType):  # type: ignore[type-arg]
         unknown = [arch for arch in str(value).split(",") if arch not in ARCHS]
         if unknown:
             known = ", ".join(ARCHS)
-            suggestion = " ".join(filter(None, (did_you_mean(arch, ARCHS) for arch in unknown)))
-            self.fail(f"{', '.join(map(repr, unknown))}: must be of {known}. {suggestion}".strip(), param, ctx)
+            suggestions = [did_you_mean(arch, ARCHS, "correct it") for arch in unknown]
+            self.fail(f"{', '.join(map(repr, unknown))}: must be of {known}; {' '.join(suggestions)}", param, ctx)
         return str(value)

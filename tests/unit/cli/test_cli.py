@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -19,7 +19,7 @@ import numpy as np
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 
-from cutlass_py_attn import extras
+from cutlass_py_attn import __version__, extras
 from cutlass_py_attn.api import attention, results
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.cli import artifacts, doctor, run, run_cpu, run_gpu
@@ -37,6 +37,7 @@ from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.reference import numpy_reference
+from cutlass_py_attn.runtime import driver
 from tests.support import fakes
 from tests.support.any_problem import ARCHS, problems
 
@@ -179,7 +180,9 @@ def test_other_missing_modules_are_not_hidden() -> None:
 
 def test_help_lists_the_commands() -> None:
     output = invoke("--help").output
-    assert all(f"  {name} " in output for name in ("run", "doctor", "build", "export", "inspect", "bench"))
+    assert all(
+        f"  {name} " in output for name in ("run", "doctor", "list", "build", "export", "inspect", "bench", "cache")
+    )
 
 
 # doctor
@@ -221,6 +224,40 @@ def test_doctor_measures_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     (tmp_path / "deep" / "file").write_bytes(bytes(3 << 19))
     found = {item["name"]: item["found"] for item in json.loads(invoke("doctor", "--json").output)}
     assert found["kernel cache"] == f"{tmp_path} (1.5 MiB)"
+
+
+def findings() -> dict[str, dict[str, str]]:
+    """Returns what `doctor` finds, by name."""
+    return {item["name"]: item for item in json.loads(invoke("doctor", "--json").output)}
+
+
+def test_doctor_does_not_call_a_cache_usable_that_cannot_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    found = findings()["kernel cache"]
+    assert (found["found"], found["problem"]) == ("", "unusable")
+    assert f"not cached in {tmp_path}/file/cutlass_py_attn: Not a directory; set XDG_CACHE_HOME" in found["remedy"]
+    assert "unusable" in invoke("doctor").output
+
+
+def test_doctor_states_and_checks_the_minimum_driver(driver_log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert findings()["driver"]["found"] == "CUDA 13.0, and at least 12.4 is needed"
+
+    def too_old() -> NoReturn:
+        raise driver.OldDriver("this machine's NVIDIA driver is for CUDA 12.3: must be for CUDA 12.4 or later")
+
+    monkeypatch.setattr(driver, "driver_version", too_old)
+    found = findings()["driver"]
+    assert (found["found"], found["problem"]) == ("", "too old")
+    assert found["remedy"].startswith("this machine's NVIDIA driver is for CUDA 12.3: must be for CUDA 12.4")
+
+
+def test_doctor_names_packages_that_pip_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: "")
+    found = findings()
+    assert found["cuda-python"]["remedy"] == "pip install 'cuda-python>=13,<14'"
+    assert found["cutlass-py-attn"]["found"].startswith(f"{__version__} in ")
+    assert not any("pip install 'cutlass-py-attn" in item["remedy"] for item in found.values())
 
 
 # build
