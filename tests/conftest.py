@@ -13,10 +13,15 @@ import pytest
 from cutlass_py_attn.runtime import lifetimes
 from tests.support import fake_driver
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Before NumPy is imported: the workers share the cores, so the BLAS of each has one thread.
-    for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(_variable, "1")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives the BLAS of each worker one thread, because the workers share the cores.
+
+    The workers inherit the environment of this process, so it counts however early a plugin imports NumPy there.
+    """
+    if getattr(config.option, "numprocesses", None):
+        for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ.setdefault(variable, "1")
 
 
 @functools.cache
