@@ -181,7 +181,10 @@ def test_problems_survive_json(problem: Problem) -> None:
     [
         (lambda data: data.pop("query"), "must have direction, key, output, query, value"),
         (lambda data: data.update(dtype="float16"), "dtype"),
-        (lambda data: data["mask"].update(name="blocky"), "has another form ('blocky')"),
+        (
+            lambda data: data["mask"].update(name="blocky"),
+            "has another form (mask.name = 'blocky': must be one of full, causal",
+        ),
         (lambda data: data["mask"].update(window=3), "has another form"),
         (lambda data: data.update(key=[1, 2]), "has another form"),
     ],
