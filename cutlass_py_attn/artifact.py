@@ -258,11 +258,16 @@ def _read(description: Path) -> Artifact:
 def _unusable(path: Path, error: Exception, remedy: str) -> AttentionError:
     """Returns the error for a file that `_read` cannot read."""
     if isinstance(error, PermissionError):
-        return NoPermission(
-            f"{error.filename or path}: this user may not read it (permission denied); let its owner allow that, for "
-            "example with chmod -R a+rX on the folder"
-        )
+        return unreadable(error.filename or path)
     return Stale(f"{path}: damaged or from another version ({error}); {remedy}")
+
+
+def unreadable(path: str | os.PathLike[str]) -> NoPermission:
+    """Returns the error for a file of kernels that this user may not read."""
+    return NoPermission(
+        f"{os.fspath(path)}: this user may not read it (permission denied); let its owner allow that, for example with "
+        "chmod -R a+rX on the folder"
+    )
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -55,6 +55,6 @@ def export(
 def _show(made: Bundle) -> None:
     for direction, item in made.manifest["passes"].items():
         for target in item["targets"]:
-            click.echo(f"{direction} for {target['arch']}: {target['symbol']}; {target['why']}")
+            click.echo(f"{direction} for {target['arch']}: {target['symbol']}; {target['reason']}")
     total = sum(facts["bytes"] for facts in made.manifest["files"].values())
     click.echo(f"{len(made.manifest['files']) + 1} files, {total / 2**10:.0f} KiB, in {made.path}")

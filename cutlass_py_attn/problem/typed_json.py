@@ -58,7 +58,7 @@ def as_object(data: object, what: str) -> dict[str, Any]:
 
 
 def convert(value: object, kind: Any, what: str) -> Any:
-    """Returns a JSON value as the annotated type: int, float, str, bool, a tuple, a dataclass, or one of them or None.
+    """Returns a JSON value as the annotated type: int, float, str, bool, dict, a tuple, a dataclass, or that or None.
 
     An int has 64 bits. A float field keeps an int as it is.
     """
@@ -68,6 +68,8 @@ def convert(value: object, kind: Any, what: str) -> Any:
         return None if value is None else convert(value, kind, what)
     if dataclasses.is_dataclass(kind):
         return read(typing.cast(type[Any], kind), value, what)
+    if origin is dict:
+        return as_object(value, what)
     if origin is tuple:
         return _tuple(value, arguments, what)
     if type(value) not in _JSON_TYPES[kind] or (isinstance(value, int) and value not in _INT64):

@@ -17,40 +17,22 @@ from cutlass_py_attn import export_bundle, load_bundle
 from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bundle import header
-from cutlass_py_attn.bundle.files import MANIFEST, Bundle
+from cutlass_py_attn.bundle.files import MANIFEST
 from cutlass_py_attn.bundle.manifest import SEAL, sealed, sha256
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import FUNCTIONS
-from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.masks import Causal
-from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.serialize import to_json
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from tests.support import fakes
+from tests.support.bundles import CASE, export, problem_of, snapshot
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import addresses, aligned
 
 ROOT = Path(__file__).resolve().parents[3]
-CASE = "bf16_d64_s200_b2_h3_causal"
-
-
-def problem_of(direction: str, case: str = CASE) -> Problem:
-    return spec.parse(case).problem(direction)
-
-
-def export(
-    folder: Path, *directions: str, archs: tuple[str, ...] = ("sm_90a",), case: str = CASE, **options: Any
-) -> Bundle:
-    problems = [problem_of(direction, case) for direction in directions or DIRECTIONS]
-    return export_bundle(folder, problems, archs, **{"kernels": fakes.artifact, **options})
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
 
 # What is written
 
@@ -116,39 +98,6 @@ def test_plan_that_does_not_compile_leaves_the_turn_to_the_next(tmp_path: Path) 
     with pytest.raises(CompileError, match="fwd_sm90_bf16_d64_causal_192x128 spills"):
         export(tmp_path / "b", kernels=none)
     assert not (tmp_path / "b").exists()
-
-
-def test_bundle_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "bundle"
-    before = snapshot(export(folder, "forward").path)
-    write, written = Path.write_bytes, []
-
-    def full_disk(path: Path, data: bytes) -> int:
-        written.append(path)
-        if len(written) == 3:
-            raise OSError(28, "No space left on device")
-        return write(path, data)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", full_disk)
-        with pytest.raises(OSError, match="No space left"):
-            export(folder)
-    assert snapshot(folder) == before
-    assert list(tmp_path.iterdir()) == [folder]
-    rename = Path.rename
-
-    def no_second_rename(path: Path, target: Path) -> Path:
-        if path.name == "new":
-            raise OSError(5, "Input/output error")
-        return rename(path, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", no_second_rename)
-        with pytest.raises(OSError, match="Input/output error"):
-            export(folder)
-    assert snapshot(folder) == before, "what was there comes back"
-    assert export(folder).directions == DIRECTIONS
-    assert list(tmp_path.iterdir()) == [folder]
 
 
 NAMED = ("passes", "inputs", "pointers", "files")  # objects whose keys are names
@@ -233,7 +182,7 @@ def _edit(path: Path) -> None:
 
 
 def _newer(path: Path) -> None:
-    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), "format": "cutlass_py_attn bundle 3"})))
+    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), "format": "cutlass_py_attn bundle 4"})))
 
 
 DAMAGES = {
@@ -250,7 +199,7 @@ DAMAGES = {
     "newer format": (
         MANIFEST,
         _newer,
-        "format 'cutlass_py_attn bundle 3', this version reads 'cutlass_py_attn bundle 2'",
+        "format 'cutlass_py_attn bundle 4', this version reads 'cutlass_py_attn bundle 3'",
     ),
 }
 

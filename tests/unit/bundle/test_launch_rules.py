@@ -16,7 +16,7 @@ from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.plan import decode, entry_points, expressions, launch_rules, planner
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.preconditions import conditions
+from cutlass_py_attn.plan.preconditions import conditions, limits
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem
@@ -98,7 +98,8 @@ def by_rule(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> dict
 def allowed(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> list[str]:
     """The conditions of the exported problem's bundle that the other problem breaks."""
     names = names_of(other, plan, num_sms)
-    return [says for rule, says in conditions(exported, plan.build) if not expressions.evaluate(rule, names)]
+    required = *conditions(exported, plan.build), *limits(exported, plan.build)
+    return [says for rule, says in required if not expressions.evaluate(rule, names)]
 
 
 @settings(max_examples=100, deadline=None)
