@@ -32,6 +32,7 @@ def render(manifest: dict[str, Any]) -> str:
     name, passes = manifest["name"], manifest["passes"]
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     environment.filters["c"] = lambda rule, each, target: Rules(name, each, target).in_c(rule)
+    environment.filters["fails"] = lambda rule, each, target: Rules(name, each, target).fails(rule)
     environment.filters |= {"text": text, "comment": comment}
     targets = [target for item in passes.values() for target in item["targets"]]
     return environment.from_string(_TEMPLATE.read_text()).render(
@@ -84,6 +85,11 @@ class Rules:
     def in_c(self, rule: str) -> str:
         """Returns the rule as a C expression without overflow."""
         return self._term(ast.parse(rule, mode="eval").body).text
+
+    def fails(self, rule: str) -> str:
+        """Returns the C condition under which a call is refused: the rule is false, or a number does not fit."""
+        found = self.in_c(rule)
+        return f"!{found} || invalid" if "&invalid" in found else f"!{found}"
 
     def _term(self, node: ast.expr) -> _Term:
         match node:

@@ -16,7 +16,6 @@ from cutlass_py_attn.plan.launch_rules import (
     BIAS_SIZES,
     MAX_GRID_YZ,
     bias_axes,
-    definitions,
     grids_of,
     shape,
     workspace,
@@ -56,8 +55,8 @@ def limits(problem: Problem, build: Build) -> list[Condition]:
     """Returns every condition on numbers that follow from the inputs, by the names of `launch_rules.definitions`."""
     slices = "call once for each slice"
     found = list(_decode()) if build.family == "decode" else []
-    for name in definitions(problem, build):
-        found.append((f"{name} <= {MAX_INT32}", f"{name} must be at most {MAX_INT32}; {slices}"))
+    if build.kind == "backward":
+        found.append((f"total_tiles <= {MAX_INT32}", f"total_tiles must be at most {MAX_INT32}; {slices}"))
     grids = grids_of(problem, build)
     for role in entry_points.entries(build):
         blocks, _, _ = grids[role]

@@ -75,6 +75,13 @@ RANKS: dict[str, Refused] = {
         dense(base=LENGTHS, num_queries=None),
         ["sequences.max_seqlen_q = None: must be an int; convert it"],
     ),
+    "rank of the strides of alibi_slopes": (
+        dense().replace(alibi_slopes=Tensor((3,), (), "float32")),
+        [
+            "alibi_slopes has shape (3,) and strides (): must have a stride for each axis; add the missing strides, or "
+            "leave some out"
+        ],
+    ),
     "all ranks together": (
         changed("key", shape=(50, 3, 16)).replace(direction="?", scale=math.nan, bias=Tensor((4,), (1,), "float16")),
         [

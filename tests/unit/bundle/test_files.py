@@ -27,7 +27,7 @@ from cutlass_py_attn.plan.expressions import FUNCTIONS
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.serialize import to_json
 from cutlass_py_attn.problem.tensors import DIRECTIONS
-from tests.support import fakes
+from tests.support import crafted_json, fakes
 from tests.support.bundles import CASE, export, problem_of, snapshot
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import addresses, aligned
@@ -337,6 +337,22 @@ def test_command_takes_built_kernels(tmp_path: Path) -> None:
     done = invoke("--problem", CASE, "--arch", "sm_90", "--kernels", str(made.path), "-o", str(tmp_path / "bundle"))
     assert done.exit_code == 1
     assert "Error: fwd_sm80_bf16_d64_causal_128x128 for sm_90: not in" in done.output
+
+
+def test_command_refuses_crafted_json(tmp_path: Path) -> None:
+    """Of a problem: nested too deeply, or with values of other types."""
+    problem = tmp_path / "problem.json"
+    written = to_json(problem_of("forward"))
+    strange = json.dumps({**written, "query": {**written["query"], "shape": "abc"}})
+    for text, words in (
+        (crafted_json.DEEP, "more than 64 nested lists and objects"),
+        ("[]", "problem with list: must have"),
+        (strange, "query.shape = 'abc' (str): must be a list"),
+    ):
+        problem.write_text(text)
+        done = invoke("--problem", str(problem), "--arch", "sm_80", "-o", str(tmp_path / "bundle"))
+        assert (done.exit_code, done.output.count("\n")) == (1, 1), done.output
+        assert words in done.output
 
 
 @pytest.mark.parametrize(
