@@ -58,7 +58,7 @@ def export_bundle(
     text = header.render(described).encode()
     described["files"][f"{name}.h"] = {"bytes": len(text), "sha256": sha256(text)}
     files |= {f"{name}.h": text, MANIFEST: json.dumps(sealed(described), indent=1).encode()}
-    replace_folder(path, files, reading.listed_files(path))
+    replace_folder(path, files, reading.listed_files)
     return load_bundle(folder)
 
 
@@ -171,19 +171,17 @@ def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: 
 
 def _folder_objections(path: Path) -> Iterator[str]:
     """Yields why an export cannot replace what is at the path."""
-    if not path.exists():
-        return
-    if not path.is_dir():
-        yield f"folder {path}: is a file; name a new folder"
-        return
     try:
-        reason = objection(path, reading.listed_files(path))
+        if not path.exists():
+            return
+        if not path.is_dir():
+            yield f"folder {path}: is a file; name a new folder"
+        elif reason := objection(path, reading.listed_files(path)):
+            yield reason
     except NoPermission:
         raise
     except PermissionError as error:
         raise unreadable(error.filename) from error
-    if reason:
-        yield reason
 
 
 def _best(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> Target:

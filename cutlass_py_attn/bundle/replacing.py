@@ -8,7 +8,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -17,12 +17,16 @@ from cutlass_py_attn.errors import NotSupported
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _CANNOT_EXCHANGE: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # the system or the file system
+_NOT_EMPTY: Final = (errno.ENOTEMPTY, errno.EEXIST)
 _SHOWN: Final = 3
 
+Known = Callable[[Path], Collection[str]]
 
-def replace_folder(path: Path, files: Mapping[str, bytes], old: Collection[str]) -> None:
-    """Writes `files` into the folder `path` and removes the files `old` from it: completely, or not at all.
 
+def replace_folder(path: Path, files: Mapping[str, bytes], known: Known) -> None:
+    """Writes `files` into the folder `path` and removes the known files of it: completely, or not at all.
+
+    known: returns the files of a folder that an earlier call wrote.
     The new files are written to a folder beside `path`, which then takes its place. NotSupported: there are other
     files in the folder. OSError: the disk is full, for example. The folder then is as it was.
     """
@@ -33,7 +37,9 @@ def replace_folder(path: Path, files: Mapping[str, bytes], old: Collection[str])
         for name, data in files.items():
             (made / name).parent.mkdir(parents=True, exist_ok=True)
             (made / name).write_bytes(data)
-        _put(made, path, old)
+        if path.is_dir():
+            shutil.copymode(path, made)
+        old = _put(made, path, known)
     except BaseException:
         _remove(made, files)
         raise
@@ -56,20 +62,24 @@ def objection(path: Path, old: Collection[str], shown: Path | None = None) -> st
     return f"folder {shown or path}: holds {names}, which no export wrote; move that away, or name a new folder"
 
 
-def _put(made: Path, path: Path, old: Collection[str]) -> None:
-    """Moves the folder `made` to `path`; what was there is then at `made`."""
-    if not path.exists():
-        made.rename(path)
-        return
-    shutil.copymode(path, made)
+def _put(made: Path, path: Path, known: Known) -> Collection[str]:
+    """Moves the folder `made` to `path`; what was there is then at `made`. Returns the known files of that."""
+    try:
+        made.rename(path)  # which does not exist, or is empty
+        return ()
+    except OSError as error:
+        if error.errno not in _NOT_EMPTY:
+            raise
     exchange(made, path)
     try:
+        old = known(made)
         reason = objection(made, old, path)  # again: compiling takes long enough for somebody to put a file there
         if reason:
             raise NotSupported(reason)
     except BaseException:
         exchange(made, path)
         raise
+    return old
 
 
 def _others(path: Path, known: Collection[str]) -> Iterator[str]:

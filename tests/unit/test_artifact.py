@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,11 @@ from cutlass_py_attn.plan.abi_digest import abi_digest
 from cutlass_py_attn.runtime.launch import bind
 from tests.support import crafted_json, fakes
 from tests.support.fake_driver import FakeDriver
+from tests.support.permissions import unreadable
 
 PROBLEM, PLAN = fakes.plan_of("forward", "sm_80")
 ARTIFACT = fakes.artifact(PLAN.build)
 DESCRIPTION = Path("sm_80", f"{PLAN.build.symbol}.json")
-NOBODY = 65534
 
 
 @pytest.fixture
@@ -36,21 +34,6 @@ def folder(tmp_path: Path) -> Folder:
 
 def modes(folder: Folder) -> set[int]:
     return {stat.S_IMODE(path.stat().st_mode) for path in folder.path.rglob("*") if path.is_file()}
-
-
-@contextmanager
-def unreadable(path: Path) -> Iterator[None]:
-    """Takes this user's permissions for the path away; root gets another user's permissions."""
-    before, is_root = stat.S_IMODE(path.stat().st_mode), os.geteuid() == 0
-    path.chmod(0)
-    if is_root:
-        os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
-        path.chmod(before)
 
 
 # Permissions

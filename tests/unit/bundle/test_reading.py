@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn import load_bundle
-from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.artifact import Artifact, NoPermission
 from cutlass_py_attn.bundle import header
 from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
 from cutlass_py_attn.bundle.reading import MANIFEST
@@ -21,6 +21,7 @@ from cutlass_py_attn.plan.build import Build
 from tests.support import crafted_json, fakes
 from tests.support.bundles import export, problem_of
 from tests.support.fake_driver import FakeDriver
+from tests.support.permissions import unreadable
 
 
 def reseal(folder: Path, change: Any) -> None:
@@ -44,18 +45,21 @@ def test_an_unlisted_artifact_is_not_read(tmp_path: Path) -> None:
     assert found(listed.build).cubin == listed.cubin
 
 
-@pytest.mark.parametrize(
-    "name", ["../secret", "/etc/hostname", "sm_90a/../../secret", ".hidden", "a//b", "a\\b", "", "..", MANIFEST]
-)
-def test_a_manifest_names_no_path_outside(tmp_path: Path, name: str) -> None:
+OUTSIDE = ("../secret", "/etc/hostname", "sm_90a/../../secret", ".hidden", "a//b", "a\\b", "", "..", MANIFEST)
+
+
+def test_a_manifest_names_no_path_outside(tmp_path: Path) -> None:
     folder = export(tmp_path / "bundle", "forward").path
     (tmp_path / "secret").write_text("secret")
     facts = {"bytes": 6, "sha256": sha256(b"secret")}
-    reseal(folder, lambda found: found["files"].update({name: facts}))
-    with pytest.raises(Stale, match="must be another file below the folder"):
-        load_bundle(folder)
-    with pytest.raises(NotSupported, match="which no export wrote"):
-        export(folder)
+    written = (folder / MANIFEST).read_text()
+    for name in OUTSIDE:
+        (folder / MANIFEST).write_text(written)
+        reseal(folder, lambda found, name=name: found["files"].update({name: facts}))
+        with pytest.raises(Stale, match="must be another file below the folder"):
+            load_bundle(folder)
+        with pytest.raises(NotSupported, match="which no export wrote"):
+            export(folder)
     assert (tmp_path / "secret").read_text() == "secret"
 
 
@@ -94,9 +98,9 @@ def test_kernels_of_another_version_are_not_bound(driver_log: FakeDriver, tmp_pa
 
 
 PARTS: tuple[tuple[tuple[str | int, ...], int], ...] = (
-    (("files",), 1),
-    (("passes", "forward", "problem"), 5),
-    (("passes", "forward", "targets", 0, "plan"), 13),
+    (("files",), 3),
+    (("passes", "forward", "problem"), 17),
+    (("passes", "forward", "targets", 0, "plan"), 37),
     ((), 211),
 )
 
@@ -121,11 +125,24 @@ def test_crafted_manifests_are_stale_or_of_no_effect(tmp_path: Path, part: tuple
             expect_remedy(error, what)
             continue
         assert (found.artifacts, found.plans("forward")[0].build) == (artifacts, build), what
-    assert stale > 10
+    assert stale > 5
 
 
 def expect_remedy(error: Stale, what: str) -> None:
     assert "export it again" in str(error), what
+
+
+@pytest.mark.parametrize("name", ["", MANIFEST, "attention.h", "sm_90a"])
+def test_a_permission_error_says_permission(tmp_path: Path, name: str) -> None:
+    bundle = export(tmp_path / "bundle", "forward")
+    before = bundle.manifest
+    with unreadable(bundle.path / name):
+        with pytest.raises(NoPermission, match=r"this user may not read it \(permission denied\); let its owner"):
+            load_bundle(bundle.path)
+        if name != "attention.h":  # an export replaces the files that are listed, whatever they hold
+            with pytest.raises(NoPermission, match="this user may not read it"):
+                export(bundle.path)
+    assert load_bundle(bundle.path).manifest == before
 
 
 def test_a_deep_manifest_is_stale(tmp_path: Path) -> None:

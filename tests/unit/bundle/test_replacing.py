@@ -45,7 +45,7 @@ def test_bundle_is_replaced_whole_or_not_at_all(
         return write(path, data)
 
     def no_second_rename(path: Path, target: Path) -> Path:
-        if path.name == "new":
+        if path.name == "new" and not target.exists():
             raise OSError(5, "Input/output error")
         return rename(path, target)
 
@@ -128,6 +128,20 @@ def test_a_file_that_comes_while_kernels_compile_is_kept(
         export(folder, kernels=kernels)
     assert snapshot(folder) == {**before, "notes.txt": b"mine"}
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_two_exports_at_once_leave_one_of_them(tmp_path: Path) -> None:
+    """The second ends while the first compiles, with other files."""
+    folder = tmp_path / "bundle"
+
+    def kernels(build: Build) -> Artifact:
+        if not folder.exists():
+            export(folder, "forward", name="ours", case="f16_d64_s200_b2_h3_full")
+        return fakes.artifact(build)
+
+    assert export(folder, "backward", kernels=kernels).directions == ("backward",)
+    assert snapshot(folder) == snapshot(export(tmp_path / "another", "backward").path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "bundle"]
 
 
 @pytest.mark.parametrize("text", ['{"format": "cutlass_py_attn bundle of mine"}', "no JSON", "[]"])
