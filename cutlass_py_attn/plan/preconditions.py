@@ -15,6 +15,7 @@ from cutlass_py_attn.plan.expressions import NAME
 from cutlass_py_attn.plan.launch_rules import (
     BIAS_SIZES,
     MAX_GRID_YZ,
+    MAX_INT32,
     bias_axes,
     grids_of,
     shape,
@@ -29,7 +30,6 @@ from cutlass_py_attn.score_terms import registry
 Condition = tuple[str, str]  # (expression, the condition in words)
 
 EDGES = {"full": (), "causal": ("window_right",), "local": ("window_left", "window_right")}  # of each mask form
-MAX_INT32: Final = 2**31 - 1  # of an i32 field, of an int32 array, and of a grid along x
 MAX_WORKSPACE_BYTES: Final = 2**48  # of one buffer; more than any device has, and a sum of them fits in 64 bits
 MAX_MAP_STRIDE_BYTES: Final = 2**40 - 16  # of cuTensorMapEncodeTiled: a multiple of 16 below 2^40
 _AXES = ("batch", "row", "head")
