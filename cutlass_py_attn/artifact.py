@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import os
-import tempfile
+import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan.build import Build, build_from
+from cutlass_py_attn.errors import AttentionError, NotSupported, Stale
+from cutlass_py_attn.plan.abi_digest import abi_digest
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.build_json import expect_known
+from cutlass_py_attn.problem import typed_json
 from cutlass_py_attn.problem.scalars import path_objections, shown
+
+
+class NoPermission(AttentionError, PermissionError):
+    """This user may not read or write a file of kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,7 @@ class Artifact:
     kernels: in the order of the plan's launches.
     toolchain: version of the compiler.
     allocation: register options and warp arrangement of the compilation; others than the build's if those spilled.
+    abi: digest of the parameters that the kernels read; "" for those of this version.
     """
 
     build: Build
@@ -52,6 +63,20 @@ class Artifact:
     kernels: tuple[Kernel, ...]
     toolchain: str
     allocation: str
+    abi: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.abi:
+            object.__setattr__(self, "abi", abi_digest(self.build))
+
+    def expect_abi(self, remedy: str) -> None:
+        """Raises Stale if the kernels read other parameters than this version passes."""
+        expected = abi_digest(self.build)
+        if self.abi != expected:
+            raise Stale(
+                f"{self.build.symbol} for {self.build.arch}: its kernels were compiled by a version with other kernel "
+                f"parameters (digest {self.abi[:12]}, this version's is {expected[:12]}); {remedy}"
+            )
 
     def kernel(self, symbol: str) -> Kernel:
         """Returns the entry with this symbol; raises Stale when the cubin does not have it."""
@@ -84,27 +109,77 @@ class Artifact:
             "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
             "toolchain": self.toolchain,
             "allocation": self.allocation,
+            "abi": self.abi,
         }
 
     def files(self) -> dict[str, bytes]:
         """Returns the artifact's files in a Folder: path below the folder and contents, the description last."""
         stem = f"{self.build.arch}/{self.build.symbol}"
-        description = json.dumps(self.describe(), indent=1, sort_keys=True)
+        ptx = self.ptx.encode()
+        digests = {"ptx": _sha256(ptx), "cubin": _sha256(self.cubin)}
+        description = json.dumps({**self.describe(), "sha256": digests}, indent=1, sort_keys=True)
         return {
-            f"{stem}.ptx": self.ptx.encode(),
+            f"{stem}.ptx": ptx,
             f"{stem}.cubin": self.cubin,
             f"{stem}.json": description.encode(),
         }
 
 
-def artifact_from(description: dict[str, Any], ptx: str, cubin: bytes) -> Artifact:
-    """Returns the artifact of a `describe` object, PTX and cubin; ValueError or KeyError if it is damaged."""
-    kernels = tuple(
-        Kernel(**{**item, "parameters": tuple(Parameter(**parameter) for parameter in item["parameters"])})
-        for item in description["kernels"]
-    )
-    build, names = build_from(description["build"]), description["toolchain"]
-    return Artifact(build, ptx, cubin, kernels, names, description["allocation"])
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """The JSON object of `Artifact.describe`."""
+
+    build: Build
+    kernels: tuple[Kernel, ...]
+    toolchain: str
+    allocation: str
+    abi: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Digests:
+    """sha256 of the other files of an artifact in a Folder."""
+
+    ptx: str
+    cubin: str
+
+
+def artifact_from(description: object, ptx: str, cubin: bytes) -> Artifact:
+    """Returns the artifact of a `describe` object, PTX and cubin; ValueError if it is damaged or of another version."""
+    found = typed_json.read(_Description, description, "artifact")
+    expect_known(found.build, "artifact.build")
+    unprintable = [text for text in _texts(found) if not text.isprintable()]
+    if unprintable or not found.abi:
+        raise ValueError(f"artifact: {(*unprintable, found.abi)[0]!r} must be printable text")
+    negative = [number for kernel in found.kernels for number in _numbers(kernel) if number < 0]
+    if negative or not found.kernels:
+        raise ValueError(f"artifact.kernels: must be at least one kernel without negative numbers, found {negative}")
+    return Artifact(found.build, ptx, cubin, found.kernels, found.toolchain, found.allocation, found.abi)
+
+
+def artifact_from_files(description: bytes, ptx: bytes, cubin: bytes) -> Artifact:
+    """Returns the artifact of the three files of a Folder; ValueError as `artifact_from`, or if they do not match."""
+    found = dict(typed_json.as_object(typed_json.parse(description), "artifact"))
+    digests = typed_json.read(_Digests, found.pop("sha256", {}), "artifact.sha256")
+    artifact = artifact_from(found, ptx.decode(), cubin)
+    if digests != _Digests(_sha256(ptx), _sha256(cubin)):
+        raise ValueError("PTX or cubin are not those of the description")
+    return artifact
+
+
+def _texts(description: _Description) -> Iterator[str]:
+    yield from (description.toolchain, description.allocation, description.abi)
+    for kernel in description.kernels:
+        yield from (kernel.symbol, *(parameter.name for parameter in kernel.parameters))
+
+
+def _numbers(kernel: Kernel) -> Iterator[int]:
+    yield from (kernel.registers, kernel.frame_bytes, kernel.spill_bytes, kernel.static_shared_memory_bytes)
+    yield from (kernel.threads, *(number for it in kernel.parameters for number in (it.offset, it.size)))
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 class Folder:
@@ -128,48 +203,100 @@ class Folder:
         return f"Folder({str(self.path)!r})"
 
     def __call__(self, build: Build) -> Artifact:
-        """Returns the artifact of `build`; Stale says what is missing or different, and what to do."""
+        """Returns the artifact of `build`.
+
+        Stale says what is missing or different, and what to do. NoPermission: this user may not read the files.
+        """
         if not isinstance(build, Build):
             raise NotSupported(f"build = {shown(build)}: must be a Build; pass the field `build` of a plan")
-        stem = self.path / build.arch / build.symbol
         remedy = f"build it with: cutlass-py-attn build --arch {build.arch} --symbol {build.symbol} -o {self.path}"
-        description = stem.with_name(stem.name + ".json")
-        if not description.is_file():
-            raise Stale(f"{build.symbol} for {build.arch}: not in {self.path}; {remedy}")
-        artifact = self._read(description)
+        description = self.path / build.arch / f"{build.symbol}.json"
+        try:
+            artifact = _read(description)
+        except FileNotFoundError as error:
+            raise Stale(f"{build.symbol} for {build.arch}: not in {self.path}; {remedy}") from error
+        except (OSError, ValueError) as error:
+            raise _unusable(description, error, remedy) from error
         if artifact.build != build:
             raise Stale(f"{build.symbol} for {build.arch}: {self.path} holds another build of this symbol; {remedy}")
+        artifact.expect_abi(remedy)
         return artifact
 
     def all(self) -> list[Artifact]:
-        """Returns every artifact of the folder, sorted by path."""
-        return [self._read(path) for path in sorted(self.path.glob("*/*.json"))]
+        """Returns every artifact of the folder, sorted by path; errors as `__call__`."""
+        found = []
+        for description in self._descriptions():
+            try:
+                found.append(_read(description))
+            except (OSError, ValueError) as error:
+                raise _unusable(description, error, "build it again") from error
+        return found
 
     def put(self, artifact: Artifact) -> None:
-        """Writes the three files, the description last; each file is complete or absent."""
+        """Writes the three files, the description last; each file is complete or absent.
+
+        The user's umask decides who may read them. NoPermission: this user may not write to the folder.
+        """
         if not isinstance(artifact, Artifact):
             raise NotSupported(f"artifact = {shown(artifact)}: must be an Artifact; pass what `compile` returns")
-        (self.path / artifact.build.arch).mkdir(parents=True, exist_ok=True)
-        for name, data in artifact.files().items():
-            _write(self.path / name, data)
-
-    def _read(self, description: Path) -> Artifact:
-        name = description.name.removesuffix(".json")
         try:
-            ptx = (description.parent / f"{name}.ptx").read_text()
-            cubin = (description.parent / f"{name}.cubin").read_bytes()
-            return artifact_from(json.loads(description.read_text()), ptx, cubin)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Stale(f"{description}: damaged or from another version ({error}); build it again") from error
+            (self.path / artifact.build.arch).mkdir(parents=True, exist_ok=True)
+            for name, data in artifact.files().items():
+                _write(self.path / name, data)
+        except PermissionError as error:
+            raise NoPermission(
+                f"{error.filename or self.path}: this user may not write there; write to another folder"
+            ) from error
+
+    def _descriptions(self) -> list[Path]:
+        """Returns the path of every description, sorted."""
+        try:
+            folders = [path for path in self.path.iterdir() if path.is_dir()] if self.path.exists() else []
+            return sorted(path for folder in folders for path in folder.iterdir() if path.suffix == ".json")
+        except PermissionError as error:
+            raise _unusable(Path(error.filename), error, "") from error
+
+
+def _read(description: Path) -> Artifact:
+    """Returns the artifact of a description and the two files beside it.
+
+    FileNotFoundError: there is no description. Other OSErrors: a file cannot be read. ValueError: they are damaged, of
+    another version, or of another kernel than their name says.
+    """
+    text = description.read_bytes()
+    try:
+        ptx, cubin = (description.with_name(f"{description.stem}.{kind}").read_bytes() for kind in ("ptx", "cubin"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{error.filename} is missing") from error
+    artifact = artifact_from_files(text, ptx, cubin)
+    if (artifact.build.arch, artifact.build.symbol) != (description.parent.name, description.stem):
+        raise ValueError(f"it describes {artifact.build.symbol} for {artifact.build.arch}")
+    return artifact
+
+
+def _unusable(path: Path, error: Exception, remedy: str) -> AttentionError:
+    """Returns the error for a file that `_read` cannot read."""
+    if isinstance(error, PermissionError):
+        return unreadable(error.filename or path)
+    return Stale(f"{path}: damaged or from another version ({error}); {remedy}")
+
+
+def unreadable(path: str | os.PathLike[str]) -> NoPermission:
+    """Returns the error for a file of kernels that this user may not read."""
+    return NoPermission(
+        f"{os.fspath(path)}: this user may not read it (permission denied); let its owner allow that, for example with "
+        "chmod -R a+rX on the folder"
+    )
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes a file atomically."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Writes a file atomically, with the permissions that the umask leaves."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise

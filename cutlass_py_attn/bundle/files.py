@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from cutlass_py_attn.artifact import Artifact, Folder
-from cutlass_py_attn.bundle import header
+from cutlass_py_attn.artifact import Artifact, NoPermission, unreadable
+from cutlass_py_attn.bundle import header, reading
 from cutlass_py_attn.bundle.arguments import export_objections, listed
-from cutlass_py_attn.bundle.manifest import FORMAT, SEAL, Target, manifest, sealed, sha256
+from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
+from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedPass
+from cutlass_py_attn.bundle.replacing import objection, replace_folder
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import architecture, runs_on
@@ -22,13 +22,10 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import path_objections, shown
-from cutlass_py_attn.problem.serialize import from_json
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.launch import Bound, bind
 
-MANIFEST: Final = "manifest.json"
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
-_AGAIN: Final = "export it again"
 
 
 def export_bundle(
@@ -44,15 +41,16 @@ def export_bundle(
     The folder then holds <arch>/<symbol>.cubin, .ptx and .json, manifest.json and the C header <name>.h, whose
     functions have the prefix `name`. For sm_90a the sm90 kernels are exported if they support the problem, else those
     of sm_90.
-    kernels: returns the Artifact of a Build; None compiles. An older bundle is replaced; a folder with any other
-    content is refused. The folder is written completely or not at all.
+    kernels: returns the Artifact of a Build; None compiles. The files of an older bundle are replaced; a folder with
+    any other file is refused. The folder is written completely or not at all.
 
     NotSupported lists every objection. CompileError: no plan of a problem compiles. Stale: `kernels` has none of them.
+    NoPermission: this user may not read an older bundle in the folder.
     """
     problems, archs = listed(problems), listed(archs)
     if reasons := export_objections(folder, problems, archs, name, kernels):
         raise NotSupported(reasons)
-    path = Path(folder)
+    path = Path(os.path.realpath(folder))
     _check(path, problems, archs, name)
     source = kernels or _compiler()
     targets = [_best(problem, arch, source) for problem in problems for arch in archs]
@@ -65,8 +63,8 @@ def export_bundle(
     text = header.render(described).encode()
     described["files"][f"{name}.h"] = {"bytes": len(text), "sha256": sha256(text)}
     files |= {f"{name}.h": text, MANIFEST: json.dumps(sealed(described), indent=1).encode()}
-    _put(path, files)
-    return load_bundle(path)
+    replace_folder(path, files, reading.listed_files)
+    return load_bundle(folder)
 
 
 def load_bundle(folder: str | os.PathLike[str]) -> Bundle:
@@ -77,38 +75,41 @@ def load_bundle(folder: str | os.PathLike[str]) -> Bundle:
 class Bundle:
     """The kernels of a bundle, which may be passed as `kernels` to attention_forward and attention_backward.
 
-    manifest: the JSON object of manifest.json. The constructor reads every file and compares it with its sha256.
+    manifest: the JSON object of manifest.json. artifacts: the kernels of its targets. The constructor reads every file
+    that the manifest lists, compares it with its sha256, and reads no other.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         if reasons := path_objections("folder", folder):
             raise NotSupported(reasons)
         self.path = Path(folder)
-        self.manifest = _read(self.path)
-        self._files = Folder(self.path)
-        self.artifacts = tuple(self._files.all())
+        contents = reading.read(self.path)
+        self.manifest = contents.manifest
+        self.artifacts = contents.artifacts
+        self._passes = contents.passes
 
     def __call__(self, build: Build) -> Artifact:
-        """Returns the artifact of `build`; Stale if the bundle does not have it."""
+        """Returns the artifact of `build`; Stale if the bundle does not have it, or if another version compiled it."""
         if not isinstance(build, Build):
             raise NotSupported(f"build = {shown(build)}: must be a Build; pass the field `build` of a plan")
         for artifact in self.artifacts:
             if artifact.build == build:
+                artifact.expect_abi(f"{AGAIN} to {self.path}")
                 return artifact
         raise Stale(f"{build.symbol} for {build.arch}: {self.path} has {self._shown()}; export this problem")
 
     @property
     def directions(self) -> tuple[str, ...]:
         """The directions of the bundle: forward, backward or both."""
-        return tuple(self.manifest["passes"])
+        return tuple(self._passes)
 
     def problem(self, direction: str) -> Problem:
         """Returns the exported problem of this direction."""
-        return from_json(self._pass(direction)["problem"])
+        return self._pass(direction).problem
 
     def plans(self, direction: str) -> tuple[Plan, ...]:
         """Returns the exported plans of this direction, the preferred target first."""
-        return tuple(Plan.from_json(json.dumps(target["plan"])) for target in self._pass(direction)["targets"])
+        return self._pass(direction).plans
 
     def bind(self, direction: str, problem: Problem | None = None, device: int = 0) -> Bound:
         """Binds the kernels of this direction on GPU `device`.
@@ -138,13 +139,12 @@ class Bundle:
         plan = (fitting or found)[0]
         return bind(self(plan.build), plan, wanted, gpu.ordinal)
 
-    def _pass(self, direction: str) -> dict[str, Any]:
-        if direction not in self.directions:
+    def _pass(self, direction: str) -> ExportedPass:
+        if not isinstance(direction, str) or direction not in self._passes:
             raise NotSupported(
                 f"direction = {direction!r}: {self.path} has {', '.join(self.directions)}; export it too"
             )
-        found: dict[str, Any] = self.manifest["passes"][direction]
-        return found
+        return self._passes[direction]
 
     def _shown(self) -> str:
         return ", ".join(f"{artifact.build.symbol} for {artifact.build.arch}" for artifact in self.artifacts)
@@ -170,8 +170,7 @@ def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: 
         reasons.append(
             f"name = {name!r}: must be lower-case letters, digits and _, as the prefix of C functions; correct it"
         )
-    if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or _is_bundle(path))):
-        reasons.append(f"folder {path}: holds other files than a bundle; name a new one")
+    reasons += _folder_objections(path)
     for arch in archs:
         try:
             architecture(arch)
@@ -181,12 +180,19 @@ def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: 
         raise NotSupported(reasons)
 
 
-def _is_bundle(path: Path) -> bool:
+def _folder_objections(path: Path) -> Iterator[str]:
+    """Yields why an export cannot replace what is at the path."""
     try:
-        data = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(data, dict) and str(data.get("format", "")).startswith(FORMAT.rpartition(" ")[0])
+        if not path.exists():
+            return
+        if not path.is_dir():
+            yield f"folder {path}: is a file; name a new folder"
+        elif reason := objection(path, reading.listed_files(path)):
+            yield reason
+    except NoPermission:
+        raise
+    except PermissionError as error:
+        raise unreadable(error.filename) from error
 
 
 def _best(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> Target:
@@ -212,46 +218,3 @@ def _preference(target: Target) -> tuple[bool, bool, tuple[int, int]]:
     limits = target.plan.architecture
     major, minor = limits.compute_capability
     return target.problem.direction == "backward", limits.is_portable, (-major, -minor)
-
-
-def _put(path: Path, files: Mapping[str, bytes]) -> None:
-    """Replaces the folder by one with these files, which are written to a sibling folder and then renamed."""
-    parent = path.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    staged = Path(tempfile.mkdtemp(dir=parent, prefix=f".{path.name}."))
-    try:
-        made = staged / "new"
-        for name, data in files.items():
-            target = made / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
-        if path.exists():
-            path.rename(staged / "old")
-        made.rename(path)
-    finally:
-        if not path.exists() and (staged / "old").exists():
-            (staged / "old").rename(path)
-        shutil.rmtree(staged, ignore_errors=True)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Returns the manifest, after a comparison of every file with it."""
-    try:
-        found = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise Stale(f"{path}: no bundle, its {MANIFEST} cannot be read ({error}); {_AGAIN}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        given = found.get("format") if isinstance(found, dict) else type(found).__name__
-        raise Stale(f"{path / MANIFEST}: format {given!r}, this version reads {FORMAT!r}; {_AGAIN}")
-    if sealed(found)[SEAL] != found.get(SEAL):
-        raise Stale(f"{path / MANIFEST}: differs from what was written; {_AGAIN}")
-    for name, facts in found["files"].items():
-        try:
-            data = (path / name).read_bytes()
-        except OSError as error:
-            raise Stale(
-                f"{path / name}: cannot be read ({error.strerror}); copy the whole folder, or {_AGAIN}"
-            ) from error
-        if sha256(data) != facts["sha256"]:
-            raise Stale(f"{path / name}: differs from what was written; {_AGAIN}")
-    return found

@@ -19,16 +19,17 @@ from cutlass_py_attn.bundle.numbers import inputs, meaning, pointers
 from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.plan import abi, entry_points, expressions, launch_rules, planner
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
-from cutlass_py_attn.plan.preconditions import conditions, mapped
+from cutlass_py_attn.plan.preconditions import Condition, conditions, limits, mapped
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.serialize import to_json
 from cutlass_py_attn.problem.tensors import ITEM_BYTES
 
 Json = dict[str, Any]
 
-FORMAT: Final = "cutlass_py_attn bundle 2"
+FORMAT: Final = "cutlass_py_attn bundle 3"
 SEAL: Final = "sha256_of_the_rest"
 _MANY_SMS: Final = 2**40
+_INT64: Final = range(-(2**63), 2**63)
 _ON_DEVICE: Final = {f"{name}_address": name for name in abi.SEED}
 
 
@@ -95,34 +96,60 @@ def names_of(problem: Problem, plan: Plan, num_sms: int) -> dict[str, float]:
 
 def _target(target: Target) -> Json:
     problem, plan, build = target.problem, target.plan, target.plan.build
+    _expect_kernels(target)
+    required, bounds = conditions(problem, build), limits(problem, build)
+    given = inputs(problem, build)
+    unfit = [name for name, item in given.items() if item.type == "i64" and item.value not in _INT64]
+    if unfit:
+        raise NotSupported([f"{name} = {given[name].value}: must fit in 64 bits" for name in unfit])
+    _expect(problem, required, {name: item.value for name, item in given.items()})
     names = names_of(problem, plan, target.num_sms)
-    required = conditions(problem, build)
-    broken = [f"{problem.direction}: {says}" for rule, says in required if not expressions.evaluate(rule, names)]
-    if broken:
-        raise NotSupported(broken)
+    _expect(problem, bounds, names)
     defined = launch_rules.definitions(problem, build)
     planned = dict(plan.params)
     for name in defined:
         _agree(defined[name], names[name], planned[name])
-    limits = plan.architecture
+    hardware = plan.architecture
     stem = f"{build.arch}/{build.symbol}"
     return {
         "arch": build.arch,
-        "compute_capability": list(limits.compute_capability),
-        "later_minors": limits.is_portable,
+        "compute_capability": list(hardware.compute_capability),
+        "later_minors": hardware.is_portable,
         "symbol": build.symbol,
         "family": build.family,
         "reason": plan.reason,
         "cubin": f"{stem}.cubin",
         "ptx": f"{stem}.ptx",
+        "abi": target.artifact.abi,
         "num_sms": target.num_sms,
-        "definitions": [{"name": name, "rule": rule, "value": names[name]} for name, rule in defined.items()],
         "conditions": [{"rule": rule, "says": says} for rule, says in required],
+        "definitions": [{"name": name, "rule": rule, "value": names[name]} for name, rule in defined.items()],
+        "limits": [{"rule": rule, "says": says} for rule, says in bounds],
         "struct": _struct(problem, plan, names),
         "workspace": _workspace(plan, names),
         "launches": list(_launches(target, names)),
         "plan": json.loads(plan.to_json()),
     }
+
+
+def _expect_kernels(target: Target) -> None:
+    """Raises Stale if the artifact is not of the plan."""
+    plan, artifact = target.plan, target.artifact
+    if artifact.build != plan.build:
+        raise Stale(f"{plan.symbol}: the artifact is of {artifact.build.symbol}; compile the plan again")
+    artifact.expect_abi("compile the plan again")
+    for role, symbol in entry_points.entries(plan.build).items():
+        expected = [size for _, size in entry_points.parameters(plan.build, role)]
+        found = [parameter.size for parameter in artifact.kernel(symbol).parameters]
+        if found != expected:
+            raise Stale(f"{symbol}: its parameters have {found} bytes, the plan has {expected}; compile the plan again")
+
+
+def _expect(problem: Problem, required: Sequence[Condition], names: Mapping[str, float]) -> None:
+    """Raises NotSupported with every condition that does not hold."""
+    broken = [f"{problem.direction}: {says}" for rule, says in required if not expressions.evaluate(rule, names)]
+    if broken:
+        raise NotSupported(list(dict.fromkeys(broken)))
 
 
 def _struct(problem: Problem, plan: Plan, names: Mapping[str, float]) -> Json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -17,7 +16,7 @@ from cutlass_py_attn.plan.build import COLUMN_MULTIPLE
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
-from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem import masks, typed_json
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.serialize import from_json
 from cutlass_py_attn.problem.spec import ProblemSpec, parse, parse_mask
@@ -99,7 +98,7 @@ def _problems_of(text: str, directions: tuple[str, ...]) -> list[Problem]:
         spec = parse(text)
         return [spec.problem(direction) for direction in directions or directions_of(spec)]
     try:
-        data = json.loads(Path(text).read_text())
+        data = typed_json.parse(Path(text).read_bytes())
     except (OSError, ValueError) as error:
         raise NotSupported(f"problem {text}: cannot be read ({error}); name a JSON file of a Problem") from error
     found = from_json(data)

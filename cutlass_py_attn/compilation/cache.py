@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import json
 import os
+import stat
 import struct
 import warnings
 from collections.abc import MutableMapping
@@ -20,7 +21,10 @@ from typing import Final
 
 from cutlass_py_attn.artifact import Artifact, artifact_from
 from cutlass_py_attn.compilation import registry
+from cutlass_py_attn.plan.abi_digest import abi_digest
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.build_json import read_build
+from cutlass_py_attn.problem import typed_json
 from cutlass_py_attn.score_terms import registry as score_terms
 
 Files = MutableMapping[bytes, bytes]
@@ -38,10 +42,34 @@ def default_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "cutlass_py_attn"
 
 
+def refusal(folder: Path) -> str:
+    """Returns why a folder that exists must not be a cache, "" if it may: whose files may get to the GPU through it.
+
+    The user's GPU runs the cached cubins with the user's rights. So only the user and root may own the folder, no other
+    user may write to it, and it is no symbolic link. A folder above it may be a link, as ~/.cache often is, but not one
+    in which every user may rename files.
+    """
+    if not hasattr(os, "geteuid"):
+        return ""  # Windows has no owners and modes of this kind
+    found = folder.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        return "it is a symbolic link; set XDG_CACHE_HOME to the folder above the one that it leads to"
+    if found.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {found.st_uid}; set XDG_CACHE_HOME to a folder of your own"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"other users may write to it (mode {stat.S_IMODE(found.st_mode):04o}); empty it and run chmod 700 on it"
+    for above in (*folder.absolute().parents, *folder.resolve().parents):
+        mode = above.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return f"every user may rename it in {above} (mode {stat.S_IMODE(mode):04o}); run chmod o-w on that folder"
+    return ""
+
+
 class Cache:
     """Artifacts by (build, sources, toolchain) in one folder.
 
-    If the folder is unusable, every lookup is a miss; a warning says why, once.
+    If the folder is unusable, every lookup is a miss; a warning says why, once. The entries are readable for the user
+    alone, whatever the umask: a `Folder` is for kernels that several users share.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -74,7 +102,7 @@ class Cache:
             return None
         start = len(FINDINGS) + _DIGEST_BYTES
         text = data[start:]
-        return text.decode() if data[:start] == FINDINGS + hashlib.sha256(text).digest() else None
+        return text.decode(errors="replace") if data[:start] == FINDINGS + hashlib.sha256(text).digest() else None
 
     def put_findings(self, build: Build, toolchain: str, findings: str) -> None:
         """Stores why `build` does not compile within its plan: finding out takes as long as compiling a few kernels."""
@@ -126,8 +154,11 @@ def unpack(data: bytes) -> Artifact | None:
         description_bytes, ptx_bytes = _LENGTHS.unpack_from(body)
         texts = body[_LENGTHS.size :]
         ptx = texts[description_bytes : description_bytes + ptx_bytes].decode()
-        return artifact_from(json.loads(texts[:description_bytes]), ptx, texts[description_bytes + ptx_bytes :])
-    except (struct.error, ValueError, KeyError, TypeError):
+        description = typed_json.as_object(typed_json.parse(texts[:description_bytes]), "artifact")
+        if "abi" not in description:  # of an earlier version, but the key covers the sources of the kernel parameters
+            description["abi"] = abi_digest(read_build(description.get("build")))
+        return artifact_from(description, ptx, texts[description_bytes + ptx_bytes :])
+    except (struct.error, ValueError):
         return None
 
 
@@ -153,9 +184,11 @@ def _open(folder: str | os.PathLike[str] | None) -> Files | None:
         return None  # cuda.core is needed for the cache, not for compiling
     try:
         path = default_folder() if folder is None else Path(folder)
-        # The user's GPU runs the cubins with the user's rights, so no other user may write to the folder.
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        files: Files = store(path, max_size_bytes=MAX_BYTES)
+        if reason := refusal(path):
+            warnings.warn(f"kernels are not cached in {path}: {reason}", stacklevel=2)
+            return None
+        files: Files = store(path.resolve(), max_size_bytes=MAX_BYTES)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         _warn(folder, error)
         return None

@@ -94,10 +94,12 @@ def _sections(cubin: bytes) -> Iterator[_Section]:
     entry_bytes, count, names_index = struct.unpack_from("<HHH", cubin, 58)
     headers = [_SECTION.unpack_from(cubin, table + index * entry_bytes) for index in range(count)]
     names = cubin[headers[names_index][4] :]
+    total = 0
     for name, kind, _, _, offset, size, *_ in headers:
         data_bytes = 0 if kind == _SHT_NOBITS else size
-        if offset + data_bytes > len(cubin):
-            raise ValueError(f"a section ends at {offset + data_bytes}")
+        total += data_bytes
+        if max(offset + data_bytes, total) > len(cubin):  # sections do not overlap, so that they fit together
+            raise ValueError(f"a section ends at {offset + data_bytes}, and {total} bytes are in sections")
         yield _Section(_text(names, name), size, cubin[offset : offset + data_bytes])
 
 

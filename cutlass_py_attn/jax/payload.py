@@ -8,15 +8,18 @@ import json
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from cutlass_py_attn.artifact import Artifact, artifact_from
 from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.problem import serialize
+from cutlass_py_attn.problem import serialize, typed_json
 from cutlass_py_attn.problem.problem import Problem
 
+Json = dict[str, Any]
+
 FORMAT: Final = b"cutlass_py_attn call 2\n"
+_AGAIN: Final = "export the program again with this version"
 _LENGTH: Final = struct.Struct("<Q")  # bytes of the JSON text; the cubin follows it
 
 
@@ -43,31 +46,35 @@ class Payload:
         return FORMAT + zlib.compress(_LENGTH.pack(len(text)) + text + self.artifact.cubin)
 
 
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """The JSON object of a payload; problem, plan and artifact are objects of their own readers."""
+
+    problem: Json
+    plan: Json
+    artifact: Json
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+
+
 def key_of(data: bytes) -> int:
     """Returns a hash of packed bytes as an int of 63 bits, which identifies the payload within a process."""
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1
 
 
 def unpack(data: bytes) -> Payload:
-    """Returns the payload of `pack`'s bytes; Stale if they are damaged or of another version."""
+    """Returns the payload of `pack`'s bytes; Stale if they are damaged, or if another version compiled the kernels."""
     if not data.startswith(FORMAT):
-        raise Stale(
-            f"the program has a call that starts with {data[: len(FORMAT)]!r}: must be {FORMAT!r}; export the "
-            "program again with this version"
-        )
+        raise Stale(f"the program has a call that starts with {data[: len(FORMAT)]!r}: must be {FORMAT!r}; {_AGAIN}")
     try:
         body = zlib.decompress(data[len(FORMAT) :])
         (length,) = _LENGTH.unpack_from(body)
         text, cubin = body[_LENGTH.size : _LENGTH.size + length], body[_LENGTH.size + length :]
-        description = json.loads(text)
-        return Payload(
-            serialize.from_json(description["problem"]),
-            Plan.from_json(json.dumps(description["plan"])),
-            artifact_from(description["artifact"], "", cubin),
-            tuple(description["operands"]),
-            tuple(description["results"]),
-        )
-    except (zlib.error, struct.error, ValueError, KeyError, TypeError) as error:
-        raise Stale(
-            f"the program has a call of another version ({error}): export the program again with this one"
-        ) from error
+        found = typed_json.read(_Description, typed_json.parse(text), "call")
+        problem = serialize.from_json(found.problem)
+        plan = Plan.from_object(found.plan)
+        artifact = artifact_from(found.artifact, "", cubin)
+    except (zlib.error, struct.error, ValueError) as error:
+        raise Stale(f"the program has a call of another version ({error}): {_AGAIN}") from error
+    artifact.expect_abi(_AGAIN)
+    return Payload(problem, plan, artifact, found.operands, found.results)

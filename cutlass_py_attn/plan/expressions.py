@@ -26,8 +26,19 @@ def _step(size: int, stride: int, otherwise: int) -> int:
     return otherwise if size == 1 else stride
 
 
+def _distinct(*sizes_and_strides: int) -> int:
+    axes = zip(sizes_and_strides[::2], sizes_and_strides[1::2], strict=True)
+    span = 0  # from the first to the last element of the axes so far
+    for stride, size in sorted((abs(stride), size) for size, stride in axes if size > 1):
+        if stride <= span:
+            return 0
+        span += (size - 1) * stride
+    return 1
+
+
 # Functions that an expression may call. ceil_div rounds up, div rounds down. step is the stride of an axis with `size`
-# indices, or `otherwise` if the axis has one index.
+# indices, or `otherwise` if the axis has one index. distinct says of the four axes (size, stride) of an array whether
+# each stride exceeds what the axes of smaller strides span: then no two indices have the same element.
 FUNCTIONS: Final[dict[str, Callable[..., int]]] = {
     "ceil_div": ceil_div,
     "div": lambda a, b: a // b,
@@ -36,6 +47,7 @@ FUNCTIONS: Final[dict[str, Callable[..., int]]] = {
     "min": min,
     "max": max,
     "step": _step,
+    "distinct": _distinct,
     "fewest_splits": fewest_splits,
 }
 

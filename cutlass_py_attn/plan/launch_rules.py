@@ -14,10 +14,11 @@ sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import decode, entry_points, sm80, sm90
 from cutlass_py_attn.plan.build import Build
@@ -31,6 +32,7 @@ from cutlass_py_attn.score_terms import registry
 
 LOG2_E: Final = math.log2(math.e)
 MAX_GRID_YZ: Final = 65535  # of CUDA, along y and z of a grid
+MAX_INT32: Final = 2**31 - 1  # of an i32 field, of an int32 array, and of a grid along x
 BIAS_SIZES: Final = ("batch", "num_heads", "num_queries", "num_keys")  # what the axes of a bias broadcast to
 BIAS_AXES: Final = ("bias_batch", "bias_heads", "bias_queries", "bias_keys")  # the sizes of grad_bias, if not known
 ALWAYS: Final = "1"
@@ -217,6 +219,17 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
     if problem.direction == "backward":
         found["total_tiles"] = evaluate(_total_tiles(problem, build), values)
     return tuple(found.items())
+
+
+def expect_int32(numbers: Iterable[tuple[str, int]]) -> None:
+    """Raises NotSupported with every number that a 32-bit field or a grid does not hold."""
+    reasons = [
+        f"{name} = {value}: must be at most {MAX_INT32}; call once for each slice of the batch"
+        for name, value in numbers
+        if not -MAX_INT32 - 1 <= value <= MAX_INT32
+    ]
+    if reasons:
+        raise NotSupported(reasons)
 
 
 def fields(problem: Problem, build: Build, inputs: Collection[str]) -> dict[str, Expression]:

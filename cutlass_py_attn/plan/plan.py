@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.arch import Architecture, architecture
-from cutlass_py_attn.plan.build import Build, build_from, same_fields
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.build_json import expect_known
 from cutlass_py_attn.plan.explain import explain
+from cutlass_py_attn.problem import typed_json
 from cutlass_py_attn.problem.scalars import shown
 
 
@@ -116,45 +116,21 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Returns the plan of a `to_json` text; NotSupported names what is missing, unknown or of another form."""
+        """Returns the plan of a `to_json` text; NotSupported names what is missing, unknown or of another type."""
         try:
-            return _plan_from(json.loads(text))
+            return Plan.from_object(typed_json.parse(text))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise NotSupported(
-                f"plan = {shown(text)}: must be the text of Plan.to_json ({type(error).__name__}: {error}); write it "
-                "again with this version"
+                f"plan = {shown(text)}: must be the text of Plan.to_json ({error}); write it again with this version"
             ) from error
+
+    @staticmethod
+    def from_object(data: object) -> Plan:
+        """Returns the plan of a `to_json` text that is parsed already; ValueError if it has another form."""
+        plan = typed_json.read(Plan, data, "plan")
+        expect_known(plan.build, "plan.build")
+        return plan
 
     def explain(self) -> str:
         """Returns tiles, warps, grid, shared-memory map, workspace and why this kernel was chosen, as text."""
         return explain(self)
-
-
-def _plan_from(data: Mapping[str, Any]) -> Plan:
-    same_fields("plan", data, Plan)
-    launches = tuple(
-        Launch(
-            symbol=item["symbol"],
-            grid=tuple(item["grid"]),
-            block=tuple(item["block"]),
-            shared_memory_bytes=item["shared_memory_bytes"],
-            tensor_maps=tuple(_tensor_map_from(recipe) for recipe in item["tensor_maps"]),
-            param_overrides=_pairs(item["param_overrides"]),
-            cluster=item["cluster"],
-        )
-        for item in data["launches"]
-    )
-    space = data["workspace"]
-    workspace = Workspace(
-        space["bytes"], space["zero_bytes"], tuple(WorkspaceBuffer(**item) for item in space["buffers"])
-    )
-    return Plan(build_from(data["build"]), launches, workspace, _pairs(data["params"]), data["reason"])
-
-
-def _tensor_map_from(data: Mapping[str, Any]) -> TensorMap:
-    sizes, strides, box = (tuple(data[name]) for name in ("sizes", "strides", "box"))
-    return TensorMap(data["field"], sizes, strides, box, data["swizzle_bytes"])
-
-
-def _pairs(data: Iterable[Iterable[Any]]) -> tuple[tuple[str, int], ...]:
-    return tuple((name, value) for name, value in data)

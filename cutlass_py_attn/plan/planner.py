@@ -136,13 +136,17 @@ def builds(problem: Problem, arch: str) -> tuple[Build, ...]:
 
 
 def plan_of_build(problem: Problem, build: Build, num_sms: int) -> Plan:
-    """Returns the plan that computes `problem` with the kernels of `build`: launches, workspace and parameters."""
+    """Returns the plan that computes `problem` with the kernels of `build`: launches, workspace and parameters.
+
+    NotSupported lists every number that a field or a grid of the kernels does not hold.
+    """
     values = launch_rules.values(problem, build, num_sms)
     launches = () if problem.is_empty else tuple(_launches(problem, build, values))
     workspace = Workspace() if problem.is_empty else _workspace(build, values)
     params = launch_rules.params(problem, build)
     if "num_splits_key" in values:
         params = *params, ("num_splits_key", values["num_splits_key"])
+    launch_rules.expect_int32((*params, *((f"blocks of {launch.symbol}", launch.grid[0]) for launch in launches)))
     return Plan(build, launches, workspace, params, _reason(problem, build, values))
 
 

@@ -1,35 +1,75 @@
-"""Preconditions: what sizes and strides other than the exported ones must satisfy, as expressions with sentences."""
+"""Preconditions: what sizes and strides other than the exported ones must satisfy, as expressions with sentences.
+
+A host computes with 64-bit integers. `conditions` bound its inputs before any other expression is computed; `limits`
+bound what follows from them, so that no field, grid or workspace is narrowed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from cutlass_py_attn.plan import decode, decode_smem, entry_points
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.launch_rules import BIAS_SIZES, MAX_GRID_YZ, bias_axes, shape
+from cutlass_py_attn.plan.expressions import NAME
+from cutlass_py_attn.plan.launch_rules import (
+    BIAS_SIZES,
+    MAX_GRID_YZ,
+    MAX_INT32,
+    bias_axes,
+    grids_of,
+    shape,
+    workspace,
+)
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE
 from cutlass_py_attn.problem.tensors import BIASES, BMHK
 from cutlass_py_attn.problem.validation import LARGEST_SOFTCAP, MAX_LENGTH, MAX_RATIO, MAX_SCALE
+from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.softcap import MIN_SOFTCAP
 
 Condition = tuple[str, str]  # (expression, the condition in words)
 
 EDGES = {"full": (), "causal": ("window_right",), "local": ("window_left", "window_right")}  # of each mask form
+MAX_WORKSPACE_BYTES: Final = 2**48  # of one buffer; more than any device has, and a sum of them fits in 64 bits
+MAX_MAP_STRIDE_BYTES: Final = 2**40 - 16  # of cuTensorMapEncodeTiled: a multiple of 16 below 2^40
 _AXES = ("batch", "row", "head")
 
 
 def conditions(problem: Problem, build: Build) -> list[Condition]:
-    """Returns every condition on a launch; each expression is 1 (true) for the exported problem."""
+    """Returns every condition on the inputs; each expression is 1 (true) for the exported problem.
+
+    The expressions use inputs alone. They are computed in this order, up to the first that is false.
+    """
     return [
         *_sizes(problem, build),
         *_edges(build),
+        *_term_sizes(problem),
+        *_factors(problem, build),
         *_strides(problem, build),
         *_biases(problem, build),
-        *_factors(problem, build),
-        *(_decode() if build.family == "decode" else ()),
+        *_overlaps(problem),
     ]
+
+
+def limits(problem: Problem, build: Build) -> list[Condition]:
+    """Returns every condition on numbers that follow from the inputs, by the names of `launch_rules.definitions`."""
+    slices = "call once for each slice"
+    found = list(_decode()) if build.family == "decode" else []
+    if build.kind == "backward":
+        found.append((f"total_tiles <= {MAX_INT32}", f"total_tiles must be at most {MAX_INT32}; {slices}"))
+    grids = grids_of(problem, build)
+    for role in entry_points.entries(build):
+        blocks, _, _ = grids[role]
+        if not blocks.isdigit() and not NAME.fullmatch(blocks):
+            says = f"the {role} kernel would have more than {MAX_INT32} blocks; {slices}"
+            found.append((f"{blocks} <= {MAX_INT32}", says))
+    for buffer in workspace(build):
+        if not buffer.bytes.isdigit():
+            says = f"{buffer.name} would have more than 2^48 bytes of the workspace; {slices}"
+            found.append((f"{buffer.bytes} <= {MAX_WORKSPACE_BYTES}", says))
+    return found
 
 
 def mapped(build: Build) -> tuple[str, ...]:
@@ -39,7 +79,7 @@ def mapped(build: Build) -> tuple[str, ...]:
 
 
 def _sizes(problem: Problem, build: Build) -> Iterator[Condition]:
-    for name in ("batch", "num_queries", "num_keys", "num_heads_key"):
+    for name in ("batch", "num_queries", "num_keys", "num_heads", "num_heads_key"):
         yield f"{name} >= 1", f"{name} must be at least 1; with none there is nothing to launch"
     for name, largest in (("batch", MAX_GRID_YZ), ("num_heads", MAX_GRID_YZ),
                        ("num_queries", MAX_LENGTH), ("num_keys", MAX_LENGTH)):  # fmt: skip
@@ -72,7 +112,9 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
             if unit > 1:
                 yield f"mod(step({size}, {stride}, 0), {unit}) == 0", f"{stride} must be a multiple of {unit} elements"
             if name in mapped(build):
+                most = MAX_MAP_STRIDE_BYTES // build.item_bytes
                 yield f"step({size}, {stride}, 1) > 0", f"{stride} must be above 0: a tensor map steps forward"
+                yield f"step({size}, {stride}, 1) <= {most}", f"{stride} must be at most {most}, as in any tensor map"
     if unit > 1 and problem.grad_output is not None:
         yield "grad_output_column == 1", "grad_output_column must be 1: rows are read several elements at a time"
 
@@ -93,10 +135,21 @@ def _biases(problem: Problem, build: Build) -> Iterator[Condition]:
             yield f"{name} == 1", f"{name} must be 1: grad_bias is not summed over it; export a problem with more"
 
 
+def _term_sizes(problem: Problem) -> Iterator[Condition]:
+    for name in (name for term in registry.present(problem) for name in term.struct.sizes):
+        says = f"{name} must be from {-MAX_INT32 - 1} to {MAX_INT32}"
+        yield f"{name} >= {-MAX_INT32 - 1}", says
+        yield f"{name} <= {MAX_INT32}", says
+
+
 def _factors(problem: Problem, build: Build) -> Iterator[Condition]:
     """What validation.py demands of scale and softcap: the kernels compute in float32."""
     yield _is_zero_or("scale", _number(MIN_SCALE)), f"scale must be 0 or have a magnitude of at least {MIN_SCALE}"
     yield _magnitude("scale", "<=", _number(MAX_SCALE)), "scale must have a magnitude of at most 2**127"
+    for name in (name for term in registry.present(problem) for name in term.struct.factors):
+        says = f"{name} must be a number that float32 holds"
+        yield f"{name} >= -{MAX_SCALE:.1f}", says
+        yield f"{name} <= {MAX_SCALE:.1f}", says
     if build.kind == "forward" and build.family == "sm90":
         yield "scale >= 0", "scale must not be below 0; export a problem with such a scale"
     if build.has("softcap"):
@@ -121,6 +174,19 @@ def _is_zero_or(name: str, least: str) -> str:
 def _number(value: float) -> str:
     """Returns a float64 without an exponent, which not every host that evaluates expressions reads."""
     return f"{value:.1f}" if value >= 1 else f"{value:.60f}"
+
+
+def _overlaps(problem: Problem) -> Iterator[Condition]:
+    """No two indices of a result have the same element: for sizes that were changed without the strides they may."""
+    for name in problem.tensors():
+        is_read = name == "grad_output" or (name != "output" and not name.startswith("grad_"))
+        if is_read or (name == "output" and problem.direction == "backward"):
+            continue
+        axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head", "")
+        strides = (f"{name}_{axis}" if axis else "1" for axis in axes)
+        pairs = (f"{size}, {stride}" for size, stride in zip(shape(problem, name), strides, strict=True))
+        says = f"rows of {name} overlap: its strides must be those of an array of these sizes; set them with the sizes"
+        yield f"distinct({', '.join(pairs)}) == 1", says
 
 
 def _decode() -> Iterator[Condition]:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem import masks, typed_json
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import Sequences, Tensor
+from cutlass_py_attn.problem.tensors import Tensor
 
-_TENSORS: Final = tuple(item.name for item in dataclasses.fields(Problem) if item.type in ("Tensor", "Tensor | None"))
 _REMEDY: Final = "write it with cutlass_py_attn.problem.serialize.to_json"
 
 
@@ -31,22 +30,25 @@ def from_json(data: Mapping[str, Any]) -> Problem:
         given = sorted(data) if isinstance(data, Mapping) else type(data).__name__
         raise NotSupported(f"problem with {given}: must have {', '.join(sorted(needed))}, and may have "
                            f"{', '.join(sorted(known - needed))}; {_REMEDY}")  # fmt: skip
-    found = dict(data)
     try:
-        for name in _TENSORS:
-            if name in found:
-                found[name] = _tensor_from(found[name])
-        if "score_terms" in found:
-            found["score_terms"] = tuple((name, _tensor_from(item)) for name, item in found["score_terms"].items())
-        if "mask" in found:
-            numbers = dict(found["mask"])
-            found["mask"] = masks.ALL[numbers.pop("name")](**numbers)
-        if "sequences" in found:
-            found["sequences"] = Sequences(**found["sequences"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise NotSupported(f"problem: a tensor, the mask or sequences has another form ({error}); {_REMEDY}") from error
-    return Problem(**found)
+        return Problem(**{name: _field_from(name, value) for name, value in data.items()})
+    except ValueError as error:
+        raise NotSupported(f"problem: a field has another form ({error}); {_REMEDY}") from error
 
 
-def _tensor_from(item: Mapping[str, Any]) -> Tensor:
-    return Tensor(tuple(item["shape"]), tuple(item["strides"]), item["dtype"], item["alignment"])
+def _field_from(name: str, value: object) -> Any:
+    """Returns the value of a field of Problem; ValueError if it has another form."""
+    if name == "mask":
+        return _mask_from(value)
+    if name == "score_terms":
+        terms = typed_json.as_object(value, name).items()
+        return tuple((term, typed_json.read(Tensor, tensor, f"{name}.{term}")) for term, tensor in terms)
+    return typed_json.convert(value, typed_json.field_types(Problem)[name], name)
+
+
+def _mask_from(value: object) -> masks.Mask:
+    numbers = dict(typed_json.as_object(value, "mask"))
+    name = numbers.pop("name", None)
+    if not isinstance(name, str) or name not in masks.ALL:
+        raise ValueError(f"mask.name = {name!r}: must be one of {', '.join(masks.ALL)}")
+    return typed_json.read(masks.ALL[name], numbers, f"mask {name}")

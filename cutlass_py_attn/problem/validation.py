@@ -135,6 +135,11 @@ def _rank_objections(problem: Problem) -> Iterator[str]:
                 f"{name} has shape {tensor.shape} and strides {tensor.strides}: must be 4-D "
                 f"{axes}; add the missing axes with size 1"
             )
+    vectors = (item for term in registry.terms() for item in term.vectors(problem).items())
+    for name, tensor in vectors:
+        if len(tensor.shape) != len(tensor.strides):
+            given = f"{name} has shape {tensor.shape} and strides {tensor.strides}"
+            yield f"{given}: must have a stride for each axis; add the missing strides, or leave some out"
 
 
 def mask_kind_objections(mask: Any) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Final
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
 from cutlass_py_attn.plan import abi, builder, launch_rules, planner, sm90
+from cutlass_py_attn.plan.abi_digest import abi_digest
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.arch import runs_on as _runs_on
 from cutlass_py_attn.plan.build import Build
@@ -321,6 +322,11 @@ def _artifact_mismatches(artifact: Artifact, plan: Plan) -> Iterator[str]:
             f"{plan.symbol} for {plan.build.arch}; compile this plan"
         )
         return
+    if artifact.abi != abi_digest(plan.build):
+        yield (
+            f"{plan.symbol} for {plan.build.arch}: the artifact's kernels were compiled by a version with other kernel "
+            "parameters; compile the plan again"
+        )
     struct_bytes = abi.numpy_struct(abi.fields_of(plan.build)).itemsize
     for launch in plan.launches:
         expected = *(abi.TENSOR_MAP_BYTES for _ in launch.tensor_maps), struct_bytes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import functools
 import hashlib
 import json
 import operator
@@ -15,7 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FORMAT = "cutlass_py_attn bundle 2"
+FORMAT = "cutlass_py_attn bundle 3"
+INT64 = range(-(2**63), 2**63)
 PACKED = {"i64": "<q", "i32": "<i", "f32": "<f"}
 
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion and others of cuda.h.
@@ -63,15 +65,41 @@ def fewest_splits(groups: int, key_tiles: int, num_sms: int) -> int:
     return min(range(1, max(min(key_tiles, 256), 1) + 1), key=work)
 
 
+def distinct(*sizes_and_strides: int) -> int:
+    """Returns whether each stride exceeds what the axes of smaller strides span: no two indices have one element."""
+    span = 0
+    axes = zip(sizes_and_strides[::2], sizes_and_strides[1::2], strict=True)
+    for stride, size in sorted((abs(stride), size) for size, stride in axes if size > 1):
+        if stride <= span:
+            return 0
+        span = expect_int64(span + (size - 1) * stride)
+    return 1
+
+
+def expect_int64(value: float) -> float:
+    """Returns the value; ValueError if it is an integer of more than 64 bits."""
+    if isinstance(value, int) and value not in INT64:
+        raise ValueError(f"{value} does not fit in 64 bits: sizes or strides are too large")
+    return value
+
+
+def divisor(value: int) -> int:
+    """Returns the value; ValueError if it is less than 1."""
+    if value < 1:
+        raise ValueError(f"{value} as a divisor: sizes are too small")
+    return value
+
+
 FUNCTIONS: dict[str, Any] = {
-    "ceil_div": lambda a, b: -(-a // b),
-    "round_up": lambda a, b: -(-a // b) * b,
-    "div": operator.floordiv,
-    "mod": operator.mod,
+    "ceil_div": lambda a, b: -(-a // divisor(b)),
+    "round_up": lambda a, b: -(-a // divisor(b)) * b,
+    "div": lambda a, b: a // divisor(b),
+    "mod": lambda a, b: a % divisor(b),
     "min": min,
     "max": max,
     "step": lambda size, stride, other: other if size == 1 else stride,
     "fewest_splits": fewest_splits,
+    "distinct": distinct,
 }
 OPERATORS: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Eq: operator.eq,
@@ -80,9 +108,15 @@ OPERATORS: dict[type, Any] = {
 
 
 def evaluate(rule: str, names: Mapping[str, float]) -> Any:
-    """Returns the value of a rule: + - *, comparisons and function calls over names and numbers."""
+    """Returns the value of a rule: + - *, comparisons and function calls over names and numbers.
+
+    ValueError: an integer, or one on the way, does not fit in 64 bits.
+    """
 
     def value(node: ast.expr) -> Any:
+        return expect_int64(computed(node))
+
+    def computed(node: ast.expr) -> Any:
         match node:
             case ast.Constant():
                 return node.value
@@ -98,7 +132,13 @@ def evaluate(rule: str, names: Mapping[str, float]) -> Any:
                 return FUNCTIONS[name](*map(value, node.args))
         raise ValueError(f"rule {rule!r}: {ast.dump(node)} is not part of the rule language")
 
-    return value(ast.parse(rule, mode="eval").body)
+    return value(parsed(rule))
+
+
+@functools.cache
+def parsed(rule: str) -> ast.expr:
+    """Returns the syntax tree of a rule."""
+    return ast.parse(rule, mode="eval").body
 
 
 class Host:
@@ -147,15 +187,19 @@ class Host:
     # 3  Numbers
 
     def numbers(self, changes: Mapping[str, float]) -> dict[str, float]:
-        """Returns the exported inputs with `changes`, num_sms and definitions; ValueError lists unmet conditions."""
+        """Returns the exported inputs with `changes`, num_sms and definitions; ValueError says what is not allowed."""
         names = {name: item["value"] for name, item in self.passed["inputs"].items()}
         names |= {**changes, "num_sms": self.num_sms}
+        self._expect("conditions", names)
         for item in self.target["definitions"]:
             names[item["name"]] = evaluate(item["rule"], names)
-        broken = [item["says"] for item in self.target["conditions"] if not evaluate(item["rule"], names)]
-        if broken:
-            raise ValueError("\n".join(broken))
+        self._expect("limits", names)
         return names
+
+    def _expect(self, key: str, names: Mapping[str, float]) -> None:
+        for item in self.target[key]:
+            if not evaluate(item["rule"], names):
+                raise ValueError(item["says"])
 
     # 4  The workspace
 

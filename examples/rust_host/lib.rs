@@ -11,9 +11,11 @@ use std::fs;
 
 mod json;
 mod rules;
+mod sha256;
 
 use json::Json;
-use rules::{ceil_div, evaluate, Names, Value};
+use rules::{evaluate, round_up, Names, Value};
+use sha256::sha256;
 
 type Address = u64;
 
@@ -115,13 +117,15 @@ impl Host {
         let read =
             |name: &str| fs::read(format!("{folder}/{name}")).map_err(|error| format!("{folder}/{name}: {error}"));
         let manifest = Json::read(&String::from_utf8_lossy(&read("manifest.json")?))?;
-        if manifest.get("format")?.text() != "cutlass_py_attn bundle 2" {
+        if manifest.get("format")?.text() != "cutlass_py_attn bundle 3" {
             return Err(format!("{folder}: its format is not this host's"));
         }
-        let Json::Object(mut passes) = take(manifest, "passes")? else {
-            return Err("passes is not an object".into());
+        let Json::Object(mut manifest) = manifest else {
+            return Err("the manifest is not an object".into());
         };
-        let pass = passes.remove(direction).ok_or(format!("{folder} has no {direction}"))?;
+        let mut part = |name: &str| manifest.remove(name).ok_or(format!("the manifest has no {name:?}"));
+        let (files, passes) = (part("files")?, part("passes")?);
+        let pass = take(passes, direction).map_err(|_| format!("{folder} has no {direction}"))?;
         let mut inputs = Names::new();
         if let Json::Object(items) = pass.get("inputs")? {
             for (name, item) in items {
@@ -129,7 +133,14 @@ impl Host {
             }
         }
         let target = Host::choose(take(pass, "targets")?)?;
-        let kernels = Host::load(&target, &read(target.get("cubin")?.text())?)?;
+        let name = target.get("cubin")?.text();
+        let cubin = read(name)?;
+        if sha256(&cubin) != files.get(name)?.get("sha256")?.text() {
+            return Err(format!(
+                "{folder}/{name}: its SHA-256 is not that of manifest.json; export it again"
+            ));
+        }
+        let kernels = Host::load(&target, &cubin)?;
         Ok(Host {
             inputs,
             target,
@@ -192,16 +203,22 @@ impl Host {
         let mut names = self.inputs.clone();
         names.extend(changes.iter().map(|(name, value)| (name.clone(), *value)));
         names.insert("num_sms".into(), Value::Int(self.num_sms));
+        self.expect("conditions", &names)?;
         for item in self.target.get("definitions")?.list() {
             let value = evaluate(item.get("rule")?.text(), &names)?;
             names.insert(item.get("name")?.text().into(), value);
         }
-        for item in self.target.get("conditions")?.list() {
-            if evaluate(item.get("rule")?.text(), &names)?.int() == 0 {
+        self.expect("limits", &names)?;
+        Ok(names)
+    }
+
+    fn expect(&self, key: &str, names: &Names) -> Result<(), String> {
+        for item in self.target.get(key)?.list() {
+            if evaluate(item.get("rule")?.text(), names)?.int() == 0 {
                 return Err(item.get("says")?.text().into());
             }
         }
-        Ok(names)
+        Ok(())
     }
 
     // 4  The workspace
@@ -209,17 +226,19 @@ impl Host {
     fn workspace(&self, names: &Names) -> Result<(i64, i64, HashMap<String, i64>), String> {
         let space = self.target.get("workspace")?;
         let alignment = space.get("alignment")?.int();
-        let (mut end, mut zeroed, mut offsets) = (0, 0, HashMap::new());
+        let too_large = "the workspace does not fit in 64 bits";
+        let (mut end, mut zeroed, mut offsets) = (0i64, 0, HashMap::new());
         for part in space.get("buffers")?.list() {
             if evaluate(part.get("when")?.text(), names)?.int() == 0 {
                 continue;
             }
             offsets.insert(part.get("name")?.text().to_string(), end);
-            end += evaluate(part.get("bytes_rule")?.text(), names)?.int();
+            let bytes = evaluate(part.get("bytes_rule")?.text(), names)?.int();
+            end = end.checked_add(bytes).ok_or(too_large)?;
             if part.get("zeroed")?.is_true() {
                 zeroed = end;
             }
-            end = ceil_div(end, alignment) * alignment;
+            end = round_up(end, alignment).ok_or(too_large)?;
         }
         Ok((end, zeroed, offsets))
     }
@@ -245,9 +264,10 @@ impl Host {
             } else {
                 evaluate(field.get("rule")?.text(), names)?
             };
+            let narrow = |_| format!("{} does not fit in 32 bits", field.get("name").map_or("", Json::text));
             let bytes = match field.get("type")?.text() {
                 "f32" => (value.float() as f32).to_le_bytes().to_vec(),
-                "i32" => (value.int() as i32).to_le_bytes().to_vec(),
+                "i32" => i32::try_from(value.int()).map_err(narrow)?.to_le_bytes().to_vec(),
                 _ => value.int().to_le_bytes().to_vec(),
             };
             let offset = field.get("offset")?.int() as usize;
@@ -339,7 +359,8 @@ impl Host {
             parameters.push(block.as_mut_ptr().cast());
             let mut grid = [0; 3];
             for (size, rule) in grid.iter_mut().zip(launch.get("grid_rules")?.list()) {
-                *size = evaluate(rule.text(), &names)?.int() as c_uint;
+                let blocks = evaluate(rule.text(), &names)?.int();
+                *size = c_uint::try_from(blocks).map_err(|_| format!("a grid of {blocks} blocks is too large"))?;
             }
             let mut cluster = LaunchAttribute {
                 id: CLUSTER_DIMENSION,

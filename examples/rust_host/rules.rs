@@ -1,5 +1,6 @@
 //! Rules, step 0 of docs/bundles.md: numbers, names, + - *, comparisons and function calls.
 
+use std::cmp::Ordering;
 use std::collections::HashMap;
 
 pub type Names = HashMap<String, Value>;
@@ -30,21 +31,67 @@ impl Value {
             Value::Float(value) => value,
         }
     }
-    fn with(self, other: Value, ints: fn(i64, i64) -> i64, floats: fn(f64, f64) -> f64) -> Value {
+    fn with(self, other: Value, ints: Checked, floats: fn(f64, f64) -> f64) -> Result<Value, String> {
         match (self, other) {
-            (Value::Int(a), Value::Int(b)) => Value::Int(ints(a, b)),
-            _ => Value::Float(floats(self.float(), other.float())),
+            (Value::Int(a), Value::Int(b)) => ints(a, b).map(Value::Int).ok_or(TOO_LARGE.into()),
+            _ => Ok(Value::Float(floats(self.float(), other.float()))),
+        }
+    }
+    fn compare(self, other: Value) -> Option<Ordering> {
+        match (self, other) {
+            (Value::Int(a), Value::Int(b)) => Some(a.cmp(&b)),
+            _ => self.float().partial_cmp(&other.float()),
         }
     }
 }
 
-pub fn ceil_div(a: i64, b: i64) -> i64 {
-    (a + b - 1).div_euclid(b)
+type Checked = fn(i64, i64) -> Option<i64>;
+
+const TOO_LARGE: &str = "a number does not fit in 64 bits: sizes or strides are too large";
+
+fn div(a: i64, b: i64) -> Option<i64> {
+    (b > 0).then(|| a.div_euclid(b))
 }
 
-fn fewest_splits(groups: i64, tiles: i64, num_sms: i64) -> i64 {
-    let work = |splits: &i64| ceil_div(groups.max(1) * splits, num_sms) * (ceil_div(tiles, *splits) + 1);
-    (1..=tiles.min(256).max(1)).min_by_key(work).unwrap_or(1)
+fn modulo(a: i64, b: i64) -> Option<i64> {
+    (b > 0).then(|| a.rem_euclid(b))
+}
+
+fn ceil_div(a: i64, b: i64) -> Option<i64> {
+    Some(div(a, b)? + i64::from(a % b != 0))
+}
+
+pub fn round_up(a: i64, b: i64) -> Option<i64> {
+    ceil_div(a, b)?.checked_mul(b)
+}
+
+fn fewest_splits(groups: i64, tiles: i64, num_sms: i64) -> Option<i64> {
+    let work = |splits: i64| {
+        let rounds = ceil_div(groups.max(1).checked_mul(splits)?, num_sms)?;
+        rounds.checked_mul(ceil_div(tiles, splits)?.checked_add(1)?)
+    };
+    let mut best = (work(1)?, 1);
+    for splits in 2..=tiles.min(256) {
+        best = best.min((work(splits)?, splits));
+    }
+    Some(best.1)
+}
+
+/// Whether each stride exceeds what the axes of smaller strides span: no two indices have one element.
+fn distinct(sizes_and_strides: &[i64]) -> Option<i64> {
+    let mut axes = Vec::new();
+    for axis in sizes_and_strides.chunks_exact(2).filter(|axis| axis[0] > 1) {
+        axes.push((axis[1].checked_abs()?, axis[0]));
+    }
+    axes.sort();
+    let mut span = 0i64;
+    for (stride, size) in axes {
+        if stride <= span {
+            return Some(0);
+        }
+        span = span.checked_add((size - 1).checked_mul(stride)?)?;
+    }
+    Some(1)
 }
 
 struct Rule<'a> {
@@ -89,13 +136,13 @@ impl Rule<'_> {
     fn comparison(&mut self) -> Result<Value, String> {
         let left = self.sum()?;
         for (word, holds) in [
-            ("==", (|a, b| a == b) as fn(f64, f64) -> bool),
-            (">=", |a, b| a >= b),
-            ("<=", |a, b| a <= b),
-            (">", |a, b| a > b),
+            ("==", Ordering::is_eq as fn(Ordering) -> bool),
+            (">=", Ordering::is_ge),
+            ("<=", Ordering::is_le),
+            (">", Ordering::is_gt),
         ] {
             if self.accept(word) {
-                return Ok(Value::Int(i64::from(holds(left.float(), self.sum()?.float()))));
+                return Ok(Value::Int(i64::from(left.compare(self.sum()?).is_some_and(holds))));
             }
         }
         Ok(left)
@@ -104,9 +151,9 @@ impl Rule<'_> {
         let mut total = self.product()?;
         loop {
             if self.accept("+") {
-                total = total.with(self.product()?, |a, b| a + b, |a, b| a + b)
+                total = total.with(self.product()?, i64::checked_add, |a, b| a + b)?
             } else if self.accept("-") {
-                total = total.with(self.product()?, |a, b| a - b, |a, b| a - b)
+                total = total.with(self.product()?, i64::checked_sub, |a, b| a - b)?
             } else {
                 return Ok(total);
             }
@@ -115,13 +162,13 @@ impl Rule<'_> {
     fn product(&mut self) -> Result<Value, String> {
         let mut total = self.factor()?;
         while self.accept("*") {
-            total = total.with(self.factor()?, |a, b| a * b, |a, b| a * b)
+            total = total.with(self.factor()?, i64::checked_mul, |a, b| a * b)?
         }
         Ok(total)
     }
     fn factor(&mut self) -> Result<Value, String> {
         if self.accept("-") {
-            return Ok(Value::Int(0).with(self.factor()?, |a, b| a - b, |a, b| a - b));
+            return Value::Int(0).with(self.factor()?, i64::checked_sub, |a, b| a - b);
         }
         let word = self.peek().to_string();
         self.next += 1;
@@ -140,23 +187,19 @@ impl Rule<'_> {
             return Err(format!("a rule has no ) after {word}"));
         }
         let ints: Vec<i64> = arguments.iter().map(|value| value.int()).collect();
-        Ok(Value::Int(match (word.as_str(), ints.as_slice()) {
+        let value = match (word.as_str(), ints.as_slice()) {
             ("(", [_]) => return Ok(arguments[0]),
             ("ceil_div", [a, b]) => ceil_div(*a, *b),
-            ("round_up", [a, b]) => ceil_div(*a, *b) * b,
-            ("div", [a, b]) => a.div_euclid(*b),
-            ("mod", [a, b]) => a.rem_euclid(*b),
-            ("min", [a, b]) => *a.min(b),
-            ("max", [a, b]) => *a.max(b),
-            ("step", [size, stride, other]) => {
-                if *size == 1 {
-                    *other
-                } else {
-                    *stride
-                }
-            }
+            ("round_up", [a, b]) => round_up(*a, *b),
+            ("div", [a, b]) => div(*a, *b),
+            ("mod", [a, b]) => modulo(*a, *b),
+            ("min", [a, b]) => Some(*a.min(b)),
+            ("max", [a, b]) => Some(*a.max(b)),
+            ("step", [size, stride, other]) => Some(if *size == 1 { *other } else { *stride }),
             ("fewest_splits", [groups, tiles, num_sms]) => fewest_splits(*groups, *tiles, *num_sms),
+            ("distinct", axes) if axes.len() == 8 => distinct(axes),
             _ => return Err(format!("{word} is not a function of the rule language")),
-        }))
+        };
+        value.map(Value::Int).ok_or(TOO_LARGE.into())
     }
 }

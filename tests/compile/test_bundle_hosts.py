@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -9,9 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from host import Host
 
 from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.bundle import header
 from cutlass_py_attn.bundle.files import Bundle, export_bundle
+from cutlass_py_attn.bundle.manifest import Target, manifest
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.masks import CausalBottomRight, Window
@@ -147,6 +152,30 @@ def test_rust_host_refuses_in_the_manifest_s_words(driver_log: FakeDriver, rust:
     assert driver_log.of("cuLaunchKernelEx") == []
 
 
+def test_rust_host_refuses_what_the_other_example_refuses(
+    driver_log: FakeDriver, rust: RustHost, tmp_path: Path
+) -> None:
+    """Numbers of any size; the library is built with checks of overflow."""
+    problem, _ = pair("lengths", "backward")
+    bundle = exported(tmp_path / "bundle", (problem,))
+    given = numbers_of(bundle, problem)
+    answers = {}
+    with device(0).current():
+        reader = Host(bundle.path, "backward", ctypes.CDLL(str(fake_driver.library())))
+        for name in given.inputs:
+            for value in (-(2**63), -1, 0, 1, 2**31, 2**62, 2**63 - 1):
+                changed = replace(given, inputs={**given.inputs, name: value})
+                try:
+                    expected = reader.workspace(reader.numbers(changed.inputs))[0]
+                except ValueError:
+                    expected = None
+                size, error = rust.launch(bundle.path, "backward", changed, 0)
+                answers[name, value] = (None if error else size, expected)
+    assert [key for key, (found, expected) in answers.items() if found != expected] == []
+    assert len({expected for _, expected in answers.values()}) >= 3
+    assert driver_log.of("cuLaunchKernelEx") == []
+
+
 def test_header_is_c_too(driver_log: FakeDriver, tmp_path: Path) -> None:
     first, _ = pair("every feature", "backward")
     bundle = exported(tmp_path / "bundle", (first,))
@@ -173,7 +202,21 @@ WRONG = {
     "query_head": (-128, "backward: query_head must be above 0: a tensor map steps forward"),
     "window_right": (-1, "backward: window_right must be at least 0"),
     "bottom_right": (2, "backward: bottom_right must be 0 or 1"),
-    "scale": (-1e-34, "backward: scale must be 0 or have a magnitude of at least 1e-30"),
+    "num_queries": (
+        3000,
+        "backward: rows of grad_query overlap: its strides must be those of an array of these sizes; set them with the "
+        "sizes",
+    ),
+    "grad_value_row": (
+        8,
+        "backward: rows of grad_value overlap: its strides must be those of an array of these sizes; set them with the "
+        "sizes",
+    ),
+    "query_row": (
+        2**62,
+        "backward: query_row must be at most 549755813880, as in any tensor map",
+    ),
+    "scale": (float("nan"), "backward: scale must be 0 or have a magnitude of at least 1e-30"),
     "value": (0x7F0000000008, "backward: value must be a device address, 16-byte aligned"),
     "grad_key": (0, "backward: grad_key must be a device address, 16-byte aligned"),
 }
@@ -223,6 +266,94 @@ def test_header_names_what_fails(driver_log: FakeDriver, backward: tuple[Bundle,
         assert host.launch() == 400
         assert host.error.startswith("cuLaunchKernelEx of bwd_sm90_bf16_d128_causal_64x128_delta_1: ")
         assert len(driver_log.of("cuLaunchKernelEx")) == 1, "nothing follows a launch that failed"
+
+
+def test_header_refuses_sizes_that_a_launch_cannot_count(
+    driver_log: FakeDriver, backward: tuple[Bundle, HeaderHost]
+) -> None:
+    """Each number alone is allowed: the tiles, blocks and bytes that follow from them are too many."""
+    bundle, host = backward
+    given = numbers_of(bundle, pair("Hopper", "backward")[0])
+    huge = {"batch": 65535, "num_queries": 2**29, "num_heads": 7, "num_heads_key": 7}
+    fewer_tiles = {**huge, "batch": 200}
+    with device(0).current():
+        assert host.open(bundle.path) == 0
+        driver_log.clear()
+        for sizes, words in (
+            (huge, "backward: total_tiles must be at most 2147483647; call once for each slice"),
+            (fewer_tiles, "backward: grad_query_accum would have more than 2^48 bytes of the workspace; call once for "
+                          "each slice"),
+        ):  # fmt: skip
+            host.set({**given.inputs, **given.addresses, **sizes})
+            host.contiguous()
+            assert (host.workspace_bytes(), host.error) == (-1, words)
+            assert (host.launch(), host.error) == (-1, words)
+    assert driver_log.calls == []
+
+
+def test_header_refuses_a_handle_that_is_not_open(
+    driver_log: FakeDriver, backward: tuple[Bundle, HeaderHost], tmp_path: Path
+) -> None:
+    """Zeroed, full of anything, after a failed open and after close; for a workspace as for a launch."""
+    bundle, host = backward
+    given = numbers_of(bundle, pair("Hopper", "backward")[0])
+    host.set({**given.inputs, **given.addresses})
+
+    def expect_refusal() -> None:
+        driver_log.clear()
+        assert (host.workspace_bytes(), host.launch()) == (-1, -1)
+        assert host.error == "backward: nothing is loaded; call attention_open first"
+        assert driver_log.calls == []
+
+    with device(0).current():
+        for byte in (0, 0xA5, 0xFF):
+            ctypes.memset(host.bundle, byte, len(host.bundle))
+            expect_refusal()
+            host.library.close_bundle(host.bundle)
+        assert host.open(tmp_path) == -1
+        expect_refusal()
+        assert host.open(bundle.path) == 0
+        assert host.workspace_bytes() > 0
+        host.library.close_bundle(host.bundle)
+        expect_refusal()
+
+
+def test_header_refuses_other_kernels_of_the_same_size(driver_log: FakeDriver, tmp_path: Path) -> None:
+    """As a folder has them in which two exports were mixed."""
+    bundle = exported(tmp_path / "bundle", pair("Hopper", "backward")[:1])
+    host = HeaderHost(tmp_path, bundle, "backward")
+    cubin = bundle.path / bundle.manifest["passes"]["backward"]["targets"][0]["cubin"]
+    text = cubin.read_bytes()
+    cubin.write_bytes(text[:-1] + b" ")
+    with device(0).current():
+        assert host.open(bundle.path) == -1
+        assert f"not the file of {len(text)} bytes; copy the whole folder" in host.error
+        assert driver_log.of("cuLibraryLoadData") == []
+        cubin.write_bytes(text)
+        assert host.open(bundle.path) == 0
+
+
+HOSTILE = '*/\n#error "from elsewhere"\n/* \\\n ??/ " \u2028 \u202e'
+
+
+def test_header_of_hostile_texts_compiles(driver_log: FakeDriver, tmp_path: Path) -> None:
+    """Of an artifact, whose toolchain is in the header's first comment."""
+
+    def hostile(build: Build) -> Artifact:
+        return replace(fakes.artifact(build), toolchain=HOSTILE)
+
+    problem, _ = pair("every feature", "backward")
+    plan = planner.plan(problem, "sm_80")
+    target = Target(problem, plan, hostile(plan.build), 108)
+    files = target.artifact.files()
+    text = header.render(manifest("attention", (target,), files))
+    assert "from elsewhere" in text
+    (tmp_path / "attention.h").write_text(text)
+    for language, standard in (("c", "-std=c11"), ("c++", "-std=c++11")):
+        source = tmp_path / f"includes.{'c' if language == 'c' else 'cpp'}"
+        source.write_text('#include "attention.h"\n')
+        folders = "-I", str(tmp_path), "-isystem", cuda_headers()
+        build([compiler(language), standard, *WARNINGS, "-trigraphs", "-fsyntax-only", *folders, str(source)])
 
 
 def test_header_reads_whole_files_only(driver_log: FakeDriver, tmp_path: Path) -> None:

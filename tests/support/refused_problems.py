@@ -108,6 +108,13 @@ RANKS: dict[str, Refused] = {
             "sequences.seqused_k = 'no' (str): must be True or False; pass one of them",
         ],
     ),
+    "rank of the strides of alibi_slopes": (
+        dense().replace(alibi_slopes=Tensor((3,), (), "float32")),
+        [
+            "alibi_slopes has shape (3,) and strides (): must have a stride for each axis; add the missing strides, or "
+            "leave some out"
+        ],
+    ),
     "all ranks together": (
         changed("key", shape=(50, 3, 16)).replace(direction="?", scale=math.nan, bias=Tensor((4,), (1,), "float16")),
         [

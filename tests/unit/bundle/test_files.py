@@ -18,40 +18,22 @@ from cutlass_py_attn import export_bundle, load_bundle
 from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bundle import header
-from cutlass_py_attn.bundle.files import MANIFEST, Bundle
+from cutlass_py_attn.bundle.files import MANIFEST
 from cutlass_py_attn.bundle.manifest import SEAL, sealed, sha256
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import FUNCTIONS
-from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.masks import Causal
-from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.serialize import to_json
 from cutlass_py_attn.problem.tensors import DIRECTIONS
-from tests.support import fakes
+from tests.support import crafted_json, fakes
+from tests.support.bundles import CASE, export, problem_of, snapshot
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import addresses, aligned
 
 ROOT = Path(__file__).resolve().parents[3]
-CASE = "bf16_d64_s200_b2_h3_causal"
-
-
-def problem_of(direction: str, case: str = CASE) -> Problem:
-    return spec.parse(case).problem(direction)
-
-
-def export(
-    folder: Path, *directions: str, archs: tuple[str, ...] = ("sm_90a",), case: str = CASE, **options: Any
-) -> Bundle:
-    problems = [problem_of(direction, case) for direction in directions or DIRECTIONS]
-    return export_bundle(folder, problems, archs, **{"kernels": fakes.artifact, **options})
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
 
 # What is written
 
@@ -117,39 +99,6 @@ def test_plan_that_does_not_compile_leaves_the_turn_to_the_next(tmp_path: Path) 
     with pytest.raises(CompileError, match="fwd_sm90_bf16_d64_causal_192x128 spills"):
         export(tmp_path / "b", kernels=none)
     assert not (tmp_path / "b").exists()
-
-
-def test_bundle_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "bundle"
-    before = snapshot(export(folder, "forward").path)
-    write, written = Path.write_bytes, []
-
-    def full_disk(path: Path, data: bytes) -> int:
-        written.append(path)
-        if len(written) == 3:
-            raise OSError(28, "No space left on device")
-        return write(path, data)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", full_disk)
-        with pytest.raises(OSError, match="No space left"):
-            export(folder)
-    assert snapshot(folder) == before
-    assert list(tmp_path.iterdir()) == [folder]
-    rename = Path.rename
-
-    def no_second_rename(path: Path, target: Path) -> Path:
-        if path.name == "new":
-            raise OSError(5, "Input/output error")
-        return rename(path, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", no_second_rename)
-        with pytest.raises(OSError, match="Input/output error"):
-            export(folder)
-    assert snapshot(folder) == before, "what was there comes back"
-    assert export(folder).directions == DIRECTIONS
-    assert list(tmp_path.iterdir()) == [folder]
 
 
 NAMED = ("passes", "inputs", "pointers", "files")  # objects whose keys are names
@@ -234,7 +183,7 @@ def _edit(path: Path) -> None:
 
 
 def _newer(path: Path) -> None:
-    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), "format": "cutlass_py_attn bundle 3"})))
+    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), "format": "cutlass_py_attn bundle 4"})))
 
 
 DAMAGES = {
@@ -251,7 +200,7 @@ DAMAGES = {
     "newer format": (
         MANIFEST,
         _newer,
-        "format 'cutlass_py_attn bundle 3', this version reads 'cutlass_py_attn bundle 2'",
+        "format 'cutlass_py_attn bundle 4', this version reads 'cutlass_py_attn bundle 3'",
     ),
 }
 
@@ -408,6 +357,22 @@ def test_command_takes_built_kernels(tmp_path: Path) -> None:
     done = invoke("--problem", CASE, "--arch", "sm_90", "--kernels", str(made.path), "-o", str(tmp_path / "bundle"))
     assert done.exit_code == 1
     assert "Error: fwd_sm80_bf16_d64_causal_128x128 for sm_90: not in" in done.output
+
+
+def test_command_refuses_crafted_json(tmp_path: Path) -> None:
+    """Of a problem: nested too deeply, or with values of other types."""
+    problem = tmp_path / "problem.json"
+    written = to_json(problem_of("forward"))
+    strange = json.dumps({**written, "query": {**written["query"], "shape": "abc"}})
+    for text, words in (
+        (crafted_json.DEEP, "more than 64 nested lists and objects"),
+        ("[]", "problem with list: must have"),
+        (strange, "query.shape = 'abc' (str): must be a list"),
+    ):
+        problem.write_text(text)
+        done = invoke("--problem", str(problem), "--arch", "sm_80", "-o", str(tmp_path / "bundle"))
+        assert (done.exit_code, done.output.count("\n")) == (1, 1), done.output
+        assert words in done.output
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,13 +17,14 @@ from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.plan import decode, entry_points, expressions, launch_rules, planner
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.preconditions import conditions
+from cutlass_py_attn.plan.preconditions import conditions, limits
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.serialize import from_json, to_json
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, Sequences, Shape, Tensor
 from cutlass_py_attn.runtime import launch
+from tests.support import crafted_json
 from tests.support.any_problem import ARCHS, problems
 from tests.support.fakes import artifact
 
@@ -98,7 +100,8 @@ def by_rule(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> dict
 def allowed(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> list[str]:
     """The conditions of the exported problem's bundle that the other problem breaks."""
     names = names_of(other, plan, num_sms)
-    return [says for rule, says in conditions(exported, plan.build) if not expressions.evaluate(rule, names)]
+    required = *conditions(exported, plan.build), *limits(exported, plan.build)
+    return [says for rule, says in required if not expressions.evaluate(rule, names)]
 
 
 @settings(max_examples=100, deadline=None)
@@ -202,7 +205,10 @@ def test_problems_survive_json(problem: Problem) -> None:
     [
         (lambda data: data.pop("query"), "must have direction, key, output, query, value"),
         (lambda data: data.update(dtype="float16"), "dtype"),
-        (lambda data: data["mask"].update(name="blocky"), "has another form ('blocky')"),
+        (
+            lambda data: data["mask"].update(name="blocky"),
+            "has another form (mask.name = 'blocky': must be one of full, causal",
+        ),
         (lambda data: data["mask"].update(window=3), "has another form"),
         (lambda data: data.update(key=[1, 2]), "has another form"),
     ],
@@ -212,6 +218,27 @@ def test_damaged_problems_are_named(change: Any, words: str) -> None:
     change(data)
     with pytest.raises(NotSupported, match=re.escape(words)):
         from_json(data)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_crafted_problems_are_refused_or_planned(direction: str) -> None:
+    """A node of the JSON object is something else: the errors are those of this package."""
+    case = "bf16_d128_s1000_b2_h4k2_causal_window64_biassum_dropout0.1_softcap30_alibi_sinks"
+    data = json.loads(json.dumps(to_json(spec.parse(case).problem(direction))))
+    data["alibi_slopes"]["strides"] = []
+    with pytest.raises(NotSupported, match=r"alibi_slopes has shape .* must have a stride for each axis"):
+        from_json(data).check()
+    data["alibi_slopes"]["strides"] = [1]
+    refused = 0
+    for _, changed in crafted_json.each(data, every=5):
+        try:
+            problem = from_json(changed)
+            problem.check()
+        except NotSupported:
+            refused += 1
+            continue
+        assert planner.plan(problem, "sm_80").launches is not None
+    assert refused > 100
 
 
 def test_a_plan_for_another_device_stops_the_export() -> None:

@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 from cutlass_py_attn import extras
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench import harness
-from cutlass_py_attn.bundle import files as bundle_files
+from cutlass_py_attn.bundle import replacing
 from cutlass_py_attn.cli import artifacts, catalogue, main
 from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.errors import CompileError
@@ -96,7 +96,7 @@ def no_space(*_: object) -> NoReturn:
 def test_a_disk_that_fills_up_is_one_sentence(
     tmp_path: Path, compiled: list[Build], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for owner, name in ((Folder, "put"), (bundle_files, "_put")):
+    for owner, name in ((Folder, "put"), (replacing, "_put")):
         monkeypatch.setattr(owner, name, no_space)
     for command in ("build", "export"):
         done = invoke(*commands_that_write(tmp_path / "out")[command])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import stat
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from cutlass_py_attn.plan.planner import plan_forward
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
+from tests.support import crafted_json
 
 pytest.importorskip("cuda.core.utils")
 
@@ -127,6 +130,74 @@ def _sealed(data: bytes, old: bytes, new: bytes) -> bytes:
     rest = body[cache._LENGTHS.size :].replace(old, new)
     lengths = cache._LENGTHS.pack(description_bytes + len(new) - len(old), ptx_bytes)
     return cache.FORMAT + cache.hashlib.sha256(lengths + rest).digest() + lengths + rest
+
+
+def test_an_entry_of_an_earlier_version_is_a_hit() -> None:
+    """It has no digest of the kernel parameters, but the key of the entry covers their sources."""
+    data = _sealed(cache.pack(ARTIFACT), f'"abi": "{ARTIFACT.abi}", '.encode(), b"")
+    assert cache.unpack(data) == ARTIFACT
+
+
+def test_a_sound_container_of_crafted_json_is_a_miss_or_of_no_effect() -> None:
+    description = ARTIFACT.describe()
+    written = json.dumps(description, sort_keys=True).encode()
+    texts = [json.dumps(changed).encode() for _, changed in crafted_json.each(json.loads(written), every=17)]
+    found = [cache.unpack(_sealed(cache.pack(ARTIFACT), written, text)) for text in texts]
+    assert found.count(None) > 30
+    assert all(item.cubin == ARTIFACT.cubin and item.abi for item in found if item is not None)
+    assert cache.unpack(_sealed(cache.pack(ARTIFACT), written, crafted_json.DEEP.encode())) is None
+
+
+# Whose folder it is
+
+
+def refused(path: Path, words: str) -> None:
+    """Checks that the folder is no cache, and that a warning says why."""
+    with pytest.warns(UserWarning, match=f"kernels are not cached in {path}: .*{words}"):
+        kept = Cache(path)
+    assert kept.get(BUILD, "compiler 1") is None
+    before = sorted(path.rglob("*"))
+    kept.put(ARTIFACT)
+    kept.put_findings(BUILD, "compiler 1", "spills")
+    assert sorted(path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o1777])
+def test_a_folder_that_others_may_write_to_is_no_cache(folder: Path, mode: int) -> None:
+    folder.chmod(mode)
+    refused(folder, rf"other users may write to it \(mode {mode:04o}\); empty it and run chmod 700")
+    folder.chmod(0o755)
+    assert Cache(folder).get(BUILD, "compiler 1") == ARTIFACT, "others may read it"
+
+
+def test_a_folder_of_another_user_is_no_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    refused(folder, r"it belongs to user \d+; set XDG_CACHE_HOME")
+
+
+def test_a_link_is_no_cache(folder: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    refused(link, "it is a symbolic link; set XDG_CACHE_HOME")
+    above = tmp_path / "above"
+    above.symlink_to(tmp_path)
+    assert Cache(above / "kept").get(BUILD, "compiler 1") == ARTIFACT, "as ~/.cache often is"
+
+
+def test_a_folder_that_others_may_rename_is_no_cache(tmp_path: Path) -> None:
+    shared, link = tmp_path / "shared", tmp_path / "link"
+    shared.mkdir()
+    Cache(shared / "kept").put(ARTIFACT)
+    link.symlink_to(shared)
+    shared.chmod(0o777)
+    for above in (shared, link):
+        refused(above / "kept", rf"every user may rename it in .*{above.name} \(mode 0777\); run chmod o-w")
+    shared.chmod(0o1777)
+    with warnings.catch_warnings(action="error"):
+        assert Cache(shared / "kept").get(BUILD, "compiler 1") == ARTIFACT, "as in /tmp"
 
 
 def test_an_unusable_folder_stores_nothing(tmp_path: Path) -> None:

@@ -94,3 +94,12 @@ def test_damage_is_never_another_error(data: st.DataObject) -> None:
         damaged[place] = value
     with contextlib.suppress(ValueError):
         read(bytes(damaged))
+
+
+def test_sections_that_overlap_are_refused() -> None:
+    """A table whose entries are all the same section would make a copy of the section for each of them."""
+    (table,) = struct.unpack_from("<Q", CUBIN, 40)
+    text_section = struct.pack("<Q", table + 5 * 64)
+    every_entry = struct.pack("<HHH", 0, 65535, 0)  # bytes from one entry to the next, entries, the one with the names
+    with pytest.raises(ValueError, match="bytes are in sections"):
+        read(CUBIN[:40] + text_section + CUBIN[48:58] + every_entry + CUBIN[64:])

@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.testing.distance_squared import distance_squared
+from tests.support import crafted_json, fakes
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact, decode
 
@@ -447,6 +449,55 @@ def test_foreign_and_damaged_payloads_are_stale(monkeypatch: pytest.MonkeyPatch)
         payload.unpack(b"something else")
     with pytest.raises(Stale, match="of another version"):
         payload.unpack(data[:-9])
+
+
+def repacked(data: bytes, change: Callable[[Any], Any]) -> bytes:
+    """Returns packed bytes whose JSON text is changed."""
+    body = zlib.decompress(data[len(payload.FORMAT) :])
+    (length,) = payload._LENGTH.unpack_from(body)
+    start = payload._LENGTH.size
+    found = json.loads(body[start : start + length])
+    changed = change(found)
+    text = changed if isinstance(changed, str) else json.dumps(changed or found)
+    return payload.FORMAT + zlib.compress(payload._LENGTH.pack(len(text)) + text.encode() + body[start + length :])
+
+
+@pytest.fixture(scope="module")
+def packed_call() -> bytes:
+    problem, plan = fakes.plan_of("forward", "sm_80")
+    return payload.Payload(problem, plan, artifact(plan.build), ("query", "key", "value"), ("output",)).pack()
+
+
+def test_payloads_of_another_version_are_stale(packed_call: bytes) -> None:
+    """Kernels of swapped fields have the same sizes of parameters: the digest differs alone."""
+    assert (
+        payload.unpack(repacked(packed_call, lambda found: None)).artifact.abi
+        == payload.unpack(packed_call).artifact.abi
+    )
+    other = repacked(packed_call, lambda found: found["artifact"].update(abi="0" * 64))
+    with pytest.raises(Stale, match=r"other kernel parameters .*; export the program again with this version"):
+        payload.unpack(other)
+    earlier = repacked(packed_call, lambda found: found["artifact"].pop("abi") and None)
+    with pytest.raises(Stale, match=r"missing fields \['abi'\].*: export the program again with this version"):
+        payload.unpack(earlier)
+
+
+def test_crafted_payloads_are_stale_or_of_no_effect(packed_call: bytes) -> None:
+    wanted = payload.unpack(packed_call)
+    body = zlib.decompress(packed_call[len(payload.FORMAT) :])
+    (length,) = payload._LENGTH.unpack_from(body)
+    found = json.loads(body[payload._LENGTH.size :][:length])
+    stale = 0
+    for what, changed in crafted_json.each(found, every=23):
+        try:
+            read = payload.unpack(repacked(packed_call, lambda found, changed=changed: changed))
+        except Stale:
+            stale += 1
+            continue
+        assert (read.artifact.cubin, read.artifact.abi) == (wanted.artifact.cubin, wanted.artifact.abi), what
+    assert stale > 100
+    with pytest.raises(Stale, match="nested"):
+        payload.unpack(repacked(packed_call, lambda found: crafted_json.DEEP))
 
 
 # Registered score terms

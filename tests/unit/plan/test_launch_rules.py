@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan.launch_rules import MAX_INT32
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.planner import plan_with_tile
+from cutlass_py_attn.plan.planner import plan, plan_with_tile
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem
@@ -125,3 +127,21 @@ def test_tensor_maps() -> None:
     assert query.sizes == (128, 2**30, 2, 701, 2**30 + 1)
     assert query.strides == (256, 128, 256, 2**34 // 2 - 256)
     assert query.box == (64, 64, 1, 1, 1)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_numbers_that_no_field_holds_are_refused(arch: str) -> None:
+    """Every size alone is allowed; the query tiles of a head are an i32 field."""
+    huge = Problem.dense("backward", Shape(65535, 2**29, 64, 1, 8, 8), "bfloat16")
+    huge.check()
+    with pytest.raises(NotSupported, match=r"total_tiles = \d+: must be at most 2147483647; call once for each slice"):
+        plan(huge, arch)
+    most = Problem.dense("backward", Shape(65535, 2**20, 64, 1, 8, 8), "bfloat16")
+    assert dict(plan(most, arch).params)["total_tiles"] <= MAX_INT32
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_grids_that_no_launch_has_are_refused(arch: str) -> None:
+    wide = Problem.dense("forward", Shape(1, 2**29, 64, 1, 65536, 65536), "bfloat16")
+    with pytest.raises(NotSupported, match=r"blocks of fwd_sm80_.* = \d+: must be at most 2147483647; call once"):
+        plan(wide, arch)

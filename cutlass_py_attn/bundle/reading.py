@@ -1,0 +1,161 @@
+"""Reading: a bundle's manifest and the files that it lists, after a comparison of each with what was written.
+
+A bundle may come from elsewhere. Only files that the manifest lists are read, only below the bundle's folder, and
+every value that this package uses has the type that it expects.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cutlass_py_attn.artifact import Artifact, artifact_from_files, unreadable
+from cutlass_py_attn.bundle.manifest import FORMAT, SEAL, Json, sealed, sha256
+from cutlass_py_attn.errors import Stale
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.problem import typed_json
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.serialize import from_json
+from cutlass_py_attn.problem.tensors import DIRECTIONS
+
+MANIFEST: Final = "manifest.json"
+AGAIN: Final = "export it again"
+_PART: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_BELOW: Final = re.compile(rf"{_PART}(?:/{_PART})*")  # a path that cannot leave the folder
+_ARTIFACT: Final = ("json", "ptx", "cubin")
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """What the manifest says about one of the other files."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedPass:
+    """A direction of a bundle: its problem, and the plans of its targets, the preferred one first."""
+
+    problem: Problem
+    plans: tuple[Plan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A bundle as it was read. artifacts: those of the plans, sorted by arch and symbol."""
+
+    manifest: Json
+    passes: dict[str, ExportedPass]
+    artifacts: tuple[Artifact, ...]
+
+
+def read(path: Path) -> Contents:
+    """Returns the contents of a bundle's folder.
+
+    Stale names what is missing, damaged or of another version. NoPermission: this user may not read a file.
+    """
+    manifest = _manifest(path)
+    try:
+        listed = _listed(manifest)
+        passes = _passes(manifest)
+    except ValueError as error:
+        raise Stale(f"{path / MANIFEST}: damaged or from another version ({error}); {AGAIN}") from error
+    files = {name: _file(path / name, facts) for name, facts in listed.items()}
+    plans = [plan for item in passes.values() for plan in item.plans]
+    artifacts = {(plan.build.arch, plan.symbol): _artifact(path, plan, files) for plan in plans}
+    return Contents(manifest, passes, tuple(artifact for _, artifact in sorted(artifacts.items())))
+
+
+def listed_files(path: Path) -> set[str]:
+    """Returns the files that the manifest of an older export lists, and the manifest; none if there is no manifest.
+
+    The manifest may be of any version, and the files may be damaged.
+    """
+    try:
+        found = typed_json.parse((path / MANIFEST).read_bytes())
+        if str(typed_json.as_object(found, MANIFEST).get("format")).startswith(FORMAT.rpartition(" ")[0]):
+            return {MANIFEST, *_listed(found)}
+    except PermissionError as error:
+        raise unreadable(path / MANIFEST) from error
+    except (OSError, ValueError):
+        pass
+    return set()
+
+
+def _manifest(path: Path) -> Json:
+    try:
+        found = typed_json.parse((path / MANIFEST).read_bytes())
+    except PermissionError as error:
+        raise unreadable(path / MANIFEST) from error
+    except (OSError, ValueError) as error:
+        raise Stale(f"{path}: no bundle, its {MANIFEST} cannot be read ({error}); {AGAIN}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        given = found.get("format") if isinstance(found, dict) else type(found).__name__
+        raise Stale(f"{path / MANIFEST}: format {given!r}, this version reads {FORMAT!r}; {AGAIN}")
+    if sealed(found)[SEAL] != found.get(SEAL):
+        raise Stale(f"{path / MANIFEST}: differs from what was written; {AGAIN}")
+    return found
+
+
+def _listed(manifest: Json) -> dict[str, ListedFile]:
+    """Returns the other files by name; ValueError if a name leaves the folder."""
+    found = {}
+    for name, facts in typed_json.as_object(manifest.get("files"), "files").items():
+        if not _BELOW.fullmatch(name) or name == MANIFEST:
+            raise ValueError(f"files has {name!r}: must be another file below the folder")
+        found[name] = typed_json.read(ListedFile, facts, f"files.{name}")
+    return found
+
+
+def _passes(manifest: Json) -> dict[str, ExportedPass]:
+    found = {}
+    for direction, item in typed_json.as_object(manifest.get("passes"), "passes").items():
+        where = f"passes.{direction}"
+        problem = from_json(typed_json.as_object(typed_json.as_object(item, where).get("problem"), f"{where}.problem"))
+        targets = item.get("targets")
+        if (
+            direction not in DIRECTIONS
+            or problem.direction != direction
+            or not isinstance(targets, list)
+            or not targets
+        ):
+            raise ValueError(f"{where}: must be a direction with its problem and a list of targets")
+        plans = [Plan.from_object(typed_json.as_object(target, f"{where}.targets").get("plan")) for target in targets]
+        found[direction] = ExportedPass(problem, tuple(plans))
+    if not found:
+        raise ValueError("passes: must have a direction")
+    return found
+
+
+def _file(path: Path, facts: ListedFile) -> bytes:
+    """Returns the contents of a listed file."""
+    try:
+        status = path.stat()
+        is_same = stat.S_ISREG(status.st_mode) and status.st_size == facts.bytes
+        data = path.read_bytes() if is_same else b""
+    except PermissionError as error:
+        raise unreadable(path) from error
+    except OSError as error:
+        raise Stale(f"{path}: cannot be read ({error.strerror}); copy the whole folder, or {AGAIN}") from error
+    if not is_same or sha256(data) != facts.sha256:
+        raise Stale(f"{path}: differs from what was written; {AGAIN}")
+    return data
+
+
+def _artifact(path: Path, plan: Plan, files: Mapping[str, bytes]) -> Artifact:
+    """Returns the artifact of a target's plan."""
+    stem = f"{plan.build.arch}/{plan.symbol}"
+    try:
+        artifact = artifact_from_files(*(files[f"{stem}.{kind}"] for kind in _ARTIFACT))
+    except KeyError as error:
+        raise Stale(f"{path / MANIFEST}: does not list {error.args[0]}; {AGAIN}") from error
+    except ValueError as error:
+        raise Stale(f"{path / stem}.json: damaged or from another version ({error}); {AGAIN}") from error
+    if artifact.build != plan.build:
+        raise Stale(f"{path / stem}.json: is of another build than the plan in {MANIFEST}; {AGAIN}")
+    return artifact

@@ -1,0 +1,198 @@
+"""Tests of replacing a bundle: the folder is the old one or the new one, and no file of the user is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cutlass_py_attn import load_bundle
+from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.bundle import replacing
+from cutlass_py_attn.bundle.reading import MANIFEST
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.tensors import DIRECTIONS
+from tests.support import fakes
+from tests.support.bundles import CASE, export, snapshot
+
+
+def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that cannot exchange two folders in one step."""
+    monkeypatch.setattr(replacing, "_renameat2", lambda one, other: errno.EINVAL)
+
+
+@pytest.mark.parametrize("in_one_step", [True, False])
+def test_bundle_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_one_step: bool
+) -> None:
+    folder = tmp_path / "bundle"
+    before = snapshot(export(folder, "forward").path)
+    if not in_one_step:
+        without_exchange(monkeypatch)
+    write, rename = Path.write_bytes, Path.rename
+    written: list[Path] = []
+
+    def full_disk(path: Path, data: bytes) -> int:
+        written.append(path)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        return write(path, data)
+
+    def no_second_rename(path: Path, target: Path) -> Path:
+        if path.name == "new" and not target.exists():
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    def failing(one: Path, other: Path) -> int:
+        return errno.EIO
+
+    faults = [(Path, "write_bytes", full_disk, "No space left")]
+    if in_one_step:
+        faults.append((replacing, "_renameat2", failing, "Input/output error"))
+    else:
+        faults.append((Path, "rename", no_second_rename, "Input/output error"))
+    for where, function, fault, words in faults:
+        with monkeypatch.context() as patched:
+            patched.setattr(where, function, fault)
+            with pytest.raises(OSError, match=words):
+                export(folder)
+        assert snapshot(folder) == before, "what was there is there"
+        assert list(tmp_path.iterdir()) == [folder]
+    assert export(folder).directions == DIRECTIONS
+    assert list(tmp_path.iterdir()) == [folder]
+    after = snapshot(export(tmp_path / "another").path)
+    assert snapshot(folder) == after, "nothing of the older bundle stays"
+
+
+def test_a_reader_never_sees_half_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every call that changes the folder's name, there is one whole bundle under it."""
+    folder = tmp_path / "bundle"
+    seen = []
+    for case in (CASE, "f16_d64_s200_b2_h3_full"):
+        real = replacing._renameat2
+
+        def watched(one: Path, other: Path, real: Any = real) -> int:
+            seen.append(load_bundle(folder).problem("forward").dtype)
+            code: int = real(one, other)
+            seen.append(load_bundle(folder).problem("forward").dtype)
+            return code
+
+        export(folder, "forward")
+        with monkeypatch.context() as patched:
+            patched.setattr(replacing, "_renameat2", watched)
+            export(folder, "forward", case=case)
+    if replacing._renameat2(folder, folder) != errno.EINVAL:  # a folder is exchanged with itself where that works
+        assert seen == ["bfloat16", "bfloat16", "bfloat16", "float16"]
+
+
+OWN_FILES = ("notes.txt", "sm_90a/notes.txt", "sm_90a/mine/deep.txt", "results/empty/")
+
+
+@pytest.mark.parametrize("name", OWN_FILES)
+def test_an_export_never_deletes_files_of_the_user(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "bundle"
+    export(folder, "forward")
+    own = folder / name
+    (own if name.endswith("/") else own.parent).mkdir(parents=True, exist_ok=True)
+    if not name.endswith("/"):
+        own.write_text("mine")
+    before = snapshot(folder)
+    with pytest.raises(NotSupported) as caught:
+        export(folder, kernels=lambda build: pytest.fail("nothing compiles before the refusal"))
+    assert name.split("/")[-1 if "notes" in name else 0] in str(caught.value)
+    assert str(caught.value).endswith("which no export wrote; move that away, or name a new folder")
+    assert snapshot(folder) == before
+    assert own.exists()
+
+
+@pytest.mark.parametrize("in_one_step", [True, False])
+def test_a_file_that_comes_while_kernels_compile_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_one_step: bool
+) -> None:
+    folder = tmp_path / "bundle"
+    before = snapshot(export(folder, "forward").path)
+    if not in_one_step:
+        without_exchange(monkeypatch)
+
+    def kernels(build: Build) -> Artifact:
+        (folder / "notes.txt").write_text("mine")
+        return fakes.artifact(build)
+
+    with pytest.raises(NotSupported, match=f"folder {folder}: holds notes.txt, which no export wrote"):
+        export(folder, kernels=kernels)
+    assert snapshot(folder) == {**before, "notes.txt": b"mine"}
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_two_exports_at_once_leave_one_of_them(tmp_path: Path) -> None:
+    """The second ends while the first compiles, with other files."""
+    folder = tmp_path / "bundle"
+
+    def kernels(build: Build) -> Artifact:
+        if not folder.exists():
+            export(folder, "forward", name="ours", case="f16_d64_s200_b2_h3_full")
+        return fakes.artifact(build)
+
+    assert export(folder, "backward", kernels=kernels).directions == ("backward",)
+    assert snapshot(folder) == snapshot(export(tmp_path / "another", "backward").path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "bundle"]
+
+
+@pytest.mark.parametrize("text", ['{"format": "cutlass_py_attn bundle of mine"}', "no JSON", "[]"])
+def test_a_manifest_that_lists_nothing_protects_nothing(tmp_path: Path, text: str) -> None:
+    """Whatever its first words are."""
+    for name in (MANIFEST, "thesis.tex"):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(NotSupported, match=r"holds (manifest\.json, )?thesis\.tex, which no export wrote"):
+        export(tmp_path)
+    assert snapshot(tmp_path) == {MANIFEST: text.encode(), "thesis.tex": text.encode()}
+
+
+def test_a_bundle_of_an_older_format_is_replaced(tmp_path: Path) -> None:
+    folder = export(tmp_path / "bundle", "forward").path
+    found = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({"format": "cutlass_py_attn bundle 1", "files": found["files"]}))
+    (folder / "attention.h").unlink()
+    assert export(folder, "backward").directions == ("backward",)
+    assert snapshot(folder).keys() == snapshot(export(tmp_path / "another", "backward").path).keys()
+
+
+def test_links_lead_to_nothing_that_an_export_deletes(tmp_path: Path) -> None:
+    """Neither the folder of a bundle as a link, nor a link in it."""
+    folder = export(tmp_path / "bundle", "forward").path
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert export(link, "backward").directions == load_bundle(folder).directions == ("backward",)
+    assert link.is_symlink()
+    kept = tmp_path / "elsewhere"
+    (folder / "sm_90a").rename(kept)
+    before = snapshot(kept)
+    (folder / "sm_90a").symlink_to(kept)
+    with pytest.raises(NotSupported, match="holds sm_90a, which no export wrote"):
+        export(folder)
+    assert snapshot(kept) == before
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bundle").write_text("mine")
+    with pytest.raises(NotSupported, match=r"bundle: is a file; name a new folder"):
+        export(tmp_path / "bundle")
+
+
+def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        folder = export(tmp_path / "bundle", "forward").path
+    finally:
+        os.umask(before)
+    found = {stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
+    assert found == {0o750, 0o640}
+    folder.chmod(0o755)
+    export(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755, "a folder keeps its permissions"
