@@ -241,8 +241,8 @@ def test_header_refuses(driver_log: FakeDriver, backward: tuple[Bundle, HeaderHo
         host.set({**given.inputs, **given.addresses, name: value})
         driver_log.clear()
         assert host.launch() == -1
+        assert driver_log.calls == []
     assert host.error == words
-    assert driver_log.calls == []
 
 
 def test_header_names_what_fails(driver_log: FakeDriver, backward: tuple[Bundle, HeaderHost], tmp_path: Path) -> None:
