@@ -288,7 +288,7 @@ def test_header_refuses_sizes_that_a_launch_cannot_count(
             host.contiguous()
             assert (host.workspace_bytes(), host.error) == (-1, words)
             assert (host.launch(), host.error) == (-1, words)
-    assert driver_log.calls == []
+        assert driver_log.calls == []
 
 
 def test_header_refuses_a_handle_that_is_not_open(
