@@ -1,9 +1,10 @@
 """Tile tables: the tiles of the fused kernels by dtype and head dim, the fastest first.
 
-The planner chooses the first tile that fits the target's shared memory. The later tiles are for parts with 99 KiB, and
-for features that leave the first tile too few registers. docs/performance.md says what each tile was measured against.
-For the sm90 family, tools/bench/results/plans.jsonl keeps the measurements with GPU, clock, commit and command:
-tools/tuning/search_plans.py writes them, and tools/release/check_verified.py lists the tiles that have none.
+The planner chooses the first tile that fits the target's shared memory. The later tiles are for GPUs with 99 KiB of
+shared memory per block, and for features that leave the first tile too few registers. docs/performance.md says what
+each tile was measured against. For the sm90 family, tools/bench/results/plans.jsonl keeps the measurements with GPU, clock,
+commit and command: tools/tuning/search_plans.py writes them, and tools/release/check_verified.py lists the tiles that
+have none.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.score_terms import registry
 
-_Table = Mapping[int, tuple[TileConfig, ...]]  # by the widest head dim for which the tiles are
+_Table = Mapping[int, tuple[TileConfig, ...]]  # by the widest head dim that the tiles serve
 
 _BLACKWELL = ("sm_100", "sm_120")
 _FORWARD_16: _Table = {
@@ -134,7 +135,7 @@ _SM90_FORWARD: _Table = {
     128: (TileConfig(128, 128, 12, 2, variant=MULTICAST), TileConfig(128, 128, 12, 2), TileConfig(128, 64, 12, 2)),
     256: (TileConfig(128, 64, 12, 2),),
 }
-# With these features three warpgroups have no registers for a wide tile.
+# With terms that ask for the tile table score_mod, three warpgroups have no registers for a wide tile.
 _SM90_FORWARD_SCORE_MOD: _Table = {
     64: (TileConfig(192, 64, 16, 2), TileConfig(128, 128, 12, 2)),
     128: _SM90_FORWARD[128],
@@ -152,8 +153,8 @@ _SM90_BACKWARD: _Table = {
     ),
     256: (TileConfig(64, 64, 16, 2, 2, variant=TWO_CTA),),
 }
-# With a mask, long rows of narrow heads are slower with two key stages; with dropout, these leave little shared memory
-# for its bits.
+# With a mask, long rows of narrow heads are slower with two key stages; with dropout, the two stages leave
+# little shared memory for its bits.
 _SM90_BACKWARD_MASKED: _Table = {
     **_SM90_BACKWARD,
     64: (_SM90_BACKWARD[64][0], TileConfig(128, 128, 16, 3, 2)),
@@ -221,7 +222,7 @@ def sm90_tiles(problem: Problem) -> tuple[TileConfig, ...]:
 
 
 def table_key(problem: Problem) -> tuple[str, int]:
-    """Returns the key of this problem's tiles in SM90: (name of the table, widest head dim for which they are)."""
+    """Returns the key of this problem's tiles in SM90: (name of the table, widest head dim that they serve)."""
     if problem.direction == "backward":
         is_masked = problem.mask.form != "full" or "dropout" in problem.features
         name, served = "backward masked" if is_masked else "backward", _accumulator_head_dim(problem)

@@ -32,7 +32,7 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class KernelLaunch:
-    """A kernel launch whose C arguments are bound_driver_call. A call with a stream launches the kernel.
+    """A kernel launch whose C arguments are converted once. A call with a stream launches the kernel.
 
     kernel: CUfunction handle.
     parameters: address of the array of pointers to the kernel's parameters; each launch reads the parameters.

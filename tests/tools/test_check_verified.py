@@ -202,7 +202,7 @@ def test_a_plan_row_without_a_measurement_fails_a_release_alone(
     assert run(tree, monkeypatch) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("tile table, sm90 backward to head dim 64, 128x128x16:3,2@5: UNMEASURED")
-    assert shown[1] == "check_verified: 2 verified; 1 tiles without a measurement"
+    assert shown[1] == "check_verified: 2 verified; tiles without a measurement: 1"
     assert run(tree, monkeypatch, "--strict") == 1
 
 

@@ -142,7 +142,7 @@ def test_build_keeps_every_tile_beside_the_others(folder: Path) -> None:
     assert not search_plans.folder_of(folder, SPILLED).all()
     assert list((folder / "forward" / "sm_90a").glob("fwd_sm90_bf16_d96_causal_*.cubin"))
     shown = search_plans.built(search).splitlines()
-    assert shown[3:] == [f"  {SPILLED}          {SPILLED} spills", "  1 more tiles do not fit; search.json says why"]
+    assert shown[3:] == [f"  {SPILLED}          {SPILLED} spills", "  tiles that do not fit: 1; search.json says why"]
 
 
 def test_what_ptxas_objects_to_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

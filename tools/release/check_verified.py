@@ -139,7 +139,7 @@ def main() -> int:
                 print(f"{name}: its tables differ from the records; run tools/release/check_verified.py --write-tables")
                 failed = True
     counts = ", ".join(f"{count} {word}" for word, count in sorted(words.items()))
-    print(f"check_verified: {counts}; {len(unmeasured)} tiles without a measurement")
+    print(f"check_verified: {counts}; tiles without a measurement: {len(unmeasured)}")
     return 1 if failed else 0
 
 

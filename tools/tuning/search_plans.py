@@ -222,7 +222,7 @@ def table(search: Json, lines: Sequence[Json], gpu: str) -> str:
         )
     shown += [f"  {line['tile']:<24} {line['objection'][:WIDTH]}" for line in lines if line["median_ms"] is None]
     pruned = sum(not entry["is_fitting"] for entry in search["candidates"])
-    return "\n".join([*shown, f"  {pruned} more tiles do not fit; {LISTING} says why", NOTE])
+    return "\n".join([*shown, f"  tiles that do not fit: {pruned}; {LISTING} says why", NOTE])
 
 
 def _command() -> str:
@@ -281,7 +281,7 @@ def built(search: Json) -> str:
             said = entry["objection"] or f"{entry['registers']} registers, {entry['shared_memory_bytes'] // 1024} KiB"
             lines.append(f"  {entry['tile']:<24} {said[:WIDTH]}")
     pruned = sum(not entry["is_fitting"] for entry in search["candidates"])
-    return "\n".join([*lines, f"  {pruned} more tiles do not fit; {LISTING} says why"])
+    return "\n".join([*lines, f"  tiles that do not fit: {pruned}; {LISTING} says why"])
 
 
 if __name__ == "__main__":
