@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cutlass_py_attn.compilation import compiler
+from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.variants import VARIANTS
 from cutlass_py_attn.score_terms import registry
@@ -79,6 +81,27 @@ def test_a_changed_kernel_gives_one_line(recorded: Path) -> None:
     assert "fuzz --record ptx/features.json on a GPU" in line
     assert "build_ptx --features" in line
     assert feature_ptx.objections(recorded, None) == [], "seen by compiling alone"
+
+
+def test_a_kernel_that_does_not_compile_gives_one_line(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(build: Build) -> compiler.CompilerOutput:
+        raise CompileError(f"{build.symbol} for {build.arch}: no such type\nand more")
+
+    monkeypatch.setattr(compiler, "compile_unchecked", fails)
+    made = entries() | {SINKS: feature_ptx.compiled_entry(BUILDS[SINKS])}
+    (line,) = feature_ptx.objections(recorded, made)
+    assert f"DRIFTED: {SINKS}: does not compile: bwd_sm80_f16_d32_full_sinks_to_qkvs_64x128 for sm_90: no such" in line
+    before = (recorded / feature_ptx.PATH).read_text()
+    fuzz(recorded, 2)
+    (line,) = feature_ptx.write(recorded, made)
+    assert "no such type; correct the kernel" in line
+    assert (recorded / feature_ptx.PATH).read_text() == before
+
+
+def test_the_hash_is_of_the_compiled_ptx(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = compiler.CompilerOutput(PTX[SINKS], b"", "")
+    monkeypatch.setattr(compiler, "compile_unchecked", lambda build: output)
+    assert feature_ptx.compiled_entry(BUILDS[SINKS]) == entries()[SINKS]
 
 
 def test_another_plan_is_seen_without_compiling(recorded: Path) -> None:

@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
+from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.plan.variants import SPLIT_D, STANDARD, VARIANTS, Variant
@@ -163,10 +164,10 @@ def compiled(needed: Mapping[str, Build], processes: int) -> dict[str, record.Js
     """Compiles the kernels in that many processes; returns name and PTX hash of each, by the same keys."""
     found = {}
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        made = zip(needed.items(), pool.map(_ptx, needed.values()), strict=True)
-        for number, ((key, build), ptx) in enumerate(made, 1):
-            print(f"{number:3}/{len(needed)} {record.name_of(build)}", file=sys.stderr, flush=True)
-            found[key] = entry(build, ptx)
+        made = zip(needed, pool.map(compiled_entry, needed.values()), strict=True)
+        for number, (key, value) in enumerate(made, 1):
+            print(f"{number:3}/{len(needed)} {value['kernel']}", file=sys.stderr, flush=True)
+            found[key] = value
     return found
 
 
@@ -175,11 +176,17 @@ def entry(build: Build, ptx: str) -> record.Json:
     return {"kernel": record.name_of(build), "ptx_body_sha256": record.sha256(record.body(ptx))}
 
 
-def _ptx(build: Build) -> str:
-    """Returns the PTX of the first register allocation: what ptxas spills does not matter for a hash."""
-    from cutlass_py_attn.compilation.compiler import compile_unchecked
+def compiled_entry(build: Build) -> record.Json:
+    """Returns the entry of today's kernel, with `error` in place of a hash if it does not compile.
 
-    return compile_unchecked(build).ptx
+    The PTX is that of the first register allocation: whether ptxas spills does not matter for a hash.
+    """
+    from cutlass_py_attn.compilation import compiler
+
+    try:
+        return entry(build, compiler.compile_unchecked(build).ptx)
+    except CompileError as error:
+        return {"kernel": record.name_of(build), "error": str(error).splitlines()[0]}
 
 
 def read(root: Path) -> record.Json | None:
@@ -195,6 +202,8 @@ def write(root: Path, entries: Mapping[str, record.Json]) -> list[str]:
     """
     if objections := features.objections(root):
         return objections
+    if failed := [f"{key}: {value['error']}; correct the kernel" for key, value in entries.items() if "error" in value]:
+        return failed
     committed, fuzzed = read(root), features.sha256(root)
     if committed and committed["fuzz_sha256"] == fuzzed:
         changed = [key for key, value in entries.items() if committed["kernels"].get(key, value) != value]
@@ -234,6 +243,8 @@ def _drifts(
         what = ""
         if before["kernel"] != record.name_of(build):
             what = f"{before['kernel']}: the plan now selects {record.name_of(build)}"
+        elif now is not None and "error" in now:
+            yield f"{PATH}: DRIFTED: {key}: does not compile: {now['error']}; correct the kernel"
         elif now is not None and now["ptx_body_sha256"] != before["ptx_body_sha256"]:
             what = f"{before['kernel']}: its PTX changed"
         if what:
