@@ -20,7 +20,7 @@ from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.masks import Causal, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
-from tools.release import build_ptx, check_verified, gallery, record
+from tools.release import build_ptx, check_verified, feature_ptx, features, gallery, record
 from tools.tuning import plan_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,8 +62,14 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text("")
     (tmp_path / "ptx").mkdir()
     build_ptx.write(tmp_path, PLANS, [artifact_of(plan) for plan in PLANS])
+    monkeypatch.setattr(record, "sources_digest", lambda root: "today")
+    monkeypatch.setattr(feature_ptx, "builds", dict)
+    random_cases = {"gpu": "H200", "sources": "today", "problems": 0, "kernels": 0, "rows": []}
+    (tmp_path / features.PATH).write_text(json.dumps(random_cases))
+    assert feature_ptx.write(tmp_path, {}) == []
     monkeypatch.setattr(build_ptx, "committed_plans", lambda: PLANS)
     monkeypatch.setattr(plan_rows, "rows", lambda: ())
+    (tmp_path / check_verified.PERFORMANCE).write_text(check_verified.generated_performance(tmp_path))
     (tmp_path / gallery.GALLERY).write_text(gallery.gallery(tmp_path))
     return tmp_path
 
@@ -222,14 +228,15 @@ def test_benchmark_table(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text(json.dumps(rows))
     assert run(tree, monkeypatch) == 1, "docs/performance.md lacks the table"
     assert run(tree, monkeypatch, "--write-tables") == 0
-    lines = [line for line in (tree / check_verified.PERFORMANCE).read_text().splitlines() if line.startswith("| ")]
+    text = (tree / check_verified.PERFORMANCE).read_text().partition("<!-- features:begin -->")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert lines == [
         "| case | direction | ours | flash | cudnn |",
         "| --- | --- | --- | --- | --- |",
         "| `bf16_d64_s8192_b4_h32_full` | forward | 200 | 100 (2.00) | 400 (0.50) |",
         "| `bf16_d64_s8192_b4_h32_full` | backward | 200 |  |  |",
     ]
-    assert "between\n<!-- benchmark:begin -->" in (tree / check_verified.PERFORMANCE).read_text()
+    assert "between\n<!-- benchmark:begin -->" in text
 
 
 def test_gallery_follows_the_record(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

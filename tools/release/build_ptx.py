@@ -1,5 +1,6 @@
 """Build PTX: compiles the committed kernels into ptx/ with their sealed manifest, or compares them with it.
 
+--features writes the PTX hashes of kernels with features instead (feature_ptx.py).
 --suite and --bench compile the kernels of tests/gpu or of the benchmark into a folder for a machine without a compiler.
 """
 
@@ -27,7 +28,7 @@ from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.testing import decode_cases, distance_squared, suite
 from cutlass_py_attn.testing.cases import ARCH, PTX_ARCH, SM90_ARCH
-from tools.release import record
+from tools.release import feature_ptx, record
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = 2
@@ -135,6 +136,11 @@ def main() -> int:
         prog="build_ptx", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="compile and compare with ptx/; writes nothing there")
+    parser.add_argument(
+        "--features",
+        action="store_true",
+        help=f"write {feature_ptx.PATH} alone; after fuzz.py --record has run on a GPU",
+    )
     parser.add_argument("--suite", type=Path, metavar="FOLDER", help="compile what tests/gpu needs into FOLDER")
     parser.add_argument("--family", choices=("sm80", "sm90"), default="sm80", help="family of the --suite kernels")
     parser.add_argument("--bench", type=Path, metavar="FOLDER", help="compile what the benchmark needs into FOLDER")
@@ -146,6 +152,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.only and not (given.output or given.bench):
         parser.error("--only needs -o or --bench: a manifest always lists every kernel")
+    if given.features:
+        return write_features(given.root)
     if given.suite:
         if given.family == "sm80":
             build_new_term(given.suite)
@@ -167,6 +175,14 @@ def main() -> int:
     write(given.root, plans, artifacts)
     print(f"{len(plans)} kernels in ptx/")
     return 0
+
+
+def write_features(root: Path) -> int:
+    """Writes the PTX hashes of the kernels with features; exit code 1 if the random cases have not run them."""
+    entries = feature_ptx.compiled(feature_ptx.builds(), PROCESSES)
+    objections = feature_ptx.write(root, entries)
+    print("\n".join(objections) or f"{len(entries)} kernels in {feature_ptx.PATH}")
+    return 1 if objections else 0
 
 
 def of_family(family: str, builds: Callable[[str], Iterable[Choices]]) -> list[Choices]:

@@ -1,5 +1,7 @@
 """Check verified: which committed kernels passed on a GPU, and whether the generated tables follow the records.
 
+The record of the random cases must be of today's sources, and the PTX hashes of kernels with features must be of that
+record; with --rebuild also of today's compilation.
 It also lists the tiles of the sm90 family's tile table that have no recorded measurement of today's kernels.
 """
 
@@ -13,12 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cutlass_py_attn.bench.timing import SUSTAINED_MS
-from tools.release import build_ptx, features, gallery, record
+from tools.release import build_ptx, feature_ptx, features, gallery, record
 from tools.tuning import plan_rows
 
 PERFORMANCE = "docs/performance.md"
 BENCHMARK = "tools/bench/results/h200.json"
-FEATURES = "ptx/features.json"
 FEW_QUERIES = " GB/s count query, key, value and output once, in forwards of few queries (q)."
 SUSTAINED = f" after {SUSTAINED_MS:.0f} ms of load"
 FAILING = ("TAMPERED", "DRIFTED", "UNLISTED")
@@ -67,14 +68,8 @@ def generated_performance(root: Path) -> str:
     path = root / BENCHMARK
     rows = json.loads(path.read_text()) if path.is_file() else []
     text = with_block((root / PERFORMANCE).read_text(), "benchmark", benchmark_table(rows))
-    recorded = feature_record(root)
+    recorded = features.read(root)
     return with_block(text, "features", features.table(recorded) if recorded else "")
-
-
-def feature_record(root: Path) -> record.Json | None:
-    """Returns the record of tools/release/fuzz.py; None if there is none."""
-    path = root / FEATURES
-    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def rows_without_measurement(root: Path) -> list[str]:
@@ -93,7 +88,7 @@ def stress_line(manifest: record.Json, log: Sequence[record.Json]) -> str:
 
 
 def main() -> int:
-    """Prints a line for each kernel that is not verified and each tile that is not measured, and counts."""
+    """Prints a line for each kernel that is not verified or differs and each tile that is not measured, and counts."""
     parser = argparse.ArgumentParser(prog="check_verified", description=__doc__)
     parser.add_argument(
         "--strict",
@@ -101,7 +96,9 @@ def main() -> int:
         help="for a release: STALE, UNVERIFIED and tiles without a measurement fail too; also says which kernels "
         "passed tools/race/stress.py",
     )
-    parser.add_argument("--rebuild", action="store_true", help="compile every kernel to find DRIFTED ones")
+    parser.add_argument(
+        "--rebuild", action="store_true", help="compile every kernel, and those with features, to find DRIFTED ones"
+    )
     parser.add_argument(
         "--write-tables", action="store_true", help=f"write the tables of {PERFORMANCE} and {gallery.GALLERY}"
     )
@@ -110,10 +107,11 @@ def main() -> int:
     root: Path = given.root
     manifest, log = record.read_manifest(root), record.read_log(root / record.LOG)
     plans = build_ptx.committed_plans()
-    rebuilt = None
+    rebuilt = hashes = None
     if given.rebuild:
         made = list(build_ptx.compile_all([(plan.build,) for plan in plans], fresh=True))
         rebuilt = build_ptx.entries_of(plans, made)
+        hashes = feature_ptx.compiled(feature_ptx.builds(), build_ptx.PROCESSES)
     found = record.states(root, manifest, log, [record.name_of(plan.build) for plan in plans], rebuilt)
     for name, state in found.items():
         if not state.startswith("verified"):
@@ -121,13 +119,11 @@ def main() -> int:
     if given.strict:
         print(stress_line(manifest, record.read_log(root / record.STRESS_LOG)))
     words = Counter(state.split(":")[0].split()[0] for state in found.values())
-    recorded = feature_record(root)
-    if recorded and recorded["sources"] != record.sources_digest(root):
-        print(f"{FEATURES}: STALE, the kernels' sources changed since; run tools/release/fuzz.py --record on a GPU")
-        words["STALE"] += 1
+    objections = [*features.objections(root), *feature_ptx.objections(root, hashes)]
+    print("".join(f"{line}\n" for line in objections), end="")
     unmeasured = rows_without_measurement(root)
     print("".join(f"{line}\n" for line in unmeasured), end="")
-    failed = any(words[word] for word in FAILING)
+    failed = bool(objections) or any(words[word] for word in FAILING)
     failed |= given.strict and (set(words) != {"verified"} or bool(unmeasured))
     if not words["TAMPERED"]:
         texts = {PERFORMANCE: generated_performance(root), gallery.GALLERY: gallery.gallery(root)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Final
 
 from cutlass_py_attn.plan import decode
@@ -11,8 +13,11 @@ from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.random_cases import RESIDENT_DIMS
+from tools.release import record
 
 Json = dict[str, Any]
+PATH: Final = "ptx/features.json"
+REMEDY: Final = f"run python -m tools.release.fuzz --record {PATH} on a GPU"
 
 
 def _is_summed(case: Case) -> bool:
@@ -83,13 +88,13 @@ def tally(results: Iterable[tuple[Case, Build, float]]) -> list[Json]:
     ]
 
 
-def table(record: Json) -> str:
+def table(recorded: Json) -> str:
     """Returns the Markdown table of a record: cases that agreed with float64, by feature, dtype and direction."""
     columns = [(dtype, direction) for direction in ("forward", "backward") for dtype in ("f16", "bf16", "f32")]
-    cells = {(row["feature"], row["dtype"], row["direction"]): row for row in record["rows"]}
+    cells = {(row["feature"], row["dtype"], row["direction"]): row for row in recorded["rows"]}
     lines = [
-        f"{record['problems']} random problems on {record['gpu']}, {record['kernels']} kernels. A cell counts the "
-        "problems with the feature; all agree with float64. Empty: none was run.",
+        f"{recorded['problems']} random problems on {recorded['gpu']}, {recorded['kernels']} kernels. A cell counts "
+        "the problems with the feature; all agree with float64. Empty: none was run.",
         "",
         f"| feature | {' | '.join(f'{direction} {dtype}' for dtype, direction in columns)} |",
         f"| --- | {' | '.join('---' for _ in columns)} |",
@@ -99,3 +104,25 @@ def table(record: Json) -> str:
         if any(shown):
             lines.append(f"| {name} | {' | '.join(shown)} |")
     return "\n".join(lines)
+
+
+def read(root: Path) -> Json | None:
+    """Returns the record of tools/release/fuzz.py; None if there is none."""
+    path = root / PATH
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def sha256(root: Path) -> str:
+    """Returns the hash of the record's file; "" if there is none."""
+    path = root / PATH
+    return record.sha256(path.read_bytes()) if path.is_file() else ""
+
+
+def objections(root: Path) -> list[str]:
+    """Returns a line if no random cases are recorded for today's sources of the kernels."""
+    recorded = read(root)
+    if recorded is None:
+        return [f"{PATH}: MISSING; {REMEDY}"]
+    if recorded["sources"] != record.sources_digest(root):
+        return [f"{PATH}: STALE: the kernels' sources changed since; {REMEDY}"]
+    return []
