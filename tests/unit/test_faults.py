@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import json
 import os
@@ -339,6 +340,18 @@ def test_killed_while_a_bundle_is_written(tmp_path: Path, exported: Path, functi
         assert load_bundle(folder).problem("forward")
 
 
+def test_killed_between_the_renames_of_a_file_system_that_cannot_exchange(
+    tmp_path: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(exported / "forward", tmp_path / "bundle"))
+    before = snapshot(folder)
+    monkeypatch.setattr(replacing, "_renameat2", lambda one, other: errno.EINVAL)
+    killed_before("rename", 3, lambda: export(folder, "backward"))
+    assert not folder.exists()
+    (hidden,) = tmp_path.iterdir()
+    assert snapshot(hidden / "aside") == before
+
+
 def test_killed_after_the_new_bundle_is_there(tmp_path: Path, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(shutil.copytree(exported / "forward", tmp_path / "bundle"))
 
@@ -442,9 +455,18 @@ def test_a_full_disk(tmp_path: Path, exported: Path, monkeypatch: pytest.MonkeyP
         opened = 0
         with refused("the disk is full: bundle"):
             export(bundle, "backward")
-    assert snapshot(tmp_path) == before
-    assert folder(old.build) == old
-    assert load_bundle(bundle).problem("forward")
+        assert snapshot(tmp_path) == before
+        assert folder(old.build) == old
+        assert load_bundle(bundle).problem("forward")
+        opened = 0
+        with pytest.raises(OSError, match="No space left"):
+            folder.put(made("// new"))
+    assert len(list((folder.path / "sm_80").iterdir())) == 3
+    if count == 1:
+        assert folder(old.build) == old
+    else:
+        with pytest.raises(Stale, match=r"PTX or cubin are not those of the description.*; build it with"):
+            folder(old.build)
 
 
 def test_a_full_disk_below_the_cache(tmp_path: Path) -> None:
@@ -491,8 +513,9 @@ def told(log: FakeDriver, work: Callable[[], object]) -> tuple[str, str, list[st
     return name, text, names
 
 
-def warm_bound() -> tuple[Bound, dict[str, int]]:
-    problem, plan = fakes.plan_of("backward", "sm_90")
+def warm_bound(direction: str) -> tuple[Bound, dict[str, int]]:
+    """Returns kernels with a launcher on STREAM, and the addresses in its parameters."""
+    problem, plan = fakes.plan_of(direction, "sm_90")
     bound = bind(fakes.artifact(plan.build), plan, problem)
     given = addresses(bound.tensor_names)
     for _ in range(2):
@@ -504,14 +527,14 @@ def test_a_forked_child_is_refused(driver_log: FakeDriver) -> None:
     host = operands()
     arrays = [InterfaceArray(array) for array in host]
     alive = [DeviceArray((2, 3), "float32", 0, 0)]
-    bound, given = warm_bound()
+    bound, given = warm_bound("backward")
+    one_kernel, operands_of_it = warm_bound("forward")
+    assert one_kernel.workspace_bytes == 0, "its launcher calls the driver without anything before"
     attention_forward(*arrays, kernels=fakes.artifact)
 
-    def use_bound() -> None:
-        bound(given, STREAM)
-
     calls: list[Callable[[], object]] = [
-        use_bound,
+        lambda: bound(given, STREAM),  # type: ignore[func-returns-value]
+        lambda: one_kernel(operands_of_it, STREAM),  # type: ignore[func-returns-value]
         lambda: attention_forward(*arrays, kernels=fakes.artifact),
         lambda: attention_forward(*host, kernels=fakes.artifact),
         lambda: DeviceArray((2, 3), "float32", 0, 0),
@@ -520,6 +543,7 @@ def test_a_forked_child_is_refused(driver_log: FakeDriver) -> None:
         lambda: driver.stream_ordinal(STREAM),
         lambda: bound.device.current().__enter__(),
     ]
+    driver.call("cuCtxSetCurrent", 0xC0)  # as in a thread that uses CUDA: the child inherits it
     for call in calls:
         name, text, names = told(driver_log, call)
         assert names == [], "the child asks nothing of the driver"
