@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -235,14 +236,17 @@ class Folder:
     def put(self, artifact: Artifact) -> None:
         """Writes the three files, the description last; each file is complete or absent.
 
-        The user's umask decides who may read them. NoPermission: this user may not write to the folder.
+        Processes that write to one folder take turns, so that the three files are of one artifact. The user's umask
+        decides who may read them. NoPermission: this user may not write to the folder. OSError: the disk is full, for
+        example.
         """
         if not isinstance(artifact, Artifact):
             raise NotSupported(f"artifact = {shown(artifact)}: must be an Artifact; pass what `compile` returns")
         try:
             (self.path / artifact.build.arch).mkdir(parents=True, exist_ok=True)
-            for name, data in artifact.files().items():
-                _write(self.path / name, data)
+            with _lock(self.path / artifact.build.arch):
+                for name, data in artifact.files().items():
+                    _write(self.path / name, data)
         except PermissionError as error:
             raise NoPermission(
                 f"{error.filename or self.path}: this user may not write there; write to another folder"
@@ -289,6 +293,18 @@ def unreadable(path: str | os.PathLike[str]) -> NoPermission:
     )
 
 
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Context manager that one process at a time enters for this folder; the system ends it with the process."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def _write(path: Path, data: bytes) -> None:
     """Writes a file atomically, with the permissions that the umask leaves."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -296,7 +312,9 @@ def _write(path: Path, data: bytes) -> None:
         with temporary.open("xb") as file:
             file.write(data)
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and not error.filename:  # as a write says that the disk is full
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise

@@ -1,6 +1,6 @@
 """CPU backend: forward and backward by the NumPy reference in float64, for machines without a GPU. Slow.
 
-Validation and results are those of the GPU.
+Validation and results are those of the GPU. Infinities in operands give NaN without a warning, as there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from cutlass_py_attn.runtime import arrays, output_checks
 from cutlass_py_attn.score_terms.dropout import keeper
 
 
+@np.errstate(invalid="ignore")
 def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
     """Returns output in the dtype of query, and logsumexp in float32."""
     problem = _problem("forward", operands, options)
@@ -33,6 +34,7 @@ def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
     return output, logsumexp.astype(np.float32)
 
 
+@np.errstate(invalid="ignore")
 def backward(operands: Mapping[str, Any], options: Options) -> Gradients:
     """Returns the gradients that `options` names."""
     problem = _problem("backward", operands, options)

@@ -36,7 +36,7 @@ def replace_folder(path: Path, files: Mapping[str, bytes], known: Known) -> None
     try:
         for name, data in files.items():
             (made / name).parent.mkdir(parents=True, exist_ok=True)
-            (made / name).write_bytes(data)
+            _write(made / name, data, path / name)
         if path.is_dir():
             shutil.copymode(path, made)
         old = _put(made, path, known)
@@ -60,6 +60,14 @@ def objection(path: Path, old: Collection[str], shown: Path | None = None) -> st
         return ""
     names = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
     return f"folder {shown or path}: holds {names}, which no export wrote; move that away, or name a new folder"
+
+
+def _write(made: Path, data: bytes, path: Path) -> None:
+    """Writes a new file that will be at `path`, which an error names."""
+    try:
+        made.write_bytes(data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def _put(made: Path, path: Path, known: Known) -> Collection[str]:

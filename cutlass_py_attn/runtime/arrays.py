@@ -288,10 +288,13 @@ def _free(ordinal: int, pointer: int) -> None:
     try:
         with driver.device(ordinal).current():
             driver.free_now(pointer)
+    except driver.ForkedChild:
+        return  # the memory is the parent's
     except DriverError as error:
-        if error.code not in driver.CAPTURE_ERRORS:
+        if error.code in driver.CAPTURE_ERRORS:
+            _deferred_frees.append((ordinal, pointer))
+        elif error.code not in driver.LOST_CONTEXT_ERRORS:  # with a context goes its memory
             raise
-        _deferred_frees.append((ordinal, pointer))
 
 
 def _free_deferred() -> None:

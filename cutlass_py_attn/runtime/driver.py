@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupport
 from cutlass_py_attn.problem.scalars import integer_of, shown
 
 CAPTURE_ERRORS: Final = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to ..._WRONG_THREAD
+LOST_CONTEXT_ERRORS: Final = (4, 709)  # CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_CONTEXT_IS_DESTROYED
+_NOT_INITIALIZED: Final = 3  # what cuInit returns in a forked child of a process that has used CUDA
 _MAX_SHOWN_BYTES: Final = 64
 _LAST_HANDLE: Final = 2**64 - 1
 
@@ -38,11 +41,24 @@ _HINTS: Final = {
     201: "the stream belongs to no live context of this device",
     209: "the cubin was built for another architecture",
     400: "a stream, event or kernel handle is closed or belongs to another device",
+    709: "the device's context was destroyed or reset, with every array and kernel in it; start a new process",
 }
+
+is_forked_child = False  # whether this process was forked from one that had used the driver
 
 
 class OldDriver(NoDevice):
     """The NVIDIA driver is older than MINIMUM_CUDA."""
+
+
+class ForkedChild(NoDevice):
+    """This process was forked from one that had used CUDA, which CUDA does not support."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this process was forked after its parent had used CUDA, which does not work in a forked child; start it "
+            "with multiprocessing.get_context('spawn'), or fork before the first call"
+        )
 
 
 @functools.cache
@@ -57,7 +73,9 @@ def bindings() -> Any:
 
 @functools.cache
 def initialise() -> None:
-    """Calls cuInit once; raises NoDevice when this machine has no usable driver or GPU."""
+    """Calls cuInit once; raises NoDevice when this machine has no usable driver or GPU, or in a forked child."""
+    if is_forked_child:
+        raise ForkedChild
     cuda = bindings()
     from cuda.pathfinder import DynamicLibNotFoundError
 
@@ -65,8 +83,11 @@ def initialise() -> None:
         (code,) = cuda.cuInit(0)
     except DynamicLibNotFoundError as error:
         raise NoDevice("there is no NVIDIA driver (libcuda) on this machine: install one") from error
+    if int(code) == _NOT_INITIALIZED:
+        raise ForkedChild
     if int(code):
         raise NoDevice(f"there is no usable GPU on this machine: cuInit(0): {_error_text(int(code))}")
+    _watch_forks()
     code, version = cuda.cuDriverGetVersion()
     if not int(code) and _major_minor(version) < MINIMUM_CUDA:
         raise OldDriver(
@@ -75,6 +96,19 @@ def initialise() -> None:
             )
             + f"update it to version {MINIMUM_DRIVER} or later"
         )
+
+
+@functools.cache
+def _watch_forks() -> None:
+    """Makes later forked children refuse the driver. To ask for the process in each call would cost a system call."""
+    os.register_at_fork(after_in_child=_refuse_in_forked_child)
+
+
+def _refuse_in_forked_child() -> None:
+    global is_forked_child
+    is_forked_child = True
+    for cached in (initialise, function, device):  # the next use of each raises ForkedChild
+        cached.cache_clear()
 
 
 def call(name: str, *arguments: Any, purpose: str = "") -> Any:
@@ -261,9 +295,9 @@ def _major_minor(version: int) -> tuple[int, int]:
     return int(version) // 1000, int(version) % 1000 // 10
 
 
-def load_library(cubin: bytes) -> int:
+def load_library(cubin: bytes, purpose: str = "") -> int:
     """Loads a cubin and returns its library. Never unloaded, because a pending launch may still need the code."""
-    return int(call("cuLibraryLoadData", cubin, None, None, 0, None, None, 0))
+    return int(call("cuLibraryLoadData", cubin, None, None, 0, None, None, 0, purpose=purpose))
 
 
 @contextmanager

@@ -87,8 +87,10 @@ class Bound:
         With `workspace` every replay uses that memory, so replays must not overlap.
 
         NotSupported lists every wrong name and address. DriverError: a driver call failed, for example because
-        device memory ran out.
+        device memory ran out. NoDevice: the process was forked after the kernels were bound.
         """
+        if driver.is_forked_child:  # launchers call the driver's functions themselves
+            raise driver.ForkedChild
         handle = stream if type(stream) is int and 0 <= stream < _ADDRESS_END else driver.stream_handle(stream)
         if workspace is None and self.workspace_bytes:
             self._launch_with_pool(pointers, handle)
@@ -285,7 +287,7 @@ def bind_problem(problem: Problem, kernels: Callable[[Build], Artifact], device:
 
 def _load_kernel(artifact: Artifact, launch: Launch, gpu: driver.Device) -> int:
     """Loads the kernel of this launch, checks its parameters and returns its CUfunction handle."""
-    handle = driver.get_kernel(_library(artifact.cubin, gpu), launch.symbol)
+    handle = driver.get_kernel(_library(artifact, gpu), launch.symbol)
     expected = _parameter_sizes(artifact, launch)  # equal to the plan's sizes: `bind` has checked that
     found = driver.parameter_sizes(handle, len(expected))
     if found != expected:
@@ -300,12 +302,12 @@ def _load_kernel(artifact: Artifact, launch: Launch, gpu: driver.Device) -> int:
     return driver.load_function(handle)
 
 
-def _library(cubin: bytes, gpu: driver.Device) -> int:
-    """Returns the cubin's library, which is loaded once per device."""
-    key = (gpu.ordinal, cubin)
+def _library(artifact: Artifact, gpu: driver.Device) -> int:
+    """Returns the library of the artifact's cubin, which is loaded once per device."""
+    key = (gpu.ordinal, artifact.cubin)
     with _libraries_lock:
         if key not in _libraries:
-            _libraries[key] = driver.load_library(cubin)
+            _libraries[key] = driver.load_library(artifact.cubin, f"the kernels of {artifact.build.symbol}")
         return _libraries[key]
 
 

@@ -182,6 +182,6 @@ def override_writers(plan: Plan, params: KernelParams, launch: Launch) -> tuple[
 
 
 def _destroy(gpu: driver.Device, name: str, handle: Any) -> None:
-    """Destroys a graph or its executable form; pending launches still complete."""
-    with contextlib.suppress(DriverError), gpu.current(), driver.relaxed_capture_mode():
+    """Destroys a graph or its executable form; pending launches still complete. A forked child owns neither."""
+    with contextlib.suppress(DriverError, driver.ForkedChild), gpu.current(), driver.relaxed_capture_mode():
         driver.call(name, handle)

@@ -28,6 +28,7 @@ ORDER = (
     "quick_start",
     "concepts",
     "arrays",
+    "faults",
     "jax",
     "bundles",
     "inspect",

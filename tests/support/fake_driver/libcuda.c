@@ -333,16 +333,23 @@ int cuTensorMapEncodeTiled(u64 *map, int type, unsigned rank, void *address, con
     return 0;
 }
 
-int cuGetErrorName(int code, const char **name) {
-    *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : code == 100 ? "CUDA_ERROR_NO_DEVICE" : code == 400
-        ? "CUDA_ERROR_INVALID_HANDLE" : code == NOT_FOUND ? "CUDA_ERROR_NOT_FOUND" : "CUDA_ERROR_UNKNOWN";
-    return 0;
+static const struct { int code; const char *name, *text; } errors[] = {
+    {2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+    {3, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
+    {100, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
+    {209, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"},
+    {400, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
+    {709, "CUDA_ERROR_CONTEXT_IS_DESTROYED", "context is destroyed"},
+    {0, "CUDA_ERROR_UNKNOWN", "unknown error"}, /* any other */
+};
+static int row_of(int code) {
+    int row = 0;
+    while (errors[row].code && errors[row].code != code) row++;
+    return row;
 }
-int cuGetErrorString(int code, const char **text) {
-    *text = code == 2 ? "out of memory" : code == 100 ? "no CUDA-capable device is detected" : code == 400
-        ? "invalid resource handle" : code == NOT_FOUND ? "named symbol not found" : "unknown error";
-    return 0;
-}
+int cuGetErrorName(int code, const char **name) { *name = errors[row_of(code)].name; return 0; }
+int cuGetErrorString(int code, const char **text) { *text = errors[row_of(code)].text; return 0; }
 
 int cuGetProcAddress_v2(const char *symbol, void **function, int version, u64 flags, int *status) {
     static void *self;

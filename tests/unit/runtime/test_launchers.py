@@ -70,6 +70,26 @@ def test_stream_launcher_launches_as_the_first_call_did(driver_log: FakeDriver, 
     assert found[0] == found[2]
 
 
+@pytest.mark.parametrize("launcher_type", LAUNCHERS)
+def test_the_memset_clears_the_workspace_of_its_call(driver_log: FakeDriver, launcher_type: type[Launcher]) -> None:
+    """Also if the operands have moved, or have not, since the last call."""
+    bound, given = warm(driver_log, "backward", "sm_90a", launcher_type)
+    memory = [aligned((bound.workspace_bytes,), np.uint8) for _ in range(2)]
+    moved = {**given, "query": 0x9000}
+    for operands, number in ((given, 0), (given, 1), (moved, 0), (moved, 0), (given, 1)):
+        for array in memory:
+            array[...] = 0xCD
+        driver_log.clear()
+        bound(operands, STREAM, workspace=memory[number].ctypes.data)
+        (cleared,) = driver_log.of("cuMemsetD8Async")
+        assert cleared.numbers[0] == memory[number].ctypes.data
+        assert len(driver_log.of("cuGraphLaunch")) == (launcher_type is GraphLauncher)
+        zeros = bound.plan.workspace.zero_bytes
+        assert not memory[number][:zeros].any()
+        assert (memory[number][zeros:] == 0xCD).all()
+        assert (memory[1 - number] == 0xCD).all(), "the workspace of another call"
+
+
 def test_a_bound_keeps_the_launchers_of_few_streams(driver_log: FakeDriver) -> None:
     bound = bound_of("forward")
     given = addresses(bound.tensor_names)
@@ -180,6 +200,29 @@ def test_default_streams_need_the_device_s_context(driver_log: FakeDriver) -> No
     driver.call("cuCtxSetCurrent", 0xC0)
     bound(given)
     assert len(driver_log.of("cuGraphLaunch")) == 2
+
+
+@pytest.mark.parametrize("stream", [0, 1, 2, 3], ids=["default", "legacy", "per thread", "created"])
+@pytest.mark.parametrize("context", [0, 0xC1], ids=["none", "another"])
+def test_stream_launchers_change_the_context_for_default_streams_alone(
+    driver_log: FakeDriver, stream: int, context: int
+) -> None:
+    """A default stream is that of the current context; a created stream belongs to its own."""
+    bound = bound_of("forward", launcher_type=StreamLauncher)
+    given = addresses(bound.tensor_names)
+    for _ in range(2):
+        bound(given, stream)
+    driver.call("cuCtxSetCurrent", context)
+    driver_log.clear()
+    bound(given, stream)
+    is_created = stream > 2
+    (launch,) = driver_log.of("cuLaunchKernelEx")
+    assert launch.numbers[9] == (context if is_created and context else 0xC0)
+    assert len(driver_log.of("cuCtxSetCurrent")) == (0 if is_created and context else 2)
+    driver.call("cuCtxSetCurrent", 0xC0)
+    driver_log.clear()
+    bound(given, stream)
+    assert driver_log.of("cuCtxSetCurrent") == []
 
 
 @pytest.mark.parametrize("launcher_type", LAUNCHERS)

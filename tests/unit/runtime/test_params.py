@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cutlass_py_attn.bundle.numbers import inputs as bundle_inputs
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import abi, entry_points
 from cutlass_py_attn.plan.plan import Plan
@@ -63,6 +65,39 @@ def test_steps_of_slopes(driver_log: FakeDriver, slopes: tuple[int, ...], step: 
     (struct,) = structs(driver_log, "forward", alibi_slopes=Tensor.contiguous(slopes, "float32"), softcap=2.5)
     assert struct["alibi_batch"] == step
     assert struct["softcap"] == 2.5
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_slopes_step_by_the_heads_of_query(driver_log: FakeDriver, direction: str) -> None:
+    """Not by those of key, by the batch or by a row."""
+    shape = dataclasses.replace(SHAPE, batch=5, num_heads=6, num_heads_key=2)
+    for slopes, step in (((6,), 0), ((5, 6), 6)):
+        problem, plan = plan_of(direction, shape=shape, alibi_slopes=Tensor.contiguous(slopes, "float32"))
+        assert bundle_inputs(problem, plan.build)["alibi_batch"].value == step
+        bound = bind(artifact(plan.build), plan, problem)
+        driver_log.clear()
+        bound(addresses(bound.tensor_names))
+        found = [decode(plan.build, call.parameters)["alibi_batch"] for call in driver_log.of("cuLaunchKernelEx")]
+        assert set(found) == {step}
+
+
+@pytest.mark.parametrize(
+    ("strides", "column"),
+    [((200 * 192, 192, 64, 1), 1), ((200 * 384, 384, 128, 2), 2), ((0, 0, 0, 0), 0), ((200 * 192, 192, 64, -1), -1)],
+)
+def test_column_stride_of_grad_output(driver_log: FakeDriver, strides: tuple[int, ...], column: int) -> None:
+    """A gradient of a sum has strides of 0, and a gradient of a slice has others."""
+    grad_output = Tensor((B, 200, H, 64), strides, "bfloat16")
+    shape = dataclasses.replace(SHAPE, head_dim_value=64)
+    problem, plan = plan_of("backward", shape=shape, grad_output=grad_output)
+    bound = bind(artifact(plan.build), plan, problem)
+    driver_log.clear()
+    bound(addresses(bound.tensor_names))
+    for call in driver_log.of("cuLaunchKernelEx"):
+        struct = decode(plan.build, call.parameters)
+        axes = ("batch", "row", "head", "column")
+        assert tuple(struct[f"grad_output_{axis}"] for axis in axes) == (*strides[:3], column)
+    assert bundle_inputs(problem, plan.build)["grad_output_column"].value == column
 
 
 def test_gradients_of_bias_and_sinks(driver_log: FakeDriver) -> None:
