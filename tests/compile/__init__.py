@@ -1,1 +1,1 @@
-"""Tests that compile kernels with the DSL and look at their machine code."""
+"""Tests that compile: kernels with the DSL, C headers with gcc, programs of JAX with XLA."""

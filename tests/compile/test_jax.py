@@ -628,7 +628,7 @@ def test_scalars_of_jax_are_numbers() -> None:
 
 
 def test_the_training_example_without_a_gpu() -> None:
-    path = Path(__file__).resolve().parents[3] / "examples/jax_training.py"
+    path = Path(__file__).resolve().parents[2] / "examples/jax_training.py"
     losses, worst = runpy.run_path(str(path))["main"](steps=2, batch=2, length=12, backend="reference")
     assert all(2 < loss < 4 for loss in losses)
     assert losses[0] != losses[1]

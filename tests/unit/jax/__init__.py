@@ -1,1 +1,0 @@
-"""Tests of cutlass_py_attn/jax/."""
