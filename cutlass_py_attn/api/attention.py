@@ -34,11 +34,11 @@ def _forward(query: Any, key: Any, value: Any, **options: Unpack[ForwardOptions]
     if cached is not None:
         return cached[0], cached[1]
     checked = check_options(options, ForwardOptions)
-    driver.stream_handle(stream)  # refuses what is no stream
     operands = {"query": query, "key": key, "value": value, **checked.arrays()}
     if checked.backend == "reference":
         from cutlass_py_attn.api import cpu_backend
 
+        driver.stream_handle(stream)  # refused if it is no stream, as on the GPU
         return cpu_backend.forward(operands, checked)
     outputs = {} if checked.out is None else {"output": checked.out}
     results = _launch("forward", operands, outputs, checked, stream, key_of_call)
@@ -104,7 +104,6 @@ def _backward(
         names = options.get("gradients")
         return Gradients(*cached) if names is None else Gradients(**dict(zip(names, cached, strict=True)))
     checked = check_options(options, BackwardOptions)
-    driver.stream_handle(stream)  # refuses what is no stream
     operands = {
         "grad_output": grad_output,
         "query": query,
@@ -117,6 +116,7 @@ def _backward(
     if checked.backend == "reference":
         from cutlass_py_attn.api import cpu_backend
 
+        driver.stream_handle(stream)  # refused if it is no stream, as on the GPU
         return cpu_backend.backward(operands, checked)
     out = Gradients() if checked.out is None else checked.out
     outputs = {f"grad_{name}": array for name in checked.gradients if (array := getattr(out, name)) is not None}

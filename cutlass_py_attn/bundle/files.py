@@ -171,11 +171,7 @@ def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: 
             f"name = {name!r}: must be lower-case letters, digits and _, as the prefix of C functions; correct it"
         )
     reasons += _folder_objections(path)
-    for arch in archs:
-        try:
-            architecture(arch)
-        except NotSupported as error:
-            reasons += error.reasons
+    reasons += [reason for arch in archs for reason in planner.arch_objections(arch)]
     if reasons:
         raise NotSupported(reasons)
 

@@ -197,10 +197,13 @@ def _open(folder: str | os.PathLike[str] | None) -> Files | None:
 
 def _warn(folder: str | os.PathLike[str] | None, error: Exception) -> None:
     """Says that kernels are compiled again in every process, and why."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     with contextlib.suppress(RuntimeError):
         folder = default_folder() if folder is None else folder
+    warnings.warn(not_cached(folder, error), stacklevel=2)
+
+
+def not_cached(folder: str | os.PathLike[str] | None, error: Exception) -> str:
+    """Returns the sentence for an error because of which kernels are not cached in a folder; None for no folder."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     place = "on disk" if folder is None else f"in {os.fspath(folder)}"
-    warnings.warn(
-        f"kernels are not cached {place}: {reason}; set XDG_CACHE_HOME to a folder that you may write to", stacklevel=2
-    )
+    return f"kernels are not cached {place}: {reason}; set XDG_CACHE_HOME to a folder that you may write to"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cutlass_py_attn.compilation.cache import Cache, default_folder, unpack
+from cutlass_py_attn.compilation.cache import Cache, default_folder, not_cached, unpack
 from cutlass_py_attn.errors import NotSupported
 
 PROBE_BYTES = 4096  # enough for a full disk to refuse
@@ -55,6 +55,5 @@ def objection(folder: Path) -> str:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(PROBE_BYTES))
     except OSError as error:
-        remedy = "set XDG_CACHE_HOME to a folder that you may write to"
-        return f"kernels are not cached in {folder}: {error.strerror}; {remedy}"
+        return not_cached(folder, error)
     return ""
