@@ -1,4 +1,4 @@
-"""Bench: measures the fused kernels by CUDA graph replays, and torch's kernels if torch is installed.
+"""Bench: measures the fused kernels by CUDA graph replays, and those of the peers that are installed.
 
 python -m cutlass_py_attn.bench.harness --kernels FOLDER --output FILE
 
@@ -48,6 +48,7 @@ class Row:
     baseline: another case of ours in the same run, "" for none. baseline_ratio: our rate / our rate in the baseline.
     ours_gb_s: rate at which a forward of few queries reads operands and writes output once; None for other cases.
     sustained: measured after half a second of load, at the clock to which its power lowers the GPU.
+    peer_version: what runs behind the peer's name. refusal: why a peer has no numbers; "" if it has, or for no peer.
     """
 
     case: str
@@ -65,6 +66,8 @@ class Row:
     baseline_ratio: float | None = None
     ours_gb_s: float | None = None
     sustained: bool = False
+    peer_version: str = ""
+    refusal: str = ""
 
 
 class Operands:
@@ -118,8 +121,14 @@ def _storage(tensor: Tensor) -> tuple[tuple[int, ...], str]:
 
 def measure(case: ProblemSpec, kernels: Kernels, samples: int = SAMPLES, *, sustained: bool = False) -> Iterator[Row]:
     """Yields a row for each direction and peer; the backward reads the forward's results."""
-    gpu = driver.device(0)
     timed = functools.partial(timing.sustained if sustained else timing.median, samples=samples)
+    for row in measure_with(timed, case, kernels):
+        yield dataclasses.replace(row, sustained=sustained)
+
+
+def measure_with(timed: Timed, case: ProblemSpec, kernels: Kernels, calls: int = 1) -> Iterator[Row]:
+    """`measure` with a function that times a replay. calls: number of calls in the CUDA graph of a replay."""
+    gpu = driver.device(0)
     with gpu.current(), ExitStack() as stack:
         stream = driver.create_stream()
         stack.callback(driver.destroy_stream, stream)
@@ -127,41 +136,52 @@ def measure(case: ProblemSpec, kernels: Kernels, samples: int = SAMPLES, *, sust
         for direction in bench_cases.directions(case):
             flops = case.flops(direction)
             bound = bind_problem(case.problem(direction), kernels)
-            ours, clock = _ours(bound, operands, stream, timed)
-            peers: list[tuple[str, float | None]] = list(bench_peers.measure(case, direction, operands.arrays, timed))
-            shared: dict[str, Any] = {
-                "sm_clock_mhz": clock,
-                "gpu": gpu.name,
-                "commit": commit(),
-                "sustained": sustained,
-            }
-            for peer, milliseconds in peers or [("", None)]:
-                yield Row(
-                    case.name,
-                    direction,
-                    peer,
-                    peer_tflops=_tflops(flops, milliseconds) if milliseconds else None,
-                    ours_tflops=_tflops(flops, ours),
-                    ratio=round(milliseconds / ours, 4) if milliseconds else None,
-                    ours_ms=round(ours, 4),
-                    peer_ms=round(milliseconds, 4) if milliseconds else None,
-                    ours_gb_s=round(bench_cases.bytes_read_once(case) / ours / 1e6, 1) or None,
-                    **shared,
-                )
+            ours, clock = _ours(bound, operands, stream, timed, calls)
+            alone = Row(
+                case.name,
+                direction,
+                peer="",
+                peer_tflops=None,
+                ours_tflops=_tflops(flops, ours),
+                ratio=None,
+                sm_clock_mhz=clock,
+                gpu=gpu.name,
+                commit=commit(),
+                ours_ms=round(ours, 4),
+                peer_ms=None,
+                ours_gb_s=round(bench_cases.bytes_read_once(case) / ours / 1e6, 1) or None,
+            )
+            peers = list(bench_peers.measure(case, direction, operands.arrays, timed, calls))
+            yield from (_beside(alone, peer, flops, ours) for peer in peers)
+            if not peers:
+                yield alone
+
+
+def _beside(alone: Row, peer: bench_peers.Measurement, flops: int, ours_ms: float) -> Row:
+    """Returns the row with a peer's numbers, or with the reason that it has none."""
+    named = dataclasses.replace(alone, peer=peer.peer, peer_version=peer.version, refusal=peer.refusal)
+    if peer.milliseconds is None:
+        return named
+    return dataclasses.replace(
+        named,
+        peer_tflops=_tflops(flops, peer.milliseconds),
+        ratio=round(peer.milliseconds / ours_ms, 4),
+        peer_ms=round(peer.milliseconds, 4),
+    )
 
 
 def _tflops(flops: int, milliseconds: float) -> float:
     return round(flops / milliseconds / 1e9, 2)
 
 
-def _ours(bound: Bound, operands: Operands, stream: int, timed: Timed) -> tuple[float, int | None]:
-    """Returns milliseconds of a replay with an allocated workspace, and the SM clock after it."""
+def _ours(bound: Bound, operands: Operands, stream: int, timed: Timed, calls: int) -> tuple[float, int | None]:
+    """Returns milliseconds of a call with an allocated workspace, and the SM clock after the replays."""
     size = bound.workspace_bytes
     workspace = driver.allocate_now(size, "the workspace of a measurement") if size else None
     pointers = operands.pointers(bound.tensor_names)
     try:
-        with captured(bound, pointers, stream, workspace) as replay:
-            return timed(replay, stream), sm_clock_mhz()
+        with captured(bound, pointers, stream, workspace, calls) as replay:
+            return timed(replay, stream) / calls, sm_clock_mhz()
     finally:
         driver.synchronise(stream)
         if workspace is not None:
@@ -170,14 +190,15 @@ def _ours(bound: Bound, operands: Operands, stream: int, timed: Timed) -> tuple[
 
 @contextmanager
 def captured(
-    bound: Bound, pointers: Mapping[str, int], stream: int, workspace: int | None
+    bound: Bound, pointers: Mapping[str, int], stream: int, workspace: int | None, calls: int = 1
 ) -> Iterator[Callable[[], None]]:
-    """Yields a function that launches a CUDA graph of the bound kernels on `stream`, which has run them once."""
+    """Yields a function that launches a CUDA graph of `calls` calls on `stream`, which has run one call before."""
     bound(pointers, stream, workspace=workspace)
     driver.synchronise(stream)
     mode = driver.bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     driver.call("cuStreamBeginCapture", stream, mode)
-    bound(pointers, stream, workspace=workspace)
+    for _ in range(calls):
+        bound(pointers, stream, workspace=workspace)
     graph = driver.call("cuStreamEndCapture", stream)
     ready = driver.call("cuGraphInstantiate", graph, 0)
     try:
@@ -225,10 +246,12 @@ def table(rows: Sequence[Row]) -> str:
         line = f"{row.case:<46} {row.direction:<9} {row.ours_tflops:7.1f} {peer}  {row.peer or '-':<13}  {rate}"
         lines.append(line.rstrip())
     notes = (
-        "TFLOP/s; ratio is ours / peer: more than 1 is faster than the peer. of baseline: our rate / our rate in the "
-        "case named after it. GB/s: operands and output of few queries, read or written once"
+        "TFLOP/s; ratio is ours / peer: more than 1 is faster than the peer. A peer without numbers refused the case. "
+        "of baseline: our rate / our rate in the case named after it. GB/s: operands and output of few queries, read "
+        "or written once"
     )
-    return "\n".join([*lines, notes])
+    known = {row.peer: row.peer_version for row in rows if row.peer_version}
+    return "\n".join([*lines, notes, *(f"{peer}: {version}" for peer, version in known.items())])
 
 
 def run(
@@ -253,7 +276,9 @@ def run(
 
         kernels = artifact_for
     cases = [parse(name) for name in bench_cases.select(names, only)]
-    driver.device(0)  # without a GPU: one NoDevice for all cases
+    gpu = driver.device(0)  # without a GPU: one NoDevice for all cases
+    listed = [(case, bench_cases.directions(case)) for case in cases]
+    bench_peers.compile_ahead(listed, gpu.compute_capability, gpu.num_sms)
     rows: list[Row] = []
     failures = []
     for case in cases:

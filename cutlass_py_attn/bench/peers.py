@@ -1,17 +1,18 @@
-"""Bench peers: torch's attention kernels on the same memory as ours, timed by CUDA graph replays.
+"""Bench peers: torch's attention kernels and FlashAttention-4 on the same memory as ours, timed by CUDA graph replays.
 
-Torch is no dependency: only this module imports it, and if it is not installed there are no peers.
+Torch is no dependency: only this module and flash4.py import it, and if it is not installed there are no peers.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+from cutlass_py_attn.bench import flash4
 from cutlass_py_attn.bench.timing import Timed
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.spec import BATCH_BROADCAST, ProblemSpec
@@ -24,18 +25,58 @@ BACKENDS: Final = {
 _MASKS: Final = {"full": 0, "causal": 1}  # custom_mask_type of torch's memory-efficient operator
 
 
+FLASH4: Final = "fa4"
+WARM_UP_CALLS: Final = 2  # before a capture: a first run may allocate, compile and load kernels
+
+
+class Call(Protocol):
+    """A peer's forward and backward of one case, and the context that both run in."""
+
+    @property
+    def backend(self) -> AbstractContextManager[Any]:
+        """Chooses the kernels."""
+        ...
+
+    def forward(self) -> Any:
+        """Launches the forward; returns what the backward needs."""
+        ...
+
+    def backward(self, forwarded: Any) -> Any:
+        """Launches the backward of a forward; returns the gradients."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A torch forward: its leaves with gradients, the gradient of its output, and the context it runs in."""
+class TorchCall:
+    """A torch forward, and its backward by autograd: the leaves that get gradients, and the output's gradient."""
 
     forward: Callable[[], Any]
     leaves: tuple[Any, ...]
     grad_output: Any
     backend: AbstractContextManager[Any]
 
+    def backward(self, forwarded: Any) -> Any:
+        """Returns the gradients of the leaves; may be called again with the same output."""
+        autograd: Any = importlib.import_module("torch.autograd")
+        return autograd.grad(forwarded, self.leaves, self.grad_output, retain_graph=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A peer's time of one call. milliseconds: None if the peer refused or failed; `refusal` has the reason then."""
+
+    peer: str
+    version: str
+    milliseconds: float | None
+    refusal: str = ""
+
 
 def names(case: ProblemSpec) -> tuple[str, ...]:
     """Returns the peers with an operator for this case; only a run shows whether they have a kernel for it."""
+    return (*_torch_names(case), *((FLASH4,) if flash4.is_installed() and flash4.takes(case) else ()))
+
+
+def _torch_names(case: ProblemSpec) -> tuple[str, ...]:
     if _is_unmapped(case):
         return ()
     if case.sequences:
@@ -54,30 +95,66 @@ def _is_unmapped(case: ProblemSpec) -> bool:
     return bool(has_option or is_causal_of_rectangle or has_other_bias or is_ragged)
 
 
-def measure(case: ProblemSpec, direction: str, arrays: Mapping[str, Any], timed: Timed) -> Iterator[tuple[str, float]]:
-    """Yields (peer, milliseconds) for each peer that supports this case; stderr says why one does not.
-
-    arrays: the tensors of the case by name, as objects with `__dlpack__`; cu_seqlens_q has the bits of int32.
-    """
+def usable_torch() -> Any:
+    """Returns the module torch; None if it is not installed or sees no GPU."""
     try:
         torch: Any = importlib.import_module("torch")
-        usable = torch.cuda.is_available()
     except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+def compile_ahead(
+    cases: Iterable[tuple[ProblemSpec, Sequence[str]]], compute_capability: tuple[int, int], multiprocessors: int
+) -> None:
+    """Compiles what peers compile at a first call, so that no measurement waits for it; stderr lists what failed."""
+    if usable_torch() is not None and flash4.is_installed():
+        for message in flash4.compile_ahead(cases, compute_capability, multiprocessors):
+            sys.stderr.write(f"{FLASH4} does not compile {message}\n")
+
+
+def versions(torch: Any) -> dict[str, str]:
+    """Returns what runs behind each peer's name, such as "cuDNN 9.19.0 of torch 2.11.0"."""
+    attention: Any = importlib.import_module("torch.nn.attention")
+    chosen = getattr(attention, "current_flash_attention_impl", lambda: None)() or "FA2"
+    flash = f"FlashAttention-{chosen.removeprefix('FA')}"
+    number = torch.backends.cudnn.version() or 0
+    cudnn = f"cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}"
+    kinds = {"mem_efficient": "memory-efficient attention", "flash": flash, "cudnn": cudnn}
+    found = {peer: f"{kind} of torch {torch.__version__}" for peer, kind in kinds.items()}
+    return {**found, FLASH4: f"FlashAttention-4 {flash4.version()}".rstrip()}
+
+
+def measure(
+    case: ProblemSpec, direction: str, arrays: Mapping[str, Any], timed: Timed, calls: int = 1
+) -> Iterator[Measurement]:
+    """Yields the time of one call of each peer that has an operator for this case; stderr says why one has no time.
+
+    arrays: the tensors of the case by name, as objects with `__dlpack__`; cu_seqlens has the bits of int32.
+    calls: number of calls in the CUDA graph that `timed` replays.
+    """
+    torch = usable_torch()
+    if torch is None:
         return
-    for peer in names(case) if usable else ():
+    known = versions(torch)
+    for peer in names(case):
         try:
-            yield peer, _milliseconds(torch, prepare(torch, peer, case, direction, arrays), direction, timed)
-        except Exception as error:  # torch may raise anything, which must not end our own measurement
-            reason = (str(error).splitlines() or [""])[0]
-            sys.stderr.write(f"{case.name} {direction}: no {peer}: {type(error).__name__}: {reason}\n")
+            call = prepare(torch, peer, case, direction, arrays)
+            yield Measurement(peer, known[peer], _milliseconds(torch, call, direction, timed, calls))
+        except Exception as error:  # a peer may raise anything, which must not end our own measurement
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            sys.stderr.write(f"{case.name} {direction}: no {peer}: {reason}\n")
+            yield Measurement(peer, known[peer], None, reason)
         finally:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
 
 def prepare(torch: Any, peer: str, case: ProblemSpec, direction: str, arrays: Mapping[str, Any]) -> Call:
-    """Returns the call of that peer, with the case mapped to torch's arguments."""
+    """Returns the call of that peer, with the case mapped to its arguments."""
     given = {name: torch.from_dlpack(array) for name, array in arrays.items()}
+    if peer == FLASH4:
+        return flash4.prepare(torch, case, given)
     if case.sequences:
         return _variable_length(torch, peer, case, direction, given)
     if case.mask.form == "local":
@@ -89,7 +166,7 @@ def _leaf(tensor: Any, direction: str) -> Any:
     return tensor.detach().requires_grad_(direction == "backward")
 
 
-def _dense(torch: Any, peer: str, case: ProblemSpec, direction: str, given: Mapping[str, Any]) -> Call:
+def _dense(torch: Any, peer: str, case: ProblemSpec, direction: str, given: Mapping[str, Any]) -> TorchCall:
     """Calls scaled_dot_product_attention, whose axes are (batch, heads, rows, columns), on views of the same memory."""
     attention: Any = importlib.import_module("torch.nn.attention")
     group = case.shape.group
@@ -116,10 +193,10 @@ def _dense(torch: Any, peer: str, case: ProblemSpec, direction: str, given: Mapp
 
     wanted = (*leaves, bias) if case.bias_gradient else tuple(leaves)
     backend = attention.sdpa_kernel(getattr(attention.SDPBackend, BACKENDS[peer]))
-    return Call(forward, wanted, given["grad_output"].transpose(1, 2), backend)
+    return TorchCall(forward, wanted, given["grad_output"].transpose(1, 2), backend)
 
 
-def _window(torch: Any, case: ProblemSpec, direction: str, given: Mapping[str, Any]) -> Call:
+def _window(torch: Any, case: ProblemSpec, direction: str, given: Mapping[str, Any]) -> TorchCall:
     """Calls the flash operator itself: scaled_dot_product_attention has no window."""
     leaves = tuple(_leaf(given[name], direction) for name in ("query", "key", "value"))
     sizes = case.shape.num_queries, case.shape.num_keys
@@ -130,10 +207,10 @@ def _window(torch: Any, case: ProblemSpec, direction: str, given: Mapping[str, A
             window_size_left=case.mask.left, window_size_right=case.mask.right,
         )[0]  # fmt: skip
 
-    return Call(forward, leaves, given["grad_output"], nullcontext())
+    return TorchCall(forward, leaves, given["grad_output"], nullcontext())
 
 
-def _variable_length(torch: Any, peer: str, case: ProblemSpec, direction: str, given: Mapping[str, Any]) -> Call:
+def _variable_length(torch: Any, peer: str, case: ProblemSpec, direction: str, given: Mapping[str, Any]) -> TorchCall:
     """Calls the operators below scaled_dot_product_attention, which have cu_seqlens."""
     bounds = given["cu_seqlens_q"].view(torch.int32)
     sizes = case.shape.num_queries, case.shape.num_keys
@@ -155,35 +232,38 @@ def _variable_length(torch: Any, peer: str, case: ProblemSpec, direction: str, g
         saved = direction == "backward"  # the logsumexp, which only a backward needs
         return operator(*leaves, None, bounds, bounds, *sizes, 0.0, _MASKS[form], saved)[0]
 
-    return Call(flash if peer == "flash" else mem_efficient, leaves, tensors["grad_output"], nullcontext())
+    return TorchCall(flash if peer == "flash" else mem_efficient, leaves, tensors["grad_output"], nullcontext())
 
 
-def _milliseconds(torch: Any, call: Call, direction: str, timed: Timed) -> float:
+def _milliseconds(torch: Any, call: Call, direction: str, timed: Timed, calls: int) -> float:
+    """Returns the milliseconds of one call: those of a replay of a graph of `calls` calls, divided by their number."""
     stream = torch.cuda.Stream()
-
-    def backward(output: Any) -> Any:
-        return torch.autograd.grad(output, call.leaves, call.grad_output, retain_graph=True)
-
     with call.backend, torch.cuda.stream(stream):
-        output = call.forward()  # outside a capture: a first run may allocate and load kernels
-        if direction == "backward":
-            backward(output)
+        for _ in range(WARM_UP_CALLS):
+            forwarded = call.forward()
+            if direction == "backward":
+                call.backward(forwarded)
         stream.synchronize()
+        if direction == "forward":
+            return _timed(torch, stream, call.forward, timed, calls)
         # A captured forward keeps dropout's seed on the device, an eager one on the host: a captured backward
         # needs a captured forward.
-        first, output = _captured(torch, stream, call.forward)
+        first, forwarded = _captured(torch, stream, call.forward, 1)
         first.replay()
-        if direction == "forward":
-            return timed(first.replay, int(stream.cuda_stream))
-        graph, gradients = _captured(torch, stream, lambda: backward(output))
-        found = timed(graph.replay, int(stream.cuda_stream))
-        del gradients  # the graph writes to them until here
+        return _timed(torch, stream, lambda: call.backward(forwarded), timed, calls)
+
+
+def _timed(torch: Any, stream: Any, launch: Callable[[], Any], timed: Timed, calls: int) -> float:
+    graph, results = _captured(torch, stream, launch, calls)
+    found = timed(graph.replay, int(stream.cuda_stream)) / calls
+    del results  # the graph writes to them until here
     return found
 
 
-def _captured(torch: Any, stream: Any, launch: Callable[[], Any]) -> tuple[Any, Any]:
-    """Returns a graph of what `launch` launches on the stream, and its results."""
+def _captured(torch: Any, stream: Any, launch: Callable[[], Any], calls: int) -> tuple[Any, Any]:
+    """Returns a graph of `calls` times what `launch` launches on the stream, and the last results."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        kept = launch()
+        for _ in range(calls):
+            kept = launch()
     return graph, kept

@@ -1,19 +1,23 @@
-"""Bench: measures the kernels on the GPU, and torch's kernels if torch is installed."""
+"""Bench: measures the kernels on the GPU beside the peers that are installed, and compares with an earlier record."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
+from cutlass_py_attn.bench import cases, compare, timing
 from cutlass_py_attn.bench import harness as engine
-from cutlass_py_attn.bench import timing
 from cutlass_py_attn.cli.outputs import OutputFile, writing
 from cutlass_py_attn.problem import spec
 
 # \b on a line of its own keeps click from wrapping the paragraph.
+_RECORD = click.Path(exists=True, dir_okay=False, path_type=Path)
+_OF_A_RUN = ("folder", "output", "samples", "sustained")  # parameters that only a measurement has
 _WORDS = "A case is named by these words, joined by _ in any order:\n\n\b\n" + spec.GRAMMAR.partition("\n\n")[2]
 
 
@@ -27,8 +31,15 @@ _WORDS = "A case is named by these words, joined by _ in any order:\n\n\b\n" + s
 @click.option("-o", "--output", type=OutputFile(), help="Write JSON there.")
 @click.option("--samples", type=click.IntRange(5), default=timing.SAMPLES, show_default=True)
 @click.option("--sustained", is_flag=True, help=f"{engine.SUSTAINED[0].upper()}{engine.SUSTAINED[1:]}.")
+@click.option("--compare", "before", type=_RECORD, metavar="FILE",
+              help="Compare our rates with this file of an earlier `bench -o`; exit code 1 if a row is missing or "
+                   f"more than {compare.TOLERANCE:.0%} slower.")  # fmt: skip
+@click.option("--rows", "record", type=_RECORD, metavar="FILE",
+              help="Take the rows from this file of an earlier `bench -o`; nothing is measured.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.pass_context
 def bench(
+    context: click.Context,
     *,
     names: tuple[str, ...],
     only: str,
@@ -36,16 +47,47 @@ def bench(
     output: Path | None,
     samples: int,
     sustained: bool,
+    before: Path | None,
+    record: Path | None,
     as_json: bool,
 ) -> None:
     """Measure forward and backward by CUDA graph replays: TFLOP/s of the median, ours and peers'.
 
-    Without --case the published set runs, in less than four minutes. Peers are torch's attention kernels; they
-    read the same memory, and are skipped if torch is not installed. If a case fails, the others still run, and the
-    exit code is 1.
+    Without --case the published set runs, in about four minutes. Peers are torch's attention kernels and
+    FlashAttention-4 (the package flash-attn-4); they read the same memory, and are skipped if they are not installed.
+    A peer that refuses a case has no numbers there. If a case fails, the others still run, and the exit code is 1.
+
+    To compare two files: --rows NEW --compare OLD.
     """
-    with writing(output or Path("standard output")):
-        rows, failures = engine.run(names, only, folder, output, samples, sustained=sustained)
-    click.echo(json.dumps([asdict(row) for row in rows], indent=1) if as_json else engine.table(rows))
-    if failures:
-        raise click.ClickException("\n".join(failures))
+    earlier = compare.read_rows(before) if before else []
+    selected = cases.select(names, only) if names or only else ()
+    failures: list[str] = []
+    if record:
+        _refuse_options_of_a_run(context)
+        rows = [row for row in compare.read_rows(record) if not selected or row.case in selected]
+    else:
+        with writing(output or Path("standard output")):
+            rows, failures = engine.run(names, only, folder, output, samples, sustained=sustained)
+    found = compare.compare(earlier, rows, selected) if before else []
+    click.echo(_shown(rows, found, as_json))
+    worse = [f"{each.case} {each.direction}: {each.finding}" for each in found if each.is_worse]
+    if failures or worse:
+        raise click.ClickException("\n".join([*failures, *worse]))
+
+
+def _refuse_options_of_a_run(context: click.Context) -> None:
+    given = [
+        each.opts[-1]
+        for each in context.command.params
+        if each.name in _OF_A_RUN and context.get_parameter_source(each.name) is not ParameterSource.DEFAULT
+    ]
+    if given:
+        raise click.UsageError(f"--rows takes the rows from a file: {', '.join(given)} must be absent; leave them out")
+
+
+def _shown(rows: Sequence[engine.Row], found: Sequence[compare.Comparison], as_json: bool) -> str:
+    """Returns the rows, or the comparisons if there are any, as JSON or as a table."""
+    if as_json:
+        listed = [{**asdict(each), "finding": each.finding} for each in found] or [asdict(row) for row in rows]
+        return json.dumps(listed, indent=1)
+    return compare.table(found) if found else engine.table(rows)

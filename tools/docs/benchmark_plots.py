@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -13,14 +13,21 @@ from tools.docs.figures import GRAY, svg
 from tools.release import record
 
 BENCHMARK: Final = "tools/bench/results/h200.json"
-# The benchmark calls every peer through torch's scaled dot-product attention.
+# The benchmark calls FlashAttention-4 itself, and the other peers through torch's operators.
 LABELS: Final = {
     "ours": "cutlass_py_attn",
+    "fa4": "FlashAttention-4",
     "cudnn": "cuDNN (torch)",
     "flash": "FlashAttention-2 (torch)",
     "mem_efficient": "memory-efficient (torch)",
 }
-COLORS: Final = {"ours": "#4477aa", "cudnn": "#ccbb44", "flash": "#ee6677", "mem_efficient": "#c3c8ce"}
+COLORS: Final = {
+    "ours": "#4477aa",
+    "fa4": "#228833",
+    "cudnn": "#ccbb44",
+    "flash": "#ee6677",
+    "mem_efficient": "#c3c8ce",
+}
 DIRECTIONS: Final = ("forward", "backward")
 DTYPES: Final = ("bf16", "f16", "f32")
 PLAIN_PARTS: Final = 6  # of a case's name without features: dtype, head dim, length, batch, heads, mask
@@ -35,11 +42,15 @@ SWEEP: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Data of one bar chart: for each case (label, rate by implementation); rates in `unit`."""
+    """Data of one bar chart: for each case (label, rate by implementation); rates in `unit`.
+
+    labels: what the legend says for an implementation.
+    """
 
     title: str
     unit: str
     groups: tuple[tuple[str, dict[str, float]], ...]
+    labels: Mapping[str, str] = field(default_factory=lambda: LABELS)
 
     @property
     def implementations(self) -> list[str]:
@@ -53,19 +64,29 @@ def plots(rows: Sequence[record.Json]) -> dict[str, str]:
     return {"overview": overview(rows), **found}
 
 
+def labels(rows: Sequence[record.Json]) -> dict[str, str]:
+    """Returns LABELS with the versions of the peers that the record names."""
+    versions = {row["peer"]: row["peer_version"] for row in rows if row.get("peer_version")}
+    kinds = {peer: version.partition(" of torch ") for peer, version in versions.items()}
+    return {**LABELS, **{peer: f"{kind} (torch)" if torch else kind for peer, (kind, torch, _) in kinds.items()}}
+
+
 def charts(rows: Sequence[record.Json]) -> Iterator[tuple[str, Bars]]:
-    """Yields (name, data) of each bar chart; together they show every row of the benchmark."""
-    gpu = rows[0]["gpu"]
+    """Yields (name, data) of each bar chart; together they show every rate of the benchmark."""
+    gpu, shown = rows[0]["gpu"], labels(rows)
     for direction in DIRECTIONS:
         of_direction = [row for row in rows if row["direction"] == direction and not row["ours_gb_s"]]
         for dtype in DTYPES:
             chosen = [row for row in of_direction if _is_plain(row) and row["case"].startswith(f"{dtype}_")]
-            yield f"{direction}_{dtype}", Bars(f"{direction}, {dtype}, {gpu}", "TFLOP/s", _groups(chosen, "tflops"))
+            yield (
+                f"{direction}_{dtype}",
+                Bars(f"{direction}, {dtype}, {gpu}", "TFLOP/s", _groups(chosen, "tflops"), shown),
+            )
         chosen = [row for row in of_direction if not _is_plain(row)]
         title = f"{direction}, features and other shapes, {gpu}"
-        yield f"{direction}_features", Bars(title, "TFLOP/s", _groups(chosen, "tflops"))
+        yield f"{direction}_features", Bars(title, "TFLOP/s", _groups(chosen, "tflops"), shown)
     chosen = [row for row in rows if row["ours_gb_s"]]
-    yield "decode", Bars(f"decode: few queries, many keys, {gpu}", "GB/s", _groups(chosen, "gb_s"))
+    yield "decode", Bars(f"decode: few queries, many keys, {gpu}", "GB/s", _groups(chosen, "gb_s"), shown)
 
 
 def overview(rows: Sequence[record.Json]) -> str:
@@ -74,20 +95,22 @@ def overview(rows: Sequence[record.Json]) -> str:
     for direction in DIRECTIONS:
         chosen = [row for row in rows if row["direction"] == direction]
         rates = dict(_groups(chosen, "tflops"))
-        panels.append(Bars(direction, "TFLOP/s", tuple((str(length), rates[name]) for length, name in SWEEP.items())))
+        groups = tuple((str(length), rates[name]) for length, name in SWEEP.items())
+        panels.append(Bars(direction, "TFLOP/s", groups, labels(rows)))
     title = f"Attention on {rows[0]['gpu']}: bf16, head dim 128, causal, 16 heads, 32768 tokens"
     return svg(partial(_draw_overview, panels=panels, title=title), 9.6, 3.6)
 
 
 def _draw_overview(figure: Figure, panels: Sequence[Bars], title: str) -> None:
-    names = panels[0].implementations
+    names = list(dict.fromkeys(name for panel in panels for name in panel.implementations))
     width = 0.84 / len(names)
     axes: Any = figure.subplots(1, len(panels), sharey=True)
     for axis, panel in zip(axes, panels, strict=True):
         for index, name in enumerate(names):
-            at = [group + (index - (len(names) - 1) / 2) * width for group in range(len(panel.groups))]
-            rates = [group[name] for _, group in panel.groups]
-            bars = axis.bar(at, rates, width * 0.94, color=COLORS[name], label=LABELS[name])
+            offset = (index - (len(names) - 1) / 2) * width
+            places = [(at + offset, rates[name]) for at, (_, rates) in enumerate(panel.groups) if name in rates]
+            bars = axis.bar([at for at, _ in places], [rate for _, rate in places], width * 0.94, color=COLORS[name],
+                            label=panel.labels[name])  # fmt: skip
             axis.bar_label(bars, fmt="%.0f", padding=1, fontsize=7, color=GRAY)
         axis.set_title(panel.title)
         axis.set_xticks(range(len(panel.groups)), [label for label, _ in panel.groups])
@@ -121,7 +144,7 @@ def _draw_bars(figure: Figure, bars: Bars) -> None:
         at += 0.6  # between groups
     for name, found in places.items():
         drawn = axis.barh([y for y, _ in found], [rate for _, rate in found], 0.9, color=COLORS[name],
-                          label=LABELS[name])  # fmt: skip
+                          label=bars.labels[name])  # fmt: skip
         axis.bar_label(drawn, fmt="%.0f", padding=3, fontsize=7.5, color=GRAY)
     axis.set_yticks(ticks, [label for label, _ in bars.groups])
     axis.set_ylim(at - 0.9, -0.7)
@@ -142,6 +165,6 @@ def _groups(rows: Sequence[record.Json], what: str) -> tuple[tuple[str, dict[str
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         rates = found.setdefault(row["case"], {"ours": row[f"ours_{what}"]})
-        if row["peer"]:
+        if row["peer"] and row["ratio"] is not None:  # None: the peer refused the case
             rates[row["peer"]] = row["peer_tflops"] if what == "tflops" else row["ours_gb_s"] / row["ratio"]
     return tuple(found.items())

@@ -37,20 +37,33 @@ def benchmark_table(rows: Sequence[record.Json]) -> str:
     heads = ["case", "direction", "ours", *peers, *compared]
     lines = [
         f"TFLOP/s on {rows[0]['gpu']}, medians of CUDA graph replays{SUSTAINED if rows[0].get('sustained') else ''}; "
-        "in brackets ours / peer." + (FEW_QUERIES if any(row.get("ours_gb_s") for row in rows) else ""),
+        "in brackets ours / peer."
+        + (FEW_QUERIES if any(row.get("ours_gb_s") for row in rows) else "")
+        + _versions(rows),
         "",
         f"| {' | '.join(heads)} |",
         f"| {' | '.join('---' for _ in heads)} |",
     ]
     for (case, direction), found in grouped.items():
         first = next(iter(found.values()))
-        cells = [f"{found[p]['peer_tflops']:.0f} ({found[p]['ratio']:.2f})" if p in found else "" for p in peers]
+        cells = [_peer_cell(found[peer]) if peer in found else "" for peer in peers]
         rate, baseline = first.get("baseline_ratio"), first.get("baseline")
         cells += [f"{rate:.2f} of `{baseline}`" if rate else "" for _ in compared]
         ours = f"{first['ours_tflops']:.0f}"
         ours += f", {first['ours_gb_s']:.0f} GB/s" if first.get("ours_gb_s") else ""
         lines.append(f"| {' | '.join([f'`{case}`', direction, ours, *cells])} |")
     return "\n".join(lines)
+
+
+def _versions(rows: Sequence[record.Json]) -> str:
+    """Returns a sentence with what ran behind the peers' names; "" for a record without versions."""
+    found = {row["peer"]: row["peer_version"] for row in rows if row.get("peer_version")}
+    return f" Peers: {', '.join(f'{peer} is {version}' for peer, version in found.items())}." if found else ""
+
+
+def _peer_cell(row: record.Json) -> str:
+    """Returns a peer's TFLOP/s and our rate / its rate; "" if it refused the case."""
+    return f"{row['peer_tflops']:.0f} ({row['ratio']:.2f})" if row["peer_tflops"] is not None else ""
 
 
 def with_block(text: str, name: str, content: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.bench import cases, harness
+from cutlass_py_attn.bench import cases, flash4, harness
 from cutlass_py_attn.bench import peers as bench_peers
 from cutlass_py_attn.bench.cases import FEATURE_CASES, default_cases
 from cutlass_py_attn.errors import AttentionError, DriverError, NotSupported
@@ -327,7 +328,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
     return FakeTorch()
 
 
-def asked(torch: FakeTorch, peer: str, name: str, direction: str) -> tuple[bench_peers.Call, Any, Any, Any]:
+def asked(torch: FakeTorch, peer: str, name: str, direction: str) -> tuple[Any, Any, Any, Any]:
     """The call, and the name, the arguments and the options of what it asks torch for."""
     arrays = {key: key for key in ("query", "key", "value", "grad_output", "bias", "cu_seqlens_q")}
     call = bench_peers.prepare(torch, peer, parse(name), direction, arrays)
@@ -424,10 +425,29 @@ def test_peers_of_a_case(name: str, peers: tuple[str, ...]) -> None:
     assert bench_peers.names(parse(name)) == peers
 
 
-def test_a_peer_that_refuses_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    quiet = SimpleNamespace(is_available=lambda: True, synchronize=lambda: None, empty_cache=lambda: None)
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=quiet))
+VERSIONS = {
+    "mem_efficient": "memory-efficient attention of torch 2.11.0",
+    "flash": "FlashAttention-2 of torch 2.11.0",
+    "cudnn": "cuDNN 9.19.1 of torch 2.11.0",
+    "fa4": "FlashAttention-4",
+}
 
+
+@pytest.fixture
+def quiet_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that sees a GPU, without FlashAttention-4."""
+    quiet = SimpleNamespace(is_available=lambda: True, synchronize=lambda: None, empty_cache=lambda: None)
+    cudnn = SimpleNamespace(version=lambda: 91901)
+    fake = SimpleNamespace(cuda=quiet, backends=SimpleNamespace(cudnn=cudnn), __version__="2.11.0")
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention", ModuleType("torch.nn.attention"))
+    monkeypatch.setattr(flash4, "version", lambda: "")
+
+
+@pytest.mark.usefixtures("quiet_torch")
+def test_a_peer_that_refuses_gives_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def prepare(torch: Any, peer: str, *arguments: Any) -> str:
         if peer == "flash":
             raise RuntimeError("No available kernel.\nAborting")
@@ -435,8 +455,82 @@ def test_a_peer_that_refuses_is_named(monkeypatch: pytest.MonkeyPatch, capsys: p
 
     monkeypatch.setattr(bench_peers, "prepare", prepare)
     monkeypatch.setattr(bench_peers, "_milliseconds", lambda *arguments: 2.0)
-    assert list(bench_peers.measure(parse(SMALL), "forward", {}, 5)) == [("mem_efficient", 2.0), ("cudnn", 2.0)]
-    assert capsys.readouterr().err == f"{SMALL} forward: no flash: RuntimeError: No available kernel.\n"
+    reason = "RuntimeError: No available kernel."
+    assert list(bench_peers.measure(parse(SMALL), "forward", {}, lambda replay, stream: 1.0)) == [
+        bench_peers.Measurement("mem_efficient", VERSIONS["mem_efficient"], 2.0),
+        bench_peers.Measurement("flash", VERSIONS["flash"], None, reason),
+        bench_peers.Measurement("cudnn", VERSIONS["cudnn"], 2.0),
+    ]
+    assert capsys.readouterr().err == f"{SMALL} forward: no flash: {reason}\n"
+
+
+@pytest.mark.usefixtures("quiet_torch")
+@pytest.mark.parametrize(("chosen", "shown"), [(None, "FlashAttention-2"), ("FA3", "FlashAttention-3")])
+def test_versions_name_the_flash_attention_of_torch(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, shown: str
+) -> None:
+    attention: Any = sys.modules["torch.nn.attention"]
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: chosen, raising=False)
+    assert bench_peers.versions(sys.modules["torch"]) == {**VERSIONS, "flash": f"{shown} of torch 2.11.0"}
+
+
+def test_a_refusal_is_an_empty_cell_of_the_row(graphs: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        bench_peers.Measurement("cudnn", "cuDNN 9.19.1", 2.5),
+        bench_peers.Measurement("fa4", "FlashAttention-4 4.0", None, "AssertionError: no"),
+    ]
+    monkeypatch.setattr(bench_peers, "measure", lambda *arguments: iter(found))
+    cudnn, fa4 = list(harness.measure(parse(SMALL), fakes.artifact, 5))[:2]
+    assert (cudnn.peer_ms, cudnn.ratio, cudnn.refusal) == (2.5, 2.0, "")
+    assert (fa4.peer, fa4.peer_tflops, fa4.ratio, fa4.peer_ms) == ("fa4", None, None, None)
+    assert (fa4.refusal, fa4.ours_tflops) == ("AssertionError: no", cudnn.ours_tflops)
+    lines = harness.table([cudnn, fa4]).splitlines()
+    assert lines[2].split() == [SMALL, "forward", f"{fa4.ours_tflops:.1f}", "fa4"]
+    assert lines[-2:] == ["cudnn: cuDNN 9.19.1", "fa4: FlashAttention-4 4.0"]
+
+
+@pytest.mark.parametrize(("direction", "graphs_made"), [("forward", [3]), ("backward", [1, 3])])
+def test_a_peer_is_captured_behind_two_calls_on_its_stream(direction: str, graphs_made: list[int]) -> None:
+    """The time is that of a replay, divided by the calls in its graph."""
+    log: list[str] = []
+
+    @contextlib.contextmanager
+    def scope(name: str) -> Iterator[None]:
+        log.append(f"{name} begins")
+        yield
+        log.append(f"{name} ends")
+
+    stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: log.append("synchronised"))
+    cuda = SimpleNamespace(
+        Stream=lambda: stream,
+        stream=lambda given: scope("stream"),
+        CUDAGraph=lambda: SimpleNamespace(replay=lambda: log.append("replay")),
+        graph=lambda graph, stream: scope("capture"),
+    )
+
+    class Peer:
+        backend = contextlib.nullcontext()
+
+        def forward(self) -> str:
+            log.append("forward")
+            return "output"
+
+        def backward(self, forwarded: str) -> None:
+            assert forwarded == "output"
+            log.append("backward")
+
+    def timed(replay: Any, handle: int) -> float:
+        assert handle == 7
+        replay()
+        return 6.0
+
+    assert bench_peers._milliseconds(SimpleNamespace(cuda=cuda), Peer(), direction, timed, 3) == 2.0
+    calls = ["forward"] if direction == "forward" else ["forward", "backward"]
+    assert log[: 2 + 2 * len(calls)] == ["stream begins", *calls, *calls, "synchronised"]
+    captures = " ".join(log).split("capture begins ")[1:]
+    assert [each.split(" capture ends")[0].split() for each in captures] == [
+        [name] * count for name, count in zip(calls, graphs_made, strict=True)
+    ]
 
 
 def test_mask_forms_of_the_operators_are_those_of_the_cases() -> None:
