@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -68,8 +67,14 @@ def bench(
     else:
         with writing(output or Path("standard output")):
             rows, failures = engine.run(names, only, folder, output, samples, sustained=sustained)
+    if not as_json and not (record and before):
+        click.echo(engine.table(rows))
     found = compare.compare(earlier, rows, selected) if before else []
-    click.echo(_shown(rows, found, as_json))
+    if as_json:
+        listed = [{**asdict(each), "finding": each.finding} for each in found] if before else map(asdict, rows)
+        click.echo(json.dumps(list(listed), indent=1))
+    elif before:
+        click.echo(compare.table(found))
     worse = [f"{each.case} {each.direction}: {each.finding}" for each in found if each.is_worse]
     if failures or worse:
         raise click.ClickException("\n".join([*failures, *worse]))
@@ -83,11 +88,3 @@ def _refuse_options_of_a_run(context: click.Context) -> None:
     ]
     if given:
         raise click.UsageError(f"--rows takes the rows from a file: {', '.join(given)} must be absent; leave them out")
-
-
-def _shown(rows: Sequence[engine.Row], found: Sequence[compare.Comparison], as_json: bool) -> str:
-    """Returns the rows, or the comparisons if there are any, as JSON or as a table."""
-    if as_json:
-        listed = [{**asdict(each), "finding": each.finding} for each in found] or [asdict(row) for row in rows]
-        return json.dumps(listed, indent=1)
-    return compare.table(found) if found else engine.table(rows)
