@@ -147,7 +147,7 @@ def measure_with(timed: Timed, case: ProblemSpec, kernels: Kernels, calls: int =
                 sm_clock_mhz=clock,
                 gpu=gpu.name,
                 commit=commit(),
-                ours_ms=round(ours, 4),
+                ours_ms=round(ours, 6),
                 peer_ms=None,
                 ours_gb_s=round(bench_cases.bytes_read_once(case) / ours / 1e6, 1) or None,
             )
@@ -166,7 +166,7 @@ def _beside(alone: Row, peer: bench_peers.Measurement, flops: int, ours_ms: floa
         named,
         peer_tflops=_tflops(flops, peer.milliseconds),
         ratio=round(peer.milliseconds / ours_ms, 4),
-        peer_ms=round(peer.milliseconds, 4),
+        peer_ms=round(peer.milliseconds, 6),
     )
 
 

@@ -50,6 +50,12 @@ def sustained(replay: Replay, stream: int, samples: int) -> float:
     return statistics.median(milliseconds(replay, stream) for _ in range(samples))
 
 
+def unpaused(replay: Replay, stream: int, samples: int) -> float:
+    """Returns the median behind one replay to warm up, for work that is too short to reach the power limit."""
+    milliseconds(replay, stream)
+    return statistics.median(milliseconds(replay, stream) for _ in range(samples))
+
+
 def milliseconds(replay: Replay, stream: int) -> float:
     """Returns the milliseconds between events before and after one replay on `stream`."""
     timer = driver.StreamTimer(stream)
