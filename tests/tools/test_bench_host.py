@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from cutlass_py_attn.artifact import Artifact, Folder
+from cutlass_py_attn.plan.build import Build
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact
 from tools.bench import bench_host
+from tools.release import build_ptx
 
 
 def test_a_sample_is_a_mean_and_the_median_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +62,26 @@ def test_every_bound_call_has_other_addresses(driver_log: FakeDriver, monkeypatc
 def test_targets() -> None:
     row = bench_host.Row("attention_backward, torch", "float32", 30.0, 29.0)
     assert bench_host.allowed(row) == 25.0
+
+
+def test_what_it_builds_is_what_it_launches(
+    driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build_ptx, "compile_all", lambda needed, fresh: [artifact(first) for first, *_ in needed])
+    assert bench_host.main(["--build", str(tmp_path)]) == 0
+    built = {path.stem for path in tmp_path.glob("sm_90*/*.json")}
+    launched: set[str] = set()
+
+    def kernels(build: Build) -> Artifact:
+        launched.add(build.symbol)
+        return Folder(tmp_path)(build)
+
+    def measure(what: str, dtype: str, call: Any, **_: int) -> bench_host.Row:
+        call()
+        return bench_host.Row(what, dtype, 1.0, 1.0)
+
+    monkeypatch.setattr(bench_host, "measure", measure)
+    monkeypatch.setattr(bench_host, "LIBRARIES", ())
+    list(bench_host.rows(kernels, bench_host.DTYPES))
+    assert built == launched
+    assert len(built) == 8

@@ -1,5 +1,6 @@
 """Host benchmark: CPU time of a call until it returns, with other addresses in each call; needs a GPU.
 
+python -m tools.bench.bench_host --build FOLDER     compile the kernels; needs no GPU
 python -m tools.bench.bench_host [--kernels FOLDER] [--dtypes bfloat16] [--json]
 
 Problems are small, and the stream is synchronised between samples only, so the launch queue never fills up.
@@ -21,9 +22,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from cutlass_py_attn.api.attention import attention_backward, attention_forward
+from cutlass_py_attn.api.attention import attention_backward, attention_forward, default_kernels
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Folder
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
@@ -31,6 +33,7 @@ from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray
 from cutlass_py_attn.runtime.launch import Bound, bind_problem
 from cutlass_py_attn.runtime.launchers import GraphLauncher, Launcher, StreamLauncher
+from tools.release import build_ptx
 
 CALLS: Final = 40  # per sample
 SAMPLES: Final = 60
@@ -70,6 +73,17 @@ def measure(what: str, dtype: str, call: Callable[[], object], samples: int = SA
     return Row(what, dtype, statistics.median(found), min(found))
 
 
+def problem_of(direction: str, dtype: str, head_dim: int) -> Problem:
+    """Returns the problem of a direction: SHAPE with this head dim, causal."""
+    return Problem.dense(direction, replace(SHAPE, head_dim=head_dim, head_dim_value=head_dim), dtype, Causal())
+
+
+def builds(dtypes: Sequence[str]) -> list[build_ptx.Choices]:
+    """Returns every kernel that `rows` launches, once; each with the kernels to fall back to."""
+    problems = (problem_of(*case) for case in itertools.product(DIRECTIONS, dtypes, HEAD_DIMS))
+    return list(dict.fromkeys(planner.builds_on(problem, build_ptx.HOPPER) for problem in problems))
+
+
 def bound_rows(direction: str, dtype: str, head_dim: int, kernels: Any) -> Iterator[Row]:
     """Yields the rows of Bound calls.
 
@@ -77,8 +91,7 @@ def bound_rows(direction: str, dtype: str, head_dim: int, kernels: Any) -> Itera
     rows take the workspace from the pool, launch kernel by kernel, and launch as a graph.
     """
     stream = driver.create_stream()
-    shape = replace(SHAPE, head_dim=head_dim, head_dim_value=head_dim)
-    problem = Problem.dense(direction, shape, dtype, Causal())
+    problem = problem_of(direction, dtype, head_dim)
     bound = bind_problem(problem, kernels)
     elements = max(math.prod(tensor.shape) for tensor in problem.tensors().values())
     arrays = {
@@ -151,14 +164,16 @@ def allowed(row: Row) -> float | None:
     return next(limit for start, limit in ALLOWED_US.items() if row.what.startswith(start))
 
 
-def main() -> int:
-    """Measures and prints all rows; returns 1 if a median exceeds its target."""
+def main(given: Sequence[str] | None = None) -> int:
+    """Builds the kernels, or measures and prints all rows; returns 1 if a median exceeds its target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--kernels", type=Path, help="use the kernels of this folder of a `cutlass-py-attn build`")
+    parser.add_argument("--build", type=Path, metavar="FOLDER", help="compile the kernels into FOLDER, for --kernels")
+    parser.add_argument("--kernels", type=Path, metavar="FOLDER", help="use what --build wrote; without it, compile")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="dtypes to measure")
-    arguments = parser.parse_args()
-    from cutlass_py_attn.api.attention import default_kernels
+    arguments = parser.parse_args(given)
+    if arguments.build:
+        return build_ptx.build_into(arguments.build, builds(arguments.dtypes))
 
     found = list(rows(Folder(arguments.kernels) if arguments.kernels else default_kernels(), arguments.dtypes))
     if arguments.json:
