@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.docs import jax_table
+from tools.docs import jax_table, short_map_plots
 from tools.docs.benchmark_plots import BENCHMARK, plots
 from tools.docs.reference import reference
 from tools.docs.schematics import schematics
@@ -42,11 +42,14 @@ ORDER = (
 def generated(root: Path) -> dict[str, str]:
     """Returns the text of every generated file by its path from the root."""
     charts = plots(json.loads((root / BENCHMARK).read_text()))
-    found = {f"docs/pictures/{name}.svg": text for name, text in (schematics() | charts).items()}
+    short_map = short_map_plots.read(root)
+    pictures = schematics() | charts | short_map_plots.pictures(short_map)
+    found = {f"docs/pictures/{name}.svg": text for name, text in pictures.items()}
     found[REFERENCE] = reference()
     performance = with_block((root / PERFORMANCE).read_text(), "plots", plot_links(charts))
     sustained = benchmark_table(json.loads((root / SUSTAINED).read_text()))
     performance = with_block(performance, "sustained", sustained)
+    performance = with_block(performance, "short_map", short_map_plots.block(short_map))
     microbench = microbenchmarks(record.read_log(root / MICROBENCH))
     found[PERFORMANCE] = with_block(performance, "microbench", microbench)
     measured = json.loads((root / jax_table.RESULTS).read_text())
