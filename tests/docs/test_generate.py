@@ -58,6 +58,25 @@ def test_charts_label_every_case_and_name_flash_attention_2() -> None:
         assert ("FlashAttention-2 (torch)" in texts) == ("flash" in bars.implementations)
 
 
+def test_charts_show_flash_attention_4_and_versions_where_a_record_has_them() -> None:
+    rows = json.loads((ROOT / benchmark_plots.BENCHMARK).read_text())
+    name, versions = rows[0]["case"], {"cudnn": "cuDNN 9.19.0 of torch 2.11.0", "fa4": "FlashAttention-4 4.0.0"}
+    added = [{**row, "peer": "fa4"} for row in rows if row["peer"] == "cudnn"]
+    shown = [{**row, "peer_version": versions.get(row["peer"], "")} for row in [*rows, *added]]
+    refused = {"peer_tflops": None, "ratio": None, "refusal": "no"}
+    shown = [{**row, **refused} if (row["case"], row["peer"]) == (name, "fa4") else row for row in shown]
+    charts = dict(benchmark_plots.charts(shown))
+    assert "fa4" not in dict(charts["forward_bf16"].groups)[name]
+    sweep = set(ElementTree.fromstring(benchmark_plots.overview(shown)).itertext())
+    assert sweep >= {"FlashAttention-4 4.0.0", "cuDNN 9.19.0 (torch)", "FlashAttention-2 (torch)"}
+
+
+def test_a_peer_without_a_rate_in_one_direction_is_left_out_there() -> None:
+    rows = json.loads((ROOT / benchmark_plots.BENCHMARK).read_text())
+    kept = [row for row in rows if (row["direction"], row["peer"]) != ("backward", "cudnn")]
+    assert "cuDNN (torch)" in benchmark_plots.overview(kept)
+
+
 def test_reference_has_every_public_name(generated: dict[str, str]) -> None:
     headings = re.findall(r"^### `(\w+)`$", generated[generate.REFERENCE], re.MULTILINE)
     jax_names = reference.exports(reference.load()["jax"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -29,6 +29,7 @@ COLORS: Final = {
     "mem_efficient": "#c3c8ce",
 }
 DIRECTIONS: Final = ("forward", "backward")
+LEGEND_COLUMNS: Final = 4
 DTYPES: Final = ("bf16", "f16", "f32")
 PLAIN_PARTS: Final = 6  # of a case's name without features: dtype, head dim, length, batch, heads, mask
 # One model size, so many sequences that each batch has 32768 tokens: the sweep that attention papers show.
@@ -104,6 +105,7 @@ def overview(rows: Sequence[record.Json]) -> str:
 def _draw_overview(figure: Figure, panels: Sequence[Bars], title: str) -> None:
     names = list(dict.fromkeys(name for panel in panels for name in panel.implementations))
     width = 0.84 / len(names)
+    size = 7 if len(names) <= LEGEND_COLUMNS else 6  # of the numbers above the bars
     axes: Any = figure.subplots(1, len(panels), sharey=True)
     for axis, panel in zip(axes, panels, strict=True):
         for index, name in enumerate(names):
@@ -111,14 +113,19 @@ def _draw_overview(figure: Figure, panels: Sequence[Bars], title: str) -> None:
             places = [(at + offset, rates[name]) for at, (_, rates) in enumerate(panel.groups) if name in rates]
             bars = axis.bar([at for at, _ in places], [rate for _, rate in places], width * 0.94, color=COLORS[name],
                             label=panel.labels[name])  # fmt: skip
-            axis.bar_label(bars, fmt="%.0f", padding=1, fontsize=7, color=GRAY)
+            axis.bar_label(bars, fmt="%.0f", padding=1, fontsize=size, color=GRAY)
         axis.set_title(panel.title)
         axis.set_xticks(range(len(panel.groups)), [label for label, _ in panel.groups])
         axis.set_xlabel("sequence length")
         axis.grid(axis="y")
     axes[0].set_ylabel(panels[0].unit)
     handles, labels = axes[0].get_legend_handles_labels()
-    _legend(figure, title, handles=handles, labels=labels, loc="outside upper center", ncols=len(names))
+    _legend(figure, title, handles=handles, labels=labels, loc="outside upper center", ncols=_columns(names))
+
+
+def _columns(names: Collection[str]) -> int:
+    """Columns of a legend: one line if it fits in a figure's width."""
+    return len(names) if len(names) <= LEGEND_COLUMNS else -(-len(names) // 2)
 
 
 def _legend(figure: Figure, title: str, **options: Any) -> None:
@@ -150,7 +157,7 @@ def _draw_bars(figure: Figure, bars: Bars) -> None:
     axis.set_ylim(at - 0.9, -0.7)
     axis.set_xlabel(f"{bars.unit}, higher is better")
     axis.grid(axis="x")
-    _legend(figure, bars.title, loc="outside upper center", ncols=len(places))
+    _legend(figure, bars.title, loc="outside upper center", ncols=_columns(places))
 
 
 def _is_plain(row: record.Json) -> bool:

@@ -92,5 +92,5 @@ def _draw_panel(axis: Any, places: dict[tuple[int, int], float | None], rows: in
     for (row, column), value in places.items():
         text, color = (f"{value:.2f}", INK) if value else ("-", GRAY)
         axis.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=7, color=color)
-    axis.invert_yaxis()
+    axis.set_ylim(rows, 0)
     axis.spines[:].set_visible(False)

@@ -235,6 +235,17 @@ def test_readme_table_shows_the_baseline() -> None:
     ]
 
 
+def test_tables_have_an_empty_cell_for_a_refusal_and_name_the_versions() -> None:
+    shared = {"case": "a", "direction": "forward", "gpu": "H200", "ours_tflops": 100.0}
+    rows = [
+        {**shared, "peer": "cudnn", "peer_tflops": 50.0, "ratio": 2.0, "peer_version": "cuDNN 9.19.0 of torch 2.11.0"},
+        {**shared, "peer": "fa4", "peer_tflops": None, "ratio": None, "peer_version": "FlashAttention-4 4.0.0"},
+    ]
+    first, _, *lines = check_verified.benchmark_table(rows).splitlines()
+    assert first.endswith(" Peers: cudnn is cuDNN 9.19.0 of torch 2.11.0, fa4 is FlashAttention-4 4.0.0.")
+    assert lines[2] == "| `a` | forward | 100 | 50 (2.00) |  |"
+
+
 def test_the_table_says_what_was_sustained() -> None:
     shared = {"direction": "forward", "peer": "", "peer_tflops": None, "ratio": None, "gpu": "H200", "ours_tflops": 1.0}
     first = check_verified.benchmark_table([{**shared, "case": "a", "sustained": True}]).splitlines()[0]
