@@ -293,7 +293,7 @@ def run(
 
 
 def main() -> int:
-    """Runs `python -m cutlass_py_attn.bench.harness`: the command `bench` without click."""
+    """Runs `python -m cutlass_py_attn.bench.harness`: the measurements of the command `bench`, without click."""
     parser = argparse.ArgumentParser(prog="python -m cutlass_py_attn.bench.harness", description=__doc__)
     parser.add_argument("--case", action="append", default=[], help="may be given several times")
     parser.add_argument(
