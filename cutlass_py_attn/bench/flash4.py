@@ -1,6 +1,6 @@
 """Bench FlashAttention-4: calls of the package flash-attn-4, and compilation of its kernels ahead of the measurements.
 
-The package is no dependency: if it cannot be imported, it is no peer. It compiles a kernel at the first call of each
+The package is no dependency: if it is not installed, it is no peer. It compiles a kernel at the first call of each
 variant, which takes seconds; `compile_ahead` does that in processes of their own and leaves the kernels in the
 package's cache on disk, from which the process that measures loads them.
 """

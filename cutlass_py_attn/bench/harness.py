@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -82,7 +83,8 @@ class Operands:
         rng = np.random.default_rng(1)
         for name in RANDOM_INPUTS:
             if name in self.arrays:
-                values = rng.standard_normal(RANDOM_ELEMENTS, np.float32)
+                count = min(RANDOM_ELEMENTS, math.prod(self.arrays[name].shape))
+                values = rng.standard_normal(count, np.float32)
                 self._write(name, values.astype(frameworks.numpy_dtype(self.arrays[name].dtype)), stream)
         if case.alibi:
             heads = np.arange(1, case.shape.num_heads + 1, dtype=np.float32)

@@ -45,7 +45,7 @@ def names() -> tuple[str, ...]:
 
 
 def point(rows: Sequence[harness.Row]) -> record.Json:
-    """Returns the point of a case and direction: times in microseconds, peers' by name; the peers that refused lack."""
+    """Returns the point of a case and direction: times in microseconds; peers that refused are absent."""
     first, case = rows[0], parse(rows[0].case)
     return {
         "head_dim": case.head_dim,
