@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -26,7 +25,7 @@ with Card(Path(sys.argv[1]), 10).share(float(sys.argv[2])):
 
 
 def shares(card: Card) -> list[tuple[float, bool]]:
-    return [(share["gib"], share["is_held"]) for share in json.loads(card.path.read_text())]
+    return [(share.gib, share.is_held) for share in card._change(list)]
 
 
 @pytest.fixture
