@@ -67,7 +67,8 @@ def test_shares_of_another_process(card: Card) -> None:
         assert other.stdout.readline() == "held\n"
         with card.share(4):
             assert shares(card) == [(6, True), (4, True)]
-        waiting = threading.Thread(target=lambda: card.share(5).__enter__())
+        mine = card.share(5)
+        waiting = threading.Thread(target=mine.__enter__)
         waiting.start()
         while len(shares(card)) < 2:
             pass
@@ -76,6 +77,7 @@ def test_shares_of_another_process(card: Card) -> None:
         other.wait()
         waiting.join()
     assert shares(card) == [(5, True)]
+    mine.__exit__(None, None, None)
 
 
 def test_more_than_the_card_has(card: Card) -> None:
