@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
+from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
@@ -23,10 +25,10 @@ def series(count: int, *, seconds: float = 10.0, warm: float = 100.0, **per_seco
     """Returns samples that fill up for `warm` seconds, wobble, and grow by `per_second` MiB."""
     found = []
     for number in range(1, count + 1):
-        time = number * seconds
-        level = 500.0 + min(time, warm) * 3 + 20 * (number % 2)
-        grown = {name: level + time * per_second.get(name, 0.0) for name in BOUNDS_MIB}
-        found.append(Sample(time, number, **grown))
+        now = number * seconds
+        level = 500.0 + min(now, warm) * 3 + 20 * (number % 2)
+        grown = {name: level + now * per_second.get(name, 0.0) for name in BOUNDS_MIB}
+        found.append(Sample(now, number, **grown))
     return found
 
 
@@ -85,6 +87,7 @@ class FakeJob:
 
     def run(self, stream: int) -> Iterator[soak.Results]:
         self.calls += 1
+        time.sleep(0.001)
         yield {"output": np.full(3, float(self.calls >= self.wrong_from))}
 
     def ratios(self, found: soak.Results) -> Mapping[str, float]:
@@ -95,10 +98,11 @@ class FakeJob:
 
 
 def sample(start: float, calls: int) -> Sample:
-    return Sample(calls, calls, 1, 1, 1)
+    return Sample(time.monotonic() - start, calls, 1, 1, 1)
 
 
-def run(*jobs: FakeJob, seconds: float = 0.1, threads: int = 2) -> soak.Outcome:
+def run(*jobs: FakeJob, seconds: float = 0.3, threads: int = 2) -> soak.Outcome:
+    driver.device(0)  # outside of the time
     return soak.soak(jobs, seconds, threads, interval=0.005, sample=sample)
 
 
@@ -150,7 +154,7 @@ class UncheckedJob(soak.BoundJob):
 def test_a_short_run_on_the_fake_driver_frees_all_it_allocates(driver_log: FakeDriver) -> None:
     lines = ("forward bf16_d64_q20_s30_b1_h2_causal", "backward f16_d64_q20_s30_b1_h2_full_deterministic")
     jobs = [UncheckedJob(Case.parse(line), "sm80", fakes.artifact) for line in lines]
-    outcome = soak.soak(jobs, 0.05, 2, interval=0.005, sample=sample)
+    outcome = soak.soak(jobs, 0.2, 2, interval=0.005, sample=sample)
     assert outcome.progress.failures == []
     assert set(outcome.progress.calls) == {job.name for job in jobs}
     allocated, freed = (len(driver_log.of(name)) for name in ("cuMemAlloc", "cuMemFree"))

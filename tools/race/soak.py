@@ -156,8 +156,10 @@ class CallJob:
         found = {"output": output, "logsumexp": logsumexp}
         if self.case.direction == "backward":
             options: dict[str, Any] = {"deterministic": spec.deterministic, "num_splits_key": spec.num_splits_key}
-            gradient_operands = given["grad_output"], *operands, output, logsumexp
-            gradients = attention_backward(*gradient_operands, **options, **common)
+            query, key, value = operands
+            gradients = attention_backward(
+                given["grad_output"], query, key, value, output, logsumexp, **options, **common
+            )
             found |= dict(zip(check.GRADIENTS, (gradients.query, gradients.key, gradients.value), strict=True))
         return found
 
