@@ -210,9 +210,9 @@ class LargeRun:
 
 
 def _range(seen: Array) -> Array:
-    """Returns the numbers from the first to the last element that is true."""
+    """Returns the numbers from the first to the last element that is true; none if all are false."""
     places = np.flatnonzero(seen)
-    return np.arange(places[0], places[-1] + 1)
+    return np.arange(places[0], places[-1] + 1) if places.size else places
 
 
 def _read(array: Array, address: int) -> None:
