@@ -161,7 +161,9 @@ class LargeRun:
         if self.case.direction == "backward":
             given["output"] = self._device_rows("output", sample, rows)
             given["logsumexp"] = self._logsumexp(sample)[rows]
-        return sampled.Rows(**given, visible=visible, scale=self.case.problem().scale_value)
+        wide = {name: np.asarray(array, np.float64) for name, array in given.items()}  # once, not for truth and low
+        spec = self.case.spec
+        return sampled.Rows(**wide, visible=visible, scale=self.case.problem().scale_value, dtype=DTYPES[spec.dtype])
 
     def _found(self, name: str, sample: Sample) -> Array:
         tokens = np.array(sample.tokens)

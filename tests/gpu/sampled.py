@@ -26,13 +26,14 @@ ABSOLUTE: Final = 2e-5  # error of an element of a result that cancels, for inpu
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of one head. query, grad_output, output: (queries, channels); logsumexp: (queries,); key, value: (keys,
-    channels); visible: (queries, keys)."""
+    channels); visible: (queries, keys). dtype: that of the problem; values may be wider."""
 
     query: Array
     key: Array
     value: Array
     visible: Array
     scale: float
+    dtype: Any
     grad_output: Array | None = None
     output: Array | None = None
     logsumexp: Array | None = None
@@ -84,11 +85,11 @@ def _of(rows: Rows) -> tuple[Array, Array, Array]:
 
 
 def _wide(array: Array) -> Array:
-    return array.astype(np.float64)
+    return np.asarray(array, np.float64)
 
 
 def _rounded(array: Array, rows: Rows, low: bool) -> Array:
-    return array.astype(rows.query.dtype).astype(np.float64) if low else array
+    return array.astype(rows.dtype).astype(np.float64) if low else array
 
 
 def ratios(found: Mapping[str, Array], truth: Mapping[str, Array], low: Mapping[str, Array]) -> dict[str, float]:

@@ -35,7 +35,12 @@ def rows(given: dict[str, Array], queries: Array, keys: Array) -> sampled.Rows:
     of_keys = {name: given[name][0, keys, 0] for name in ("key", "value")}
     scale = CASE.problem().scale_value
     return sampled.Rows(
-        **of_queries, **of_keys, visible=visible, scale=scale, logsumexp=given["logsumexp"][0, 0, queries]
+        **of_queries,
+        **of_keys,
+        visible=visible,
+        scale=scale,
+        dtype=np.float16,
+        logsumexp=given["logsumexp"][0, 0, queries],
     )
 
 
