@@ -41,6 +41,7 @@ _HINTS: Final = {
     201: "the stream belongs to no live context of this device",
     209: "the cubin was built for another architecture",
     400: "a stream, event or kernel handle is closed or belongs to another device",
+    500: "the cubin is of other kernels; compile or build them again",
     709: "the device's context was destroyed or reset, with every array and kernel in it; start a new process",
 }
 
@@ -314,14 +315,14 @@ def relaxed_capture_mode() -> Iterator[None]:
         call("cuThreadExchangeStreamCaptureMode", previous)
 
 
-def get_kernel(library: int, symbol: str) -> int:
+def get_kernel(library: int, symbol: str, purpose: str = "") -> int:
     """Returns the kernel with this symbol; DriverError names the symbol when the cubin does not have it."""
-    return int(call("cuLibraryGetKernel", library, symbol.encode()))
+    return int(call("cuLibraryGetKernel", library, symbol.encode(), purpose=purpose))
 
 
-def load_function(kernel: int) -> int:
+def load_function(kernel: int, purpose: str = "") -> int:
     """Returns the kernel as a function of the current context. Loads its code now, not at the first launch."""
-    return int(call("cuKernelGetFunction", kernel))
+    return int(call("cuKernelGetFunction", kernel, purpose=purpose))
 
 
 def parameter_sizes(kernel: int, count: int) -> tuple[int, ...]:

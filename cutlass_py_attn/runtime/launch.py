@@ -287,7 +287,8 @@ def bind_problem(problem: Problem, kernels: Callable[[Build], Artifact], device:
 
 def _load_kernel(artifact: Artifact, launch: Launch, gpu: driver.Device) -> int:
     """Loads the kernel of this launch, checks its parameters and returns its CUfunction handle."""
-    handle = driver.get_kernel(_library(artifact, gpu), launch.symbol)
+    purpose = f"the kernels of {artifact.build.symbol}"
+    handle = driver.get_kernel(_library(artifact, gpu, purpose), launch.symbol, purpose)
     expected = _parameter_sizes(artifact, launch)  # equal to the plan's sizes: `bind` has checked that
     found = driver.parameter_sizes(handle, len(expected))
     if found != expected:
@@ -299,15 +300,15 @@ def _load_kernel(artifact: Artifact, launch: Launch, gpu: driver.Device) -> int:
     reserved = architecture(artifact.build.arch).reserved_shared_memory
     static_bytes = max(artifact.kernel(launch.symbol).static_shared_memory_bytes - reserved, 0)
     driver.allow_shared_memory(handle, gpu, launch.shared_memory_bytes, static_bytes)
-    return driver.load_function(handle)
+    return driver.load_function(handle, purpose)
 
 
-def _library(artifact: Artifact, gpu: driver.Device) -> int:
+def _library(artifact: Artifact, gpu: driver.Device, purpose: str) -> int:
     """Returns the library of the artifact's cubin, which is loaded once per device."""
     key = (gpu.ordinal, artifact.cubin)
     with _libraries_lock:
         if key not in _libraries:
-            _libraries[key] = driver.load_library(artifact.cubin, f"the kernels of {artifact.build.symbol}")
+            _libraries[key] = driver.load_library(artifact.cubin, purpose)
         return _libraries[key]
 
 

@@ -63,6 +63,32 @@ LONG_DROPOUT: Final = _cases(
     "backward f16_d96_q2400_s70_b1_h1_window_left2200_right60_dropout0.4_deterministic",
 )
 
+# A quarter of a million tokens, whose sampled rows are compared (tests/gpu/long/test_long.py).
+LONG: Final = _cases(
+    "backward bf16_d128_s262144_b1_h2_causal seed=1",
+    "backward f16_d128_s262144_b1_h1_causal seed=2",
+    "backward bf16_d128_n262144,1,333_h1_causal seed=3",
+)
+
+# Every tensor has more than 2^31 elements: within one batch element, over many, and in packed sequences.
+MANY_ELEMENTS: Final = _cases(
+    "backward bf16_d128_s262400_b1_h64_window_left512_right0 seed=1",
+    "backward bf16_d128_s257_b8200_h8_causal seed=2",
+    "backward bf16_d128_n131072,131400_h64_window_left512_right0 seed=3",
+)
+
+# More heads of all batch elements than a grid has blocks in its second and third dimension.
+BEYOND_GRID: Final = _cases(
+    "backward bf16_d64_q17_s19_b4100_h16_causal seed=1",
+    "backward f16_d128_q17_s19_b65600_h1_causal seed=2",
+    "backward f16_d128_q17_s19_b1_h65600_causal seed=3",
+)
+DECODE_BEYOND_GRID: Final = _cases(
+    "forward bf16_d64_q1_s300_b4100_h16_full seed=1",
+    "forward bf16_d64_q1_s300_b65600_h1_full seed=2",
+    "forward bf16_d64_q1_s300_b1_h65600_full seed=3",
+)
+
 # The problems of the calls in tests/gpu/test_torch_ops.py, forward and backward.
 TORCH_OPS: Final = tuple(
     map(
@@ -95,8 +121,9 @@ def torch_ops_builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
 
 def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that tests/gpu needs for a target, once; each with its fallbacks if ptxas spills."""
-    forwards = (case.replace(direction="forward") for case in VARIABLE_LENGTH)
-    cases = (*MANY_HEADS, *VARIABLE_LENGTH, *forwards, *LAUNCHERS.values(), *LONG_DROPOUT)
+    both = (*VARIABLE_LENGTH, *LONG, *MANY_ELEMENTS, *BEYOND_GRID)
+    forwards = (case.replace(direction="forward") for case in both)
+    cases = (*MANY_HEADS, *both, *forwards, *DECODE_BEYOND_GRID, *LAUNCHERS.values(), *LONG_DROPOUT)
     parts = (
         covering_cases.builds(arch),
         matrix.builds(arch),

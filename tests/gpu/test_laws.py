@@ -198,6 +198,7 @@ def test_rows_without_keys(dtype: str, kernels: Kernels) -> None:
     assert all(np.isfinite(array.astype(np.float32)).all() for key, array in found.items() if key != "logsumexp")
 
 
+@pytest.mark.device_memory(gib=5)
 def test_batches_far_apart(kernels: Kernels) -> None:
     """A batch stride beyond 2^31 elements: addresses are 64 bits wide."""
     case = directed(case_of(MIXED[0], (2, 1, 70, 70)), "forward")

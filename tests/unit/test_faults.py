@@ -37,39 +37,36 @@ from tests.support import fakes
 from tests.support.bundles import export, snapshot
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import InterfaceArray, addresses, aligned
+from tools.docs import faults_table
+from tools.docs.faults_table import NO_ERROR
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_ERROR = "none"
 STREAM = 0x77
 B, MQ, MK, H, D, DV = 2, 40, 50, 3, 16, 24
+FAULTS = faults_table.read()
 
 
-def rows() -> dict[str, tuple[str, str]]:
-    """Returns error and message of each fault of the page."""
-    page = (ROOT / "docs/faults.md").read_text()
-    table = page.partition("<!-- faults:begin -->")[2].partition("<!-- faults:end -->")[0].strip().splitlines()[2:]
-    cells = ([cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in table)
-    return {fault: (error, message) for fault, error, message, _ in cells}
-
-
-ROWS = rows()
-
-
-def test_the_page_has_the_faults_that_are_tested() -> None:
+def test_every_fault_of_the_page_is_tested() -> None:
     """And each message is compared, because `refused` and `survived` compare it."""
     shown = re.findall(r'(?:refused|survived|compare)\(\s*"([^"]+)"', Path(__file__).read_text())
-    assert set(shown) == set(ROWS)
-    assert {fault for fault, row in ROWS.items() if row == (NO_ERROR, "")} == set(
+    assert set(shown) == set(FAULTS)
+    assert {fault.what for fault in FAULTS.values() if (fault.error, fault.message) == (NO_ERROR, "")} == set(
         re.findall(r'survived\("([^"]+)"', Path(__file__).read_text())
     )
 
 
+def test_the_tests_on_a_gpu_exist_and_compare_the_fault() -> None:
+    text = (ROOT / faults_table.GPU_TESTS).read_text()
+    tests = dict(re.findall(r"^def (test_\w+)\((.*?)(?=^def |^@|\Z)", text, re.MULTILINE | re.DOTALL))
+    listed = [(name, fault.what) for fault in FAULTS.values() for name in fault.on_gpu]
+    assert sorted(name for name, _ in listed) == sorted(tests)
+    for name, what in listed:
+        assert f'"{what}"' in tests[name], f"{name} must compare with the entry"
+
+
 def compare(fault: str, error: BaseException) -> None:
     """Checks that the page has this error for the fault."""
-    name, message = ROWS[fault]
-    assert type(error).__name__ == name
-    pattern = ".*".join(map(re.escape, message.split("...")))
-    assert re.fullmatch(pattern, str(error), re.DOTALL), str(error)
+    assert FAULTS[fault].objection(type(error).__name__, str(error)) == ""
 
 
 @contextlib.contextmanager
@@ -83,7 +80,7 @@ def refused(fault: str) -> Iterator[None]:
 @contextlib.contextmanager
 def survived(fault: str) -> Iterator[None]:
     """Context manager for code that raises no error, nor warns, in spite of the fault."""
-    assert ROWS[fault] == (NO_ERROR, "")
+    assert (FAULTS[fault].error, FAULTS[fault].message) == (NO_ERROR, "")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -225,6 +222,17 @@ def test_kernels_of_another_gpu(driver_log: FakeDriver) -> None:
     driver_log.fail("cuLibraryLoadData", 209)
     with untouched(driver_log, []), refused("the driver finds no code for its GPU in a cubin"):
         bind(fakes.artifact(plan.build), plan, problem)
+
+
+def test_a_cubin_of_other_kernels(driver_log: FakeDriver) -> None:
+    problem, plan = fakes.plan_of("forward", "sm_90")
+    _, other = fakes.plan_of("backward", "sm_90")
+    artifact = dataclasses.replace(fakes.artifact(plan.build), cubin=fakes.artifact(other.build).cubin)
+    with untouched(driver_log, []), refused("a cubin has other kernels than its description"):
+        bind(artifact, plan, problem)
+    with untouched(driver_log, []), refused("a cubin has another kernel under the name of ours"):
+        bind(fakes.artifact(plan.build, driver_sizes=(8, 16)), plan, problem)
+    bind(fakes.artifact(plan.build), plan, problem)
 
 
 def test_kernels_of_another_version(driver_log: FakeDriver, tmp_path: Path) -> None:

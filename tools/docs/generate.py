@@ -1,4 +1,4 @@
-"""Generates files of docs/ (pictures, reference, tables of measurements, list of pages), or compares them."""
+"""Generates files of docs/ (pictures, reference, tables of measurements and of faults, list of pages), or compares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.docs import jax_table, short_map_plots
+from tools.docs import faults_table, jax_table, short_map_plots
 from tools.docs.benchmark_plots import BENCHMARK, plots
 from tools.docs.reference import reference
 from tools.docs.schematics import schematics
@@ -17,7 +17,7 @@ from tools.release.check_verified import benchmark_table, with_block
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX, REFERENCE, PERFORMANCE = "docs/README.md", "docs/reference.md", "docs/performance.md"
-JAX = "docs/jax.md"
+JAX, FAULTS = "docs/jax.md", "docs/faults.md"
 SUSTAINED = "tools/bench/results/sustained.json"
 MICROBENCH = "tools/bench/results/microbench.jsonl"
 NOT_MEASURED = (
@@ -54,6 +54,7 @@ def generated(root: Path) -> dict[str, str]:
     found[PERFORMANCE] = with_block(performance, "microbench", microbench)
     measured = json.loads((root / jax_table.RESULTS).read_text())
     found[JAX] = with_block((root / JAX).read_text(), "jax", jax_table.table(measured))
+    found[FAULTS] = with_block((root / FAULTS).read_text(), "faults", faults_table.table())
     pages = {path.stem: path.read_text() for path in (root / "docs").glob("*.md") if path.name != "README.md"}
     pages["reference"] = found[REFERENCE]
     found[INDEX] = with_block((root / INDEX).read_text(), "pages", index(pages))

@@ -29,9 +29,8 @@ assert "cutlass" not in sys.modules, "the compiler was loaded"
 
 
 @pytest.fixture
-def jax(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """JAX with a GPU, which leaves memory to the other tests."""
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+def jax() -> Any:
+    """JAX with a GPU."""
     found = pytest.importorskip("jax", reason="jax is not installed")
     if found.default_backend() != "gpu":
         pytest.skip("jax has no GPU backend here")

@@ -56,6 +56,7 @@ def test_same_bits_as_kernel_by_kernel(case: Case, launcher_type: type[Launcher]
         assert type(first.bound._launchers[stream]) is launcher_type
 
 
+@pytest.mark.device_memory(gib=2)
 @pytest.mark.parametrize("launcher_type", LAUNCHERS)
 @pytest.mark.parametrize("case", suite.LAUNCHERS.values(), ids=suite.LAUNCHERS)
 def test_calls_behind_late_work_keep_their_addresses(

@@ -9,6 +9,7 @@ from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
 
 
+@pytest.mark.expected_seconds(3)  # the reference on the CPU
 @pytest.mark.parametrize("case", suite.LONG_DROPOUT, ids=lambda case: case.line.replace(" ", "_"))
 def test_bits_of_more_tiles(case: Case, kernels: Kernels) -> None:
     guarded_check.check_case(case, guarded_check.expect(case), kernels)

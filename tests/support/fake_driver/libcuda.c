@@ -113,6 +113,12 @@ int cuMemcpyHtoD_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n);
 int cuMemcpyDtoH_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n); memcpy(d, s, n); return 0; }
 int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
+int cuMemcpyDtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
+int cuMemsetD32Async(unsigned *p, unsigned word, size_t n, void *stream) {
+    NOTE("", N(p), word, n, N(stream));
+    for (size_t i = 0; i < n && !has_no_memory; i++) p[i] = word;
+    return 0;
+}
 int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) {
     if (!current) return INVALID_CONTEXT;
     NOTE("", N(p), byte, n, N(stream));

@@ -1,0 +1,163 @@
+"""Tests of the soak run: steady and growing memory, wrong results, early ends, and a short run on the fake driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.testing.cases import Case
+from tests.support import fakes
+from tests.support.fake_driver import FakeDriver
+from tools.race import soak
+from tools.race.soak_samples import BOUNDS_MIB, LEAST_SAMPLES, Sample, memory_of, resident_mib
+
+
+def series(count: int, *, seconds: float = 10.0, warm: float = 100.0, **per_second: float) -> list[Sample]:
+    """Returns samples that fill up for `warm` seconds, wobble, and grow by `per_second` MiB."""
+    found = []
+    for number in range(1, count + 1):
+        now = number * seconds
+        level = 500.0 + min(now, warm) * 3 + 20 * (number % 2)
+        grown = {name: level + now * per_second.get(name, 0.0) for name in BOUNDS_MIB}
+        found.append(Sample(now, number, **grown))
+    return found
+
+
+def test_memory_that_fills_up_in_the_warm_up_is_steady() -> None:
+    memory = memory_of(series(180), is_shared=False)
+    assert memory.is_steady
+    assert memory.warm_up_seconds == 300
+    assert memory.growth == dict.fromkeys(BOUNDS_MIB, 0.0)
+
+
+@pytest.mark.parametrize("name", BOUNDS_MIB)
+def test_memory_that_grows(name: str) -> None:
+    """At 0.07 MiB a second: 1 KiB in each of 72 calls."""
+    memory = memory_of(series(180, **{name: 0.07}), is_shared=False)
+    (objection,) = memory.objections
+    assert objection.startswith(f"{name} memory grew by 7")
+    assert "after a warm-up of 300 s: must be 64.0 MiB or less" in objection
+    assert memory_of(series(180, **{name: 0.04}), is_shared=False).is_steady
+
+
+def test_used_memory_of_a_shared_gpu_says_nothing() -> None:
+    samples = series(180, device=5.0)
+    assert not memory_of(samples, is_shared=False).is_steady
+    memory = memory_of(samples, is_shared=True)
+    assert memory.is_steady
+    assert set(memory.bounds) == {"pool", "host"}
+    assert memory.growth["device"] > 64
+
+
+def test_too_few_samples_are_no_proof() -> None:
+    for samples in ([], series(LEAST_SAMPLES - 1)):
+        (objection,) = memory_of(samples, is_shared=False).objections
+        assert "must be 8 or more" in objection
+
+
+def test_resident_memory() -> None:
+    before = resident_mib()
+    kept = np.ones(64 << 17)
+    assert 60 < resident_mib() - before < 70
+    assert kept.any()
+
+
+@dataclass
+class FakeJob:
+    """Gives zeros; from call `wrong_from` on other bits."""
+
+    name: str = "job"
+    wrong_from: int = 10**9
+    may_differ: set[str] = field(default_factory=set)
+    ratio: float = 0.5
+    calls: int = 0
+    prepared: int = 0
+
+    def prepare(self) -> None:
+        self.prepared += 1
+
+    def run(self, stream: int) -> Iterator[soak.Results]:
+        self.calls += 1
+        time.sleep(0.001)
+        yield {"output": np.full(3, float(self.calls >= self.wrong_from))}
+
+    def ratios(self, found: soak.Results) -> Mapping[str, float]:
+        return {"output": self.ratio}
+
+    def free(self) -> set[str]:
+        return self.may_differ
+
+
+def sample(start: float, calls: int) -> Sample:
+    return Sample(time.monotonic() - start, calls, 1, 1, 1)
+
+
+def run(*jobs: FakeJob, seconds: float = 0.3, threads: int = 2) -> soak.Outcome:
+    driver.device(0)  # outside of the time
+    return soak.soak(jobs, seconds, threads, interval=0.005, sample=sample)
+
+
+def test_right_results_pass(driver_log: FakeDriver) -> None:
+    jobs = [FakeJob(f"job {number}") for number in range(5)]
+    outcome = run(*jobs)
+    line = outcome.line()
+    assert outcome.has_passed
+    assert all(job.prepared == 1 and job.calls for job in jobs)
+    assert line["calls"] == sum(line["jobs"].values()) == sum(job.calls for job in jobs)
+    assert (line["passed"], line["ended_early"], line["worst"], line["threads"]) == (True, False, 0.5, 2)
+    assert len(line["samples"]) >= LEAST_SAMPLES
+    assert json.loads(json.dumps(line)) == line
+
+
+def test_other_bits_end_the_run(driver_log: FakeDriver) -> None:
+    outcome = run(FakeJob(wrong_from=5), seconds=30)
+    assert not outcome.has_passed
+    assert outcome.ended_by == "a failure"
+    assert outcome.progress.failures[0] == "job: AssertionError: output: other bits than the first call"
+    assert outcome.seconds < 20
+
+
+def test_sums_in_any_order_are_compared_with_float64(driver_log: FakeDriver) -> None:
+    assert run(FakeJob(wrong_from=5, may_differ={"output"})).has_passed
+    outcome = run(FakeJob(ratio=1.5), seconds=30)
+    assert "error / allowed {'output': 1.5}" in outcome.progress.failures[0]
+
+
+def test_sigterm_ends_the_run_early(driver_log: FakeDriver) -> None:
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    timer.start()
+    outcome = run(FakeJob(), seconds=60)
+    line = outcome.line()
+    assert (line["ended_early"], line["ended_by"], line["requested_seconds"]) == (True, "SIGTERM", 60)
+    assert 0.05 < line["seconds"] < 30
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+class UncheckedJob(soak.BoundJob):
+    """The fake driver computes nothing: its results stay NaN and have no reference."""
+
+    def ratios(self, found: soak.Results) -> Mapping[str, float]:
+        assert all(np.isnan(array.astype(np.float32)).all() for array in found.values())
+        return {}
+
+
+def test_a_short_run_on_the_fake_driver_frees_all_it_allocates(driver_log: FakeDriver) -> None:
+    lines = ("forward bf16_d64_q20_s30_b1_h2_causal", "backward f16_d64_q20_s30_b1_h2_full_deterministic")
+    jobs = [UncheckedJob(Case.parse(line), "sm80", fakes.artifact) for line in lines]
+    outcome = soak.soak(jobs, 0.2, 2, interval=0.005, sample=sample)
+    assert outcome.progress.failures == []
+    assert set(outcome.progress.calls) == {job.name for job in jobs}
+    allocated, freed = (len(driver_log.of(name)) for name in ("cuMemAlloc", "cuMemFree"))
+    assert allocated == freed > 0
+    created, destroyed = (len(driver_log.of(name)) for name in ("cuStreamCreate", "cuStreamDestroy"))
+    assert created == destroyed == 2
