@@ -11,6 +11,7 @@ from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.testing import covering_cases, decode_cases, matrix
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
+from cutlass_py_attn.testing.grouped_cases import GROUPED
 
 
 def _cases(*lines: str) -> tuple[Case, ...]:
@@ -96,7 +97,7 @@ def torch_ops_builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
 def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that tests/gpu needs for a target, once; each with its fallbacks if ptxas spills."""
     forwards = (case.replace(direction="forward") for case in VARIABLE_LENGTH)
-    cases = (*MANY_HEADS, *VARIABLE_LENGTH, *forwards, *LAUNCHERS.values(), *LONG_DROPOUT)
+    cases = (*MANY_HEADS, *GROUPED, *VARIABLE_LENGTH, *forwards, *LAUNCHERS.values(), *LONG_DROPOUT)
     parts = (
         covering_cases.builds(arch),
         matrix.builds(arch),
