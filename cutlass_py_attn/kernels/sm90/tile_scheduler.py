@@ -28,7 +28,7 @@ class WorkTile:
     """One query tile of one head. In the backward one key tile of one head, with query tiles in place of key tiles.
 
     seqlen, band: its sequence and mask.
-    head: query head; in the backward the head of key and value, unless its work tiles are those of query heads.
+    head: query head; in the backward the head of key and value.
     tile: number of the tile in its sequence.
     first, end: its key tiles [first, end), at least one.
     """
