@@ -174,7 +174,10 @@ _SM90_BACKWARD_MASKED: _Table = {
     ),
 }
 _SM90_BACKWARD_SCORE_ROWS: _Table = {
-    192: (TileConfig(64, 128, 16, 5, 4, score_rows=32),)  # dK and dV leave few registers
+    192: (  # dK and dV leave few registers
+        TileConfig(64, 128, 16, 5, 4, score_rows=32, variant=QUERY_HEADS),
+        TileConfig(64, 128, 16, 5, 4, score_rows=32),
+    )
 }
 SM90: dict[str, _Table] = {
     "forward": _SM90_FORWARD,

@@ -21,6 +21,8 @@ _DENSE: Final = (
     "backward bf16_d80v40_q400_s515_b2_h8k2_causal",
     "backward f16_d32_q300_s515_b2_h8k2_full",
     "backward bf16_d40v96_q300_s515_b2_h8k2_full",
+    "backward bf16_d192v128_q300_s515_b2_h8k2_causal",
+    "backward f16_d136v64_q515_s300_b2_h4k2_full",
     "backward bf16_d128_q1_s300_b2_h8k2_causal_br",
 )
 _TERMS: Final = (
@@ -35,6 +37,7 @@ _VARIABLE_LENGTH: Final = (
     f"backward bf16_d128_{_LENGTHS}_h8k2_causal",
     f"backward f16_d64_{_LENGTHS}_h6k2_full",
     f"backward bf16_d96_{_LENGTHS}_h4k1_causal_br_window50",
+    f"backward bf16_d192v128_{_LENGTHS}_h8k4_causal",
     "backward bf16_d128_n600,70,1,129,513_h8k2_causal",
 )
 GROUPED: Final = tuple(map(Case.parse, (*_DENSE, *_TERMS, *_VARIABLE_LENGTH)))

@@ -5,7 +5,8 @@ takes work tiles from the scheduler and loads; the second computes dQ = dS K and
 64 key rows each, with their dK and dV in registers. Scores are transposed (swap A/B): a thread's rows are keys, and P^T
 is a register operand of dV. If dK and dV leave too few registers for the scores of a query tile, query and grad_output
 are loaded in query blocks, some rows of a tile, and an iteration of all but dQ is one block; otherwise a block is the
-tile. For short sequences a block can take all key tiles of a head: sm90/grad_query_per_head.py.
+tile. For short sequences a block can take all key tiles of a head: sm90/grad_query_per_head.py. A work tile of grouped
+heads has all query heads of a group, or one of them, whose dK and dV are added to sums: sm90/key_gradient_sums.py.
 
     steps        1 S^T = K Q^T   2 P   3 dP^T = V dO^T   4 dS   5 dV += P^T dO   6 dK += dS^T Q   7 dQ = dS K
     issued       after 2: 3, then 5;  after 4: 1 of the next iteration, then 6; with two key stages also of the next

@@ -263,7 +263,7 @@ def test_every_tile_of_the_tables_passes_for_some_problem(family: str, direction
             heads_key = 2 if tile.variant == "query_heads" else 4
             problem = problem_of("decode" if family == "decode" else direction, head_dim, 512, dtype, heads_key)
             if tile.score_rows:
-                problem = Problem.dense(direction, Shape(2, 512, 512, 4, 192, 128), dtype, Causal())
+                problem = Problem.dense(direction, Shape(2, 512, 512, 4, 192, 128, heads_key), dtype, Causal())
             build, wrong = build_for(problem, ARCH_OF[family], tile, family)
             found.append(wrong or resources.objections(build, architecture(build.arch)))
     assert [] in found, found
