@@ -42,7 +42,7 @@ _FUSED = (
 _COMPONENT_GEMM = re.compile(rf"(?P<component_gemm>{'|'.join(COMPONENT_GEMMS)})_{_FAMILY_DTYPE}_{_DIMS}{_TILE}")
 _TILE_SUFFIX = re.compile(r"_\d+x\d+$")
 # The main entry, if there is one, is number 0; the entries of the gradients of bias and sinks have later numbers.
-_ENTRY = re.compile(r"(?:_delta_\d+|_finish_\d+|_combine_1|_(?:bias|sinks)_[1-9]\d*|_0)$")
+_ENTRY = re.compile(r"(?:_delta_\d+|_finish(?:_kv)?_\d+|_combine_1|_(?:bias|sinks)_[1-9]\d*|_0)$")
 
 
 def parse_symbol(symbol: str, arch: str) -> Plan:

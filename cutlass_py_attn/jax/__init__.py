@@ -65,7 +65,8 @@ class Options(TypedDict, total=False):
     dropout_key: a key of jax.random; required if dropout_p is not 0.
     sequences: VariableLength with JAX or NumPy arrays. The values of NumPy arrays are checked when the call is traced;
         those of JAX arrays are not read.
-    deterministic: whether the gradient of query is bitwise equal from run to run; slower.
+    deterministic: whether all gradients are bitwise equal from run to run; slower. Without it that of query may differ
+        in the last bits, and with grouped heads those of key and value.
     kernels: function that returns the Artifact of a Build, such as artifact.Folder(path); None compiles the kernels
         and caches them on disk.
     arch: target to plan for ("sm_90"), on a machine without such a GPU; None for the first GPU.

@@ -1,8 +1,8 @@
 """ABI: the parameters of every kernel, as one C struct that the launch packs and the kernels read.
 
 A field is (name, kind): "i64" is a device address, a stride in elements or a 64-bit number, "i32" a size, "f32" a
-factor. The fields of the built-in score terms are in every struct. The fields of a registered term are at the end of
-the struct, and only in kernels with that term.
+factor. The fields of the built-in score terms are in every struct. The fields of a variant or of a registered term are
+at the end of the struct, and only in kernels of that variant or with that term.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan.variants import QUERY_HEADS
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
 from cutlass_py_attn.score_terms.dropout import PHILOX
@@ -101,6 +102,15 @@ BACKWARD: Fields = (
     *_FACTORS,
 )
 
+# Only in kernels whose work tiles are those of query heads. total_key_tiles: key tiles of all sequences of one head.
+# grad_key_accum, grad_value_accum: (num_heads_key, total_key_tiles, tile_n * head_dim) float32 in the kernel's own
+# element order.
+QUERY_HEADS_FIELDS: Fields = (
+    ("grad_key_accum", "i64"),
+    ("grad_value_accum", "i64"),
+    ("total_key_tiles", "i32"),
+)
+
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
 COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
@@ -118,6 +128,8 @@ TENSOR_MAP_BYTES: Final = 128
 def fields_of(build: Build) -> Fields:
     """Returns the struct of a build's kernels; NotSupported when a registered term has a field of another name."""
     fields = FIELDS[build.family if build.family in FIELDS else build.kind]
+    if build.variant == QUERY_HEADS:
+        fields = (*fields, *QUERY_HEADS_FIELDS)
     terms = registry.registered_among(build.features)
     if not terms:
         return fields

@@ -7,11 +7,18 @@ from typing import Final
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.variants import PER_HEAD
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
-_SUFFIXES: Final = {"main": "", "delta": "delta_", "finish": "finish_", "bias": "bias_", "sinks": "sinks_"}
-_LAUNCH_ORDER: Final = ("delta", "main", "finish", "bias", "sinks")
+_SUFFIXES: Final = {
+    "main": "",
+    "delta": "delta_",
+    "finish": "finish_",
+    "finish_kv": "finish_kv_",
+    "bias": "bias_",
+    "sinks": "sinks_",
+}
+_LAUNCH_ORDER: Final = ("delta", "main", "finish", "finish_kv", "bias", "sinks")
 ROW_THREADS: Final = 128  # of a block of the kernels that compute row by row
 DELTA_LANES: Final = 8  # threads that share a row of O and dO in the delta kernel
 DELTA_ROWS: Final = ROW_THREADS // DELTA_LANES
@@ -33,6 +40,7 @@ def entries(build: Build) -> dict[str, str]:
     combine: joins the splits of a decode; a plan with one split does not launch it
     delta: backward preprocess, the row statistics
     finish: backward postprocess, converts the float32 query gradient
+    finish_kv: converts the float32 gradients of key and value, if several query heads add to them
     bias: separate grad_bias kernel, if the main kernel does not write grad_bias
     sinks: gradient of the sinks
     """
@@ -43,6 +51,7 @@ def entries(build: Build) -> dict[str, str]:
         "main": build.has_main,
         "delta": True,
         "finish": "query" in build.gradients and build.variant != PER_HEAD,
+        "finish_kv": build.variant == QUERY_HEADS,
         "bias": "bias" in build.gradients and build.grad_bias_mode != "main",
         "sinks": "sinks" in build.gradients,
     }
@@ -61,8 +70,8 @@ def entry_threads(build: Build, role: str) -> int:
     """Returns the threads of a block of the entry with this role."""
     if role in ("delta", "sinks", "combine"):
         return ROW_THREADS
-    if role == "finish" and build.family == "sm90":
-        return ROW_THREADS  # as many as the warpgroup that computed dQ
+    if role in ("finish", "finish_kv") and build.family == "sm90":
+        return ROW_THREADS  # as many as the warpgroup that computed the sum
     return build.threads
 
 

@@ -8,7 +8,7 @@ sizes.
     num_heads_key, tokens_q, tokens_k           heads of key and value; rows of all sequences together
     num_sms                                     multiprocessors of the device
     query_row, query_head, ...                  strides of a tensor in elements
-    group, num_splits_key, total_tiles          what `definitions` computes from the names above
+    group, num_splits_key, total_tiles, ...     what `definitions` computes from the names above
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
 from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import PER_HEAD
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -70,7 +70,7 @@ def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
     if build.family == "decode":
         found["num_splits_key"] = decode.num_splits_key(build)
     if build.kind == "backward":
-        found |= {"num_splits_key": _num_splits_key(problem, build), "total_tiles": _total_tiles(problem, build)}
+        found |= {"num_splits_key": _num_splits_key(problem, build), **total_tiles(problem, build)}
     return found
 
 
@@ -81,14 +81,20 @@ def _num_splits_key(problem: Problem, build: Build) -> Expression:
     return f"max({(sm90 if build.family == 'sm90' else sm80).num_splits_key(build)}, 1)"
 
 
-def _total_tiles(problem: Problem, build: Build) -> Expression:
-    """Returns the query tiles of one head over the whole batch.
+def total_tiles(problem: Problem, build: Build) -> dict[str, Expression]:
+    """Returns the query tiles of one head over the whole batch, and its key tiles if dK and dV have sums.
 
-    With variable lengths, sequence b starts at tile cu_seqlens_q[b] // tile_m + b, so that each has its last tile.
+    With variable lengths, sequence b starts at tile cu_seqlens_q[b] // tile_m + b, so that each has its last tile; key
+    tiles likewise.
     """
-    if problem.shape.tokens is not None:
-        return f"div(tokens_q, {build.tile_m}) + batch"
-    return f"batch * ceil_div(num_queries, {build.tile_m})"
+    is_varlen = problem.shape.tokens is not None
+    sides = {"total_tiles": ("tokens_q", "num_queries", build.tile_m)}
+    if build.variant == QUERY_HEADS:
+        sides["total_key_tiles"] = ("tokens_k", "num_keys", build.tile_n)
+    return {
+        name: f"div({tokens}, {rows}) + batch" if is_varlen else f"batch * ceil_div({length}, {rows})"
+        for name, (tokens, length, rows) in sides.items()
+    }
 
 
 def grid(build: Build, symbol: str) -> Grid:
@@ -108,12 +114,14 @@ def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[
     if build.kind == "forward":
         combine = {"combine": ("num_queries", "num_heads", "batch")} if build.family == "decode" else {}
         return {"main": main, **combine}
+    finish_kv = {"finish_kv": sm90.finish_kv_grid(build)} if build.variant == QUERY_HEADS else {}
     query_tiles = f"ceil_div(num_queries, {build.tile_m})"
     batch, heads, queries, keys = bias_sizes
     return {
         "main": main,
         "delta": (times(query_tiles, ceil_div(build.tile_m, entry_points.DELTA_ROWS)), "num_heads", "batch"),
         "finish": (times(query_tiles, dq_pieces(build)), "num_heads", "batch"),
+        **finish_kv,
         "bias": (f"ceil_div({queries}, {build.tile_m}) * ceil_div({keys}, {build.tile_n})", heads, batch),
         "sinks": ("num_heads", "1", "1"),
     }
@@ -134,6 +142,8 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
 
     grad_query_accum: (num_heads, total_tiles, tile_m, columns) float32 sum of dQ
     dq_semaphore: (num_heads, total_tiles) int32 semaphore of each query tile, if deterministic
+    grad_key_accum, grad_value_accum: (num_heads_key, total_key_tiles, tile_n, columns) float32 sums of dK and dV, if
+        work tiles are those of query heads
     tile_count_semaphore: int32 count of blocks or key tiles that have started
     delta, logsumexp_log2: (num_heads, total_tiles, tile_m) float32
 
@@ -152,7 +162,7 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
 
 
 def _accumulated(build: Build) -> list[BufferRule]:
-    """Returns the zeroed buffers: the dQ sum, and counters."""
+    """Returns the zeroed buffers: the sums of gradients, and counters."""
     found = []
     if "query" in build.gradients:
         pieces = times("num_heads * total_tiles", dq_pieces(build))
@@ -160,6 +170,10 @@ def _accumulated(build: Build) -> list[BufferRule]:
         found.append(BufferRule("grad_query_accum", f"{pieces} * {piece_bytes}", is_zeroed=True))
         if build.deterministic:
             found.append(BufferRule("dq_semaphore", f"{pieces} * {WORD_BYTES}", is_zeroed=True))
+    if build.variant == QUERY_HEADS:
+        for name, columns in (("grad_key_accum", build.columns), ("grad_value_accum", build.columns_value)):
+            size = f"num_heads_key * total_key_tiles * {build.tile_n * columns * F32_BYTES}"
+            found.append(BufferRule(name, size, is_zeroed=True))
     if build.family == "sm90":
         found.append(BufferRule("tile_count_semaphore", str(WORD_BYTES), is_zeroed=True))
     elif build.deterministic:
@@ -217,7 +231,7 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
     for term in registry.in_struct(problem.features):
         found |= term.sizes(problem)
     if problem.direction == "backward":
-        found["total_tiles"] = evaluate(_total_tiles(problem, build), values)
+        found |= {name: evaluate(total, values) for name, total in total_tiles(problem, build).items()}
     return tuple(found.items())
 
 

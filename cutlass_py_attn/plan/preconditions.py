@@ -19,6 +19,7 @@ from cutlass_py_attn.plan.launch_rules import (
     bias_axes,
     grids_of,
     shape,
+    total_tiles,
     workspace,
 )
 from cutlass_py_attn.problem.masks import UNLIMITED
@@ -58,7 +59,8 @@ def limits(problem: Problem, build: Build) -> list[Condition]:
     slices = "call once for each slice"
     found = list(_decode()) if build.family == "decode" else []
     if build.kind == "backward":
-        found.append((f"total_tiles <= {MAX_INT32}", f"total_tiles must be at most {MAX_INT32}; {slices}"))
+        for name in total_tiles(problem, build):
+            found.append((f"{name} <= {MAX_INT32}", f"{name} must be at most {MAX_INT32}; {slices}"))
     grids = grids_of(problem, build)
     for role in entry_points.entries(build):
         blocks, _, _ = grids[role]

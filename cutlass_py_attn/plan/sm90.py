@@ -9,14 +9,14 @@ from typing import Final
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import tile_order
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import Expression, Grid
+from cutlass_py_attn.plan.expressions import Expression, Grid, times
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import DQ_WARPGROUPS, LOAD_WARPGROUPS, WARPGROUP_ROWS, tma_tiles
 from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM
 from cutlass_py_attn.plan.tiles import splits_score_rows
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, STANDARD, TWO_CTA, VARIANTS
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -24,6 +24,7 @@ from cutlass_py_attn.score_terms import registry
 # Variant per_head: bytes of Q, dO and dQ sums that all blocks read at a time, which the L2 cache should hold, and how
 # many times the key tiles of the busiest block may exceed those of the standard variant.
 PER_HEAD_L2_BYTES, PER_HEAD_IMBALANCE = 36 << 20, 1.15
+QUERY_HEADS_GROUP: Final = 2  # query heads of a key head from which on the backward adds dK and dV in float32
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 
 
@@ -128,6 +129,16 @@ def _per_head_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> boo
     return busiest <= PER_HEAD_IMBALANCE * shared and live <= PER_HEAD_L2_BYTES
 
 
+def _no_objection(problem: Problem, tile: TileConfig) -> str:
+    """Returns "": the rules of a Build refuse what the variant would compute wrongly."""
+    return ""
+
+
+def _query_heads_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
+    """Work tiles of one query head are shorter, and read fewer queries at a time than those of a whole group."""
+    return problem.shape.group >= QUERY_HEADS_GROUP
+
+
 def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
     features = VARIANTS["forward", "sm90", MULTICAST].features
     is_plain = {*problem.features} <= {*features} and problem.mask.form == "causal"
@@ -141,6 +152,7 @@ def _multicast_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
 
 _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
     ("backward", PER_HEAD): _Choice(_per_head_objection, _per_head_is_faster),
+    ("backward", QUERY_HEADS): _Choice(_no_objection, _query_heads_is_faster),
     ("forward", MULTICAST): _Choice(_multicast_objection, _multicast_is_faster),
 }
 
@@ -162,8 +174,8 @@ def with_warps(build: Build) -> Build:
 def main_grid(build: Build) -> Grid:
     """Returns the grid of the main kernel: persistent blocks, one for each SM, or whole clusters of them.
 
-    Work tiles are query tiles in the forward, key tiles in the backward, and heads with one block per head. A cluster
-    computes as many neighbouring tiles as it has blocks.
+    Work tiles are query tiles in the forward, key tiles in the backward, of every key head or every query head, and
+    heads with one block per head. A cluster computes as many neighbouring tiles as it has blocks.
     """
     if build.variant == PER_HEAD:
         return _per_head_blocks(), "1", "1"
@@ -171,10 +183,16 @@ def main_grid(build: Build) -> Grid:
     if build.kind == "forward":
         work_tiles = f"ceil_div(num_queries, {build.tile_m * cluster}) * num_heads * batch"
     else:
-        work_tiles = f"ceil_div(num_keys, {build.tile_n * cluster}) * num_heads_key * batch"
+        heads = "num_heads" if build.variant == QUERY_HEADS else "num_heads_key"
+        work_tiles = f"ceil_div(num_keys, {build.tile_n * cluster}) * {heads} * batch"
     if cluster == 1:
         return f"max(min(num_sms, {work_tiles}), 1)", "1", "1"
     return f"{cluster} * max(min(div(num_sms, {cluster}), {work_tiles}), 1)", "1", "1"
+
+
+def finish_kv_grid(build: Build) -> Grid:
+    """Returns the grid of the kernel that converts dK and dV: a block for the rows of one warpgroup."""
+    return times(f"ceil_div(num_keys, {build.tile_n})", build.tile_n // WARPGROUP_ROWS), "num_heads_key", "batch"
 
 
 def num_splits_key(build: Build) -> Expression:
@@ -201,9 +219,21 @@ def reason(build: Build) -> str:
     elif build.variant == TWO_CTA:
         roles = "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
     else:
-        how = "one block per head: " if build.variant == PER_HEAD else ""
+        how = _work_tiles(build)
         roles = f"{how}{consumers} warpgroups compute dK and dV, one computes dQ, one warp loads"
     return f"sm90 family (wgmma, TMA): {roles}"
+
+
+def _work_tiles(build: Build) -> str:
+    """Returns how blocks divide key tiles and heads, if that is not a block for each key tile of a head."""
+    if build.variant == PER_HEAD:
+        return "one block per head: "
+    if build.variant == QUERY_HEADS:
+        return "a block computes a key tile of one query head and adds dK and dV in float32: "
+    if not build.has("grouped"):
+        return ""
+    why = ", so that dK and dV are deterministic" if build.deterministic else ""
+    return f"a block computes a key tile of all query heads of a group{why}: "
 
 
 def tensor_map_box(build: Build, name: str) -> tuple[tuple[int, ...], int]:

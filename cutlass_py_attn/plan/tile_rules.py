@@ -23,7 +23,7 @@ from cutlass_py_attn.plan.sm90_smem import (
 )
 from cutlass_py_attn.plan.smem import rows_copied_at_once
 from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, SPLIT_D, TWO_CTA, VARIANTS
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_D, TWO_CTA, VARIANTS
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
 
 REGISTER_USAGE_LEVELS: Final = range(11)  # that ptxas has
@@ -285,6 +285,8 @@ def _sm90_standard_backward(build: Build) -> Objections:
     for field, widest in zip(("head_dim", "head_dim_value"), SCORE_ROWS_HEAD_DIMS, strict=True):
         if getattr(build, field) > widest:
             yield _refuse(build, field, f"dK and dV leave registers for scores up to {widest}; use variant 2cta")
+    if build.variant == QUERY_HEADS:
+        yield from _query_heads(build)
     if not build.score_rows:
         if max(build.head_dim, build.head_dim_value) > NARROW_HEAD_DIM:
             yield _refuse(
@@ -310,6 +312,15 @@ def _sm90_standard_backward(build: Build) -> Objections:
         yield _refuse(build, "key_stages", "with score_rows there is one key tile in flight; use 1")
     if build.has("dropout"):
         yield _refuse(build, "score_rows", "dropout bits are generated for whole tiles; use 0")
+
+
+def _query_heads(build: Build) -> Objections:
+    if not build.has("grouped"):
+        reason = "variant query_heads adds the gradients of query heads with one key head; use the standard variant"
+        yield _refuse(build, "features", reason)
+    if build.deterministic:
+        reason = "variant query_heads adds dK and dV in any order; use the standard variant"
+        yield _refuse(build, "deterministic", reason)
 
 
 def _decode_forward(build: Build) -> Objections:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, SPLIT_D, TWO_CTA
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_D, TWO_CTA
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.score_terms import registry
@@ -143,11 +143,21 @@ _SM90_FORWARD_SCORE_MOD: _Table = {
 }
 _SM90_FORWARD_LOCAL: _Table = {**_SM90_FORWARD, 64: _SM90_FORWARD[64][1:]}  # nor with two edges of a mask
 _SM90_BACKWARD: _Table = {
-    64: (TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD), TileConfig(128, 128, 16, 3, 2, key_stages=2)),
-    96: (TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD), TileConfig(64, 128, 16, 3, 2)),
+    64: (
+        TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
+        TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=QUERY_HEADS),
+        TileConfig(128, 128, 16, 3, 2, key_stages=2),
+    ),
+    96: (
+        TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
+        TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
+        TileConfig(64, 128, 16, 3, 2),
+    ),
     128: (
         TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
         TileConfig(64, 128, 16, 3, 2, variant=PER_HEAD),
+        TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=QUERY_HEADS),
+        TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
         TileConfig(64, 128, 16, 3, 2, key_stages=2),
         TileConfig(64, 128, 16, 3, 2),
     ),
@@ -157,10 +167,17 @@ _SM90_BACKWARD: _Table = {
 # little shared memory for its bits.
 _SM90_BACKWARD_MASKED: _Table = {
     **_SM90_BACKWARD,
-    64: (_SM90_BACKWARD[64][0], TileConfig(128, 128, 16, 3, 2)),
+    64: (
+        _SM90_BACKWARD[64][0],
+        TileConfig(128, 128, 16, 3, 2, variant=QUERY_HEADS),
+        TileConfig(128, 128, 16, 3, 2),
+    ),
 }
 _SM90_BACKWARD_SCORE_ROWS: _Table = {
-    192: (TileConfig(64, 128, 16, 5, 4, score_rows=32),)  # dK and dV leave few registers
+    192: (  # dK and dV leave few registers
+        TileConfig(64, 128, 16, 5, 4, score_rows=32, variant=QUERY_HEADS),
+        TileConfig(64, 128, 16, 5, 4, score_rows=32),
+    )
 }
 SM90: dict[str, _Table] = {
     "forward": _SM90_FORWARD,

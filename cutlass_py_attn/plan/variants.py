@@ -11,6 +11,7 @@ STANDARD: Final = ""
 SPLIT_D: Final = "split_d"
 MULTICAST: Final = "multicast"
 PER_HEAD: Final = "per_head"
+QUERY_HEADS: Final = "query_heads"
 TWO_CTA: Final = "2cta"
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
@@ -86,6 +87,14 @@ _ALL: Final = (
         "sm90 backward",
         layouts=("grouped",),
         lengths="short",
+    ),
+    Variant(
+        "backward",
+        "sm90",
+        QUERY_HEADS,
+        "sm90.backward",
+        "persistent blocks over key tiles of every query head; dK and dV of a group are added in float32",
+        "sm90 backward",
     ),
     Variant(
         "backward",

@@ -33,7 +33,7 @@ class Problem:
     dropout_p: probability that a weight is dropped
     philox_on_device: whether dropout's seed and offset are int64 in device memory
     sequences: the variable-length layout; None when all sequences have the length of the tensors
-    deterministic: whether the query gradient has the same bits in every run
+    deterministic: whether the gradients of query, key and value have the same bits in every run
     num_splits_key: thread blocks that share one (batch, head) in the backward; None lets the planner choose
     score_terms: (name, array) of every term of `score_terms.register`, in alphabetical order
 

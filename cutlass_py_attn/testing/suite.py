@@ -11,6 +11,7 @@ from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.testing import covering_cases, decode_cases, matrix
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
+from cutlass_py_attn.testing.grouped_cases import GROUPED
 
 
 def _cases(*lines: str) -> tuple[Case, ...]:
@@ -123,7 +124,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that tests/gpu needs for a target, once; each with its fallbacks if ptxas spills."""
     both = (*VARIABLE_LENGTH, *LONG, *MANY_ELEMENTS, *BEYOND_GRID)
     forwards = (case.replace(direction="forward") for case in both)
-    cases = (*MANY_HEADS, *both, *forwards, *DECODE_BEYOND_GRID, *LAUNCHERS.values(), *LONG_DROPOUT)
+    cases = (*MANY_HEADS, *GROUPED, *both, *forwards, *DECODE_BEYOND_GRID, *LAUNCHERS.values(), *LONG_DROPOUT)
     parts = (
         covering_cases.builds(arch),
         matrix.builds(arch),

@@ -50,9 +50,9 @@ def test_supported_features(changes: dict[str, Any], lacking: tuple[str, ...]) -
     expect_taken(backward().replace(**changes), lacking)
 
 
-def of_lengths(**changes: Any) -> Problem:
+def of_lengths(heads_key: int = 4, **changes: Any) -> Problem:
     """Three sequences of up to 400 queries and 300 keys, packed."""
-    shape = Shape(3, 400, 300, 4, 128, 128, tokens=(1000, 900))
+    shape = Shape(3, 400, 300, 4, 128, 128, heads_key, tokens=(1000, 900))
     return Problem.dense("backward", shape, "bfloat16", Causal()).replace(**changes)
 
 
@@ -142,7 +142,9 @@ def test_launches() -> None:
     assert (launches[main].grid, launches[main].block) == ((24, 1, 1), (512, 1, 1))
     assert launches[finish].block == (128, 1, 1)
     assert [len(launches[symbol].tensor_maps) for symbol in (delta, main, finish)] == [0, 4, 0]
-    assert planner.plans(backward(heads_key=2), "sm_90a", 132)[0].launches[1].grid == (12, 1, 1)
+    grouped = backward(heads_key=2)
+    assert planner.plans(grouped.replace(deterministic=True), "sm_90a", 132)[0].launches[1].grid == (12, 1, 1)
+    assert planner.plans(grouped, "sm_90a", 132)[0].launches[1].grid == (24, 1, 1)
     assert planner.plans(backward(), "sm_90a", 23)[0].launches[1].grid == (23, 1, 1)
     assert [len(entry_points.parameters(plan.build, role)) for role in ("delta", "main", "finish")] == [1, 5, 1]
 
@@ -310,6 +312,8 @@ CODE = [
     backward(128, 128, Causal(50), heads_key=2).replace(dropout_p=0.1),
     of_lengths(sequences=Sequences(3, 400, 300, True), dropout_p=0.1, deterministic=True),
     backward(96, 96, Causal()).replace(alibi_slopes=BY_HEAD, sinks=BY_HEAD),
+    backward(96, 96, heads_key=2),
+    of_lengths(heads_key=2),
     backward(192, 128, Causal()),
     backward(136, 64, Causal(50), heads_key=2).replace(deterministic=True),
     backward(192, 128, Causal(50)).replace(alibi_slopes=BY_HEAD, softcap=2.0),
@@ -332,6 +336,8 @@ def test_machine_code(problem: Problem) -> None:
     assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", made.ptx)) == 3
     added = pieces // (build.tile_n // 16)
     bulk, vectors = (0, added * rows * columns // 128 // 4) if build.score_rows else (added, 0)
+    if build.variant == "query_heads":  # dK and dV of 64 keys, by as many columns as fit a warpgroup's part of dS
+        bulk += (build.columns + build.columns_value) * 2 // build.tile_m
     assert len(re.findall(r"cp\.reduce\.async\.bulk", made.ptx)) == bulk
     assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.v4\.f32", made.ptx)) == vectors
     # With a semaphore, a block acquires once a query tile, and releases with the next tile or after the last.

@@ -15,11 +15,12 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.planner import plan_backward
 from cutlass_py_attn.testing import component_gemms, covering_cases, layouts, suite
 from cutlass_py_attn.testing.cases import ARCH, Case
+from cutlass_py_attn.testing.grouped_cases import GROUPED
 from tests.gpu import test_torch_ops
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (*covering_cases.FORWARD, *covering_cases.BACKWARD)
-SINGLE = (*suite.MANY_HEADS, *suite.VARIABLE_LENGTH, *suite.LAUNCHERS.values(), *suite.LONG_DROPOUT)
+SINGLE = (*suite.MANY_HEADS, *GROUPED, *suite.VARIABLE_LENGTH, *suite.LAUNCHERS.values(), *suite.LONG_DROPOUT)
 
 
 def test_every_case_is_supported_and_named() -> None:

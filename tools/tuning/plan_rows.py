@@ -32,6 +32,12 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
         "bf16_d128_s512_b64_h16_causal_dropout0.1",
         "bf16_d128_s8192_b4_h16_causal",
         "bf16_d192v128_s8192_b4_h10_causal",
+        "bf16_d64_s8192_b2_h32k4_full",
+        "bf16_d64_s8192_b2_h32k4_causal",
+        "bf16_d96_s8192_b2_h32k4_full",
+        "bf16_d128_s8192_b2_h32k4_causal",
+        "bf16_d128_s8192_b2_h32k4_causal_dropout0.1",
+        "bf16_d192v128_s8192_b2_h32k4_causal",
         "bf16_d256_s8192_b4_h8_causal",
     ),
 }

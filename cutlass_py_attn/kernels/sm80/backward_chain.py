@@ -1,11 +1,12 @@
 """Launch chain of the backward, shared by every kernel body: preprocess, main kernel, postprocess, bias, sinks.
 
-    entry    computes                                               launched when
-    main     dQ sums or dQ, dK, dV, grad_bias: the body's kernel    the build has one
-    delta    row statistics: delta and the logsumexp in base 2      always
-    finish   dQ from its float32 sums                               the body leaves sums
-    bias     grad_bias summed over axes of the bias                 the main kernel does not write it
-    sinks    the gradient of the sinks                              it is wanted
+    entry       computes                                               launched when
+    main        dQ sums or dQ, dK, dV, grad_bias: the body's kernel    the build has one
+    delta       row statistics: delta and the logsumexp in base 2      always
+    finish      dQ from its float32 sums                               the body leaves sums
+    finish_kv   dK and dV from their float32 sums                      the body leaves sums of these
+    bias        grad_bias summed over axes of the bias                 the main kernel does not write it
+    sinks       the gradient of the sinks                              it is wanted
 
 The plan launches delta before main; this module only compiles them, in the order in which plan/entry_points.py numbers
 the entries.
@@ -33,15 +34,27 @@ class MainKernel(Protocol):
         """Names and launches the main kernel; called while the host function is traced."""
 
 
+class Postprocess(Protocol):
+    """The conversion of sums that a body leaves. threads: of a block."""
+
+    threads: int
+
+    def run(self, p: Any) -> None:
+        """Converts the sums of a block; called while the kernel is traced."""
+
+
 class BackwardChain:
     """The host function of one backward Build.
 
     main: the body that computes the gradients of query, key and value
     postprocess: the conversion of the dQ sums that `main` leaves; unused when the build has no such entry
+    postprocess_kv: the conversion of the sums of dK and dV; None when the build has no such entry
     """
 
-    def __init__(self, build: Build, main: MainKernel, postprocess: BackwardPostprocess) -> None:
-        self.build, self.main, self.postprocess = build, main, postprocess
+    def __init__(
+        self, build: Build, main: MainKernel, postprocess: BackwardPostprocess, postprocess_kv: Postprocess | None
+    ) -> None:
+        self.build, self.main, self.postprocess, self.postprocess_kv = build, main, postprocess, postprocess_kv
         self.preprocess = BackwardPreprocess(build)
         self.grad_bias = GradBias(build)
         self.grad_sinks = GradSinks(build)
@@ -60,6 +73,10 @@ class BackwardChain:
             params.set_entry_name(build, self.postprocess_kernel, "_finish")
             postprocess = self.postprocess_kernel(params.from_values(self.build, values))
             postprocess.launch(grid=grid, block=(self.postprocess.threads, 1, 1))
+        if cutlass.const_expr(self.postprocess_kv is not None):
+            params.set_entry_name(build, self.postprocess_kv_kernel, "_finish_kv")
+            postprocess_kv = self.postprocess_kv_kernel(params.from_values(self.build, values))
+            postprocess_kv.launch(grid=grid, block=(self.postprocess_kv.threads, 1, 1))
         if cutlass.const_expr("bias" in present):
             params.set_entry_name(build, self.bias_kernel, "_bias")
             bias = self.bias_kernel(params.from_values(self.build, values))
@@ -78,6 +95,10 @@ class BackwardChain:
         self.postprocess.run(p)
 
     @cute.kernel
+    def postprocess_kv_kernel(self, p: Any):
+        self.postprocess_kv.run(p)
+
+    @cute.kernel
     def bias_kernel(self, p: Any):
         self.grad_bias.run(p)
 
@@ -86,6 +107,8 @@ class BackwardChain:
         self.grad_sinks.run(p)
 
 
-def trace(build: Build, main: MainKernel, postprocess: BackwardPostprocess) -> tuple[Any, tuple[Any, ...]]:
+def trace(
+    build: Build, main: MainKernel, postprocess: BackwardPostprocess, postprocess_kv: Postprocess | None = None
+) -> tuple[Any, tuple[Any, ...]]:
     """Returns the host function that launches this build's kernels, and arguments to compile it with."""
-    return BackwardChain(build, main, postprocess), params.example_arguments(abi.fields_of(build))
+    return BackwardChain(build, main, postprocess, postprocess_kv), params.example_arguments(abi.fields_of(build))

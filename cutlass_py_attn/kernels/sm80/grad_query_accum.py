@@ -1,8 +1,8 @@
 """dq_accum: the float32 sums of the query gradient over key tiles, in global memory.
 
-The sum of a query tile is stored in the order of GradQ's accumulator registers: vector i of thread t is at
-i * threads + t, so that a warp adds 512 contiguous bytes with one red.v4 (128 with a scalar red before sm_90).
-A head that is too wide for one GEMM has several sums for each query tile, next to each other.
+A sum is stored in the order of the registers of an accumulator: vector i of thread t is at i * threads + t, so that a
+warp adds 512 contiguous bytes with one red.v4 (128 with a scalar red before sm_90). A head that is too wide for one
+GEMM has several sums of dQ for each query tile, next to each other.
 """
 
 from typing import Any
@@ -16,31 +16,15 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.split_d import dq_piece_columns, dq_pieces
 
 
-class GradQueryAccum:
-    """The layout of one Build's dq_accum, and the additions to it.
+class SumOrder:
+    """The order of the sums of one Build in memory, and the copies of an accumulator to and from a sum.
 
-    threads: threads that share the accumulator of dQ
+    threads: threads that share the accumulator
     """
 
     def __init__(self, build: Build, threads: int) -> None:
         self.build, self.threads = build, threads
         self.width = 4 if architecture(build.arch).vector_red else 1  # float32 of one access
-        self.columns, self.sums = dq_piece_columns(build), dq_pieces(build)
-
-    def tile_index(self, p: Any, head: Int32, tile: Int32) -> Int64:
-        """Returns the index of a query tile among those of all heads.
-
-        tile: query tile, counted over all sequences of the head
-        """
-        return Int64(head) * p.total_tiles + tile
-
-    def sum_index(self, tile_index: Int64, column: Any) -> Int64:
-        """Returns the index of the sum that starts at a column of a query tile."""
-        return tile_index * self.sums + column // self.columns
-
-    def pointer(self, p: Any, index: Int64) -> cute.Pointer:
-        """Returns where a sum starts."""
-        return params.pointer(p.grad_query_accum, Float32) + index * (self.build.tile_m * self.columns)
 
     def add(self, target: cute.Pointer, values: cute.Tensor, thread: Int32) -> None:
         """Adds an accumulator to the sum at `target` by atomic reductions."""
@@ -72,3 +56,26 @@ class GradQueryAccum:
                 vector[j] = values[i * self.width + j]
             start = (target + (thread + i * self.threads) * self.width).align(16)
             cute.autovec_copy(vector, cute.make_tensor(start, cute.make_layout(self.width)))
+
+
+class GradQueryAccum(SumOrder):
+    """The layout of one Build's dq_accum."""
+
+    def __init__(self, build: Build, threads: int) -> None:
+        super().__init__(build, threads)
+        self.columns, self.sums = dq_piece_columns(build), dq_pieces(build)
+
+    def tile_index(self, p: Any, head: Int32, tile: Int32) -> Int64:
+        """Returns the index of a query tile among those of all heads.
+
+        tile: query tile, counted over all sequences of the head
+        """
+        return Int64(head) * p.total_tiles + tile
+
+    def sum_index(self, tile_index: Int64, column: Any) -> Int64:
+        """Returns the index of the sum that starts at a column of a query tile."""
+        return tile_index * self.sums + column // self.columns
+
+    def pointer(self, p: Any, index: Int64) -> cute.Pointer:
+        """Returns where a sum starts."""
+        return params.pointer(p.grad_query_accum, Float32) + index * (self.build.tile_m * self.columns)

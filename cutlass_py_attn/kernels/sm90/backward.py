@@ -5,7 +5,8 @@ takes work tiles from the scheduler and loads; the second computes dQ = dS K and
 64 key rows each, with their dK and dV in registers. Scores are transposed (swap A/B): a thread's rows are keys, and P^T
 is a register operand of dV. If dK and dV leave too few registers for the scores of a query tile, query and grad_output
 are loaded in query blocks, some rows of a tile, and an iteration of all but dQ is one block; otherwise a block is the
-tile. For short sequences a block can take all key tiles of a head: sm90/grad_query_per_head.py.
+tile. For short sequences a block can take all key tiles of a head: sm90/grad_query_per_head.py. A work tile of grouped
+heads has all query heads of a group, or one of them, whose dK and dV are added to sums: sm90/key_gradient_sums.py.
 
     steps        1 S^T = K Q^T   2 P   3 dP^T = V dO^T   4 dS   5 dV += P^T dO   6 dK += dS^T Q   7 dQ = dS K
     issued       after 2: 3, then 5;  after 4: 1 of the next iteration, then 6; with two key stages also of the next
@@ -33,7 +34,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32
 
 from cutlass_py_attn.integers import larger
-from cutlass_py_attn.kernels.common import dropout, params, tile_copy, tma
+from cutlass_py_attn.kernels.common import dropout, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma
@@ -54,19 +55,22 @@ from cutlass_py_attn.kernels.sm90.backward_smem import BackwardSmem, RowStatisti
 from cutlass_py_attn.kernels.sm90.dropout_transposed import TransposedDropout
 from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQuerySm90, warpgroup_gemm
 from cutlass_py_attn.kernels.sm90.grad_query_per_head import GradQueryPerHead
-from cutlass_py_attn.kernels.sm90.key_tile_scheduler import KeyTileScheduler, PerHeadScheduler
+from cutlass_py_attn.kernels.sm90.key_gradient_sums import KeyGradientPostprocess, KeyGradientSums
+from cutlass_py_attn.kernels.sm90.key_tile_scheduler import KeyTileScheduler, PerHeadScheduler, QueryHeadScheduler
 from cutlass_py_attn.kernels.sm90.named_barriers import BackwardBarrier
 from cutlass_py_attn.kernels.sm90.pipelines import PipelineSpec, arrive, arrive_all, previous_stage
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
+from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import WORK_TILE_RECORDS
-from cutlass_py_attn.plan.variants import PER_HEAD
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, STANDARD
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 CONSUMER_WARPS = CONSUMER_THREADS // WARP_THREADS
+SCHEDULERS = {STANDARD: KeyTileScheduler, PER_HEAD: PerHeadScheduler, QUERY_HEADS: QueryHeadScheduler}
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,13 @@ class BackwardSm90:
         self.build = build
         self.dtype = DTYPES[build.dtype]
         self.smem = BackwardSmem(build)
-        self.scheduler = PerHeadScheduler(build) if is_per_head else KeyTileScheduler(build)
+        self.scheduler = SCHEDULERS[build.variant](build)
         self.grad_query = (GradQueryPerHead if is_per_head else GradQuerySm90)(build, BackwardBarrier.GRAD_QUERY)
         self.tile_order = QueryTileOrder(build)
         self.block_order = QueryTileOrder(build, self.smem.blocks)
         self.scores = TransposedScores(build)
         self.statistics = RowStatistics(build, self.grad_query.accum)
+        self.key_gradients = KeyGradientSums(build) if build.variant == QUERY_HEADS else None
         self.overlaps_tiles = build.key_stages > 1  # the next key tile's first scores are issued before this one's end
         self.dropout = TransposedDropout(build, CONSUMER_START, CONSUMER_THREADS) if build.has("dropout") else None
         # If a thread has registers for it, the logsumexp is read while S is multiplied.
@@ -161,7 +166,8 @@ class BackwardSm90:
             work_tile, cursor = self.scheduler.numbered_tile(p, number, cursor)
             of = work_tile.seqlen
             self.scheduler.write_record(self.record_to_write(at_k), work_tile)
-            key_at = tma.tile_coordinates(build, work_tile.tile * build.tile_n, work_tile.head, of, "key")
+            key_head = self.key_head(p, work_tile)
+            key_at = tma.tile_coordinates(build, work_tile.tile * build.tile_n, key_head, of, "key")
             pipelines.load(build, pipes.k, at_k, "key", maps.k, key_at)
             block = self.block_order.first(p, work_tile)
             iterations = self.smem.blocks * self.tile_order.num_tiles(p, work_tile)
@@ -185,6 +191,12 @@ class BackwardSm90:
         pipelines.mark_full(pipes.k, at_k)
         pipes.q.producer_tail(at_q)
         pipes.do.producer_tail(at_do)
+
+    def key_head(self, p: Any, work_tile: WorkTile) -> Int32:
+        """Returns the head of key and value of a work tile."""
+        if self.key_gradients is None:
+            return work_tile.head
+        return seqlen_info.key_head(self.build, p, work_tile.head)
 
     def wait_for_key_tile(self, pipes: Pipelines, at_k: Any) -> Int32:
         """Waits for the next work tile and returns its key tile, below 0 if none is left."""
@@ -313,19 +325,50 @@ class BackwardSm90:
             work_tile = self.scheduler.read_record(p, self.record(at_k))
             cute.arch.barrier(barrier_id=int(BackwardBarrier.CONSUMER_WARPGROUPS), number_of_threads=CONSUMER_THREADS)
             arrive_all(pipes.k.sync_object_empty, at_k.index)
-            r_dk.store(r_dk.load() * p.scale)
-            if cutlass.const_expr(build.has("dropout")):
-                r_dv.store(r_dv.load() * p.keep_scale)
-            here = params.read_register("tid.x") - CONSUMER_START
-            key0 = work_tile.tile * build.tile_n
-            values = tile_copy.converted(r_dv, self.dtype)
-            store_key_gradient(values, gemms.mma_pdo, key_gradient_tile(build, p, "grad_value", work_tile, key0), here)
-            values = tile_copy.converted(r_dk, self.dtype)
-            store_key_gradient(values, gemms.mma_dsq, key_gradient_tile(build, p, "grad_key", work_tile, key0), here)
+            if cutlass.const_expr(self.key_gradients is not None):
+                self.add_key_gradients(p, pipes, at, work_tile, r_dk, r_dv, warpgroup)
+            else:
+                self.store_key_gradients(p, gemms, work_tile, r_dk, r_dv)
             at_k.advance()
             if cutlass.const_expr(self.overlaps_tiles):
                 at_v.advance()
             key_tile = next_key_tile if cutlass.const_expr(self.overlaps_tiles) else self.wait_for_key_tile(pipes, at_k)
+
+    def store_key_gradients(
+        self, p: Any, gemms: Gemms, work_tile: WorkTile, r_dk: cute.Tensor, r_dv: cute.Tensor
+    ) -> None:
+        """Scales, converts and stores dK and dV of a key tile."""
+        build = self.build
+        r_dk.store(r_dk.load() * p.scale)
+        if build.has("dropout"):
+            r_dv.store(r_dv.load() * p.keep_scale)
+        thread = params.read_register("tid.x") - CONSUMER_START
+        key0 = work_tile.tile * build.tile_n
+        for name, gemm, accumulator in (("grad_value", gemms.mma_pdo, r_dv), ("grad_key", gemms.mma_dsq, r_dk)):
+            values = tile_copy.converted(accumulator, self.dtype)
+            target = key_gradient_tile(build, p, name, work_tile.head, work_tile.seqlen, key0)
+            store_key_gradient(values, gemm, target, thread)
+
+    def add_key_gradients(
+        self, p: Any, pipes: Pipelines, at: Any, work_tile: WorkTile, r_dk: cute.Tensor, r_dv: cute.Tensor, group: Int32
+    ) -> None:
+        """Adds dK and dV of a key tile to their sums through the next stages of dS. group: number of this warpgroup."""
+        sums, build = self.key_gradients, self.build
+        index = sums.index(p, work_tile.seqlen, self.key_head(p, work_tile), work_tile.tile, group)
+        states = [self.ds_state(at)]
+        for _ in range(1, self.smem.ds_stages):
+            states.append(pipelines.next_state(states[-1], self.smem.ds_stages))
+
+        def acquire(number: int) -> Int32:
+            pipes.ds.producer_acquire(states[number])
+            return states[number].index
+
+        pieces = [
+            *sums.pieces(p.grad_value_accum, index, r_dv, build.columns_value),
+            *sums.pieces(p.grad_key_accum, index, r_dk, build.columns),
+        ]
+        thread = params.read_register("tid.x") % WARPGROUP_THREADS
+        sums.add(pieces, len(states), acquire, thread, group)
 
     def first_scores(
         self, gemms: Gemms, at_k: Any, at_q: Any, thread: Int32, r_s: cute.Tensor, r_lse: cute.Tensor
@@ -354,12 +397,15 @@ class BackwardSm90:
             arrive(pipes.v.sync_object_empty, 0)
 
     def acquire_ds(self, pipes: Pipelines, at: Any) -> None:
-        """Waits until the stage of dS is empty.
+        """Waits until the stage of dS is empty."""
+        pipes.ds.producer_acquire(self.ds_state(at))
+
+    def ds_state(self, at: Any) -> Any:
+        """Returns the state in which this warpgroup writes dS.
 
         dS has the stages of grad_output, which this warpgroup consumes; a producer's phase is the consumers' next one.
         """
-        state = pipeline.PipelineState(self.smem.ds_stages, Int32(0), at.index // self.smem.blocks, at.phase ^ 1)
-        pipes.ds.producer_acquire(state)
+        return pipeline.PipelineState(self.smem.ds_stages, Int32(0), at.index // self.smem.blocks, at.phase ^ 1)
 
     def sync_warpgroup(self, warpgroup: Int32) -> None:
         """Syncs the threads of one consumer warpgroup."""
@@ -391,4 +437,6 @@ def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:
     """Returns the host function that launches this build's kernels, and arguments to compile it with."""
     body = BackwardSm90(build)
     postprocess = BackwardPostprocess(build, body.grad_query.accum, warpgroup_gemm)
-    return backward_chain.trace(build, BackwardKernelSm90(build, body), postprocess)
+    sums = body.key_gradients
+    postprocess_kv = None if sums is None else KeyGradientPostprocess(build, sums)
+    return backward_chain.trace(build, BackwardKernelSm90(build, body), postprocess, postprocess_kv)

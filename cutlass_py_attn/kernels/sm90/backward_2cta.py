@@ -265,7 +265,9 @@ class Backward2Cta:
             at_kv.advance()
             # 8  store dV; the work tile is recomputed, not kept in registers
             work_tile = self.scheduler.block_tile(p, params.opaque(wave), self.cluster.rank())
-            target = key_gradient_tile(build, p, "grad_value", work_tile, work_tile.tile * build.tile_n)
+            target = key_gradient_tile(
+                build, p, "grad_value", work_tile.head, work_tile.seqlen, work_tile.tile * build.tile_n
+            )
             store_key_gradient(tile_copy.converted(r_dv, self.dtype), gemms.mma_pdo, target, thread)
             wave = wave + 1
 
@@ -331,7 +333,9 @@ class Backward2Cta:
             # 8  store dK
             r_dk.store(r_dk.load() * p.scale)
             work_tile = self.scheduler.block_tile(p, params.opaque(wave), self.cluster.rank())
-            target = key_gradient_tile(build, p, "grad_key", work_tile, work_tile.tile * build.tile_n)
+            target = key_gradient_tile(
+                build, p, "grad_key", work_tile.head, work_tile.seqlen, work_tile.tile * build.tile_n
+            )
             store_key_gradient(tile_copy.converted(r_dk, self.dtype), gemms.mma_dsq, target, thread)
             wave = wave + 1
 

@@ -18,9 +18,9 @@ from cutlass import GridConstant, Int32
 from cutlass_py_attn.kernels.common import params, tile_copy, tma
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
+from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.tile_copy import GmemTile
 from cutlass_py_attn.kernels.common.wgmma import row_view
-from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import CONSUMER_WARPGROUPS, DQ_WARPGROUPS, LOAD_WARPGROUPS, registers, tma_tiles
@@ -116,15 +116,15 @@ class BackwardKernelSm90:
         self.body.sync_exit()
 
 
-def key_gradient_tile(build: Build, p: Any, name: str, work_tile: WorkTile, key0: Int32) -> GmemTile:
+def key_gradient_tile(build: Build, p: Any, name: str, head: Int32, of: SeqlenInfo, key0: Int32) -> GmemTile:
     """Returns the rows of a key tile in global memory.
 
     name: grad_key or grad_value
+    head: of key and value
     key0: first key of the tile
     """
-    of = work_tile.seqlen
     columns = build.head_dim if name == "grad_key" else build.head_dim_value
-    coordinates = of.batch, work_tile.head, of.key_start + key0
+    coordinates = of.batch, head, of.key_start + key0
     return tile_copy.gmem_tile(build, p, name, coordinates, of.stored_keys - key0, columns)
 
 

@@ -31,13 +31,21 @@ class KeyTileScheduler(TileScheduler):
         columns = build.columns + build.columns_value
         self.bytes_of_query = build.item_bytes * columns + F32_BYTES * build.columns
 
+    def num_heads(self, p: Any) -> Any:
+        """Returns the number of heads whose key tiles are work tiles."""
+        return p.num_heads // p.group
+
+    def queries_of_head(self, p: Any, num_queries: Int32) -> Any:
+        """Returns the query rows that the key tiles of one head read, of sequences with so many queries."""
+        return num_queries * p.group
+
     def tiles_of_sequence(self, p: Any, index: Int32) -> Int32:
-        """Returns the number of key tiles of all key heads of sequence `index`."""
+        """Returns the number of key tiles of all heads of sequence `index`."""
         keys = p.num_keys
         if self.build.has("varlen"):
             start, end = (params.load_scalar(p.cu_seqlens_k, Int32, index + edge) for edge in (0, 1))
             keys = end - start
-        return ceil_div(keys, self.build.tile_n) * (p.num_heads // p.group)
+        return ceil_div(keys, self.build.tile_n) * self.num_heads(p)
 
     def first_number(self, p: Any) -> Int32:
         """Returns the number of a block's first work tile.
@@ -64,7 +72,7 @@ class KeyTileScheduler(TileScheduler):
 
     def numbered_tile(self, p: Any, number: Int32, cursor: Cursor) -> tuple[WorkTile, Cursor]:
         """Returns the work tile of that number, and the cursor for the next call."""
-        build, heads = self.build, p.num_heads // p.group
+        build, heads = self.build, self.num_heads(p)
         if not build.has("varlen"):
             first = seqlen_info.create(build, p, Int32(0))
             tile, rest = self._tile_and_head(p, number, first, heads * p.batch)
@@ -78,7 +86,7 @@ class KeyTileScheduler(TileScheduler):
     def _tile_and_head(self, p: Any, number: Int32, of: seqlen_info.SeqlenInfo, heads: Int32) -> tuple[Int32, Int32]:
         """Returns (key tile, head) of a number among those of `heads` heads with the lengths of `of`."""
         build, tiles = self.build, ceil_div(of.stored_keys, self.build.tile_n)
-        fitting = tile_order.heads_in_l2(of.num_queries * p.group, self.bytes_of_query)
+        fitting = tile_order.heads_in_l2(self.queries_of_head(p, of.num_queries), self.bytes_of_query)
         if build.deterministic:
             return tile_order.deterministic_key_tile_at(number, tiles, heads, fitting)
         _, blocks = self.worker()
@@ -127,6 +135,18 @@ class KeyTileScheduler(TileScheduler):
     def _record(self, record: Int32) -> cute.Tensor:
         first = tile_copy.smem_pointer(self.build, "work_tiles", Int32) + record * WORK_TILE_WORDS
         return cute.make_tensor(first.align(16), cute.make_layout(WORK_TILE_WORDS))
+
+
+class QueryHeadScheduler(KeyTileScheduler):
+    """Dynamic scheduler over the key tiles of every query head."""
+
+    def num_heads(self, p: Any) -> Any:
+        """Returns the number of query heads."""
+        return p.num_heads
+
+    def queries_of_head(self, p: Any, num_queries: Int32) -> Any:
+        """Returns the query rows of one query head."""
+        return num_queries
 
 
 class PerHeadScheduler(KeyTileScheduler):

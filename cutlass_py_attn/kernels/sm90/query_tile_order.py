@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutlass_py_attn.integers import choose
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.variants import QUERY_HEADS
 
 if TYPE_CHECKING:
     from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
@@ -26,11 +27,14 @@ class QueryBlock:
 class QueryTileOrder:
     """Visits all query tiles of one query head, then those of the next query head of the same KV head (GQA).
 
+    If work tiles are those of query heads, one query head is all.
+
     blocks: query blocks of a query tile; an iteration has one of them
     """
 
     def __init__(self, build: Build, blocks: int = 1) -> None:
-        self.is_grouped, self.blocks = build.has("grouped"), blocks
+        self.is_grouped = build.has("grouped") and build.variant != QUERY_HEADS
+        self.blocks = blocks
 
     def num_tiles(self, p: Any, work_tile: WorkTile) -> Any:
         """Returns the number of query tiles that a work tile visits, over all query heads."""

@@ -24,7 +24,11 @@ ONE_HEAD, TWO_HEADS = (
     Problem.dense("backward", Shape(1, 64, 64, heads, 128, 128, 1), "bfloat16", Full()) for heads in (1, 2)
 )
 # By query heads of a key head: a build says only whether there are several.
-GROUPED_BUILDS = {group: builds(problem, "sm_90a")[0] for group, problem in ((1, ONE_HEAD), (2, TWO_HEADS))}
+GROUPED_BUILDS = {
+    group: next(build for build in builds(problem, "sm_90a") if build.variant == "")
+    for group, problem in ((1, ONE_HEAD), (2, TWO_HEADS))
+}
+BY_QUERY_HEADS = next(build for build in builds(TWO_HEADS, "sm_90a") if build.variant == "query_heads")
 COUNTS = st.tuples(st.integers(1, 9), st.integers(1, 20), st.integers(1, 30))  # key tiles, heads, fitting ones
 
 
@@ -173,3 +177,15 @@ def test_every_query_block_of_every_head_is_visited_once(
         visited.append(order.next(work_tile, visited[-1]))
     heads, rows = range(head * group, (head + 1) * group), range(first * blocks, (first + count) * blocks)
     assert visited == [QueryBlock(head, block) for head in heads for block in rows]
+
+
+@given(st.integers(2, 5), st.integers(1, 2), st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 6)))
+def test_work_tiles_of_query_heads_visit_one_head(group: int, blocks: int, of_tile: tuple[int, int, int]) -> None:
+    first, count, head = of_tile
+    order = QueryTileOrder(BY_QUERY_HEADS, blocks)
+    p, work_tile = SimpleNamespace(group=group), SimpleNamespace(head=head, first=first, end=first + count)
+    assert order.num_tiles(p, work_tile) == count
+    visited = [order.first(p, work_tile)]
+    for _ in range(count * blocks - 1):
+        visited.append(order.next(work_tile, visited[-1]))
+    assert visited == [QueryBlock(head, block) for block in range(first * blocks, (first + count) * blocks)]

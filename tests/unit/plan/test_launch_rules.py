@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.launch_rules import MAX_INT32
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan, plan_with_tile
@@ -20,6 +21,8 @@ WIDE = Shape(2, 1000, 900, 6, 256, 256, num_heads_key=3)
 SPLIT = Shape(2, 1000, 900, 6, 512, 512)
 DECODE = Shape(2, 4, 4096, 8, 128, 128, num_heads_key=2)
 VARLEN = Shape(4, 300, 200, 2, 128, 128, tokens=(700, 600))
+GROUPED_VARLEN = Shape(4, 300, 200, 4, 128, 128, num_heads_key=2, tokens=(700, 600))
+WIDE_VALUE = Shape(2, 1000, 900, 6, 64, 128, num_heads_key=3)
 
 
 def planned(direction: str, shape: Shape, tile: str, num_sms: int = 16, *, deterministic: bool = False) -> Plan:
@@ -49,6 +52,10 @@ GRIDS: dict[str, tuple[Plan, dict[str, tuple[int, int, int]]]] = {
     "sm90 backward, one block per head": (
         planned("backward", SHORT, "128x128x16:3,2+per_head", 132),
         {"delta_1": (8, 16, 9), "0": (132, 1, 1)},
+    ),
+    "sm90 backward by query heads": (
+        planned("backward", LONG, "64x128x16:3,2+query_heads", 132),
+        {"delta_1": (16 * 4, 6, 2), "0": (8 * 6 * 2, 1, 1), "finish_2": (16, 6, 2), "finish_kv_3": (8 * 2, 3, 2)},
     ),
     "sm90 2-CTA backward": (
         planned("backward", WIDE, "64x64x16:2,2+2cta", 132),
@@ -99,6 +106,30 @@ WORKSPACES: dict[str, tuple[Plan, dict[str, int], int]] = {
         {"grad_query_accum": 132 * 32 * KIB, "delta": 16 * 9 * 512, "logsumexp_log2": 16 * 9 * 512},
         0,
     ),
+    "sm90 backward by query heads": (
+        planned("backward", WIDE_VALUE, "64x128x16:3,2+query_heads"),
+        {
+            "grad_query_accum": 6 * 32 * 64 * 256,
+            "grad_key_accum": 3 * 16 * 128 * 256,
+            "grad_value_accum": 3 * 16 * 128 * 512,
+            "tile_count_semaphore": 4,
+            "delta": 6 * 32 * 256,
+            "logsumexp_log2": 6 * 32 * 256,
+        },
+        4,
+    ),
+    "sm90 backward by query heads with variable lengths": (
+        planned("backward", GROUPED_VARLEN, "64x128x16:3,2+query_heads"),
+        {
+            "grad_query_accum": 4 * (10 + 4) * 64 * 512,
+            "grad_key_accum": 2 * (4 + 4) * 128 * 512,
+            "grad_value_accum": 2 * (4 + 4) * 128 * 512,
+            "tile_count_semaphore": 4,
+            "delta": 4 * 14 * 256,
+            "logsumexp_log2": 4 * 14 * 256,
+        },
+        4,
+    ),
     "decode": (
         planned("forward", DECODE, "16x128x8:2", 16),
         {"partial_output": 2 * 8 * 4 * 4 * 512, "partial_logsumexp": 2 * 8 * 4 * 4 * 4},
@@ -138,6 +169,37 @@ def test_numbers_that_no_field_holds_are_refused(arch: str) -> None:
         plan(huge, arch)
     most = Problem.dense("backward", Shape(65535, 2**20, 64, 1, 8, 8), "bfloat16")
     assert dict(plan(most, arch).params)["total_tiles"] <= MAX_INT32
+
+
+def test_key_tiles_that_no_field_holds_are_refused() -> None:
+    huge = Problem.dense("backward", Shape(65535, 64, 2**29, 2, 8, 8, num_heads_key=1), "bfloat16")
+    with pytest.raises(NotSupported, match=r"total_key_tiles = \d+: must be at most 2147483647; call once for each"):
+        plan(huge, "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "variant", "said"),
+    [
+        ({}, "query_heads", "a block computes a key tile of one query head and adds dK and dV in float32: 2 warp"),
+        ({"deterministic": True}, "", "of all query heads of a group, so that dK and dV are deterministic: 2 warp"),
+    ],
+)
+def test_which_grouped_backwards_add_by_query_heads(changes: dict[str, bool], variant: str, said: str) -> None:
+    problem = Problem.dense("backward", LONG, "bfloat16", Causal()).replace(**changes)
+    found = plan(problem, "sm_90a")
+    assert (found.build.variant, found.build.features) == (variant, ("grouped",))
+    assert found.symbol == f"bwd_sm90_bf16_d128_causal_grouped{'_query_heads' if variant else '_det'}_64x128"
+    assert said in found.explain()
+    assert Plan.from_json(found.to_json()) == found
+
+
+def test_only_kernels_by_query_heads_have_the_fields_of_their_sums() -> None:
+    grouped, single = (
+        plan(Problem.dense("backward", Shape(2, 1000, 900, 6, 128, 128, heads), "bfloat16"), "sm_90a").build
+        for heads in (3, 6)
+    )
+    assert abi.fields_of(single) == abi.BACKWARD
+    assert abi.fields_of(grouped) == (*abi.BACKWARD, *abi.QUERY_HEADS_FIELDS)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -27,10 +27,15 @@ from tests.support.any_problem import ARCHS, problems
 ARCH_OF = {"sm90": "sm_90a", "sm80": "sm_90", "decode": "sm_90"}
 
 
-def problem_of(kind: str, head_dim: int = 128, length: int = 512, dtype: str = "bfloat16", **changes: Any) -> Problem:
+GROUPED: dict[str, Any] = {"heads_key": 2}
+
+
+def problem_of(
+    kind: str, head_dim: int = 128, length: int = 512, dtype: str = "bfloat16", heads_key: int = 4, **changes: Any
+) -> Problem:
     queries = 1 if kind == "decode" else length
     direction = "forward" if kind == "decode" else kind
-    shape = Shape(2, queries, length, 4, head_dim, head_dim)
+    shape = Shape(2, queries, length, 4, head_dim, head_dim, heads_key)
     return Problem.dense(direction, shape, dtype, Causal()).replace(**changes)
 
 
@@ -100,6 +105,8 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "backward", "64x128x16:4,4q32k2", "key_stages = 2", {}),
     ("sm90", "backward", "64x128x16:4,4q32", "score_rows = 32", {"dropout_p": 0.1}),
     ("sm90", "backward", "64x128x16:4,4q32+per_head", "score_rows = 32", {}),
+    ("sm90", "backward", "64x128x16:3,2+query_heads", "features = ()", {}),
+    ("sm90", "backward", "64x128x16:3,2+query_heads", "deterministic = True", {**GROUPED, "deterministic": True}),
     ("sm90", "backward", "64x128x16:3,2+multicast", "variant = 'multicast'", {}),
     ("sm90", "backward", "64x128x16:3,2+split_d", "variant = 'split_d'", {}),
     ("sm90", "backward", "64x128x16:2,2", "score_rows = 0", {"head_dim": 160}),
@@ -170,6 +177,7 @@ VALID = [
     ("sm90", "backward", "64x128x16:2,2k2", {}),
     ("sm90", "backward", "64x128x16:4,4q32", {}),
     ("sm90", "backward", "64x128x16:3,2+per_head", {"length": 128}),
+    ("sm90", "backward", "64x128x16:3,2+query_heads", GROUPED),
     ("sm90", "backward", "64x64x16:3,2+2cta", {"head_dim": 192}),
     ("decode", "decode", "16x128x8:2", {}),
 ]
@@ -252,9 +260,10 @@ def test_every_tile_of_the_tables_passes_for_some_problem(family: str, direction
     found = []
     for head_dim in dims:
         for dtype in ("bfloat16", "float32"):
-            problem = problem_of("decode" if family == "decode" else direction, head_dim, dtype=dtype)
+            heads_key = 2 if tile.variant == "query_heads" else 4
+            problem = problem_of("decode" if family == "decode" else direction, head_dim, 512, dtype, heads_key)
             if tile.score_rows:
-                problem = Problem.dense(direction, Shape(2, 512, 512, 4, 192, 128), dtype, Causal())
+                problem = Problem.dense(direction, Shape(2, 512, 512, 4, 192, 128, heads_key), dtype, Causal())
             build, wrong = build_for(problem, ARCH_OF[family], tile, family)
             found.append(wrong or resources.objections(build, architecture(build.arch)))
     assert [] in found, found
