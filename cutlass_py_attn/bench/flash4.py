@@ -161,11 +161,16 @@ def compile_ahead(
     }
     workers = min(len(needed), PROCESSES, os.cpu_count() or 1)
     try:
-        with ProcessPoolExecutor(workers, get_context("spawn"), os.environ.update, (target,)) as pool:
+        with ProcessPoolExecutor(workers, get_context("spawn"), _set_environment, (target,)) as pool:
             found = list(pool.map(compile_variant, *zip(*needed, strict=True)))
     except BrokenProcessPool as error:  # the kernels that are missing are compiled at their first call
         return [f"ahead: {error}"]
     return [message for message in found if message]
+
+
+def _set_environment(values: dict[str, str]) -> None:
+    """Sets environment variables in a process that compiles; os.environ.update itself cannot be pickled."""
+    os.environ.update(values)
 
 
 def compile_variant(name: str, has_backward: bool) -> str:
