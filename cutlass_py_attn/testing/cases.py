@@ -143,9 +143,10 @@ class Case:
         queries = _starts(each.num_queries for each in spec.sequences).tolist()
         keys = _starts(each.num_keys for each in spec.sequences).tolist()
         ends = (start + _used_keys(each) for start, each in zip(keys[:-1], spec.sequences, strict=True))
-        rows = zip(itertools.pairwise(queries), keys[:-1], ends, strict=True)
+        places = zip(itertools.pairwise(queries), keys[:-1], ends, strict=True)
         return [
-            SeqlenInfo(number, 0, slice(*query), slice(key, end)) for number, (query, key, end) in enumerate(rows)
+            SeqlenInfo(number, 0, slice(first, last), slice(key, end))
+            for number, ((first, last), key, end) in enumerate(places)
         ]
 
     def feature_arrays(self, problem: Problem, rng: np.random.Generator) -> dict[str, Array]:

@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -41,6 +40,8 @@ NEEDLE_FACTOR = 2.0
 SATURATED_SCORE = 300.0  # ten times the largest softcap that random_cases.py draws; its tanh is 1 in float32
 HIDDEN_SHARE = 0.1  # pairs that a bias hides by -inf
 LOWEST_SHARE = 0.3  # keys that `lowest` gives the most negative number
+# The most negative finite number of each dtype, with which frameworks hide keys.
+MOST_NEGATIVE = {"float16": -65504.0, "bfloat16": -(2.0**128 - 2.0**120), "float32": -(2.0**128 - 2.0**104)}
 HIDDEN_ROWS = 3  # `hidden_rows` hides one row of as many
 ROW_BLOCK = 256
 
@@ -233,7 +234,7 @@ def draw_bias(
     if family == "hidden_rows":
         bias[:, :, HIDDEN_ROWS - 1 :: HIDDEN_ROWS] = -np.inf
     elif family == "lowest":
-        bias[rng.random(bias.shape) < LOWEST_SHARE] = ml_dtypes.finfo(target).min
+        bias[rng.random(bias.shape) < LOWEST_SHARE] = MOST_NEGATIVE[dtype]
         for each in sequences:
             rows, keys = _first_visible(each, mask)
             number = each.index if bias.shape[0] > 1 else 0

@@ -7,14 +7,14 @@ thousands of problems.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.problem.masks import Mask
+from cutlass_py_attn.problem.masks import Causal, Mask, Window
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse_mask
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
 
@@ -23,14 +23,18 @@ SPLIT_DIMS: Final = (257, 288, 320, 512, 520, 1024)  # head dims that kernels sp
 MASKS: Final = ("full", "causal", "causal_br", "local")
 SUMMED: Final = ("1hqk", "11qk", "b1qk", "bh1k", "bhq1", "1h1k", "bh11", "1111")
 LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed", "shifted")
+GROUPS: Final = (2, 3, 4)
 LENGTHS: Final = (1, 2, 15, 31, 32, 63, 64, 65, 100, 127, 128, 129, 190, 257)
 INPUTS: Final = (
-    *("gaussian",) * 6, "gaussian_x3", "integers", "needle", "needle", "equal_keys", "one_key", "one_key", "zero_scores",
+    *("gaussian",) * 6, "gaussian_x3", "gaussian_x3", "integers", "needle", "equal_keys", "one_key", "zero_scores",
 )  # fmt: skip
 BIAS_INPUTS: Final = ("gaussian", "gaussian", "gaussian", "lowest", "hidden_rows")
 SATURATED_SHARE: Final = 0.3  # of the cases with a softcap, see inputs.py
 TINY_DROPOUT: Final = 1e-6
 TINY_DROPOUT_SHARE: Final = 0.2  # of the float32 cases with dropout in which the bounds can show its factor
+# Problems that sm90 kernels take.
+SM90_SHARE: Final = 0.35
+SM90_DIMS: Final = (64, 64, 128, 128, 128, 72, 96, 192, 256)
 # Few queries against many keys: head dims and layouts that decode kernels take.
 DECODE_SHARE: Final = 0.12
 DECODE_DIMS: Final = {"float16": (64, 128, 128, 256, 40), "bfloat16": (64, 128, 128, 192, 80)}
@@ -109,7 +113,24 @@ def _draw_kernel(rng: np.random.Generator) -> _Kernel:
         deterministic=direction == "backward" and "q" in gradients and chance(0.25),
         is_decode=False,
     )
-    return _decode_kernel(kernel, rng) if chance(DECODE_SHARE) else kernel
+    if chance(DECODE_SHARE):
+        return _decode_kernel(kernel, rng)
+    return _sm90_kernel(kernel, rng) if chance(SM90_SHARE) else kernel
+
+
+def _sm90_kernel(kernel: _Kernel, rng: np.random.Generator) -> _Kernel:
+    """The kernel number's features, without those that no sm90 kernel of its direction has."""
+    has_bias = bool(kernel.bias) and kernel.direction == "forward"
+    return dataclasses.replace(
+        kernel,
+        dtype=kernel.dtype if kernel.dtype != "float32" else "bfloat16",
+        head_dim=_pick(rng, SM90_DIMS),
+        head_dim_value=0,
+        layout=kernel.layout if kernel.layout != "shifted" else "dense",
+        bias=kernel.bias if has_bias else "",
+        bias_layout=kernel.bias_layout if has_bias else "dense",
+        gradients=kernel.gradients.replace("b", "") or "qkv",
+    )
 
 
 def _decode_kernel(kernel: _Kernel, rng: np.random.Generator) -> _Kernel:
@@ -138,12 +159,12 @@ def _draw_case(kernel: _Kernel, rng: np.random.Generator) -> Case:
     def chance(share: float) -> bool:
         return bool(rng.random() < share)
 
-    def length(lengths: tuple[int, ...]) -> int:
+    def length(lengths: Sequence[int]) -> int:
         return int(_pick(rng, lengths))
 
-    groups, query_lengths, key_lengths = (2, 3, 4), LENGTHS, LENGTHS
-    if kernel.is_decode:
-        groups, query_lengths, key_lengths = DECODE_GROUPS, DECODE_QUERIES, DECODE_KEYS
+    groups = DECODE_GROUPS if kernel.is_decode else GROUPS
+    query_lengths = DECODE_QUERIES if kernel.is_decode else LENGTHS
+    key_lengths = DECODE_KEYS if kernel.is_decode else LENGTHS
     group = int(_pick(rng, groups)) if kernel.is_grouped else 1
     heads = group * int(_pick(rng, (1, 2)))
     keys = length(key_lengths)
@@ -227,11 +248,11 @@ def _with_inputs(case: Case, rng: np.random.Generator) -> Case:
 
 def _with_one_key(case: Case) -> Case:
     """The case with windows of one key, or with a single key if its mask has no window."""
-    spec = case.spec
-    if spec.mask.name == "window":
-        return case.replace(mask=dataclasses.replace(spec.mask, window_left=0, window_right=0))
-    if spec.mask.left is not None:
-        return case.replace(mask=dataclasses.replace(spec.mask, window_size=1))
+    spec, mask = case.spec, case.spec.mask
+    if isinstance(mask, Window):
+        return case.replace(mask=Window(0, 0))
+    if isinstance(mask, Causal) and mask.window_size is not None:
+        return case.replace(mask=dataclasses.replace(mask, window_size=1))
     sequences = (
         dataclasses.replace(each, num_keys=1, used_keys=1 if spec.has_used_keys else None) for each in spec.sequences
     )
