@@ -130,11 +130,11 @@ class Case:
         """Every input by name. output and logsumexp of a backward are not among them: the reference computes them."""
         rng = np.random.default_rng(self.seed)
         problem = self.problem()
-        operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.spec.mask, rng, self._sequences)
+        operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.spec.mask, rng, self.sequences)
         return dict(zip(inputs.NAMES, operands, strict=True)) | self.feature_arrays(problem, rng)
 
     @property
-    def _sequences(self) -> list[SeqlenInfo]:
+    def sequences(self) -> list[SeqlenInfo]:
         """The rows of each sequence, and of each batch element of dense tensors."""
         spec = self.spec
         if not spec.sequences:
@@ -155,7 +155,7 @@ class Case:
         if problem.bias is not None:
             axes = zip(problem.bias.shape, problem.bias.strides, strict=True)
             size = [size if step else 1 for size, step in axes]
-            bias = inputs.draw_bias(self.bias_inputs, size, spec.dtype, spec.mask, rng, self._sequences)
+            bias = inputs.draw_bias(self.bias_inputs, size, spec.dtype, spec.mask, rng, self.sequences)
             found["bias"] = np.broadcast_to(bias, problem.bias.shape)
         if problem.alibi_slopes is not None:
             found["alibi_slopes"] = rng.random(problem.alibi_slopes.shape, dtype=np.float32) * 0.1

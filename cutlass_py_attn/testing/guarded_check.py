@@ -158,12 +158,12 @@ def _floor(case: Case, expected: Expected, name: str) -> float:
     floor = FLOOR[case.spec.dtype]
     if case.spec.dtype != "float32":
         return floor + _tanh_error(case, expected)
-    if name in ("output", "grad_value") and _is_exact(case):
+    if name in ("output", "grad_value") and is_exact(case):
         return EXACT
     return floor * max(1.0, _score_size(case, expected))  # an error of a score is a relative error of its weight
 
 
-def _is_exact(case: Case) -> bool:
+def is_exact(case: Case) -> bool:
     """Whether every row sees at most one key, with a score of zero, so that its weight is exactly 1."""
     spec = case.spec
     has_one_key = spec.num_keys <= 1 or (spec.mask.left, spec.mask.right) == (0, 0)

@@ -66,11 +66,17 @@ def imported(root: Path, entries: Iterable[str], folders: tuple[str, ...]) -> se
 
 
 def _imports(root: Path, name: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse((root / name).read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            folder = node.module.replace(".", "/")
-            files = (f"{folder}.py", f"{folder}/__init__.py", *(f"{folder}/{each.name}.py" for each in node.names))
-            yield from (file for file in files if (root / file).is_file())
+    for module in _modules((root / name).read_text()):
+        files = (f"{module}.py", f"{module}/__init__.py")
+        yield from (file for file in files if (root / file).is_file())
+
+
+@functools.cache
+def _modules(text: str) -> tuple[str, ...]:
+    """Returns the paths of what a text imports from modules, and of the modules themselves, without a suffix."""
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.module)
+    names = ((node.module, *(f"{node.module}.{each.name}" for each in node.names)) for node in nodes)
+    return tuple(dict.fromkeys(str(name).replace(".", "/") for found in names for name in found))
 
 
 def files_sha256(root: Path, names: Iterable[str]) -> str:
