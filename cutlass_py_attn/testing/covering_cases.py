@@ -8,6 +8,7 @@ from typing import Final
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
+from cutlass_py_attn.testing import inputs
 from cutlass_py_attn.testing.cases import ARCH, PTX_ARCH, Case
 from cutlass_py_attn.testing.component_gemms import ALL_COMPONENT_GEMMS
 
@@ -17,7 +18,7 @@ BATCHES: Final = (1, 3)
 HEADS: Final = (1, 6)
 SCALES: Final = (None, 0.1, -0.05, 0.0)
 SPLITS: Final = (None, 1, 3)
-FAMILIES: Final = ("gaussian", "gaussian_x3", "integers", "needle", "equal_keys")
+FAMILIES: Final = tuple(inputs.MAGNITUDE)
 
 
 def _variant(dtype: str, head_dims: str, mask: str) -> ProblemSpec:

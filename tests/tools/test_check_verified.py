@@ -33,7 +33,7 @@ between
 """
 SHAPE = Shape(1, 128, 128, 1, 64, 64)
 LAUNCH = "cutlass_py_attn/runtime/launch.py"
-TODAY = {"kernels": "today", "launch": "today", "judge": "today"}
+TODAY = {"kernels": "today", "launch": "today", "checks": "today"}
 
 
 def plan_of(mask: Mask) -> Plan:
@@ -290,7 +290,7 @@ def test_a_page_without_its_markers_is_refused() -> None:
 
 def test_the_suite_is_what_verify_gpu_imports() -> None:
     """Every file of reference/ and testing/ that decides whether a kernel passes, and no other."""
-    found = digests.imported(ROOT, ["tools/release/verify_gpu.py"], digests.JUDGE_FOLDERS)
+    found = digests.imported(ROOT, ["tools/release/verify_gpu.py"], digests.CHECK_FOLDERS)
     assert {name for name in found if not name.endswith("__init__.py")} == {
         name for name in record.SUITE if "/problem/" not in name
     }

@@ -1,4 +1,4 @@
-"""Tests of the digests of what launches and what judges: edits of the code change them, edits of the prose do not."""
+"""Tests of the digests of what launches and what checks results: edits of the code change them, edits of the prose do not."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_the_launch_covers_parameters_launchers_and_plans() -> None:
     assert {f"cutlass_py_attn/plan/{name}.py" for name in plans} <= set(found)
 
 
-def test_the_judge_covers_the_verifier_the_random_cases_and_what_they_import() -> None:
-    found = digests.judge_files(ROOT)
+def test_the_checks_cover_the_verifier_the_random_cases_and_what_they_import() -> None:
+    found = digests.check_files(ROOT)
     names = ("check", "guarded_check", "accuracy", "inputs", "cases", "random_cases", "device_memory", "layouts")
     assert {f"cutlass_py_attn/testing/{name}.py" for name in names} <= set(found)
     assert {f"tools/release/{name}.py" for name in ("verify_gpu", "fuzz", "fuzz_run")} <= set(found)
@@ -111,10 +111,10 @@ def test_the_judge_covers_the_verifier_the_random_cases_and_what_they_import() -
 @pytest.mark.parametrize(
     ("name", "pattern", "replacement", "changed"),
     [
-        ("tools/release/verify_gpu.py", r"\n        check\.assert_accurate\(case, found\)", "", {"judge"}),
-        ("tools/release/verify_gpu.py", r"assert error <= allowed", "assert error >= 0", {"judge"}),
-        ("tools/release/fuzz_run.py", r"ratio <= 1 for", "ratio <= 9 for", {"judge"}),
-        ("cutlass_py_attn/testing/guarded_check.py", r"TIMES_LOW: Final = 4\.0", "TIMES_LOW: Final = 40.0", {"judge"}),
+        ("tools/release/verify_gpu.py", r"\n        check\.assert_accurate\(case, found\)", "", {"checks"}),
+        ("tools/release/verify_gpu.py", r"assert error <= allowed", "assert error >= 0", {"checks"}),
+        ("tools/release/fuzz_run.py", r"ratio <= 1 for", "ratio <= 9 for", {"checks"}),
+        ("cutlass_py_attn/testing/guarded_check.py", r"TIMES_LOW: Final = 4\.0", "TIMES_LOW: Final = 40.0", {"checks"}),
         ("cutlass_py_attn/runtime/fill.py", r"\Z", "\nCHANGED = 1\n", {"launch"}),
         (
             "cutlass_py_attn/runtime/launchers.py",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from cutlass_py_attn.problem.tensors import SHORT_NAMES
 from cutlass_py_attn.testing import guarded_check, random_cases
 from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
-from tests.support.fake_launch import FakeLaunch, on_hopper, stored
+from tests.support.fake_launch import on_hopper, stored
 from tools.release import digests, features, fuzz, fuzz_run
 from tools.release.fuzz_run import Attempt, Outcome
 
@@ -39,7 +38,7 @@ def artifact(build: Build) -> Artifact:
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Build, float]]:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[Build, float]:
     """A GPU whose kernels give the reference's results times a factor; the factors of wrong kernels by build."""
     factors: dict[Build, float] = {}
     given: dict[str, tuple[Case, guarded_check.Expected]] = {}
@@ -55,7 +54,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Build, float]]:
 
     monkeypatch.setattr(guarded_check, "expect", expecting)
     monkeypatch.setattr(guarded_check, "guarded_launch", on_hopper(results))
-    yield factors
+    return factors
 
 
 def families(outcome: Outcome) -> list[str]:
@@ -173,12 +172,12 @@ def test_a_failure_is_reduced_with_kernels_of_its_family() -> None:
 
 
 def test_the_record_counts_launches_by_family(hopper: dict[Build, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "of", lambda root: {"kernels": "k", "launch": "l", "judge": "j"})
+    monkeypatch.setattr(digests, "of", lambda root: {"kernels": "k", "launch": "l", "checks": "j"})
     cases = (HOPPER, HOPPER.replace(seed=1), GENERIC, DECODE, SPLIT_D)
     summary = fuzz.summarise(fuzz_run.run_case(case, artifact) for case in cases)
     recorded = json.loads(json.dumps(fuzz.record_of(summary, "H200")))
     assert (recorded["problems"], recorded["launches"], recorded["fallbacks"], recorded["kernels"]) == (5, 6, 0, 5)
-    assert recorded["digests"] == {"kernels": "k", "launch": "l", "judge": "j"}
+    assert recorded["digests"] == {"kernels": "k", "launch": "l", "checks": "j"}
     rows = {(r["family"], r["dtype"], r["direction"]): r for r in recorded["rows"] if r["feature"] == "any problem"}
     counts = {key[:2]: row["problems"] for key, row in rows.items()}
     assert counts == {
@@ -233,10 +232,4 @@ def test_the_listing_has_both_families(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert fuzz.main() == 0
     (name, last) = capsys.readouterr().out.splitlines()
     assert name.startswith("sm_90a/fwd_sm90_bf16_d64_causal")
-    assert last == "1 kernels: 1 sm90"
-
-
-def test_the_fake_launch_reports_its_build() -> None:
-    build = builds_of(HOPPER)[0]
-    with FakeLaunch(build, {}) as launch:
-        assert launch.bound.plan.build == build
+    assert last == "1 kernel: 1 sm90"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +63,7 @@ def test_a_fused_kernel_passes_and_fails_by_its_checks(monkeypatch: pytest.Monke
     found = run_fused(monkeypatch, 0.5, Launches(1.0))
     assert (found["cases"], found["worst"], found["repeats"]) == (1, {"output": 0.5}, verify_gpu.REPEATS)
     for worst in (1.01, np.inf, np.nan):
-        with pytest.raises(AssertionError, match="output +tile"):
+        with pytest.raises(AssertionError, match=r"output +tile"):
             run_fused(monkeypatch, worst, Launches(1.0))
 
 
@@ -85,14 +84,14 @@ def test_a_kernel_without_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def decode(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def decode(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A decode case, its kernel, and the results that its launches give."""
     expected = guarded_check.expect(SMALL_DECODE)
     given = SimpleNamespace(build=plan(SMALL_DECODE.problem(), ARCH).build, results=stored(SMALL_DECODE, expected))
     monkeypatch.setattr(decode_cases, "of_build", lambda build: [SMALL_DECODE])
     monkeypatch.setattr(guarded_check, "guarded_launch", lambda *_: FakeLaunch(given.build, given.results))
     monkeypatch.setattr(device_memory, "guarded_launch", Launches(1.0))
-    yield given
+    return given
 
 
 def test_a_decode_kernel_passes_and_fails_by_its_checks(decode: SimpleNamespace) -> None:

@@ -20,21 +20,21 @@ PACKAGE: Final = "cutlass_py_attn"
 LAUNCH_ENTRIES: Final = (f"{PACKAGE}/runtime/launch.py", f"{PACKAGE}/runtime/fill.py")
 NOT_LAUNCHING: Final = (f"{PACKAGE}/errors.py", f"{PACKAGE}/plan/explain.py")
 # What decides whether a result on a GPU passes: the tools, and of the package the folders of references and checks.
-JUDGE_ENTRIES: Final = ("tools/release/verify_gpu.py", "tools/release/fuzz.py")
-JUDGE_FOLDERS: Final = (
+CHECK_ENTRIES: Final = ("tools/release/verify_gpu.py", "tools/release/fuzz.py")
+CHECK_FOLDERS: Final = (
     *(f"{PACKAGE}/{folder}/" for folder in ("testing", "reference", "score_terms")),
     "tools/release/fuzz",
     "tools/release/verify_gpu",
 )
-JUDGE_FILES: Final = (f"{PACKAGE}/problem/masks.py", f"{PACKAGE}/problem/spec.py")
+CHECK_FILES: Final = (f"{PACKAGE}/problem/masks.py", f"{PACKAGE}/problem/spec.py")
 
 
 def of(root: Path) -> dict[str, str]:
-    """Returns the digests of a checkout: of the sources of the kernels, of what launches, and of what judges."""
+    """Returns the digests of a checkout: of the sources of the kernels, of what launches, and of what checks results."""
     return {
         "kernels": files_sha256(root, kernel_files()),
         "launch": files_sha256(root, launch_files(root)),
-        "judge": files_sha256(root, judge_files(root)),
+        "checks": files_sha256(root, check_files(root)),
     }
 
 
@@ -48,9 +48,9 @@ def launch_files(root: Path) -> tuple[str, ...]:
     return tuple(sorted(imported(root, LAUNCH_ENTRIES, (f"{PACKAGE}/",)) - set(NOT_LAUNCHING)))
 
 
-def judge_files(root: Path) -> tuple[str, ...]:
+def check_files(root: Path) -> tuple[str, ...]:
     """Returns every file that decides which cases run on a GPU and whether they pass."""
-    return tuple(sorted(imported(root, JUDGE_ENTRIES, JUDGE_FOLDERS) | set(JUDGE_FILES)))
+    return tuple(sorted(imported(root, CHECK_ENTRIES, CHECK_FOLDERS) | set(CHECK_FILES)))
 
 
 def imported(root: Path, entries: Iterable[str], folders: tuple[str, ...]) -> set[str]:

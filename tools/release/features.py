@@ -29,7 +29,7 @@ REMEDY: Final = f"run python -m tools.release.fuzz --record {PATH} on a GPU"
 SUBJECTS: Final = {
     "kernels": "the kernels' sources",
     "launch": "the code that launches kernels",
-    "judge": "the code that judges results",
+    "checks": "the code that checks results",
 }
 
 

@@ -90,7 +90,8 @@ def _build(folder: Path | None, kernels: Sequence[tuple[Build, ...]]) -> int:
     for choices in kernels:
         print(record.name_of(choices[0]))
     counts = Counter(features.family_of(choices[0]) for choices in kernels)
-    print(f"{len(kernels)} kernels: {', '.join(f'{count} {family}' for family, count in counts.items())}")
+    noun = "kernel" if len(kernels) == 1 else "kernels"
+    print(f"{len(kernels)} {noun}: {', '.join(f'{count} {family}' for family, count in counts.items())}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Tests of the judge of the random cases: it passes the reference, and sees faults that ordinary inputs hide."""
+"""Tests of the check of the random cases: it passes the reference, and sees faults that ordinary inputs hide."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RARE_DROPOUT = tuple(
 SOFTCAP = tuple(f"{direction} bf16_d64_q30_s50_b1_h2_causal" for direction in ("forward", "backward"))
 
 
-def judged(case: Case, monkeypatch: pytest.MonkeyPatch, **fault: float) -> float:
+def worst_ratio(case: Case, monkeypatch: pytest.MonkeyPatch, **fault: float) -> float:
     """The worst error / allowed of the reference's results, with fields of its score modification changed."""
     expected = guarded_check.expect(case)
     create = Case.score_mod
@@ -43,14 +43,14 @@ def judged(case: Case, monkeypatch: pytest.MonkeyPatch, **fault: float) -> float
 @pytest.mark.parametrize("line", RARE_DROPOUT)
 def test_zero_scores_show_a_dropped_factor_of_rare_dropout(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sharp = Case.parse(f"{line} inputs=zero_scores")
-    assert judged(sharp, monkeypatch) < 0.5
-    assert judged(sharp, monkeypatch, **DROPPED_FACTOR) > 1.5
+    assert worst_ratio(sharp, monkeypatch) < 0.5
+    assert worst_ratio(sharp, monkeypatch, **DROPPED_FACTOR) > 1.5
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_gaussian_inputs_hide_a_dropped_factor_of_rare_dropout(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.parse(f"{direction} f32_d64_s40_b1_h2_causal_dropout1e-06")
-    assert judged(case, monkeypatch, **DROPPED_FACTOR) < 0.5
+    assert worst_ratio(case, monkeypatch, **DROPPED_FACTOR) < 0.5
 
 
 @pytest.mark.parametrize("line", SOFTCAP)
@@ -59,13 +59,13 @@ def test_scores_at_the_softcap_show_an_error_of_one_percent(
     line: str, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sharp = Case.parse(f"{line}_softcap{softcap:g} inputs=saturated")
-    assert judged(sharp, monkeypatch) < 0.5
-    assert judged(sharp, monkeypatch, softcap=1.01 * softcap) > 2
+    assert worst_ratio(sharp, monkeypatch) < 0.5
+    assert worst_ratio(sharp, monkeypatch, softcap=1.01 * softcap) > 2
 
 
 @pytest.mark.parametrize("line", SOFTCAP)
 def test_gaussian_scores_hide_an_error_of_a_large_softcap(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert judged(Case.parse(f"{line}_softcap30"), monkeypatch, softcap=30.3) < 0.5
+    assert worst_ratio(Case.parse(f"{line}_softcap30"), monkeypatch, softcap=30.3) < 0.5
 
 
 @pytest.mark.parametrize("family", ["gaussian", "gaussian_x3", "needle", "one_key", "equal_keys", "integers"])
