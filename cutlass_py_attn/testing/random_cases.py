@@ -7,6 +7,7 @@ thousands of problems.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +18,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Causal, Mask, Window
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse_mask
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
+from cutlass_py_attn.testing.guarded_check import is_exact
 
 RESIDENT_DIMS: Final = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128, 128, 160, 192, 256, 1, 3, 17, 33, 36, 38, 100)
 SPLIT_DIMS: Final = (257, 288, 320, 512, 520, 1024)  # head dims that kernels split over blocks
@@ -240,23 +242,28 @@ def _with_inputs(case: Case, rng: np.random.Generator) -> Case:
         family = "saturated"
     if spec.bias:
         case = case.replace(bias_inputs=str(_pick(rng, BIAS_INPUTS)))
-    shows_factor = spec.dtype == "float32" and spec.dropout_p > 0 and not (spec.bias or spec.alibi or spec.sinks)
-    if shows_factor and rng.random() < TINY_DROPOUT_SHARE:
-        return _with_one_key(case).replace(inputs="zero_scores", dropout_p=TINY_DROPOUT)
-    return case.replace(inputs=family)
+    sharp = _with_one_key(case).replace(inputs="zero_scores", dropout_p=TINY_DROPOUT) if spec.dropout_p else case
+    shows_factor = spec.dtype == "float32" and any(map(functools.partial(is_exact, sharp), ("output", "grad_value")))
+    is_sharp = shows_factor and rng.random() < TINY_DROPOUT_SHARE
+    return sharp if is_sharp else case.replace(inputs=family)
 
 
 def _with_one_key(case: Case) -> Case:
-    """The case with windows of one key, or with a single key if its mask has no window."""
+    """The case with windows of one key; with a single key, and in a backward a single query, without a window."""
     spec, mask = case.spec, case.spec.mask
     if isinstance(mask, Window):
         return case.replace(mask=Window(0, 0))
     if isinstance(mask, Causal) and mask.window_size is not None:
         return case.replace(mask=dataclasses.replace(mask, window_size=1))
+    is_single = case.direction == "backward"
     sequences = (
-        dataclasses.replace(each, num_keys=1, used_keys=1 if spec.has_used_keys else None) for each in spec.sequences
+        SequenceLengths(
+            min(each.num_queries, 1) if is_single else each.num_queries, 1, 1 if spec.has_used_keys else None
+        )
+        for each in spec.sequences
     )
-    return case.replace(sequences=tuple(sequences), num_keys=1)
+    queries = 1 if is_single else spec.num_queries
+    return case.replace(sequences=tuple(sequences), num_keys=1, num_queries=queries)
 
 
 def _draw_mask(kernel: _Kernel, rng: np.random.Generator) -> Mask:

@@ -1,4 +1,4 @@
-"""Tests of the digests of what launches and what checks results: edits of the code change them, edits of the prose do not."""
+"""Tests of the digests: edits of the code that launches or checks change them, edits of the prose do not."""
 
 from __future__ import annotations
 

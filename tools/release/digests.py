@@ -30,7 +30,7 @@ CHECK_FILES: Final = (f"{PACKAGE}/problem/masks.py", f"{PACKAGE}/problem/spec.py
 
 
 def of(root: Path) -> dict[str, str]:
-    """Returns the digests of a checkout: of the sources of the kernels, of what launches, and of what checks results."""
+    """Returns the digests of a checkout: of the code of the kernels, of the launch and of the checks."""
     return {
         "kernels": files_sha256(root, kernel_files()),
         "launch": files_sha256(root, launch_files(root)),

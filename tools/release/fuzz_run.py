@@ -154,7 +154,8 @@ def run_cases(cases: Sequence[Case], generic_every: int = GENERIC_EVERY, family:
     return found
 
 
-def _pool(processes: int, folder: Path | None) -> ProcessPoolExecutor:
+def pool(processes: int, folder: Path | None) -> ProcessPoolExecutor:
+    """Returns processes that `start` prepares. Each is a new process, with a GPU context and one BLAS thread."""
     for variable in BLAS_THREADS:  # the processes share the cores
         os.environ.setdefault(variable, "1")
     return ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=start, initargs=(folder,))
@@ -163,8 +164,8 @@ def _pool(processes: int, folder: Path | None) -> ProcessPoolExecutor:
 def outcomes(cases: Sequence[Case], folder: Path | None, processes: int) -> Iterator[Outcome]:
     """Yields the outcome of each case in order, run by that many processes."""
     chunks = [cases[first : first + CHUNK] for first in range(0, len(cases), CHUNK)]
-    with _pool(processes, folder) as pool:
-        for found in pool.map(run_cases, chunks):
+    with pool(processes, folder) as workers:
+        for found in workers.map(run_cases, chunks):
             yield from found
 
 
@@ -178,7 +179,7 @@ class Launcher:
     def __call__(self, case: Case, family: str = "") -> Outcome:
         """Returns the outcome of a case with all of its families, or with the kernels of one."""
         if self._process is None:
-            self._process = _pool(1, self._folder)
+            self._process = pool(1, self._folder)
         try:
             (found,) = self._process.submit(run_cases, [case], 1, family).result()
         except BrokenProcessPool as error:

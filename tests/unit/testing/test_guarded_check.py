@@ -19,8 +19,8 @@ Array = npt.NDArray[Any]
 DROPPED_FACTOR = {"dropout_p": 0.0}  # the mask of dropout without the factor 1 / (1 - p)
 RARE_DROPOUT = tuple(
     f"{direction} f32_d64_{sizes}_b1_h2_{mask}_dropout1e-06"
-    for direction in ("forward", "backward")
-    for sizes, mask in (("q40_s1", "full"), ("s40", "causal_window1"), ("q30_s40", "window_left0_right0"))
+    for direction, single in (("forward", "q40_s1"), ("backward", "s1"))
+    for sizes, mask in ((single, "full"), ("s40", "causal_window1"), ("q30_s40", "window_left0_right0"))
 )
 SOFTCAP = tuple(f"{direction} bf16_d64_q30_s50_b1_h2_causal" for direction in ("forward", "backward"))
 

@@ -11,8 +11,9 @@ from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.shrinking import shrink, smaller
 
 LARGE = (
-    "backward bf16_d96v72_q190_s257_b3_h8k2_causal_window64_biasbhqksum_dropout0.3_softcap4_alibi_sinks_scale0.1"
-    "_splits3 inputs=needle bias_inputs=lowest layout=padded bias_layout=transposed philox_seed=7 philox_offset=5 seed=11"
+    "backward bf16_d96v72_q190_s257_b3_h8k2_causal_window64_biasbhqksum_dropout0.3_softcap4_alibi_sinks"
+    "_scale0.1_splits3 inputs=needle bias_inputs=lowest layout=padded bias_layout=transposed philox_seed=7"
+    " philox_offset=5 seed=11"
 )
 VARIABLE = "forward f16_d128_n100x190u90,0x20u3,64x129u129,31x65u0_h4k2_causal_br_alibib inputs=one_key seed=3"
 
