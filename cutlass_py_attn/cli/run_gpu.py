@@ -136,7 +136,7 @@ def _ratios(case: Case, kernels: Kernels) -> dict[str, float]:
     """Returns error / allowed of each result; infinity for all of them if a kernel wrote outside of its tensors."""
     expected = guarded_check.expect(case)
     try:
-        return guarded_check.ratios(case, expected, guarded_check.launch(case, expected, kernels))
+        return guarded_check.ratios(case, expected, guarded_check.launch(case, expected, kernels).outputs)
     except AssertionError:
         return dict.fromkeys(guarded_check.results_of(case), math.inf)
 

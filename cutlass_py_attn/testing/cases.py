@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -22,9 +23,10 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import spec as specs
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.spec import ProblemSpec
+from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths
 from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape
 from cutlass_py_attn.reference import numpy_reference
+from cutlass_py_attn.reference.score_mod import SeqlenInfo
 from cutlass_py_attn.score_terms.dropout import Dropout, keeper
 from cutlass_py_attn.testing import inputs, layouts
 
@@ -46,12 +48,14 @@ class Case:
 
     layout: a name of layouts.LAYOUTS, for query, key, value, output and their gradients.
     bias_layout: "dense", "padded", "transposed" or "shifted" (layouts.bias_tensor).
-    inputs: a family of inputs.FAMILIES. seed: of the inputs. philox_seed, philox_offset: of dropout.
+    inputs: a family of inputs.FAMILIES. bias_inputs: a family of inputs.BIAS_FAMILIES. seed: of the inputs.
+    philox_seed, philox_offset: of dropout.
     """
 
     direction: str
     spec: ProblemSpec
     inputs: str = "gaussian"
+    bias_inputs: str = "gaussian"
     layout: str = "dense"
     bias_layout: str = "dense"
     philox_seed: int = 0
@@ -126,17 +130,33 @@ class Case:
         """Every input by name. output and logsumexp of a backward are not among them: the reference computes them."""
         rng = np.random.default_rng(self.seed)
         problem = self.problem()
-        operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.spec.mask, rng)
+        operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.spec.mask, rng, self.sequences)
         return dict(zip(inputs.NAMES, operands, strict=True)) | self.feature_arrays(problem, rng)
+
+    @property
+    def sequences(self) -> list[SeqlenInfo]:
+        """The rows of each sequence, and of each batch element of dense tensors."""
+        spec = self.spec
+        if not spec.sequences:
+            rows, keys = slice(0, spec.num_queries), slice(0, spec.num_keys)
+            return [SeqlenInfo(number, number, rows, keys) for number in range(spec.batch)]
+        queries = _starts(each.num_queries for each in spec.sequences).tolist()
+        keys = _starts(each.num_keys for each in spec.sequences).tolist()
+        ends = (start + _used_keys(each) for start, each in zip(keys[:-1], spec.sequences, strict=True))
+        places = zip(itertools.pairwise(queries), keys[:-1], ends, strict=True)
+        return [
+            SeqlenInfo(number, 0, slice(first, last), slice(key, end))
+            for number, ((first, last), key, end) in enumerate(places)
+        ]
 
     def feature_arrays(self, problem: Problem, rng: np.random.Generator) -> dict[str, Array]:
         """The inputs by name beside query, key, value and grad_output."""
         spec, found = self.spec, dict[str, Array]()
         if problem.bias is not None:
             axes = zip(problem.bias.shape, problem.bias.strides, strict=True)
-            bias = rng.standard_normal([size if step else 1 for size, step in axes], dtype=np.float32)
-            bias[rng.random(bias.shape) < 0.1] = -np.inf
-            found["bias"] = np.broadcast_to(bias.astype(numpy_reference.DTYPES[spec.dtype]), problem.bias.shape)
+            size = [size if step else 1 for size, step in axes]
+            bias = inputs.draw_bias(self.bias_inputs, size, spec.dtype, spec.mask, rng, self.sequences)
+            found["bias"] = np.broadcast_to(bias, problem.bias.shape)
         if problem.alibi_slopes is not None:
             found["alibi_slopes"] = rng.random(problem.alibi_slopes.shape, dtype=np.float32) * 0.1
         if problem.sinks is not None:
@@ -179,6 +199,10 @@ class Case:
 def builds_of(cases: Iterable[Case], arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that the cases need, once; each with the kernels to fall back to if ptxas spills."""
     return list(dict.fromkeys(planner.builds(each.problem(), arch) for each in cases))
+
+
+def _used_keys(lengths: SequenceLengths) -> int:
+    return lengths.num_keys if lengths.used_keys is None else lengths.used_keys
 
 
 def _starts(lengths: Iterable[int]) -> Array:

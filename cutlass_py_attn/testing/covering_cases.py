@@ -18,7 +18,7 @@ BATCHES: Final = (1, 3)
 HEADS: Final = (1, 6)
 SCALES: Final = (None, 0.1, -0.05, 0.0)
 SPLITS: Final = (None, 1, 3)
-FAMILIES: Final = tuple(inputs.FAMILIES)
+FAMILIES: Final = tuple(inputs.MAGNITUDE)
 
 
 def _variant(dtype: str, head_dims: str, mask: str) -> ProblemSpec:

@@ -1,14 +1,19 @@
 """Inputs: seeded families of query, key, value and grad_output, each of which shows another kind of fault.
 
 `gaussian` spreads the weight over all keys, so a wrong row or element hides in the sum. `needle` gives each row exactly
-two keys that matter. `integers` makes every product exact. `gaussian_x3` sharpens the softmax. With `equal_keys` all
-weights of a row are equal and the query gradient cancels.
+two keys that matter, `one_key` a single one. `integers` makes every product exact. `gaussian_x3` sharpens the softmax.
+With `equal_keys` all weights of a row are equal and the query gradient cancels. With `zero_scores` query and key are
+zero, and value and grad_output are integers: a row with one visible key has an exact output. With `saturated` every
+score reaches the softcap, so that an error of the softcap changes the weights of the backward and logsumexp.
+
+A bias has families of its own: `gaussian` hides every tenth pair by -inf; `lowest` has the most negative finite number
+of the dtype beside ordinary keys, as frameworks hide keys; `hidden_rows` hides whole rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,18 +22,26 @@ import numpy.typing as npt
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, Shape
 from cutlass_py_attn.reference.numpy_reference import DTYPES
+from cutlass_py_attn.reference.score_mod import SeqlenInfo
 
 Array = npt.NDArray[Any]
 Tensors = tuple[Array, Array, Array, Array]
+Sequences = Sequence[SeqlenInfo]
 
 NAMES = ("query", "key", "value", "grad_output")
 # Size of the terms of a gradient relative to gaussian inputs (query or key, value and grad_output multiply): the
-# factor of the absolute floor of accuracy.compare.
+# factor of the absolute floor of accuracy.check, whose rules are for these families alone.
 MAGNITUDE = {"gaussian": 1.0, "gaussian_x3": 27.0, "integers": 1.0, "needle": 4.0, "equal_keys": 1.0}
 ZERO_SHARE = 0.8
 # Scaled scores of the two keys of a needle row exceed the mean of the others by at least this much.
 NEEDLE_SCORE = 16.0
 NEEDLE_FACTOR = 2.0
+SATURATED_SCORE = 300.0  # ten times the largest softcap that random_cases.py draws; its tanh is 1 in float32
+HIDDEN_SHARE = 0.1  # pairs that a bias hides by -inf
+LOWEST_SHARE = 0.3  # keys that `lowest` gives the most negative number
+# The most negative finite number of each dtype, with which frameworks hide keys.
+MOST_NEGATIVE = {"float16": -65504.0, "bfloat16": -(2.0**128 - 2.0**120), "float32": -(2.0**128 - 2.0**104)}
+HIDDEN_ROWS = 3  # `hidden_rows` hides one row of as many
 ROW_BLOCK = 256
 
 
@@ -36,34 +49,53 @@ def make(family: str, shape: Shape, dtype: str, mask: Mask, seed: int) -> Tensor
     """Returns (query, key, value, grad_output) of one family; the same arguments always give the same bits.
 
     Shapes are (batch, num_queries, num_heads, head_dim) and so on, as `shape.of` has them.
-    dtype: "float16", "bfloat16" or "float32". Only `needle` reads the mask; it assumes the scale 1 / sqrt(head_dim).
+    dtype: "float16", "bfloat16" or "float32". Only `needle` and `one_key` read the mask; they assume the scale
+    1 / sqrt(head_dim).
     Raises ValueError for an unknown family or dtype.
     """
     return draw(family, shape, dtype, mask, np.random.default_rng(seed))
 
 
-def draw(family: str, shape: Shape, dtype: str, mask: Mask, rng: np.random.Generator) -> Tensors:
-    """Returns `make`'s tensors from the random numbers of `rng`."""
+def draw(
+    family: str,
+    shape: Shape,
+    dtype: str,
+    mask: Mask,
+    rng: np.random.Generator,
+    sequences: Sequences = (),
+) -> Tensors:
+    """Returns `make`'s tensors from the random numbers of `rng`.
+
+    sequences: rows of each sequence in the variable-length layout; () if every batch element is one sequence.
+    """
     if family not in FAMILIES:
         raise ValueError(f"family {family!r}: must be one of {', '.join(FAMILIES)}")
     if dtype not in ITEM_BYTES:
         raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(ITEM_BYTES)}")
-    query, key, value, grad_output = FAMILIES[family](shape, mask, rng)
+    query, key, value, grad_output = FAMILIES[family](shape, mask, rng, sequences or _dense(shape))
     target = DTYPES[dtype]
     return query.astype(target), key.astype(target), value.astype(target), grad_output.astype(target)
 
 
-def _gaussian(shape: Shape, mask: Mask, rng: np.random.Generator) -> Tensors:
+def _dense(shape: Shape) -> Sequences:
+    """Returns the sequences of dense tensors: one for each batch element."""
+    return [
+        SeqlenInfo(number, number, slice(0, shape.num_queries), slice(0, shape.num_keys))
+        for number in range(shape.batch)
+    ]
+
+
+def _gaussian(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
     query, key, value, grad_output = (rng.standard_normal(shape.of(name), dtype=np.float32) for name in NAMES)
     return query, key, value, grad_output
 
 
-def _gaussian_x3(shape: Shape, mask: Mask, rng: np.random.Generator) -> Tensors:
-    query, key, value, grad_output = _gaussian(shape, mask, rng)
+def _gaussian_x3(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+    query, key, value, grad_output = _gaussian(shape, mask, rng, sequences)
     return 3 * query, 3 * key, 3 * value, 3 * grad_output
 
 
-def _integers(shape: Shape, mask: Mask, rng: np.random.Generator) -> Tensors:
+def _integers(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
     def sparse(name: str) -> Array:
         values = rng.integers(-2, 3, shape.of(name)).astype(np.float32)
         values[rng.random(values.shape, dtype=np.float32) < ZERO_SHARE] = 0
@@ -72,55 +104,150 @@ def _integers(shape: Shape, mask: Mask, rng: np.random.Generator) -> Tensors:
     return sparse("query"), sparse("key"), sparse("value"), sparse("grad_output")
 
 
-def _needle(shape: Shape, mask: Mask, rng: np.random.Generator) -> Tensors:
+def _needle(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
     """Keys are vectors of signs. A query is the sum of two keys, so both have the same score."""
-    _, _, value, grad_output = _gaussian(shape, mask, rng)
+    _, _, value, grad_output = _gaussian(shape, mask, rng, sequences)
     key = rng.choice(np.array([-1, 1], np.float32), shape.of("key"))
+    draws = rng.random((len(sequences), shape.num_heads, shape.num_queries))
     query = np.zeros(shape.of("query"), np.float32)
-    if shape.num_keys == 0:
-        return query, key, value, grad_output
-    draws = rng.random((shape.batch, shape.num_heads, shape.num_queries))
-    last, earlier = _two_keys(shape, mask, draws)
-    factor = max(NEEDLE_FACTOR, NEEDLE_SCORE / math.sqrt(shape.head_dim))
-    for batch, head in np.ndindex(shape.batch, shape.num_heads):
-        rows = key[batch, :, head]
-        query[batch, :, head] = factor * (rows[last] + rows[earlier[batch, head]])
-    return query, key, value, grad_output
+    for each in sequences:
+        last, earlier = _two_keys(each, mask, draws[each.index, :, : each.num_queries])
+        _point(query, key, each, np.broadcast_to(last, earlier.shape))
+        _point(query, key, each, earlier)
+    return _needle_factor(shape) * query, key, value, grad_output
 
 
-def _two_keys(shape: Shape, mask: Mask, draws: Array) -> tuple[Array, Array]:
-    """Returns the last visible key of each row (num_queries), and an earlier one (batch, num_heads, num_queries).
+def _one_key(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+    """Keys are vectors of signs. A query is twice one of its visible keys, which gets nearly all of the weight."""
+    _, _, value, grad_output = _gaussian(shape, mask, rng, sequences)
+    key = rng.choice(np.array([-1, 1], np.float32), shape.of("key"))
+    draws = rng.random((len(sequences), shape.num_heads, shape.num_queries))
+    query = np.zeros(shape.of("query"), np.float32)
+    for each in sequences:
+        _point(query, key, each, _any_key(each, mask, draws[each.index, :, : each.num_queries]))
+    return 2 * _needle_factor(shape) * query, key, value, grad_output
+
+
+def _needle_factor(shape: Shape) -> float:
+    return max(NEEDLE_FACTOR, NEEDLE_SCORE / math.sqrt(shape.head_dim))
+
+
+def _point(query: Array, key: Array, sequence: SeqlenInfo, chosen: Array) -> None:
+    """Adds the chosen key (num_heads, num_queries) to each query of a sequence."""
+    if not sequence.num_keys:
+        return
+    heads, group = query.shape[2], query.shape[2] // max(key.shape[2], 1)
+    for head in range(heads):
+        keys = key[sequence.batch, sequence.keys, head // group]
+        query[sequence.batch, sequence.queries, head] += keys[chosen[head]]
+
+
+def _two_keys(sequence: SeqlenInfo, mask: Mask, draws: Array) -> tuple[Array, Array]:
+    """Returns the last visible key of each row (num_queries), and an earlier one (num_heads, num_queries).
 
     draws: random numbers in [0, 1) that choose the earlier key. A row with a single visible key gets it twice; a row
     without visible keys gets key 0.
     """
-    last = np.zeros(shape.num_queries, np.int64)
+    last = np.zeros(sequence.num_queries, np.int64)
     earlier = np.zeros(draws.shape, np.int64)
-    for start in range(0, shape.num_queries, ROW_BLOCK):
-        rows = np.arange(start, min(start + ROW_BLOCK, shape.num_queries))
-        keys = np.arange(shape.num_keys)[None, :]
-        seen = mask.sees(rows[:, None], keys, shape.num_queries, shape.num_keys)
-        counts = seen.sum(axis=1)
-        some = counts > 0
-        rows, counts = rows[some], counts[some]
-        columns = np.nonzero(seen)[1]
-        ends = np.cumsum(counts)
-        last[rows] = columns[ends - 1]
-        rank = (draws[:, :, rows] * np.maximum(counts - 1, 1)).astype(np.int64)
-        earlier[:, :, rows] = columns[ends - counts + rank]
+    for rows, columns, starts, counts in _visible(sequence, mask):
+        last[rows] = columns[starts + counts - 1]
+        rank = (draws[:, rows] * np.maximum(counts - 1, 1)).astype(np.int64)
+        earlier[:, rows] = columns[starts + rank]
     return last, earlier
 
 
-def _equal_keys(shape: Shape, mask: Mask, rng: np.random.Generator) -> Tensors:
-    query, key, value, grad_output = _gaussian(shape, mask, rng)
+def _any_key(sequence: SeqlenInfo, mask: Mask, draws: Array) -> Array:
+    """Returns a visible key of each row, (num_heads, num_queries), that `draws` in [0, 1) chooses; key 0 for none."""
+    chosen = np.zeros(draws.shape, np.int64)
+    for rows, columns, starts, counts in _visible(sequence, mask):
+        chosen[:, rows] = columns[starts + (draws[:, rows] * counts).astype(np.int64)]
+    return chosen
+
+
+def _visible(sequence: SeqlenInfo, mask: Mask) -> Iterator[tuple[Array, Array, Array, Array]]:
+    """Yields rows that see keys, the visible keys of all of them one after another, and each row's start and count."""
+    keys = np.arange(sequence.num_keys)[None, :]
+    for start in range(0, sequence.num_queries, ROW_BLOCK):
+        rows = np.arange(start, min(start + ROW_BLOCK, sequence.num_queries))
+        seen = mask.sees(rows[:, None], keys, sequence.num_queries, sequence.num_keys)
+        seen = np.broadcast_to(seen, (rows.size, keys.size))
+        counts = seen.sum(axis=1)
+        some = counts > 0
+        rows, counts = rows[some], counts[some]
+        yield rows, np.nonzero(seen)[1], np.cumsum(counts) - counts, counts
+
+
+def _equal_keys(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+    query, key, value, grad_output = _gaussian(shape, mask, rng, sequences)
     key[:, 1:] = key[:, :1]
     return query, key, value, grad_output
 
 
-FAMILIES: dict[str, Callable[[Shape, Mask, np.random.Generator], Tensors]] = {
+def _zero_scores(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+    query, key = (np.zeros(shape.of(name), np.float32) for name in NAMES[:2])
+    value, grad_output = (rng.integers(-2, 3, shape.of(name)).astype(np.float32) for name in NAMES[2:])
+    return query, key, value, grad_output
+
+
+def _saturated(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+    """All scores of a row are SATURATED_SCORE, or all are -SATURATED_SCORE."""
+    _, _, value, grad_output = _gaussian(shape, mask, rng, sequences)
+    size = math.sqrt(SATURATED_SCORE / math.sqrt(shape.head_dim))
+    signs = rng.choice(np.array([-1, 1], np.float32), (*shape.of("query")[:3], 1))
+    query = np.broadcast_to(size * signs, shape.of("query"))
+    return query, np.full(shape.of("key"), size, np.float32), value, grad_output
+
+
+FAMILIES: dict[str, Callable[[Shape, Mask, np.random.Generator, Sequences], Tensors]] = {
     "gaussian": _gaussian,
     "gaussian_x3": _gaussian_x3,
     "integers": _integers,
     "needle": _needle,
     "equal_keys": _equal_keys,
+    "one_key": _one_key,
+    "zero_scores": _zero_scores,
+    "saturated": _saturated,
 }
+
+
+def draw_bias(
+    family: str,
+    size: Sequence[int],
+    dtype: str,
+    mask: Mask,
+    rng: np.random.Generator,
+    sequences: Sequences,
+) -> Array:
+    """Returns a bias of (batch or 1, num_heads or 1, num_queries or 1, num_keys or 1) of a family of BIAS_FAMILIES.
+
+    A row with the most negative number alone would be an empty row for kernels, which work in base 2, and a row of
+    equal weights for the reference. So in `lowest` the first visible key of every row is an ordinary one.
+    """
+    if family not in BIAS_FAMILIES:
+        raise ValueError(f"bias family {family!r}: must be one of {', '.join(BIAS_FAMILIES)}")
+    target = DTYPES[dtype]
+    bias = rng.standard_normal(size, dtype=np.float32)
+    bias[rng.random(bias.shape) < HIDDEN_SHARE] = -np.inf
+    bias = bias.astype(target)
+    if family == "hidden_rows":
+        bias[:, :, HIDDEN_ROWS - 1 :: HIDDEN_ROWS] = -np.inf
+    elif family == "lowest":
+        bias[rng.random(bias.shape) < LOWEST_SHARE] = MOST_NEGATIVE[dtype]
+        for each in sequences:
+            rows, keys = _first_visible(each, mask)
+            number = each.index if bias.shape[0] > 1 else 0
+            row, key = (part if length > 1 else 0 * part for part, length in zip((rows, keys), size[2:], strict=True))
+            bias[number, :, row, key] = 0
+    return bias
+
+
+def _first_visible(sequence: SeqlenInfo, mask: Mask) -> tuple[Array, Array]:
+    """Returns every row that sees keys, and the first key that it sees."""
+    found = [(rows, columns[starts]) for rows, columns, starts, _ in _visible(sequence, mask)]
+    empty = np.zeros(0, np.int64)
+    rows, keys = (np.concatenate([empty, *part]) for part in zip(*found, strict=True)) if found else (empty, empty)
+    return rows, keys
+
+
+BIAS_FAMILIES = ("gaussian", "lowest", "hidden_rows")

@@ -26,6 +26,7 @@ from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse, pa
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.testing.cases import ARCH, Case
+from cutlass_py_attn.testing.inputs import MOST_NEGATIVE
 
 Array = npt.NDArray[Any]
 Sizes = tuple[int, int, int, int, int]  # batch, queries, keys, heads, head dim
@@ -35,8 +36,6 @@ OPERANDS: Final = ("query", "key", "value", "grad_output")
 SMALL_DIM: Final = 32  # xFormers scales narrower heads as if they were this wide
 WHOLE_ROWS: Final = 3  # a bias that hides whole rows hides every third
 SHARE: Final = 0.3  # of the keys that a bias hides in the other rows
-# The most negative finite number of each dtype, with which frameworks hide keys.
-MOST_NEGATIVE: Final = {"float16": -65504.0, "bfloat16": -(2.0**128 - 2.0**120), "float32": -(2.0**128 - 2.0**104)}
 
 
 def _gaussian_x3(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Array:

@@ -1,4 +1,4 @@
-"""Random cases: problems with random features and sizes.
+"""Random cases: problems with random features, sizes and inputs.
 
 A kernel number decides what chooses the machine code; a run number decides the rest. So a few hundred kernels serve
 thousands of problems.
@@ -7,28 +7,52 @@ thousands of problems.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.problem.masks import Mask
+from cutlass_py_attn.problem.masks import Causal, Mask, Window
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse_mask
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
+from cutlass_py_attn.testing.guarded_check import is_exact
 
 RESIDENT_DIMS: Final = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128, 128, 160, 192, 256, 1, 3, 17, 33, 36, 38, 100)
 SPLIT_DIMS: Final = (257, 288, 320, 512, 520, 1024)  # head dims that kernels split over blocks
 MASKS: Final = ("full", "causal", "causal_br", "local")
 SUMMED: Final = ("1hqk", "11qk", "b1qk", "bh1k", "bhq1", "1h1k", "bh11", "1111")
 LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed", "shifted")
+GROUPS: Final = (2, 3, 4)
 LENGTHS: Final = (1, 2, 15, 31, 32, 63, 64, 65, 100, 127, 128, 129, 190, 257)
+INPUTS: Final = (
+    *("gaussian",) * 6, "gaussian_x3", "gaussian_x3", "integers", "needle", "equal_keys", "one_key", "zero_scores",
+)  # fmt: skip
+BIAS_INPUTS: Final = ("gaussian", "gaussian", "gaussian", "lowest", "hidden_rows")
+SATURATED_SHARE: Final = 0.3  # of the cases with a softcap, see inputs.py
+TINY_DROPOUT: Final = 1e-6
+TINY_DROPOUT_SHARE: Final = 0.2  # of the float32 cases with dropout in which the bounds can show its factor
+# Problems that sm90 kernels take.
+SM90_SHARE: Final = 0.35
+SM90_DIMS: Final = (64, 64, 128, 128, 128, 72, 96, 192, 256)
+# Few queries against many keys: head dims and layouts that decode kernels take.
+DECODE_SHARE: Final = 0.12
+DECODE_DIMS: Final = {"float16": (64, 128, 128, 256, 40), "bfloat16": (64, 128, 128, 192, 80)}
+DECODE_DIMS_F32: Final = (64, 128, 32, 100)
+DECODE_LAYOUTS: Final = ("dense", "padded", "heads_first", "packed")
+DECODE_QUERIES: Final = (1, 1, 1, 1, 2, 3, 5, 16)
+DECODE_KEYS: Final = (256, 257, 319, 511, 640, 1025)
+DECODE_GROUPS: Final = (2, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """What decides the machine code. mask "local" stands for any window; bias: axes as in ProblemSpec."""
+    """What decides the machine code. mask "local" stands for any window; bias: axes as in ProblemSpec.
+
+    is_decode: few queries against many keys, without features of the scores.
+    """
 
     direction: str
     dtype: str
@@ -47,11 +71,13 @@ class _Kernel:
     is_variable_length: bool
     has_used_keys: bool
     deterministic: bool
+    is_decode: bool
 
 
 def draw(kernel: int, run: int) -> Case:
     """Case `run` of the kernel number `kernel`."""
-    return _draw_case(_draw_kernel(np.random.default_rng(kernel)), np.random.default_rng((kernel, run)))
+    drawn, rng = _draw_kernel(np.random.default_rng(kernel)), np.random.default_rng((kernel, run))
+    return _with_inputs(_draw_case(drawn, rng), rng)
 
 
 def _pick(rng: np.random.Generator, values: Any) -> Any:
@@ -69,7 +95,7 @@ def _draw_kernel(rng: np.random.Generator) -> _Kernel:
     gradients = "qkv" if chance(0.6) else "".join(letter for letter in "qkv" if chance(0.5))
     gradients += "b" if bias and chance(0.6) else ""
     gradients += "s" if sinks and chance(0.7) else ""
-    return _Kernel(
+    kernel = _Kernel(
         direction=direction,
         dtype=_pick(rng, ("float16", "bfloat16", "float32")),
         head_dim=dim,
@@ -87,6 +113,45 @@ def _draw_kernel(rng: np.random.Generator) -> _Kernel:
         is_variable_length=chance(0.3),
         has_used_keys=chance(0.4),
         deterministic=direction == "backward" and "q" in gradients and chance(0.25),
+        is_decode=False,
+    )
+    if chance(DECODE_SHARE):
+        return _decode_kernel(kernel, rng)
+    return _sm90_kernel(kernel, rng) if chance(SM90_SHARE) else kernel
+
+
+def _sm90_kernel(kernel: _Kernel, rng: np.random.Generator) -> _Kernel:
+    """The kernel number's features, without those that no sm90 kernel of its direction has."""
+    has_bias = bool(kernel.bias) and kernel.direction == "forward"
+    return dataclasses.replace(
+        kernel,
+        dtype=kernel.dtype if kernel.dtype != "float32" else "bfloat16",
+        head_dim=_pick(rng, SM90_DIMS),
+        head_dim_value=0,
+        layout=kernel.layout if kernel.layout != "shifted" else "dense",
+        bias=kernel.bias if has_bias else "",
+        bias_layout=kernel.bias_layout if has_bias else "dense",
+        gradients=kernel.gradients.replace("b", "") or "qkv",
+    )
+
+
+def _decode_kernel(kernel: _Kernel, rng: np.random.Generator) -> _Kernel:
+    """The kernel number's dtype, mask, groups and variable lengths, and what else a decode kernel takes."""
+    return dataclasses.replace(
+        kernel,
+        direction="forward",
+        head_dim=_pick(rng, DECODE_DIMS.get(kernel.dtype, DECODE_DIMS_F32)),
+        head_dim_value=0,
+        layout=_pick(rng, DECODE_LAYOUTS),
+        bias="",
+        bias_layout="dense",
+        gradients="qkv",
+        has_dropout=False,
+        has_softcap=False,
+        has_alibi=False,
+        sinks=False,
+        deterministic=False,
+        is_decode=True,
     )
 
 
@@ -96,12 +161,15 @@ def _draw_case(kernel: _Kernel, rng: np.random.Generator) -> Case:
     def chance(share: float) -> bool:
         return bool(rng.random() < share)
 
-    def length() -> int:
-        return int(_pick(rng, LENGTHS))
+    def length(lengths: Sequence[int]) -> int:
+        return int(_pick(rng, lengths))
 
-    group = int(_pick(rng, (2, 3, 4))) if kernel.is_grouped else 1
+    groups = DECODE_GROUPS if kernel.is_decode else GROUPS
+    query_lengths = DECODE_QUERIES if kernel.is_decode else LENGTHS
+    key_lengths = DECODE_KEYS if kernel.is_decode else LENGTHS
+    group = int(_pick(rng, groups)) if kernel.is_grouped else 1
     heads = group * int(_pick(rng, (1, 2)))
-    keys = length()
+    keys = length(key_lengths)
     if kernel.bias and kernel.bias_layout == "dense":
         keys = -(-keys // 8) * 8  # so that all cases of this kernel read their bias 16 bytes at a time
     if kernel.bias and kernel.bias_layout == "padded":
@@ -109,7 +177,9 @@ def _draw_case(kernel: _Kernel, rng: np.random.Generator) -> Case:
     sequences: tuple[SequenceLengths, ...] = ()
     if kernel.is_variable_length:
         lengths = [(_some_length(rng), _some_length(rng)) for _ in range(int(rng.integers(1, 5)))]
-        lengths.append((length(), keys))  # the longest decides how a bias is read
+        if kernel.is_decode:
+            lengths = [(min(queries, max(query_lengths)), rows) for queries, rows in lengths]
+        lengths.append((length(query_lengths), keys))  # the longest decides how a bias is read
         sequences = tuple(
             SequenceLengths(queries, rows, int(rng.integers(0, rows + 1)) if kernel.has_used_keys else None)
             for queries, rows in ((queries, min(rows, keys)) for queries, rows in lengths)
@@ -121,7 +191,7 @@ def _draw_case(kernel: _Kernel, rng: np.random.Generator) -> Case:
             bias = kernel.bias  # the summed axes decide the machine code
     batch = int(_pick(rng, (1, 2, 3)))
     mask = _draw_mask(kernel, rng)
-    queries = length()
+    queries = length(query_lengths)
     spec = ProblemSpec(
         kernel.dtype,
         kernel.head_dim,
@@ -136,7 +206,7 @@ def _draw_case(kernel: _Kernel, rng: np.random.Generator) -> Case:
         scale=float(_pick(rng, (0.0, 0.0, 0.1, -0.05))) or None,
         bias=bias,
         bias_gradient="sum" if "b" in kernel.gradients else "",
-        dropout_p=float(_pick(rng, (0.1, 0.3, 0.9, 1e-6, 1.0))) if kernel.has_dropout else 0.0,
+        dropout_p=float(_pick(rng, (0.1, 0.3, 0.9, TINY_DROPOUT, 1.0))) if kernel.has_dropout else 0.0,
         sinks=kernel.sinks,
         gradients=kernel.gradients if kernel.direction == "backward" else "",
         deterministic=kernel.deterministic,
@@ -163,6 +233,37 @@ def _draw_case(kernel: _Kernel, rng: np.random.Generator) -> Case:
         philox_offset=philox_offset if kernel.has_dropout else 0,
         seed=int(rng.integers(0, 2**31)),
     )
+
+
+def _with_inputs(case: Case, rng: np.random.Generator) -> Case:
+    """Inputs of the case, and sizes at which they show a fault that other inputs hide, see inputs.py."""
+    spec, family = case.spec, str(_pick(rng, INPUTS))
+    if spec.softcap and rng.random() < SATURATED_SHARE:
+        family = "saturated"
+    if spec.bias:
+        case = case.replace(bias_inputs=str(_pick(rng, BIAS_INPUTS)))
+    sharp = _with_one_key(case).replace(inputs="zero_scores", dropout_p=TINY_DROPOUT) if spec.dropout_p else case
+    shows_factor = spec.dtype == "float32" and any(map(functools.partial(is_exact, sharp), ("output", "grad_value")))
+    is_sharp = shows_factor and rng.random() < TINY_DROPOUT_SHARE
+    return sharp if is_sharp else case.replace(inputs=family)
+
+
+def _with_one_key(case: Case) -> Case:
+    """The case with windows of one key; with a single key, and in a backward a single query, without a window."""
+    spec, mask = case.spec, case.spec.mask
+    if isinstance(mask, Window):
+        return case.replace(mask=Window(0, 0))
+    if isinstance(mask, Causal) and mask.window_size is not None:
+        return case.replace(mask=dataclasses.replace(mask, window_size=1))
+    is_single = case.direction == "backward"
+    sequences = (
+        SequenceLengths(
+            min(each.num_queries, 1) if is_single else each.num_queries, 1, 1 if spec.has_used_keys else None
+        )
+        for each in spec.sequences
+    )
+    queries = 1 if is_single else spec.num_queries
+    return case.replace(sequences=tuple(sequences), num_keys=1, num_queries=queries)
 
 
 def _draw_mask(kernel: _Kernel, rng: np.random.Generator) -> Mask:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import sys
@@ -20,7 +19,7 @@ from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.masks import Causal, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
-from tools.release import build_ptx, check_verified, feature_ptx, features, gallery, record
+from tools.release import build_ptx, check_verified, digests, feature_ptx, features, gallery, record
 from tools.tuning import plan_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +32,8 @@ between
 <!-- features:end -->
 """
 SHAPE = Shape(1, 128, 128, 1, 64, 64)
+LAUNCH = "cutlass_py_attn/runtime/launch.py"
+TODAY = {"kernels": "today", "launch": "today", "checks": "today"}
 
 
 def plan_of(mask: Mask) -> Plan:
@@ -63,8 +64,15 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ptx").mkdir()
     build_ptx.write(tmp_path, PLANS, [artifact_of(plan) for plan in PLANS])
     monkeypatch.setattr(record, "sources_digest", lambda root: "today")
+    monkeypatch.setattr(digests, "of", lambda root: TODAY)
+    monkeypatch.setattr(digests, "launch_files", lambda root: (LAUNCH,))
+    (tmp_path / LAUNCH).parent.mkdir(parents=True)
+    (tmp_path / LAUNCH).write_text("")
     monkeypatch.setattr(feature_ptx, "builds", dict)
-    random_cases = {"gpu": "H200", "sources": "today", "problems": 0, "kernels": 0, "rows": []}
+    random_cases = {
+        "format": features.FORMAT, "gpu": "H200", "date": "2026-01-02", "commit": "0123", "digests": TODAY,
+        "problems": 0, "launches": 0, "kernels": 0, "rows": [],
+    }  # fmt: skip
     (tmp_path / features.PATH).write_text(json.dumps(random_cases))
     assert feature_ptx.write(tmp_path, {}) == []
     monkeypatch.setattr(build_ptx, "committed_plans", lambda: PLANS)
@@ -81,7 +89,8 @@ def verify(tree: Path, *names: str) -> None:
         for name in names:
             line = {
                 "cubin_sha256": entries[name]["cubin_sha256"], "suite_sha256": record.suite_sha256(tree),
-                "gpu": "H200", "worst": {"output": 0.5}, "date": "2026-01-02T03:04:05+00:00",
+                "launch_sha256": record.launch_sha256(tree), "gpu": "H200",
+                "worst": {"output": 0.5}, "date": "2026-01-02T03:04:05+00:00",
             }  # fmt: skip
             log.write(json.dumps(line) + "\n")
 
@@ -111,10 +120,19 @@ def test_stale_when_the_suite_changes(tree: Path) -> None:
     (tree / "README.md").write_text("a page decides nothing\n")
     (tree / "cutlass_py_attn/testing/suite.py").write_text("# neither do cases that verify_gpu does not run\n")
     assert states(tree) == {FULL: "verified", CAUSAL: "verified"}
-    (tree / "cutlass_py_attn/testing/inputs.py").write_text("# other inputs\n")
+    (tree / "cutlass_py_attn/testing/inputs.py").write_text('"""A docstring."""  # and a comment\n')
+    assert states(tree) == {FULL: "verified", CAUSAL: "verified"}
+    (tree / "cutlass_py_attn/testing/inputs.py").write_text("FAMILIES = ()\n")
     assert states(tree) == {FULL: "STALE", CAUSAL: "STALE"}
     verify(tree, CAUSAL)
     assert states(tree) == {FULL: "STALE", CAUSAL: "verified"}
+
+
+@pytest.mark.parametrize("name", [LAUNCH, "tools/release/verify_gpu.py"])
+def test_stale_when_the_launches_or_the_verifier_change(tree: Path, name: str) -> None:
+    verify(tree, *NAMES)
+    (tree / name).write_text("CHANGED = True\n")
+    assert states(tree) == {FULL: "STALE", CAUSAL: "STALE"}
 
 
 def test_tampered_manifest(tree: Path) -> None:
@@ -270,24 +288,12 @@ def test_a_page_without_its_markers_is_refused() -> None:
         check_verified.with_block("# Title\n", "benchmark", "")
 
 
-def imported(name: str) -> set[str]:
-    """The files of reference/, score_terms/ and testing/ that a file imports, directly or through another of them."""
-    found = {name}
-    for node in ast.walk(ast.parse((ROOT / name).read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("cutlass_py_attn"):
-            folder = node.module.replace(".", "/")
-            files = (f"{folder}.py", *(f"{folder}/{alias.name}.py" for alias in node.names))
-            parts = tuple(f"cutlass_py_attn/{part}/" for part in ("testing", "reference", "score_terms"))
-            for file in files:
-                if file.startswith(parts) and (ROOT / file).is_file() and file not in found:
-                    found |= imported(file)
-    return found
-
-
 def test_the_suite_is_what_verify_gpu_imports() -> None:
     """Every file of reference/ and testing/ that decides whether a kernel passes, and no other."""
-    found = imported("tools/release/verify_gpu.py") - {"tools/release/verify_gpu.py"}
-    assert found == {name for name in record.SUITE if "/problem/" not in name}
+    found = digests.imported(ROOT, ["tools/release/verify_gpu.py"], digests.CHECK_FOLDERS)
+    assert {name for name in found if not name.endswith("__init__.py")} == {
+        name for name in record.SUITE if "/problem/" not in name
+    }
 
 
 def test_committed_plans_are_all_different() -> None:

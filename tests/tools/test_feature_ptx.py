@@ -13,8 +13,8 @@ from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.variants import VARIANTS
 from cutlass_py_attn.score_terms import registry
-from tests.tools.test_check_verified import run, tree  # noqa: F401
-from tools.release import build_ptx, feature_ptx, features, record
+from tests.tools.test_check_verified import TODAY, run, tree  # noqa: F401
+from tools.release import build_ptx, digests, feature_ptx, features, record
 
 BUILDS = feature_ptx.builds()
 PTX = {key: f"// header\n.entry {build.symbol}_0(\n)\nmma.sync.a;\n" for key, build in BUILDS.items()}
@@ -30,7 +30,7 @@ def entries(changes: Mapping[str, str] | None = None) -> dict[str, record.Json]:
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tree with a record of random cases and the hashes of that record."""
-    monkeypatch.setattr(record, "sources_digest", lambda root: "today")
+    monkeypatch.setattr(digests, "of", lambda root: TODAY)
     monkeypatch.setattr(feature_ptx, "builds", lambda: BUILDS)
     (tmp_path / "ptx").mkdir()
     fuzz(tmp_path, 1)
@@ -38,9 +38,10 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def fuzz(root: Path, problems: int, sources: str = "today") -> None:
+def fuzz(root: Path, problems: int, kernels: str = "today") -> None:
     """Record random cases, as a GPU run would."""
-    (root / features.PATH).write_text(json.dumps({"sources": sources, "problems": problems}))
+    content = {"format": features.FORMAT, "digests": TODAY | {"kernels": kernels}, "problems": problems}
+    (root / features.PATH).write_text(json.dumps(content))
 
 
 def test_every_part_of_every_kernel_body_has_a_case() -> None:
@@ -179,6 +180,7 @@ def test_check_verified_fails_for_a_stale_record(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(tree, monkeypatch) == 0
-    monkeypatch.setattr(record, "sources_digest", lambda root: "edited")
-    assert run(tree, monkeypatch) == 1
-    assert "ptx/features.json: STALE: the kernels' sources changed since" in capsys.readouterr().out
+    for name, subject in features.SUBJECTS.items():
+        monkeypatch.setattr(digests, "of", lambda root, name=name: TODAY | {name: "edited"})
+        assert run(tree, monkeypatch) == 1
+        assert f"ptx/features.json: STALE: {subject} changed since" in capsys.readouterr().out

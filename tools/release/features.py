@@ -1,23 +1,36 @@
-"""Features: which features a case has, and the record of the random cases that ran on a GPU."""
+"""Features: which features a case has, and the record of the random cases that ran on a GPU.
+
+The record counts launches by the family of the kernel that ran, not by the planner's choice.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from cutlass_py_attn.plan import decode
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.variants import SPLIT_D
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.random_cases import RESIDENT_DIMS
-from tools.release import record
+from tools.release import digests, record
 
 Json = dict[str, Any]
+Passed = tuple[Case, Build, float]  # a case, the kernel that ran, and the worst error / allowed
+FORMAT: Final = 2
+FAMILIES: Final = ("sm90", "sm80", "sm80 split-D", "decode")
+COLUMNS: Final = tuple((dtype, direction) for direction in ("forward", "backward") for dtype in ("f16", "bf16", "f32"))
 PATH: Final = "ptx/features.json"
 REMEDY: Final = f"run python -m tools.release.fuzz --record {PATH} on a GPU"
+SUBJECTS: Final = {
+    "kernels": "the kernels' sources",
+    "launch": "the code that launches kernels",
+    "checks": "the code that checks results",
+}
 
 
 def _is_summed(case: Case) -> bool:
@@ -68,48 +81,81 @@ FEATURES: Final[dict[str, Callable[[Case], bool]]] = {
     "some gradients only": lambda c: c.direction == "backward" and not set("qkv") <= set(c.spec.gradients),
     "deterministic": lambda c: c.spec.deterministic,
     "num_splits_key given": lambda c: c.spec.num_splits_key is not None,
+    "inputs: one or two keys with all of a row's weight": lambda c: c.inputs in ("needle", "one_key"),
+    "inputs: three times as large": lambda c: c.inputs == "gaussian_x3",
+    "inputs: scores of zero": lambda c: c.inputs == "zero_scores",
+    "inputs: scores at the softcap": lambda c: c.inputs == "saturated" and c.spec.softcap > 0,
+    "inputs: the dtype's most negative number in the bias": lambda c: c.bias_inputs == "lowest",
+    "inputs: rows that the bias hides by -inf": lambda c: c.bias_inputs == "hidden_rows",
 }
 
 
-def tally(results: Iterable[tuple[Case, Build, float]]) -> list[Json]:
-    """Returns a row for each feature, dtype and direction: how many cases passed, with how many kernels, and the worst
-    error / allowed."""
-    found: dict[tuple[str, str, str], tuple[int, set[Build], float]] = {}
+def family_of(build: Build) -> str:
+    """Returns the name in FAMILIES of a kernel's family; split-D kernels count apart."""
+    return f"{build.family} split-D" if build.variant == SPLIT_D else build.family
+
+
+def tally(results: Iterable[Passed]) -> list[Json]:
+    """Returns a row for each family, feature, dtype and direction: how many launches passed, with how many kernels, and
+    the worst error / allowed."""
+    found: dict[tuple[str, str, str, str], tuple[int, set[Build], float]] = {}
     for case, build, worst in results:
         for name, has in FEATURES.items():
             if has(case):
-                key = name, SHORT_NAMES[case.spec.dtype], case.direction
+                key = family_of(build), name, SHORT_NAMES[case.spec.dtype], case.direction
                 count, kernels, most = found.get(key, (0, set(), 0.0))
                 found[key] = count + 1, kernels | {build}, max(most, worst)
-    order = {name: number for number, name in enumerate(FEATURES)}
+    order = [(f, name, *column) for f in FAMILIES for name in FEATURES for column in COLUMNS]
     return [
-        {"feature": f, "dtype": t, "direction": d, "problems": count, "kernels": len(kernels), "worst": round(most, 3)}
-        for (f, t, d), (count, kernels, most) in sorted(found.items(), key=lambda item: (order[item[0][0]], item[0]))
+        {
+            "family": family,
+            "feature": name,
+            "dtype": dtype,
+            "direction": direction,
+            "problems": found[family, name, dtype, direction][0],
+            "kernels": len(found[family, name, dtype, direction][1]),
+            "worst": round(found[family, name, dtype, direction][2], 3),
+        }
+        for family, name, dtype, direction in order
+        if (family, name, dtype, direction) in found
     ]
 
 
 def table(recorded: Json) -> str:
-    """Returns the Markdown table of a record: cases that agreed with float64, by feature, dtype and direction."""
-    columns = [(dtype, direction) for direction in ("forward", "backward") for dtype in ("f16", "bf16", "f32")]
-    cells = {(row["feature"], row["dtype"], row["direction"]): row for row in recorded["rows"]}
+    """Returns the Markdown tables of a record: launches that agreed with float64, by family, feature, dtype and
+    direction."""
     lines = [
-        f"{recorded['problems']} random problems on {recorded['gpu']}, {recorded['kernels']} kernels. A cell counts "
-        "the problems with the feature; all agree with float64. Empty: none was run.",
-        "",
-        f"| feature | {' | '.join(f'{direction} {dtype}' for dtype, direction in columns)} |",
-        f"| --- | {' | '.join('---' for _ in columns)} |",
+        f"{recorded['problems']} random problems in {recorded['launches']} launches of {recorded['kernels']} kernels "
+        f"on {recorded['gpu']}, {recorded['date']}, commit {recorded['commit'][:12]}. A cell has the number of "
+        "launches with the feature, and in brackets the worst error / allowed; all agree with float64. Empty: none was "
+        "run.",
     ]
-    for name in FEATURES:
-        shown = [str(cells[name, *column]["problems"]) if (name, *column) in cells else "" for column in columns]
-        if any(shown):
-            lines.append(f"| {name} | {' | '.join(shown)} |")
+    for family in FAMILIES:
+        cells = {
+            (row["feature"], row["dtype"], row["direction"]): f"{row['problems']} ({row['worst']:.2f})"
+            for row in recorded["rows"]
+            if row["family"] == family
+        }
+        if cells:
+            lines += ["", f"### {family} kernels", "", *_family_table(cells)]
     return "\n".join(lines)
 
 
+def _family_table(cells: Mapping[tuple[str, str, str], str]) -> Iterator[str]:
+    columns = [column for column in COLUMNS if ("any problem", *column) in cells]
+    yield f"| feature | {' | '.join(f'{direction} {dtype}' for dtype, direction in columns)} |"
+    yield f"| --- | {' | '.join('---' for _ in columns)} |"
+    for name in FEATURES:
+        shown = [cells.get((name, *column), "") for column in columns]
+        if any(shown):
+            yield f"| {name} | {' | '.join(shown)} |"
+
+
 def read(root: Path) -> Json | None:
-    """Returns the record of tools/release/fuzz.py; None if there is none."""
+    """Returns the record of tools/release/fuzz.py; None if there is none, or one of another format."""
     path = root / PATH
-    return json.loads(path.read_text()) if path.is_file() else None
+    recorded: Json = json.loads(path.read_text()) if path.is_file() else {}
+    return recorded if recorded.get("format") == FORMAT else None
 
 
 def sha256(root: Path) -> str:
@@ -119,10 +165,10 @@ def sha256(root: Path) -> str:
 
 
 def objections(root: Path) -> list[str]:
-    """Returns a line if no random cases are recorded for today's sources of the kernels."""
+    """Returns a line if no random cases are recorded for today's kernels, launches and checks."""
     recorded = read(root)
     if recorded is None:
-        return [f"{PATH}: MISSING; {REMEDY}"]
-    if recorded["sources"] != record.sources_digest(root):
-        return [f"{PATH}: STALE: the kernels' sources changed since; {REMEDY}"]
-    return []
+        return [f"{PATH}: MISSING, or of another format; {REMEDY}"]
+    today = digests.of(root)
+    changed = [subject for name, subject in SUBJECTS.items() if recorded["digests"].get(name) != today[name]]
+    return [f"{PATH}: STALE: {' and '.join(changed)} changed since; {REMEDY}"] if changed else []

@@ -1,8 +1,12 @@
 """Fuzz: random cases over all features on this machine's GPU, compared with the reference in float64.
 
-python -m tools.release.fuzz --variants 300 --runs 7 [--kernels FOLDER] [--first 0]
+python -m tools.release.fuzz [--kernels FOLDER] [--record ptx/features.json]
 python -m tools.release.fuzz --case "backward bf16_d64_s128_b1_h2_causal seed=3"    one case again, with every ratio
-python -m tools.release.fuzz --build FOLDER --variants 300 --runs 7                 the kernels; needs no GPU
+python -m tools.release.fuzz --build FOLDER                                         the kernels; needs no GPU
+python -m tools.release.fuzz --list                                                 their names; needs no compiler
+
+A case that fails is reduced to a smaller one that fails too. Only kernels at hand are launched: those of --kernels, or
+those that the compiler makes.
 """
 
 from __future__ import annotations
@@ -10,107 +14,186 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from cutlass_py_attn.bench.harness import commit
-from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import guarded_check, random_cases
-from cutlass_py_attn.testing.cases import ARCH, Case
-from cutlass_py_attn.testing.check import Kernels, kernels_from
-from tools.release import features
-from tools.release.record import sources_digest
+from cutlass_py_attn.testing import random_cases, shrinking
+from cutlass_py_attn.testing.cases import Case
+from tools.release import digests, features, fuzz_run, record
+from tools.release.fuzz_run import Attempt, Outcome
 
-Passed = tuple[Case, Build, float]  # case, its kernel, and the worst error / allowed
+ROOT: Final = Path(__file__).resolve().parents[2]
+VARIANTS: Final = 140
+RUNS: Final = 72
+FAMILIES: Final = ("sm80", "sm90")  # of --build; decode and split-D kernels are built with the sm80 kernels
+SHRUNK: Final = 3  # failures that are reduced
+TRIES_WHEN_COMPILING: Final = 40
+
+Launch = Callable[[Case, str], Outcome]
 
 
 def main() -> int:
-    """Runs or builds; exit code 1 if a case fails."""
+    """Runs, builds or lists; exit code 1 if a case fails."""
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--variants", type=int, default=50, help="kernel numbers to draw")
-    parser.add_argument("--runs", type=int, default=7, help="cases for each kernel number")
+    parser.add_argument("--variants", type=int, default=VARIANTS, help=f"kernel numbers to draw ({VARIANTS})")
+    parser.add_argument("--runs", type=int, default=RUNS, help=f"cases for each kernel number ({RUNS})")
     parser.add_argument("--first", type=int, default=0, help="the first kernel number")
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
-    parser.add_argument("--case", help="the line of one case")
-    parser.add_argument("--record", type=Path, help="write what passed, by feature, dtype and direction, to this file")
+    parser.add_argument("--processes", type=int, help="processes that run cases; all cores, or 1 with the compiler")
+    parser.add_argument("--case", help="the line of one case, which runs on every family that takes it")
+    parser.add_argument("--record", type=Path, help="write what passed, by family, feature, dtype and direction")
     parser.add_argument("--build", type=Path, help="only build the kernels, into this folder")
-    parser.add_argument(
-        "--family",
-        choices=("sm80", "sm90"),
-        default="sm80",
-        help="family of the kernels to build; a folder may hold both",
-    )
-    arguments = parser.parse_args()
-    numbers = range(arguments.first, arguments.first + arguments.variants)
-    if arguments.build:
-        from tools.release.build_ptx import build_into, of_family
-
-        return build_into(
-            arguments.build,
-            of_family(arguments.family, lambda arch: random_cases.builds(numbers, arguments.runs, arch)),
-        )
-    cases = [Case.parse(arguments.case)] if arguments.case else list(random_cases.cases(numbers, arguments.runs))
-    passed = _run(cases, kernels_from(arguments.kernels), is_verbose=arguments.case is not None)
-    if passed is None:
+    parser.add_argument("--list", action="store_true", help="only list the kernels")
+    parser.add_argument("--family", choices=FAMILIES, help="family of the kernels to build or list; both without it")
+    given = parser.parse_args()
+    numbers = range(given.first, given.first + given.variants)
+    if given.build or given.list:
+        return _build(given.build, needed(numbers, given.runs, (given.family,) if given.family else FAMILIES))
+    if given.case:
+        return _run_one(Case.parse(given.case), given.kernels)
+    cases = list(random_cases.cases(numbers, given.runs))
+    processes = given.processes or (os.cpu_count() or 1 if given.kernels else 1)
+    start = time.perf_counter()
+    summary = summarise(fuzz_run.outcomes(cases, given.kernels, processes))
+    print(f"{summary.text} in {time.perf_counter() - start:.0f} s")
+    if summary.failed:
+        _reduce(summary.failed, given.kernels)
         return 1
-    if arguments.record:
-        arguments.record.write_text(json.dumps(_record(passed), indent=1) + "\n")
+    if given.record:
+        given.record.write_text(json.dumps(record_of(summary, driver.device(0).name), indent=1) + "\n")
     return 0
 
 
-def _record(passed: Sequence[Passed]) -> dict[str, object]:
-    gpu = driver.device(0)
+def needed(numbers: Iterable[int], runs: int, families: Sequence[str]) -> list[tuple[Build, ...]]:
+    """Returns every kernel that the cases need of these families, each with its fallbacks."""
+    from tools.release.build_ptx import of_family
+
+    drawn = list(numbers)
+    found = (of_family(family, lambda arch: random_cases.builds(drawn, runs, arch)) for family in families)
+    return [choices for each in found for choices in each]
+
+
+def _build(folder: Path | None, kernels: Sequence[tuple[Build, ...]]) -> int:
+    from tools.release.build_ptx import build_into
+
+    if folder is not None:
+        return build_into(folder, kernels)
+    for choices in kernels:
+        print(record.name_of(choices[0]))
+    counts = Counter(features.family_of(choices[0]) for choices in kernels)
+    noun = "kernel" if len(kernels) == 1 else "kernels"
+    print(f"{len(kernels)} {noun}: {', '.join(f'{count} {family}' for family, count in counts.items())}")
+    return 0
+
+
+def _run_one(case: Case, folder: Path | None) -> int:
+    fuzz_run.start(folder)
+    (outcome,) = fuzz_run.run_cases([case], generic_every=1)
+    for attempt in outcome.attempts:
+        print(_line(case, attempt))
+    if not outcome.attempts:
+        print(f"refused or empty: {case.line}")
+    return int(not all(attempt.passed for attempt in outcome.attempts))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run gave.
+
+    passed: the launches that passed: case, kernel, and worst error / allowed
+    failed: the launches that failed
+    counts: of problems, launches, refused cases, fallbacks to another kernel, and failures
+    """
+
+    passed: tuple[features.Passed, ...]
+    failed: tuple[tuple[Case, Attempt], ...]
+    counts: dict[str, int]
+
+    @property
+    def text(self) -> str:
+        """The counts, and the worst error / allowed by family."""
+        worst: dict[str, float] = {}
+        launches = Counter(features.family_of(build) for _, build, _ in self.passed)
+        for _, build, ratio in self.passed:
+            family = features.family_of(build)
+            worst[family] = max(worst.get(family, 0.0), ratio)
+        families = (
+            f"{count} {family} (worst error / allowed {worst[family]:.2f})" for family, count in launches.items()
+        )
+        counts = (f"{count} {name}" for name, count in self.counts.items())
+        return f"{', '.join(counts)}; launches that passed: {', '.join(families) or 'none'}"
+
+
+def summarise(outcomes: Iterable[Outcome]) -> Summary:
+    """Returns the summary of outcomes, and prints each failure as it comes."""
+    passed: list[features.Passed] = []
+    failed: list[tuple[Case, Attempt]] = []
+    counts = dict.fromkeys(("problems", "launches", "refused", "fallbacks", "failed"), 0)
+    for outcome in outcomes:
+        counts["problems" if outcome.attempts else "refused"] += 1
+        for attempt in outcome.attempts:
+            counts["launches"] += attempt.build is not None
+            counts["fallbacks"] += attempt.is_fallback
+            if attempt.build is not None and attempt.passed:
+                passed.append((outcome.case, attempt.build, attempt.worst))
+            else:
+                failed.append((outcome.case, attempt))
+                print(_line(outcome.case, attempt), flush=True)
+    counts["failed"] = len(failed)
+    return Summary(tuple(passed), tuple(failed), counts)
+
+
+def _line(case: Case, attempt: Attempt) -> str:
+    shown = " ".join(f"{name} {ratio:.2f}" for name, ratio in attempt.ratios.items())
+    kernel = record.name_of(attempt.build) if attempt.build else "no kernel"
+    return f'{attempt.error or shown}: {kernel}: python -m tools.release.fuzz --case "{case.line}"'
+
+
+def _reduce(failed: Iterable[tuple[Case, Attempt]], folder: Path | None) -> None:
+    """Prints a smaller case for the first few failures."""
+    chosen = [(case, attempt) for case, attempt in failed if not attempt.is_absent][:SHRUNK]
+    tries = shrinking.MAX_TRIES if folder else TRIES_WHEN_COMPILING
+    with fuzz_run.Launcher(folder) as launch:
+        for case, attempt in chosen:
+            print(f"smaller than {case.line}:\n  {_line(*reduced(case, attempt, launch, tries))}", flush=True)
+
+
+def reduced(case: Case, attempt: Attempt, launch: Launch, tries: int = shrinking.MAX_TRIES) -> tuple[Case, Attempt]:
+    """Returns the smallest case that fails in the family in which `attempt` failed, and its launch."""
+    family = attempt.build.family if attempt.build else ""
+    last = attempt
+
+    def fails(candidate: Case) -> bool:
+        nonlocal last
+        outcome = launch(candidate, family)
+        if has_failed := fuzz_run.fails(outcome):
+            last = next(each for each in outcome.attempts if not each.passed and not each.is_absent)
+        return has_failed
+
+    return shrinking.shrink(case, fails, tries), last
+
+
+def record_of(summary: Summary, gpu: str) -> features.Json:
+    """Returns the record of a run in which every launch passed."""
     return {
-        "gpu": gpu.name,
+        "format": features.FORMAT,
+        "gpu": gpu,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit(),
-        "sources": sources_digest(Path(__file__).parents[2]),
-        "problems": len(passed),
-        "kernels": len({build for _, build, _ in passed}),
-        "rows": features.tally(passed),
+        "digests": digests.of(ROOT),
+        **{name: summary.counts[name] for name in ("problems", "launches", "fallbacks")},
+        "kernels": len({build for _, build, _ in summary.passed}),
+        "rows": features.tally(summary.passed),
     }
-
-
-def _run(cases: Sequence[Case], kernels: Kernels, *, is_verbose: bool) -> list[Passed] | None:
-    """Returns what passed; None if a case failed."""
-    passed: list[Passed] = []
-    counts = {"passed": 0, "refused": 0, "failed": 0}
-    worst: dict[str, float] = {}
-    start = time.perf_counter()
-    with ProcessPoolExecutor() as pool:
-        for case, expected in zip(cases, pool.map(_expected, cases, chunksize=4), strict=True):
-            if expected is None:
-                counts["refused"] += 1
-                continue
-            try:
-                ratios = guarded_check.ratios(case, expected, guarded_check.launch(case, expected, kernels))
-            except (AttentionError, AssertionError) as error:
-                print(f"{type(error).__name__}: {str(error).splitlines()[0]}")
-                ratios = {"launch": float("inf")}
-            if "launch" not in ratios:
-                passed.append((case, plan(case.problem(), ARCH).build, max(ratios.values())))
-            is_good = all(ratio <= 1 for ratio in ratios.values())
-            counts["passed" if is_good else "failed"] += 1
-            for name, ratio in ratios.items():
-                worst[name] = max(worst.get(name, 0.0), ratio)
-            if is_verbose or not is_good:
-                shown = " ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-                print(f'{shown}: python -m tools.release.fuzz --case "{case.line}"', flush=True)
-    shown = ", ".join(f"{count} {what}" for what, count in counts.items())
-    ratios_text = ", ".join(f"{name} {ratio:.2f}" for name, ratio in worst.items())
-    print(f"{len(cases)} cases in {time.perf_counter() - start:.0f} s: {shown}; worst error / allowed: {ratios_text}")
-    return None if counts["failed"] else passed
-
-
-def _expected(case: Case) -> guarded_check.Expected | None:
-    """Returns the reference's results; None for a case that is refused or empty."""
-    return guarded_check.expect(case) if case.needs_kernels else None
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ from cutlass_py_attn.compilation import registry
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.runtime import driver
+from tools.release import digests
 
 MANIFEST = "ptx/manifest.json"
 LOG = "ptx/verified.jsonl"
 STRESS_LOG = "ptx/stressed.jsonl"
 SEAL = "sha256_of_the_rest"
 # Every file that decides whether verify_gpu passes a kernel: the reference, the cases with their inputs, the accuracy
-# rules and the checks. An edit of any of them makes the verifications STALE.
+# rules, the checks and the verifier. An edit of the code of any of them makes the verifications STALE.
 SUITE = (
     "cutlass_py_attn/problem/masks.py",
     "cutlass_py_attn/problem/spec.py",
@@ -40,6 +41,7 @@ SUITE = (
     "cutlass_py_attn/testing/guarded_check.py",
     "cutlass_py_attn/testing/inputs.py",
     "cutlass_py_attn/testing/layouts.py",
+    "tools/release/verify_gpu.py",
 )
 
 Json = dict[str, Any]
@@ -136,12 +138,17 @@ def stressed(manifest: Json, log: Iterable[Json]) -> list[str]:
 
 
 def suite_sha256(root: Path) -> str:
-    """Returns the hash of every file that decides whether a kernel passes."""
-    return sha256("\n".join(f"{name} {sha256((root / name).read_bytes())}" for name in SUITE))
+    """Returns the hash of the code that decides whether a kernel passes."""
+    return digests.files_sha256(root, SUITE)
+
+
+def launch_sha256(root: Path) -> str:
+    """Returns the hash of the code that launches kernels."""
+    return digests.files_sha256(root, digests.launch_files(root))
 
 
 def sources_digest(root: Path) -> str:
-    """Returns the hash of every file that decides the kernels' machine code."""
+    """Returns the hash of the text of every file that decides the kernels' machine code, for measurements of them."""
     package = root / "cutlass_py_attn"
     return sha256("\n".join(f"{name} {sha256((package / name).read_bytes())}" for name in registry.source_modules()))
 
@@ -184,12 +191,12 @@ def states(
     if not is_sealed(manifest):
         return {MANIFEST: "TAMPERED: its seal is not the hash of its entries; run tools/release/build_ptx.py"}
     lines = list(log)
-    suite = suite_sha256(root)
+    today = {"suite_sha256": suite_sha256(root), "launch_sha256": launch_sha256(root)}
     entries = manifest["kernels"]
     found = {}
     for name, kernel in entries.items():
         passed = [line for line in lines if line["cubin_sha256"] == kernel["cubin_sha256"]]
-        found[name] = _tampered(root, name, kernel) or _drifted(name, kernel, rebuilt) or _verified(name, passed, suite)
+        found[name] = _tampered(root, name, kernel) or _drifted(name, kernel, rebuilt) or _verified(passed, today)
     for name in planned:
         if name not in entries:
             found[name] = "UNLISTED: it has no committed PTX; run tools/release/build_ptx.py"
@@ -214,9 +221,10 @@ def _drifted(name: str, kernel: Json, rebuilt: Mapping[str, Json] | None) -> str
     return f"DRIFTED: {changed}; run tools/release/build_ptx.py" if changed else ""
 
 
-def _verified(name: str, passed: list[Json], suite: str) -> str:
+def _verified(passed: list[Json], today: Mapping[str, str]) -> str:
     if not passed:
         return "UNVERIFIED: no GPU verified this machine code; run tools/release/verify_gpu.py"
-    if suite not in {line["suite_sha256"] for line in passed}:
-        return f"STALE: verified on {passed[-1]['gpu']}, but with an older suite; run tools/release/verify_gpu.py"
+    if not any(today.items() <= line.items() for line in passed):
+        gpu = passed[-1]["gpu"]
+        return f"STALE: verified on {gpu}, but with other checks or launches; run tools/release/verify_gpu.py"
     return f"verified on {passed[-1]['gpu']}"

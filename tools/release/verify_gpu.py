@@ -183,6 +183,7 @@ def about_this_run(sanitizer: Path | None) -> Results:
     """Returns the fields that all log lines of a run share."""
     found = {
         "suite_sha256": record.suite_sha256(ROOT),
+        "launch_sha256": record.launch_sha256(ROOT),
         **record.about_run(),
         "commit": commit(),
     }

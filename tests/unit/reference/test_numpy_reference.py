@@ -205,6 +205,9 @@ def test_what_does_not_fit_is_refused() -> None:
         numpy_reference.backward(grad_output, query, key, value, output, lse[:, :, :3], mask=FULL)
 
 
+CONSTANT = {("zero_scores", "query"), ("zero_scores", "key"), ("saturated", "key")}
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("family", sorted(inputs.FAMILIES))
 def test_inputs_repeat_and_differ_by_seed(family: str, dtype: str) -> None:
@@ -214,7 +217,7 @@ def test_inputs_repeat_and_differ_by_seed(family: str, dtype: str) -> None:
         assert tensor.shape == shape.of(name)
         assert tensor.dtype == numpy_reference.DTYPES[dtype]
         np.testing.assert_array_equal(tensor, same)
-        assert (tensor != different).any()
+        assert (tensor != different).any() or (family, name) in CONSTANT
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=label)

@@ -1,0 +1,135 @@
+"""Tests of the digests: edits of the code that launches or checks change them, edits of the prose do not."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tools.release import digests
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = '''"""Title."""
+
+import math  # a module
+
+
+class A:
+    """A class."""
+
+    size: int = 1
+
+    def area(self, *, factor: float = 2.0) -> float:
+        """Returns the area."""
+        return self.size * factor  # in metres
+'''
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the code that the digests cover."""
+    root = tmp_path_factory.mktemp("checkout")
+    for folder in (digests.PACKAGE, "tools"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    return root
+
+
+def changed_by(root: Path, name: str, edit: Callable[[str], str]) -> set[str]:
+    """The digests that an edit of a file changes."""
+    path, before = root / name, digests.of(root)  # hashes of texts are kept
+    text = path.read_text()
+    assert edit(text) != text, "the edit must match"
+    path.write_text(edit(text))
+    try:
+        return {key for key, value in digests.of(root).items() if value != before[key]}
+    finally:
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("  # in metres", ""),
+        ('"""Returns the area."""', '"""Returns the area of the square."""'),
+        ('        """Returns the area."""\n', ""),
+        ('"""Title."""\n', ""),
+        ("self.size * factor", "(\n            self.size\n            * factor\n        )"),
+        ("\n\n\nclass", "\nclass"),
+    ],
+)
+def test_prose_and_formatting_do_not_count(tmp_path: Path, before: str, after: str) -> None:
+    assert digest(tmp_path, TEXT) == digest(tmp_path, TEXT.replace(before, after))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("self.size * factor", "factor * self.size"),
+        ("2.0", "2"),
+        ("size: int = 1", "size: int = 2"),
+        ("*, factor", "factor"),
+        ("import math", "import cmath"),
+        ("self.size * factor", "self.size / factor"),
+        ("        return self.size * factor", "        pass"),
+        ("2.0", "None"),
+    ],
+)
+def test_code_counts(tmp_path: Path, before: str, after: str) -> None:
+    assert digest(tmp_path, TEXT) != digest(tmp_path, TEXT.replace(before, after))
+
+
+def digest(folder: Path, text: str) -> str:
+    (folder / "a.py").write_text(text)
+    return digests.code_sha256(folder / "a.py")
+
+
+def test_other_files_count_with_every_byte(tmp_path: Path) -> None:
+    (tmp_path / "a.j2").write_text("# a comment\n")
+    before = digests.code_sha256(tmp_path / "a.j2")
+    (tmp_path / "a.j2").write_text("# comment\n")
+    assert digests.code_sha256(tmp_path / "a.j2") != before
+
+
+def test_the_launch_covers_parameters_launchers_and_plans() -> None:
+    found = digests.launch_files(ROOT)
+    names = ("params", "fill", "launch", "launchers", "kernel_launch", "driver_calls", "tensor_maps", "driver")
+    assert {f"cutlass_py_attn/runtime/{name}.py" for name in names} <= set(found)
+    plans = ("planner", "launch_rules", "abi", "entry_points", "tiles", "sm80", "sm90", "decode", "split_kv")
+    assert {f"cutlass_py_attn/plan/{name}.py" for name in plans} <= set(found)
+
+
+def test_the_checks_cover_the_verifier_the_random_cases_and_what_they_import() -> None:
+    found = digests.check_files(ROOT)
+    names = ("check", "guarded_check", "accuracy", "inputs", "cases", "random_cases", "device_memory", "layouts")
+    assert {f"cutlass_py_attn/testing/{name}.py" for name in names} <= set(found)
+    assert {f"tools/release/{name}.py" for name in ("verify_gpu", "fuzz", "fuzz_run")} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "replacement", "changed"),
+    [
+        ("tools/release/verify_gpu.py", r"\n        check\.assert_accurate\(case, found\)", "", {"checks"}),
+        ("tools/release/verify_gpu.py", r"assert error <= allowed", "assert error >= 0", {"checks"}),
+        ("tools/release/fuzz_run.py", r"ratio <= 1 for", "ratio <= 9 for", {"checks"}),
+        ("cutlass_py_attn/testing/guarded_check.py", r"TIMES_LOW: Final = 4\.0", "TIMES_LOW: Final = 40.0", {"checks"}),
+        ("cutlass_py_attn/runtime/fill.py", r"\Z", "\nCHANGED = 1\n", {"launch"}),
+        (
+            "cutlass_py_attn/runtime/launchers.py",
+            r"MIN_GRAPH_LAUNCHES: Final = \d+",
+            "MIN_GRAPH_LAUNCHES = 9",
+            {"launch"},
+        ),
+        ("cutlass_py_attn/kernels/decode/combine.py", r"\Z", "\nCHANGED = 1\n", {"kernels"}),
+        ("cutlass_py_attn/testing/guarded_check.py", r"\Z", "\n# A comment.\n", set()),
+        ("tools/release/verify_gpu.py", r'"""Verify GPU:', '"""Verifier:', set()),
+        ("cutlass_py_attn/kernels/decode/combine.py", r"\Z", "\n# A comment.\n", set()),
+        ("cutlass_py_attn/api/results.py", r"\Z", "\nCHANGED = 1\n", set()),
+    ],
+)
+def test_an_edit_changes_the_digests_of_what_it_decides(
+    checkout: Path, name: str, pattern: str, replacement: str, changed: set[str]
+) -> None:
+    assert changed_by(checkout, name, lambda text: re.sub(pattern, replacement, text, count=1)) == changed

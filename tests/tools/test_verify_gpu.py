@@ -1,0 +1,124 @@
+"""Tests of the verifier without a GPU: a result that is wrong, unwritten or not repeatable fails its kernel."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.planner import plan
+from cutlass_py_attn.testing import accuracy, check, decode_cases, device_memory, guarded_check
+from cutlass_py_attn.testing.cases import ARCH, Case
+from tests.support import fakes
+from tests.support.fake_launch import FakeLaunch, stored
+from tools.release import build_ptx, verify_gpu
+
+FUSED = Case.parse("forward bf16_d64_s64_b1_h1_causal")
+GEMM = next(plan.build for plan in build_ptx.committed_plans() if plan.build.kind == "component_gemm")
+SMALL_DECODE = Case.parse("forward bf16_d64_q1_s256_b1_h2_full")
+
+
+def artifact_of(build: Build) -> Artifact:
+    return fakes.artifact(build)
+
+
+def verify(build: Build) -> verify_gpu.Results:
+    return verify_gpu.verify(artifact_of(build), artifact_of)
+
+
+class Launches:
+    """Stands in for every launch of a kernel: all results are `values` in turn."""
+
+    def __init__(self, *values: float) -> None:
+        self._values = values
+        self._count = 0
+
+    def __call__(self, *_: Any) -> Any:
+        return self
+
+    def __enter__(self) -> Launches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self) -> dict[str, Any]:
+        self._count += 1
+        return {"output": np.full(4, self._values[min(self._count, len(self._values)) - 1], np.float32)}
+
+
+def run_fused(monkeypatch: pytest.MonkeyPatch, worst: float, launches: Launches) -> verify_gpu.Results:
+    monkeypatch.setattr(verify_gpu.covering_cases, "FORWARD", (FUSED,))
+    result = accuracy.CheckResult("output", "tile", worst, "everywhere")
+    monkeypatch.setattr(check, "run", lambda case, kernels: [result])
+    monkeypatch.setattr(device_memory, "guarded_launch", launches)
+    return verify(plan(FUSED.problem(), ARCH).build)
+
+
+def test_a_fused_kernel_passes_and_fails_by_its_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_fused(monkeypatch, 0.5, Launches(1.0))
+    assert (found["cases"], found["worst"], found["repeats"]) == (1, {"output": 0.5}, verify_gpu.REPEATS)
+    for worst in (1.01, np.inf, np.nan):
+        with pytest.raises(AssertionError, match=r"output +tile"):
+            run_fused(monkeypatch, worst, Launches(1.0))
+
+
+def test_a_launch_with_other_bits_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="launch 5 gave other bits"):
+        run_fused(monkeypatch, 0.5, Launches(1.0, 1.0, 1.0, 1.0, 2.0))
+
+
+def test_unwritten_elements_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="output has elements that no kernel wrote"):
+        run_fused(monkeypatch, 0.5, Launches(np.nan))
+
+
+def test_a_kernel_without_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_gpu.covering_cases, "FORWARD", ())
+    with pytest.raises(AssertionError, match="the suite has no case for it"):
+        verify(plan(FUSED.problem(), ARCH).build)
+
+
+@pytest.fixture
+def decode(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A decode case, its kernel, and the results that its launches give."""
+    expected = guarded_check.expect(SMALL_DECODE)
+    given = SimpleNamespace(build=plan(SMALL_DECODE.problem(), ARCH).build, results=stored(SMALL_DECODE, expected))
+    monkeypatch.setattr(decode_cases, "of_build", lambda build: [SMALL_DECODE])
+    monkeypatch.setattr(guarded_check, "guarded_launch", lambda *_: FakeLaunch(given.build, given.results))
+    monkeypatch.setattr(device_memory, "guarded_launch", Launches(1.0))
+    return given
+
+
+def test_a_decode_kernel_passes_and_fails_by_its_checks(decode: SimpleNamespace) -> None:
+    assert verify(decode.build)["worst"]["output"] < 0.5
+    decode.results["output"] = decode.results["output"] * 1.1
+    with pytest.raises(AssertionError, match="bf16_d64_q1_s256"):
+        verify(decode.build)
+
+
+def test_a_decode_case_that_another_kernel_served_fails(decode: SimpleNamespace) -> None:
+    tested, decode.build = decode.build, plan(FUSED.problem(), ARCH).build
+    with pytest.raises(AssertionError, match="bf16_d64_q1_s256"):
+        verify(tested)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (1.01, False)])
+def test_a_component_gemm_passes_and_fails_by_its_error(
+    factor: float, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gemms = verify_gpu.component_gemms
+
+    def launch(planned: Any, given: Any, kernels: Any) -> FakeLaunch:
+        return FakeLaunch(GEMM, {"c": (gemms.product(planned, given) * factor).astype(np.float32)})
+
+    monkeypatch.setattr(device_memory, "guarded_component_gemm", launch)
+    if passes:
+        assert verify(GEMM)["worst"]["c"] <= 1
+    else:
+        with pytest.raises(AssertionError, match="relative error"):
+            verify(GEMM)

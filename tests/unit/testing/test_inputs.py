@@ -1,0 +1,77 @@
+"""Tests of the inputs of GPU cases: grouped heads, variable lengths, and biases with rows that see nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.testing import inputs
+from cutlass_py_attn.testing.cases import Case
+
+LINES = (
+    "f16_d64_q40_s50_b2_h4k2_causal_br",
+    "bf16_d64_n40x50u30,7x3u3,0x20u5,9x0u0_h4k2_causal",
+    "f32_d96_n33,5x60_h2_window_left9_right2",
+)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_one_key_gets_the_weight_of_its_row(line: str) -> None:
+    case = Case.parse(f"forward {line} inputs=one_key")
+    spec, arrays = case.spec, case.arrays()
+    group = spec.num_heads // spec.num_heads_key
+    for each in case.sequences:
+        visible = spec.mask.materialise(each.num_queries, each.num_keys)
+        for head in range(spec.num_heads):
+            query = arrays["query"][each.batch, each.queries, head].astype(np.float64)
+            key = arrays["key"][each.batch, each.keys, head // group].astype(np.float64)
+            scores = np.where(visible, query @ key.T / np.sqrt(spec.head_dim), -np.inf)[visible.any(axis=1)]
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
+            weights /= weights.sum(axis=1, keepdims=True)
+            assert (weights.max(axis=1, initial=0) > 0.99).all(), (each, head)
+
+
+def test_a_needle_row_of_a_group_has_its_two_keys_in_its_sequence() -> None:
+    case = Case.parse("forward f32_d64_n40x50u30,25_h4k2_causal inputs=needle")
+    arrays = case.arrays()
+    for each in case.sequences:
+        query = arrays["query"][0, each.queries]
+        for head in range(4):
+            products = query[:, head] @ arrays["key"][0, each.keys, head // 2].T
+            seen = case.spec.mask.materialise(each.num_queries, each.num_keys)
+            best = np.where(seen, products, -np.inf).max(axis=1)
+            assert (best >= 2.0 * 64 * 0.5).all(), "a visible key of its own sequence has the score of a needle"
+
+
+@pytest.mark.parametrize("axes", ["bhqk", "1hqk", "bh1k", "bhq1", "1111"])
+@pytest.mark.parametrize("line", LINES)
+def test_every_row_with_the_most_negative_bias_has_an_ordinary_key(line: str, axes: str) -> None:
+    case = Case.parse(f"forward {line}_bias{axes} bias_inputs=lowest seed=1")
+    spec = case.spec
+    sizes = spec.batch, spec.num_heads, spec.num_queries, spec.num_keys
+    bias = np.broadcast_to(case.arrays()["bias"].astype(np.float64), sizes)
+    lowest = inputs.MOST_NEGATIVE[case.spec.dtype]
+    if axes == "bhqk":
+        assert (bias == lowest).mean() > 0.1
+    for each in case.sequences:
+        visible = case.spec.mask.materialise(each.num_queries, each.num_keys)
+        part = bias[each.index, :, : each.num_queries, : each.num_keys]
+        ordinary = (part > lowest / 2) & visible
+        assert ordinary.any(axis=2)[:, visible.any(axis=1)].all()
+
+
+def test_hidden_rows_hide_every_third_row() -> None:
+    bias = Case.parse("forward f16_d64_s50_b2_h2_full_biasbhqk bias_inputs=hidden_rows").arrays()["bias"]
+    hidden = np.isneginf(bias.astype(np.float64)).all(axis=3)
+    assert (hidden == (np.arange(50) % 3 == 2)).all()
+
+
+def test_the_line_of_a_case_holds_its_inputs() -> None:
+    case = Case.parse("backward f16_d64_s50_b1_h2_full_biasbhqk inputs=one_key bias_inputs=lowest seed=3")
+    assert Case.parse(case.line) == case
+    assert "inputs=one_key bias_inputs=lowest" in case.line
+
+
+def test_an_unknown_family_of_a_bias_is_refused() -> None:
+    with pytest.raises(ValueError, match="bias family 'low': must be one of gaussian, lowest, hidden_rows"):
+        Case.parse("forward f16_d64_s8_b1_h1_full_bias bias_inputs=low").arrays()

@@ -1,0 +1,127 @@
+"""Digests: hashes of the code that decides what a record on a GPU means: kernels, launches and checks.
+
+A hash of a Python file is that of its syntax tree without docstrings: comments, docstrings and formatting do not
+change it, nor does the Python version. Any other file counts with all its bytes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from cutlass_py_attn.compilation import registry
+
+PACKAGE: Final = "cutlass_py_attn"
+# What a launch on a GPU runs on the host; errors and explanations decide no launch.
+LAUNCH_ENTRIES: Final = (f"{PACKAGE}/runtime/launch.py", f"{PACKAGE}/runtime/fill.py")
+NOT_LAUNCHING: Final = (f"{PACKAGE}/errors.py", f"{PACKAGE}/plan/explain.py")
+# What decides whether a result on a GPU passes: the tools, and of the package the folders of references and checks.
+CHECK_ENTRIES: Final = ("tools/release/verify_gpu.py", "tools/release/fuzz.py")
+CHECK_FOLDERS: Final = (
+    *(f"{PACKAGE}/{folder}/" for folder in ("testing", "reference", "score_terms")),
+    "tools/release/fuzz",
+    "tools/release/verify_gpu",
+)
+CHECK_FILES: Final = (f"{PACKAGE}/problem/masks.py", f"{PACKAGE}/problem/spec.py")
+
+
+def of(root: Path) -> dict[str, str]:
+    """Returns the digests of a checkout: of the code of the kernels, of the launch and of the checks."""
+    return {
+        "kernels": files_sha256(root, kernel_files()),
+        "launch": files_sha256(root, launch_files(root)),
+        "checks": files_sha256(root, check_files(root)),
+    }
+
+
+def kernel_files() -> tuple[str, ...]:
+    """Returns every file that decides the kernels' machine code."""
+    return tuple(f"{PACKAGE}/{name}" for name in registry.source_modules())
+
+
+def launch_files(root: Path) -> tuple[str, ...]:
+    """Returns every file that decides which kernels are launched, and with which parameters."""
+    return tuple(sorted(imported(root, LAUNCH_ENTRIES, (f"{PACKAGE}/",)) - set(NOT_LAUNCHING)))
+
+
+def check_files(root: Path) -> tuple[str, ...]:
+    """Returns every file that decides which cases run on a GPU and whether they pass."""
+    return tuple(sorted(imported(root, CHECK_ENTRIES, CHECK_FOLDERS) | set(CHECK_FILES)))
+
+
+def imported(root: Path, entries: Iterable[str], folders: tuple[str, ...]) -> set[str]:
+    """Returns these files and those below `folders` that they import, directly or through one another."""
+    found: set[str] = set()
+    waiting = list(entries)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += (each for each in _imports(root, name) if each.startswith(folders))
+    return found
+
+
+def _imports(root: Path, name: str) -> Iterator[str]:
+    for module in _modules((root / name).read_text()):
+        files = (f"{module}.py", f"{module}/__init__.py")
+        yield from (file for file in files if (root / file).is_file())
+
+
+@functools.cache
+def _modules(text: str) -> tuple[str, ...]:
+    """Returns the paths of what a text imports from modules, and of the modules themselves, without a suffix."""
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.module)
+    names = ((node.module, *(f"{node.module}.{each.name}" for each in node.names)) for node in nodes)
+    return tuple(dict.fromkeys(str(name).replace(".", "/") for found in names for name in found))
+
+
+def files_sha256(root: Path, names: Iterable[str]) -> str:
+    """Returns the hash of the code of these files, with their names."""
+    return _sha256("\n".join(f"{name} {code_sha256(root / name)}" for name in names))
+
+
+def code_sha256(path: Path) -> str:
+    """Returns the hash of a file's code."""
+    return _python_sha256(path.read_text()) if path.suffix == ".py" else hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@functools.cache
+def _python_sha256(text: str) -> str:
+    return _sha256("".join(_code(ast.parse(text))))
+
+
+def _code(node: object) -> Iterator[str]:
+    """Yields the text of a syntax tree. Fields without a value are left out: Python versions differ in them."""
+    if isinstance(node, list):
+        yield "["
+        for each in node:
+            yield from _code(each)
+            yield ","
+        yield "]"
+    elif isinstance(node, ast.AST):
+        yield f"{type(node).__name__}("
+        for name, value in ast.iter_fields(node):
+            value = _without_docstring(node) if name == "body" else value
+            if isinstance(node, ast.Constant) or value not in (None, []):
+                yield f"{name}="
+                yield from _code(value)
+        yield ")"
+    else:
+        yield repr(node)
+
+
+def _without_docstring(node: ast.AST) -> object:
+    body = getattr(node, "body")  # noqa: B009
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        first = body[0] if body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            return body[1:]
+    return body
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
