@@ -175,8 +175,9 @@ def run_with(guarded: GuardedLaunch, lengths: dict[str, Array]) -> dict[str, Arr
 
 @pytest.mark.parametrize("case", suite.WRONG_LENGTHS, ids=lambda case: case.line.replace(" ", "_"))
 def test_wrong_lengths_stay_in_the_tensors(case: Case, kernels: Kernels) -> None:
-    arrays = guarded_check.expect(case).arrays
-    for family in check.families(case):
+    arrays, families = guarded_check.expect(case).arrays, check.families(case)
+    # Of a decode step the suite has the decode kernel alone.
+    for family in families[:1] if "decode" in families else families:
         expect_inside(case, arrays, family, check.only_family(kernels, family, case.direction))
 
 
