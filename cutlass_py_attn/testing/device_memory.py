@@ -10,7 +10,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, ROW_ALIGNMENT_BYTES, WORD_BYTES, Tensor
@@ -88,10 +87,13 @@ class GuardedWorkspace:
     """A workspace of `size` bytes, with bits of ones before it, after it and, before a launch, in it."""
 
     def __init__(self, size: int) -> None:
-        self._bytes = round_up(size, WORD_BYTES) + 2 * WORKSPACE_GUARD
         self._size = size
-        self._base = driver.allocate_now(self._bytes, "a test workspace")
-        self.fill()
+        self._base = driver.allocate_now(size + 2 * WORKSPACE_GUARD, "a test workspace")
+        self._guards = self.address - WORKSPACE_GUARD, self.address + size
+        ones = np.full(WORKSPACE_GUARD, 0xFF, np.uint8)
+        for start in self._guards:
+            driver.copy_to_device(start, ones.ctypes.data, ones.nbytes, 0)
+        driver.synchronise(0)
 
     @property
     def address(self) -> int:
@@ -99,18 +101,19 @@ class GuardedWorkspace:
         return self._base + WORKSPACE_GUARD
 
     def fill(self) -> None:
-        """Sets all bits, guards included."""
-        driver.memset_words(self._base, self._bytes, ALL_ONES, self._bytes // WORD_BYTES, 1, 0)
+        """Sets all bits of the workspace."""
+        words = self._size // WORD_BYTES
+        driver.memset_words(self.address, words * WORD_BYTES, ALL_ONES, words, 1, 0)
         driver.synchronise(0)
 
     def expect_guards(self) -> None:
         """Raises AssertionError if a byte outside the workspace changed."""
         found = np.empty(WORKSPACE_GUARD, np.uint8)
-        for start in (-WORKSPACE_GUARD, self._size):
-            driver.copy_to_host(found.ctypes.data, self.address + start, found.nbytes, 0)
+        for start in self._guards:
+            driver.copy_to_host(found.ctypes.data, start, found.nbytes, 0)
             driver.synchronise(0)
             places = np.flatnonzero(found != 0xFF)
-            first = start + int(places[0]) if places.size else 0
+            first = start - self.address + int(places[0]) if places.size else 0
             assert not places.size, f"{places.size} bytes outside the workspace changed, the first at byte {first}"
 
     def close(self) -> None:
