@@ -20,12 +20,15 @@ _SIZES: Final = {
     "num_heads": "heads of query",
     "num_heads_key": "heads of key and value, a divisor of num_heads",
 }
+_TOKENS: Final = {
+    "tokens_q": "rows of query: the queries of all sequences together, or more",
+    "tokens_k": "rows of key: the keys of all sequences together, or more",
+}
 _LONGEST: Final = {
     "batch": "number of sequences",
     "num_queries": "queries of the longest sequence, or more",
     "num_keys": "keys of the longest sequence, or more",
-    "tokens_q": "rows of query: the queries of all sequences together, or more",
-    "tokens_k": "rows of key: the keys of all sequences together, or more",
+    **_TOKENS,
 }
 _OTHERS: Final = {
     "window_left": "visible keys before the diagonal",
@@ -169,7 +172,7 @@ def meaning(name: str) -> str:
     """Returns the meaning of an input or struct field in a few words."""
     if found := registry.meaning(name):
         return found
-    for table in (_SIZES, _OTHERS, _WORKSPACE, _DERIVED, _VECTORS):
+    for table in (_SIZES, _TOKENS, _OTHERS, _WORKSPACE, _DERIVED, _VECTORS):
         if name in table:
             return table[name]
     if name.endswith("_address"):

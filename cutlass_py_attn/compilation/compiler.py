@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from cutlass_py_attn import extras
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.compilation import registry, report
 from cutlass_py_attn.compilation.cache import Cache
@@ -32,7 +33,7 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.score_terms.registry import source_digest
 
 _DSL: Final = "nvidia-cutlass-dsl"
-_NO_DSL: Final = f'{_DSL} is not installed, so nothing can be compiled: pip install "cutlass-py-attn[compile]"'
+_NO_DSL: Final = f"{_DSL} is not installed, so nothing can be compiled: {extras.remedy('compile')}"
 
 # The DSL keeps the options of a compilation in a singleton, so a process compiles one kernel at a time.
 _LOCK: Final = threading.RLock()

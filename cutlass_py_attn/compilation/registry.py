@@ -23,7 +23,7 @@ _KERNELS: Final = f"{_PACKAGE.name}.kernels"
 _COMPILER: Final = ("compilation/compiler.py", "compilation/report.py", "compilation/registry.py")
 
 # Imports of this package by their whole names. An ast of 40 files takes 300 ms, these expressions 10 ms, and a
-# kept kernel must load within 50 ms. tests/compile/test_compiler.py compares both ways.
+# cached kernel must load within 50 ms. tests/compile/test_compiler.py compares both ways.
 _IMPORT: Final = re.compile(
     rf"^[ \t]*(?:from ({_PACKAGE.name}[\w.]*) import (\([^)]*\)|[^\n]*)|import ({_PACKAGE.name}[\w.]*))", re.MULTILINE
 )

@@ -1,8 +1,8 @@
 """ABI: the parameters of every kernel, as one C struct that the launch packs and the kernels read.
 
 A field is (name, kind): "i64" is a device address, a stride in elements or a 64-bit number, "i32" a size, "f32" a
-factor. The fields of the built-in score terms are in every struct. The fields of a variant or of a registered term are
-at the end of the struct, and only in kernels of that variant or with that term.
+factor. The fields of the built-in score terms are in every struct. At the end of the struct are the fields of a
+variant, of variable lengths and of registered terms, each only in kernels that have them.
 """
 
 from __future__ import annotations
@@ -56,6 +56,10 @@ _SIZES: Fields = (
     *_of_terms("i32"),
 )
 _FACTORS: Fields = (("scale", "f32"), ("scale_log2", "f32"), *_of_terms("f32"))
+
+# tokens_q, tokens_k: rows of query and key, of all sequences together. Kernels clamp what they read from cu_seqlens_q
+# and cu_seqlens_k to these, so that a wrong value cannot lead outside of the tensors.
+VARLEN: Fields = (("tokens_q", "i32"), ("tokens_k", "i32"))
 
 FORWARD: Fields = (
     *_strided("query", "key", "value", "output"),
@@ -130,6 +134,8 @@ def fields_of(build: Build) -> Fields:
     fields = FIELDS[build.family if build.family in FIELDS else build.kind]
     if build.variant == QUERY_HEADS:
         fields = (*fields, *QUERY_HEADS_FIELDS)
+    if build.has("varlen"):
+        fields = (*fields, *VARLEN)
     terms = registry.registered_among(build.features)
     if not terms:
         return fields

@@ -20,7 +20,7 @@ from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan import decode, entry_points, sm80, sm90
+from cutlass_py_attn.plan import abi, decode, entry_points, sm80, sm90
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
 from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
@@ -228,6 +228,8 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
         "window_right": right,
         "bottom_right": int(problem.mask.bottom_right),
     }
+    if problem.sequences is not None:
+        found |= {name: values[name] for name, _ in abi.VARLEN}
     for term in registry.in_struct(problem.features):
         found |= term.sizes(problem)
     if problem.direction == "backward":

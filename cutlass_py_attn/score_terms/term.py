@@ -94,7 +94,7 @@ class VectorOperand:
 class ScoreTerm:
     """A score term. Subclasses set the attributes, and override the methods of what they do.
 
-    Required for a term of your own: name, vector, modify_scores and reference_added.
+    Required for a term of your own: name, vector, struct, modify_scores and reference_added.
 
     name: word of the term in Problem.features and in symbols: lower-case letters, digits and underscores
     field: field of Problem that holds the term; "" for a registered term, which Problem.score_terms holds

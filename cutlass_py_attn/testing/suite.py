@@ -45,6 +45,42 @@ VARIABLE_LENGTH: Final = _cases(
     f"backward bf16_d96_{_LENGTHS}_h4k2_causal_br_window50_deterministic",
 )
 
+# Launched with wrong lengths: every kernel that reads lengths, in every family. Sequences have several tiles, or none.
+_USED_LENGTHS: Final = "n100x130u30,0x40u40,290x60u0,70x256u256"
+WRONG_LENGTHS: Final = _cases(
+    *(
+        f"forward {name}"
+        for name in (
+            "bf16_d128_n100x130,0x40,290x60,70x257_h2_causal",
+            f"bf16_d64_{_USED_LENGTHS}_h4k2_full_bias_alibi",
+            f"f16_d128_{_USED_LENGTHS}_h2_window_left40_right7_sinks",
+            f"f32_d64_{_USED_LENGTHS}_h2_causal_br_dropout0.2",
+            f"bf16_d320_{_USED_LENGTHS}_h1_causal_bias",
+            "bf16_d128_n1x400,2x257,0x90,16x513_h4k2_full",
+            "f16_d64_n1x400u300,2x257u257,1x90u0,16x513u200_h8k2_causal_br",
+        )
+    ),
+    *(
+        f"backward {name}"
+        for name in (
+            "bf16_d128_n100x130,0x40,290x60,70x257_h2_causal",
+            f"bf16_d64_{_USED_LENGTHS}_h4k2_full_deterministic",
+            f"bf16_d128_{_USED_LENGTHS}_h2_causal_br_window50_deterministic",
+            f"bf16_d192v128_{_USED_LENGTHS}_h2_causal",
+            f"bf16_d64_{_USED_LENGTHS}_h2_causal_biasgrad_sinks",
+            f"bf16_d64_{_USED_LENGTHS}_h2_full_biassum_dropout0.2",
+            f"f32_d64_{_USED_LENGTHS}_h2_causal_deterministic",
+            f"bf16_d320_{_USED_LENGTHS}_h1_causal_deterministic",
+            f"bf16_d320_{_USED_LENGTHS}_h1_full_biasgrad",
+        )
+    ),
+)
+
+# Called with arrays of lengths that change between calls.
+CHANGED_LENGTHS: Final = _cases(
+    *(f"{direction} f16_d64_n100x130u30,0x40u40,290x60u60,70x256u256_h2_causal" for direction in DIRECTIONS)
+)
+
 # All bitwise repeatable: a deterministic backward, and a 2-CTA backward with one tile of keys.
 LAUNCHERS: Final = {
     "forward": Case.parse("forward bf16_d128_q515_s640_b1_h2_causal seed=5"),
@@ -124,7 +160,8 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that tests/gpu needs for a target, once; each with its fallbacks if ptxas spills."""
     both = (*VARIABLE_LENGTH, *LONG, *MANY_ELEMENTS, *BEYOND_GRID)
     forwards = (case.replace(direction="forward") for case in both)
-    cases = (*MANY_HEADS, *GROUPED, *both, *forwards, *DECODE_BEYOND_GRID, *LAUNCHERS.values(), *LONG_DROPOUT)
+    lengths = (*both, *forwards, *WRONG_LENGTHS, *CHANGED_LENGTHS)
+    cases = (*MANY_HEADS, *GROUPED, *lengths, *DECODE_BEYOND_GRID, *LAUNCHERS.values(), *LONG_DROPOUT)
     parts = (
         covering_cases.builds(arch),
         matrix.builds(arch),

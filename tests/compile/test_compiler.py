@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cutlass_py_attn import extras
 from cutlass_py_attn.artifact import Parameter
 from cutlass_py_attn.compilation import compiler as compiling
 from cutlass_py_attn.compilation import registry, report
@@ -247,7 +249,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda _: None)
     compiling.toolchain.cache_clear()
     for call in (lambda: compiling.compile(TOY), compiling.toolchain):
-        with pytest.raises(CompileError, match=r'pip install "cutlass-py-attn\[compile\]"'):
+        with pytest.raises(CompileError, match=re.escape(extras.remedy("compile"))):
             call()
 
 

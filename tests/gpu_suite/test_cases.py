@@ -20,7 +20,8 @@ from tests.gpu import test_torch_ops
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (*covering_cases.FORWARD, *covering_cases.BACKWARD)
-SINGLE = (*suite.MANY_HEADS, *GROUPED, *suite.VARIABLE_LENGTH, *suite.LAUNCHERS.values(), *suite.LONG_DROPOUT)
+LENGTHS = (*suite.VARIABLE_LENGTH, *suite.WRONG_LENGTHS, *suite.CHANGED_LENGTHS)
+SINGLE = (*suite.MANY_HEADS, *GROUPED, *LENGTHS, *suite.LAUNCHERS.values(), *suite.LONG_DROPOUT)
 
 
 def test_every_case_is_supported_and_named() -> None:

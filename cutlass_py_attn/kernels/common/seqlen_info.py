@@ -1,11 +1,16 @@
-"""Sequence lengths: which rows of the tensors belong to a sequence, dense or of variable length."""
+"""Sequence lengths: which rows of the tensors belong to a sequence, dense or of variable length.
+
+cu_seqlens_q, cu_seqlens_k and seqused_k are in device memory, where no host checks them. What is read from them is
+clamped to the tensors: a wrong value gives wrong rows, and no access outside of the tensors, the results or the
+workspace.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 from cutlass import Int32, Int64
 
-from cutlass_py_attn.integers import ceil_div, round_up
+from cutlass_py_attn.integers import ceil_div, larger, round_up, smaller
 from cutlass_py_attn.kernels.common import params
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Band
@@ -39,13 +44,34 @@ def create(build: Build, p: Any, index: Int32) -> SeqlenInfo:
     if not build.has("varlen"):
         first_tile = index * ceil_div(p.num_queries, build.tile_m)
         return SeqlenInfo(index, index, 0, 0, p.num_queries, p.num_keys, p.num_keys, first_tile)
-    query_start, query_end, key_start, key_end = (
-        params.load_scalar(bounds, Int32, index + end) for bounds in (p.cu_seqlens_q, p.cu_seqlens_k) for end in (0, 1)
-    )
-    stored = key_end - key_start
-    used = params.load_scalar(p.seqused_k, Int32, index) if build.has("seqused") else stored
+    query_start, num_queries = query_rows(p, index)
+    key_start, stored = key_rows(p, index)
+    used = stored
+    if build.has("seqused"):
+        used = smaller(larger(params.load_scalar(p.seqused_k, Int32, index), 0), stored)
     first_tile = query_start // build.tile_m + index
-    return SeqlenInfo(index, 0, query_start, key_start, query_end - query_start, used, stored, first_tile)
+    return SeqlenInfo(index, 0, query_start, key_start, num_queries, used, stored, first_tile)
+
+
+def query_rows(p: Any, index: Int32) -> tuple[Int32, Int32]:
+    """Returns the first query row of sequence `index`, with variable lengths, and how many rows it has."""
+    return _rows(p.cu_seqlens_q, index, p.tokens_q, p.num_queries)
+
+
+def key_rows(p: Any, index: Int32) -> tuple[Int32, Int32]:
+    """Returns the first stored key row of sequence `index`, with variable lengths, and how many rows it has."""
+    return _rows(p.cu_seqlens_k, index, p.tokens_k, p.num_keys)
+
+
+def _rows(bounds: Int64, index: Int32, tokens: Int32, longest: Int32) -> tuple[Int32, Int32]:
+    """Returns (start, count) of the rows between two bounds; start + count <= tokens and 0 <= count <= longest.
+
+    No sum or difference is taken before both of its numbers are clamped, so that none leaves 32 bits.
+    """
+    start, end = (params.load_scalar(bounds, Int32, index + edge) for edge in (0, 1))
+    start = smaller(larger(start, 0), tokens)
+    end = smaller(larger(end, start), tokens)
+    return start, smaller(end - start, longest)
 
 
 def band(build: Build, p: Any, seqlen: SeqlenInfo) -> Band:

@@ -15,7 +15,10 @@ from cutlass_py_attn.score_terms.sinks import SINKS
 
 QUAD = 4  # threads that hold one row of an m16n8 accumulator
 GROWTH = 8.0  # how far scores may exceed a maximum that is not updated, in base 2: weights stay below 2^8
-TINY = 1e-30  # replaces a scale of zero: 0 * -inf would be NaN for a masked score
+# Replaces a scale of zero: 0 * -inf would be NaN for a masked score. Validation refuses other scales that it would
+# raise. With a scale of zero all weights are equal, here to 1e-7 if no product of query and key is beyond 1e23; exact
+# zeros would need a branch in every tile.
+TINY = 1e-30
 
 
 def safe_scale(scale_log2: Float32) -> Float32:

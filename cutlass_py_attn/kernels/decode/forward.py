@@ -34,8 +34,6 @@ from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.plan.smem import tile_bytes
 
-Params = params.struct_type("DecodeParams", abi.DECODE)
-
 
 class NamedBarrier(IntEnum):
     """Named barriers; team i has FIRST_TEAM + i."""
@@ -109,24 +107,20 @@ class Decode:
 
     @cute.jit
     def __call__(self, *values):
-        grid = params.build_struct(Params, abi.DECODE, values).num_queries, 1, 1
+        grid = params.from_values(self.build, values).num_queries, 1, 1
         # One struct for each launch: the DSL caches the fields that a launch has read in the struct.
         params.set_entry_name(self.build, self.kernel)
         block = (self.build.threads, 1, 1)
-        self.kernel(params.build_struct(Params, abi.DECODE, values)).launch(
-            grid=grid, block=block, **self.launch_bounds
-        )
+        self.kernel(params.from_values(self.build, values)).launch(grid=grid, block=block, **self.launch_bounds)
         params.set_entry_name(self.build, self.combine_kernel, "_combine")
-        self.combine_kernel(params.build_struct(Params, abi.DECODE, values)).launch(
-            grid=grid, block=(ROW_THREADS, 1, 1)
-        )
+        self.combine_kernel(params.from_values(self.build, values)).launch(grid=grid, block=(ROW_THREADS, 1, 1))
 
     @cute.kernel
-    def combine_kernel(self, p: Params):
+    def combine_kernel(self, p: Any):
         self.combine.run(p)
 
     @cute.kernel
-    def kernel(self, p: Params):
+    def kernel(self, p: Any):
         build, stages = self.build, self.build.query_stages
         thread, _, _ = cute.arch.thread_idx()
         block, head_key, batch = cute.arch.block_idx()
@@ -365,4 +359,4 @@ def apply_softmax(softmax: OnlineSoftmax, r_s: cute.Tensor, r_o: cute.Tensor, sc
 
 def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:
     """Returns the host function that launches this build's kernels, and arguments to compile it with."""
-    return Decode(build), params.example_arguments(abi.DECODE)
+    return Decode(build), params.example_arguments(abi.fields_of(build))

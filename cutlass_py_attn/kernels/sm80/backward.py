@@ -170,7 +170,7 @@ class BackwardSm80:
                 index = self.accum.tile_index(p, query_tile.head, query_tile.seqlen.first_tile + query_tile.index)
                 if cutlass.const_expr(build.deterministic):
                     num_before = tile_order.preceding_key_tiles(band, query_tile.index, key_tile, *tiles)
-                    dq_semaphore.acquire(p, index, num_before, here)
+                    dq_semaphore.acquire(build, p, index, num_before, here)
                 self.accum.add(self.accum.pointer(p, index), r_dq, here)
                 if cutlass.const_expr(build.deterministic):
                     dq_semaphore.release(p, index, here)

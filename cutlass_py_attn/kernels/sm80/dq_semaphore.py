@@ -6,10 +6,12 @@ The struct's field `dq_semaphore` is one int32 counter for each sum: how many ke
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from cutlass_py_attn.kernels.common import params
+from cutlass_py_attn.plan.build import Build
 
 
 @cute.jit
@@ -29,14 +31,22 @@ def start_rank(p: Any, index: Int64, thread: Int32, shared: cute.Tensor):
 
 
 @cute.jit
-def acquire(p: Any, index: Int64, num_before: Int32, thread: Int32):
+def acquire(build: cutlass.Constexpr, p: Any, index: Int64, num_before: Int32, thread: Int32):
     """Waits until `num_before` key tiles have been added to the sum at `index`."""
     counter = params.pointer(p.dq_semaphore, Int32, 4) + index
     if thread == 0:
         seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-        while seen != num_before:
+        while _is_too_few(build, seen, num_before):
             seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     cute.arch.sync_threads()
+
+
+def _is_too_few(build: Build, seen: Int32, num_before: Int32) -> Boolean:
+    """Returns whether more key tiles must be added first.
+
+    With variable lengths, sequences with wrong bounds may share a sum, which then counts the key tiles of both.
+    """
+    return seen < num_before if build.has("varlen") else seen != num_before
 
 
 @cute.jit

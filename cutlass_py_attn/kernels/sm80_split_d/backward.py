@@ -510,7 +510,7 @@ class BackwardSplitD:
     def acquire_first(self, p: Any, piece: Int32, index: Int64, num_before: Int32, thread: Int32):
         """Acquires the semaphore before the first piece is added."""
         if piece == 0:
-            dq_semaphore.acquire(p, index, num_before, thread)
+            dq_semaphore.acquire(self.build, p, index, num_before, thread)
 
     @cute.jit
     def multiply_keys(self, gemms: Gemms, r_dq: cute.Tensor, s_ds: cute.Tensor, s_k: cute.Tensor, thread: Int32):

@@ -43,8 +43,7 @@ class KeyTileScheduler(TileScheduler):
         """Returns the number of key tiles of all heads of sequence `index`."""
         keys = p.num_keys
         if self.build.has("varlen"):
-            start, end = (params.load_scalar(p.cu_seqlens_k, Int32, index + edge) for edge in (0, 1))
-            keys = end - start
+            _, keys = seqlen_info.key_rows(p, index)
         return ceil_div(keys, self.build.tile_n) * self.num_heads(p)
 
     def first_number(self, p: Any) -> Int32:

@@ -8,12 +8,16 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutlass_py_attn.integers import ceil_div, larger, smaller
-from cutlass_py_attn.kernels.common import params, seqlen_info
+from cutlass_py_attn.kernels.common import seqlen_info
 from cutlass_py_attn.plan import tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.plan.variants import CLUSTER
 from cutlass_py_attn.problem.masks import Band
+
+# Far more tiles than fit in memory, for every 32nd sequence. Sequences with wrong bounds may overlap, and many long
+# ones have more tiles than 32 bits count.
+MAX_TILES_OF_LANE = 2**30 // WARP_THREADS
 
 
 class Cursor(NamedTuple):
@@ -78,7 +82,7 @@ class TileScheduler:
             for step in cutlass.range(ceil_div(p.batch, WARP_THREADS), unroll=1):
                 index = step * WARP_THREADS + cute.arch.lane_idx()
                 if index < p.batch:
-                    found = found + self.tiles_of_sequence(p, index)
+                    found = smaller(found + self.tiles_of_sequence(p, index), MAX_TILES_OF_LANE)
             found = Int32(cute.arch.warp_redux_sync(found, "add"))
         else:
             found = found * p.batch
@@ -88,8 +92,7 @@ class TileScheduler:
         """Returns the number of query tiles of all heads of sequence `index`."""
         queries = p.num_queries
         if self.build.has("varlen"):
-            start, end = (params.load_scalar(p.cu_seqlens_q, Int32, index + edge) for edge in (0, 1))
-            queries = end - start
+            _, queries = seqlen_info.query_rows(p, index)
         return ceil_div(queries, self.rows) * p.num_heads
 
     def work_tile(self, p: Any, wave: Int32, cursor: Cursor) -> tuple[WorkTile, Cursor]:

@@ -151,6 +151,21 @@ def test_edges_of_a_window(driver_log: FakeDriver, mask: Mask, edges: tuple[int,
         assert tuple(struct[name] for name in ("window_left", "window_right", "bottom_right")) == edges
 
 
+@pytest.mark.parametrize("num_queries", [100, 1], ids=["sm80", "decode"])
+def test_only_kernels_with_variable_lengths_have_tokens(driver_log: FakeDriver, num_queries: int) -> None:
+    """They clamp to these what they read of lengths; the struct of other kernels is as it is without."""
+    shape = Shape(5, num_queries, 300, 3, 64, 64, tokens=(430, 600))
+    plan, bound = bound_of("forward", shape=shape, sequences=Sequences(5, num_queries, 300))
+    fields = abi.DECODE if num_queries == 1 else abi.FORWARD
+    assert abi.fields_of(plan.build) == (*fields, ("tokens_q", "i32"), ("tokens_k", "i32"))
+    bound(addresses(bound.tensor_names))
+    for launch in driver_log.of("cuLaunchKernelEx"):
+        struct = decode(plan.build, launch.parameters)
+        assert (struct["tokens_q"], struct["tokens_k"]) == (430, 600)
+    _, dense = plan_of("forward", shape=dataclasses.replace(shape, tokens=None))
+    assert abi.fields_of(dense.build) == fields
+
+
 def test_sequences(driver_log: FakeDriver) -> None:
     shape = Shape(5, 100, 150, 3, 64, 64, tokens=(430, 600))
     plan, bound = bound_of("backward", shape=shape, sequences=Sequences(5, 100, 150, seqused_k=True))
@@ -161,6 +176,7 @@ def test_sequences(driver_log: FakeDriver) -> None:
         struct = decode(plan.build, launch.parameters)
         assert (struct["cu_seqlens_q"], struct["seqused_k"]) == (given["cu_seqlens_q"], 0x1004)
         assert (struct["batch"], struct["num_queries"], struct["num_keys"]) == (5, 100, 150)
+        assert (struct["tokens_q"], struct["tokens_k"]) == (430, 600)
         assert struct["total_tiles"] == 430 // plan.build.tile_m + 5
     rows = 3 * (430 // plan.build.tile_m + 5) * plan.build.tile_m
     sizes = {buffer.name: buffer.bytes for buffer in plan.workspace.buffers}
