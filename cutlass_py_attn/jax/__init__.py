@@ -34,7 +34,7 @@ from cutlass_py_attn.api.declaration import implemented_by
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.jax import calls, handler
+from cutlass_py_attn.jax import calls, handler, partition
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
@@ -172,7 +172,8 @@ def _backward(call: calls.Call, saved: Any, grad_output: Any) -> tuple[dict[str,
     gradients: dict[str, Any] = dict.fromkeys(values)
     if wanted and not isinstance(grad_output, jax.custom_derivatives.SymbolicZero):
         operands = {**values, "grad_output": grad_output, "output": output, "logsumexp": logsumexp}
-        gradients |= calls.backward(call, operands, tuple(wanted))
+        found = calls.backward(call, operands, tuple(wanted))
+        gradients |= {name: partition.like(gradient, values[name]) for name, gradient in found.items()}
     return (gradients,)
 
 
