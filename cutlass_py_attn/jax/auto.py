@@ -71,9 +71,13 @@ def rule(problem: Problem, shapes: Mapping[str, Any], results: Mapping[str, Any]
     The query heads are the axis (key head, query head of its group). Every factor but batch and key head must be whole.
     """
     group = problem.shape.group
-    letters = {HEADS: ("k", "g") if group > 1 else ("k",), HEADS_KEY: ("k",)}
-    given = [[letters.get(a, (a,)) for a in axes_of(name, shape, problem)] for name, shape in shapes.items()]
-    returned = [[letters.get(a, (a,)) for a in axes_of(name, shape, problem)] for name, shape in results.items()]
+    letters: dict[str, Axes] = {HEADS: ("k", "g") if group > 1 else ("k",), HEADS_KEY: ("k",)}
+    given: list[list[Axes]] = [
+        [letters.get(a, (a,)) for a in axes_of(name, shape, problem)] for name, shape in shapes.items()
+    ]
+    returned: list[list[Axes]] = [
+        [letters.get(a, (a,)) for a in axes_of(name, shape, problem)] for name, shape in results.items()
+    ]
     found = dict.fromkeys(factor for array in given + returned for axis in array for factor in axis)
     short = {factor: f"f{number}" for number, factor in enumerate(found)}  # Shardy's names are a letter and digits
 
@@ -134,7 +138,7 @@ def _prime_factors(number: int) -> list[int]:
 
 
 def _axes_that_split(starts: Any, names: Axes) -> Axes | None:
-    """Returns the axes of the grid of devices along which the first index grows, the slowest first; None if none fit."""
+    """Returns the axes of the grid of devices along which the first index grows, slowest first; None if none fit."""
     steps = {name: np.take(starts, 1, axis).flat[0] - starts.flat[0] for axis, name in enumerate(names)}
     axes = sorted((name for name, step in steps.items() if step), key=lambda name: -steps[name])
     number = np.zeros(starts.shape, int)  # of each device's part
@@ -155,16 +159,16 @@ def is_possible(operands: Arrays) -> bool:
     axes, because XLA does not tell how it splits over the others.
     """
     mesh = jax.typeof(operands["query"]).sharding.mesh
-    axes = [(name, kind) for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if mesh.shape[name] > 1]
-    autos = [name for name, kind in axes if kind == AxisType.Auto]
-    manual = [name for name, kind in axes if kind == AxisType.Manual]
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    autos = [name for name, kind in kinds.items() if kind == AxisType.Auto and mesh.shape[name] > 1]
+    manual = [name for name, kind in kinds.items() if kind == AxisType.Manual]
     if autos and manual:
         raise NotSupported(
             f"attention is inside jax.shard_map over {', '.join(manual)}, and the mesh has the Auto axis "
             f"{', '.join(autos)}: must have no Auto axis left there, for XLA cannot split the call; name all axes in "
             "shard_map's axis_names, or make the others Explicit"
         )
-    return bool(autos) or not axes
+    return bool(autos) or mesh.size == 1
 
 
 def digest(problem: Problem, gradients: tuple[str, ...], *others: Any) -> str:

@@ -215,7 +215,7 @@ def _run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
             return partition.run_explicit(split, functools.partial(_run, call, gradients), operands, shapes)
     if call.backend == "reference" or not auto.is_possible(operands):
         return one_device(operands)
-    digest = auto.digest(problem, gradients, str(call.arch), call.kernels)
+    digest = auto.digest(problem, gradients, call.arch)
     return auto.run(problem, one_device, operands, shapes, digest)
 
 

@@ -82,9 +82,14 @@ class Split:
         return math.prod(sizes[name] for name in axes)
 
     @property
-    def shares_key_heads(self) -> bool:
-        """Whether there are more parts than key heads: the query heads of a part read one key head, as others' do."""
-        return self.problem.shape.num_heads_key < self.count(self.heads)
+    def heads_key(self) -> Axes:
+        """Mesh axes that split the key heads: those of the query heads, the slowest first, as far as there are heads.
+
+        With more parts than key heads, several parts read one key head.
+        """
+        number = self.problem.shape.num_heads_key
+        lengths = range(len(self.heads), -1, -1)
+        return next(self.heads[:length] for length in lengths if number % self.count(self.heads[:length]) == 0)
 
     def reasons(self) -> list[str]:
         """Returns why the kernels cannot compute the parts."""
@@ -112,8 +117,7 @@ class Split:
 
     def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Returns the PartitionSpec of an operand or result."""
-        of_key = None if self.shares_key_heads else self.heads or None
-        split = {BATCH: self.batch or None, HEADS: self.heads or None, HEADS_KEY: of_key}
+        split = {BATCH: self.batch or None, HEADS: self.heads or None, HEADS_KEY: self.heads_key or None}
         return PartitionSpec(*(split.get(axis) for axis in axes_of(name, shape, self.problem)))
 
     def on_device(self, run: Callable[[Arrays], Arrays], operands: Arrays, shapes: Mapping[str, Any]) -> Arrays:
@@ -128,14 +132,18 @@ class Split:
         return {name: self._summed(name, part, shapes) for name, part in results.items()}
 
     def _with_own_key_head(self, operands: Arrays) -> Arrays:
-        if not self.shares_key_heads:
+        first = self._first_key_head(operands["key"].shape[2])
+        if first is None:
             return operands
-        own = {name: jax.lax.dynamic_slice_in_dim(operands[name], self._key_head(), 1, axis=2) for name in _OF_KEY}
+        own = {name: jax.lax.dynamic_slice_in_dim(operands[name], first, 1, axis=2) for name in _OF_KEY}
         return {**operands, **own}
 
-    def _key_head(self) -> Any:
+    def _first_key_head(self, number: int) -> Any:
+        """Returns which of a device's `number` key heads its query heads read; None if they read all."""
         parts_of_one = self.count(self.heads) // self.problem.shape.num_heads_key
-        return jax.lax.axis_index(self.heads) // parts_of_one
+        if number == 1 or parts_of_one < 2:
+            return None
+        return jax.lax.axis_index(self.heads) // parts_of_one % number
 
     def _with_dropout(self, run: Callable[[Arrays], Arrays], operands: Arrays) -> Arrays:
         """Runs the call with the random numbers that one device draws for these batches and heads.
@@ -143,7 +151,6 @@ class Split:
         Element (b, h, i, j) takes word offset + ((b H + h) Mq + i) Mk + j. A part of the batch only moves the offset. A
         part of the heads has another H too, so that every batch is a call with an offset of its own.
         """
-        sizes = self.problem.shape
         items = operands["query"].shape[0]
         heads_part = jax.lax.axis_index(self.heads) if self.heads else 0
         first = jax.lax.axis_index(self.batch) * items if self.batch else 0
@@ -152,7 +159,7 @@ class Split:
         def at(item: Any) -> Any:
             return _plus(operands[PHILOX], starts[first + item, heads_part])
 
-        if items == 1 or not self.heads:
+        if items == 1 or self.count(self.heads) == 1:
             return run({**operands, PHILOX: at(0)})
         of_batch = {name: BATCH in axes_of(name, array.shape, self.problem) for name, array in operands.items()}
 
@@ -164,7 +171,6 @@ class Split:
             return run({**own, PHILOX: at(item)})
 
         stacked = jax.lax.map(one, jnp.arange(items))
-        assert sizes.batch % items == 0
         return {
             name: found.reshape(items, *found.shape[2:])
             if BATCH in axes_of(name, found.shape[1:], self.problem) or (name == "grad_bias" and _has_batch(operands))
@@ -186,9 +192,12 @@ class Split:
         if operand == name:  # output and logsumexp
             return part
         shape = shapes[operand]
-        if operand in _OF_KEY and self.shares_key_heads:
-            whole = jnp.zeros((*part.shape[:2], shape[2], part.shape[3]), part.dtype)
-            part = jax.lax.dynamic_update_slice_in_dim(whole, part, self._key_head(), axis=2)
+        if operand in _OF_KEY:
+            number = shape[2] // self.count(self.heads_key)
+            first = self._first_key_head(number)
+            if first is not None:
+                whole = jnp.zeros((*part.shape[:2], number, part.shape[3]), part.dtype)
+                part = jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=2)
         own = {axis for entry in self.spec(name, shape) for axis in _names(entry)}
         others = tuple(axis for axis in (*self.batch, *self.heads) if axis not in own)
         return jax.lax.psum(part.astype(jnp.float32), others).astype(part.dtype) if others else part
@@ -224,27 +233,29 @@ def explicit_mesh(operands: Arrays) -> Any:
 def explicit(problem: Problem, operands: Arrays) -> Split:
     """Returns the split that the operands' types say; NotSupported if they disagree or split another axis."""
     mesh = explicit_mesh(operands)
-    found: dict[str, dict[Axes, str]] = {BATCH: {}, HEADS: {}}
+    found: dict[str, dict[Axes, str]] = {BATCH: {}, HEADS: {}, HEADS_KEY: {}}  # mesh axes, and who says so
     reasons = []
     for name, array in operands.items():
         spec = jax.typeof(array).sharding.spec
-        for axis, entry in zip(axes_of(name, array.shape, problem), (*spec, *(None,) * array.ndim), strict=False):
-            kind, axes = HEADS if axis == HEADS_KEY else axis, _names(entry)
-            if axes and kind in found:
-                found[kind].setdefault(axes, name)
-            elif axes:
-                reasons.append(_whole_axis(name, axis, axes, array.ndim, spec))
-    for kind, said in found.items():
-        if len(said) > 1:
-            both = " and ".join(f"over {', '.join(axes)} in {name}" for axes, name in said.items())
-            reasons.append(
-                f"{kind} is split {both}: must be split alike in all operands; call jax.sharding.reshard on one of them"
-            )
-    batch, heads = (next(iter(said), ()) for said in found.values())
-    if shared := set(batch) & set(heads):
+        for number, (axis, entry) in enumerate(zip(axes_of(name, array.shape, problem), spec, strict=False)):
+            if not (axes := _names(entry)):
+                continue
+            if axis in found:
+                found[axis].setdefault(axes, name)
+            else:
+                reasons.append(_must_be_whole(name, axis, number, spec))
+    batch, heads = next(iter(found[BATCH]), ()), next(iter(found[HEADS] or found[HEADS_KEY]), ())
+    reasons += [
+        _must_agree(BATCH, axes, name, batch, found[BATCH]) for axes, name in found[BATCH].items() if axes != batch
+    ]
+    of_heads = found[HEADS_KEY] | found[HEADS]
+    for axes, name in of_heads.items():
+        if axes != heads and (name not in _OF_KEY or axes != heads[: len(axes)]):
+            reasons.append(_must_agree("heads", axes, name, heads, of_heads))
+    if shared := sorted(set(batch) & set(heads)):
         reasons.append(
-            f"mesh axis {', '.join(sorted(shared))} splits the batch of {found[BATCH][batch]} and the heads of "
-            f"{found[HEADS][heads]}: must split one of the two; call jax.sharding.reshard on one of them"
+            f"mesh axis {', '.join(shared)} splits the batch of {found[BATCH][batch]} and the heads of "
+            f"{of_heads[heads]}: must split one of the two; call jax.sharding.reshard on one of them"
         )
     split = Split(problem, batch, heads, tuple(mesh.shape.items()))
     reasons += [] if reasons else split.reasons()
@@ -253,12 +264,18 @@ def explicit(problem: Problem, operands: Arrays) -> Split:
     return split
 
 
-def _whole_axis(name: str, axis: str, axes: Axes, rank: int, spec: Any) -> str:
-    number = next(i for i, entry in enumerate(spec) if _names(entry) == axes)
-    keep = ", ".join("None" if i == number else repr(entry) for i, entry in enumerate(spec)) if rank else ""
+def _must_agree(kind: str, axes: Axes, name: str, others: Axes, said: Mapping[Axes, str]) -> str:
     return (
-        f"{name} is split over {', '.join(axes)} in axis {number} ({axis}): must be whole there, only batch and heads "
-        f"can be split; call jax.sharding.reshard({name}, jax.P({keep}))"
+        f"{kind} of {name} split over {', '.join(axes)}, of {said[others]} over {', '.join(others)}: must be split "
+        f"alike; call jax.sharding.reshard on one of them"
+    )
+
+
+def _must_be_whole(name: str, axis: str, number: int, spec: Any) -> str:
+    whole = ", ".join("None" if i == number else repr(entry) for i, entry in enumerate(spec))
+    return (
+        f"{name} is split over {', '.join(_names(spec[number]))} in axis {number} ({axis}): must be whole there, for "
+        f"only batch and heads can be split; call jax.sharding.reshard({name}, jax.P({whole}))"
     )
 
 
@@ -267,9 +284,7 @@ def run_explicit(split: Split, run: Callable[[Arrays], Arrays], operands: Arrays
     mesh = explicit_mesh(operands)
     shapes = {name: array.shape for name, array in operands.items()}
     specs = {name: split.spec(name, shape) for name, shape in shapes.items()}
-    placed = {
-        name: jax.sharding.reshard(array, NamedSharding(mesh, specs[name])) for name, array in operands.items()
-    }
+    placed = {name: jax.sharding.reshard(array, NamedSharding(mesh, specs[name])) for name, array in operands.items()}
     names = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     sharded = jax.shard_map(
         lambda own: split.on_device(run, own, shapes),
