@@ -68,16 +68,16 @@ def run(
 def rule(problem: Problem, shapes: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns the Shardy rule and its keyword arguments.
 
-    The query heads are the axis (key head, query head of its group). Every factor but batch and key head must be whole.
+    The axis of the query heads is (key head, query head of its group). Every factor but these and the batch must be
+    whole.
     """
-    group = problem.shape.group
-    letters: dict[str, Axes] = {HEADS: ("k", "g") if group > 1 else ("k",), HEADS_KEY: ("k",)}
-    given: list[list[Axes]] = [
-        [letters.get(a, (a,)) for a in axes_of(name, shape, problem)] for name, shape in shapes.items()
-    ]
-    returned: list[list[Axes]] = [
-        [letters.get(a, (a,)) for a in axes_of(name, shape, problem)] for name, shape in results.items()
-    ]
+    group, letters = problem.shape.group, {HEADS: ("k",), HEADS_KEY: ("k",)}
+    if problem.shape.num_heads_key == 1:
+        letters = {HEADS: ("g",)}
+    elif group > 1:
+        letters = {HEADS: ("k", "g"), HEADS_KEY: ("k",)}
+    given: list[list[Axes]] = [[letters.get(a, (a,)) for a in axes_of(n, s, problem)] for n, s in shapes.items()]
+    returned: list[list[Axes]] = [[letters.get(a, (a,)) for a in axes_of(n, s, problem)] for n, s in results.items()]
     found = dict.fromkeys(factor for array in given + returned for axis in array for factor in axis)
     short = {factor: f"f{number}" for number, factor in enumerate(found)}  # Shardy's names are a letter and digits
 
@@ -86,9 +86,9 @@ def rule(problem: Problem, shapes: Mapping[str, Any], results: Mapping[str, Any]
         return ", ".join(" ".join(f"({axis})" if " " in axis else axis for axis in array) for array in axes)
 
     splits_heads = not (problem.dropout_p and problem.sequences is not None and problem.shape.batch > 1)
-    split = {BATCH, "k"} if splits_heads else {BATCH}
+    split = {BATCH, "k", "g"} if splits_heads else {BATCH}
     extra: dict[str, Any] = {"need_replication_factors": tuple(short[name] for name in found if name not in split)}
-    if group > 1:
+    if len(letters[HEADS]) > 1:
         extra[short["g"]] = group
     return f"{text(given)} -> {text(returned)}", extra
 
