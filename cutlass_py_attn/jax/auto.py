@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -45,8 +46,8 @@ def run(
         return tuple(found[name] for name in results)
 
     def partition(mesh: Mesh, described: Any, _: Any) -> tuple[Any, ...]:
-        query = described[names.index("query")]
-        split, refined = split_of(problem, mesh, query)
+        candidates = (split_of(problem, mesh, described[names.index(name)]) for name in ("query", "key", "value"))
+        split, refined = max(candidates, key=lambda found: found[0].count((*found[0].batch, *found[0].heads)))
         if reasons := split.reasons():
             raise NotSupported(reasons)
 
@@ -71,7 +72,8 @@ def rule(problem: Problem, shapes: Mapping[str, Any], results: Mapping[str, Any]
     The axis of the query heads is (key head, query head of its group). Every factor but these and the batch must be
     whole.
     """
-    group, letters = problem.shape.group, {HEADS: ("k",), HEADS_KEY: ("k",)}
+    group = problem.shape.group
+    letters: dict[str, Axes] = {HEADS: ("k",), HEADS_KEY: ("k",)}
     if problem.shape.num_heads_key == 1:
         letters = {HEADS: ("g",)}
     elif group > 1:
@@ -93,37 +95,40 @@ def rule(problem: Problem, shapes: Mapping[str, Any], results: Mapping[str, Any]
     return f"{text(given)} -> {text(returned)}", extra
 
 
-def split_of(problem: Problem, mesh: Mesh, query: Any) -> tuple[Split, Mesh]:
-    """Returns how XLA splits query's batch and heads, and a mesh whose axes do that.
+def split_of(problem: Problem, mesh: Mesh, operand: Any) -> tuple[Split, Mesh]:
+    """Returns how XLA splits an operand's batch and heads, and a mesh whose axes do that.
 
     XLA may split an array over a part of a mesh axis. So the mesh has an axis for every prime factor of the given one's
-    axes, in the same order of devices.
+    axes, in the same order of devices; the parts of axis "x" are called "x[0]", "x[1]".
 
     mesh: the mesh of the program; empty if XLA does not know one
-    query: shape and sharding
+    operand: shape and sharding of query, key or value
     """
-    shape = tuple(query.shape)
-    regions = query.sharding.devices_indices_map(shape)
+    number = len(operand.sharding.device_set)
+    regions = operand.sharding.devices_indices_map((number,) * len(operand.shape))  # sizes that any split divides
     devices = np.array(list(regions), dtype=object) if mesh.empty else mesh.devices.ravel()
     starts = np.array([[regions[device][axis].start or 0 for axis in (_BATCH_AXIS, _HEADS_AXIS)] for device in devices])
-    for sizes in _refinements((len(devices),) if mesh.empty else mesh.devices.shape):
-        names = tuple(f"d{number}" for number in range(len(sizes)))
+    for factors in _refinements((number,) if mesh.empty else mesh.devices.shape):
+        whole = ("devices",) if mesh.empty else mesh.axis_names
+        names = tuple(f"{axis}[{i}]" for axis, parts in zip(whole, factors, strict=True) for i in range(len(parts)))
+        sizes = tuple(itertools.chain(*factors))
         grid = starts.reshape(*sizes, 2)
         batch, heads = (_axes_that_split(grid[..., i], names) for i in range(2))
         if batch is not None and heads is not None:
-            counted = tuple(zip(names, sizes, strict=True))
-            return Split(problem, batch, heads, counted), Mesh(devices.reshape(sizes), names)
+            split = Split(problem, batch, heads, tuple(zip(names, sizes, strict=True)))
+            if operand.shape[_BATCH_AXIS] % split.count(batch):  # XLA pads such an axis, the kernels take no padding
+                split = dataclasses.replace(split, batch=())
+            return split, Mesh(devices.reshape(sizes), names)
     raise NotSupported(
-        f"query has the sharding {query.sharding}: must split batch and heads over axes of a mesh; "
+        f"an operand has the sharding {operand.sharding}: must split batch and heads over axes of a mesh; "
         "pass arrays with a jax.NamedSharding"
     )
 
 
-def _refinements(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields the shapes whose sizes are the prime factors of these, in every order."""
+def _refinements(sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yields the prime factors of each size, in every order."""
     orders = [sorted(set(itertools.permutations(_prime_factors(size)))) for size in sizes]
-    for parts in itertools.product(*orders):
-        yield tuple(itertools.chain(*parts))
+    yield from itertools.product(*orders)
 
 
 def _prime_factors(number: int) -> list[int]:
@@ -166,7 +171,7 @@ def is_possible(operands: Arrays) -> bool:
         raise NotSupported(
             f"attention is inside jax.shard_map over {', '.join(manual)}, and the mesh has the Auto axis "
             f"{', '.join(autos)}: must have no Auto axis left there, for XLA cannot split the call; name all axes in "
-            "shard_map's axis_names, or make the others Explicit"
+            "shard_map's axis_names"
         )
     return bool(autos) or mesh.size == 1
 

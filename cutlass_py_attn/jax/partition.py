@@ -93,7 +93,7 @@ class Split:
 
     def reasons(self) -> list[str]:
         """Returns why the kernels cannot compute the parts."""
-        sizes, parts, axes = self.problem.shape, self.count(self.heads), " and ".join(self.heads)
+        sizes, parts, axes = self.problem.shape, self.count(self.heads), _shown(self.heads)
         reasons = []
         if sizes.num_heads % parts or (sizes.num_heads_key % parts and parts % sizes.num_heads_key):
             repeated = math.lcm(sizes.num_heads_key, parts)
@@ -214,6 +214,11 @@ def _plus(philox: Any, words: Any) -> Any:
     return jnp.stack([philox[0], philox[1], low, philox[3] + words[1] + carry])
 
 
+def _shown(axes: Axes) -> str:
+    """Returns the names of mesh axes for a message; parts of an axis, as "x[0]", under the name of the axis."""
+    return ", ".join(dict.fromkeys(name.partition("[")[0] for name in axes))
+
+
 def _names(entry: Any) -> Axes:
     """Returns the mesh axes of an entry of a PartitionSpec."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
@@ -256,6 +261,13 @@ def explicit(problem: Problem, operands: Arrays) -> Split:
         reasons.append(
             f"mesh axis {', '.join(shared)} splits the batch of {found[BATCH][batch]} and the heads of "
             f"{of_heads[heads]}: must split one of the two; call jax.sharding.reshard on one of them"
+        )
+    autos = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto]
+    if (batch or heads) and (autos := [name for name in autos if mesh.shape[name] > 1]):
+        reasons.append(
+            f"the mesh has the Auto axis {', '.join(autos)}, and its Explicit axis {', '.join((*batch, *heads))} "
+            "splits the call: both must be of one type, for a call is split by one of them; pass axis_types to "
+            "jax.make_mesh"
         )
     split = Split(problem, batch, heads, tuple(mesh.shape.items()))
     reasons += [] if reasons else split.reasons()
