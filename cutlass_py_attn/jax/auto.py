@@ -158,7 +158,7 @@ def _axes_that_split(starts: Any, names: Axes) -> Axes | None:
 
 
 def is_possible(operands: Arrays) -> bool:
-    """Returns whether XLA may split a call on these operands: their mesh is unknown, or has Auto axes.
+    """Returns whether XLA may split a call on these operands: by Shardy, if their mesh is unknown or has Auto axes.
 
     Inside shard_map over all axes of a mesh the operands are a device's own. NotSupported: inside shard_map over some
     axes, because XLA does not tell how it splits over the others.
@@ -173,7 +173,8 @@ def is_possible(operands: Arrays) -> bool:
             f"{', '.join(autos)}: must have no Auto axis left there, for XLA cannot split the call; name all axes in "
             "shard_map's axis_names"
         )
-    return bool(autos) or mesh.size == 1
+    by_shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)  # GSPMD does not read the rule
+    return by_shardy and (bool(autos) or mesh.size == 1)
 
 
 def digest(problem: Problem, gradients: tuple[str, ...], *others: Any) -> str:

@@ -318,6 +318,19 @@ def test_jax_caches_different_calls_apart() -> None:
     assert len({text(), text(mask=Full()), text(softcap=2.0), text(arch="sm_80")}) == 4
 
 
+def test_without_shardy_every_device_computes_the_whole_call() -> None:
+    """As XLA does with every custom call; JAX deprecates that partitioner."""
+    arrays = operands()
+    expected = ours(*arrays)
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        found, _ = run_split(ours, mesh_of(AUTO, 2), arrays, (P("x"),) * 3)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+    expect_close(found, expected)
+    assert parts_computed() == {(B, H)}
+
+
 # Refused calls
 
 
