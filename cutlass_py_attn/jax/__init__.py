@@ -127,10 +127,12 @@ def attention(
     The call is checked when it is traced. When the program is lowered, the call is planned, and its kernels compiled if
     `kernels` is None; so jax.eval_shape needs neither a GPU nor kernels. Under vmap, the new axis joins the batch. With
     variable lengths, differentiated sinks, different dropout keys, or different arrays of a score term that has no
-    batch axis, the elements run one after the other instead. XLA cannot shard the call: if all operands have one
-    sharding of batch and heads, call it inside shard_map.
+    batch axis, the elements run one after the other instead.
 
-    NotSupported lists every reason when the call is traced. When the program is lowered, NoDevice: there is no GPU, and
+    A call on several devices is split by batch and heads, as the shardings of query, key and value say: on Explicit and
+    Auto meshes, and inside shard_map. docs/jax.md says what is not split.
+
+    NotSupported lists every reason when the call is traced, also shardings that cannot be split. When the program is lowered, NoDevice: there is no GPU, and
     `arch` is None; CompileError, Stale: there is no kernel.
     """
     raise NotImplementedError
