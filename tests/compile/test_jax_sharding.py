@@ -243,6 +243,29 @@ def test_transformations_stay_split(what: str, kind: Any) -> None:
         expect_sharding(array, mesh, P("x"))
 
 
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)], ids=str)
+def test_a_tensor_parallel_block_gathers_nothing(sizes: tuple[int, int]) -> None:
+    """Weights over "y", tokens over "x": XLA learns from the projections that query, key and value are split."""
+    mesh = mesh_of(AUTO, *sizes)
+    width = 32
+    shapes = ((width, H * D), (width, 4 * D), (width, 4 * D), (H * D, width))
+    arrays = (draw(1, B, M, width), *(draw(n, *shape) / 8 for n, shape in enumerate(shapes, 2)))
+    specs = (P("x"), P(None, "y"), P(None, "y"), P(None, "y"), P("y"))
+
+    def block(tokens: Any, *weights: Any) -> Any:
+        heads = ((tokens @ weight).reshape(B, M, -1, D) for weight in weights[:3])
+        return jnp.sum(jnp.sin(ours(*heads).reshape(B, M, -1) @ weights[3]))
+
+    gradients = jax.grad(block, (0, 1, 2, 3, 4))
+    found, gathered = run_split(gradients, mesh, arrays, specs)
+    assert gathered == []
+    assert parts_computed() == {(B // sizes[0], H // sizes[1])}
+    for array, spec in zip(found, specs, strict=True):
+        expect_sharding(array, mesh, spec)
+    for one, other in zip(found, jax.jit(gradients)(*arrays), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-4)
+
+
 def test_one_split_operand_splits_the_call() -> None:
     """Of query or of key, whichever; the other is whole on every device."""
     arrays = operands()
