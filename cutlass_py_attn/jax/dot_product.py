@@ -81,7 +81,7 @@ class Arguments:
         return Translated(operands, options, self._shape(), self._queries())
 
     def _packed(self, query: Any, key: Any, value: Any, lengths: Any, options: dict[str, Any]) -> Translated:
-        """Returns a call with variable lengths: the padded sequences lie behind each other as they are."""
+        """Returns a call with variable lengths: the padded sequences follow one another as they are stored."""
         batch, rows, keys = query.shape[0], query.shape[1], key.shape[1]
         starts = np.arange(batch + 1, dtype=np.int32)
         used = jnp.clip(lengths, 0, keys).astype(jnp.int32)
