@@ -12,7 +12,6 @@ A compiled program contains its kernels. A process that loads an exported progra
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypedDict, Unpack
 
@@ -34,7 +33,7 @@ from cutlass_py_attn.api.declaration import implemented_by
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.jax import calls, handler
+from cutlass_py_attn.jax import calls, dot_product, handler, partition
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
@@ -45,7 +44,7 @@ from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.suggestions import did_you_mean
 
-__all__ = ["Options", "attention", "export_checks"]
+__all__ = ["Options", "attention", "dot_product_attention", "export_checks"]
 
 DIFFERENTIABLE = (*OPERANDS, *registry.gradients())
 
@@ -128,13 +127,67 @@ def attention(
     The call is checked when it is traced. When the program is lowered, the call is planned, and its kernels compiled if
     `kernels` is None; so jax.eval_shape needs neither a GPU nor kernels. Under vmap, the new axis joins the batch. With
     variable lengths, differentiated sinks, different dropout keys, or different arrays of a score term that has no
-    batch axis, the elements run one after the other instead. XLA cannot shard the call: if all operands have one
-    sharding of batch and heads, call it inside shard_map.
+    batch axis, the elements run one after the other instead.
 
-    NotSupported lists every reason when the call is traced. When the program is lowered, NoDevice: there is no GPU, and
-    `arch` is None; CompileError, Stale: there is no kernel.
+    A call on several devices is split by batch and heads, as the shardings of query, key and value say: on Explicit and
+    Auto meshes, and inside shard_map. docs/jax.md says what is not split.
+
+    NotSupported lists every reason when the call is traced, among them shardings that cannot be split. When the program
+    is lowered, NoDevice: there is no GPU, and `arch` is None; CompileError, Stale: there is no kernel.
     """
     raise NotImplementedError
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    return_residual: bool = False,
+    **options: Any,
+) -> Any:
+    """Computes what jax.nn.dot_product_attention computes, with its arguments.
+
+    query: (batch, num_queries, num_heads, head_dim), or without the batch; key, value likewise.
+    bias: broadcasts to (batch, num_heads, num_queries, num_keys); it is added in the dtype of query.
+    mask: bool, True where a query sees a key; broadcasts like bias. The kernels read it as a bias, so that is_causal,
+        local_window_size and the lengths are faster where they say the same.
+    scale: factor of Q K^T; None for 1/sqrt(head_dim).
+    is_causal: query i sees keys j <= i.
+    query_seq_lengths: (batch,) integers; rows from there on are 0 in the output.
+    key_value_seq_lengths: (batch,) integers; keys from there on are not seen. No array is repacked.
+    local_window_size: query i sees keys i - left to i + right; one int for both.
+    return_residual: whether to return (output, logsumexp), logsumexp (batch, num_queries, num_heads) in the dtype of
+        query. It is not differentiable.
+    options: options of `attention`, except those that the arguments above replace, such as softcap, dropout_p or
+        deterministic.
+
+    `implementation` does not exist here. A row that sees no key is 0 if is_causal, a window or key_value_seq_lengths
+    hide the keys; JAX gives the mean of the values. The residual of rows beyond query_seq_lengths has no meaning.
+
+    NotSupported lists every wrong argument, and what `attention` refuses.
+    """
+    given = dot_product.Arguments(
+        query, key, value, bias, mask, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size
+    )
+    if "sequences" in options:
+        raise NotSupported(
+            f"sequences = {shown(options['sequences'])}: must be key_value_seq_lengths here; call `attention` for "
+            "packed sequences"
+        )
+    call = given.translate()
+    static, arrays = _prepare(call.operands, {**options, **call.options, "scale": scale})  # type: ignore[typeddict-item]
+    if not return_residual:
+        return call.output(_traced(static, arrays))
+    output, logsumexp = _traced_with_logsumexp(static, arrays)
+    return call.output(output), call.residual(logsumexp)
 
 
 def export_checks() -> list[Any]:
@@ -146,7 +199,6 @@ def export_checks() -> list[Any]:
     return [jax.export.DisabledSafetyCheck.custom_call(handler.TARGET)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: calls.Call, operands: dict[str, Any]) -> Any:
     return calls.forward(call, operands)[0]
 
@@ -168,18 +220,47 @@ def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
     return output, (values, output, logsumexp, wanted)
 
 
+def _attend_with_logsumexp(call: calls.Call, operands: dict[str, Any]) -> Any:
+    return calls.forward(call, operands)
+
+
+def _forward_with_logsumexp(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
+    output, saved = _forward(call, operands)
+    return (output, saved[2]), saved
+
+
+def _backward_with_logsumexp(call: calls.Call, saved: Any, gradients: tuple[Any, Any]) -> tuple[dict[str, Any]]:
+    grad_output, grad_logsumexp = gradients
+    if not isinstance(grad_logsumexp, jax.custom_derivatives.SymbolicZero):
+        raise NotSupported(
+            "the residual is differentiated: must be a constant, for the kernels take no gradient of logsumexp; pass "
+            "jax.lax.stop_gradient(residual)"
+        )
+    return _backward(call, saved, grad_output)
+
+
 def _backward(call: calls.Call, saved: Any, grad_output: Any) -> tuple[dict[str, Any]]:
     values, output, logsumexp, wanted = saved
     gradients: dict[str, Any] = dict.fromkeys(values)
     if wanted and not isinstance(grad_output, jax.custom_derivatives.SymbolicZero):
         operands = {**values, "grad_output": grad_output, "output": output, "logsumexp": logsumexp}
-        gradients |= calls.backward(call, operands, tuple(wanted))
+        found = calls.backward(call, operands, tuple(wanted))
+        gradients |= {name: partition.like(gradient, values[name]) for name, gradient in found.items()}
     return (gradients,)
 
 
-_attend.defvjp(_forward, _backward, symbolic_zeros=True)
-# jit traces equal calls of a program once. shard_map outside of jit does not accept a custom_vjp with symbolic zeros.
-_traced = jax.jit(_attend, static_argnums=0)
+def _jitted(function: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """Returns a function of a Call and its operands, with its derivative.
+
+    jit traces equal calls of a program once. shard_map outside of jit does not accept a custom_vjp with symbolic zeros.
+    """
+    differentiable = jax.custom_vjp(function, nondiff_argnums=(0,))
+    differentiable.defvjp(forward, backward, symbolic_zeros=True)
+    return jax.jit(differentiable, static_argnums=0)
+
+
+_traced = _jitted(_attend, _forward, _backward)
+_traced_with_logsumexp = _jitted(_attend_with_logsumexp, _forward_with_logsumexp, _backward_with_logsumexp)
 
 
 def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ import numpy as np
 from cutlass_py_attn.api import cpu_backend, request
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.jax import primitive
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.jax import auto, partition, primitive
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Mask
@@ -134,7 +135,16 @@ def _batchable(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arra
 
     run = jax.custom_batching.custom_vmap(functools.partial(_run, call, gradients))
     run.def_vmap(rule)
-    return _as_varying(run(operands), operands)
+    once = jax.custom_jvp(run)
+    once.defjvp(_refuse_derivative)
+    return _as_varying(once(operands), operands)
+
+
+def _refuse_derivative(*_: Any) -> NoReturn:
+    raise NotSupported(
+        "attention is differentiated twice: must be once, for its gradients have no derivatives; "
+        "pass jax.lax.stop_gradient(...) of the first gradient, or differentiate attention in jax.numpy"
+    )
 
 
 def _joins_batch(call: Call, gradients: tuple[str, ...], batched: Mapping[str, bool]) -> bool:
@@ -189,11 +199,30 @@ def _split_batch(size: int, batch: int, results: Arrays, operands: Arrays, batch
 
 
 def _run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
-    """Adds the kernels, or the host callback of the reference, to the traced program."""
+    """Adds the call to the traced program: split as the mesh of the operands says, or for XLA to split.
+
+    XLA splits kernels only: an Auto mesh gives the reference's callback whole arrays.
+    """
     problem = call.problem(operands, gradients)
     results = _results(problem, gradients)
     if problem.is_empty:
         return _empty_results(problem, results)
+    shapes = {name: tensor.shape for name, tensor in results.items()}
+    one_device = functools.partial(_one_device, call, gradients)
+    if partition.explicit_mesh(operands) is not None:
+        split = partition.explicit(problem, operands)
+        if split.batch or split.heads:
+            return partition.run_explicit(split, functools.partial(_run, call, gradients), operands, shapes)
+    if call.backend == "reference" or not auto.is_possible(operands):
+        return one_device(operands)
+    digest = auto.digest(problem, gradients, call.arch)
+    return auto.run(problem, one_device, operands, shapes, digest)
+
+
+def _one_device(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
+    """Adds the kernels, or the host callback of the reference, to the traced program."""
+    problem = call.problem(operands, gradients)
+    results = _results(problem, gradients)
     if call.backend == "reference":
         shapes = {name: jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(tensor.dtype)) for name, tensor in results.items()}
         host = functools.partial(_on_host, call, gradients)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir, xla
+from jax.interpreters import mlir, xla
 
 from cutlass_py_attn.api import attention
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.errors import NoDevice, NotSupported
+from cutlass_py_attn.errors import NoDevice
 from cutlass_py_attn.jax.handler import KEY, PAYLOAD, TARGET, WORKSPACE
 from cutlass_py_attn.jax.payload import Payload, key_of
 from cutlass_py_attn.plan import planner
@@ -122,16 +122,8 @@ def _lower(context: Any, *operands: Any, kernels: Kernels) -> Any:
     return mlir.lower_fun(custom_call, multiple_results=True)(context, *operands)
 
 
-def _refuse_derivative(*_: Any, **__: Any) -> NoReturn:
-    raise NotSupported(
-        "attention is differentiated twice: must be once, for its gradients have no derivatives; "
-        "pass jax.lax.stop_gradient(...) of the first gradient, or differentiate attention in jax.numpy"
-    )
-
-
 _launch: Final = Primitive("cutlass_py_attn")
 _launch.multiple_results = True
 _launch.def_abstract_eval(_abstract_results)
 _launch.def_impl(functools.partial(xla.apply_primitive, _launch))
 mlir.register_lowering(_launch, _lower)
-ad.primitive_jvps[_launch] = _refuse_derivative

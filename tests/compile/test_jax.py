@@ -279,16 +279,17 @@ def test_errors_of_a_missing_kernel_are_those_of_the_package() -> None:
         jax.jit(functools.partial(attention, kernels=kernels, arch="sm_90")).lower(*operands())
 
 
-def test_second_derivatives_are_refused_in_one_sentence() -> None:
+@pytest.mark.parametrize("options", [{}, {"backend": "reference"}], ids=["kernels", "reference"])
+def test_second_derivatives_are_refused_in_one_sentence(options: dict[str, Any]) -> None:
     def slope(query: Any) -> Any:
-        return jax.grad(lambda q: gpu_call(q, *operands()[1:]).sum())(query).sum()
+        return jax.grad(lambda q: gpu_call(q, *operands()[1:], **options).sum())(query).sum()
 
     with pytest.raises(NotSupported, match="attention is differentiated twice: must be once"):
         jax.eval_shape(jax.grad(slope), operands()[0])
 
 
 def test_a_mesh_with_explicit_axes() -> None:
-    """A program of explicitly sharded arrays is traced and lowered; the result is not sharded."""
+    """A program of arrays that are whole on every device is traced and lowered, and so is its result."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         traced = jax.jit(gpu_call).trace(*operands())

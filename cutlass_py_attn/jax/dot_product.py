@@ -1,0 +1,192 @@
+"""Arguments of jax.nn.dot_product_attention, translated to those of `attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.masks import Causal, Full, Mask, Window
+from cutlass_py_attn.problem.scalars import shown
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A call of `attention`, and how its results become those of jax.nn.dot_product_attention.
+
+    shape: of the output
+    queries: query_seq_lengths (batch,); None for all rows
+    """
+
+    operands: dict[str, Any]
+    options: dict[str, Any]
+    shape: tuple[int, ...]
+    queries: Any
+
+    def output(self, output: Any) -> Any:
+        """Returns the output, 0 in rows beyond query_seq_lengths."""
+        if self.queries is not None:
+            found = output.reshape(-1, *self.shape[-3:])
+            is_used = jnp.arange(self.shape[-3]) < self.queries[:, None]
+            output = jnp.where(is_used[:, :, None, None], found, 0)
+        return output.reshape(self.shape)
+
+    def residual(self, logsumexp: Any) -> Any:
+        """Returns logsumexp (batch, num_queries, num_heads) in the dtype of query."""
+        found = jnp.swapaxes(logsumexp[:, :, : self.shape[-3]], 1, 2)
+        return found.reshape(self.shape[:-1]).astype(self.operands["query"].dtype)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of jax.nn.dot_product_attention, under their names there."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any
+    mask: Any
+    is_causal: Any
+    query_seq_lengths: Any
+    key_value_seq_lengths: Any
+    local_window_size: Any
+
+    def translate(self) -> Translated:
+        """Returns the call; NotSupported lists every wrong argument."""
+        reasons = [
+            reason for check in (self._wrong_arrays, self._wrong_lengths, self._wrong_window) for reason in check()
+        ]
+        if reasons:
+            raise NotSupported(reasons)
+        arrays = {name: _four_axes(getattr(self, name)) for name in ("query", "key", "value", "bias", "mask")}
+        query, key, value = (arrays[name] for name in ("query", "key", "value"))
+        lengths = None if self.key_value_seq_lengths is None else jnp.asarray(self.key_value_seq_lengths)
+        mask = self._band(query.shape[1], key.shape[1])
+        options = {"mask": mask}
+        visible = arrays["mask"]
+        if lengths is not None:
+            if visible is None and arrays["bias"] is None and not isinstance(mask, Window) and not _splits_batch(query):
+                return self._packed(query, key, value, lengths, options)
+            used = jnp.arange(key.shape[1]) < lengths[:, None, None, None]
+            visible = used if visible is None else visible & used
+        if (bias := _bias(arrays["bias"], visible, query.dtype)) is not None:
+            options["bias"] = bias
+        operands = {"query": query, "key": key, "value": value}
+        return Translated(operands, options, self._shape(), self._queries())
+
+    def _packed(self, query: Any, key: Any, value: Any, lengths: Any, options: dict[str, Any]) -> Translated:
+        """Returns a call with variable lengths: the padded sequences follow one another as they are stored."""
+        batch, rows, keys = query.shape[0], query.shape[1], key.shape[1]
+        starts = np.arange(batch + 1, dtype=np.int32)
+        used = jnp.clip(lengths, 0, keys).astype(jnp.int32)
+        options = {**options, "sequences": VariableLength(starts * rows, starts * keys, rows, keys, used)}
+        arrays = {"query": query, "key": key, "value": value}
+        operands = {name: array.reshape(1, -1, *array.shape[2:]) for name, array in arrays.items()}
+        return Translated(operands, options, self._shape(), self._queries())
+
+    def _shape(self) -> tuple[int, ...]:
+        return (*jnp.shape(self.query)[:-1], jnp.shape(self.value)[-1])
+
+    def _queries(self) -> Any:
+        return None if self.query_seq_lengths is None else jnp.asarray(self.query_seq_lengths)
+
+    def _band(self, rows: int, keys: int) -> Mask:
+        """Returns the mask of is_causal and local_window_size, which count from the first query and the first key."""
+        if self.local_window_size is None:
+            return Causal() if self.is_causal else Full()
+        left, right = self._window()
+        if self.is_causal:
+            return Causal(left + 1)
+        shift = keys - rows  # Window counts from the last query and the last key
+        if left + shift < 0 or right - shift < 0:
+            raise NotSupported(
+                f"local_window_size = {self.local_window_size} with {rows} queries and {keys} keys: must reach the "
+                "diagonal that ends in the last query and key; pass as many keys as queries, or is_causal=True"
+            )
+        return Window(left + shift, right - shift)
+
+    def _window(self) -> tuple[int, int]:
+        given = self.local_window_size
+        left, right = given if isinstance(given, tuple) else (given, given)
+        return int(left), int(right)
+
+    def _wrong_arrays(self) -> Iterator[str]:
+        for name in ("query", "key", "value"):
+            if (rank := _rank(getattr(self, name))) not in (3, 4):
+                yield (
+                    f"{name} = {shown(getattr(self, name))}: must be an array (batch, length, heads, head_dim), or "
+                    f"without the batch; it has {'no' if rank is None else rank} axes; reshape it"
+                )
+        for name in ("bias", "mask"):
+            given = getattr(self, name)
+            if given is not None and ((rank := _rank(given)) is None or rank > 4):
+                yield f"{name} = {shown(given)}: must be an array of at most 4 axes, or None; reshape it"
+        if _rank(self.mask) is not None and jnp.asarray(self.mask).dtype != bool:
+            yield f"mask = {shown(self.mask)}: must be bool, True where a key is visible; pass an additive mask as bias"
+        if not isinstance(self.is_causal, bool):
+            yield f"is_causal = {shown(self.is_causal)}: must be True or False; pass one of them"
+
+    def _wrong_lengths(self) -> Iterator[str]:
+        rank = _rank(self.query)
+        batch = jnp.shape(self.query)[0] if rank == 4 else 1
+        for name in ("query_seq_lengths", "key_value_seq_lengths"):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            if _rank(given) != 1 or not _is_integer(given) or (rank in (3, 4) and jnp.shape(given) != (batch,)):
+                yield f"{name} = {shown(given)}: must be an integer array of shape ({batch},); convert it"
+
+    def _wrong_window(self) -> Iterator[str]:
+        given = self.local_window_size
+        edges = given if isinstance(given, tuple) and len(given) == 2 else (given,)
+        if given is not None and not all(_is_size(edge) for edge in edges):
+            yield (
+                f"local_window_size = {shown(given)}: must be an int of at least 0, or (left, right) of two, or None; "
+                "correct it"
+            )
+
+
+def _rank(array: Any) -> int | None:
+    """Returns the number of axes; None for what is no array."""
+    try:
+        return None if array is None else jnp.asarray(array).ndim
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _is_integer(array: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.asarray(array).dtype, jnp.integer))
+
+
+def _is_size(number: Any) -> bool:
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool) and int(number) >= 0
+
+
+def _four_axes(array: Any) -> Any:
+    """Returns the array with axes of size 1 in front; None for None."""
+    if array is None:
+        return None
+    array = jnp.asarray(array)
+    return array.reshape(*(1,) * (4 - array.ndim), *array.shape)
+
+
+def _splits_batch(query: Any) -> bool:
+    """Returns whether the type of query, on an Explicit mesh, says that the batch is split."""
+    return any(entry is not None for entry in jax.typeof(query).sharding.spec[:1])
+
+
+def _bias(bias: Any, visible: Any, dtype: Any) -> Any:
+    """Returns the bias of a call; where `visible` is False, a number that leaves no weight beside a visible key.
+
+    The number is finite, as in JAX: a row that sees no key at all gets the mean of its values.
+    """
+    bias = None if bias is None else bias.astype(dtype)
+    if visible is None:
+        return bias
+    return jnp.where(visible, 0 if bias is None else bias, jnp.finfo(dtype).min / 2).astype(dtype)

@@ -1,0 +1,177 @@
+"""Tests of dot_product_attention: values, gradients and residual are those of jax.nn.dot_product_attention."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.errors import NotSupported
+from tests.support import fakes
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+jax.config.update("jax_num_cpu_devices", 4)  # as in test_jax.py, which may share the process
+jax.config.update("jax_disable_most_optimizations", True)
+jnp = jax.numpy
+
+from cutlass_py_attn.jax import dot_product_attention  # noqa: E402
+
+B, T, S, N, K, D = 2, 9, 12, 4, 2, 8
+KEY = jax.random.key(0)
+
+
+def draw(number: int, *shape: int) -> Any:
+    return jax.random.normal(jax.random.fold_in(KEY, number), shape, jnp.float32)
+
+
+def operands() -> tuple[Any, Any, Any]:
+    return draw(1, B, T, N, D), draw(2, B, S, K, D), draw(3, B, S, K, D)
+
+
+ours = functools.partial(dot_product_attention, backend="reference")
+theirs = jax.nn.dot_product_attention
+VISIBLE = jnp.asarray(np.random.default_rng(0).random((B, 1, T, S)) < 0.7).at[..., 0].set(True)
+QUERIES, KEYS = jnp.array([9, 4]), jnp.array([7, 12])
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True, "scale": 0.2},
+    "bias": {"bias": draw(4, N, T, S)},
+    "mask": {"mask": VISIBLE},
+    "mask and bias": {"mask": VISIBLE[0, 0], "bias": draw(4, B, 1, T, S), "is_causal": True},
+    "lengths": {"query_seq_lengths": QUERIES, "key_value_seq_lengths": KEYS},
+    "lengths of keys, causal": {"key_value_seq_lengths": KEYS, "is_causal": True},
+    "lengths of queries": {"query_seq_lengths": QUERIES},
+    "lengths and bias": {"query_seq_lengths": QUERIES, "key_value_seq_lengths": KEYS, "bias": draw(4, 1, 1, T, S)},
+    "lengths and mask": {"key_value_seq_lengths": KEYS, "mask": VISIBLE},
+    "causal window": {"local_window_size": 3, "is_causal": True},
+    "window": {"local_window_size": (4, 5)},
+    "window and lengths": {"local_window_size": (4, 5), "key_value_seq_lengths": jnp.array([9, 12])},
+}
+
+
+def all_results(function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Returns output, the residual of used rows, and the gradients of everything that is differentiable."""
+    arrays = {"bias": options["bias"]} if "bias" in options else {}
+    fixed = {name: value for name, value in options.items() if name not in arrays}
+
+    def loss(operands: Any, arrays: Any) -> Any:
+        output, residual = function(*operands, **arrays, **fixed, return_residual=True)
+        return jnp.sum(jnp.sin(output)), (output, residual)
+
+    gradients, (output, residual) = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(operands(), arrays)
+    used = np.arange(T) < np.asarray(options.get("query_seq_lengths", jnp.full(B, T)))[:, None]
+    return output, np.asarray(residual)[used], gradients, function(*operands(), **options)
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_results_are_those_of_jax(options: dict[str, Any]) -> None:
+    for one, other in zip(
+        jax.tree.leaves(all_results(ours, options)), jax.tree.leaves(all_results(theirs, options)), strict=True
+    ):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
+
+
+def test_lengths_are_not_repacked() -> None:
+    """The kernels get the padded arrays as they lie, with the lengths beside them."""
+    built = []
+
+    def kernels(build: Any) -> Any:
+        built.append(build)
+        return fakes.artifact(build)
+
+    call = functools.partial(dot_product_attention, kernels=kernels, arch="sm_90", key_value_seq_lengths=KEYS)
+    program = jax.jit(call).lower(*operands()).as_text()
+    assert [build.features for build in built] == [("grouped", "seqused", "varlen")]
+    assert not re.search(r"stablehlo\.(gather|scatter|dynamic_slice|concatenate)", program)
+
+
+def test_lengths_on_a_mesh_that_splits_the_batch() -> None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    by_batch = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    options: dict[str, Any] = {"query_seq_lengths": QUERIES, "key_value_seq_lengths": KEYS}
+    with jax.set_mesh(mesh):
+        found = jax.jit(functools.partial(ours, **options))(*(jax.device_put(a, by_batch) for a in operands()))
+    assert found.sharding.is_equivalent_to(by_batch, 4)
+    np.testing.assert_allclose(np.asarray(found), np.asarray(theirs(*operands(), **options)), rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_batch_axis_and_in_half_precision() -> None:
+    arrays = [array[0].astype("float16") for array in operands()]
+    found, residual = ours(*arrays, key_value_seq_lengths=KEYS[:1], return_residual=True)
+    expected, expected_residual = theirs(*arrays, key_value_seq_lengths=KEYS[:1], return_residual=True)
+    assert (found.shape, residual.shape, residual.dtype) == ((T, N, D), (T, N), "float16")
+    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=4e-3)
+    np.testing.assert_allclose(np.asarray(residual), np.asarray(expected_residual), atol=4e-3)
+    masked = ours(*arrays, mask=VISIBLE[0])
+    np.testing.assert_allclose(np.asarray(masked), np.asarray(theirs(*arrays, mask=VISIBLE[0])), atol=4e-3)
+
+
+def test_rows_that_see_no_key() -> None:
+    """A mask leaves the mean of the values, as in JAX; lengths leave 0."""
+    hidden = VISIBLE.at[:, :, 3].set(False)
+    np.testing.assert_allclose(ours(*operands(), mask=hidden), theirs(*operands(), mask=hidden), rtol=1e-5, atol=1e-5)
+    assert not np.asarray(ours(*operands(), key_value_seq_lengths=jnp.array([0, 12])))[0].any()
+
+
+def test_lengths_beyond_the_arrays_are_the_whole_arrays() -> None:
+    found = ours(*operands(), key_value_seq_lengths=jnp.array([7, 99]))
+    np.testing.assert_array_equal(found, ours(*operands(), key_value_seq_lengths=KEYS))
+
+
+def test_options_of_attention() -> None:
+    dropped = ours(*operands(), dropout_p=0.5, dropout_key=KEY)
+    assert bool((dropped != ours(*operands())).any())
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "query": ({"query": "x"}, "query = 'x' (str): must be an array (batch, length, heads, head_dim)"),
+    "rank": ({"key": jnp.ones((3, 4))}, "it has 2 axes; reshape it"),
+    "bias": ({"bias": "x"}, "bias = 'x' (str): must be an array of at most 4 axes"),
+    "bias of five axes": ({"bias": jnp.ones((1,) * 5)}, "must be an array of at most 4 axes"),
+    "bias of another shape": ({"bias": jnp.ones((1, 1, T, S + 1))}, "bias has shape"),
+    "mask of numbers": (
+        {"mask": jnp.ones((1, 1, T, S))},
+        "must be bool, True where a key is visible; pass an additive",
+    ),
+    "is_causal": ({"is_causal": 1}, "is_causal = 1 (int): must be True or False"),
+    "lengths of another batch": ({"query_seq_lengths": jnp.array([1])}, "must be an integer array of shape (2,)"),
+    "lengths of another type": ({"key_value_seq_lengths": jnp.ones(2)}, "must be an integer array of shape (2,)"),
+    "lengths str": ({"key_value_seq_lengths": "x"}, "key_value_seq_lengths = 'x' (str): must be an integer array"),
+    "window": ({"local_window_size": -1}, "local_window_size = -1 (int): must be an int of at least 0"),
+    "window of three": ({"local_window_size": (1, 2, 3)}, "local_window_size = (1, 2, 3) (tuple): must be"),
+    "window beside the diagonal": (
+        {"local_window_size": (1, 2)},
+        "with 9 queries and 12 keys: must reach the diagonal",
+    ),
+    "sequences": ({"sequences": VariableLength(0, 0, 1, 1)}, "must be key_value_seq_lengths here"),
+    "scale": ({"scale": "x"}, "scale = 'x' (str): must be a number"),
+    "implementation": ({"implementation": "xla"}, "option 'implementation' is unknown"),
+}
+
+
+@pytest.mark.parametrize(("changes", "text"), BAD.values(), ids=BAD)
+def test_bad_arguments(changes: dict[str, Any], text: str) -> None:
+    arguments = dict(zip(("query", "key", "value"), operands(), strict=True)) | changes
+    with pytest.raises(NotSupported, match=re.escape(text)):
+        ours(**arguments)
+
+
+def test_every_wrong_argument_is_named_at_once() -> None:
+    with pytest.raises(NotSupported) as caught:
+        ours(*operands(), is_causal=2, mask=jnp.ones((T, S)), local_window_size="x", query_seq_lengths=3)
+    assert [reason.split()[0] for reason in caught.value.reasons] == [
+        "mask",
+        "is_causal",
+        "query_seq_lengths",
+        "local_window_size",
+    ]
+
+
+def test_a_gradient_of_the_residual_is_refused() -> None:
+    with pytest.raises(NotSupported, match="the residual is differentiated: must be a constant"):
+        jax.grad(lambda query: ours(query, *operands()[1:], return_residual=True)[1].sum())(operands()[0])
