@@ -9,7 +9,7 @@ from typing import Final
 
 from cutlass_py_attn.errors import DoesNotFit, NotSupported
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan import decode, entry_points, launch_rules, resources, sm80, sm90
+from cutlass_py_attn.plan import decode, entry_points, launch_rules, resources, sm80, sm90, tile_time
 from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture, targets
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.builder import FAMILIES, build_for
@@ -319,6 +319,8 @@ def _reason(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
     if build.family == "decode":
         return decode.reason(problem.shape, build, values["num_splits_key"])
     reason = sm90.reason(build) if build.family == "sm90" else sm80.reason(build)
+    if build.family == "sm90":
+        reason += tile_time.reason(problem, TileConfig.of(build), sm90_tiles(problem), values["num_sms"])
     unsupported = sm90.unsupported_features(problem) if build.family == "sm80" else ()
     reason += f"; the sm90 family takes no {', '.join(unsupported)}" if unsupported else ""
     return reason + decode.rejection_reason(problem)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan import tile_order
+from cutlass_py_attn.plan import tile_order, tile_time
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression, Grid
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
@@ -97,8 +97,8 @@ def applies(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
 
 
 def applicable(problem: Problem, tiles: Iterable[TileConfig], num_sms: int) -> list[TileConfig]:
-    """Returns the tiles that the planner tries for this problem, in their order."""
-    return [tile for tile in tiles if applies(problem, tile, num_sms)]
+    """Returns the tiles that the planner tries for this problem, the fastest first."""
+    return tile_time.fastest_first(problem, (tile for tile in tiles if applies(problem, tile, num_sms)), num_sms)
 
 
 def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
