@@ -55,7 +55,7 @@ def fastest_first(problem: Problem, tiles: Iterable[TileConfig], num_sms: int) -
     keys need more, or if their speed is not known.
     """
     speeds = _speeds(problem)
-    usable = [tile for tile in tiles if not _is_single(tile) or (speeds and problem.shape.num_keys <= tile.tile_n)]
+    usable = [tile for tile in tiles if not is_single(tile) or (speeds and problem.shape.num_keys <= tile.tile_n)]
     times = {tile: estimate(problem, tile, num_sms) for tile in usable}
     known = {tile: time for tile, time in times.items() if time is not None}
     if not usable or usable[0] not in known:
@@ -64,6 +64,12 @@ def fastest_first(problem: Problem, tiles: Iterable[TileConfig], num_sms: int) -
     if known[best] > (1 - LEAST_GAIN) * known[usable[0]]:
         return usable
     return [best, *(tile for tile in usable if tile != best)]
+
+
+def is_single(tile: TileConfig) -> bool:
+    """Returns whether a tile is for keys of one tile alone."""
+    found = (speeds.get((tile.tile_m, tile.tile_n)) for speeds in FORWARD.values())
+    return any(speed is not None and speed.is_single for speed in found)
 
 
 def reason(problem: Problem, tile: TileConfig, tiles: Iterable[TileConfig], num_sms: int) -> str:
@@ -108,12 +114,6 @@ def _speeds(problem: Problem) -> dict[tuple[int, int], TileSpeed]:
     if not is_plain or problem.dtype == "float32":
         return {}
     return next((speeds for most, speeds in FORWARD.items() if widest <= most), {})
-
-
-def _is_single(tile: TileConfig) -> bool:
-    """Returns whether a tile is for keys of one tile alone."""
-    found = (speeds.get((tile.tile_m, tile.tile_n)) for speeds in FORWARD.values())
-    return any(speed is not None and speed.is_single for speed in found)
 
 
 def _lengths(problem: Problem) -> tuple[int, int]:

@@ -87,6 +87,19 @@ def test_the_other_tiles_remain_to_fall_back_to() -> None:
     assert tiles_of("bf16_d64_s8192_b4_h32_full") == [LONG, SQUARE]
 
 
+def test_kernels_for_any_length_have_the_tiles_for_long_sequences() -> None:
+    """Those that a bundle exports."""
+    problem = parse("bf16_d64_s197_b256_h12_full").problem("forward")
+    found = planner.plans(problem, "sm_90a", SMS, any_length=True)
+    ours = [plan for plan in found if plan.build.family == "sm90"]
+    assert [f"{plan.build.tile_m}x{plan.build.tile_n}" for plan in ours] == [LONG, SQUARE]
+    assert "estimated" not in ours[0].reason
+    assert planner.plans_on(problem, (9, 0), SMS, any_length=True)[:2] == ours
+    backward = parse("bf16_d128_s256_b64_h16_full").problem("backward")
+    assert "per_head" in [plan.build.variant for plan in planner.plans(backward, "sm_90a", SMS)]
+    assert {plan.build.body.lengths for plan in planner.plans(backward, "sm_90a", SMS, any_length=True)} == {"any"}
+
+
 def test_fewer_multiprocessors_are_more_rounds() -> None:
     """288 tiles of 192 queries or 384 of 128: as many rounds on 132 multiprocessors, but not on 96."""
     assert [tiles_of("bf16_d64_s512_b8_h12_full", sms)[0] for sms in (132, 96)] == [SQUARE, LONG]
