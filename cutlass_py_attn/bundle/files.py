@@ -194,13 +194,16 @@ def _folder_objections(path: Path) -> Iterator[str]:
 def _best(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> Target:
     """Returns the first plan for the target whose kernels compile or exist.
 
-    A bundle serves every length, so kernels for short or for long sequences only are skipped.
+    A bundle serves every length, so kernels and tiles for short or for long sequences only are left out.
     """
     limits = architecture(arch)
     own = not limits.is_portable
-    plans = planner.plans_on(problem, limits.compute_capability) if own else planner.plans(problem, arch)
+    if own:
+        plans = planner.plans_on(problem, limits.compute_capability, any_length=True)
+    else:
+        plans = planner.plans(problem, arch, any_length=True)
     first: CompileError | Stale | None = None
-    for plan in (plan for plan in plans if plan.build.body.lengths == "any"):
+    for plan in plans:
         try:
             return Target(problem, plan, kernels(plan.build), architecture(plan.build.arch).num_sms)
         except (CompileError, Stale) as error:

@@ -25,7 +25,7 @@ COMMON_MASKS: Final = ("full", "causal", "causal_window64")  # one for each form
 FEATURES: Final = ("bias", "biasgrad", "biassum", "dropout0.5", "softcap30", "alibi", "sinks", "deterministic")
 # Sizes decide no machine code, except that the sm90 family has kernels for short and for long sequences.
 _LENGTH: Final = 1024
-_SM90_LENGTHS: Final = (_LENGTH, 128, MULTICAST_LENGTH)
+_SM90_LENGTHS: Final = (_LENGTH, 208, 128, MULTICAST_LENGTH)
 _SM90_DTYPES: Final = ("bf16", "f16")
 _VARIABLE_LENGTHS: Final = ("n128,100", "n128x128u100,100")
 _GROUPED_HEADS: Final = "h4k2"

@@ -27,9 +27,9 @@ ARCHS = tuple(ARCHITECTURES)
 MASKS = masks.PLAIN
 KINDS = ("component-gemm", "forward", "backward")
 
-# Lengths of one head. Other lengths give the same machine code, except that the sm90 backward has a kernel for short
-# heads, which runs one block per head.
-LENGTHS = 1024, 128
+# Lengths of one head. Other lengths give the same machine code, but the sm90 family has kernels for short heads:
+# a backward that runs one block per head, and forwards with other tiles, one of them for keys of a single tile.
+LENGTHS = 1024, 208, 128
 
 
 @dataclass(frozen=True, slots=True)

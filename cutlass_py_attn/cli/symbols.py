@@ -26,7 +26,8 @@ from cutlass_py_attn.suggestions import did_you_mean
 MASKS = {"full": masks.Full(), "causal": masks.Causal(), "local": masks.Causal(window_size=1)}
 
 # Sizes and numbers that a Problem needs but that decide no machine code. A sum over an axis needs a size above 1.
-_BATCH, _HEADS, _GROUP, _LENGTH = 2, 2, 2, 128
+_BATCH, _HEADS, _GROUP, _LENGTH = 2, 2, 2, 1024
+_SHORT_LENGTH = 128  # the plans of which have every tile, those for short sequences included
 _DROPOUT_P, _SOFTCAP = 0.5, 1.0
 
 _FAMILY_DTYPE = rf"(?P<family>[a-z0-9]+)_(?P<dtype>{'|'.join(DTYPES)})"
@@ -133,7 +134,9 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
     group = max(_GROUP, ceil_div(rows, MAX_QUERIES)) if has("grouped") else 1
     direction = "forward" if found["kind"] == "fwd" else "backward"
     body = VARIANTS.get((direction, found["family"], found["variant"] or ""))
-    length = MULTICAST_LENGTH if body is not None and body.lengths == "long" else _LENGTH
+    lengths = body.lengths if body is not None else "any"
+    any_length = _SHORT_LENGTH if found["tile_m"] else _LENGTH
+    length = {"long": MULTICAST_LENGTH, "short": _SHORT_LENGTH, "any": any_length}[lengths]
     queries, keys = (rows // group, MIN_KEYS) if rows else (length, length)
     sequence = SequenceLengths(queries, keys, keys if has("seqused") else None)
     gradients = found["gradients"] or "qkv"

@@ -9,7 +9,7 @@ from typing import Final
 
 from cutlass_py_attn.errors import DoesNotFit, NotSupported
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan import decode, entry_points, launch_rules, resources, sm80, sm90
+from cutlass_py_attn.plan import decode, entry_points, launch_rules, resources, sm80, sm90, tile_time
 from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture, targets
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.builder import FAMILIES, build_for
@@ -92,23 +92,32 @@ def plan(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
     return plans(problem, arch, num_sms)[0]
 
 
-def plans(problem: Problem, arch: str, num_sms: int | None = None) -> list[Plan]:
+def plans(problem: Problem, arch: str, num_sms: int | None = None, *, any_length: bool = False) -> list[Plan]:
     """Returns a plan for each tile of the tables that fits, the best first; arguments and errors as for `plan_forward`.
 
     Whether ptxas spills is known only once a kernel is compiled; the later plans are for when the first spills.
+
+    any_length: leave out what is faster for the lengths of this problem alone, because others will be launched too
     """
     count = _check(problem, arch, num_sms)
-    found = *_decode_builds(problem, arch), *_sm90_builds(problem, arch, count), *_sm80_builds(problem, arch)
+    of_sm90 = _sm90_builds(problem, arch, count, any_length=any_length)
+    found = *_decode_builds(problem, arch), *of_sm90, *_sm80_builds(problem, arch)
     return [plan_of_build(problem, build, count) for build in found]
 
 
-def plans_on(problem: Problem, compute_capability: tuple[int, int], num_sms: int | None = None) -> list[Plan]:
-    """Returns the plans for a device: decode kernels, the family of its own target, its newest portable target."""
+def plans_on(
+    problem: Problem, compute_capability: tuple[int, int], num_sms: int | None = None, *, any_length: bool = False
+) -> list[Plan]:
+    """Returns the plans for a device: decode kernels, the family of its own target, its newest portable target.
+
+    any_length: as for `plans`
+    """
     *own, portable = targets_of(compute_capability)
     count = _check(problem, portable, num_sms)
-    found = plans(problem, portable, num_sms)
+    found = plans(problem, portable, num_sms, any_length=any_length)
     num_decode = sum(plan.build.family == "decode" for plan in found)  # they come first
-    ours = [plan_of_build(problem, build, count) for arch in own for build in _sm90_builds(problem, arch, count)]
+    of_sm90 = [build for arch in own for build in _sm90_builds(problem, arch, count, any_length=any_length)]
+    ours = [plan_of_build(problem, build, count) for build in of_sm90]
     return [*found[:num_decode], *ours, *found[num_decode:]]
 
 
@@ -231,11 +240,11 @@ def _decode_builds(problem: Problem, arch: str) -> list[Build]:
     return [build for build, found in _tried(problem, arch, "decode", decode_tiles(problem)) if not found]
 
 
-def _sm90_builds(problem: Problem, arch: str, num_sms: int) -> list[Build]:
+def _sm90_builds(problem: Problem, arch: str, num_sms: int, *, any_length: bool) -> list[Build]:
     """Returns the builds of the sm90 family; none if it does not take the problem or the target has no wgmma."""
     if _unsupported(problem, arch, "sm90"):
         return []
-    tiles = sm90.applicable(problem, sm90_tiles(problem), num_sms)
+    tiles = sm90.applicable(problem, sm90_tiles(problem), num_sms, any_length=any_length)
     return [build for build, found in _tried(problem, arch, "sm90", tiles) if not found]
 
 
@@ -319,6 +328,8 @@ def _reason(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
     if build.family == "decode":
         return decode.reason(problem.shape, build, values["num_splits_key"])
     reason = sm90.reason(build) if build.family == "sm90" else sm80.reason(build)
+    if build.family == "sm90":
+        reason += tile_time.reason(problem, TileConfig.of(build), sm90_tiles(problem), values["num_sms"])
     unsupported = sm90.unsupported_features(problem) if build.family == "sm80" else ()
     reason += f"; the sm90 family takes no {', '.join(unsupported)}" if unsupported else ""
     return reason + decode.rejection_reason(problem)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan import tile_order
+from cutlass_py_attn.plan import tile_order, tile_time
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, times
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
@@ -97,9 +97,18 @@ def applies(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
     return choice is None or (choice.is_faster(problem, tile, num_sms) and not choice.objection(problem, tile))
 
 
-def applicable(problem: Problem, tiles: Iterable[TileConfig], num_sms: int) -> list[TileConfig]:
-    """Returns the tiles that the planner tries for this problem, in their order."""
-    return [tile for tile in tiles if applies(problem, tile, num_sms)]
+def applicable(
+    problem: Problem, tiles: Iterable[TileConfig], num_sms: int, *, any_length: bool = False
+) -> list[TileConfig]:
+    """Returns the tiles that the planner tries for this problem, the fastest first.
+
+    any_length: only those that are for sequences of any length, in the order for long ones
+    """
+    found = [tile for tile in tiles if applies(problem, tile, num_sms)]
+    if not any_length:
+        return tile_time.fastest_first(problem, found, num_sms)
+    lengths = {tile: VARIANTS[problem.direction, "sm90", tile.variant].lengths for tile in found}
+    return [tile for tile in found if lengths[tile] == "any" and not tile_time.is_single(tile)]
 
 
 def _per_head_objection(problem: Problem, tile: TileConfig) -> str:

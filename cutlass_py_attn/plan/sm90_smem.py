@@ -16,6 +16,7 @@ from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, TWO_CTA
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
+from cutlass_py_attn.score_terms import registry
 
 LOAD_WARPGROUPS: Final = 1
 DQ_WARPGROUPS: Final = 1  # of the backward
@@ -77,6 +78,14 @@ def _forward_with(build: Build, query_stages: int, dropout_tiles: int) -> tuple[
         ("dropout_bits", dropout_tiles * dropout_tile_bytes(build), 0, 2),
         ("barriers", 2 * BARRIER_BYTES * (query_stages + 2 * stages), 0, 4),
     )
+
+
+def splits_window(build: Build) -> bool:
+    """Returns whether the forward of a window has loops of their own for whole key tiles and for both edges.
+
+    Three copies of score terms or of the generator of dropout bits need more registers than there are.
+    """
+    return {*build.features} <= {*registry.LAYOUTS, "sinks"}
 
 
 def dropout_tile_bytes(build: Build) -> int:

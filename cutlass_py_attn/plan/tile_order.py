@@ -11,7 +11,7 @@ Every function takes Python ints or traced integers: tests call it with ints, ke
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from cutlass_py_attn.integers import ceil_div, choose, larger, smaller
 from cutlass_py_attn.problem.masks import Band
@@ -53,6 +53,36 @@ def whole_key_tiles(band: Band, query_tile: Any, tile_m: int, tile_n: int) -> tu
         return query_tile * 0, end
     last = smaller((query_tile + 1) * tile_m, band.num_queries) - 1
     return ceil_div(larger(last + band.low, 0), tile_n), end
+
+
+class KeyTileSpan(NamedTuple):
+    """Key tiles [first, end), and whether they are whole: none of them needs a mask. Others may need one."""
+
+    first: Any
+    end: Any
+    is_whole: bool
+
+
+def key_tile_spans(
+    band: Band, query_tile: Any, first: Any, last: Any, tile_m: int, tile_n: int, *, splits_window: bool
+) -> tuple[KeyTileSpan, ...]:
+    """Returns the key tiles [first, last) of `query_tile` as spans: tiles that every row sees completely, and others.
+
+    last: the last key tile, which is in no span because the forward visits it before its loops. The spans are in the
+        order of the visit, and each is visited from its last tile to its first. A span may have no tile.
+    splits_window: whether the key tiles of a window are three spans; else one, which is not whole
+    """
+    if band.form == "full":  # only the last key tile may have keys past the end
+        return (KeyTileSpan(first, last, is_whole=True),)
+    if band.form == "local" and not splits_window:
+        return (KeyTileSpan(first, last, is_whole=False),)
+    whole_first, whole_end = whole_key_tiles(band, query_tile, tile_m, tile_n)
+    end = smaller(larger(whole_end, first), last)
+    diagonal = KeyTileSpan(end, last, is_whole=False)
+    if band.form == "causal":
+        return diagonal, KeyTileSpan(first, end, is_whole=True)
+    start = smaller(larger(whole_first, first), end)
+    return diagonal, KeyTileSpan(start, end, is_whole=True), KeyTileSpan(first, start, is_whole=False)
 
 
 def query_tile_start(band: Band, key_tile: Any, tile_m: int, tile_n: int) -> Any:

@@ -1,6 +1,6 @@
 """PTX emulator with float32: `ptx_threads` with float32 arithmetic and packed conversions to and from 16-bit numbers.
 
-The approximations of ex2 and tanh are computed exactly.
+The approximations of ex2, lg2, rcp and tanh are computed exactly.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import ml_dtypes
 import numpy as np
 
-from tests.support.ptx_threads import Array, Threads, as_type
+from tests.support.ptx_threads import COMPARISONS, WARP, Array, Threads, as_type
 
 _PAIRS = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
 _FUNCTIONS = {
@@ -22,6 +22,8 @@ _FUNCTIONS = {
     "neg": np.negative,
     "abs": np.abs,
     "ex2": np.exp2,
+    "lg2": np.log2,
+    "rcp": np.reciprocal,
     "tanh": np.tanh,
     "fma": lambda a, b, c: a.astype(np.float64) * b + c,
 }
@@ -44,6 +46,16 @@ class FloatThreads(Threads):
             return _bits(as_type(v[0], "s32"))
         if kind == "cvt" and modifiers[-2:] == ["f32", "bf16"]:
             return v[0] << np.uint64(16)
+        if kind == "setp" and modifiers[-1] == "f32":
+            a, b = map(_number, v)
+            unordered = np.isnan(a) | np.isnan(b)  # for which equ, neu, ltu, ... are true, and eq, ne, lt, ... false
+            compared = COMPARISONS[modifiers[0].removesuffix("u")](a, b)
+            return np.where(unordered, modifiers[0] not in COMPARISONS, compared)
+        if kind == "vote":
+            assert modifiers == ["sync", "any", "pred"], f"{op}: not emulated"
+            return (v[0] != 0).reshape(-1, WARP).any(axis=1).repeat(WARP)
+        if kind == "max" and "NaN" in modifiers:
+            return _bits(np.maximum(*map(_number, v)))
         if kind in _FUNCTIONS and modifiers[-1] == "f32":
             with np.errstate(all="ignore"):
                 return _bits(_FUNCTIONS[kind](*map(_number, v)))

@@ -19,7 +19,7 @@ UNINITIALISED = 0xDEADBEEFDEADBEEF
 _STATEMENT = re.compile(
     r"(?:@(?P<negated>!?)(?P<predicate>%\w+)\s+)?(?P<op>[a-z][\w.:]*)\s*(?P<operands>.*)$", re.DOTALL
 )
-_COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
+COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
     "eq": np.equal,
     "ne": np.not_equal,
     "lt": np.less,
@@ -166,7 +166,7 @@ class Threads:
         kind, *modifiers = op.split(".")
         if kind == "setp":
             a, b = (as_type(x, modifiers[-1].replace("b", "u")) for x in v)
-            return _COMPARISONS[modifiers[0]](a, b)
+            return COMPARISONS[modifiers[0]](a, b)
         if kind in ("mul", "mad") and modifiers[0] == "wide":
             a, b = (as_type(x, modifiers[1]) for x in v[:2])
             return (a * b).astype(np.uint64)

@@ -33,18 +33,23 @@ MANY_HEADS = {"batch": 5, "num_heads": 14, "num_queries": NUM_QUERIES, "num_keys
 # no multiple of the multiprocessors, so no kernel runs one block per head.
 SEVERAL_TILES = {"batch": 2, "num_heads": 137, "num_queries": NUM_QUERIES, "num_keys": 200}
 
+# Long enough for the tile that sm90 forwards of narrow heads have for long sequences.
+NARROW = tuple(spec for spec in covering_cases.SHOWN if spec.head_dim == 64 and spec.dtype != "float32")
+NARROW_SIZES = {"num_heads": 1, "num_queries": 1000, "num_keys": 1000}
+
 # Long enough for multicast.
 LONG = Case("forward", parse(f"bf16_d128_s{MULTICAST_LENGTH}_b1_h1_causal"), seed=1)
 
 
 def cases() -> list[Case]:
-    """Returns forward and backward of every shown, every deterministic and some 2-CTA kernels, and many heads."""
+    """Returns forward and backward of shown, deterministic and some 2-CTA kernels, and of narrow and many heads."""
     found = [LONG]
     for number, spec in enumerate((*covering_cases.SHOWN, *covering_cases.DETERMINISTIC, *TWO_CTA)):
         for direction, lengths in KEYS.items():
             sizes = {"num_heads": 2, "num_queries": NUM_QUERIES, "num_keys": lengths[number % len(lengths)]}
             if direction == "backward" or not spec.deterministic:
                 found.append(Case(direction, spec.replace(**sizes), seed=number))
+    found += [Case("forward", spec.replace(**NARROW_SIZES), seed=number) for number, spec in enumerate(NARROW)]
     for sizes in (MANY_HEADS, SEVERAL_TILES):
         found += [
             Case("backward", spec.replace(**sizes), seed=number) for number, spec in enumerate(ONE_BLOCK_PER_HEAD)

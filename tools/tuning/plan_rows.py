@@ -15,6 +15,7 @@ LOG: Final = "tools/bench/results/plans.jsonl"
 CASES: Final[dict[str, tuple[str, ...]]] = {
     "forward": (
         "bf16_d64_s8192_b4_h32_causal",
+        "bf16_d64_s197_b256_h12_full",
         "bf16_d96_s8192_b4_h16_causal",
         "bf16_d128_s8192_b4_h16_causal",
         "bf16_d256_s8192_b4_h8_causal",

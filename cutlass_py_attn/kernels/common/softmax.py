@@ -9,12 +9,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Float32
 
 from cutlass_py_attn.score_terms.sinks import SINKS
 
 QUAD = 4  # threads that hold one row of an m16n8 accumulator
-GROWTH = 8.0  # how far scores may exceed a maximum that is not updated, in base 2: weights stay below 2^8
 # Replaces a scale of zero: 0 * -inf would be NaN for a masked score. Validation refuses other scales that it would
 # raise. With a scale of zero all weights are equal, here to 1e-7 if no product of query and key is beyond 1e23; exact
 # zeros would need a branch in every tile.
@@ -62,16 +61,24 @@ class OnlineSoftmax:
     def _weights_of(self, row: int, scores: cute.Tensor, sums: cute.Tensor, scale_log2: Float32) -> Float32:
         """Does `step` for one row; returns the factor of its output."""
         values = scores[row, None].load()
-        tile_maximum = values.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-        tile_maximum = cute.arch.warp_reduction_max(tile_maximum, threads_in_group=QUAD)
-        maximum = cute.arch.fmax(self.maximum[row], tile_maximum)
-        base = _finite(maximum)
+        maximum = self.row_maximum(values, self.maximum[row])
+        base = finite(maximum)
         shrink = cute.math.exp2((self.maximum[row] - base) * scale_log2, fastmath=True)
         weights = self.exponentials(values * scale_log2 - base * scale_log2)
         scores[row, None].store(weights)
-        sums[row] = sums[row] * shrink + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        sums[row] = sums[row] * shrink + self.row_sum(weights)
         self.maximum[row] = maximum
         return shrink
+
+    def row_maximum(self, values: Any, seen: Float32) -> Float32:
+        """Returns the maximum of `seen` and of the values that the threads of a quad hold of a row."""
+        tile_maximum = values.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        tile_maximum = cute.arch.warp_reduction_max(tile_maximum, threads_in_group=QUAD)
+        return cute.arch.fmax(seen, tile_maximum)
+
+    def row_sum(self, weights: Any) -> Float32:
+        """Returns the sum of the values that this thread holds of a row."""
+        return weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
 
     def exponentials(self, exponents: Any) -> Any:
         """Returns 2 to the power of each."""
@@ -88,7 +95,7 @@ class OnlineSoftmax:
         for row in range(self.rows):
             seen = self.maximum[row] * scale_log2
             maximum = cute.arch.fmax(seen, sink)
-            base = _finite(maximum)
+            base = finite(maximum)
             shrink = cute.math.exp2(seen - base, fastmath=True)
             # each of the four threads that hold a row adds a quarter
             sums[row] = sums[row] * shrink + SINKS.weight(exp2, sink, base) * (1.0 / QUAD)
@@ -121,38 +128,6 @@ def multiply_rows(output: cute.Tensor, factors: Any) -> None:
         output[row, None].store(output[row, None].load() * factors[row])
 
 
-@cute.jit
-def lazy_weights(
-    scores: cute.Tensor, maximum: cute.Tensor, sums: cute.Tensor, factors: cute.Tensor, scale_log2: Float32
-):
-    """Does OnlineSoftmax.weights, but updates the maxima only when a row of the warp exceeds its own by GROWTH.
-
-    Returns whether the maxima were updated. Only then do `factors` have values, and the output must be multiplied by
-    them. Which maximum is subtracted changes no result, as long as the weights stay within their type.
-    """
-    rows = cute.size(maximum)
-    found = cute.make_rmem_tensor(rows, Float32)
-    grows = Boolean(False)
-    for row in cutlass.range_constexpr(rows):
-        tile_maximum = scores[row, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-        tile_maximum = cute.arch.warp_reduction_max(tile_maximum, threads_in_group=QUAD)
-        found[row] = cute.arch.fmax(maximum[row], tile_maximum)
-        # NaN, which compares false, for a row that has seen no key yet
-        grows = grows | ((found[row] - maximum[row]) * scale_log2 > GROWTH)
-    grows = cute.arch.vote_any_sync(grows)
-    if grows:
-        for row in cutlass.range_constexpr(rows):
-            factors[row] = cute.math.exp2((maximum[row] - _finite(found[row])) * scale_log2, fastmath=True)
-            sums[row] = sums[row] * factors[row]
-            maximum[row] = found[row]
-    for row in cutlass.range_constexpr(rows):
-        exponents = scores[row, None].load() * scale_log2 - _finite(maximum[row]) * scale_log2
-        weights = cute.math.exp2(exponents, fastmath=True)
-        scores[row, None].store(weights)
-        sums[row] = sums[row] + weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-    return grows
-
-
-def _finite(maximum: Float32) -> Float32:
+def finite(maximum: Float32) -> Float32:
     """Returns the maximum, or 0 for a row that has seen no key, so that (-inf) - (-inf) never arises."""
     return cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)

@@ -25,10 +25,11 @@ from cutlass import Float32, GridConstant, Int32
 from cutlass_py_attn.kernels.common import logsumexp, masking, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
-from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, lazy_weights, multiply_rows, safe_scale
+from cutlass_py_attn.kernels.common.softmax import multiply_rows, safe_scale
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
+from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax
 from cutlass_py_attn.kernels.sm90.cluster import Cluster, SingleCta
 from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
@@ -37,7 +38,7 @@ from cutlass_py_attn.kernels.sm90.tile_scheduler import ClusterTileScheduler, Cu
 from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import num_stages, registers, tma_tiles
+from cutlass_py_attn.plan.sm90_smem import num_stages, registers, splits_window, tma_tiles
 from cutlass_py_attn.plan.variants import MULTICAST
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
@@ -63,12 +64,25 @@ class Pipelines:
 
 @dataclass(frozen=True)
 class ConsumerState:
-    """What a consumer warpgroup uses for all tiles: the operands of both GEMMs, all stages, and the running softmax."""
+    """What a consumer warpgroup uses for all tiles.
 
+    thread: its index among the threads of all consumer warpgroups
+    coordinates: (row, column) in a tile of each score that the thread holds
+    qk_operands, p_operand, v_operand: operands of both GEMMs, all stages
+    r_p, r_o: P in the operands' dtype, and the accumulator of O
+    softmax: the running softmax of the rows that the thread holds
+    scale_log2: factor of the scores in the exponent
+    """
+
+    thread: Any
+    coordinates: cute.Tensor
     qk_operands: Any
     p_operand: Any
     v_operand: Any
-    softmax: OnlineSoftmax
+    r_p: cute.Tensor
+    r_o: cute.Tensor
+    softmax: ChainedSoftmax
+    scale_log2: Any
 
 
 class ForwardSm90:
@@ -163,19 +177,11 @@ class ForwardSm90:
     @cute.jit
     def mma(self, p: Any, pipes: Any, thread: Int32):
         """Consumer warpgroups: 64 rows of each query tile each."""
-        s_q, s_k, s_v = self.smem_stages()
-        qk_operands = matmul_qk.operands(self.mma_qk, s_q, s_k, thread)
-        v_operand = matmul_pv.v_operand(self.mma_pv, s_v)
-        coordinates = row_view(self.mma_qk.coordinates(thread))
+        build = self.build
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
         next_q_state, _, _ = self.pipeline_states(pipeline.PipelineUserType.Consumer)
-        scale_log2 = Float32(1.0) if cutlass.const_expr(self.score_mod.present) else safe_scale(p.scale_log2)
-        r_s, r_o = self.mma_qk.accumulator(thread), self.mma_pv.accumulator(thread)
-        r_p = cute.make_rmem_tensor_like(r_s, self.dtype)
-        p_operand = self.mma_pv.from_registers(r_p)
-        rows = cute.size(coordinates, mode=[0])
-        kind = Exp2EmulatedSoftmax if self.emulates_exp2 else OnlineSoftmax
-        consumer = ConsumerState(qk_operands, p_operand, v_operand, kind(rows, cute.make_rmem_tensor(rows, Float32)))
+        consumer = self.consumer_state(p, thread)
+        r_s, r_o = self.mma_qk.accumulator(thread), consumer.r_o
         if thread >= self.consumers - WARPGROUP_THREADS:
             self.warp_scheduler_arrive(thread)
         waves, cursor = self.scheduler.num_waves(p), self.scheduler.initial_cursor()
@@ -192,45 +198,33 @@ class ForwardSm90:
             consumer.softmax.reset()
             r_o.fill(0.0)
             skipped = self.scheduler.skipped_key_tiles(work)
-            end = work.end - skipped
+            last = work.end - skipped - 1
             # 1  S = Q K^T of the last key tile, unless it was issued at the end of the work tile before
             if cutlass.const_expr(not self.overlaps_epilogue):
                 k_state = self.cluster.skip(pipes.key, k_state, skipped)
                 self.issue_first(pipes, consumer, r_s, q_state, k_state, True)
             v_state = self.cluster.skip(pipes.value, v_state, skipped)
-            dropout_bits, bias = self.score_inputs(p, work, end - 1, coordinates, thread)
+            dropout_bits, bias = self.score_inputs(p, work, last, consumer)
             if cutlass.const_expr(not self.overlaps_epilogue):
                 self.mma_qk.wait()
                 self.release_first(pipes, k_state, True)
                 k_state.advance()
             # 2  softmax
-            self.modify_scores(p, work, end - 1, r_s, coordinates, operands, bias)
-            consumer.softmax.weights(row_view(r_s), scale_log2)
-            self.convert_weights(r_p, r_s, dropout_bits)
-            for i in cutlass.range(1, end - work.first, unroll=1):
-                key_tile = end - 1 - i
-                # 1  S = Q K^T of the next key tile, then 3  O += P V of this one
-                pipes.key.consumer_wait(k_state)
-                self.warp_scheduler_sync(thread)
-                r_t = self.mma_qk.accumulator(thread)
-                matmul_qk.issue(self.mma_qk, r_t, consumer.qk_operands.stage(q_state.index, k_state.index))
-                pipes.value.consumer_wait(v_state)
-                matmul_pv.issue(self.mma_pv, r_o, consumer.p_operand, consumer.v_operand.stage(v_state.index))
-                self.warp_scheduler_arrive(thread)
-                dropout_bits, bias = self.score_inputs(p, work, key_tile, coordinates, thread)
-                self.mma_qk.wait(1)
-                self.cluster.release(pipes.key, k_state)
-                k_state.advance()
-                # 2  softmax
-                self.modify_scores(p, work, key_tile, r_t, coordinates, operands, bias)
-                factors = cute.make_rmem_tensor(rows, Float32)
-                rescales = self.next_weights(consumer.softmax, row_view(r_t), factors, scale_log2)
-                self.mma_pv.wait()
-                self.cluster.release(pipes.value, v_state)
-                v_state.advance()
-                if rescales:
-                    multiply_rows(row_view(r_o), factors)
-                self.convert_weights(r_p, r_t, dropout_bits)
+            self.modify_scores(p, work, last, r_s, consumer, operands, bias)
+            self.mask_if_needed(work, last, r_s, consumer)
+            consumer.softmax.weights(row_view(r_s), consumer.scale_log2)
+            self.convert_weights(consumer.r_p, r_s, dropout_bits)
+            # Most key tiles are whole, and their loop has neither a mask nor a branch around one.
+            splits = splits_window(build)
+            spans = tile_order.key_tile_spans(
+                work.band, work.tile, work.first, last, build.tile_m, build.tile_n, splits_window=splits
+            )
+            for index in cutlass.range_constexpr(len(spans)):
+                span = spans[index]
+                for i in cutlass.range(span.end - span.first, unroll=1):
+                    k_state, v_state = self.mma_key_tile(
+                        p, pipes, consumer, (work, span.end - 1 - i), operands, span.is_whole, q_state, k_state, v_state
+                    )
             pipes.query.consumer_release(q_state)
             q_state.advance()
             # 3  O += P V of the work tile's first key tile, then 1  S = Q K^T of the next work tile
@@ -247,11 +241,74 @@ class ForwardSm90:
             self.cluster.release(pipes.value, v_state)
             v_state.advance()
             # 4  normalise, store the logsumexp and the output tile
-            self.store(p, work, consumer.softmax, r_o, coordinates, scale_log2)
+            self.store(p, work, consumer)
             if cutlass.const_expr(self.overlaps_epilogue):
                 self.mma_qk.wait()
                 self.release_first(pipes, k_state, wave + 1 < waves)
                 k_state.advance()
+
+    @cute.jit
+    def mma_key_tile(
+        self,
+        p: Any,
+        pipes: Any,
+        consumer: Any,
+        tile: tuple,
+        operands: Any,
+        is_whole: cutlass.Constexpr,
+        q_state: Any,
+        k_state: Any,
+        v_state: Any,
+    ):
+        """Computes S and P of the key tile in `tile` = (work tile, key tile), and O += P V of the one before.
+
+        Returns the states of the key and value pipelines after it.
+        """
+        thread, (work, key_tile) = consumer.thread, tile
+        # 1  S = Q K^T of this key tile, then 3  O += P V of the one before
+        pipes.key.consumer_wait(k_state)
+        self.warp_scheduler_sync(thread)
+        r_s = self.mma_qk.accumulator(thread)
+        matmul_qk.issue(self.mma_qk, r_s, consumer.qk_operands.stage(q_state.index, k_state.index))
+        pipes.value.consumer_wait(v_state)
+        matmul_pv.issue(self.mma_pv, consumer.r_o, consumer.p_operand, consumer.v_operand.stage(v_state.index))
+        self.warp_scheduler_arrive(thread)
+        dropout_bits, bias = self.score_inputs(p, work, key_tile, consumer)
+        self.mma_qk.wait(1)
+        self.cluster.release(pipes.key, k_state)
+        k_state.advance()
+        # 2  softmax
+        self.modify_scores(p, work, key_tile, r_s, consumer, operands, bias)
+        if cutlass.const_expr(not is_whole):
+            self.mask_if_needed(work, key_tile, r_s, consumer)
+        factors = cute.make_rmem_tensor(consumer.softmax.rows, Float32)
+        rescales = self.next_weights(consumer, row_view(r_s), factors)
+        self.mma_pv.wait()
+        self.cluster.release(pipes.value, v_state)
+        v_state.advance()
+        if rescales:
+            multiply_rows(row_view(consumer.r_o), factors)
+        self.convert_weights(consumer.r_p, r_s, dropout_bits)
+        return k_state, v_state
+
+    def consumer_state(self, p: Any, thread: Int32) -> ConsumerState:
+        """Returns what a consumer warpgroup uses for all tiles."""
+        s_q, s_k, s_v = self.smem_stages()
+        r_p = cute.make_rmem_tensor_like(self.mma_qk.accumulator(thread), self.dtype)
+        coordinates = row_view(self.mma_qk.coordinates(thread))
+        rows = cute.size(coordinates, mode=[0])
+        kind = Exp2EmulatedSoftmax if self.emulates_exp2 else ChainedSoftmax
+        return ConsumerState(
+            thread=thread,
+            coordinates=coordinates,
+            qk_operands=matmul_qk.operands(self.mma_qk, s_q, s_k, thread),
+            p_operand=self.mma_pv.from_registers(r_p),
+            v_operand=matmul_pv.v_operand(self.mma_pv, s_v),
+            r_p=r_p,
+            r_o=self.mma_pv.accumulator(thread),
+            softmax=kind(rows, cute.make_rmem_tensor(rows, Float32)),
+            scale_log2=Float32(1.0) if self.score_mod.present else safe_scale(p.scale_log2),
+        )
 
     def skip_key_tiles(self, p: Any, pipes: Pipelines, k_state: Any, wave: Int32, waves: Int32, cursor: Cursor) -> Any:
         """Returns the state of the key pipeline after the tiles of `wave` that only the other block reads."""
@@ -271,34 +328,45 @@ class ForwardSm90:
         if exists:
             self.cluster.release(pipes.key, k_state)
 
-    def score_inputs(
-        self, p: Any, work: WorkTile, key_tile: Int32, coordinates: cute.Tensor, thread: Int32
-    ) -> tuple[Any, Any]:
+    def score_inputs(self, p: Any, work: WorkTile, key_tile: Int32, consumer: ConsumerState) -> tuple[Any, Any]:
         """Returns (dropout mask bits, bias) of a tile of scores, computed and loaded while S is in flight.
 
         None for what the problem does not have.
         """
-        tile_origin = work.tile * self.build.tile_m, key_tile * self.build.tile_n
-        bits = None if self.dropout is None else self.dropout.tile_bits(p, work, key_tile, coordinates, thread)
-        bias = self.score_mod.load_bias(p, work.seqlen, work.head, tile_origin, coordinates)
-        return bits, bias
+        coordinates, origin = consumer.coordinates, self.tile_origin(work, key_tile)
+        bits = None if self.dropout is None else self.dropout.tile_bits(p, work, key_tile, coordinates, consumer.thread)
+        return bits, self.score_mod.load_bias(p, work.seqlen, work.head, origin, coordinates)
 
-    @cute.jit
     def modify_scores(
-        self, p: Any, work: Any, key_tile: Int32, r_s: cute.Tensor, coordinates: cute.Tensor, operands: Any, bias: Any
-    ):
-        """Applies the score modification to a tile of S, and the mask if the tile needs one."""
-        build = self.build
-        tile_origin = (work.tile * build.tile_m, key_tile * build.tile_n)
-        if cutlass.const_expr(self.score_mod.present):
-            self.score_mod.apply(p, row_view(r_s), coordinates, tile_origin, work.band, (operands, bias))
-        if tile_order.needs_mask(work.band, work.tile, key_tile, build.tile_m, build.tile_n):
-            masking.mask_scores(work.band, row_view(r_s), coordinates, tile_origin)
+        self,
+        p: Any,
+        work: WorkTile,
+        key_tile: Int32,
+        r_s: cute.Tensor,
+        consumer: ConsumerState,
+        operands: Any,
+        bias: Any,
+    ) -> None:
+        """Applies the score modification to a tile of S."""
+        if self.score_mod.present:
+            origin = self.tile_origin(work, key_tile)
+            self.score_mod.apply(p, row_view(r_s), consumer.coordinates, origin, work.band, (operands, bias))
 
     @cute.jit
-    def store(self, p: Any, work: Any, softmax: Any, r_o: cute.Tensor, coordinates: cute.Tensor, scale_log2: Float32):
+    def mask_if_needed(self, work: Any, key_tile: Int32, r_s: cute.Tensor, consumer: Any):
+        """Masks a tile of S that has a masked pair."""
+        if tile_order.needs_mask(work.band, work.tile, key_tile, self.build.tile_m, self.build.tile_n):
+            masking.mask_scores(work.band, row_view(r_s), consumer.coordinates, self.tile_origin(work, key_tile))
+
+    def tile_origin(self, work: WorkTile, key_tile: Int32) -> tuple[Int32, Int32]:
+        """Returns the first query and the first key of a tile of S."""
+        return work.tile * self.build.tile_m, key_tile * self.build.tile_n
+
+    @cute.jit
+    def store(self, p: Any, work: Any, consumer: Any):
         """Normalises and stores the output tile, and stores the logsumexp."""
-        build = self.build
+        build, r_o, coordinates = self.build, consumer.r_o, consumer.coordinates
+        softmax, scale_log2 = consumer.softmax, consumer.scale_log2
         seqlen, query0 = work.seqlen, work.tile * build.tile_m
         if cutlass.const_expr(build.has("sinks")):
             softmax.add_sink(row_view(r_o), params.load_scalar(p.sinks, Float32, work.head), scale_log2)
@@ -312,13 +380,11 @@ class ForwardSm90:
         target = tile_copy.gmem_tile(build, p, "output", start, seqlen.num_queries - query0, build.head_dim_value)
         store_rows(row_view(tile_copy.converted(r_o, self.dtype)), coordinates, target)
 
-    def next_weights(
-        self, softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor, scale_log2: Float32
-    ) -> Any:
+    def next_weights(self, consumer: ConsumerState, scores: cute.Tensor, factors: cute.Tensor) -> Any:
         """Replaces the scores by their weights; returns whether the output must be multiplied by `factors`."""
         if self.rescales_lazily:
-            return lazy_weights(scores, softmax.maximum, softmax.sum, factors, scale_log2)
-        for row, factor in enumerate(softmax.weights(scores, scale_log2)):
+            return consumer.softmax.lazy_weights(scores, factors, consumer.scale_log2)
+        for row, factor in enumerate(consumer.softmax.weights(scores, consumer.scale_log2)):
             factors[row] = factor
         return True
 

@@ -9,31 +9,32 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax
+from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax
 
 ROUNDER = 1.5 * 2.0**23  # x + ROUNDER has the integer nearest to x in its last bits
 EXPONENT_BIT = 23
 LOWEST = -127.0
 # Of f, f^2, f^3 for |f| <= 1/2. The relative error is at most 1.0e-4; rounding to bfloat16 adds up to 2e-3.
 COEFFICIENTS = (0.69328287, 0.24220985, 0.05500837)
-SHARE = 8  # one column of so many uses the polynomial
+SHARE = 32  # one of so many columns that a thread holds uses the polynomial
 
 
-class Exp2EmulatedSoftmax(OnlineSoftmax):
-    """OnlineSoftmax with one of `SHARE` exponentials by a polynomial."""
+class Exp2EmulatedSoftmax(ChainedSoftmax):
+    """ChainedSoftmax with one of `SHARE` exponentials of a row by a polynomial; at least one, if a row has fewer."""
 
     def exponentials(self, exponents: Any) -> Any:
         """Returns 2^x of each exponent."""
         values = cute.make_rmem_tensor(exponents.shape, Float32)
         values.store(exponents)
+        share = min(SHARE, cute.size(values))
         for index in range(cute.size(values)):
-            emulated = index % SHARE == SHARE - 1
+            emulated = index % share == share - 1
             values[index] = exp2(values[index]) if emulated else cute.math.exp2(values[index], fastmath=True)
         return values.load()
 
 
 def exp2(x: Float32) -> Float32:
-    """Returns 2^x without MUFU.EX2; 0 for x <= -127."""
+    """Returns 2^x without MUFU.EX2; 0 for x <= -127; any number for NaN."""
     x = cute.arch.fmax(x, Float32(LOWEST))
     shifted = x + Float32(ROUNDER)
     fraction = x - (shifted - Float32(ROUNDER))

@@ -109,6 +109,14 @@ def test_the_symbol_of_a_kernel_for_long_problems_names_it() -> None:
     assert parse_symbol(build.stem.removesuffix("_multicast"), "sm_90a").build.variant == ""
 
 
+def test_symbols_of_tiles_for_short_sequences() -> None:
+    """A stem is the tile for long sequences; every tile has a symbol."""
+    stem = "fwd_sm90_bf16_d64_full"
+    assert parse_symbol(stem, "sm_90a").symbol == f"{stem}_192x128"
+    for symbol in (f"{stem}_192x128", f"{stem}_128x128", f"{stem}_128x208"):
+        assert parse_symbol(symbol, "sm_90a").symbol == symbol
+
+
 def test_masks_of_one_form_share_their_kernels() -> None:
     """The corner and the window are numbers."""
     selection = Selection(("forward",), ("float16",), (64,), ("causal", "causal_br"))
@@ -269,10 +277,14 @@ def test_build_fills_a_folder(tmp_path: Path) -> None:
     options = ("--kind", "forward", "--dtype", "f16", "--mask", "full", "-o", str(tmp_path))
     done = invoke("build", *archs, *head_dims, *options)
     assert done.exit_code == 0, done.output
-    names = [f"{artifact.build.arch}/{artifact.build.stem}" for artifact in Folder(tmp_path).all()]
-    kinds = ("sm_80/fwd_sm80", "sm_90a/fwd_sm90")
-    assert names == [f"{kind}_f16_d{dim}_full" for kind in kinds for dim in (64, 96)]
-    assert f"4 kernels in {tmp_path}" in done.output
+    names = [f"{artifact.build.arch}/{artifact.build.symbol}" for artifact in Folder(tmp_path).all()]
+    assert names == [
+        *("sm_80/fwd_sm80_f16_d64_full_128x128", "sm_80/fwd_sm80_f16_d96_full_128x64"),
+        # the sm90 family has two more tiles for short heads of 64 columns
+        *(f"sm_90a/fwd_sm90_f16_d64_full_{tile}" for tile in ("128x128", "128x208", "192x128")),
+        "sm_90a/fwd_sm90_f16_d96_full_192x96",
+    ]
+    assert f"6 kernels in {tmp_path}" in done.output
 
 
 def test_build_keeps_what_compiles_and_reports_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -99,6 +99,39 @@ def test_whole_tiles_are_the_complete_ones_and_need_no_mask(case: Case) -> None:
 
 @LAW
 @given(CASES)
+def test_spans_are_all_key_tiles_but_the_last_and_separate_the_complete_ones(case: Case) -> None:
+    mask, tile_m, tile_n, *lengths = case
+    band, (_, complete) = mask.band(*lengths), tiled(case)
+    for m in range(complete.shape[0]):
+        first, end = (f(band, m, tile_m, tile_n) for f in (tile_order.key_tile_start, tile_order.key_tile_end))
+        last = max(end, first + 1) - 1
+        spans = tile_order.key_tile_spans(band, m, first, last, tile_m, tile_n, splits_window=True)
+        assert [n for span in spans for n in reversed(range(span.first, span.end))] == [*reversed(range(first, last))]
+        for span in spans:
+            assert all(complete[m, n] == span.is_whole for n in range(span.first, span.end))
+
+
+@pytest.mark.parametrize(
+    ("mask", "spans"),
+    [
+        (Full(), [(0, 5, True)]),
+        (Causal(), [(4, 5, False), (0, 4, True)]),
+        (Window(200, 0), [(4, 5, False), (3, 4, True), (0, 3, False)]),
+        (Window(100, 0), [(4, 5, False), (4, 4, True), (2, 4, False)]),
+    ],
+)
+def test_spans_of_a_tile(mask: Mask, spans: list[tuple[int, int, bool]]) -> None:
+    """Queries 256 to 383 and key tiles of 64. Query 383 sees no key behind its own, which is in key tile 5."""
+    band = mask.band(1024, 1024)
+    first = tile_order.key_tile_start(band, 2, 128, 64)
+    found = tile_order.key_tile_spans(band, 2, first, 5, 128, 64, splits_window=True)
+    assert [*map(tuple, found)] == spans
+    found = tile_order.key_tile_spans(band, 2, first, 5, 128, 64, splits_window=False)
+    assert [*map(tuple, found)] == ([(first, 5, False)] if band.form == "local" else spans)
+
+
+@LAW
+@given(CASES)
 def test_turns_count_up_over_what_is_visited(case: Case) -> None:
     mask, tile_m, tile_n, *lengths = case
     band, (touched, _) = mask.band(*lengths), tiled(case)
