@@ -45,8 +45,9 @@ FILES: Final = (
 )
 TESTS: Final = ("tests/unit", "tests/compile/test_jax.py")
 MEMORY_BYTES: Final = 12 << 30
-TESTS_SECONDS: Final = 15.0  # of a mutant, alone on a core; of the slow tests that remain, none is run
-STARTUP_SECONDS, TIMES_TESTS = 40.0, 5.0  # a mutant's time limit: this, and so many times what its tests take
+FIRST_FILES: Final = 3  # test files of a mutant's first run; most mutants need no second
+TESTS_SECONDS: Final = 30.0  # of a run, as the map has them; the slowest tests that exceed it are left out
+STARTUP_SECONDS, TIMES_TESTS = 120.0, 10.0  # a run's time limit: this, and so many times what its tests take
 
 Json = dict[str, Any]
 
@@ -65,18 +66,29 @@ class TestMap:
         return cls([(name, seconds) for name, seconds in found["tests"]], lines)
 
     def of(self, mutant: Mutant, root: Path) -> list[str]:
-        """Returns the tests of a mutant, the fastest first, up to TESTS_SECONDS; none if none executes its statement."""
+        """Returns the tests of a mutant, the fastest first; none if no test executes its statement."""
         lines = self.lines.get(mutant.file, {})
         first, last = mutant.statement
         if not any(line in lines for line in range(first, last + 1)):
             return []
         numbers = {number for line in range(first, last + 1) for number in lines.get(line, ())}
         numbers = numbers or self._users(mutant, root)
-        if not numbers:
-            return []
-        fastest = sorted((self.tests[number] for number in numbers), key=lambda test: test[1])
-        ends = itertools.accumulate(seconds for _, seconds in fastest)
-        return [name for (name, _), end in zip(fastest, ends, strict=True) if end <= TESTS_SECONDS] or [fastest[0][0]]
+        return [name for name, _ in sorted((self.tests[number] for number in numbers), key=lambda test: test[1])]
+
+    def stages(self, mutant: Mutant, root: Path) -> list[list[str]]:
+        """Returns the tests of a mutant in two runs: first those of few files, because pytest imports whole files."""
+        seconds = dict(self.tests)
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for test in self.of(mutant, root):
+            by_file[test.partition("::")[0]].append(test)
+        own = f"/test_{Path(mutant.file).name}"
+        files = sorted(by_file, key=lambda file: (not file.endswith(own), -len(by_file[file])))
+        runs = []
+        for some in (files[:FIRST_FILES], files[FIRST_FILES:]):
+            fastest = sorted((test for file in some for test in by_file[file]), key=seconds.__getitem__)
+            ends = itertools.accumulate(seconds[test] for test in fastest)
+            runs.append([test for test, end in zip(fastest, ends, strict=True) if end <= TESTS_SECONDS] or fastest[:1])
+        return [run for run in runs if run]
 
     def _users(self, mutant: Mutant, root: Path) -> set[int]:
         """The tests of every file that has the name which a line at module level defines."""
@@ -87,10 +99,10 @@ class TestMap:
         return {number for file in files for tests in self.lines[file].values() for number in tests}
 
 
-def drawn(root: Path, count: int, seed: int) -> list[Mutant]:
+def drawn(root: Path, count: int, seed: int, patterns: Sequence[str] = FILES) -> list[Mutant]:
     """Returns `count` mutants of the files, or a few more: each file has its share, and each operator in a file."""
     rng = random.Random(seed)
-    files = sorted(path.relative_to(root).as_posix() for pattern in FILES for path in root.glob(pattern))
+    files = sorted(path.relative_to(root).as_posix() for pattern in patterns for path in root.glob(pattern))
     found = {file: mutants(file, (root / file).read_text()) for file in files}
     weights = {file: len(each) ** 0.5 for file, each in found.items()}
     share = count / sum(weights.values())
@@ -201,17 +213,17 @@ def run_all(trials: Trials, chosen: Sequence[Mutant], processes: int) -> list[Js
     seconds = dict(tests.tests)
 
     def row(mutant: Mutant) -> Json:
-        selected = tests.of(mutant, ROOT)
         start = time.perf_counter()
-        if selected:
+        outcome, by, count = "survived", "", 0
+        for selected in tests.stages(mutant, ROOT):
+            count += len(selected)
             limit = STARTUP_SECONDS + TIMES_TESTS * sum(seconds[name] for name in selected)
             outcome, by = trials.run(mutant, selected, limit)
-        else:
-            outcome, by = "survived", ""
-        print(
-            f"{outcome:8} {time.perf_counter() - start:5.1f} s {mutant.id} {mutant.file}:{mutant.line} {by}", flush=True
-        )
-        return _row(mutant) | {"tests": len(selected), "outcome": outcome, "killed_by": by}
+            if outcome == "killed":
+                break
+        shown = f"{outcome:8} {time.perf_counter() - start:5.1f} s {mutant.id}"
+        print(f"{shown} {mutant.file}:{mutant.line} {by}", flush=True)
+        return _row(mutant) | {"tests": count, "outcome": outcome, "killed_by": by}
 
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
         return list(pool.map(row, chosen))
