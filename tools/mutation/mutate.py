@@ -67,12 +67,10 @@ class TestMap:
 
     def of(self, mutant: Mutant, root: Path) -> list[str]:
         """Returns the tests of a mutant, the fastest first; none if no test executes its statement."""
-        lines = self.lines.get(mutant.file, {})
-        first, last = mutant.statement
-        if not any(line in lines for line in range(first, last + 1)):
-            return []
+        lines, (first, last) = self.lines.get(mutant.file, {}), mutant.statement
         numbers = {number for line in range(first, last + 1) for number in lines.get(line, ())}
-        numbers = numbers or self._users(mutant, root)
+        if mutant.at_import:
+            numbers |= self._users(mutant, root)
         return [name for name, _ in sorted((self.tests[number] for number in numbers), key=lambda test: test[1])]
 
     def stages(self, mutant: Mutant, root: Path) -> list[list[str]]:
@@ -91,7 +89,7 @@ class TestMap:
         return [run for run in runs if run]
 
     def _users(self, mutant: Mutant, root: Path) -> set[int]:
-        """The tests of every file that has the name which a line at module level defines."""
+        """The tests of every file that has the name which a statement that imports execute defines."""
         text = (root / mutant.file).read_text().splitlines()[mutant.statement[0] - 1]
         name = re.search(r"(?:def|class)?\s*(\w+)", text)
         word = re.compile(rf"\b{name[1] if name else ''}\b")

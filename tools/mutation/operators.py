@@ -45,13 +45,15 @@ class Mutant:
 
     id: the same for the same change wherever the line moves: of file, scope, operator, both texts and, if a scope
     has the change twice, its number there. scope: the function or class, "" at module level. statement: first and last
-    line of the statement, or of the head of a compound one. span: offsets in the text.
+    line of the statement, or of the head of a compound one. at_import: whether imports execute it, as they do at module
+    level and in the defaults of parameters. span: offsets in the text.
     """
 
     id: str
     file: str
     line: int
     statement: tuple[int, int]
+    at_import: bool
     scope: str
     operator: str
     before: str
@@ -81,7 +83,7 @@ class _Finder(cst.CSTVisitor):
         self.file, self.text, self.module = file, text, module
         self.starts = [0, *itertools.accumulate(len(line) for line in text.splitlines(keepends=True))]
         self.scope: list[str] = []
-        self.statements: list[tuple[int, int]] = []
+        self.statements: list[cst.SimpleStatementLine | cst.BaseCompoundStatement] = []
         self.found: list[Mutant] = []
 
     def numbered(self) -> list[Mutant]:
@@ -100,7 +102,7 @@ class _Finder(cst.CSTVisitor):
         if isinstance(node, cst.FunctionDef | cst.ClassDef):
             self.scope.append(node.name.value)
         if isinstance(node, STATEMENTS):
-            self.statements.append(self._lines(node))
+            self.statements.append(node)
         if isinstance(node, NOT_CODE) or (isinstance(node, cst.If) and "TYPE_CHECKING" in self._code(node.test)):
             return False
         for operator, old, new in _changes(node):
@@ -133,10 +135,10 @@ class _Finder(cst.CSTVisitor):
         assert isinstance(place, CodeRange)
         start, end = (self.starts[each.line - 1] + each.column for each in (place.start, place.end))
         scope, before = ".".join(self.scope), self.text[start:end]
-        statement = self.statements[-1]
-        self.found.append(
-            Mutant("", self.file, place.start.line, statement, scope, operator, before, after, (start, end))
-        )
+        *around, statement = self.statements
+        at_import = not any(isinstance(each, cst.FunctionDef) for each in around)
+        line, lines = place.start.line, self._lines(statement)
+        self.found.append(Mutant("", self.file, line, lines, at_import, scope, operator, before, after, (start, end)))
 
 
 Change = tuple[str, cst.CSTNode, cst.CSTNode | str]  # operator, the node that changes, and what it becomes
