@@ -16,7 +16,7 @@ from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
-from cutlass_py_attn.runtime.launch import Bound, bind, portable_arch
+from cutlass_py_attn.runtime.launch import Bound, bind, first_available, portable_arch
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import SHAPE, addresses, aligned, artifact, decode, plan_of
 
@@ -163,6 +163,11 @@ def test_another_device_s_context_is_used(driver_log: FakeDriver) -> None:
     bound = bind(artifact(plan.build), plan, problem, device=1)
     bound(addresses(bound.tensor_names))
     assert driver_log.of("cuLaunchKernelEx")[0].numbers[9] == 0xC1
+
+
+def test_no_plans_are_refused() -> None:
+    with pytest.raises(ValueError, match="plans is empty: at least one is needed"):
+        first_available((), artifact)
 
 
 def test_empty_plan_does_nothing(driver_log: FakeDriver) -> None:

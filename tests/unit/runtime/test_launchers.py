@@ -234,7 +234,10 @@ def test_a_launcher_refuses_invalid_addresses(driver_log: FakeDriver, launcher_t
     for space in (0, 0x11, -16):
         with pytest.raises(NotSupported, match=r"workspace = .*: must be a device address"):
             bound(given, STREAM, workspace=space)
-    assert driver_log.of("cuLaunchKernelEx") == []
+    for wrong in ({"query": 0}, {"key": 0x1008}):  # in a call with another workspace
+        with pytest.raises(NotSupported, match=f"{next(iter(wrong))} = .*: must be a device address"):
+            bound({**given, **wrong}, STREAM, workspace=0xABC00)
+    assert driver_log.of("cuLaunchKernelEx") == driver_log.of("cuGraphLaunch") == []
     bound(given, STREAM)
     assert set(launched(driver_log, bound, "query")) == {given["query"]}
 
