@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import itertools
 import json
 import os
@@ -29,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -142,11 +143,21 @@ class Trials:
             self.copies.put(taken)
 
     def map_tests(self) -> TestMap:
-        """Returns the map of the unchanged tree: runs every test once, unless the folder has the map."""
-        if not self.map_file.exists():
+        """Returns the map of the unchanged tree: runs the tests of the files that changed since the folder's map."""
+        known = json.loads(self.map_file.read_text()) if self.map_file.exists() else _NO_MAP
+        digests = {
+            path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+            for name in TESTS
+            for path in ([ROOT / name] if name.endswith(".py") else sorted((ROOT / name).rglob("test_*.py")))
+        }
+        stale = [file for file, digest in digests.items() if known["digests"].get(file) != digest]
+        if stale:
+            part = self.map_file.with_name("part.json")
             with self.copy() as copy:
-                environment = _environment(copy) | {"MUTATION_MAP": str(self.map_file)}
-                subprocess.run(_pytest(TESTS), cwd=copy, env=environment, stdout=subprocess.DEVNULL, check=False)
+                environment = _environment(copy) | {"MUTATION_MAP": str(part)}
+                subprocess.run(_pytest(stale), cwd=copy, env=environment, stdout=subprocess.DEVNULL, check=False)
+            known = _merged(known, json.loads(part.read_text()), digests, stale)
+            self.map_file.write_text(json.dumps(known))
         return TestMap.read(self.map_file)
 
     def run(self, mutant: Mutant, tests: Sequence[str], limit_seconds: float) -> tuple[str, str]:
@@ -188,6 +199,24 @@ class Trials:
         if code == 0:
             return "survived", ""
         return "killed", result.read_text() if result.exists() else "import"
+
+
+_NO_MAP: Final[Json] = {"tests": [], "lines": {}, "digests": {}}
+
+
+def _merged(old: Json, new: Json, digests: Mapping[str, str], stale: Sequence[str]) -> Json:
+    """Returns the map with the tests of the stale files replaced."""
+    files = [name.partition("::")[0] for name, _ in old["tests"]]
+    kept = [number for number, file in enumerate(files) if file in digests and file not in stale]
+    places = {number: place for place, number in enumerate(kept)}
+    lines: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for file, by_line in old["lines"].items():
+        for line, tests in by_line.items():
+            lines[file][line] += [places[number] for number in tests if number in places]
+    for file, by_line in new["lines"].items():
+        for line, tests in by_line.items():
+            lines[file][line] += [len(kept) + number for number in tests]
+    return {"tests": [old["tests"][number] for number in kept] + new["tests"], "lines": lines, "digests": digests}
 
 
 def _pytest(arguments: Sequence[str]) -> list[str]:
