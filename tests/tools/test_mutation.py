@@ -83,6 +83,11 @@ def test_the_tests_of_a_mutant_are_those_of_its_statement_the_fastest_first(tmp_
     assert tests.of(by_change["not wide", "wide"], tmp_path) == ["fast", "other", "slow"]
     assert tests.of(by_change["count // 3", "-(-(count) // 3)"], tmp_path) == ["other"]
     assert tests.of(by_change['raise ValueError("0 < 1")', "pass"], tmp_path) == []  # no test executes it
+    more = mutate.TestMap([*tests.tests, ("tests/unit/test_sample.py::test", 0.01)], {"sample.py": lines})
+    assert more.of(by_change["count // 3", "-(-(count) // 3)"], tmp_path) == [
+        "tests/unit/test_sample.py::test",
+        "other",
+    ]
     # Every import executes the constant: the tests of the file that uses it.
     assert tests.of(by_change["4", "5"], tmp_path) == ["fast", "other", "slow"]
 

@@ -4,9 +4,9 @@ python -m tools.mutation.mutate --record FILE [--count 220] [--seed 1]    draws 
 python -m tools.mutation.mutate --record FILE --survivors                 runs the survivors of a record again
 python -m tools.mutation.mutate --record FILE --show ID                   the change of one mutant
 
-A mutant's tests are those that execute its statement, the fastest first, until one fails. Lines at module level, which
-every import executes, have the tests of the files that use their name. Neither mutmut (which changes no module level
-and no decorated function) nor cosmic-ray (which selects no tests) does this.
+A mutant's tests are those that execute its statement, and those of its module; the fastest first, until one fails.
+Lines at module level, which every import executes, have the tests of the files that use their name. Neither mutmut
+(which changes no module level and no decorated function) nor cosmic-ray (which selects no tests) does this.
 """
 
 from __future__ import annotations
@@ -67,11 +67,16 @@ class TestMap:
         return cls([(name, seconds) for name, seconds in found["tests"]], lines)
 
     def of(self, mutant: Mutant, root: Path) -> list[str]:
-        """Returns the tests of a mutant, the fastest first; none if no test executes its statement."""
+        """Returns the tests of a mutant, the fastest first: those that execute its statement, and those of its module,
+        some of which execute it in another process.
+        """
         lines, (first, last) = self.lines.get(mutant.file, {}), mutant.statement
         numbers = {number for line in range(first, last + 1) for number in lines.get(line, ())}
         if mutant.at_import:
             numbers |= self._users(mutant, root)
+        package, _, module = mutant.file.removeprefix("cutlass_py_attn/").rpartition("/")
+        own = "/".join(filter(None, ("tests/unit", package, f"test_{module}")))
+        numbers |= {number for number, (name, _) in enumerate(self.tests) if name.partition("::")[0] == own}
         return [name for name, _ in sorted((self.tests[number] for number in numbers), key=lambda test: test[1])]
 
     def stages(self, mutant: Mutant, root: Path) -> list[list[str]]:
