@@ -1,0 +1,57 @@
+"""Tests of shared-memory maps: every buffer holds its tile, by sizes that are written out here."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.planner import plan
+from cutlass_py_attn.plan.split_d import even_chunk
+from cutlass_py_attn.problem.spec import parse
+
+NAMES = ("f16_d64", "f16_d64v128", "bf16_d128v64", "f32_d64v32", "f16_d33v17")
+
+
+def sizes(build: Build) -> dict[str, int]:
+    return {buffer.name: buffer.bytes for buffer in build.shared_memory}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bias", ["", "_bias"])
+def test_the_sm80_forward_holds_its_tiles(name: str, bias: str) -> None:
+    problem = parse(f"{name}_q200_s300_b2_h2_causal{bias}").problem("forward")
+    build = plan(problem, "sm_80").build
+    found, item, (m, n) = sizes(build), build.item_bytes, (build.tile_m, build.tile_n)
+    assert found["query"] >= m * max(problem.shape.head_dim, problem.shape.head_dim_value) * item, "also the output"
+    assert found["key"] >= n * problem.shape.head_dim * item
+    assert found["value"] >= n * problem.shape.head_dim_value * item
+    assert found.get("bias", 0) >= (m * n * item if bias else 0)
+    assert found["sums"] == 4 * m * 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bias", ["", "_bias"])
+def test_the_sm80_backward_holds_its_tiles(name: str, bias: str) -> None:
+    problem = parse(f"{name}_q200_s300_b2_h2_causal{bias}").problem("backward")
+    build = plan(problem, "sm_80").build
+    found, item, (m, n) = sizes(build), build.item_bytes, (build.tile_m, build.tile_n)
+    head_dim, head_dim_value, stages = problem.shape.head_dim, problem.shape.head_dim_value, build.query_stages
+    least = {
+        "key": n * head_dim * item,
+        "value": n * head_dim_value * item,
+        "query": stages * m * head_dim * item,
+        "grad_output": build.grad_output_stages * m * head_dim_value * item,
+        "p": m * n * item,
+        "ds": m * n * item,
+        "logsumexp": stages * m * 4,
+        "delta": stages * m * 4,
+    } | ({"bias": stages * m * n * item} if bias else {})
+    assert {buffer: found.get(buffer, 0) >= size for buffer, size in least.items()} == dict.fromkeys(least, True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "widest", "chunk"),
+    [(512, 128, 128), (512, 512, 512), (300, 128, 112), (288, 256, 144), (40, 8, 16), (16, 64, 16)],
+)
+def test_chunks_are_as_few_as_possible_and_even(columns: int, widest: int, chunk: int) -> None:
+    assert even_chunk(columns, widest) == chunk
