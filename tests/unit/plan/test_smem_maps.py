@@ -51,7 +51,7 @@ def test_the_sm80_backward_holds_its_tiles(name: str, bias: str) -> None:
 
 @pytest.mark.parametrize(
     ("columns", "widest", "chunk"),
-    [(512, 128, 128), (512, 512, 512), (300, 128, 112), (288, 256, 144), (40, 8, 16), (16, 64, 16)],
+    [(512, 128, 128), (512, 512, 512), (300, 128, 128), (288, 256, 160), (40, 8, 32), (16, 64, 32)],
 )
 def test_chunks_are_as_few_as_possible_and_even(columns: int, widest: int, chunk: int) -> None:
     assert even_chunk(columns, widest) == chunk
