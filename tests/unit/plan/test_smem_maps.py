@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cutlass_py_attn.plan import sm90_smem
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.plan.split_d import even_chunk
@@ -47,6 +48,25 @@ def test_the_sm80_backward_holds_its_tiles(name: str, bias: str) -> None:
         "delta": stages * m * 4,
     } | ({"bias": stages * m * n * item} if bias else {})
     assert {buffer: found.get(buffer, 0) >= size for buffer, size in least.items()} == dict.fromkeys(least, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulators", "registers", "staged"),
+    [
+        ("bf16_d96", 160, (24, 104, 192), 64 * 96),
+        ("bf16_d128v96", 176, (24, 104, 192), 64 * 128),
+        ("bf16_d128", 192, (32, 64, 208), 64 * 64),
+        ("f16_d64", 192, (32, 64, 208), 64 * 64),
+    ],
+)
+def test_the_sm90_backward_divides_registers_and_stages_dq(
+    name: str, accumulators: int, registers: tuple[int, ...], staged: int
+) -> None:
+    """dK and dV of 64 keys, and S of all queries of a tile, decide how many registers are left for dQ."""
+    build = plan(parse(f"{name}_q500_s600_b2_h2_causal").problem("backward"), "sm_90a").build
+    assert (build.columns + build.columns_value) // 2 + build.tile_m == accumulators
+    assert sm90_smem.registers(build) == registers
+    assert sizes(build)["staging"] == staged * 4
 
 
 @pytest.mark.parametrize(
