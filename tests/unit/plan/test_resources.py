@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from cutlass_py_attn.plan import resources
+from cutlass_py_attn.plan import resources, split_d
+from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.spec import parse
 
@@ -19,3 +22,64 @@ def test_accumulators_share_the_threads_of_a_block(head_dims: tuple[int, int]) -
     tile_m, tile_n = backward.tile_m, backward.tile_n
     scores, gradients = tile_m * tile_n, tile_n * sum(head_dims)  # S and dP, dK and dV
     assert resources.accumulator_registers(backward) == (2 * scores + gradients) // backward.threads
+
+
+def test_a_decode_tile_with_too_many_accumulators_is_refused() -> None:
+    build = plan(parse("f16_d64_q1_s600_b2_h2_full").problem("forward"), "sm_90").build
+    assert build.warps_scores == (1, 4)
+    limits = architecture("sm_90")
+    for tile_n, needed in ((1024, 160), (2048, 288)):  # 16 rows of 1 of 4 teams, and O: 16 x (tile_n / 4 + 64) / 32
+        wide = dataclasses.replace(build, tile_n=tile_n)
+        assert resources.accumulator_registers(wide) == needed
+        found = [each for each in resources.objections(wide, limits) if each.startswith("accumulators")]
+        assert bool(found) == (needed > 255)
+    none = dataclasses.replace(build, tile_n=2048, warps_scores=(0, 0))  # refused for its warps
+    assert not any(each.startswith("accumulators") for each in resources.objections(none, limits))
+
+
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [
+        ("f16_d128_q500_s600_b2_h2_causal", ""),
+        ("bf16_d96_q500_s600_b2_h2_causal", ""),
+        ("f16_d64_q500_s600_b2_h2_causal", "_softcap3"),  # narrow heads have large tiles without score terms
+        ("f16_d128_n400x500,20_h2_causal", "_softcap3"),  # the lengths of sequences take registers too
+        ("f32_d64_q500_s600_b2_h2_causal", "_softcap3"),
+    ],
+)
+def test_dropout_has_the_forward_tile_of_plain_attention_where_registers_suffice(name: str, like: str) -> None:
+    dropped, other = (plan(parse(name + each).problem("forward"), "sm_90").build for each in ("_dropout0.3", like))
+    assert (dropped.tile_m, dropped.tile_n) == (other.tile_m, other.tile_n)
+
+
+@pytest.mark.parametrize(("name", "grids"), [("f16_d288", ((2, 4), (4, 2))), ("f32_d256", ((2, 4), (1, 8)))])
+def test_warps_of_the_split_d_forward_read_the_fewest_operands(name: str, grids: tuple[tuple[int, int], ...]) -> None:
+    """S has 64 x 128 elements: 2 x 4 warps read 4 * 64 + 2 * 128 vectors, 4 x 2 read 2 * 64 + 4 * 128."""
+    build = plan(parse(f"{name}_q200_s300_b2_h2_causal").problem("forward"), "sm_90").build
+    assert (build.tile_m, build.tile_n, build.warps) == (64, 128, 8)
+    assert (build.warps_scores, build.warps_grad_q) == grids
+
+
+@pytest.mark.parametrize(("feature", "tile"), [("", (192, 128)), ("_softcap3", (192, 128)), ("_alibi", (192, 64)),
+                                               ("_bias", (192, 64))])  # fmt: skip
+def test_terms_that_need_registers_have_smaller_tiles_in_the_sm90_forward(feature: str, tile: tuple[int, int]) -> None:
+    build = plan(parse(f"f16_d64_q500_s600_b2_h2_causal{feature}").problem("forward"), "sm_90a").build
+    assert (build.tile_m, build.tile_n) == tile
+
+
+def test_the_wider_head_dim_decides_unless_both_are_narrow() -> None:
+    tiles = {}
+    for name in ("bf16_d64", "bf16_d96", "bf16_d96v32", "bf16_d32v96"):
+        build = plan(parse(f"{name}_q200_s300_b2_h2_causal").problem("backward"), "sm_90").build
+        tiles[name] = build.tile_m, build.tile_n
+    assert tiles["bf16_d64"] != tiles["bf16_d96"] == tiles["bf16_d96v32"] == tiles["bf16_d32v96"]
+
+
+def test_dk_and_dv_are_split_only_when_both_do_not_fit() -> None:
+    build = plan(parse("f16_d512_q200_s300_b2_h2_causal").problem("backward"), "sm_90").build
+    columns = build.block_columns + build.block_columns_value
+    most, rest = divmod(split_d.DK_DV_REGISTERS[2] * build.threads, columns)
+    assert rest == 0
+    fitting, wider = (dataclasses.replace(build, tile_n=tile_n) for tile_n in (most, most + 1))
+    assert not split_d.splits_dk_dv(fitting)
+    assert split_d.splits_dk_dv(wider)

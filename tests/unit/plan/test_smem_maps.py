@@ -7,7 +7,8 @@ import pytest
 from cutlass_py_attn.plan import sm90_smem
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import plan
-from cutlass_py_attn.plan.split_d import even_chunk
+from cutlass_py_attn.plan.split_d import even_chunk, forward_split
+from cutlass_py_attn.plan.variants import PER_HEAD
 from cutlass_py_attn.problem.spec import parse
 
 NAMES = ("f16_d64", "f16_d64v128", "bf16_d128v64", "f32_d64v32", "f16_d33v17")
@@ -67,6 +68,36 @@ def test_the_sm90_backward_divides_registers_and_stages_dq(
     assert (build.columns + build.columns_value) // 2 + build.tile_m == accumulators
     assert sm90_smem.registers(build) == registers
     assert sizes(build)["staging"] == staged * 4
+
+
+@pytest.mark.parametrize(
+    ("feature", "registers"), [("", (24, 72, 208)), ("_dropout0.3", (32, 64, 208)), ("_softcap3", (24, 72, 208))]
+)
+def test_dropout_takes_registers_from_dq_in_the_backward_of_one_block_per_head(
+    feature: str, registers: tuple[int, ...]
+) -> None:
+    build = plan(parse(f"bf16_d128_q200_s300_b8_h32_causal{feature}").problem("backward"), "sm_90a").build
+    assert build.variant == PER_HEAD
+    assert sm90_smem.registers(build) == registers
+
+
+@pytest.mark.parametrize("name", ["bf16_d192v64", "bf16_d192v128"])
+def test_dq_of_wide_heads_is_added_in_pieces_of_few_columns(name: str) -> None:
+    build = plan(parse(f"{name}_q500_s600_b2_h2_causal").problem("backward"), "sm_90a").build
+    assert sm90_smem.registers(build) == (24, 56, 216)
+    assert sm90_smem.grad_query_piece(build) == (64, 32)
+
+
+@pytest.mark.parametrize("name", ["f16_d288", "f16_d512", "f32_d160", "bf16_d320v512", "f16_d1024"])
+def test_the_split_d_forward_holds_its_query_or_loads_it_with_the_keys(name: str) -> None:
+    problem = parse(f"{name}_q200_s300_b2_h2_causal").problem("forward")
+    build = plan(problem, "sm_90").build
+    split, found = forward_split(build), sizes(build)
+    assert split.keeps_query == (name != "f16_d1024")
+    query = build.tile_m * problem.shape.head_dim * build.item_bytes
+    assert found.get("query", 0) >= query * split.keeps_query
+    loaded = build.tile_n + (0 if split.keeps_query else build.tile_m)
+    assert found["ring"] >= build.query_stages * loaded * split.chunk * build.item_bytes
 
 
 @pytest.mark.parametrize(
