@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutation import kernel_faults, mutate, operators, tables
+from tools.mutation import kernel_faults, mutate, operators, tables, tree
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = '''"""Sample."""
@@ -185,3 +185,24 @@ def test_tables_show_survivors_and_faults(tmp_path: Path) -> None:
     ]
     line = "| sign | `kernels/y.py` | sm80, `forward f16` | 0.25 (output) | output: infinity |"
     assert line in tables.kernel_faults(tmp_path)
+
+
+def test_the_map_keeps_the_tests_of_files_that_did_not_change() -> None:
+    old = {
+        "tests": [["a.py::x", 1.0], ["b.py::y", 2.0], ["c.py::z", 3.0]],
+        "lines": {"s.py": {"1": [0, 1], "2": [2], "3": [1]}},
+    }
+    new = {"tests": [["b.py::new", 0.5]], "lines": {"s.py": {"2": [0]}, "t.py": {"7": [0]}}}
+    found = mutate._merged(old, new, {"a.py": "0", "b.py": "1"}, ["b.py"])  # c.py is gone
+    assert found["tests"] == [["a.py::x", 1.0], ["b.py::new", 0.5]]
+    assert found["lines"] == {"s.py": {"1": [0], "2": [1], "3": []}, "t.py": {"7": [1]}}
+
+
+def test_a_copy_of_the_tree_has_the_files_of_the_checkout(tmp_path: Path) -> None:
+    tree.copy_tree(tmp_path, "tools/mutation")
+    copied = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")}
+    assert {"tools/mutation/tree.py", "tools/mutation/operators.py"} <= copied
+    changed = tmp_path / "tools/mutation/tree.py"
+    changed.write_text("changed")
+    tree.copy_tree(tmp_path, "tools/mutation")
+    assert changed.read_bytes() == (ROOT / "tools/mutation/tree.py").read_bytes()
