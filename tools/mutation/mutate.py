@@ -1,7 +1,8 @@
 """Mutation run: changes host and plan code in a copy of the tree, one small change at a time, and runs its tests.
 
 python -m tools.mutation.mutate --record FILE [--count 220] [--seed 1]    draws mutants and runs all of them
-python -m tools.mutation.mutate --record FILE --survivors                 runs the survivors of a record again
+python -m tools.mutation.mutate --record FILE --survivors all             runs the survivors of a record again
+python -m tools.mutation.mutate --record FILE --survivors unexplained     only those that survivors.toml does not have
 python -m tools.mutation.mutate --record FILE --show ID                   the change of one mutant
 
 A mutant's tests are those that execute its statement, and those of its module; the fastest first, until one fails.
@@ -30,11 +31,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from cutlass_py_attn.bench.harness import commit
+from tools.mutation import tables
 from tools.mutation.operators import Mutant, mutants
 from tools.mutation.tree import ROOT, copy_tree
 
@@ -47,7 +49,7 @@ FILES: Final = (
 TESTS: Final = ("tests/unit", "tests/compile/test_jax.py")
 MEMORY_BYTES: Final = 12 << 30
 FIRST_FILES: Final = 3  # test files of a mutant's first run; most mutants need no second
-TESTS_SECONDS: Final = 30.0  # of a run, as the map has them; the slowest tests that exceed it are left out
+TESTS_SECONDS: Final = 60.0  # of a run, as the map has them; the slowest tests that exceed it are left out
 STARTUP_SECONDS, TIMES_TESTS = 120.0, 10.0  # a run's time limit: this, and so many times what its tests take
 
 Json = dict[str, Any]
@@ -75,8 +77,8 @@ class TestMap:
         if mutant.at_import:
             numbers |= self._users(mutant, root)
         package, _, module = mutant.file.removeprefix("cutlass_py_attn/").rpartition("/")
-        own = "/".join(filter(None, ("tests/unit", package, f"test_{module}")))
-        numbers |= {number for number, (name, _) in enumerate(self.tests) if name.partition("::")[0] == own}
+        own = "/".join(filter(None, ("tests/unit", package, f"test_{module}"))), f"tests/compile/test_{package}.py"
+        numbers |= {number for number, (name, _) in enumerate(self.tests) if name.partition("::")[0] in own}
         return [name for name, _ in sorted((self.tests[number] for number in numbers), key=lambda test: test[1])]
 
     def stages(self, mutant: Mutant, root: Path) -> list[list[str]]:
@@ -279,9 +281,12 @@ def summary(rows: Sequence[Json]) -> dict[str, dict[str, int]]:
     return counts
 
 
-def again(rows: Sequence[Json], trials: Trials, processes: int) -> list[Json]:
-    """Returns the rows with the survivors run again; a survivor that the sources no longer have is dropped."""
-    survivors = {row["id"] for row in rows if row["outcome"] == "survived"}
+def again(rows: Sequence[Json], explained: Collection[str], trials: Trials, processes: int) -> list[Json]:
+    """Returns the rows with the survivors run again; a survivor that the sources no longer have is dropped.
+
+    explained: ids of survivors that are not run
+    """
+    survivors = {row["id"] for row in rows if row["outcome"] == "survived"} - set(explained)
     files = sorted({row["file"] for row in rows if row["id"] in survivors})
     found = [each for file in files for each in mutants(file, (ROOT / file).read_text()) if each.id in survivors]
     new = {row["id"]: row for row in run_all(trials, found, processes)}
@@ -305,7 +310,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=220, help="mutants to draw")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--survivors", action="store_true", help="only run the survivors of the record again")
+    parser.add_argument("--survivors", choices=("all", "unexplained"), help="only run survivors of the record again")
     parser.add_argument("--show", metavar="ID", help="only print the change of a mutant")
     parser.add_argument("--work", type=Path, help="folder of the copies and the map, kept for another run")
     given = parser.parse_args()
@@ -316,7 +321,8 @@ def main() -> int:
         trials = Trials(given.work or Path(temporary), given.processes)
         if given.survivors:
             old = json.loads(given.record.read_text())
-            seed, rows = old["seed"], again(old["mutants"], trials, given.processes)
+            explained = tables.explanations(ROOT) if given.survivors == "unexplained" else {}
+            seed, rows = old["seed"], again(old["mutants"], explained, trials, given.processes)
         else:
             seed, rows = given.seed, run_all(trials, drawn(ROOT, given.count, given.seed), given.processes)
     found = {

@@ -14,6 +14,11 @@ DEVICE = type("DeviceInt64", (), {"dtype": "int64", "__dlpack__": None, "__repr_
 SEED_ON_DEVICE = "philox_seed = a device's int64"
 
 
+def test_a_mask_of_a_dropout() -> None:
+    found = cutlass_py_attn.dropout_mask(Dropout(0.5, 1), 2, 3, 4, 5)
+    assert (found.shape, found.any(), found.all()) == ((2, 3, 4, 5), True, False)
+
+
 @pytest.mark.parametrize(
     ("dropout", "reasons"),
     [
