@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from cutlass_py_attn.artifact import Folder
+from cutlass_py_attn.errors import Stale
+from cutlass_py_attn.testing import guarded_check
+from tests.support import fakes
+from tests.support.fake_driver import FakeDriver
 from tools.mutation import kernel_faults, mutate, operators, tables, tree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,3 +211,14 @@ def test_a_copy_of_the_tree_has_the_files_of_the_checkout(tmp_path: Path) -> Non
     changed.write_text("changed")
     tree.copy_tree(tmp_path, "tools/mutation")
     assert changed.read_bytes() == (ROOT / "tools/mutation/tree.py").read_bytes()
+
+
+def test_a_fault_without_its_kernel_is_no_fault_that_was_caught(driver_log: FakeDriver, tmp_path: Path) -> None:
+    fault = next(each for each in kernel_faults.FAULTS if each.shown_by == kernel_faults.FORWARD_SM80_BIAS)
+    expected = guarded_check.expect(fault.case)
+    with pytest.raises(Stale, match=fault.build.symbol):
+        kernel_faults.ratios_of(fault, expected, Folder(tmp_path))
+    # The fake driver launches nothing, so that the results are far from the reference.
+    Folder(tmp_path).put(fakes.artifact(fault.build))
+    found = kernel_faults.ratios_of(fault, expected, Folder(tmp_path))
+    assert not kernel_faults.passes(found)

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench.harness import commit
-from cutlass_py_attn.errors import AttentionError, Stale
+from cutlass_py_attn.errors import DriverError, Stale
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import builds
 from cutlass_py_attn.runtime import driver
@@ -321,16 +321,21 @@ def _run(folder: Path, fault: Fault) -> Json:
 
 
 def ratios_of(fault: Fault, expected: guarded_check.Expected, kernels: Folder) -> Json:
-    """Returns error / allowed by result, infinity as a text, or the error of the launch as {"launch": ...}."""
+    """Returns error / allowed by result, infinity as a text, or a fault of the launch as {"launch": ...}.
+
+    A fault is a write outside of the results, or an error of the driver. Stale: the folder has not the kernel.
+    """
+
+    artifact = kernels(fault.build)
 
     def only(build: Build) -> Artifact:
-        if build != fault.build:
+        if build != artifact.build:
             raise Stale(f"{build.symbol}: not the kernel under test")
-        return kernels(build)
+        return artifact
 
     try:
         found = guarded_check.launch(fault.case, expected, only)
-    except (AttentionError, AssertionError) as error:
+    except (DriverError, AssertionError) as error:
         return {"launch": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
     ratios = guarded_check.ratios(fault.case, expected, found)
     return {name: "infinity" if ratio == float("inf") else round(ratio, 3) for name, ratio in ratios.items()}
