@@ -67,12 +67,19 @@ def test_terms_that_need_registers_have_smaller_tiles_in_the_sm90_forward(featur
     assert (build.tile_m, build.tile_n) == tile
 
 
-def test_the_wider_head_dim_decides_unless_both_are_narrow() -> None:
-    tiles = {}
-    for name in ("bf16_d64", "bf16_d96", "bf16_d96v32", "bf16_d32v96"):
-        build = plan(parse(f"{name}_q200_s300_b2_h2_causal").problem("backward"), "sm_90").build
-        tiles[name] = build.tile_m, build.tile_n
-    assert tiles["bf16_d64"] != tiles["bf16_d96"] == tiles["bf16_d96v32"] == tiles["bf16_d32v96"]
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        ("bf16_d64", (128, 128)),
+        ("bf16_d96v32", (64, 64)),  # as 96: narrow heads have the tile of the wider
+        ("bf16_d128", (64, 128)),
+        ("bf16_d192v64", (64, 96)),  # as 129: wide ones that of the mean, but none of the narrow tiles
+        ("bf16_d64v192", (64, 96)),
+    ],
+)
+def test_the_head_dim_that_decides_the_tile_of_a_backward(name: str, tile: tuple[int, int]) -> None:
+    build = plan(parse(f"{name}_q200_s300_b2_h2_causal").problem("backward"), "sm_90").build
+    assert (build.tile_m, build.tile_n) == tile
 
 
 def test_dk_and_dv_are_split_only_when_both_do_not_fit() -> None:

@@ -234,12 +234,20 @@ def test_a_launcher_refuses_invalid_addresses(driver_log: FakeDriver, launcher_t
     for space in (0, 0x11, -16):
         with pytest.raises(NotSupported, match=r"workspace = .*: must be a device address"):
             bound(given, STREAM, workspace=space)
-    for wrong in ({"query": 0}, {"key": 0x1008}):  # in a call with another workspace
-        with pytest.raises(NotSupported, match=f"{next(iter(wrong))} = .*: must be a device address"):
-            bound({**given, **wrong}, STREAM, workspace=0xABC00)
-    assert driver_log.of("cuLaunchKernelEx") == driver_log.of("cuGraphLaunch") == []
+    assert driver_log.of("cuLaunchKernelEx") == []
     bound(given, STREAM)
     assert set(launched(driver_log, bound, "query")) == {given["query"]}
+
+
+@pytest.mark.parametrize("launcher_type", LAUNCHERS)
+@pytest.mark.parametrize("wrong", [{"query": 0}, {"key": 0x1008}])
+def test_a_launcher_refuses_invalid_addresses_beside_another_workspace(
+    driver_log: FakeDriver, launcher_type: type[Launcher], wrong: dict[str, int]
+) -> None:
+    bound, given = warm(driver_log, "backward", "sm_90a", launcher_type)
+    with pytest.raises(NotSupported, match=f"{next(iter(wrong))} = .*: must be a device address"):
+        bound({**given, **wrong}, STREAM, workspace=0xABC00)
+    assert driver_log.of("cuLaunchKernelEx") == driver_log.of("cuGraphLaunch") == []
 
 
 @pytest.mark.parametrize("launcher_type", LAUNCHERS)
