@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import inspect
 import json
 import re
 import runpy
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.api.attention import attention_forward
-from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.errors import NoDevice, NotSupported, Stale
 from cutlass_py_attn.plan.planner import plan_backward
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
@@ -54,6 +56,15 @@ def operands(heads_key: int = H, dtype: Any = "float32") -> tuple[Any, Any, Any]
         draw(2, B, MK, heads_key, D, dtype=dtype),
         draw(3, B, MK, heads_key, D, dtype=dtype),
     )
+
+
+def test_options_have_the_defaults_of_the_other_functions() -> None:
+    others = {field.name: field.default for field in dataclasses.fields(Options)}
+    declared = inspect.signature(attention).parameters
+    shared = [name for name in declared if others.get(name, dataclasses.MISSING) is not dataclasses.MISSING]
+    assert {"scale", "softcap", "sinks", "sequences", "deterministic", "backend"} <= set(shared)
+    assert {name: declared[name].default for name in shared} == {name: others[name] for name in shared}
+    assert (declared["mask"].default, declared["dropout_p"].default) == (Full(), 0.0)
 
 
 def plain(query: Any, key: Any, value: Any, mask: Any = CAUSAL, bias: Any = None, sinks: Any = None) -> Any:

@@ -12,12 +12,13 @@ from tools.docs import faults_table, jax_table, short_map_plots
 from tools.docs.benchmark_plots import BENCHMARK, plots
 from tools.docs.reference import reference
 from tools.docs.schematics import schematics
+from tools.mutation import tables
 from tools.release import record
 from tools.release.check_verified import benchmark_table, with_block
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX, REFERENCE, PERFORMANCE = "docs/README.md", "docs/reference.md", "docs/performance.md"
-JAX, FAULTS = "docs/jax.md", "docs/faults.md"
+JAX, FAULTS, TESTING = "docs/jax.md", "docs/faults.md", "docs/testing.md"
 SUSTAINED = "tools/bench/results/sustained.json"
 MICROBENCH = "tools/bench/results/microbench.jsonl"
 NOT_MEASURED = (
@@ -36,6 +37,7 @@ ORDER = (
     "performance",
     "architecture",
     "extending",
+    "testing",
 )
 
 
@@ -55,10 +57,23 @@ def generated(root: Path) -> dict[str, str]:
     measured = json.loads((root / jax_table.RESULTS).read_text())
     found[JAX] = with_block((root / JAX).read_text(), "jax", jax_table.table(measured))
     found[FAULTS] = with_block((root / FAULTS).read_text(), "faults", faults_table.table())
+    found[TESTING] = testing(root)
     pages = {path.stem: path.read_text() for path in (root / "docs").glob("*.md") if path.name != "README.md"}
     pages["reference"] = found[REFERENCE]
     found[INDEX] = with_block((root / INDEX).read_text(), "pages", index(pages))
     return found
+
+
+def testing(root: Path) -> str:
+    """Returns docs/testing.md with the tables of the mutation run and of the kernel faults."""
+    text = (root / TESTING).read_text()
+    for name, table in (
+        ("mutants", tables.mutants(root)),
+        ("survivors", tables.survivors(root)),
+        ("kernel_faults", tables.kernel_faults(root)),
+    ):
+        text = with_block(text, name, table)
+    return text
 
 
 def plot_links(charts: Mapping[str, str]) -> str:

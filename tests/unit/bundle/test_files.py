@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -22,12 +23,14 @@ from cutlass_py_attn.bundle.files import MANIFEST
 from cutlass_py_attn.bundle.manifest import SEAL, sealed, sha256
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.group import group
-from cutlass_py_attn.errors import CompileError, NotSupported, Stale
+from cutlass_py_attn.errors import AttentionError, CompileError, NotSupported, Stale
+from cutlass_py_attn.plan import launch_rules
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import FUNCTIONS
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.serialize import to_json
 from cutlass_py_attn.problem.tensors import DIRECTIONS
+from cutlass_py_attn.runtime import driver
 from tests.support import crafted_json, fakes
 from tests.support.bundles import CASE, export, problem_of, snapshot
 from tests.support.fake_driver import FakeDriver
@@ -60,6 +63,34 @@ def test_header_follows_from_the_manifest(tmp_path: Path) -> None:
     assert header.render(bundle.manifest) == text
     assert "static inline int flash_of_ours_open(" in text
     assert "attention_" not in text
+
+
+def test_header_has_room_for_the_launches_of_every_direction(tmp_path: Path) -> None:
+    bundle = export(tmp_path / "bundle")
+    counts = [len(target["launches"]) for each in bundle.manifest["passes"].values() for target in each["targets"]]
+    assert min(counts) < max(counts)
+    text = (bundle.path / "attention.h").read_text()
+    assert f"attention_entry entries[{max(counts)}];" in text
+    assert f"CUkernel kernels[2][{max(counts)}];" in text
+
+
+def test_an_entry_that_the_exported_problem_does_not_launch_is_in_the_manifest(tmp_path: Path) -> None:
+    """So many rows that no block splits its keys, and no combine kernel is launched; other problems need it."""
+    bundle = export(tmp_path / "bundle", "forward", archs=("sm_90",), case="f16_d64_q1_s256_b64_h64_full")
+    (plan,) = bundle.plans("forward")
+    assert (plan.build.family, len(plan.launches)) == ("decode", 1)
+    (target,) = bundle.manifest["passes"]["forward"]["targets"]
+    main, combine = target["launches"]
+    assert main["when"] == "1"
+    assert "num_splits_key" in combine["when"]
+    assert combine["symbol"] == "fwd_decode_f16_d64_full_16x128_combine_1"
+    assert combine["block"][0] > 0
+
+
+def test_an_export_refuses_rules_that_are_not_the_planner_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_rules, "launch_condition", lambda build, role: "num_queries > 1000")
+    with pytest.raises(Stale, match="no plan launches the entry main; update the rules of bundles"):
+        export(tmp_path / "bundle", "forward")
 
 
 def test_a_bundle_is_a_folder_of_kernels(tmp_path: Path) -> None:
@@ -306,6 +337,25 @@ def test_bind_prefers_what_fits(driver_log: FakeDriver, tmp_path: Path) -> None:
     sizes = [plan.build.shared_memory_bytes for plan in bundle.plans("backward")]
     assert sizes[0] <= 101376 < sizes[1]
     assert bundle.bind("backward", device=1).plan.build.arch == "sm_86"
+
+
+def test_bind_skips_a_better_target_that_does_not_fit(
+    driver_log: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An sm_89 part runs sm_87's kernels too, and has less shared memory."""
+    gpu = dataclasses.replace(driver.device(1), compute_capability=(8, 9))
+    monkeypatch.setattr(driver, "device", lambda ordinal: gpu)
+    case = "bf16_d128_s200_b2_h3_causal"
+    bundle = export(tmp_path / "bundle", "backward", archs=("sm_86", "sm_87"), case=case)
+    assert [plan.build.arch for plan in bundle.plans("backward")] == ["sm_87", "sm_86"]
+    assert bundle.bind("backward", device=1).plan.build.arch == "sm_86"
+    # Two that fit: the better one.
+    both = export(tmp_path / "both", "backward", archs=("sm_86", "sm_89"), case=case)
+    assert both.bind("backward", device=1).plan.build.arch == "sm_89"
+    # One that does not fit: the error of the launch says so.
+    one = export(tmp_path / "one", "backward", archs=("sm_87",), case=case)
+    with pytest.raises(AttentionError, match="shared memory"):
+        one.bind("backward", device=1)
 
 
 # The command

@@ -111,6 +111,43 @@ def test_an_export_never_deletes_files_of_the_user(tmp_path: Path, name: str) ->
     assert own.exists()
 
 
+@pytest.mark.parametrize(("count", "end"), [(3, "2.txt,"), (4, "2.txt and 1 more,"), (9, "2.txt and 6 more,")])
+def test_many_files_of_the_user_are_counted(tmp_path: Path, count: int, end: str) -> None:
+    for number in range(count):
+        (tmp_path / f"{number}.txt").write_text("mine")
+    with pytest.raises(NotSupported, match=f"holds 0.txt, 1.txt, {end} which no export wrote"):
+        export(tmp_path, "forward")
+
+
+def test_a_folder_keeps_its_permissions(tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    export(folder, "forward")
+    for mode in (0o750, 0o2775):
+        folder.chmod(mode)
+        export(folder, "forward")
+        assert stat.S_IMODE(folder.stat().st_mode) == mode
+
+
+def test_without_exchange_the_old_folder_is_set_aside_in_the_hidden_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "bundle"
+    export(folder, "forward")
+    without_exchange(monkeypatch)
+    rename, moves = Path.rename, []
+
+    def noted(path: Path, target: Path) -> Path:
+        result = rename(path, target)
+        moves.append((path, target))
+        return result
+
+    monkeypatch.setattr(Path, "rename", noted)
+    export(folder, "forward")
+    hidden = moves[0][1].parent
+    assert (hidden.parent, hidden.name[:8]) == (tmp_path, ".bundle.")
+    assert moves == [(folder, hidden / "aside"), (hidden / "new", folder), (hidden / "aside", hidden / "new")]
+
+
 @pytest.mark.parametrize("in_one_step", [True, False])
 def test_a_file_that_comes_while_kernels_compile_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_one_step: bool

@@ -208,6 +208,16 @@ def test_an_unusable_folder_stores_nothing(tmp_path: Path) -> None:
         assert kept.get(BUILD, "compiler 1") is None
 
 
+def test_a_full_disk_is_an_objection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of no bytes can still be created there."""
+    assert cache_folder.objection(tmp_path / "kept") == ""
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: open("/dev/full", "wb", buffering=0))  # noqa: SIM115
+    assert cache_folder.objection(tmp_path / "kept") == (
+        f"kernels are not cached in {tmp_path / 'kept'}: No space left on device; set XDG_CACHE_HOME to a folder that "
+        "you may write to"
+    )
+
+
 def test_a_read_only_folder_can_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("read-only")

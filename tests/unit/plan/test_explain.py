@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import resources
+from cutlass_py_attn.plan import explain, resources
+from cutlass_py_attn.plan.build import Buffer
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward
 from cutlass_py_attn.problem.masks import Causal
@@ -41,6 +42,17 @@ def test_explain_says_what_decides() -> None:
     for words in said:
         assert words in text
     assert all(f"{buffer.name} " in text and f" {buffer.bytes} " in text for buffer in build.shared_memory)
+
+
+def test_padding_is_what_no_buffer_covers() -> None:
+    """float32 keys of 128 columns leave a gap before the next buffer."""
+    buffers = (Buffer("key", 0, 100, 0, 1), Buffer("sums", 896, 64, 0, 3), Buffer("value", 128, 512, 1, 2))
+    assert explain._padding(buffers) == (128 - 100) + (896 - 128 - 512)
+    shape = Shape(batch=1, num_queries=256, num_keys=256, num_heads=1, head_dim=128, head_dim_value=128)
+    plan = plan_of(Problem.dense("forward", shape, "float32"))
+    gap = plan.build.shared_memory_bytes - sum(buffer.bytes for buffer in plan.build.shared_memory)
+    assert gap > 0
+    assert f"{gap} of them padding" in plan.explain()
 
 
 def row_of(problem: Problem, title: str) -> str:

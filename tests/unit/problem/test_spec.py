@@ -169,6 +169,16 @@ def test_every_objection_is_listed() -> None:
     assert len(raised.value.reasons) == 2
 
 
+def test_tokens_without_keys_have_one_objection() -> None:
+    with pytest.raises(NotSupported) as caught:
+        parse("f16_d64_t100_h2_full")
+    assert str(caught.value) == (
+        "problem 'f16_d64_t100_h2_full': num_keys is missing; add s{N}, as in bf16_d128_s8192_b4_h16_causal"
+    )
+    with pytest.raises(NotSupported, match=r"needs at least one token and s\.\.\. at least one"):
+        parse("f16_d64_t100_s0_h2_full")
+
+
 def test_a_mask_of_other_words_is_refused() -> None:
     with pytest.raises(NotSupported, match="is no word of a mask"):
         parse_mask("causal_dropout0.1")

@@ -159,6 +159,40 @@ def test_numpy_round_trip(driver_log: FakeDriver) -> None:
     ]  # fmt: skip
 
 
+def test_operands_are_kept_until_the_stream_was_waited_for(
+    driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(arrays.lifetimes, "keep", lambda foreign, *_: kept.append([source for _, source in foreign]))
+    array = InterfaceArray(aligned(SHAPE, "f2"))
+    for waits in (False, True):
+        with OutputArrays("numpy", driver.device(0), 0x77) as outputs:
+            outputs.operand("x", read_operands({"x": array}, 0x77)["x"])
+            outputs.allocate("y", SHAPE, "float16")
+            if waits:
+                outputs.results()
+    assert kept == [[array]]
+
+
+def test_an_array_is_writable_and_not_freed_when_the_process_ends(
+    driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver may be gone by then."""
+    finalizers = []
+
+    class Noted(arrays.weakref.finalize):  # type: ignore[name-defined, type-arg, misc]
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            finalizers.append(self)
+
+    monkeypatch.setattr(arrays.weakref, "finalize", Noted)
+    made = DeviceArray(SHAPE, "float32", 0, 7)
+    assert [each.atexit for each in finalizers] == [False]
+    assert made.__cuda_array_interface__ == {
+        "shape": SHAPE, "typestr": "<f4", "data": (made.pointer, False), "strides": None, "stream": 7, "version": 3,
+    }  # fmt: skip
+
+
 def test_copies_are_freed_after_an_error(driver_log: FakeDriver) -> None:
     gpu = driver.device(0)
     array = read_operands({"x": aligned(SHAPE, "f4")}, 0)["x"]

@@ -16,7 +16,8 @@ from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
-from cutlass_py_attn.runtime.launch import Bound, bind, portable_arch
+from cutlass_py_attn.runtime import driver, kernel_launch
+from cutlass_py_attn.runtime.launch import Bound, bind, first_available, portable_arch
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import SHAPE, addresses, aligned, artifact, decode, plan_of
 
@@ -163,6 +164,31 @@ def test_another_device_s_context_is_used(driver_log: FakeDriver) -> None:
     bound = bind(artifact(plan.build), plan, problem, device=1)
     bound(addresses(bound.tensor_names))
     assert driver_log.of("cuLaunchKernelEx")[0].numbers[9] == 0xC1
+
+
+def test_only_clusters_are_launch_attributes(driver_log: FakeDriver) -> None:
+    _, plan = plan_of("forward", "sm_90")
+    for cluster, count in ((1, 0), (2, 1)):
+        launched = kernel_launch.KernelLaunch(0x10, dataclasses.replace(plan.launches[0], cluster=cluster), 0x20)
+        assert launched._config.numAttrs == count
+
+
+@pytest.mark.parametrize(("static", "counted"), [(0, 0), (1000, 0), (1024, 0), (1536, 512)])
+def test_the_driver_s_reserved_shared_memory_does_not_count(
+    driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch, static: int, counted: int
+) -> None:
+    problem, plan = plan_of("forward", "sm_90")
+    made = artifact(plan.build)
+    kernels = tuple(dataclasses.replace(kernel, static_shared_memory_bytes=static) for kernel in made.kernels)
+    asked = []
+    monkeypatch.setattr(driver, "allow_shared_memory", lambda handle, gpu, dynamic, static: asked.append(static))
+    bind(dataclasses.replace(made, kernels=kernels), plan, problem)
+    assert asked == [counted]
+
+
+def test_no_plans_are_refused() -> None:
+    with pytest.raises(ValueError, match="plans is empty: at least one is needed"):
+        first_available((), artifact)
 
 
 def test_empty_plan_does_nothing(driver_log: FakeDriver) -> None:

@@ -240,6 +240,17 @@ def test_a_launcher_refuses_invalid_addresses(driver_log: FakeDriver, launcher_t
 
 
 @pytest.mark.parametrize("launcher_type", LAUNCHERS)
+@pytest.mark.parametrize("wrong", [{"query": 0}, {"key": 0x1008}])
+def test_a_launcher_refuses_invalid_addresses_beside_another_workspace(
+    driver_log: FakeDriver, launcher_type: type[Launcher], wrong: dict[str, int]
+) -> None:
+    bound, given = warm(driver_log, "backward", "sm_90a", launcher_type)
+    with pytest.raises(NotSupported, match=f"{next(iter(wrong))} = .*: must be a device address"):
+        bound({**given, **wrong}, STREAM, workspace=0xABC00)
+    assert driver_log.of("cuLaunchKernelEx") == driver_log.of("cuGraphLaunch") == []
+
+
+@pytest.mark.parametrize("launcher_type", LAUNCHERS)
 def test_logsumexp_needs_four_byte_alignment(driver_log: FakeDriver, launcher_type: type[Launcher]) -> None:
     bound, given = warm(driver_log, launcher_type=launcher_type)
     bound({**given, "logsumexp": 0x9004}, STREAM)

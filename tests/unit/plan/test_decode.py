@@ -1,0 +1,42 @@
+"""Tests of plan/decode.py: which problems are decode steps, and which features the decode kernels refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutlass_py_attn.plan import decode
+from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
+from cutlass_py_attn.plan.planner import plan
+from cutlass_py_attn.plan.split_kv import MAX_SPLITS, fewest_splits
+from cutlass_py_attn.problem.spec import parse
+
+
+@pytest.mark.parametrize(
+    ("direction", "queries", "keys", "is_step"),
+    [
+        ("forward", 1, decode.MIN_KEYS, True),
+        ("forward", MAX_QUERIES, 4096, True),
+        ("forward", MAX_QUERIES + 1, 4096, False),
+        ("forward", 1, decode.MIN_KEYS - 1, False),
+        ("backward", 1, 4096, False),
+        ("backward", 4096, 4096, False),
+        ("forward", 4096, 100, False),
+    ],
+)
+def test_decode_steps_are_forwards_of_few_queries_and_many_keys(
+    direction: str, queries: int, keys: int, is_step: bool
+) -> None:
+    problem = parse(f"f16_d64_q{queries}_s{keys}_b1_h2_full").problem(direction)
+    assert decode.is_decode_step(problem) == is_step
+    assert (plan(problem, "sm_80").build.family == "decode") == is_step
+    with_sinks = parse(f"f16_d64_q{queries}_s{keys}_b1_h2_full_sinks").problem(direction)
+    assert bool(decode.rejection_reason(with_sinks)) == is_step
+
+
+@pytest.mark.parametrize(
+    ("row_blocks", "key_tiles", "num_sms", "splits"),
+    [(4, 0, 132, 1), (4, 1, 132, 1), (0, 5, 132, 5), (1, 5, 132, 5), (132, 5, 132, 1), (66, 8, 132, 2),
+     (1, 10 * MAX_SPLITS, 10 * MAX_SPLITS, MAX_SPLITS)],
+)  # fmt: skip
+def test_splits_are_the_fewest_that_share_the_work(row_blocks: int, key_tiles: int, num_sms: int, splits: int) -> None:
+    assert fewest_splits(row_blocks, key_tiles, num_sms) == splits
