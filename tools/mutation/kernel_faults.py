@@ -334,7 +334,7 @@ def ratios_of(fault: Fault, expected: guarded_check.Expected, kernels: Folder) -
         return artifact
 
     try:
-        found = guarded_check.launch(fault.case, expected, only)
+        found = guarded_check.launch(fault.case, expected, only).outputs
     except (DriverError, AssertionError) as error:
         return {"launch": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
     ratios = guarded_check.ratios(fault.case, expected, found)
