@@ -38,8 +38,6 @@ _OTHERS: Final = {
 }
 _WORKSPACE: Final = {
     "grad_query_accum": "float32 sum of the query gradient, in the kernel's own order",
-    "grad_key_accum": "float32 sum of the key gradient over query heads, in the kernel's own order",
-    "grad_value_accum": "float32 sum of the value gradient over query heads, in the kernel's own order",
     "dq_semaphore": "int32 semaphore of each query tile",
     "tile_count_semaphore": "int32 count of blocks, or of key tiles, that have started",
     "delta": "float32 rowsum(grad_output * output)",
@@ -51,7 +49,6 @@ _DERIVED: Final = {
     "group": "query heads that share a key head",
     "num_splits_key": "blocks that split the keys of one head",
     "total_tiles": "query tiles of one head over the whole batch",
-    "total_key_tiles": "key tiles of one key head over the whole batch",
     "first_batch": "batch index of grid position 0",
     "first_head": "head index of grid position 0",
     "scale_log2": "scale * log2(e)",

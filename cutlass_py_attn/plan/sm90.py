@@ -24,7 +24,9 @@ from cutlass_py_attn.score_terms import registry
 # Variant per_head: bytes of Q, dO and dQ sums that all blocks read at a time, which the L2 cache should hold, and how
 # many times the key tiles of the busiest block may exceed those of the standard variant.
 PER_HEAD_L2_BYTES, PER_HEAD_IMBALANCE = 36 << 20, 1.15
-QUERY_HEADS_GROUP: Final = 2  # query heads of a key head from which on the backward adds dK and dV in float32
+# Variant query_heads: work tiles of the standard variant per SM from which on the standard one is faster. Causal,
+# d 128, one H200: query_heads gains 9 to 12 % at 3.9 and loses 0 to 7 % at 7.8; full: it loses 3 to 5 %.
+QUERY_HEADS_WORK_TILES: Final = 5
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 
 
@@ -144,8 +146,14 @@ def _no_objection(problem: Problem, tile: TileConfig) -> str:
 
 
 def _query_heads_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
-    """Work tiles of one query head are shorter, and read fewer queries at a time than those of a whole group."""
-    return problem.shape.group >= QUERY_HEADS_GROUP
+    """If a mask makes work tiles unequal and those of whole groups are few, some SMs idle while others compute."""
+    shape = problem.shape
+    if shape.group == 1 or problem.deterministic or problem.mask.form == "full":
+        return False
+    key_tiles = shape.batch * ceil_div(shape.num_keys, tile.tile_n)
+    if shape.tokens is not None:  # num_keys is that of the longest sequence
+        key_tiles = min(key_tiles, shape.tokens[1] // tile.tile_n + shape.batch)
+    return key_tiles * shape.num_heads_key < QUERY_HEADS_WORK_TILES * num_sms
 
 
 def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
@@ -239,10 +247,7 @@ def _work_tiles(build: Build) -> str:
         return "one block per head: "
     if build.variant == QUERY_HEADS:
         return "a block computes a key tile of one query head and adds dK and dV in float32: "
-    if not build.has("grouped"):
-        return ""
-    why = ", so that dK and dV are deterministic" if build.deterministic else ""
-    return f"a block computes a key tile of all query heads of a group{why}: "
+    return "a block computes a key tile of all query heads of a group: " if build.has("grouped") else ""
 
 
 def tensor_map_box(build: Build, name: str) -> tuple[tuple[int, ...], int]:

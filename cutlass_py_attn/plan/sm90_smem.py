@@ -14,7 +14,7 @@ from typing import Final
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, TWO_CTA
+from cutlass_py_attn.plan.variants import PER_HEAD, TWO_CTA
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
 
@@ -104,8 +104,7 @@ def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
     """Places the stages of every operand, of dS and of the row statistics, and what the warpgroups exchange.
 
     Also the staged dQ, the dropout bits, a full and an empty barrier for each stage, and the records of work tiles.
-    With one block per head there is one more barrier, for the loads of the dQ sum. If work tiles are those of query
-    heads, dK and dV pass through the stages of dS on the way to their sums.
+    With one block per head there is one more barrier, for the loads of the dQ sum.
     """
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     query_stages, grad_output_stages, rows = build.query_stages, build.grad_output_stages, build.block_queries
@@ -116,7 +115,7 @@ def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
         ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
         ("query", query_stages * tile_bytes(dtype, rows, build.columns), 0, 6),
         ("grad_output", grad_output_stages * tile_bytes(dtype, rows, build.columns_value), 0, 5),
-        ("ds", ds_stages * tile_bytes(dtype, tile_m, tile_n), 4, 8 if build.variant == QUERY_HEADS else 7),
+        ("ds", ds_stages * tile_bytes(dtype, tile_m, tile_n), 4, 7),
         ("staging", grad_query_bytes(build), 7, 7),
         ("logsumexp", query_stages * rows * F32_BYTES, 0, 2),
         ("delta", grad_output_stages * rows * F32_BYTES, 0, 4),

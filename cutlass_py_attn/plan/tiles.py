@@ -145,7 +145,6 @@ _SM90_FORWARD_LOCAL: _Table = {**_SM90_FORWARD, 64: _SM90_FORWARD[64][1:2]}  # n
 _SM90_BACKWARD: _Table = {
     64: (
         TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
-        TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=QUERY_HEADS),
         TileConfig(128, 128, 16, 3, 2, key_stages=2),
     ),
     96: (

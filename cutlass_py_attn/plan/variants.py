@@ -95,6 +95,7 @@ _ALL: Final = (
         "sm90.backward",
         "persistent blocks over key tiles of every query head; dK and dV of a group are added in float32",
         "sm90 backward",
+        lengths="short",
     ),
     Variant(
         "backward",

@@ -142,7 +142,7 @@ def test_launches() -> None:
     assert (launches[main].grid, launches[main].block) == ((24, 1, 1), (512, 1, 1))
     assert launches[finish].block == (128, 1, 1)
     assert [len(launches[symbol].tensor_maps) for symbol in (delta, main, finish)] == [0, 4, 0]
-    grouped = backward(heads_key=2)
+    grouped = backward(mask=Causal(), heads_key=2)
     assert planner.plans(grouped.replace(deterministic=True), "sm_90a", 132)[0].launches[1].grid == (12, 1, 1)
     assert planner.plans(grouped, "sm_90a", 132)[0].launches[1].grid == (24, 1, 1)
     assert planner.plans(backward(), "sm_90a", 23)[0].launches[1].grid == (23, 1, 1)
@@ -312,7 +312,9 @@ CODE = [
     backward(128, 128, Causal(50), heads_key=2).replace(dropout_p=0.1),
     of_lengths(sequences=Sequences(3, 400, 300, True), dropout_p=0.1, deterministic=True),
     backward(96, 96, Causal()).replace(alibi_slopes=BY_HEAD, sinks=BY_HEAD),
+    backward(64, 64, Causal(), heads_key=2),
     backward(96, 96, heads_key=2),
+    backward(192, 128, Causal(), heads_key=2),
     of_lengths(heads_key=2),
     backward(192, 128, Causal()),
     backward(136, 64, Causal(50), heads_key=2).replace(deterministic=True),
@@ -336,8 +338,8 @@ def test_machine_code(problem: Problem) -> None:
     assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", made.ptx)) == 3
     added = pieces // (build.tile_n // 16)
     bulk, vectors = (0, added * rows * columns // 128 // 4) if build.score_rows else (added, 0)
-    if build.variant == "query_heads":  # dK and dV of 64 keys, by as many columns as fit a warpgroup's part of dS
-        bulk += (build.columns + build.columns_value) * 2 // build.tile_m
+    if build.variant == "query_heads":  # dK and dV of the 64 keys of a warpgroup
+        vectors += (build.columns + build.columns_value) * 64 // 128 // 4
     assert len(re.findall(r"cp\.reduce\.async\.bulk", made.ptx)) == bulk
     assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.v4\.f32", made.ptx)) == vectors
     # With a semaphore, a block acquires once a query tile, and releases with the next tile or after the last.

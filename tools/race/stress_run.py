@@ -24,6 +24,7 @@ from cutlass_py_attn.plan import entry_points, planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
+from cutlass_py_attn.plan.variants import PER_HEAD
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.spec import ProblemSpec
 from cutlass_py_attn.runtime import driver
@@ -148,14 +149,14 @@ def _base(build: Build) -> Case:
 
 def _lengths(build: Build) -> tuple[int, int]:
     """Returns (queries, keys) for which the planner selects the kernel."""
-    if build.body.lengths == "short":
+    if build.variant == PER_HEAD:
         return HEADS_QUERIES, HEADS_KEYS
     return (MULTICAST_LENGTH, MULTICAST_LENGTH) if build.body.lengths == "long" else (QUERIES, KEYS)
 
 
 def _times(base: Case, artifact: Artifact, gpu: driver.Device) -> int:
     """Returns the factor of the heads with which the case fills every SM WAVES times."""
-    if artifact.build.body.lengths == "short":  # with fewer, another kernel is faster
+    if artifact.build.variant == PER_HEAD:  # with fewer, another kernel is faster
         return ceil_div(WAVES * gpu.num_sms, base.spec.batch * base.spec.num_heads_key)
     times = 1
     while True:

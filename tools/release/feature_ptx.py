@@ -90,7 +90,7 @@ _SM90_BACKWARD: Final = (
     f"f16_d64_{_SIZES}_h4k2_full_deterministic",
     f"f16_d64_{_SIZES}_h2_window_left40_right20",
     f"f16_d64_{_USED}_h2_causal_br",
-    f"bf16_d64_{_USED}_h4k2_full_{_TERMS_NO_BIAS}",  # by query heads
+    f"bf16_d64_{_USED}_h4k2_causal_{_TERMS_NO_BIAS}",  # by query heads
     f"f16_d64_q200_s300_b8_h32k16_causal_{_TERMS_NO_BIAS}",  # so many heads run one block per head
     "bf16_d192_q515_s64_b1_h4k2_causal",
     f"bf16_d192v64_{_USED}_h4k2_causal_softcap4_alibi_sinks_deterministic",  # scores of a part of a query tile

@@ -98,7 +98,7 @@ def _decode(build: Build, kernels: check.Kernels) -> Results:
 
 def _repeat_sizes(build: Build) -> dict[str, int]:
     """Returns sizes of a problem for which the planner selects the kernel."""
-    if build.body.lengths == "short":
+    if build.variant == PER_HEAD:
         return covering_cases.MANY_HEADS
     return LONG_SIZES if build.body.lengths == "long" else REPEAT_SIZES
 

@@ -326,7 +326,7 @@ class BackwardSm90:
             cute.arch.barrier(barrier_id=int(BackwardBarrier.CONSUMER_WARPGROUPS), number_of_threads=CONSUMER_THREADS)
             arrive_all(pipes.k.sync_object_empty, at_k.index)
             if cutlass.const_expr(self.key_gradients is not None):
-                self.add_key_gradients(p, pipes, at, work_tile, r_dk, r_dv, warpgroup)
+                self.add_key_gradients(p, work_tile, r_dk, r_dv, warpgroup)
             else:
                 self.store_key_gradients(p, gemms, work_tile, r_dk, r_dv)
             at_k.advance()
@@ -350,25 +350,14 @@ class BackwardSm90:
             store_key_gradient(values, gemm, target, thread)
 
     def add_key_gradients(
-        self, p: Any, pipes: Pipelines, at: Any, work_tile: WorkTile, r_dk: cute.Tensor, r_dv: cute.Tensor, group: Int32
+        self, p: Any, work_tile: WorkTile, r_dk: cute.Tensor, r_dv: cute.Tensor, warpgroup: Int32
     ) -> None:
-        """Adds dK and dV of a key tile to their sums through the next stages of dS. group: number of this warpgroup."""
+        """Adds dK and dV of a key tile to their sums."""
         sums, build = self.key_gradients, self.build
-        index = sums.index(p, work_tile.seqlen, self.key_head(p, work_tile), work_tile.tile, group)
-        states = [self.ds_state(at)]
-        for _ in range(1, self.smem.ds_stages):
-            states.append(pipelines.next_state(states[-1], self.smem.ds_stages))
-
-        def acquire(number: int) -> Int32:
-            pipes.ds.producer_acquire(states[number])
-            return states[number].index
-
-        pieces = [
-            *sums.pieces(p.grad_value_accum, index, r_dv, build.columns_value),
-            *sums.pieces(p.grad_key_accum, index, r_dk, build.columns),
-        ]
+        index = sums.index(p, work_tile.seqlen, self.key_head(p, work_tile), work_tile.tile, warpgroup)
         thread = params.read_register("tid.x") % WARPGROUP_THREADS
-        sums.add(pieces, len(states), acquire, thread, group)
+        sums.add(sums.pointer(p.grad_value_accum, index, build.columns_value), r_dv, thread)
+        sums.add(sums.pointer(p.grad_key_accum, index, build.columns), r_dk, thread)
 
     def first_scores(
         self, gemms: Gemms, at_k: Any, at_q: Any, thread: Int32, r_s: cute.Tensor, r_lse: cute.Tensor
@@ -397,15 +386,12 @@ class BackwardSm90:
             arrive(pipes.v.sync_object_empty, 0)
 
     def acquire_ds(self, pipes: Pipelines, at: Any) -> None:
-        """Waits until the stage of dS is empty."""
-        pipes.ds.producer_acquire(self.ds_state(at))
-
-    def ds_state(self, at: Any) -> Any:
-        """Returns the state in which this warpgroup writes dS.
+        """Waits until the stage of dS is empty.
 
         dS has the stages of grad_output, which this warpgroup consumes; a producer's phase is the consumers' next one.
         """
-        return pipeline.PipelineState(self.smem.ds_stages, Int32(0), at.index // self.smem.blocks, at.phase ^ 1)
+        state = pipeline.PipelineState(self.smem.ds_stages, Int32(0), at.index // self.smem.blocks, at.phase ^ 1)
+        pipes.ds.producer_acquire(state)
 
     def sync_warpgroup(self, warpgroup: Int32) -> None:
         """Syncs the threads of one consumer warpgroup."""

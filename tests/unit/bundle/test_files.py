@@ -103,7 +103,9 @@ def test_exports_are_the_same_in_every_byte(tmp_path: Path) -> None:
     assert snapshot(export(tmp_path / "a").path) == snapshot(export(tmp_path / "b").path)
 
 
-@pytest.mark.parametrize("case", ["bf16_d128_s512_b64_h16_causal", "bf16_d128_s4096_b1_h2_causal"])
+@pytest.mark.parametrize(
+    "case", ["bf16_d128_s512_b64_h16_causal", "bf16_d128_s512_b2_h4k2_causal", "bf16_d128_s4096_b1_h2_causal"]
+)
 def test_a_bundle_has_no_kernels_for_short_or_long_ones_alone(tmp_path: Path, case: str) -> None:
     for artifact in export(tmp_path / "bundle", case=case).artifacts:
         assert artifact.build.body.lengths == "any"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
@@ -10,7 +13,7 @@ from cutlass_py_attn.plan.launch_rules import MAX_INT32
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan, plan_with_tile
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.masks import Causal, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 
@@ -174,28 +177,44 @@ def test_numbers_that_no_field_holds_are_refused(arch: str) -> None:
 def test_key_tiles_that_no_field_holds_are_refused() -> None:
     huge = Problem.dense("backward", Shape(65535, 64, 2**29, 2, 8, 8, num_heads_key=1), "bfloat16")
     with pytest.raises(NotSupported, match=r"total_key_tiles = \d+: must be at most 2147483647; call once for each"):
-        plan(huge, "sm_90a")
+        plan_with_tile(huge, "sm_90a", TileConfig.parse("128x128x16:3,2+query_heads"))
 
 
 @pytest.mark.parametrize(
     ("changes", "variant", "said"),
     [
         ({}, "query_heads", "a block computes a key tile of one query head and adds dK and dV in float32: 2 warp"),
-        ({"deterministic": True}, "", "of all query heads of a group, so that dK and dV are deterministic: 2 warp"),
+        ({"deterministic": True}, "", "a block computes a key tile of all query heads of a group: 2 warp"),
+        ({"mask": Full()}, "", "a block computes a key tile of all query heads of a group: 2 warp"),
     ],
 )
-def test_which_grouped_backwards_add_by_query_heads(changes: dict[str, bool], variant: str, said: str) -> None:
+def test_which_grouped_backwards_add_by_query_heads(changes: dict[str, Any], variant: str, said: str) -> None:
     problem = Problem.dense("backward", LONG, "bfloat16", Causal()).replace(**changes)
     found = plan(problem, "sm_90a")
     assert (found.build.variant, found.build.features) == (variant, ("grouped",))
-    assert found.symbol == f"bwd_sm90_bf16_d128_causal_grouped{'_query_heads' if variant else '_det'}_64x128"
+    assert ("_query_heads_" in found.symbol) == bool(variant)
     assert said in found.explain()
     assert Plan.from_json(found.to_json()) == found
 
 
+@pytest.mark.parametrize(
+    ("shape", "mask", "fewest"),
+    [
+        (LONG, Causal(), 10),  # 8 * 3 * 2 key tiles, fewer than 5 for each of 10 SMs
+        (LONG, Window(100, 20), 10),
+        (GROUPED_VARLEN, Causal(), 4),  # 2 for the longest sequence, so at most 2 * 2 * 4
+        (dataclasses.replace(GROUPED_VARLEN, tokens=(700, 300)), Causal(), 3),  # at most (2 + 4) * 2 of 300 keys
+    ],
+)
+def test_few_key_tiles_for_each_sm_are_computed_by_query_heads(shape: Shape, mask: Mask, fewest: int) -> None:
+    problem = Problem.dense("backward", shape, "bfloat16", mask)
+    variants = [plan(problem, "sm_90a", num_sms).build.variant for num_sms in (fewest - 1, fewest)]
+    assert variants == ["", "query_heads"]
+
+
 def test_only_kernels_by_query_heads_have_the_fields_of_their_sums() -> None:
     grouped, single = (
-        plan(Problem.dense("backward", Shape(2, 1000, 900, 6, 128, 128, heads), "bfloat16"), "sm_90a").build
+        plan(Problem.dense("backward", Shape(2, 1000, 900, 6, 128, 128, heads), "bfloat16", Causal()), "sm_90a").build
         for heads in (3, 6)
     )
     assert abi.fields_of(single) == abi.BACKWARD

@@ -228,12 +228,16 @@ def test_one_block_per_head_is_refused_for_what_it_would_compute_wrongly() -> No
 
 
 def test_a_slow_variant_can_be_tried() -> None:
-    """The planner leaves per_head and multicast out for these lengths; a caller may measure them."""
+    """The planner leaves these variants out for these lengths; a caller may measure them."""
     long, short = problem_of("backward", 128, 8192), problem_of("forward", 128, 512)
     per_head, multicast = TileConfig.parse("64x128x16:3,2+per_head"), TileConfig.parse("128x128x12:2+multicast")
     assert not sm90.applies(long, per_head, 132)
     assert not sm90.applies(short, multicast, 132)
     assert plan_with_tile(long, "sm_90a", per_head).build.variant == "per_head"
+    grouped = problem_of("backward", heads_key=2, mask=Full())
+    query_heads = TileConfig.parse("64x128x16:3,2+query_heads")
+    assert not sm90.applies(grouped, query_heads, 132)
+    assert plan_with_tile(grouped, "sm_90a", query_heads).build.variant == "query_heads"
     assert plan_with_tile(short, "sm_90a", multicast).build.variant == "multicast"
 
 

@@ -10,5 +10,5 @@ from cutlass_py_attn.testing.grouped_cases import GROUPED
 def test_every_case_is_computed_by_query_heads() -> None:
     builds = [planner.builds(case.problem(), SM90_ARCH)[0] for case in GROUPED]
     assert {build.variant for build in builds} == {"query_heads"}
-    assert {build.mask for build in builds} == {"full", "causal", "local"}
+    assert {build.mask for build in builds} == {"causal", "local"}
     assert {build.key_stages for build in builds} == {1, 2}
