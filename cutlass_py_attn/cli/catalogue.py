@@ -15,6 +15,7 @@ from cutlass_py_attn.plan.decode import MIN_KEYS
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
+from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS, OPERANDS, SHORT_NAMES
 
@@ -24,7 +25,7 @@ FEATURE_HEAD_DIMS: Final = ("d64", "d128")
 COMMON_MASKS: Final = ("full", "causal", "causal_window64")  # one for each form of a mask in kernels
 FEATURES: Final = ("bias", "biasgrad", "biassum", "dropout0.5", "softcap30", "alibi", "sinks", "deterministic")
 # Sizes decide no machine code, except that the sm90 family has kernels for short and for long sequences.
-_LENGTH: Final = 1024
+_LENGTH: Final = LONG_LENGTH
 _SM90_LENGTHS: Final = (_LENGTH, 208, 128, MULTICAST_LENGTH)
 _SM90_DTYPES: Final = ("bf16", "f16")
 _VARIABLE_LENGTHS: Final = ("n128,100", "n128x128u100,100")

@@ -16,6 +16,7 @@ from cutlass_py_attn.plan.build import COLUMN_MULTIPLE
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
+from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem import masks, typed_json
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.serialize import from_json
@@ -29,7 +30,7 @@ KINDS = ("component-gemm", "forward", "backward")
 
 # Lengths of one head. Other lengths give the same machine code, but the sm90 family has kernels for short heads:
 # a backward that runs one block per head, and forwards with other tiles, one of them for keys of a single tile.
-LENGTHS = 1024, 208, 128
+LENGTHS = LONG_LENGTH, 208, 128
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
+from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.plan.variants import VARIANTS
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
@@ -26,7 +27,7 @@ from cutlass_py_attn.suggestions import did_you_mean
 MASKS = {"full": masks.Full(), "causal": masks.Causal(), "local": masks.Causal(window_size=1)}
 
 # Sizes and numbers that a Problem needs but that decide no machine code. A sum over an axis needs a size above 1.
-_BATCH, _HEADS, _GROUP, _LENGTH = 2, 2, 2, 1024
+_BATCH, _HEADS, _GROUP, _LENGTH = 2, 2, 2, LONG_LENGTH
 _SHORT_LENGTH = 128  # the plans of which have every tile, those for short sequences included
 _DROPOUT_P, _SOFTCAP = 0.5, 1.0
 

@@ -16,7 +16,6 @@ from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
 from cutlass_py_attn.plan.variants import PER_HEAD, TWO_CTA
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
-from cutlass_py_attn.score_terms import registry
 
 LOAD_WARPGROUPS: Final = 1
 DQ_WARPGROUPS: Final = 1  # of the backward
@@ -30,6 +29,7 @@ DROPOUT_TILES: Final = (32, 16, 8, 4)
 DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES = 16, 64  # whose bits a warp of the backward generates together
 # Registers per thread of the forward by tile_m: of the warpgroup that loads, of those that compute.
 FORWARD_REGISTERS: Final = {128: (24, 240), 192: (32, 160)}
+SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
 # Tensor map over sequences of several lengths, see sm90.py: its rows per sequence, bytes of the whole address space.
 RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64
 
@@ -80,12 +80,16 @@ def _forward_with(build: Build, query_stages: int, dropout_tiles: int) -> tuple[
     )
 
 
-def splits_window(build: Build) -> bool:
-    """Returns whether the forward of a window has loops of their own for whole key tiles and for both edges.
+def splits_key_loop(build: Build) -> bool:
+    """Returns whether the forward has a loop of its own for key tiles that every row sees completely.
 
-    Three copies of score terms or of the generator of dropout bits need more registers than there are.
+    Against the version before, which had one loop and no chains, it was slower with a window (TFLOP/s on an H200, bf16
+    d 64, window 1024: 346, before 365) and, in wide heads, with ALiBi (d 128: 545, before 584) or softcap (545, before
+    554). In heads of 64 columns these are faster with it (378, before 368; 363, before 351). So is a bias in both
+    (d 64: 251, before 243; d 128: 425, before 421).
     """
-    return {*build.features} <= {*registry.LAYOUTS, "sinks"}
+    is_wide = max(build.columns, build.columns_value) > SPLIT_WITH_TERMS_COLUMNS
+    return build.mask != "local" and not (is_wide and (build.has("alibi") or build.has("softcap")))
 
 
 def dropout_tile_bytes(build: Build) -> int:

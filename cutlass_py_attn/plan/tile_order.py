@@ -64,25 +64,22 @@ class KeyTileSpan(NamedTuple):
 
 
 def key_tile_spans(
-    band: Band, query_tile: Any, first: Any, last: Any, tile_m: int, tile_n: int, *, splits_window: bool
+    band: Band, query_tile: Any, first: Any, last: Any, tile_m: int, tile_n: int, *, splits: bool
 ) -> tuple[KeyTileSpan, ...]:
     """Returns the key tiles [first, last) of `query_tile` as spans: tiles that every row sees completely, and others.
 
     last: the last key tile, which is in no span because the forward visits it before its loops. The spans are in the
         order of the visit, and each is visited from its last tile to its first. A span may have no tile.
-    splits_window: whether the key tiles of a window are three spans; else one, which is not whole
+    splits: whether tiles that every row sees completely are a span of their own; not for a window. Else all key tiles
+        are one span that is not whole.
     """
+    if not splits:
+        return (KeyTileSpan(first, last, is_whole=False),)
     if band.form == "full":  # only the last key tile may have keys past the end
         return (KeyTileSpan(first, last, is_whole=True),)
-    if band.form == "local" and not splits_window:
-        return (KeyTileSpan(first, last, is_whole=False),)
-    whole_first, whole_end = whole_key_tiles(band, query_tile, tile_m, tile_n)
+    _, whole_end = whole_key_tiles(band, query_tile, tile_m, tile_n)
     end = smaller(larger(whole_end, first), last)
-    diagonal = KeyTileSpan(end, last, is_whole=False)
-    if band.form == "causal":
-        return diagonal, KeyTileSpan(first, end, is_whole=True)
-    start = smaller(larger(whole_first, first), end)
-    return diagonal, KeyTileSpan(start, end, is_whole=True), KeyTileSpan(first, start, is_whole=False)
+    return KeyTileSpan(end, last, is_whole=False), KeyTileSpan(first, end, is_whole=True)
 
 
 def query_tile_start(band: Band, key_tile: Any, tile_m: int, tile_n: int) -> Any:

@@ -1,10 +1,10 @@
 """Tile time: which tile of a short forward of the sm90 family is estimated to be the fastest.
 
 A short sequence fills few tiles, so that much of their work is padding, and the blocks share few work tiles. The
-estimate counts both. It is in units of (queries x keys) / (TFLOP/s) and serves to compare tiles of one problem.
+estimate, in microseconds on an H200, counts both:
 
-    work tile   tile_m * (keys of the key tiles that it visits + start) / rate
-    problem     the work tiles in turn on all blocks, but no less than the longest of them
+    work tile   start + edge, if the mask is causal, + key_tile for each key tile that it visits
+    problem     LAUNCH + the work tiles in turn on all blocks, but no less than the longest of them
 """
 
 from __future__ import annotations
@@ -17,35 +17,58 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import tile_order
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.score_terms import registry
 
-SHORT_LENGTH: Final = 2048  # queries and keys up to which tiles are compared; longer problems have the first of a table
-LEAST_GAIN: Final = 0.1  # part of the estimated time that another tile must save
+LEAST_GAIN: Final = 0.05  # part of the estimated time that another tile must save; the estimates err by as much
+LAUNCH: Final = 7.1  # microseconds of a launch beside its work tiles
+EDGE: Final = 0.42 / 128  # microseconds for each row of a work tile with a causal mask: its key tiles on the diagonal
 
 
 @dataclass(frozen=True, slots=True)
 class TileSpeed:
-    """How fast a tile is computed.
+    """How fast a tile is computed, in microseconds.
 
-    rate: TFLOP/s of its key tiles
-    start: what a work tile takes beside its key tiles, in keys: the first load, the last product, the store
+    start: of a work tile, beside its key tiles: the first load, the last product, the store
+    key_tile: of a key tile
     is_single: whether the tile is for keys of one tile alone, with neither a loop nor a rescaling
     """
 
-    rate: int
-    start: int
+    start: float
+    key_tile: float
     is_single: bool = False
 
 
-# By the widest head dim that the numbers hold for, and (tile_m, tile_n). They reproduce measurements on an H200 of bf16
-# d 64, full: b 256, h 12, s 197, and b 8, h 12, s 512. docs/performance.md has these.
-FORWARD: Final[dict[int, dict[tuple[int, int], TileSpeed]]] = {
-    64: {
-        (192, 128): TileSpeed(560, 115),
-        (128, 128): TileSpeed(365, 32),
-        (128, 208): TileSpeed(300, 0, is_single=True),
-    },
+@dataclass(frozen=True, slots=True)
+class TileSpeeds:
+    """The speeds of the tiles of some head dims, by (tile_m, tile_n), and the longest sequence that was measured."""
+
+    longest: int
+    tiles: dict[tuple[int, int], TileSpeed]
+
+
+# By the widest head dim that the numbers hold for: a least-squares fit of the measurements in docs/performance.md, of
+# bf16 on an H200. At head dim 96, key tiles of 192x96 and 128x128 are fitted to s 8192 as well.
+FORWARD: Final = {
+    64: TileSpeeds(
+        longest=2048,
+        tiles={
+            (192, 128): TileSpeed(start=1.1, key_tile=1.44),
+            (128, 128): TileSpeed(start=0.86, key_tile=1.12),
+            (128, 208): TileSpeed(start=0.86, key_tile=1.91, is_single=True),
+        },
+    ),
+    96: TileSpeeds(
+        longest=512,
+        tiles={
+            (192, 96): TileSpeed(start=1.38, key_tile=1.4),
+            (128, 128): TileSpeed(start=0.93, key_tile=1.35),
+            (128, 208): TileSpeed(start=0.93, key_tile=2.31, is_single=True),
+        },
+    ),
 }
+
+
+# Longer than what is compared: for those who ask for the tile of long sequences.
+LONG_LENGTH: Final = max(speeds.longest for speeds in FORWARD.values()) + 128
 
 
 def fastest_first(problem: Problem, tiles: Iterable[TileConfig], num_sms: int) -> list[TileConfig]:
@@ -68,7 +91,7 @@ def fastest_first(problem: Problem, tiles: Iterable[TileConfig], num_sms: int) -
 
 def is_single(tile: TileConfig) -> bool:
     """Returns whether a tile is for keys of one tile alone."""
-    found = (speeds.get((tile.tile_m, tile.tile_n)) for speeds in FORWARD.values())
+    found = (speeds.tiles.get((tile.tile_m, tile.tile_n)) for speeds in FORWARD.values())
     return any(speed is not None and speed.is_single for speed in found)
 
 
@@ -85,41 +108,34 @@ def reason(problem: Problem, tile: TileConfig, tiles: Iterable[TileConfig], num_
 
 
 def estimate(problem: Problem, tile: TileConfig, num_sms: int) -> float | None:
-    """Returns the estimated time of a short problem with a tile; None if it is not short or the speed is not known.
-
-    With variable lengths, all sequences are taken to be of the mean length, because a plan does not know their lengths.
-    """
+    """Returns the estimated microseconds of a short problem with a tile; None if the speed is not known."""
     speed = _speeds(problem).get((tile.tile_m, tile.tile_n))
-    if speed is None or problem.is_empty:
+    if speed is None:
         return None
-    queries, keys = _lengths(problem)
-    if max(queries, keys) > SHORT_LENGTH:
-        return None
-    band, shape = problem.mask.band(queries, keys), (tile.tile_m, tile.tile_n)
+    shape, (tile_m, tile_n) = problem.shape, (tile.tile_m, tile.tile_n)
+    band, is_causal = problem.mask.band(shape.num_queries, shape.num_keys), problem.mask.form == "causal"
     times = []
-    for query_tile in range(ceil_div(queries, tile.tile_m)):
-        first = tile_order.key_tile_start(band, query_tile, *shape)
-        visited = max(tile_order.key_tile_end(band, query_tile, *shape) - first, 1)
-        times.append(tile.tile_m * (visited * tile.tile_n + speed.start) / speed.rate)
-    heads = problem.shape.batch * problem.shape.num_heads
-    if problem.mask.form == "full":
-        return ceil_div(heads * len(times), num_sms) * times[0]
-    return max(heads * sum(times) / num_sms, max(times))
+    for query_tile in range(ceil_div(shape.num_queries, tile_m)):
+        first = tile_order.key_tile_start(band, query_tile, tile_m, tile_n)
+        visited = max(tile_order.key_tile_end(band, query_tile, tile_m, tile_n) - first, 1)
+        times.append(speed.start + is_causal * EDGE * tile_m + visited * speed.key_tile)
+    heads = shape.batch * shape.num_heads
+    if is_causal:  # the longest work tiles come first, so that the blocks end at about the same time
+        return LAUNCH + max(heads * sum(times) / num_sms, max(times))
+    return LAUNCH + ceil_div(heads * len(times), num_sms) * times[0]
 
 
 def _speeds(problem: Problem) -> dict[tuple[int, int], TileSpeed]:
-    """Returns the speeds of tiles for this problem; none for those with score terms, which nobody measured."""
-    widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
-    is_plain = problem.direction == "forward" and {*problem.features} <= {*registry.LAYOUTS}
-    if not is_plain or problem.dtype == "float32":
-        return {}
-    return next((speeds for most, speeds in FORWARD.items() if widest <= most), {})
+    """Returns the speeds of tiles for this problem; none for what nobody measured.
 
-
-def _lengths(problem: Problem) -> tuple[int, int]:
-    """Returns (queries, keys) of a sequence; with variable lengths the means, rounded up."""
+    That is longer sequences, windows and score terms. Variable lengths were measured, and gain nothing.
+    """
     shape = problem.shape
-    if shape.tokens is None:
-        return shape.num_queries, shape.num_keys
-    queries, keys = (ceil_div(tokens, shape.batch) for tokens in shape.tokens)
-    return min(queries, shape.num_queries), min(keys, shape.num_keys)
+    is_plain = {*problem.features} <= {"grouped"} and problem.mask.form != "local" and problem.dtype != "float32"
+    if problem.direction != "forward" or not is_plain or problem.is_empty:
+        return {}
+    widest = max(shape.head_dim, shape.head_dim_value)
+    speeds = next((speeds for most, speeds in FORWARD.items() if widest <= most), None)
+    if speeds is None or max(shape.num_queries, shape.num_keys) > speeds.longest:
+        return {}
+    return speeds.tiles

@@ -131,7 +131,12 @@ _SPLIT_D: dict[tuple[str, bool], tuple[TileConfig, ...]] = {
 # By head_dim_value. One of the warpgroups loads. tile_time.py says when a short problem has another than the first.
 _SM90_FORWARD: _Table = {
     64: (TileConfig(192, 128, 16, 2), TileConfig(128, 128, 12, 2), TileConfig(128, 208, 12, 2)),
-    96: (TileConfig(192, 96, 16, 2), TileConfig(128, 128, 12, 2), TileConfig(128, 64, 12, 2)),
+    96: (
+        TileConfig(192, 96, 16, 2),
+        TileConfig(128, 128, 12, 2),
+        TileConfig(128, 64, 12, 2),
+        TileConfig(128, 208, 12, 2),
+    ),
     128: (TileConfig(128, 128, 12, 2, variant=MULTICAST), TileConfig(128, 128, 12, 2), TileConfig(128, 64, 12, 2)),
     256: (TileConfig(128, 64, 12, 2),),
 }
@@ -141,7 +146,8 @@ _SM90_FORWARD_SCORE_MOD: _Table = {
     128: _SM90_FORWARD[128],
     256: _SM90_FORWARD[256],
 }
-_SM90_FORWARD_LOCAL: _Table = {**_SM90_FORWARD, 64: _SM90_FORWARD[64][1:2]}  # nor with two edges of a mask
+# Nor with two edges of a mask, which no tile for keys of one tile alone has either.
+_SM90_FORWARD_LOCAL: _Table = {**_SM90_FORWARD, 64: _SM90_FORWARD[64][1:2], 96: _SM90_FORWARD[96][:3]}
 _SM90_BACKWARD: _Table = {
     64: (
         TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),

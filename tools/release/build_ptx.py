@@ -25,6 +25,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
+from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.testing import decode_cases, distance_squared, suite
 from cutlass_py_attn.testing.cases import ARCH, PTX_ARCH, SM90_ARCH
@@ -49,7 +50,7 @@ def committed_plans() -> list[Plan]:
     for dtype, head_dim, mask in product(DTYPES, HEAD_DIMS, MASKS):
         plans += _both(f"{dtype}_d{head_dim}_s128_b1_h1_{mask}", ARCH)
     for dtype, head_dim, mask in product(DTYPES[:2], HEAD_DIMS, MASKS):
-        plans += _both(f"{dtype}_d{head_dim}_s1024_b1_h1_{mask}", SM90_ARCH)
+        plans += _both(f"{dtype}_d{head_dim}_s{LONG_LENGTH}_b1_h1_{mask}", SM90_ARCH)
     for head_dim, mask in product(HEAD_DIMS, MASKS):
         plans.append(_plan(f"bf16_d{head_dim}_s256_b64_h16_{mask}", "backward", SM90_ARCH))
     plans.append(_plan(f"bf16_d128_s{MULTICAST_LENGTH}_b1_h1_causal", "forward", SM90_ARCH))

@@ -38,7 +38,7 @@ from cutlass_py_attn.kernels.sm90.tile_scheduler import ClusterTileScheduler, Cu
 from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import num_stages, registers, splits_window, tma_tiles
+from cutlass_py_attn.plan.sm90_smem import num_stages, registers, splits_key_loop, tma_tiles
 from cutlass_py_attn.plan.variants import MULTICAST
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
@@ -215,9 +215,9 @@ class ForwardSm90:
             consumer.softmax.weights(row_view(r_s), consumer.scale_log2)
             self.convert_weights(consumer.r_p, r_s, dropout_bits)
             # Most key tiles are whole, and their loop has neither a mask nor a branch around one.
-            splits = splits_window(build)
+            splits = splits_key_loop(build)
             spans = tile_order.key_tile_spans(
-                work.band, work.tile, work.first, last, build.tile_m, build.tile_n, splits_window=splits
+                work.band, work.tile, work.first, last, build.tile_m, build.tile_n, splits=splits
             )
             for index in cutlass.range_constexpr(len(spans)):
                 span = spans[index]

@@ -16,7 +16,7 @@ EXPONENT_BIT = 23
 LOWEST = -127.0
 # Of f, f^2, f^3 for |f| <= 1/2. The relative error is at most 1.0e-4; rounding to bfloat16 adds up to 2e-3.
 COEFFICIENTS = (0.69328287, 0.24220985, 0.05500837)
-SHARE = 32  # one of so many columns that a thread holds uses the polynomial
+SHARE = 24  # one of so many columns that a thread holds uses the polynomial
 
 
 class Exp2EmulatedSoftmax(ChainedSoftmax):

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn.plan import tile_order
+from cutlass_py_attn.plan import planner, sm90_smem, tile_order
 from cutlass_py_attn.problem.masks import Band, Causal, CausalBottomRight, Full, Mask, Window
+from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.validation import MAX_LENGTH
 from tests.support.mask_cases import MASKS, Int32, visible
 
@@ -105,7 +106,10 @@ def test_spans_are_all_key_tiles_but_the_last_and_separate_the_complete_ones(cas
     for m in range(complete.shape[0]):
         first, end = (f(band, m, tile_m, tile_n) for f in (tile_order.key_tile_start, tile_order.key_tile_end))
         last = max(end, first + 1) - 1
-        spans = tile_order.key_tile_spans(band, m, first, last, tile_m, tile_n, splits_window=True)
+        assert tile_order.key_tile_spans(band, m, first, last, tile_m, tile_n, splits=False) == ((first, last, False),)
+        if band.form == "local":
+            continue
+        spans = tile_order.key_tile_spans(band, m, first, last, tile_m, tile_n, splits=True)
         assert [n for span in spans for n in reversed(range(span.first, span.end))] == [*reversed(range(first, last))]
         for span in spans:
             assert all(complete[m, n] == span.is_whole for n in range(span.first, span.end))
@@ -116,18 +120,36 @@ def test_spans_are_all_key_tiles_but_the_last_and_separate_the_complete_ones(cas
     [
         (Full(), [(0, 5, True)]),
         (Causal(), [(4, 5, False), (0, 4, True)]),
-        (Window(200, 0), [(4, 5, False), (3, 4, True), (0, 3, False)]),
-        (Window(100, 0), [(4, 5, False), (4, 4, True), (2, 4, False)]),
     ],
 )
 def test_spans_of_a_tile(mask: Mask, spans: list[tuple[int, int, bool]]) -> None:
     """Queries 256 to 383 and key tiles of 64. Query 383 sees no key behind its own, which is in key tile 5."""
     band = mask.band(1024, 1024)
     first = tile_order.key_tile_start(band, 2, 128, 64)
-    found = tile_order.key_tile_spans(band, 2, first, 5, 128, 64, splits_window=True)
+    found = tile_order.key_tile_spans(band, 2, first, 5, 128, 64, splits=True)
     assert [*map(tuple, found)] == spans
-    found = tile_order.key_tile_spans(band, 2, first, 5, 128, 64, splits_window=False)
-    assert [*map(tuple, found)] == ([(first, 5, False)] if band.form == "local" else spans)
+
+
+@pytest.mark.parametrize(
+    ("spec", "splits"),
+    [
+        ("bf16_d64_s1024_b1_h2_full", True),
+        ("bf16_d64_s1024_b1_h2_causal_window64", False),
+        ("f16_d128_s1024_b1_h2_causal_window64", False),
+        ("bf16_d64_s1024_b1_h2_causal_alibi", True),
+        ("bf16_d64_s1024_b1_h2_full_softcap30", True),
+        ("bf16_d96_s1024_b1_h2_causal_softcap30", False),
+        ("bf16_d128_s1024_b1_h2_full_alibi", False),
+        ("bf16_d128v64_s1024_b1_h2_full_alibi", False),
+        ("bf16_d128_s1024_b1_h2_full_bias", True),
+        ("bf16_d128_s1024_b1_h2_full_sinks", True),
+        ("bf16_d128_s1024_b1_h2_causal_dropout0.5", True),
+    ],
+)
+def test_windows_and_some_score_terms_of_wide_heads_keep_one_loop(spec: str, splits: bool) -> None:
+    build = planner.plan(parse(spec).problem("forward"), "sm_90a", 132).build
+    assert build.family == "sm90"
+    assert sm90_smem.splits_key_loop(build) is splits
 
 
 @LAW
