@@ -146,8 +146,7 @@ _SM90_FORWARD_SCORE_MOD: _Table = {
     128: _SM90_FORWARD[128],
     256: _SM90_FORWARD[256],
 }
-# Nor with two edges of a mask, which no tile for keys of one tile alone has either.
-_SM90_FORWARD_LOCAL: _Table = {**_SM90_FORWARD, 64: _SM90_FORWARD[64][1:2], 96: _SM90_FORWARD[96][:3]}
+_SM90_FORWARD_LOCAL: _Table = {**_SM90_FORWARD, 64: _SM90_FORWARD[64][1:2]}  # nor with two edges of a mask
 _SM90_BACKWARD: _Table = {
     64: (
         TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
