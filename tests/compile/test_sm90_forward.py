@@ -208,14 +208,14 @@ def test_machine_code_of_clusters() -> None:
 
 def test_tensor_maps_follow_strides() -> None:
     """The key is stored by heads; the stride of a single batch does not matter; 96 columns are strips of 32."""
-    shape = Shape(1, 200, 300, 4, 96, 96)
-    key = Tensor((1, 300, 4, 96), (7, 96, 300 * 96, 1), "float16")
+    shape = Shape(1, 600, 700, 4, 96, 96)
+    key = Tensor((1, 700, 4, 96), (7, 96, 700 * 96, 1), "float16")
     problem = Problem.dense("forward", shape, "float16", Full()).replace(key=key)
     (launch,) = planner.plan(problem, "sm_90a").launches
     assert launch.tensor_maps == (
-        TensorMap("query", (96, 200, 4, 1), (384, 96, 96), (32, 192, 1, 1), 64),
-        TensorMap("key", (96, 300, 4, 1), (96, 28800, 96), (32, 96, 1, 1), 64),
-        TensorMap("value", (96, 300, 4, 1), (384, 96, 96), (32, 96, 1, 1), 64),
+        TensorMap("query", (96, 600, 4, 1), (384, 96, 96), (32, 192, 1, 1), 64),
+        TensorMap("key", (96, 700, 4, 1), (96, 67200, 96), (32, 96, 1, 1), 64),
+        TensorMap("value", (96, 700, 4, 1), (384, 96, 96), (32, 96, 1, 1), 64),
     )
 
 
@@ -223,7 +223,8 @@ BIAS = Tensor.contiguous((1, 4, 200, 304), "bfloat16")
 CODE = [
     (forward(64, 64), 128),
     (forward(mask=Causal()), 128),
-    (forward(96, 96), 96),
+    (forward(96, 96), 128),
+    (Problem.dense("forward", Shape(2, 600, 700, 4, 96, 96), "bfloat16", Full()), 96),
     (forward(256, 256), 64),
     (forward(mask=Causal(50)), 128),
     (forward(mask=Causal()).replace(dropout_p=0.1), 128),
@@ -245,7 +246,7 @@ def test_machine_code(problem: Problem, tile_n: int) -> None:
     rows = build.tile_m // 64 // (build.warps // 4 - 1)
     # Each GEMM is issued in each loop over key tiles and either before or after the loops. If two query tiles fit, S of
     # the next work tile is issued after the loops as well.
-    loops = {"full": 1, "causal": 2, "local": 3}[build.mask]
+    loops = 2 if build.mask == "causal" and sm90_smem.splits_key_loop(build) else 1
     times = loops + sm90_smem.num_stages(build)["query"]
     scores, values = times * rows * build.columns // 16, (loops + 1) * rows * build.tile_n // 16
     expected = [str(build.tile_n)] * scores + [str(build.columns_value)] * values
