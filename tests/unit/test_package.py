@@ -40,9 +40,8 @@ def test_a_remedy_names_no_package_of_this_project() -> None:
     assert extras.remedy("compile") == "pip install nvidia-cutlass-dsl==4.8.1"
     assert extras.remedy("cli") == "pip install 'click>=8.2' 'rich>=14' 'jinja2>=3.1'"
     sources = [*(ROOT / "cutlass_py_attn").rglob("*.py")]
-    # compilation/compiler.py is a part of every kernel's cache key and of the recorded runs.
     naming = [path.name for path in sources if re.search(r"pip install [\"']?cutlass-py-attn", path.read_text())]
-    assert naming == ["compiler.py"]
+    assert not naming
 
 
 def test_types_of_the_public_functions_are_public() -> None:

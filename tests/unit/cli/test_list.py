@@ -137,7 +137,7 @@ def test_every_command_takes_the_problem(name: str, tmp_path: Path, monkeypatch:
     rows = json.loads(invoke("run", *options, "--json").output)
     assert symbol in {row["kernel"] for row in rows["kernels"]}
     measured: list[str] = []
-    monkeypatch.setattr(harness.driver, "device", lambda ordinal: None)
+    monkeypatch.setattr(harness.driver, "device", lambda ordinal: GPU)
     monkeypatch.setattr(harness, "measure", lambda spec, *_, **__: measured.append(spec.name) or ())
     assert invoke("bench", "--case", name).exit_code == 0
     assert measured == [parse(name).name]
@@ -197,8 +197,10 @@ def test_few_queries_are_a_forward_and_a_direction_overrides_that() -> None:
 def test_run_checks_and_times_a_problem(
     factor: float, monkeypatch: pytest.MonkeyPatch, no_compiler: None, driver_log: Any
 ) -> None:
-    def launch(case: Any, expected: Any, kernels: Any) -> dict[str, Any]:
-        return {name: (truth * factor).astype(expected.low[name].dtype) for name, truth in expected.truth.items()}
+    def launch(case: Any, expected: Any, kernels: Any) -> guarded_check.Launched:
+        truth = expected.truth.items()
+        found = {name: (value * factor).astype(expected.low[name].dtype) for name, value in truth}
+        return guarded_check.Launched(found, planner.plan(case.problem(), "sm_80").build)
 
     monkeypatch.setattr(guarded_check, "launch", launch)
     monkeypatch.setattr(run_gpu, "CHECKED_LENGTH", 24)
