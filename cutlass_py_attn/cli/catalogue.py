@@ -16,6 +16,7 @@ from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
+from cutlass_py_attn.plan.variants import QUERY_HEADS
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS, OPERANDS, SHORT_NAMES
 
@@ -29,7 +30,7 @@ _LENGTH: Final = LONG_LENGTH
 _SM90_LENGTHS: Final = (_LENGTH, 208, 128, MULTICAST_LENGTH)
 _SM90_DTYPES: Final = ("bf16", "f16")
 _VARIABLE_LENGTHS: Final = ("n128,100", "n128x128u100,100")
-_GROUPED_HEADS: Final = "h4k2"
+_GROUPED_HEADS: Final = ("b1_h4k2", "b64_h4k2")  # few and many key tiles, for which sm90 backwards have two kernels
 _FORMS: Final = {"full": "no mask", "causal": "causal", "local": "window"}
 _WORDS: Final = {"varlen": "variable length", "seqused": "seqused_k", "grouped": "grouped heads", "alibi": "ALiBi"}
 _OF_BACKWARD: Final = ("biasgrad", "biassum", "deterministic")
@@ -65,7 +66,9 @@ def serves(build: Build) -> str:
         words.append("deterministic")
     if build.family == "decode":
         words.append(f"up to {MAX_QUERIES} queries of {MIN_KEYS} keys or more")
-    if build.body.lengths != "any":
+    if build.variant == QUERY_HEADS:
+        words.append("few key tiles")
+    elif build.body.lengths != "any":
         words.append(f"{build.body.lengths} sequences")
     return ", ".join(words)
 
@@ -85,7 +88,8 @@ def _specs(direction: str, is_sm90: bool) -> Iterator[ProblemSpec]:
         for feature in FEATURES:
             if direction == "backward" or feature not in _OF_BACKWARD:
                 yield parse(f"{dtype}_{dims}_s{_LENGTH}_b2_h2_{mask}_{feature}")
-        yield parse(f"{dtype}_{dims}_s{_LENGTH}_b1_{_GROUPED_HEADS}_{mask}")
+        for heads in _GROUPED_HEADS:
+            yield parse(f"{dtype}_{dims}_s{_LENGTH}_{heads}_{mask}")
         for variable in _VARIABLE_LENGTHS:
             yield parse(f"{dtype}_{dims}_{variable}_h1_{mask}")
     if direction == "forward" and not is_sm90:

@@ -95,6 +95,16 @@ def test_patterns_choose_symbols_and_descriptions() -> None:
     assert table[2].startswith("1 kernel. These serve common problems.")
 
 
+def test_both_backwards_of_grouped_heads_are_listed() -> None:
+    found = {row["symbol"]: row["serves"] for row in listed("bwd_sm90_bf16_d128_causal_grouped*")}
+    assert found == {
+        "bwd_sm90_bf16_d128_causal_grouped_64x128": "backward, bfloat16, head dim 128, causal, grouped heads",
+        "bwd_sm90_bf16_d128_causal_grouped_query_heads_64x128": (
+            "backward, bfloat16, head dim 128, causal, grouped heads, few key tiles"
+        ),
+    }
+
+
 def test_what_a_kernel_serves() -> None:
     texts = {
         "bf16_d192v128_s1024_b1_h4k2_full_biasgrad_deterministic": (
