@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from cutlass_py_attn.errors import DriverError
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
@@ -123,6 +124,19 @@ def test_other_bits_end_the_run(driver_log: FakeDriver) -> None:
     assert not outcome.has_passed
     assert outcome.ended_by == "a failure"
     assert outcome.progress.failures[0] == "job: AssertionError: output: other bits than the first call"
+    assert outcome.seconds < 20
+
+
+def test_a_driver_that_fails_at_a_sample_ends_the_run_with_a_record(driver_log: FakeDriver) -> None:
+    def broken(start: float, calls: int) -> Sample:
+        raise DriverError("cuMemGetInfo(): CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    driver.device(0)
+    outcome = soak.soak([FakeJob()], 30, 2, interval=0.005, sample=broken)
+    assert outcome.ended_by == "a failure"
+    (failure,) = outcome.progress.failures
+    assert failure == "sample of the memory: DriverError: cuMemGetInfo(): CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert not outcome.has_passed
     assert outcome.seconds < 20
 
 

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.bench.harness import commit
+from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver
@@ -244,6 +245,11 @@ class Progress:
         with self.lock:
             return sum(self.calls.values())
 
+    def fail(self, text: str) -> None:
+        """Adds a failure."""
+        with self.lock:
+            self.failures.append(text)
+
     def compare(self, job: Job, found: Results) -> None:
         """Counts a call; AssertionError if a result is wrong."""
         with self.lock:
@@ -282,8 +288,7 @@ def work(draw: Draw, progress: Progress, stop: threading.Event, seed: int) -> No
                 if is_fresh:
                     draw.add(job)
     except Exception as error:  # of any kind: the record names it, and the run ends
-        with progress.lock:
-            progress.failures.append(f"{job.name if job else 'no job'}: {type(error).__name__}: {error}")
+        progress.fail(f"{job.name if job else 'no job'}: {type(error).__name__}: {error}")
         stop.set()
 
 
@@ -369,7 +374,11 @@ def soak(
             worker.start()
         while not stop.is_set() and (left := start + seconds - time.monotonic()) > 0:
             stop.wait(min(interval, left))
-            samples.append(sample(start, progress.total))
+            try:
+                samples.append(sample(start, progress.total))
+            except AttentionError as error:  # a kernel's fault fails every call to the driver, this one too
+                progress.fail(f"sample of the memory: {type(error).__name__}: {error}")
+                break
         stop.set()
         for worker in workers:
             worker.join()
@@ -383,7 +392,7 @@ def main() -> int:
     """Runs and writes the record; exit code 0 if every result was right and memory was steady."""
     parser = argparse.ArgumentParser(prog="soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--seconds", type=float, default=1800, help="how long to run, after the references are computed"
+        "--seconds", type=float, default=1800, help="how long to run; the threads compute the references in this time"
     )
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
