@@ -154,6 +154,22 @@ def test_kernel_faults_cover_both_families_and_directions() -> None:
     assert len({fault.folder for fault in kernel_faults.FAULTS}) == len(builds) >= 16
 
 
+def test_only_chooses_the_faults_that_are_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launched: list[str] = []
+
+    def run(folder: Path, fault: kernel_faults.Fault) -> dict[str, bool]:
+        launched.append(fault.name)
+        return {"is_caught": True}
+
+    monkeypatch.setattr(kernel_faults, "_run", run)
+    assert kernel_faults.main(["--kernels", str(tmp_path), "--only", "causal diagonal"]) == 0
+    assert launched == ["causal diagonal + 1", "causal diagonal - 1"]
+    for wrong in (["--only", "no such fault"], ["--only", "sign", "--record", str(tmp_path / "record.json")]):
+        with pytest.raises(SystemExit):
+            kernel_faults.main(["--kernels", str(tmp_path), *wrong])
+    assert len(launched) == 2
+
+
 def test_the_record_of_kernel_faults_is_sound() -> None:
     """The record is of the commit that it names; a fault that is new since then is not in it."""
     record = tables.read(ROOT, tables.KERNEL_FAULTS)

@@ -302,9 +302,9 @@ def compile_into(folder: Path, name: str) -> None:
     Folder(folder).put(dataclasses.replace(compile_now(fault.build), ptx=""))
 
 
-def run_all(folder: Path) -> list[Json]:
+def run_all(folder: Path, chosen: Sequence[Fault]) -> list[Json]:
     """Launches every fault's kernel and the unchanged one; returns a row for each fault."""
-    return [_run(folder, fault) for fault in FAULTS]
+    return [_run(folder, fault) for fault in chosen]
 
 
 def _run(folder: Path, fault: Fault) -> Json:
@@ -323,7 +323,7 @@ def _run(folder: Path, fault: Fault) -> Json:
 def ratios_of(fault: Fault, expected: guarded_check.Expected, kernels: Folder) -> Json:
     """Returns error / allowed by result, infinity as a text, or a fault of the launch as {"launch": ...}.
 
-    A fault is a write outside of the results, or an error of the driver. Stale: the folder has not the kernel.
+    A fault is a write outside of the results, or an error of the driver. Stale: the folder does not have the kernel.
     """
 
     artifact = kernels(fault.build)
@@ -346,27 +346,32 @@ def passes(ratios: Json) -> bool:
     return all(not isinstance(ratio, str) and ratio <= 1 for ratio in ratios.values())
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Builds or runs; exit code 1 if a fault is not caught."""
     parser = argparse.ArgumentParser(
         prog="kernel_faults", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="compile the kernels into this folder")
     parser.add_argument("--processes", type=int, default=2, help="compilers at the same time")
-    parser.add_argument("--only", default="", metavar="TEXT", help="build faults whose name contains TEXT")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only faults whose name contains TEXT")
     parser.add_argument("--compile", metavar="FAULT", help=argparse.SUPPRESS)
     parser.add_argument("--kernels", type=Path, metavar="FOLDER", help="launch the kernels of this folder")
     parser.add_argument("--record", type=Path, help="write the results to this file")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.compile:
         compile_into(given.build, given.compile)
         return 0
+    chosen = [each for each in FAULTS if given.only in each.name]
+    if not chosen:
+        parser.error(f"--only {given.only}: must be part of the name of a fault")
     if given.build:
-        build_all(given.build.resolve(), [each for each in FAULTS if given.only in each.name], given.processes)
+        build_all(given.build.resolve(), chosen, given.processes)
         return 0
     if not given.kernels:
         parser.error("--build or --kernels is needed")
-    rows = run_all(given.kernels)
+    if given.record and given.only:
+        parser.error(f"--only {given.only}: must be absent with --record, which has every fault")
+    rows = run_all(given.kernels, chosen)
     caught = sum(row["is_caught"] for row in rows)
     print(f"{caught} of {len(rows)} faults caught")
     if given.record:
