@@ -127,10 +127,27 @@ class Arguments:
             given = getattr(self, name)
             if given is not None and ((rank := _rank(given)) is None or rank > 4):
                 yield f"{name} = {shown(given)}: must be an array of at most 4 axes, or None; reshape it"
+        yield from self._wrong_broadcasts()
         if _rank(self.mask) is not None and jnp.asarray(self.mask).dtype != bool:
             yield f"mask = {shown(self.mask)}: must be bool, True where a key is visible; pass an additive mask as bias"
         if not isinstance(self.is_causal, bool):
             yield f"is_causal = {shown(self.is_causal)}: must be True or False; pass one of them"
+
+    def _wrong_broadcasts(self) -> Iterator[str]:
+        if any(_rank(array) not in (3, 4) for array in (self.query, self.key)):
+            return
+        (batch, rows, heads, _), (_, keys, _, _) = (_four_axes(array).shape for array in (self.query, self.key))
+        scores = batch, heads, rows, keys
+        for name in ("bias", "mask"):
+            rank = _rank(given := getattr(self, name))
+            if rank is None or rank > 4:
+                continue
+            shape = _four_axes(given).shape
+            if any(size not in (1, whole) for size, whole in zip(shape, scores, strict=True)):
+                yield (
+                    f"{name} has shape {jnp.shape(given)}: must broadcast to {scores}, (batch, num_heads, num_queries, "
+                    "num_keys); reshape it"
+                )
 
     def _wrong_lengths(self) -> Iterator[str]:
         rank = _rank(self.query)

@@ -134,6 +134,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"bias": "x"}, "bias = 'x' (str): must be an array of at most 4 axes"),
     "bias of five axes": ({"bias": jnp.ones((1,) * 5)}, "must be an array of at most 4 axes"),
     "bias of another shape": ({"bias": jnp.ones((1, 1, T, S + 1))}, "bias has shape"),
+    "mask of another shape": (
+        {"mask": jnp.ones((1, 1, T, S + 1), bool)},
+        "mask has shape (1, 1, 9, 13): must broadcast",
+    ),
+    "mask of another shape with lengths": (
+        {"mask": jnp.ones((S + 1,), bool), "key_value_seq_lengths": KEYS},
+        "mask has shape (13,): must broadcast to (2, ",
+    ),
+    "mask and bias of other shapes": (
+        {"mask": jnp.ones((1, 1, T, S), bool), "bias": jnp.ones((1, 1, T, S + 1))},
+        "bias has shape (1, 1, 9, 13): must broadcast",
+    ),
     "mask of numbers": (
         {"mask": jnp.ones((1, 1, T, S))},
         "must be bool, True where a key is visible; pass an additive",
