@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
+from cutlass_py_attn.problem.tensors import OPERANDS
 
 DISTRIBUTION: Final = "flash-attn-4"
 INTERFACE: Final = "flash_attn.cute.interface"
@@ -86,7 +87,7 @@ def takes(case: ProblemSpec) -> bool:
 def prepare(torch: Any, case: ProblemSpec, given: Mapping[str, Any]) -> Flash4Call:
     """Returns the call of a case. given: torch tensors by name, cu_seqlens with the bits of int32."""
     interface: Any = importlib.import_module(INTERFACE)
-    tensors = [given[name].squeeze(0) if case.sequences else given[name] for name in (*_OPERANDS, "grad_output")]
+    tensors = [given[name].squeeze(0) if case.sequences else given[name] for name in (*OPERANDS, "grad_output")]
     return Flash4Call(
         interface,
         (tensors[0], tensors[1], tensors[2]),
@@ -95,9 +96,6 @@ def prepare(torch: Any, case: ProblemSpec, given: Mapping[str, Any]) -> Flash4Ca
         given.get("sinks") if case.sinks else None,
         case.deterministic,
     )
-
-
-_OPERANDS: Final = ("query", "key", "value")
 
 
 def _options(case: ProblemSpec) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from cutlass_py_attn.bench import harness as engine
 from cutlass_py_attn.cli.outputs import OutputFile, writing
 from cutlass_py_attn.problem import spec
 
-# \b on a line of its own keeps click from wrapping the paragraph.
 _RECORD = click.Path(exists=True, dir_okay=False, path_type=Path)
 _OF_A_RUN = ("folder", "output", "samples", "sustained")  # parameters that only a measurement has
+# \b on a line of its own keeps click from wrapping the paragraph.
 _WORDS = "A case is named by these words, joined by _ in any order:\n\n\b\n" + spec.GRAMMAR.partition("\n\n")[2]
 
 
@@ -52,9 +52,9 @@ def bench(
 ) -> None:
     """Measure forward and backward by CUDA graph replays: TFLOP/s of the median, ours and peers'.
 
-    Without --case the published set runs, in about four minutes. Peers are torch's attention kernels and
-    FlashAttention-4 (the package flash-attn-4); they read the same memory, and are skipped if they are not installed.
-    A peer that refuses a case has no numbers there. If a case fails, the others still run, and the exit code is 1.
+    Without --case the published set runs. Peers are torch's attention kernels and FlashAttention-4 (the package
+    flash-attn-4); they read the same memory, and are skipped if they are not installed. A peer that refuses a case has
+    no numbers there. If a case fails, the others still run, and the exit code is 1.
 
     To compare two files: --rows NEW --compare OLD.
     """

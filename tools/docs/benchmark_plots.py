@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from matplotlib.figure import Figure
 
+from cutlass_py_attn.integers import ceil_div
 from tools.docs.figures import GRAY, svg
 from tools.release import record
 
@@ -125,7 +126,7 @@ def _draw_overview(figure: Figure, panels: Sequence[Bars], title: str) -> None:
 
 def _columns(names: Collection[str]) -> int:
     """Columns of a legend: one line if it fits in a figure's width."""
-    return len(names) if len(names) <= LEGEND_COLUMNS else -(-len(names) // 2)
+    return len(names) if len(names) <= LEGEND_COLUMNS else ceil_div(len(names), 2)
 
 
 def _legend(figure: Figure, title: str, **options: Any) -> None:
