@@ -18,7 +18,7 @@ from cutlass_py_attn.plan import tile_order
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.problem import Problem
 
-LEAST_GAIN: Final = 0.05  # part of the estimated time that another tile must save; the estimates err by as much
+LEAST_GAIN: Final = 0.05  # part of the estimated time that another tile must save, because the estimates are not exact
 LAUNCH: Final = 7.1  # microseconds of a launch beside its work tiles
 EDGE: Final = 0.42 / 128  # microseconds for each row of a work tile with a causal mask: its key tiles on the diagonal
 
