@@ -90,6 +90,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path, text: str, reason: 
 @pytest.mark.parametrize(("change", "reason"), [
     ({"ours_tflops": None}, "ours_tflops = None: must be a number"),
     ({"unknown": 1}, "fields unknown are missing or unknown"),
+    ({"case": []}, r"case = \[\]: must be a string"),
 ])  # fmt: skip
 def test_a_row_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     path = tmp_path / "rows.json"
