@@ -84,9 +84,13 @@ def fastest_first(problem: Problem, tiles: Iterable[TileConfig], num_sms: int) -
     if not usable or usable[0] not in known:
         return usable
     best = min(known, key=known.__getitem__)
-    if known[best] > (1 - LEAST_GAIN) * known[usable[0]]:
+    if not _saves_enough(known[best], known[usable[0]]):
         return usable
     return [best, *(tile for tile in usable if tile != best)]
+
+
+def _saves_enough(chosen: float, usual: float) -> bool:
+    return chosen <= (1 - LEAST_GAIN) * usual
 
 
 def is_single(tile: TileConfig) -> bool:
@@ -96,10 +100,10 @@ def is_single(tile: TileConfig) -> bool:
 
 
 def reason(problem: Problem, tile: TileConfig, tiles: Iterable[TileConfig], num_sms: int) -> str:
-    """Returns why this tile was chosen in place of the first of its table; "" for the first one."""
+    """Returns why this tile comes before the first of its table; "" if the estimate does not put it there."""
     first, *_ = tiles
     chosen, usual = (estimate(problem, it, num_sms) for it in (tile, first))
-    if tile == first or chosen is None or usual is None:
+    if chosen is None or usual is None or not _saves_enough(chosen, usual):
         return ""
     return (
         f"; tile {tile.tile_m}x{tile.tile_n} because the estimated time of these short sequences is "

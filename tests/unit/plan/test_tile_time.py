@@ -158,6 +158,14 @@ def test_explain_says_why() -> None:
     assert "estimated" not in usual.explain()
 
 
+def test_explain_gives_no_reason_for_a_tile_that_saves_too_little() -> None:
+    """The plans after the first are for kernels that spill; the estimate did not choose them."""
+    problem = parse("bf16_d64_s512_b64_h32_full").problem("forward")
+    tried = [plan for plan in planner.plans(problem, "sm_90a", SMS) if plan.build.family == "sm90"]
+    assert [plan.build.tile_m for plan in tried] == [192, 128]
+    assert all("estimated" not in plan.explain() for plan in tried)
+
+
 def test_an_empty_problem_has_no_estimate() -> None:
     problem = parse("bf16_d64_q0_s197_b1_h1_full").problem("forward")
     assert tile_time.estimate(problem, TileConfig(128, 128, 12, 2), SMS) is None
