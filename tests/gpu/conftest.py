@@ -39,9 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declares the marks. Makes JAX allocate what it uses in place of three quarters of the GPU; workers inherit it."""
-    config.addinivalue_line("markers", "device_memory(gib): GiB of the GPU's memory that the test uses; None for all")
-    config.addinivalue_line("markers", "expected_seconds(seconds): of a long test, which starts early")
+    """Makes JAX allocate what it uses in place of three quarters of the GPU; workers inherit it."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if getattr(config.option, "numprocesses", None) and config.option.maxschedchunk is None:
         config.option.maxschedchunk = CHUNK
