@@ -211,7 +211,8 @@ def _device(ordinal: int | None) -> driver.Device:
     try:
         return driver.device(driver.current_ordinal() if ordinal is None else ordinal)
     except NoDevice as error:
-        raise NoDevice(f'{error}; backend="reference" computes on the CPU in NumPy float64') from error
+        error.args = (f'{error}; backend="reference" computes on the CPU in NumPy float64',)  # its kind stays
+        raise
 
 
 class PreparedCall:

@@ -287,8 +287,19 @@ def bind_problem(problem: Problem, kernels: Callable[[Build], Artifact], device:
 
 def _load_kernel(artifact: Artifact, launch: Launch, gpu: driver.Device) -> int:
     """Loads the kernel of this launch, checks its parameters and returns its CUfunction handle."""
-    purpose = f"the kernels of {artifact.build.symbol}"
-    handle = driver.get_kernel(_library(artifact, gpu, purpose), launch.symbol, purpose)
+    try:
+        return _load_from(_library(artifact, gpu), artifact, launch, gpu)
+    except DriverError:
+        # Launches of a kernel whose code found no memory fail later too. The next call loads the cubin anew.
+        with _libraries_lock:
+            _libraries.pop((gpu.ordinal, artifact.cubin), None)
+        raise
+
+
+def _load_from(library: int, artifact: Artifact, launch: Launch, gpu: driver.Device) -> int:
+    """Does `_load_kernel` with the library of the artifact's cubin."""
+    purpose = _purpose(artifact)
+    handle = driver.get_kernel(library, launch.symbol, purpose)
     expected = _parameter_sizes(artifact, launch)  # equal to the plan's sizes: `bind` has checked that
     found = driver.parameter_sizes(handle, len(expected))
     if found != expected:
@@ -303,12 +314,17 @@ def _load_kernel(artifact: Artifact, launch: Launch, gpu: driver.Device) -> int:
     return driver.load_function(handle, purpose)
 
 
-def _library(artifact: Artifact, gpu: driver.Device, purpose: str) -> int:
+def _purpose(artifact: Artifact) -> str:
+    """Returns what error messages call the code of an artifact."""
+    return f"the kernels of {artifact.build.symbol}"
+
+
+def _library(artifact: Artifact, gpu: driver.Device) -> int:
     """Returns the library of the artifact's cubin, which is loaded once per device."""
     key = (gpu.ordinal, artifact.cubin)
     with _libraries_lock:
         if key not in _libraries:
-            _libraries[key] = driver.load_library(artifact.cubin, purpose)
+            _libraries[key] = driver.load_library(artifact.cubin, _purpose(artifact))
         return _libraries[key]
 
 

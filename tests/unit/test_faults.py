@@ -195,6 +195,16 @@ def test_no_memory_for_kernels(driver_log: FakeDriver) -> None:
     assert len(driver_log.of("cuLaunchKernelEx")) == 1
 
 
+def test_a_cubin_whose_code_found_no_memory_is_loaded_anew(driver_log: FakeDriver) -> None:
+    given = operands()
+    driver_log.fail("cuKernelGetFunction", 2)
+    with untouched(driver_log, given), pytest.raises(driver.DriverError, match=r"for the kernels of .*OUT_OF_MEMORY"):
+        attention_forward(*given, kernels=fakes.artifact)
+    driver_log.clear()
+    attention_forward(*given, kernels=fakes.artifact)
+    assert len(driver_log.of("cuLibraryLoadData")) == 1
+
+
 # Context, GPU, driver
 
 

@@ -34,8 +34,9 @@ def skip_without(library: str) -> None:
 def skip_of_numba(error: Exception) -> str:
     """Returns why an error of Numba's own code is no failure: NumPy removed what Numba calls. Empty if it is one."""
     newer = tuple(map(int, np.__version__.split(".")[:2])) >= REMOVED_IN
-    last = traceback.extract_tb(error.__traceback__)[-1].filename
-    if not newer or not {"numba", "numba_cuda"} & set(Path(last).parts):
+    files = [Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
+    callers = [parts for parts in files if "numpy" not in parts]  # of the function that NumPy does not have
+    if not newer or not {"numba", "numba_cuda"} & set(callers[-1]):
         return ""
     text = str(error).strip().splitlines()
     reason = text[-1] if text else type(error).__name__
