@@ -325,7 +325,7 @@ def load_function(kernel: int, purpose: str = "") -> int:
     return int(call("cuKernelGetFunction", kernel, purpose=purpose))
 
 
-def parameter_sizes(kernel: int, count: int) -> tuple[int, ...]:
+def parameter_sizes(kernel: int, count: int, purpose: str = "") -> tuple[int, ...]:
     """Returns the sizes (bytes) of the first `count` parameters, or of all if the kernel has fewer.
 
     The driver read the sizes from the cubin.
@@ -338,12 +338,12 @@ def parameter_sizes(kernel: int, count: int) -> tuple[int, ...]:
         if int(code) == int(cuda.CUresult.CUDA_ERROR_INVALID_VALUE):
             break
         if int(code):
-            raise failure("cuKernelGetParamInfo", arguments, int(code), "")
+            raise failure("cuKernelGetParamInfo", arguments, int(code), purpose)
         sizes.append(int(results[1]))
     return tuple(sizes)
 
 
-def allow_shared_memory(kernel: int, gpu: Device, dynamic_bytes: int, static_bytes: int) -> None:
+def allow_shared_memory(kernel: int, gpu: Device, dynamic_bytes: int, static_bytes: int, purpose: str = "") -> None:
     """Raises the kernel's limit of dynamic shared memory per block; raises DoesNotFit when the GPU has less."""
     limit = gpu.shared_memory_per_block
     if dynamic_bytes + static_bytes > limit:
@@ -352,7 +352,7 @@ def allow_shared_memory(kernel: int, gpu: Device, dynamic_bytes: int, static_byt
             "plan for its architecture"
         )
     kind = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    call("cuKernelSetAttribute", kind, dynamic_bytes, kernel, gpu.handle)
+    call("cuKernelSetAttribute", kind, dynamic_bytes, kernel, gpu.handle, purpose=purpose)
 
 
 def allocate(size: int, stream: int, purpose: str) -> int:

@@ -301,7 +301,7 @@ def _load_from(library: int, artifact: Artifact, launch: Launch, gpu: driver.Dev
     purpose = _purpose(artifact)
     handle = driver.get_kernel(library, launch.symbol, purpose)
     expected = _parameter_sizes(artifact, launch)  # equal to the plan's sizes: `bind` has checked that
-    found = driver.parameter_sizes(handle, len(expected))
+    found = driver.parameter_sizes(handle, len(expected), purpose)
     if found != expected:
         raise Stale(
             f"{launch.symbol}: the driver reads parameters of {found} bytes, the plan has {expected}; "
@@ -310,7 +310,7 @@ def _load_from(library: int, artifact: Artifact, launch: Launch, gpu: driver.Dev
     # The driver's reserved shared memory does not count towards the limit.
     reserved = architecture(artifact.build.arch).reserved_shared_memory
     static_bytes = max(artifact.kernel(launch.symbol).static_shared_memory_bytes - reserved, 0)
-    driver.allow_shared_memory(handle, gpu, launch.shared_memory_bytes, static_bytes)
+    driver.allow_shared_memory(handle, gpu, launch.shared_memory_bytes, static_bytes, purpose)
     return driver.load_function(handle, purpose)
 
 

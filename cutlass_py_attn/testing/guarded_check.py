@@ -26,7 +26,7 @@ TIMES_LOW: Final = 4.0  # factor of the reference's error in the dtype: in small
 FLOOR: Final = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-5}  # share of the truth's root mean square
 ONE_KEY: Final = ("needle", "one_key")  # inputs with which one or two keys get all of a row's weight
 LARGEST: Final = 3.0  # factor of a single element over the norm's share
-SINGLE_KEY: Final = 4.0  # with one visible key dP - delta is nothing but rounding, of whole rows' sums
+SINGLE_KEY: Final = 4.0  # with one visible key, or equal ones, dP - delta is nothing but rounding, of whole rows' sums
 LOGSUMEXP: Final = 2e-4
 # Share of the truth that a float32 result may be off where no rounding but that of the result itself takes place. It
 # shows a keep_scale of 1 in place of 1 / (1 - 1e-6), an error of 1e-6.
@@ -179,8 +179,9 @@ def is_exact(case: Case, name: str) -> bool:
 
 
 def _score_size(case: Case, expected: Expected) -> float:
-    """Returns the root mean square of the scores of independent queries and keys, at most the softcap."""
-    size = _size(expected, "query") * _size(expected, "key") * np.sqrt(case.spec.head_dim)
+    """Returns the root mean square of the scores, at most the softcap. A needle's query is a sum of keys."""
+    terms = case.spec.head_dim if case.inputs in ONE_KEY else np.sqrt(case.spec.head_dim)
+    size = _size(expected, "query") * _size(expected, "key") * terms
     return float(min(size * abs(case.problem().scale_value), case.spec.softcap or np.inf))
 
 
@@ -213,7 +214,7 @@ def _cancelling_terms(case: Case, name: str) -> float:
     factor = 1.0 if name == "grad_bias" else abs(problem.scale_value)
     if spec.dropout_p < 1:
         factor /= 1 - spec.dropout_p
-    if spec.num_keys == 1 or case.inputs in ONE_KEY or _sees_few_keys(case):
+    if case.inputs in (*ONE_KEY, "equal_keys") or _sees_few_keys(case):
         factor *= SINGLE_KEY * np.sqrt(rows)
     if name == "grad_bias" and spec.bias[3] == "1":
         factor *= SINGLE_KEY  # the gradient of a row's scores sums to zero
@@ -221,8 +222,11 @@ def _cancelling_terms(case: Case, name: str) -> float:
 
 
 def _sees_few_keys(case: Case) -> bool:
-    """Whether the mask's window leaves rows with one or two visible keys."""
+    """Whether there are at most two keys, or the mask's window leaves rows with one or two visible ones."""
     mask = case.spec.mask
+    longest = max((each.num_keys for each in case.spec.sequences), default=case.spec.num_keys)
+    if longest <= 2:
+        return True
     if mask.name == "window":
         return mask.right == 1 or (mask.left, mask.right) == (1, 0)
     return mask.left == 0

@@ -228,6 +228,8 @@ def captured(mode: str, flags: str) -> Iterator[int]:
     cuda = driver.bindings()
     stream = int(driver.call("cuStreamCreate", int(getattr(cuda.CUstream_flags, f"CU_STREAM_{flags}"))))
     memory = driver.allocate_now(4096, "the capture's memory")
+    gc.collect()  # what earlier tests left of other libraries: freeing it would end the capture
+    driver.call("cuCtxSynchronize")
     driver.call("cuStreamBeginCapture", stream, getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode}"))
     try:
         yield stream
@@ -270,7 +272,6 @@ def test_a_device_array_dies_in_a_capture(mode: str, flags: str, run: Callable[[
         arrays.pop()
         gc.collect()
 
-    gc.collect()  # other libraries free what earlier tests left, which would end the capture
     with captured(mode, flags):
         run(drop)
         run(drop)

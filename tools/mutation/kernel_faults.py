@@ -371,7 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--build or --kernels is needed")
     if given.record and given.only:
         parser.error(f"--only {given.only}: must be absent with --record, which has every fault")
-    rows = run_all(given.kernels, chosen)
+    with driver.device(0).current():
+        rows = run_all(given.kernels, chosen)
     caught = sum(row["is_caught"] for row in rows)
     print(f"{caught} of {len(rows)} faults caught")
     if given.record:
