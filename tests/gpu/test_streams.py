@@ -71,7 +71,7 @@ class Busy:
         driver.call("cuCtxSynchronize")
 
     def __call__(self) -> None:
-        for _ in range(DELAY_PASSES):
+        for _ in range(DELAY_PASSES[0]):
             self._array *= 1.0001
 
 
