@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Array, Kernels, same_bits
 from tests.gpu import test_arrays
 from tests.gpu.test_arrays import DELAY_ELEMENTS, DELAY_PASSES, Library
+from tests.support.threads import in_thread
 
 # Of suite.TORCH_OPS, whose kernels every folder of prebuilt kernels has.
 CASE = Case.parse("backward f16_d64_q72_s136_b2_h4_causal seed=3")
@@ -71,7 +71,7 @@ class Busy:
         driver.call("cuCtxSynchronize")
 
     def __call__(self) -> None:
-        for _ in range(DELAY_PASSES[0]):
+        for _ in range(DELAY_PASSES):
             self._array *= 1.0001
 
 
@@ -243,23 +243,6 @@ def captured(mode: str, flags: str) -> Iterator[int]:
     driver.call("cuGraphDestroy", graph)
     driver.free_now(memory)
     driver.destroy_stream(stream)
-
-
-def in_thread(work: Callable[[], None]) -> None:
-    """Runs `work` in another thread and raises its error."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
 
 
 @MODES

@@ -388,7 +388,7 @@ def test_what_the_library_computes_is_in_the_stream_s_order(
         return streams.stream(stream) if module == "torch" else stream
 
     def delay() -> None:
-        for _ in range(test_arrays.DELAY_PASSES[0]):
+        for _ in range(test_arrays.DELAY_PASSES):
             busy[...] *= 1.0001
 
     def written_late(array: Array) -> Any:

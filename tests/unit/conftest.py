@@ -7,6 +7,9 @@ from typing import NoReturn
 import pytest
 
 from cutlass_py_attn.compilation import compiler
+from cutlass_py_attn.runtime import driver
+from tests.support import fake_libraries
+from tests.support.fake_driver import FakeDriver
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +20,11 @@ def no_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail(f"{name}: a unit test must not compile a kernel; move it to tests/compile")
 
     monkeypatch.setattr(compiler, "compile_trace", refuse)
+
+
+@pytest.fixture
+def log(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The fake driver, with a fake torch and a fake CuPy on streams of their own, and the first GPU's context."""
+    fake_libraries.install(monkeypatch)
+    driver.call("cuCtxSetCurrent", 0xC0)
+    return driver_log

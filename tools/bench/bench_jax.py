@@ -53,17 +53,17 @@ CALLS: Final = 10  # per sample
 WARM_UPS: Final = 3
 
 
-def measure(function: Callable[..., Any], *arrays: Any) -> float:
-    """Returns milliseconds per call: the median of SAMPLES samples of CALLS calls each."""
+def measure(function: Callable[..., Any], *arrays: Any, samples: int = SAMPLES, calls: int = CALLS) -> float:
+    """Returns milliseconds per call: the median of `samples` samples of `calls` calls each."""
     for _ in range(WARM_UPS):
         jax.block_until_ready(function(*arrays))
     found = []
-    for _ in range(SAMPLES):
+    for _ in range(samples):
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             result = function(*arrays)
         jax.block_until_ready(result)
-        found.append((time.perf_counter() - start) / CALLS * 1e3)
+        found.append((time.perf_counter() - start) / calls * 1e3)
     return statistics.median(found)
 
 

@@ -9,9 +9,7 @@ import functools
 import importlib
 import os
 import re
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,33 +122,21 @@ def test_two_gpus_give_the_results_of_one(
         assert difference(one, other) < ALLOWED
 
 
-def milliseconds(jax: Any, function: Callable[..., Any], arrays: Any) -> float:
-    """Returns the median time of a call of SAMPLES samples of CALLS calls each."""
-    for _ in range(5):
-        jax.block_until_ready(function(*arrays))
-    found = []
-    for _ in range(SAMPLES):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            result = function(*arrays)
-        jax.block_until_ready(result)
-        found.append((time.perf_counter() - start) / CALLS * 1e3)
-    return statistics.median(found)
-
-
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_two_gpus_are_almost_twice_as_fast(
     jax: Any, attend: Callable[..., Any], spec: tuple[Any, ...], kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Forward and backward of 4096 tokens."""
+    bench_jax: Any = importlib.import_module("tools.bench.bench_jax")  # which imports jax
+    measure = functools.partial(bench_jax.measure, samples=SAMPLES, calls=CALLS)
     arrays = [jax.device_put(array, jax.devices()[0]) for array in operands(jax, "large")]
     function = both(attend, jax)
-    one = milliseconds(jax, jax.jit(function), arrays)
+    one = measure(jax.jit(function), *arrays)
     mesh, sharding = on_two(jax, kind, spec)
     placed = [jax.device_put(array, sharding) for array in arrays]
     with jax.set_mesh(mesh):
-        two = milliseconds(jax, jax.jit(function).lower(*placed).compile(), placed)
+        two = measure(jax.jit(function).lower(*placed).compile(), *placed)
     with capsys.disabled():
         sys.stdout.write(f"\n{kind}, {spec}: one GPU {one:.3f} ms, two {two:.3f} ms, {one / two:.2f} times as fast\n")
     assert one / two >= WANTED_SPEEDUP

@@ -23,14 +23,6 @@ SHAPE = (2, 5, 3, 8)
 OPTIONS: dict[str, Any] = {"kernels": artifact}
 
 
-@pytest.fixture
-def log(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The fake driver, with a fake torch and a fake CuPy on streams of their own, and the first GPU's context."""
-    fake_libraries.install(monkeypatch)
-    driver.call("cuCtxSetCurrent", 0xC0)
-    return driver_log
-
-
 class Parameter(Tensor):
     """A tensor of another class, which is read by DLPack."""
 

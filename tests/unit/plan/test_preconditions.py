@@ -33,7 +33,7 @@ CASES: Final = {
     "key": ("backward", "f16_d64_s512_b2_h4_full_gradskv", "sm_80"),
     "decode": ("forward", "bf16_d128_q4_s8192_b2_h8k2_full", "sm_90a"),
 }
-# Distances that leave room for other sizes: elements from one head, row and batch to the next.
+# Strides in elements, so large that other sizes fit between them.
 MAPPED_STRIDES: Final = {"head": 1 << 10, "row": 1 << 18, "batch": 1 << 33}
 STRIDES: Final = {"head": 1 << 10, "row": 1 << 28, "batch": 1 << 60}
 BIAS_STRIDES: Final = {"column": 1, "row": 1 << 31, "head": 1 << 61, "batch": 1 << 79}
@@ -64,19 +64,19 @@ def required(problem: Problem, plan: Plan) -> list[Condition]:
     return [*conditions(problem, plan.build), *limits(problem, plan.build)]
 
 
-def roomy(problem: Problem, plan: Plan) -> dict[str, float]:
-    """Returns the inputs of the problem with strides that leave room for other sizes."""
+def with_large_strides(problem: Problem, plan: Plan) -> dict[str, float]:
+    """Returns the inputs of the problem with strides between which other sizes fit."""
     names = {name: item.value for name, item in inputs(problem, plan.build).items()} | {"num_sms": NUM_SMS}
     for name in problem.tensors():
-        room = (MAPPED_STRIDES if mapped(plan.build) else STRIDES) if name in BMHK else BIAS_STRIDES
-        names |= {f"{name}_{axis}": stride for axis, stride in room.items()}
+        strides = (MAPPED_STRIDES if mapped(plan.build) else STRIDES) if name in BMHK else BIAS_STRIDES
+        names |= {f"{name}_{axis}": stride for axis, stride in strides.items()}
     return names
 
 
 def refusals(case: str, changes: dict[str, float]) -> list[str]:
     """Returns every condition, in words, that refuses the problem of a case with changed inputs, but implied ones."""
     problem, plan = planned(case)
-    names = roomy(problem, plan) | changes
+    names = with_large_strides(problem, plan) | changes
     with contextlib.suppress(ZeroDivisionError):  # of sizes that a condition refuses
         for name, rule in launch_rules.definitions(problem, plan.build).items():
             names[name] = expressions.evaluate(rule, names)
@@ -170,14 +170,14 @@ def stride_rows() -> Iterator[Row]:
     """Yields a row for each stride of each tensor, where the stride counts."""
     for case in CASES:
         problem, plan = planned(case)
-        room = MAPPED_STRIDES if mapped(plan.build) else STRIDES
+        strides = MAPPED_STRIDES if mapped(plan.build) else STRIDES
         batch = 1 if problem.shape.tokens is not None else problem.shape.batch
         counts = {"batch": batch, "row": 2, "head": problem.shape.num_heads}
         most = MAX_MAP_STRIDE_BYTES // plan.build.item_bytes
         for name in (name for name in problem.tensors() if name in BMHK):
             for axis in (axis for axis, size in counts.items() if size > 1):
                 stride = f"{name}_{axis}"
-                yield case, {stride: room[axis] + 4}, f"{stride} must be a multiple of 8 elements"
+                yield case, {stride: strides[axis] + 4}, f"{stride} must be a multiple of 8 elements"
                 if name in mapped(plan.build):
                     for wrong in (0, -8):
                         yield case, {stride: wrong}, f"{stride} must be above 0: a tensor map steps forward"

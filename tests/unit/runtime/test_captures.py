@@ -6,7 +6,6 @@ The fake driver has the rules of cuThreadExchangeStreamCaptureMode: an unsafe ca
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,23 +18,15 @@ from cutlass_py_attn.errors import DriverError, NotSupported
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray
 from cutlass_py_attn.runtime.launch import bind
-from tests.support import fake_libraries
 from tests.support.fake_driver import FakeDriver
 from tests.support.fake_libraries import CUPY_STREAM, TORCH_STREAM, Tensor, ndarray
 from tests.support.fakes import InterfaceArray, addresses, aligned, artifact, plan_of
+from tests.support.threads import in_thread
 
 SHAPE = (2, 5, 3, 8)
 CAPTURED = 0x40
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 MODES = pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED], ids=["global", "thread local", "relaxed"])
-
-
-@pytest.fixture
-def log(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The fake driver, with a fake torch and a fake CuPy on streams of their own, and the first GPU's context."""
-    fake_libraries.install(monkeypatch)
-    driver.call("cuCtxSetCurrent", 0xC0)
-    return driver_log
 
 
 @contextmanager
@@ -44,23 +35,6 @@ def captured(mode: int, stream: int = CAPTURED) -> Iterator[None]:
     driver.call("cuStreamBeginCapture", stream, driver.bindings().CUstreamCaptureMode(mode))
     yield
     assert driver.call("cuStreamEndCapture", stream)
-
-
-def in_thread(work: Callable[[], None]) -> None:
-    """Runs `work` in another thread and raises its error."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
 
 
 def here(work: Callable[[], None]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +14,7 @@ from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import aligned, artifact
+from tests.support.threads import in_thread
 
 SHAPE = (2, 5, 3, 8)
 
@@ -26,20 +26,12 @@ def current() -> int:
 
 def in_fresh_thread(work: Callable[[], None]) -> None:
     """Runs `work` in a thread without a current context, and raises its error."""
-    failures: list[BaseException] = []
 
     def run() -> None:
-        try:
-            assert current() == 0
-            work()
-        except BaseException as error:
-            failures.append(error)
+        assert current() == 0
+        work()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
+    in_thread(run)
 
 
 def on_device(ordinal: int) -> list[DeviceArray]:

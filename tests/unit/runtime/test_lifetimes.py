@@ -17,7 +17,6 @@ from cutlass_py_attn.runtime import driver, lifetimes
 from cutlass_py_attn.runtime.arrays import DeviceArray
 from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.torch_ops.efficient import efficient_attention_forward
-from tests.support import fake_libraries
 from tests.support.fake_driver import FakeDriver
 from tests.support.fake_libraries import CUPY_STREAM, TORCH_STREAM, ExternalStream, Stream, Tensor, ndarray
 from tests.support.fakes import InterfaceArray, aligned, artifact
@@ -25,14 +24,6 @@ from tests.support.fakes import InterfaceArray, aligned, artifact
 SHAPE = (2, 5, 3, 8)
 SIDE = 0x99
 OPTIONS: dict[str, Any] = {"kernels": artifact}
-
-
-@pytest.fixture
-def log(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The fake driver, with a fake torch and a fake CuPy on streams of their own, and the first GPU's context."""
-    fake_libraries.install(monkeypatch)
-    driver.call("cuCtxSetCurrent", 0xC0)
-    return driver_log
 
 
 def interface_array(shape: tuple[int, ...], stream: int | None = None, module: str = "cuda.core") -> Any:
