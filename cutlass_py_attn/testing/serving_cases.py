@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.plan.append import plan_append
+from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.append import CACHES, SCALES, AppendProblem
@@ -29,6 +30,7 @@ from cutlass_py_attn.testing.check import Kernels
 
 Array = npt.NDArray[Any]
 
+SEEDS: Final = 240  # random problems of each kind that tests/gpu runs
 GUARD: Final = 256  # bytes before and after every array
 # (dtype, head_dim, head_dim_value): whole vectors, rows that end within a step of their threads, single elements.
 APPEND_DIMS: Final = (
@@ -71,7 +73,10 @@ class _Draw:
         return choices[int(self.rng.integers(len(choices)))]
 
     def place(self, shape: tuple[int, ...], dtype: str, order: tuple[int, ...] | None = None, gap: int = 0) -> Placed:
-        """Places an array in bytes of its own. order: axes from the slowest to the fastest. gap: elements after a row."""
+        """Places an array in bytes of its own.
+
+        order: axes from the slowest to the fastest; None for row-major. gap: elements after a row.
+        """
         order = order or tuple(range(len(shape)))
         strides, step = [1] * len(shape), 1
         for axis in reversed(order):
@@ -133,10 +138,10 @@ class AppendCase:
     def differences(self, kernels: Kernels, arch: str) -> list[str]:
         """Runs the append on the GPU and returns what differs from the reference."""
         plan = plan_append(self.problem, arch)
-        found = run(plan, kernels, self.arrays)
+        found, expected = run(plan, kernels, self.arrays), self.expected()
         wrong = []
         for name, placed in self.arrays.items():
-            differ = np.flatnonzero(found[id(placed.memory)] != self.expected()[id(placed.memory)])
+            differ = np.flatnonzero(found[id(placed.memory)] != expected[id(placed.memory)])
             if differ.size:
                 wrong.append(
                     f"{name}: {differ.size} bytes differ, the first at {differ[0] - placed.offset} ({self.text})"
@@ -263,9 +268,7 @@ def output_errors(found: Array, expected: Array, inputs: Mapping[str, Array]) ->
 
     float32's rounding counts relative to the two outputs, because they may cancel.
     """
-    sizes = [
-        np.abs(np.nan_to_num(inputs[name].astype(np.float64), posinf=0, neginf=0)) for name in ("output_a", "output_b")
-    ]
+    sizes = [np.abs(np.nan_to_num(inputs[name].astype(np.float64))) for name in ("output_a", "output_b")]
     rounded = expected.astype(found.dtype)
     ulp = np.spacing(np.abs(rounded)).astype(np.float64) if found.dtype.kind == "f" else _spacing(rounded)
     error = np.abs(found.astype(np.float64) - expected)
@@ -357,3 +360,10 @@ def run(plan: Plan, kernels: Kernels, arrays: Mapping[str, Placed], cleared: Ten
             driver.copy_to_host(memory.ctypes.data, copies[number], memory.nbytes, 0)
         driver.synchronise(0)
     return found
+
+
+def builds(arch: str) -> list[tuple[Build, ...]]:
+    """Returns every kernel of the random problems, once."""
+    appends = (plan_append(append_case(seed).problem, arch).build for seed in range(SEEDS))
+    merges = (plan_merge(merge_case(seed).problem, arch).build for seed in range(SEEDS))
+    return [(build,) for build in dict.fromkeys((*appends, *merges))]
