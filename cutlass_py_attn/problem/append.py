@@ -176,15 +176,15 @@ def _scales(problem: AppendProblem) -> Iterator[str]:
     heads = problem.num_heads_key
     row_shape = (*problem.key_cache.shape[:2], heads)
     allowed = f"(), (1,), ({heads},) for given scales, or {row_shape} for computed ones"
+    wrong = []
     for name in SCALES:
         if name not in given:
-            yield f"{name} is missing: an e4m3 cache needs float32 {allowed}; pass it"
-            continue
-        tensor = given[name]
-        if tensor.dtype != "float32" or tensor.shape not in ((), (1,), (heads,), row_shape):
-            given_layout = f"{name} has shape {tensor.shape} and dtype {tensor.dtype}"
-            yield f"{given_layout}: must be float32 {allowed}; reshape or cast it"
-    if len(given) == 2 and len({len(tensor.shape) == 3 for tensor in given.values()}) == 2:
+            wrong.append(f"{name} is missing: an e4m3 cache needs float32 {allowed}; pass it")
+        elif given[name].dtype != "float32" or given[name].shape not in ((), (1,), (heads,), row_shape):
+            found = f"{name} has shape {given[name].shape} and dtype {given[name].dtype}"
+            wrong.append(f"{found}: must be float32 {allowed}; reshape or cast it")
+    yield from wrong
+    if not wrong and len({len(tensor.shape) == 3 for tensor in given.values()}) == 2:
         shapes = " and ".join(f"{name} {tensor.shape}" for name, tensor in given.items())
         yield f"{shapes}: must both be given, or both be computed for each row; pass two of a kind"
 
