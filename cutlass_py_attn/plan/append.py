@@ -23,6 +23,7 @@ from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, ROW_ALIGNMEN
 WARPS: Final = 4
 _NONE: Final = (0, 0)  # warps of a product that the kernel does not have
 _VARIANTS: Final = {NO_SCALES: STANDARD, GIVEN_SCALES: E4M3, ROW_SCALES: E4M3_ROW}
+SCALES_OF: Final = {variant: scales for scales, variant in _VARIANTS.items()}
 _REASONS: Final = {
     NO_SCALES: "rows are copied as they are",
     GIVEN_SCALES: "rows are divided by scales from the device and rounded to e4m3",

@@ -53,6 +53,34 @@ class AppendProblem:
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
 
+    @staticmethod
+    def dense(
+        key: tuple[int, int, int],
+        pages: tuple[int, int],
+        dtype: str,
+        *,
+        head_dim_value: int = 0,
+        scales: str = NO_SCALES,
+    ) -> AppendProblem:
+        """Returns the problem of dense arrays, for example to compile its kernel before there are any.
+
+        key: its shape (tokens, num_heads_key, head_dim). pages: (num_pages, page_size).
+        head_dim_value: columns of value; 0 for head_dim.
+        scales: NO_SCALES for a cache of `dtype`; GIVEN_SCALES, of each head, or ROW_SCALES for an e4m3 cache.
+        """
+        tokens, heads, head_dim = key
+        cache = dtype if scales == NO_SCALES else E4M3[0]
+        shapes = {NO_SCALES: None, GIVEN_SCALES: (heads,), ROW_SCALES: (*pages, heads)}
+        if scales not in shapes:
+            raise NotSupported(f"scales = {shown(scales)}: must be one of {', '.join(shapes)}; choose one")
+        shape = shapes[scales]
+        scale = None if shape is None else Tensor.contiguous(shape, "float32")
+        dims = head_dim, head_dim_value or head_dim
+        key_rows, value_rows = (Tensor.contiguous((tokens, heads, columns), dtype) for columns in dims)
+        key_cache, value_cache = (Tensor.contiguous((*pages, heads, columns), cache) for columns in dims)
+        slots = Tensor.contiguous((tokens,), "int64")
+        return AppendProblem(key_rows, value_rows, key_cache, value_cache, slots, scale, scale)
+
     @property
     def tokens(self) -> int:
         """Number of tokens, whose rows are stored."""

@@ -40,6 +40,21 @@ class MergeProblem:
     cu_seqlens_q: Tensor | None = None
     max_seqlen_q: int | None = None
 
+    @staticmethod
+    def dense(shape: tuple[int, int, int, int], dtype: str) -> MergeProblem:
+        """Returns the problem of dense outputs (batch, num_queries, num_heads, head_dim_value)."""
+        output = Tensor.contiguous(shape, dtype)
+        logsumexp = Tensor.contiguous((shape[0], shape[2], round_up(shape[1], LSE_PADDING)), "float32")
+        return MergeProblem(output, output, output, logsumexp, logsumexp)
+
+    @staticmethod
+    def packed(count: int, max_seqlen_q: int, shape: tuple[int, int, int], dtype: str) -> MergeProblem:
+        """Returns the problem of `count` sequences in packed outputs (tokens, num_heads, head_dim_value)."""
+        output = Tensor.contiguous((1, *shape), dtype)
+        logsumexp = Tensor.contiguous((count, shape[1], round_up(max_seqlen_q, LSE_PADDING)), "float32")
+        bounds = Tensor.contiguous((count + 1,), "int32")
+        return MergeProblem(output, output, output, logsumexp, logsumexp, bounds, max_seqlen_q)
+
     @property
     def is_packed(self) -> bool:
         """Whether the rows of several sequences follow each other in the outputs."""

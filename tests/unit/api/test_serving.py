@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cutlass_py_attn.api import serving
+from cutlass_py_attn.api import repeated_calls, serving
 from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.api.serving import append_to_cache, merge_states
 from cutlass_py_attn.errors import NotSupported
@@ -27,7 +27,7 @@ TOKENS, HEADS, D, DV, PAGES, PAGE = 5, 2, 64, 32, 3, 4
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     serving._prepared.clear()
-    serving._disjoint.clear()
+    repeated_calls._calls.clear()
 
 
 class Kernels:
