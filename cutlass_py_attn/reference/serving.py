@@ -21,6 +21,7 @@ LEAST: Final = np.float32(2.0**-100)  # of the largest magnitude of a row: a sma
 NAN_CODE: Final = 0x7F
 
 
+@np.errstate(invalid="ignore")
 def e4m3_codes(values: Array) -> Array:
     """Returns the e4m3 bytes of float32 numbers, as uint8.
 

@@ -38,7 +38,8 @@ class Merge:
     def __call__(self, *values):
         p = params.from_values(self.build, values)
         params.set_entry_name(self.build, self.kernel)
-        self.kernel(p).launch(grid=(p.num_rows, 1, 1), block=(self.build.threads, 1, 1))
+        bounds = params.launch_bounds(self.build)
+        self.kernel(p).launch(grid=(p.num_rows, 1, 1), block=(self.build.threads, 1, 1), **bounds)
 
     @cute.kernel
     def kernel(self, p: Any):
