@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.api.dropout_mask import dropout_mask
     from cutlass_py_attn.api.options import AttentionOptions, BackwardOptions, ForwardOptions, VariableLength
     from cutlass_py_attn.api.results import Gradients
+    from cutlass_py_attn.api.serving import append_to_cache, merge_states
     from cutlass_py_attn.artifact import Artifact, Folder
     from cutlass_py_attn.bundle.files import Bundle, export_bundle, load_bundle
     from cutlass_py_attn.compilation.checked import artifact_for, compile
@@ -29,11 +30,15 @@ if TYPE_CHECKING:
         NotSupported,
         Stale,
     )
+    from cutlass_py_attn.plan.append import plan_append
     from cutlass_py_attn.plan.build import Build
+    from cutlass_py_attn.plan.merge import plan_merge
     from cutlass_py_attn.plan.plan import Plan
     from cutlass_py_attn.plan.planner import plan_backward, plan_forward, plan_with_tile
     from cutlass_py_attn.plan.tile_config import TileConfig
+    from cutlass_py_attn.problem.append import AppendProblem
     from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
+    from cutlass_py_attn.problem.merge import MergeProblem
     from cutlass_py_attn.problem.problem import Problem
     from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
     from cutlass_py_attn.runtime.launch import Bound, bind
@@ -48,15 +53,20 @@ _PUBLIC_NAMES = {
     "api.dropout_mask": ("dropout_mask",),
     "api.options": ("AttentionOptions", "BackwardOptions", "ForwardOptions", "VariableLength"),
     "api.results": ("Gradients",),
+    "api.serving": ("append_to_cache", "merge_states"),
     "artifact": ("Artifact", "Folder"),
     "bundle.files": ("Bundle", "export_bundle", "load_bundle"),
     "compilation.checked": ("artifact_for", "compile"),
     "errors": ("AttentionError", "CompileError", "DoesNotFit", "DriverError", "NoDevice", "NotSupported", "Stale"),
+    "plan.append": ("plan_append",),
     "plan.build": ("Build",),
+    "plan.merge": ("plan_merge",),
     "plan.plan": ("Plan",),
     "plan.planner": ("plan_backward", "plan_forward", "plan_with_tile"),
     "plan.tile_config": ("TileConfig",),
+    "problem.append": ("AppendProblem",),
     "problem.masks": ("Causal", "CausalBottomRight", "Full", "Mask", "Window"),
+    "problem.merge": ("MergeProblem",),
     "problem.problem": ("Problem",),
     "problem.tensors": ("Sequences", "Shape", "Tensor"),
     "runtime.launch": ("Bound", "bind"),
@@ -67,6 +77,7 @@ _MODULE_OF = {name: module for module, names in _PUBLIC_NAMES.items() for name i
 _SUBPACKAGES = {"conventions": "torch_ops", "jax": "jax", "torch_ops": "torch_ops"}
 
 __all__ = [
+    "AppendProblem",
     "Artifact",
     "AttentionError",
     "AttentionOptions",
@@ -85,6 +96,7 @@ __all__ = [
     "Full",
     "Gradients",
     "Mask",
+    "MergeProblem",
     "NoDevice",
     "NotSupported",
     "Plan",
@@ -96,6 +108,7 @@ __all__ = [
     "TileConfig",
     "VariableLength",
     "Window",
+    "append_to_cache",
     "artifact_for",
     "attention_backward",
     "attention_forward",
@@ -104,8 +117,11 @@ __all__ = [
     "dropout_mask",
     "export_bundle",
     "load_bundle",
+    "merge_states",
+    "plan_append",
     "plan_backward",
     "plan_forward",
+    "plan_merge",
     "plan_with_tile",
 ]
 

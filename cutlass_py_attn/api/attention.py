@@ -180,7 +180,7 @@ def _launch(
     stream = arrays.launch_stream(operands["query"], given_stream)
     inputs = arrays.read_operands({**operands, **outputs}, stream)
     query = inputs["query"]
-    gpu = _device(query.device)
+    gpu = device_of(query.device)
     call = _prepare(direction, inputs, options, gpu.ordinal, output_checks.reasons(inputs, outputs))
     problem = call.problem
     if call.bound is None and not call.is_empty:  # before anything is copied: there may be no kernel
@@ -206,7 +206,7 @@ def _launch(
         return output_arrays.results()
 
 
-def _device(ordinal: int | None) -> driver.Device:
+def device_of(ordinal: int | None) -> driver.Device:
     """Returns the operands' GPU, or the current GPU for host operands. NoDevice names the CPU backend."""
     try:
         return driver.device(driver.current_ordinal() if ordinal is None else ordinal)

@@ -9,19 +9,24 @@ from typing import Final
 
 from cutlass_py_attn.cli.selection import component_gemms
 from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.append import SCALES_OF, plan_append
 from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.decode import MIN_KEYS
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
+from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
-from cutlass_py_attn.plan.variants import QUERY_HEADS
+from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, QUERY_HEADS, STANDARD
+from cutlass_py_attn.problem.append import AppendProblem
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS, OPERANDS, SHORT_NAMES
 
 HEAD_DIMS: Final = ("d32", "d64", "d96", "d128", "d192", "d192v128", "d256", "d512")
 COMPONENT_GEMM_HEAD_DIMS: Final = (32, 64, 96, 128, 192, 256)
+ROW_HEAD_DIMS: Final = (64, 128, 256)
 FEATURE_HEAD_DIMS: Final = ("d64", "d128")
 COMMON_MASKS: Final = ("full", "causal", "causal_window64")  # one for each form of a mask in kernels
 FEATURES: Final = ("bias", "biasgrad", "biassum", "dropout0.5", "softcap30", "alibi", "sinks", "deterministic")
@@ -33,6 +38,12 @@ _VARIABLE_LENGTHS: Final = ("n128,100", "n128x128u100,100")
 _GROUPED_HEADS: Final = ("b1_h4k2", "b64_h4k2")  # few and many key tiles, for which sm90 backwards have two kernels
 _FORMS: Final = {"full": "no mask", "causal": "causal", "local": "window"}
 _WORDS: Final = {"varlen": "variable length", "seqused": "seqused_k", "grouped": "grouped heads", "alibi": "ALiBi"}
+_ROWS: Final = {
+    ("append", STANDARD): "rows for a paged cache",
+    ("append", E4M3): "rows for a paged e4m3 cache, by given scales",
+    ("append", E4M3_ROW): "rows for a paged e4m3 cache, by a scale of each row",
+    ("merge", STANDARD): "merge of two partial results",
+}
 _OF_BACKWARD: Final = ("biasgrad", "biassum", "deterministic")
 
 
@@ -44,6 +55,7 @@ def plans(arch: str) -> tuple[Plan, ...]:
     """
     is_sm90 = architecture(arch).has_wgmma
     found = {plan.symbol: plan for plan in _component_gemms(arch)}
+    found |= {plan.symbol: plan for plan in _row_kernels(arch)}
     for direction in DIRECTIONS:
         for spec in _specs(direction, is_sm90):
             plan = planner.plan(spec.problem(direction), arch)
@@ -58,6 +70,9 @@ def serves(build: Build) -> str:
         dims += f", of value {build.head_dim_value}"
     if build.kind == "component_gemm":
         return f"one product of attention alone, {build.dtype}, {dims}"
+    if build.kind in ROW_KINDS:
+        features = [_WORDS[feature] for feature in build.features]
+        return ", ".join([_ROWS[build.kind, build.variant], build.dtype, dims, *features])
     words = [build.kind, build.dtype, dims, _FORMS[build.mask]]
     words += [_WORDS.get(feature, feature) for feature in build.features]
     if build.kind == "backward" and build.gradients != OPERANDS:
@@ -76,6 +91,15 @@ def serves(build: Build) -> str:
 def _component_gemms(arch: str) -> Iterator[Plan]:
     for dtype, head_dim in product(SHORT_NAMES, COMPONENT_GEMM_HEAD_DIMS):
         yield from component_gemms(dtype, head_dim, arch)
+
+
+def _row_kernels(arch: str) -> Iterator[Plan]:
+    """Yields the kernels that append to a cache and merge partial results."""
+    for dtype, head_dim in product(SHORT_NAMES, ROW_HEAD_DIMS):
+        for scales in SCALES_OF.values():
+            yield plan_append(AppendProblem.dense((1, 1, head_dim), (1, 1), dtype, scales=scales), arch)
+        yield plan_merge(MergeProblem.dense((1, 1, 1, head_dim), dtype), arch)
+        yield plan_merge(MergeProblem.packed(1, 1, (1, 1, head_dim), dtype), arch)
 
 
 def _specs(direction: str, is_sm90: bool) -> Iterator[ProblemSpec]:

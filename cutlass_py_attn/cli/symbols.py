@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from cutlass_py_attn.cli import catalogue
 from cutlass_py_attn.cli.selection import DTYPES
@@ -10,14 +11,18 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
 from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
+from cutlass_py_attn.plan.append import SCALES_OF, plan_append
 from cutlass_py_attn.plan.decode import MIN_KEYS
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
+from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
-from cutlass_py_attn.plan.variants import VARIANTS
+from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, VARIANTS
 from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem.append import AppendProblem
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import GRADIENTS, ProblemSpec, SequenceLengths
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
@@ -42,6 +47,10 @@ _FUSED = (
     rf"(?:_sum_(?P<summed>none|[bhqk]+))?(?P<det>_det)?(?:_(?P<variant>{'|'.join(_VARIANTS)}))?{_TILE}"
 )
 _COMPONENT_GEMM = re.compile(rf"(?P<component_gemm>{'|'.join(COMPONENT_GEMMS)})_{_FAMILY_DTYPE}_{_DIMS}{_TILE}")
+_ROW_KERNEL = re.compile(
+    rf"(?P<kind>append|merge)_sm80_(?P<dtype>{'|'.join(DTYPES)})_{_DIMS}(?P<varlen>_varlen)?(?:_a(?P<access>\d+))?"
+    rf"(?:_(?P<variant>{E4M3_ROW}|{E4M3}))?{_TILE}"
+)
 _TILE_SUFFIX = re.compile(r"_\d+x\d+$")
 # The main entry, if there is one, is number 0; the entries of the gradients of bias and sinks have later numbers.
 _ENTRY = re.compile(r"(?:_delta_\d+|_finish(?:_kv)?_\d+|_combine_1|_(?:bias|sinks)_[1-9]\d*|_0)$")
@@ -50,11 +59,11 @@ _ENTRY = re.compile(r"(?:_delta_\d+|_finish(?:_kv)?_\d+|_combine_1|_(?:bias|sink
 def parse_symbol(symbol: str, arch: str) -> Plan:
     """Returns the plan of a kernel's symbol, or of an entry's, on `arch`; NotSupported says what is wrong."""
     stem = _ENTRY.sub("", symbol)
-    plan = _component_gemm_of(stem, arch) or _fused_of(stem, arch)
+    plan = _component_gemm_of(stem, arch) or _row_kernel_of(stem, arch) or _fused_of(stem, arch)
     if plan is None:
         raise NotSupported(
             f"symbol {symbol!r}: must be like fwd_sm80_bf16_d128_causal, bwd_sm80_f16_d64v32_full_det "
-            f"or matmul_qk_sm80_bf16_d128; {_nearest(stem, arch)}`cutlass-py-attn list` shows the names"
+            f"or append_sm80_bf16_d128; {_nearest(stem, arch)}`cutlass-py-attn list` shows the names"
         )
     if stem not in (plan.symbol, plan.build.stem):
         raise NotSupported(f"symbol {symbol!r}: on {arch} the planner selects {plan.symbol} instead; use that symbol")
@@ -77,6 +86,23 @@ def _component_gemm_of(stem: str, arch: str) -> Plan | None:
     return plan_component_gemm(
         found["component_gemm"], found["family"], DTYPES[found["dtype"]], int(found["dim"]), arch
     )
+
+
+def _row_kernel_of(stem: str, arch: str) -> Plan | None:
+    found = _ROW_KERNEL.fullmatch(stem)
+    if found is None:
+        return None
+    dtype, columns = DTYPES[found["dtype"]], int(found["dim"])
+    alignment = int(found["access"] or ROW_ALIGNMENT_BYTES)
+    if found["kind"] == "merge":
+        shape = _LENGTH, _HEADS, columns
+        packed, dense = MergeProblem.packed(1, _LENGTH, shape, dtype), MergeProblem.dense((1, *shape), dtype)
+        merged = packed if found["varlen"] else dense
+        return plan_merge(replace(merged, output=replace(merged.output, alignment=alignment)), arch)
+    scales, columns_value = SCALES_OF[found["variant"] or ""], int(found["dim_value"] or 0)
+    sizes = (_LENGTH, _HEADS, columns), (1, _LENGTH)
+    appended = AppendProblem.dense(*sizes, dtype, head_dim_value=columns_value, scales=scales)
+    return plan_append(replace(appended, key=replace(appended.key, alignment=alignment)), arch)
 
 
 def _fused_of(stem: str, arch: str) -> Plan | None:

@@ -34,6 +34,7 @@ from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import calls, dot_product, handler, partition
+from cutlass_py_attn.jax.serving import append_to_cache, merge_states
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
@@ -44,7 +45,14 @@ from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.suggestions import did_you_mean
 
-__all__ = ["Options", "attention", "dot_product_attention", "export_checks"]
+__all__ = [
+    "Options",
+    "append_to_cache",
+    "attention",
+    "dot_product_attention",
+    "export_checks",
+    "merge_states",
+]
 
 DIFFERENTIABLE = (*OPERANDS, *registry.gradients())
 

@@ -137,7 +137,7 @@ def _batchable(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arra
     run.def_vmap(rule)
     once = jax.custom_jvp(run)
     once.defjvp(_refuse_derivative)
-    return _as_varying(once(operands), operands)
+    return as_varying(once(operands), operands)
 
 
 def _refuse_derivative(*_: Any) -> NoReturn:
@@ -247,7 +247,7 @@ def _empty_results(problem: Problem, results: Mapping[str, Tensor]) -> Arrays:
     return empty
 
 
-def _as_varying(results: Arrays, operands: Arrays) -> Arrays:
+def as_varying(results: Arrays, operands: Arrays) -> Arrays:
     """Marks the results as varying over every shard_map axis that an operand varies over.
 
     Neither custom_vmap nor custom calls mark their results.

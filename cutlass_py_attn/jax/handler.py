@@ -70,12 +70,12 @@ class _BoundPayload:
 
     def __call__(self, addresses: list[int], stream: int) -> None:
         """Launches the kernels on the stream. addresses: of the buffers, in order."""
-        pointers = dict(zip(self.names, addresses, strict=True))
+        pointers = dict(zip(self.names, addresses, strict=True))  # results behind operands
         workspace = pointers.pop(WORKSPACE, None)
         if PHILOX in pointers:
             start = pointers.pop(PHILOX)
             pointers |= {"philox_seed": start, "philox_offset": start + 8}
-        if self.problem.sequences is not None:
+        if self.problem is not None and self.problem.sequences is not None:
             with self.bound.device.current():
                 fill.fill(self.problem, pointers, stream)
         self.bound(pointers, stream, workspace=workspace)

@@ -25,9 +25,13 @@ _LENGTH: Final = struct.Struct("<Q")  # bytes of the JSON text; the cubin follow
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A problem, its plan and its kernels. operands, results: names of the call's buffers, in order."""
+    """A problem, its plan and its kernels.
 
-    problem: Problem
+    problem: None for an append or a merge, whose plan has the strides.
+    operands, results: names of the call's buffers, in order. A result of an operand's name has its memory.
+    """
+
+    problem: Problem | None
     plan: Plan
     artifact: Artifact
     operands: tuple[str, ...]
@@ -36,7 +40,7 @@ class Payload:
     def pack(self) -> bytes:
         """Returns a format line, then compressed: a length, JSON, cubin. Equal payloads have equal bytes."""
         description = {
-            "problem": serialize.to_json(self.problem),
+            "problem": None if self.problem is None else serialize.to_json(self.problem),
             "plan": dataclasses.asdict(self.plan),
             "artifact": self.artifact.describe(),
             "operands": self.operands,
@@ -50,7 +54,7 @@ class Payload:
 class _Description:
     """The JSON object of a payload; problem, plan and artifact are objects of their own readers."""
 
-    problem: Json
+    problem: Json | None
     plan: Json
     artifact: Json
     operands: tuple[str, ...]
@@ -71,7 +75,7 @@ def unpack(data: bytes) -> Payload:
         (length,) = _LENGTH.unpack_from(body)
         text, cubin = body[_LENGTH.size : _LENGTH.size + length], body[_LENGTH.size + length :]
         found = typed_json.read(_Description, typed_json.parse(text), "call")
-        problem = serialize.from_json(found.problem)
+        problem = None if found.problem is None else serialize.from_json(found.problem)
         plan = Plan.from_object(found.plan)
         artifact = artifact_from(found.artifact, "", cubin)
     except (zlib.error, struct.error, ValueError) as error:

@@ -74,7 +74,7 @@ def kernels_of(
 @functools.lru_cache(maxsize=MAX_PAYLOADS)
 def payload_of(kernels: Kernels) -> tuple[bytes, int]:
     """Returns the packed payload of the best plan that has kernels, and its workspace size (bytes)."""
-    capability, num_sms = _target(kernels.arch)
+    capability, num_sms = target_of(kernels.arch)
     plan, artifact = launch.first_available(
         planner.plans_on(kernels.problem, capability, num_sms), kernels.kernels or attention.default_kernels()
     )
@@ -84,7 +84,7 @@ def payload_of(kernels: Kernels) -> tuple[bytes, int]:
     return payload.pack(), plan.workspace.bytes
 
 
-def _target(arch: str | None) -> tuple[tuple[int, int], int | None]:
+def target_of(arch: str | None) -> tuple[tuple[int, int], int | None]:
     """Returns compute capability and number of SMs to plan for: of `arch`, or of the first GPU.
 
     The number of SMs is None, for the default of the architecture, if `arch` is given.

@@ -13,6 +13,7 @@ import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.variants import QUERY_HEADS
+from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
 from cutlass_py_attn.score_terms.dropout import PHILOX
@@ -118,12 +119,37 @@ QUERY_HEADS_FIELDS: Fields = (
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
 COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
+# Rows of new tokens and the pages of a cache, with their strides (elements); num_rows: rows of all tokens and heads.
+# num_slots: rows of the cache, each of all heads.
+APPEND: Fields = (
+    *((name, "i64") for name in ("key", "value", "key_cache", "value_cache", "slots")),
+    *((f"{name}_{axis}", "i64") for name in ("key", "value") for axis in ("row", "head")),
+    *((f"{name}_cache_{axis}", "i64") for name in ("key", "value") for axis in ("page", "row", "head")),
+    *((name, "i32") for name in ("page_size", "num_slots", "num_heads_key", "num_rows")),
+)
+
+# Only in kernels that store e4m3. A stride is 0 along an axis that a scale does not have.
+APPEND_SCALES: Fields = tuple(
+    (field, "i64")
+    for name in ("key_scale", "value_scale")
+    for field in (name, f"{name}_page", f"{name}_row", f"{name}_head")
+)
+
+# num_rows: rows of all batches and heads. cu_seqlens_q: 0 if the outputs are not packed.
+MERGE: Fields = (
+    *_strided("output_a", "output_b", "output"),
+    *((name, "i64") for name in ("logsumexp_a", "logsumexp_b", "logsumexp", "cu_seqlens_q")),
+    *((name, "i32") for name in ("num_heads", "num_queries", "num_rows")),
+)
+
 # By Build.kind, or by Build.family if the family has a struct of its own.
 FIELDS: Final[dict[str, Fields]] = {
     "forward": FORWARD,
     "backward": BACKWARD,
     "component_gemm": COMPONENT_GEMM,
     "decode": DECODE,
+    "append": APPEND,
+    "merge": MERGE,
 }
 
 TENSOR_MAP_BYTES: Final = 128
@@ -134,6 +160,8 @@ def fields_of(build: Build) -> Fields:
     fields = FIELDS[build.family if build.family in FIELDS else build.kind]
     if build.variant == QUERY_HEADS:
         fields = (*fields, *QUERY_HEADS_FIELDS)
+    if build.kind == "append" and build.variant:
+        fields = (*fields, *APPEND_SCALES)
     if build.has("varlen"):
         fields = (*fields, *VARLEN)
     terms = registry.registered_among(build.features)
@@ -144,6 +172,23 @@ def fields_of(build: Build) -> Fields:
         names = ", ".join(term.name for term in terms)
         raise NotSupported(f"score terms {names}: the kernels have other fields {', '.join(shared)}; rename them")
     return (*fields, *added)
+
+
+def address_alignments(build: Build) -> dict[str, int]:
+    """Returns the alignment (bytes) of each address of a kernel whose plan alone says how it is launched.
+
+    These are the kinds "component_gemm", "append" and "merge". Their other i64 fields are among the plan's params.
+    """
+    if build.kind == "append":
+        cached = build.vector_bytes // build.item_bytes if build.variant else build.vector_bytes
+        scales = dict.fromkeys(("key_scale", "value_scale"), 4) if build.variant else {}
+        rows = dict.fromkeys(("key", "value"), build.vector_bytes) | dict.fromkeys(("key_cache", "value_cache"), cached)
+        return {**rows, "slots": 8, **scales}
+    if build.kind == "merge":
+        rows = dict.fromkeys(("output_a", "output_b", "output"), build.vector_bytes)
+        lengths = {"cu_seqlens_q": 4} if build.has("varlen") else {}
+        return {**rows, **dict.fromkeys(("logsumexp_a", "logsumexp_b", "logsumexp"), 4), **lengths}
+    return {name: ROW_ALIGNMENT_BYTES for name, kind in fields_of(build) if kind == "i64"}
 
 
 def numpy_struct(fields: Fields) -> np.dtype[np.void]:

@@ -15,6 +15,7 @@ from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_
 
 COLUMN_MULTIPLE = 32  # head dims are padded to this inside the tile, never in global memory
 F32_ROW_PADDING = 4  # elements added to a shared-memory row of float32, so that rows of a column use other banks
+ROW_KINDS = ("append", "merge")  # kernels that compute row by row, without a product
 
 Warps = tuple[int, int]
 WARPS = ("warps_scores", "warps_grad_v", "warps_grad_k", "warps_grad_q")
@@ -35,12 +36,12 @@ class Buffer:
 class Build:
     """Everything that decides the machine code of a kernel; the plan's part of the cache key.
 
-    kind: "forward", "backward" or "component_gemm"
+    kind: "forward", "backward", "component_gemm", "append" or "merge"
     family: "sm80" (mma.sync, cp.async), "sm90" (wgmma, TMA) or "decode" (split-KV, mma.sync)
     variant: kernel body within the family, a name of `variants.VARIANTS`; "" for the standard one
     arch: target of the compiler, such as "sm_90a"
     mask: form of the mask's band, one of masks.FORMS
-    tile_m, tile_n: query rows and key rows of a tile
+    tile_m, tile_n: query rows and key rows of a tile; in an append or a merge, rows of a block and threads of a row
     warps: warps of a thread block
     query_stages, grad_output_stages: pipeline stages of query (in a forward: of key and value) and grad_output
     warps_scores, warps_grad_v, warps_grad_k, warps_grad_q: warps over (rows, columns) of each product; (0, 0) for no
@@ -163,8 +164,9 @@ class Build:
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_value}" if self.head_dim_value != self.head_dim else "")
         if self.kind == "component_gemm":
             return "_".join([self.component_gemm, self.family, SHORT_NAMES[self.dtype], dims])
-        direction = {"forward": "fwd", "backward": "bwd"}[self.kind]
-        words = [direction, self.family, SHORT_NAMES[self.dtype], dims, self.mask, *self.features]
+        direction = {"forward": "fwd", "backward": "bwd"}.get(self.kind, self.kind)
+        mask = [] if self.kind in ROW_KINDS else [self.mask]
+        words = [direction, self.family, SHORT_NAMES[self.dtype], dims, *mask, *self.features]
         if self.kind == "backward" and self.gradients != OPERANDS:
             words.append("to_" + "".join(name[0] for name in self.gradients))  # s: sinks
         if self.vector_bytes < ROW_ALIGNMENT_BYTES:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.plan import resources
 from cutlass_py_attn.plan.arch import Architecture
-from cutlass_py_attn.plan.build import Buffer, Build
+from cutlass_py_attn.plan.build import ROW_KINDS, Buffer, Build
 from cutlass_py_attn.plan.smem_maps import STEPS
 from cutlass_py_attn.plan.split_d import blocks_per_tile
 
@@ -21,9 +21,29 @@ _BIAS_AXES: Final = {"b": "batch", "h": "heads", "q": "queries", "k": "keys"}
 def explain(plan: Plan) -> str:
     """Returns every number of `plan` with its unit, and why this kernel was chosen."""
     build, limits = plan.build, plan.architecture
+    if build.kind in ROW_KINDS:
+        return _explain_rows(plan)
     rows = [*_build_rows(build), *_resource_rows(build, limits)]
     lines = [f"{build.kind} {plan.symbol}", "", *_table(rows), "", *_launch_lines(plan)]
     lines += ["", *_shared_memory_lines(build, limits), "", *_workspace_lines(plan.workspace)]
+    return "\n".join([*lines, "", f"reason: {plan.reason}", ""])
+
+
+def _explain_rows(plan: Plan) -> str:
+    """Returns the text of an append or a merge, which has neither tiles nor shared memory."""
+    build = plan.build
+    rows = [
+        ("target", build.arch),
+        ("variant", build.variant or "standard"),
+        ("dtype", build.dtype),
+        ("head_dim", str(build.head_dim)),
+        ("head_dim_value", str(build.head_dim_value)),
+        ("rows", f"{build.tile_m} a block, {build.tile_n} threads each"),
+        ("warps", f"{build.warps} ({build.threads} threads)"),
+        ("features", ", ".join(build.features) or "none"),
+        ("access", f"rows by {build.vector_bytes} bytes"),
+    ]
+    lines = [f"{build.kind} {plan.symbol}", "", *_table(rows), "", *_launch_lines(plan)]
     return "\n".join([*lines, "", f"reason: {plan.reason}", ""])
 
 
@@ -93,7 +113,8 @@ def _launch_lines(plan: Plan) -> Iterator[str]:
             f"cluster {launch.cluster} x 1 x 1, {launch.shared_memory_bytes} bytes of shared memory, "
             f"{len(launch.tensor_maps)} tensor maps"
         )
-    yield f"num_splits_key: {plan.num_splits_key} blocks share one (batch, head)"
+    if plan.build.kind not in ROW_KINDS:
+        yield f"num_splits_key: {plan.num_splits_key} blocks share one (batch, head)"
 
 
 def _start(launch: Launch) -> str:

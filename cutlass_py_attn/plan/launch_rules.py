@@ -21,7 +21,7 @@ from typing import Final
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import abi, decode, entry_points, sm80, sm90
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
 from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
@@ -110,6 +110,8 @@ def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[
     """
     if build.kind == "component_gemm":
         return {"main": ("tiles", "1", "1")}
+    if build.kind in ROW_KINDS:
+        return {"main": (f"ceil_div(num_rows, {build.tile_m})", "1", "1")}
     main = _FAMILIES[build.family].main_grid(build)
     if build.kind == "forward":
         combine = {"combine": ("num_queries", "num_heads", "batch")} if build.family == "decode" else {}

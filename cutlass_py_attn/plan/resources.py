@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from cutlass_py_attn.errors import DoesNotFit
 from cutlass_py_attn.plan import tile_rules
 from cutlass_py_attn.plan.arch import Architecture
-from cutlass_py_attn.plan.build import Build, Warps
+from cutlass_py_attn.plan.build import ROW_KINDS, Build, Warps
 from cutlass_py_attn.plan.gemm_spec import MMA_COLUMNS, MMA_ROWS, WARP_THREADS
 from cutlass_py_attn.plan.sm90_smem import registers
 from cutlass_py_attn.plan.split_d import splits_dk_dv
@@ -70,7 +70,7 @@ def objections(build: Build, limits: Architecture) -> list[str]:
     A fused Build without objections compiles and runs, unless ptxas spills, which only the compiler tells.
     """
     broken = tile_rules.objections(build)
-    if broken or build.kind == "component_gemm":
+    if broken or build.kind in ("component_gemm", *ROW_KINDS):
         return [*broken, *_sizes(build, limits)]
     return [*_sizes(build, limits), *_warp_grids(build), *_accumulators(build, limits)]
 

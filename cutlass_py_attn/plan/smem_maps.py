@@ -14,6 +14,8 @@ STEPS: Final = {
     "forward": ("load", "S", "softmax", "O", "store"),
     "backward": ("load", "S", "P", "dP", "dS", "dV", "dK", "dQ", "store"),
     "component_gemm": (),
+    "append": (),
+    "merge": (),
 }
 _MAPS: Final[dict[tuple[str, str, str], Callable[[Build], tuple[Buffer, ...]]]] = {
     ("forward", "sm80", STANDARD): sm80_smem.forward_map,

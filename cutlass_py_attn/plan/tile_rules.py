@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.decode_smem import team_warps
 from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import (
@@ -52,7 +52,7 @@ Objections = Iterator[str]
 def objections(build: Build) -> list[str]:
     """Returns every reason why no kernel body can be built like this, each as "field = value: reason; what to do"."""
     found = [*_body(build)] or [*_positive(build)]
-    if found or build.kind == "component_gemm":
+    if found or build.kind in ("component_gemm", *ROW_KINDS):
         return found
     rules = _RULES[build.family, build.kind]
     return [*_features(build), *_unused(build), *rules(build)]

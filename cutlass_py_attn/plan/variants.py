@@ -13,6 +13,8 @@ MULTICAST: Final = "multicast"
 PER_HEAD: Final = "per_head"
 QUERY_HEADS: Final = "query_heads"
 TWO_CTA: Final = "2cta"
+E4M3: Final = "e4m3"
+E4M3_ROW: Final = "e4m3_row"
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 
@@ -115,6 +117,10 @@ _ALL: Final = (
         "split-KV: the keys of a head split over blocks",
         "decode",
     ),
+    Variant("append", "sm80", STANDARD, "decode.append", "a few threads per row", layouts=()),
+    Variant("append", "sm80", E4M3, "decode.append", "a few threads per row, which they scale", layouts=()),
+    Variant("append", "sm80", E4M3_ROW, "decode.append", "a few threads per row, which find its scale", layouts=()),
+    Variant("merge", "sm80", STANDARD, "decode.merge", "a few threads per row", layouts=("varlen",)),
     Variant("component_gemm", "sm80", STANDARD, "component_gemms.standalone_sm80", "one block per tile", layouts=()),
     Variant("component_gemm", "sm90", STANDARD, "component_gemms.standalone_sm90", "one block per tile", layouts=()),
 )

@@ -10,6 +10,8 @@ from cutlass_py_attn.integers import round_up
 ITEM_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 F32_BYTES = ITEM_BYTES["float32"]
 WORD_BYTES = 4  # bytes of a register
+E4M3 = ("float8_e4m3fn", "uint8")  # dtypes of arrays of 8-bit floats: their own, and their bytes
+E4M3_BYTES = 1
 SHORT_NAMES: dict[str, str] = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 DIRECTIONS = ("forward", "backward")
 ROW_ALIGNMENT_BYTES = 16  # bytes of the widest load; rows aligned to less are loaded in smaller pieces

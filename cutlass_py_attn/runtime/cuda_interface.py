@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.tensors import Tensor
+from cutlass_py_attn.problem.tensors import E4M3, E4M3_BYTES, Tensor
 
 TYPESTRS: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<V2", "int32": "<i4", "int64": "<i8"}
 _REQUIRED: Final = ("data", "shape", "typestr")
@@ -128,9 +128,15 @@ def _item_bytes(typestr: str) -> int:
 
 
 def _dtype(value: object, typestr: str) -> str:
-    """Returns the dtype's name. The interface writes bfloat16 as two opaque bytes; the array's dtype tells it apart."""
-    if typestr in ("|V2", "<V2") and str(getattr(value, "dtype", "")) in ("bfloat16", "torch.bfloat16"):
-        return "bfloat16"
+    """Returns the dtype's name.
+
+    The interface has no codes for bfloat16 and float8_e4m3fn; the array's dtype tells them apart.
+    """
+    name = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    if typestr in ("|V2", "<V2") and name == "bfloat16":
+        return name
+    if _item_bytes(typestr) == E4M3_BYTES and name == E4M3[0]:
+        return name
     try:
         dtype = np.dtype(typestr)
     except TypeError:

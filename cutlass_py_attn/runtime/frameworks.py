@@ -14,22 +14,23 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from cutlass_py_attn.problem.tensors import ITEM_BYTES
+from cutlass_py_attn.problem.tensors import E4M3, ITEM_BYTES
 from cutlass_py_attn.runtime import driver
 
 View = tuple[int, tuple[int, ...], tuple[int, ...], str, int]  # pointer, shape, strides in elements, dtype, device
-_DTYPES: Final = (*ITEM_BYTES, "int32", "int64")
+_DTYPES: Final = (*ITEM_BYTES, *E4M3, "int32", "int64")
+_ML_DTYPES: Final = ("bfloat16", E4M3[0])
 
 
 @functools.cache
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Returns the NumPy dtype of that name; bfloat16 comes from ml_dtypes."""
-    if dtype != "bfloat16":
+    """Returns the NumPy dtype of that name; bfloat16 and float8_e4m3fn come from ml_dtypes."""
+    if dtype not in _ML_DTYPES:
         return np.dtype(dtype)
     import ml_dtypes
 
-    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return bfloat16
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
+    return found
 
 
 class _StreamHandle:

@@ -14,7 +14,7 @@ from cutlass_py_attn.plan import abi, builder, launch_rules, planner, sm90
 from cutlass_py_attn.plan.abi_digest import abi_digest
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.arch import runs_on as _runs_on
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import integer_of, shown
@@ -215,7 +215,8 @@ class Bound:
 def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device: int = 0) -> Bound:
     """Loads the artifact's kernels on GPU `device` and writes the kernel parameters that all launches share.
 
-    problem: strides and scale of the operands; None for a standalone component GEMM, whose tensors are contiguous.
+    problem: strides and scale of the operands; None for a standalone component GEMM, whose tensors are contiguous, and
+        for an append or a merge, whose plan has the strides.
 
     NotSupported lists every argument of the wrong type, and every reason to refuse the problem.
     Stale: the artifact, the problem or the GPU does not belong to the plan. DoesNotFit: the GPU has too little
@@ -361,7 +362,7 @@ def _problem_mismatches(plan: Plan, problem: Problem | None) -> Iterator[str]:
     """Yields each reason why the problem does not belong to the plan."""
     build = plan.build
     if problem is None:
-        if build.kind != "component_gemm":
+        if build.kind not in ("component_gemm", *ROW_KINDS):
             yield f"problem = None: a {build.kind} plan needs the strides and scale of its problem; pass it"
         return
     if problem.direction != build.kind:

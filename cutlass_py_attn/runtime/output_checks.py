@@ -14,19 +14,20 @@ from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.runtime.frameworks import FRAMEWORKS, numpy_dtype
 
 
-def reasons(arrays: Mapping[str, Array], outputs: Collection[str]) -> list[str]:
+def reasons(arrays: Mapping[str, Array], outputs: Collection[str], remedy: str = "") -> list[str]:
     """Returns why arrays cannot take the results.
 
-    arrays: every array of the call by name. outputs: names of those that take results.
+    arrays: every array of the call by name. outputs: names of those that take results. remedy: what to do about an
+    array that is unfit; "" for a result that the caller may leave out.
     """
     if not outputs:
         return []
     read_only = [
-        f"{name} is a read-only array: must be a writable one; leave it out"
+        f"{name} is a read-only array: must be a writable one; {remedy or 'leave it out'}"
         for name in outputs
         if _is_read_only(arrays[name])
     ]
-    return [*read_only, *_overlaps(arrays, outputs)]
+    return [*read_only, *_overlaps(arrays, outputs, remedy)]
 
 
 def _is_read_only(array: Array) -> bool:
@@ -35,7 +36,7 @@ def _is_read_only(array: Array) -> bool:
     return array.library == "jax" or (array.library not in FRAMEWORKS and cuda_interface.is_read_only(array.source))
 
 
-def _overlaps(arrays: Mapping[str, Array], outputs: Collection[str]) -> Iterator[str]:
+def _overlaps(arrays: Mapping[str, Array], outputs: Collection[str], remedy: str) -> Iterator[str]:
     """Yields results that overlap themselves, an operand or one another."""
     regions = {name: region for name, array in arrays.items() if (region := _region(array)) is not None}
     written = [name for name in outputs if name in regions]
@@ -51,7 +52,7 @@ def _overlaps(arrays: Mapping[str, Array], outputs: Collection[str]) -> Iterator
             if overlap(region, regions[operand]):
                 yield (
                     f"{name} shares memory with {operand}: must have memory of its own, because some thread blocks "
-                    f"read {operand} after others have written {name}; pass another array or leave it out"
+                    f"read {operand} after others have written {name}; {remedy or 'pass another array or leave it out'}"
                 )
         for other in written[number + 1 :]:
             if overlap(region, regions[other]):

@@ -162,7 +162,7 @@ def _initial_struct(plan: Plan, problem: Problem | None, fields: abi.Fields) -> 
     """Returns the alignments by name, and the struct with every value that is the same in all calls."""
     struct = np.zeros((), abi.numpy_struct(fields))
     if problem is None:
-        required = {name: ROW_ALIGNMENT_BYTES for name, kind in fields if kind == "i64"}
+        required = abi.address_alignments(plan.build)
     else:
         required = alignments(problem)
         for name, value in numbers(problem).items():

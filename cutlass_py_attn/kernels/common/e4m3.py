@@ -1,0 +1,65 @@
+"""e4m3: float32 numbers rounded to 8-bit floats with 4 bits of exponent and 3 of mantissa (float8_e4m3fn).
+
+The rule, on every target: round to nearest, ties to even; magnitudes beyond 448, infinities too, become 448 with their
+sign; every NaN becomes 0x7F. From sm_89 on, an instruction does this. Earlier targets compute it on the bits.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Uint8, Uint32
+
+from cutlass_py_attn.plan.arch import architecture
+
+MAX_E4M3 = 448.0
+INSTRUCTION_SINCE = (8, 9)  # compute capability with cvt.rn.satfinite.e4m3x2.f32
+NAN_CODE = 0x7F
+LARGEST_BITS = 0x43E00000  # 448 in float32
+INFINITY_BITS = 0x7F800000
+LEAST_NORMAL_BITS = 0x3C800000  # 2**-6, the least normal e4m3 number, in float32
+# One unit in the last place of 2**14 in float32 is 2**-9, the distance of subnormal e4m3 numbers.
+ROUNDER, ROUNDER_BITS = 16384.0, 0x46800000
+MANTISSA_SHIFT = 20  # float32 has 20 bits of mantissa more
+EXPONENT_SHIFT = (127 - 7) << 3  # difference of the exponents' biases, at e4m3's exponent
+
+
+def has_instruction(arch: str) -> bool:
+    """Returns whether the target converts to e4m3 by an instruction."""
+    return architecture(arch).compute_capability >= INSTRUCTION_SINCE
+
+
+def codes(arch: str, values: cute.Tensor) -> cute.Tensor:
+    """Returns the e4m3 bytes of a register tensor of float32, as a register tensor of Uint8."""
+    count = cute.size(values)
+    if has_instruction(arch) and count > 1:
+        rounded = cute.make_rmem_tensor(count, Float8E4M3FN)
+        rounded.store(values.load().to(Float8E4M3FN))
+        return cute.recast_tensor(rounded, Uint8)
+    found = cute.make_rmem_tensor(count, Uint8)
+    for i in range(count):
+        found[i] = Uint8(code_of_bits(values[i].bitcast(Uint32), _select, _bits_of_sum))
+    return found
+
+
+def code_of_bits(bits: Any, select: Any, bits_of_sum: Any) -> Any:
+    """Returns the e4m3 code of a float32 number, given as its bits in 32 unsigned bits.
+
+    select: function of a condition and two values. bits_of_sum: function that returns the bits of (the float32 number
+    of these bits) + ROUNDER, rounded to nearest even.
+    """
+    sign, magnitude = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    limited = select(magnitude > LARGEST_BITS, magnitude * 0 + LARGEST_BITS, magnitude)
+    half_ulp = (1 << (MANTISSA_SHIFT - 1)) - 1
+    normal = ((limited + half_ulp + ((limited >> MANTISSA_SHIFT) & 1)) >> MANTISSA_SHIFT) - EXPONENT_SHIFT
+    subnormal = bits_of_sum(limited) - ROUNDER_BITS
+    code = select(limited < LEAST_NORMAL_BITS, subnormal, normal) | sign
+    return select(magnitude > INFINITY_BITS, code * 0 + NAN_CODE, code)
+
+
+def _select(condition: Any, first: Any, second: Any) -> Any:
+    return Uint32(cutlass.select_(condition, first, second))
+
+
+def _bits_of_sum(magnitude: Uint32) -> Uint32:
+    return (magnitude.bitcast(Float32) + ROUNDER).bitcast(Uint32)

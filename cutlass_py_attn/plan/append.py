@@ -1,0 +1,142 @@
+"""Plan of `append_to_cache`: which threads copy which rows, and the struct of the kernel.
+
+A few threads, a power of two, copy the key row and the value row of one (token, head), `vector_bytes` at a time. The
+rows of a token's heads follow each other, so that a block reads neighbouring rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.plan.plan import Launch, Plan, Workspace
+from cutlass_py_attn.plan.planner import arch_objections
+from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, STANDARD
+from cutlass_py_attn.problem.append import CACHES, GIVEN_SCALES, NO_SCALES, ROW_SCALES, SCALES, AppendProblem
+from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
+
+WARPS: Final = 4
+_NONE: Final = (0, 0)  # warps of a product that the kernel does not have
+_VARIANTS: Final = {NO_SCALES: STANDARD, GIVEN_SCALES: E4M3, ROW_SCALES: E4M3_ROW}
+SCALES_OF: Final = {variant: scales for scales, variant in _VARIANTS.items()}
+_REASONS: Final = {
+    NO_SCALES: "rows are copied as they are",
+    GIVEN_SCALES: "rows are divided by scales from the device and rounded to e4m3",
+    ROW_SCALES: "rows are divided by a scale of their own, their largest magnitude / 448, and rounded to e4m3",
+}
+
+
+def plan_append(problem: AppendProblem, arch: str) -> Plan:
+    """Returns the plan of an `append_to_cache`.
+
+    problem: layouts of the arrays
+    arch: target, such as "sm_90"
+
+    NotSupported lists every reason why the problem cannot be computed.
+    """
+    if not isinstance(problem, AppendProblem):
+        raise NotSupported(
+            [f"problem = {shown(problem)}: must be an AppendProblem; create one", *arch_objections(arch)]
+        )
+    if reasons := [*problem.reasons(), *arch_objections(arch)]:
+        raise NotSupported(reasons)
+    dims = problem.key.shape[2], problem.value.shape[2]
+    vector = vector_elements(problem.key, problem.value, problem.key_cache, problem.value_cache)
+    build = row_build("append", _VARIANTS[problem.scales], arch, problem.key.dtype, dims, vector)
+    rows = problem.tokens * problem.num_heads_key
+    params = (
+        *_strides(problem),
+        ("page_size", problem.key_cache.shape[1]),
+        ("num_slots", problem.num_slots),
+        ("num_heads_key", problem.num_heads_key),
+        ("num_rows", rows),
+    )
+    return row_plan(build, rows, 0 if problem.is_empty else rows, params, _REASONS[problem.scales])
+
+
+def _strides(problem: AppendProblem) -> tuple[tuple[str, int], ...]:
+    """Returns the strides of every tensor (elements); 0 along the axes that a given scale does not have."""
+    found = {
+        f"{name}_{axis}": step for name in ("key", "value") for axis, step in _axes(name, problem, ("row", "head"))
+    }
+    for name in CACHES:
+        found |= {f"{name}_{axis}": step for axis, step in _axes(name, problem, ("page", "row", "head"))}
+    for name in SCALES if problem.scales != NO_SCALES else ():
+        tensor: Tensor = getattr(problem, name)
+        axes = ("page", "row", "head")[-len(tensor.shape) :] if tensor.shape else ()
+        found |= {f"{name}_{axis}": 0 for axis in ("page", "row", "head")}
+        found |= {f"{name}_{axis}": step for axis, step in zip(axes, tensor.steps, strict=True)}
+    return tuple(found.items())
+
+
+def _axes(name: str, problem: AppendProblem, axes: tuple[str, ...]) -> list[tuple[str, int]]:
+    """Returns the strides of the leading axes by name."""
+    return list(zip(axes, getattr(problem, name).steps, strict=False))
+
+
+def vector_elements(*tensors: Tensor) -> int:
+    """Returns the elements of one load or store: a power of two that suits rows, strides and addresses of all tensors.
+
+    It is at most 16 bytes of each tensor. Their last axes are contiguous.
+    """
+    found = []
+    for tensor in tensors:
+        item = ITEM_BYTES.get(tensor.dtype, E4M3_BYTES)
+        parts = (tensor.alignment, *(step * item for step in tensor.steps[:-1]), tensor.shape[-1] * item)
+        found.append(math.gcd(ROW_ALIGNMENT_BYTES, *parts) // item)
+    return min(found)
+
+
+def row_build(
+    kind: str,
+    variant: str,
+    arch: str,
+    dtype: str,
+    dims: tuple[int, int],
+    vector: int,
+    features: tuple[str, ...] = (),
+) -> Build:
+    """Returns the Build of a kernel that computes row by row: kind "append" or "merge".
+
+    dims: columns of the two kinds of rows. vector: elements of one load.
+    """
+    threads = WARPS * WARP_THREADS
+    lanes = min(1 << (ceil_div(max(dims), vector) - 1).bit_length(), WARP_THREADS)
+    return Build(
+        kind=kind,
+        family="sm80",
+        variant=variant,
+        arch=arch,
+        dtype=dtype,
+        head_dim=dims[0],
+        head_dim_value=dims[1],
+        mask="full",
+        tile_m=threads // lanes,
+        tile_n=lanes,
+        warps=WARPS,
+        query_stages=1,
+        grad_output_stages=1,
+        warps_scores=_NONE,
+        warps_grad_v=_NONE,
+        warps_grad_k=_NONE,
+        warps_grad_q=_NONE,
+        deterministic=False,
+        register_usage_level=5,
+        min_blocks_per_sm=0,
+        component_gemm="",
+        shared_memory=(),
+        features=features,
+        vector_bytes=vector * ITEM_BYTES[dtype],
+    )
+
+
+def row_plan(build: Build, rows: int, launched: int, params: tuple[tuple[str, int], ...], reason: str) -> Plan:
+    """Returns the plan of a kernel that computes row by row. launched: rows to launch blocks for; 0 for no launch."""
+    launch = Launch(f"{build.symbol}_0", (ceil_div(launched, build.tile_m), 1, 1), (build.threads, 1, 1), 0)
+    text = f"{rows} rows, {build.tile_n} threads each, by {build.vector_bytes} bytes; {reason}"
+    return Plan(build, (launch,) if launched else (), Workspace(), params, text)

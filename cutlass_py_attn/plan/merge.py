@@ -1,0 +1,47 @@
+"""Plan of `merge_states`: which threads merge which rows, and the struct of the kernel."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan.append import row_build, row_plan, vector_elements
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.plan.planner import arch_objections
+from cutlass_py_attn.plan.variants import STANDARD
+from cutlass_py_attn.problem.merge import OUTPUTS, MergeProblem
+from cutlass_py_attn.problem.scalars import shown
+
+_REASON: Final = "each row is the mean of two, weighted by exp(logsumexp), in float32"
+
+
+def plan_merge(problem: MergeProblem, arch: str) -> Plan:
+    """Returns the plan of a `merge_states`.
+
+    problem: layouts of the arrays
+    arch: target, such as "sm_90"
+
+    NotSupported lists every reason why the problem cannot be computed.
+    """
+    if not isinstance(problem, MergeProblem):
+        raise NotSupported([f"problem = {shown(problem)}: must be a MergeProblem; create one", *arch_objections(arch)])
+    if reasons := [*problem.reasons(), *arch_objections(arch)]:
+        raise NotSupported(reasons)
+    _, tokens, num_heads, columns = problem.output_a.shape
+    tensors = [getattr(problem, name) for name in OUTPUTS]
+    features = ("varlen",) if problem.is_packed else ()
+    dtype, vector = problem.output_a.dtype, vector_elements(*tensors)
+    build = row_build("merge", STANDARD, arch, dtype, (columns, columns), vector, features)
+    strides = {
+        f"{name}_{axis}": step
+        for name, tensor in zip(OUTPUTS, tensors, strict=True)
+        for axis, step in zip(("batch", "row", "head"), tensor.steps, strict=False)
+    }
+    params = (
+        *strides.items(),
+        ("num_heads", num_heads),
+        ("num_queries", problem.num_queries),
+        ("num_rows", problem.num_rows),
+        *((("tokens_q", tokens), ("tokens_k", 0)) if problem.is_packed else ()),
+    )
+    return row_plan(build, problem.num_rows, problem.num_rows, params, _REASON)

@@ -1,0 +1,244 @@
+"""AppendProblem: key and value rows of new tokens, stored in the pages of a cache, in its dtype or as scaled e4m3.
+
+Slot s is row s % page_size of page s // page_size. A token whose slot is negative, or beyond the cache, is not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Final
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.overlap import overlaps_itself
+from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.tensors import E4M3, E4M3_BYTES, F32_BYTES, ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.problem.validation import MAX_BYTES
+
+MAX_HEAD_DIM: Final = 1024  # a few threads hold a whole row
+MAX_ROWS: Final = 2**31 - 1  # rows of the cache, and rows of key, that the kernel counts in 32 bits
+MAX_E4M3: Final = 448.0  # the largest finite e4m3 number
+CACHES: Final = ("key_cache", "value_cache")
+SCALES: Final = ("key_scale", "value_scale")
+NO_SCALES, GIVEN_SCALES, ROW_SCALES = "none", "given", "row"
+_REQUIRED: Final = ("key", "value", *CACHES, "slots")
+_AXES: Final = {
+    "key": "(tokens, num_heads_key, head_dim)",
+    "value": "(tokens, num_heads_key, head_dim_value)",
+    "key_cache": "(num_pages, page_size, num_heads_key, head_dim)",
+    "value_cache": "(num_pages, page_size, num_heads_key, head_dim_value)",
+    "slots": "(tokens,)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AppendProblem:
+    """The layouts of one `append_to_cache`.
+
+    key: (tokens, num_heads_key, head_dim), float16, bfloat16 or float32
+    value: (tokens, num_heads_key, head_dim_value), of the same dtype
+    key_cache: (num_pages, page_size, num_heads_key, head_dim) in the dtype of key, or float8_e4m3fn, or uint8 for the
+        bytes of e4m3 numbers
+    value_cache: (num_pages, page_size, num_heads_key, head_dim_value), of the dtype of key_cache
+    slots: (tokens,) int64
+    key_scale, value_scale: float32, for an e4m3 cache alone. () or (1,), one scale, or (num_heads_key,), one of each
+        head: they are read. (num_pages, page_size, num_heads_key), one of each stored row: they are written.
+    """
+
+    key: Tensor
+    value: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    slots: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+
+    @staticmethod
+    def dense(
+        key: tuple[int, int, int],
+        pages: tuple[int, int],
+        dtype: str,
+        *,
+        head_dim_value: int = 0,
+        scales: str = NO_SCALES,
+    ) -> AppendProblem:
+        """Returns the problem of dense arrays, for example to compile its kernel before there are any.
+
+        key: its shape (tokens, num_heads_key, head_dim). pages: (num_pages, page_size).
+        head_dim_value: columns of value; 0 for head_dim.
+        scales: NO_SCALES for a cache of `dtype`; GIVEN_SCALES, of each head, or ROW_SCALES for an e4m3 cache.
+        """
+        tokens, heads, head_dim = key
+        cache = dtype if scales == NO_SCALES else E4M3[0]
+        shapes = {NO_SCALES: None, GIVEN_SCALES: (heads,), ROW_SCALES: (*pages, heads)}
+        if scales not in shapes:
+            raise NotSupported(f"scales = {shown(scales)}: must be one of {', '.join(shapes)}; choose one")
+        shape = shapes[scales]
+        scale = None if shape is None else Tensor.contiguous(shape, "float32")
+        dims = head_dim, head_dim_value or head_dim
+        key_rows, value_rows = (Tensor.contiguous((tokens, heads, columns), dtype) for columns in dims)
+        key_cache, value_cache = (Tensor.contiguous((*pages, heads, columns), cache) for columns in dims)
+        slots = Tensor.contiguous((tokens,), "int64")
+        return AppendProblem(key_rows, value_rows, key_cache, value_cache, slots, scale, scale)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, whose rows are stored."""
+        return self.key.shape[0]
+
+    @property
+    def num_heads_key(self) -> int:
+        """Number of heads of key and value."""
+        return self.key.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        """Number of rows of the cache, each of all heads."""
+        return self.key_cache.shape[0] * self.key_cache.shape[1]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no row to store, or no row to store it in."""
+        return 0 in (self.tokens, self.num_heads_key, self.num_slots)
+
+    @property
+    def scales(self) -> str:
+        """NO_SCALES for a 16-bit or float32 cache; GIVEN_SCALES or ROW_SCALES for an e4m3 cache."""
+        if self.key_scale is None:
+            return NO_SCALES
+        return ROW_SCALES if len(self.key_scale.shape) == 3 else GIVEN_SCALES
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the arrays that are written."""
+        return (*CACHES, *SCALES) if self.scales == ROW_SCALES else CACHES
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors that the problem has, by name."""
+        return {field.name: tensor for field in fields(self) if (tensor := getattr(self, field.name)) is not None}
+
+    def reasons(self) -> list[str]:
+        """Returns every reason to refuse the problem: what was given, what is allowed, what to do."""
+        wrong = [*_kinds(self)] or [*_ranks(self)]
+        return wrong or [*_dtypes(self), *_shapes(self), *_scales(self), *_memory(self)]
+
+    def check(self) -> None:
+        """Raises NotSupported with every reason to refuse the problem, if there is one."""
+        if reasons := self.reasons():
+            raise NotSupported(reasons)
+
+
+def _kinds(problem: AppendProblem) -> Iterator[str]:
+    for field in fields(problem):
+        given = getattr(problem, field.name)
+        if not isinstance(given, Tensor) and (given is not None or field.name in _REQUIRED):
+            optional = "" if field.name in _REQUIRED else ", or None"
+            yield f"{field.name} = {shown(given)}: must be a Tensor{optional}; create one with Tensor.contiguous"
+
+
+def _ranks(problem: AppendProblem) -> Iterator[str]:
+    for name, axes in _AXES.items():
+        shape = getattr(problem, name).shape
+        if len(shape) != axes.count(",") + (name != "slots"):
+            yield f"{name} has shape {shape}: must be {axes}; reshape it"
+
+
+def _dtypes(problem: AppendProblem) -> Iterator[str]:
+    key, value, cache = problem.key.dtype, problem.value.dtype, problem.key_cache.dtype
+    if key not in ITEM_BYTES:
+        yield f"key has dtype {key}: must be one of {', '.join(ITEM_BYTES)}; cast it"
+    if value != key:
+        yield f"value has dtype {value} but key has {key}: both must agree; cast one of them"
+    if cache not in (key, *E4M3):
+        yield (
+            f"key_cache has dtype {cache}: must be {key} as key, {E4M3[0]}, or uint8 for the bytes of e4m3 numbers; "
+            "cast key and value, or allocate another cache"
+        )
+    if problem.value_cache.dtype != cache:
+        yield (
+            f"value_cache has dtype {problem.value_cache.dtype} but key_cache has {cache}: both must agree; allocate "
+            "one of them anew"
+        )
+    if problem.slots.dtype != "int64":
+        yield f"slots has dtype {problem.slots.dtype}: must be int64; cast it"
+
+
+def _shapes(problem: AppendProblem) -> Iterator[str]:
+    tokens, heads, head_dim = problem.key.shape
+    head_dim_value, (pages, page_size) = problem.value.shape[2], problem.key_cache.shape[:2]
+    expected = {
+        "value": (tokens, heads, head_dim_value),
+        "key_cache": (pages, page_size, heads, head_dim),
+        "value_cache": (pages, page_size, heads, head_dim_value),
+        "slots": (tokens,),
+    }
+    for name, shape in expected.items():
+        found = getattr(problem, name).shape
+        if found != shape:
+            yield f"{name} has shape {found}: must be {shape} to match {_matched(name, problem)}; reshape it"
+    for label, size in (("head_dim", head_dim), ("head_dim_value", head_dim_value)):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            yield f"{label} = {size}: must be from 1 to {MAX_HEAD_DIM}; append slices of the columns"
+    if page_size < 1:
+        yield f"page_size = {page_size}: must be at least 1; allocate key_cache with rows in a page"
+    if tokens * heads > MAX_ROWS:
+        yield f"tokens * num_heads_key = {tokens * heads}: must be at most {MAX_ROWS}; append in several calls"
+    if problem.num_slots > MAX_ROWS:
+        yield f"num_pages * page_size = {problem.num_slots}: must be at most {MAX_ROWS}; use several caches"
+
+
+def _matched(name: str, problem: AppendProblem) -> str:
+    names = ("key", "value", "key_cache") if name == "value_cache" else ("key",)
+    return ", ".join(f"{each} {getattr(problem, each).shape}" for each in names)
+
+
+def _scales(problem: AppendProblem) -> Iterator[str]:
+    given = {name: tensor for name in SCALES if (tensor := getattr(problem, name)) is not None}
+    if problem.key_cache.dtype not in E4M3:
+        for name in given:
+            yield (
+                f"{name} is given, but key_cache has dtype {problem.key_cache.dtype}: only an e4m3 cache has scales; "
+                "leave it out"
+            )
+        return
+    heads = problem.num_heads_key
+    row_shape = (*problem.key_cache.shape[:2], heads)
+    allowed = f"(), (1,), ({heads},) for given scales, or {row_shape} for computed ones"
+    wrong = []
+    for name in SCALES:
+        if name not in given:
+            wrong.append(f"{name} is missing: an e4m3 cache needs float32 {allowed}; pass it")
+        elif given[name].dtype != "float32" or given[name].shape not in ((), (1,), (heads,), row_shape):
+            found = f"{name} has shape {given[name].shape} and dtype {given[name].dtype}"
+            wrong.append(f"{found}: must be float32 {allowed}; reshape or cast it")
+    yield from wrong
+    if not wrong and len({len(tensor.shape) == 3 for tensor in given.values()}) == 2:
+        shapes = " and ".join(f"{name} {tensor.shape}" for name, tensor in given.items())
+        yield f"{shapes}: must both be given, or both be computed for each row; pass two of a kind"
+
+
+def _memory(problem: AppendProblem) -> Iterator[str]:
+    items = {name: ITEM_BYTES.get(tensor.dtype, E4M3_BYTES) for name, tensor in problem.tensors().items()}
+    items |= {"slots": 8} | dict.fromkeys(SCALES, F32_BYTES)
+    for name, tensor in problem.tensors().items():
+        item = items[name]
+        if name not in ("slots", *SCALES) and tensor.shape[-1] > 1 and tensor.strides[-1] != 1:
+            yield f"{name} has last stride {tensor.strides[-1]}: must be 1; make the head dimension contiguous"
+        if name == "slots" and tensor.shape[0] > 1 and tensor.strides[0] != 1:
+            yield f"slots has stride {tensor.strides[0]}: must be 1; copy it"
+        if tensor.alignment < min(item, ROW_ALIGNMENT_BYTES):
+            yield (
+                f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be aligned to its "
+                f"{item}-byte elements; copy it"
+            )
+        reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+        if reach * item >= MAX_BYTES:
+            yield (
+                f"{name} has shape {tensor.shape} and strides {tensor.strides}: must reach fewer than 2**63 bytes; "
+                "use smaller strides"
+            )
+        if name in problem.outputs and overlaps_itself(tensor.shape, tensor.strides):
+            yield (
+                f"{name} has shape {tensor.shape} and strides {tensor.strides}: rows that are written must not "
+                "overlap; allocate it in full"
+            )

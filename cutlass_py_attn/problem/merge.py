@@ -1,0 +1,198 @@
+"""MergeProblem: two partial results of attention over different keys, joined by their logsumexps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Final
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.integers import round_up
+from cutlass_py_attn.problem.overlap import overlaps_itself
+from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, LSE_PADDING, Tensor
+from cutlass_py_attn.problem.validation import MAX_BYTES
+
+MAX_HEAD_DIM: Final = 1024
+MAX_ROWS: Final = 2**31 - 1
+OUTPUTS: Final = ("output_a", "output_b", "output")
+LOGSUMEXPS: Final = ("logsumexp_a", "logsumexp_b")
+_REQUIRED: Final = (*OUTPUTS, *LOGSUMEXPS)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeProblem:
+    """The layouts of one `merge_states`.
+
+    output_a, output_b, output: (batch, num_queries, num_heads, head_dim_value), of one dtype: float16, bfloat16 or
+        float32; packed (1, tokens, num_heads, head_dim_value)
+    logsumexp_a, logsumexp_b: (batch, num_heads, ceil32(num_queries)) float32, contiguous; packed
+        (count, num_heads, ceil32(max_seqlen_q)). The result has the same shape.
+    cu_seqlens_q: (count + 1,) int32 if the outputs are packed; else None
+    max_seqlen_q: length of the longest sequence, or more, if the outputs are packed; else None
+    """
+
+    output_a: Tensor
+    output_b: Tensor
+    output: Tensor
+    logsumexp_a: Tensor
+    logsumexp_b: Tensor
+    cu_seqlens_q: Tensor | None = None
+    max_seqlen_q: int | None = None
+
+    @staticmethod
+    def dense(shape: tuple[int, int, int, int], dtype: str) -> MergeProblem:
+        """Returns the problem of dense outputs (batch, num_queries, num_heads, head_dim_value)."""
+        output = Tensor.contiguous(shape, dtype)
+        logsumexp = Tensor.contiguous((shape[0], shape[2], round_up(shape[1], LSE_PADDING)), "float32")
+        return MergeProblem(output, output, output, logsumexp, logsumexp)
+
+    @staticmethod
+    def packed(count: int, max_seqlen_q: int, shape: tuple[int, int, int], dtype: str) -> MergeProblem:
+        """Returns the problem of `count` sequences in packed outputs (tokens, num_heads, head_dim_value)."""
+        output = Tensor.contiguous((1, *shape), dtype)
+        logsumexp = Tensor.contiguous((count, shape[1], round_up(max_seqlen_q, LSE_PADDING)), "float32")
+        bounds = Tensor.contiguous((count + 1,), "int32")
+        return MergeProblem(output, output, output, logsumexp, logsumexp, bounds, max_seqlen_q)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the rows of several sequences follow each other in the outputs."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def batch(self) -> int:
+        """Batch size; the number of sequences if the outputs are packed."""
+        return self.output_a.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def num_queries(self) -> int:
+        """Rows of a batch, or of the longest sequence."""
+        return self.output_a.shape[1] if self.max_seqlen_q is None else self.max_seqlen_q
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all batches and heads, those beyond the end of a sequence included."""
+        return self.batch * self.num_queries * self.output_a.shape[2]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no row to merge."""
+        return self.num_rows == 0
+
+    @property
+    def logsumexp_shape(self) -> tuple[int, int, int]:
+        """Shape of each logsumexp."""
+        return self.batch, self.output_a.shape[2], round_up(self.num_queries, LSE_PADDING)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors that the problem has, by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in found.items() if name != "max_seqlen_q" and tensor is not None}
+
+    def reasons(self) -> list[str]:
+        """Returns every reason to refuse the problem: what was given, what is allowed, what to do."""
+        wrong = [*_kinds(self)] or [*_ranks(self)]
+        return wrong or [*_shapes(self), *_dtypes(self), *_memory(self)]
+
+    def check(self) -> None:
+        """Raises NotSupported with every reason to refuse the problem, if there is one."""
+        if reasons := self.reasons():
+            raise NotSupported(reasons)
+
+
+def _kinds(problem: MergeProblem) -> Iterator[str]:
+    for name in (*_REQUIRED, "cu_seqlens_q"):
+        given = getattr(problem, name)
+        if not isinstance(given, Tensor) and (given is not None or name in _REQUIRED):
+            optional = "" if name in _REQUIRED else ", or None"
+            yield f"{name} = {shown(given)}: must be a Tensor{optional}; create one with Tensor.contiguous"
+    longest = problem.max_seqlen_q
+    if longest is not None and (integer_of(longest) is None or longest < 0):
+        yield f"max_seqlen_q = {shown(longest)}: must be an int of at least 0; pass the longest sequence's length"
+    if (problem.cu_seqlens_q is None) != (longest is None):
+        missing = "max_seqlen_q" if longest is None else "cu_seqlens_q"
+        yield f"{missing} is missing: packed outputs need cu_seqlens_q and max_seqlen_q; pass both, or neither"
+
+
+def _ranks(problem: MergeProblem) -> Iterator[str]:
+    for name in OUTPUTS:
+        if len(getattr(problem, name).shape) != 4:
+            yield (
+                f"{name} has shape {getattr(problem, name).shape}: must be (batch, num_queries, num_heads, "
+                "head_dim_value); add the missing axes with size 1"
+            )
+    for name in LOGSUMEXPS:
+        if len(getattr(problem, name).shape) != 3:
+            yield (
+                f"{name} has shape {getattr(problem, name).shape}: must be (batch, num_heads, ceil32(num_queries)), as "
+                "attention_forward returns it; pass that array"
+            )
+    lengths = problem.cu_seqlens_q
+    if lengths is not None and (len(lengths.shape) != 1 or lengths.shape[0] < 1):
+        yield f"cu_seqlens_q has shape {lengths.shape}: must be (count + 1,); pass [0] for no sequence"
+
+
+def _shapes(problem: MergeProblem) -> Iterator[str]:
+    shape = problem.output_a.shape
+    for name in OUTPUTS[1:]:
+        if getattr(problem, name).shape != shape:
+            yield f"{name} has shape {getattr(problem, name).shape}: must be {shape} as output_a; reshape it"
+    for name in LOGSUMEXPS:
+        if getattr(problem, name).shape != problem.logsumexp_shape:
+            yield (
+                f"{name} has shape {getattr(problem, name).shape}: must be {problem.logsumexp_shape}, (batch, "
+                "num_heads, num_queries rounded up to a multiple of 32), as attention_forward returns it; pass that"
+            )
+    if problem.is_packed and shape[0] != 1:
+        yield f"output_a has batch {shape[0]} with cu_seqlens_q: must be 1; concatenate the sequences in one axis"
+    if problem.is_packed and not 0 <= problem.num_queries <= shape[1]:
+        yield (
+            f"max_seqlen_q = {problem.num_queries}: must be from 0 to the {shape[1]} tokens; pass the longest "
+            "sequence's length"
+        )
+    if not 1 <= shape[3] <= MAX_HEAD_DIM:
+        yield f"head_dim_value = {shape[3]}: must be from 1 to {MAX_HEAD_DIM}; merge slices of the columns"
+    if problem.num_rows > MAX_ROWS:
+        rows = f"batch * num_queries * num_heads = {problem.num_rows}"
+        yield f"{rows}: must be at most {MAX_ROWS}; merge in several calls"
+
+
+def _dtypes(problem: MergeProblem) -> Iterator[str]:
+    dtype = problem.output_a.dtype
+    if dtype not in ITEM_BYTES:
+        yield f"output_a has dtype {dtype}: must be one of {', '.join(ITEM_BYTES)}; cast it"
+    for name in OUTPUTS[1:]:
+        found = getattr(problem, name).dtype
+        if found != dtype:
+            yield f"{name} has dtype {found} but output_a has {dtype}: all must agree; cast one of them"
+    expected = dict.fromkeys(LOGSUMEXPS, "float32") | ({"cu_seqlens_q": "int32"} if problem.is_packed else {})
+    for name, kind in expected.items():
+        if getattr(problem, name).dtype != kind:
+            yield f"{name} has dtype {getattr(problem, name).dtype}: must be {kind}; cast it"
+
+
+def _memory(problem: MergeProblem) -> Iterator[str]:
+    for name, tensor in problem.tensors().items():
+        is_output = name in OUTPUTS
+        item = ITEM_BYTES.get(tensor.dtype, 1) if is_output else F32_BYTES
+        if is_output and tensor.shape[3] > 1 and tensor.strides[3] != 1:
+            yield f"{name} has last stride {tensor.strides[3]}: must be 1; make the head dimension contiguous"
+        if not is_output and not tensor.is_contiguous:
+            yield f"{name} has shape {tensor.shape} and strides {tensor.strides}: must be contiguous; copy it"
+        if tensor.alignment < item:
+            yield (
+                f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be aligned to its "
+                f"{item}-byte elements; copy it"
+            )
+        reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+        if reach * item >= MAX_BYTES:
+            yield (
+                f"{name} has shape {tensor.shape} and strides {tensor.strides}: must reach fewer than 2**63 bytes; "
+                "use smaller strides"
+            )
+    if overlaps_itself(problem.output.shape, problem.output.strides):
+        yield (
+            f"output has shape {problem.output.shape} and strides {problem.output.strides}: an output must not overlap "
+            "itself; allocate it in full"
+        )

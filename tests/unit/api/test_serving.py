@@ -1,0 +1,407 @@
+"""append_to_cache and merge_states without a GPU: launches on the fake driver, refused calls, the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cutlass_py_attn.api import repeated_calls, serving
+from cutlass_py_attn.api.attention import attention_forward
+from cutlass_py_attn.api.serving import append_to_cache, merge_states
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan.build import Build
+from tests.support.fake_driver import FakeDriver
+from tests.support.fakes import InterfaceArray, aligned, artifact, decode
+
+Array = npt.NDArray[Any]
+BF16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+TOKENS, HEADS, D, DV, PAGES, PAGE = 5, 2, 64, 32, 3, 4
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    serving._prepared.clear()
+    repeated_calls._calls.clear()
+
+
+class Kernels:
+    """Artifacts for the fake driver, and the builds that were asked for."""
+
+    def __init__(self) -> None:
+        self.builds: list[Build] = []
+
+    def __call__(self, build: Build) -> Any:
+        self.builds.append(build)
+        return artifact(build)
+
+
+def rows(dtype: Any = BF16) -> dict[str, Array]:
+    """Returns key, value and slots; the tokens 1 and 4 are skipped."""
+    slots = aligned((TOKENS,), np.int64)
+    slots[:] = 3, -1, 11, 0, 12
+    return {
+        "key": aligned((TOKENS, HEADS, D), dtype, 1),
+        "value": aligned((TOKENS, HEADS, DV), dtype, 2),
+        "slots": slots,
+    }
+
+
+def pools(dtype: Any = BF16) -> dict[str, Array]:
+    """Returns the caches, full of ones."""
+    found = {"key_cache": (PAGES, PAGE, HEADS, D), "value_cache": (PAGES, PAGE, HEADS, DV)}
+    caches = {
+        name: aligned(shape, np.uint8 if np.dtype(dtype).itemsize == 1 else dtype) for name, shape in found.items()
+    }
+    for cache in caches.values():
+        cache[...] = 1
+    return {name: cache.view(dtype) for name, cache in caches.items()}
+
+
+def row_scales() -> dict[str, Array]:
+    """Returns arrays for a scale of each row."""
+    return {name: aligned((PAGES, PAGE, HEADS), np.float32) for name in ("key_scale", "value_scale")}
+
+
+def on_device(arrays: dict[str, Array]) -> dict[str, Any]:
+    """Returns CUDA arrays."""
+    return {name: InterfaceArray(array) for name, array in arrays.items()}
+
+
+def test_device_arrays_are_read_in_place(driver_log: FakeDriver) -> None:
+    """One launch with the addresses and strides of the arrays; a call of the same layouts is bound once."""
+    given, kernels = {**rows(), **pools()}, Kernels()
+    given["key_cache"] = aligned((PAGES, HEADS, PAGE, D), BF16).transpose(0, 2, 1, 3)
+    for _ in range(2):
+        append_to_cache(**on_device(given), kernels=kernels, stream=0x77)
+    launch = driver_log.of("cuLaunchKernelEx")[0]
+    (build,) = kernels.builds
+    struct = decode(build, launch.parameters)
+    assert {name: struct[name] for name in given} == {name: array.ctypes.data for name, array in given.items()}
+    assert [struct[f"key_cache_{axis}"] for axis in ("page", "row", "head")] == [HEADS * PAGE * D, D, PAGE * D]
+    assert [struct[f"value_cache_{axis}"] for axis in ("page", "row", "head")] == [PAGE * HEADS * DV, HEADS * DV, DV]
+    sizes = {"page_size": PAGE, "num_slots": PAGES * PAGE, "num_heads_key": HEADS, "num_rows": TOKENS * HEADS}
+    assert {name: struct[name] for name in sizes} == sizes
+    assert launch.stream == 0x77
+    assert launch.grid == (-(-TOKENS * HEADS // build.tile_m), 1, 1)
+    assert (build.symbol, build.arch) == ("append_sm80_bf16_d64v32_16x8", "sm_90")
+    assert not [name for name in driver_log.names if name.startswith(("cuMemcpy", "cuMemAlloc"))]
+
+
+@pytest.mark.parametrize(
+    ("scale", "variant", "strides"),
+    [((), "e4m3", (0, 0, 0)), ((1,), "e4m3", (0, 0, 0)), ((HEADS,), "e4m3", (0, 0, 1)),
+     ((PAGES, PAGE, HEADS), "e4m3_row", (PAGE * HEADS, HEADS, 1))],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [np.uint8, E4M3])
+def test_scales(driver_log: FakeDriver, dtype: Any, scale: tuple[int, ...], variant: str, strides: Any) -> None:
+    """Each shape of the scales has its kernel and its strides."""
+    scales = {name: aligned((*scale, 1), np.float32)[..., 0] for name in ("key_scale", "value_scale")}
+    kernels = Kernels()
+    append_to_cache(**on_device({**rows(), **pools(dtype), **scales}), kernels=kernels)
+    (build,) = kernels.builds
+    struct = decode(build, driver_log.of("cuLaunchKernelEx")[0].parameters)
+    assert build.variant == variant
+    assert tuple(struct[f"value_scale_{axis}"] for axis in ("page", "row", "head")) == strides
+    assert struct["key_scale"] == scales["key_scale"].ctypes.data
+
+
+def test_numpy_pools_are_copied_back(driver_log: FakeDriver) -> None:
+    """Caches go to the device and back, because most of their rows keep their values; rows only go there."""
+    append_to_cache(**rows(), **pools(), kernels=artifact)
+    names = driver_log.names
+    assert (names.count("cuMemcpyHtoDAsync"), names.count("cuMemcpyDtoHAsync")) == (5, 2)
+    assert names.count("cuMemAllocAsync") == names.count("cuMemFreeAsync") == 5
+
+
+@pytest.mark.parametrize("empty", ["tokens", "pages"])
+def test_nothing_to_store(driver_log: FakeDriver, empty: str) -> None:
+    given = {**rows(), **pools()}
+    names = ("key", "value", "slots") if empty == "tokens" else ("key_cache", "value_cache")
+    append_to_cache(**on_device({**given, **{name: given[name][:0] for name in names}}), kernels=artifact)
+    assert not driver_log.of("cuLaunchKernelEx")
+
+
+APPEND_REFUSALS: dict[str, tuple[Callable[[dict[str, Array]], dict[str, Any]], str]] = {
+    "missing": (lambda given: {"slots": None}, "slots is None: must be an array; pass it"),
+    "rank": (
+        lambda given: {"key": given["key"][0]},
+        "key has shape (2, 64): must be (tokens, num_heads_key, head_dim); reshape it",
+    ),
+    "tokens": (
+        lambda given: {"slots": given["slots"][:4]},
+        "slots has shape (4,): must be (5,) to match key (5, 2, 64); reshape it",
+    ),
+    "heads": (
+        lambda given: {"value": given["value"][:, :1]},
+        "value has shape (5, 1, 32): must be (5, 2, 32) to match key (5, 2, 64); reshape it",
+    ),
+    "page size": (
+        lambda given: {"value_cache": given["value_cache"][:, :3]},
+        "value_cache has shape (3, 3, 2, 32): must be (3, 4, 2, 32) to match key (5, 2, 64), value (5, 2, 32), "
+        "key_cache (3, 4, 2, 64); reshape it",
+    ),
+    "dtype of slots": (
+        lambda given: {"slots": given["slots"].astype(np.int32)},
+        "slots has dtype int32: must be int64; cast it",
+    ),
+    "dtype of key": (
+        lambda given: {name: each.astype("f8") for name, each in given.items() if name != "slots"},
+        "key has dtype float64: must be one of float16, bfloat16, float32; cast it",
+    ),
+    "dtype of value": (
+        lambda given: {"value": given["value"].astype(np.float16)},
+        "value has dtype float16 but key has bfloat16: both must agree; cast one of them",
+    ),
+    "dtype of the cache": (
+        lambda given: {name: given[name].astype(np.float16) for name in ("key_cache", "value_cache")},
+        "key_cache has dtype float16: must be bfloat16 as key, float8_e4m3fn, or uint8 for the bytes of e4m3 numbers; "
+        "cast key and value, or allocate another cache",
+    ),
+    "scale of 16 bits": (
+        lambda given: {"key_scale": np.ones(2, np.float32)},
+        "key_scale is given, but key_cache has dtype bfloat16: only an e4m3 cache has scales; leave it out",
+    ),
+    "no scale": (
+        lambda given: {**pools(E4M3), "value_scale": np.ones(2, np.float32)},
+        "key_scale is missing: an e4m3 cache needs float32 (), (1,), (2,) for given scales, or (3, 4, 2) for computed "
+        "ones; pass it",
+    ),
+    "shape of a scale": (
+        lambda given: {**pools(E4M3), **row_scales(), "key_scale": np.ones((4, 2), np.float32)},
+        "key_scale has shape (4, 2) and dtype float32: must be float32 (), (1,), (2,) for given scales, or (3, 4, 2) "
+        "for computed ones; reshape or cast it",
+    ),
+    "two kinds of scales": (
+        lambda given: {**pools(E4M3), **row_scales(), "key_scale": np.ones(2, np.float32)},
+        "key_scale (2,) and value_scale (3, 4, 2): must both be given, or both be computed for each row; pass two of a "
+        "kind",
+    ),
+    "backend": (
+        lambda given: {"backend": "cuda"},
+        "backend = 'cuda' (str): must be one of auto, gpu, reference; choose one",
+    ),
+    "kernels": (
+        lambda given: {"kernels": "folder"},
+        "kernels = 'folder' (str): must be a function that returns the Artifact of a Build, such as Folder(path), or "
+        "None; pass one",
+    ),
+    "one pool": (
+        lambda given: {"value": given["value"].repeat(2, axis=2), "value_cache": given["key_cache"]},
+        "key_cache shares memory with value_cache: each result must have memory of its own; pass separate arrays",
+    ),
+    "pool of the rows": (
+        lambda given: {"key": given["key_cache"].reshape(12, 2, 64)[:5]},
+        "key_cache shares memory with key: must have memory of its own, because some thread blocks read key after "
+        "others have written key_cache; pass another array",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", APPEND_REFUSALS)
+@pytest.mark.parametrize("device", [True, False], ids=["device", "NumPy"])
+def test_refused_appends(driver_log: FakeDriver, device: bool, name: str) -> None:
+    """Nothing is allocated, copied or launched."""
+    change, text = APPEND_REFUSALS[name]
+    given: dict[str, Any] = {**rows(), **pools()}
+    given |= change(given)
+    if device:
+        given = {key: InterfaceArray(each) if isinstance(each, np.ndarray) else each for key, each in given.items()}
+    with pytest.raises(NotSupported) as caught:
+        append_to_cache(**given, **{} if "kernels" in given else {"kernels": artifact})
+    assert caught.value.reasons == (text,)
+    assert not [call for call in driver_log.names if call.startswith(("cuMem", "cuLaunch", "cuGraph"))]
+
+
+def test_layouts_that_only_device_arrays_have(driver_log: FakeDriver) -> None:
+    """All reasons at once: strides, alignment, rows that overlap."""
+    given = {**rows(), **pools()}
+    wide = aligned((TOKENS, HEADS, 2 * D), BF16)
+    shared = np.lib.stride_tricks.as_strided(given["key_cache"], strides=(0, 256, 128, 2))
+    slots = aligned((2 * TOKENS,), np.int64)[::2]
+    odd = aligned((PAGES * PAGE * HEADS * DV * 2 + 1,), np.uint8)[1:].view(BF16).reshape(PAGES, PAGE, HEADS, DV)
+    changed = {"key": wide[..., ::2], "key_cache": shared, "slots": slots, "value_cache": odd}
+    with pytest.raises(NotSupported) as caught:
+        append_to_cache(**on_device({**given, **changed}), kernels=artifact)
+    assert [reason.split(":")[0] for reason in caught.value.reasons] == [
+        "key has last stride 2",
+        "key_cache has shape (3, 4, 2, 64) and strides (0, 128, 64, 1)",
+        "value_cache starts at an address that is only 1-byte aligned",
+        "slots has stride 2",
+    ]
+
+
+def test_a_pool_may_be_part_of_another_array(driver_log: FakeDriver) -> None:
+    """Key and value heads take turns in one pool; read-only pools are refused."""
+    whole = aligned((PAGES, PAGE, HEADS, 2, D), BF16)
+    given = {**rows(), "key_cache": whole[..., 0, :], "value_cache": whole[..., 1, :]}
+    given["value"] = aligned((TOKENS, HEADS, D), BF16)
+    append_to_cache(**on_device(given), kernels=artifact)
+    assert len(driver_log.of("cuLaunchKernelEx")) == 1
+    given["key_cache"] = given["key_cache"].copy()
+    given["key_cache"].flags.writeable = False
+    with pytest.raises(NotSupported, match=r"key_cache is a read-only array: .*; pass another array"):
+        append_to_cache(**given, kernels=artifact)
+
+
+def test_overlap_of_known_layouts(driver_log: FakeDriver) -> None:
+    """A call of layouts that were sound is refused when its arrays overlap, each time."""
+    key = aligned((2 * TOKENS, HEADS, D), BF16)
+    given = {**rows(), **pools(), "key": key[:TOKENS]}
+    append_to_cache(**on_device(given), kernels=artifact)
+    append_to_cache(**on_device({**given, "key": key[TOKENS:]}), kernels=artifact)
+    inside = given["key_cache"].reshape(-1, HEADS, D)[:TOKENS]
+    for _ in range(2):
+        with pytest.raises(NotSupported, match="key_cache shares memory with key"):
+            append_to_cache(**on_device({**given, "key": inside}), kernels=artifact)
+    assert len(driver_log.of("cuLaunchKernelEx")) == 2
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, BF16])
+def test_reference_append(dtype: Any) -> None:
+    """Rows 3, 11 and 0 of the cache; every other row keeps its ones."""
+    given, caches = rows(dtype), pools(dtype)
+    append_to_cache(**given, **caches, backend="reference")
+    for name in ("key", "value"):
+        flat = caches[f"{name}_cache"].reshape(PAGES * PAGE, HEADS, -1)
+        for token, slot in ((0, 3), (2, 11), (3, 0)):
+            assert (flat[slot] == given[name][token]).all()
+        assert (np.delete(flat, (3, 11, 0), axis=0) == 1).all()
+
+
+def test_reference_scales() -> None:
+    """Computed scales restore the rows to 1/16 of a number; scales of skipped rows keep their values."""
+    given, caches, scales = rows(), pools(E4M3), row_scales()
+    before = {name: scale.copy() for name, scale in scales.items()}
+    append_to_cache(**given, **caches, **scales, backend="reference")
+    for name in ("key", "value"):
+        for token, place in ((0, (0, 3)), (2, (2, 3)), (3, (0, 0))):
+            row = given[name][token].astype("f4")
+            scale = scales[f"{name}_scale"][place][:, None]
+            np.testing.assert_allclose(scale[:, 0], np.abs(row).max(-1) / np.float32(448), rtol=1e-7)
+            found = caches[f"{name}_cache"][place].astype("f4") * scale
+            np.testing.assert_allclose(found, row, rtol=1 / 16, atol=float(scale.max()) * 2**-9)
+        kept = np.ones((PAGES, PAGE), bool)
+        kept[[0, 2, 0], [3, 3, 0]] = False
+        assert (scales[f"{name}_scale"][kept] == before[f"{name}_scale"][kept]).all()
+
+
+def partial(dtype: Any = np.float16, queries: int = 40) -> list[Array]:
+    """Returns two partial results of (2, queries, 3, 16) outputs."""
+    padded = -(-queries // 32) * 32
+    shapes = ((2, queries, 3, 16), (2, 3, padded))
+    return [aligned(shape, kind, seed) for seed in (1, 2) for shape, kind in zip(shapes, (dtype, "f4"), strict=True)]
+
+
+def test_merge_on_device_arrays(driver_log: FakeDriver) -> None:
+    given, kernels = partial(), Kernels()
+    output, logsumexp = merge_states(*map(InterfaceArray, given), kernels=kernels)
+    (launch,) = driver_log.of("cuLaunchKernelEx")
+    struct = decode(kernels.builds[0], launch.parameters)
+    assert (output.shape, output.dtype, logsumexp.shape, logsumexp.dtype) == (
+        (2, 40, 3, 16), "float16", (2, 3, 64), "float32",
+    )  # fmt: skip
+    assert (struct["output"], struct["logsumexp"]) == (output.pointer, logsumexp.pointer)
+    assert (struct["output_a"], struct["logsumexp_b"]) == (given[0].ctypes.data, given[3].ctypes.data)
+    assert [struct[f"output_b_{axis}"] for axis in ("batch", "row", "head")] == [40 * 48, 48, 16]
+    assert (struct["num_heads"], struct["num_queries"], struct["num_rows"]) == (3, 40, 240)
+    assert kernels.builds[0].symbol == "merge_sm80_f16_d16_64x2"
+
+
+def test_packed_merge(driver_log: FakeDriver) -> None:
+    """Rows outside of every sequence are cleared before the launch, which clamps lengths to the tokens."""
+    output, logsumexp = aligned((1, 50, 3, 16), np.float16), aligned((4, 3, 32), "f4")
+    bounds = aligned((5,), np.int32)
+    kernels = Kernels()
+    parts = [InterfaceArray(array) for array in (output, logsumexp, output.copy(), logsumexp.copy())]
+    merge_states(*parts, cu_seqlens_q=InterfaceArray(bounds), max_seqlen_q=np.int64(20), kernels=kernels)
+    struct = decode(kernels.builds[0], driver_log.of("cuLaunchKernelEx")[0].parameters)
+    assert (struct["num_rows"], struct["num_queries"], struct["tokens_q"]) == (4 * 20 * 3, 20, 50)
+    assert struct["cu_seqlens_q"] == bounds.ctypes.data
+    names = driver_log.names
+    assert [name for name in names if "Memset" in name or name == "cuLaunchKernelEx"][-1] == "cuLaunchKernelEx"
+    assert any("Memset" in name for name in names)
+
+
+MERGE_REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "missing": (lambda given: {"logsumexp_b": None}, "logsumexp_b is None: must be an array; pass it"),
+    "rank": (
+        lambda given: {"output_b": given["output_b"][0]},
+        "output_b has shape (40, 3, 16): must be (batch, num_queries, num_heads, head_dim_value); add the missing axes "
+        "with size 1",
+    ),
+    "shape": (
+        lambda given: {"output_b": given["output_b"][:, :39]},
+        "output_b has shape (2, 39, 3, 16): must be (2, 40, 3, 16) as output_a; reshape it",
+    ),
+    "dtype": (
+        lambda given: {"output_b": given["output_b"].astype("f4")},
+        "output_b has dtype float32 but output_a has float16: all must agree; cast one of them",
+    ),
+    "unpadded": (
+        lambda given: {"logsumexp_a": given["logsumexp_a"][..., :40].copy()},
+        "logsumexp_a has shape (2, 3, 40): must be (2, 3, 64), (batch, num_heads, num_queries rounded up to a multiple "
+        "of 32), as attention_forward returns it; pass that",
+    ),
+    "dtype of logsumexp": (
+        lambda given: {"logsumexp_a": given["logsumexp_a"].astype("f8")},
+        "logsumexp_a has dtype float64: must be float32; cast it",
+    ),
+    "no longest": (
+        lambda given: {"cu_seqlens_q": np.zeros(3, np.int32)},
+        "max_seqlen_q is missing: packed outputs need cu_seqlens_q and max_seqlen_q; pass both, or neither",
+    ),
+    "longest": (
+        lambda given: {"max_seqlen_q": 2.0, "cu_seqlens_q": np.zeros(3, np.int32)},
+        "max_seqlen_q = 2.0 (float): must be an int of at least 0; pass the longest sequence's length",
+    ),
+    "out of another shape": (
+        lambda given: {"out": np.zeros((2, 40, 3, 8), np.float16)},
+        "output has shape (2, 40, 3, 8): must be (2, 40, 3, 16) as output_a; reshape it",
+    ),
+    "out in an operand": (
+        lambda given: {"out": given["output_a"]},
+        "output shares memory with output_a: must have memory of its own, because some thread blocks read output_a "
+        "after others have written output; pass another array or leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MERGE_REFUSALS)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_refused_merges(driver_log: FakeDriver, backend: str, name: str) -> None:
+    change, text = MERGE_REFUSALS[name]
+    names = ("output_a", "logsumexp_a", "output_b", "logsumexp_b")
+    given: dict[str, Any] = dict(zip(names, partial(), strict=True))
+    given |= change(given)
+    with pytest.raises(NotSupported) as caught:
+        merge_states(**given, kernels=artifact, backend=backend)
+    assert caught.value.reasons == (text,)
+    assert not [call for call in driver_log.names if call.startswith(("cuMem", "cuLaunch", "cuGraph"))]
+
+
+def test_reference_merge_is_attention_over_all_keys() -> None:
+    """Sinks in one part; a part without keys counts as nothing, though its output is NaN."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((2, n, 2, 16)).astype("f4") for n in (33, 50, 50))
+    sinks = np.array([0.3, -1.0], np.float32)
+    whole = attention_forward(query, key, value, sinks=sinks, backend="reference")
+    first = attention_forward(query, key[:, :20], value[:, :20], sinks=sinks, backend="reference")
+    second = attention_forward(query, key[:, 20:], value[:, 20:], backend="reference")
+    out = np.empty_like(whole[0])
+    found = merge_states(*first, *second, out=out, backend="reference")
+    assert found[0] is out
+    np.testing.assert_allclose(found[0], whole[0], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found[1], whole[1], rtol=0, atol=1e-6)
+    nothing = np.where(np.isposinf(whole[1]), whole[1], np.float32(-np.inf))
+    kept = merge_states(np.full_like(out, np.nan), nothing, *whole, backend="reference")
+    np.testing.assert_array_equal(kept[0], whole[0])
+    np.testing.assert_array_equal(kept[1], whole[1])
+    output, logsumexp = merge_states(out, nothing, out, nothing, backend="reference")
+    assert not output.any()
+    np.testing.assert_array_equal(logsumexp, nothing)
