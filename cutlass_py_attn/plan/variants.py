@@ -13,6 +13,7 @@ MULTICAST: Final = "multicast"
 PER_HEAD: Final = "per_head"
 QUERY_HEADS: Final = "query_heads"
 TWO_CTA: Final = "2cta"
+WIDE: Final = "wide"
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 
@@ -68,6 +69,16 @@ _ALL: Final = (
         "clusters of two blocks over neighbouring query tiles; each block loads half of every key and value tile",
         layouts=("grouped",),
         lengths="long",
+        cluster=CLUSTER,
+    ),
+    Variant(
+        "forward",
+        "sm90",
+        WIDE,
+        "sm90.wide_forward",
+        "head dims beyond 256: clusters of two blocks over neighbouring query tiles; each block loads half of every key "
+        "and value tile, and two warpgroups divide the columns of O",
+        "sm90 wide forward",
         cluster=CLUSTER,
     ),
     Variant(
