@@ -40,7 +40,7 @@ class Chunk:
 
 
 def value_columns(build: Build) -> tuple[int, int]:
-    """Returns the columns of O that each warpgroup computes: half of the strips; of an odd number the first has more."""
+    """Returns the columns of O that each warpgroup computes: half of the strips, or the first one more."""
     first = ceil_div(build.columns_value // WIDE_COLUMN_MULTIPLE, WARPGROUPS) * WIDE_COLUMN_MULTIPLE
     return first, build.columns_value - first
 

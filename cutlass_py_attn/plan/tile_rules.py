@@ -204,14 +204,12 @@ def _sm90_operands(build: Build) -> Objections:
         yield _refuse(build, "dtype", "the sm90 kernels multiply 16-bit operands; use float16 or bfloat16")
     if build.vector_bytes < ROW_ALIGNMENT_BYTES:
         yield _refuse(build, "vector_bytes", f"TMA loads rows aligned to {ROW_ALIGNMENT_BYTES} bytes; align them")
-    widest = WIDE_MAX_HEAD_DIM if build.variant == WIDE else SM90_MAX_HEAD_DIM
+    widest, kernels = SM90_MAX_HEAD_DIM, f"the sm90 kernels but variant {WIDE} of the forward"
+    if build.variant == WIDE:
+        widest, kernels = WIDE_MAX_HEAD_DIM, "the kernels of this variant"
     for field in ("head_dim", "head_dim_value"):
         if getattr(build, field) > widest:
-            name = f"variant {WIDE}" if build.variant == WIDE else "the sm90 kernels"
-            other = f", or variant {WIDE}" if build.kind == "forward" and build.variant != WIDE else ""
-            yield _refuse(
-                build, field, f"{name} end{'s' * (build.variant == WIDE)} at {widest}; use family sm80{other}"
-            )
+            yield _refuse(build, field, f"{kernels} end at {widest}; use family sm80")
 
 
 def _consumers(build: Build, others: int, allowed: tuple[int, ...]) -> Objections:

@@ -76,8 +76,8 @@ _ALL: Final = (
         "sm90",
         WIDE,
         "sm90.wide_forward",
-        "head dims beyond 256: clusters of two blocks over neighbouring query tiles; each block loads half of every key "
-        "and value tile, and two warpgroups divide the columns of O",
+        "head dims beyond 256: clusters of two blocks over neighbouring query tiles; each block loads half of every "
+        "key and value tile, and two warpgroups divide the columns of O",
         "sm90 wide forward",
         cluster=CLUSTER,
     ),
