@@ -11,7 +11,7 @@ columns of O.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import WIDE_COLUMN_MULTIPLE, Buffer, Build
@@ -70,6 +70,23 @@ def _chunks(start: int, columns: int, width: int) -> tuple[Chunk, ...]:
 def chunks_of_tile(build: Build) -> int:
     """Returns the chunks of a key tile and its value tile."""
     return len(key_chunks(build)) + sum(map(len, value_chunks(build)))
+
+
+def first_key_chunk(build: Build, key_tile: Any) -> Any:
+    """Returns the number of the first chunk of K of the key tile `key_tile` > 0, counted from the first chunk of all.
+
+    Before it are K of the key tiles before, and V of all of these but the last. That of key tile 0 is number 0.
+    """
+    return len(key_chunks(build)) + (key_tile - 1) * chunks_of_tile(build)
+
+
+def first_value_chunk(build: Build, key_tile: Any, warpgroup: int, *, is_last: bool) -> Any:
+    """Returns the number of the first chunk of V of a key tile that a warpgroup reads.
+
+    is_last: whether no key tile follows; else K of the next one comes before it
+    """
+    before = sum(len(chunks) for chunks in value_chunks(build)[:warpgroup])
+    return first_key_chunk(build, key_tile + 1) + (0 if is_last else len(key_chunks(build))) + before
 
 
 def ring_stages(build: Build) -> int:

@@ -204,12 +204,14 @@ def _sm90_operands(build: Build) -> Objections:
         yield _refuse(build, "dtype", "the sm90 kernels multiply 16-bit operands; use float16 or bfloat16")
     if build.vector_bytes < ROW_ALIGNMENT_BYTES:
         yield _refuse(build, "vector_bytes", f"TMA loads rows aligned to {ROW_ALIGNMENT_BYTES} bytes; align them")
-    widest, kernels = SM90_MAX_HEAD_DIM, f"the sm90 kernels but variant {WIDE} of the forward"
     if build.variant == WIDE:
-        widest, kernels = WIDE_MAX_HEAD_DIM, "the kernels of this variant"
+        widest, kernels, other = WIDE_MAX_HEAD_DIM, f"variant {WIDE} ends", "family sm80"
+    else:
+        widest, kernels = SM90_MAX_HEAD_DIM, "the sm90 kernels of narrower heads end"
+        other = f"variant {WIDE} or family sm80" if build.kind == "forward" else "family sm80"
     for field in ("head_dim", "head_dim_value"):
         if getattr(build, field) > widest:
-            yield _refuse(build, field, f"{kernels} end at {widest}; use family sm80")
+            yield _refuse(build, field, f"{kernels} at {widest}; use {other}")
 
 
 def _consumers(build: Build, others: int, allowed: tuple[int, ...]) -> Objections:

@@ -189,7 +189,7 @@ class WideForwardSm90:
         self.ring.load(maps[1], self.key_chunks, Int32(0), coordinates)
         tiles = work.end - work.first
         for j in cutlass.range(tiles, unroll=1):
-            number = self.first_key_chunk(j + 1)
+            number = sm90_wide.first_key_chunk(build, j + 1)
             if j + 1 < tiles:
                 key0 = (work.first + j + 1) * build.tile_n
                 coordinates = tma.tile_coordinates(build, key0, key_head, seqlen, "key")
@@ -197,10 +197,6 @@ class WideForwardSm90:
             number = number + cutlass.select_(j + 1 < tiles, Int32(len(self.key_chunks)), Int32(0))
             coordinates = tma.tile_coordinates(build, (work.first + j) * build.tile_n, key_head, seqlen, "key")
             self.ring.load(maps[2], values, number, coordinates)
-
-    def first_key_chunk(self, j: Any) -> Any:
-        """Returns the number of the first chunk of key tile j > 0: behind K of j key tiles and V of j - 1."""
-        return len(self.key_chunks) + (j - 1) * sm90_wide.chunks_of_tile(self.build)
 
     @cute.jit
     def mma(self, p: Any, work: Any, warpgroup: cutlass.Constexpr, thread: Int32):
@@ -223,6 +219,7 @@ class WideForwardSm90:
         if (tiles - 1) % WARPGROUPS == 1:
             self.step(p, work, own, 0, tiles - 2, tiles > WARPGROUPS)
         self.last_step(own, tiles)
+        # 4  normalise, store the logsumexp and the output tile
         self.store(p, work, own, (tiles - 1) % WARPGROUPS)
 
     @cute.jit
@@ -231,8 +228,8 @@ class WideForwardSm90:
 
         owner: warpgroup of key tile j. is_used: whether the other buffer of P has been used before
         """
-        first_key = self.first_key_chunk(j + 1)
-        first_value = first_key + len(self.key_chunks) + self.chunks_before(own.index)
+        first_key = sm90_wide.first_key_chunk(self.build, j + 1)
+        first_value = sm90_wide.first_value_chunk(self.build, j, own.index, is_last=False)
         if cutlass.const_expr(own.index != owner):
             key_tile = work.first + j + 1
             # 1  S = Q K^T of key tile j + 1
@@ -243,7 +240,7 @@ class WideForwardSm90:
             # 3  O += P V of key tile j
             self.issue_output(own, Int32(owner), first_value)
             self.mma_qk[0].wait(len(own.outputs))
-            self.ring.release(first_value - self.chunks_before(own.index) - 1)
+            self.ring.release(first_key + len(self.key_chunks) - 1)
             # 2  softmax of key tile j + 1
             self.compute_weights(p, work, key_tile, own, r_s, bias, False)
             if is_used:
@@ -262,12 +259,9 @@ class WideForwardSm90:
         owner = (tiles - 1) % WARPGROUPS
         if owner != own.index:
             self.wait_at(WideForwardBarrier.P_FULL_0 + owner)
-        self.issue_output(own, owner, self.first_key_chunk(tiles) + self.chunks_before(own.index))
+        first = sm90_wide.first_value_chunk(self.build, tiles - 1, own.index, is_last=True)
+        self.issue_output(own, owner, first)
         self.mma_pv[0][0].wait()
-
-    def chunks_before(self, warpgroup: int) -> int:
-        """Returns the chunks of a value tile before those of a warpgroup."""
-        return sum(len(self.value_chunks[index]) for index in range(warpgroup))
 
     def issue_scores(self, own: Warpgroup, r_s: cute.Tensor, first: Int32) -> None:
         """Issues S = Q K^T as a wgmma group for each chunk of K, and releases all chunks but the last.
