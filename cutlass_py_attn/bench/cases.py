@@ -54,6 +54,8 @@ FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d256_s8192_b4_h8_full": "",
     "bf16_d256_s8192_b4_h8_causal": "",
     "bf16_d512_s4096_b2_h8_full": "",
+    "bf16_d512_s8192_b1_h16_full": "",
+    "bf16_d512_s8192_b1_h16_causal": "",
     "f32_d256_s2048_b4_h8_full": "",
     "bf16_d32_s8192_b4_h32_causal": "",
     "bf16_d96_s8192_b4_h16_full": "",

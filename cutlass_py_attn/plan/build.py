@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan.variants import VARIANTS, Variant
+from cutlass_py_attn.plan.variants import VARIANTS, WIDE, Variant
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, SHORT_NAMES
 
 COLUMN_MULTIPLE = 32  # head dims are padded to this inside the tile, never in global memory
+WIDE_COLUMN_MULTIPLE = 64  # the same in variant wide, whose tiles are strips of 128 bytes
 F32_ROW_PADDING = 4  # elements added to a shared-memory row of float32, so that rows of a column use other banks
 ROW_KINDS = ("append", "merge")  # kernels that compute row by row, without a product
 
@@ -45,7 +46,8 @@ class Build:
     warps: warps of a thread block
     query_stages, grad_output_stages: pipeline stages of query (in a forward: of key and value) and grad_output
     warps_scores, warps_grad_v, warps_grad_k, warps_grad_q: warps over (rows, columns) of each product; (0, 0) for no
-        such product. S and dP share warps_scores. A split-D forward computes O += P V with warps_grad_q.
+        such product. S and dP share warps_scores. Forwards of variant split_d and wide compute O += P V with
+        warps_grad_q.
     deterministic: whether gradients have the same bits in every run
     register_usage_level: ptxas --register-usage-level; below 5, ptxas hoists less and spills less
     min_blocks_per_sm: launch bound given to ptxas; 0 for none
@@ -108,11 +110,13 @@ class Build:
     @property
     def columns(self) -> int:
         """head_dim padded inside the tile."""
-        return round_up(self.head_dim, COLUMN_MULTIPLE)
+        return round_up(self.head_dim, WIDE_COLUMN_MULTIPLE if self.variant == WIDE else COLUMN_MULTIPLE)
 
     @property
     def columns_value(self) -> int:
-        """head_dim_value padded inside the tile."""
+        """head_dim_value padded inside the tile; in variant wide to columns for each of two warpgroups at least."""
+        if self.variant == WIDE:
+            return max(round_up(self.head_dim_value, WIDE_COLUMN_MULTIPLE), 2 * WIDE_COLUMN_MULTIPLE)
         return round_up(self.head_dim_value, COLUMN_MULTIPLE)
 
     @property

@@ -12,11 +12,12 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, times
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import DQ_WARPGROUPS, LOAD_WARPGROUPS, WARPGROUP_ROWS, tma_tiles
+from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM
+from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.plan.tiles import splits_score_rows
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -38,14 +39,17 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     if backward and splits_score_rows(shape):
         features: tuple[str, ...] = (*registry.LAYOUTS, *registry.supported("sm90 backward score_rows"))
     else:
-        features = VARIANTS[problem.direction, "sm90", TWO_CTA if is_2cta else STANDARD].features
+        is_wide = not backward and max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM
+        variant = TWO_CTA if is_2cta else WIDE if is_wide else STANDARD
+        features = VARIANTS[problem.direction, "sm90", variant].features
     missing = [name for name in problem.features if name not in features]
+    widest = SM90_MAX_HEAD_DIM if backward else WIDE_MAX_HEAD_DIM
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
-        f"head dims beyond {SM90_MAX_HEAD_DIM}": max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM,
+        f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
         "deterministic gradients with these head dims": is_2cta and problem.deterministic,
         "rows aligned to less than 16 bytes": any(
             tensor.vector_bytes < ROW_ALIGNMENT_BYTES
@@ -176,6 +180,8 @@ _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
 
 def with_warps(build: Build) -> Build:
     """Returns the build with the warps of each product: warpgroups share rows of S, or of S^T, dV and dK."""
+    if build.variant == WIDE:  # the warpgroups compute S of alternate key tiles, and divide the columns of O
+        return replace(build, warps_scores=(WARPGROUP_WARPS, 1), warps_grad_q=(WARPGROUP_WARPS, WARPGROUPS))
     if build.kind == "forward":
         return replace(build, warps_scores=(build.warps - LOAD_WARPGROUPS * WARPGROUP_WARPS, 1))
     key_warps = build.tile_n // WARPGROUP_ROWS * WARPGROUP_WARPS, 1
@@ -191,12 +197,16 @@ def with_warps(build: Build) -> Build:
 def main_grid(build: Build) -> Grid:
     """Returns the grid of the main kernel: persistent blocks, one for each SM, or whole clusters of them.
 
+    Variant wide has a cluster for each pair of query tiles instead.
+
     Work tiles are query tiles in the forward, key tiles in the backward, of every key head or every query head, and
     heads with one block per head. A cluster computes as many neighbouring tiles as it has blocks.
     """
     if build.variant == PER_HEAD:
         return _per_head_blocks(), "1", "1"
     cluster = build.body.cluster
+    if build.variant == WIDE:
+        return f"{cluster} * ceil_div(num_queries, {build.tile_m * cluster})", "num_heads", "batch"
     if build.kind == "forward":
         work_tiles = f"ceil_div(num_queries, {build.tile_m * cluster}) * num_heads * batch"
     else:
@@ -230,7 +240,12 @@ def _per_head_blocks() -> Expression:
 def reason(build: Build) -> str:
     """Returns what the warpgroups of a block do."""
     consumers = build.warps_scores[0] // WARPGROUP_WARPS
-    if build.kind == "forward":
+    if build.variant == WIDE:
+        roles = (
+            "two blocks of a cluster load keys and values for both: two warpgroups compute S of alternate key tiles "
+            "and half of the columns of O each, one warp loads"
+        )
+    elif build.kind == "forward":
         how = "two blocks of a cluster load keys and values for both: " if build.variant == MULTICAST else ""
         roles = f"{how}{consumers} warpgroups compute S and O, one warp loads"
     elif build.variant == TWO_CTA:

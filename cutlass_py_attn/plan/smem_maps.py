@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from cutlass_py_attn.plan import decode_smem, sm80_smem, sm90_smem, split_d
+from cutlass_py_attn.plan import decode_smem, sm80_smem, sm90_smem, sm90_wide, split_d
 from cutlass_py_attn.plan.build import Buffer, Build
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_D, STANDARD, TWO_CTA
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_D, STANDARD, TWO_CTA, WIDE
 
 # The numbered steps of the fused kernels: a buffer's first and last step count in these.
 STEPS: Final = {
@@ -24,6 +24,7 @@ _MAPS: Final[dict[tuple[str, str, str], Callable[[Build], tuple[Buffer, ...]]]] 
     ("backward", "sm80", SPLIT_D): split_d.split_d_map,
     ("forward", "sm90", STANDARD): sm90_smem.forward_map,
     ("forward", "sm90", MULTICAST): sm90_smem.forward_map,
+    ("forward", "sm90", WIDE): sm90_wide.forward_map,
     ("backward", "sm90", STANDARD): sm90_smem.backward_map,
     ("backward", "sm90", PER_HEAD): sm90_smem.backward_map,
     ("backward", "sm90", QUERY_HEADS): sm90_smem.backward_map,

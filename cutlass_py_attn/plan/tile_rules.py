@@ -21,9 +21,10 @@ from cutlass_py_attn.plan.sm90_smem import (
     LOAD_WARPGROUPS,
     WARPGROUP_ROWS,
 )
+from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import rows_copied_at_once
 from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_D, TWO_CTA, VARIANTS
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_D, TWO_CTA, VARIANTS, WIDE
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
 
 REGISTER_USAGE_LEVELS: Final = range(11)  # that ptxas has
@@ -35,6 +36,7 @@ SPLIT_D_TILE_M: Final = {"forward": (64,), "backward": (32, 64)}
 SPLIT_D_TILE_N: Final = {"forward": (64, 128), "backward": (64,)}
 MAX_HEAD_DIM_SPLIT: Final = 512
 SM90_MAX_HEAD_DIM: Final = 256
+WIDE_MAX_HEAD_DIM: Final = 512  # of the sm90 forward of variant wide
 NARROW_HEAD_DIM: Final = 128  # beyond, the sm90 backward has no registers for the scores of a whole query tile
 SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value) with which score_rows leave registers
 SM90_BACKWARD_TILE_M: Final = (64, 128)
@@ -202,9 +204,14 @@ def _sm90_operands(build: Build) -> Objections:
         yield _refuse(build, "dtype", "the sm90 kernels multiply 16-bit operands; use float16 or bfloat16")
     if build.vector_bytes < ROW_ALIGNMENT_BYTES:
         yield _refuse(build, "vector_bytes", f"TMA loads rows aligned to {ROW_ALIGNMENT_BYTES} bytes; align them")
+    if build.variant == WIDE:
+        widest, kernels, other = WIDE_MAX_HEAD_DIM, f"variant {WIDE} ends", "family sm80"
+    else:
+        widest, kernels = SM90_MAX_HEAD_DIM, "the sm90 kernels of narrower heads end"
+        other = f"variant {WIDE} or family sm80" if build.kind == "forward" else "family sm80"
     for field in ("head_dim", "head_dim_value"):
-        if getattr(build, field) > SM90_MAX_HEAD_DIM:
-            yield _refuse(build, field, f"the sm90 kernels end at {SM90_MAX_HEAD_DIM}; use family sm80")
+        if getattr(build, field) > widest:
+            yield _refuse(build, field, f"{kernels} at {widest}; use {other}")
 
 
 def _consumers(build: Build, others: int, allowed: tuple[int, ...]) -> Objections:
@@ -222,6 +229,9 @@ def _consumers(build: Build, others: int, allowed: tuple[int, ...]) -> Objection
 
 def _sm90_forward(build: Build) -> Objections:
     yield from _sm90_operands(build)
+    if build.variant == WIDE:
+        yield from _wide(build)
+        return
     wrong_warps = [*_consumers(build, LOAD_WARPGROUPS, tuple(rows // WARPGROUP_ROWS for rows in FORWARD_REGISTERS))]
     yield from wrong_warps
     rows = (build.warps // WARPGROUP_WARPS - LOAD_WARPGROUPS) * WARPGROUP_ROWS
@@ -241,6 +251,18 @@ def _sm90_forward(build: Build) -> Objections:
         yield _refuse(build, "mask", "variant multicast is built for causal masks; use the standard variant")
     if build.variant == MULTICAST and build.tile_m != 2 * WARPGROUP_ROWS:
         yield _refuse(build, "tile_m", f"variant multicast has two warpgroups that compute; use {2 * WARPGROUP_ROWS}")
+
+
+def _wide(build: Build) -> Objections:
+    for field, reason in (("tile_m", "both warpgroups have the same queries"), ("tile_n", "one warpgroup has S of")):
+        if getattr(build, field) != WARPGROUP_ROWS:
+            yield _refuse(build, field, f"in variant wide {reason}, {WARPGROUP_ROWS} rows; use {WARPGROUP_ROWS}")
+    yield from _consumers(build, LOAD_WARPGROUPS, (WARPGROUPS,))
+    if build.query_stages < 2:
+        yield _refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied; use 2 or more")
+    if max(build.head_dim, build.head_dim_value) <= SM90_MAX_HEAD_DIM:
+        reason = f"variant wide is for head dims beyond {SM90_MAX_HEAD_DIM}; use the standard variant"
+        yield _refuse(build, "head_dim", reason)
 
 
 def _sm90_backward(build: Build) -> Objections:

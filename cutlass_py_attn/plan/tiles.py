@@ -13,8 +13,13 @@ from collections.abc import Mapping
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_D, TWO_CTA
+from cutlass_py_attn.plan.tile_rules import (
+    NARROW_HEAD_DIM,
+    SCORE_ROWS_HEAD_DIMS,
+    SM90_MAX_HEAD_DIM,
+    WIDE_MAX_HEAD_DIM,
+)
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_D, TWO_CTA, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.score_terms import registry
@@ -147,6 +152,8 @@ _SM90_FORWARD_SCORE_MOD: _Table = {
     256: _SM90_FORWARD[256],
 }
 _SM90_FORWARD_LOCAL: _Table = {**_SM90_FORWARD, 64: _SM90_FORWARD[64][1:2]}  # nor with two edges of a mask
+# By the wider head dim.
+_SM90_FORWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (TileConfig(64, 64, 12, 2, variant=WIDE),)}
 _SM90_BACKWARD: _Table = {
     64: (
         TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
@@ -187,6 +194,7 @@ SM90: dict[str, _Table] = {
     "forward": _SM90_FORWARD,
     "forward score_mod": _SM90_FORWARD_SCORE_MOD,
     "forward local": _SM90_FORWARD_LOCAL,
+    "forward wide": _SM90_FORWARD_WIDE,
     "backward": _SM90_BACKWARD,
     "backward masked": _SM90_BACKWARD_MASKED,
     "backward score_rows": _SM90_BACKWARD_SCORE_ROWS,
@@ -248,6 +256,8 @@ def table_key(problem: Problem) -> tuple[str, int]:
         is_masked = problem.mask.form != "full" or "dropout" in problem.features
         name, served = "backward masked" if is_masked else "backward", _accumulator_head_dim(problem)
         name = "backward score_rows" if splits_score_rows(problem.shape) else name
+    elif (widest := max(problem.shape.head_dim, problem.shape.head_dim_value)) > SM90_MAX_HEAD_DIM:
+        name, served = "forward wide", widest
     elif any(term.needs_registers_sm90 for term in registry.present(problem)):
         name, served = "forward score_mod", problem.shape.head_dim_value
     else:

@@ -15,6 +15,7 @@ QUERY_HEADS: Final = "query_heads"
 TWO_CTA: Final = "2cta"
 E4M3: Final = "e4m3"
 E4M3_ROW: Final = "e4m3_row"
+WIDE: Final = "wide"
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 
@@ -70,6 +71,16 @@ _ALL: Final = (
         "clusters of two blocks over neighbouring query tiles; each block loads half of every key and value tile",
         layouts=("grouped",),
         lengths="long",
+        cluster=CLUSTER,
+    ),
+    Variant(
+        "forward",
+        "sm90",
+        WIDE,
+        "sm90.wide_forward",
+        "head dims beyond 256: clusters of two blocks over neighbouring query tiles; each block loads half of every "
+        "key and value tile, and two warpgroups divide the columns of O",
+        "sm90 wide forward",
         cluster=CLUSTER,
     ),
     Variant(

@@ -134,7 +134,21 @@ MULTICAST: Final = _numbered(
     "bf16_d192v128_q4100_s4096_b1_h2_causal",
     "f16_d112v104_q4600_s4100_b1_h1_causal_br",
 )
-FORWARD: Final = (*_all("forward"), *MULTICAST)
+# Head dims beyond 256: chunks of two or three strips, one to sixteen key tiles, clusters with one query tile, padded
+# head dims, and one head dim that is narrow.
+WIDE: Final = _numbered(
+    "forward",
+    "bf16_d512_q203_s257_b2_h3_causal",
+    "f16_d320_q130_s200_b1_h2_full",
+    "bf16_d512_q1_s65_b2_h2_full",
+    "f16_d512_q129_s1000_b1_h2_causal_br",
+    "bf16_d384_q64_s64_b1_h3_full",
+    "f16_d448_q200_s799_b1_h2_causal_window50",
+    "bf16_d264v392_q300_s350_b2_h1_window_left20_right10",
+    "f16_d40v264_q257_s129_b1_h2_causal_br",
+    "bf16_d512v64_q65_s128_b1_h2_causal",
+)
+FORWARD: Final = (*_all("forward"), *MULTICAST, *WIDE)
 BACKWARD: Final = (*_all("backward"), *ONE_BLOCK_PER_HEAD)
 
 

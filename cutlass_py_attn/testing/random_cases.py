@@ -21,7 +21,7 @@ from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
 from cutlass_py_attn.testing.guarded_check import is_exact
 
 RESIDENT_DIMS: Final = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128, 128, 160, 192, 256, 1, 3, 17, 33, 36, 38, 100)
-SPLIT_DIMS: Final = (257, 288, 320, 512, 520, 1024)  # head dims that kernels split over blocks
+SPLIT_DIMS: Final = (257, 288, 320, 512, 520, 1024)  # head dims that sm80 kernels split over blocks
 MASKS: Final = ("full", "causal", "causal_br", "local")
 SUMMED: Final = ("1hqk", "11qk", "b1qk", "bh1k", "bhq1", "1h1k", "bh11", "1111")
 LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed", "shifted")
@@ -37,6 +37,9 @@ TINY_DROPOUT_SHARE: Final = 0.2  # of the float32 cases with dropout in which th
 # Problems that sm90 kernels take.
 SM90_SHARE: Final = 0.35
 SM90_DIMS: Final = (64, 64, 128, 128, 128, 72, 96, 192, 256)
+# Of these some are forwards of wide heads, with (head_dim, head_dim_value; 0 for the same).
+WIDE_SHARE: Final = 0.3
+WIDE_DIMS: Final = ((512, 0), (512, 0), (320, 0), (384, 0), (448, 0), (264, 0), (512, 64), (40, 264), (328, 456))
 # Few queries against many keys: head dims and layouts that decode kernels take.
 DECODE_SHARE: Final = 0.12
 DECODE_DIMS: Final = {"float16": (64, 128, 128, 256, 40), "bfloat16": (64, 128, 128, 192, 80)}
@@ -123,15 +126,18 @@ def _draw_kernel(rng: np.random.Generator) -> _Kernel:
 def _sm90_kernel(kernel: _Kernel, rng: np.random.Generator) -> _Kernel:
     """The kernel number's features, without those that no sm90 kernel of its direction has."""
     has_bias = bool(kernel.bias) and kernel.direction == "forward"
+    is_wide = kernel.direction == "forward" and bool(rng.random() < WIDE_SHARE)
+    head_dim, head_dim_value = _pick(rng, WIDE_DIMS) if is_wide else (_pick(rng, SM90_DIMS), 0)
     return dataclasses.replace(
         kernel,
         dtype=kernel.dtype if kernel.dtype != "float32" else "bfloat16",
-        head_dim=_pick(rng, SM90_DIMS),
-        head_dim_value=0,
+        head_dim=head_dim,
+        head_dim_value=head_dim_value,
         layout=kernel.layout if kernel.layout != "shifted" else "dense",
         bias=kernel.bias if has_bias else "",
         bias_layout=kernel.bias_layout if has_bias else "dense",
         gradients=kernel.gradients.replace("b", "") or "qkv",
+        has_dropout=kernel.has_dropout and not is_wide,
     )
 
 

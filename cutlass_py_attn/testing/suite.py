@@ -56,6 +56,7 @@ WRONG_LENGTHS: Final = _cases(
             f"f16_d128_{_USED_LENGTHS}_h2_window_left40_right7_sinks",
             f"f32_d64_{_USED_LENGTHS}_h2_causal_br_dropout0.2",
             f"bf16_d320_{_USED_LENGTHS}_h1_causal_bias",
+            f"bf16_d512_{_USED_LENGTHS}_h2_causal_br_window50",
             "bf16_d128_n1x400,2x257,0x90,16x513_h4k2_full",
             "f16_d64_n1x400u300,2x257u257,1x90u0,16x513u200_h8k2_causal_br",
         )

@@ -105,7 +105,7 @@ def test_a_copy_ends_with_its_sequence(first: int, rows: int, tile: int) -> None
 
 def test_unsupported_dtypes_and_head_dims() -> None:
     assert sm90.unsupported_features(forward(dtype="float32")) == ("float32",)
-    assert sm90.unsupported_features(forward(64, 264)) == ("head dims beyond 256",)
+    assert sm90.unsupported_features(forward(64, 520)) == ("head dims beyond 512",)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tools.release.fuzz_run import Attempt, Outcome
 HOPPER = Case.parse("forward bf16_d64_q40_s50_b1_h2_causal seed=4")
 GENERIC = Case.parse("forward f32_d64_q40_s50_b1_h2_causal seed=4")
 DECODE = Case.parse("forward f16_d64_q1_s300_b1_h2_full seed=5")
-SPLIT_D = Case.parse("forward f16_d288_q10_s20_b1_h1_full seed=8")
+SPLIT_D = Case.parse("forward f16_d520_q10_s20_b1_h1_full seed=8")
 TWENTY = [random_cases.draw(kernel, run) for kernel in range(10) for run in range(2)]
 
 

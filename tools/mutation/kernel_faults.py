@@ -45,6 +45,9 @@ FORWARD_SM80_BIAS: Final = "sm80", "forward f16_d32_q200_s200_b2_h2_full_biasbhq
 FORWARD_SM80_SEQUENCES: Final = "sm80", "forward f16_d32_n70x200u190,130x190u150_h2_window_left40_right20"
 BACKWARD_SM80: Final = "sm80", "backward f16_d32_q200_s200_b2_h2_causal_softcap4_sinks_dropout0.3"
 FORWARD_SM90: Final = "sm90", "forward f16_d64_q200_s200_b2_h4k2_causal_sinks"
+FORWARD_WIDE: Final = "sm90", "forward bf16_d320_q200_s300_b2_h2_causal"
+# Rows of two keys with large scores: the maxima grow by more than a lazy softmax leaves alone.
+FORWARD_WIDE_NEEDLE: Final = "sm90", f"{FORWARD_WIDE[1]} inputs=gaussian_x3"
 BACKWARD_SM90: Final = "sm90", "backward f16_d64_q150_s200_b2_h2_window_left40_right20_softcap4_alibi"
 BACKWARD_SM90_DROPOUT: Final = "sm90", "backward f16_d64_q200_s200_b2_h2_causal_dropout0.3"
 DECODE: Final = "decode", "forward f16_d64_q2_s600_b2_h8k2_causal_br"
@@ -248,6 +251,27 @@ FAULTS: Final = (
         "seqlen_info.key_head(build, p, head), seqlen.key_start + key0)",
         "seqlen_info.key_head(build, p, head), seqlen.key_start + key0 + 1)",
         FORWARD_SM80_SEQUENCES,
+    ),
+    Fault(
+        "P of the other key tile in wide heads",
+        f"{KERNELS}/sm90/wide_forward.py",
+        "matmul_pv.issue(mma, own.outputs[index], own.p.stage(owner), own.values[index].stage(stage))",
+        "matmul_pv.issue(mma, own.outputs[index], own.p.stage(1 - owner), own.values[index].stage(stage))",
+        FORWARD_WIDE,
+    ),
+    Fault(
+        "wide heads joined with the sums of one warpgroup",
+        f"{KERNELS}/sm90/alternating_softmax.py",
+        "total = self.totals[row, 0] + self.totals[row, 1]",
+        "total = self.totals[row, 0]",
+        FORWARD_WIDE,
+    ),
+    Fault(
+        "wide heads without a rescaling of the output",
+        f"{KERNELS}/sm90/alternating_softmax.py",
+        "output[index, None].store(output[index, None].load() * factors[index])",
+        "pass",
+        FORWARD_WIDE_NEEDLE,
     ),
     Fault(
         "splits joined without their weights",

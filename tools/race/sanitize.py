@@ -38,13 +38,16 @@ SEVERAL_TILES = {"batch": 2, "num_heads": 137, "num_queries": NUM_QUERIES, "num_
 NARROW = tuple(spec for spec in covering_cases.SHOWN if spec.head_dim == 64 and spec.dtype != "float32")
 NARROW_SIZES = {"num_heads": 1, "num_queries": LONG_LENGTH - 24, "num_keys": LONG_LENGTH - 24}
 
+# Forwards of wide heads, with chunks of two and of three strips.
+WIDE = covering_cases.WIDE[:2]
+
 # Long enough for multicast.
 LONG = Case("forward", parse(f"bf16_d128_s{MULTICAST_LENGTH}_b1_h1_causal"), seed=1)
 
 
 def cases() -> list[Case]:
-    """Returns forward and backward of shown, deterministic and some 2-CTA kernels, and of narrow and many heads."""
-    found = [LONG]
+    """Returns cases of shown, deterministic, wide and some 2-CTA kernels, and of narrow and many heads."""
+    found = [LONG, *WIDE]
     for number, spec in enumerate((*covering_cases.SHOWN, *covering_cases.DETERMINISTIC, *TWO_CTA)):
         for direction, lengths in KEYS.items():
             sizes = {"num_heads": 2, "num_queries": NUM_QUERIES, "num_keys": lengths[number % len(lengths)]}

@@ -31,6 +31,7 @@ _SIZES: Final = "q200_s200_b2"
 _SEQUENCES: Final = "n70x200,130"
 _USED: Final = "n70x200u190,130x190u150"
 _TERMS: Final = "softcap4_bias_alibi_sinks_dropout0.3"
+_TERMS_NO_DROPOUT: Final = "softcap4_bias_alibi_sinks"
 _TERMS_NO_BIAS: Final = "softcap4_alibi_sinks_dropout0.3"
 
 _SM80_FORWARD: Final = (
@@ -81,6 +82,9 @@ _SM90_FORWARD: Final = (
     f"f16_d64_{_SEQUENCES}_h2_causal_br",
     f"bf16_d64_{_USED}_h4k2_full_{_TERMS}",
     "bf16_d128_s4096_b1_h4k2_causal",  # long enough for multicast
+    f"bf16_d512_{_SIZES}_h2_causal",
+    f"f16_d320_{_SIZES}_h2_window_left40_right20",
+    f"bf16_d264v448_{_USED}_h4k2_full_{_TERMS_NO_DROPOUT}",
 )
 _SM90_BACKWARD: Final = (
     f"f16_d64_{_SIZES}_h2_causal_softcap4",

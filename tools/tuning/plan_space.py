@@ -14,13 +14,13 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.variants import SPLIT_D, STANDARD, TWO_CTA
+from cutlass_py_attn.plan.variants import SPLIT_D, STANDARD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec
 
 FAMILIES: Final = ("sm90", "sm80")
 ARCHS: Final = {"sm90": "sm_90a", "sm80": "sm_90"}
-MAX_HEAD_DIM: Final = 256  # beyond, the sm80 family splits the head dim over blocks
+MAX_HEAD_DIM: Final = 256  # beyond, kernels split the head dim over blocks or warpgroups
 
 Axes = dict[str, tuple[int | str, ...]]
 
@@ -32,6 +32,13 @@ _GRIDS: Final[dict[tuple[str, str, bool], Axes]] = {
         "tile_n": (64, 80, 96, 112, 128, 144, 160, 176),
         "warps": (12, 16),
         "query_stages": (2, 3),
+    },
+    ("sm90", "forward", True): {
+        "tile_m": (64,),
+        "tile_n": (64,),
+        "warps": (12,),
+        "query_stages": (2, 3),
+        "variant": (WIDE,),
     },
     ("sm90", "backward", False): {
         "tile_m": (64, 128),
@@ -117,7 +124,7 @@ def searched(case: ProblemSpec, direction: str, family: str) -> Problem:
 def grid(problem: Problem, family: str) -> Iterator[TileConfig]:
     """Yields every tile of the default grid."""
     widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
-    axes = _GRIDS[family, problem.direction, family == "sm80" and widest > MAX_HEAD_DIM]
+    axes = _GRIDS[family, problem.direction, widest > MAX_HEAD_DIM]
     for values in product(*axes.values()):
         fields: dict[str, Any] = dict(zip(axes, values, strict=True))
         yield TileConfig(**fields)

@@ -1,4 +1,4 @@
-"""Named barriers of the sm90 backward kernels. Barrier 0 is that of `sync_threads`."""
+"""Named barriers of the sm90 backward kernels and of the wide forward. Barrier 0 is that of `sync_threads`."""
 
 from enum import IntEnum
 
@@ -19,3 +19,15 @@ class Backward2CtaBarrier(IntEnum):
     P_FULL_0 = 2  # one for each stage of P
     P_FULL_1 = 3
     GRAD_QUERY = 4  # the warpgroup of dQ
+
+
+class WideForwardBarrier(IntEnum):
+    """Named barriers of the wide forward; P of a key tile lies in the buffer of the warpgroup that computes it."""
+
+    P_FULL_0 = 1  # one for each buffer of P: its warpgroup arrives, the other waits
+    P_FULL_1 = 2
+    P_EMPTY_0 = 3  # the other way
+    P_EMPTY_1 = 4
+    WARPGROUP_0 = 5  # one for each warpgroup alone
+    WARPGROUP_1 = 6
+    WARPGROUPS = 7  # both

@@ -48,6 +48,7 @@ GRIDS: dict[str, tuple[Plan, dict[str, tuple[int, int, int]]]] = {
     "sm90 forward": (planned("forward", LONG, "128x128x12:2"), {"0": (16, 1, 1)}),
     "sm90 forward with more SMs than work": (planned("forward", LONG, "128x128x12:2", 132), {"0": (96, 1, 1)}),
     "sm90 multicast forward": (planned("forward", LONG, "128x128x12:2+multicast", 15), {"0": (14, 1, 1)}),
+    "sm90 wide forward": (planned("forward", SPLIT, "64x64x12:2+wide"), {"0": (2 * 8, 6, 2)}),
     "sm90 backward": (
         planned("backward", LONG, "64x128x16:3,2", 132),
         {"delta_1": (16 * 4, 6, 2), "0": (8 * 3 * 2, 1, 1), "finish_2": (16, 6, 2)},

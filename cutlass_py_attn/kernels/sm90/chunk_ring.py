@@ -1,0 +1,95 @@
+"""Chunk ring: columns of key and value tiles in shared memory, each loaded by TMA for both blocks of a cluster.
+
+Chunks are numbered in the order of their use. Chunk number i lies in stage i modulo the stages. Its full barrier counts
+its bytes in this block, its empty barrier the warps of both blocks that have read it.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.experimental.primitives as prim
+from cutlass import Int16, Int32
+
+from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.kernels.common.params import DTYPES
+from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
+from cutlass_py_attn.kernels.sm90.cluster import ALL_BLOCKS
+from cutlass_py_attn.kernels.sm90.pipelines import first_barrier
+from cutlass_py_attn.plan import sm90_wide
+from cutlass_py_attn.plan.build import WIDE_COLUMN_MULTIPLE, Build
+from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
+from cutlass_py_attn.plan.variants import CLUSTER
+
+
+class ChunkRing:
+    """The ring of one Build. Its barriers are the first of the plan's: the full ones, then the empty ones."""
+
+    def __init__(self, build: Build) -> None:
+        self.build = build
+        self.stages = sm90_wide.ring_stages(build)
+        self.strip_bytes = build.tile_n * WIDE_COLUMN_MULTIPLE * build.item_bytes
+        self.stage_bytes = build.tile_n * sm90_wide.chunk_columns(build) * build.item_bytes
+
+    def create(self) -> None:
+        """Initialises the barriers. One thread calls this."""
+        for stage in range(self.stages):
+            cute.arch.mbarrier_init(self._full(stage), 1)
+            cute.arch.mbarrier_init(self._empty(stage), WARPGROUP_WARPS * CLUSTER)
+
+    def tiles(self) -> cute.Tensor:
+        """Returns all stages in shared memory, (keys, columns of a chunk, stages)."""
+        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        shape = build.tile_n, sm90_wide.chunk_columns(build)
+        return smem_tile_at(base, build.buffer("ring").offset, DTYPES[build.dtype], shape, self.stages)
+
+    @cute.jit
+    def load(self, source: Any, chunks: cutlass.Constexpr, first: Int32, coordinates: tuple):
+        """Loads the chunks of a tile, which have numbers from `first` on: this block's strips of each, for both blocks.
+
+        coordinates: of the tile, from `tma.tile_coordinates`. One warp calls this.
+        """
+        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        for index in cutlass.range_constexpr(len(chunks)):
+            number, chunk = first + index, chunks[index]
+            stage = number % self.stages
+            cute.arch.mbarrier_wait(self._empty(stage), ((number // self.stages) & 1) ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(self._full(stage), chunk.strips * self.strip_bytes)
+                # Of an odd number of strips the blocks load the additional one in turns.
+                rank = cute.arch.block_idx_in_cluster() ^ (number & 1)
+                for pair in cutlass.range_constexpr(ceil_div(chunk.strips, CLUSTER)):
+                    strip = CLUSTER * pair + rank
+                    if strip < chunk.strips:
+                        offset = self.build.buffer("ring").offset + stage * self.stage_bytes + strip * self.strip_bytes
+                        prim.cp_async_bulk_tensor_shared_cluster_global(
+                            base + cute.assume(offset, divby=1024),
+                            source.get_ptr(),
+                            [Int32(chunk.first + strip * WIDE_COLUMN_MULTIPLE), *map(Int32, coordinates)],
+                            self._full(stage),
+                            [],
+                            multicast_mask=Int16(ALL_BLOCKS),
+                        )
+
+    def wait(self, number: Int32) -> Int32:
+        """Waits for a chunk; returns its stage."""
+        stage = number % self.stages
+        cute.arch.mbarrier_wait(self._full(stage), (number // self.stages) & 1)
+        return stage
+
+    def release(self, number: Int32) -> None:
+        """Releases a chunk in both blocks. All threads of a warp call this."""
+        empty = self._empty(number % self.stages)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty)
+            cute.arch.mbarrier_arrive(empty, cute.arch.block_idx_in_cluster() ^ 1)
+
+    def next_barrier(self) -> cute.Pointer:
+        """Returns the first of the plan's barriers behind those of the ring."""
+        return first_barrier(self.build) + 2 * self.stages
+
+    def _full(self, stage: Any) -> cute.Pointer:
+        return first_barrier(self.build) + stage
+
+    def _empty(self, stage: Any) -> cute.Pointer:
+        return first_barrier(self.build) + self.stages + stage
