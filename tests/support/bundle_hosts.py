@@ -42,6 +42,12 @@ def exported(folder: Path, problems: tuple[Problem, ...], arch: str = "sm_90a") 
     return export_bundle(folder, problems, arch.split(","), kernels=artifact)
 
 
+def described(bundle: Bundle, direction: str) -> dict[str, Any]:
+    """The problem of this direction in the manifest."""
+    found: dict[str, Any] = next(item for item in bundle.manifest["problems"] if item["direction"] == direction)
+    return found
+
+
 def compiler(language: str) -> str:
     """The command that compiles C or C++."""
     found = shutil.which({"c": "gcc", "c++": "g++"}[language])
@@ -198,7 +204,7 @@ class HeaderHost:
         self.library = ctypes.CDLL(str(made))
         self.library.error_of.restype = ctypes.c_char_p
         self.bundle = ctypes.create_string_buffer(self.library.bundle_bytes())
-        self.passed = bundle.manifest["passes"][direction]
+        self.passed = described(bundle, direction)
         kinds = {"i64": ctypes.c_int64, "f64": ctypes.c_double}
         fields = [(name, kinds[item["type"]]) for name, item in self.passed["inputs"].items()]
         fields += [(name, ctypes.c_uint64) for name in self.passed["pointers"]]
