@@ -26,13 +26,10 @@ from cutlass_py_attn.runtime.driver import device
 from tests.support import fake_driver, fakes
 from tests.support.bundle_hosts import (
     ROOT,
-    WARNINGS,
     WORKSPACE,
     HeaderHost,
     RustHost,
     bound_calls,
-    build,
-    compiler,
     cuda_headers,
     exported,
     header_calls,
@@ -40,6 +37,7 @@ from tests.support.bundle_hosts import (
     numbers_of,
     rust_calls,
 )
+from tests.support.c_compiler import WARNINGS, build, compiler
 from tests.support.fake_driver import FakeDriver
 
 MANY = "_causal_window64_biassum_dropout0.1_softcap30_alibi_sinks"

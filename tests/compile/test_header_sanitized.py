@@ -26,7 +26,8 @@ from cutlass_py_attn.bundle.files import Bundle
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from tests.support import fake_driver
-from tests.support.bundle_hosts import STRICT, WORKSPACE, build, compiler, cuda_headers, described, exported
+from tests.support.bundle_hosts import WORKSPACE, cuda_headers, described, exported
+from tests.support.c_compiler import STRICT, build, compiler
 
 # The exported cases of each program.
 CASES = {

@@ -20,7 +20,8 @@ from cutlass_py_attn.bundle.files import Bundle
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from tests.support import fake_driver
-from tests.support.bundle_hosts import ROOT, STRICT, build, compiler, cuda_headers
+from tests.support.bundle_hosts import ROOT, cuda_headers
+from tests.support.c_compiler import STRICT, build, compiler
 from tests.support.library_host import PUBLIC, Call, LibraryHost, compiled, exported, filled
 
 MANY = "bf16_d128_s1000_b2_h4k2_causal_window64_biassum_dropout0.1_softcap30_alibi_sinks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, BMHK
-from tests.support.bundle_hosts import STRICT, build, compiler
+from tests.support.c_compiler import STRICT, build, compiler
 from tests.support.fakes import artifact
 
 KINDS: dict[str, Any] = {
@@ -140,8 +141,20 @@ class LibraryHost:
         return ctypes.byref(self.error)
 
 
-def filled(call: Any, problem: Problem, *, first_address: int = 0) -> Any:
-    """Returns the call of a problem. first_address: of the operands, which follow each other; 0 for no addresses."""
+def made_up(problem: Problem, first: int) -> dict[str, int]:
+    """Returns addresses of the arrays of a problem, one after another, with the alignments of its tensors."""
+    tensors = problem.tensors()
+    names = [*tensors, "logsumexp", *problem.vectors()]
+    odd = {name: tensor.alignment % 16 for name, tensor in tensors.items()}
+    return {name: first + 0x1000 * number + odd.get(name, 0) for number, name in enumerate(names, 1)}
+
+
+def filled(call: Any, problem: Problem, *, first_address: int = 0, addresses: Mapping[str, int] | None = None) -> Any:
+    """Returns the call of a problem.
+
+    first_address: of made-up addresses of the operands; 0 for none. addresses: of the operands by name
+    """
+    given = addresses or (made_up(problem, first_address) if first_address else {})
     shape, backward = problem.shape, problem.direction == "backward"
     call.direction = int(backward)
     call.dtype = DTYPE_OF[problem.dtype]
@@ -157,8 +170,6 @@ def filled(call: Any, problem: Problem, *, first_address: int = 0) -> Any:
     call.bottom_right = int(problem.mask.bottom_right)
     call.num_splits_key = problem.num_splits_key or 0
     call.scale, call.softcap, call.dropout_p = problem.scale_value, problem.softcap, problem.dropout_p
-    names = [*problem.tensors(), "logsumexp", *problem.vectors()]
-    addresses = {name: first_address and first_address + 0x1000 * number for number, name in enumerate(names, 1)}
     for name, tensor in problem.tensors().items():
         array = getattr(call, name)
         batch, *inner, column = tensor.steps if name in BIASES else tensor.strides
@@ -169,11 +180,11 @@ def filled(call: Any, problem: Problem, *, first_address: int = 0) -> Any:
             array.column = column
         elif name == "grad_output":
             call.grad_output_column = tensor.steps[3]
-        array.address = addresses[name] and addresses[name] + tensor.alignment % 16
+        array.address = given.get(name, 0)
     if problem.grad_bias is not None:
         call.grad_bias_axes = sum(1 << axis for axis, size in enumerate(problem.grad_bias.shape) if size != 1)
     for name in ("logsumexp", *problem.vectors()):
-        setattr(call, f"{name}_address" if name.startswith("philox") else name, addresses[name])
+        setattr(call, f"{name}_address" if name.startswith("philox") else name, given.get(name, 0))
     if problem.alibi_slopes is not None:
         call.alibi_batch = shape.num_heads if len(problem.alibi_slopes.shape) > 1 else 0
     assert {*BMHK, *BIASES} >= {*problem.tensors()}
