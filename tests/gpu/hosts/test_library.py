@@ -13,7 +13,7 @@ from cutlass_py_attn.bundle.files import Bundle, export_library
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.plan.arch import targets
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import device_memory, guarded_check
+from cutlass_py_attn.testing import device_memory, guarded_check, suite
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
 from cutlass_py_attn.testing.device_memory import GuardedLaunch
@@ -22,19 +22,10 @@ from tests.support.library_host import LibraryHost, Target, compiled, filled
 
 pytest.importorskip("jinja2", reason="an export writes C sources with it")
 
-SEEDS = "philox_seed=42 philox_offset=3"
-# Exported cases, and cases of other sizes for the same kernels.
-EXPORTED = {
-    "forward bf16_d128_q515_s640_b2_h4k2_causal seed=5": "forward bf16_d128_q33_s257_b3_h8k2_causal_br seed=6",
-    "backward bf16_d128_q515_s640_b2_h4k2_causal seed=5": "backward bf16_d128_q90_s257_b3_h8k2_causal_br seed=6",
-    "forward bf16_d128_q1_s4096_b3_h16k4_full seed=5": "forward bf16_d128_q3_s999_b2_h8k2_full seed=6",
-    "forward bf16_d128_n100x130,1x40,290x60,70x257_h4k2_causal seed=5": "forward bf16_d128_n70x300_h2k1_causal seed=6",
-    f"backward f16_d64_q200_s300_b2_h4_causal_biassum_dropout0.3_softcap4_alibi_sinks {SEEDS}":
-        f"backward f16_d64_q70_s130_b3_h5_causal_biassum_dropout0.1_softcap9_alibi_sinks {SEEDS}",
-}  # fmt: skip
-CASES = [line for pair in EXPORTED.items() for line in pair]
-GRAPHED = next(line for line in EXPORTED if "q1_" in line)
-MHA = "forward bf16_d128_q200_s300_b2_h3_causal seed=7"  # by the kernels of grouped heads
+CASES = [case for pair in suite.LIBRARY for case in pair]
+EXPORTED = [exported for exported, _ in suite.LIBRARY]
+GRAPHED = EXPORTED[2]
+MHA = Case.parse("forward bf16_d128_q200_s300_b2_h3_causal seed=7")  # by the kernels of grouped heads
 REPLAYS = 10
 
 
@@ -65,7 +56,7 @@ def opened(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """The library of EXPORTED, compiled as C and open on device 0."""
     folder = tmp_path_factory.mktemp("library")
     gpu = driver.device(0)
-    problems = [Case.parse(line).problem() for line in EXPORTED]
+    problems = [case.problem() for case in EXPORTED]
     bundle = export_library(folder / "made", problems, targets(gpu.compute_capability)[:1], kernels=kernels)
     host = LibraryHost(compiled(bundle, folder / "attention.so", "-O2"))
     with gpu.current():
@@ -84,12 +75,11 @@ def guarded_case(case: Case, expected: guarded_check.Expected, kernels: Kernels)
     return device_memory.guarded_launch(case.problem(), expected.arrays, kernels, philox)
 
 
-@pytest.mark.parametrize("line", [*CASES, MHA])
-def test_library_is_right(line: str, opened: Opened, kernels: Kernels, gpu: driver.Device) -> None:
+@pytest.mark.parametrize("case", [*CASES, MHA], ids=lambda case: case.line.replace(" ", "_"))
+def test_library_is_right(case: Case, opened: Opened, kernels: Kernels, gpu: driver.Device) -> None:
     """Against float64, into outputs of NaN, in exported and in other sizes."""
-    case = Case.parse(line)
     expected = guarded_check.expect(case)
-    source = kernels if line == MHA else opened.bundle
+    source = kernels if case == MHA else opened.bundle
     with guarded_case(case, expected, source) as guarded:
         guarded.reset()
         opened.launch(case, guarded)
@@ -100,7 +90,7 @@ def test_library_is_right(line: str, opened: Opened, kernels: Kernels, gpu: driv
 
 def test_captured_launches_are_replayed(opened: Opened, gpu: driver.Device) -> None:
     """A decode in a graph: every replay gives the bits of a direct launch, from fresh NaN."""
-    case = Case.parse(GRAPHED)
+    case = GRAPHED
     expected = guarded_check.expect(case)
     with guarded_case(case, expected, opened.bundle) as guarded, device_memory.stream() as stream:
         wanted = guarded.run()
@@ -116,7 +106,7 @@ def test_captured_launches_are_replayed(opened: Opened, gpu: driver.Device) -> N
 
 def test_threads_share_the_device(opened: Opened, gpu: driver.Device) -> None:
     """Two threads without a context of their own, each with its case, buffers and stream."""
-    cases = [Case.parse(line) for line in list(EXPORTED)[:2]]
+    cases = EXPORTED[:2]
     expected = [guarded_check.expect(case) for case in cases]
     failures: list[BaseException] = []
 
