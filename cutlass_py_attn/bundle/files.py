@@ -7,13 +7,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from cutlass_py_attn.artifact import Artifact, NoPermission, unreadable
-from cutlass_py_attn.bundle import header, reading
+from cutlass_py_attn.bundle import header, library, reading
 from cutlass_py_attn.bundle.arguments import export_objections, listed
+from cutlass_py_attn.bundle.dispatch import facts_of, family_order, order_key
 from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
-from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedPass
+from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
 from cutlass_py_attn.bundle.replacing import objection, replace_folder
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.plan import planner
@@ -22,6 +23,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import path_objections, shown
+from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.launch import Bound, bind
 
@@ -47,24 +49,76 @@ def export_bundle(
     NotSupported lists every objection. CompileError: no plan of a problem compiles. Stale: `kernels` has none of them.
     NoPermission: this user may not read an older bundle in the folder.
     """
-    problems, archs = listed(problems), listed(archs)
+    return _export(folder, problems, archs, name, kernels, _header)
+
+
+def export_library(
+    folder: str | os.PathLike[str],
+    problems: Iterable[Problem],
+    archs: Iterable[str],
+    *,
+    name: str = "attention",
+    kernels: Callable[[Build], Artifact] | None = None,
+) -> Bundle:
+    """Writes a C library with the kernels of any number of `problems` for every target of `archs` into `folder`.
+
+    The folder then holds <name>.c and <name>.h, which any C11 compiler makes a library of, with a CMake package, a
+    pkg-config file and a Rust crate that build them; and what a bundle holds: <arch>/<symbol>.cubin, .ptx and .json,
+    and manifest.json. The functions of the library have the prefix `name`, and choose among the kernels for each call.
+    Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term, which
+    the fixed struct of a library's calls has no field for.
+    """
+    return _export(folder, problems, archs, name, kernels, _library)
+
+
+# Returns the sources of an export by file name, from its manifest and its other files.
+_Sources = Callable[[dict[str, Any], dict[str, bytes]], dict[str, bytes]]
+
+
+def _header(described: dict[str, Any], files: dict[str, bytes]) -> dict[str, bytes]:
+    return {f"{described['name']}.h": header.render(described).encode()}
+
+
+def _library(described: dict[str, Any], files: dict[str, bytes]) -> dict[str, bytes]:
+    return library.render(described, files)
+
+
+def _export(
+    folder: str | os.PathLike[str],
+    given: Iterable[Problem],
+    given_archs: Iterable[str],
+    name: str,
+    kernels: Callable[[Build], Artifact] | None,
+    sources: _Sources,
+) -> Bundle:
+    problems, archs = listed(given), listed(given_archs)
     if reasons := export_objections(folder, problems, archs, name, kernels):
         raise NotSupported(reasons)
     path = Path(os.path.realpath(folder))
-    _check(path, problems, archs, name)
+    is_library = sources is _library
+    _check(path, problems, archs, name, is_library)
+    if is_library:  # its calls say where seed and offset are
+        problems = tuple(problem.replace(philox_on_device=False) for problem in problems)
     source = kernels or _compiler()
     targets = [_best(problem, arch, source) for problem in problems for arch in archs]
-    unique = {(target.problem.direction, target.plan.build): target for target in targets}
+    # Of targets with the same kernels, the last of a header, whose problem the header starts from.
+    unique = {_identity(target, is_library): target for target in (targets[::-1] if is_library else targets)}
     ordered = sorted(unique.values(), key=_preference)
     files: dict[str, bytes] = {}
     for target in ordered:
         files |= target.artifact.files()
     described = manifest(name, ordered, files)
-    text = header.render(described).encode()
-    described["files"][f"{name}.h"] = {"bytes": len(text), "sha256": sha256(text)}
-    files |= {f"{name}.h": text, MANIFEST: json.dumps(sealed(described), indent=1).encode()}
+    made = sources(described, files)
+    described["files"] |= {file: {"bytes": len(data), "sha256": sha256(data)} for file, data in made.items()}
+    files |= {**made, MANIFEST: json.dumps(sealed(described), indent=1).encode()}
     replace_folder(path, files, reading.listed_files)
     return load_bundle(folder)
+
+
+def _identity(target: Target, is_library: bool) -> tuple[object, ...]:
+    """Returns what two targets with the same kernels for the same calls have in common."""
+    build = target.plan.build
+    return (facts_of(target.problem, build), build) if is_library else (target.problem.direction, build)
 
 
 def load_bundle(folder: str | os.PathLike[str]) -> Bundle:
@@ -86,7 +140,7 @@ class Bundle:
         contents = reading.read(self.path)
         self.manifest = contents.manifest
         self.artifacts = contents.artifacts
-        self._passes = contents.passes
+        self._exported = contents.problems
 
     def __call__(self, build: Build) -> Artifact:
         """Returns the artifact of `build`; Stale if the bundle does not have it, or if another version compiled it."""
@@ -101,15 +155,24 @@ class Bundle:
     @property
     def directions(self) -> tuple[str, ...]:
         """The directions of the bundle: forward, backward or both."""
-        return tuple(self._passes)
+        found = {item.problem.direction for item in self._exported}
+        return tuple(direction for direction in DIRECTIONS if direction in found)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The exported problems."""
+        return tuple(item.problem for item in self._exported)
 
     def problem(self, direction: str) -> Problem:
-        """Returns the exported problem of this direction."""
-        return self._pass(direction).problem
+        """Returns the exported problem of this direction; NotSupported for a library that has several."""
+        found = self._of(direction)
+        if len(found) > 1:
+            raise NotSupported(f"direction = {direction!r}: {self.path} has {len(found)} such problems; see `problems`")
+        return found[0].problem
 
     def plans(self, direction: str) -> tuple[Plan, ...]:
-        """Returns the exported plans of this direction, the preferred target first."""
-        return self._pass(direction).plans
+        """Returns the exported plans of this direction, the preferred target of each problem first."""
+        return tuple(plan for item in self._of(direction) for plan in item.plans)
 
     def bind(self, direction: str, problem: Problem | None = None, device: int = 0) -> Bound:
         """Binds the kernels of this direction on GPU `device`.
@@ -127,24 +190,22 @@ class Bundle:
             major, minor = gpu.compute_capability
             archs = ", ".join(build.arch for build in known)
             raise Stale(f"{self.path} is for {archs}: {gpu.name} has compute capability {major}.{minor}; export for it")
-        found = [
-            plan
-            for build in running
-            for plan in planner.plans(wanted, build.arch, gpu.num_sms)
-            if plan.build == build
-        ]  # fmt: skip
+        targets = dict.fromkeys(build.arch for build in sorted(running, key=order_key))
+        planned = (plan for arch in targets for plan in planner.plans(wanted, arch, gpu.num_sms))
+        found = sorted((plan for plan in planned if plan.build in running), key=lambda plan: family_order(plan.build))
         if not found:
             raise Stale(f"this {direction} problem needs other kernels than {self._shown()}; export it")
         fitting = [plan for plan in found if plan.build.shared_memory_bytes <= gpu.shared_memory_per_block]
         plan = (fitting or found)[0]
         return bind(self(plan.build), plan, wanted, gpu.ordinal)
 
-    def _pass(self, direction: str) -> ExportedPass:
-        if not isinstance(direction, str) or direction not in self._passes:
+    def _of(self, direction: str) -> list[ExportedProblem]:
+        found = [item for item in self._exported if item.problem.direction == direction]
+        if not found:
             raise NotSupported(
                 f"direction = {direction!r}: {self.path} has {', '.join(self.directions)}; export it too"
             )
-        return self._passes[direction]
+        return found
 
     def _shown(self) -> str:
         return ", ".join(f"{artifact.build.symbol} for {artifact.build.arch}" for artifact in self.artifacts)
@@ -156,14 +217,19 @@ def _compiler() -> Callable[[Build], Artifact]:
     return artifact_for
 
 
-def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: str) -> None:
+def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: str, is_library: bool) -> None:
     """Raises NotSupported with every objection to the arguments of an export."""
     reasons = [reason for problem in problems for reason in problem.reasons()]
     directions = [problem.direction for problem in problems]
     if not problems:
         reasons.append("problems is empty: must be a forward, a backward or one of each; pass one")
-    if len(set(directions)) < len(directions):
-        reasons.append(f"problems are {', '.join(directions)}: must be one for each direction; export the others apart")
+    if len(set(directions)) < len(directions) and not is_library:
+        reasons.append(
+            f"problems are {', '.join(directions)}: must be one for each direction; export a library of several with "
+            "export_library (--library), or export the others apart"
+        )
+    if is_library:
+        reasons += _term_objections(problems)
     if not archs:
         reasons.append("archs is empty: must name at least one target, such as sm_80; pass one")
     if not _NAME.fullmatch(name):
@@ -174,6 +240,16 @@ def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: 
     reasons += [reason for arch in archs for reason in planner.arch_objections(arch)]
     if reasons:
         raise NotSupported(reasons)
+
+
+def _term_objections(problems: Sequence[Problem]) -> Iterator[str]:
+    """Yields why a library's calls cannot pass the score terms of a problem."""
+    found = {name for problem in problems if not problem.reasons() for name, _ in problem.score_terms}
+    for name in sorted(found):
+        yield (
+            f"score term {name!r}: is registered, and the struct of a library's calls has fields of built-in terms "
+            "alone; export a bundle of this problem with export_bundle"
+        )
 
 
 def _folder_objections(path: Path) -> Iterator[str]:

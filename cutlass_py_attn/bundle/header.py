@@ -1,118 +1,17 @@
-"""Header: writes the manifest as a C header that launches the kernels; header.h.j2 is the template.
-
-A manifest has texts and names of elsewhere: of the artifacts that were exported, and of registered score terms. The
-filters `text` and `comment` keep each inside of its string or comment.
-"""
+"""Header: writes the manifest of one problem as a C header that launches the kernels; header.h.j2 is the template."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from cutlass_py_attn import extras
-from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import split_kv
-
-_TEMPLATE: Final = Path(__file__).with_name("header.h.j2")
-_CHECKED: Final = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul"}  # functions of the header for integers
-_OPERATORS: Final[dict[type, str]] = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Eq: "==", ast.GtE: ">=", ast.LtE: "<=", ast.Gt: ">",
-}  # fmt: skip
-_CANNOT_FAIL: Final = ("min", "max", "step")  # functions of rules that do not report a number that does not fit
+from cutlass_py_attn.bundle import c_text
 
 
-def render(manifest: dict[str, Any]) -> str:
-    """Returns the header of a manifest; NotSupported if jinja2 is not installed."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise NotSupported(f"the C header needs jinja2: {extras.remedy('cli')}") from error
-    name, passes = manifest["name"], manifest["passes"]
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    environment.filters["c"] = lambda rule, each, target: Rules(name, each, target).in_c(rule)
-    environment.filters["fails"] = lambda rule, each, target: Rules(name, each, target).fails(rule)
-    environment.filters |= {"text": text, "comment": comment}
+def render(manifest: Mapping[str, Any]) -> str:
+    """Returns the header of a manifest with one problem for each direction; NotSupported if there is no jinja2."""
+    passes = {item["direction"]: item for item in manifest["problems"]}
     targets = [target for item in passes.values() for target in item["targets"]]
-    return environment.from_string(_TEMPLATE.read_text()).render(
-        **manifest,
-        most_entries=max(len(target["launches"]) for target in targets),
-        target_numbers={
-            direction: {target["arch"]: number for number, target in enumerate(item["targets"])}
-            for direction, item in passes.items()
-        },
-        max_splits=split_kv.MAX_SPLITS,
-        block_tiles=split_kv.SPLIT_OVERHEAD_TILES,
-    )
-
-
-def text(value: str) -> str:
-    """Returns a C string literal."""
-    plain = "".join(chr(byte) if chr(byte) not in '"\\?' and 32 <= byte < 127 else f"\\{byte:03o}" for byte in
-                    value.encode(errors="replace"))  # fmt: skip
-    return f'"{plain}"'
-
-
-def comment(value: str) -> str:
-    """Returns the text as a part of a comment, on one line and in ASCII."""
-    plain = " ".join(value.encode("ascii", "replace").decode().split())
-    printable = "".join(letter if letter.isprintable() and letter != "\\" else "?" for letter in plain)
-    return printable.replace("*/", "* /").replace("/*", "/ *")
-
-
-@dataclass(frozen=True, slots=True)
-class _Term:
-    """A C expression. is_float: whether it is a double, else an int64_t."""
-
-    text: str
-    is_float: bool = False
-
-    @property
-    def as_double(self) -> str:
-        return self.text if self.is_float else f"(double){self.text}"
-
-
-class Rules:
-    """The rules of a target as C expressions, for functions with `b`, `c`, `invalid` and the target's definitions."""
-
-    def __init__(self, prefix: str, exported_pass: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-        self._prefix = prefix
-        self._names = {"num_sms": _Term("b->num_sms")}
-        self._names |= {name: _Term(f"c->{name}", it["type"] == "f64") for name, it in exported_pass["inputs"].items()}
-        self._names |= {item["name"]: _Term(item["name"]) for item in target["definitions"]}
-
-    def in_c(self, rule: str) -> str:
-        """Returns the rule as a C expression without overflow."""
-        return self._term(ast.parse(rule, mode="eval").body).text
-
-    def fails(self, rule: str) -> str:
-        """Returns the C condition under which a call is refused: the rule is false, or a number does not fit."""
-        found = self.in_c(rule)
-        return f"!{found} || invalid" if "&invalid" in found else f"!{found}"
-
-    def _term(self, node: ast.expr) -> _Term:
-        match node:
-            case ast.Constant(value):
-                return _Term(repr(value), isinstance(value, float))
-            case ast.Name(name):
-                return self._names[name]
-            case ast.UnaryOp(ast.USub(), ast.Constant() as constant):
-                term = self._term(constant)
-                return _Term(f"(-{term.text})", term.is_float)
-            case ast.BinOp(left, operator, right):
-                return self._binary(operator, self._term(left), self._term(right))
-            case ast.Compare(left, [operator], [right]):
-                a, b = self._term(left), self._term(right)
-                sides = (a.as_double, b.as_double) if a.is_float or b.is_float else (a.text, b.text)
-                return _Term(f"({sides[0]} {_OPERATORS[type(operator)]} {sides[1]})")
-            case ast.Call(ast.Name(name), arguments):
-                flag = [] if name in _CANNOT_FAIL else ["&invalid"]
-                return _Term(f"{self._prefix}_{name}({', '.join([*flag, *(self._term(it).text for it in arguments)])})")
-        raise ValueError(f"{ast.unparse(node)}: not part of the rule language")
-
-    def _binary(self, operator: ast.operator, a: _Term, b: _Term) -> _Term:
-        if a.is_float or b.is_float:
-            return _Term(f"({a.as_double} {_OPERATORS[type(operator)]} {b.as_double})", True)
-        return _Term(f"{self._prefix}_{_CHECKED[type(operator)]}(&invalid, {a.text}, {b.text})")
+    template = c_text.environment(manifest["name"], "the C header").get_template("header.h.j2")
+    text: str = template.render(**manifest, passes=passes, **c_text.sizes(targets), owner="bundle", driver="")
+    return text

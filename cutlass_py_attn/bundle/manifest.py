@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from cutlass_py_attn import __version__
 from cutlass_py_attn.artifact import Artifact, Kernel
+from cutlass_py_attn.bundle.dispatch import preferred_when
 from cutlass_py_attn.bundle.numbers import inputs, meaning, pointers
 from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.plan import abi, entry_points, expressions, launch_rules, planner
@@ -26,7 +27,7 @@ from cutlass_py_attn.problem.tensors import ITEM_BYTES
 
 Json = dict[str, Any]
 
-FORMAT: Final = "cutlass_py_attn bundle 3"
+FORMAT: Final = "cutlass_py_attn bundle 4"
 SEAL: Final = "sha256_of_the_rest"
 _MANY_SMS: Final = 2**40
 _INT64: Final = range(-(2**63), 2**63)
@@ -44,15 +45,16 @@ class Target:
 
 
 def manifest(name: str, targets: Sequence[Target], files: Mapping[str, bytes]) -> Json:
-    """Returns the sealed manifest of these targets, which have one problem for each direction.
+    """Returns the sealed manifest of these targets, in their order; targets of one problem are listed together.
 
     files: the other files of the bundle. NotSupported: a problem that a bundle cannot serve. Stale: a rule that does
     not give the plan's number.
     """
-    passes: dict[str, Json] = {}
+    problems: dict[Problem, Json] = {}
     for target in targets:
         problem, build = target.problem, target.plan.build
-        found = passes.setdefault(problem.direction, {
+        found = problems.setdefault(problem, {
+            "direction": problem.direction,
             "problem": to_json(problem),
             "dtype": problem.dtype,
             "head_dim": build.head_dim,
@@ -69,7 +71,7 @@ def manifest(name: str, targets: Sequence[Target], files: Mapping[str, bytes]) -
         "format": FORMAT,
         "made_by": f"cutlass_py_attn {__version__}, {'; '.join(toolchains)}",
         "name": name,
-        "passes": passes,
+        "problems": list(problems.values()),
         "files": {path: {"bytes": len(data), "sha256": sha256(data)} for path, data in sorted(files.items())},
     })  # fmt: skip
 
@@ -125,6 +127,7 @@ def _target(target: Target) -> Json:
         "conditions": [{"rule": rule, "says": says} for rule, says in required],
         "definitions": [{"name": name, "rule": rule, "value": names[name]} for name, rule in defined.items()],
         "limits": [{"rule": rule, "says": says} for rule, says in bounds],
+        "preferred_when": preferred_when(build),
         "struct": _struct(problem, plan, names),
         "workspace": _workspace(plan, names),
         "launches": list(_launches(target, names)),

@@ -38,8 +38,8 @@ class ListedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class ExportedPass:
-    """A direction of a bundle: its problem, and the plans of its targets, the preferred one first."""
+class ExportedProblem:
+    """A problem of a bundle and the plans of its targets, the preferred one first."""
 
     problem: Problem
     plans: tuple[Plan, ...]
@@ -50,7 +50,7 @@ class Contents:
     """A bundle as it was read. artifacts: those of the plans, sorted by arch and symbol."""
 
     manifest: Json
-    passes: dict[str, ExportedPass]
+    problems: tuple[ExportedProblem, ...]
     artifacts: tuple[Artifact, ...]
 
 
@@ -62,13 +62,13 @@ def read(path: Path) -> Contents:
     manifest = _manifest(path)
     try:
         listed = _listed(manifest)
-        passes = _passes(manifest)
+        problems = _problems(manifest)
     except ValueError as error:
         raise Stale(f"{path / MANIFEST}: damaged or from another version ({error}); {AGAIN}") from error
     files = {name: _file(path / name, facts) for name, facts in listed.items()}
-    plans = [plan for item in passes.values() for plan in item.plans]
+    plans = [plan for item in problems for plan in item.plans]
     artifacts = {(plan.build.arch, plan.symbol): _artifact(path, plan, files) for plan in plans}
-    return Contents(manifest, passes, tuple(artifact for _, artifact in sorted(artifacts.items())))
+    return Contents(manifest, problems, tuple(artifact for _, artifact in sorted(artifacts.items())))
 
 
 def listed_files(path: Path) -> set[str]:
@@ -112,24 +112,25 @@ def _listed(manifest: Json) -> dict[str, ListedFile]:
     return found
 
 
-def _passes(manifest: Json) -> dict[str, ExportedPass]:
-    found = {}
-    for direction, item in typed_json.as_object(manifest.get("passes"), "passes").items():
-        where = f"passes.{direction}"
-        problem = from_json(typed_json.as_object(typed_json.as_object(item, where).get("problem"), f"{where}.problem"))
-        targets = item.get("targets")
-        if (
-            direction not in DIRECTIONS
-            or problem.direction != direction
-            or not isinstance(targets, list)
-            or not targets
-        ):
-            raise ValueError(f"{where}: must be a direction with its problem and a list of targets")
+def _problems(manifest: Json) -> tuple[ExportedProblem, ...]:
+    found = []
+    for number, item in enumerate(_nonempty(manifest.get("problems"), "problems")):
+        where = f"problems[{number}]"
+        data = typed_json.as_object(item, where)
+        problem = from_json(typed_json.as_object(data.get("problem"), f"{where}.problem"))
+        if problem.direction not in DIRECTIONS or problem.direction != data.get("direction"):
+            raise ValueError(f"{where}.direction = {data.get('direction')!r}: must be that of its problem")
+        targets = _nonempty(data.get("targets"), f"{where}.targets")
         plans = [Plan.from_object(typed_json.as_object(target, f"{where}.targets").get("plan")) for target in targets]
-        found[direction] = ExportedPass(problem, tuple(plans))
-    if not found:
-        raise ValueError("passes: must have a direction")
-    return found
+        found.append(ExportedProblem(problem, tuple(plans)))
+    return tuple(found)
+
+
+def _nonempty(data: object, where: str) -> list[object]:
+    """Returns a list with items; ValueError for anything else."""
+    if not isinstance(data, list) or not data:
+        raise ValueError(f"{where}: must be a list that is not empty")
+    return data
 
 
 def _file(path: Path, facts: ListedFile) -> bytes:

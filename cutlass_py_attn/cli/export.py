@@ -1,4 +1,4 @@
-"""Export: compiles a problem's kernels into a bundle that programs without Python launch from."""
+"""Export: compiles problems' kernels into a bundle, or a C library, that programs without Python launch from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.bundle.files import Bundle, export_bundle
+from cutlass_py_attn.bundle.files import Bundle, export_bundle, export_library
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.outputs import OutputFolder, writing
 from cutlass_py_attn.cli.parameters import Archs, Choice
@@ -29,6 +29,8 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS
 )
 @click.option("--kernels", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path),
               help="Take the kernels from this folder of a `build` instead of compiling them.")  # fmt: skip
+@click.option("--library", "is_library", is_flag=True,
+              help="Write a C library of any number of problems, which chooses among their kernels.")  # fmt: skip
 @click.option("-o", "--output", type=OutputFolder(), required=True)
 def export(
     *,
@@ -37,12 +39,15 @@ def export(
     archs: tuple[str, ...],
     name: str,
     folder: Path | None,
+    is_library: bool,
     output: Path,
 ) -> None:
     """Write a bundle: cubins, PTX, manifest.json and a C header that launches the kernels through the driver API.
 
     The kernels serve every batch size, length, number of heads and stride that the manifest's conditions allow, not
-    only those of the problem. A bundle holds one problem for each direction. No GPU is needed.
+    only those of the problem. A bundle holds one problem for each direction. With --library, any number of problems
+    become two files, NAME.c and NAME.h, from which any C11 compiler makes a library without other dependencies; a CMake
+    package, a pkg-config file and a Rust crate are beside them. No GPU is needed.
     """
     source = artifacts.prebuilt(folder) if folder else artifacts.compiler()
 
@@ -51,14 +56,15 @@ def export(
 
     chosen = problems(names, directions)
     targets = [arch for text in archs for arch in text.split(",")]
+    write = export_library if is_library else export_bundle
     with writing(output):
-        made = export_bundle(output, chosen, targets, name=name, kernels=artifact)
+        made = write(output, chosen, targets, name=name, kernels=artifact)
     _show(made)
 
 
 def _show(made: Bundle) -> None:
-    for direction, item in made.manifest["passes"].items():
+    for item in made.manifest["problems"]:
         for target in item["targets"]:
-            click.echo(f"{direction} for {target['arch']}: {target['symbol']}; {target['reason']}")
+            click.echo(f"{item['direction']} for {target['arch']}: {target['symbol']}; {target['reason']}")
     total = sum(facts["bytes"] for facts in made.manifest["files"].values())
     click.echo(f"{artifacts.counted(len(made.manifest['files']) + 1, 'file')}, {total / 2**10:.0f} KiB, in {made.path}")

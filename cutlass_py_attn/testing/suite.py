@@ -151,6 +151,40 @@ TORCH_OPS: Final = tuple(
 )
 
 
+# The problems of the C library that tests/gpu/hosts exports, each with one of other sizes for the same kernels.
+LIBRARY: Final = tuple(
+    (Case.parse(exported), Case.parse(other))
+    for exported, other in (
+        (
+            "forward bf16_d128_q515_s640_b2_h4k2_causal seed=5",
+            "forward bf16_d128_q33_s257_b3_h8k2_causal_br seed=6",
+        ),
+        (
+            "backward bf16_d128_q515_s640_b2_h4k2_causal seed=5",
+            "backward bf16_d128_q90_s257_b3_h8k2_causal_br seed=6",
+        ),
+        (
+            "forward bf16_d128_q1_s4096_b3_h16k4_full seed=5",
+            "forward bf16_d128_q3_s999_b2_h8k2_full seed=6",
+        ),
+        (
+            "forward bf16_d128_n100x130,1x40,290x60,70x257_h4k2_causal seed=5",
+            "forward bf16_d128_n70x300,1x9_h8k4_causal seed=6",
+        ),
+        (
+            "backward f16_d64_q200_s304_b2_h4_causal_biassum_dropout0.3_softcap4_alibi_sinks philox_seed=42",
+            "backward f16_d64_q70_s136_b3_h5_causal_biassum_dropout0.1_softcap9_alibi_sinks philox_offset=3",
+        ),
+    )
+)
+
+
+def library_builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
+    """Every kernel that an export of LIBRARY has, once, each with its fallbacks; none for short sequences alone."""
+    plans = (planner.plans(exported.problem(), arch, any_length=True) for exported, _ in LIBRARY)
+    return list(dict.fromkeys(tuple(plan.build for plan in each) for each in plans))
+
+
 def torch_ops_builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel of TORCH_OPS, once; each with its fallbacks if ptxas spills."""
     problems = (spec.problem(direction) for spec in TORCH_OPS for direction in DIRECTIONS)
@@ -169,6 +203,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         decode_cases.builds(arch),
         torch_ops_builds(arch),
         serving_cases.builds(arch),
+        library_builds(arch),
         builds_of(cases, arch),
     )
     return list(dict.fromkeys(itertools.chain.from_iterable(parts)))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FORMAT = "cutlass_py_attn bundle 3"
+FORMAT = "cutlass_py_attn bundle 4"
 INT64 = range(-(2**63), 2**63)
 PACKED = {"i64": "<q", "i32": "<i", "f32": "<f"}
 
@@ -142,14 +142,14 @@ def parsed(rule: str) -> ast.expr:
 
 
 class Host:
-    """One pass (forward or backward) of a bundle on device 0, whose context must be current. cuda: libcuda."""
+    """The problem of one direction of a bundle on device 0, whose context must be current. cuda: libcuda."""
 
     def __init__(self, folder: Path, direction: str, cuda: ctypes.CDLL) -> None:
         self.folder, self.cuda = folder, cuda
         manifest = json.loads((folder / "manifest.json").read_text())
         if manifest["format"] != FORMAT:
             raise ValueError(f"{folder}: format {manifest['format']!r}, but this host reads {FORMAT!r}")
-        self.passed = manifest["passes"][direction]
+        self.passed = next(item for item in manifest["problems"] if item["direction"] == direction)
         self.num_sms = self._attribute(MULTIPROCESSOR_COUNT)
         self.target = self._choose()
         cubin = (folder / self.target["cubin"]).read_bytes()

@@ -117,15 +117,21 @@ impl Host {
         let read =
             |name: &str| fs::read(format!("{folder}/{name}")).map_err(|error| format!("{folder}/{name}: {error}"));
         let manifest = Json::read(&String::from_utf8_lossy(&read("manifest.json")?))?;
-        if manifest.get("format")?.text() != "cutlass_py_attn bundle 3" {
+        if manifest.get("format")?.text() != "cutlass_py_attn bundle 4" {
             return Err(format!("{folder}: its format is not this host's"));
         }
         let Json::Object(mut manifest) = manifest else {
             return Err("the manifest is not an object".into());
         };
         let mut part = |name: &str| manifest.remove(name).ok_or(format!("the manifest has no {name:?}"));
-        let (files, passes) = (part("files")?, part("passes")?);
-        let pass = take(passes, direction).map_err(|_| format!("{folder} has no {direction}"))?;
+        let (files, problems) = (part("files")?, part("problems")?);
+        let Json::List(problems) = problems else {
+            return Err("problems is not a list".into());
+        };
+        let pass = problems
+            .into_iter()
+            .find(|item| item.find("direction").map_or("", Json::text) == direction)
+            .ok_or(format!("{folder} has no {direction}"))?;
         let mut inputs = Names::new();
         if let Json::Object(items) = pass.get("inputs")? {
             for (name, item) in items {

@@ -23,7 +23,7 @@ def test_compiled_kernels_are_exported(tmp_path: Path) -> None:
     done = CliRunner().invoke(group, ["export", *options])
     assert done.exit_code == 0, done.output
     bundle = load_bundle(tmp_path / "bundle")
-    (target,) = bundle.manifest["passes"]["forward"]["targets"]
+    (target,) = bundle.manifest["problems"][0]["targets"]
     (launch,) = target["launches"]
     (artifact,) = bundle.artifacts
     assert [(item["offset"], item["bytes"]) for item in launch["parameters"]] == [

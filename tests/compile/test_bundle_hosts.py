@@ -26,13 +26,10 @@ from cutlass_py_attn.runtime.driver import device
 from tests.support import fake_driver, fakes
 from tests.support.bundle_hosts import (
     ROOT,
-    WARNINGS,
     WORKSPACE,
     HeaderHost,
     RustHost,
     bound_calls,
-    build,
-    compiler,
     cuda_headers,
     exported,
     header_calls,
@@ -40,6 +37,7 @@ from tests.support.bundle_hosts import (
     numbers_of,
     rust_calls,
 )
+from tests.support.c_compiler import WARNINGS, build, compiler
 from tests.support.fake_driver import FakeDriver
 
 MANY = "_causal_window64_biassum_dropout0.1_softcap30_alibi_sinks"
@@ -115,7 +113,7 @@ def test_other_architecture(driver_log: FakeDriver, tmp_path: Path) -> None:
     """The first target that the device runs: neither the one for another GPU nor the one behind it."""
     problems = pair("Hopper", "forward")
     bundle = expect_one_launch(driver_log, tmp_path, problems, "sm_80,sm_90,sm_90a,sm_86")
-    archs = [target["arch"] for target in bundle.manifest["passes"]["forward"]["targets"]]
+    archs = [target["arch"] for target in bundle.manifest["problems"][0]["targets"]]
     assert archs == ["sm_90a", "sm_90", "sm_86", "sm_80"]
     host = HeaderHost(tmp_path, bundle, "forward")
     with device(0).current():
@@ -322,7 +320,7 @@ def test_header_refuses_other_kernels_of_the_same_size(driver_log: FakeDriver, t
     """As a folder has them in which two exports were mixed."""
     bundle = exported(tmp_path / "bundle", pair("Hopper", "backward")[:1])
     host = HeaderHost(tmp_path, bundle, "backward")
-    cubin = bundle.path / bundle.manifest["passes"]["backward"]["targets"][0]["cubin"]
+    cubin = bundle.path / bundle.manifest["problems"][0]["targets"][0]["cubin"]
     text = cubin.read_bytes()
     cubin.write_bytes(text[:-1] + b" ")
     with device(0).current():
@@ -359,7 +357,7 @@ def test_header_of_hostile_texts_compiles(driver_log: FakeDriver, tmp_path: Path
 def test_header_reads_whole_files_only(driver_log: FakeDriver, tmp_path: Path) -> None:
     bundle = exported(tmp_path / "bundle", pair("Hopper", "backward")[:1])
     host = HeaderHost(tmp_path, bundle, "backward")
-    cubin = bundle.path / bundle.manifest["passes"]["backward"]["targets"][0]["cubin"]
+    cubin = bundle.path / bundle.manifest["problems"][0]["targets"][0]["cubin"]
     for text in (cubin.read_bytes()[:-1], cubin.read_bytes() + b" "):
         cubin.write_bytes(text)
         with device(0).current():
@@ -393,7 +391,7 @@ def test_header_loads_every_pass_or_none(driver_log: FakeDriver, tmp_path: Path)
     host = HeaderHost(tmp_path, bundle, "backward")
     with device(0).current():
         assert host.open(bundle.path) == 0
-        (bundle.path / bundle.manifest["passes"]["backward"]["targets"][0]["cubin"]).unlink()
+        (bundle.path / bundle.manifest["problems"][1]["targets"][0]["cubin"]).unlink()
         driver_log.clear()
         assert host.open(bundle.path) == -1
     assert host.error.startswith(f"{bundle.path}/sm_90a/bwd_sm90_bf16_d128_causal_64x128.cubin: cannot be read")

@@ -26,7 +26,8 @@ from cutlass_py_attn.bundle.files import Bundle
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from tests.support import fake_driver
-from tests.support.bundle_hosts import STRICT, WORKSPACE, build, compiler, cuda_headers, exported
+from tests.support.bundle_hosts import WORKSPACE, cuda_headers, described, exported
+from tests.support.c_compiler import STRICT, build, compiler
 
 # The exported cases of each program.
 CASES = {
@@ -172,7 +173,7 @@ class Program:
 
     def run(self, direction: str, calls: list[dict[str, float]]) -> list[tuple[int, int, int, int]]:
         """Returns what the program prints for each call."""
-        inputs = self.bundle.manifest["passes"][direction]["inputs"]
+        inputs = described(self.bundle, direction)["inputs"]
         names = sorted(inputs, key=lambda name: inputs[name]["type"] == "f64")
         given = (" ".join(repr(call[name]) for name in names) for call in calls)
         lines = output_of(self.path, str(self.bundle.path), direction, given="\n".join(given))
@@ -228,7 +229,8 @@ def output_of(program: Path, *arguments: str, given: str | bytes) -> list[str]:
 def source(bundle: Bundle) -> str:
     """Returns the program's text."""
     passes = []
-    for direction, item in bundle.manifest["passes"].items():
+    for item in bundle.manifest["problems"]:
+        direction = item["direction"]
         fields: dict[str, list[str]] = {"i64": [], "f64": []}
         for name, each in item["inputs"].items():
             fields[each["type"]].append(f"&c.{name}")
@@ -259,7 +261,7 @@ def calls_of(inputs: dict[str, Any]) -> Iterator[dict[str, float]]:
 def reader_of(bundle: Bundle, direction: str) -> Host:
     """The example that reads the manifest, without its driver."""
     found = Host.__new__(Host)
-    found.passed = bundle.manifest["passes"][direction]
+    found.passed = described(bundle, direction)
     found.target = found.passed["targets"][0]
     found.num_sms = SMS
     return found
@@ -284,7 +286,8 @@ def answer(host: Host, call: dict[str, float]) -> Answer:
 
 
 def test_any_number_is_refused_or_right(program: Program) -> None:
-    for direction, item in program.bundle.manifest["passes"].items():
+    for item in program.bundle.manifest["problems"]:
+        direction = item["direction"]
         calls = list(calls_of(item["inputs"]))
         expected = [answer(reader_of(program.bundle, direction), call) for call in calls]
         found = program.run(direction, calls)

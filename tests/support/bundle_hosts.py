@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from cutlass_py_attn.bundle.numbers import inputs, pointers
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime.driver import device
 from tests.support import fake_driver
+from tests.support.c_compiler import STRICT, build, compiler
 from tests.support.fakes import artifact
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,8 +33,6 @@ _scratch = np.zeros(2**28, np.uint8)  # the fake driver clears it; what nobody c
 WORKSPACE = -(-_scratch.ctypes.data // 256) * 256
 ADDRESSES = 0x7F0000000000  # of the operands, which follow each other
 COMPARED = ("cuLaunchKernelEx", "cuMemsetD8Async", "cuTensorMapEncodeTiled")
-WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Werror")
-STRICT = (*WARNINGS, "-Wpedantic", "-Wconversion")  # a header is compiled with its includer's warnings
 
 
 def exported(folder: Path, problems: tuple[Problem, ...], arch: str = "sm_90a") -> Bundle:
@@ -42,11 +40,9 @@ def exported(folder: Path, problems: tuple[Problem, ...], arch: str = "sm_90a") 
     return export_bundle(folder, problems, arch.split(","), kernels=artifact)
 
 
-def compiler(language: str) -> str:
-    """The command that compiles C or C++."""
-    found = shutil.which({"c": "gcc", "c++": "g++"}[language])
-    if found is None:
-        pytest.skip(f"no {language} compiler to build the header with")
+def described(bundle: Bundle, direction: str) -> dict[str, Any]:
+    """The problem of this direction in the manifest."""
+    found: dict[str, Any] = next(item for item in bundle.manifest["problems"] if item["direction"] == direction)
     return found
 
 
@@ -55,12 +51,6 @@ def cuda_headers() -> str:
     found = find_nvidia_header_directory("cudart")
     assert found, "cuda.h is missing: pip install nvidia-cuda-runtime"
     return found
-
-
-def build(command: list[str]) -> None:
-    """Run a compiler; its words are the failure's."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
 
 
 @dataclass(frozen=True)
@@ -198,7 +188,7 @@ class HeaderHost:
         self.library = ctypes.CDLL(str(made))
         self.library.error_of.restype = ctypes.c_char_p
         self.bundle = ctypes.create_string_buffer(self.library.bundle_bytes())
-        self.passed = bundle.manifest["passes"][direction]
+        self.passed = described(bundle, direction)
         kinds = {"i64": ctypes.c_int64, "f64": ctypes.c_double}
         fields = [(name, kinds[item["type"]]) for name, item in self.passed["inputs"].items()]
         fields += [(name, ctypes.c_uint64) for name in self.passed["pointers"]]

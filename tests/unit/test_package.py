@@ -26,7 +26,11 @@ def fresh_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_wheel_says_that_the_package_has_types() -> None:
     wheel = pytest.importorskip("hatchling.builders.wheel", reason="the build backend is not installed")
     files = {item.distribution_path for item in wheel.WheelBuilder(str(ROOT)).recurse_included_files()}
-    assert {"cutlass_py_attn/py.typed", "cutlass_py_attn/__init__.py", "cutlass_py_attn/bundle/header.h.j2"} <= files
+    assert {
+        "cutlass_py_attn/py.typed",
+        "cutlass_py_attn/__init__.py",
+        "cutlass_py_attn/bundle/templates/header.h.j2",
+    } <= files
 
 
 def test_remedies_install_the_packages_of_the_extras() -> None:

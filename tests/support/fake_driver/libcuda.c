@@ -263,6 +263,7 @@ int cuStreamBeginCapture(void *stream, int mode) {
     capture.stream = stream, capture.mode = mode, capture.is_invalid = 0, capture.thread = pthread_self();
     return 0;
 }
+int cuStreamBeginCapture_v2(void *stream, int mode) { return cuStreamBeginCapture(stream, mode); } /* cuda.h's name */
 int cuStreamEndCapture(void *stream, Graph **graph) {
     NOTE("", N(stream));
     capture.stream = NULL;

@@ -67,7 +67,7 @@ def test_header_follows_from_the_manifest(tmp_path: Path) -> None:
 
 def test_header_has_room_for_the_launches_of_every_direction(tmp_path: Path) -> None:
     bundle = export(tmp_path / "bundle")
-    counts = [len(target["launches"]) for each in bundle.manifest["passes"].values() for target in each["targets"]]
+    counts = [len(target["launches"]) for each in bundle.manifest["problems"] for target in each["targets"]]
     assert min(counts) < max(counts)
     text = (bundle.path / "attention.h").read_text()
     assert f"attention_entry entries[{max(counts)}];" in text
@@ -79,7 +79,7 @@ def test_an_entry_that_the_exported_problem_does_not_launch_is_in_the_manifest(t
     bundle = export(tmp_path / "bundle", "forward", archs=("sm_90",), case="f16_d64_q1_s256_b64_h64_full")
     (plan,) = bundle.plans("forward")
     assert (plan.build.family, len(plan.launches)) == ("decode", 1)
-    (target,) = bundle.manifest["passes"]["forward"]["targets"]
+    (target,) = bundle.manifest["problems"][0]["targets"]
     main, combine = target["launches"]
     assert main["when"] == "1"
     assert "num_splits_key" in combine["when"]
@@ -113,7 +113,7 @@ def test_a_bundle_has_no_kernels_for_short_or_long_ones_alone(tmp_path: Path, ca
 
 def test_target_without_hopper_kernels_gets_the_portable_one(tmp_path: Path) -> None:
     bundle = export(tmp_path / "bundle", "backward", archs=("sm_90", "sm_90a"), case="f32_d64_s200_b2_h3_causal")
-    (target,) = bundle.manifest["passes"]["backward"]["targets"]
+    (target,) = bundle.manifest["problems"][0]["targets"]
     assert (target["arch"], target["later_minors"]) == ("sm_90", True)
     assert "float32" in target["reason"]
 
@@ -134,7 +134,7 @@ def test_plan_that_does_not_compile_leaves_the_turn_to_the_next(tmp_path: Path) 
     assert not (tmp_path / "b").exists()
 
 
-NAMED = ("passes", "inputs", "pointers", "files")  # objects whose keys are names
+NAMED = ("inputs", "pointers", "files")  # objects whose keys are names
 OTHERS = ("problem", "plan")  # objects of another schema
 
 
@@ -211,12 +211,12 @@ def _cut(path: Path) -> None:
 
 def _edit(path: Path) -> None:
     data = json.loads(path.read_text())
-    data["passes"]["forward"]["targets"][0]["launches"][0]["grid"][0] += 1
+    data["problems"][0]["targets"][0]["launches"][0]["grid"][0] += 1
     path.write_text(json.dumps(data))
 
 
 def _newer(path: Path) -> None:
-    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), "format": "cutlass_py_attn bundle 4"})))
+    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), "format": "cutlass_py_attn bundle 5"})))
 
 
 DAMAGES = {
@@ -233,7 +233,7 @@ DAMAGES = {
     "newer format": (
         MANIFEST,
         _newer,
-        "format 'cutlass_py_attn bundle 4', this version reads 'cutlass_py_attn bundle 3'",
+        "format 'cutlass_py_attn bundle 5', this version reads 'cutlass_py_attn bundle 4'",
     ),
 }
 

@@ -181,7 +181,7 @@ def test_every_problem_has_a_manifest_or_is_refused(problem: Problem, arch: str)
         with pytest.raises(NotSupported, match="must be at least 1"):
             manifest("attention", (target,), {})
         return
-    (found,) = manifest("attention", (target,), {})["passes"][problem.direction]["targets"]
+    (found,) = manifest("attention", (target,), {})["problems"][0]["targets"]
     assert Plan.from_json(plan.to_json()) == plan
     values = {item["name"]: item.get("value", 0) for item in found["struct"]["fields"]}
     assert {name: values[name] for name, _ in plan.params} == dict(plan.params)

@@ -73,7 +73,7 @@ def test_an_artifact_must_be_listed_and_of_the_plan(tmp_path: Path) -> None:
     change = {"register_usage_level": 9}
     reseal(
         folder,
-        lambda found: found["passes"]["forward"]["targets"][0]["plan"]["build"].update(change),
+        lambda found: found["problems"][0]["targets"][0]["plan"]["build"].update(change),
     )
     with pytest.raises(Stale, match="is of another build than the plan"):
         load_bundle(folder)
@@ -99,8 +99,8 @@ def test_kernels_of_another_version_are_not_bound(driver_log: FakeDriver, tmp_pa
 
 PARTS: tuple[tuple[tuple[str | int, ...], int], ...] = (
     (("files",), 3),
-    (("passes", "forward", "problem"), 17),
-    (("passes", "forward", "targets", 0, "plan"), 37),
+    (("problems", 0, "problem"), 17),
+    (("problems", 0, "targets", 0, "plan"), 37),
     ((), 211),
 )
 

@@ -1,0 +1,106 @@
+"""Dispatch: which kernel of several computes a call: what its machine code fixes, and the order in which to try it.
+
+A kernel takes a call if the call has its facts, its conditions hold, and the device runs it. The first such kernel is
+chosen: decode before sm90 before sm80, wide loads before narrow ones, the newest target first. Among decode kernels the
+one whose tile is for this number of query rows is tried before the others (`preferred_when`).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Final
+
+from cutlass_py_attn.plan import decode, planner
+from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.expressions import Expression
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import Shape
+
+ALWAYS: Final = "1"
+_FAMILIES: Final = ("decode", "sm90", "sm80")  # in the order in which they are tried
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the machine code of a kernel fixes.
+
+    features: sorted features of the Problem. gradients: those that a backward writes.
+    grad_bias_axes: for each axis (batch, heads, queries, keys) whether grad_bias has it in full; () for no grad_bias
+    num_splits_key: the caller's number of splits of a backward; 0 for the plan's
+    """
+
+    direction: str
+    dtype: str
+    head_dim: int
+    head_dim_value: int
+    mask: str
+    features: tuple[str, ...]
+    gradients: tuple[str, ...]
+    deterministic: bool
+    grad_bias_axes: tuple[bool, ...]
+    num_splits_key: int
+
+
+def facts_of(problem: Problem, build: Build) -> Facts:
+    """Returns the facts of the kernels that were exported for a problem."""
+    backward = problem.direction == "backward"
+    return Facts(
+        problem.direction,
+        build.dtype,
+        build.head_dim,
+        build.head_dim_value,
+        build.mask,
+        build.features,
+        build.gradients if backward else (),
+        build.deterministic,
+        () if problem.grad_bias is None else tuple(size != 1 for size in problem.grad_bias.shape),
+        (problem.num_splits_key or 0) if backward else 0,
+    )
+
+
+def family_order(build: Build) -> int:
+    """Returns the position of the build's family in the order in which families are tried."""
+    return _FAMILIES.index(build.family)
+
+
+def order_key(build: Build) -> tuple[int | bool, ...]:
+    """Sort key of kernels with the same facts: the first is tried first."""
+    limits = architecture(build.arch)
+    major, minor = limits.compute_capability
+    loads = build.vector_bytes, build.bias_vector_bytes, build.grad_bias_vector_bytes
+    return (
+        family_order(build),
+        build.has("grouped"),
+        *(-size for size in loads),
+        limits.is_portable,
+        -major,
+        -minor,
+        build.tile_m,
+        build.tile_n,
+    )
+
+
+def preferred_when(build: Build) -> Expression:
+    """Returns the rule that is 1 if the planner has this kernel for a call of such sizes, among those that take it."""
+    if build.family != "decode":
+        return ALWAYS
+    rows = _rows_of_tile(build.dtype, build.head_dim, build.head_dim_value, build.arch, str(TileConfig.of(build)))
+    if not rows:
+        return "0"
+    if len(rows) == decode.MAX_ROWS:
+        return ALWAYS
+    return f"(num_queries * group >= {rows[0]}) * (num_queries * group <= {rows[-1]})"
+
+
+@functools.lru_cache(maxsize=256)
+def _rows_of_tile(dtype: str, head_dim: int, head_dim_value: int, arch: str, tile: str) -> tuple[int, ...]:
+    """Returns the numbers of query rows of a key head for which the planner's first decode kernel has this tile."""
+
+    def is_first(rows: int) -> bool:
+        shape = Shape(1, 1, decode.MIN_KEYS, rows, head_dim, head_dim_value, 1)
+        return str(TileConfig.of(planner.builds(Problem.dense("forward", shape, dtype), arch)[0])) == tile
+
+    return tuple(rows for rows in range(1, decode.MAX_ROWS + 1) if is_first(rows))

@@ -1,0 +1,144 @@
+"""Interface: the structs and constants of the C library, for its C header and its Rust crate.
+
+A call is one struct for every kernel. It grows at its end only, so that a program and a library of different versions
+understand each other: a program says with `bytes` how much of it it knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, DIRECTIONS, ITEM_BYTES
+
+ABI: Final = 1  # changes if a struct changes other than at its end, or a function goes
+ERROR_BYTES: Final = 512  # of the struct of an error
+STATUSES: Final = (
+    ("OK", ""),
+    ("INVALID", "the call, or an argument, is refused"),
+    ("NO_KERNEL", "no kernel of this library takes the call on this device"),
+    ("NO_DRIVER", "there is no NVIDIA driver, or it is too old"),
+    ("DRIVER", "a call of the driver failed; error.driver_code is its CUresult"),
+    ("WORKSPACE", "the workspace is missing, too small or not aligned"),
+    ("WRONG_ABI", "the program was compiled for another version of this header"),
+    ("NO_MEMORY", "the host is out of memory"),
+)
+DTYPES: Final = tuple((number, {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}[name], name)
+                      for number, name in enumerate(ITEM_BYTES, 1))  # fmt: skip
+MASKS: Final = ("full", "causal", "local")
+# Features that a program asks for by a flag. The others follow from numbers: grouped, softcap, dropout.
+FLAGS: Final = (
+    ("VARLEN", 1, "varlen", "sequences of different lengths, concatenated: cu_seqlens_q and _k, tokens_q and _k"),
+    ("SEQUSED", 2, "seqused", "seqused_k says how many of its keys each sequence uses"),
+    ("BIAS", 4, "bias", "bias is added to the scores"),
+    ("ALIBI", 8, "alibi", "alibi_slopes"),
+    ("SINKS", 16, "sinks", "sinks join the denominator of every row"),
+    ("DETERMINISTIC", 32, "", "backward: the gradients have the same bits in every run"),
+)  # fmt: skip
+DERIVED: Final = (
+    ("grouped", 1 << 16),
+    ("softcap", 1 << 17),
+    ("dropout", 1 << 18),
+)  # bits of features inside the library
+GRADIENTS: Final = (("QUERY", 1, "query"), ("KEY", 2, "key"), ("VALUE", 4, "value"), ("BIAS", 8, "bias"),
+                    ("SINKS", 16, "sinks"))  # fmt: skip
+FEATURE_BITS: Final = {name: bit for _, bit, name, _ in FLAGS if name} | dict(DERIVED)
+FIRST_BYTES: Final = 584  # of the call of this ABI's first version: a program that knows less than this is refused
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a struct. kind: u32, i32, u64, i64, f64, array or bias. default: of attention_call_init."""
+
+    name: str
+    kind: str
+    meaning: str
+    default: str = "0"
+
+
+ARRAY: Final = tuple(Field(name, kind, "") for name, kind in (
+    ("address", "u64"), ("batch", "i64"), ("row", "i64"), ("head", "i64")))  # fmt: skip
+BIAS: Final = tuple(Field(name, kind, "") for name, kind in (
+    ("address", "u64"), ("batch", "i64"), ("head", "i64"), ("row", "i64"), ("column", "i64")))  # fmt: skip
+_KEYS: Final = "int32 on the device"
+CALL: Final = (
+    Field("bytes", "u32", "of this struct as the program knows it"),
+    Field("abi", "u32", "of the header that the program was compiled with"),
+    Field("direction", "i32", "FORWARD or BACKWARD"),
+    Field("dtype", "i32", "F16, BF16 or F32: of all arrays of rows and of the biases"),
+    Field("head_dim", "i32", "columns of query and key"),
+    Field("head_dim_value", "i32", "columns of value and output"),
+    Field("flags", "u32", "VARLEN, SEQUSED, BIAS, ALIBI, SINKS, DETERMINISTIC"),
+    Field("gradients", "u32", "that a backward writes: GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_BIAS, GRAD_SINKS", "7"),
+    Field("batch", "i64", "batch size, or the number of sequences"),
+    Field("num_queries", "i64", "queries of each sequence, or of the longest one"),
+    Field("num_keys", "i64", "keys of each sequence, or of the longest one"),
+    Field("num_heads", "i64", "heads of query"),
+    Field("num_heads_key", "i64", "heads of key and value, a divisor of num_heads"),
+    Field("tokens_q", "i64", "VARLEN: rows of query, of all sequences together"),
+    Field("tokens_k", "i64", "VARLEN: rows of key, of all sequences together"),
+    Field("window_left", "i64", "visible keys before the diagonal; -1: no limit", "-1"),
+    Field("window_right", "i64", "visible keys after the diagonal; -1: no limit, 0: causal", "-1"),
+    Field("bottom_right", "i32", "1: the diagonal ends in the last query and key; 0: it starts in the first", "1"),
+    Field("num_splits_key", "i32", "backward: blocks that share the keys of a head; 0: the library chooses"),
+    Field("grad_bias_axes", "u32", "axes that grad_bias has in full: batch 1, heads 2, queries 4, keys 8; it is summed "
+          "over the others", "15"),
+    Field("reserved", "u32", "0"),
+    Field("scale", "f64", "factor of Q K^T, usually 1 / sqrt(head_dim); it has no default", "NAN"),
+    Field("softcap", "f64", "bound of the scores: softcap * tanh(scale Q K^T / softcap); 0: none"),
+    Field("dropout_p", "f64", "probability that a weight is dropped; 0: no dropout"),
+    Field("philox_seed", "u64", "key of the random numbers of dropout"),
+    Field("philox_offset", "u64", "index of the first random word"),
+    Field("philox_seed_address", "u64", "of an int64 on the device that is the seed instead; 0: none"),
+    Field("philox_offset_address", "u64", "of an int64 on the device that is added to the offset; 0: none"),
+    *(Field(name, "array", "") for name in BMHK),
+    Field("grad_output_column", "i64", "elements from one column of grad_output to the next", "1"),
+    *(Field(name, "bias", "") for name in BIASES),
+    Field("logsumexp", "u64", "float32 [batch, num_heads, num_queries rounded up to a multiple of 32], contiguous"),
+    Field("cu_seqlens_q", "u64", f"VARLEN: {_KEYS} [batch + 1], where the queries of each sequence start"),
+    Field("cu_seqlens_k", "u64", f"VARLEN: {_KEYS} [batch + 1], where the keys of each sequence start"),
+    Field("seqused_k", "u64", f"SEQUSED: {_KEYS} [batch], the keys that each sequence uses"),
+    Field("alibi_slopes", "u64", "ALIBI: float32 [num_heads] or [batch, num_heads]"),
+    Field("alibi_batch", "i64", "elements from one batch of alibi_slopes to the next; 0: all have the same"),
+    Field("sinks", "u64", "SINKS: float32 [num_heads]"),
+    Field("grad_sinks", "u64", "GRAD_SINKS: float32 [num_heads]"),
+)  # fmt: skip
+C_TYPES: Final = {"u32": "uint32_t", "i32": "int32_t", "u64": "uint64_t", "i64": "int64_t", "f64": "double"}
+RUST_TYPES: Final = {
+    "u32": "u32",
+    "i32": "i32",
+    "u64": "u64",
+    "i64": "i64",
+    "f64": "f64",
+    "array": "Array",
+    "bias": "Bias",
+}
+
+# Inputs and pointers of the rules that the request, not the call, has: what follows from the call's fields.
+_REQUEST: Final = ("window_left", "window_right", "dropout_threshold", "keep_scale")
+_CAST: Final = ("philox_seed", "philox_offset")
+_AXES: Final = {
+    **dict.fromkeys(BMHK, ("batch", "row", "head")),
+    **dict.fromkeys(BIASES, ("batch", "head", "row", "column")),
+}
+
+
+def field(name: str) -> str:
+    """Returns the C expression of an input or a pointer of the rules, for a request `c`."""
+    if name in _REQUEST:
+        return f"c->{name}"
+    if name in _CAST:
+        return f"(int64_t)c->call.{name}"
+    if name in _AXES:
+        return f"c->call.{name}.address"
+    tensor, _, axis = name.rpartition("_")
+    if axis in _AXES.get(tensor, ()):
+        return f"c->call.{tensor}.{axis}"
+    if name == "grad_output_column" or name in {each.name for each in CALL}:
+        return f"c->call.{name}"
+    raise KeyError(f"{name}: the call of the library has no such field; add it to the end of CALL")
+
+
+def direction_number(direction: str) -> int:
+    """Returns the number of a direction in a call."""
+    return DIRECTIONS.index(direction)

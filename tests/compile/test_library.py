@@ -1,0 +1,209 @@
+"""Tests of the C library: it chooses and launches what the planner plans, from C and C++, on the fake driver."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cutlass_py_attn.bundle.dispatch import order_key
+from cutlass_py_attn.bundle.files import Bundle
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.arch import architecture, runs_on
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.problem import spec
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Window
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, DIRECTIONS, Sequences, Shape, Tensor
+from cutlass_py_attn.runtime import launch
+from cutlass_py_attn.runtime.driver import device
+from tests.support import fake_driver
+from tests.support.bundle_hosts import ADDRESSES, STREAM, WORKSPACE, bound_calls, compared
+from tests.support.fake_driver import FakeDriver
+from tests.support.library_host import LibraryHost, compiled, exported, filled, target_of
+
+MANY = "_causal_window64_biassum_dropout0.1_softcap30_alibi_sinks"
+# (exported case, directions, cases of other sizes that the same kernels serve)
+CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "bf16_d128_s512_b2_h4_causal": (DIRECTIONS, ("bf16_d128_s300_b3_h7_causal_br", "bf16_d128_s1_b1_h1_causal")),
+    "bf16_d128_s512_b2_h4k2_causal": (DIRECTIONS, ("bf16_d128_q90_s300_b3_h8k2_causal_br",)),
+    "f16_d64v32_s512_b2_h4k2_full": (DIRECTIONS, ("f16_d64v32_s130_b1_h2k1_full",)),
+    "bf16_d256_s512_b1_h2_causal": (DIRECTIONS, ("bf16_d256_s100_b3_h70_causal",)),
+    "f32_d96_s200_b2_h3_causal": (DIRECTIONS, ("f32_d96_s2000_b7_h40_causal",)),
+    "bf16_d128_s700_t5000_h4k2_causal": (DIRECTIONS, ("bf16_d128_s300_t1900_h8k2_causal",)),
+    "f32_d64_s700_t5000_h2_full_deterministic": (DIRECTIONS, ("f32_d64_s700_t1900_h2_full_deterministic",)),
+    f"bf16_d128_s1000_b2_h4k2{MANY}": (DIRECTIONS, (f"bf16_d128_s264_b5_h6k3{MANY}",)),
+    "bf16_d128_q1_s8192_b4_h32k8_full": (("forward",), ("bf16_d128_q1_s300_b500_h32k8_full",)),
+    "bf16_d128_q4_s8192_b1_h32k4_full": (("forward",), ("bf16_d128_q2_s8192_b1_h24k2_full",)),
+    "bf16_d128_q8_s8192_b1_h32k4_full": (("forward",), ("bf16_d128_q16_s999_b1_h8k2_full",)),
+    "bf16_d128_s512_b2_h4k2_full": (("forward",), ("bf16_d128_q100_s300_b1_h8k2_full",)),
+    "f16_d128_q1_s8192_b4_h8_full": (("forward",), ("f16_d128_q3_s256_b1_h1_full",)),
+    "f16_d72_s512_b2_h4_window_left30_right9": (("forward",), ("f16_d72_s77_b2_h4_window_left30_right9",)),
+    "f16_d100_s512_b2_h4_full": (DIRECTIONS, ("f16_d100_s77_b2_h5_full",)),
+}
+
+
+def problems_of(case: str) -> list[Problem]:
+    return [spec.parse(case).problem(direction) for direction in CASES[case][0]]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    if fake_driver.compiler() is None:
+        pytest.skip("no C compiler to build the library with")
+    folder = tmp_path_factory.mktemp("library")
+    return exported(folder / "made", tuple(each for case in CASES for each in problems_of(case)), "sm_80,sm_86,sm_90a")
+
+
+@pytest.fixture(scope="module")
+def host(bundle: Bundle) -> LibraryHost:
+    """Compiled with the sanitizer for undefined behaviour, which stops the process."""
+    return LibraryHost(compiled(bundle, bundle.path.parent / "attention.so", "-fsanitize=undefined",
+                                "-fno-sanitize-recover=all"))  # fmt: skip
+
+
+def library_calls(log: FakeDriver, host: LibraryHost, problem: Problem) -> tuple[list[tuple[Any, ...]], int]:
+    """What a launch of the library asks of the driver, and the bytes of its workspace, as `bound_calls`."""
+    call = filled(host.new_call(), problem, first_address=ADDRESSES)
+    if "dropout" in problem.features and not problem.philox_on_device:
+        call.philox_seed, call.philox_offset = 2**40, 2**40 + 1
+    with device(0).current():
+        status, opened = host.opened()
+        assert status == 0, host.text
+        chosen = host.chosen(call, target_of("sm_90a"))
+        size = chosen.workspace
+        log.clear()
+        status = host.launched(opened, call, WORKSPACE, size, STREAM)
+        assert status == 0, host.text
+        found = compared(log)
+        host.close(opened)
+    return found, size
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_library_asks_what_the_package_asks(
+    driver_log: FakeDriver, bundle: Bundle, host: LibraryHost, case: str
+) -> None:
+    """For the exported problem and for other sizes, of a kernel that is one of many."""
+    for name in (case, *CASES[case][1]):
+        for direction in CASES[case][0]:
+            problem = spec.parse(name).problem(direction)
+            wanted = bound_calls(driver_log, bundle, problem)
+            assert len(wanted[0]) > 0
+            assert library_calls(driver_log, host, problem) == wanted
+
+
+# The choice of a kernel
+
+TARGETS = (("sm_90a", 132), ("sm_90a", 16), ("sm_80", 108), ("sm_86", 84), ("sm_89", 142))
+DRAWN = 400
+
+
+def drawn(draw: random.Random) -> Problem:
+    """A problem of the kinds of CASES with other sizes, strides, alignments, masks and factors."""
+    case = draw.choice(list(CASES))
+    problem = spec.parse(case).problem(draw.choice(CASES[case][0]))
+    old = problem.shape
+    is_decode = old.num_queries <= 16
+    group = draw.choice((1, 2, 3, 4, 8, 16)) if old.group > 1 or draw.random() < 0.2 else 1
+    heads_key = draw.randint(1, 9)
+    queries = draw.randint(1, 20 if is_decode else 3000)
+    keys = draw.choice((draw.randint(1, 300), draw.randint(1, 9000)))
+    batch = draw.choice((1, 2, 300, draw.randint(1, 70)))
+    tokens = None if old.tokens is None else (queries + draw.randint(0, 99), keys + draw.randint(0, 99))
+    shape = Shape(batch, queries, keys, heads_key * group, old.head_dim, old.head_dim_value, heads_key, tokens)
+    alignment = draw.choice((16,) * 12 + (8, 4))
+    changes: dict[str, Any] = {}
+    for name, tensor in problem.tensors().items():
+        wanted = shape.of(name) if name in BMHK else shape.bias
+        if name in BIASES:
+            wanted = tuple(1 if size == 1 else full for size, full in zip(tensor.shape, wanted, strict=True))
+        strides = Tensor.contiguous(wanted, tensor.dtype).strides
+        factor = draw.choice((1, 1, 3))
+        strides = (*(step * factor for step in strides[:3]), strides[3])
+        if name in ("query", "key") and draw.random() < 0.1:
+            strides = (strides[0], -strides[1], *strides[2:])
+        found = alignment if name in BMHK else 16
+        changes[name] = replace(tensor, shape=wanted, strides=strides, alignment=max(found, 4))
+    for name, tensor in problem.vectors().items():
+        if name in ("alibi_slopes", "sinks", "grad_sinks"):
+            changes[name] = Tensor.contiguous((batch, shape.num_heads)[-len(tensor.shape) :], "float32")
+    if problem.sequences is not None:
+        changes["sequences"] = Sequences(batch, queries, keys, problem.sequences.seqused_k)
+    if problem.mask.form == "causal":
+        changes["mask"] = draw.choice((Causal(), CausalBottomRight(), Window(None, 7)))
+    changes["scale"] = draw.choice((None, 0.3, -0.3, 0.0))
+    return problem.replace(**changes)
+
+
+def expected_plan(bundle: Bundle, problem: Problem, arch: str, num_sms: int) -> Plan | None:
+    """The first plan for the device of which the library has the kernels; None if it has none of them."""
+    builds = {plan.build for direction in bundle.directions for plan in bundle.plans(direction)}
+    limits = architecture(arch)
+    for plan in planner.plans_on(problem, limits.compute_capability, num_sms, any_length=True):
+        target = plan.architecture
+        newest = [
+            build.arch for build in builds
+            if runs_on(architecture(build.arch), limits.compute_capability) and architecture(build.arch).is_portable
+        ]  # fmt: skip
+        known = [replace(plan.build, arch=arch) for arch in {plan.build.arch, *newest}]
+        if target.is_portable:  # sm_86's kernels run on sm_89
+            found = [build for build in known if build in builds]
+            if found:
+                return planner.plan_of_build(problem, found[0], num_sms)
+        elif plan.build in builds:
+            return plan
+    return None
+
+
+def test_library_chooses_what_the_planner_chooses(bundle: Bundle, host: LibraryHost) -> None:
+    """Without a GPU: symbol and workspace. The rest of a launch follows from the same rules (test above).
+
+    If the library has none of the planner's kernels, what it chooses is another one that computes the problem.
+    """
+    draw = random.Random(0)
+    builds = {plan.build for direction in bundle.directions for plan in bundle.plans(direction)}
+    found = {"same": 0, "none": 0, "other": 0}
+    families = set()
+    differing = []
+    while sum(found.values()) < DRAWN:
+        problem = drawn(draw)
+        if problem.reasons():
+            continue
+        arch, num_sms = draw.choice(TARGETS)
+        plan = expected_plan(bundle, problem, arch, num_sms)
+        choice = host.chosen(filled(host.new_call(), problem, first_address=ADDRESSES), target_of(arch, num_sms))
+        if plan is None and choice.status == "OK":
+            found["other"] += 1
+            plan = other_plan(builds, problem, choice.symbol, arch, num_sms)
+        elif plan is None:
+            found["none"] += 1
+            assert choice.status in ("INVALID", "NO_KERNEL")
+            assert choice.text != ""
+            continue
+        else:
+            found["same"] += 1
+        families.add(plan.build.family)
+        if (choice.status, choice.symbol, choice.workspace) != ("OK", plan.symbol, plan.workspace.bytes):
+            differing.append((problem, arch, num_sms, plan.symbol, plan.workspace.bytes, choice))
+    assert differing == []
+    assert found["same"] > DRAWN // 2
+    assert min(found.values()) > DRAWN // 50
+    assert families == {"decode", "sm80", "sm90"}
+
+
+def other_plan(builds: set[Build], problem: Problem, symbol: str, arch: str, num_sms: int) -> Plan:
+    """The plan of the problem for the kernel of this name, which must be able to compute it."""
+    capability = architecture(arch).compute_capability
+    build, *_ = (
+        each for each in sorted(builds, key=order_key)
+        if each.symbol == symbol and runs_on(architecture(each.arch), capability)
+    )  # fmt: skip
+    same = planner.plan_of_build(problem, build, num_sms)
+    mismatches = {text.split()[0] for text in launch._problem_mismatches(same, problem)}
+    assert mismatches <= {"problem.features", "problem.vector_bytes", "problem.grad_bias_mode"}, mismatches
+    assert {*build.features} - {*problem.features} <= {"grouped"}
+    return same

@@ -1,0 +1,153 @@
+"""The C library on the GPU: what it chooses and launches is right, in graphs, from threads and on every device."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from cutlass_py_attn.bundle.files import Bundle, export_library
+from cutlass_py_attn.errors import AttentionError
+from cutlass_py_attn.plan.arch import targets
+from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.testing import device_memory, guarded_check, suite
+from cutlass_py_attn.testing.cases import Case
+from cutlass_py_attn.testing.check import Kernels
+from cutlass_py_attn.testing.device_memory import GuardedLaunch
+from tests.gpu.test_launch import captured
+from tests.support.library_host import LibraryHost, Target, compiled, filled
+
+pytest.importorskip("jinja2", reason="an export writes C sources with it")
+
+CASES = [case for pair in suite.LIBRARY for case in pair]
+EXPORTED = [exported for exported, _ in suite.LIBRARY]
+GRAPHED = EXPORTED[2]
+MHA = Case.parse("forward bf16_d128_q200_s300_b2_h3_causal seed=7")  # by the kernels of grouped heads
+REPLAYS = 10
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A library that is open on a device."""
+
+    host: LibraryHost
+    bundle: Bundle
+    device: ctypes.c_void_p
+    target: Target
+
+    def launch(self, case: Case, guarded: GuardedLaunch, stream: int = 0) -> None:
+        """Launches the case once on the buffers of a GuardedLaunch."""
+        call = filled(self.host.new_call(), case.problem(), addresses=guarded.pointers)
+        if case.spec.dropout_p:
+            call.philox_seed, call.philox_offset = case.philox_seed, case.philox_offset
+            call.philox_seed_address = call.philox_offset_address = 0
+        choice = self.host.chosen(call, self.target)
+        assert choice.status == "OK", choice.text
+        assert choice.workspace <= guarded.bound.workspace_bytes
+        status = self.host.launched(self.device, call, guarded.workspace or 0, choice.workspace, stream)
+        assert status == 0, self.host.text
+
+
+@pytest.fixture(scope="module")
+def opened(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    """The library of EXPORTED, compiled as C and open on device 0."""
+    folder = tmp_path_factory.mktemp("library")
+    gpu = driver.device(0)
+    problems = [case.problem() for case in EXPORTED]
+    bundle = export_library(folder / "made", problems, targets(gpu.compute_capability)[:1], kernels=kernels)
+    host = LibraryHost(compiled(bundle, folder / "attention.so", "-O2"))
+    with gpu.current():
+        status, device = host.opened()
+        assert status == 0, host.text
+    target = Target()
+    assert host.target_of(device, ctypes.byref(target), None) == 0
+    assert (target.major, target.minor) == gpu.compute_capability
+    assert (target.num_sms, target.shared_memory) == (gpu.num_sms, gpu.shared_memory_per_block)
+    yield Opened(host, bundle, device, target)
+    host.close(device)
+
+
+def guarded_case(case: Case, expected: guarded_check.Expected, kernels: Kernels) -> GuardedLaunch:
+    philox = {"philox_seed": case.philox_seed, "philox_offset": case.philox_offset} if case.spec.dropout_p else None
+    return device_memory.guarded_launch(case.problem(), expected.arrays, kernels, philox)
+
+
+@pytest.mark.parametrize("case", [*CASES, MHA], ids=lambda case: case.line.replace(" ", "_"))
+def test_library_is_right(case: Case, opened: Opened, kernels: Kernels, gpu: driver.Device) -> None:
+    """Against float64, into outputs of NaN, in exported and in other sizes."""
+    expected = guarded_check.expect(case)
+    source = kernels if case == MHA else opened.bundle
+    with guarded_case(case, expected, source) as guarded:
+        guarded.reset()
+        opened.launch(case, guarded)
+        driver.synchronise(0)
+        found = guarded_check.ratios(case, expected, guarded.read())
+    assert all(ratio <= 1 for ratio in found.values()), found
+
+
+def test_captured_launches_are_replayed(opened: Opened, gpu: driver.Device) -> None:
+    """A decode in a graph: every replay gives the bits of a direct launch, from fresh NaN."""
+    case = GRAPHED
+    expected = guarded_check.expect(case)
+    with guarded_case(case, expected, opened.bundle) as guarded, device_memory.stream() as stream:
+        wanted = guarded.run()
+        graph = captured(lambda on: opened.launch(case, guarded, on), stream)
+        for _ in range(REPLAYS):
+            guarded.reset()
+            driver.call("cuGraphLaunch", graph, stream)
+            driver.synchronise(stream)
+            found = guarded.read()
+            assert all((found[name].view("u1") == wanted[name].view("u1")).all() for name in wanted)
+        driver.call("cuGraphExecDestroy", graph)
+
+
+def test_threads_share_the_device(opened: Opened, gpu: driver.Device) -> None:
+    """Two threads without a context of their own, each with its case, buffers and stream."""
+    cases = EXPORTED[:2]
+    expected = [guarded_check.expect(case) for case in cases]
+    failures: list[BaseException] = []
+
+    def work(case: Case, guarded: GuardedLaunch, stream: int) -> None:
+        try:
+            for _ in range(50):
+                opened.launch(case, guarded, stream)
+        except BaseException as error:
+            failures.append(error)
+
+    first, second = (guarded_case(case, it, opened.bundle) for case, it in zip(cases, expected, strict=True))
+    with first, second, device_memory.stream() as one, device_memory.stream() as other:
+        for each in (first, second):
+            each.reset()
+        given = zip(cases, (first, second), (one, other), strict=True)
+        threads = [threading.Thread(target=work, args=each) for each in given]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        driver.call("cuCtxSynchronize")
+        for case, it, guarded in zip(cases, expected, (first, second), strict=True):
+            found = guarded_check.ratios(case, it, guarded.read())
+            assert all(ratio <= 1 for ratio in found.values()), found
+
+
+def test_every_device_has_a_handle(opened: Opened, gpu: driver.Device) -> None:
+    """Opened, asked and closed on each; a second one beside the first."""
+    count = 0
+    while True:
+        try:
+            other = driver.device(count)
+        except AttentionError:
+            break
+        count += 1
+        with other.current():
+            status, device = opened.host.opened()
+            assert status == 0, opened.host.text
+            target = Target()
+            assert opened.host.target_of(device, ctypes.byref(target), None) == 0
+            assert (target.major, target.minor) == other.compute_capability
+            opened.host.close(device)
+    assert count >= 1
