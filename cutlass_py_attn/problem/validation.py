@@ -317,9 +317,7 @@ def logsumexp_objections(name: str, found: Tensor, shape: Shape) -> list[str]:
     expected = Tensor.contiguous(shape.logsumexp, "float32")
     if found.shape != expected.shape or found.dtype != expected.dtype:
         source = "as the forward returns it; pass that array" if name == "logsumexp" else "like logsumexp; pad it"
-        return [
-            f"{name} has shape {found.shape} and dtype {found.dtype}: must be {expected.shape} float32, {source}"
-        ]
+        return [f"{name} has shape {found.shape} and dtype {found.dtype}: must be {expected.shape} float32, {source}"]
     if 0 not in found.shape and (found.steps != expected.steps or found.alignment < F32_BYTES):
         return [f"{name} is strided or misaligned: must be contiguous and 4-byte aligned; copy it"]
     return []

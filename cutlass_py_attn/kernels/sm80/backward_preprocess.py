@@ -1,8 +1,9 @@
 """Backward preprocess: delta = rowsum(dO O) - dlogsumexp, and the logsumexp in base 2, for rows of whole tiles.
 
-The derivative of row i's logsumexp by its score S_ij is P_ij, so that dS_ij = P_ij (dP_ij - rowsum(dO O)_i +
-dlogsumexp_i). Without a gradient of logsumexp its address is 0. DELTA_LANES threads share a row and read neighbouring vectors of it. Rows past the last query and rows without keys get
-a logsumexp of +inf, whether the forward left -inf or +inf there, so that their weights become exp2(-inf) = 0.
+The derivative of a row's logsumexp by a score of it is the weight P_ij, so that dS_ij = P_ij (dP_ij - delta_i) contains
+the gradient of logsumexp, whose address is 0 if there is none. DELTA_LANES threads share a row and read neighbouring
+vectors of it. Rows past the last query and rows without keys get a logsumexp of +inf, whether the forward left -inf or
++inf there, so that their weights become exp2(-inf) = 0.
 """
 
 import math
