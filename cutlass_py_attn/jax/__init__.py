@@ -331,8 +331,12 @@ def _prepare(
     given_arrays |= {} if sequences is None else sequences.arrays()
     arrays, unreadable = _arrays(given_arrays)
     reasons += unreadable
-    if sequences is not None and not unreadable and arrays["query"].ndim == arrays["key"].ndim == 4:
-        reasons += sequences.reasons((arrays["query"].shape[1], arrays["key"].shape[1]))  # other ranks: when traced
+    if (
+        sequences is not None and not unreadable and arrays["query"].ndim == arrays["key"].ndim == 4
+    ):  # else: when traced
+        split = None if reasons else split_rows.context_of(given)
+        size = 1 if split is None else split.size
+        reasons += sequences.reasons((size * arrays["query"].shape[1], size * arrays["key"].shape[1]))
     if not reasons and dropout_p != 0:
         try:
             words = jax.random.bits(dropout_key, (2,), "uint32")
