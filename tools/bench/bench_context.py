@@ -4,8 +4,8 @@
     python -m tools.bench.bench_context --build FOLDER                       compiles the kernels without a GPU
 
 Times are milliseconds of the forward, and of forward and backward together: medians. The share is that of a perfect
-split: one GPU's time / devices / time. cuDNN is jax.nn.dot_product_attention(implementation="cudnn") on one GPU, and on all
-with keys, values and queries gathered, because it has no causal mask that starts at another row.
+split: one GPU's time / devices / time. cuDNN is jax.nn.dot_product_attention(implementation="cudnn") on one GPU, and on
+all with keys, values and queries gathered, because it has no causal mask that starts at another row.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ SPLITS: Final = (
     ("ulysses", None),
     ("ring", "zigzag"),
 )
-SECONDS: Final = 0.4  # of measuring one function
+SECONDS: Final = 0.25  # of measuring one function
 ARGUMENT = argparse.ArgumentParser(description="attention whose rows are split over GPUs, in milliseconds")
 
 
 def measure(jax: Any, function: Callable[..., Any], *arrays: Any) -> float:
-    """Returns milliseconds per call: the median of five samples, of as many calls as take SECONDS in all."""
+    """Returns milliseconds per call: the median of five samples that take SECONDS in all, or of two calls that take longer."""
     jax.block_until_ready(function(*arrays))
     start = time.perf_counter()
     jax.block_until_ready(function(*arrays))
     calls = max(1, int(SECONDS / 5 / (time.perf_counter() - start)))
     found = []
-    for _ in range(5 if calls > 1 else 3):
+    for _ in range(5 if calls > 1 else 2):
         start = time.perf_counter()
         for _ in range(calls):
             result = function(*arrays)
