@@ -33,7 +33,7 @@ ARGUMENT = argparse.ArgumentParser(description="attention whose rows are split o
 
 
 def measure(jax: Any, function: Callable[..., Any], *arrays: Any) -> float:
-    """Returns milliseconds per call: the median of five samples that take SECONDS in all, or of two calls that take longer."""
+    """Returns milliseconds per call: the median of five samples in SECONDS, or of two calls that take longer."""
     jax.block_until_ready(function(*arrays))
     start = time.perf_counter()
     jax.block_until_ready(function(*arrays))
