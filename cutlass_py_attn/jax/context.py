@@ -175,14 +175,15 @@ def _with_keys_until(call: Call, operands: Arrays, end: Any, gradients: tuple[st
     The batch is one of variable-length sequences, whose numbers of used keys are device data. The causal diagonal ends
     in the last row and the last used key, and ALiBi counts from there too.
     """
-    batch, rows, keys = *operands["query"].shape[:2], operands["key"].shape[1]
+    batch, rows = operands["query"].shape[:2]
+    keys = operands["key"].shape[1]
     bounds = np.arange(batch + 1, dtype=np.int32)
     lengths = {
         "cu_seqlens_q": jnp.asarray(bounds * rows),
         "cu_seqlens_k": jnp.asarray(bounds * keys),
         "seqused_k": jnp.full((batch,), end, jnp.int32),
     }
-    packed = {
+    packed: Arrays = {
         name: operands[name].reshape(1, -1, *operands[name].shape[2:])
         for name in (*_OF_QUERY, *_OF_KEY)
         if name in operands
@@ -199,7 +200,8 @@ def _with_keys_until(call: Call, operands: Arrays, end: Any, gradients: tuple[st
 
 def _with_keys_around(call: Call, start: int, gradients: tuple[str, ...]) -> Callable[[Arrays], Arrays]:
     """Returns a function that computes rows from `start` on with the keys that their windows reach."""
-    left, right = call.mask.left, call.mask.right  # type: ignore[union-attr]
+    assert isinstance(call.mask, Window)
+    left, right = call.mask.left, call.mask.right
 
     def compute(operands: Arrays) -> Arrays:
         rows, keys = operands["query"].shape[1], operands["key"].shape[1]
@@ -223,7 +225,7 @@ def _with_keys_around(call: Call, start: int, gradients: tuple[str, ...]) -> Cal
 
 def _of_documents(call: Call, whole: Arrays, chunk: Chunk, number: int, gradients: tuple[str, ...]) -> Arrays:
     """Computes a run of rows of packed sequences: each sequence has those of its rows that lie in the run."""
-    assert call.max_seqlens is not None
+    longest = call.max_seqlens or (0, 0)
     bounds, end = whole["cu_seqlens_k"], chunk.start + chunk.count
     used = whole.get("seqused_k", bounds[1:] - bounds[:-1])
     operands = {**whole, **_cut(whole, _OF_QUERY, chunk.first, chunk.count, 1)}
@@ -234,7 +236,7 @@ def _of_documents(call: Call, whole: Arrays, chunk: Chunk, number: int, gradient
     operands["seqused_k"] = used.astype(jnp.int32)
     if gradients:
         operands["logsumexp"] = whole["logsumexp"][number]
-    longest = min(call.max_seqlens[0], chunk.count), call.max_seqlens[1]
+    longest = min(longest[0], chunk.count), longest[1]
     return _run(dataclasses.replace(call, max_seqlens=longest), operands, gradients)
 
 

@@ -143,7 +143,8 @@ def build(folder: Path, devices: int) -> None:
     _, split = functions(jax, attend, devices)
     for tokens in TOKENS:
         described = jax.eval_shape(lambda tokens=tokens: operands(jax, tokens, None))
-        for name, function in {"one GPU": attend, **split}.items():
+        named: dict[str, Callable[..., Any]] = {"one GPU": attend, **split}
+        for name, function in named.items():
             if "cuDNN" not in name:
                 jax.jit(both(jax, function)).trace(*described).lower(lowering_platforms=("cuda",))
 
