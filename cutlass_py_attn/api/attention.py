@@ -145,6 +145,7 @@ def attention_backward(
     stream: object = None,
     backend: str = "auto",
     kernels: Callable[[Build], Artifact] | None = None,
+    grad_logsumexp: Any = None,
     gradients: tuple[str, ...] = ("query", "key", "value"),
     out: Gradients | None = None,
     packed: bool = False,
@@ -157,6 +158,10 @@ def attention_backward(
     query, key, value: as in the forward.
     logsumexp: (batch, num_heads, ceil32(num_queries)) float32, from the forward.
     The options are keywords; `BackwardOptions` describes each. Those that the forward has too must be the same.
+
+    With `grad_logsumexp` they are the gradients of a function of output and logsumexp both: rowsum(grad_output *
+    output) - grad_logsumexp takes the place of rowsum(grad_output * output) (Dao et al. 2022, FlashAttention,
+    appendix B.2; the derivative of logsumexp by a score is the score's weight).
 
     The gradient of a bias is summed over the bias's axes of size 1. dtypes, libraries and errors are those of
     `attention_forward`.

@@ -44,6 +44,7 @@ def backward(operands: Mapping[str, Any], options: Options) -> Gradients:
         mask=problem.mask,
         scale=problem.scale_value,
         score_mod=score_mod_of(problem, options),
+        grad_logsumexp=operands.get("grad_logsumexp"),
     )
     dtype = operands["query"].dtype
     results = {}

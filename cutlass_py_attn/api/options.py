@@ -163,6 +163,8 @@ class ForwardOptions(AttentionOptions, total=False):
 class BackwardOptions(AttentionOptions, total=False):
     """Options of `attention_backward`.
 
+    grad_logsumexp: (batch, num_heads, ceil32(num_queries)) float32 like logsumexp, the gradient of logsumexp; its
+        padding is not read. None if only the output has a gradient.
     gradients: the gradients to compute, of "query", "key", "value", "bias" and "sinks"; by default the first three.
     out: Gradients with arrays for the results, each with any strides and memory of its own; None, or None in a field,
         allocates them.
@@ -173,6 +175,7 @@ class BackwardOptions(AttentionOptions, total=False):
     num_splits_key: number of blocks that share one (batch, head); None lets the plan choose.
     """
 
+    grad_logsumexp: Any
     gradients: tuple[str, ...]
     out: Gradients | None
     packed: bool
@@ -195,6 +198,7 @@ class Options:
     sequences: VariableLength | None = None
     backend: str = "auto"
     kernels: Callable[[Build], Artifact] | None = None
+    grad_logsumexp: Any = None
     gradients: tuple[str, ...] = OPERANDS
     out: Any = None
     packed: bool = False
@@ -222,6 +226,8 @@ class Options:
         """Returns the arrays among the options by their names in a Problem."""
         found = {name: value for name in registry.array_options() if (value := getattr(self, name)) is not None}
         found |= self.score_terms
+        if self.grad_logsumexp is not None:
+            found["grad_logsumexp"] = self.grad_logsumexp
         if self.sequences is not None:
             found |= self.sequences.arrays()
         if self.philox_on_device:

@@ -9,7 +9,8 @@ from cutlass_py_attn.api.options import Options
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.abi import SEED
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
+from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
+from cutlass_py_attn.problem.validation import logsumexp_objections
 from cutlass_py_attn.runtime import arrays
 from cutlass_py_attn.score_terms import registry
 
@@ -59,7 +60,7 @@ def problem_of(
     reasons = [*(text for text in problem.reasons() if text.split()[0] not in new_outputs), *reasons]
     reasons += _philox_reasons(tensors)
     if "logsumexp" in tensors and shape.head_dim:
-        reasons += _logsumexp_reasons(shape, tensors["logsumexp"])
+        reasons += logsumexp_objections("logsumexp", tensors["logsumexp"], shape)
     if options.sequences is not None and shape.tokens is not None:
         reasons += options.sequences.reasons(shape.tokens)
     reasons += output_reasons
@@ -117,19 +118,6 @@ def _lengths_reasons(tensors: Mapping[str, Tensor]) -> list[str]:
                 f"contiguous int32 array of shape {expected}; convert it"
             )
     return reasons
-
-
-def _logsumexp_reasons(shape: Shape, found: Tensor) -> list[str]:
-    """Returns why logsumexp does not have the forward's shape, dtype and layout."""
-    expected = Tensor.contiguous(shape.logsumexp, "float32")
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return [
-            f"logsumexp has shape {found.shape} and dtype {found.dtype}: must be {expected.shape} float32, "
-            "as the forward returns it; pass that array"
-        ]
-    if 0 not in found.shape and (found.steps != expected.steps or found.alignment < F32_BYTES):
-        return ["logsumexp is strided or misaligned: must be contiguous and 4-byte aligned; copy it"]
-    return []
 
 
 def _philox_reasons(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -129,10 +129,14 @@ def pointers(problem: Problem) -> dict[str, Pointer]:
         )
     rows = f"round_up(num_queries, {LSE_PADDING})"
     steps = f"num_heads * {rows}", rows, "1"
-    found["logsumexp"] = Pointer("float32", ("batch", "num_heads", rows), steps, needed["logsumexp"],
+    sizes_of_rows = "batch", "num_heads", rows
+    found["logsumexp"] = Pointer("float32", sizes_of_rows, steps, needed["logsumexp"],
                                  _access(problem, "logsumexp"), meaning("logsumexp"))  # fmt: skip
     for name, tensor in problem.vectors().items():
-        found[name] = _vector(problem, name, tensor)
+        if name == "grad_logsumexp":
+            found[name] = Pointer("float32", sizes_of_rows, steps, tensor.alignment, "read", meaning(name))
+        else:
+            found[name] = _vector(problem, name, tensor)
     return found
 
 
@@ -155,7 +159,7 @@ def _vector(problem: Problem, name: str, tensor: Tensor) -> Pointer:
 
 def _access(problem: Problem, name: str) -> str:
     written = ("output", "logsumexp") if problem.direction == "forward" else ()
-    is_gradient = name.startswith("grad_") and name != "grad_output"
+    is_gradient = name.startswith("grad_") and name not in ("grad_output", "grad_logsumexp")
     return "write" if is_gradient or name in written else "read"
 
 

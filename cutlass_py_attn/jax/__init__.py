@@ -33,7 +33,8 @@ from cutlass_py_attn.api.declaration import implemented_by
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.jax import calls, dot_product, handler, partition
+from cutlass_py_attn.jax import calls, context, dot_product, handler, partition, split_rows, ulysses
+from cutlass_py_attn.jax.rows import ULYSSES, reorder, restore
 from cutlass_py_attn.jax.serving import append_to_cache, merge_states
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
@@ -52,6 +53,8 @@ __all__ = [
     "dot_product_attention",
     "export_checks",
     "merge_states",
+    "reorder",
+    "restore",
 ]
 
 DIFFERENTIABLE = (*OPERANDS, *registry.gradients())
@@ -74,6 +77,14 @@ class Options(TypedDict, total=False):
         those of JAX arrays are not read.
     deterministic: whether all gradients are bitwise equal from run to run; slower. Without it that of query may differ
         in the last bits, and with grouped heads those of key and value.
+    return_logsumexp: whether to return (output, logsumexp), both differentiable. logsumexp is (batch, num_heads,
+        num_queries) float32, the natural logarithm of each row's softmax denominator; -inf for a row without keys. With
+        `sequences` it is (count, num_heads, max_seqlen_q), +inf behind the end of each sequence.
+    context_axis: mesh axis over which the rows of query, key and value are split, inside jax.shard_map over this axis.
+        None if every device has all rows; then split rows give wrong results without a word, because a device
+        cannot know of the others.
+    context_strategy: "all_gather", "ulysses" or "ring"; docs/several_gpus.md says which to choose.
+    load_balance: "zigzag" if the rows are in the order of `reorder`; None for the natural order.
     kernels: function that returns the Artifact of a Build, such as artifact.Folder(path); None compiles the kernels
         and caches them on disk.
     arch: target to plan for ("sm_90"), on a machine without such a GPU; None for the first GPU.
@@ -91,14 +102,23 @@ class Options(TypedDict, total=False):
     dropout_key: Any
     sequences: VariableLength | None
     deterministic: bool
+    return_logsumexp: bool
+    context_axis: str | None
+    context_strategy: str
+    load_balance: str | None
     kernels: Callable[[Build], Artifact] | None
     arch: str | None
     backend: str
 
 
 def _attention(query: Any, key: Any, value: Any, **options: Unpack[Options]) -> Any:
-    call, operands = _prepare({"query": query, "key": key, "value": value}, options)
-    return _traced(call, operands)
+    wants_logsumexp = options.get("return_logsumexp", False)
+    call, operands = _prepare({"query": query, "key": key, "value": value}, options, wants_logsumexp)
+    operands = _varying(call, operands)
+    if call.context is not None and call.context.strategy == ULYSSES:
+        found = ulysses.attend(_with_rows_of_logsumexp, call, operands)
+        return found if wants_logsumexp else found[0]
+    return _with_rows_of_logsumexp(call, operands) if wants_logsumexp else _traced(call, operands)
 
 
 @implemented_by(_attention)
@@ -118,6 +138,10 @@ def attention(
     dropout_key: Any = None,
     sequences: VariableLength | None = None,
     deterministic: bool = False,
+    return_logsumexp: bool = False,
+    context_axis: str | None = None,
+    context_strategy: str = "all_gather",
+    load_balance: str | None = None,
     kernels: Callable[[Build], Artifact] | None = None,
     arch: str | None = None,
     backend: str = "auto",
@@ -173,7 +197,7 @@ def dot_product_attention(
     key_value_seq_lengths: (batch,) integers; keys from there on are not seen. No array is repacked.
     local_window_size: query i sees keys i - left to i + right; one int for both.
     return_residual: whether to return (output, logsumexp), logsumexp (batch, num_queries, num_heads) in the dtype of
-        query. It is not differentiable.
+        query. Both are differentiable.
     options: options of `attention`, except those that the arguments above replace, such as softcap, dropout_p or
         deterministic.
 
@@ -194,7 +218,7 @@ def dot_product_attention(
     static, arrays = _prepare(call.operands, {**options, **call.options, "scale": scale})  # type: ignore[typeddict-item]
     if not return_residual:
         return call.output(_traced(static, arrays))
-    output, logsumexp = _traced_with_logsumexp(static, arrays)
+    output, logsumexp = _with_rows_of_logsumexp(static, arrays)
     return call.output(output), call.residual(logsumexp)
 
 
@@ -207,8 +231,26 @@ def export_checks() -> list[Any]:
     return [jax.export.DisabledSafetyCheck.custom_call(handler.TARGET)]
 
 
+def _varying(call: calls.Call, operands: dict[str, Any]) -> dict[str, Any]:
+    """Returns the operands of a call with split rows as different on each device, which sums gradients over them."""
+    if call.context is None:
+        return operands
+    return {name: calls.varying(array, (call.context.axis,)) for name, array in operands.items()}
+
+
+def _with_rows_of_logsumexp(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns the output, and logsumexp without the padding of its rows."""
+    output, logsumexp = _traced_with_logsumexp(call, operands)
+    rows = operands["query"].shape[1] if call.max_seqlens is None else call.max_seqlens[0]
+    return output, logsumexp[..., :rows]
+
+
+def _forward_of(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
+    return calls.forward(call, operands) if call.context is None else context.forward(call, operands)
+
+
 def _attend(call: calls.Call, operands: dict[str, Any]) -> Any:
-    return calls.forward(call, operands)[0]
+    return _forward_of(call, operands)[0]
 
 
 def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
@@ -223,13 +265,13 @@ def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
     ]
     if reasons:
         raise NotSupported(reasons)
-    output, logsumexp = calls.forward(call, values)
+    output, logsumexp = _forward_of(call, values)
     wanted = dict.fromkeys(name for name in DIFFERENTIABLE if name in differentiated)
     return output, (values, output, logsumexp, wanted)
 
 
 def _attend_with_logsumexp(call: calls.Call, operands: dict[str, Any]) -> Any:
-    return calls.forward(call, operands)
+    return _forward_of(call, operands)
 
 
 def _forward_with_logsumexp(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
@@ -238,21 +280,22 @@ def _forward_with_logsumexp(call: calls.Call, operands: dict[str, Any]) -> tuple
 
 
 def _backward_with_logsumexp(call: calls.Call, saved: Any, gradients: tuple[Any, Any]) -> tuple[dict[str, Any]]:
-    grad_output, grad_logsumexp = gradients
-    if not isinstance(grad_logsumexp, jax.custom_derivatives.SymbolicZero):
-        raise NotSupported(
-            "the residual is differentiated: must be a constant, for the kernels take no gradient of logsumexp; pass "
-            "jax.lax.stop_gradient(residual)"
-        )
-    return _backward(call, saved, grad_output)
+    return _backward(call, saved, *gradients)
 
 
-def _backward(call: calls.Call, saved: Any, grad_output: Any) -> tuple[dict[str, Any]]:
+def _backward(call: calls.Call, saved: Any, grad_output: Any, grad_logsumexp: Any = None) -> tuple[dict[str, Any]]:
     values, output, logsumexp, wanted = saved
     gradients: dict[str, Any] = dict.fromkeys(values)
-    if wanted and not isinstance(grad_output, jax.custom_derivatives.SymbolicZero):
-        operands = {**values, "grad_output": grad_output, "output": output, "logsumexp": logsumexp}
-        found = calls.backward(call, operands, tuple(wanted))
+    of_output, of_logsumexp = (
+        given is not None and not isinstance(given, jax.custom_derivatives.SymbolicZero)
+        for given in (grad_output, grad_logsumexp)
+    )
+    if wanted and (of_output or of_logsumexp):
+        operands = {**values, "output": output, "logsumexp": logsumexp}
+        operands["grad_output"] = grad_output if of_output else jnp.zeros_like(output)
+        operands |= {"grad_logsumexp": grad_logsumexp} if of_logsumexp else {}
+        run = calls.backward if call.context is None else context.backward
+        found = run(call, operands, tuple(wanted))
         gradients |= {name: partition.like(gradient, values[name]) for name, gradient in found.items()}
     return (gradients,)
 
@@ -271,7 +314,9 @@ _traced = _jitted(_attend, _forward, _backward)
 _traced_with_logsumexp = _jitted(_attend_with_logsumexp, _forward_with_logsumexp, _backward_with_logsumexp)
 
 
-def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, dict[str, Any]]:
+def _prepare(
+    operands: dict[str, Any], options: Options, wants_logsumexp: bool = False
+) -> tuple[calls.Call, dict[str, Any]]:
     """Returns the static part of the call and its arrays by name; NotSupported lists every wrong option."""
     given: dict[str, Any] = {name: api_options.option_value(name, value) for name, value in options.items()}
     reasons = [
@@ -296,8 +341,12 @@ def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, di
     given_arrays |= {} if sequences is None else sequences.arrays()
     arrays, unreadable = _arrays(given_arrays)
     reasons += unreadable
-    if sequences is not None and not unreadable and arrays["query"].ndim == arrays["key"].ndim == 4:
-        reasons += sequences.reasons((arrays["query"].shape[1], arrays["key"].shape[1]))  # other ranks: when traced
+    if (
+        sequences is not None and not unreadable and arrays["query"].ndim == arrays["key"].ndim == 4
+    ):  # else: when traced
+        split = None if reasons else split_rows.context_of(given)
+        size = 1 if split is None else split.size
+        reasons += sequences.reasons((size * arrays["query"].shape[1], size * arrays["key"].shape[1]))
     if not reasons and dropout_p != 0:
         try:
             words = jax.random.bits(dropout_key, (2,), "uint32")
@@ -319,7 +368,10 @@ def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, di
         kernels=given.get("kernels"),
         arch=given.get("arch"),
         backend=checked.backend,
+        context=split_rows.context_of(given),
     )
+    if call.context is not None and (reasons := split_rows.objections(call, arrays, wants_logsumexp)):
+        raise NotSupported(reasons)
     return call, arrays
 
 
@@ -337,6 +389,8 @@ def _static_reasons(name: str, value: Any) -> list[str]:
         if not SCALARS[name].objections(name, value):
             return []
         return [f"{name} = {shown(value)}: must be a number that is known at trace time; pass a Python number"]
+    if name in split_rows.OPTIONS:
+        return split_rows.option_objections(name, value)
     if name == "deterministic":
         return SCALARS[name].objections(name, value)
     if name == "mask" and type(value) in masks.ALL.values():  # `check_options` refuses another type

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -17,6 +17,7 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import auto, partition, primitive
 from cutlass_py_attn.jax.handler import PHILOX
+from cutlass_py_attn.jax.rows import Context
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
@@ -37,6 +38,7 @@ class Call:
 
     max_seqlens: max_seqlen_q and max_seqlen_k of the variable-length layout; None for the dense layout.
     score_terms: the registered terms whose arrays are among the operands, each under its name.
+    context: how the rows are split over a mesh axis inside shard_map; None if all rows are on this device.
     """
 
     mask: Mask
@@ -49,6 +51,7 @@ class Call:
     kernels: Callable[[Build], Artifact] | None
     arch: str | None
     backend: str
+    context: Context | None = None
 
     def problem(self, operands: Mapping[str, Any], gradients: tuple[str, ...]) -> Problem:
         """Returns the validated problem of these operands, which XLA stores densely.
@@ -94,6 +97,7 @@ class Call:
             softcap=self.softcap,
             dropout=dropout,
             sequences=sequences,
+            grad_logsumexp=operands.get("grad_logsumexp"),
             gradients=gradients or OPERANDS,
             score_terms={term.name: operands[term.name] for term in self.score_terms},
             deterministic=self.deterministic and bool(gradients),
@@ -114,7 +118,10 @@ def forward(call: Call, operands: Arrays) -> tuple[Any, Any]:
 
 
 def backward(call: Call, operands: Arrays, gradients: tuple[str, ...]) -> Arrays:
-    """Returns the gradients by name. operands: those of the forward, and grad_output, output and logsumexp."""
+    """Returns the gradients by name. operands: those of the forward, and grad_output, output and logsumexp.
+
+    With grad_logsumexp among them, logsumexp has a gradient too.
+    """
     results = _batchable(call, gradients, operands)
     return {name: results[f"grad_{name}"] for name in gradients}
 
@@ -172,11 +179,11 @@ def _join_batch(
 ) -> tuple[Arrays, int]:
     """Returns the operands with vmap's axis joined to the batch axis, and the batch size without it."""
     batch = operands["query"].shape[1 if batched["query"] else 0]
-    ranks = {"alibi_slopes": 2, "sinks": 1, PHILOX: 1, "logsumexp": 3}
+    ranks = {"alibi_slopes": 2, "sinks": 1, PHILOX: 1, "logsumexp": 3, "grad_logsumexp": 3}
     ranks |= {term.name: _term_rank(term) for term in call.score_terms}
 
     def join(name: str, array: Any) -> Any:
-        per_batch = name in (*BMHK, "logsumexp") or (name == "bias" and "bias" in gradients)
+        per_batch = name in (*BMHK, "logsumexp", "grad_logsumexp") or (name == "bias" and "bias" in gradients)
         rank = ranks.get(name, 4)
         shape = array.shape[1:] if batched[name] else array.shape
         if not batched[name] and not per_batch and (len(shape) < rank or shape[0] == 1 or rank == 1):
@@ -253,12 +260,13 @@ def as_varying(results: Arrays, operands: Arrays) -> Arrays:
     Neither custom_vmap nor custom calls mark their results.
     """
     axes = frozenset().union(*(_varying_axes(array) for array in operands.values()))
+    return {name: varying(array, axes) for name, array in results.items()}
 
-    def mark(array: Any) -> Any:
-        missing = tuple(sorted(axes - _varying_axes(array)))
-        return jax.lax.pcast(array, missing, to="varying") if missing else array
 
-    return {name: mark(array) for name, array in results.items()}
+def varying(array: Any, axes: Iterable[str]) -> Any:
+    """Returns the array marked as varying over these axes of a shard_map; its gradient is summed over new ones."""
+    missing = tuple(sorted(frozenset(axes) - _varying_axes(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
 def _varying_axes(array: Any) -> frozenset[str]:

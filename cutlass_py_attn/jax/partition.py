@@ -36,6 +36,7 @@ _AXES: Final = {
     "output": _OUTPUT,
     "grad_output": _OUTPUT,
     "logsumexp": (BATCH, HEADS, "padded_queries"),
+    "grad_logsumexp": (BATCH, HEADS, "padded_queries"),
     "bias": (BATCH, HEADS, "num_queries", "num_keys"),
 }
 _OF_KEY: Final = ("key", "value")
@@ -128,7 +129,7 @@ class Split:
         shapes: of all operands, whole
         """
         operands = self._with_own_key_head(operands)
-        results = self._with_dropout(run, operands) if PHILOX in operands else run(operands)
+        results = self.with_dropout(run, operands) if PHILOX in operands else run(operands)
         return {name: self._summed(name, part, shapes) for name, part in results.items()}
 
     def _with_own_key_head(self, operands: Arrays) -> Arrays:
@@ -145,7 +146,7 @@ class Split:
             return None
         return jax.lax.axis_index(self.heads) // parts_of_one % number
 
-    def _with_dropout(self, run: Callable[[Arrays], Arrays], operands: Arrays) -> Arrays:
+    def with_dropout(self, run: Callable[[Arrays], Arrays], operands: Arrays) -> Arrays:
         """Runs the call with the random numbers that one device draws for these batches and heads.
 
         Element (b, h, i, j) takes word offset + ((b H + h) Mq + i) Mk + j. A part of the batch only moves the offset. A

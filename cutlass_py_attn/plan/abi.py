@@ -88,6 +88,7 @@ DECODE: Fields = (
 # logsumexp_log2 is logsumexp * log2(e), +inf on rows without keys and past the end. dq_semaphore: (num_heads,
 # total_tiles) int32, one semaphore for each query tile of a deterministic backward. tile_count_semaphore: (num_heads,
 # batch) int32, thread blocks that have started; in the sm90 family (1,) int32, key tiles that have started.
+# grad_logsumexp: laid out like logsumexp; 0 if only the output has a gradient. The same kernels serve both.
 BACKWARD: Fields = (
     *_strided("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value"),
     ("grad_output_column", "i64"),
@@ -105,6 +106,7 @@ BACKWARD: Fields = (
     ("num_splits_key", "i32"),
     ("total_tiles", "i32"),
     *_FACTORS,
+    ("grad_logsumexp", "i64"),
 )
 
 # Only in kernels whose work tiles are those of query heads. total_key_tiles: key tiles of all sequences of one head.

@@ -38,7 +38,8 @@ class Problem:
     score_terms: (name, array) of every term of `score_terms.register`, in alphabetical order
 
     The backward reads output and logsumexp, and writes those of grad_query, grad_key, grad_value, grad_bias and
-    grad_sinks that are given. logsumexp is (batch, num_heads, ceil32(num_queries)) float32, contiguous.
+    grad_sinks that are given. logsumexp is (batch, num_heads, ceil32(num_queries)) float32, contiguous. So is
+    grad_logsumexp, the gradient of logsumexp; None if only the output has a gradient.
 
     Numbers may be those of NumPy or JAX, or 0-d arrays on the host: the fields hold Python numbers. A value of another
     kind is kept, and `check` refuses it.
@@ -50,6 +51,7 @@ class Problem:
     value: Tensor
     output: Tensor
     grad_output: Tensor | None = None
+    grad_logsumexp: Tensor | None = None
     grad_query: Tensor | None = None
     grad_key: Tensor | None = None
     grad_value: Tensor | None = None
@@ -181,6 +183,8 @@ class Problem:
             found |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
             if self.sequences.seqused_k:
                 found["seqused_k"] = Tensor((self.sequences.count,), (1,), "int32", 4)
+        if self.grad_logsumexp is not None:
+            found["grad_logsumexp"] = self.grad_logsumexp
         scalars = [name for term in registry.terms() for name in term.device_scalars(self)]
         return found | {name: Tensor((1,), (1,), "int64", 8) for name in scalars}
 

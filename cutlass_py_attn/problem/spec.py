@@ -24,6 +24,7 @@ may come in any order; `ProblemSpec.name` writes them in the order below. Words 
     [deterministic]              bitwise repeatable query gradient
     [scale{X}]                   factor of Q K^T; 1 / sqrt(head_dim) if absent
     [deviceseed]                 Philox seed and offset in device memory
+    [gradlse]                    logsumexp has a gradient too
     [grads{LETTERS}]             gradients that the backward writes, of q, k, v, b (bias) and s (sinks); all if absent
     [splits{N}]                  blocks that share one (batch, head) in the backward; the plan chooses if absent
 
@@ -81,14 +82,15 @@ _WORDS: Final = tuple(
         r"(?P<deterministic>deterministic)",
         rf"scale(?P<scale>{_NUMBER})",
         r"(?P<philox_on_device>deviceseed)",
+        r"(?P<grad_logsumexp>gradlse)",
         rf"grads(?P<gradients>[{''.join(GRADIENTS)}]+)",
         r"splits(?P<num_splits_key>\d+)",
     )
 )
 _KNOWN: Final = (
     *_DTYPES, "d", "q", "s", "b", "t", "n", "h", "full", "causal", "br", "window", "left", "right", "bias", "biasgrad",
-    "biassum", "dropout", "softcap", "alibi", "alibib", "sinks", "deterministic", "scale", "deviceseed", "grads",
-    "splits",
+    "biassum", "dropout", "softcap", "alibi", "alibib", "sinks", "deterministic", "scale", "deviceseed", "gradlse",
+    "grads", "splits",
 )  # fmt: skip
 
 
@@ -117,7 +119,7 @@ class ProblemSpec:
     bias: the axes b, h, q and k, 1 for a broadcast axis; "" for no bias. bias_gradient: "grad", "sum" or "" for none.
     gradients: letters of GRADIENTS; "" for all that the features have.
     alibi: "h" (slopes by head), "bh" (by batch and head) or "" for none. scale: None for 1 / sqrt(head_dim).
-    deterministic, gradients and num_splits_key concern the backward alone.
+    deterministic, grad_logsumexp, gradients and num_splits_key concern the backward alone.
     """
 
     dtype: str
@@ -140,6 +142,7 @@ class ProblemSpec:
     alibi: str = ""
     sinks: bool = False
     deterministic: bool = False
+    grad_logsumexp: bool = False
     num_splits_key: int | None = None
 
     def __post_init__(self) -> None:
@@ -205,6 +208,8 @@ class ProblemSpec:
             yield f"scale{_number_text(self.scale)}"
         if self.philox_on_device:
             yield "deviceseed"
+        if self.grad_logsumexp:
+            yield "gradlse"
         if self.gradients != self._all_gradients:
             yield f"grads{self.gradients}"
         if self.num_splits_key is not None:
@@ -275,6 +280,8 @@ class ProblemSpec:
         if backward:
             changes |= {"deterministic": self.deterministic, "num_splits_key": self.num_splits_key}
             changes |= self._gradient_tensors(shape, changes.get("sinks"))
+        if backward and self.grad_logsumexp:
+            changes["grad_logsumexp"] = Tensor.contiguous(shape.logsumexp, "float32")
         return Problem.dense(direction, shape, self.dtype, self.mask).replace(**changes)
 
     def _bias_sizes(self) -> tuple[int, ...]:
@@ -429,7 +436,7 @@ def _spec_of(found: Mapping[str, str]) -> ProblemSpec:
     for field in ("dropout_p", "softcap", "scale"):
         if field in found:
             values[field] = float(found[field])
-    for field in ("sinks", "deterministic", "philox_on_device"):
+    for field in ("sinks", "deterministic", "philox_on_device", "grad_logsumexp"):
         values[field] = field in found
     for field in ("bias_gradient", "gradients"):
         values[field] = found.get(field, "")

@@ -13,7 +13,17 @@ from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.overlap import overlaps_itself
 from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, python_value, shown
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, DIRECTIONS, ITEM_BYTES, OPERANDS, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.tensors import (
+    BIASES,
+    BMHK,
+    DIRECTIONS,
+    F32_BYTES,
+    ITEM_BYTES,
+    OPERANDS,
+    Sequences,
+    Shape,
+    Tensor,
+)
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.softcap import SOFTCAP
 
@@ -28,7 +38,8 @@ MAX_BYTES = 2**63  # that the strides of a tensor reach: offsets are 64-bit inte
 # operands to a part of its value, so that only the range of float32 limits their softcap.
 LARGEST_SOFTCAP = {"float16": 2.0**100, "bfloat16": 2.0**100, "float32": 2.0**13}
 MAX_RATIO = 2.0**126  # of scale and softcap, and of softcap and scale: a normal float32
-TENSORS: Final = (*BMHK, *registry.array_options(), *(f"grad_{name}" for name in registry.gradients()))
+_OF_TERMS: Final = (*registry.array_options(), *(f"grad_{name}" for name in registry.gradients()))
+TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS)
 _REQUIRED: Final = (*OPERANDS, "output")
 _EDGES: Final = {"window_left": "mask left", "window_right": "mask right"}  # what Mask.objections calls them
 _WRITTEN = ("grad_query", "grad_key", "grad_value", "grad_bias")
@@ -301,13 +312,31 @@ def _split_objections(problem: Problem) -> Iterator[str]:
         )
 
 
+def logsumexp_objections(name: str, found: Tensor, shape: Shape) -> list[str]:
+    """Returns why logsumexp or its gradient does not have the shape, dtype and layout of the forward's result."""
+    expected = Tensor.contiguous(shape.logsumexp, "float32")
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        source = "as the forward returns it; pass that array" if name == "logsumexp" else "like logsumexp; pad it"
+        return [f"{name} has shape {found.shape} and dtype {found.dtype}: must be {expected.shape} float32, {source}"]
+    if 0 not in found.shape and (found.steps != expected.steps or found.alignment < F32_BYTES):
+        return [f"{name} is strided or misaligned: must be contiguous and 4-byte aligned; copy it"]
+    return []
+
+
 def _gradient_objections(problem: Problem) -> Iterator[str]:
     names = [f"grad_{name}" for name in (*OPERANDS, *registry.gradients())]
     if problem.direction == "forward":
-        for name in ("grad_output", *names):
+        for name in ("grad_output", "grad_logsumexp", *names):
             if getattr(problem, name) is not None:
                 yield f"{name} is given: the forward writes no gradients; leave it None"
         return
+    if problem.grad_logsumexp is not None:
+        yield from logsumexp_objections("grad_logsumexp", problem.grad_logsumexp, problem.shape)
+        if problem.grad_sinks is not None and not problem.shape.num_keys:
+            yield (
+                "grad_logsumexp is given with sinks and no keys: must have a key, for nothing is launched without one; "
+                "the gradient of each sink is the sum of its head's grad_logsumexp"
+            )
     if not problem.gradients:
         yield f"no gradient is asked for: must be at least one of {', '.join(names)}; pass a tensor for it"
     for name in registry.gradients():

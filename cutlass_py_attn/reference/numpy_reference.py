@@ -117,7 +117,10 @@ class _Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Operands:
-    """Operands of the backward: whole tensors, or one head as (rows, channels) matrices and (rows,) logsumexp."""
+    """Operands of the backward: whole tensors, or one head as (rows, channels) matrices and (rows,) logsumexp.
+
+    grad_logsumexp: laid out like logsumexp; None for 0.
+    """
 
     query: Array
     grad_output: Array
@@ -125,6 +128,7 @@ class _Operands:
     key: Array
     value: Array
     logsumexp: Array
+    grad_logsumexp: Array | None
 
     def of_head(self, sequence: SeqlenInfo, head: int, group: int, arithmetic: _Arithmetic) -> _Operands:
         """Returns one head of one sequence, rounded; logsumexp, which a framework keeps in float32, is not."""
@@ -132,13 +136,16 @@ class _Operands:
         def load(tensor: Array, rows: slice, its_head: int) -> Array:
             return arithmetic.load(tensor, sequence.batch, rows, its_head)
 
+        rows = sequence.index, head, slice(0, sequence.num_queries)
+        grad_logsumexp = None if self.grad_logsumexp is None else self.grad_logsumexp[rows].astype(arithmetic.sums)
         return _Operands(
             load(self.query, sequence.queries, head),
             load(self.grad_output, sequence.queries, head),
             load(self.output, sequence.queries, head),
             load(self.key, sequence.keys, head // group),
             load(self.value, sequence.keys, head // group),
-            self.logsumexp[sequence.index, head, : sequence.num_queries].astype(arithmetic.sums),
+            self.logsumexp[rows].astype(arithmetic.sums),
+            grad_logsumexp,
         )
 
 
@@ -205,11 +212,16 @@ def backward(
     scale: float | None = None,
     precision: str = "float64",
     score_mod: ReferenceScoreMod = NO_SCORE_MOD,
+    grad_logsumexp: Array | None = None,
 ) -> Gradients:
     """Returns the gradients of sum(output * grad_output) with respect to query, key, value, bias and sinks.
 
+    With `grad_logsumexp`, which has the shape of logsumexp, those of sum(output * grad_output) + sum(logsumexp *
+    grad_logsumexp), without the padding.
+
     Shapes, dtypes, scale, precision and score_mod are as in `forward`; grad_output and output are (B, Mq, H, Dv), and
-    logsumexp is as `forward` returns it. With P and Z of the module's docstring and delta = rowsum(dO * O)
+    logsumexp is as `forward` returns it. With P and Z of the module's docstring and delta = rowsum(dO * O) -
+    grad_logsumexp
 
         dV = (Z P)^T dO,   dS = P * (Z * dO V^T - delta),   dbias = dS,   dsink = -sum_i exp(sink - logsumexp_i) delta_i
         dT = dS * d(score)/d(scale Q K^T),   dQ = scale dT K,   dK = scale dT^T Q
@@ -231,14 +243,22 @@ def backward(
     for name, tensor in (("grad_output", grad_output), ("output", output)):
         expect(name, tensor, layout.output)
     expect("logsumexp", logsumexp, layout.logsumexp)
+    if grad_logsumexp is not None:
+        expect("grad_logsumexp", grad_logsumexp, layout.logsumexp)
     arithmetic = _Arithmetic.create(precision)
     factor = arithmetic.sums.type(_scale(scale, layout))
     grad_query, grad_key, grad_value = (np.zeros(tensor.shape, arithmetic.sums) for tensor in (query, key, value))
     grad_bias, grad_sinks = (
         None if term is None else np.zeros(term.shape, arithmetic.sums) for term in (score_mod.bias, score_mod.sinks)
     )
-    operands = _Operands(query, grad_output, output, key, value, logsumexp)
+    operands = _Operands(query, grad_output, output, key, value, logsumexp, grad_logsumexp)
     for sequence, head, blocks in _heads(mask, layout):
+        if grad_sinks is not None and grad_logsumexp is not None:
+            unseen = np.ones(sequence.num_queries, bool)
+            for block in blocks:
+                unseen[block.rows] = False
+            # The logsumexp of a row without keys is the sink.
+            grad_sinks[head] += grad_logsumexp[sequence.index, head, : sequence.num_queries][unseen].sum()
         if not blocks:
             continue
         subject = operands.of_head(sequence, head, layout.group, arithmetic)
@@ -284,12 +304,16 @@ def _backward_head(
             kept = arithmetic.round(weights * multiplier)
             grad_weights = arithmetic.round(grad_weights * multiplier)
         delta = (grad_rows * head.output[block.rows]).sum(axis=1, keepdims=True)
+        if head.grad_logsumexp is not None:
+            delta -= head.grad_logsumexp[block.rows, None]
         # Some libraries store NaN as the output of a row without keys; 0 * NaN must not reach the gradients.
         empty = ~weights.any(axis=1)
         delta[empty] = 0
+        if terms.sink is not None and head.grad_logsumexp is not None:  # the logsumexp of such a row is the sink
+            delta[empty, 0] -= np.where(np.isfinite(lse), head.grad_logsumexp[block.rows], 0)[empty]
         grad_scores = arithmetic.round(weights * (grad_weights - delta))
         if terms.sink is not None:
-            sink_weights = SINKS.reference_weight(terms.sink, np.where(empty, np.inf, lse), arithmetic.sums)
+            sink_weights = SINKS.reference_weight(terms.sink, np.where(np.isfinite(lse), lse, np.inf), arithmetic.sums)
             sink_weights = arithmetic.round(sink_weights)
             grad_sink -= arithmetic.round(sink_weights * delta[:, 0]).sum()
         if grad_bias is not None:

@@ -161,6 +161,8 @@ class Case:
             found["alibi_slopes"] = rng.random(problem.alibi_slopes.shape, dtype=np.float32) * 0.1
         if problem.sinks is not None:
             found["sinks"] = rng.standard_normal(problem.sinks.shape, dtype=np.float32)
+        if problem.grad_logsumexp is not None:  # the padding, which no kernel reads, too
+            found["grad_logsumexp"] = rng.standard_normal(problem.grad_logsumexp.shape, dtype=np.float32)
         if spec.sequences:
             found["cu_seqlens_q"] = _starts(each.num_queries for each in spec.sequences)
             found["cu_seqlens_k"] = _starts(each.num_keys for each in spec.sequences)

@@ -84,9 +84,8 @@ def by_reference(case: Case, arrays: dict[str, Array], precision: str) -> dict[s
     found = {"output": output, "logsumexp": logsumexp}
     if case.direction == "backward":
         query, key, value = operands
-        gradients = numpy_reference.backward(
-            arrays["grad_output"], query, key, value, output, logsumexp, precision=precision, **options
-        )
+        options |= {"precision": precision, "grad_logsumexp": arrays.get("grad_logsumexp")}
+        gradients = numpy_reference.backward(arrays["grad_output"], query, key, value, output, logsumexp, **options)
         found |= {f"grad_{name}": getattr(gradients, name) for name in GRADIENTS.values()}
     return found
 

@@ -33,7 +33,7 @@ from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact, decode
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # XLA compiles in half the time
 jnp = jax.numpy
 

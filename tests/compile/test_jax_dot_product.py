@@ -15,7 +15,7 @@ from cutlass_py_attn.errors import NotSupported
 from tests.support import fakes
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
-jax.config.update("jax_num_cpu_devices", 4)  # as in test_jax.py, which may share the process
+jax.config.update("jax_num_cpu_devices", 8)  # as in test_jax.py, which may share the process
 jax.config.update("jax_disable_most_optimizations", True)
 jnp = jax.numpy
 
@@ -184,6 +184,23 @@ def test_every_wrong_argument_is_named_at_once() -> None:
     ]
 
 
-def test_a_gradient_of_the_residual_is_refused() -> None:
-    with pytest.raises(NotSupported, match="the residual is differentiated: must be a constant"):
-        jax.grad(lambda query: ours(query, *operands()[1:], return_residual=True)[1].sum())(operands()[0])
+def test_the_residual_is_differentiable() -> None:
+    """Against its formula: JAX's own residual has a gradient of 0."""
+    bias, lengths = CASES["bias"]["bias"], jnp.array([7, 12])
+
+    def formula(query: Any, key: Any, _: Any) -> Any:
+        scores = jnp.einsum("btnd,bsnd->btns", query, jnp.repeat(key, N // K, 2), precision="highest") / D**0.5
+        scores += jnp.swapaxes(bias, 0, 1)
+        used = jnp.arange(S) < lengths[:, None, None, None]
+        return jax.nn.logsumexp(jnp.where(used & (jnp.arange(S) <= jnp.arange(T)[:, None, None]), scores, -jnp.inf), -1)
+
+    def residual(*arrays: Any) -> Any:
+        options = {"bias": bias, "is_causal": True, "key_value_seq_lengths": lengths}
+        return ours(*arrays, **options, return_residual=True)[1]
+
+    found, expected = (
+        jax.grad(lambda *arrays, each=each: jnp.sum(jnp.sin(each(*arrays))), (0, 1, 2))(*operands())
+        for each in (residual, formula)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=2e-5, atol=2e-5)

@@ -21,7 +21,7 @@ from cutlass_py_attn.testing.distance_squared import distance_squared
 from tests.support import fakes
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
-jax.config.update("jax_num_cpu_devices", 4)  # as in test_jax.py, which may share the process
+jax.config.update("jax_num_cpu_devices", 8)  # as in test_jax.py, which may share the process
 jax.config.update("jax_disable_most_optimizations", True)
 jnp = jax.numpy
 

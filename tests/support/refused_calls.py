@@ -50,8 +50,8 @@ OPTIONS: dict[str, Refused] = {
         causal=True, deterministic=True, mask=None, backend="cpu", dropout=0.1, sequences=[0, 40],
     ),
     "a backward's names": call(
-        f"option 'determinstic' is unknown: must be one of {FORWARD_OPTIONS.split(', out')[0]}, gradients, out, "
-        "packed, deterministic, num_splits_key, stream; did you mean deterministic?",
+        f"option 'determinstic' is unknown: must be one of {FORWARD_OPTIONS.split(', out')[0]}, grad_logsumexp, "
+        "gradients, out, packed, deterministic, num_splits_key, stream; did you mean deterministic?",
         direction="backward", determinstic=True,
     ),
     "score terms that are not registered": call(

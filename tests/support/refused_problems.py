@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -410,13 +411,32 @@ OPTIONS: dict[str, Refused] = {
 }
 
 _TERMS: dict[str, Any] = {"bias": WHOLE_BIAS, "grad_bias": WHOLE_BIAS, "sinks": (3,), "grad_sinks": (3,)}
-_RESULTS = ("grad_output", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
+_RESULTS = ("grad_output", "grad_logsumexp", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
+_OF_OPERANDS = {name: SHAPE.of(name) for name in ("grad_output", "grad_query", "grad_key", "grad_value")}
 GRADIENTS: dict[str, Refused] = {
     "gradients in the forward": (
         with_terms(
-            **_TERMS | {name: SHAPE.of(name) for name in _RESULTS[:4]}
+            **_TERMS | _OF_OPERANDS, grad_logsumexp=Tensor.contiguous(SHAPE.logsumexp, "float32")
         ),
         [f"{name} is given: {FORWARD}" for name in _RESULTS],
+    ),
+    "shape of the gradient of logsumexp": (
+        dense("backward").replace(grad_logsumexp=Tensor.contiguous((2, 3, 40), "float32")),
+        ["grad_logsumexp has shape (2, 3, 40) and dtype float32: must be (2, 3, 64) float32, like logsumexp; pad it"],
+    ),
+    "strides of the gradient of logsumexp": (
+        dense("backward").replace(grad_logsumexp=Tensor((2, 3, 64), (64, 128, 1), "float32")),
+        ["grad_logsumexp is strided or misaligned: must be contiguous and 4-byte aligned; copy it"],
+    ),
+    "gradient of logsumexp without keys": (
+        with_terms(
+            "backward", base=dataclasses.replace(SHAPE, num_keys=0), sinks=(3,), grad_sinks=(3,),
+            grad_logsumexp=Tensor.contiguous(SHAPE.logsumexp, "float32"),
+        ),
+        [
+            "grad_logsumexp is given with sinks and no keys: must have a key, for nothing is launched without one; "
+            "the gradient of each sink is the sum of its head's grad_logsumexp"
+        ],
     ),
     "no gradient": (
         dense("backward").replace(grad_query=None, grad_key=None, grad_value=None),

@@ -1,7 +1,9 @@
-"""Backward preprocess: delta = rowsum(dO O), and the logsumexp in base 2, for every query row of whole tiles.
+"""Backward preprocess: delta = rowsum(dO O) - dlogsumexp, and the logsumexp in base 2, for rows of whole tiles.
 
-DELTA_LANES threads share a row and read neighbouring vectors of it. Rows past the last query and rows without keys get
-a logsumexp of +inf, whether the forward left -inf or +inf there, so that their weights become exp2(-inf) = 0.
+The derivative of a row's logsumexp by a score of it is the weight P_ij, so that dS_ij = P_ij (dP_ij - delta_i) contains
+the gradient of logsumexp, whose address is 0 if there is none. DELTA_LANES threads share a row and read neighbouring
+vectors of it. Rows past the last query and rows without keys get a logsumexp of +inf, whether the forward left -inf or
++inf there, so that their weights become exp2(-inf) = 0.
 """
 
 import math
@@ -57,6 +59,9 @@ class BackwardPreprocess:
         total = cute.arch.warp_reduction_sum(total, threads_in_group=DELTA_LANES)
         if (lane == 0) & (row < round_up(self.num_rows(of), build.tile_m)):
             is_empty = (lse == -Float32.inf) | (lse == Float32.inf)
+            if (p.grad_logsumexp != 0) & (row < of.num_queries):
+                index = seqlen_info.logsumexp_offset(p, batch, head) + row
+                total = total - params.load_scalar(p.grad_logsumexp, Float32, index)
             index = (Int64(head) * p.total_tiles + of.first_tile) * build.tile_m + row
             statistics = (
                 # Other libraries store NaN as the output of a row without keys.

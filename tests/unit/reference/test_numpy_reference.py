@@ -247,3 +247,47 @@ def test_unknown_family_and_dtype_are_refused() -> None:
         inputs.make("noise", shape, "float16", FULL, 0)
     with pytest.raises(ValueError, match="dtype 'int8'"):
         inputs.make("gaussian", shape, "int8", FULL, 0)
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, masks.CausalBottomRight(3), masks.Window(2, 1)], ids=label)
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(7, 5), (300, 4)])
+def test_gradients_of_output_and_logsumexp_are_the_differences(
+    mask: masks.Mask, num_queries: int, num_keys: int
+) -> None:
+    """Rows without keys too, whose logsumexp is the sink; more rows than a block of queries has."""
+    query, key, value, grad_output = drawn(Shape(1, num_queries, num_keys, 2, 5, 4, 1))
+    sinks, bias = np.array([0.3, -0.6]), np.random.default_rng(1).standard_normal((1, 2, 1, num_keys))
+    operands = {"query": query[:, :, :2], "key": key, "value": value, "bias": bias, "sinks": sinks}
+    score_mod = numpy_reference.ReferenceScoreMod(bias=bias, sinks=sinks, softcap=3.0)
+    arrays = operands["query"], key, value
+    padded = -(-num_queries // 32) * 32
+    grad_logsumexp = np.random.default_rng(2).standard_normal((1, 2, padded))
+
+    def loss() -> float:
+        output, lse = numpy_reference.forward(*arrays, mask=mask, score_mod=score_mod)
+        return float((output * grad_output).sum() + (lse * grad_logsumexp)[:, :, :num_queries].sum())
+
+    output, lse = numpy_reference.forward(*arrays, mask=mask, score_mod=score_mod)
+    gradients = numpy_reference.backward(
+        grad_output, *arrays, output, lse, mask=mask, score_mod=score_mod, grad_logsumexp=grad_logsumexp
+    )
+    for name, tensor in operands.items():
+        gradient = getattr(gradients, name)
+        indices = list(np.ndindex(tensor.shape))
+        for index in indices[:: max(1, len(indices) // 40)]:
+            kept = tensor[index]
+            tensor[index] = kept + STEP
+            above = loss()
+            tensor[index] = kept - STEP
+            measured = (above - loss()) / (2 * STEP)
+            tensor[index] = kept
+            np.testing.assert_allclose(gradient[index], measured, rtol=0, atol=1e-6)
+
+
+def test_a_gradient_of_logsumexp_of_another_shape_is_refused() -> None:
+    query, key, value, grad_output = drawn(Shape(1, 7, 9, 2, 5, 4))
+    output, lse = numpy_reference.forward(query, key, value, mask=FULL)
+    with pytest.raises(ValueError, match=r"grad_logsumexp: shape \(1, 2, 7\) does not fit"):
+        numpy_reference.backward(
+            grad_output, query, key, value, output, lse, mask=FULL, grad_logsumexp=lse[:, :, :7].copy()
+        )

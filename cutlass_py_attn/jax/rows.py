@@ -1,0 +1,96 @@
+"""Rows of one call over the devices of a mesh axis: which rows each device has, and the zigzag order.
+
+With n devices the zigzag order is chunk 0, chunk 2 n - 1, chunk 1, chunk 2 n - 2, ... of 2 n equal chunks. In this
+order an even split gives device r the chunks r and 2 n - 1 - r: with a causal mask equal work for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.scalars import shown
+
+ALL_GATHER: Final = "all_gather"
+ULYSSES: Final = "ulysses"
+RING: Final = "ring"
+STRATEGIES: Final = (ALL_GATHER, ULYSSES, RING)
+ZIGZAG: Final = "zigzag"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive rows of a device. first: index among the device's rows; start: index among all rows, traced."""
+
+    first: int
+    count: int
+    start: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """How the rows of a call are split.
+
+    axis, size: name and size of the mesh axis
+    strategy: one of STRATEGIES
+    zigzag: whether the rows are in the zigzag order
+    """
+
+    axis: str
+    size: int
+    strategy: str
+    zigzag: bool
+
+    def rank(self) -> Any:
+        """Returns the index of this device on the axis, traced."""
+        return jax.lax.axis_index(self.axis)
+
+    def chunks(self, rows: int, device: Any) -> list[Chunk]:
+        """Returns the runs of consecutive rows among a device's `rows` rows. device: its index, traced or not."""
+        if not self.zigzag:
+            return [Chunk(0, rows, device * rows)]
+        half = rows // 2
+        return [Chunk(0, half, device * half), Chunk(half, half, (2 * self.size - 1 - device) * half)]
+
+    def to_natural(self, array: Any, axis: int) -> Any:
+        """Returns rows of all devices in natural order."""
+        return restore(array, self.size, axis) if self.zigzag else array
+
+    def from_natural(self, array: Any, axis: int) -> Any:
+        """Returns rows in natural order in that of the devices."""
+        return reorder(array, self.size, axis) if self.zigzag else array
+
+
+def reorder(array: Any, num_devices: int, axis: int = 1) -> Any:
+    """Returns rows in zigzag order, for `load_balance="zigzag"`; `restore` undoes it.
+
+    array: of JAX or NumPy; axis: its axis of rows, whose size is a multiple of 2 num_devices, else NotSupported.
+    Reorder everything that has a row for each token: tokens, positions, targets; of a bias the rows, not the columns.
+    """
+    chunks = _chunks(array, num_devices, axis)
+    last = 2 * num_devices - 1
+    order = [chunk for first in range(num_devices) for chunk in (first, last - first)]
+    return jnp.concatenate([chunks[number] for number in order], axis)
+
+
+def restore(array: Any, num_devices: int, axis: int = 1) -> Any:
+    """Returns rows in natural order from those that `reorder` returned, with the same arguments."""
+    chunks = _chunks(array, num_devices, axis)
+    return jnp.concatenate([*chunks[::2], *chunks[::-2]], axis)
+
+
+def _chunks(array: Any, num_devices: int, axis: int) -> list[Any]:
+    is_size = isinstance(num_devices, int) and not isinstance(num_devices, bool) and num_devices > 0
+    if not is_size:
+        raise NotSupported(f"num_devices = {shown(num_devices)}: must be an int of at least 1; correct it")
+    array = jnp.asarray(array)
+    if not -array.ndim <= axis < array.ndim or array.shape[axis] % (2 * num_devices):
+        raise NotSupported(
+            f"an array of shape {array.shape} in zigzag order along axis {axis}: must have a multiple of "
+            f"{2 * num_devices} rows there, two chunks for each of {num_devices} devices; pad the rows"
+        )
+    return jnp.split(array, 2 * num_devices, axis)
