@@ -16,7 +16,8 @@ from cutlass_py_attn.problem.tensors import E4M3, E4M3_BYTES, F32_BYTES, ITEM_BY
 from cutlass_py_attn.problem.validation import MAX_BYTES
 
 MAX_HEAD_DIM: Final = 1024  # a few threads hold a whole row
-MAX_ROWS: Final = 2**31 - 1  # rows of the cache, and rows of key, that the kernel counts in 32 bits
+MAX_ROWS: Final = 2**31 - 2**10  # rows of key, which the kernel counts in 32 bits up to the end of the last block
+MAX_SLOTS: Final = 2**31 - 1  # rows of the cache
 MAX_E4M3: Final = 448.0  # the largest finite e4m3 number
 CACHES: Final = ("key_cache", "value_cache")
 SCALES: Final = ("key_scale", "value_scale")
@@ -183,8 +184,8 @@ def _shapes(problem: AppendProblem) -> Iterator[str]:
         yield f"page_size = {page_size}: must be at least 1; allocate key_cache with rows in a page"
     if tokens * heads > MAX_ROWS:
         yield f"tokens * num_heads_key = {tokens * heads}: must be at most {MAX_ROWS}; append in several calls"
-    if problem.num_slots > MAX_ROWS:
-        yield f"num_pages * page_size = {problem.num_slots}: must be at most {MAX_ROWS}; use several caches"
+    if problem.num_slots > MAX_SLOTS:
+        yield f"num_pages * page_size = {problem.num_slots}: must be at most {MAX_SLOTS}; use several caches"
 
 
 def _matched(name: str, problem: AppendProblem) -> str:

@@ -14,7 +14,7 @@ from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, LSE_PADDING, 
 from cutlass_py_attn.problem.validation import MAX_BYTES
 
 MAX_HEAD_DIM: Final = 1024
-MAX_ROWS: Final = 2**31 - 1
+MAX_ROWS: Final = 2**31 - 2**10  # counted in 32 bits up to the end of the last block
 OUTPUTS: Final = ("output_a", "output_b", "output")
 LOGSUMEXPS: Final = ("logsumexp_a", "logsumexp_b")
 _REQUIRED: Final = (*OUTPUTS, *LOGSUMEXPS)

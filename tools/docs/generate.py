@@ -31,6 +31,7 @@ ORDER = (
     "arrays",
     "faults",
     "jax",
+    "serving",
     "bundles",
     "inspect",
     "reference",

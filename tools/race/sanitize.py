@@ -17,13 +17,15 @@ from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import check, component_gemms, covering_cases, decode_cases, device_memory
+from cutlass_py_attn.runtime.launch import portable_arch
+from cutlass_py_attn.testing import check, component_gemms, covering_cases, decode_cases, device_memory, serving_cases
 from cutlass_py_attn.testing.cases import Case
 
 NUM_QUERIES = 130
 # Keys of each direction, around the tiles. With one key tile the sm90 backward runs one block per head.
 KEYS = {"forward": (65, 128, 200), "backward": (129, 200, 256)}
 COMPONENT_GEMM_TILES = 2
+ROW_SEEDS = 40  # random problems of append_to_cache, and of merge_states
 # The sm90 backward on two CTAs, of which ptx/ shows no kernel.
 TWO_CTA = tuple(map(parse, ("bf16_d256_s1_b1_h1_causal", "bf16_d192v128_s1_b1_h1_full")))
 
@@ -82,11 +84,12 @@ def launches(kernels: check.Kernels) -> Iterator[tuple[str, device_memory.Guarde
 
 
 def main() -> int:
-    """Launches each case once through Bound; exit code 1 if an output has NaN."""
+    """Launches each case once through Bound; exit code 1 if an output has NaN, or rows are not the reference's."""
     parser = argparse.ArgumentParser(prog="sanitize", description=__doc__)
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
     kernels = check.kernels_from(parser.parse_args().kernels)
     launched, wrong = 0, []
+    arch = portable_arch(driver.device(0).compute_capability)
     with driver.device(0).current():
         for name, guarded in launches(kernels):
             with guarded:
@@ -98,7 +101,11 @@ def main() -> int:
             launched += 1
             if any(np.isnan(array).any() for array in found.values()):
                 wrong.append(name)
-    print("\n".join([*wrong, f"sanitize: {launched} cases, {len(wrong)} with unwritten outputs"]))
+        for make in (serving_cases.append_case, serving_cases.merge_case):
+            for seed in range(ROW_SEEDS):
+                wrong += make(seed).differences(kernels, arch)
+                launched += 1
+    print("\n".join([*wrong, f"sanitize: {launched} cases, {len(wrong)} with unwritten or wrong outputs"]))
     return 1 if wrong else 0
 
 

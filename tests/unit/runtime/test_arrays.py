@@ -55,6 +55,18 @@ def test_interface_strides_offset_and_bfloat16(driver_log: FakeDriver) -> None:
     assert read_operands({"x": InterfaceArray(whole[..., 1:])}, 0)["x"].tensor.alignment == 2
 
 
+@pytest.mark.parametrize(("name", "kind"), [("float8_e4m3fn", ml_dtypes.float8_e4m3fn), ("uint8", np.uint8)])
+def test_bytes_of_e4m3(driver_log: FakeDriver, name: str, kind: Any) -> None:
+    """By __cuda_array_interface__, whose typestr has no code for e4m3, and by DLPack's code 10."""
+    array = aligned((2, 8), np.uint8).view(kind)
+    found = arrays.read_operands({"x": InterfaceArray(array)}, 0)["x"]
+    assert (found.dtype, found.strides) == (name, (8, 1))
+    code, bits = dlpack.TYPE_CODES[name]
+    assert (code, bits) == {"float8_e4m3fn": (10, 8), "uint8": (1, 8)}[name]
+    assert dlpack.DLTensor(code=code, bits=bits, lanes=1).dtype == name
+    assert arrays.numpy_dtype(name) == np.dtype(kind)
+
+
 def test_two_opaque_bytes_are_not_bfloat16(driver_log: FakeDriver) -> None:
     array = InterfaceArray(aligned(SHAPE, BF16).view("V2"))
     assert read_operands({"x": array}, 0)["x"].dtype == "|V2"
