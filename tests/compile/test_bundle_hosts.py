@@ -49,7 +49,8 @@ CASES = {
     "clusters": ("bf16_d256_s512_b1_h2_causal", "bf16_d256_s100_b3_h70_causal"),
     "every feature": (f"bf16_d128_s1000_b2_h4k2{MANY}", f"bf16_d128_s264_b5_h6k3{MANY}"),
     "lengths": (VARLEN.format(5000), VARLEN.format(1900)),
-    "streamed": ("f16_d512_s200_b2_h3_full", "f16_d512_s90_b1_h1_full"),
+    "wide heads": ("bf16_d320_s200_b2_h4k2_causal", "bf16_d320_s90_b3_h6k3_causal"),
+    "streamed": ("f16_d1024_s200_b2_h3_full", "f16_d1024_s90_b1_h1_full"),
     "float32": ("f32_d96_s200_b2_h3_causal", "f32_d96_s2000_b7_h40_causal"),
 }
 DECODES = ("bf16_d128_q4_s8192_b1_h8k2_full", "bf16_d128_q1_s256_b500_h64k16_full")

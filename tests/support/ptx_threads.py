@@ -56,6 +56,7 @@ class Threads:
             "%ctaid.x": column % np.uint64(grid[0]),
             "%ctaid.y": column // np.uint64(grid[0]),
             "%nctaid.x": np.full_like(number, grid[0]),
+            "%laneid": number % np.uint64(block) % np.uint64(WARP),
         }
         self.registers: dict[str, Array] = {}
         self.counters = np.zeros(len(number), np.int64)
@@ -122,6 +123,8 @@ class Threads:
         """Executes one instruction for the active threads."""
         if op.startswith(("ld.", "st.")):
             self.move(op, operands, active)
+        elif op == "bar.warp.sync":  # `_next` has waited for the warp
+            return
         elif op.startswith("mov.b") and "{" in "".join(operands):
             self.split_or_join(bits_of(op), operands, active)
         else:
@@ -134,7 +137,7 @@ class Threads:
         """Executes a load or a store; ld.param reads the struct parameter."""
         size = bits_of(op) // 8
         is_store = op.startswith("st")
-        names, place = re.findall(r"%\w+", operands[is_store]), operands[not is_store]
+        names, place = re.findall(r"%\w+|\b\d+\b", operands[is_store]), operands[not is_store]
         if op.startswith("ld.param"):
             start = int((re.search(r"\+(\d+)", place) or ["", "0"])[1])
             memory, addresses = self.parameters, np.full(len(self.counters), start)

@@ -58,6 +58,7 @@ def test_what_cannot_be_searched_is_refused(name: str, direction: str, family: s
         ("f32_d64_s64_b1_h2_full", "forward", "sm80"),
         ("bf16_d128_s64_b1_h2_full_bias", "backward", "sm80"),
         ("bf16_d512_s64_b1_h2_full", "forward", "sm80"),
+        ("bf16_d512_s64_b1_h2_full", "forward", "sm90"),
         ("bf16_d512_s64_b1_h2_full", "backward", "sm80"),
     ],
 )

@@ -16,9 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutlass_py_attn.kernels.common.softmax import QUAD, exp2, finite
-from cutlass_py_attn.kernels.common.tile_copy import smem_pointer
 from cutlass_py_attn.kernels.sm90.chained_softmax import GROWTH, chained, larger
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.sm90_wide import STATISTICS, WARPGROUPS
 from cutlass_py_attn.score_terms.sinks import SINKS
 
@@ -27,19 +25,26 @@ class AlternatingSoftmax:
     """The softmax of one of both warpgroups.
 
     warpgroup: number of the warpgroup, 0 or 1
-    tile_rows: rows of the query tile that this thread holds a quarter of
+    statistics: the values in shared memory: STATISTICS of each row for each warpgroup
+    rows: rows of the query tile
+    tile_rows: those of which this thread holds a quarter
     scale_log2: factor of the scores in the exponent
     is_lazy: whether a maximum changes only when a score exceeds it by GROWTH. Which maximum is subtracted changes no
         result, as long as the weights stay within their type
     """
 
     def __init__(
-        self, build: Build, warpgroup: int, tile_rows: list[Int32], scale_log2: Float32, is_lazy: bool
+        self,
+        warpgroup: int,
+        statistics: cute.Pointer,
+        rows: int,
+        tile_rows: list[Int32],
+        scale_log2: Float32,
+        is_lazy: bool,
     ) -> None:
         self.warpgroup, self.tile_rows, self.scale_log2, self.is_lazy = warpgroup, tile_rows, scale_log2, is_lazy
-        words, rows = smem_pointer(build, "row_statistics", Float32), build.tile_m
         places = cute.make_layout((rows, WARPGROUPS), stride=(1, rows))
-        views = [cute.make_tensor(words + index * WARPGROUPS * rows, places) for index in range(STATISTICS)]
+        views = [cute.make_tensor(statistics + index * WARPGROUPS * rows, places) for index in range(STATISTICS)]
         self.maxima, self.factors, self.totals = views
         self.maximum = cute.make_rmem_tensor(len(tile_rows), Float32)
         self.sum = cute.make_rmem_tensor(len(tile_rows), Float32)

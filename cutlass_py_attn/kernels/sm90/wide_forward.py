@@ -386,7 +386,14 @@ class WideForwardSm90:
                 for mma, chunk in zip(products, self.value_chunks[index], strict=True)
             ],
             outputs=outputs,
-            softmax=AlternatingSoftmax(build, index, tile_rows, scale_log2, self.rescales_lazily),
+            softmax=AlternatingSoftmax(
+                index,
+                tile_copy.smem_pointer(build, "row_statistics", Float32),
+                build.tile_m,
+                tile_rows,
+                scale_log2,
+                self.rescales_lazily,
+            ),
             operands=self.score_mod.load_operands(p, work.seqlen.index, work.head),
         )
 

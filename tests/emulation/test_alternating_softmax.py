@@ -1,0 +1,98 @@
+"""kernels/sm90/alternating_softmax.py: its machine code on given scores, executed."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.compilation import compiler as compiling
+from cutlass_py_attn.compilation import registry
+from cutlass_py_attn.plan import abi, planner
+from cutlass_py_attn.problem.masks import Full
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import Shape
+from tests.support.ptx_floats import FloatThreads
+from tests.support.ptx_threads import Array
+
+KINDS = {
+    "exact": {"is_lazy": False, "has_sink": False},
+    "lazy": {"is_lazy": True, "has_sink": False},
+    "exact, sink": {"is_lazy": False, "has_sink": True},
+    "lazy, sink": {"is_lazy": True, "has_sink": True},
+}
+SCALE, SINK = 0.3, 1.5
+QUADS, QUAD, ROWS, TILES, COLUMNS = 8, 4, 2, 3, 16
+STATISTICS_BYTES = 3 * 2 * QUADS * ROWS * 4
+
+
+@functools.cache
+def compiled(name: str) -> tuple[Any, str]:
+    """Returns the build whose parameters the kernel has, and its PTX."""
+    support = pytest.importorskip("tests.support.alternating_softmax_kernel")
+    build = planner.plan(Problem.dense("forward", Shape(1, 64, 64, 1, 64, 64), "bfloat16", Full()), "sm_90a").build
+    before = registry.trace
+    registry.trace = support.trace(**KINDS[name])
+    try:
+        return build, compiling.compile_unchecked(build).ptx
+    finally:
+        registry.trace = before
+
+
+def run(name: str, scores: Array) -> tuple[Array, Array]:
+    """Returns the sum of the weights, and the logsumexp, of scores (quad, row, tile, lane, column)."""
+    build, ptx = compiled(name)
+    query = np.ascontiguousarray(scores.transpose(0, 3, 2, 1, 4), np.float32)
+    output = np.zeros((QUADS * QUAD, ROWS, 2), np.float32)
+    # What a block finds in shared memory is not defined.
+    statistics = np.full(STATISTICS_BYTES // 4, np.nan, np.float32)
+    parts = [each.reshape(-1).view(np.uint8) for each in (statistics, query, output)]
+    memory = np.concatenate([np.zeros(256, np.uint8), *parts])
+    struct = np.zeros(1, abi.numpy_struct(abi.fields_of(build)))
+    first = 256 + STATISTICS_BYTES
+    addresses = {"key": 256, "query": first, "output": first + query.nbytes}
+    for field, value in {**addresses, "scale_log2": SCALE * math.log2(math.e), "softcap": SINK}.items():
+        struct[field] = value
+    FloatThreads(ptx, (1, 1), QUADS * QUAD, memory, struct).run()
+    found = memory[first + query.nbytes :].view(np.float32).reshape(QUADS, QUAD, ROWS, 2)
+    assert np.array_equal(found, np.broadcast_to(found[:, :1], found.shape), equal_nan=True), "a quad shares its rows"
+    return found[:, 0, :, 0], found[:, 0, :, 1]
+
+
+def scores_of(rng: Any) -> Array:
+    return rng.standard_normal((QUADS, ROWS, TILES, QUAD, COLUMNS)).astype(np.float32) * 20
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_and_logsumexp(name: str) -> None:
+    """Rows whose maximum grows little or much in a later tile, and rows with no key in one tile, in two or in all."""
+    scores = scores_of(np.random.default_rng(1))
+    scores[0, 0, 1] += 300
+    scores[0, 1, 2] += 300
+    scores[1, 0, 0] = scores[2, 0, 1] = scores[3, 0] = scores[4, 0, 2] = scores[5, 0, :2] = scores[6, 0, 1:] = -np.inf
+    scores[7, 0, 1] += 20  # a growth of about 8 in base 2
+    total, logsumexp = run(name, scores)
+    with np.errstate(divide="ignore"):
+        keys = np.log(np.exp(scores.astype(np.float64) * SCALE).sum(axis=(2, 3, 4)))
+    expected = np.logaddexp(keys, SINK) if KINDS[name]["has_sink"] else keys
+    share = np.exp(keys - np.where(np.isfinite(expected), expected, 0.0))
+    np.testing.assert_allclose(total, share, rtol=2e-5)
+    np.testing.assert_allclose(logsumexp, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("tile", range(TILES))
+def test_a_score_that_is_nan_makes_its_row_nan(name: str, tile: int) -> None:
+    """In any column; other rows do not change."""
+    scores = scores_of(np.random.default_rng(2))
+    expected = run(name, scores)
+    columns = [0, 1, 2, 3, 9, 14, 15]
+    for quad, column in enumerate(columns):
+        scores[quad, 1, tile, quad % QUAD, column] = np.nan
+    for clean, found in zip(expected, run(name, scores), strict=True):
+        assert np.isnan(found[: len(columns), 1]).all()
+        np.testing.assert_array_equal(found[:, 0], clean[:, 0])
+        np.testing.assert_array_equal(found[len(columns) :], clean[len(columns) :])
