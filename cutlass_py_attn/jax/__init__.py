@@ -284,7 +284,8 @@ def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, di
         raise NotSupported([*reasons, *error.reasons]) from error
     given_arrays = operands | {name: given[name] for name in registry.array_options() if given.get(name) is not None}
     given_arrays |= checked.score_terms
-    sequences = None if checked.sequences is None else _with_numpy_lengths(checked.sequences)
+    lengths = checked.sequences  # `_SharedOptions` has no Paged
+    sequences = _with_numpy_lengths(lengths) if isinstance(lengths, VariableLength) else None
     given_arrays |= {} if sequences is None else sequences.arrays()
     arrays, unreadable = _arrays(given_arrays)
     reasons += unreadable

@@ -61,6 +61,15 @@ _FACTORS: Fields = (("scale", "f32"), ("scale_log2", "f32"), *_of_terms("f32"))
 # and cu_seqlens_k to these, so that a wrong value cannot lead outside of the tensors.
 VARLEN: Fields = (("tokens_q", "i32"), ("tokens_k", "i32"))
 
+# page_table: int32 entries; page_indptr: int32 array of where each sequence's entries start, 0 for a table with rows.
+# page_table_row: entries from one row to the next. key_page, value_page: elements from one page to the next; row and
+# head strides are key_row, key_head ... max_pages: entries of a sequence; table_entries: of all. num_pages: pages of a
+# pool. Kernels clamp lengths, bounds and entries to these, so that a wrong value cannot lead outside of the pools.
+PAGED: Fields = (
+    *((name, "i64") for name in ("page_table", "page_indptr", "page_table_row", "key_page", "value_page")),
+    *((name, "i32") for name in ("page_size", "max_pages", "table_entries", "num_pages")),
+)
+
 FORWARD: Fields = (
     *_strided("query", "key", "value", "output"),
     ("logsumexp", "i64"),
@@ -136,6 +145,8 @@ def fields_of(build: Build) -> Fields:
         fields = (*fields, *QUERY_HEADS_FIELDS)
     if build.has("varlen"):
         fields = (*fields, *VARLEN)
+    if build.has("paged"):
+        fields = (*fields, *PAGED)
     terms = registry.registered_among(build.features)
     if not terms:
         return fields

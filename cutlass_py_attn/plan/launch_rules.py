@@ -53,7 +53,22 @@ def sizes(problem: Problem) -> dict[str, int]:
     """Returns the sizes of the problem by the names that expressions use."""
     shape = problem.shape
     found = {name: getattr(shape, name) for name in ("batch", "num_queries", "num_keys", "num_heads", "num_heads_key")}
+    if problem.pages is not None:
+        found |= page_sizes(problem)
     return found | (dict(zip(("tokens_q", "tokens_k"), shape.tokens, strict=True)) if shape.tokens is not None else {})
+
+
+def page_sizes(problem: Problem) -> dict[str, int]:
+    """Returns the sizes of a paged problem's pools and table by the names of their struct fields."""
+    pages = problem.pages
+    assert pages is not None
+    num_pages, page_size = problem.key.shape[:2]
+    return {
+        "page_size": page_size,
+        "max_pages": pages.max_pages,
+        "table_entries": pages.table_entries,
+        "num_pages": num_pages,
+    }
 
 
 def values(problem: Problem, build: Build, num_sms: int) -> dict[str, int]:
@@ -183,13 +198,18 @@ def _accumulated(build: Build) -> list[BufferRule]:
 
 
 def shape(problem: Problem, name: str) -> tuple[Expression, ...]:
-    """Returns the sizes of a tensor: (batch, rows, heads, columns), or (batch, heads, queries, keys) of a bias."""
+    """Returns the sizes of a tensor: (batch, rows, heads, columns), or (batch, heads, queries, keys) of a bias.
+
+    Of a pool they are (pages, rows of a page, heads, columns).
+    """
     tensor = problem.tensors()[name]
     if name in BIASES:
         return bias_axes(tensor)
     of_key = name.removeprefix("grad_") in ("key", "value")
     batch, rows = "batch", "num_keys" if of_key else "num_queries"
-    if problem.sequences is not None:
+    if of_key and problem.pages is not None:
+        batch, rows = "num_pages", "page_size"
+    elif problem.has_ragged_rows:
         batch, rows = "1", "tokens_k" if of_key else "tokens_q"
     return batch, rows, "num_heads_key" if of_key else "num_heads", str(tensor.shape[3])
 
@@ -228,8 +248,10 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
         "window_right": right,
         "bottom_right": int(problem.mask.bottom_right),
     }
-    if problem.sequences is not None:
+    if problem.has_ragged_rows:
         found |= {name: values[name] for name, _ in abi.VARLEN}
+    if problem.pages is not None:
+        found |= page_sizes(problem)
     for term in registry.in_struct(problem.features):
         found |= term.sizes(problem)
     if problem.direction == "backward":
