@@ -70,6 +70,9 @@ PAGED: Fields = (
     *((name, "i32") for name in ("page_size", "max_pages", "table_entries", "num_pages")),
 )
 
+# value_page_rows: row strides from one page of value to the next, for the tensor map of the tile with the last key.
+PAGED_SM90: Fields = (("value_page_rows", "i32"),)
+
 FORWARD: Fields = (
     *_strided("query", "key", "value", "output"),
     ("logsumexp", "i64"),
@@ -146,7 +149,7 @@ def fields_of(build: Build) -> Fields:
     if build.has("varlen"):
         fields = (*fields, *VARLEN)
     if build.has("paged"):
-        fields = (*fields, *PAGED)
+        fields = (*fields, *PAGED, *(PAGED_SM90 if build.family == "sm90" else ()))
     terms = registry.registered_among(build.features)
     if not terms:
         return fields

@@ -36,6 +36,8 @@ MAX_INT32: Final = 2**31 - 1  # of an i32 field, of an int32 array, and of a gri
 BIAS_SIZES: Final = ("batch", "num_heads", "num_queries", "num_keys")  # what the axes of a bias broadcast to
 BIAS_AXES: Final = ("bias_batch", "bias_heads", "bias_queries", "bias_keys")  # the sizes of grad_bias, if not known
 ALWAYS: Final = "1"
+# Row strides from one page of value to the next; 0 if there is one page.
+VALUE_PAGE_ROWS: Final = "div(step(num_pages, value_page, 0), max(value_row, 1))"
 _FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
 
 
@@ -214,6 +216,11 @@ def shape(problem: Problem, name: str) -> tuple[Expression, ...]:
     return batch, rows, "num_heads_key" if of_key else "num_heads", str(tensor.shape[3])
 
 
+def outer_axis(problem: Problem, name: str) -> str:
+    """Returns the name of an operand's first axis: "page" of a pool, else "batch"."""
+    return "page" if problem.pages is not None and name in ("key", "value") else "batch"
+
+
 def bias_axes(tensor: Tensor) -> tuple[Expression, ...]:
     """Returns the sizes of the axes of a bias or its gradient: 1 along an axis that broadcasts or is summed."""
     return tuple("1" if size == 1 else name for size, name in zip(tensor.shape, BIAS_SIZES, strict=True))
@@ -226,12 +233,19 @@ def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tup
     although the rows of other sequences follow. The kernel then reads row r of a sequence, which has n rows and ends
     before row e, as row RAGGED_ROWS - n + r, so that the map itself ends with the sequence; an axis of its own adds e
     rows. The last axis subtracts RAGGED_ROWS rows: its only step wraps around the whole address space.
+
+    Pools have the axes (columns, rows of a page, heads, pages). The map of the tile of value with the last key is like
+    that of variable lengths; its rows are those of all pages, with the rows that lie between two pages.
     """
-    batch, rows, heads, columns = shape(problem, name)
-    axes = (rows, "row"), (heads, "head"), (batch, "batch")
-    strides = tuple(f"step({size}, {name}_{axis}, {columns})" for size, axis in axes)
-    if problem.sequences is None:
-        return (columns, rows, heads, batch), strides
+    field = entry_points.mapped_field(name)
+    outer, rows, heads, columns = shape(problem, field)
+    is_pool = outer_axis(problem, field) == "page"
+    axes = (rows, "row"), (heads, "head"), (outer, outer_axis(problem, field))
+    strides = tuple(f"step({size}, {field}_{axis}, {columns})" for size, axis in axes)
+    if is_pool and name == entry_points.LAST_VALUE:
+        rows = f"({outer} - 1) * {VALUE_PAGE_ROWS} + {rows}"
+    elif is_pool or not problem.has_ragged_rows:
+        return (columns, rows, heads, outer), strides
     row, head, _ = strides
     around = f"{RAGGED_BYTES // RAGGED_ROWS // ITEM_BYTES[problem.dtype]} - {row}"
     sizes = columns, str(RAGGED_ROWS), heads, f"{rows} + 1", str(RAGGED_ROWS + 1)
@@ -252,6 +266,7 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
         found |= {name: values[name] for name, _ in abi.VARLEN}
     if problem.pages is not None:
         found |= page_sizes(problem)
+        found |= {"value_page_rows": sm90.value_page_rows(problem)} if build.family == "sm90" else {}
     for term in registry.in_struct(problem.features):
         found |= term.sizes(problem)
     if problem.direction == "backward":
@@ -274,4 +289,6 @@ def fields(problem: Problem, build: Build, inputs: Collection[str]) -> dict[str,
     """Returns the struct fields that are numbers, by name: an input, a definition, or what the problem fixes."""
     found = {name: str(value) for name, value in params(problem, build)}
     found |= {name: name for name in (*definitions(problem, build), *inputs)}
+    if "value_page_rows" in found:
+        found["value_page_rows"] = VALUE_PAGE_ROWS
     return {"keep_scale": "1", **found, "scale_log2": f"scale * {LOG2_E!r}"}

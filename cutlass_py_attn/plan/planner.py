@@ -17,7 +17,6 @@ from cutlass_py_attn.plan.decode_smem import combine_bytes
 from cutlass_py_attn.plan.expressions import evaluate
 from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace, WorkspaceBuffer
-from cutlass_py_attn.plan.sm90_smem import tma_tiles
 from cutlass_py_attn.plan.smem import tile_bytes
 from cutlass_py_attn.plan.split_d import dq_piece_columns
 from cutlass_py_attn.plan.tile_config import TileConfig, tile_objections
@@ -310,13 +309,16 @@ def _pieces(launch: Launch) -> Iterator[Launch]:
 
 def _tensor_maps(problem: Problem, build: Build, values: Mapping[str, int]) -> Iterator[TensorMap]:
     """Yields the tensor maps of the operands that TMA loads, in the order of the kernel's parameters."""
-    for name in tma_tiles(build):
-        batch, row, head, _ = getattr(problem, name).strides
-        names = {**values, f"{name}_batch": batch, f"{name}_row": row, f"{name}_head": head}
+    for name in entry_points.tensor_maps(build):
+        field = entry_points.mapped_field(name)
+        outer, row, head, _ = getattr(problem, field).strides
+        axis = launch_rules.outer_axis(problem, field)
+        names = {**values, f"{field}_{axis}": outer, f"{field}_row": row, f"{field}_head": head}
         sizes, strides = (
             tuple(evaluate(expression, names) for expression in side) for side in launch_rules.tensor_map(problem, name)
         )
-        yield TensorMap(name, sizes, strides, *sm90.tensor_map_box(build, name))
+        box, swizzle_bytes = sm90.tensor_map_box(build, name, len(sizes), values.get("page_size"))
+        yield TensorMap(field, sizes, strides, box, swizzle_bytes)
 
 
 def _workspace(build: Build, values: Mapping[str, int]) -> Workspace:

@@ -48,7 +48,15 @@ class Variant:
 
 
 _ALL: Final = (
-    Variant("forward", "sm80", STANDARD, "sm80.forward", "one block per query tile", "sm80 forward"),
+    Variant(
+        "forward",
+        "sm80",
+        STANDARD,
+        "sm80.forward",
+        "one block per query tile",
+        "sm80 forward",
+        layouts=(*registry.LAYOUTS, registry.PAGED),
+    ),
     Variant(
         "backward",
         "sm80",
@@ -57,9 +65,25 @@ _ALL: Final = (
         "one block per key tile or split of the key tiles",
         "sm80 backward",
     ),
-    Variant("forward", "sm80", SPLIT_D, "sm80_split_d.forward", "head_dim_value split over blocks", "sm80 forward"),
+    Variant(
+        "forward",
+        "sm80",
+        SPLIT_D,
+        "sm80_split_d.forward",
+        "head_dim_value split over blocks",
+        "sm80 forward",
+        layouts=(*registry.LAYOUTS, registry.PAGED),
+    ),
     Variant("backward", "sm80", SPLIT_D, "sm80_split_d.backward", "head dims split over blocks", "sm80 backward"),
-    Variant("forward", "sm90", STANDARD, "sm90.forward", "persistent blocks over query tiles", "sm90 forward"),
+    Variant(
+        "forward",
+        "sm90",
+        STANDARD,
+        "sm90.forward",
+        "persistent blocks over query tiles",
+        "sm90 forward",
+        layouts=(*registry.LAYOUTS, registry.PAGED),
+    ),
     Variant(
         "forward",
         "sm90",
