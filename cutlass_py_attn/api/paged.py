@@ -29,6 +29,8 @@ class Paged:
     max_seqlen_q: at least the most queries of a sequence; an int with cu_seqlens_q, else None.
     page_indptr: (batch + 1,) int32, ascending from 0: start of each sequence's entries in page_table. None for a table
         with a row for each sequence.
+    invariant: whether a sequence gets the same bits whatever other sequences are in the call. Few queries then take
+        longer, because no block goes on where another one's share of the keys ends.
 
     page_size is a power of two. Entries of the table behind the last key of a sequence, and rows of a page behind it,
     may hold anything: no kernel uses them. The arrays are on the operands' device, where no host reads them: one
@@ -41,11 +43,12 @@ class Paged:
     cu_seqlens_q: Any = None
     max_seqlen_q: int | None = None
     page_indptr: Any = None
+    invariant: bool = False
 
     @property
     def lengths(self) -> tuple[object, ...]:
         """What decides a Problem besides the arrays."""
-        return "paged", self.max_seqlen_q, self.cu_seqlens_q is None, self.page_indptr is None
+        return "paged", self.max_seqlen_q, self.cu_seqlens_q is None, self.page_indptr is None, self.invariant
 
     def arrays(self) -> dict[str, Any]:
         """Returns the arrays by name; NumPy arrays are converted to int32."""
@@ -64,7 +67,12 @@ class Paged:
     def pages(self, page_table: Tensor, batch: int) -> Pages:
         """Returns the Pages of a Problem, which has no arrays."""
         return Pages(
-            page_table, batch, self.max_seqlen_q or 0, self.cu_seqlens_q is not None, self.page_indptr is not None
+            page_table,
+            batch,
+            self.max_seqlen_q or 0,
+            self.cu_seqlens_q is not None,
+            self.page_indptr is not None,
+            self.invariant,
         )
 
     def missing(self) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.variants import QUERY_HEADS
+from cutlass_py_attn.plan.variants import PERSISTENT, QUERY_HEADS
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
 from cutlass_py_attn.score_terms.dropout import PHILOX
@@ -94,6 +94,22 @@ DECODE: Fields = (
     *_FACTORS,
 )
 
+# kernels/decode/chunk_schedule.py. partial_output: (slots, tile_m, columns) float32; partial_logsumexp: the same
+# without columns, in base 2. chunk_starts: (batch + 1,) int32, chunks of the sequences before each. num_blocks: thread
+# blocks that share the chunks, each at least least_chunks of them. chunk_tiles: key tiles of a chunk. fixed_chunks:
+# whether (0 or 1) each chunk has partial results of its own.
+PERSISTENT_DECODE: Fields = (
+    *_strided("query", "key", "value", "output"),
+    ("logsumexp", "i64"),
+    ("partial_output", "i64"),
+    ("partial_logsumexp", "i64"),
+    ("chunk_starts", "i64"),
+    *_ADDRESSES,
+    *_SIZES,
+    *((name, "i32") for name in ("num_blocks", "chunk_tiles", "least_chunks", "fixed_chunks")),
+    *_FACTORS,
+)
+
 # total_tiles: query tiles of all sequences of one head. grad_query_accum: (num_heads, total_tiles, tile_m * head_dim)
 # float32 in the kernel's own element order. delta, logsumexp_log2: (num_heads, total_tiles * tile_m) float32;
 # logsumexp_log2 is logsumexp * log2(e), +inf on rows without keys and past the end. dq_semaphore: (num_heads,
@@ -130,12 +146,13 @@ QUERY_HEADS_FIELDS: Fields = (
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
 COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
-# By Build.kind, or by Build.family if the family has a struct of its own.
+# By Build.kind, or by Build.family or Build.variant if it has a struct of its own.
 FIELDS: Final[dict[str, Fields]] = {
     "forward": FORWARD,
     "backward": BACKWARD,
     "component_gemm": COMPONENT_GEMM,
     "decode": DECODE,
+    PERSISTENT: PERSISTENT_DECODE,
 }
 
 TENSOR_MAP_BYTES: Final = 128
@@ -143,7 +160,7 @@ TENSOR_MAP_BYTES: Final = 128
 
 def fields_of(build: Build) -> Fields:
     """Returns the struct of a build's kernels; NotSupported when a registered term has a field of another name."""
-    fields = FIELDS[build.family if build.family in FIELDS else build.kind]
+    fields = next(FIELDS[key] for key in (build.variant, build.family, build.kind) if key in FIELDS)
     if build.variant == QUERY_HEADS:
         fields = (*fields, *QUERY_HEADS_FIELDS)
     if build.has("varlen"):

@@ -25,7 +25,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
 from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
+from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT, QUERY_HEADS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -84,7 +84,9 @@ def values(problem: Problem, build: Build, num_sms: int) -> dict[str, int]:
 def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
     """Returns numbers that other expressions and struct fields name, each in terms of those before it."""
     found = {"group": "div(num_heads, max(num_heads_key, 1))"}
-    if build.family == "decode":
+    if build.variant == PERSISTENT:
+        found |= decode.schedule(problem, build)
+    elif build.family == "decode":
         found["num_splits_key"] = decode.num_splits_key(build)
     if build.kind == "backward":
         found |= {"num_splits_key": _num_splits_key(problem, build), **total_tiles(problem, build)}
@@ -151,7 +153,9 @@ def grids_of(problem: Problem, build: Build) -> dict[str, Grid]:
 
 def launch_condition(build: Build, role: str) -> Expression:
     """Returns the condition for the launch of an entry."""
-    return "num_splits_key > 1" if build.family == "decode" and role == "combine" else ALWAYS
+    if build.family != "decode" or role != "combine":
+        return ALWAYS
+    return "num_blocks > 1" if build.variant == PERSISTENT else "num_splits_key > 1"
 
 
 def workspace(build: Build) -> tuple[BufferRule, ...]:
@@ -167,7 +171,7 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed.
     """
     if build.family == "decode":
-        condition = launch_condition(build, "combine")
+        condition = ALWAYS if build.variant == PERSISTENT else launch_condition(build, "combine")
         return tuple(BufferRule(name, size, condition=condition) for name, size in decode.workspace(build).items())
     if build.kind == "forward":
         return ()

@@ -26,6 +26,8 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import integer_of, shown
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
+# Struct fields that the sizes of the device decide.
+_PLANNED: Final = ("num_splits_key", "num_blocks", "chunk_tiles", "least_chunks", "fixed_chunks")
 
 
 def plan_forward(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
@@ -154,9 +156,11 @@ def plan_of_build(problem: Problem, build: Build, num_sms: int) -> Plan:
     launches = () if problem.is_empty else tuple(_launches(problem, build, values))
     workspace = Workspace() if problem.is_empty else _workspace(build, values)
     params = launch_rules.params(problem, build)
-    if "num_splits_key" in values:
-        params = *params, ("num_splits_key", values["num_splits_key"])
-    launch_rules.expect_int32((*params, *((f"blocks of {launch.symbol}", launch.grid[0]) for launch in launches)))
+    params = *params, *((name, values[name]) for name in _PLANNED if name in values)
+    counted = ((name, values[name]) for name in ("chunks",) if name in values)
+    launch_rules.expect_int32(
+        (*params, *counted, *((f"blocks of {launch.symbol}", launch.grid[0]) for launch in launches))
+    )
     return Plan(build, launches, workspace, params, _reason(problem, build, values))
 
 
@@ -339,7 +343,7 @@ def _workspace(build: Build, values: Mapping[str, int]) -> Workspace:
 def _reason(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
     """Returns why this kernel was chosen, and why a faster family was not."""
     if build.family == "decode":
-        return decode.reason(problem.shape, build, values["num_splits_key"])
+        return decode.reason(problem.shape, build, values.get("num_splits_key") or values["num_blocks"])
     reason = sm90.reason(build) if build.family == "sm90" else sm80.reason(build)
     if build.family == "sm90":
         reason += tile_time.reason(problem, TileConfig.of(build), sm90_tiles(problem), values["num_sms"])

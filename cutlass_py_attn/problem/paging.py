@@ -34,6 +34,7 @@ class Pages:
     cu_seqlens_q: whether query is (1, tokens, num_heads, head_dim), and an int32 array (batch + 1,) says where the
         queries of each sequence start
     page_indptr: whether an int32 array (batch + 1,) says where the table's entries of each sequence start
+    invariant: whether the bits of a sequence's results must not depend on the other sequences of a call
 
     An int32 array seqused_k (batch,) says how many keys each sequence has, from 0 on.
     """
@@ -43,6 +44,7 @@ class Pages:
     max_seqlen_q: int = 0
     cu_seqlens_q: bool = False
     page_indptr: bool = False
+    invariant: bool = False
 
     @property
     def max_pages(self) -> int:
@@ -79,7 +81,7 @@ def kind_objections(pages: Any) -> Iterator[str]:
         number = getattr(pages, name)
         if type(number) is not int or number < 0:
             yield f"pages.{name} = {shown(number)}: must be an int of at least 0; correct it"
-    for name in ("cu_seqlens_q", "page_indptr"):
+    for name in ("cu_seqlens_q", "page_indptr", "invariant"):
         if type(getattr(pages, name)) is not bool:
             yield f"pages.{name} = {shown(getattr(pages, name))}: must be True or False; pass one of them"
     table = pages.page_table
