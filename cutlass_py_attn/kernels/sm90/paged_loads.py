@@ -16,13 +16,15 @@ import cutlass.experimental.primitives as prim
 from cutlass import Int32
 
 from cutlass_py_attn.integers import larger, smaller
-from cutlass_py_attn.kernels.common import paging, tma
+from cutlass_py_attn.kernels.common import paging, params, tma
 from cutlass_py_attn.kernels.common.paging import PageRow
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, most_box_rows, tma_tiles
 
-BOX_UNROLL = 4  # boxes of one iteration; the producer has too few registers for more
+# Boxes, and copies of their strips, that are issued together, so that their shuffles and addresses overlap. The
+# producer has no registers for more.
+MOST_BOXES, MOST_COPIES = 4, 8
 NO_PAGE = -1  # TMA reads zeros outside of a map
 
 
@@ -98,18 +100,29 @@ class PagedLoads:
     ):
         """Issues the boxes of a tile through the 4-D map."""
         strips = tma.Strips.create(self.build, name, tma_tiles(self.build)[name], stage)
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        for box in cutlass.range(boxes.count, unroll=BOX_UNROLL):
-            page = cute.arch.shuffle_sync(tile.page, box)
-            row = (tile.row + (box << boxes.shift)) & (p.page_size - 1)
+        together = max(min(MOST_COPIES // strips.count, MOST_BOXES), 1)
+        for group in cutlass.range(boxes.count // together, unroll=1):
+            first = group * together
+            pages = [cute.arch.shuffle_sync(tile.page, first + box) for box in range(together)]
             with cute.arch.elect_one():
-                for strip in cutlass.range_constexpr(strips.count):
-                    prim.cp_async_bulk_tensor_shared_cta_global(
-                        base + box_offset(strips, strip, box << boxes.shift),
-                        source.get_ptr(),
-                        [strips.column(strip), row, tile.head, page],
-                        barrier,
-                    )
+                for box in cutlass.range_constexpr(together):
+                    self.issue(p, source, strips, barrier, (first + box) << boxes.shift, tile, pages[box])
+        for box in cutlass.range(boxes.count // together * together, boxes.count, unroll=1):
+            page = cute.arch.shuffle_sync(tile.page, box)
+            with cute.arch.elect_one():
+                self.issue(p, source, strips, barrier, box << boxes.shift, tile, page)
+
+    def issue(self, p: Any, source: Any, strips: Any, barrier: Any, row: Any, tile: PagedKeyTile, page: Any) -> None:
+        """Issues the copies of the box that starts at `row` of a tile through the 4-D map. One thread calls this."""
+        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        coordinates = box_coordinates(p, tile.row + row, tile.head, page)
+        for strip in range(strips.count):
+            prim.cp_async_bulk_tensor_shared_cta_global(
+                base + box_offset(strips, strip, row),
+                source.get_ptr(),
+                [strips.column(strip), *coordinates],
+                barrier,
+            )
 
     @cute.jit
     def load_last_value(self, p: Any, source: Any, stage: Int32, barrier: Any, boxes: Any, tile: Any):
@@ -118,17 +131,33 @@ class PagedLoads:
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         for box in cutlass.range(boxes.count, unroll=1):
             page = cute.arch.shuffle_sync(tile.page, box)
-            row = tile.row + (box << boxes.shift)
-            count = smaller(larger(tile.num_keys - row, 0), Int32(1) << boxes.shift)
-            end = page * p.value_page_rows + (row & (p.page_size - 1)) + count
             with cute.arch.elect_one():
+                row = tile.row + (box << boxes.shift)
+                # Without `opaque` the compiler takes the difference for positive, and removes the maximum.
+                keys_left = params.opaque(tile.num_keys - row)
+                count = smaller(larger(keys_left, 0), Int32(1) << boxes.shift)
+                coordinates = last_box_coordinates(p, row, count, tile.head, page)
                 for strip in cutlass.range_constexpr(strips.count):
                     prim.cp_async_bulk_tensor_shared_cta_global(
                         base + box_offset(strips, strip, box << boxes.shift),
                         source.get_ptr(),
-                        [strips.column(strip), RAGGED_ROWS - count, tile.head, end, Int32(RAGGED_ROWS)],
+                        [strips.column(strip), *map(Int32, coordinates)],
                         barrier,
                     )
+
+
+def box_coordinates(p: Any, row: Any, head: Any, page: Any) -> tuple[Any, ...]:
+    """Returns the coordinates, without the column, of the box that starts at `row` of a sequence, in the 4-D map."""
+    return row & (p.page_size - 1), head, page
+
+
+def last_box_coordinates(p: Any, row: Any, count: Any, head: Any, page: Any) -> tuple[Any, ...]:
+    """Returns the coordinates, without the column, of a box with `count` keys in the map of the last tile.
+
+    The map is that of `launch_rules.tensor_map`: its rows end with the box's keys, whatever page they are in.
+    """
+    end = page * p.value_page_rows + (row & (p.page_size - 1)) + count
+    return RAGGED_ROWS - count, head, end, RAGGED_ROWS
 
 
 def box_offset(strips: tma.Strips, strip: int, row: Int32) -> Any:
