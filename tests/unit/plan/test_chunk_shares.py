@@ -1,4 +1,4 @@
-"""Tests of the shares of blocks in chunks: they cover all chunks once, differ by one, and pieces have slots of their own."""
+"""Tests of the shares of blocks in chunks: they cover all chunks once and differ by one; pieces have their own slots."""
 
 from __future__ import annotations
 
