@@ -45,7 +45,7 @@ def of_call(*reasons: str, table: Any = TABLE, lengths: Any = LENGTHS, query: An
     """Returns a forward with pages and the reasons that it raises."""
     tensors = {name: TENSORS[name] for name in ("query", "key", "value")}
     tensors |= {} if query is None else {"query": Tensor.contiguous(query, "float16")}
-    return (lambda: called(**tensors, sequences=Paged(table, lengths, **options))), list(reasons)
+    return (lambda: called(given=tensors, sequences=Paged(table, lengths, **options))), list(reasons)
 
 
 def tensor(*shape: int, dtype: str = "int32") -> Tensor:
