@@ -87,6 +87,8 @@ class Paged:
             found.append(
                 f"max_seqlen_q = {shown(given)} with cu_seqlens_q: must be an int; pass the most queries of a sequence"
             )
+        if type(self.invariant) is not bool:
+            found.append(f"invariant = {shown(self.invariant)}: must be True or False; pass one of them")
         if self.cu_seqlens_q is None and given is not None:
             found.append(
                 f"max_seqlen_q = {shown(given)} without cu_seqlens_q: must be None, because query's shape says it; "

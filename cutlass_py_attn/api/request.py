@@ -33,7 +33,7 @@ def problem_of(
     sequences, pages, reasons = None, None, []
     if isinstance(options.sequences, Paged):
         reasons += layout_reasons(options.sequences, tensors)
-        pages = options.sequences.pages(tensors["page_table"], 0 if reasons else tensors["seqused_k"].shape[0])
+        pages = options.sequences.pages(tensors["page_table"], next(iter(tensors["seqused_k"].shape), 0))
     elif options.sequences is not None:
         reasons += _lengths_reasons(tensors)
         sequences = options.sequences.sequences(max(tensors["cu_seqlens_q"].shape[0] - 1, 0) if not reasons else 0)

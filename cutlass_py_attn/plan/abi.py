@@ -95,9 +95,9 @@ DECODE: Fields = (
 )
 
 # kernels/decode/chunk_schedule.py. partial_output: (slots, tile_m, columns) float32; partial_logsumexp: the same
-# without columns, in base 2. chunk_starts: (batch + 1,) int32, chunks of the sequences before each. num_blocks: thread
-# blocks that share the chunks, each at least least_chunks of them. chunk_tiles: key tiles of a chunk. fixed_chunks:
-# whether (0 or 1) each chunk has partial results of its own.
+# without columns, in base 2. chunk_starts: (batch + 1,) int32, chunks of the sequences before each. num_teams: teams of
+# team_rows thread blocks that share the chunks, each at least least_chunks of them. chunk_tiles: key tiles of a chunk.
+# fixed_chunks: whether (0 or 1) each chunk has partial results of its own.
 PERSISTENT_DECODE: Fields = (
     *_strided("query", "key", "value", "output"),
     ("logsumexp", "i64"),
@@ -106,7 +106,7 @@ PERSISTENT_DECODE: Fields = (
     ("chunk_starts", "i64"),
     *_ADDRESSES,
     *_SIZES,
-    *((name, "i32") for name in ("num_blocks", "chunk_tiles", "least_chunks", "fixed_chunks")),
+    *((name, "i32") for name in ("num_teams", "team_rows", "chunk_tiles", "least_chunks", "fixed_chunks")),
     *_FACTORS,
 )
 

@@ -18,8 +18,9 @@ MAX_ROWS: Final = 64  # queries of all heads of a group
 MIN_KEYS: Final = 256
 # The persistent kernel, for caches in pages: it takes any number of keys, and several tiles of query rows.
 PERSISTENT_MAX_ROWS: Final = 128
+TEAM_ROWS: Final = (2, 4, 8)  # blocks of a team beside 1: NHD pools have the rows of 8 heads in 2 KiB of memory
 LEAST_KEYS: Final = (
-    256  # that a block computes, if there are so many: fewer cost more in partial results than they gain
+    256  # that a block computes, if there are so many: fewer cost more in partial results than they save
 )
 FIXED_CHUNK: Final = 1024  # keys of a chunk whose partial results no other sequence changes
 THREAD_REGISTERS: Final = 192  # that a thread of the persistent kernel has at most in most builds
@@ -87,7 +88,8 @@ def blocks_per_sm(build: Build) -> int:
 def schedule(problem: Problem, build: Build) -> dict[str, Expression]:
     """Returns the numbers of the persistent kernel's schedule, kernels/decode/chunk_schedule.py.
 
-    chunks: the most chunks that there can be. A sequence without keys has one.
+    rows: tiles of query rows of all key heads of a sequence. team_rows: the largest power of two up to 8 that divides
+    them. chunks: the most chunks that all groups of rows can have; a sequence without keys has one.
     """
     is_fixed = problem.pages is not None and problem.pages.invariant
     chunk_tiles = max(FIXED_CHUNK // build.tile_n, 1) if is_fixed else 1
@@ -97,8 +99,11 @@ def schedule(problem: Problem, build: Build) -> dict[str, Expression]:
         "chunk_tiles": str(chunk_tiles),
         "least_chunks": str(least),
         "fixed_chunks": str(int(is_fixed)),
-        "chunks": f"{row_tiles(build)} * num_heads_key * batch * ({of_row})",
-        "num_blocks": f"min(num_sms * {blocks_per_sm(build)}, ceil_div(chunks, least_chunks))",
+        "rows": f"{row_tiles(build)} * num_heads_key",
+        "team_rows": " + ".join(["1", *(f"(mod(rows, {width}) == 0) * {width // 2}" for width in TEAM_ROWS)]),
+        "chunks": f"div(rows, team_rows) * batch * ({of_row})",
+        "num_teams": f"max(min(div(num_sms * {blocks_per_sm(build)}, team_rows), ceil_div(chunks, least_chunks)), 1)",
+        "num_blocks": "num_teams * team_rows",
     }
 
 
@@ -119,7 +124,7 @@ def workspace(build: Build) -> dict[str, Expression]:
     chunk_starts: (batch + 1,) int32, chunks of the sequences before each
     """
     if build.variant == PERSISTENT:
-        slots = f"(fixed_chunks * chunks + (1 - fixed_chunks) * 2 * num_blocks) * {build.tile_m}"
+        slots = f"(fixed_chunks * chunks + (1 - fixed_chunks) * 2 * num_teams) * team_rows * {build.tile_m}"
         return {
             "partial_output": f"{slots} * {build.columns_value * F32_BYTES}",
             "partial_logsumexp": f"{slots} * {F32_BYTES}",

@@ -27,7 +27,7 @@ from cutlass_py_attn.problem.scalars import integer_of, shown
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
 # Struct fields that the sizes of the device decide.
-_PLANNED: Final = ("num_splits_key", "num_blocks", "chunk_tiles", "least_chunks", "fixed_chunks")
+_PLANNED: Final = ("num_splits_key", "num_teams", "team_rows", "chunk_tiles", "least_chunks", "fixed_chunks")
 
 
 def plan_forward(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:

@@ -128,8 +128,6 @@ def objections(problem: Problem) -> Iterator[str]:
     for name in _REFUSED:
         if name in problem.features:
             yield f"{name} with pages: must be absent, because no kernel of paged caches has it; leave it out"
-    for name, _ in problem.score_terms:
-        yield f"score_terms has {name!r} with pages: must have none; leave it out"
 
 
 def _table_objections(pages: Pages) -> Iterator[str]:

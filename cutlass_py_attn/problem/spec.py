@@ -12,7 +12,8 @@ may come in any order; `ProblemSpec.name` writes them in the order below. Words 
     n{M}x{N}[u{U}],{L},...       in place of q, s and b: variable length; M queries and N keys of which U are used,
                                  or L queries and keys
     [paged{P}]                   key and value in pages of P rows, P a power of two; forward only. With n, the pages of
-                                 a sequence hold N keys, of which it has U; without n, every sequence has s keys
+                                 a sequence hold N keys, of which it has U, and query is (batch, M, heads, head_dim)
+                                 if M is the same for all; without n, every sequence has s keys
     h{H}[k{HK}]                  heads of query; heads of key and value if there are fewer (GQA, MQA)
     full                         no mask
     causal[_br][_window{W}]      diagonal from the top-left corner, or to the bottom-right one; the last W keys only
@@ -288,6 +289,12 @@ class ProblemSpec:
         return Problem.dense(direction, shape, self.dtype, self.mask).replace(**changes)
 
     @property
+    def has_ragged_queries(self) -> bool:
+        """Whether the queries are one sequence behind the other: not so with pages and the same count for all."""
+        counts = {each.num_queries for each in self.sequences}
+        return bool(self.sequences) and not (self.page_size and len(counts) == 1)
+
+    @property
     def max_pages(self) -> int:
         """Pages of a sequence with num_keys keys."""
         return -(-self.num_keys // max(self.page_size, 1))
@@ -297,12 +304,13 @@ class ProblemSpec:
         count = self.batch * self.max_pages + 1
         dims = self.head_dim, self.head_dim_value
         pool = Shape(count, self.page_size, self.page_size, self.num_heads, *dims, self.num_heads_key)
-        rows = dataclasses.replace(shape, tokens=(self.num_tokens[0] + unused_queries, 0)) if self.sequences else shape
+        tokens = (self.num_tokens[0] + unused_queries, 0) if self.has_ragged_queries else None
+        rows = dataclasses.replace(shape, tokens=tokens)
         query, output = (Tensor.contiguous(rows.of(name), self.dtype) for name in ("query", "output"))
         key, value = (Tensor.contiguous(pool.of(name), self.dtype) for name in ("key", "value"))
         table = Tensor.contiguous((self.batch, self.max_pages), "int32")
-        longest = self.num_queries if self.sequences else 0
-        pages = Pages(table, self.batch, longest, cu_seqlens_q=bool(self.sequences))
+        is_ragged = self.has_ragged_queries
+        pages = Pages(table, self.batch, self.num_queries if is_ragged else 0, cu_seqlens_q=is_ragged)
         return Problem(direction, query, key, value, output, mask=self.mask, pages=pages)
 
     def _bias_sizes(self) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ class Case:
 
     def problem(self) -> Problem:
         """The problem, with layouts. Broadcast axes of the bias have size 1, or stride 0 if its gradient is in full."""
-        unused = UNUSED_TOKENS if self.spec.sequences else (0, 0)
+        unused = UNUSED_TOKENS if self.spec.has_ragged_queries else (0, 0)
         problem = self.spec.problem(self.direction, unused_tokens=unused)
         place = layouts.LAYOUTS[self.layout]
         names = (name for name in problem.tensors() if name not in ("bias", "grad_bias"))
@@ -184,7 +184,7 @@ class Case:
             found["alibi_slopes"] = rng.random(problem.alibi_slopes.shape, dtype=np.float32) * 0.1
         if problem.sinks is not None:
             found["sinks"] = rng.standard_normal(problem.sinks.shape, dtype=np.float32)
-        if spec.sequences:
+        if spec.has_ragged_queries:
             found["cu_seqlens_q"] = _starts(each.num_queries for each in spec.sequences)
         if spec.sequences and not spec.page_size:
             found["cu_seqlens_k"] = _starts(each.num_keys for each in spec.sequences)

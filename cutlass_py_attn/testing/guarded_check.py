@@ -81,7 +81,7 @@ def by_reference(case: Case, arrays: dict[str, Array], precision: str) -> dict[s
     if precision == "float64" and "output" in arrays:
         output, logsumexp = arrays["output"], arrays["logsumexp"]
     elif case.spec.page_size:
-        table = paged_inputs.page_table(arrays, case.spec.num_queries if case.spec.sequences else 0)
+        table = paged_inputs.page_table(arrays, case.spec.num_queries)
         query, key, value = operands
         output, logsumexp = paged.forward(query, key, value, table, precision=precision, **options)
     else:

@@ -1,10 +1,12 @@
 """Chunk schedule: how a fixed number of blocks shares the keys of sequences whose lengths are in device memory.
 
-The keys of a sequence are cut at multiples of a chunk. A row is one tile of query rows of one key head of a sequence;
-its chunks are numbered one after another, then those of the next row, and so on through all rows of all sequences. Each
-block has a range of these numbers, and the ranges differ by at most one chunk. So the grid depends on no length, and
-every block reads the same share of the cache. A piece is what a block has of one row. A piece that is not the whole row
-leaves partial results in a slot of the workspace, which the combine kernel joins in the order of the keys.
+The keys of a sequence are cut at multiples of a chunk. A row is one tile of query rows of one key head of a sequence.
+p.team_rows rows are a group, and as many blocks a team: the blocks of a team compute the rows of a group from the same
+keys at the same time, because the heads of a key are neighbours in memory. The chunks of a group are numbered one after
+another, then those of the next group, and so on through all sequences. Each team has a range of these numbers, and the
+ranges differ by at most one chunk. So the grid depends on no length, and every block reads the same share of the cache.
+A piece is what a block has of one row. A piece that is not the whole row leaves partial results in a slot of the
+workspace, which the combine kernel joins in the order of the keys.
 
 With p.fixed_chunks each chunk is a piece of its own: then the bits of a row depend on its own sequence alone.
 """
@@ -47,9 +49,10 @@ class ChunkSchedule:
         rows = p.num_queries * seqlen_info.group_size(self.build, p)
         return (rows + (self.build.tile_m - 1)) // self.build.tile_m
 
-    def rows(self, p: Any) -> Int32:
-        """Returns the rows of a sequence: tiles of query rows of all key heads."""
-        return p.num_heads // seqlen_info.group_size(self.build, p) * self.row_tiles(p)
+    def groups(self, p: Any) -> Int32:
+        """Returns the groups of rows of a sequence."""
+        heads_key = p.num_heads // seqlen_info.group_size(self.build, p)
+        return heads_key * self.row_tiles(p) // p.team_rows
 
     def chunks(self, p: Any, batch: Int32) -> Chunks:
         """Returns the chunks of a sequence."""
@@ -63,17 +66,17 @@ class ChunkSchedule:
         return Chunks(first, count, start, end)
 
     def shares(self, p: Any, total: Int32) -> Shares:
-        """Returns the shares of the blocks in a number of chunks."""
-        return chunk_shares.shares(total, p.num_blocks, p.least_chunks)
+        """Returns the shares of the teams in a number of chunks."""
+        return chunk_shares.shares(total, p.num_teams, p.least_chunks)
 
     def starts(self, p: Any) -> cute.Tensor:
         """Returns the workspace array of how many chunks the sequences before each have: (batch + 1,) int32."""
         return cute.make_tensor(params.pointer(p.chunk_starts, Int32, 4), cute.make_layout(p.batch + 1))
 
-    def slot(self, p: Any, begin: Int32, block: Int32, chunk: Int32) -> Int64:
-        """Returns the slot of a piece that starts at a chunk, of a block that starts at `begin`."""
-        of_block = chunk_shares.slot_of_block(block, chunk == begin)
-        return Int64(choose(p.fixed_chunks != 0, chunk, of_block))
+    def slot(self, p: Any, begin: Int32, team: Int32, member: Int32, chunk: Int32) -> Int64:
+        """Returns the slot of a piece that starts at a chunk, of a member of a team that starts at `begin`."""
+        number = choose(p.fixed_chunks != 0, chunk, chunk_shares.slot_of_team(team, chunk == begin))
+        return Int64(number) * p.team_rows + member
 
 
 @cute.jit

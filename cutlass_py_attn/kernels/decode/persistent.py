@@ -30,6 +30,7 @@ from cutlass_py_attn.kernels.decode.chunk_schedule import ChunkSchedule, inclusi
 from cutlass_py_attn.kernels.decode.combine import UNROLL, VECTOR, Combine
 from cutlass_py_attn.kernels.decode.forward import Decode, apply_softmax
 from cutlass_py_attn.plan import abi, tile_order
+from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
@@ -86,23 +87,26 @@ class CombinePieces(Combine):
         head, batch = head + p.first_head, batch + p.first_batch
         starts = self.schedule.starts(p)
         start, count = starts[batch], starts[batch + 1] - starts[batch]
-        rows = self.schedule.rows(p)
-        shares = self.schedule.shares(p, starts[p.batch] * rows)
+        groups = self.schedule.groups(p)
+        shares = self.schedule.shares(p, starts[p.batch] * groups)
         head_key = head // group
         packed = query * group + (head - head_key * group)
-        begin = start * rows + (head_key * self.schedule.row_tiles(p) + packed // build.tile_m) * count
-        first = shares.block_of(begin)
-        pieces = shares.block_of(begin + count - 1) - first + 1
+        row = head_key * self.schedule.row_tiles(p) + packed // build.tile_m
+        begin = start * groups + row // p.team_rows * count
+        first = shares.team_of(begin)
+        pieces = shares.team_of(begin + count - 1) - first + 1
         if p.fixed_chunks != 0:
             pieces = count
         if pieces > 1:
             seqlen = seqlen_info.create(build, p, batch)
             if query < seqlen.num_queries:
-                # The first piece is in slot 0 or 1 of its block, the others in slot 0 of the blocks after it.
-                slot0, step = Int64(first) * 2, Int64(2)
-                odd = Int64(cutlass.select_(begin == shares.begin(first), Int32(0), Int32(1)))
+                # The first piece is in slot 0 or 1 of its team, the others in slot 0 of the teams after it.
+                slot0, step = first * 2, Int32(2)
+                odd = cutlass.select_(begin == shares.begin(first), Int32(0), Int32(1))
                 if p.fixed_chunks != 0:
-                    slot0, step, odd = Int64(begin), Int64(1), Int64(0)
+                    slot0, step, odd = begin, Int32(1), Int32(0)
+                width, member = Int64(p.team_rows), row % p.team_rows
+                slot0, step, odd = slot0 * width + member, step * width, odd * width
                 self.join(p, (slot0, step, odd), pieces, packed % build.tile_m, (seqlen, batch, head, query), thread)
 
     @cute.jit
@@ -178,25 +182,32 @@ class PersistentDecode(Decode):
         self.schedule = ChunkSchedule(build)
         self.score_mod = ScoreMod(build)
         self.pieces = CombinePieces(build)
+        self.has_dependent_launch = architecture(build.arch).compute_capability >= (9, 0)
         self.paged_copy = PagedCopy(build, self.keys, self.team_warps * WARP_THREADS)
 
     @cute.kernel
     def combine_kernel(self, p: Any):
+        if cutlass.const_expr(self.has_dependent_launch):
+            cute.arch.griddepcontrol_wait()
         self.pieces.run(p)
 
     @cute.kernel
     def kernel(self, p: Any):
+        if cutlass.const_expr(self.has_dependent_launch):
+            cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = self.warp_of(thread)
-        rows, row_tiles = self.schedule.rows(p), self.schedule.row_tiles(p)
-        begin, end, batch, start = self.find_share(p, block, thread)
+        groups, row_tiles = self.schedule.groups(p), self.schedule.row_tiles(p)
+        team, member = block // p.team_rows, block % p.team_rows
+        begin, end, batch, start = self.find_share(p, block, team, thread)
         chunk = begin
         while chunk < end:
             chunks = self.schedule.chunks(p, batch)
-            inside = chunk - start * rows
-            row = inside // chunks.count
-            first = inside - row * chunks.count
+            inside = chunk - start * groups
+            group = inside // chunks.count
+            first = inside - group * chunks.count
+            row = group * p.team_rows + member
             count = smaller(end - chunk, chunks.count - first)
             if p.fixed_chunks != 0:
                 count = Int32(1)
@@ -205,7 +216,7 @@ class PersistentDecode(Decode):
                 batch,
                 row // row_tiles,
                 row % row_tiles * self.build.tile_m,
-                self.schedule.slot(p, begin, block, chunk),
+                self.schedule.slot(p, begin, team, member, chunk),
                 count == chunks.count,
                 first == 0,
             )
@@ -214,13 +225,13 @@ class PersistentDecode(Decode):
                          smaller(tile + count * p.chunk_tiles, chunks.end_tile), thread)  # fmt: skip
             cute.arch.sync_threads()  # the next piece overwrites the ring, which holds outputs
             chunk = chunk + count
-            if chunk >= (start + chunks.count) * rows:
+            if chunk >= (start + chunks.count) * groups:
                 start = start + chunks.count
                 batch = batch + 1
 
     @cute.jit
-    def find_share(self, p: Any, block: Int32, thread: Int32):
-        """Returns the first chunk of this block and the one past its last; the first's sequence, and the chunks before
+    def find_share(self, p: Any, block: Int32, team: Int32, thread: Int32):
+        """Returns the first chunk of a team and the one past its last; the first's sequence, and the chunks before
         that sequence. Block 0 stores the chunks before every sequence for the combine kernel."""
         build = self.build
         layout = cute.make_layout(2 * FOUND)
@@ -241,9 +252,9 @@ class PersistentDecode(Decode):
         for i in cutlass.range_constexpr(build.warps):
             before = before + cutlass.select_(warp > i, s_found[i], Int32(0))
             everything = everything + s_found[i]
-        rows = self.schedule.rows(p)
-        shares = self.schedule.shares(p, everything * rows)
-        begin, end = shares.begin(block), shares.begin(block + 1)
+        groups = self.schedule.groups(p)
+        shares = self.schedule.shares(p, everything * groups)
+        begin, end = shares.begin(team), shares.begin(team + 1)
         start = before + total - own
         for i in cutlass.range(each, unroll=1):
             batch = thread * each + i
@@ -251,7 +262,7 @@ class PersistentDecode(Decode):
                 following = start + self.schedule.chunks(p, batch).count
                 if block == 0:
                     starts[batch] = start
-                if (start * rows <= begin) & (begin < following * rows):
+                if (start * groups <= begin) & (begin < following * groups):
                     s_found[FOUND] = batch
                     s_found[FOUND + 1] = start
                 start = following
