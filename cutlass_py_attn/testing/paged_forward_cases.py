@@ -22,7 +22,7 @@ from cutlass_py_attn.reference import paged
 from cutlass_py_attn.reference.score_mod import ReferenceScoreMod
 from cutlass_py_attn.runtime.arrays import numpy_dtype
 from cutlass_py_attn.testing import guarded_check
-from cutlass_py_attn.testing.cases import ARCH, SM90_ARCH
+from cutlass_py_attn.testing.cases import ARCH
 
 Array = npt.NDArray[Any]
 
@@ -304,10 +304,5 @@ def all_cases() -> list[tuple[PagedCase, str]]:
 
 def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     """The kernels of every case's family for a target, once; each with its fallbacks if ptxas spills."""
-    found = []
-    for case, family in all_cases():
-        if family == "sm90" and arch != ARCH:
-            continue
-        target = SM90_ARCH if family == "sm90" else arch
-        found.append(tuple(build for build in case.builds(target) if build.family == family))
-    return list(dict.fromkeys(found))
+    found = (tuple(it for it in case.builds(arch) if it.family == family) for case, family in all_cases())
+    return list(dict.fromkeys(filter(None, found)))
