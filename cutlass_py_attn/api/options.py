@@ -301,7 +301,8 @@ def _check(options: Mapping[str, Any], allowed: type) -> Options:
     backend = given.get("backend", "auto")
     if not isinstance(backend, str) or backend not in BACKENDS:
         reasons.append(f"backend = {shown(backend)}: must be one of {', '.join(BACKENDS)}; choose one")
-    paged = (Paged,) if allowed is ForwardOptions else ()  # the forward alone takes pages
+    declared = getattr(allowed, "__annotations__", {}).get("sequences", "")
+    paged = (Paged,) if "Paged" in str(declared) else ()  # a backward takes none
     for name, kinds in (("dropout", (Dropout,)), ("sequences", (VariableLength, *paged))):
         value = given.get(name)
         if value is not None and not isinstance(value, kinds):
