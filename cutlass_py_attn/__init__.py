@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.api.attention import attention_backward, attention_forward
     from cutlass_py_attn.api.dropout_mask import dropout_mask
     from cutlass_py_attn.api.options import AttentionOptions, BackwardOptions, ForwardOptions, VariableLength
+    from cutlass_py_attn.api.paged import Paged
     from cutlass_py_attn.api.results import Gradients
     from cutlass_py_attn.api.serving import append_to_cache, merge_states
     from cutlass_py_attn.artifact import Artifact, Folder
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.problem.append import AppendProblem
     from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
     from cutlass_py_attn.problem.merge import MergeProblem
+    from cutlass_py_attn.problem.paging import Pages
     from cutlass_py_attn.problem.problem import Problem
     from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
     from cutlass_py_attn.runtime.launch import Bound, bind
@@ -52,6 +54,7 @@ _PUBLIC_NAMES = {
     "api.attention": ("attention_backward", "attention_forward"),
     "api.dropout_mask": ("dropout_mask",),
     "api.options": ("AttentionOptions", "BackwardOptions", "ForwardOptions", "VariableLength"),
+    "api.paged": ("Paged",),
     "api.results": ("Gradients",),
     "api.serving": ("append_to_cache", "merge_states"),
     "artifact": ("Artifact", "Folder"),
@@ -67,6 +70,7 @@ _PUBLIC_NAMES = {
     "problem.append": ("AppendProblem",),
     "problem.masks": ("Causal", "CausalBottomRight", "Full", "Mask", "Window"),
     "problem.merge": ("MergeProblem",),
+    "problem.paging": ("Pages",),
     "problem.problem": ("Problem",),
     "problem.tensors": ("Sequences", "Shape", "Tensor"),
     "runtime.launch": ("Bound", "bind"),
@@ -99,6 +103,8 @@ __all__ = [
     "MergeProblem",
     "NoDevice",
     "NotSupported",
+    "Paged",
+    "Pages",
     "Plan",
     "Problem",
     "Sequences",

@@ -110,7 +110,8 @@ def _target(target: Target) -> Json:
     defined = launch_rules.definitions(problem, build)
     planned = dict(plan.params)
     for name in defined:
-        _agree(defined[name], names[name], planned[name])
+        if name in planned:
+            _agree(defined[name], names[name], planned[name])
     hardware = plan.architecture
     stem = f"{build.arch}/{build.symbol}"
     return {
@@ -227,7 +228,10 @@ def _launches(target: Target, names: Mapping[str, float]) -> Iterator[Json]:
             "static_shared_memory_bytes": _static_bytes(plan, kernel),
             "registers": kernel.registers,
             "parameters": list(_parameters(kernel, mapped(build) if launch.tensor_maps else ())),
-            "tensor_maps": [_tensor_map(problem, recipe, names) for recipe in launch.tensor_maps],
+            "tensor_maps": [
+                _tensor_map(problem, name, recipe, names)
+                for name, recipe in zip(mapped(build), launch.tensor_maps, strict=False)
+            ],
         }
 
 
@@ -252,9 +256,9 @@ def _parameters(kernel: Kernel, maps: tuple[str, ...]) -> Iterator[Json]:
         yield {"name": parameter.name, "offset": parameter.offset, "bytes": parameter.size, "meaning": words}
 
 
-def _tensor_map(problem: Problem, recipe: TensorMap, names: Mapping[str, float]) -> Json:
+def _tensor_map(problem: Problem, name: str, recipe: TensorMap, names: Mapping[str, float]) -> Json:
     """Returns cuTensorMapEncodeTiled's arguments, innermost axis first; strides in elements, without the innermost."""
-    sizes, strides = launch_rules.tensor_map(problem, recipe.field)
+    sizes, strides = launch_rules.tensor_map(problem, name)
     for rule, planned in zip((*sizes, *strides), (*recipe.sizes, *recipe.strides), strict=True):
         _agree(rule, expressions.evaluate(rule, names), planned)
     return {

@@ -31,6 +31,7 @@ except ModuleNotFoundError as error:
 from cutlass_py_attn.api import options as api_options
 from cutlass_py_attn.api.declaration import implemented_by
 from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import calls, context, dot_product, handler, partition, split_rows, ulysses
@@ -73,8 +74,8 @@ class Options(TypedDict, total=False):
         process that runs an exported program with such a term must register the term too.
     dropout_p: probability that a weight is dropped, from 0 to 1.
     dropout_key: a key of jax.random; required if dropout_p is not 0.
-    sequences: VariableLength with JAX or NumPy arrays. The values of NumPy arrays are checked when the call is traced;
-        those of JAX arrays are not read.
+    sequences: VariableLength, or Paged for a cache in pages, with JAX or NumPy arrays. The values of NumPy arrays are
+        checked when the call is traced; those of JAX arrays are not read.
     deterministic: whether all gradients are bitwise equal from run to run; slower. Without it that of query may differ
         in the last bits, and with grouped heads those of key and value.
     return_logsumexp: whether to return (output, logsumexp), both differentiable. logsumexp is (batch, num_heads,
@@ -100,7 +101,7 @@ class Options(TypedDict, total=False):
     score_terms: Mapping[str, Any]
     dropout_p: float
     dropout_key: Any
-    sequences: VariableLength | None
+    sequences: VariableLength | Paged | None
     deterministic: bool
     return_logsumexp: bool
     context_axis: str | None
@@ -136,7 +137,7 @@ def attention(
     score_terms: Mapping[str, Any] = {},
     dropout_p: float = 0.0,
     dropout_key: Any = None,
-    sequences: VariableLength | None = None,
+    sequences: VariableLength | Paged | None = None,
     deterministic: bool = False,
     return_logsumexp: bool = False,
     context_axis: str | None = None,
@@ -263,6 +264,12 @@ def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
         for name in constants
         if name in differentiated
     ]
+    if call.paged is not None and differentiated:
+        names = ", ".join(differentiated)
+        reasons.append(
+            f"{names} with pages is differentiated: must be a constant, because a cache has no gradients; pass "
+            "jax.lax.stop_gradient of it"
+        )
     if reasons:
         raise NotSupported(reasons)
     output, logsumexp = _forward_of(call, values)
@@ -341,12 +348,14 @@ def _prepare(
     given_arrays |= {} if sequences is None else sequences.arrays()
     arrays, unreadable = _arrays(given_arrays)
     reasons += unreadable
-    if (
-        sequences is not None and not unreadable and arrays["query"].ndim == arrays["key"].ndim == 4
-    ):  # else: when traced
-        split = None if reasons else split_rows.context_of(given)
-        size = 1 if split is None else split.size
-        reasons += sequences.reasons((size * arrays["query"].shape[1], size * arrays["key"].shape[1]))
+    if sequences is not None and not unreadable and arrays["query"].ndim == arrays["key"].ndim == 4:
+        rows = arrays["query"].shape[1], arrays["key"].shape[1]  # other ranks are refused when the call is traced
+        if isinstance(sequences, Paged):
+            reasons += sequences.reasons(rows[0], (arrays["key"].shape[0], rows[1]))
+        else:
+            split = None if reasons else split_rows.context_of(given)
+            size = 1 if split is None else split.size
+            reasons += sequences.reasons((size * rows[0], size * rows[1]))
     if not reasons and dropout_p != 0:
         try:
             words = jax.random.bits(dropout_key, (2,), "uint32")
@@ -362,7 +371,8 @@ def _prepare(
         scale=given.get("scale"),
         softcap=given.get("softcap", 0.0),
         dropout_p=dropout_p,
-        max_seqlens=None if sequences is None else (sequences.max_seqlen_q, sequences.max_seqlen_k),
+        max_seqlens=(sequences.max_seqlen_q, sequences.max_seqlen_k) if isinstance(sequences, VariableLength) else None,
+        paged=(sequences.max_seqlen_q, sequences.invariant) if isinstance(sequences, Paged) else None,
         score_terms=registry.registered_among(checked.score_terms),
         deterministic=given.get("deterministic", False),
         kernels=given.get("kernels"),
@@ -375,9 +385,9 @@ def _prepare(
     return call, arrays
 
 
-def _with_numpy_lengths(sequences: VariableLength) -> VariableLength:
+def _with_numpy_lengths(sequences: VariableLength | Paged) -> VariableLength | Paged:
     """Returns the sequences with NumPy arrays in place of lists, so that their values are checked."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    names = [item.name for item in dataclasses.fields(sequences)]
     given = {name: getattr(sequences, name) for name in names}
     lists: dict[str, Any] = {name: np.asarray(each) for name, each in given.items() if isinstance(each, (list, tuple))}
     return dataclasses.replace(sequences, **lists)
@@ -419,7 +429,7 @@ class _SharedOptions(TypedDict, total=False):
     """The options that `cutlass_py_attn.api.options` checks."""
 
     mask: Mask
-    sequences: VariableLength | None
+    sequences: VariableLength | Paged | None
     score_terms: Mapping[str, Any]
     kernels: Callable[[Build], Artifact] | None
     backend: str

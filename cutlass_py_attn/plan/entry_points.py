@@ -33,6 +33,21 @@ _TENSOR_MAPS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
 }
 
 
+# Of value in pages: the tensor map of the tile with the last key. Its rows behind the last key are read as zeros.
+LAST_VALUE: Final = "value_last"
+
+
+def tensor_maps(build: Build) -> tuple[str, ...]:
+    """Returns the names of the main kernel's tensor maps, in the order of its parameters."""
+    names = _TENSOR_MAPS.get((build.kind, build.family), ())
+    return (*names, LAST_VALUE) if build.has("paged") and names else names
+
+
+def mapped_field(name: str) -> str:
+    """Returns the struct field of the array that the tensor map `name` describes."""
+    return "value" if name == LAST_VALUE else name
+
+
 def entries(build: Build) -> dict[str, str]:
     """Returns the symbol of each entry of the build's cubin by its role, in the order of the plan's launches.
 
@@ -77,6 +92,6 @@ def entry_threads(build: Build, role: str) -> int:
 
 def parameters(build: Build, role: str = "main") -> tuple[tuple[str, int], ...]:
     """Returns (name, bytes) of each parameter of the entry with this role: main has tensor maps before the struct."""
-    maps = _TENSOR_MAPS.get((build.kind, build.family), ()) if role == "main" else ()
+    maps = tensor_maps(build) if role == "main" else ()
     struct = abi.numpy_struct(abi.fields_of(build))
     return (*((f"map_{field}", abi.TENSOR_MAP_BYTES) for field in maps), ("params", struct.itemsize))

@@ -25,7 +25,7 @@ from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
 from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
+from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT, QUERY_HEADS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -36,6 +36,8 @@ MAX_INT32: Final = 2**31 - 1  # of an i32 field, of an int32 array, and of a gri
 BIAS_SIZES: Final = ("batch", "num_heads", "num_queries", "num_keys")  # what the axes of a bias broadcast to
 BIAS_AXES: Final = ("bias_batch", "bias_heads", "bias_queries", "bias_keys")  # the sizes of grad_bias, if not known
 ALWAYS: Final = "1"
+# Row strides from one page of value to the next; 0 if there is one page.
+VALUE_PAGE_ROWS: Final = "div(step(num_pages, value_page, 0), max(value_row, 1))"
 _FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
 
 
@@ -53,7 +55,22 @@ def sizes(problem: Problem) -> dict[str, int]:
     """Returns the sizes of the problem by the names that expressions use."""
     shape = problem.shape
     found = {name: getattr(shape, name) for name in ("batch", "num_queries", "num_keys", "num_heads", "num_heads_key")}
+    if problem.pages is not None:
+        found |= page_sizes(problem)
     return found | (dict(zip(("tokens_q", "tokens_k"), shape.tokens, strict=True)) if shape.tokens is not None else {})
+
+
+def page_sizes(problem: Problem) -> dict[str, int]:
+    """Returns the sizes of a paged problem's pools and table by the names of their struct fields."""
+    pages = problem.pages
+    assert pages is not None
+    num_pages, page_size = problem.key.shape[:2]
+    return {
+        "page_size": page_size,
+        "max_pages": pages.max_pages,
+        "table_entries": pages.table_entries,
+        "num_pages": num_pages,
+    }
 
 
 def values(problem: Problem, build: Build, num_sms: int) -> dict[str, int]:
@@ -67,7 +84,9 @@ def values(problem: Problem, build: Build, num_sms: int) -> dict[str, int]:
 def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
     """Returns numbers that other expressions and struct fields name, each in terms of those before it."""
     found = {"group": "div(num_heads, max(num_heads_key, 1))"}
-    if build.family == "decode":
+    if build.variant == PERSISTENT:
+        found |= decode.schedule(problem, build)
+    elif build.family == "decode":
         found["num_splits_key"] = decode.num_splits_key(build)
     if build.kind == "backward":
         found |= {"num_splits_key": _num_splits_key(problem, build), **total_tiles(problem, build)}
@@ -136,7 +155,9 @@ def grids_of(problem: Problem, build: Build) -> dict[str, Grid]:
 
 def launch_condition(build: Build, role: str) -> Expression:
     """Returns the condition for the launch of an entry."""
-    return "num_splits_key > 1" if build.family == "decode" and role == "combine" else ALWAYS
+    if build.family != "decode" or role != "combine":
+        return ALWAYS
+    return "num_blocks > 1" if build.variant == PERSISTENT else "num_splits_key > 1"
 
 
 def workspace(build: Build) -> tuple[BufferRule, ...]:
@@ -152,7 +173,7 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed.
     """
     if build.family == "decode":
-        condition = launch_condition(build, "combine")
+        condition = ALWAYS if build.variant == PERSISTENT else launch_condition(build, "combine")
         return tuple(BufferRule(name, size, condition=condition) for name, size in decode.workspace(build).items())
     if build.kind == "forward":
         return ()
@@ -185,15 +206,25 @@ def _accumulated(build: Build) -> list[BufferRule]:
 
 
 def shape(problem: Problem, name: str) -> tuple[Expression, ...]:
-    """Returns the sizes of a tensor: (batch, rows, heads, columns), or (batch, heads, queries, keys) of a bias."""
+    """Returns the sizes of a tensor: (batch, rows, heads, columns), or (batch, heads, queries, keys) of a bias.
+
+    Of a pool they are (pages, rows of a page, heads, columns).
+    """
     tensor = problem.tensors()[name]
     if name in BIASES:
         return bias_axes(tensor)
     of_key = name.removeprefix("grad_") in ("key", "value")
     batch, rows = "batch", "num_keys" if of_key else "num_queries"
-    if problem.sequences is not None:
+    if of_key and problem.pages is not None:
+        batch, rows = "num_pages", "page_size"
+    elif problem.has_ragged_rows:
         batch, rows = "1", "tokens_k" if of_key else "tokens_q"
     return batch, rows, "num_heads_key" if of_key else "num_heads", str(tensor.shape[3])
+
+
+def outer_axis(problem: Problem, name: str) -> str:
+    """Returns the name of an operand's first axis: "page" of a pool, else "batch"."""
+    return "page" if problem.pages is not None and name in ("key", "value") else "batch"
 
 
 def bias_axes(tensor: Tensor) -> tuple[Expression, ...]:
@@ -208,12 +239,19 @@ def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tup
     although the rows of other sequences follow. The kernel then reads row r of a sequence, which has n rows and ends
     before row e, as row RAGGED_ROWS - n + r, so that the map itself ends with the sequence; an axis of its own adds e
     rows. The last axis subtracts RAGGED_ROWS rows: its only step wraps around the whole address space.
+
+    Pools have the axes (columns, rows of a page, heads, pages). The map of the tile of value with the last key is like
+    that of variable lengths; its rows are those of all pages, with the rows that lie between two pages.
     """
-    batch, rows, heads, columns = shape(problem, name)
-    axes = (rows, "row"), (heads, "head"), (batch, "batch")
-    strides = tuple(f"step({size}, {name}_{axis}, {columns})" for size, axis in axes)
-    if problem.sequences is None:
-        return (columns, rows, heads, batch), strides
+    field = entry_points.mapped_field(name)
+    outer, rows, heads, columns = shape(problem, field)
+    is_pool = outer_axis(problem, field) == "page"
+    axes = (rows, "row"), (heads, "head"), (outer, outer_axis(problem, field))
+    strides = tuple(f"step({size}, {field}_{axis}, {columns})" for size, axis in axes)
+    if is_pool and name == entry_points.LAST_VALUE:
+        rows = f"({outer} - 1) * {VALUE_PAGE_ROWS} + {rows}"
+    elif is_pool or not problem.has_ragged_rows:
+        return (columns, rows, heads, outer), strides
     row, head, _ = strides
     around = f"{RAGGED_BYTES // RAGGED_ROWS // ITEM_BYTES[problem.dtype]} - {row}"
     sizes = columns, str(RAGGED_ROWS), heads, f"{rows} + 1", str(RAGGED_ROWS + 1)
@@ -230,8 +268,11 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
         "window_right": right,
         "bottom_right": int(problem.mask.bottom_right),
     }
-    if problem.sequences is not None:
+    if problem.has_ragged_rows:
         found |= {name: values[name] for name, _ in abi.VARLEN}
+    if problem.pages is not None:
+        found |= page_sizes(problem)
+        found |= {"value_page_rows": sm90.value_page_rows(problem)} if build.family == "sm90" else {}
     for term in registry.in_struct(problem.features):
         found |= term.sizes(problem)
     if problem.direction == "backward":
@@ -254,4 +295,6 @@ def fields(problem: Problem, build: Build, inputs: Collection[str]) -> dict[str,
     """Returns the struct fields that are numbers, by name: an input, a definition, or what the problem fixes."""
     found = {name: str(value) for name, value in params(problem, build)}
     found |= {name: name for name in (*definitions(problem, build), *inputs)}
+    if "value_page_rows" in found:
+        found["value_page_rows"] = VALUE_PAGE_ROWS
     return {"keep_scale": "1", **found, "scale_log2": f"scale * {LOG2_E!r}"}

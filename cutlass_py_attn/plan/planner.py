@@ -17,7 +17,6 @@ from cutlass_py_attn.plan.decode_smem import combine_bytes
 from cutlass_py_attn.plan.expressions import evaluate
 from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace, WorkspaceBuffer
-from cutlass_py_attn.plan.sm90_smem import tma_tiles
 from cutlass_py_attn.plan.smem import tile_bytes
 from cutlass_py_attn.plan.split_d import dq_piece_columns
 from cutlass_py_attn.plan.tile_config import TileConfig, tile_objections
@@ -27,6 +26,8 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import integer_of, shown
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
+# Struct fields that the sizes of the device decide.
+_PLANNED: Final = ("num_splits_key", "num_teams", "team_rows", "chunk_tiles", "least_chunks", "fixed_chunks")
 
 
 def plan_forward(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
@@ -102,6 +103,8 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None, *, any_length
     count = _check(problem, arch, num_sms)
     of_sm90 = _sm90_builds(problem, arch, count, any_length=any_length)
     found = *_decode_builds(problem, arch), *of_sm90, *_sm80_builds(problem, arch)
+    if not found:
+        raise NotSupported(_no_family(problem, arch))
     return [plan_of_build(problem, build, count) for build in found]
 
 
@@ -153,9 +156,11 @@ def plan_of_build(problem: Problem, build: Build, num_sms: int) -> Plan:
     launches = () if problem.is_empty else tuple(_launches(problem, build, values))
     workspace = Workspace() if problem.is_empty else _workspace(build, values)
     params = launch_rules.params(problem, build)
-    if "num_splits_key" in values:
-        params = *params, ("num_splits_key", values["num_splits_key"])
-    launch_rules.expect_int32((*params, *((f"blocks of {launch.symbol}", launch.grid[0]) for launch in launches)))
+    params = *params, *((name, values[name]) for name in _PLANNED if name in values)
+    counted = ((name, values[name]) for name in ("chunks",) if name in values)
+    launch_rules.expect_int32(
+        (*params, *counted, *((f"blocks of {launch.symbol}", launch.grid[0]) for launch in launches))
+    )
     return Plan(build, launches, workspace, params, _reason(problem, build, values))
 
 
@@ -220,17 +225,26 @@ def _unsupported(problem: Problem, arch: str, family: str) -> tuple[str, ...]:
     if family == "sm90":
         targets_without = () if architecture(arch).has_wgmma else ("targets without wgmma",)
         return *targets_without, *sm90.unsupported_features(problem)
-    return ()
+    return sm80.unsupported_features(problem)
 
 
 def _sm80_builds(problem: Problem, arch: str) -> list[Build]:
-    """Returns the builds of the sm80 family, which takes every problem; NotSupported tells why none fits."""
+    """Returns the builds of the sm80 family; NotSupported tells why none fits. It takes every problem without pages."""
+    if _unsupported(problem, arch, "sm80"):
+        return []
     tried = _tried(problem, arch, "sm80", sm80_tiles(problem))
     fitting = [build for build, objections in tried if not objections]
     if not fitting:
         found = tried[-1][1] if tried else ["the tile table has no tile for it"]
         raise NotSupported(f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim")
     return fitting
+
+
+def _no_family(problem: Problem, arch: str) -> list[str]:
+    """Returns why no family has kernels for a problem."""
+    reasons = {family: _unsupported(problem, arch, family) for family in FAMILIES}
+    listed = "; ".join(f"{family} takes no {', '.join(names)}" for family, names in reasons.items() if names)
+    return [f"no kernel for {arch} takes this problem: {listed}; gather the pages, or leave a feature out"]
 
 
 def _decode_builds(problem: Problem, arch: str) -> list[Build]:
@@ -299,13 +313,16 @@ def _pieces(launch: Launch) -> Iterator[Launch]:
 
 def _tensor_maps(problem: Problem, build: Build, values: Mapping[str, int]) -> Iterator[TensorMap]:
     """Yields the tensor maps of the operands that TMA loads, in the order of the kernel's parameters."""
-    for name in tma_tiles(build):
-        batch, row, head, _ = getattr(problem, name).strides
-        names = {**values, f"{name}_batch": batch, f"{name}_row": row, f"{name}_head": head}
+    for name in entry_points.tensor_maps(build):
+        field = entry_points.mapped_field(name)
+        outer, row, head, _ = getattr(problem, field).strides
+        axis = launch_rules.outer_axis(problem, field)
+        names = {**values, f"{field}_{axis}": outer, f"{field}_row": row, f"{field}_head": head}
         sizes, strides = (
             tuple(evaluate(expression, names) for expression in side) for side in launch_rules.tensor_map(problem, name)
         )
-        yield TensorMap(name, sizes, strides, *sm90.tensor_map_box(build, name))
+        box, swizzle_bytes = sm90.tensor_map_box(build, name, len(sizes), values.get("page_size"))
+        yield TensorMap(field, sizes, strides, box, swizzle_bytes)
 
 
 def _workspace(build: Build, values: Mapping[str, int]) -> Workspace:
@@ -326,7 +343,7 @@ def _workspace(build: Build, values: Mapping[str, int]) -> Workspace:
 def _reason(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
     """Returns why this kernel was chosen, and why a faster family was not."""
     if build.family == "decode":
-        return decode.reason(problem.shape, build, values["num_splits_key"])
+        return decode.reason(problem.shape, build, values.get("num_splits_key") or values["num_blocks"])
     reason = sm90.reason(build) if build.family == "sm90" else sm80.reason(build)
     if build.family == "sm90":
         reason += tile_time.reason(problem, TileConfig.of(build), sm90_tiles(problem), values["num_sms"])

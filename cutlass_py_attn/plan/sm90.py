@@ -9,9 +9,17 @@ from typing import Final
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import tile_order, tile_time
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.entry_points import mapped_field
 from cutlass_py_attn.plan.expressions import Expression, Grid, times
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import DQ_WARPGROUPS, LOAD_WARPGROUPS, WARPGROUP_ROWS, tma_tiles
+from cutlass_py_attn.plan.sm90_smem import (
+    DQ_WARPGROUPS,
+    LOAD_WARPGROUPS,
+    RAGGED_ROWS,
+    WARPGROUP_ROWS,
+    most_box_rows,
+    tma_tiles,
+)
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
@@ -28,6 +36,7 @@ PER_HEAD_L2_BYTES, PER_HEAD_IMBALANCE = 36 << 20, 1.15
 # Variant query_heads: work tiles of the standard variant per SM from which on the standard one is faster. Causal,
 # d 128, one H200: query_heads gains 9 to 12 % at 3.9 and loses 0 to 7 % at 7.8; full: it loses 3 to 5 %.
 QUERY_HEADS_WORK_TILES: Final = 5
+LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled blocks of shared memory
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 
 
@@ -61,7 +70,33 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
             stride <= 0 for name in _tma_operands(problem) for stride in _strides(getattr(problem, name))
         ),
     }
-    return (*missing, *(name for name, is_present in present.items() if is_present))
+    return (*missing, *(name for name, is_present in present.items() if is_present), *_unsupported_pages(problem))
+
+
+def _unsupported_pages(problem: Problem) -> tuple[str, ...]:
+    """Returns what the pools have that the tensor maps of pages cannot describe.
+
+    The map of the tile with the last key counts the rows of value from its first page on, so that a page starts at a
+    whole number of rows.
+    """
+    if problem.pages is None:
+        return ()
+    num_pages, page_size, *_ = problem.value.shape
+    page, row, *_ = problem.value.strides
+    is_described = num_pages < 2 or row <= 0 or page % row == 0
+    last_row = (num_pages - 1) * value_page_rows(problem) + page_size
+    present = {
+        f"pages of fewer than {LEAST_PAGE_SIZE} rows": page_size < LEAST_PAGE_SIZE,
+        "pages of value whose stride is no multiple of its row stride": not is_described,
+        "2^30 rows of value or more": is_described and last_row >= RAGGED_ROWS,
+    }
+    return tuple(name for name, is_present in present.items() if is_present)
+
+
+def value_page_rows(problem: Problem) -> int:
+    """Returns the row strides from one page of value to the next; 0 if there is one page."""
+    page, row, *_ = problem.value.strides
+    return page // row if problem.value.shape[0] > 1 and row > 0 else 0
 
 
 def _needs_2cta(shape: Shape) -> bool:
@@ -265,8 +300,15 @@ def _work_tiles(build: Build) -> str:
     return "a block computes a key tile of all query heads of a group: " if build.has("grouped") else ""
 
 
-def tensor_map_box(build: Build, name: str) -> tuple[tuple[int, ...], int]:
-    """Returns (box, swizzle width in bytes) of an operand's tensor map: a box is one strip of a tile."""
-    rows, columns = tma_tiles(build)[name]
+def tensor_map_box(build: Build, name: str, rank: int, page_size: int | None) -> tuple[tuple[int, ...], int]:
+    """Returns (box, swizzle width in bytes) of the tensor map `name`: a box is one strip of a tile, or of a page in it.
+
+    rank: axes of the map
+    page_size: rows of a page; None for no pages
+    """
+    field = mapped_field(name)
+    rows, columns = tma_tiles(build)[field]
+    if page_size is not None and field != "query":
+        rows = min(page_size, most_box_rows(build))
     swizzle = swizzle_bytes(columns)
-    return (swizzle // 2, rows, *([1] * (3 if build.has("varlen") else 2))), swizzle
+    return (swizzle // 2, rows, *([1] * (rank - 2))), swizzle

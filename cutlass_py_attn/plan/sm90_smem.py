@@ -52,6 +52,11 @@ def tma_tiles(build: Build) -> dict[str, tuple[int, int]]:
     }
 
 
+def most_box_rows(build: Build) -> int:
+    """Returns the most rows of one box of a paged key or value tile: boxes divide pages, and a tile has whole boxes."""
+    return build.tile_n & -build.tile_n
+
+
 def num_stages(build: Build) -> dict[str, int]:
     """Returns the pipeline stages of each operand that TMA loads, as the shared-memory map has them."""
     return {

@@ -16,6 +16,7 @@ TWO_CTA: Final = "2cta"
 E4M3: Final = "e4m3"
 E4M3_ROW: Final = "e4m3_row"
 WIDE: Final = "wide"
+PERSISTENT: Final = "persistent"
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 
@@ -51,7 +52,15 @@ class Variant:
 
 
 _ALL: Final = (
-    Variant("forward", "sm80", STANDARD, "sm80.forward", "one block per query tile", "sm80 forward"),
+    Variant(
+        "forward",
+        "sm80",
+        STANDARD,
+        "sm80.forward",
+        "one block per query tile",
+        "sm80 forward",
+        layouts=(*registry.LAYOUTS, registry.PAGED),
+    ),
     Variant(
         "backward",
         "sm80",
@@ -60,9 +69,25 @@ _ALL: Final = (
         "one block per key tile or split of the key tiles",
         "sm80 backward",
     ),
-    Variant("forward", "sm80", SPLIT_D, "sm80_split_d.forward", "head_dim_value split over blocks", "sm80 forward"),
+    Variant(
+        "forward",
+        "sm80",
+        SPLIT_D,
+        "sm80_split_d.forward",
+        "head_dim_value split over blocks",
+        "sm80 forward",
+        layouts=(*registry.LAYOUTS, registry.PAGED),
+    ),
     Variant("backward", "sm80", SPLIT_D, "sm80_split_d.backward", "head dims split over blocks", "sm80 backward"),
-    Variant("forward", "sm90", STANDARD, "sm90.forward", "persistent blocks over query tiles", "sm90 forward"),
+    Variant(
+        "forward",
+        "sm90",
+        STANDARD,
+        "sm90.forward",
+        "persistent blocks over query tiles",
+        "sm90 forward",
+        layouts=(*registry.LAYOUTS, registry.PAGED),
+    ),
     Variant(
         "forward",
         "sm90",
@@ -132,6 +157,15 @@ _ALL: Final = (
     Variant("append", "sm80", E4M3, "decode.append", "a few threads per row, which they scale", layouts=()),
     Variant("append", "sm80", E4M3_ROW, "decode.append", "a few threads per row, which find its scale", layouts=()),
     Variant("merge", "sm80", STANDARD, "decode.merge", "a few threads per row", layouts=("varlen",)),
+    Variant(
+        "forward",
+        "decode",
+        PERSISTENT,
+        "decode.persistent",
+        "persistent blocks over chunks of the keys of all sequences, whose lengths are in device memory",
+        "decode persistent",
+        layouts=("grouped", registry.PAGED, "varlen"),
+    ),
     Variant("component_gemm", "sm80", STANDARD, "component_gemms.standalone_sm80", "one block per tile", layouts=()),
     Variant("component_gemm", "sm90", STANDARD, "component_gemms.standalone_sm90", "one block per tile", layouts=()),
 )

@@ -9,7 +9,14 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS
-from cutlass_py_attn.testing import covering_cases, decode_cases, matrix, serving_cases
+from cutlass_py_attn.testing import (
+    covering_cases,
+    decode_cases,
+    matrix,
+    paged_cases,
+    paged_forward_cases,
+    serving_cases,
+)
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
 from cutlass_py_attn.testing.grouped_cases import GROUPED
 
@@ -201,6 +208,8 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         covering_cases.builds(arch),
         matrix.builds(arch),
         decode_cases.builds(arch),
+        paged_cases.builds(arch),
+        paged_forward_cases.builds(arch),
         torch_ops_builds(arch),
         serving_cases.builds(arch),
         library_builds(arch),

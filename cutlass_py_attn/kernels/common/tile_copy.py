@@ -42,7 +42,15 @@ def smem_tile(base: cute.Pointer, offset: int, dtype, rows: int, columns: int, s
     return cute.make_tensor(pointer, cute.tile_to_shape(atom, shape, order))
 
 
-def _tiled_copy(atom: cute.CopyAtom, threads: int, columns: int, dtype, vector_bytes: int) -> cute.TiledCopy:
+def cp_async_atom(dtype, vector_bytes: int) -> cute.CopyAtom:
+    """Returns the copy of one vector from global to shared memory."""
+    # cp.async can bypass L1 (.cg) only with 16-byte vectors.
+    cache_mode = LoadCacheMode.GLOBAL if vector_bytes == VECTOR_BYTES else LoadCacheMode.ALWAYS
+    return cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=cache_mode), dtype, num_bits_per_copy=vector_bytes * 8)
+
+
+def tiled_copy(atom: cute.CopyAtom, threads: int, columns: int, dtype, vector_bytes: int) -> cute.TiledCopy:
+    """Returns the copy of a tile by `threads` threads; neighbouring threads copy neighbouring vectors of a row."""
     vector = vector_bytes * 8 // dtype.width
     chunk = threads_of_row(columns * dtype.width // 8, vector_bytes)
     thread_layout = cute.make_layout((threads // chunk, chunk), stride=(chunk, 1))
@@ -104,10 +112,8 @@ def _load_vectors(
     """Loads with cp.async, `vector_bytes` at a time."""
     dtype = tile.element_type
     rows, columns = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
-    # cp.async can bypass L1 (.cg) only with 16-byte vectors.
-    cache_mode = LoadCacheMode.GLOBAL if cutlass.const_expr(vector_bytes == VECTOR_BYTES) else LoadCacheMode.ALWAYS
-    atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=cache_mode), dtype, num_bits_per_copy=vector_bytes * 8)
-    copy = _tiled_copy(atom, threads, columns, dtype, vector_bytes).get_slice(thread)
+    atom = cp_async_atom(dtype, vector_bytes)
+    copy = tiled_copy(atom, threads, columns, dtype, vector_bytes).get_slice(thread)
     values = cute.make_tensor(start, cute.make_layout((rows, columns), stride=strides))
     source_part, tile_part = copy.partition_S(values), copy.partition_D(tile)
     coordinates = copy.partition_S(cute.make_identity_tensor((rows, columns)))
@@ -163,7 +169,7 @@ def _store_vectors(
     dtype = tile.element_type
     rows, columns = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
     atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=vector_bytes * 8)
-    copy = _tiled_copy(atom, threads, columns, dtype, vector_bytes).get_slice(thread)
+    copy = tiled_copy(atom, threads, columns, dtype, vector_bytes).get_slice(thread)
     values = cute.make_tensor(start, cute.make_layout((rows, columns), stride=strides))
     tile_part, target_part = copy.partition_S(tile), copy.partition_D(values)
     coordinates = copy.partition_S(cute.make_identity_tensor((rows, columns)))

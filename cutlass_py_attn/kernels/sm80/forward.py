@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutlass_py_attn.integers import larger
-from cutlass_py_attn.kernels.common import logsumexp, masking, params, seqlen_info, tile_copy
+from cutlass_py_attn.kernels.common import logsumexp, masking, paged_tile_copy, params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, row_view
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod
@@ -194,6 +194,11 @@ class ForwardSm80:
         """Starts copying key tile `key_tile` of key or value, for query head `head`."""
         build, key0 = self.build, key_tile * self.build.tile_n
         columns = build.head_dim if name == "key" else build.head_dim_value
+        if build.has("paged"):
+            key_head = seqlen_info.key_head(build, p, head)
+            pages = paged_tile_copy.paged_tile(build, p, name, seqlen, key_head, key0, columns)
+            paged_tile_copy.copy_g2s(p, params.read_register("tid.x"), build.threads, pages, tile)
+            return
         start = RowCoordinates(seqlen.batch, seqlen_info.key_head(build, p, head), seqlen.key_start + key0)
         source = tile_copy.gmem_tile(build, p, name, start, seqlen.num_keys - key0, columns)
         tile_copy.copy_g2s(thread, build.threads, source, tile)

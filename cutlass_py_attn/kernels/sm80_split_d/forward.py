@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutlass_py_attn.integers import larger
-from cutlass_py_attn.kernels.common import logsumexp, masking, params, seqlen_info, tile_copy
+from cutlass_py_attn.kernels.common import logsumexp, masking, paged_tile_copy, params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.dynamic_tiles import OperandSlice, column_slice, smem_tile_at
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, row_view
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
@@ -233,15 +233,21 @@ class ForwardSplitD:
     ) -> None:
         """Starts copying a tile of query, key or value at (row, column) of this query tile, or of the sequence."""
         build, seqlen, head = self.build, work.seqlen, work.head
+        columns = build.head_dim_value if name == "value" else build.head_dim
+        width = cute.size(tile, mode=[1])
+        if build.has("paged") and name != "query":
+            key_head = seqlen_info.key_head(build, p, head)
+            pages = paged_tile_copy.paged_tile(build, p, name, seqlen, key_head, row, columns)
+            paged_tile_copy.copy_g2s(p, thread, build.threads, paged_tile_copy.column_slice(pages, column, width), tile)
+            return
         if name == "query":
             start = RowCoordinates(seqlen.batch, head, seqlen.query_start + work.query0)
             rows_left = seqlen.num_queries - work.query0
         else:
             start = RowCoordinates(seqlen.batch, seqlen_info.key_head(build, p, head), seqlen.key_start + row)
             rows_left = seqlen.num_keys - row
-        columns = build.head_dim_value if name == "value" else build.head_dim
         source = tile_copy.gmem_tile(build, p, name, start, rows_left, columns)
-        tile_copy.copy_g2s(thread, build.threads, column_slice(source, column, cute.size(tile, mode=[1])), tile)
+        tile_copy.copy_g2s(thread, build.threads, column_slice(source, column, width), tile)
 
     def wait_for_bias(self) -> None:
         """Waits for the bias, which was committed with the loads of the tile's first step."""

@@ -22,7 +22,8 @@ import cutlass.experimental.cuda as tensor_maps
 import cutlass.pipeline as pipeline
 from cutlass import Float32, GridConstant, Int32
 
-from cutlass_py_attn.kernels.common import logsumexp, masking, params, seqlen_info, tile_copy, tma
+from cutlass_py_attn.integers import larger
+from cutlass_py_attn.kernels.common import logsumexp, masking, paging, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.softmax import multiply_rows, safe_scale
@@ -32,6 +33,7 @@ from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax
 from cutlass_py_attn.kernels.sm90.cluster import Cluster, SingleCta
 from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
+from cutlass_py_attn.kernels.sm90.paged_loads import PagedKeyTile, PagedLoads
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
 from cutlass_py_attn.kernels.sm90.tile_scheduler import ClusterTileScheduler, Cursor, TileScheduler, WorkTile
@@ -111,14 +113,17 @@ class ForwardSm90:
     def __call__(self, *values):
         p = params.from_values(self.build, values)
         build = self.build
-        maps = tuple(
-            tma.placeholder_map(p, getattr(p, name), self.dtype, *tile) for name, tile in tma_tiles(build).items()
-        )
+        maps = self.placeholder_maps(p)
         params.set_entry_name(build, self.kernel)
         block, cluster_shape = (build.threads, 1, 1), (build.body.cluster, 1, 1)
         self.kernel(*maps, p).launch(
             grid=(p.num_queries, 1, 1), block=block, cluster=cluster_shape, min_blocks_per_mp=1
         )
+
+    def placeholder_maps(self, p: Any) -> tuple[Any, ...]:
+        """Returns tensor maps for tracing, in the order of the kernel's parameters."""
+        tiles = tma_tiles(self.build).items()
+        return tuple(tma.placeholder_map(p, getattr(p, name), self.dtype, *tile) for name, tile in tiles)
 
     @cute.kernel
     def kernel(
@@ -128,6 +133,11 @@ class ForwardSm90:
         map_v: GridConstant[tensor_maps.TensorMap],
         p: Any,
     ):
+        self.run(p, (map_q, map_k, map_v))
+
+    @cute.jit
+    def run(self, p: Any, maps: tuple):
+        """Executes the role of this warp."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         pipes = self.create_pipelines()
@@ -135,7 +145,7 @@ class ForwardSm90:
         if warp < WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                self.load(p, pipes, (map_q, map_k, map_v))
+                self.load(p, pipes, maps)
         else:
             cute.arch.setmaxregister_increase(self.registers[-1])
             self.mma(p, pipes, thread - WARPGROUP_THREADS)
@@ -417,6 +427,60 @@ class ForwardSm90:
         ]
 
 
+class PagedForwardSm90(ForwardSm90):
+    """The forward kernel of a Build with pages: only the loads of key and value differ."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.loads = PagedLoads(build)
+
+    def placeholder_maps(self, p: Any) -> tuple[Any, ...]:
+        """Returns tensor maps for tracing: of query, key, value, and of the tile of value with the last key."""
+        maps = super().placeholder_maps(p)
+        return *maps, tma.placeholder_map(p, p.value, self.dtype, *tma_tiles(self.build)["value"])
+
+    @cute.kernel
+    def kernel(
+        self,
+        map_q: GridConstant[tensor_maps.TensorMap],
+        map_k: GridConstant[tensor_maps.TensorMap],
+        map_v: GridConstant[tensor_maps.TensorMap],
+        map_last_v: GridConstant[tensor_maps.TensorMap],
+        p: Any,
+    ):
+        self.run(p, (map_q, map_k, map_v, map_last_v))
+
+    @cute.jit
+    def load(self, p: Any, pipes: Any, maps: tuple):
+        """Producer warp: loads the query tile and its key and value tiles, one work tile after the other.
+
+        Each lane reads the table's entry of its box one key tile ahead, while the warp waits for empty stages.
+        """
+        build = self.build
+        q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
+        boxes, cursor = self.loads.boxes(p), self.scheduler.initial_cursor()
+        for wave in cutlass.range(self.scheduler.num_waves(p), unroll=1):
+            work, cursor = self.scheduler.work_tile(p, wave, cursor)
+            seqlen, key_head = work.seqlen, seqlen_info.key_head(build, p, work.head)
+            pages = paging.page_row(p, seqlen.index)
+            page = self.loads.lane_page(p, pages, seqlen, boxes, work.end - 1)
+            coordinates = tma.tile_coordinates(build, work.tile * build.tile_m, work.head, seqlen, "query")
+            pipelines.load(build, pipes.query, q_state, "query", maps[0], coordinates)
+            q_state.advance()
+            for i in cutlass.range(work.end - work.first, unroll=1):
+                key_tile = work.end - 1 - i
+                next_page = self.loads.lane_page(p, pages, seqlen, boxes, larger(key_tile - 1, 0))
+                tile = PagedKeyTile(key_head, key_tile * build.tile_n, seqlen.num_keys, page)
+                self.loads.load_key(p, pipes.key, k_state, maps[1], boxes, tile)
+                k_state.advance()
+                self.loads.load_value(p, pipes.value, v_state, maps[2:], boxes, tile)
+                v_state.advance()
+                page = next_page
+        pipes.key.producer_tail(k_state)
+        pipes.value.producer_tail(v_state)
+
+
 def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:
     """Returns the host function that launches this build's kernel, and arguments to compile it with."""
-    return ForwardSm90(build), params.example_arguments(abi.fields_of(build))
+    kernel = PagedForwardSm90 if build.has("paged") else ForwardSm90
+    return kernel(build), params.example_arguments(abi.fields_of(build))

@@ -1,0 +1,104 @@
+"""Paged copy: rows of keys or values from pages to shared memory by cp.async, for pages of any size.
+
+A warp's lanes hold the entries of the table for the rows that its team copies. If a page has at least as many rows as
+the team copies, all of them are in one page, and every lane has the same entry. If not, lane l has the entry of row l.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+from cutlass.cute.nvgpu import LoadCacheMode, cpasync
+
+from cutlass_py_attn.kernels.common import paging, params, tile_copy
+from cutlass_py_attn.kernels.common.paging import PageRow
+from cutlass_py_attn.kernels.common.tile_copy import GmemTile
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.plan.smem import threads_of_row
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """Rows [key0, num_keys) of a sequence and a key head that a team copies.
+
+    entry: this lane's entry of the table, see `PagedCopy.entry`.
+    """
+
+    head_key: Int32
+    key0: Int32
+    num_keys: Int32
+    entry: Int32
+
+
+class PagedCopy:
+    """Copies of one Build: `rows` rows by the `threads` threads of a team; rows is at most the lanes of a warp."""
+
+    def __init__(self, build: Build, rows: int, threads: int) -> None:
+        assert rows <= WARP_THREADS, f"rows = {rows}: a lane has the entry of one row"
+        self.build, self.num_rows, self.threads = build, rows, threads
+
+    @cute.jit
+    def entry(self, p: Any, row: PageRow, shift: Int32, key0: Int32, num_keys: Int32, lane: Int32):
+        """Returns this lane's entry for rows from key0 on; 0 if its row is behind the last key.
+
+        shift: log2 of the page size.
+        """
+        key = key0
+        if p.page_size < self.num_rows:
+            key = key0 + lane % self.num_rows
+        found = Int32(0)
+        if key < num_keys:
+            found = paging.entry(p, row, key >> shift)
+        return found
+
+    @cute.jit
+    def copy(self, p: Any, name: cutlass.Constexpr, member: Int32, rows: Any, columns: cutlass.Constexpr, tile: Any):
+        """Starts copying `columns` columns of the rows into a tile; rows behind the last key become zero."""
+        build = self.build
+        if p.page_size >= self.num_rows:
+            inside = rows.key0 & (p.page_size - 1)
+            offset = paging.offset(p, name, rows.entry, inside, rows.head_key)
+            start = self.pointer(p, name, offset)
+            left = rows.num_keys - rows.key0
+            source = GmemTile(start, params.stride(p, name, "row"), left, columns, build.vector_bytes)
+            tile_copy.copy_g2s(member, self.threads, source, tile)
+        else:
+            self.copy_single_rows(p, name, member, rows, columns, tile)
+
+    def pointer(self, p: Any, name: str, offset: Any) -> cute.Pointer:
+        """Returns the pointer to a row of a pool."""
+        build = self.build
+        base = params.pointer(getattr(p, name), params.DTYPES[build.dtype], build.vector_bytes)
+        return base + params.assume_multiple(offset, build.vector_bytes // build.item_bytes)
+
+    @cute.jit
+    def copy_single_rows(
+        self, p: Any, name: cutlass.Constexpr, member: Int32, rows: Any, columns: cutlass.Constexpr, tile: Any
+    ):
+        """Does `copy` for rows of several pages: the lane that holds the entry of a row passes it on."""
+        build = self.build
+        dtype, vector_bytes = params.DTYPES[build.dtype], build.vector_bytes
+        vector = vector_bytes // build.item_bytes
+        mode = LoadCacheMode.GLOBAL if cutlass.const_expr(vector_bytes == 16) else LoadCacheMode.ALWAYS
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=mode), dtype, num_bits_per_copy=vector_bytes * 8)
+        chunk = threads_of_row(cute.size(tile, mode=[1]) * build.item_bytes, vector_bytes)
+        lanes = cute.make_layout((self.threads // chunk, chunk), stride=(chunk, 1))
+        copy = cute.make_tiled_copy_tv(atom, lanes, cute.make_layout((1, vector))).get_slice(member)
+        part = copy.partition_D(tile)
+        shape = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+        coordinates = copy.partition_S(cute.make_identity_tensor(shape))
+        for i in cutlass.range_constexpr(cute.size(part, mode=[1])):
+            row = coordinates[(0, 0), i, 0][0]
+            page = cute.arch.shuffle_sync(rows.entry, row)
+            key = rows.key0 + row
+            offset = paging.offset(p, name, page, key & (p.page_size - 1), rows.head_key)
+            for j in cutlass.range_constexpr(cute.size(part, mode=[2])):
+                column = coordinates[(0, 0), i, j][1]
+                in_bounds = cute.make_rmem_tensor(cute.make_layout(1), Boolean)
+                in_bounds[0] = (key < rows.num_keys) & (column < columns)
+                source = self.pointer(p, name, offset + column)
+                values = cute.make_tensor(source, cute.make_layout(((vector, 1),)))
+                cute.copy(atom, values, part[None, i, j], pred=in_bounds)
