@@ -118,14 +118,14 @@ def _launch_lines(plan: Plan) -> Iterator[str]:
 
 def _sharing_lines(plan: Plan) -> Iterator[str]:
     """Yields how blocks share keys, and where these are."""
+    if plan.build.kind in ROW_KINDS:
+        return
     found = dict(plan.params)
     if "page_size" in found:
         yield (
             f"pages: {found['num_pages']} of {found['page_size']} rows, at most {found['max_pages']} of a sequence; "
             "table and lengths are read on the device"
         )
-    if plan.build.kind in ROW_KINDS:
-        return
     if "num_teams" not in found:
         yield f"num_splits_key: {plan.num_splits_key} blocks share one (batch, head)"
         return
