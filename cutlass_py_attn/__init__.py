@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.api.options import AttentionOptions, BackwardOptions, ForwardOptions, VariableLength
     from cutlass_py_attn.api.results import Gradients
     from cutlass_py_attn.artifact import Artifact, Folder
-    from cutlass_py_attn.bundle.files import Bundle, export_bundle, load_bundle
+    from cutlass_py_attn.bundle.files import Bundle, export_bundle, export_library, load_bundle
     from cutlass_py_attn.compilation.checked import artifact_for, compile
     from cutlass_py_attn.errors import (
         AttentionError,
@@ -49,7 +49,7 @@ _PUBLIC_NAMES = {
     "api.options": ("AttentionOptions", "BackwardOptions", "ForwardOptions", "VariableLength"),
     "api.results": ("Gradients",),
     "artifact": ("Artifact", "Folder"),
-    "bundle.files": ("Bundle", "export_bundle", "load_bundle"),
+    "bundle.files": ("Bundle", "export_bundle", "export_library", "load_bundle"),
     "compilation.checked": ("artifact_for", "compile"),
     "errors": ("AttentionError", "CompileError", "DoesNotFit", "DriverError", "NoDevice", "NotSupported", "Stale"),
     "plan.build": ("Build",),
@@ -103,6 +103,7 @@ __all__ = [
     "compile",
     "dropout_mask",
     "export_bundle",
+    "export_library",
     "load_bundle",
     "plan_backward",
     "plan_forward",

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from cutlass_py_attn.artifact import Artifact, NoPermission, unreadable
 from cutlass_py_attn.bundle import header, library, reading
@@ -49,7 +49,7 @@ def export_bundle(
     NotSupported lists every objection. CompileError: no plan of a problem compiles. Stale: `kernels` has none of them.
     NoPermission: this user may not read an older bundle in the folder.
     """
-    return _export(folder, problems, archs, name, kernels, _header)
+    return _export(folder, problems, archs, name, kernels, is_library=False)
 
 
 def export_library(
@@ -68,19 +68,7 @@ def export_library(
     Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term, which
     the fixed struct of a library's calls has no field for.
     """
-    return _export(folder, problems, archs, name, kernels, _library)
-
-
-# Returns the sources of an export by file name, from its manifest and its other files.
-_Sources = Callable[[dict[str, Any], dict[str, bytes]], dict[str, bytes]]
-
-
-def _header(described: dict[str, Any], files: dict[str, bytes]) -> dict[str, bytes]:
-    return {f"{described['name']}.h": header.render(described).encode()}
-
-
-def _library(described: dict[str, Any], files: dict[str, bytes]) -> dict[str, bytes]:
-    return library.render(described, files)
+    return _export(folder, problems, archs, name, kernels, is_library=True)
 
 
 def _export(
@@ -89,26 +77,27 @@ def _export(
     given_archs: Iterable[str],
     name: str,
     kernels: Callable[[Build], Artifact] | None,
-    sources: _Sources,
+    *,
+    is_library: bool,
 ) -> Bundle:
     problems, archs = listed(given), listed(given_archs)
     if reasons := export_objections(folder, problems, archs, name, kernels):
         raise NotSupported(reasons)
     path = Path(os.path.realpath(folder))
-    is_library = sources is _library
     _check(path, problems, archs, name, is_library)
     if is_library:  # its calls say where seed and offset are
         problems = tuple(problem.replace(philox_on_device=False) for problem in problems)
     source = kernels or _compiler()
     targets = [_best(problem, arch, source) for problem in problems for arch in archs]
-    # Of targets with the same kernels, the last of a header, whose problem the header starts from.
-    unique = {_identity(target, is_library): target for target in (targets[::-1] if is_library else targets)}
+    unique: dict[tuple[object, ...], Target] = {}
+    for target in targets:
+        unique.setdefault(_identity(target, is_library), target)
     ordered = sorted(unique.values(), key=_preference)
     files: dict[str, bytes] = {}
     for target in ordered:
         files |= target.artifact.files()
     described = manifest(name, ordered, files)
-    made = sources(described, files)
+    made = library.render(described, files) if is_library else {f"{name}.h": header.render(described).encode()}
     described["files"] |= {file: {"bytes": len(data), "sha256": sha256(data)} for file, data in made.items()}
     files |= {**made, MANIFEST: json.dumps(sealed(described), indent=1).encode()}
     replace_folder(path, files, reading.listed_files)

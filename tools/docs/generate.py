@@ -32,6 +32,7 @@ ORDER = (
     "faults",
     "jax",
     "bundles",
+    "c_library",
     "inspect",
     "reference",
     "performance",
