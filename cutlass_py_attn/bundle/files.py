@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from typing import Final
 from cutlass_py_attn.artifact import Artifact, NoPermission, unreadable
 from cutlass_py_attn.bundle import header, library, reading
 from cutlass_py_attn.bundle.arguments import export_objections, listed
-from cutlass_py_attn.bundle.dispatch import facts_of, family_order, order_key
+from cutlass_py_attn.bundle.dispatch import NEVER, facts_of, family_order, order_key, preferred_when
 from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
 from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
 from cutlass_py_attn.bundle.replacing import objection, replace_folder
@@ -89,6 +90,8 @@ def _export(
         problems = tuple(problem.replace(philox_on_device=False) for problem in problems)
     source = kernels or _compiler()
     targets = [_best(problem, arch, source) for problem in problems for arch in archs]
+    if is_library:
+        targets += [it for problem in problems for arch in archs for it in _for_its_lengths(problem, arch, source)]
     unique: dict[tuple[object, ...], Target] = {}
     for target in targets:
         unique.setdefault(_identity(target, is_library), target)
@@ -275,6 +278,16 @@ def _best(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> 
             first = first or error
     assert first is not None
     raise first
+
+
+def _for_its_lengths(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> Iterator[Target]:
+    """Yields a target for each variant that the planner prefers for the lengths of the problem and calls alike."""
+    limits = architecture(arch)
+    for plan in planner.plans(problem, arch) if not limits.is_portable else ():
+        if plan.build.body.lengths != "any" and preferred_when(plan.build) != NEVER:
+            with contextlib.suppress(CompileError, Stale):
+                yield Target(problem, plan, kernels(plan.build), limits.num_sms)
+                return
 
 
 def _preference(target: Target) -> tuple[bool, bool, tuple[int, int]]:

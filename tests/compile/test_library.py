@@ -43,6 +43,8 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bf16_d128_s512_b2_h4k2_full": (("forward",), ("bf16_d128_q100_s300_b1_h8k2_full",)),
     "f16_d128_q1_s8192_b4_h8_full": (("forward",), ("f16_d128_q3_s256_b1_h1_full",)),
     "f16_d72_s512_b2_h4_window_left30_right9": (("forward",), ("f16_d72_s77_b2_h4_window_left30_right9",)),
+    "bf16_d128_s8192_b1_h4_causal": (("forward",), ("bf16_d128_q4096_s5000_b3_h7_causal_br",)),
+    "bf16_d128_s8192_b1_h4k2_causal": (("forward",), ("bf16_d128_q4096_s5000_b3_h6k2_causal_br",)),
     "f16_d100_s512_b2_h4_full": (DIRECTIONS, ("f16_d100_s77_b2_h5_full",)),
 }
 
@@ -145,7 +147,7 @@ def expected_plan(bundle: Bundle, problem: Problem, arch: str, num_sms: int) -> 
     """The first plan for the device of which the library has the kernels; None if it has none of them."""
     builds = {plan.build for direction in bundle.directions for plan in bundle.plans(direction)}
     limits = architecture(arch)
-    for plan in planner.plans_on(problem, limits.compute_capability, num_sms, any_length=True):
+    for plan in planner.plans_on(problem, limits.compute_capability, num_sms):
         target = plan.architecture
         newest = [
             build.arch for build in builds

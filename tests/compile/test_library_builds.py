@@ -537,7 +537,7 @@ def test_the_example_finds_out_kernels_that_do_nothing(bundle: Bundle, tmp_path:
     assert done.returncode == 1, done.stderr
     lines = done.stdout.decode().splitlines()
     assert [line.split()[1].rstrip(",") for line in lines[:3]] == [
-        "fwd_sm90_bf16_d128_causal_grouped_128x128", "bwd_sm90_bf16_d128_causal_grouped_64x128",
+        "fwd_sm90_bf16_d128_causal_grouped_128x128", "bwd_sm90_bf16_d128_causal_grouped_query_heads_64x128",
         "fwd_decode_bf16_d128_full_grouped_16x128",
     ]  # fmt: skip
     assert [line.rpartition(" ")[2] for line in lines[3:-1]] == ["WRONG"] * 7
