@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.api.results import Gradients
     from cutlass_py_attn.api.serving import append_to_cache, merge_states
     from cutlass_py_attn.artifact import Artifact, Folder
-    from cutlass_py_attn.bundle.files import Bundle, export_bundle, load_bundle
+    from cutlass_py_attn.bundle.files import Bundle, export_bundle, export_library, load_bundle
     from cutlass_py_attn.compilation.checked import artifact_for, compile
     from cutlass_py_attn.errors import (
         AttentionError,
@@ -58,7 +58,7 @@ _PUBLIC_NAMES = {
     "api.results": ("Gradients",),
     "api.serving": ("append_to_cache", "merge_states"),
     "artifact": ("Artifact", "Folder"),
-    "bundle.files": ("Bundle", "export_bundle", "load_bundle"),
+    "bundle.files": ("Bundle", "export_bundle", "export_library", "load_bundle"),
     "compilation.checked": ("artifact_for", "compile"),
     "errors": ("AttentionError", "CompileError", "DoesNotFit", "DriverError", "NoDevice", "NotSupported", "Stale"),
     "plan.append": ("plan_append",),
@@ -122,6 +122,7 @@ __all__ = [
     "compile",
     "dropout_mask",
     "export_bundle",
+    "export_library",
     "load_bundle",
     "merge_states",
     "plan_append",

@@ -1,8 +1,9 @@
 """Dispatch: which kernel of several computes a call: what its machine code fixes, and the order in which to try it.
 
 A kernel takes a call if the call has its facts, its conditions hold, and the device runs it. The first such kernel is
-chosen: decode before sm90 before sm80, wide loads before narrow ones, the newest target first. Among decode kernels the
-one whose tile is for this number of query rows is tried before the others (`preferred_when`).
+chosen: decode before sm90 before sm80, wide loads before narrow ones, the newest target first. A kernel that is for
+calls of some sizes alone is tried for these before the others of its family, and for other calls after them
+(`preferred_when`): decode kernels for their number of query rows, sm90 kernels for long sequences or few key tiles.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import functools
 from dataclasses import dataclass
 from typing import Final
 
-from cutlass_py_attn.plan import decode, planner
+from cutlass_py_attn.plan import decode, planner, sm90
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression
 from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 
 ALWAYS: Final = "1"
+NEVER: Final = "0"
 _FAMILIES: Final = ("decode", "sm90", "sm80")  # in the order in which they are tried
 
 
@@ -73,7 +76,6 @@ def order_key(build: Build) -> tuple[int | bool, ...]:
     loads = build.vector_bytes, build.bias_vector_bytes, build.grad_bias_vector_bytes
     return (
         family_order(build),
-        build.has("grouped"),
         *(-size for size in loads),
         limits.is_portable,
         -major,
@@ -84,15 +86,30 @@ def order_key(build: Build) -> tuple[int | bool, ...]:
 
 
 def preferred_when(build: Build) -> Expression:
-    """Returns the rule that is 1 if the planner has this kernel for a call of such sizes, among those that take it."""
+    """Returns the rule that is 1 if the planner has this kernel for a call of such sizes, among those that take it.
+
+    Never 1 for a kernel whose sizes no rule describes: the planner chooses it for the lengths of one problem.
+    """
+    if build.variant == MULTICAST:
+        return f"min(num_queries, num_keys) >= {sm90.MULTICAST_LENGTH}"
+    if build.variant == QUERY_HEADS:
+        return f"{sm90.QUERY_HEADS_WORK_TILES} * num_sms > {_key_tiles(build)} * num_heads_key"
+    if build.body.lengths != "any":
+        return NEVER
     if build.family != "decode":
         return ALWAYS
     rows = _rows_of_tile(build.dtype, build.head_dim, build.head_dim_value, build.arch, str(TileConfig.of(build)))
     if not rows:
-        return "0"
+        return NEVER
     if len(rows) == decode.MAX_ROWS:
         return ALWAYS
     return f"(num_queries * group >= {rows[0]}) * (num_queries * group <= {rows[-1]})"
+
+
+def _key_tiles(build: Build) -> Expression:
+    """Returns the key tiles of one head over the whole batch; num_keys is the length of the longest sequence."""
+    tiles = f"batch * ceil_div(num_keys, {build.tile_n})"
+    return f"min({tiles}, div(tokens_k, {build.tile_n}) + batch)" if build.has("varlen") else tiles
 
 
 @functools.lru_cache(maxsize=256)

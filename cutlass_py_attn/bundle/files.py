@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from cutlass_py_attn.artifact import Artifact, NoPermission, unreadable
 from cutlass_py_attn.bundle import header, library, reading
 from cutlass_py_attn.bundle.arguments import export_objections, listed
-from cutlass_py_attn.bundle.dispatch import facts_of, family_order, order_key
+from cutlass_py_attn.bundle.dispatch import NEVER, facts_of, family_order, order_key, preferred_when
 from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
 from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
 from cutlass_py_attn.bundle.replacing import objection, replace_folder
@@ -49,7 +50,7 @@ def export_bundle(
     NotSupported lists every objection. CompileError: no plan of a problem compiles. Stale: `kernels` has none of them.
     NoPermission: this user may not read an older bundle in the folder.
     """
-    return _export(folder, problems, archs, name, kernels, _header)
+    return _export(folder, problems, archs, name, kernels, is_library=False)
 
 
 def export_library(
@@ -68,19 +69,7 @@ def export_library(
     Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term, which
     the fixed struct of a library's calls has no field for.
     """
-    return _export(folder, problems, archs, name, kernels, _library)
-
-
-# Returns the sources of an export by file name, from its manifest and its other files.
-_Sources = Callable[[dict[str, Any], dict[str, bytes]], dict[str, bytes]]
-
-
-def _header(described: dict[str, Any], files: dict[str, bytes]) -> dict[str, bytes]:
-    return {f"{described['name']}.h": header.render(described).encode()}
-
-
-def _library(described: dict[str, Any], files: dict[str, bytes]) -> dict[str, bytes]:
-    return library.render(described, files)
+    return _export(folder, problems, archs, name, kernels, is_library=True)
 
 
 def _export(
@@ -89,26 +78,29 @@ def _export(
     given_archs: Iterable[str],
     name: str,
     kernels: Callable[[Build], Artifact] | None,
-    sources: _Sources,
+    *,
+    is_library: bool,
 ) -> Bundle:
     problems, archs = listed(given), listed(given_archs)
     if reasons := export_objections(folder, problems, archs, name, kernels):
         raise NotSupported(reasons)
     path = Path(os.path.realpath(folder))
-    is_library = sources is _library
     _check(path, problems, archs, name, is_library)
     if is_library:  # its calls say where seed and offset are
         problems = tuple(problem.replace(philox_on_device=False) for problem in problems)
     source = kernels or _compiler()
     targets = [_best(problem, arch, source) for problem in problems for arch in archs]
-    # Of targets with the same kernels, the last of a header, whose problem the header starts from.
-    unique = {_identity(target, is_library): target for target in (targets[::-1] if is_library else targets)}
+    if is_library:
+        targets += [it for problem in problems for arch in archs for it in _for_its_lengths(problem, arch, source)]
+    unique: dict[tuple[object, ...], Target] = {}
+    for target in targets:
+        unique.setdefault(_identity(target, is_library), target)
     ordered = sorted(unique.values(), key=_preference)
     files: dict[str, bytes] = {}
     for target in ordered:
         files |= target.artifact.files()
     described = manifest(name, ordered, files)
-    made = sources(described, files)
+    made = library.render(described, files) if is_library else {f"{name}.h": header.render(described).encode()}
     described["files"] |= {file: {"bytes": len(data), "sha256": sha256(data)} for file, data in made.items()}
     files |= {**made, MANIFEST: json.dumps(sealed(described), indent=1).encode()}
     replace_folder(path, files, reading.listed_files)
@@ -286,6 +278,16 @@ def _best(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> 
             first = first or error
     assert first is not None
     raise first
+
+
+def _for_its_lengths(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> Iterator[Target]:
+    """Yields a target for each variant that the planner prefers for the lengths of the problem and calls alike."""
+    limits = architecture(arch)
+    for plan in planner.plans(problem, arch) if not limits.is_portable else ():
+        if plan.build.body.lengths != "any" and preferred_when(plan.build) != NEVER:
+            with contextlib.suppress(CompileError, Stale):
+                yield Target(problem, plan, kernels(plan.build), limits.num_sms)
+                return
 
 
 def _preference(target: Target) -> tuple[bool, bool, tuple[int, int]]:

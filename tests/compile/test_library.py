@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from cutlass_py_attn.runtime.driver import device
 from tests.support import fake_driver
 from tests.support.bundle_hosts import ADDRESSES, STREAM, WORKSPACE, bound_calls, compared
 from tests.support.fake_driver import FakeDriver
-from tests.support.library_host import LibraryHost, compiled, exported, filled, target_of
+from tests.support.library_host import STATUS, LibraryHost, compiled, exported, filled, target_of
 
 MANY = "_causal_window64_biassum_dropout0.1_softcap30_alibi_sinks"
 # (exported case, directions, cases of other sizes that the same kernels serve)
@@ -42,6 +43,8 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bf16_d128_s512_b2_h4k2_full": (("forward",), ("bf16_d128_q100_s300_b1_h8k2_full",)),
     "f16_d128_q1_s8192_b4_h8_full": (("forward",), ("f16_d128_q3_s256_b1_h1_full",)),
     "f16_d72_s512_b2_h4_window_left30_right9": (("forward",), ("f16_d72_s77_b2_h4_window_left30_right9",)),
+    "bf16_d128_s8192_b1_h4_causal": (("forward",), ("bf16_d128_q4096_s5000_b3_h7_causal_br",)),
+    "bf16_d128_s8192_b1_h4k2_causal": (("forward",), ("bf16_d128_q4096_s5000_b3_h6k2_causal_br",)),
     "f16_d100_s512_b2_h4_full": (DIRECTIONS, ("f16_d100_s77_b2_h5_full",)),
 }
 
@@ -98,7 +101,8 @@ def test_library_asks_what_the_package_asks(
 
 # The choice of a kernel
 
-TARGETS = (("sm_90a", 132), ("sm_90a", 16), ("sm_80", 108), ("sm_86", 84), ("sm_89", 142))
+# The first two are those of the fake driver's GPUs, on which the call is launched too.
+TARGETS = (("sm_90a", 132), ("sm_86", 84), ("sm_90a", 16), ("sm_80", 108), ("sm_89", 142))
 DRAWN = 400
 
 
@@ -143,7 +147,7 @@ def expected_plan(bundle: Bundle, problem: Problem, arch: str, num_sms: int) -> 
     """The first plan for the device of which the library has the kernels; None if it has none of them."""
     builds = {plan.build for direction in bundle.directions for plan in bundle.plans(direction)}
     limits = architecture(arch)
-    for plan in planner.plans_on(problem, limits.compute_capability, num_sms, any_length=True):
+    for plan in planner.plans_on(problem, limits.compute_capability, num_sms):
         target = plan.architecture
         newest = [
             build.arch for build in builds
@@ -159,8 +163,15 @@ def expected_plan(bundle: Bundle, problem: Problem, arch: str, num_sms: int) -> 
     return None
 
 
-def test_library_chooses_what_the_planner_chooses(bundle: Bundle, host: LibraryHost) -> None:
-    """Without a GPU: symbol and workspace. The rest of a launch follows from the same rules (test above).
+def launches_of(log: FakeDriver, host: LibraryHost, opened: ctypes.c_void_p, call: Any, size: int) -> list[Any]:
+    """What a launch puts on the stream: symbol, grid, threads of a block, shared memory and cluster."""
+    log.clear()
+    assert host.launched(opened, call, WORKSPACE, size) == 0, host.text
+    return [(it.text, it.grid, it.block, it.shared_memory, it.cluster) for it in log.of("cuLaunchKernelEx")]
+
+
+def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle: Bundle, host: LibraryHost) -> None:
+    """Symbol and workspace without a GPU; each launch with its grid and shared memory on the fake driver's two GPUs.
 
     If the library has none of the planner's kernels, what it chooses is another one that computes the problem.
     """
@@ -169,13 +180,21 @@ def test_library_chooses_what_the_planner_chooses(bundle: Bundle, host: LibraryH
     found = {"same": 0, "none": 0, "other": 0}
     families = set()
     differing = []
+    opened = []
+    for ordinal in (0, 1):
+        with device(ordinal).current():
+            status, handle = host.opened()
+            assert status == 0, host.text
+            opened.append(handle)
+    driver_log.without_memory(True)
     while sum(found.values()) < DRAWN:
         problem = drawn(draw)
         if problem.reasons():
             continue
-        arch, num_sms = draw.choice(TARGETS)
+        arch, num_sms = target = draw.choice(TARGETS)
         plan = expected_plan(bundle, problem, arch, num_sms)
-        choice = host.chosen(filled(host.new_call(), problem, first_address=ADDRESSES), target_of(arch, num_sms))
+        call = filled(host.new_call(), problem, first_address=ADDRESSES)
+        choice = host.chosen(call, target_of(arch, num_sms))
         if plan is None and choice.status == "OK":
             found["other"] += 1
             plan = other_plan(builds, problem, choice.symbol, arch, num_sms)
@@ -189,6 +208,12 @@ def test_library_chooses_what_the_planner_chooses(bundle: Bundle, host: LibraryH
         families.add(plan.build.family)
         if (choice.status, choice.symbol, choice.workspace) != ("OK", plan.symbol, plan.workspace.bytes):
             differing.append((problem, arch, num_sms, plan.symbol, plan.workspace.bytes, choice))
+        elif target in TARGETS[:2]:
+            wanted = [(it.symbol, it.grid, it.block, it.shared_memory_bytes, it.cluster) for it in plan.launches]
+            assert launches_of(driver_log, host, opened[TARGETS.index(target)], call, choice.workspace) == wanted
+    driver_log.without_memory(False)
+    for handle in opened:
+        host.close(handle)
     assert differing == []
     assert found["same"] > DRAWN // 2
     assert min(found.values()) > DRAWN // 50
@@ -207,3 +232,95 @@ def other_plan(builds: set[Build], problem: Problem, symbol: str, arch: str, num
     assert mismatches <= {"problem.features", "problem.vector_bytes", "problem.grad_bias_mode"}, mismatches
     assert {*build.features} - {*problem.features} <= {"grouped"}
     return same
+
+
+# Drivers
+
+
+def test_each_device_has_kernels_of_its_own(driver_log: FakeDriver, bundle: Bundle, host: LibraryHost) -> None:
+    """Two devices at once, of different generations; each launch in its device's context, whichever is current."""
+    problem = spec.parse("bf16_d128_s512_b2_h4_causal").problem("forward")
+    call = filled(host.new_call(), problem, first_address=ADDRESSES)
+    opened = []
+    for ordinal in (0, 1):
+        with device(ordinal).current():
+            status, handle = host.opened()
+            assert status == 0
+            opened.append(handle)
+    symbols = []
+    with device(1).current():
+        for ordinal, handle in enumerate(opened):
+            driver_log.clear()
+            assert host.launched(handle, call, 0, 0) == 0, host.text
+            (launched,) = driver_log.of("cuLaunchKernelEx")
+            assert launched.numbers[9] == 0xC0 + ordinal, "the context of the device"
+            symbols.append(launched.text)
+        host.close(opened[0])
+        assert host.launched(opened[1], call, 0, 0) == 0
+        host.close(opened[1])
+    assert symbols == ["fwd_sm90_bf16_d128_causal_128x128_0", "fwd_sm80_bf16_d128_causal_128x64_0"]
+
+
+def test_nothing_is_loaded_after_open(driver_log: FakeDriver, host: LibraryHost) -> None:
+    """So that launches may be captured; and open may load while another thread captures."""
+    problem = spec.parse("bf16_d128_s512_b2_h4_causal").problem("backward")
+    call = filled(host.new_call(), problem, first_address=ADDRESSES)
+    size = host.chosen(call, target_of("sm_90a")).workspace
+    library = driver_log._library
+    with device(0).current():
+        library.cuStreamBeginCapture(ctypes.c_void_p(STREAM), 0)
+        status, opened = host.opened()
+        assert status == 0, host.text
+        loaded = {call.text for call in driver_log.of("cuKernelGetFunction")}
+        driver_log.clear()
+        assert host.launched(opened, call, WORKSPACE, size, STREAM) == 0
+        graph = ctypes.c_void_p()
+        assert library.cuStreamEndCapture(ctypes.c_void_p(STREAM), ctypes.byref(graph)) == 0, "still valid"
+        host.close(opened)
+    assert {*driver_log.names} <= {
+        "cuLaunchKernelEx", "cuMemsetD8Async", "cuTensorMapEncodeTiled", "cuStreamEndCapture", "cuLibraryUnload",
+    }  # fmt: skip
+    assert {call.text for call in driver_log.of("cuLaunchKernelEx")} <= loaded
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("cuTensorMapEncodeTiled", "query"),
+        ("cuMemsetD8Async", "the workspace"),
+        ("cuLaunchKernelEx", "bwd_sm90_bf16_d128_causal_64x128_delta_1"),
+    ],
+)
+def test_a_launch_names_the_driver_call_that_fails(
+    driver_log: FakeDriver, host: LibraryHost, function: str, what: str
+) -> None:
+    problem = spec.parse("bf16_d128_s512_b2_h4_causal").problem("backward")
+    call = filled(host.new_call(), problem, first_address=ADDRESSES)
+    size = host.chosen(call, target_of("sm_90a")).workspace
+    with device(0).current():
+        _, opened = host.opened()
+        driver_log.clear()
+        driver_log.fail(function, 400)
+        assert host.launched(opened, call, WORKSPACE, size) == STATUS["DRIVER"]
+        assert host.error.driver_code == 400
+        assert host.text.startswith(f"{function} of {what}: CUDA_ERROR_INVALID_HANDLE: ")
+        assert len(driver_log.of("cuLaunchKernelEx")) == (function == "cuLaunchKernelEx"), "nothing follows"
+        assert host.launched(opened, call, WORKSPACE, size) == 0
+        assert (host.error.driver_code, host.text) == (0, "")
+        host.close(opened)
+
+
+@pytest.mark.parametrize(
+    "function", ["cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute", "cuKernelGetFunction"]
+)
+def test_an_open_that_fails_leaves_nothing(driver_log: FakeDriver, host: LibraryHost, function: str) -> None:
+    with device(0).current():
+        driver_log.clear()
+        driver_log.fail(function, 209)
+        status, opened = host.opened()
+    assert (status, opened.value) == (STATUS["DRIVER"], None)
+    assert host.error.driver_code == 209
+    assert host.text.startswith(f"{function} of ")
+    assert ": CUDA_ERROR_NO_BINARY_FOR_GPU: " in host.text
+    loaded = len(driver_log.of("cuLibraryLoadData")) - (function == "cuLibraryLoadData")
+    assert len(driver_log.of("cuLibraryUnload")) == loaded

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import random
+import re
 import shutil
 import struct
 import subprocess
@@ -536,7 +537,7 @@ def test_the_example_finds_out_kernels_that_do_nothing(bundle: Bundle, tmp_path:
     assert done.returncode == 1, done.stderr
     lines = done.stdout.decode().splitlines()
     assert [line.split()[1].rstrip(",") for line in lines[:3]] == [
-        "fwd_sm90_bf16_d128_causal_grouped_128x128", "bwd_sm90_bf16_d128_causal_grouped_64x128",
+        "fwd_sm90_bf16_d128_causal_grouped_128x128", "bwd_sm90_bf16_d128_causal_grouped_query_heads_64x128",
         "fwd_decode_bf16_d128_full_grouped_16x128",
     ]  # fmt: skip
     assert [line.rpartition(" ")[2] for line in lines[3:-1]] == ["WRONG"] * 7
@@ -545,3 +546,23 @@ def test_the_example_finds_out_kernels_that_do_nothing(bundle: Bundle, tmp_path:
 
 
 assert sys.byteorder == "little", "calls are written as bytes of this machine"
+
+
+def test_the_call_that_the_page_shows_compiles(bundle: Bundle, tmp_path: Path) -> None:
+    """Inside a function that has what the page says a caller has; and the exports of the page have its problems."""
+    page = (ROOT / "docs" / "c_library.md").read_text()
+    (block,) = re.findall(r"```c\n(.*?)```", page, re.DOTALL)
+    addresses = ", ".join(f"uint64_t {name}" for name in ("query", "key", "value", "output", "logsumexp", "workspace"))
+    source = tmp_path / "call.c"
+    source.write_text(
+        '#include "attention.h"\n#include <stdio.h>\n#include <stdlib.h>\n'
+        f"void a_call(void *stream, {addresses}) {{\n{block}}}\n"
+    )
+    options = ("-std=c11", *STRICT[:4], "-fsyntax-only", "-I", str(bundle.path))
+    build([compiler("c"), *options, str(source)])
+    for word, _ in interface.STATUSES:
+        assert f"`ATTENTION_{word}`" in page
+    comment = (ROOT / "examples" / "c_library" / "main.c").read_text().split("#define")[0]
+    for words in (CASES[0][0], CASES[1][0], "-l:libcuda.so.1 -ldl -lpthread -lm -o c_library", "./c_library"):
+        assert words in page
+        assert words in comment

@@ -190,8 +190,8 @@ def test_a_launch_needs_its_workspace(driver_log: FakeDriver, host: LibraryHost)
         for address, size in ((0, need), (WORKSPACE, need - 1), (WORKSPACE + 8, need), (WORKSPACE, 0)):
             assert host.launched(opened, call, address, size) == STATUS["WORKSPACE"]
             assert host.text == (
-                f"bwd_sm90_bf16_d128_causal_grouped_64x128 needs {need} bytes of workspace, 16-byte aligned; got "
-                f"{size} at address {address:#x}; ask attention_choose"
+                f"bwd_sm90_bf16_d128_causal_grouped_query_heads_64x128 needs {need} bytes of workspace, 16-byte "
+                f"aligned; got {size} at address {address:#x}; ask attention_choose"
             )
         assert driver_log.calls == []
         assert host.launched(opened, call, WORKSPACE, need) == 0
@@ -229,7 +229,7 @@ def test_targets_are_checked(host: LibraryHost) -> None:
         assert choice.text.startswith("target: num_sms = ")
     assert host.chosen(call, target_of("sm_86")).text == (
         "no kernel runs on compute capability 8.6 with 101376 bytes of shared memory a block; this library has "
-        "bwd_sm90_bf16_d128_causal_grouped_64x128 for sm_90a; export it for this device too"
+        "bwd_sm90_bf16_d128_causal_grouped_query_heads_64x128 for sm_90a; export it for this device too"
     )
     assert host.chosen(call, target_of("sm_86")).status == "NO_KERNEL"
 

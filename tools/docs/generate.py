@@ -33,6 +33,7 @@ ORDER = (
     "jax",
     "serving",
     "bundles",
+    "c_library",
     "inspect",
     "reference",
     "performance",

@@ -21,7 +21,7 @@ SECTIONS: Final = {
     "Problem and plan": ("Problem", "Shape", "Tensor", "Sequences", "Plan", "plan_forward", "plan_backward",
                          "plan_with_tile", "TileConfig"),
     "Compile and launch": ("Build", "compile", "artifact_for", "Artifact", "Folder", "bind", "Bound"),
-    "Bundles": ("export_bundle", "load_bundle", "Bundle"),
+    "Bundles": ("export_bundle", "export_library", "load_bundle", "Bundle"),
     "Errors": ("AttentionError", "NotSupported", "DoesNotFit", "CompileError", "Stale", "NoDevice", "DriverError"),
 }  # fmt: skip
 REST: Final = "Other names"

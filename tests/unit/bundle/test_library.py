@@ -1,0 +1,288 @@
+"""Tests of C libraries as files: what an export of many problems writes, refuses and gives back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from cutlass_py_attn import export_bundle, export_library, load_bundle
+from cutlass_py_attn.bundle import interface, library
+from cutlass_py_attn.bundle.dispatch import ALWAYS, facts_of, order_key, preferred_when
+from cutlass_py_attn.bundle.files import MANIFEST, Bundle
+from cutlass_py_attn.bundle.manifest import Target, manifest
+from cutlass_py_attn.cli import artifacts
+from cutlass_py_attn.cli.group import group
+from cutlass_py_attn.errors import NotSupported, Stale
+from cutlass_py_attn.plan import expressions, planner
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import DIRECTIONS, Tensor
+from cutlass_py_attn.score_terms import registry
+from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields, VectorOperand
+from tests.support import fakes
+from tests.support.bundles import CASE, problem_of, snapshot
+from tests.support.fake_driver import FakeDriver
+
+DECODE = "bf16_d64_q1_s8192_b4_h32k8_full"
+MORE_ROWS = "bf16_d64_q4_s8192_b4_h32k4_full"
+PREFILL = "bf16_d64_s500_b2_h8k2_full"
+
+
+def exported(folder: Path, *problems: Problem, archs: tuple[str, ...] = ("sm_90a",), **options: Any) -> Bundle:
+    return export_library(folder, problems, archs, **{"kernels": fakes.artifact, **options})
+
+
+def of_cases() -> tuple[Problem, ...]:
+    decodes = (problem_of("forward", case) for case in (PREFILL, MORE_ROWS, DECODE))
+    return *(problem_of(direction) for direction in DIRECTIONS), *decodes
+
+
+def table(text: str, name: str) -> list[list[str]]:
+    """The rows of a table in the C source."""
+    (body,) = re.findall(rf"{name}\[\] = {{\n(.*?)\n}};", text, re.DOTALL)
+    return [re.findall(r'"[^"]*"|[\w.]+', row) for row in body.replace("},\n", "}\n").split("}\n") if row.strip()]
+
+
+# What is written
+
+
+def test_files_of_a_library(tmp_path: Path) -> None:
+    bundle = exported(tmp_path / "library", *of_cases())
+    found = snapshot(bundle.path)
+    sources = {name for name in found if not name.startswith("sm_")}
+    assert sources == {
+        "attention.c", "attention.h", "attention.images", "attention.pc.in", "CMakeLists.txt", MANIFEST,
+        "rust/Cargo.toml", "rust/build.rs", "rust/src/lib.rs",
+    }  # fmt: skip
+    assert len(found) - len(sources) == 3 * 5
+    assert {*bundle.manifest["files"]} == {*found} - {MANIFEST}
+    assert [item["direction"] for item in bundle.manifest["problems"]] == ["forward"] * 4 + ["backward"]
+    assert load_bundle(bundle.path).problems == bundle.problems
+
+
+def test_exports_are_the_same_in_every_byte(tmp_path: Path) -> None:
+    one, other = (snapshot(exported(tmp_path / name, *of_cases()).path) for name in ("a", "b"))
+    assert one == other
+
+
+def test_sources_follow_from_the_manifest_and_the_cubins(tmp_path: Path) -> None:
+    bundle = exported(tmp_path / "library", *of_cases())
+    written = snapshot(bundle.path)
+    found = library.render(bundle.manifest, written)
+    assert found == {name: written[name] for name in found}
+
+
+def test_an_export_replaces_a_bundle_and_is_replaced_by_one(tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    first = export_bundle(folder, [problem_of("forward")], ["sm_90a"], kernels=fakes.artifact)
+    header = {*snapshot(first.path)}
+    exported(folder, *of_cases())
+    assert (folder / "attention.c").is_file()
+    export_bundle(folder, [problem_of("forward")], ["sm_90a"], kernels=fakes.artifact)
+    assert {*snapshot(folder)} == header
+    assert not (folder / "rust").exists()
+
+
+def test_problems_of_the_same_kernels_are_one(tmp_path: Path) -> None:
+    """The first one stays. What a call fixes besides the machine code keeps problems apart: splits of the keys."""
+    same = problem_of("forward"), problem_of("forward", CASE.replace("s200", "s777"))
+    bundle = exported(tmp_path / "same", *same)
+    assert bundle.problems == same[:1]
+    backward = problem_of("backward", CASE + "_splits1")
+    other = problem_of("backward", CASE + "_splits2")
+    apart = exported(tmp_path / "apart", backward, other)
+    assert apart.problems == (backward, other)
+    assert len({plan.build for plan in apart.plans("backward")}) == 1
+    text = (apart.path / "attention.c").read_text()
+    assert len(table(text, "attention_images")) == 1, "the machine code is there once"
+    assert len(table(text, "attention_kernels")) == 2
+
+
+def test_seed_and_offset_may_be_on_the_device_in_any_call(tmp_path: Path) -> None:
+    problem = problem_of("forward", CASE + "_dropout0.5").replace(philox_on_device=True)
+    bundle = exported(tmp_path / "library", problem)
+    assert bundle.problems == (problem.replace(philox_on_device=False),)
+    text = (bundle.path / "attention.c").read_text()
+    for name in ("philox_seed", "philox_offset"):
+        assert f"(int64_t)(int64_t)c->call.{name}); /* {name} */" in text or f"c->call.{name}); /* {name} */" in text
+        assert f"c->call.{name}_address); /* {name}_address */" in text
+
+
+def test_order_of_the_kernels(tmp_path: Path) -> None:
+    """Decode kernels for their rows, then for any; sm90; sm80 last. An sm80 kernel for the newest target first."""
+    bundle = exported(tmp_path / "library", *of_cases(), archs=("sm_80", "sm_86", "sm_90a"))
+    text = (bundle.path / "attention.c").read_text()
+    kernels = [(row[0].strip('"'), row[1].strip('"')) for row in table(text, "attention_kernels")]
+    order = [(*kernels[int(number)], int(preferred)) for number, preferred in table(text, "attention_order")]
+    families = [symbol.split("_")[1] for symbol, _, _ in order]
+    assert families == sorted(families, key=("decode", "sm90", "sm80").index)
+    decodes = [(symbol, arch, preferred) for symbol, arch, preferred in order if "decode" in symbol]
+    assert decodes[: len(decodes) // 2] == [(symbol, arch, 1) for symbol, arch, _ in decodes[: len(decodes) // 2]]
+    assert [each[2] for each in decodes[len(decodes) // 2 :]] == [0] * (len(decodes) // 2)
+    archs = [arch for symbol, arch, _ in order if symbol.startswith("fwd_sm80_bf16_d64_causal")]
+    assert archs == ["sm_86", "sm_80"]
+
+
+def test_rules_of_decode_kernels_for_their_rows() -> None:
+    for case, rows in ((DECODE, (1, 16)), (MORE_ROWS, (17, 32))):
+        build = planner.builds(problem_of("forward", case), "sm_90")[0]
+        rule = preferred_when(build)
+        taken = [
+            count for count in range(1, 65)
+            if expressions.evaluate(rule, {"num_queries": count, "group": 1})
+        ]  # fmt: skip
+        assert (taken[0], taken[-1]) == rows
+    wide = planner.builds(problem_of("forward", DECODE.replace("d64", "d256")), "sm_90")[0]
+    assert preferred_when(wide) == ALWAYS, "the tile table has one tile for any number of rows"
+    fallback = planner.builds(problem_of("forward", DECODE), "sm_90")[1]
+    assert (fallback.family, preferred_when(fallback)) == ("decode", "0")
+    assert preferred_when(planner.builds(problem_of("forward"), "sm_90a")[0]) == ALWAYS
+
+
+def test_wide_loads_are_tried_before_narrow_ones() -> None:
+    problem = problem_of("forward", "bf16_d64_s200_b2_h3_full")
+    narrow = problem.replace(query=Tensor(problem.query.shape, problem.query.strides, "bfloat16", 8))
+    one, other = (planner.builds(each, "sm_80")[0] for each in (problem, narrow))
+    assert (one.vector_bytes, other.vector_bytes) == (16, 8)
+    assert order_key(one) < order_key(other)
+    assert facts_of(problem, one) == facts_of(narrow, other)
+
+
+# What a library gives back
+
+
+def test_kernels_and_problems_of_a_library(tmp_path: Path, driver_log: FakeDriver) -> None:
+    bundle = exported(tmp_path / "library", *of_cases())
+    assert bundle.directions == DIRECTIONS
+    assert bundle.problem("backward") == problem_of("backward")
+    with pytest.raises(NotSupported, match=r"direction = 'forward': .* has 4 such problems; see `problems`"):
+        bundle.problem("forward")
+    with pytest.raises(NotSupported, match="has 4 such problems"):
+        bundle.bind("forward")
+    for case, family in ((DECODE, "decode"), (PREFILL, "sm90"), (DECODE.replace("s8192", "s100"), "sm90")):
+        assert bundle.bind("forward", problem_of("forward", case)).plan.build.family == family
+    with pytest.raises(Stale, match="this forward problem needs other kernels"):
+        bundle.bind("forward", problem_of("forward", PREFILL.replace("full", "full_sinks")))
+
+
+# What is refused
+
+
+class Distance(ScoreTerm):
+    """A registered term."""
+
+    name = "distance"
+    vector = VectorOperand("distance", (("num_heads",),), "weight of the distance")
+    struct = StructFields(addresses=("distance",))
+
+
+def test_registered_terms_are_refused(tmp_path: Path) -> None:
+    registry.register(Distance())
+    try:
+        problem = problem_of("forward").replace(score_terms=(("distance", Tensor((3,), (1,), "float32")),))
+        with pytest.raises(NotSupported, match=r"score term 'distance': is registered, .*; export a bundle"):
+            exported(tmp_path / "library", problem)
+    finally:
+        registry.unregister("distance")
+    assert not (tmp_path / "library").exists()
+
+
+def test_every_objection_at_once(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(NotSupported) as caught:
+        export_library(tmp_path, (), ("sm_10",), name="Attention", kernels=fakes.artifact)
+    assert [reason.split(":")[0] for reason in caught.value.reasons] == [
+        "problems is empty", "name = 'Attention'", f"folder {tmp_path}", "arch 'sm_10'",
+    ]  # fmt: skip
+    with pytest.raises(NotSupported, match=r"problems = 'x' \(str\): must be a list of Problems"):
+        export_library(tmp_path, "x", ("sm_80",))  # type: ignore[arg-type]
+    assert snapshot(tmp_path) == {"notes.txt": b"mine"}
+
+
+def test_a_header_of_several_problems_names_the_library(tmp_path: Path) -> None:
+    with pytest.raises(NotSupported, match=r"problems are forward, forward: .*export_library \(--library\)"):
+        export_bundle(tmp_path / "b", [problem_of("forward"), problem_of("forward", PREFILL)], ["sm_90a"])
+
+
+def test_without_jinja2_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(NotSupported, match=r"the C library needs jinja2: pip install"):
+        exported(tmp_path / "library", problem_of("forward"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hostile_texts_stay_in_comments_and_strings() -> None:
+    """Of an artifact, whose toolchain is in the first comment of each file."""
+    problem = problem_of("forward")
+    plan = planner.plan(problem, "sm_80")
+    hostile = '*/\n#error "from elsewhere"\n/* \\\n ??/ " \u2028 \u202e'
+    target = Target(problem, plan, dataclasses.replace(fakes.artifact(plan.build), toolchain=hostile), 108)
+    files = target.artifact.files()
+    found = library.render(manifest("attention", (target,), files), files)
+    for name in ("attention.c", "attention.h", "rust/src/lib.rs", "CMakeLists.txt"):
+        where = [line for line in found[name].decode().splitlines() if "from elsewhere" in line]
+        assert len(where) == 1
+        assert where[0].isascii()
+        assert re.match(r" {3}Written by|//! Written|# package", where[0])
+
+
+# The interface
+
+
+def test_every_input_of_a_kernel_is_a_field_of_the_call(tmp_path: Path) -> None:
+    """Of every feature, in both directions; a new term must be added to the struct's end."""
+    everything = "bf16_d128_s700_t5000_h4k2_causal_window64_biasgrad_dropout0.1_softcap30_alibib_sinks_deterministic"
+    for direction in DIRECTIONS:
+        exported(tmp_path / direction, problem_of(direction, everything))
+    with pytest.raises(
+        KeyError, match="distance: the call of the library has no such field; add it to the end of CALL"
+    ):
+        interface.field("distance")
+
+
+def test_the_first_version_of_the_call_is_kept() -> None:
+    """Fields may only be added behind these: programs are compiled with them."""
+    names = [field.name for field in interface.CALL]
+    assert names[:8] == ["bytes", "abi", "direction", "dtype", "head_dim", "head_dim_value", "flags", "gradients"]
+    sizes = {"u32": 4, "i32": 4, "u64": 8, "i64": 8, "f64": 8, "array": 32, "bias": 40}
+    first = 0
+    for field in interface.CALL:
+        first += sizes[field.kind]
+        if field.name == "grad_sinks":
+            break
+    assert first == interface.FIRST_BYTES
+    assert [word for word, _ in interface.STATUSES][:7] == [
+        "OK", "INVALID", "NO_KERNEL", "NO_DRIVER", "DRIVER", "WORKSPACE", "WRONG_ABI",
+    ]  # fmt: skip
+
+
+# The command
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "compiler", lambda: lambda build: (fakes.artifact(build), "0.5 s"))
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_command_exports_a_library(tmp_path: Path) -> None:
+    named = [option for case in (CASE, DECODE, PREFILL) for option in ("--problem", case)]
+    folder = tmp_path / "library"
+    done = CliRunner().invoke(
+        group, ["export", "--library", "--name", "ours", *named, "--arch", "sm_80,sm_90a", "-o", str(folder)]
+    )
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert len(lines) == 2 * 5 + 1  # CASE and PREFILL in both directions
+    assert lines[-1].startswith(f"{len(snapshot(folder))} files, ")
+    assert "ours_launch(" in (folder / "ours.h").read_text()
+    assert json.loads((folder / MANIFEST).read_text())["name"] == "ours"
+    done = CliRunner().invoke(group, ["export", *named, "--arch", "sm_80", "-o", str(tmp_path / "b")])
+    assert done.exit_code == 1
+    assert "export a library of several with export_library (--library)" in done.output
