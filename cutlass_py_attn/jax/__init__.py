@@ -34,8 +34,9 @@ from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.jax import calls, context, dot_product, handler, partition, split_rows, ulysses
+from cutlass_py_attn.jax import calls, context, dot_product, handler, on_mesh, partition, split_rows, ulysses
 from cutlass_py_attn.jax.rows import ULYSSES, reorder, restore
+from cutlass_py_attn.jax.segments import packed_sequences
 from cutlass_py_attn.jax.serving import append_to_cache, merge_states
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
@@ -51,9 +52,11 @@ __all__ = [
     "Options",
     "append_to_cache",
     "attention",
+    "context_parallel_attention",
     "dot_product_attention",
     "export_checks",
     "merge_states",
+    "packed_sequences",
     "reorder",
     "restore",
 ]
@@ -171,6 +174,33 @@ def attention(
     raise NotImplementedError
 
 
+def context_parallel_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    context_axis: str,
+    mesh: Any = None,
+    batch_axis: str | tuple[str, ...] | None = None,
+    heads_axis: str | tuple[str, ...] | None = None,
+    **options: Any,
+) -> Any:
+    """Computes `attention` of global arrays whose rows are split over a mesh axis, by a jax.shard_map around it.
+
+    query, key, value: as for `attention`, whole; each device gets its rows. With load_balance="zigzag" the rows are in
+        the order of `reorder`, and so are those of the results.
+    context_axis: mesh axis that splits the rows.
+    mesh: a jax.sharding.Mesh with Auto or Explicit axes; None for that of jax.set_mesh.
+    batch_axis, heads_axis: other mesh axes that split the batch and the heads too; None for none.
+    options: those of `attention`, such as context_strategy; a bias is split over rows, and sequences are whole.
+
+    NotSupported lists every axis that is no axis of the mesh, sizes that the devices do not divide, and what
+    `attention` refuses.
+    """
+    operands = {"query": query, "key": key, "value": value}
+    return on_mesh.attend(attention, operands, mesh, batch_axis, heads_axis, {**options, "context_axis": context_axis})
+
+
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -233,10 +263,13 @@ def export_checks() -> list[Any]:
 
 
 def _varying(call: calls.Call, operands: dict[str, Any]) -> dict[str, Any]:
-    """Returns the operands of a call with split rows as different on each device, which sums gradients over them."""
-    if call.context is None:
-        return operands
-    return {name: calls.varying(array, (call.context.axis,)) for name, array in operands.items()}
+    """Returns the operands marked as varying over every shard_map axis that one of them varies over.
+
+    So JAX sums the gradient of an operand that is the same on several devices.
+    """
+    axes = calls.varying_axes(operands)
+    axes |= frozenset() if call.context is None else {call.context.axis}
+    return {name: calls.varying(array, axes) for name, array in operands.items()}
 
 
 def _with_rows_of_logsumexp(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
@@ -380,7 +413,7 @@ def _prepare(
         backend=checked.backend,
         context=split_rows.context_of(given),
     )
-    if call.context is not None and (reasons := split_rows.objections(call, arrays, wants_logsumexp)):
+    if call.context is not None and (reasons := split_rows.objections(call, arrays, sequences, wants_logsumexp)):
         raise NotSupported(reasons)
     return call, arrays
 

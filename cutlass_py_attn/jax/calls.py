@@ -273,8 +273,13 @@ def as_varying(results: Arrays, operands: Arrays) -> Arrays:
 
     Neither custom_vmap nor custom calls mark their results.
     """
-    axes = frozenset().union(*(_varying_axes(array) for array in operands.values()))
+    axes = varying_axes(operands)
     return {name: varying(array, axes) for name, array in results.items()}
+
+
+def varying_axes(operands: Arrays) -> frozenset[str]:
+    """Returns the axes of a shard_map that any operand varies over."""
+    return frozenset().union(*(_varying_axes(array) for array in operands.values()))
 
 
 def varying(array: Any, axes: Iterable[str]) -> Any:

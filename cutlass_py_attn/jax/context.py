@@ -226,14 +226,15 @@ def _with_keys_around(call: Call, start: int, gradients: tuple[str, ...]) -> Cal
 def _of_documents(call: Call, whole: Arrays, chunk: Chunk, number: int, gradients: tuple[str, ...]) -> Arrays:
     """Computes a run of rows of packed sequences: each sequence has those of its rows that lie in the run."""
     longest = call.max_seqlens or (0, 0)
-    bounds, end = whole["cu_seqlens_k"], chunk.start + chunk.count
-    used = whole.get("seqused_k", bounds[1:] - bounds[:-1])
+    queries, keys = whole["cu_seqlens_q"], whole["cu_seqlens_k"]
     operands = {**whole, **_cut(whole, _OF_QUERY, chunk.first, chunk.count, 1)}
-    operands["cu_seqlens_q"] = jnp.clip(whole["cu_seqlens_q"] - chunk.start, 0, chunk.count).astype(jnp.int32)
+    operands["cu_seqlens_q"] = jnp.clip(queries - chunk.start, 0, chunk.count).astype(jnp.int32)
     if is_causal(call.mask):
+        used = jnp.minimum(queries[1:], chunk.start + chunk.count) - queries[:-1]  # up to its last row here
+        if isinstance(call.mask, CausalBottomRight):
+            used += whole.get("seqused_k", keys[1:] - keys[:-1]) - (queries[1:] - queries[:-1])
         call = dataclasses.replace(call, mask=CausalBottomRight(window_of(call.mask)))
-        used = jnp.maximum(jnp.minimum(bounds[1:], end) - bounds[:-1], 0)
-    operands["seqused_k"] = used.astype(jnp.int32)
+        operands["seqused_k"] = jnp.maximum(used, 0).astype(jnp.int32)
     if gradients:
         operands["logsumexp"] = whole["logsumexp"][number]
     longest = min(longest[0], chunk.count), longest[1]

@@ -127,6 +127,11 @@ class Arguments:
             given = getattr(self, name)
             if given is not None and ((rank := _rank(given)) is None or rank > 4):
                 yield f"{name} = {shown(given)}: must be an array of at most 4 axes, or None; reshape it"
+        if _rank(self.bias) is not None and jnp.asarray(self.bias).dtype == bool:
+            yield (
+                f"bias = {shown(self.bias)}: must be of floating point, for a bias is added, and True would add 1; "
+                "pass it as mask, True where a key is visible"
+            )
         yield from self._wrong_broadcasts()
         if _rank(self.mask) is not None and jnp.asarray(self.mask).dtype != bool:
             yield f"mask = {shown(self.mask)}: must be bool, True where a key is visible; pass an additive mask as bias"

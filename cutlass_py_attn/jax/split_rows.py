@@ -8,12 +8,13 @@ from typing import Any, Final
 import jax
 import numpy as np
 
+from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.jax import ulysses
 from cutlass_py_attn.jax.calls import Call
 from cutlass_py_attn.jax.context import is_causal, window_of
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.jax.rows import ALL_GATHER, RING, STRATEGIES, ULYSSES, ZIGZAG, Context
-from cutlass_py_attn.problem.masks import Full
+from cutlass_py_attn.problem.masks import Causal, Full
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.suggestions import did_you_mean
 
@@ -58,13 +59,15 @@ def context_of(options: Mapping[str, Any]) -> Context | None:
     return Context(axis, jax.lax.axis_size(axis), strategy, load_balance == ZIGZAG)
 
 
-def objections(call: Call, operands: Mapping[str, Any], wants_logsumexp: bool) -> list[str]:
-    """Returns why the rows of a call cannot be split in this way. operands: a device's."""
+def objections(
+    call: Call, operands: Mapping[str, Any], sequences: VariableLength | None, wants_logsumexp: bool
+) -> list[str]:
+    """Returns why the rows of a call cannot be split in this way. operands: a device's. sequences: lists as arrays."""
     assert call.context is not None
     if any(operands[name].ndim != 4 for name in ("query", "key", "value")):
         return []  # refused when the call is traced
     found = [*_size_objections(call, call.context, operands)]
-    found += {ALL_GATHER: _all_gather, RING: _ring, ULYSSES: _ulysses}[call.context.strategy](call, operands)
+    found += {ALL_GATHER: _all_gather, RING: _ring, ULYSSES: _ulysses}[call.context.strategy](call, operands, sequences)
     if call.max_seqlens is not None and wants_logsumexp:
         found.append(
             "return_logsumexp with sequences and context_axis: must be one of the two, for sequences are split in the "
@@ -100,7 +103,7 @@ def _size_objections(call: Call, context: Context, operands: Mapping[str, Any]) 
         )
 
 
-def _all_gather(call: Call, operands: Mapping[str, Any]) -> Iterator[str]:
+def _all_gather(call: Call, operands: Mapping[str, Any], sequences: VariableLength | None) -> Iterator[str]:
     yield from _term_objections(call, operands, ALL_GATHER)
     remedy = f"pass context_strategy={ULYSSES!r}"
     if "alibi_slopes" in operands and not is_causal(call.mask):
@@ -108,24 +111,24 @@ def _all_gather(call: Call, operands: Mapping[str, Any]) -> Iterator[str]:
             f"alibi_slopes with all_gather and mask {call.mask}: must be a causal mask, for ALiBi counts from the last "
             f"visible key; {remedy}"
         )
-    if call.max_seqlens is None:
+    if sequences is None:
         return
     if "bias" in operands:
         yield f"bias with sequences and all_gather: must be one of the two, for a sequence's rows are split; {remedy}"
     if not (is_causal(call.mask) or isinstance(call.mask, Full)):
         yield f"mask {call.mask} with sequences and all_gather: must be causal or Full(); {remedy}"
-    if "alibi_slopes" not in operands and isinstance(call.mask, Full):
+    if not isinstance(call.mask, Causal):
         return
-    starts = [operands[name] for name in ("cu_seqlens_q", "cu_seqlens_k")]
-    are_known = not any(isinstance(each, jax.core.Tracer) for each in starts)
-    if "seqused_k" in operands or (are_known and not np.array_equal(*starts)):
+    starts = sequences.cu_seqlens_q, sequences.cu_seqlens_k
+    are_known = all(isinstance(each, np.ndarray) for each in starts)
+    if sequences.seqused_k is not None or (are_known and not np.array_equal(*starts)):
         yield (
-            f"sequences with all_gather and mask {call.mask}: must be those of self-attention, cu_seqlens_q equal to "
-            f"cu_seqlens_k without seqused_k; {remedy}"
+            f"sequences with all_gather and mask {call.mask}: must have cu_seqlens_q equal to cu_seqlens_k, and no "
+            f"seqused_k; pass CausalBottomRight, or {remedy.removeprefix('pass ')}"
         )
 
 
-def _ring(call: Call, operands: Mapping[str, Any]) -> Iterator[str]:
+def _ring(call: Call, operands: Mapping[str, Any], _: object) -> Iterator[str]:
     yield from _term_objections(call, operands, RING)
     context = call.context
     assert context is not None
@@ -155,7 +158,7 @@ def _term_objections(call: Call, operands: Mapping[str, Any], strategy: str) -> 
         )
 
 
-def _ulysses(call: Call, operands: Mapping[str, Any]) -> Iterator[str]:
+def _ulysses(call: Call, operands: Mapping[str, Any], _: object) -> Iterator[str]:
     context = call.context
     assert context is not None
     heads, heads_key = operands["query"].shape[2], operands["key"].shape[2]

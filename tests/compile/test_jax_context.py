@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from tests.support import fakes
 
@@ -22,7 +24,7 @@ jax.config.update("jax_num_cpu_devices", 8)  # as in test_jax.py, which may shar
 jax.config.update("jax_disable_most_optimizations", True)
 jnp = jax.numpy
 
-from cutlass_py_attn.jax import attention, primitive, reorder, restore  # noqa: E402
+from cutlass_py_attn.jax import attention, context_parallel_attention, primitive, reorder, restore  # noqa: E402
 from tests.support import xla_reference  # noqa: E402
 
 P = jax.sharding.PartitionSpec
@@ -189,3 +191,292 @@ def test_split_rows_are_exact(name: str, strategy: str, order: str | None) -> No
         assert set(collectives) == {"all-to-all"}
     elif strategy == "all_gather":
         assert set(collectives) == {"all-gather", "reduce-scatter"}
+
+
+@pytest.mark.parametrize("order", [None, "zigzag"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("size", "name"), [(1, "causal"), (2, "two key heads"), (8, "causal_br, sinks, softcap")])
+def test_other_numbers_of_devices(size: int, name: str, strategy: str, order: str | None) -> None:
+    found, _ = run_split(CASES[name], strategy, order, size, check_vma=size > 1)
+    expect_close(found, one_device(name))
+
+
+def test_a_window_ends_the_ring() -> None:
+    """Four devices with four rows each: with a window of 3 keys one turn suffices, and its tile is 2 by 2."""
+    _, collectives = run_split(CASES["window 3, bias"], "ring", None, 4)
+    turns = {"forward": 1, "backward": 2}  # keys; keys, and the sums that go home
+    assert len(collectives) <= 2 * sum(turns.values())
+    shapes = {(problem.shape.num_queries, problem.shape.num_keys) for problem in xla_reference.computed}
+    assert shapes == {(4, 4), (2, 2)}
+
+
+def test_work_in_zigzag_order_is_equal() -> None:
+    """Every device computes its own rows, then for each turn two tiles of a quarter, in one call."""
+    run_split(CASES["causal"], "ring", "zigzag", 4)
+    forwards = [problem for problem in xla_reference.computed if problem.direction == "forward"]
+    shapes = [(problem.shape.batch, problem.shape.num_queries, problem.shape.num_keys) for problem in forwards]
+    assert sorted(shapes) == sorted([(B, 4, 4)] * 4 + [(2 * B, 2, 2)] * 12)
+
+
+DOCUMENTS = np.array([0, 5, 5, 6, 23, 30], np.int32)
+
+
+def cross(mask: Mask) -> VariableLength:
+    """Sequences with keys of other lengths, some of them unused; those of self-attention for Causal."""
+    if isinstance(mask, Causal):
+        return VariableLength(DOCUMENTS, DOCUMENTS, 17, 17)
+    keys, used = np.array([0, 9, 11, 12, 20, 31], np.int32), np.array([7, 2, 1, 8, 9], np.int32)
+    return VariableLength(DOCUMENTS, keys, 17, 11, used)
+
+
+@pytest.mark.parametrize("order", [None, "zigzag"])
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("mask", [Causal(), Causal(4), CausalBottomRight(6), Full()], ids=str)
+def test_packed_sequences(mask: Mask, strategy: str, order: str | None) -> None:
+    """Sequences that end in the middle of a device's rows, an empty one, and tokens behind the last."""
+    tokens = 32
+    arrays = [draw(number, 1, tokens, heads, D) for number, heads in enumerate((H, 4, 4))]
+    grad_output, sinks = draw(7, 1, tokens, H, D), draw(8, H)
+    fixed = {"mask": mask, "sequences": cross(mask), "return_logsumexp": False}
+    fixed |= {} if isinstance(mask, Full) else ALIBI
+
+    def both(arrays: Any, sinks: Any, grad_output: Any, **options: Any) -> Any:
+        output, pull = jax.vjp(lambda arrays, sinks: ours(*arrays, sinks=sinks, **fixed, **options), arrays, sinks)
+        return output, pull(grad_output)
+
+    expected = both(arrays, sinks, grad_output)
+    change, back = (reorder, restore) if order else (lambda array, size: array,) * 2
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    options = {"context_axis": "x", "context_strategy": strategy, "load_balance": order}
+    rows = P(None, "x")
+    sharded = jax.shard_map(
+        functools.partial(both, **options), mesh=mesh, in_specs=(rows, P(), rows), out_specs=(rows, (rows, P()))
+    )
+    output, (gradients, grad_sinks) = jax.jit(sharded)(
+        [change(array, 4) for array in arrays], sinks, change(grad_output, 4)
+    )
+    found = back(output, 4), ([back(array, 4) for array in gradients], grad_sinks)
+    expect_close(found, expected)
+
+
+def test_keys_of_another_length() -> None:
+    """With a full mask no position counts, and Ulysses has all rows."""
+    query, key, value = draw(1, B, 8, H, D), draw(2, B, 16, 4, D), draw(3, B, 16, 4, D)
+    for strategy in STRATEGIES:
+        for mask in (Full(), CausalBottomRight()) if strategy == "ulysses" else (Full(),):
+            found = context_parallel_attention(
+                query, key, value, mask=mask, mesh=mesh_of(4), context_axis="x", context_strategy=strategy, **FIXED
+            )
+            expect_close(found, ours(query, key, value, mask=mask, return_logsumexp=False))
+
+
+# Global arrays
+
+FIXED: dict[str, Any] = {"kernels": kernels, "arch": "sm_90"}
+
+
+def mesh_of(*sizes: int, kind: Any = None) -> Any:
+    kinds = (kind or jax.sharding.AxisType.Auto,) * len(sizes)
+    devices = jax.devices()[: int(np.prod(sizes))]
+    return jax.make_mesh(sizes, ("x", "y", "z")[: len(sizes)], axis_types=kinds, devices=devices)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_global_arrays_split_by_rows_batch_and_heads(strategy: str, kind: str) -> None:
+    """A training step: the loss of global arrays, with every array where it is needed."""
+    query, key, value = (draw(number, B, ROWS, heads, D) for number, heads in enumerate((H, 4, 4)))
+    terms = {"bias": draw(4, 1, H, ROWS, ROWS), "sinks": draw(5, H)}
+
+    def loss(arrays: Any, terms: Any, attend: Callable[..., Any], order: Any) -> Any:
+        given = {**terms, "bias": order(terms["bias"], 2, 2)}
+        output, logsumexp = attend(*(order(array, 2) for array in arrays), mask=Causal(), **given)
+        weights = order(draw(6, B, ROWS, H, D), 2), order(draw(7, B, H, ROWS), 2, 2)
+        return jnp.sum(jnp.sin(output) * weights[0]) + jnp.sum(logsumexp * weights[1])
+
+    arrays = query, key, value
+    expected = jax.grad(loss, (0, 1))(arrays, terms, ours, lambda array, *_: array)
+    split = functools.partial(
+        context_parallel_attention,
+        context_axis="y",
+        batch_axis="x",
+        heads_axis="z",
+        context_strategy=strategy,
+        load_balance="zigzag",
+        return_logsumexp=True,
+        **FIXED,
+    )
+    with jax.set_mesh(mesh_of(2, 2, 2, kind=getattr(jax.sharding.AxisType, kind))):
+        found = jax.jit(jax.grad(functools.partial(loss, attend=split, order=reorder), (0, 1)))(arrays, terms)
+    expect_close(found, expected)
+
+
+def test_dropout_repeats_and_ulysses_has_one_devices() -> None:
+    arrays = [draw(number, B, ROWS, H, D) for number in range(3)]
+    options = {"mask": Causal(), **DROPOUT, **FIXED}
+    for sizes in ((2,), (8,)):
+        found = context_parallel_attention(
+            *arrays, mesh=mesh_of(*sizes), context_axis="x", context_strategy="ulysses", **options
+        )
+        expect_close(found, attention(*arrays, **options))
+
+
+def test_vmap_and_checkpoint() -> None:
+    arrays = [draw(number, 3, 1, ROWS, heads, D) for number, heads in enumerate((H, 4, 4))]
+    mesh = mesh_of(2)
+    for strategy in STRATEGIES:
+        options = {"context_axis": "x", "context_strategy": strategy, "load_balance": "zigzag"}
+        attend = functools.partial(attention, mask=Causal(), **FIXED, **options)
+        rows = P(None, None, "x")
+        sharded = jax.shard_map(jax.checkpoint(jax.vmap(attend)), mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
+
+        def total(*arrays: Any, sharded: Any = sharded) -> Any:
+            return jnp.sum(jnp.sin(restore(sharded(*(reorder(array, 2, 2) for array in arrays)), 2, 2)))
+
+        found = jax.jit(jax.grad(total, (0, 1, 2)))(*arrays)
+        expected = jax.grad(
+            lambda *given: jnp.sum(jnp.sin(jax.vmap(functools.partial(attention, mask=Causal(), **FIXED))(*given))),
+            (0, 1, 2),
+        )(*arrays)
+        expect_close(found, expected)
+
+
+# The zigzag order
+
+
+def test_reorder_and_restore() -> None:
+    rows = np.arange(24).reshape(2, 12)
+    assert reorder(rows[0], 3, 0).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
+    for size in (1, 2, 3):
+        assert (np.asarray(restore(reorder(rows, size, -1), size, -1)) == rows).all()
+    for size, axis, text in (
+        (5, 1, "a multiple of 10 rows"),
+        (1, 2, "a multiple of 2 rows"),
+        (0, 1, "_devices = 0"),
+    ):
+        with pytest.raises(NotSupported, match=text):
+            reorder(rows, size, axis)
+
+
+# Refused calls
+
+
+def refusals(operands: Any = None, **options: Any) -> list[str]:
+    """Returns why a call inside shard_map over two devices is refused when it is traced."""
+    arrays = operands or [draw(number, B, 8, heads, D) for number, heads in enumerate((H, 4, 4))]
+    given = {"context_axis": "x", "mask": Causal(), **options}
+    call = jax.shard_map(
+        lambda *own: ours(*own, **given), mesh=mesh_of(2), in_specs=P(None, "x"), out_specs=P(None, "x")
+    )
+    with pytest.raises(NotSupported) as caught:
+        jax.jit(call).trace(*arrays)
+    reasons = list(caught.value.reasons)
+    assert all(re.fullmatch(r"(?s).+: .*must .+; .+", reason) for reason in reasons), reasons
+    return reasons
+
+
+RING, GATHER, ULYSSES = ({"context_strategy": name} for name in ("ring", "all_gather", "ulysses"))
+ZIGZAG = {"load_balance": "zigzag"}
+TWO_DOCUMENTS = VariableLength(np.array([0, 3, 8]), np.array([0, 3, 8]), 5, 5)
+ONE_ROW = [draw(number, 1, 8, heads, D) for number, heads in enumerate((H, 4, 4))]
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "strategy": (
+        {"context_strategy": "rign"},
+        "context_strategy = 'rign' (str): must be one of all_gather, ulysses, ring",
+    ),
+    "load_balance": ({"load_balance": True}, "load_balance = True: must be 'zigzag', or None"),
+    "axis": ({"context_axis": "y"}, "context_axis = 'y' (str): must be the name of a mesh axis of the jax.shard_map"),
+    "logsumexp": ({"return_logsumexp": 1}, "return_logsumexp = 1 (int): must be True or False"),
+    "ring, ALiBi": ({**RING, **ALIBI}, "alibi_slopes with ring: must be None"),
+    "ring, dropout": ({**RING, **DROPOUT}, "dropout_p = 0.4 with ring: must be 0"),
+    "gather, dropout": ({**GATHER, **DROPOUT}, "dropout_p = 0.4 with all_gather: must be 0"),
+    "ring, window": ({**RING, "mask": Window(3, 3)}, "with ring: must be causal or Full()"),
+    "ring, zigzag window": (
+        {**RING, **ZIGZAG, "mask": Causal(3)},
+        "with ring and load_balance='zigzag': must have no w",
+    ),
+    "gather, ALiBi": ({**GATHER, **ALIBI, "mask": Full()}, "must be a causal mask, for ALiBi counts from the last"),
+    "ring, sequences": ({**RING, "sequences": TWO_DOCUMENTS, "operands": ONE_ROW}, "sequences with ring: must be None"),
+    "logsumexp of sequences": (
+        {"sequences": TWO_DOCUMENTS, "operands": ONE_ROW},
+        "return_logsumexp with sequences and",
+    ),
+    "window of sequences": (
+        {"sequences": TWO_DOCUMENTS, "operands": ONE_ROW, "mask": Window(2, 2)},
+        "with sequences and all_gather: must be causal or Full()",
+    ),
+    "other keys": (
+        {"sequences": VariableLength(np.array([0, 3, 8]), np.array([0, 4, 8]), 5, 5), "operands": ONE_ROW},
+        "must have cu_seqlens_q equal to cu_seqlens_k, and no seqused_k; pass CausalBottomRight",
+    ),
+    "lengths": (
+        {"operands": [ONE_ROW[0][:, :4], *ONE_ROW[1:]]},
+        "query has 2 rows on each device and key 4, with mask",
+    ),
+    "odd rows": (
+        {**ZIGZAG, "operands": [array[:, :6] for array in ONE_ROW]},
+        "query has 3 rows on each device with load",
+    ),
+    "bias": ({"bias": jnp.zeros((1, 1, 8, 8))}, "bias has shape (1, 1, 8, 8): must broadcast to (2, 8, 4, 8)"),
+    "heads": (
+        {**ULYSSES, "operands": [array[:, :, :3] for array in (ONE_ROW[0], *ONE_ROW[1:])]},
+        "query has 3 heads and key 3, split over 2 devices of axis x: the number of devices must divide query's heads",
+    ),
+    "groups": (
+        {**ULYSSES, "operands": [ONE_ROW[0][:, :, :6], *(array[:, :, :3] for array in ONE_ROW[1:])]},
+        "",
+    ),
+    "dropout of sequences": (
+        {**ULYSSES, **DROPOUT, "return_logsumexp": False, "sequences": TWO_DOCUMENTS, "operands": ONE_ROW},
+        "with dropout and 2 sequences of variable length: must be one sequence",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, (_, text) in REFUSED.items() if text])
+def test_refused_when_traced(name: str) -> None:
+    options, text = REFUSED[name]
+    assert any(text in reason for reason in refusals(**options)), refusals(**options)
+
+
+def test_key_heads_are_repeated_or_refused() -> None:
+    """Three key heads of six query heads over two devices: each is read by one device's query heads alone."""
+    options, _ = REFUSED["groups"]
+    query, key, value = options["operands"]
+    found = context_parallel_attention(
+        query, key, value, mesh=mesh_of(2), context_axis="x", context_strategy="ulysses", mask=Causal(), **FIXED
+    )
+    expect_close(found, ours(query, key, value, mask=Causal(), return_logsumexp=False))
+    heads = [draw(number, 1, 8, count, D) for number, count in enumerate((4, 4, 4))]
+    arrays = [jnp.repeat(heads[0], 3, axis=2), heads[1][:, :, :3], heads[2][:, :, :3]]
+    mesh = mesh_of(8)
+    call = jax.shard_map(
+        lambda *own: ours(*own, mask=Full(), context_axis="x", **ULYSSES),
+        mesh=mesh,
+        in_specs=P(None, "x"),
+        out_specs=P(),
+    )
+    with pytest.raises(NotSupported, match="the number of devices must divide query's heads"):
+        jax.jit(call).trace(*arrays)
+
+
+def test_every_wrong_argument_of_global_arrays_is_named() -> None:
+    arrays = [draw(number, 3, 10, heads, D) for number, heads in enumerate((H, 4, 4))]
+
+    def reasons(**options: Any) -> list[str]:
+        with pytest.raises(NotSupported) as caught:
+            context_parallel_attention(*arrays, **FIXED, **options)
+        return list(caught.value.reasons)
+
+    assert reasons(context_axis="x")[0].startswith("mesh = ")
+    found = reasons(context_axis="q", batch_axis="x", heads_axis=("y", "x"), mesh=mesh_of(2, 2))
+    assert found == [
+        "context_axis = 'q' (str): must be of the mesh's axes, x, y; choose one",
+        "heads_axis = ('y', 'x') (tuple): must be another axis than batch_axis; choose one",
+    ]
+    found = reasons(context_axis="y", batch_axis="x", mesh=mesh_of(2, 2), load_balance="zigzag", **DROPOUT)
+    assert found[0] == (
+        "query has 10 rows, split over y (2 devices, two chunks each): must be a multiple of 4; pad the rows"
+    )
+    assert found[1].startswith("query has batch 3, split over x (2 devices): must be a multiple of 2")
+    assert found[-1].startswith("dropout_p with batch_axis or heads_axis: must be absent")

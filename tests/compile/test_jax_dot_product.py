@@ -162,6 +162,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sequences": ({"sequences": VariableLength(0, 0, 1, 1)}, "must be key_value_seq_lengths here"),
     "scale": ({"scale": "x"}, "scale = 'x' (str): must be a number"),
+    "bool bias": (
+        {"bias": VISIBLE},
+        "must be of floating point, for a bias is added, and True would add 1; pass it as",
+    ),
     "implementation": ({"implementation": "xla"}, "option 'implementation' is unknown"),
 }
 

@@ -1,0 +1,146 @@
+"""Attention of global arrays whose rows are split over a mesh axis: the jax.shard_map around a call of each device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.jax.rows import ZIGZAG
+from cutlass_py_attn.problem.scalars import shown
+
+Axis = str | tuple[str, ...] | None
+
+_SPLIT_ARRAYS: Final = ("bias", "alibi_slopes", "sinks")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Mesh axes of batch, rows and heads; several split an axis together."""
+
+    mesh: Any
+    batch: Axis
+    rows: str
+    heads: Axis
+
+    def size(self, axis: Axis) -> int:
+        """Returns the number of parts."""
+        return math.prod(self.mesh.shape[name] for name in _names(axis))
+
+    def spec(self, name: str, array: Any) -> PartitionSpec:
+        """Returns how an operand or a result is split; an axis of size 1 over which a bias broadcasts is not."""
+        if name == "bias":
+            axes = (self.batch, self.heads, self.rows, None)
+            return PartitionSpec(*(axis if size > 1 else None for axis, size in zip(axes, array.shape, strict=True)))
+        if name == "alibi_slopes":
+            return PartitionSpec(*(self.batch, self.heads)[-jnp.ndim(array) :])
+        if name == "sinks":
+            return PartitionSpec(self.heads)
+        if name == "logsumexp":
+            return PartitionSpec(self.batch, self.heads, self.rows)
+        return PartitionSpec(self.batch, self.rows, self.heads)
+
+
+def attend(
+    attention: Callable[..., Any],
+    operands: Mapping[str, Any],
+    mesh: Any,
+    batch_axis: Axis,
+    heads_axis: Axis,
+    options: Mapping[str, Any],
+) -> Any:
+    """Returns `attention` of global arrays; NotSupported lists every wrong argument.
+
+    attention: the function of a device's operands
+    options: of `attention`, among them context_axis
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    rows = options.get("context_axis")
+    if reasons := [*_axis_objections(mesh, {"context_axis": rows, "batch_axis": batch_axis, "heads_axis": heads_axis})]:
+        raise NotSupported(reasons)
+    assert isinstance(rows, str)
+    layout = Layout(mesh, batch_axis, rows, heads_axis)
+    arrays = {name: jnp.asarray(array) for name, array in operands.items()}
+    arrays |= {name: jnp.asarray(options[name]) for name in _SPLIT_ARRAYS if options.get(name) is not None}
+    if reasons := [*_objections(layout, arrays, options)]:
+        raise NotSupported(reasons)
+    fixed = {name: value for name, value in options.items() if name not in arrays}
+    specs = {name: layout.spec(name, array) for name, array in arrays.items()}
+    if AxisType.Explicit in mesh.axis_types:
+        arrays = {name: jax.sharding.reshard(array, NamedSharding(mesh, specs[name])) for name, array in arrays.items()}
+    of_output = layout.spec("output", None)
+    results = (of_output, layout.spec("logsumexp", None)) if options.get("return_logsumexp") else of_output
+
+    def of_device(own: dict[str, Any]) -> Any:
+        terms = {name: array for name, array in own.items() if name not in operands}
+        return attention(*(own[name] for name in operands), **terms, **fixed)
+
+    sharded = jax.shard_map(
+        of_device,
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=results,
+    )
+    return sharded(arrays)
+
+
+def _names(axis: Axis) -> tuple[str, ...]:
+    if axis is None:
+        return ()
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _axis_objections(mesh: Any, axes: Mapping[str, Any]) -> Iterator[str]:
+    known = getattr(mesh, "axis_names", ())
+    if not known:
+        yield f"mesh = {shown(mesh)}: must be a jax.sharding.Mesh, or None inside jax.set_mesh(mesh); pass one"
+        return
+    used: dict[str, str] = {}
+    for option, given in axes.items():
+        is_several = isinstance(given, tuple) and option != "context_axis"
+        names = given if is_several else () if given is None and option != "context_axis" else (given,)
+        for name in names:
+            if name not in known:
+                yield f"{option} = {shown(given)}: must be of the mesh's axes, {', '.join(known)}; choose one"
+            elif name in used:
+                yield f"{option} = {shown(given)}: must be another axis than {used[name]}; choose one"
+            else:
+                used[name] = option
+
+
+def _objections(layout: Layout, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
+    if any(arrays[name].ndim != 4 for name in ("query", "key", "value")):
+        yield "query, key and value: must be arrays (batch, rows, heads, head_dim); reshape them"
+        return
+    chunks = 2 if options.get("load_balance") == ZIGZAG else 1
+    for name in ("query", "key", "value"):
+        batch, rows, heads, _ = arrays[name].shape
+        parts = chunks * layout.size(layout.rows)
+        if rows % parts:
+            yield (
+                f"{name} has {rows} rows, split over {layout.rows} ({layout.size(layout.rows)} devices"
+                f"{', two chunks each' if chunks > 1 else ''}): must be a multiple of {parts}; pad the rows"
+            )
+        for what, count, axis in (("batch", batch, layout.batch), ("heads", heads, layout.heads)):
+            if count % layout.size(axis):
+                yield (
+                    f"{name} has {what} {count}, split over {', '.join(_names(axis))} ({layout.size(axis)} devices): "
+                    f"must be a multiple of {layout.size(axis)}; use fewer devices for it"
+                )
+    for name, rank in (("bias", (4,)), ("alibi_slopes", (1, 2)), ("sinks", (1,))):
+        if name in arrays and arrays[name].ndim not in rank:
+            yield f"{name} has shape {arrays[name].shape}: must have {' or '.join(map(str, rank))} axes; reshape it"
+    if layout.size(layout.batch) * layout.size(layout.heads) == 1:
+        return
+    for name, default in (("dropout_p", 0.0), ("score_terms", {}), ("sequences", None)):
+        if options.get(name, default) != default:
+            yield (
+                f"{name} with batch_axis or heads_axis: must be absent, for a device counts its own batches and heads; "
+                "split the rows alone"
+            )
