@@ -275,7 +275,11 @@ def _varying(call: calls.Call, operands: dict[str, Any]) -> dict[str, Any]:
 def _with_rows_of_logsumexp(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
     """Returns the output, and logsumexp without the padding of its rows."""
     output, logsumexp = _traced_with_logsumexp(call, operands)
-    rows = operands["query"].shape[1] if call.max_seqlens is None else call.max_seqlens[0]
+    rows = operands["query"].shape[1]
+    if call.max_seqlens is not None:
+        rows = call.max_seqlens[0]
+    elif call.paged is not None and call.paged[0] is not None:
+        rows = call.paged[0]
     return output, logsumexp[..., :rows]
 
 
@@ -413,8 +417,16 @@ def _prepare(
         backend=checked.backend,
         context=split_rows.context_of(given),
     )
-    if call.context is not None and (reasons := split_rows.objections(call, arrays, sequences, wants_logsumexp)):
-        raise NotSupported(reasons)
+    if call.context is not None:
+        if isinstance(sequences, Paged):
+            reasons = [
+                "sequences = Paged(...) with context_axis: must be VariableLength or None, because the rows of a cache "
+                "in pages are not split over devices; leave context_axis None"
+            ]
+        else:
+            reasons = split_rows.objections(call, arrays, sequences, wants_logsumexp)
+        if reasons:
+            raise NotSupported(reasons)
     return call, arrays
 
 

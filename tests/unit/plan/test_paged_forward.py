@@ -62,7 +62,7 @@ def with_pools(change: Callable[[Tensor], Tensor], page_size: int = 16, lengths:
             "axes without an index",
         ),
         (with_pools(lambda pool: Tensor(pool.shape, (0, *pool.strides[1:]), pool.dtype)), "strides of 0 or less"),
-        (PagedCase("bf16_d320_h2_full", 16, LENGTHS).problem(), "head dims beyond 256"),
+        (PagedCase("bf16_d320_h2_full", 16, LENGTHS).problem(), "paged"),
     ],
     ids=lambda it: "" if isinstance(it, Problem) else it.replace(" ", "_"),
 )
