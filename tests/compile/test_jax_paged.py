@@ -82,7 +82,8 @@ def test_the_rows_of_a_cache_are_not_split_over_devices() -> None:
     def split(query: Any) -> Any:
         return attention(query, *POOLS, sequences=Paged(TABLE, LENGTHS), context_axis="x")
 
-    mesh, rows = jax.make_mesh((1,), ("x",)), jax.P(None, "x")
+    rows = jax.P(None, "x")
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     with pytest.raises(NotSupported, match=r"Paged\(...\) with context_axis: must be VariableLength or None"):
         jax.shard_map(split, mesh=mesh, in_specs=rows, out_specs=rows)(QUERY)
 
