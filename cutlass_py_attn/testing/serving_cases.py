@@ -6,7 +6,7 @@ rows and the bytes around the arrays keep their values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan.append import plan_append
+from cutlass_py_attn.plan.append import SCALES_OF, plan_append
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
@@ -25,11 +25,13 @@ from cutlass_py_attn.problem.tensors import LSE_PADDING, Tensor
 from cutlass_py_attn.reference import serving
 from cutlass_py_attn.runtime import driver, fill
 from cutlass_py_attn.runtime.arrays import numpy_dtype
-from cutlass_py_attn.runtime.launch import bind
+from cutlass_py_attn.runtime.launch import Bound, bind
 from cutlass_py_attn.testing.check import Kernels
 
 Array = npt.NDArray[Any]
 
+SHOWN_DTYPE, SHOWN_HEAD_DIM = "bfloat16", 128
+RESULTS: Final = ("output", "logsumexp")  # of a merge
 SEEDS: Final = 240  # random problems of each kind that tests/gpu runs
 GUARD: Final = 256  # bytes before and after every array
 # (dtype, head_dim, head_dim_value): whole vectors, rows that end within a step of their threads, single elements.
@@ -135,18 +137,25 @@ class AppendCase:
             serving.append(views[name], views[f"{name}_cache"], views["slots"], views.get(f"{name}_scale"))
         return memories
 
-    def differences(self, kernels: Kernels, arch: str) -> list[str]:
-        """Runs the append on the GPU and returns what differs from the reference."""
-        plan = plan_append(self.problem, arch)
-        found, expected = run(plan, kernels, self.arrays), self.expected()
+    def plan(self, arch: str) -> Plan:
+        """Returns the plan of the append."""
+        return plan_append(self.problem, arch)
+
+    def launch(self, kernels: Kernels, arch: str) -> RowLaunch:
+        """Returns the bound kernel with copies of the arrays on the GPU."""
+        return RowLaunch(self.plan(arch), kernels, self.arrays, self.problem.outputs)
+
+    def check(self, kernels: Kernels, arch: str) -> tuple[dict[str, float], list[str]]:
+        """Runs the append on the GPU. Returns error / allowed of each result, 0, and what is not the reference's."""
+        with self.launch(kernels, arch) as launch:
+            found, expected = launch.memories(), self.expected()
         wrong = []
         for name, placed in self.arrays.items():
             differ = np.flatnonzero(found[id(placed.memory)] != expected[id(placed.memory)])
             if differ.size:
-                wrong.append(
-                    f"{name}: {differ.size} bytes differ, the first at {differ[0] - placed.offset} ({self.text})"
-                )
-        return wrong
+                first = int(differ[0]) - placed.offset
+                wrong.append(f"{name}: {differ.size} bytes differ, the first at {first} ({self.text})")
+        return dict.fromkeys(self.problem.outputs, 0.0), wrong
 
 
 def append_case(seed: int) -> AppendCase:
@@ -242,39 +251,50 @@ class MergeCase:
         tensors = {name: placed.tensor for name, placed in self.arrays.items() if name != "logsumexp"}
         return MergeProblem(**tensors, max_seqlen_q=self.max_seqlen_q)
 
-    def differences(self, kernels: Kernels, arch: str) -> list[str]:
-        """Runs the merge on the GPU and returns what differs from float64 by more than one unit in the last place."""
-        problem = self.problem
-        found = run(plan_merge(problem, arch), kernels, self.arrays, problem.output if problem.is_packed else None)
-        inputs = {name: it.view() for name, it in self.arrays.items() if name not in ("output", "logsumexp")}
-        output, logsumexp = serving.merge(**inputs)
-        results = {
-            name: self.arrays[name].view(found[id(self.arrays[name].memory)]) for name in ("output", "logsumexp")
+    def plan(self, arch: str) -> Plan:
+        """Returns the plan of the merge."""
+        return plan_merge(self.problem, arch)
+
+    def launch(self, kernels: Kernels, arch: str) -> RowLaunch:
+        """Returns the bound kernel with copies of the arrays on the GPU."""
+        cleared = self.problem.output if self.problem.is_packed else None
+        return RowLaunch(self.plan(arch), kernels, self.arrays, RESULTS, cleared)
+
+    def check(self, kernels: Kernels, arch: str) -> tuple[dict[str, float], list[str]]:
+        """Runs the merge on the GPU. Returns error / allowed of each result, and what is wrong."""
+        with self.launch(kernels, arch) as launch:
+            found = launch.memories()
+        inputs = {name: it.view() for name, it in self.arrays.items() if name not in RESULTS}
+        expected = serving.merge(**inputs)
+        output, logsumexp = (self.arrays[name].view(found[id(self.arrays[name].memory)]) for name in RESULTS)
+        ratios = {
+            "output": output_ratio(output, expected[0], inputs),
+            "logsumexp": logsumexp_ratio(logsumexp, expected[1]),
         }
-        wrong = output_errors(results["output"], output, inputs)
-        wrong += logsumexp_errors(results["logsumexp"], logsumexp)
+        wrong = [f"{name}: error / allowed is {ratio}" for name, ratio in ratios.items() if not ratio <= 1]
         for name, placed in self.arrays.items():
             before, after = placed.memory.copy(), found[id(placed.memory)].copy()
-            if name in ("output", "logsumexp"):
+            if name in RESULTS:
                 for memory in (before, after):
                     placed.view(memory)[...] = 0
             if (before != after).any():
                 wrong.append(f"{name}: bytes changed that belong to no result")
-        return [f"{text} ({problem})" for text in wrong]
+        return ratios, [f"{text} ({self.problem})" for text in wrong]
 
 
-def output_errors(found: Array, expected: Array, inputs: Mapping[str, Array]) -> list[str]:
-    """Returns where an output is further from float64 than one unit in its last place, and float32's own rounding.
+@np.errstate(invalid="ignore")
+def output_ratio(found: Array, expected: Array, inputs: Mapping[str, Array]) -> float:
+    """Returns the largest error / allowed of an output: one unit in the last place of float64's result, rounded.
 
-    float32's rounding counts relative to the two outputs, because they may cancel.
+    Float32's own rounding is allowed too, relative to the two outputs, because they may cancel. A number that is not
+    finite must be float64's: otherwise the ratio is infinite.
     """
     sizes = [np.abs(np.nan_to_num(inputs[name].astype(np.float64))) for name in ("output_a", "output_b")]
     rounded = expected.astype(found.dtype)
     ulp = np.spacing(np.abs(rounded)).astype(np.float64) if found.dtype.kind == "f" else _spacing(rounded)
-    error = np.abs(found.astype(np.float64) - expected)
-    is_nan = np.isnan(expected)
-    wrong = np.where(is_nan, ~np.isnan(found), ~(error <= ulp + 4e-7 * (sizes[0] + sizes[1])))
-    return [f"output: {wrong.sum()} elements are wrong, the largest error {np.nanmax(error)}"] if wrong.any() else []
+    ratio = np.abs(found.astype(np.float64) - expected) / (ulp + 4e-7 * (sizes[0] + sizes[1]))
+    same = np.isnan(expected) & np.isnan(found.astype(np.float64))
+    return float(np.where(same, 0.0, np.where(np.isnan(ratio), np.inf, ratio)).max(initial=0.0))
 
 
 def _spacing(values: Array) -> Array:
@@ -284,14 +304,18 @@ def _spacing(values: Array) -> Array:
     return spacing
 
 
-def logsumexp_errors(found: Array, expected: Array) -> list[str]:
-    """Returns where a logsumexp is further from float64 than one unit in the last place of max(|logsumexp|, 1)."""
+@np.errstate(invalid="ignore")
+def logsumexp_ratio(found: Array, expected: Array) -> float:
+    """Returns the largest error / allowed of a logsumexp: one unit in the last place of max(|logsumexp|, 4).
+
+    Infinities must be float64's: otherwise the ratio is infinite.
+    """
     finite = np.isfinite(expected)
     if not np.array_equal(found[~finite], expected[~finite].astype(np.float32)):
-        return ["logsumexp: infinities differ"]
-    error = np.abs(found[finite] - expected[finite])
-    bound = 2.0**-22 * np.maximum(np.abs(expected[finite]), 1)
-    return [f"logsumexp: the largest error is {error.max()}"] if (error > bound).any() else []
+        return float("inf")
+    allowed = np.spacing(np.maximum(np.abs(expected[finite]), 4).astype(np.float32)).astype(np.float64)
+    ratio = np.abs(found[finite] - expected[finite]) / allowed
+    return float(np.where(np.isnan(ratio), np.inf, ratio).max(initial=0.0))
 
 
 def merge_case(seed: int) -> MergeCase:
@@ -338,32 +362,100 @@ def _poison(draw: _Draw, arrays: Mapping[str, Placed], name: str, lengths: list[
         start += length
 
 
-def run(plan: Plan, kernels: Kernels, arrays: Mapping[str, Placed], cleared: Tensor | None = None) -> dict[int, Array]:
-    """Launches the plan on copies of the arrays' memories and returns their bytes afterwards, by id of the memory.
+class RowLaunch:
+    """The bound kernel of a plan, with copies on the GPU of the memories that its arrays lie in. A context manager.
 
+    results: names of the arrays that the kernel writes.
     cleared: layout of the result "output", which is cleared before the launch; None for no clearing.
     """
-    memories = {id(placed.memory): placed.memory for placed in arrays.values()}
-    with ExitStack() as stack:
-        copies = {}
-        for number, memory in memories.items():
-            copies[number] = driver.allocate_now(memory.nbytes, "a test array")
-            stack.callback(driver.free_now, copies[number])
-            driver.copy_to_device(copies[number], memory.ctypes.data, memory.nbytes, 0)
-        pointers = {name: copies[id(placed.memory)] + placed.offset for name, placed in arrays.items()}
-        if cleared is not None:
-            fill.clear(cleared, pointers["output"], 0)
-        if plan.launches:
-            bind(kernels(plan.build), plan)(pointers)
-        found = {number: np.empty_like(memory) for number, memory in memories.items()}
-        for number, memory in found.items():
-            driver.copy_to_host(memory.ctypes.data, copies[number], memory.nbytes, 0)
+
+    def __init__(
+        self,
+        plan: Plan,
+        kernels: Kernels,
+        arrays: Mapping[str, Placed],
+        results: Sequence[str],
+        cleared: Tensor | None = None,
+    ) -> None:
+        self.bound: Bound = bind(kernels(plan.build), plan)
+        self._results = {name: arrays[name] for name in results}
+        self._cleared = cleared
+        self._memories = {id(placed.memory): placed.memory for placed in arrays.values()}
+        self._stack = ExitStack()
+        self._copies = {number: self._allocate(memory) for number, memory in self._memories.items()}
+        self.pointers = {name: self._copies[id(placed.memory)] + placed.offset for name, placed in arrays.items()}
+
+    def _allocate(self, memory: Array) -> int:
+        address = driver.allocate_now(memory.nbytes, "a test array")
+        self._stack.callback(driver.free_now, address)
+        return address
+
+    def __enter__(self) -> RowLaunch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def reset(self) -> None:
+        """Restores every memory, and clears the output if the call does."""
+        for number, memory in self._memories.items():
+            driver.copy_to_device(self._copies[number], memory.ctypes.data, memory.nbytes, 0)
+        if self._cleared is not None:
+            fill.clear(self._cleared, self.pointers["output"], 0)
         driver.synchronise(0)
-    return found
+
+    def memories(self) -> dict[int, Array]:
+        """Launches on restored memories and returns their bytes afterwards, by id of the memory."""
+        self.reset()
+        self.bound(self.pointers)
+        return self._read()
+
+    def run(self) -> dict[str, Array]:
+        """Launches on restored memories and returns the bytes of each result's memory."""
+        self.reset()
+        self.bound(self.pointers)
+        return self.read()
+
+    def read(self) -> dict[str, Array]:
+        """Returns the bytes of each result's memory."""
+        found = self._read()
+        return {name: found[id(placed.memory)] for name, placed in self._results.items()}
+
+    def _read(self) -> dict[int, Array]:
+        found = {number: np.empty_like(memory) for number, memory in self._memories.items()}
+        for number, memory in found.items():
+            driver.copy_to_host(memory.ctypes.data, self._copies[number], memory.nbytes, 0)
+        driver.synchronise(0)
+        return found
+
+
+RowCase = AppendCase | MergeCase
+
+
+def cases() -> Iterator[RowCase]:
+    """Yields the random problems of both kinds."""
+    for seed in range(SEEDS):
+        yield append_case(seed)
+    for seed in range(SEEDS):
+        yield merge_case(seed)
 
 
 def builds(arch: str) -> list[tuple[Build, ...]]:
     """Returns every kernel of the random problems, once."""
-    appends = (plan_append(append_case(seed).problem, arch).build for seed in range(SEEDS))
-    merges = (plan_merge(merge_case(seed).problem, arch).build for seed in range(SEEDS))
-    return [(build,) for build in dict.fromkeys((*appends, *merges))]
+    return [(build,) for build in dict.fromkeys(case.plan(arch).build for case in cases())]
+
+
+def of_build(build: Build) -> list[RowCase]:
+    """Returns the random problems of a kernel, whose problems launch it."""
+    return [case for case in cases() if case.plan(build.arch).build == build and not case.problem.is_empty]
+
+
+def shown_plans(arch: str) -> list[Plan]:
+    """Returns a plan of each kernel that ptx/ shows."""
+    key = (1, 1, SHOWN_HEAD_DIM)
+    appends = (AppendProblem.dense(key, (1, 1), SHOWN_DTYPE, scales=scales) for scales in SCALES_OF.values())
+    merges = (
+        MergeProblem.dense((1, 1, 1, SHOWN_HEAD_DIM), SHOWN_DTYPE),
+        MergeProblem.packed(1, 1, (1, 1, SHOWN_HEAD_DIM), SHOWN_DTYPE),
+    )
+    return [*(plan_append(it, arch) for it in appends), *(plan_merge(it, arch) for it in merges)]

@@ -24,7 +24,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 def test_random_appends(first: int, kernels: Kernels, arch: str) -> None:
     """Dims, dtypes, scales, layouts of the pools, page sizes and skipped slots."""
     for seed in range(first, first + GROUP):
-        assert not serving_cases.append_case(seed).differences(kernels, arch), f"seed {seed}"
+        assert not serving_cases.append_case(seed).check(kernels, arch)[1], f"seed {seed}"
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.37, 3.0])
@@ -32,7 +32,7 @@ def test_every_bfloat16_number(scale: float, kernels: Kernels, arch: str) -> Non
     """All 65536 bit patterns, NaN and infinities among them, as e4m3."""
     rows = np.arange(1 << 16, dtype=np.uint16).view(BF16).reshape(512, 1, 128)
     case = case_of(rows, rows[::-1], (32, 16, 1, 128), "uint8", np.float32(scale))
-    assert not case.differences(kernels, arch)
+    assert not case.check(kernels, arch)[1]
 
 
 def case_of(key: Array, value: Array, shape: tuple[int, ...], dtype: str, scale: Any) -> AppendCase:

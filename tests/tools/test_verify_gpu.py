@@ -11,7 +11,7 @@ import pytest
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import plan
-from cutlass_py_attn.testing import accuracy, check, decode_cases, device_memory, guarded_check
+from cutlass_py_attn.testing import accuracy, check, decode_cases, device_memory, guarded_check, serving_cases
 from cutlass_py_attn.testing.cases import ARCH, Case
 from tests.support import fakes
 from tests.support.fake_launch import FakeLaunch, stored
@@ -122,3 +122,46 @@ def test_a_component_gemm_passes_and_fails_by_its_error(
     else:
         with pytest.raises(AssertionError, match="relative error"):
             verify(GEMM)
+
+
+ROW = next(plan.build for plan in build_ptx.committed_plans() if plan.build.kind == "append")
+
+
+class RowCase:
+    """Stands in for a random append: its ratios, what is wrong, and the values of its launches."""
+
+    def __init__(self, worst: float = 0.0, wrong: str = "", values: tuple[float, ...] = (1.0,)) -> None:
+        self._worst, self._wrong = worst, [wrong] if wrong else []
+        self.launches = Launches(*values)
+
+    def check(self, kernels: Any, arch: str) -> tuple[dict[str, float], list[str]]:
+        assert arch == ROW.arch
+        return {"output": self._worst}, self._wrong
+
+    def launch(self, kernels: Any, arch: str) -> Any:
+        return self.launches
+
+
+def test_an_append_is_verified_by_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [RowCase(0.25), RowCase(0.5), RowCase(0.125)]
+    monkeypatch.setattr(verify_gpu.serving_cases, "of_build", lambda build: cases)
+    found = verify(ROW)
+    assert (found["cases"], found["worst"], found["repeats"]) == (3, {"output": 0.5}, verify_gpu.REPEATS)
+    assert set(found["outputs_sha256"]) == {"seed1", "seed2"}
+
+
+def test_wrong_rows_fail_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cases, text in (
+        ([RowCase(), RowCase(wrong="key_cache: 1 bytes differ")], "key_cache: 1 bytes differ"),
+        ([RowCase(values=(1.0, 2.0))], "launch 2 gave other bits"),
+        ([], "the suite has no case for it"),
+    ):
+        monkeypatch.setattr(verify_gpu.serving_cases, "of_build", lambda build, cases=cases: cases)
+        with pytest.raises(AssertionError, match=text):
+            verify(ROW)
+
+
+def test_every_shown_row_kernel_has_cases() -> None:
+    shown = [plan.build for plan in build_ptx.committed_plans() if plan.build.kind in ("append", "merge")]
+    assert len(shown) == 5
+    assert all(len(serving_cases.of_build(build)) >= 5 for build in shown)

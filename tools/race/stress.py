@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.errors import AttentionError
+from cutlass_py_attn.plan.build import ROW_KINDS
 from cutlass_py_attn.runtime import driver
 from tools.race import stress_builds, stress_kernels, stress_run
 from tools.release import build_ptx, record
@@ -32,8 +33,11 @@ Row = tuple[str, str, str, str]
 
 
 def build(folder: Path, only: str) -> int:
-    """Builds the shown kernels and the kernels of stress_run.FEATURES, a folder for each kind of build; exit code 0."""
-    shown = [plan.build for plan in build_ptx.committed_plans()]
+    """Builds the shown kernels and the kernels of stress_run.FEATURES, a folder for each kind of build; exit code 0.
+
+    Appends and merges are not stressed: their threads do not wait for each other.
+    """
+    shown = [plan.build for plan in build_ptx.committed_plans() if plan.build.kind not in ROW_KINDS]
     needed = [(one,) for one in (*shown, *stress_run.feature_builds()) if only in record.name_of(one)]
     artifacts = list(build_ptx.compile_all(needed, fresh=False))
 

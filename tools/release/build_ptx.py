@@ -27,7 +27,7 @@ from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem import spec
-from cutlass_py_attn.testing import decode_cases, distance_squared, suite
+from cutlass_py_attn.testing import decode_cases, distance_squared, serving_cases, suite
 from cutlass_py_attn.testing.cases import ARCH, PTX_ARCH, SM90_ARCH
 from tools.release import feature_ptx, record
 
@@ -56,6 +56,7 @@ def committed_plans() -> list[Plan]:
     plans.append(_plan(f"bf16_d128_s{MULTICAST_LENGTH}_b1_h1_causal", "forward", SM90_ARCH))
     plans.append(_plan("bf16_d128_s128_b1_h1_causal_deterministic", "backward", ARCH))
     plans += decode_cases.shown_plans(ARCH)
+    plans += serving_cases.shown_plans(ARCH)
     for name in COMPONENT_GEMMS:
         plans += [plan_component_gemm(name, "sm80", dtype, 128, ARCH) for dtype in ("bfloat16", "float32")]
         plans += [plan_component_gemm(name, "sm90", "bfloat16", head_dim, SM90_ARCH) for head_dim in HEAD_DIMS]

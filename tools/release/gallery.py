@@ -10,10 +10,11 @@ from itertools import groupby
 from pathlib import Path
 
 from cutlass_py_attn.bench import cases
+from cutlass_py_attn.cli import catalogue
 from cutlass_py_attn.inspection.occupancy import occupancy
 from cutlass_py_attn.kernels.component_gemms.planning import spec_of
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build, build_from
+from cutlass_py_attn.plan.build import ROW_KINDS, Build, build_from
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from tools.release import record
@@ -28,7 +29,13 @@ FAMILIES = {
     "sm90": "Instructions of sm_90a (wgmma, TMA), for H100 and H200.",
     "decode": "For few queries and many keys: several blocks share the keys of a head. Instructions of sm_80.",
 }
-KINDS = {"forward": "Forward", "backward": "Backward", "component_gemm": "Standalone component GEMMs"}
+KINDS = {
+    "forward": "Forward",
+    "backward": "Backward",
+    "append": "Rows appended to a cache",
+    "merge": "Merge of partial results",
+    "component_gemm": "Standalone component GEMMs",
+}
 HEAD = """# Gallery
 
 Every kernel here is the PTX that the sources of this commit compile to; continuous integration compiles them again and
@@ -127,6 +134,8 @@ def _what(build: Build) -> str:
         dims += f", value {build.head_dim_value}"
     if build.kind == "component_gemm":
         return f"{spec_of(build).equation}; {build.dtype}, {dims}"
+    if build.kind in ROW_KINDS:
+        return catalogue.serves(build)
     words = [build.dtype, dims, build.mask, *build.features, *(["deterministic"] if build.deterministic else [])]
     return ", ".join(words)
 

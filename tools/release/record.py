@@ -29,6 +29,7 @@ SUITE = (
     "cutlass_py_attn/problem/spec.py",
     "cutlass_py_attn/reference/numpy_reference.py",
     "cutlass_py_attn/reference/score_mod.py",
+    "cutlass_py_attn/reference/serving.py",
     *(f"cutlass_py_attn/score_terms/{name}.py" for name in ("alibi", "bias", "dropout", "philox", "registry", "sinks")),
     *(f"cutlass_py_attn/score_terms/{name}.py" for name in ("softcap", "term")),
     "cutlass_py_attn/testing/accuracy.py",
@@ -41,6 +42,7 @@ SUITE = (
     "cutlass_py_attn/testing/guarded_check.py",
     "cutlass_py_attn/testing/inputs.py",
     "cutlass_py_attn/testing/layouts.py",
+    "cutlass_py_attn/testing/serving_cases.py",
     "tools/release/verify_gpu.py",
 )
 

@@ -15,7 +15,7 @@ from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench.harness import commit
 from cutlass_py_attn.errors import AttentionError, Stale
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build, build_from
+from cutlass_py_attn.plan.build import ROW_KINDS, Build, build_from
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
 from cutlass_py_attn.runtime import driver
@@ -27,6 +27,7 @@ from cutlass_py_attn.testing import (
     decode_cases,
     device_memory,
     guarded_check,
+    serving_cases,
 )
 from cutlass_py_attn.testing.cases import Case
 from tools.release import record
@@ -39,6 +40,7 @@ HASH_SEEDS = (1, 2)
 COMPONENT_GEMM_TILES = (1, 2, 40)
 
 Results = dict[str, Any]
+Launch = device_memory.GuardedLaunch | serving_cases.RowLaunch
 
 
 def verify(artifact: Artifact, kernels: check.Kernels) -> Results:
@@ -46,6 +48,8 @@ def verify(artifact: Artifact, kernels: check.Kernels) -> Results:
     build = artifact.build
     if build.kind == "component_gemm":
         return _component_gemm(build, kernels)
+    if build.kind in ROW_KINDS:
+        return _rows(build, kernels)
     return _decode(build, kernels) if build.family == "decode" else _fused(build, kernels)
 
 
@@ -93,6 +97,20 @@ def _decode(build: Build, kernels: check.Kernels) -> Results:
         return device_memory.guarded_launch(case.problem(), case.arrays(), kernels)
 
     hashes = _hashes(launch_with, set())
+    return {"cases": len(chosen), "worst": _rounded(worst), "repeats": REPEATS, "outputs_sha256": hashes}
+
+
+def _rows(build: Build, kernels: check.Kernels) -> Results:
+    """Verifies an append or a merge: every byte of an append, and a merge within one unit in the last place."""
+    chosen = serving_cases.of_build(build)
+    assert chosen, f"{build.symbol}: the suite has no case for it"
+    worst: dict[str, float] = {}
+    for case in chosen:
+        ratios, wrong = case.check(kernels, build.arch)
+        assert not wrong, "; ".join(wrong)
+        worst = {name: max(worst.get(name, 0.0), ratio) for name, ratio in ratios.items()}
+    first = {seed: chosen[number % len(chosen)] for number, seed in enumerate(HASH_SEEDS)}
+    hashes = _hashes(lambda seed: first[seed].launch(kernels, build.arch), set())
     return {"cases": len(chosen), "worst": _rounded(worst), "repeats": REPEATS, "outputs_sha256": hashes}
 
 
@@ -156,7 +174,7 @@ def _component_gemm(build: Build, kernels: check.Kernels) -> Results:
     }
 
 
-def _hashes(launch_with: Callable[[int], device_memory.GuardedLaunch], free: set[str]) -> dict[str, str]:
+def _hashes(launch_with: Callable[[int], Launch], free: set[str]) -> dict[str, str]:
     """Returns a hash of all repeatable outputs for each seed; REPEATS launches of the first must agree in every bit."""
     found = {}
     for seed in HASH_SEEDS:
