@@ -16,13 +16,16 @@ from cutlass_py_attn import export_bundle, export_library, load_bundle
 from cutlass_py_attn.bundle import interface, library
 from cutlass_py_attn.bundle.dispatch import ALWAYS, facts_of, order_key, preferred_when
 from cutlass_py_attn.bundle.files import MANIFEST, Bundle
-from cutlass_py_attn.bundle.manifest import Target, manifest
+from cutlass_py_attn.bundle.manifest import Target, manifest, names_of
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan import expressions, planner
+from cutlass_py_attn.plan import expressions, planner, sm90
+from cutlass_py_attn.plan.builder import build_for
+from cutlass_py_attn.plan.tiles import sm90_tiles as tiles_of
+from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import DIRECTIONS, Tensor
+from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields, VectorOperand
 from tests.support import fakes
@@ -286,3 +289,29 @@ def test_command_exports_a_library(tmp_path: Path) -> None:
     done = CliRunner().invoke(group, ["export", *named, "--arch", "sm_80", "-o", str(tmp_path / "b")])
     assert done.exit_code == 1
     assert "export a library of several with export_library (--library)" in done.output
+
+
+@pytest.mark.parametrize("case", ["bf16_d128_s8192_b1_h4k2_causal", "bf16_d128_s300_t5000_h4k2_causal"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_variants_are_preferred_where_the_planner_prefers_them(case: str, direction: str) -> None:
+    """The rules of kernels for long and for short sequences are those of the planner, at the limits of each."""
+    exported_problem = problem_of(direction, case)
+    tiles = [tile for tile in tiles_of(exported_problem) if tile.variant in (MULTICAST, QUERY_HEADS)]
+    checked = set()
+    for tile in tiles:
+        build, found = build_for(exported_problem, "sm_90a", tile, "sm90")
+        if found:
+            continue  # the variant does not take the problem
+        for length in (64, 640, 1279, 1280, 1281, 4095, 4096, 9000):
+            for batch, num_sms in ((1, 132), (2, 132), (3, 16)):
+                shape = exported_problem.shape
+                tokens = None if shape.tokens is None else (length * batch, length * batch - 7 * (batch > 1))
+                lengths = Shape(batch, length, length, 4, 128, 128, 2, tokens)
+                problem = Problem.dense(direction, lengths, "bfloat16", exported_problem.mask)
+                names = names_of(problem, planner.plan_of_build(problem, build, num_sms), num_sms)
+                rule = expressions.evaluate(preferred_when(build), names)
+                assert bool(rule) == sm90.applies(problem, tile, num_sms), (tile.variant, length, batch)
+                checked.add((tile.variant, bool(rule)))
+    wanted = {"forward": MULTICAST, "backward": QUERY_HEADS}[direction]
+    has_variant = direction == "backward" or exported_problem.sequences is None
+    assert checked == ({(wanted, True), (wanted, False)} if has_variant else set())
