@@ -316,7 +316,7 @@ def _tensor_maps(problem: Problem, build: Build, values: Mapping[str, int]) -> I
     for name in entry_points.tensor_maps(build):
         field = entry_points.mapped_field(name)
         outer, row, head, _ = getattr(problem, field).strides
-        axis = launch_rules.outer_axis(problem, field)
+        axis = launch_rules.batch_axis(problem, field)
         names = {**values, f"{field}_{axis}": outer, f"{field}_row": row, f"{field}_head": head}
         sizes, strides = (
             tuple(evaluate(expression, names) for expression in side) for side in launch_rules.tensor_map(problem, name)
