@@ -54,7 +54,7 @@ _WORKSPACE: Final = {
     "logsumexp_log2": "float32 logsumexp in base 2",
     "partial_output": "float32 partial output of each key split",
     "partial_logsumexp": "float32 partial logsumexp of each key split, in base 2",
-    "chunk_starts": "int32 chunks of keys of the sequences before each",
+    "schedule": "int32 places where teams of blocks cut the keys of a row",
 }
 _DERIVED: Final = {
     "group": "query heads that share a key head",

@@ -95,7 +95,7 @@ DECODE: Fields = (
 )
 
 # kernels/decode/chunk_schedule.py. partial_output: (slots, tile_m, columns) float32; partial_logsumexp: the same
-# without columns, in base 2. chunk_starts: (batch + 1,) int32, chunks of the sequences before each. num_teams: teams of
+# without columns, in base 2. schedule: int32, where teams cut rows. num_teams: teams of
 # team_rows thread blocks that share the chunks, each at least least_chunks of them. chunk_tiles: key tiles of a chunk.
 # fixed_chunks: whether (0 or 1) each chunk has partial results of its own.
 PERSISTENT_DECODE: Fields = (
@@ -103,7 +103,7 @@ PERSISTENT_DECODE: Fields = (
     ("logsumexp", "i64"),
     ("partial_output", "i64"),
     ("partial_logsumexp", "i64"),
-    ("chunk_starts", "i64"),
+    ("schedule", "i64"),
     *_ADDRESSES,
     *_SIZES,
     *((name, "i32") for name in ("num_teams", "team_rows", "chunk_tiles", "least_chunks", "fixed_chunks")),

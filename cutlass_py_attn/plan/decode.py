@@ -7,7 +7,7 @@ from typing import Final
 
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.decode_smem import MAX_QUERIES, team_warps
+from cutlass_py_attn.plan.decode_smem import CUT_WORDS, MAX_QUERIES, team_warps
 from cutlass_py_attn.plan.expressions import Expression, Grid
 from cutlass_py_attn.plan.tile_rules import DECODE_LEAST_COPY, DECODE_MAX_HEAD_DIM
 from cutlass_py_attn.plan.variants import PERSISTENT, STANDARD, VARIANTS
@@ -107,6 +107,18 @@ def schedule(problem: Problem, build: Build) -> dict[str, Expression]:
     }
 
 
+def combine_grid(build: Build) -> Grid:
+    """Returns the grid of the combine kernel: a block for each row of the output, or for each that a team may cut."""
+    if build.variant != PERSISTENT:
+        return "num_queries", "num_heads", "batch"
+    of_team = f"min(num_queries * group, {build.tile_m})", "team_rows", "num_teams"
+    of_output = "num_queries", "num_heads", "batch"
+    x, y, z = (
+        f"fixed_chunks * {size} + (1 - fixed_chunks) * {other}" for size, other in zip(of_output, of_team, strict=True)
+    )
+    return x, y, z
+
+
 def main_grid(build: Build) -> Grid:
     """Returns the grid of the main kernel."""
     if build.variant == PERSISTENT:
@@ -121,14 +133,14 @@ def workspace(build: Build) -> dict[str, Expression]:
     partial_logsumexp: (splits,) float32 per query row, in base 2
 
     Of the persistent kernel they have rows for the tile of a slot, of which each block has two, or each chunk one.
-    chunk_starts: (batch + 1,) int32, chunks of the sequences before each
+    schedule: int32, where the start of each team cuts a row; with fixed chunks those before each sequence
     """
     if build.variant == PERSISTENT:
         slots = f"(fixed_chunks * chunks + (1 - fixed_chunks) * 2 * num_teams) * team_rows * {build.tile_m}"
         return {
             "partial_output": f"{slots} * {build.columns_value * F32_BYTES}",
             "partial_logsumexp": f"{slots} * {F32_BYTES}",
-            "chunk_starts": f"(batch + 1) * {WORD_BYTES}",
+            "schedule": f"(fixed_chunks * (batch + 1) + (1 - fixed_chunks) * num_teams * {CUT_WORDS}) * {WORD_BYTES}",
         }
     rows = "batch * num_heads * num_queries * num_splits_key"
     return {

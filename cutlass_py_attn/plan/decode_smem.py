@@ -17,6 +17,7 @@ from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 MAX_QUERIES: Final = 16
 WARP_OUTPUT: Final = {2: 4096, 4: 2048}  # elements of the output of one warp, by bytes per element of the operands
 STAGE_ALIGNMENT: Final = 512
+CUT_WORDS: Final = 8  # of the workspace: where the start of a team cuts a row, kernels/decode/chunk_schedule.py
 SCHEDULE_WORDS: Final = 16  # a sum for each warp, then a block's first sequence and the chunks before it
 
 

@@ -131,7 +131,7 @@ def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[
         return {"main": ("tiles", "1", "1")}
     main = _FAMILIES[build.family].main_grid(build)
     if build.kind == "forward":
-        combine = {"combine": ("num_queries", "num_heads", "batch")} if build.family == "decode" else {}
+        combine = {"combine": decode.combine_grid(build)} if build.family == "decode" else {}
         return {"main": main, **combine}
     finish_kv = {"finish_kv": sm90.finish_kv_grid(build)} if build.variant == QUERY_HEADS else {}
     query_tiles = f"ceil_div(num_queries, {build.tile_m})"
@@ -155,7 +155,7 @@ def launch_condition(build: Build, role: str) -> Expression:
     """Returns the condition for the launch of an entry."""
     if build.family != "decode" or role != "combine":
         return ALWAYS
-    return "num_blocks > 1" if build.variant == PERSISTENT else "num_splits_key > 1"
+    return "num_teams + fixed_chunks > 1" if build.variant == PERSISTENT else "num_splits_key > 1"
 
 
 def workspace(build: Build) -> tuple[BufferRule, ...]:

@@ -1,7 +1,7 @@
 """Paged copy: rows of keys or values from pages to shared memory by cp.async, for pages of any size.
 
-A warp's lanes hold the entries of the table for the rows that its team copies. If a page has at least as many rows as
-the team copies, all of them are in one page, and every lane has the same entry. If not, lane l has the entry of row l.
+A warp's lanes hold the entries of the table for the rows that its team copies. If a page has at least BLOCK_ROWS rows,
+each block of so many rows is in one page, and its lanes have the same entry. If not, lane l has the entry of row l.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ from cutlass_py_attn.kernels.common.tile_copy import GmemTile
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.plan.smem import threads_of_row
+
+BLOCK_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class PagedCopy:
 
     def __init__(self, build: Build, rows: int, threads: int) -> None:
         assert rows <= WARP_THREADS, f"rows = {rows}: a lane has the entry of one row"
+        assert rows % BLOCK_ROWS == 0, f"rows = {rows}: must be whole blocks of {BLOCK_ROWS} rows"
         self.build, self.num_rows, self.threads = build, rows, threads
 
     @cute.jit
@@ -46,9 +49,10 @@ class PagedCopy:
 
         shift: log2 of the page size.
         """
-        key = key0
-        if p.page_size < self.num_rows:
-            key = key0 + lane % self.num_rows
+        row_of_lane = lane % self.num_rows
+        if p.page_size >= BLOCK_ROWS:
+            row_of_lane = row_of_lane // BLOCK_ROWS * BLOCK_ROWS
+        key = key0 + row_of_lane
         found = Int32(0)
         if key < num_keys:
             found = paging.entry(p, row, key >> shift)
@@ -57,16 +61,22 @@ class PagedCopy:
     @cute.jit
     def copy(self, p: Any, name: cutlass.Constexpr, member: Int32, rows: Any, columns: cutlass.Constexpr, tile: Any):
         """Starts copying `columns` columns of the rows into a tile; rows behind the last key become zero."""
-        build = self.build
-        if p.page_size >= self.num_rows:
-            inside = rows.key0 & (p.page_size - 1)
-            offset = paging.offset(p, name, rows.entry, inside, rows.head_key)
-            start = self.pointer(p, name, offset)
-            left = rows.num_keys - rows.key0
-            source = GmemTile(start, params.stride(p, name, "row"), left, columns, build.vector_bytes)
-            tile_copy.copy_g2s(member, self.threads, source, tile)
+        if p.page_size >= BLOCK_ROWS:
+            self.copy_blocks(p, name, member, rows, columns, tile)
         else:
             self.copy_single_rows(p, name, member, rows, columns, tile)
+
+    def copy_blocks(self, p: Any, name: str, member: Int32, rows: PagedRows, columns: int, tile: Any) -> None:
+        """Does `copy` for blocks of rows of one page each."""
+        blocks = self.num_rows // BLOCK_ROWS
+        for block in range(blocks):
+            page = cute.arch.shuffle_sync(rows.entry, block * BLOCK_ROWS) if blocks > 1 else rows.entry
+            key = rows.key0 + block * BLOCK_ROWS
+            start = self.pointer(p, name, paging.offset(p, name, page, key & (p.page_size - 1), rows.head_key))
+            row_stride = params.stride(p, name, "row")
+            source = GmemTile(start, row_stride, rows.num_keys - key, columns, self.build.vector_bytes)
+            part = cute.local_tile(tile, (BLOCK_ROWS, cute.size(tile, mode=[1])), (block, 0)) if blocks > 1 else tile
+            tile_copy.copy_g2s(member, self.threads, source, part)
 
     def pointer(self, p: Any, name: str, offset: Any) -> cute.Pointer:
         """Returns the pointer to a row of a pool."""

@@ -23,6 +23,11 @@ from cutlass_py_attn.kernels.common import params, seqlen_info
 from cutlass_py_attn.plan import chunk_shares, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.chunk_shares import Shares
+from cutlass_py_attn.plan.decode_smem import CUT_WORDS
+
+# What is stored of the start of a team: its first chunk, the first chunk of the row that this belongs to, the row's
+# sequence, group and number of chunks, and the chunks of all rows.
+BEGIN, ROW_BEGIN, BATCH, GROUP, COUNT, TOTAL = range(6)
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,13 @@ class ChunkSchedule:
         return chunk_shares.shares(total, p.num_teams, p.least_chunks)
 
     def starts(self, p: Any) -> cute.Tensor:
-        """Returns the workspace array of how many chunks the sequences before each have: (batch + 1,) int32."""
-        return cute.make_tensor(params.pointer(p.chunk_starts, Int32, 4), cute.make_layout(p.batch + 1))
+        """Returns the workspace array of how many chunks the sequences before each have, with p.fixed_chunks."""
+        return cute.make_tensor(params.pointer(p.schedule, Int32, 4), cute.make_layout(p.batch + 1))
+
+    def cut(self, p: Any, team: Int32) -> cute.Tensor:
+        """Returns what the workspace says of the start of a team, without p.fixed_chunks: elements BEGIN to TOTAL."""
+        start = params.pointer(p.schedule, Int32, 4) + team * CUT_WORDS
+        return cute.make_tensor(start, cute.make_layout(CUT_WORDS))
 
     def slot(self, p: Any, begin: Int32, team: Int32, member: Int32, chunk: Int32) -> Int64:
         """Returns the slot of a piece that starts at a chunk, of a member of a team that starts at `begin`."""

@@ -26,8 +26,17 @@ from cutlass_py_attn.kernels.common.score_mod import ScoreMod, ScoreRow
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, exp2, finite, safe_scale
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
-from cutlass_py_attn.kernels.decode.chunk_schedule import ChunkSchedule, inclusive_sum
-from cutlass_py_attn.kernels.decode.combine import UNROLL, VECTOR, Combine
+from cutlass_py_attn.kernels.decode.chunk_schedule import (
+    BATCH,
+    BEGIN,
+    COUNT,
+    GROUP,
+    ROW_BEGIN,
+    TOTAL,
+    ChunkSchedule,
+    inclusive_sum,
+)
+from cutlass_py_attn.kernels.decode.combine import VECTOR, Combine
 from cutlass_py_attn.kernels.decode.forward import Decode, apply_softmax
 from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.arch import architecture
@@ -37,6 +46,7 @@ from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.score_terms.sinks import SINKS
 
 LOG2_E = math.log2(math.e)
+PIECES_AT_ONCE = 8  # of a warp of the combine kernel, in flight at once
 FOUND = 8  # element of the schedule's buffer with a block's first sequence; sums of warps are before it
 
 
@@ -80,34 +90,43 @@ class CombinePieces(Combine):
 
     @cute.jit
     def run(self, p: Any):
-        """Computes one row of the output from its pieces; leaves if there is one, which has stored the row."""
+        """Computes one row of the output from its pieces; leaves if the row has one piece, which has stored it."""
         build, group = self.build, seqlen_info.group_size(self.build, p)
-        thread, _, _ = cute.arch.thread_idx()
-        query, head, batch = cute.arch.block_idx()
-        head, batch = head + p.first_head, batch + p.first_batch
-        starts = self.schedule.starts(p)
-        start, count = starts[batch], starts[batch + 1] - starts[batch]
-        groups = self.schedule.groups(p)
-        shares = self.schedule.shares(p, starts[p.batch] * groups)
-        head_key = head // group
-        packed = query * group + (head - head_key * group)
-        row = head_key * self.schedule.row_tiles(p) + packed // build.tile_m
-        begin = start * groups + row // p.team_rows * count
-        first = shares.team_of(begin)
-        pieces = shares.team_of(begin + count - 1) - first + 1
-        if p.fixed_chunks != 0:
-            pieces = count
+        x, y, z = cute.arch.block_idx()
+        row_tiles = self.schedule.row_tiles(p)
+        width = p.team_rows
+        batch, head, query, row, pieces = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        slot0, step, odd = Int32(0), Int32(1), Int32(0)
+        member = Int32(0)
+        if p.fixed_chunks != 0:  # a block for each row of the output
+            query, head, batch = x, y + p.first_head, z + p.first_batch
+            starts = self.schedule.starts(p)
+            start = starts[batch]
+            pieces = starts[batch + 1] - start
+            packed = query * group + head % group
+            number = head // group * row_tiles + packed // build.tile_m
+            slot0 = start * self.schedule.groups(p) + number // width * pieces
+            member, row = number % width, packed % build.tile_m
+        else:  # a block for each row that the start of team z cuts, if no team before it does
+            cut, before = self.schedule.cut(p, z), self.schedule.cut(p, larger(z - 1, 0))
+            begin, row_begin, previous = cut[BEGIN], cut[ROW_BEGIN], before[BEGIN]
+            if (row_begin < begin) & (previous <= row_begin):
+                number = cut[GROUP] * width + y
+                packed = number % row_tiles * build.tile_m + x
+                batch, query = cut[BATCH], packed // group
+                head = number // row_tiles * group + (packed - query * group)
+                shares = self.schedule.shares(p, cut[TOTAL])
+                pieces = shares.team_of(row_begin + cut[COUNT] - 1) - z + 2
+                # The first piece is in slot 0 or 1 of its team, the others in slot 0 of the teams after it.
+                slot0, step = 2 * (z - 1), Int32(2)
+                odd = cutlass.select_(previous == row_begin, Int32(0), Int32(1))
+                member, row = y, x
         if pieces > 1:
             seqlen = seqlen_info.create(build, p, batch)
             if query < seqlen.num_queries:
-                # The first piece is in slot 0 or 1 of its team, the others in slot 0 of the teams after it.
-                slot0, step = first * 2, Int32(2)
-                odd = cutlass.select_(begin == shares.begin(first), Int32(0), Int32(1))
-                if p.fixed_chunks != 0:
-                    slot0, step, odd = begin, Int32(1), Int32(0)
-                width, member = Int64(p.team_rows), row % p.team_rows
-                slot0, step, odd = slot0 * width + member, step * width, odd * width
-                self.join(p, (slot0, step, odd), pieces, packed % build.tile_m, (seqlen, batch, head, query), thread)
+                thread, _, _ = cute.arch.thread_idx()
+                slots = Int64(slot0) * width + member, Int64(step) * width, Int64(odd) * width
+                self.join(p, slots, pieces, row, (seqlen, batch, head, query), thread)
 
     @cute.jit
     def join(self, p: Any, slots: tuple, pieces: Int32, row: Int32, place: tuple, thread: Int32):
@@ -163,13 +182,18 @@ class CombinePieces(Combine):
             if column < columns:
                 found = cute.make_rmem_tensor(VECTOR, Float32)
                 found.fill(0.0)
-                for piece in cutlass.range(warp, pieces, COMBINE_WARPS, unroll=UNROLL):
-                    number = self.number(slots, piece, row)
-                    factor = exp2(self.slot_logsumexp(p, number)[0] - maximum)
-                    part = cute.make_rmem_tensor(VECTOR, Float32)
-                    source = self.slot_output(p, number) + cute.assume(column, divby=VECTOR)
-                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), part)
-                    found.store(found.load() + part.load() * factor)
+                for first in cutlass.range(warp, pieces, COMBINE_WARPS * PIECES_AT_ONCE, unroll=1):
+                    for i in cutlass.range_constexpr(
+                        PIECES_AT_ONCE
+                    ):  # without a branch, so that all loads are in flight
+                        piece = first + i * COMBINE_WARPS
+                        number = self.number(slots, smaller(piece, pieces - 1), row)
+                        factor = exp2(self.slot_logsumexp(p, number)[0] - maximum)
+                        factor = cutlass.select_(piece < pieces, factor, Float32(0.0))
+                        part = cute.make_rmem_tensor(VECTOR, Float32)
+                        source = self.slot_output(p, number) + cute.assume(column, divby=VECTOR)
+                        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), part)
+                        found.store(found.load() + part.load() * factor)
                 for i in cutlass.range_constexpr(VECTOR):
                     s_sums[warp, column + i] = found[i] * inverse
 
@@ -200,7 +224,9 @@ class PersistentDecode(Decode):
         warp = self.warp_of(thread)
         groups, row_tiles = self.schedule.groups(p), self.schedule.row_tiles(p)
         team, member = block // p.team_rows, block % p.team_rows
-        begin, end, batch, start = self.find_share(p, block, team, thread)
+        begin, end, batch, start, total = self.find_share(p, block, team, thread)
+        if (p.fixed_chunks == 0) & (member == 0) & (thread == 0):
+            self.store_cut(p, team, begin, end, batch, start, total)
         chunk = begin
         while chunk < end:
             chunks = self.schedule.chunks(p, batch)
@@ -232,11 +258,12 @@ class PersistentDecode(Decode):
     @cute.jit
     def find_share(self, p: Any, block: Int32, team: Int32, thread: Int32):
         """Returns the first chunk of a team and the one past its last; the first's sequence, and the chunks before
-        that sequence. Block 0 stores the chunks before every sequence for the combine kernel."""
+        that sequence, and the chunks of all. With fixed chunks, block 0 stores the chunks before every sequence."""
         build = self.build
         layout = cute.make_layout(2 * FOUND)
         s_found = cute.make_tensor(tile_copy.smem_pointer(build, "schedule", Int32), layout)
         starts = self.schedule.starts(p)
+        stores = (block == 0) & (p.fixed_chunks != 0)
         lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
         each = (p.batch + (build.threads - 1)) // build.threads  # consecutive sequences of a thread
         own = Int32(0)
@@ -260,16 +287,27 @@ class PersistentDecode(Decode):
             batch = thread * each + i
             if batch < p.batch:
                 following = start + self.schedule.chunks(p, batch).count
-                if block == 0:
+                if stores:
                     starts[batch] = start
                 if (start * groups <= begin) & (begin < following * groups):
                     s_found[FOUND] = batch
                     s_found[FOUND + 1] = start
                 start = following
-        if (block == 0) & (thread == 0):
+        if stores & (thread == 0):
             starts[p.batch] = everything
         cute.arch.sync_threads()
-        return begin, end, s_found[FOUND], s_found[FOUND + 1]
+        return begin, end, s_found[FOUND], s_found[FOUND + 1], everything * groups
+
+    @cute.jit
+    def store_cut(self, p: Any, team: Int32, begin: Int32, end: Int32, batch: Int32, start: Int32, total: Int32):
+        """Stores for the combine kernel which row the start of a team cuts; none for a team without chunks."""
+        cut = self.schedule.cut(p, team)
+        cut[BEGIN], cut[ROW_BEGIN], cut[TOTAL] = begin, begin, total
+        if begin < end:
+            groups, count = self.schedule.groups(p), self.schedule.chunks(p, batch).count
+            group = (begin - start * groups) // count
+            cut[BATCH], cut[GROUP], cut[COUNT] = batch, group, count
+            cut[ROW_BEGIN] = start * groups + group * count
 
     @cute.jit
     def compute(self, p: Any, piece: Any, warp: Any, start: Int32, stop: Int32, thread: Int32):

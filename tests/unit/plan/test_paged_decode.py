@@ -114,7 +114,7 @@ def test_fixed_chunks_have_slots_for_every_chunk() -> None:
     slots = 64 * 8 * (8192 // decode.FIXED_CHUNK + 1)
     sizes = {buffer.name: buffer.bytes for buffer in found.workspace.buffers}
     assert sizes == {
-        "partial_output": slots * 16 * 128 * 4, "partial_logsumexp": slots * 16 * 4, "chunk_starts": 65 * 4,
+        "partial_output": slots * 16 * 128 * 4, "partial_logsumexp": slots * 16 * 4, "schedule": 65 * 4,
     }  # fmt: skip
 
 
