@@ -7,7 +7,7 @@ from typing import Final
 
 from cutlass_py_attn.plan import abi, launch_rules
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.preconditions import EDGES, batch_axis
+from cutlass_py_attn.plan.preconditions import EDGES
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, Tensor
 from cutlass_py_attn.runtime import params
@@ -190,7 +190,11 @@ def _access(problem: Problem, name: str) -> str:
 
 def _strides(problem: Problem, name: str) -> list[str]:
     """Returns the names of the inputs that are a tensor's strides."""
-    axes = ("batch", "head", "row", "column") if name in BIASES else (batch_axis(problem, name), "row", "head")
+    axes = (
+        ("batch", "head", "row", "column")
+        if name in BIASES
+        else (launch_rules.batch_axis(problem, name), "row", "head")
+    )
     return [f"{name}_{axis}" for axis in (*axes, "column")[: 4 if name == "grad_output" else len(axes)]]
 
 

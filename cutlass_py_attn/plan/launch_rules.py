@@ -222,8 +222,8 @@ def shape(problem: Problem, name: str) -> tuple[Expression, ...]:
     return batch, rows, "num_heads_key" if of_key else "num_heads", str(tensor.shape[3])
 
 
-def outer_axis(problem: Problem, name: str) -> str:
-    """Returns the name of an operand's first axis: "page" of a pool, else "batch"."""
+def batch_axis(problem: Problem, name: str) -> str:
+    """Returns the name of a tensor's first axis and its stride: "page" of a pool, else "batch"."""
     return "page" if problem.pages is not None and name in ("key", "value") else "batch"
 
 
@@ -245,8 +245,8 @@ def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tup
     """
     field = entry_points.mapped_field(name)
     outer, rows, heads, columns = shape(problem, field)
-    is_pool = outer_axis(problem, field) == "page"
-    axes = (rows, "row"), (heads, "head"), (outer, outer_axis(problem, field))
+    is_pool = batch_axis(problem, field) == "page"
+    axes = (rows, "row"), (heads, "head"), (outer, batch_axis(problem, field))
     strides = tuple(f"step({size}, {field}_{axis}, {columns})" for size, axis in axes)
     if is_pool and name == entry_points.LAST_VALUE:
         rows = f"({outer} - 1) * {VALUE_PAGE_ROWS} + {rows}"

@@ -103,8 +103,6 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None, *, any_length
     count = _check(problem, arch, num_sms)
     of_sm90 = _sm90_builds(problem, arch, count, any_length=any_length)
     found = *_decode_builds(problem, arch), *of_sm90, *_sm80_builds(problem, arch)
-    if not found:
-        raise NotSupported(_no_family(problem, arch))
     return [plan_of_build(problem, build, count) for build in found]
 
 
@@ -225,26 +223,17 @@ def _unsupported(problem: Problem, arch: str, family: str) -> tuple[str, ...]:
     if family == "sm90":
         targets_without = () if architecture(arch).has_wgmma else ("targets without wgmma",)
         return *targets_without, *sm90.unsupported_features(problem)
-    return sm80.unsupported_features(problem)
+    return ()
 
 
 def _sm80_builds(problem: Problem, arch: str) -> list[Build]:
-    """Returns the builds of the sm80 family; NotSupported tells why none fits. It takes every problem without pages."""
-    if _unsupported(problem, arch, "sm80"):
-        return []
+    """Returns the builds of the sm80 family, which takes every problem; NotSupported tells why none fits."""
     tried = _tried(problem, arch, "sm80", sm80_tiles(problem))
     fitting = [build for build, objections in tried if not objections]
     if not fitting:
         found = tried[-1][1] if tried else ["the tile table has no tile for it"]
         raise NotSupported(f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim")
     return fitting
-
-
-def _no_family(problem: Problem, arch: str) -> list[str]:
-    """Returns why no family has kernels for a problem."""
-    reasons = {family: _unsupported(problem, arch, family) for family in FAMILIES}
-    listed = "; ".join(f"{family} takes no {', '.join(names)}" for family, names in reasons.items() if names)
-    return [f"no kernel for {arch} takes this problem: {listed}; gather the pages, or leave a feature out"]
 
 
 def _decode_builds(problem: Problem, arch: str) -> list[Build]:
@@ -316,7 +305,7 @@ def _tensor_maps(problem: Problem, build: Build, values: Mapping[str, int]) -> I
     for name in entry_points.tensor_maps(build):
         field = entry_points.mapped_field(name)
         outer, row, head, _ = getattr(problem, field).strides
-        axis = launch_rules.outer_axis(problem, field)
+        axis = launch_rules.batch_axis(problem, field)
         names = {**values, f"{field}_{axis}": outer, f"{field}_row": row, f"{field}_head": head}
         sizes, strides = (
             tuple(evaluate(expression, names) for expression in side) for side in launch_rules.tensor_map(problem, name)

@@ -16,12 +16,15 @@ from cutlass_py_attn.plan.launch_rules import (
     BIAS_SIZES,
     MAX_GRID_YZ,
     MAX_INT32,
+    VALUE_PAGE_ROWS,
+    batch_axis,
     bias_axes,
     grids_of,
     shape,
     total_tiles,
     workspace,
 )
+from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, most_box_rows
 from cutlass_py_attn.plan.variants import PERSISTENT
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
@@ -94,6 +97,7 @@ def _sizes(problem: Problem, build: Build) -> Iterator[Condition]:
         yield "num_heads == num_heads_key", "num_heads must be num_heads_key; export a problem with grouped heads"
     if problem.pages is not None:
         yield from _page_sizes(problem)
+        yield from _page_maps(problem, build) if build.family == "sm90" else ()
     if problem.sequences is not None:
         yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"
         yield "num_keys <= tokens_k", "num_keys, of the longest sequence, must be at most tokens_k"
@@ -113,6 +117,19 @@ def _page_sizes(problem: Problem) -> Iterator[Condition]:
     if problem.has_ragged_rows:
         yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"
         yield f"tokens_q <= {MAX_LENGTH}", f"tokens_q must be at most {MAX_LENGTH}; cu_seqlens_q is 32-bit"
+
+
+def _page_maps(problem: Problem, build: Build) -> Iterator[Condition]:
+    """The box of the tensor maps is a number of the bundle, and the map of the last tile counts the rows of value."""
+    most, rows = most_box_rows(build), problem.key.shape[1]
+    if rows < most:
+        yield f"page_size == {rows}", f"page_size must be {rows}, as in the exported problem; export one for each size"
+    else:
+        yield f"page_size >= {most}", f"page_size must be at least {most}; export a problem with smaller pages"
+    is_whole = "mod(step(num_pages, value_page, 0), max(value_row, 1)) == 0"
+    yield is_whole, "value_page must be a multiple of value_row: a page starts at a whole number of rows"
+    last_row = f"(num_pages - 1) * {VALUE_PAGE_ROWS} + page_size"
+    yield f"{last_row} < {RAGGED_ROWS}", "the pages of value must have fewer than 2^30 rows; use smaller pools"
 
 
 def _edges(build: Build) -> Iterator[Condition]:
@@ -138,11 +155,6 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
                 yield f"step({size}, {stride}, 1) <= {most}", f"{stride} must be at most {most}, as in any tensor map"
     if unit > 1 and problem.grad_output is not None:
         yield "grad_output_column == 1", "grad_output_column must be 1: rows are read several elements at a time"
-
-
-def batch_axis(problem: Problem, name: str) -> str:
-    """Returns the name of a tensor's first stride: that of pages for a pool."""
-    return "page" if problem.pages is not None and name in ("key", "value") else "batch"
 
 
 def _biases(problem: Problem, build: Build) -> Iterator[Condition]:

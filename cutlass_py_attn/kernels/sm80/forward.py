@@ -3,6 +3,8 @@
 A block keeps its query tile in shared memory and visits the key tiles from the last to the first, so that the tiles
 that a causal mask cuts come first. While the GEMMs of one tile execute, cp.async loads the next tile.
 
+Keys and values may be in pages of any size: each thread then finds the pages of the rows that it copies.
+
     step        1 S = Q K^T     2 softmax         3 O += P V
     in flight   value tile n    key tile n - 1    key tile n - 1
 """

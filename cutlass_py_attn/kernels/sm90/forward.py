@@ -8,6 +8,9 @@ next work tile is in flight while the output is stored.
     step        S(n - 1) = Q K^T, then O += P(n) V    softmax of S(n - 1)
     in flight   key tile n - 2                         value tile n - 1, O += P(n) V
 
+Keys and values may be in pages: the producer warp then loads each tile page by page (paged_loads.py), and nothing else
+differs.
+
 For long causal sequences two blocks of a cluster compute neighbouring query tiles, and each loads half of every key and
 value tile for both. The first block skips tiles that only the second block reads.
 """

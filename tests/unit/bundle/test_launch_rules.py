@@ -24,6 +24,7 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.serialize import from_json, to_json
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, Sequences, Shape, Tensor
 from cutlass_py_attn.runtime import launch
+from cutlass_py_attn.testing.paged_forward_cases import PagedCase
 from tests.support import crafted_json
 from tests.support.any_problem import ARCHS, problems
 from tests.support.fakes import artifact
@@ -80,7 +81,8 @@ def by_rule(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> dict
         return bool(expressions.evaluate(launch_rules.launch_condition(build, role), names))
 
     grids_of = launch_rules.grids_of(exported, build)
-    maps = [launch_rules.tensor_map(exported, it.field) for launch in plan.launches for it in launch.tensor_maps]
+    has_maps = any(launch.tensor_maps for launch in plan.launches)
+    maps = [launch_rules.tensor_map(exported, it) for it in entry_points.tensor_maps(build) if has_maps]
     return {
         "sizes": {name: names[name] for name in launch_rules.definitions(exported, build) if name != "group"},
         "launches": {
@@ -121,6 +123,80 @@ def test_rules_are_the_planner(problem: Problem, arch: str, num_sms: int, data: 
         assert found in ([], ["problem.grad_bias_mode"])
         assert plan.build.family != "decode" or not decode.unsupported_features(other)
         assert by_rule(problem, plan, other, num_sms) == numbers(same)
+
+
+def paged(page_size: int, num_pages: int, pool: str = "nhd", queries: int = 300) -> Problem:
+    """A problem of three sequences in pages, for the sm90 forward."""
+    case = PagedCase("bf16_d128_h4k2_causal_br", page_size, ((queries, 400),) * 3, pool=pool)
+    problem = case.problem()
+    pools = {name: getattr(problem, name) for name in ("key", "value")}
+    changes = {name: replace(it, shape=(num_pages, *it.shape[1:])) for name, it in pools.items()}
+    return problem.replace(**changes)
+
+
+def sm90_plan(problem: Problem, num_sms: int = 132) -> Plan:
+    """The sm90 plan of a problem."""
+    return next(plan for plan in planner.plans(problem, "sm_90a", num_sms) if plan.build.family == "sm90")
+
+
+@pytest.mark.parametrize(
+    ("exported", "other"),
+    [
+        (paged(16, 100), paged(16, 3, "hnd", 1000)),
+        (paged(64, 30, "combined"), paged(64, 1, "interleaved")),
+        (paged(128, 20), paged(1024, 9)),
+    ],
+)
+def test_rules_of_pages_are_the_planner(exported: Problem, other: Problem) -> None:
+    plan, same = sm90_plan(exported), sm90_plan(other)
+    assert plan.build == same.build
+    assert not allowed(exported, plan, exported, 132)
+    assert not allowed(exported, plan, other, 132)
+    assert by_rule(exported, plan, other, 132) == numbers(same)
+    recipes = zip(plan.launches[0].tensor_maps, same.launches[0].tensor_maps, strict=True)
+    assert all(left.box == right.box for left, right in recipes)
+    fields = launch_rules.fields(exported, plan.build, inputs(exported, plan.build))
+    names = {name: item.value for name, item in inputs(other, plan.build).items()}
+    assert expressions.evaluate(fields["value_page_rows"], names) == dict(same.params)["value_page_rows"]
+
+
+def test_manifest_has_both_maps_of_value() -> None:
+    problem = paged(16, 100, "combined")
+    plan = sm90_plan(problem)
+    made = manifest("paged", [Target(problem, plan, artifact(plan.build), 132)], {})
+    (launched,) = made["passes"]["forward"]["targets"][0]["launches"]
+    assert [it["meaning"] for it in launched["parameters"]] == [
+        *(f"CUtensorMap of {name}" for name in ("query", "key", "value", "value_last")),
+        "the struct",
+    ]
+    maps = launched["tensor_maps"]
+    assert [(it["pointer"], len(it["sizes"]), it["box"][1]) for it in maps] == [
+        ("query", 5, 128),
+        ("key", 4, 16),
+        ("value", 4, 16),
+        ("value", 5, 16),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("exported", "other", "says"),
+    [
+        (paged(16, 100), paged(32, 100), "page_size must be 16, as in the exported problem; export one for each size"),
+        (paged(128, 10), paged(64, 10), "page_size must be at least 128; export a problem with smaller pages"),
+        (
+            paged(16, 100),
+            paged(16, 100, "uneven"),
+            "value_page must be a multiple of value_row: a page starts at a whole number of rows",
+        ),
+        (
+            paged(16, 100),
+            paged(16, 2**27),
+            "the pages of value must have fewer than 2^30 rows; use smaller pools",
+        ),
+    ],
+)
+def test_hosts_refuse_pages_that_tensor_maps_do_not_describe(exported: Problem, other: Problem, says: str) -> None:
+    assert allowed(exported, sm90_plan(exported), other, 132) == [says]
 
 
 FACTORS = [
