@@ -31,6 +31,7 @@ ORDER = (
     "arrays",
     "faults",
     "jax",
+    "several_gpus",
     "bundles",
     "inspect",
     "reference",
