@@ -268,7 +268,8 @@ def _varying(call: calls.Call, operands: dict[str, Any]) -> dict[str, Any]:
     So JAX sums the gradient of an operand that is the same on several devices.
     """
     axes = calls.varying_axes(operands)
-    axes |= frozenset() if call.context is None else {call.context.axis}
+    if call.context is not None and call.context.axis in jax.sharding.get_abstract_mesh().manual_axes:  # else vmap's
+        axes |= {call.context.axis}
     return {name: calls.varying(array, axes) for name, array in operands.items()}
 
 

@@ -74,6 +74,8 @@ def gradients(draw: st.DrawFn, problem: Problem) -> dict[str, Any]:
         changes["grad_sinks"] = problem.sinks
     unwanted = draw(st.sets(st.sampled_from(OPERANDS), max_size=3 if changes else 2))
     changes |= dict.fromkeys((f"grad_{name}" for name in unwanted), None)
+    if (problem.shape.num_keys or "grad_sinks" not in changes) and draw(st.booleans()):
+        changes["grad_logsumexp"] = Tensor.contiguous(problem.shape.logsumexp, "float32")
     deterministic = draw(st.booleans())
     splits = st.none() | (st.just(1) if deterministic else st.integers(1, 300))
     return changes | {"deterministic": deterministic, "num_splits_key": draw(splits)}

@@ -33,6 +33,7 @@ ORDER = (
     "jax",
     "paged",
     "serving",
+    "several_gpus",
     "bundles",
     "c_library",
     "inspect",

@@ -1,5 +1,7 @@
 """Attention whose rows are split over two GPUs: the results of one GPU, forward and gradients, for every strategy.
 
+On one GPU jax.vmap with an axis name stands for the devices: the elements run the same program in one launch each.
+
 python -m tests.gpu.hosts.test_jax_context FOLDER    compiles the kernels of these tests on a machine without a GPU
 """
 
@@ -56,6 +58,8 @@ CASES = {
     "dropout": Case((ZIGZAG[1],), Causal(), {}, {"dropout_p": 0.3}),
     "documents": Case((ZIGZAG[0], CONTIGUOUS[1]), Causal(), {}, SEQUENCES, batch=1),
 }
+SIMULATED = 4  # devices
+ON_ONE_GPU = [("causal", "ring", "zigzag"), ("causal", "ulysses", "zigzag"), ("window 200, sinks", "ring", None)]
 PARAMETERS = [
     pytest.param(name, *split, id=f"{name}-{split[0]}-{split[1]}")
     for name, case in CASES.items()
@@ -110,24 +114,57 @@ def on_two(jax: Any, attend: Callable[..., Any], case: Case, strategy: str, load
     return jax.shard_map(function, mesh=mesh, in_specs=(of_operands, rows, lines), out_specs=(of_results, of_operands))
 
 
-def in_order(change: Callable[..., Any], case: Case, found: Any) -> Any:
+def in_order(change: Callable[..., Any], case: Case, found: Any, devices: int = DEVICES) -> Any:
     """Returns operands or their gradients with rows in another order."""
     axes = {"query": 1, "key": 1, "value": 1, "bias": 2}
-    return {name: change(array, DEVICES, axes[name]) if name in axes else array for name, array in found.items()}
+    return {name: change(array, devices, axes[name]) if name in axes else array for name, array in found.items()}
+
+
+def simulated(jax: Any, attend: Callable[..., Any], case: Case, strategy: str, load_balance: str | None) -> Any:
+    """Returns the function of `both` on global arrays, whose rows are split over the elements of a jax.vmap."""
+    function = both(jax, attend, case, context_axis="x", context_strategy=strategy, load_balance=load_balance)
+
+    def split(array: Any, axis: int) -> Any:
+        shape = array.shape
+        parts = array.reshape(*shape[:axis], SIMULATED, shape[axis] // SIMULATED, *shape[axis + 1 :])
+        return jax.numpy.moveaxis(parts, axis, 0)
+
+    def join(parts: Any, axis: int) -> Any:
+        moved = jax.numpy.moveaxis(parts, 0, axis)
+        return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+
+    def run(arrays: dict[str, Any], grad_output: Any, grad_logsumexp: Any) -> Any:
+        axes = {name: None if name == "sinks" else 0 for name in arrays}
+        parts = {name: array if name == "sinks" else split(array, 1) for name, array in arrays.items()}
+        mapped = jax.vmap(function, (axes, 0, 0), axis_name="x")
+        (output, logsumexp), gradients = mapped(parts, split(grad_output, 1), split(grad_logsumexp, 2))
+        return (join(output, 1), join(logsumexp, 2)), {
+            name: gradient.sum(0) if name == "sinks" else join(gradient, 1) for name, gradient in gradients.items()
+        }
+
+    return run
 
 
 @pytest.fixture
-def jax(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """JAX with two GPUs or more, which leaves memory to the other tests."""
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """JAX with a GPU, which leaves memory to the other tests."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     found = pytest.importorskip("jax", reason="jax is not installed")
-    if found.default_backend() != "gpu" or len(found.devices()) < DEVICES:
-        pytest.skip("fewer than two GPUs: nothing to split")
+    if found.default_backend() != "gpu":
+        pytest.skip("JAX has no GPU")
     return found
 
 
 @pytest.fixture
-def attend(jax: Any, kernels: check.Kernels) -> Callable[..., Any]:
+def jax(one_gpu: Any) -> Any:
+    """JAX with two GPUs or more."""
+    if len(one_gpu.devices()) < DEVICES:
+        pytest.skip("fewer than two GPUs: nothing to split")
+    return one_gpu
+
+
+@pytest.fixture
+def attend(one_gpu: Any, kernels: check.Kernels) -> Callable[..., Any]:
     """Attention with the tests' kernels."""
     return functools.partial(importlib.import_module("cutlass_py_attn.jax").attention, kernels=kernels)
 
@@ -157,11 +194,33 @@ def test_two_gpus_give_the_results_of_one(
         assert not {"all-gather", "reduce-scatter"} & set(COLLECTIVES.findall(compiled.as_text()))
     if load_balance:
         gradients = in_order(module.restore, case, gradients)
-        axes = (1, 2)
-        found = jax.tree.leaves(found)
-        found = [module.restore(array, DEVICES, axis) for array, axis in zip(found, axes, strict=False)]
+        found = [module.restore(array, DEVICES, axis) for axis, array in enumerate(jax.tree.leaves(found), 1)]
     leaves = [*jax.tree.leaves(found), *jax.tree.leaves(gradients)]
     for one, other in zip(leaves, jax.tree.leaves(_expected[name]), strict=True):
+        assert difference(one, other) < ALLOWED
+
+
+@pytest.mark.parametrize(("name", "strategy", "load_balance"), ON_ONE_GPU)
+def test_simulated_devices_give_the_results_of_one(
+    one_gpu: Any, attend: Callable[..., Any], name: str, strategy: str, load_balance: str | None
+) -> None:
+    module: Any = importlib.import_module("cutlass_py_attn.jax")
+    case = CASES[name]
+    arrays, grad_output, grad_logsumexp = given(one_gpu, case)
+    expected = one_gpu.jit(both(one_gpu, attend, case))(arrays, grad_output, grad_logsumexp)
+    function = simulated(one_gpu, attend, case, strategy, load_balance)
+    if load_balance:
+        plain = function
+
+        def function(arrays: Any, grad_output: Any, grad_logsumexp: Any) -> Any:
+            order = functools.partial(in_order, module.reorder, case, devices=SIMULATED)
+            rows = module.reorder(grad_output, SIMULATED), module.reorder(grad_logsumexp, SIMULATED, 2)
+            (output, logsumexp), gradients = plain(order(arrays), *rows)
+            found = module.restore(output, SIMULATED), module.restore(logsumexp, SIMULATED, 2)
+            return found, in_order(module.restore, case, gradients, devices=SIMULATED)
+
+    found = one_gpu.jit(function)(arrays, grad_output, grad_logsumexp)
+    for one, other in zip(one_gpu.tree.leaves(found), one_gpu.tree.leaves(expected), strict=True):
         assert difference(one, other) < ALLOWED
 
 
@@ -175,21 +234,21 @@ def test_deterministic_calls_repeat_bit_by_bit(jax: Any, attend: Callable[..., A
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-def test_the_gradient_of_logsumexp(jax: Any, attend: Callable[..., Any]) -> None:
-    """On one GPU, against jax.numpy in float32."""
+def test_the_gradient_of_logsumexp(one_gpu: Any, attend: Callable[..., Any]) -> None:
+    """Against jax.numpy in float32."""
     case = CASES["causal"]
-    arrays, grad_output, grad_logsumexp = given(jax, case)
+    arrays, grad_output, grad_logsumexp = given(one_gpu, case)
     arrays = {name: array.astype("float32") for name, array in arrays.items()}
-    grad_output = jax.numpy.zeros_like(grad_output, "float32")
-    _, found = jax.jit(both(jax, attend, case))(arrays, grad_output, grad_logsumexp)
+    grad_output = one_gpu.numpy.zeros_like(grad_output, "float32")
+    _, found = one_gpu.jit(both(one_gpu, attend, case))(arrays, grad_output, grad_logsumexp)
 
     def logsumexp(arrays: dict[str, Any]) -> Any:
-        key = jax.numpy.repeat(arrays["key"], HEADS // HEADS_KEY, 2)
-        scores = jax.numpy.einsum("bihd,bjhd->bhij", arrays["query"], key, precision="highest") / HEAD_DIM**0.5
+        key = one_gpu.numpy.repeat(arrays["key"], HEADS // HEADS_KEY, 2)
+        scores = one_gpu.numpy.einsum("bihd,bjhd->bhij", arrays["query"], key, precision="highest") / HEAD_DIM**0.5
         visible = case.mask.materialise(TOKENS, TOKENS)
-        return (jax.nn.logsumexp(jax.numpy.where(visible, scores, -np.inf), -1) * grad_logsumexp).sum()
+        return (one_gpu.nn.logsumexp(one_gpu.numpy.where(visible, scores, -np.inf), -1) * grad_logsumexp).sum()
 
-    expected = jax.jit(jax.grad(logsumexp))(arrays)
+    expected = one_gpu.jit(one_gpu.grad(logsumexp))(arrays)
     for name in ("query", "key"):
         assert difference(found[name], expected[name]) < ALLOWED / 10
     assert not np.asarray(found["value"]).any()
@@ -214,6 +273,8 @@ def build(folder: Path) -> None:
         for split in case.splits:
             lower(on_two(jax, attend, case, *split), case)
     lower(both(jax, attend, CASES["causal"]), CASES["causal"], "float32")
+    for name, *split in ON_ONE_GPU:
+        lower(simulated(jax, attend, CASES[name], *split), CASES[name])
     deterministic = Case((), options={"deterministic": True})
     for strategy in ("all_gather", "ring"):
         lower(on_two(jax, attend, deterministic, strategy, "zigzag"), deterministic)

@@ -53,6 +53,8 @@ def resized(draw: st.DrawFn, problem: Problem) -> Problem:
     for name, tensor in problem.vectors().items():
         if name in ("alibi_slopes", "sinks", "grad_sinks"):
             changes[name] = Tensor.contiguous((batch, shape.num_heads)[-len(tensor.shape) :], "float32")
+    if problem.grad_logsumexp is not None:
+        changes["grad_logsumexp"] = Tensor.contiguous(shape.logsumexp, "float32")
     if problem.sequences is not None:
         changes["sequences"] = Sequences(batch, queries, keys, problem.sequences.seqused_k)
     return problem.replace(**changes)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.bundle.numbers import inputs as bundle_inputs
+from cutlass_py_attn.bundle.numbers import pointers as bundle_pointers
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import abi, entry_points
 from cutlass_py_attn.plan.plan import Plan
@@ -106,6 +107,27 @@ def test_gradients_of_bias_and_sinks(driver_log: FakeDriver) -> None:
     assert len(found) == 5, "preprocess, main, postprocess, bias, sinks"
     for struct in found:
         assert tuple(struct[f"grad_bias_{axis}"] for axis in ("batch", "head", "row", "column")) == (0, 300, 0, 1)
+
+
+def test_the_gradient_of_logsumexp_is_an_address_or_none(driver_log: FakeDriver) -> None:
+    """The same kernels serve both: the preprocess reads the address."""
+    lse = Tensor.contiguous(SHAPE.logsumexp, "float32")
+    problem, plan = plan_of("backward", grad_logsumexp=lse)
+    bound = bind(artifact(plan.build), plan, problem)
+    other, without = bound_of("backward")
+    assert plan.build == other.build
+    assert set(bound.tensor_names) - set(without.tensor_names) == {"grad_logsumexp"}
+    given = addresses(bound.tensor_names)
+    bound(given)
+    without({name: given[name] for name in without.tensor_names})
+    found = [decode(plan.build, call.parameters)["grad_logsumexp"] for call in driver_log.of("cuLaunchKernelEx")]
+    assert found == [given["grad_logsumexp"]] * 3 + [0] * 3
+    pointer = bundle_pointers(problem)["grad_logsumexp"]
+    assert (pointer.access, pointer.dtype, pointer.shape) == (
+        "read",
+        "float32",
+        ("batch", "num_heads", "round_up(num_queries, 32)"),
+    )
 
 
 def test_seed_and_offset_are_numbers(driver_log: FakeDriver) -> None:
