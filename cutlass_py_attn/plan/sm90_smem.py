@@ -108,12 +108,13 @@ def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
     """Places the stages of every operand, of dS and of the row statistics, and what the warpgroups exchange.
 
     Also the staged dQ, the dropout bits, a full and an empty barrier for each stage, and the records of work tiles.
-    With one block per head there is one more barrier, for the loads of the dQ sum.
+    With one block per head there is one more barrier, for the loads of the dQ sum. If dQ is added in order, there are
+    barriers for the turns of as many query tiles as dS has stages.
     """
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     query_stages, grad_output_stages, rows = build.query_stages, build.grad_output_stages, build.block_queries
     ds_stages = grad_output_stages * rows // tile_m
-    stages = query_stages + grad_output_stages + ds_stages + build.key_stages + 1
+    stages = query_stages + grad_output_stages + (1 + adds_in_order(build)) * ds_stages + build.key_stages + 1
     return stack(
         ("key", build.key_stages * tile_bytes(dtype, tile_n, build.columns), 0, 7),
         ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
@@ -127,6 +128,14 @@ def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
         ("barriers", BARRIER_BYTES * (2 * stages + (build.variant == PER_HEAD)), 0, 8),
         ("work_tiles", build.key_stages * WORK_TILE_RECORDS * WORK_TILE_WORDS * WORD_BYTES, 0, 8),
     )
+
+
+def adds_in_order(build: Build) -> bool:
+    """Returns whether semaphores order the key tiles that add to a query tile, for gradients with the same bits.
+
+    With one block per head the order is that of the block's key tiles.
+    """
+    return build.deterministic and build.variant != PER_HEAD
 
 
 def backward_2cta_map(build: Build) -> tuple[Buffer, ...]:

@@ -2,6 +2,8 @@
 
     warpgroup   role                                     registers
     0           warp 0 loads tiles (producer)            decreased
+                warp 1 waits for semaphores, if dQ is
+                added in order
     1           dQ = dS K of every query tile            decreased
     2, 3        scores, dK and dV (consumers)            increased
 
@@ -11,6 +13,7 @@ A body (sm90/backward.py, sm90/backward_2cta.py) says what each role does.
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
 from cutlass import GridConstant, Int32
@@ -23,7 +26,14 @@ from cutlass_py_attn.kernels.common.tile_copy import GmemTile
 from cutlass_py_attn.kernels.common.wgmma import row_view
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import CONSUMER_WARPGROUPS, DQ_WARPGROUPS, LOAD_WARPGROUPS, registers, tma_tiles
+from cutlass_py_attn.plan.sm90_smem import (
+    CONSUMER_WARPGROUPS,
+    DQ_WARPGROUPS,
+    LOAD_WARPGROUPS,
+    adds_in_order,
+    registers,
+    tma_tiles,
+)
 
 CONSUMER_THREADS = CONSUMER_WARPGROUPS * WARPGROUP_THREADS
 CONSUMER_START = (LOAD_WARPGROUPS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # first consumer thread of a block
@@ -41,13 +51,14 @@ class Maps:
 
 @dataclass(frozen=True)
 class Pipelines:
-    """The pipelines of query, grad_output, key and value, which TMA fills, and of dS."""
+    """The pipelines of query, grad_output, key and value, which TMA fills, of dS, and of turns to add dQ, if any."""
 
     q: Any
     do: Any
     k: Any
     v: Any
     ds: Any
+    turns: Any = None
 
 
 class Body(Protocol):
@@ -61,6 +72,9 @@ class Body(Protocol):
 
     def produce(self, p: Any, pipes: Pipelines, maps: Maps) -> None:
         """Loads tiles; one warp."""
+
+    def await_turns(self, p: Any, pipes: Pipelines) -> None:
+        """Waits until dQ may be added to each sum, if it is added in order; one warp."""
 
     def multiply_query_gradient(self, p: Any, pipes: Pipelines, thread: Int32) -> None:
         """Computes dQ; one warpgroup."""
@@ -107,6 +121,9 @@ class BackwardKernelSm90:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
                 self.body.produce(p, pipes, Maps(map_q, map_do, map_k, map_v))
+            if cutlass.const_expr(adds_in_order(self.build)):
+                if warp == 1:
+                    self.body.await_turns(p, pipes)
         elif warp < 2 * WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(self.registers[1])
             self.body.multiply_query_gradient(p, pipes, thread - WARPGROUP_THREADS)
