@@ -121,7 +121,7 @@ class BackwardKernelSm90:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
                 self.body.produce(p, pipes, Maps(map_q, map_do, map_k, map_v))
-            if cutlass.const_expr(adds_in_order(self.build)):
+            if cutlass.const_expr(adds_in_order(self.build)):  # noqa: SIM102 - a constant and a traced condition
                 if warp == 1:
                     self.body.await_turns(p, pipes)
         elif warp < 2 * WARPGROUP_WARPS:
