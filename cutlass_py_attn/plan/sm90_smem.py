@@ -92,6 +92,14 @@ def splits_key_loop(build: Build) -> bool:
     return build.mask != "local" and not (is_wide and (build.has("alibi") or build.has("softcap")))
 
 
+def deals_last_rounds(build: Build) -> bool:
+    """Returns whether the GPU deals the tiles of the forward's last rounds, each to a block of its own.
+
+    With 192 query rows a tile, a head has few tiles of unequal length, which rounds of all blocks share unevenly.
+    """
+    return build.kind == "forward" and build.mask == "causal" and build.tile_m == 192 and not build.has("varlen")
+
+
 def dropout_tile_bytes(build: Build) -> int:
     """Returns the bytes of the dropout bits of one tile: one bit for each score."""
     return build.tile_m * build.tile_n // 8
