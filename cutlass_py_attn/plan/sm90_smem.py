@@ -22,6 +22,7 @@ DQ_WARPGROUPS: Final = 1  # of the backward
 CONSUMER_WARPGROUPS: Final = 2  # of the backward: they hold dK and dV
 WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
 BARRIER_BYTES: Final = 8
+ADDING_WARPS: Final = 2  # of a deterministic backward, which take turns to add dQ of a query tile
 WORK_TILE_WORDS: Final = 12  # int32 of the record of one work tile in the backward
 WORK_TILE_RECORDS: Final = 2  # for each stage of the key
 # Tiles whose dropout bits the kernels generate at once; the first number that fits is chosen.
@@ -116,13 +117,14 @@ def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
     """Places the stages of every operand, of dS and of the row statistics, and what the warpgroups exchange.
 
     Also the staged dQ, the dropout bits, a full and an empty barrier for each stage, and the records of work tiles.
-    With one block per head there is one more barrier, for the loads of the dQ sum. If dQ is added in order, there are
-    barriers for the turns of as many query tiles as dS has stages.
+    With one block per head there is one more barrier, for the loads of the dQ sum. If dQ is added in order, two warps
+    that add the staged dQ have two barriers each.
     """
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     query_stages, grad_output_stages, rows = build.query_stages, build.grad_output_stages, build.block_queries
     ds_stages = grad_output_stages * rows // tile_m
-    stages = query_stages + grad_output_stages + (1 + adds_in_order(build)) * ds_stages + build.key_stages + 1
+    stages = query_stages + grad_output_stages + ds_stages + build.key_stages + 1
+    stages += ADDING_WARPS if adds_in_order(build) else 0
     return stack(
         ("key", build.key_stages * tile_bytes(dtype, tile_n, build.columns), 0, 7),
         ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
@@ -139,11 +141,11 @@ def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
 
 
 def adds_in_order(build: Build) -> bool:
-    """Returns whether semaphores order the key tiles that add to a query tile, for gradients with the same bits.
+    """Returns whether warps of their own add the staged dQ to its sums, in an order that semaphores keep.
 
     With one block per head the order is that of the block's key tiles.
     """
-    return build.deterministic and build.variant != PER_HEAD
+    return build.deterministic and build.variant != PER_HEAD and grad_query_bytes(build) > 0
 
 
 def backward_2cta_map(build: Build) -> tuple[Buffer, ...]:

@@ -1,9 +1,8 @@
 """Main kernel of the sm90 backward: its launch with tensor maps, and the role of each warpgroup.
 
     warpgroup   role                                     registers
-    0           warp 0 loads tiles (producer)            decreased
-                warp 1 waits for semaphores, if dQ is
-                added in order
+    0           warp 0 loads tiles (producer); warps 1   decreased
+                and 2 add dQ, if they do it in order
     1           dQ = dS K of every query tile            decreased
     2, 3        scores, dK and dV (consumers)            increased
 
@@ -27,6 +26,7 @@ from cutlass_py_attn.kernels.common.wgmma import row_view
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import (
+    ADDING_WARPS,
     CONSUMER_WARPGROUPS,
     DQ_WARPGROUPS,
     LOAD_WARPGROUPS,
@@ -51,14 +51,13 @@ class Maps:
 
 @dataclass(frozen=True)
 class Pipelines:
-    """The pipelines of query, grad_output, key and value, which TMA fills, of dS, and of turns to add dQ, if any."""
+    """The pipelines of query, grad_output, key and value, which TMA fills, and of dS."""
 
     q: Any
     do: Any
     k: Any
     v: Any
     ds: Any
-    turns: Any = None
 
 
 class Body(Protocol):
@@ -73,8 +72,8 @@ class Body(Protocol):
     def produce(self, p: Any, pipes: Pipelines, maps: Maps) -> None:
         """Loads tiles; one warp."""
 
-    def await_turns(self, p: Any, pipes: Pipelines) -> None:
-        """Waits until dQ may be added to each sum, if it is added in order; one warp."""
+    def add_query_gradient(self, p: Any, pipes: Pipelines, warp: Int32) -> None:
+        """Adds dQ of every second query tile, if it is added in order; one warp."""
 
     def multiply_query_gradient(self, p: Any, pipes: Pipelines, thread: Int32) -> None:
         """Computes dQ; one warpgroup."""
@@ -122,8 +121,8 @@ class BackwardKernelSm90:
             if warp == 0:
                 self.body.produce(p, pipes, Maps(map_q, map_do, map_k, map_v))
             if cutlass.const_expr(adds_in_order(self.build)):  # noqa: SIM102 - a constant and a traced condition
-                if warp == 1:
-                    self.body.await_turns(p, pipes)
+                if (warp > 0) & (warp <= ADDING_WARPS):
+                    self.body.add_query_gradient(p, pipes, warp - 1)
         elif warp < 2 * WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(self.registers[1])
             self.body.multiply_query_gradient(p, pipes, thread - WARPGROUP_THREADS)

@@ -36,18 +36,6 @@ class DsK:
 
 
 @dataclass(frozen=True)
-class TileEvents:
-    """What the dQ warpgroup tells and awaits of other warps while it computes dQ of one query tile.
-
-    release: called once dS has been read
-    wait_for_turn: called before the first addition if dQ is added in order
-    """
-
-    release: Callable[[], None]
-    wait_for_turn: Callable[[], None]
-
-
-@dataclass(frozen=True)
 class Piece:
     """A piece of dQ of one query tile.
 
@@ -121,25 +109,15 @@ class SumStaging:
         return tile_copy.smem_pointer(self.build, "staging", Float32)
 
     @cute.jit
-    def send(
-        self,
-        target: cute.Pointer,
-        values: cute.Tensor,
-        thread: Int32,
-        is_first: Any,
-        wait_for_turn: cutlass.Constexpr = None,
-    ):
+    def send(self, target: cute.Pointer, values: cute.Tensor, thread: Int32, is_first: Any):
         """Copies a piece to its sum; the staging buffer must be free.
 
         is_first: whether the sum has no value yet and the piece is stored, not added; None to add always
-        wait_for_turn: called before the copy is issued; None to issue it at once
         """
         stage = self.pointer()
         warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
         self.accum.store_shared(stage, values, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
-        if cutlass.const_expr(wait_for_turn is not None):
-            wait_for_turn()
         self.sync()
         if warp == 0:
             size = cute.size(values) * self.accum.threads * F32_BYTES
@@ -150,7 +128,7 @@ class SumStaging:
     def _issue(self, target: cute.Pointer, stage: cute.Pointer, size: int, is_first: Any) -> None:
         """Issues the bulk copy of `send`; one thread calls this."""
         if is_first is None:
-            self._reduce(target, stage, size)
+            self.reduce(target, stage, size)
         else:
             self._store_or_reduce(target, stage, size, is_first)
 
@@ -161,9 +139,10 @@ class SumStaging:
         if is_first:
             prim.cp_async_bulk_global_shared_cta(target, stage, size, l2_cache_hint=self.cache_hint)
         else:
-            self._reduce(target, stage, size)
+            self.reduce(target, stage, size)
 
-    def _reduce(self, target: cute.Pointer, stage: cute.Pointer, size: int) -> None:
+    def reduce(self, target: cute.Pointer, stage: cute.Pointer, size: int) -> None:
+        """Issues a bulk reduction of `size` bytes; one thread calls this."""
         kind = prim.CpReduceType.F32
         prim.cp_reduce_async_bulk_global_shared_cta(target, stage, size, type=kind, l2_cache_hint=self.cache_hint)
 
@@ -176,10 +155,10 @@ class SumStaging:
         if self.is_used:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def wait_complete(self, pending: int = 0) -> None:
-        """Waits until all copies but the last `pending` are complete in global memory; syncs the warpgroup."""
+    def wait_complete(self) -> None:
+        """Waits until all copies are complete in global memory; syncs the warpgroup."""
         if self.is_used:
-            cute.arch.cp_async_bulk_wait_group(pending, read=False)
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
         self.sync()
 
     def sync(self) -> None:
@@ -213,23 +192,22 @@ class GradQuerySm90:
         return SumTarget(index, num_before)
 
     def add_tile(
-        self, p: Any, target: SumTarget, operands: DsK, thread: Int32, events: TileEvents, state: Int32
+        self, p: Any, target: SumTarget, operands: DsK, thread: Int32, release: Callable[[], None], state: Int32
     ) -> Int32:
         """Computes 7  dQ = dS K of one query tile and adds it to its sum. Returns what is carried to the next tile.
 
-        The additions to the sum before this one are awaited behind the product of the second piece, if there are
-        several: by then they are complete.
+        release: called once dS has been read
         """
         build = self.build
         start = self.accum.pointer(p, target.index)
-        for piece in self.gemm.pieces(operands, thread, events.release):
-            releases = build.deterministic and piece.number == min(1, self.gemm.count - 1)
-            if releases:
-                self.staging.wait_complete(pending=piece.number)
+        for piece in self.gemm.pieces(operands, thread, release):
+            acquires = build.deterministic and piece.number == 0
+            if acquires:
+                self.staging.wait_complete()
                 self.release_semaphore(p, state, thread)
+                self.acquire_semaphore(p, Int32(target.index), target.num_before, thread)
             offset = piece.number * (cute.size(piece.r_dq) * self.accum.threads)
-            waits = build.deterministic and piece.number == 0
-            self.add_piece(start + offset, piece.r_dq, thread, events.wait_for_turn if waits else None)
+            self.add_piece(start + offset, piece.r_dq, thread, acquires)
         if not build.deterministic:
             return state
         # A query tile that does not see the key tile has no place in the order; zeros are added to it.
@@ -250,35 +228,36 @@ class GradQuerySm90:
         """Waits until the last copies have read shared memory."""
         self.staging.wait_read()
 
-    def add_piece(
-        self, target: cute.Pointer, r_dq: cute.Tensor, thread: Int32, wait_for_turn: Callable[[], None] | None
-    ) -> None:
-        """Adds a piece to its sum, after `wait_for_turn`."""
+    def add_piece(self, target: cute.Pointer, r_dq: cute.Tensor, thread: Int32, acquired: bool) -> None:
+        """Adds a piece to its sum. acquired: warp 0 alone knows that the tile before is complete."""
         if self.staging.is_used:
-            self.staging.wait_read()
-            self.staging.sync()
-            self.staging.send(target, r_dq, thread, None, wait_for_turn)
+            if not acquired:
+                self.staging.wait_read()
+                self.staging.sync()
+            self.staging.send(target, r_dq, thread, is_first=None)
             return
-        if wait_for_turn is not None:
-            wait_for_turn()
+        if acquired:
+            self.staging.sync()
         self.accum.add(target, r_dq, thread)
         self.staging.sync()  # the compiler would move the additions past the next GEMM
 
     @cute.jit
-    def acquire_semaphore(self, p: Any, target: SumTarget):
-        """Waits until the key tiles before this one have been added to a sum; the semaphore warp calls this."""
-        with cute.arch.elect_one():
-            counter = params.pointer(p.dq_semaphore, Int32, 4) + Int32(target.index)
-            seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-            while seen < target.num_before:
+    def acquire_semaphore(self, p: Any, index: Int32, num_before: Int32, thread: Int32):
+        """Waits until `num_before` key tiles have been added to a sum; the warp that issues the reductions waits."""
+        if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
+            with cute.arch.elect_one():
+                counter = params.pointer(p.dq_semaphore, Int32, 4) + index
                 seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-        cute.arch.sync_warp()
+                while seen < num_before:
+                    seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+                cute.arch.fence_proxy("async.global")
+            cute.arch.sync_warp()
 
     @cute.jit
     def release_semaphore(self, p: Any, index: Int32, thread: Int32):
         """Lets the next key tile add to a sum to which this one has been added; to none if `index` is below 0.
 
-        The warp that releases is not the one that issues the reductions.
+        The warp that releases is not the one that acquires.
         """
         if (cute.arch.make_warp_uniform(thread // WARP_THREADS) == WARPGROUP_WARPS - 1) & (index >= 0):
             with cute.arch.elect_one():

@@ -8,6 +8,7 @@ copies of the first are complete. A sum is loaded into the staging buffer, and i
 for.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.wgmma import row_view
 from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
 from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQueryGemm, Piece, SumStaging, TileEvents
+from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQueryGemm, Piece, SumStaging
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.plan import tile_order
@@ -108,10 +109,13 @@ class GradQueryPerHead:
                 prim.cp_async_bulk_shared_cluster_global(stage, source, self.mbarrier(), size, l2_cache_hint=hint)
 
     def add_tile(
-        self, p: Any, target: HeadSumTarget, operands: DsK, thread: Int32, events: TileEvents, state: Int32
+        self, p: Any, target: HeadSumTarget, operands: DsK, thread: Int32, release: Callable[[], None], state: Int32
     ) -> Int32:
-        """Computes 7  dQ = dS K of one query tile and adds or writes it. Returns what is carried to the next tile."""
-        for piece in self.gemm.pieces(operands, thread, events.release):
+        """Computes 7  dQ = dS K of one query tile and adds or writes it. Returns what is carried to the next tile.
+
+        release: called once dS has been read
+        """
+        for piece in self.gemm.pieces(operands, thread, release):
             self.staging.wait_read()
             self.finish_piece(p, target, piece, piece.r_dq, thread, state ^ (piece.number % 2))
         return state ^ cutlass.select_(target.adds_sum, Int32(self.gemm.count % 2), Int32(0))

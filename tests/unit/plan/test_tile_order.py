@@ -327,9 +327,7 @@ def test_blocks_take_every_item_once(total: int, blocks: int) -> None:
 
 
 @given(st.integers(0, 400), st.integers(1, 20), st.integers(1, 5))
-def test_blocks_of_the_last_rounds_take_what_is_left(
-    total: int, blocks: int, rows: int
-) -> None:
+def test_blocks_of_the_last_rounds_take_what_is_left(total: int, blocks: int, rows: int) -> None:
     places = [tile_order.BlockPlace(block, blocks, row, rows) for row in range(rows) for block in range(blocks)]
     taken = [
         (place.row, tile_order.work_tile_at(total, turn, place))
