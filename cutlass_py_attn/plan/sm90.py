@@ -17,6 +17,7 @@ from cutlass_py_attn.plan.sm90_smem import (
     LOAD_WARPGROUPS,
     RAGGED_ROWS,
     WARPGROUP_ROWS,
+    deals_last_rounds,
     most_box_rows,
     tma_tiles,
 )
@@ -37,6 +38,9 @@ PER_HEAD_L2_BYTES, PER_HEAD_IMBALANCE = 36 << 20, 1.15
 # d 128, one H200: query_heads gains 9 to 12 % at 3.9 and loses 0 to 7 % at 7.8; full: it loses 3 to 5 %.
 QUERY_HEADS_WORK_TILES: Final = 5
 LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled blocks of shared memory
+# Rounds at the end of a forward whose tiles the GPU deals to blocks, from so many queries and so many rounds on: a
+# block of its own costs a tile about 2 us.
+LAST_ROUNDS, LAST_ROUNDS_LENGTH, LAST_ROUNDS_LEAST = 3, 4096, 16
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 
 
@@ -236,6 +240,7 @@ def main_grid(build: Build) -> Grid:
 
     Work tiles are query tiles in the forward, key tiles in the backward, of every key head or every query head, and
     heads with one block per head. A cluster computes as many neighbouring tiles as it has blocks.
+    Blocks with y > 0 compute one query tile each, of the last rounds.
     """
     if build.variant == PER_HEAD:
         return _per_head_blocks(), "1", "1"
@@ -247,6 +252,9 @@ def main_grid(build: Build) -> Grid:
     else:
         heads = "num_heads" if build.variant == QUERY_HEADS else "num_heads_key"
         work_tiles = f"ceil_div(num_keys, {build.tile_n * cluster}) * {heads} * batch"
+    if deals_last_rounds(build):
+        is_long = f"(num_queries >= {LAST_ROUNDS_LENGTH}) * ({work_tiles} >= {LAST_ROUNDS_LEAST} * num_sms)"
+        return f"max(min(num_sms, {work_tiles}), 1)", f"1 + {LAST_ROUNDS} * {is_long}", "1"
     if cluster == 1:
         return f"max(min(num_sms, {work_tiles}), 1)", "1", "1"
     return f"{cluster} * max(min(div(num_sms, {cluster}), {work_tiles}), 1)", "1", "1"

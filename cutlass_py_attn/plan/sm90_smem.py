@@ -23,6 +23,7 @@ DQ_WARPGROUPS: Final = 1  # of the backward
 CONSUMER_WARPGROUPS: Final = 2  # of the backward: they hold dK and dV
 WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
 BARRIER_BYTES: Final = 8
+ADDING_WARPS: Final = 2  # of a deterministic backward, which take turns to add dQ of a query tile
 WORK_TILE_WORDS: Final = 12  # int32 of the record of one work tile in the backward
 WORK_TILE_RECORDS: Final = 2  # for each stage of the key
 # Tiles whose dropout bits the kernels generate at once; the first number that fits is chosen.
@@ -99,6 +100,14 @@ def splits_key_loop(build: Build) -> bool:
     return build.mask != "local" and not (is_wide and (build.has("alibi") or build.has("softcap")))
 
 
+def deals_last_rounds(build: Build) -> bool:
+    """Returns whether the GPU deals the tiles of the forward's last rounds, each to a block of its own.
+
+    With 192 query rows a tile, a head has few tiles of unequal length, which rounds of all blocks share unevenly.
+    """
+    return build.kind == "forward" and build.mask == "causal" and build.tile_m == 192 and not build.has("varlen")
+
+
 def dropout_tile_bytes(build: Build) -> int:
     """Returns the bytes of the dropout bits of one tile: one bit for each score."""
     return build.tile_m * build.tile_n // 8
@@ -115,12 +124,14 @@ def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
     """Places the stages of every operand, of dS and of the row statistics, and what the warpgroups exchange.
 
     Also the staged dQ, the dropout bits, a full and an empty barrier for each stage, and the records of work tiles.
-    With one block per head there is one more barrier, for the loads of the dQ sum.
+    With one block per head there is one more barrier, for the loads of the dQ sum. If dQ is added in order, two warps
+    that add the staged dQ have two barriers each.
     """
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     query_stages, grad_output_stages, rows = build.query_stages, build.grad_output_stages, build.block_queries
     ds_stages = grad_output_stages * rows // tile_m
     stages = query_stages + grad_output_stages + ds_stages + build.key_stages + 1
+    stages += ADDING_WARPS if adds_in_order(build) else 0
     return stack(
         ("key", build.key_stages * tile_bytes(dtype, tile_n, build.columns), 0, 7),
         ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
@@ -134,6 +145,14 @@ def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
         ("barriers", BARRIER_BYTES * (2 * stages + (build.variant == PER_HEAD)), 0, 8),
         ("work_tiles", build.key_stages * WORK_TILE_RECORDS * WORK_TILE_WORDS * WORD_BYTES, 0, 8),
     )
+
+
+def adds_in_order(build: Build) -> bool:
+    """Returns whether warps of their own add the staged dQ to its sums, in an order that semaphores keep.
+
+    With one block per head the order is that of the block's key tiles.
+    """
+    return build.deterministic and build.variant != PER_HEAD and grad_query_bytes(build) > 0
 
 
 def backward_2cta_map(build: Build) -> tuple[Buffer, ...]:

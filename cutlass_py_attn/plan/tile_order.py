@@ -269,5 +269,38 @@ def work_tile_of_round(round_: Any, block: Any, blocks: Any) -> Any:
     return round_ * blocks + _snake(round_, block, blocks)
 
 
+class BlockPlace(NamedTuple):
+    """A block in a grid whose first row is persistent: its index in a row and their number, its row and their number.
+
+    The persistent blocks share all rounds but the last `rows - 1`. A block of another row computes one work tile.
+    """
+
+    block: Any
+    blocks: Any
+    row: Any
+    rows: Any
+
+
+def num_work_tiles_at(total: Any, place: BlockPlace) -> Any:
+    """Returns how many of `total` work tiles the block at a place computes."""
+    before = _rounds_before_last(total, place) * place.blocks
+    persistent = num_rounds(smaller(total, before), place.block, place.blocks)
+    return choose(place.row == 0, persistent, choose(_last_work_tile(total, place) < total, 1, 0))
+
+
+def work_tile_at(total: Any, round_: Any, place: BlockPlace) -> Any:
+    """Returns the work tile of the block at a place in a round."""
+    persistent = work_tile_of_round(round_, place.block, place.blocks)
+    return choose(place.row == 0, persistent, _last_work_tile(total, place))
+
+
+def _last_work_tile(total: Any, place: BlockPlace) -> Any:
+    return (_rounds_before_last(total, place) + place.row - 1) * place.blocks + place.block
+
+
+def _rounds_before_last(total: Any, place: BlockPlace) -> Any:
+    return larger((total + place.blocks - 1) // place.blocks - (place.rows - 1), 0)
+
+
 def _snake(round_: Any, block: Any, blocks: Any) -> Any:
     return choose(round_ % 2 == 0, block, blocks - 1 - block)

@@ -19,6 +19,7 @@ heads has all query heads of a group, or one of them, whose dK and dV are added 
     dS           8 warps, after 4 of each block   4 warps, after 7                         as many, in whole tiles
     key          TMA, with the scheduler's record 256 threads, after 6 and before 8        key_stages
                                                   128 threads, after the last 7
+                                                  64 threads of adding warps, at once
     value        TMA                              8 warps, after the last 3                1
 
 Dropout's mask bits are generated for several query tiles at once: sm90/dropout_transposed.py.
@@ -33,7 +34,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32
 
-from cutlass_py_attn.integers import larger
+from cutlass_py_attn.integers import choose, larger
 from cutlass_py_attn.kernels.common import dropout, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
@@ -54,18 +55,19 @@ from cutlass_py_attn.kernels.sm90.backward_kernel import (
 from cutlass_py_attn.kernels.sm90.backward_smem import BackwardSmem, RowStatistics
 from cutlass_py_attn.kernels.sm90.dropout_transposed import TransposedDropout
 from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQuerySm90, warpgroup_gemm
+from cutlass_py_attn.kernels.sm90.grad_query_ordered import OrderedGradQuery
 from cutlass_py_attn.kernels.sm90.grad_query_per_head import GradQueryPerHead
 from cutlass_py_attn.kernels.sm90.key_gradient_sums import KeyGradientPostprocess, KeyGradientSums
 from cutlass_py_attn.kernels.sm90.key_tile_scheduler import KeyTileScheduler, PerHeadScheduler, QueryHeadScheduler
 from cutlass_py_attn.kernels.sm90.named_barriers import BackwardBarrier
 from cutlass_py_attn.kernels.sm90.pipelines import PipelineSpec, arrive, arrive_all, previous_stage
-from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
+from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock, QueryTileOrder
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import WORK_TILE_RECORDS
+from cutlass_py_attn.plan.sm90_smem import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, STANDARD
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
@@ -91,12 +93,14 @@ class BackwardSm90:
     """The body of one Build: what each role of `BackwardKernelSm90` does."""
 
     def __init__(self, build: Build) -> None:
-        is_per_head = build.variant == PER_HEAD
+        self.adds_in_order = adds_in_order(build)
+        grad_query = GradQueryPerHead if build.variant == PER_HEAD else GradQuerySm90
+        grad_query = OrderedGradQuery if self.adds_in_order else grad_query
         self.build = build
         self.dtype = DTYPES[build.dtype]
         self.smem = BackwardSmem(build)
         self.scheduler = SCHEDULERS[build.variant](build)
-        self.grad_query = (GradQueryPerHead if is_per_head else GradQuerySm90)(build, BackwardBarrier.GRAD_QUERY)
+        self.grad_query = grad_query(build, BackwardBarrier.GRAD_QUERY)
         self.tile_order = QueryTileOrder(build)
         self.block_order = QueryTileOrder(build, self.smem.blocks)
         self.scores = TransposedScores(build)
@@ -118,10 +122,11 @@ class BackwardSm90:
         """Creates the pipelines of query, grad_output, key, value and dS."""
         build = self.build
         statistics = build.block_queries * F32_BYTES
+        key_readers = CONSUMER_THREADS + WARPGROUP_THREADS + (ADDING_WARPS * WARP_THREADS if self.adds_in_order else 0)
         specs = {
             "query": PipelineSpec(build.query_stages, CONSUMER_WARPS, statistics),
             "grad_output": PipelineSpec(build.grad_output_stages, CONSUMER_THREADS, statistics),
-            "key": PipelineSpec(build.key_stages, CONSUMER_THREADS + WARPGROUP_THREADS, 0),
+            "key": PipelineSpec(build.key_stages, key_readers, 0),
             "value": PipelineSpec(1, CONSUMER_WARPS, 0),
         }
         loaded, barriers = pipelines.tma_pipelines(build, specs)
@@ -129,6 +134,8 @@ class BackwardSm90:
         ds = pipelines.thread_pipeline(self.smem.ds_stages, ds_arrivals, WARPGROUP_WARPS, barriers)
         if build.variant == PER_HEAD:
             self.grad_query.init_barrier()
+        if self.adds_in_order:
+            self.grad_query.init_barriers()
         return Pipelines(*loaded, ds)
 
     def states(self, user: Any) -> tuple[Any, Any, Any]:
@@ -202,6 +209,29 @@ class BackwardSm90:
         """Waits for the next work tile and returns its key tile, below 0 if none is left."""
         pipes.k.consumer_wait(at_k)
         return self.scheduler.read_key_tile(self.record(at_k))
+
+    @cute.jit
+    def add_query_gradient(self, p: Any, pipes: Pipelines, warp: Int32):
+        """Adding warp: adds dQ of every second query tile, in turn with the other adding warp."""
+        _, _, at_k = self.states(pipeline.PipelineUserType.Consumer)
+        number, own = Int32(0), Int32(0)  # query tiles before this key tile, and those that this warp has added
+        key_tile = self.wait_for_key_tile(pipes, at_k)
+        while key_tile >= 0:
+            work_tile = self.scheduler.read_record(p, self.record(at_k))
+            arrive_all(pipes.k.sync_object_empty, at_k.index)
+            tiles, left_out = self.tile_order.num_tiles(p, work_tile), (warp ^ number) & 1
+            block = self.tile_order.first(p, work_tile)
+            second = self.tile_order.next(work_tile, block)
+            block = QueryBlock(
+                choose(left_out == 1, second.head, block.head), choose(left_out == 1, second.index, block.index)
+            )
+            for _ in cutlass.range((tiles - left_out + 1) // 2, unroll=1):
+                self.grad_query.add_staged(p, self.grad_query.target(p, work_tile, block, warp, own), warp, own)
+                own += 1
+                block = self.tile_order.next(work_tile, self.tile_order.next(work_tile, block))
+            at_k.advance()
+            number += tiles
+            key_tile = self.wait_for_key_tile(pipes, at_k)
 
     @cute.jit
     def multiply_query_gradient(self, p: Any, pipes: Pipelines, thread: Int32):

@@ -1,7 +1,8 @@
 """Main kernel of the sm90 backward: its launch with tensor maps, and the role of each warpgroup.
 
     warpgroup   role                                     registers
-    0           warp 0 loads tiles (producer)            decreased
+    0           warp 0 loads tiles (producer); warps 1   decreased
+                and 2 add dQ, if they do it in order
     1           dQ = dS K of every query tile            decreased
     2, 3        scores, dK and dV (consumers)            increased
 
@@ -11,6 +12,7 @@ A body (sm90/backward.py, sm90/backward_2cta.py) says what each role does.
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
 from cutlass import GridConstant, Int32
@@ -23,7 +25,15 @@ from cutlass_py_attn.kernels.common.tile_copy import GmemTile
 from cutlass_py_attn.kernels.common.wgmma import row_view
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import CONSUMER_WARPGROUPS, DQ_WARPGROUPS, LOAD_WARPGROUPS, registers, tma_tiles
+from cutlass_py_attn.plan.sm90_smem import (
+    ADDING_WARPS,
+    CONSUMER_WARPGROUPS,
+    DQ_WARPGROUPS,
+    LOAD_WARPGROUPS,
+    adds_in_order,
+    registers,
+    tma_tiles,
+)
 
 CONSUMER_THREADS = CONSUMER_WARPGROUPS * WARPGROUP_THREADS
 CONSUMER_START = (LOAD_WARPGROUPS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # first consumer thread of a block
@@ -61,6 +71,9 @@ class Body(Protocol):
 
     def produce(self, p: Any, pipes: Pipelines, maps: Maps) -> None:
         """Loads tiles; one warp."""
+
+    def add_query_gradient(self, p: Any, pipes: Pipelines, warp: Int32) -> None:
+        """Adds dQ of every second query tile, if it is added in order; one warp."""
 
     def multiply_query_gradient(self, p: Any, pipes: Pipelines, thread: Int32) -> None:
         """Computes dQ; one warpgroup."""
@@ -107,6 +120,9 @@ class BackwardKernelSm90:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
                 self.body.produce(p, pipes, Maps(map_q, map_do, map_k, map_v))
+            if cutlass.const_expr(adds_in_order(self.build)):  # noqa: SIM102 - a constant and a traced condition
+                if (warp > 0) & (warp <= ADDING_WARPS):
+                    self.body.add_query_gradient(p, pipes, warp - 1)
         elif warp < 2 * WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(self.registers[1])
             self.body.multiply_query_gradient(p, pipes, thread - WARPGROUP_THREADS)

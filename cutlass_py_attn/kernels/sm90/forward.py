@@ -39,11 +39,17 @@ from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
 from cutlass_py_attn.kernels.sm90.paged_loads import PagedKeyTile, PagedLoads
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
-from cutlass_py_attn.kernels.sm90.tile_scheduler import ClusterTileScheduler, Cursor, TileScheduler, WorkTile
+from cutlass_py_attn.kernels.sm90.tile_scheduler import (
+    ClusterTileScheduler,
+    Cursor,
+    LastRoundsScheduler,
+    TileScheduler,
+    WorkTile,
+)
 from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import num_stages, registers, splits_key_loop, tma_tiles
+from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
 from cutlass_py_attn.plan.variants import MULTICAST
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
@@ -100,7 +106,8 @@ class ForwardSm90:
         self.mma_pv = Wgmma(matmul_pv.spec(build), build.dtype)
         self.score_mod = ScoreModRegisters(build)
         is_cluster = build.variant == MULTICAST
-        self.scheduler = ClusterTileScheduler(build) if is_cluster else TileScheduler(build)
+        dense = LastRoundsScheduler if deals_last_rounds(build) else TileScheduler
+        self.scheduler = ClusterTileScheduler(build) if is_cluster else dense(build)
         self.cluster = Cluster(build) if is_cluster else SingleCta(build)
         self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
         self.dropout = RowDropout(build, self.consumers) if build.has("dropout") else None

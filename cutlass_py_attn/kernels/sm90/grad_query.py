@@ -128,7 +128,7 @@ class SumStaging:
     def _issue(self, target: cute.Pointer, stage: cute.Pointer, size: int, is_first: Any) -> None:
         """Issues the bulk copy of `send`; one thread calls this."""
         if is_first is None:
-            self._reduce(target, stage, size)
+            self.reduce(target, stage, size)
         else:
             self._store_or_reduce(target, stage, size, is_first)
 
@@ -139,9 +139,10 @@ class SumStaging:
         if is_first:
             prim.cp_async_bulk_global_shared_cta(target, stage, size, l2_cache_hint=self.cache_hint)
         else:
-            self._reduce(target, stage, size)
+            self.reduce(target, stage, size)
 
-    def _reduce(self, target: cute.Pointer, stage: cute.Pointer, size: int) -> None:
+    def reduce(self, target: cute.Pointer, stage: cute.Pointer, size: int) -> None:
+        """Issues a bulk reduction of `size` bytes; one thread calls this."""
         kind = prim.CpReduceType.F32
         prim.cp_reduce_async_bulk_global_shared_cta(target, stage, size, type=kind, l2_cache_hint=self.cache_hint)
 

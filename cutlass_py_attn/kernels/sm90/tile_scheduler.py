@@ -97,7 +97,7 @@ class TileScheduler:
 
     def work_tile(self, p: Any, wave: Int32, cursor: Cursor) -> tuple[WorkTile, Cursor]:
         """Returns this worker's tile in `wave`, and the cursor for the next call."""
-        number = tile_order.work_tile_of_round(wave, *self.worker())
+        number = self._number(p, wave)
         if not self.build.has("varlen"):
             return self._dense_tile(p, number), cursor
         cursor = self.find(p, number, *cursor)
@@ -108,6 +108,10 @@ class TileScheduler:
             # Every second sequence ends with its longest tiles, which balances the blocks if lengths differ.
             tile = cutlass.select_(cursor.sequence % 2 == 0, tile, tiles - 1 - tile)
         return self._create_tile(p, seqlen, head, tile), cursor
+
+    def _number(self, p: Any, wave: Int32) -> Int32:
+        """Returns the number of this worker's tile in `wave`."""
+        return tile_order.work_tile_of_round(wave, *self.worker())
 
     @cute.jit
     def find(self, p: Any, number: Int32, index: Int32, before: Int32):
@@ -150,6 +154,26 @@ class TileScheduler:
         shape = band, tile, self.rows, build.tile_n
         first = tile_order.key_tile_start(*shape)
         return WorkTile(seqlen, band, head, tile, first, larger(tile_order.key_tile_end(*shape), first + 1))
+
+
+class LastRoundsScheduler(TileScheduler):
+    """Tile scheduler whose last rounds have a block for each tile: the GPU starts one when another block has ended.
+
+    Under a causal mask tiles take unequally long. The blocks of the last rounds fill the time that the persistent
+    blocks, those with y = 0 in the grid, leave. All sequences have one length.
+    """
+
+    def num_waves(self, p: Any) -> Int32:
+        """Returns the number of tiles of this block."""
+        return Int32(tile_order.num_work_tiles_at(self.total(p), self._place()))
+
+    def _number(self, p: Any, wave: Int32) -> Int32:
+        return tile_order.work_tile_at(self.total(p), wave, self._place())
+
+    def _place(self) -> tile_order.BlockPlace:
+        block, row, _ = cute.arch.block_idx()
+        blocks, rows, _ = cute.arch.grid_dim()
+        return tile_order.BlockPlace(block, blocks, row, rows)
 
 
 class ClusterTileScheduler(TileScheduler):

@@ -25,6 +25,7 @@ SPLIT = Shape(2, 1000, 900, 6, 512, 512)
 DECODE = Shape(2, 4, 4096, 8, 128, 128, num_heads_key=2)
 VARLEN = Shape(4, 300, 200, 2, 128, 128, tokens=(700, 600))
 GROUPED_VARLEN = Shape(4, 300, 200, 4, 128, 128, num_heads_key=2, tokens=(700, 600))
+LONGEST, SHORTER = (Shape(4, queries, 4096, 16, 64, 64) for queries in (4096, 4095))
 WIDE_VALUE = Shape(2, 1000, 900, 6, 64, 128, num_heads_key=3)
 
 
@@ -47,6 +48,10 @@ GRIDS: dict[str, tuple[Plan, dict[str, tuple[int, int, int]]]] = {
     ),
     "sm90 forward": (planned("forward", LONG, "128x128x12:2"), {"0": (16, 1, 1)}),
     "sm90 forward with more SMs than work": (planned("forward", LONG, "128x128x12:2", 132), {"0": (96, 1, 1)}),
+    # 22 query tiles of each of 64 heads are 16 rounds of 88 blocks and 15.8 of 89.
+    "sm90 forward, the last rounds dealt": (planned("forward", LONGEST, "192x128x16:2", 88), {"0": (88, 4, 1)}),
+    "sm90 forward of fewer rounds": (planned("forward", LONGEST, "192x128x16:2", 89), {"0": (89, 1, 1)}),
+    "sm90 forward of fewer queries": (planned("forward", SHORTER, "192x128x16:2", 88), {"0": (88, 1, 1)}),
     "sm90 multicast forward": (planned("forward", LONG, "128x128x12:2+multicast", 15), {"0": (14, 1, 1)}),
     "sm90 wide forward": (planned("forward", SPLIT, "64x64x12:2+wide"), {"0": (2 * 8, 6, 2)}),
     "sm90 backward": (

@@ -326,6 +326,20 @@ def test_blocks_take_every_item_once(total: int, blocks: int) -> None:
     assert sorted(taken) == list(range(total))
 
 
+@given(st.integers(0, 400), st.integers(1, 20), st.integers(1, 5))
+def test_blocks_of_the_last_rounds_take_what_is_left(total: int, blocks: int, rows: int) -> None:
+    places = [tile_order.BlockPlace(block, blocks, row, rows) for row in range(rows) for block in range(blocks)]
+    taken = [
+        (place.row, tile_order.work_tile_at(total, turn, place))
+        for place in places
+        for turn in range(tile_order.num_work_tiles_at(total, place))
+    ]
+    assert sorted(number for _, number in taken) == list(range(total))
+    last = [number for row, number in taken if row > 0]
+    assert last == list(range(total))[total - len(last) :]  # the GPU starts these blocks in this order
+    assert all(tile_order.num_work_tiles_at(total, place) <= 1 for place in places if place.row > 0)
+
+
 @pytest.mark.parametrize(
     ("tiles", "heads", "bytes_of_key"),
     [(64, 32, 1024), (64, 64, 512), (16, 256, 512), (32, 24, 512), (8, 512, 512), (4, 1024, 512)],
