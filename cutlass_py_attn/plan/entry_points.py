@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from cutlass_py_attn.plan import abi
+from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
@@ -74,6 +75,27 @@ def entries(build: Build) -> dict[str, str]:
     present = [role for role, is_needed in needed.items() if is_needed]
     symbols = {role: f"{build.symbol}_{_SUFFIXES[role]}{number}" for number, role in enumerate(present)}
     return {role: symbols[role] for role in _LAUNCH_ORDER if role in symbols}
+
+
+def is_dependent_launch(build: Build, role: str) -> bool:
+    """Returns whether the entry is launched before the entry ahead of it has ended (programmatic dependent launch).
+
+    Its kernel waits for that end before it reads or writes global memory. The first entry of a plan is launched like
+    any other kernel, so it waits for whatever the stream did before.
+    """
+    if architecture(build.arch).compute_capability < (9, 0):
+        return False
+    if build.family == "decode":
+        return role == "combine"
+    return build.family == "sm90" and build.kind == "backward" and role in ("main", "finish", "finish_kv")
+
+
+def delta_clears_sums(build: Build) -> bool:
+    """Returns whether the delta kernel sets the sums of dQ and the counters to zero, so that no memset has to.
+
+    The sums of dK and dV of variant query_heads have other tiles than the delta kernel.
+    """
+    return build.family == "sm90" and build.kind == "backward" and build.variant not in (PER_HEAD, QUERY_HEADS)
 
 
 def entry_symbols(build: Build) -> tuple[str, ...]:

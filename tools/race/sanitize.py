@@ -56,6 +56,9 @@ def cases() -> list[Case]:
             if direction == "backward" or not spec.deterministic:
                 found.append(Case(direction, spec.replace(**sizes), seed=number))
     found += [Case("forward", spec.replace(**NARROW_SIZES), seed=number) for number, spec in enumerate(NARROW)]
+    found += [
+        Case("forward", spec.replace(**SEVERAL_TILES), seed=number) for number, spec in enumerate(ONE_BLOCK_PER_HEAD)
+    ]
     for sizes in (MANY_HEADS, SEVERAL_TILES):
         found += [
             Case("backward", spec.replace(**sizes), seed=number) for number, spec in enumerate(ONE_BLOCK_PER_HEAD)
