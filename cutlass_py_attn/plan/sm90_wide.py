@@ -108,7 +108,7 @@ def forward_map(build: Build) -> tuple[Buffer, ...]:
 def _forward_with(build: Build, stages: int) -> tuple[Buffer, ...]:
     """Places the query tile, the ring, P of two key tiles, the row statistics, and the barriers.
 
-    Barriers: a full and an empty one for each stage, and one for the query tile.
+    Barriers: an empty one and a full one of each warpgroup for each stage, and one for the query tile.
     """
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     return stack(
@@ -116,5 +116,5 @@ def _forward_with(build: Build, stages: int) -> tuple[Buffer, ...]:
         ("ring", stages * _stage_bytes(build), 0, 3),
         ("p", WARPGROUPS * tile_bytes(dtype, tile_m, tile_n), 2, 3),
         ("row_statistics", STATISTICS * WARPGROUPS * tile_m * F32_BYTES, 2, 4),
-        ("barriers", BARRIER_BYTES * (2 * stages + 1), 0, 3),
+        ("barriers", BARRIER_BYTES * ((WARPGROUPS + 1) * stages + 1), 0, 3),
     )

@@ -2,6 +2,10 @@
 
 Chunks are numbered in the order of their use. Chunk number i lies in stage i modulo the stages. Its full barrier counts
 its bytes in this block, its empty barrier the warps of both blocks that have read it.
+
+A stage has a full barrier for each warpgroup. A wait tells only whether the number of completed phases is even or odd,
+so that a warpgroup must have waited for every earlier phase. It never waits for a chunk that the other reads, and TMA
+completes loads in any order.
 """
 
 from typing import Any
@@ -23,7 +27,7 @@ from cutlass_py_attn.plan.variants import CLUSTER
 
 
 class ChunkRing:
-    """The ring of one Build. Its barriers are the first of the plan's: the full ones, then the empty ones."""
+    """The ring of one Build. Its barriers are the first of the plan's: full ones of each warpgroup, then empty ones."""
 
     def __init__(self, build: Build) -> None:
         self.build = build
@@ -34,8 +38,15 @@ class ChunkRing:
     def create(self) -> None:
         """Initialises the barriers. One thread calls this."""
         for stage in range(self.stages):
-            cute.arch.mbarrier_init(self._full(stage), 1)
+            for warpgroup in range(sm90_wide.WARPGROUPS):
+                cute.arch.mbarrier_init(self._full(stage, warpgroup), 1)
             cute.arch.mbarrier_init(self._empty(stage), WARPGROUP_WARPS * CLUSTER)
+
+    def phases(self) -> cute.Tensor:
+        """Returns what a warpgroup keeps of its full barriers: a bit for each stage, the parity of the next phase."""
+        found = cute.make_rmem_tensor(1, Int32)
+        found.fill(0)
+        return found
 
     def tiles(self) -> cute.Tensor:
         """Returns all stages in shared memory, (keys, columns of a chunk, stages)."""
@@ -44,10 +55,10 @@ class ChunkRing:
         return smem_tile_at(base, build.buffer("ring").offset, DTYPES[build.dtype], shape, self.stages)
 
     @cute.jit
-    def load(self, source: Any, chunks: cutlass.Constexpr, first: Int32, coordinates: tuple):
+    def load(self, source: Any, chunks: cutlass.Constexpr, first: Int32, coordinates: tuple, reader: Int32):
         """Loads the chunks of a tile, which have numbers from `first` on: this block's strips of each, for both blocks.
 
-        coordinates: of the tile, from `tma.tile_coordinates`. One warp calls this.
+        coordinates: of the tile, from `tma.tile_coordinates`. reader: the warpgroup that reads them. One warp calls it.
         """
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         for index in cutlass.range_constexpr(len(chunks)):
@@ -55,7 +66,7 @@ class ChunkRing:
             stage = number % self.stages
             cute.arch.mbarrier_wait(self._empty(stage), ((number // self.stages) & 1) ^ 1)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(self._full(stage), chunk.strips * self.strip_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(self._full(stage, reader), chunk.strips * self.strip_bytes)
                 # Of an odd number of strips the blocks load the additional one in turns.
                 rank = cute.arch.block_idx_in_cluster() ^ (number & 1)
                 for pair in cutlass.range_constexpr(ceil_div(chunk.strips, CLUSTER)):
@@ -66,15 +77,16 @@ class ChunkRing:
                             base + cute.assume(offset, divby=1024),
                             source.get_ptr(),
                             [Int32(chunk.first + strip * WIDE_COLUMN_MULTIPLE), *map(Int32, coordinates)],
-                            self._full(stage),
+                            self._full(stage, reader),
                             [],
                             multicast_mask=Int16(ALL_BLOCKS),
                         )
 
-    def wait(self, number: Int32) -> Int32:
-        """Waits for a chunk; returns its stage."""
+    def wait(self, number: Int32, reader: int, phases: cute.Tensor) -> Int32:
+        """Waits for a chunk of warpgroup `reader`, which keeps `phases`; returns its stage."""
         stage = number % self.stages
-        cute.arch.mbarrier_wait(self._full(stage), (number // self.stages) & 1)
+        cute.arch.mbarrier_wait(self._full(stage, reader), (phases[0] >> stage) & 1)
+        phases[0] = phases[0] ^ (Int32(1) << stage)
         return stage
 
     def release(self, number: Int32) -> None:
@@ -86,10 +98,10 @@ class ChunkRing:
 
     def next_barrier(self) -> cute.Pointer:
         """Returns the first of the plan's barriers behind those of the ring."""
-        return first_barrier(self.build) + 2 * self.stages
+        return first_barrier(self.build) + (sm90_wide.WARPGROUPS + 1) * self.stages
 
-    def _full(self, stage: Any) -> cute.Pointer:
-        return first_barrier(self.build) + stage
+    def _full(self, stage: Any, reader: Any) -> cute.Pointer:
+        return first_barrier(self.build) + (reader * self.stages + stage)
 
     def _empty(self, stage: Any) -> cute.Pointer:
-        return first_barrier(self.build) + self.stages + stage
+        return first_barrier(self.build) + (sm90_wide.WARPGROUPS * self.stages + stage)

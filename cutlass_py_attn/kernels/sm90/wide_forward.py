@@ -62,6 +62,7 @@ class Warpgroup:
     values: all stages of the ring as operands of O, one for each chunk of the warpgroup's columns
     outputs: accumulators of O, one for each chunk of the warpgroup's columns
     softmax: the softmax of the warpgroup's key tiles
+    phases: the phases of the ring's full barriers of this warpgroup
     operands: operands of the score terms that stay in registers
     """
 
@@ -74,6 +75,7 @@ class Warpgroup:
     values: list[DescriptorOperand]
     outputs: list[cute.Tensor]
     softmax: AlternatingSoftmax
+    phases: cute.Tensor
     operands: tuple[Any, ...]
 
 
@@ -184,19 +186,22 @@ class WideForwardSm90:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, tile[0] * tile[1] * build.item_bytes)
         coordinates = tma.tile_coordinates(build, work.tile * build.tile_m, work.head, seqlen, "query")
         tma.load_tile(build, maps[0], "query", tile, coordinates, Int32(0), barrier)
-        key_head, values = seqlen_info.key_head(build, p, work.head), (*self.value_chunks[0], *self.value_chunks[1])
+        key_head = seqlen_info.key_head(build, p, work.head)
         coordinates = tma.tile_coordinates(build, work.first * build.tile_n, key_head, seqlen, "key")
-        self.ring.load(maps[1], self.key_chunks, Int32(0), coordinates)
+        self.ring.load(maps[1], self.key_chunks, Int32(0), coordinates, Int32(0))
         tiles = work.end - work.first
         for j in cutlass.range(tiles, unroll=1):
             number = sm90_wide.first_key_chunk(build, j + 1)
             if j + 1 < tiles:
                 key0 = (work.first + j + 1) * build.tile_n
                 coordinates = tma.tile_coordinates(build, key0, key_head, seqlen, "key")
-                self.ring.load(maps[1], self.key_chunks, number, coordinates)
+                self.ring.load(maps[1], self.key_chunks, number, coordinates, (j + 1) % WARPGROUPS)
             number = number + cutlass.select_(j + 1 < tiles, Int32(len(self.key_chunks)), Int32(0))
             coordinates = tma.tile_coordinates(build, (work.first + j) * build.tile_n, key_head, seqlen, "key")
-            self.ring.load(maps[2], values, number, coordinates)
+            for warpgroup in cutlass.range_constexpr(WARPGROUPS):
+                chunks = self.value_chunks[warpgroup]
+                self.ring.load(maps[2], chunks, number, coordinates, Int32(warpgroup))
+                number = number + len(chunks)
 
     @cute.jit
     def mma(self, p: Any, work: Any, warpgroup: cutlass.Constexpr, thread: Int32):
@@ -269,7 +274,7 @@ class WideForwardSm90:
         first: number of the first chunk
         """
         for index, mma in enumerate(self.mma_qk):
-            stage = self.ring.wait(first + index)
+            stage = self.ring.wait(first + index, own.index, own.phases)
             matmul_qk.issue(mma, r_s, Operands(own.query[index], own.key.stage(stage)))
             if index:
                 mma.wait(1)
@@ -282,7 +287,7 @@ class WideForwardSm90:
         """
         own.softmax.rescale([row_view(r_o) for r_o in own.outputs], owner)
         for index, mma in enumerate(self.mma_pv[own.index]):
-            stage = self.ring.wait(first + index)
+            stage = self.ring.wait(first + index, own.index, own.phases)
             matmul_pv.issue(mma, own.outputs[index], own.p.stage(owner), own.values[index].stage(stage))
 
     def finish_output(self, own: Warpgroup, first: Int32) -> None:
@@ -394,6 +399,7 @@ class WideForwardSm90:
                 scale_log2,
                 self.rescales_lazily,
             ),
+            phases=self.ring.phases(),
             operands=self.score_mod.load_operands(p, work.seqlen.index, work.head),
         )
 
