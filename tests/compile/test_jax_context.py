@@ -341,6 +341,49 @@ def test_vmap_and_checkpoint() -> None:
         expect_close(found, expected)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_the_axis_of_a_vmap(strategy: str) -> None:
+    """It stands for a mesh axis, so that one device runs what several would."""
+    case = CASES["window 5"]
+    operands, (grad_output, grad_logsumexp) = case.operands(), gradients_of(case)
+    parts = {name: array if name == "sinks" else split_in_four(array, 1) for name, array in operands.items()}
+    axes = {name: None if name == "sinks" else 0 for name in operands}
+    function = functools.partial(case.both, context_axis="x", context_strategy=strategy)
+    mapped = jax.jit(jax.vmap(function, (axes, 0), axis_name="x"))
+    (output, logsumexp), gradients = mapped(parts, (split_in_four(grad_output, 1), split_in_four(grad_logsumexp, 2)))
+    found = (
+        (jnp.concatenate([*output], 1), jnp.concatenate([*logsumexp], 2)),
+        {name: array.sum(0) if name == "sinks" else jnp.concatenate([*array], 1) for name, array in gradients.items()},
+    )
+    expect_close(found, one_device("window 5"))
+
+
+def split_in_four(array: Any, axis: int) -> Any:
+    return jnp.stack(jnp.split(array, 4, axis))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_shard_map_that_does_not_check(strategy: str) -> None:
+    """With check_vma=False JAX sums the gradients of whole operands where they leave the shard_map."""
+    query, key, value = (draw(number, B, ROWS, heads, D) for number, heads in enumerate((H, 4, 4)))
+    terms = {"bias": draw(4, 1, H, 1, ROWS), "sinks": draw(5, H)}
+
+    def total(arrays: Any, terms: Any, split: bool) -> Any:
+        options = {"context_axis": "x", "context_strategy": strategy} if split else {}
+
+        def attend(arrays: Any, terms: Any) -> Any:
+            return attention(*arrays, mask=Causal(), **terms, **FIXED, **options)
+
+        if split:
+            rows = P(None, "x")
+            specs = (rows,) * 3, {"bias": P(), "sinks": P()}
+            attend = jax.shard_map(attend, mesh=mesh_of(4), in_specs=specs, out_specs=rows, check_vma=False)
+        return jnp.sum(jnp.sin(attend(arrays, terms)))
+
+    found, expected = (jax.grad(total, (0, 1))((query, key, value), terms, split) for split in (True, False))
+    expect_close(found, expected)
+
+
 # The zigzag order
 
 
