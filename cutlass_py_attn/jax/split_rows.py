@@ -18,7 +18,8 @@ from cutlass_py_attn.problem.masks import Causal, Full
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.suggestions import did_you_mean
 
-OPTIONS: Final = ("context_axis", "context_strategy", "load_balance", "return_logsumexp")
+SPLITTING: Final = ("context_axis", "context_strategy", "load_balance")
+OPTIONS: Final = (*SPLITTING, "return_logsumexp")
 _OTHERS: Final = "pass context_strategy='all_gather' or 'ulysses'"
 
 
@@ -34,6 +35,18 @@ def option_objections(name: str, value: Any) -> list[str]:
     if name == "return_logsumexp" and not isinstance(value, bool):
         return [f"{name} = {shown(value)}: must be True or False; pass one of them"]
     return []
+
+
+def unused_objections(options: Mapping[str, Any]) -> list[str]:
+    """Returns why options of split rows are refused where no rows are split."""
+    if options.get("context_axis") is not None:
+        return []
+    defaults = {"context_strategy": ALL_GATHER, "load_balance": None}
+    return [
+        f"{name} = {shown(options[name])} without context_axis: must come together; name the mesh axis that splits rows"
+        for name, default in defaults.items()
+        if options.get(name, default) != default
+    ]
 
 
 def _axis_objections(axis: Any) -> list[str]:

@@ -465,10 +465,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**ULYSSES, "operands": [array[:, :, :3] for array in (ONE_ROW[0], *ONE_ROW[1:])]},
         "query has 3 heads and key 3, split over 2 devices of axis x: the number of devices must divide query's heads",
     ),
-    "groups": (
-        {**ULYSSES, "operands": [ONE_ROW[0][:, :, :6], *(array[:, :, :3] for array in ONE_ROW[1:])]},
-        "",
-    ),
     "dropout of sequences": (
         {**ULYSSES, **DROPOUT, "return_logsumexp": False, "sequences": TWO_DOCUMENTS, "operands": ONE_ROW},
         "with dropout and 2 sequences of variable length: must be one sequence",
@@ -476,16 +472,41 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, (_, text) in REFUSED.items() if text])
+@pytest.mark.parametrize("name", REFUSED)
 def test_refused_when_traced(name: str) -> None:
     options, text = REFUSED[name]
     assert any(text in reason for reason in refusals(**options)), refusals(**options)
 
 
+def test_options_without_an_axis_are_refused() -> None:
+    arrays = [draw(number, B, 8, heads, D) for number, heads in enumerate((H, 4, 4))]
+    with pytest.raises(NotSupported) as caught:
+        attention(*arrays, context_strategy="ring", load_balance="zigzag")
+    assert [reason.split(": ")[0] for reason in caught.value.reasons] == [
+        "context_strategy = 'ring' (str) without context_axis",
+        "load_balance = 'zigzag' (str) without context_axis",
+    ]
+    plain = {"context_axis": None, "context_strategy": "all_gather", "load_balance": None}
+    expect_close(attention(*arrays, **FIXED, **plain), attention(*arrays, **FIXED))
+
+
+def test_sequences_of_global_arrays() -> None:
+    arrays = [draw(number, 1, 32, heads, D) for number, heads in enumerate((H, 4, 4))]
+    sequences = VariableLength(jnp.asarray(DOCUMENTS), jnp.asarray(DOCUMENTS), 17, 17)
+    expected = attention(*arrays, mask=Causal(), sequences=sequences, **FIXED)
+    for strategy in ("all_gather", "ulysses"):
+
+        @jax.jit
+        def run(arrays: Any, sequences: VariableLength, strategy: str = strategy) -> Any:
+            options = {"context_axis": "x", "context_strategy": strategy, "sequences": sequences, **FIXED}
+            return context_parallel_attention(*arrays, mesh=mesh_of(4), mask=Causal(), **options)
+
+        expect_close(run(arrays, sequences), expected)
+
+
 def test_key_heads_are_repeated_or_refused() -> None:
     """Three key heads of six query heads over two devices: each is read by one device's query heads alone."""
-    options, _ = REFUSED["groups"]
-    query, key, value = options["operands"]
+    query, key, value = ONE_ROW[0][:, :, :6], *(array[:, :, :3] for array in ONE_ROW[1:])
     found = context_parallel_attention(
         query, key, value, mesh=mesh_of(2), context_axis="x", context_strategy="ulysses", mask=Causal(), **FIXED
     )
