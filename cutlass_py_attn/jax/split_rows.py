@@ -77,8 +77,13 @@ def objections(
 ) -> list[str]:
     """Returns why the rows of a call cannot be split in this way. operands: a device's. sequences: lists as arrays."""
     assert call.context is not None
-    if any(operands[name].ndim != 4 for name in ("query", "key", "value")):
-        return []  # refused when the call is traced
+    flat = [name for name in ("query", "key", "value") if operands[name].ndim != 4]
+    if flat:
+        return [
+            f"{name} has shape {operands[name].shape}: must be 4-D (batch, rows, heads, head_dim), a device's rows; "
+            "reshape it"
+            for name in flat
+        ]
     found = [*_size_objections(call, call.context, operands)]
     found += {ALL_GATHER: _all_gather, RING: _ring, ULYSSES: _ulysses}[call.context.strategy](call, operands, sequences)
     if call.max_seqlens is not None and wants_logsumexp:

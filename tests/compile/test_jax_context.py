@@ -423,6 +423,7 @@ ZIGZAG = {"load_balance": "zigzag"}
 TWO_DOCUMENTS = VariableLength(np.array([0, 3, 8]), np.array([0, 3, 8]), 5, 5)
 ONE_ROW = [draw(number, 1, 8, heads, D) for number, heads in enumerate((H, 4, 4))]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "ranks": ({"operands": [array[0] for array in ONE_ROW]}, "value has shape (8, 2, 8): must be 4-D"),
     "strategy": (
         {"context_strategy": "rign"},
         "context_strategy = 'rign' (str): must be one of all_gather, ulysses, ring",
