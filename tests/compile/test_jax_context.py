@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.errors import NotSupported
@@ -191,6 +193,43 @@ def test_split_rows_are_exact(name: str, strategy: str, order: str | None) -> No
         assert set(collectives) == {"all-to-all"}
     elif strategy == "all_gather":
         assert set(collectives) == {"all-gather", "reduce-scatter"}
+
+
+MASKS = st.sampled_from([Full(), Causal(), CausalBottomRight()]) | st.builds(Causal, st.integers(1, 20))
+WINDOWS = st.builds(Window, st.none() | st.integers(0, 9), st.none() | st.integers(0, 9))
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> Case:
+    """Any mask with any terms, whether or not a strategy computes it."""
+    terms: dict[str, tuple[int, ...]] = {"sinks": (H,)} if draw(st.booleans()) else {}
+    if draw(st.booleans()):
+        terms["bias"] = tuple(draw(st.sampled_from([1, size])) for size in (B, H, ROWS, ROWS))
+    fixed: dict[str, Any] = {"softcap": draw(st.sampled_from([0.0, 2.0])), "deterministic": draw(st.booleans())}
+    fixed |= draw(st.sampled_from([{}, {}, ALIBI, DROPOUT]))
+    return Case(draw(MASKS | WINDOWS), terms, fixed, draw(st.sampled_from([1, 2, 4, 8])))
+
+
+def is_refused(case: Case, strategy: str, order: str | None) -> bool:
+    """Whether docs/several_gpus.md says so."""
+    causal = isinstance(case.mask, (Causal, CausalBottomRight))
+    window = causal and case.mask.window_size is not None
+    if strategy == "all_gather":
+        return "dropout_p" in case.fixed or ("alibi_slopes" in case.fixed and not causal)
+    is_term = "dropout_p" in case.fixed or "alibi_slopes" in case.fixed
+    return strategy == "ring" and (is_term or isinstance(case.mask, Window) or bool(window and order))
+
+
+@given(case=any_case(), size=st.sampled_from([2, 4]), order=st.sampled_from([None, "zigzag"]))
+@settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_any_case_is_exact_or_refused(strategy: str, case: Case, size: int, order: str | None) -> None:
+    if is_refused(case, strategy, order):
+        with pytest.raises(NotSupported):
+            run_split(case, strategy, order, size)
+        return
+    found, _ = run_split(case, strategy, order, size)
+    expect_close(found, jax.jit(case.both)(case.operands(), gradients_of(case)))
 
 
 @pytest.mark.parametrize("order", [None, "zigzag"])
