@@ -240,11 +240,16 @@ def dot_product_attention(
     given = dot_product.Arguments(
         query, key, value, bias, mask, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size
     )
-    if "sequences" in options:
-        raise NotSupported(
-            f"sequences = {shown(options['sequences'])}: must be key_value_seq_lengths here; call `attention` for "
-            "packed sequences"
-        )
+    others = {
+        "sequences": "key_value_seq_lengths here; call `attention` for packed sequences",
+        "return_logsumexp": "return_residual here; rename it",
+        **dict.fromkeys(split_rows.SPLITTING, "absent here; call `attention` for rows that are split over devices"),
+    }
+    reasons = [
+        f"{name} = {shown(options[name])}: must be {remedy}" for name, remedy in others.items() if name in options
+    ]
+    if reasons:
+        raise NotSupported(reasons)
     call = given.translate()
     static, arrays = _prepare(call.operands, {**options, **call.options, "scale": scale})  # type: ignore[typeddict-item]
     if not return_residual:
@@ -371,6 +376,7 @@ def _prepare(
         if name not in Options.__annotations__
     ]
     reasons += [reason for name, value in given.items() for reason in _static_reasons(name, value)]
+    reasons += split_rows.unused_objections(given)
     dropout_p, dropout_key = given.get("dropout_p", 0.0), given.get("dropout_key")
     if isinstance(dropout_p, float) and dropout_p != 0 and dropout_key is None:
         reasons.append(f"dropout_p = {dropout_p} without dropout_key: must come together; pass a key of jax.random")

@@ -18,7 +18,8 @@ from cutlass_py_attn.problem.masks import Causal, Full
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.suggestions import did_you_mean
 
-OPTIONS: Final = ("context_axis", "context_strategy", "load_balance", "return_logsumexp")
+SPLITTING: Final = ("context_axis", "context_strategy", "load_balance")
+OPTIONS: Final = (*SPLITTING, "return_logsumexp")
 _OTHERS: Final = "pass context_strategy='all_gather' or 'ulysses'"
 
 
@@ -34,6 +35,18 @@ def option_objections(name: str, value: Any) -> list[str]:
     if name == "return_logsumexp" and not isinstance(value, bool):
         return [f"{name} = {shown(value)}: must be True or False; pass one of them"]
     return []
+
+
+def unused_objections(options: Mapping[str, Any]) -> list[str]:
+    """Returns why options of split rows are refused where no rows are split."""
+    if options.get("context_axis") is not None:
+        return []
+    defaults = {"context_strategy": ALL_GATHER, "load_balance": None}
+    return [
+        f"{name} = {shown(options[name])} without context_axis: must come together; name the mesh axis that splits rows"
+        for name, default in defaults.items()
+        if options.get(name, default) != default
+    ]
 
 
 def _axis_objections(axis: Any) -> list[str]:
@@ -64,8 +77,13 @@ def objections(
 ) -> list[str]:
     """Returns why the rows of a call cannot be split in this way. operands: a device's. sequences: lists as arrays."""
     assert call.context is not None
-    if any(operands[name].ndim != 4 for name in ("query", "key", "value")):
-        return []  # refused when the call is traced
+    flat = [name for name in ("query", "key", "value") if operands[name].ndim != 4]
+    if flat:
+        return [
+            f"{name} has shape {operands[name].shape}: must be 4-D (batch, rows, heads, head_dim), a device's rows; "
+            "reshape it"
+            for name in flat
+        ]
     found = [*_size_objections(call, call.context, operands)]
     found += {ALL_GATHER: _all_gather, RING: _ring, ULYSSES: _ulysses}[call.context.strategy](call, operands, sequences)
     if call.max_seqlens is not None and wants_logsumexp:

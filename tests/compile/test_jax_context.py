@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.errors import NotSupported
@@ -193,6 +195,43 @@ def test_split_rows_are_exact(name: str, strategy: str, order: str | None) -> No
         assert set(collectives) == {"all-gather", "reduce-scatter"}
 
 
+MASKS = st.sampled_from([Full(), Causal(), CausalBottomRight()]) | st.builds(Causal, st.integers(1, 20))
+WINDOWS = st.builds(Window, st.none() | st.integers(0, 9), st.none() | st.integers(0, 9))
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> Case:
+    """Any mask with any terms, whether or not a strategy computes it."""
+    terms: dict[str, tuple[int, ...]] = {"sinks": (H,)} if draw(st.booleans()) else {}
+    if draw(st.booleans()):
+        terms["bias"] = tuple(draw(st.sampled_from([1, size])) for size in (B, H, ROWS, ROWS))
+    fixed: dict[str, Any] = {"softcap": draw(st.sampled_from([0.0, 2.0])), "deterministic": draw(st.booleans())}
+    fixed |= draw(st.sampled_from([{}, {}, ALIBI, DROPOUT]))
+    return Case(draw(MASKS | WINDOWS), terms, fixed, draw(st.sampled_from([1, 2, 4, 8])))
+
+
+def is_refused(case: Case, strategy: str, order: str | None) -> bool:
+    """Whether docs/several_gpus.md says so."""
+    causal = isinstance(case.mask, (Causal, CausalBottomRight))
+    window = causal and case.mask.window_size is not None
+    if strategy == "all_gather":
+        return "dropout_p" in case.fixed or ("alibi_slopes" in case.fixed and not causal)
+    is_term = "dropout_p" in case.fixed or "alibi_slopes" in case.fixed
+    return strategy == "ring" and (is_term or isinstance(case.mask, Window) or bool(window and order))
+
+
+@given(case=any_case(), size=st.sampled_from([2, 4]), order=st.sampled_from([None, "zigzag"]))
+@settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_any_case_is_exact_or_refused(strategy: str, case: Case, size: int, order: str | None) -> None:
+    if is_refused(case, strategy, order):
+        with pytest.raises(NotSupported):
+            run_split(case, strategy, order, size)
+        return
+    found, _ = run_split(case, strategy, order, size)
+    expect_close(found, jax.jit(case.both)(case.operands(), gradients_of(case)))
+
+
 @pytest.mark.parametrize("order", [None, "zigzag"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("size", "name"), [(1, "causal"), (2, "two key heads"), (8, "causal_br, sinks, softcap")])
@@ -341,6 +380,49 @@ def test_vmap_and_checkpoint() -> None:
         expect_close(found, expected)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_the_axis_of_a_vmap(strategy: str) -> None:
+    """It stands for a mesh axis, so that one device runs what several would."""
+    case = CASES["window 5"]
+    operands, (grad_output, grad_logsumexp) = case.operands(), gradients_of(case)
+    parts = {name: array if name == "sinks" else split_in_four(array, 1) for name, array in operands.items()}
+    axes = {name: None if name == "sinks" else 0 for name in operands}
+    function = functools.partial(case.both, context_axis="x", context_strategy=strategy)
+    mapped = jax.jit(jax.vmap(function, (axes, 0), axis_name="x"))
+    (output, logsumexp), gradients = mapped(parts, (split_in_four(grad_output, 1), split_in_four(grad_logsumexp, 2)))
+    found = (
+        (jnp.concatenate([*output], 1), jnp.concatenate([*logsumexp], 2)),
+        {name: array.sum(0) if name == "sinks" else jnp.concatenate([*array], 1) for name, array in gradients.items()},
+    )
+    expect_close(found, one_device("window 5"))
+
+
+def split_in_four(array: Any, axis: int) -> Any:
+    return jnp.stack(jnp.split(array, 4, axis))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_shard_map_that_does_not_check(strategy: str) -> None:
+    """With check_vma=False JAX sums the gradients of whole operands where they leave the shard_map."""
+    query, key, value = (draw(number, B, ROWS, heads, D) for number, heads in enumerate((H, 4, 4)))
+    terms = {"bias": draw(4, 1, H, 1, ROWS), "sinks": draw(5, H)}
+
+    def total(arrays: Any, terms: Any, split: bool) -> Any:
+        options = {"context_axis": "x", "context_strategy": strategy} if split else {}
+
+        def attend(arrays: Any, terms: Any) -> Any:
+            return attention(*arrays, mask=Causal(), **terms, **FIXED, **options)
+
+        if split:
+            rows = P(None, "x")
+            specs = (rows,) * 3, {"bias": P(), "sinks": P()}
+            attend = jax.shard_map(attend, mesh=mesh_of(4), in_specs=specs, out_specs=rows, check_vma=False)
+        return jnp.sum(jnp.sin(attend(arrays, terms)))
+
+    found, expected = (jax.grad(total, (0, 1))((query, key, value), terms, split) for split in (True, False))
+    expect_close(found, expected)
+
+
 # The zigzag order
 
 
@@ -380,6 +462,7 @@ ZIGZAG = {"load_balance": "zigzag"}
 TWO_DOCUMENTS = VariableLength(np.array([0, 3, 8]), np.array([0, 3, 8]), 5, 5)
 ONE_ROW = [draw(number, 1, 8, heads, D) for number, heads in enumerate((H, 4, 4))]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "ranks": ({"operands": [array[0] for array in ONE_ROW]}, "value has shape (8, 2, 8): must be 4-D"),
     "strategy": (
         {"context_strategy": "rign"},
         "context_strategy = 'rign' (str): must be one of all_gather, ulysses, ring",
@@ -422,10 +505,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**ULYSSES, "operands": [array[:, :, :3] for array in (ONE_ROW[0], *ONE_ROW[1:])]},
         "query has 3 heads and key 3, split over 2 devices of axis x: the number of devices must divide query's heads",
     ),
-    "groups": (
-        {**ULYSSES, "operands": [ONE_ROW[0][:, :, :6], *(array[:, :, :3] for array in ONE_ROW[1:])]},
-        "",
-    ),
     "dropout of sequences": (
         {**ULYSSES, **DROPOUT, "return_logsumexp": False, "sequences": TWO_DOCUMENTS, "operands": ONE_ROW},
         "with dropout and 2 sequences of variable length: must be one sequence",
@@ -433,16 +512,41 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, (_, text) in REFUSED.items() if text])
+@pytest.mark.parametrize("name", REFUSED)
 def test_refused_when_traced(name: str) -> None:
     options, text = REFUSED[name]
     assert any(text in reason for reason in refusals(**options)), refusals(**options)
 
 
+def test_options_without_an_axis_are_refused() -> None:
+    arrays = [draw(number, B, 8, heads, D) for number, heads in enumerate((H, 4, 4))]
+    with pytest.raises(NotSupported) as caught:
+        attention(*arrays, context_strategy="ring", load_balance="zigzag")
+    assert [reason.split(": ")[0] for reason in caught.value.reasons] == [
+        "context_strategy = 'ring' (str) without context_axis",
+        "load_balance = 'zigzag' (str) without context_axis",
+    ]
+    plain = {"context_axis": None, "context_strategy": "all_gather", "load_balance": None}
+    expect_close(attention(*arrays, **FIXED, **plain), attention(*arrays, **FIXED))
+
+
+def test_sequences_of_global_arrays() -> None:
+    arrays = [draw(number, 1, 32, heads, D) for number, heads in enumerate((H, 4, 4))]
+    sequences = VariableLength(jnp.asarray(DOCUMENTS), jnp.asarray(DOCUMENTS), 17, 17)
+    expected = attention(*arrays, mask=Causal(), sequences=sequences, **FIXED)
+    for strategy in ("all_gather", "ulysses"):
+
+        @jax.jit
+        def run(arrays: Any, sequences: VariableLength, strategy: str = strategy) -> Any:
+            options = {"context_axis": "x", "context_strategy": strategy, "sequences": sequences, **FIXED}
+            return context_parallel_attention(*arrays, mesh=mesh_of(4), mask=Causal(), **options)
+
+        expect_close(run(arrays, sequences), expected)
+
+
 def test_key_heads_are_repeated_or_refused() -> None:
     """Three key heads of six query heads over two devices: each is read by one device's query heads alone."""
-    options, _ = REFUSED["groups"]
-    query, key, value = options["operands"]
+    query, key, value = ONE_ROW[0][:, :, :6], *(array[:, :, :3] for array in ONE_ROW[1:])
     found = context_parallel_attention(
         query, key, value, mesh=mesh_of(2), context_axis="x", context_strategy="ulysses", mask=Causal(), **FIXED
     )

@@ -166,6 +166,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"bias": VISIBLE},
         "must be of floating point, for a bias is added, and True would add 1; pass it as",
     ),
+    "split rows": ({"context_axis": "x"}, "context_axis = 'x' (str): must be absent here; call `attention`"),
+    "logsumexp": ({"return_logsumexp": True}, "return_logsumexp = True: must be return_residual here; rename it"),
     "implementation": ({"implementation": "xla"}, "option 'implementation' is unknown"),
 }
 

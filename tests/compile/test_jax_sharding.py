@@ -308,6 +308,22 @@ def test_inside_shard_map_a_device_has_its_own_call(kind: Any) -> None:
     assert gathered == []
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_of_whole_operands_inside_shard_map(check_vma: bool) -> None:
+    """A bias and sinks that all devices share, beside a query of each device's own: JAX sums their gradients."""
+    terms = {"bias": draw(4, 1, H, M, M), "sinks": draw(5, H)}
+
+    def total(arrays: Any, terms: Any, split: bool) -> Any:
+        attend: Any = lambda arrays, terms: ours(*arrays, **terms)  # noqa: E731
+        if split:
+            specs = (P("x"),) * 3, {"bias": P(), "sinks": P()}
+            attend = jax.shard_map(attend, mesh=mesh_of(AUTO, 4), in_specs=specs, out_specs=P("x"), check_vma=check_vma)
+        return jnp.sum(jnp.sin(attend(arrays, terms)))
+
+    found, expected = (jax.grad(total, (0, 1))(operands(), terms, split) for split in (True, False))
+    expect_close(found, expected)
+
+
 def test_the_reference_is_split_on_an_explicit_mesh() -> None:
     """By its callback. An Auto mesh gives the callback whole arrays."""
     gradients = jax.grad(functools.partial(loss, backend="reference"), (0, 1, 2))

@@ -1,0 +1,54 @@
+"""Tests of the benchmark of split rows: its table, and that every function is one program of a known strategy."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tools.bench import bench_context
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+jax.config.update("jax_num_cpu_devices", 8)  # as in tests/compile/test_jax.py, which may share the process
+
+from cutlass_py_attn import Causal  # noqa: E402
+from cutlass_py_attn.jax import attention  # noqa: E402
+
+
+def test_the_share_is_that_of_a_perfect_split() -> None:
+    one = {"tokens": 64, "devices": 1, "name": "one GPU", "forward": 2.0, "both": 8.0}
+    other = {**one, "devices": 2, "name": "ring", "forward": 1.25, "both": None, "error": "OutOfMemory: no"}
+    assert bench_context.text(one, one).split() == ["64", "one", "GPU", "forward", "2.000", "both", "8.000"]
+    assert bench_context.text(other, one).split() == [
+        "64",
+        "ring",
+        "forward",
+        "1.250",
+        "0.80",
+        "both",
+        "refused",
+        "OutOfMemory:",
+        "no",
+    ]
+
+
+def test_every_function_is_traced() -> None:
+    call = functools.partial(attention, mask=Causal(), arch="sm_90a")
+    mesh, named = bench_context.functions(jax, call, 2)
+    assert list(named) == ["all_gather, zigzag", "ulysses", "ring, zigzag", "cuDNN, all-gather"]
+    assert mesh.shape == {"x": 2}
+    described = jax.eval_shape(lambda: bench_context.operands(jax, 256, None))
+    for name, function in named.items():
+        if "cuDNN" not in name:
+            output, gradients = jax.eval_shape(bench_context.both(jax, function), *described)
+            assert output.shape == (1, 256, 32, 128)
+            assert [array.shape for array in gradients] == [array.shape for array in described[:3]]
+
+
+def test_a_function_that_is_refused_has_no_time() -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no\nmore")
+
+    with pytest.raises(ValueError, match="no"):
+        bench_context.measure(jax, refuse)
+    assert bench_context.measure(jax, lambda x: x, jax.numpy.ones(3)) > 0
