@@ -169,7 +169,6 @@ class SumStaging:
 class GradQuerySm90:
     """The additions of one Build to dq_accum, in the order of one warpgroup's accumulator.
 
-    If the build is deterministic, they are those from registers; grad_query_ordered.py has those of staged pieces.
     Between tiles it carries one Int32: the index of the sum whose semaphore must still be released; below 0 for none.
     """
 
@@ -204,7 +203,7 @@ class GradQuerySm90:
         for piece in self.gemm.pieces(operands, thread, release):
             acquires = build.deterministic and piece.number == 0
             if acquires:
-                self.staging.sync()
+                self.staging.wait_complete()
                 self.release_semaphore(p, state, thread)
                 self.acquire_semaphore(p, Int32(target.index), target.num_before, thread)
             offset = piece.number * (cute.size(piece.r_dq) * self.accum.threads)
@@ -221,7 +220,7 @@ class GradQuerySm90:
         """
         if not self.build.deterministic:
             return state
-        self.staging.sync()
+        self.staging.wait_complete()
         self.release_semaphore(p, state, thread)
         return Int32(-1)
 
@@ -232,8 +231,9 @@ class GradQuerySm90:
     def add_piece(self, target: cute.Pointer, r_dq: cute.Tensor, thread: Int32, acquired: bool) -> None:
         """Adds a piece to its sum. acquired: warp 0 alone knows that the tile before is complete."""
         if self.staging.is_used:
-            self.staging.wait_read()
-            self.staging.sync()
+            if not acquired:
+                self.staging.wait_read()
+                self.staging.sync()
             self.staging.send(target, r_dq, thread, is_first=None)
             return
         if acquired:
@@ -243,7 +243,7 @@ class GradQuerySm90:
 
     @cute.jit
     def acquire_semaphore(self, p: Any, index: Int32, num_before: Int32, thread: Int32):
-        """Waits until `num_before` key tiles have been added to a sum; one warp waits."""
+        """Waits until `num_before` key tiles have been added to a sum; the warp that issues the reductions waits."""
         if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
             with cute.arch.elect_one():
                 counter = params.pointer(p.dq_semaphore, Int32, 4) + index
