@@ -21,7 +21,7 @@ from tests.gpu import test_torch_ops
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (*covering_cases.FORWARD, *covering_cases.BACKWARD)
 LENGTHS = (*suite.VARIABLE_LENGTH, *suite.WRONG_LENGTHS, *suite.CHANGED_LENGTHS)
-SINGLE = (*suite.MANY_HEADS, *GROUPED, *LENGTHS, *suite.LAUNCHERS.values(), *suite.LONG_DROPOUT)
+SINGLE = (*suite.MANY_HEADS, *GROUPED, *LENGTHS, *suite.LAUNCHERS.values(), *suite.LONG_DROPOUT, *suite.LAST_ROUNDS)
 
 
 def test_every_case_is_supported_and_named() -> None:
