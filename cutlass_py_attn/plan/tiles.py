@@ -192,6 +192,7 @@ _SM90_BACKWARD: _Table = {
         TileConfig(64, 128, 16, 3, 2, key_stages=2),
         TileConfig(64, 128, 16, 3, 2),
     ),
+    192: (TileConfig(64, 64, 16, 3, 2, variant=TWO_CTA), TileConfig(64, 64, 16, 2, 2, variant=TWO_CTA)),
     256: (TileConfig(64, 64, 16, 2, 2, variant=TWO_CTA),),
 }
 # With a mask, long rows of narrow heads are slower with two key stages; with dropout, the two stages leave

@@ -148,6 +148,14 @@ LONG_DROPOUT: Final = _cases(
     "backward f16_d96_q2400_s70_b1_h1_window_left2200_right60_dropout0.4_deterministic",
 )
 
+# Causal forwards with tiles of 192 query rows, from 4096 queries and 16 rounds of 132 blocks on: the last rounds have a
+# block for each tile. Without the last query of a tile, with grouped heads, and with queries that see no key.
+LAST_ROUNDS: Final = _cases(
+    "forward bf16_d64_q4096_s128_b1_h96_causal",
+    "forward bf16_d96_q4223_s200_b2_h48k16_causal",
+    "forward f16_d64_q4096_s333_b3_h32_causal_br",
+)
+
 # A quarter of a million tokens, whose sampled rows are compared (tests/gpu/long/test_long.py).
 LONG: Final = _cases(
     "backward bf16_d128_s262144_b1_h2_causal seed=1",
@@ -252,6 +260,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *DECODE_BEYOND_GRID,
         *LAUNCHERS.values(),
         *LONG_DROPOUT,
+        *LAST_ROUNDS,
     )
     parts = (
         covering_cases.builds(arch),

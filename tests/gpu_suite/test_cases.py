@@ -21,7 +21,7 @@ from tests.gpu import test_torch_ops
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (*covering_cases.FORWARD, *covering_cases.BACKWARD)
 LENGTHS = (*suite.VARIABLE_LENGTH, *suite.WRONG_LENGTHS, *suite.CHANGED_LENGTHS)
-TILES = (*suite.MANY_TILES, *suite.FEW_TILES)
+TILES = (*suite.MANY_TILES, *suite.FEW_TILES, *suite.LAST_ROUNDS)
 SINGLE = (*suite.MANY_HEADS, *TILES, *GROUPED, *LENGTHS, *suite.LAUNCHERS.values(), *suite.LONG_DROPOUT)
 
 

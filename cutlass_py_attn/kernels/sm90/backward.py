@@ -34,7 +34,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32
 
-from cutlass_py_attn.integers import choose, larger
+from cutlass_py_attn.integers import larger
 from cutlass_py_attn.kernels.common import dependent_launch, dropout, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
@@ -60,7 +60,7 @@ from cutlass_py_attn.kernels.sm90.key_gradient_sums import KeyGradientPostproces
 from cutlass_py_attn.kernels.sm90.key_tile_scheduler import KeyTileScheduler, PerHeadScheduler, QueryHeadScheduler
 from cutlass_py_attn.kernels.sm90.named_barriers import BackwardBarrier
 from cutlass_py_attn.kernels.sm90.pipelines import PipelineSpec, arrive, arrive_all, previous_stage
-from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock, QueryTileOrder
+from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
@@ -225,13 +225,10 @@ class BackwardSm90:
         while key_tile >= 0:
             work_tile = self.scheduler.read_record(p, self.record(at_k))
             arrive_all(pipes.k.sync_object_empty, at_k.index)
-            tiles, left_out = self.tile_order.num_tiles(p, work_tile), (warp ^ number) & 1
-            block = self.tile_order.first(p, work_tile)
-            second = self.tile_order.next(work_tile, block)
-            block = QueryBlock(
-                choose(left_out == 1, second.head, block.head), choose(left_out == 1, second.index, block.index)
-            )
-            for _ in cutlass.range((tiles - left_out + 1) // 2, unroll=1):
+            # A warp skips the first query tile if the last one of the key tile before was its own.
+            tiles, skips = self.tile_order.num_tiles(p, work_tile), (warp ^ number) & 1
+            block = self.tile_order.first_of(p, work_tile, skips)
+            for _ in cutlass.range((tiles - skips + 1) // 2, unroll=1):
                 self.grad_query.add_staged(p, self.grad_query.target(p, work_tile, block, warp, own), warp, own)
                 own += 1
                 block = self.tile_order.next(work_tile, self.tile_order.next(work_tile, block))

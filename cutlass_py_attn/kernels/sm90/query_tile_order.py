@@ -46,6 +46,12 @@ class QueryTileOrder:
         head = work_tile.head * p.group if self.is_grouped else work_tile.head
         return QueryBlock(head, work_tile.first * self.blocks)
 
+    def first_of(self, p: Any, work_tile: WorkTile, skips: Any) -> QueryBlock:
+        """Returns the query block of the first iteration, or of the second one if `skips` is 1 and not 0."""
+        first = self.first(p, work_tile)
+        second = self.next(work_tile, first)
+        return QueryBlock(choose(skips == 1, second.head, first.head), choose(skips == 1, second.index, first.index))
+
     def next(self, work_tile: WorkTile, block: QueryBlock) -> QueryBlock:
         """Returns the query block of the iteration after that of `block`."""
         following = block.index + 1

@@ -191,3 +191,23 @@ def test_work_tiles_of_query_heads_visit_one_head(group: int, blocks: int, of_ti
     for _ in range(count * blocks - 1):
         visited.append(order.next(work_tile, visited[-1]))
     assert visited == [QueryBlock(head, block) for block in range(first * blocks, (first + count) * blocks)]
+
+
+@given(st.sampled_from(sorted(GROUPED_BUILDS)), st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=6))
+def test_two_adding_warps_take_turns_at_query_tiles(group: int, key_tiles: list[tuple[int, int]]) -> None:
+    order, p = QueryTileOrder(GROUPED_BUILDS[group]), SimpleNamespace(group=group)
+    work_tiles = [SimpleNamespace(head=1, first=first, end=first + count) for first, count in key_tiles]
+    in_order: list[QueryBlock] = []
+    of_warps: tuple[list[QueryBlock], list[QueryBlock]] = ([], [])
+    for work_tile in work_tiles:
+        number, tiles, block = len(in_order), order.num_tiles(p, work_tile), order.first(p, work_tile)
+        for warp, added in enumerate(of_warps):
+            skips = (warp ^ number) & 1
+            own = order.first_of(p, work_tile, skips)
+            for _ in range((tiles - skips + 1) // 2):
+                added.append(own)
+                own = order.next(work_tile, order.next(work_tile, own))
+        for _ in range(tiles):
+            in_order.append(block)
+            block = order.next(work_tile, block)
+    assert of_warps == (in_order[::2], in_order[1::2])
