@@ -65,10 +65,7 @@ def copy_g2s(p: Any, thread: Int32, threads: int, source: PagedTile, tile: cute.
 
 @cute.jit
 def prefetch_entry(p: Any, seqlen: Any, row: Int32):
-    """Starts loading the table's entry of a row into L1, so that `copy_g2s` of that row waits less.
-
-    One H200, the sm80 forward at d 128: 278 TFLOP/s with 16-row pages, 254 without the prefetch, 297 without pages.
-    """
+    """Starts loading the table's entry of a row into L1, so that `copy_g2s` of that row waits less."""
     if (row >= 0) & (row < seqlen.num_keys):  # only such entries are used
         number = paging.page_row(p, seqlen.index).start + (row >> paging.page_shift(p))
         entry = params.pointer(p.page_table, Int32, 4) + number
