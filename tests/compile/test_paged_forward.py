@@ -88,7 +88,7 @@ def test_machine_code(case: PagedCase, family: str) -> None:
     if family == "sm90":
         strips = sum(columns * 2 for _, columns in list(tma_tiles(build).values())[1:]) // 128
         assert copies >= strips
-        # The rows of a box that are keys are at least 0. The compiler once took the difference for positive.
+        # The rows of a box that are keys are at least 0: the difference is signed.
         last = artifact.ptx.rpartition("cp.async.bulk.tensor.4d")[2].partition("cp.async.bulk.tensor.5d")
         assert last[1]
         assert re.search(r"max\.s32 [^;]*, 0;", last[0])

@@ -98,9 +98,8 @@ ALL: dict[str, Refused] = {
         "[pages, page_size, heads, head_dim] by strides",
         key=tensor(POOL, 12, 2, 32, dtype="float16"), value=tensor(POOL, 12, 2, 32, dtype="float16"),
     ),
-    "pools without a page": of_problem(
-        "key has 0 pages and page_table 5 entries for a sequence: must be at least one page, because every entry is "
-        "one; allocate the pools, or pass a table without entries",
+    "pools without pages": of_problem(
+        "key has no pages: the pools must have at least one; allocate them before the first call",
         key=tensor(0, PAGE_SIZE, 2, 32, dtype="float16"), value=tensor(0, PAGE_SIZE, 2, 32, dtype="float16"),
     ),
     "pools of two sizes": of_problem(

@@ -29,9 +29,11 @@ WRITE: Final = "python -m tools.release.build_ptx --features"
 
 _SIZES: Final = "q200_s200_b2"
 _SEQUENCES: Final = "n70x200,130"
+_PAGED: Final = "n150x200u190,130x190u150"  # too many queries for the decode kernel
 _USED: Final = "n70x200u190,130x190u150"
 _TERMS: Final = "softcap4_bias_alibi_sinks_dropout0.3"
 _TERMS_NO_DROPOUT: Final = "softcap4_bias_alibi_sinks"
+_TERMS_OF_PAGES: Final = "softcap4_alibi_sinks"
 _TERMS_NO_BIAS: Final = "softcap4_alibi_sinks_dropout0.3"
 
 _SM80_FORWARD: Final = (
@@ -48,6 +50,8 @@ _SM80_FORWARD: Final = (
     f"f32_d32_{_SIZES}_h2_causal_{_TERMS}",
     f"bf16_d33v17_{_SIZES}_h2_full_bias",
     f"f16_d32_{_SIZES}_h2_causal layout=shifted",
+    f"f16_d32_{_SIZES}_h2_causal_br_paged8",
+    f"bf16_d32_{_PAGED}_h4k2_full_{_TERMS_OF_PAGES}_paged16",
 )
 _SM80_BACKWARD: Final = (
     f"f16_d32_{_SIZES}_h2_causal_softcap4",
@@ -70,6 +74,7 @@ _SM80_BACKWARD: Final = (
     f"f16_d32_{_SIZES}_h2_causal layout=shifted",
 )
 _SPLIT_D: Final = f"f16_d288_{_USED}_h4k2_causal_br_window50_{_TERMS}"
+_SPLIT_D_PAGED: Final = f"f16_d288_{_PAGED}_h4k2_causal_br_{_TERMS_OF_PAGES}_paged16"
 _SPLIT_D_DETERMINISTIC: Final = f"f16_d288_{_SIZES}_h2_full_biasgrad_deterministic"
 _SM90_FORWARD: Final = (
     f"f16_d64_{_SIZES}_h2_causal_softcap4",
@@ -85,6 +90,8 @@ _SM90_FORWARD: Final = (
     f"bf16_d512_{_SIZES}_h2_causal",
     f"f16_d320_{_SIZES}_h2_window_left40_right20",
     f"bf16_d264v448_{_USED}_h4k2_full_{_TERMS_NO_DROPOUT}",
+    f"f16_d64_{_SIZES}_h2_causal_br_paged16",
+    f"bf16_d64_{_PAGED}_h4k2_full_{_TERMS_OF_PAGES}_paged64",
 )
 _SM90_BACKWARD: Final = (
     f"f16_d64_{_SIZES}_h2_causal_softcap4",
@@ -105,9 +112,11 @@ _DECODE: Final = (
     "f16_d64_q2_s600_b2_h8k2_causal_br",
     "bf16_d64_n1x400,1x300_h4k2_full",
     "bf16_d64_n1x400u300,1x300u256_h4k2_window_left90_right0",
+    "f16_d64_q1_s600_b2_h4_full_paged16",
+    f"bf16_d64_n2x400u300,1x300u256_h4k2_causal_br_{_TERMS_OF_PAGES}_paged1",
 )
 _CASES: Final = (
-    *((ARCH, f"forward {name}") for name in (*_SM80_FORWARD, _SPLIT_D, *_DECODE)),
+    *((ARCH, f"forward {name}") for name in (*_SM80_FORWARD, _SPLIT_D, _SPLIT_D_PAGED, *_DECODE)),
     *((ARCH, f"backward {name}") for name in (*_SM80_BACKWARD, _SPLIT_D, _SPLIT_D_DETERMINISTIC)),
     *((SM90_ARCH, f"forward {name}") for name in _SM90_FORWARD),
     *((SM90_ARCH, f"backward {name}") for name in _SM90_BACKWARD),

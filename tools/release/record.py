@@ -28,6 +28,7 @@ SUITE = (
     "cutlass_py_attn/problem/masks.py",
     "cutlass_py_attn/problem/spec.py",
     "cutlass_py_attn/reference/numpy_reference.py",
+    "cutlass_py_attn/reference/paged.py",
     "cutlass_py_attn/reference/score_mod.py",
     "cutlass_py_attn/reference/serving.py",
     *(f"cutlass_py_attn/score_terms/{name}.py" for name in ("alibi", "bias", "dropout", "philox", "registry", "sinks")),
@@ -42,6 +43,7 @@ SUITE = (
     "cutlass_py_attn/testing/guarded_check.py",
     "cutlass_py_attn/testing/inputs.py",
     "cutlass_py_attn/testing/layouts.py",
+    "cutlass_py_attn/testing/paged_inputs.py",
     "cutlass_py_attn/testing/serving_cases.py",
     "tools/release/verify_gpu.py",
 )

@@ -64,6 +64,15 @@ def copy_g2s(p: Any, thread: Int32, threads: int, source: PagedTile, tile: cute.
 
 
 @cute.jit
+def prefetch_entry(p: Any, seqlen: Any, row: Int32):
+    """Starts loading the table's entry of a row into L1, so that `copy_g2s` of that row waits less."""
+    if (row >= 0) & (row < seqlen.num_keys):  # only such entries are used
+        number = paging.page_row(p, seqlen.index).start + (row >> paging.page_shift(p))
+        entry = params.pointer(p.page_table, Int32, 4) + number
+        cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[entry])
+
+
+@cute.jit
 def _load_vectors(p: Any, thread: Int32, threads: cutlass.Constexpr, source: Any, tile: cute.Tensor):
     """Loads with cp.async, `vector_bytes` at a time; each thread reads the table's entries of its own rows."""
     dtype, columns = tile.element_type, cute.size(tile, mode=[1])

@@ -58,5 +58,5 @@ def offset(p: Any, name: str, page: Int32, row: Int32, head: Int32) -> Int64:
 
 
 def page_shift(p: Any) -> Int32:
-    """Returns log2 of the page size."""
-    return Int32(31) - cute.arch.clz(p.page_size)
+    """Returns log2 of the page size, signed: rows shifted by an unsigned number would be unsigned, and compared so."""
+    return Int32(31) - Int32(cute.arch.clz(p.page_size))

@@ -199,7 +199,10 @@ class ForwardSm80:
         if build.has("paged"):
             key_head = seqlen_info.key_head(build, p, head)
             pages = paged_tile_copy.paged_tile(build, p, name, seqlen, key_head, key0, columns)
-            paged_tile_copy.copy_g2s(p, params.read_register("tid.x"), build.threads, pages, tile)
+            tid = params.read_register("tid.x")
+            paged_tile_copy.copy_g2s(p, tid, build.threads, pages, tile)
+            if name == "key":
+                paged_tile_copy.prefetch_entry(p, seqlen, key0 - build.tile_n + tid % build.tile_n)
             return
         start = RowCoordinates(seqlen.batch, seqlen_info.key_head(build, p, head), seqlen.key_start + key0)
         source = tile_copy.gmem_tile(build, p, name, start, seqlen.num_keys - key0, columns)

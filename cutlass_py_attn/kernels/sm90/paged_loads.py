@@ -16,7 +16,7 @@ import cutlass.experimental.primitives as prim
 from cutlass import Int32
 
 from cutlass_py_attn.integers import larger, smaller
-from cutlass_py_attn.kernels.common import paging, params, tma
+from cutlass_py_attn.kernels.common import paging, tma
 from cutlass_py_attn.kernels.common.paging import PageRow
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.plan.build import Build
@@ -133,9 +133,7 @@ class PagedLoads:
             page = cute.arch.shuffle_sync(tile.page, box)
             with cute.arch.elect_one():
                 row = tile.row + (box << boxes.shift)
-                # Without `opaque` the compiler takes the difference for positive, and removes the maximum.
-                keys_left = params.opaque(tile.num_keys - row)
-                count = smaller(larger(keys_left, 0), Int32(1) << boxes.shift)
+                count = smaller(larger(tile.num_keys - row, 0), Int32(1) << boxes.shift)
                 coordinates = last_box_coordinates(p, row, count, tile.head, page)
                 for strip in cutlass.range_constexpr(strips.count):
                     prim.cp_async_bulk_tensor_shared_cta_global(
