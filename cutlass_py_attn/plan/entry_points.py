@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
@@ -80,13 +79,10 @@ def entries(build: Build) -> dict[str, str]:
 def is_dependent_launch(build: Build, role: str) -> bool:
     """Returns whether the entry is launched before the entry ahead of it has ended (programmatic dependent launch).
 
-    Its kernel waits for that end before it reads or writes global memory. The first entry of a plan is launched like
-    any other kernel, so it waits for whatever the stream did before.
+    Its kernel waits for that end itself (kernels/common/dependent_launch.py), before it reads or writes what the entry
+    ahead touches. The first entry of a plan is launched like any other kernel, so it waits for whatever the stream did
+    before.
     """
-    if architecture(build.arch).compute_capability < (9, 0):
-        return False
-    if build.family == "decode":
-        return role == "combine"
     return build.family == "sm90" and build.kind == "backward" and role in ("main", "finish", "finish_kv")
 
 

@@ -43,7 +43,7 @@ _FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
 
 @dataclass(frozen=True, slots=True)
 class BufferRule:
-    """One workspace buffer: its bytes, the condition under which it exists, and whether it is zeroed for each call."""
+    """One workspace buffer: its bytes, the condition under which it exists, and whether a memset zeroes it."""
 
     name: str
     bytes: Expression

@@ -74,7 +74,7 @@ class WorkspaceBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Device memory of one call: the first `zero_bytes` are zeroed before every launch."""
+    """Device memory of one call: a memset zeroes the first `zero_bytes` before the first launch of every call."""
 
     bytes: int = 0
     zero_bytes: int = 0

@@ -37,6 +37,8 @@ PER_HEAD_L2_BYTES, PER_HEAD_IMBALANCE = 36 << 20, 1.15
 # Variant query_heads: work tiles of the standard variant per SM from which on the standard one is faster. Causal,
 # d 128, one H200: query_heads gains 9 to 12 % at 3.9 and loses 0 to 7 % at 7.8; full: it loses 3 to 5 %.
 QUERY_HEADS_WORK_TILES: Final = 5
+# The same for full masks: query_heads gains 40 to 75 % at 0.06 to 0.5.
+QUERY_HEADS_WORK_TILES_FULL: Final = 0.5
 LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled blocks of shared memory
 # Rounds at the end of a forward whose tiles the GPU deals to blocks, from so many queries and so many rounds on: a
 # block of its own costs a tile about 2 us.
@@ -186,7 +188,8 @@ def has_few_rows(kind: str, tile: TileConfig | Build) -> bool:
 def _few_keys_are_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
     """Blocks of 64 keys are faster if each SM has at most one, and under a causal mask at most two.
 
-    Narrow heads have 64 queries a tile up to SHORT_QUERIES, and 128 beyond. Windows and score terms were not measured.
+    Narrow heads have 64 queries a tile up to SHORT_QUERIES, and 128 beyond. Wide heads of one tile of 128 keys are
+    faster in one block per head, unless SMs idle. Windows and score terms were not measured.
     """
     shape = problem.shape
     if {*problem.features} - {"grouped"} or problem.mask.form == "local":
@@ -195,8 +198,10 @@ def _few_keys_are_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
     if is_narrow and tile.tile_m == WARPGROUP_ROWS and shape.num_queries > SHORT_QUERIES:
         return False
     tiles = shape.batch * shape.num_heads_key * ceil_div(shape.num_keys, WARPGROUP_ROWS)
-    if shape.group > 1 and _query_heads_is_faster(problem, tile, num_sms):
+    if shape.group > 1 and _query_heads_is_faster(problem, replace(tile, tile_n=2 * WARPGROUP_ROWS), num_sms):
         return False
+    if not is_narrow and shape.num_keys <= 2 * WARPGROUP_ROWS:
+        return shape.num_keys > WARPGROUP_ROWS and 2 * tiles <= num_sms
     has_rounds = problem.mask.form == "causal" and shape.num_keys > 2 * WARPGROUP_ROWS  # else one block per head
     return tiles <= (2 if has_rounds else 1) * num_sms
 
@@ -234,14 +239,15 @@ def _no_objection(problem: Problem, tile: TileConfig) -> str:
 
 
 def _query_heads_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
-    """If a mask makes work tiles unequal and those of whole groups are few, some SMs idle while others compute."""
+    """If work tiles of whole groups are few, some SMs idle; the more if a mask makes these tiles unequal."""
     shape = problem.shape
-    if shape.group == 1 or problem.deterministic or problem.mask.form == "full":
+    if shape.group == 1 or problem.deterministic:
         return False
     key_tiles = shape.batch * ceil_div(shape.num_keys, tile.tile_n)
     if shape.tokens is not None:  # num_keys is that of the longest sequence
         key_tiles = min(key_tiles, shape.tokens[1] // tile.tile_n + shape.batch)
-    return key_tiles * shape.num_heads_key < QUERY_HEADS_WORK_TILES * num_sms
+    most = QUERY_HEADS_WORK_TILES_FULL if problem.mask.form == "full" else QUERY_HEADS_WORK_TILES
+    return key_tiles * shape.num_heads_key < most * num_sms
 
 
 def _multicast_objection(problem: Problem, tile: TileConfig) -> str:

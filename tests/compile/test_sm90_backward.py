@@ -186,7 +186,10 @@ def many(length: int, dim: int = 128, mask: Mask | None = None, **changes: Any) 
         (many(512, 192), False),
         (backward(mask=Causal()), False),  # eight heads keep eight multiprocessors busy
         (Problem.dense("backward", Shape(2, 200, 100, 66, 128, 128), "bfloat16", Full()), True),  # a key tile is a head
-        (Problem.dense("backward", Shape(2, 200, 100, 33, 128, 128), "bfloat16", Full()), False),  # or two, for all SMs
+        (
+            Problem.dense("backward", Shape(2, 200, 100, 16, 128, 128), "bfloat16", Full()),
+            False,
+        ),  # or two, where SMs idle
         (Problem.dense("backward", Shape(64, 512, 512, 16, 128, 128, 4), "bfloat16", Causal()), False),
         (Problem.dense("backward", Shape(64, 300, 200, 16, 128, 128), "bfloat16", CausalBottomRight()), False),
         (Problem.dense("backward", Shape(64, 200, 300, 16, 128, 128), "bfloat16", CausalBottomRight()), True),

@@ -25,7 +25,7 @@ from tools.release import build_ptx, check_verified, record
 from tools.tuning import plan_rows, plan_space, plan_timing, search_plans
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL, WIDER = "bf16_d96_s200_b20_h2_causal", "bf16_d128_s64_b2_h2_causal"
+SMALL, WIDER = "bf16_d96_s200_b75_h2_causal", "bf16_d128_s64_b2_h2_causal"
 TAKEN, OTHER, SPILLED, UNFIT = "64x128x16:3,2@5", "64x128x16:2,2@5", "64x128x16:2,1@5", "128x128x16:2,1@5"
 
 

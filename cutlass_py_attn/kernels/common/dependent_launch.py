@@ -1,9 +1,8 @@
 """Programmatic dependent launch: a kernel starts while the kernel before it still runs, and waits for that one's end.
 
-The kernel before says that the next one may start. It does so first of all, because blocks of the next one get only
-what the blocks of this one leave free, and these are then all running. The next kernel prepares what does not depend on
-global memory and waits; its wait ends when every write of the kernel before is visible. Without the launch attribute
-neither has an effect.
+A kernel may say that the next one may start as soon as all its own blocks run; else the next one starts when they exit.
+Blocks of the next kernel get what those of this one leave free. They prepare what does not depend on the kernel before
+and wait; the wait ends when every write of that kernel is visible. Without the launch attribute neither has an effect.
 """
 
 import cutlass.cute as cute
@@ -20,6 +19,9 @@ def start_next(build: Build, role: str) -> None:
 
 
 def wait_for_previous(build: Build, role: str) -> None:
-    """Waits for the end of the entry ahead of `role`, before any access to global memory. All threads call this."""
+    """Waits for the end of the entry ahead of `role`, before an access to what it touches.
+
+    At least one warp of every block calls this, so that the kernel never ends before the entry ahead.
+    """
     if is_dependent_launch(build, role):
         cute.arch.griddepcontrol_wait()

@@ -249,7 +249,7 @@ def test_a_slow_variant_can_be_tried() -> None:
     assert plan_with_tile(long, "sm_90a", per_head).build.variant == "per_head"
     grouped = problem_of("backward", heads_key=2, mask=Full())
     query_heads = TileConfig.parse("64x128x16:3,2+query_heads")
-    assert not sm90.applies(grouped, query_heads, 132)
+    assert not sm90.applies(grouped, query_heads, 8)
     assert plan_with_tile(grouped, "sm_90a", query_heads).build.variant == "query_heads"
     assert plan_with_tile(short, "sm_90a", multicast).build.variant == "multicast"
 
