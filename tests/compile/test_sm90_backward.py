@@ -358,6 +358,9 @@ def test_machine_code(plan: Plan) -> None:
         vectors += (build.columns + build.columns_value) * 64 // 128 // 4
     assert len(re.findall(r"cp\.reduce\.async\.bulk", made.ptx)) == bulk
     assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.v4\.f32", made.ptx)) == vectors
+    for launch in plan.launches:  # what is launched before the entry ahead has ended waits for it
+        body = made.ptx.split(f".entry {launch.symbol}(")[1].split("\n}")[0]
+        assert ("griddepcontrol.wait" in body) == launch.is_dependent, launch.symbol
     # With a semaphore, a block acquires once a query tile, and releases with the next tile or after the last.
     assert len(re.findall(r"ld\.acquire\.gpu", made.ptx)) == (2 if build.deterministic else 0)
     assert len(re.findall(r"red\.release\.gpu", made.ptx)) == (2 if build.deterministic else 0)

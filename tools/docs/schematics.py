@@ -36,7 +36,7 @@ MINIMUM_HEIGHT: Final = 0.045  # of a buffer, as a fraction of all shared memory
 
 def schematics() -> dict[str, str]:
     """Returns the SVG text of every schematic by its name."""
-    shape = Shape(1, 128, 128, 1, 128, 128)
+    shape = Shape(1, 128, 128, 132, 128, 128)  # a head for each multiprocessor
     build = plan_backward(Problem.dense("backward", shape, "bfloat16", masks.Causal()), "sm_90a").build
     rows, steps = shared_memory_rows(build), STEPS[build.kind]
     title = f"Shared memory of {build.symbol}"
