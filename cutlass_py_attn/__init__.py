@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.api.attention import attention_backward, attention_forward
     from cutlass_py_attn.api.dropout_mask import dropout_mask
     from cutlass_py_attn.api.options import AttentionOptions, BackwardOptions, ForwardOptions, VariableLength
+    from cutlass_py_attn.api.paged import Paged
     from cutlass_py_attn.api.results import Gradients
     from cutlass_py_attn.artifact import Artifact, Folder
     from cutlass_py_attn.bundle.files import Bundle, export_bundle, export_library, load_bundle
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.plan.planner import plan_backward, plan_forward, plan_with_tile
     from cutlass_py_attn.plan.tile_config import TileConfig
     from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
+    from cutlass_py_attn.problem.paging import Pages
     from cutlass_py_attn.problem.problem import Problem
     from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
     from cutlass_py_attn.runtime.launch import Bound, bind
@@ -47,6 +49,7 @@ _PUBLIC_NAMES = {
     "api.attention": ("attention_backward", "attention_forward"),
     "api.dropout_mask": ("dropout_mask",),
     "api.options": ("AttentionOptions", "BackwardOptions", "ForwardOptions", "VariableLength"),
+    "api.paged": ("Paged",),
     "api.results": ("Gradients",),
     "artifact": ("Artifact", "Folder"),
     "bundle.files": ("Bundle", "export_bundle", "export_library", "load_bundle"),
@@ -57,6 +60,7 @@ _PUBLIC_NAMES = {
     "plan.planner": ("plan_backward", "plan_forward", "plan_with_tile"),
     "plan.tile_config": ("TileConfig",),
     "problem.masks": ("Causal", "CausalBottomRight", "Full", "Mask", "Window"),
+    "problem.paging": ("Pages",),
     "problem.problem": ("Problem",),
     "problem.tensors": ("Sequences", "Shape", "Tensor"),
     "runtime.launch": ("Bound", "bind"),
@@ -87,6 +91,8 @@ __all__ = [
     "Mask",
     "NoDevice",
     "NotSupported",
+    "Paged",
+    "Pages",
     "Plan",
     "Problem",
     "Sequences",

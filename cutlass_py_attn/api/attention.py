@@ -13,6 +13,7 @@ from cutlass_py_attn.api import call_cache
 from cutlass_py_attn.api.declaration import implemented_by
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import BackwardOptions, ForwardOptions, Options, VariableLength, check_options
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
@@ -59,7 +60,7 @@ def attention_forward(
     sinks: Any = None,
     dropout: Dropout | None = None,
     score_terms: Mapping[str, Any] = {},
-    sequences: VariableLength | None = None,
+    sequences: VariableLength | Paged | None = None,
     stream: object = None,
     backend: str = "auto",
     kernels: Callable[[Build], Artifact] | None = None,
@@ -79,6 +80,7 @@ def attention_forward(
     (batch, num_heads, ceil32(num_queries)) float32, both in the library of query. logsumexp is a natural logarithm;
     its padding is +inf. A row without keys has output 0 and logsumexp -inf. With `sequences`, the batch of logsumexp
     is the number of sequences, num_queries is max_seqlen_q, and the padding of a row starts at its sequence's length.
+    With `sequences=Paged(...)`, key and value are pools (pages, page_size, num_heads_key, head_dim).
     Device results are ready in the order of `stream`; the function waits for the stream only for JAX arrays. NumPy
     results are complete.
 
@@ -194,7 +196,7 @@ def _launch(
             pointers |= output_arrays.allocate_packed(*call.packed)
         for name, tensor in call.new_outputs.items():
             pointers[name] = output_arrays.allocate(name, tensor.shape, tensor.dtype)
-        if call.is_empty or problem.sequences is not None:
+        if call.is_empty or problem.has_ragged_rows:
             fill.fill(problem, pointers, stream)
         if call.bound is not None:
             if problem.dropout_p and not problem.philox_on_device and options.dropout is not None:

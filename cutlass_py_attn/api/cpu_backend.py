@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from cutlass_py_attn.api.options import Options
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.reference import numpy_reference
+from cutlass_py_attn.reference import numpy_reference, paged
 from cutlass_py_attn.runtime import arrays, output_checks
 from cutlass_py_attn.score_terms.dropout import keeper
 
@@ -24,12 +25,21 @@ from cutlass_py_attn.score_terms.dropout import keeper
 def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
     """Returns output in the dtype of query, and logsumexp in float32."""
     problem = _problem("forward", operands, options)
-    output, logsumexp = numpy_reference.forward(
-        *(operands[name] for name in ("query", "key", "value")),
-        mask=problem.mask,
-        scale=problem.scale_value,
-        score_mod=score_mod_of(problem, options),
-    )
+    query, key, value = (operands[name] for name in ("query", "key", "value"))
+    terms: dict[str, Any] = {"mask": problem.mask, "scale": problem.scale_value}
+    terms["score_mod"] = score_mod_of(problem, options)
+    if isinstance(options.sequences, Paged):
+        given = options.sequences
+        table = paged.PageTable(
+            page_table=given.page_table,
+            seqused_k=given.seqused_k,
+            cu_seqlens_q=given.cu_seqlens_q,
+            max_seqlen_q=given.max_seqlen_q or 0,
+            page_indptr=given.page_indptr,
+        )
+        output, logsumexp = paged.forward(query, key, value, table, **terms)
+    else:
+        output, logsumexp = numpy_reference.forward(query, key, value, **terms)
     output = _into(options.out, output.astype(operands["query"].dtype))
     return output, logsumexp.astype(np.float32)
 
@@ -59,7 +69,7 @@ def backward(operands: Mapping[str, Any], options: Options) -> Gradients:
 def score_mod_of(problem: Problem, options: Options) -> numpy_reference.ReferenceScoreMod:
     """Converts score modification, dropout and sequence lengths to the reference's arguments."""
     lengths = None
-    if options.sequences is not None:
+    if options.sequences is not None and not isinstance(options.sequences, Paged):
         sequences = options.sequences
         lengths = numpy_reference.CuSeqlens(
             cu_seqlens_q=sequences.cu_seqlens_q,

@@ -10,6 +10,7 @@ from typing import Any, Final, TypedDict, TypeGuard
 import numpy as np
 
 from cutlass_py_attn.api.lru_cache import LruCache
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
@@ -48,6 +49,11 @@ class VariableLength:
     max_seqlen_q: int
     max_seqlen_k: int
     seqused_k: Any = None
+
+    @property
+    def lengths(self) -> tuple[object, ...]:
+        """What decides a Problem besides the arrays."""
+        return self.max_seqlen_q, self.max_seqlen_k
 
     def arrays(self) -> dict[str, Any]:
         """Returns the arrays by name; NumPy arrays are converted to int32."""
@@ -126,7 +132,6 @@ class AttentionOptions(TypedDict, total=False):
         None for none.
     dropout: Dropout(dropout_p, philox_seed, philox_offset); the backward needs the forward's.
     score_terms: {name: array} of terms that `score_terms.register` registered; they add to the scores.
-    sequences: VariableLength(...); None if all sequences are as long as the tensors.
     stream: a CUstream handle as int (0 for the legacy default stream), or a stream object of CuPy, torch, Numba or
         cuda.core. None for the current stream of torch or CuPy if query is their array, else for the legacy default
         stream.
@@ -144,7 +149,6 @@ class AttentionOptions(TypedDict, total=False):
     sinks: Any
     dropout: Dropout | None
     score_terms: Mapping[str, Any]
-    sequences: VariableLength | None
     stream: object
     backend: str
     kernels: Callable[[Build], Artifact] | None
@@ -153,16 +157,20 @@ class AttentionOptions(TypedDict, total=False):
 class ForwardOptions(AttentionOptions, total=False):
     """Options of `attention_forward`.
 
+    sequences: VariableLength(...); None if all sequences are as long as the tensors. Paged(...) for a cache in pages,
+        with pools as key and value.
     out: array for the output, with the output's shape and dtype, any strides and memory of its own; None allocates
         one.
     """
 
+    sequences: VariableLength | Paged | None
     out: Any
 
 
 class BackwardOptions(AttentionOptions, total=False):
     """Options of `attention_backward`.
 
+    sequences: VariableLength(...); None if all sequences are as long as the tensors.
     gradients: the gradients to compute, of "query", "key", "value", "bias" and "sinks"; by default the first three.
     out: Gradients with arrays for the results, each with any strides and memory of its own; None, or None in a field,
         allocates them.
@@ -173,6 +181,7 @@ class BackwardOptions(AttentionOptions, total=False):
     num_splits_key: number of blocks that share one (batch, head); None lets the plan choose.
     """
 
+    sequences: VariableLength | None
     gradients: tuple[str, ...]
     out: Gradients | None
     packed: bool
@@ -192,7 +201,7 @@ class Options:
     sinks: Any = None
     dropout: Dropout | None = None
     score_terms: Mapping[str, Any] = field(default_factory=dict)
-    sequences: VariableLength | None = None
+    sequences: VariableLength | Paged | None = None
     backend: str = "auto"
     kernels: Callable[[Build], Artifact] | None = None
     gradients: tuple[str, ...] = OPERANDS
@@ -212,7 +221,7 @@ class Options:
 
         It is hashable if the mask, its numbers and `kernels` are.
         """
-        lengths = None if self.sequences is None else (self.sequences.max_seqlen_q, self.sequences.max_seqlen_k)
+        lengths = None if self.sequences is None else self.sequences.lengths
         numbers = self.scale, self.softcap, self.dropout_p, self.num_splits_key, self.deterministic
         choices = tuple(self.gradients), self.packed, self.kernels, self.philox_on_device, lengths
         types = *_types_of_numbers(self.mask), *map(type, numbers)  # `Problem.reasons` refuses those of wrong types
@@ -292,14 +301,17 @@ def _check(options: Mapping[str, Any], allowed: type) -> Options:
     backend = given.get("backend", "auto")
     if not isinstance(backend, str) or backend not in BACKENDS:
         reasons.append(f"backend = {shown(backend)}: must be one of {', '.join(BACKENDS)}; choose one")
-    for name, kind in (("dropout", Dropout), ("sequences", VariableLength)):
+    declared = getattr(allowed, "__annotations__", {}).get("sequences", "")
+    paged = (Paged,) if "Paged" in str(declared) else ()  # a backward takes none
+    for name, kinds in (("dropout", (Dropout,)), ("sequences", (VariableLength, *paged))):
         value = given.get(name)
-        if value is not None and not isinstance(value, kind):
-            reasons.append(f"{name} = {shown(value)}: must be a {kind.__name__} object, or None; create one")
+        if value is not None and not isinstance(value, kinds):
+            objects = " or ".join(kind.__name__ for kind in kinds)
+            reasons.append(f"{name} = {shown(value)}: must be a {objects} object, or None; create one")
     reasons += PACKED.objections("packed", given.get("packed", False))
     reasons += _kernels_reasons(given.get("kernels"))
     reasons += _score_term_reasons(given.get("score_terms", {}))
-    if isinstance(given.get("sequences"), VariableLength):
+    if isinstance(given.get("sequences"), (VariableLength, *paged)):
         reasons += given["sequences"].missing()
     reasons += dropout_reasons(given.get("dropout"))
     reasons += _gradients_reasons(given) if "gradients" in names else []
@@ -321,6 +333,8 @@ def option_value(name: str, value: Any) -> Any:
         longest = {"max_seqlen_q": value.max_seqlen_q, "max_seqlen_k": value.max_seqlen_k}
         numbers = {each: number for each, given in longest.items() if (number := integer_of(given)) is not None}
         return replace(value, **numbers)
+    if isinstance(value, Paged):
+        return value.normalised()
     if isinstance(value, Dropout):
         dropout_p = SCALARS["dropout_p"].normalised(value.dropout_p)
         return Dropout(dropout_p, philox_number(value.philox_seed), philox_number(value.philox_offset))

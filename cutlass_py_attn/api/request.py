@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from cutlass_py_attn.api.options import Options
+from cutlass_py_attn.api.paged import Paged, layout_reasons
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.abi import SEED
+from cutlass_py_attn.problem import paging
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
 from cutlass_py_attn.runtime import arrays
@@ -28,8 +30,11 @@ def problem_of(
     NotSupported lists every reason.
     """
     tensors = {name: array.tensor for name, array in inputs.items()}
-    sequences, reasons = None, []
-    if options.sequences is not None:
+    sequences, pages, reasons = None, None, []
+    if isinstance(options.sequences, Paged):
+        reasons += layout_reasons(options.sequences, tensors)
+        pages = options.sequences.pages(tensors["page_table"], next(iter(tensors["seqused_k"].shape), 0))
+    elif options.sequences is not None:
         reasons += _lengths_reasons(tensors)
         sequences = options.sequences.sequences(max(tensors["cu_seqlens_q"].shape[0] - 1, 0) if not reasons else 0)
     operands = {name: tensor for name, tensor in tensors.items() if name in Problem.__dataclass_fields__}
@@ -42,13 +47,15 @@ def problem_of(
         dropout_p=options.dropout_p,
         philox_on_device=options.philox_on_device,
         sequences=sequences,
+        pages=pages,
         score_terms=tuple((name, tensors[name]) for name in sorted(options.score_terms)),
         deterministic=options.deterministic,
         num_splits_key=options.num_splits_key,
     )
     # `Problem.reasons` refuses wrong ranks below; until then no size may be used.
     ranks = [len(tensors[name].shape) for name in OPERANDS]
-    shape = problem.shape if ranks == [4, 4, 4] else Shape(0, 0, 0, 0, 0, 0)
+    is_table = pages is None or not any(paging.kind_objections(pages))
+    shape = problem.shape if ranks == [4, 4, 4] and is_table else Shape(0, 0, 0, 0, 0, 0)
     names = ("output",) if direction == "forward" else tuple(f"grad_{name}" for name in options.gradients)
     new_outputs = {name: _result(name, shape, tensors) for name in names if name not in tensors}
     if options.packed:
@@ -60,7 +67,10 @@ def problem_of(
     reasons += _philox_reasons(tensors)
     if "logsumexp" in tensors and shape.head_dim:
         reasons += _logsumexp_reasons(shape, tensors["logsumexp"])
-    if options.sequences is not None and shape.tokens is not None:
+    if isinstance(options.sequences, Paged):
+        if shape.pool is not None and not reasons:
+            reasons += options.sequences.reasons(None if shape.tokens is None else shape.tokens[0], shape.pool)
+    elif options.sequences is not None and shape.tokens is not None:
         reasons += options.sequences.reasons(shape.tokens)
     reasons += output_reasons
     if reasons:

@@ -22,7 +22,7 @@ from cutlass_py_attn.suggestions import did_you_mean
 
 def directions(spec: ProblemSpec) -> tuple[str, ...]:
     """The directions that are measured: forward alone for few queries against many keys."""
-    return ("forward",) if _is_decode(spec) else DIRECTIONS
+    return ("forward",) if _is_decode(spec) or spec.page_size else DIRECTIONS
 
 
 def bytes_read_once(spec: ProblemSpec) -> int:

@@ -75,7 +75,7 @@ class Operands:
     """Every tensor of a case on the device, written once; peers read the same memory through DLPack."""
 
     def __init__(self, case: ProblemSpec, stream: int) -> None:
-        problem = case.problem("backward")
+        problem = case.problem("forward" if case.page_size else "backward")
         self.arrays: dict[str, arrays.DeviceArray] = {}
         for name, tensor in {**problem.tensors(), **problem.vectors()}.items():
             self.arrays[name] = arrays.DeviceArray(*_storage(tensor), 0, stream)
@@ -89,11 +89,13 @@ class Operands:
         if case.alibi:
             heads = np.arange(1, case.shape.num_heads + 1, dtype=np.float32)
             self._write("alibi_slopes", np.exp2(-8 * heads / case.shape.num_heads), stream)
-        if case.sequences:
+        if case.page_size:
+            self._write_pages(case, rng, stream)
+        elif case.sequences:
             queries, keys = zip(*((each.num_queries, each.num_keys) for each in case.sequences), strict=True)
             self._write("cu_seqlens_q", np.cumsum([0, *queries], dtype=np.int32), stream)
             self._write("cu_seqlens_k", np.cumsum([0, *keys], dtype=np.int32), stream)
-        if case.has_used_keys:
+        if case.has_used_keys and not case.page_size:
             self._write("seqused_k", np.array([each.used_keys for each in case.sequences], np.int32), stream)
         if case.philox_on_device:
             for name, value in PHILOX.items():
@@ -102,6 +104,15 @@ class Operands:
     def pointers(self, names: Sequence[str]) -> dict[str, int]:
         """Returns addresses by name; Philox seed and offset are values unless they are in device memory."""
         return {name: self.arrays[name].pointer if name in self.arrays else PHILOX[name] for name in names}
+
+    def _write_pages(self, case: ProblemSpec, rng: np.random.Generator, stream: int) -> None:
+        """Writes a table in which no page is used twice, in any order, and the lengths."""
+        used = [each.num_keys if each.used_keys is None else each.used_keys for each in case.sequences]
+        self._write("page_table", rng.permutation(case.batch * case.max_pages).astype(np.int32), stream)
+        self._write("seqused_k", np.array(used or [case.num_keys] * case.batch, np.int32), stream)
+        if case.has_ragged_queries:
+            starts = np.cumsum([0, *(each.num_queries for each in case.sequences)], dtype=np.int32)
+            self._write("cu_seqlens_q", starts, stream)
 
     def _write(self, name: str, values: np.ndarray[Any, Any], stream: int) -> None:
         """Writes the values repeatedly until the array is full."""

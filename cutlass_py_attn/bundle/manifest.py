@@ -110,7 +110,8 @@ def _target(target: Target) -> Json:
     defined = launch_rules.definitions(problem, build)
     planned = dict(plan.params)
     for name in defined:
-        _agree(defined[name], names[name], planned[name])
+        if name in planned:
+            _agree(defined[name], names[name], planned[name])
     hardware = plan.architecture
     stem = f"{build.arch}/{build.symbol}"
     return {

@@ -7,7 +7,7 @@ from typing import Final
 
 from cutlass_py_attn.plan import abi, launch_rules
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.preconditions import EDGES
+from cutlass_py_attn.plan.preconditions import EDGES, batch_axis
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, Tensor
 from cutlass_py_attn.runtime import params
@@ -30,7 +30,17 @@ _LONGEST: Final = {
     "num_keys": "keys of the longest sequence, or more",
     **_TOKENS,
 }
+_PAGES: Final = {
+    "batch": "number of sequences",
+    "num_keys": "keys that the pages of a sequence hold: max_pages * page_size",
+    "tokens_q": "rows of query: the queries of all sequences together, or more",
+    "page_size": "rows of a page, a power of two",
+    "max_pages": "pages of one sequence; with page_indptr those of all sequences",
+    "table_entries": "entries of page_table: batch * max_pages; with page_indptr max_pages",
+    "num_pages": "pages of the pools of key and value",
+}
 _OTHERS: Final = {
+    "page_table_row": "entries from one sequence's row of page_table to the next; 0 with page_indptr",
     "window_left": "visible keys before the diagonal",
     "window_right": "visible keys after the diagonal; 0 is causal",
     "bottom_right": "1: the diagonal ends in the last query and key; 0: it starts in the first",
@@ -44,6 +54,7 @@ _WORKSPACE: Final = {
     "logsumexp_log2": "float32 logsumexp in base 2",
     "partial_output": "float32 partial output of each key split",
     "partial_logsumexp": "float32 partial logsumexp of each key split, in base 2",
+    "schedule": "int32 places where teams of blocks cut the keys of a row",
 }
 _DERIVED: Final = {
     "group": "query heads that share a key head",
@@ -52,11 +63,18 @@ _DERIVED: Final = {
     "first_batch": "batch index of grid position 0",
     "first_head": "head index of grid position 0",
     "scale_log2": "scale * log2(e)",
+    "num_teams": "teams of blocks that share the keys of all sequences",
+    "team_rows": "blocks of a team, one for each tile of query rows of a key head",
+    "chunk_tiles": "key tiles of a chunk",
+    "least_chunks": "chunks of a team, at least, if there are so many",
+    "fixed_chunks": "1: each chunk has partial results of its own; 0: teams have equal shares",
 }
 _VECTORS: Final = {
     "cu_seqlens_q": "where the queries of each sequence start; the last entry is where they end",
     "cu_seqlens_k": "where the keys of each sequence start; the last entry is where they end",
     "seqused_k": "keys that each sequence uses",
+    "page_table": "pages of each sequence in the order of its keys",
+    "page_indptr": "where the entries of each sequence in page_table start; the last entry is where they end",
     "philox_seed": "key of the random numbers, in device memory",
     "philox_offset": "index of the first random word, in device memory",
 }
@@ -86,11 +104,13 @@ class Pointer:
 def inputs(problem: Problem, build: Build) -> dict[str, Input]:
     """Returns sizes, strides (in elements), edges of the mask and factors, by name."""
     given = params.numbers(problem)
-    lengths = _LONGEST if problem.sequences is not None else {}
+    lengths = _LONGEST if problem.sequences is not None else _PAGES if problem.pages is not None else {}
     found = {name: Input("i64", value, {**_SIZES, **lengths}[name]) for name, value in sizes(problem).items()}
     for name in problem.tensors():
-        for axis in _strides(name):
+        for axis in _strides(problem, name):
             found[axis] = Input("i64", int(given[axis]), meaning(axis))
+    if problem.pages is not None:
+        found["page_table_row"] = Input("i64", int(given["page_table_row"]), meaning("page_table_row"))
     terms = registry.present(problem)
     for field in (term.vector.batch_field for term in terms if term.vector is not None):
         found |= {field: Input("i64", int(given[field]), meaning(field))} if field else {}
@@ -108,6 +128,9 @@ def sizes(problem: Problem) -> dict[str, int]:
     """Returns the sizes of the problem by the names that rules use."""
     shape = problem.shape
     found = {name: getattr(shape, name) for name in _SIZES}
+    if problem.pages is not None:  # no row of key belongs to a sequence alone
+        found |= launch_rules.page_sizes(problem)
+        return found | ({} if shape.tokens is None else {"tokens_q": shape.tokens[0]})
     return found | (dict(zip(("tokens_q", "tokens_k"), shape.tokens, strict=True)) if shape.tokens is not None else {})
 
 
@@ -116,9 +139,9 @@ def pointers(problem: Problem) -> dict[str, Pointer]:
     found = {}
     needed = params.alignments(problem)
     for name, tensor in problem.tensors().items():
-        strides = tuple(_strides(name)) if name in BIASES else (*_strides(name)[:3], "1")
-        if name == "grad_output":
-            strides = tuple(_strides(name))
+        strides = tuple(_strides(problem, name))
+        if name not in (*BIASES, "grad_output"):
+            strides = (*strides[:3], "1")
         found[name] = Pointer(
             tensor.dtype,
             launch_rules.shape(problem, name),
@@ -141,9 +164,11 @@ def _vector(problem: Problem, name: str, tensor: Tensor) -> Pointer:
         "cu_seqlens_q": ("batch + 1",),
         "cu_seqlens_k": ("batch + 1",),
         "seqused_k": ("batch",),
+        "page_indptr": ("batch + 1",),
+        "page_table": ("batch", "max_pages")[-len(tensor.shape) :],
     }
     shapes |= dict.fromkeys(abi.SEED, ("1",))
-    strides: tuple[str, ...] = ("1",)
+    strides: tuple[str, ...] = ("page_table_row", "1")[-len(tensor.shape) :] if name == "page_table" else ("1",)
     meanings = _VECTORS
     for term in registry.present(problem):
         if term.vector is not None and name in term.vectors(problem):
@@ -159,9 +184,9 @@ def _access(problem: Problem, name: str) -> str:
     return "write" if is_gradient or name in written else "read"
 
 
-def _strides(name: str) -> list[str]:
+def _strides(problem: Problem, name: str) -> list[str]:
     """Returns the names of the inputs that are a tensor's strides."""
-    axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head")
+    axes = ("batch", "head", "row", "column") if name in BIASES else (batch_axis(problem, name), "row", "head")
     return [f"{name}_{axis}" for axis in (*axes, "column")[: 4 if name == "grad_output" else len(axes)]]
 
 
@@ -169,13 +194,13 @@ def meaning(name: str) -> str:
     """Returns the meaning of an input or struct field in a few words."""
     if found := registry.meaning(name):
         return found
-    for table in (_SIZES, _TOKENS, _OTHERS, _WORKSPACE, _DERIVED, _VECTORS):
+    for table in (_SIZES, _TOKENS, _PAGES, _OTHERS, _WORKSPACE, _DERIVED, _VECTORS):
         if name in table:
             return table[name]
     if name.endswith("_address"):
         return f"address of {name.removesuffix('_address')}, which is in device memory"
     tensor, _, axis = name.rpartition("_")
-    if axis in ("batch", "row", "head", "column"):
+    if axis in ("batch", "page", "row", "head", "column"):
         return f"elements from one {axis} of {tensor} to the next"
     gradient = name.removeprefix("grad_")
     return f"gradient of {gradient}" if gradient != name else name

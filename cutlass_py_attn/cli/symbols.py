@@ -28,6 +28,7 @@ MASKS = {"full": masks.Full(), "causal": masks.Causal(), "local": masks.Causal(w
 
 # Sizes and numbers that a Problem needs but that decide no machine code. A sum over an axis needs a size above 1.
 _BATCH, _HEADS, _GROUP, _LENGTH = 2, 2, 2, LONG_LENGTH
+_PAGE_SIZE = 16
 _SHORT_LENGTH = 128  # the plans of which have every tile, those for short sequences included
 _DROPOUT_P, _SOFTCAP = 0.5, 1.0
 
@@ -119,7 +120,7 @@ def _of_family(problem: Problem, arch: str, found: re.Match[str]) -> Plan:
 
 def _feature_pattern() -> str:
     """Returns the alternatives of a feature in a symbol; score terms may be registered at any time."""
-    return "|".join((*registry.LAYOUTS, *registry.names()))
+    return "|".join((*registry.LAYOUTS, registry.PAGED, *registry.names()))
 
 
 def _features(found: re.Match[str]) -> list[str]:
@@ -140,6 +141,9 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
     length = {"long": MULTICAST_LENGTH, "short": _SHORT_LENGTH, "any": any_length}[lengths]
     queries, keys = (rows // group, MIN_KEYS) if rows else (length, length)
     sequence = SequenceLengths(queries, keys, keys if has("seqused") else None)
+    sequences = (sequence,) * _BATCH if has("varlen") else ()
+    if has("varlen") and has(registry.PAGED):  # pages with the same number of queries for all are batched queries
+        sequences = (*sequences, SequenceLengths(queries - 1, keys))
     gradients = found["gradients"] or "qkv"
     return ProblemSpec(
         DTYPES[found["dtype"]],
@@ -151,7 +155,7 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         head_dim_value=int(found["dim_value"] or 0),
         num_heads_key=_HEADS,
         mask=MASKS[found["mask"]],
-        sequences=(sequence,) * _BATCH if has("varlen") else (),
+        sequences=sequences,
         bias="bhqk" if has("bias") else "",
         bias_gradient="grad" if "b" in gradients else "",
         gradients=gradients,
@@ -160,6 +164,7 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         alibi="h" if has("alibi") else "",
         sinks=has("sinks"),
         deterministic=found["det"] is not None,
+        page_size=_PAGE_SIZE if has(registry.PAGED) else 0,
     )
 
 

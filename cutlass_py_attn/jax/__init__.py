@@ -31,6 +31,7 @@ except ModuleNotFoundError as error:
 from cutlass_py_attn.api import options as api_options
 from cutlass_py_attn.api.declaration import implemented_by
 from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import calls, dot_product, handler, partition
@@ -62,8 +63,8 @@ class Options(TypedDict, total=False):
         process that runs an exported program with such a term must register the term too.
     dropout_p: probability that a weight is dropped, from 0 to 1.
     dropout_key: a key of jax.random; required if dropout_p is not 0.
-    sequences: VariableLength with JAX or NumPy arrays. The values of NumPy arrays are checked when the call is traced;
-        those of JAX arrays are not read.
+    sequences: VariableLength, or Paged for a cache in pages, with JAX or NumPy arrays. The values of NumPy arrays are
+        checked when the call is traced; those of JAX arrays are not read.
     deterministic: whether all gradients are bitwise equal from run to run; slower. Without it that of query may differ
         in the last bits, and with grouped heads those of key and value.
     kernels: function that returns the Artifact of a Build, such as artifact.Folder(path); None compiles the kernels
@@ -81,7 +82,7 @@ class Options(TypedDict, total=False):
     score_terms: Mapping[str, Any]
     dropout_p: float
     dropout_key: Any
-    sequences: VariableLength | None
+    sequences: VariableLength | Paged | None
     deterministic: bool
     kernels: Callable[[Build], Artifact] | None
     arch: str | None
@@ -108,7 +109,7 @@ def attention(
     score_terms: Mapping[str, Any] = {},
     dropout_p: float = 0.0,
     dropout_key: Any = None,
-    sequences: VariableLength | None = None,
+    sequences: VariableLength | Paged | None = None,
     deterministic: bool = False,
     kernels: Callable[[Build], Artifact] | None = None,
     arch: str | None = None,
@@ -213,6 +214,12 @@ def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
         for name in constants
         if name in differentiated
     ]
+    if call.paged is not None and differentiated:
+        names = ", ".join(differentiated)
+        reasons.append(
+            f"{names} with pages is differentiated: must be a constant, because a cache has no gradients; pass "
+            "jax.lax.stop_gradient of it"
+        )
     if reasons:
         raise NotSupported(reasons)
     output, logsumexp = calls.forward(call, values)
@@ -289,7 +296,11 @@ def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, di
     arrays, unreadable = _arrays(given_arrays)
     reasons += unreadable
     if sequences is not None and not unreadable and arrays["query"].ndim == arrays["key"].ndim == 4:
-        reasons += sequences.reasons((arrays["query"].shape[1], arrays["key"].shape[1]))  # other ranks: when traced
+        rows = arrays["query"].shape[1], arrays["key"].shape[1]  # other ranks are refused when the call is traced
+        if isinstance(sequences, Paged):
+            reasons += sequences.reasons(rows[0], (arrays["key"].shape[0], rows[1]))
+        else:
+            reasons += sequences.reasons(rows)
     if not reasons and dropout_p != 0:
         try:
             words = jax.random.bits(dropout_key, (2,), "uint32")
@@ -305,7 +316,8 @@ def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, di
         scale=given.get("scale"),
         softcap=given.get("softcap", 0.0),
         dropout_p=dropout_p,
-        max_seqlens=None if sequences is None else (sequences.max_seqlen_q, sequences.max_seqlen_k),
+        max_seqlens=(sequences.max_seqlen_q, sequences.max_seqlen_k) if isinstance(sequences, VariableLength) else None,
+        paged=(sequences.max_seqlen_q, sequences.invariant) if isinstance(sequences, Paged) else None,
         score_terms=registry.registered_among(checked.score_terms),
         deterministic=given.get("deterministic", False),
         kernels=given.get("kernels"),
@@ -315,9 +327,9 @@ def _prepare(operands: dict[str, Any], options: Options) -> tuple[calls.Call, di
     return call, arrays
 
 
-def _with_numpy_lengths(sequences: VariableLength) -> VariableLength:
+def _with_numpy_lengths(sequences: VariableLength | Paged) -> VariableLength | Paged:
     """Returns the sequences with NumPy arrays in place of lists, so that their values are checked."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    names = [item.name for item in dataclasses.fields(sequences)]
     given = {name: getattr(sequences, name) for name in names}
     lists: dict[str, Any] = {name: np.asarray(each) for name, each in given.items() if isinstance(each, (list, tuple))}
     return dataclasses.replace(sequences, **lists)
@@ -357,7 +369,7 @@ class _SharedOptions(TypedDict, total=False):
     """The options that `cutlass_py_attn.api.options` checks."""
 
     mask: Mask
-    sequences: VariableLength | None
+    sequences: VariableLength | Paged | None
     score_terms: Mapping[str, Any]
     kernels: Callable[[Build], Artifact] | None
     backend: str

@@ -13,6 +13,7 @@ import numpy as np
 
 from cutlass_py_attn.api import cpu_backend, request
 from cutlass_py_attn.api.options import Options, VariableLength
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import auto, partition, primitive
@@ -35,7 +36,8 @@ _LENGTHS: Final = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 class Call:
     """The static arguments of a call.
 
-    max_seqlens: max_seqlen_q and max_seqlen_k of the variable-length layout; None for the dense layout.
+    max_seqlens: max_seqlen_q and max_seqlen_k of the variable-length layout; None for other layouts.
+    paged: max_seqlen_q, or None, and invariant of a cache in pages; None for other layouts.
     score_terms: the registered terms whose arrays are among the operands, each under its name.
     """
 
@@ -49,6 +51,7 @@ class Call:
     kernels: Callable[[Build], Artifact] | None
     arch: str | None
     backend: str
+    paged: tuple[int | None, bool] | None = None
 
     def problem(self, operands: Mapping[str, Any], gradients: tuple[str, ...]) -> Problem:
         """Returns the validated problem of these operands, which XLA stores densely.
@@ -61,29 +64,34 @@ class Call:
             scalar = Array(0, (), (), "int64", None, "jax", None)
             inputs |= {"philox_seed": scalar, "philox_offset": scalar}
             dropout = Dropout(self.dropout_p, scalar, scalar)
-        sequences = None
-        if self.max_seqlens is not None:
-            lengths = [inputs.get(name) for name in _LENGTHS]
-            sequences = VariableLength(lengths[0], lengths[1], *self.max_seqlens, lengths[2])
-        options = self._options(dropout, sequences, gradients, inputs)
+        options = self._options(dropout, self._sequences(inputs), gradients, inputs)
         return request.problem_of("backward" if gradients else "forward", inputs, options)[0]
 
     def options(self, operands: Mapping[str, Any], gradients: tuple[str, ...]) -> Options:
         """Returns the options of the CPU backend for these NumPy operands."""
-        dropout = sequences = None
+        dropout = None
         if PHILOX in operands:
             seed, offset = (int(number) for number in np.asarray(operands[PHILOX]).view(np.uint64))
             dropout = Dropout(self.dropout_p, seed, offset)
-        if self.max_seqlens is not None:
-            lengths = [operands.get(name) for name in _LENGTHS]
-            sequences = VariableLength(lengths[0], lengths[1], *self.max_seqlens, lengths[2])
         score_arrays = {name: operands.get(name) for name in registry.array_options()}
-        return self._options(dropout, sequences, gradients, operands, **score_arrays)
+        return self._options(dropout, self._sequences(operands), gradients, operands, **score_arrays)
+
+    def _sequences(self, operands: Mapping[str, Any]) -> VariableLength | Paged | None:
+        """Returns the layout of the sequences, with the arrays among the operands."""
+        if self.paged is not None:
+            longest, invariant = self.paged
+            names = ("page_table", "seqused_k", "cu_seqlens_q", "page_indptr")
+            table, used, starts, indptr = (operands.get(name) for name in names)
+            return Paged(table, used, starts, longest, indptr, invariant)
+        if self.max_seqlens is None:
+            return None
+        lengths = [operands.get(name) for name in _LENGTHS]
+        return VariableLength(lengths[0], lengths[1], *self.max_seqlens, lengths[2])
 
     def _options(
         self,
         dropout: Dropout | None,
-        sequences: VariableLength | None,
+        sequences: VariableLength | Paged | None,
         gradients: tuple[str, ...],
         operands: Mapping[str, Any],
         **score_arrays: Any,
@@ -150,13 +158,19 @@ def _refuse_derivative(*_: Any) -> NoReturn:
 def _joins_batch(call: Call, gradients: tuple[str, ...], batched: Mapping[str, bool]) -> bool:
     """Returns whether vmap's axis can join the batch axis.
 
-    It cannot for variable lengths, which have no batch axis, nor for sinks, seeds and terms without a batch axis,
-    which all batches share. A backward with dropout must draw the same numbers as its forward, whose axis was joined
-    exactly if its output is batched.
+    It cannot for variable lengths, which have no batch axis, for pages, whose pools have none, nor for sinks, seeds and
+    terms without a batch axis, which all batches share. A backward with dropout must draw the same numbers as its
+    forward, whose axis was joined exactly if its output is batched.
     """
     if any(batched.get(term.name) and _term_rank(term) == 1 for term in call.score_terms):
         return False
-    if call.max_seqlens is not None or batched.get("sinks") or "sinks" in gradients or batched.get(PHILOX):
+    if (
+        call.max_seqlens is not None
+        or call.paged is not None
+        or batched.get("sinks")
+        or "sinks" in gradients
+        or batched.get(PHILOX)
+    ):
         return False
     return not (gradients and PHILOX in batched) or batched["output"]
 

@@ -75,7 +75,7 @@ class _BoundPayload:
         if PHILOX in pointers:
             start = pointers.pop(PHILOX)
             pointers |= {"philox_seed": start, "philox_offset": start + 8}
-        if self.problem.sequences is not None:
+        if self.problem.has_ragged_rows:
             with self.bound.device.current():
                 fill.fill(self.problem, pointers, stream)
         self.bound(pointers, stream, workspace=workspace)

@@ -45,7 +45,7 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     """Returns a name for each axis of an operand or result; only axes called BATCH, HEADS or HEADS_KEY can be split.
 
     An axis of size 1 over which a bias broadcasts is not split. With variable lengths no axis is called BATCH: the
-    sequences follow each other in one axis.
+    sequences follow each other in one axis. With pages neither, because every sequence may use any page of a pool.
     """
     role = name if name in _AXES else name.removeprefix("grad_")
     vectors = {term.vector.name: term.vector for term in registry.terms() if term.vector is not None}
@@ -57,7 +57,9 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
         found = tuple(f"{role}_{axis}" for axis in range(len(shape)))
     if role == "bias":
         found = tuple(f"bias_{axis}" if size == 1 else axis for axis, size in zip(found, shape, strict=True))
-    if problem.sequences is not None:
+    if problem.pages is not None and role in _OF_KEY:
+        found = ("pages", "page_rows", *found[2:])
+    if problem.sequences is not None or problem.pages is not None:
         found = tuple("sequences" if axis == BATCH else axis for axis in found)
     return found
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.variants import QUERY_HEADS
+from cutlass_py_attn.plan.variants import PERSISTENT, QUERY_HEADS
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
 from cutlass_py_attn.score_terms.dropout import PHILOX
@@ -61,6 +61,15 @@ _FACTORS: Fields = (("scale", "f32"), ("scale_log2", "f32"), *_of_terms("f32"))
 # and cu_seqlens_k to these, so that a wrong value cannot lead outside of the tensors.
 VARLEN: Fields = (("tokens_q", "i32"), ("tokens_k", "i32"))
 
+# page_table: int32 entries; page_indptr: int32 array of where each sequence's entries start, 0 for a table with rows.
+# page_table_row: entries from one row to the next. key_page, value_page: elements from one page to the next; row and
+# head strides are key_row, key_head ... max_pages: entries of a sequence; table_entries: of all. num_pages: pages of a
+# pool. Kernels clamp lengths, bounds and entries to these, so that a wrong value cannot lead outside of the pools.
+PAGED: Fields = (
+    *((name, "i64") for name in ("page_table", "page_indptr", "page_table_row", "key_page", "value_page")),
+    *((name, "i32") for name in ("page_size", "max_pages", "table_entries", "num_pages")),
+)
+
 FORWARD: Fields = (
     *_strided("query", "key", "value", "output"),
     ("logsumexp", "i64"),
@@ -79,6 +88,22 @@ DECODE: Fields = (
     *_ADDRESSES,
     *_SIZES,
     ("num_splits_key", "i32"),
+    *_FACTORS,
+)
+
+# kernels/decode/chunk_schedule.py. partial_output: (slots, tile_m, columns) float32; partial_logsumexp: the same
+# without columns, in base 2. schedule: int32, where teams cut rows. num_teams: teams of
+# team_rows thread blocks that share the chunks, each at least least_chunks of them. chunk_tiles: key tiles of a chunk.
+# fixed_chunks: whether (0 or 1) each chunk has partial results of its own.
+PERSISTENT_DECODE: Fields = (
+    *_strided("query", "key", "value", "output"),
+    ("logsumexp", "i64"),
+    ("partial_output", "i64"),
+    ("partial_logsumexp", "i64"),
+    ("schedule", "i64"),
+    *_ADDRESSES,
+    *_SIZES,
+    *((name, "i32") for name in ("num_teams", "team_rows", "chunk_tiles", "least_chunks", "fixed_chunks")),
     *_FACTORS,
 )
 
@@ -118,12 +143,13 @@ QUERY_HEADS_FIELDS: Fields = (
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
 COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
-# By Build.kind, or by Build.family if the family has a struct of its own.
+# By Build.kind, or by Build.family or Build.variant if it has a struct of its own.
 FIELDS: Final[dict[str, Fields]] = {
     "forward": FORWARD,
     "backward": BACKWARD,
     "component_gemm": COMPONENT_GEMM,
     "decode": DECODE,
+    PERSISTENT: PERSISTENT_DECODE,
 }
 
 TENSOR_MAP_BYTES: Final = 128
@@ -131,11 +157,13 @@ TENSOR_MAP_BYTES: Final = 128
 
 def fields_of(build: Build) -> Fields:
     """Returns the struct of a build's kernels; NotSupported when a registered term has a field of another name."""
-    fields = FIELDS[build.family if build.family in FIELDS else build.kind]
+    fields = next(FIELDS[key] for key in (build.variant, build.family, build.kind) if key in FIELDS)
     if build.variant == QUERY_HEADS:
         fields = (*fields, *QUERY_HEADS_FIELDS)
     if build.has("varlen"):
         fields = (*fields, *VARLEN)
+    if build.has("paged"):
+        fields = (*fields, *PAGED)
     terms = registry.registered_among(build.features)
     if not terms:
         return fields

@@ -1,37 +1,49 @@
-"""Decode kernels (split-KV): which problems they take, their warps, grids and workspace."""
+"""Decode kernels (split-KV and persistent): which problems they take, their warps, grids and workspace."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Final
 
+from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.decode_smem import MAX_QUERIES, team_warps
+from cutlass_py_attn.plan.decode_smem import CUT_WORDS, MAX_QUERIES, team_warps
 from cutlass_py_attn.plan.expressions import Expression, Grid
 from cutlass_py_attn.plan.tile_rules import DECODE_LEAST_COPY, DECODE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.variants import STANDARD, VARIANTS
+from cutlass_py_attn.plan.variants import PERSISTENT, STANDARD, VARIANTS
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, OPERANDS, Shape
+from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, OPERANDS, WORD_BYTES, Shape
 
 MAX_ROWS: Final = 64  # queries of all heads of a group
 MIN_KEYS: Final = 256
+# The persistent kernel, for caches in pages: it takes any number of keys, and several tiles of query rows.
+PERSISTENT_MAX_ROWS: Final = 128
+TEAM_ROWS: Final = (2, 4, 8)  # blocks of a team beside 1: NHD pools have the rows of 8 heads in 2 KiB of memory
+LEAST_KEYS: Final = (
+    256  # that a block computes, if there are so many: fewer cost more in partial results than they save
+)
+FIXED_CHUNK: Final = 1024  # keys of a chunk whose partial results no other sequence changes
+THREAD_REGISTERS: Final = 192  # that a thread of the persistent kernel has at most in most builds
 
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
     """Returns what the problem has that the decode kernels do not take; empty if they take it."""
     shape, item_bytes = problem.shape, ITEM_BYTES[problem.dtype]
     widest = DECODE_MAX_HEAD_DIM[item_bytes]
+    is_paged = problem.pages is not None
+    most_rows = PERSISTENT_MAX_ROWS if is_paged else MAX_ROWS
+    most_queries = PERSISTENT_MAX_ROWS if is_paged else MAX_QUERIES
     tensors = (getattr(problem, name) for name in (*OPERANDS, "output"))
     present = {
         "backward": problem.direction == "backward",
-        f"more than {MAX_QUERIES} queries": shape.num_queries > MAX_QUERIES,
-        f"fewer than {MIN_KEYS} keys": shape.num_keys < MIN_KEYS,
-        f"more than {MAX_ROWS} queries of a group of heads": shape.num_queries * shape.group > MAX_ROWS,
+        f"more than {most_queries} queries": shape.num_queries > most_queries,
+        f"fewer than {MIN_KEYS} keys": shape.num_keys < MIN_KEYS and not is_paged,
+        f"more than {most_rows} queries of a group of heads": shape.num_queries * shape.group > most_rows,
         f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
         f"rows aligned to less than {DECODE_LEAST_COPY} bytes": min(t.vector_bytes for t in tensors)
         < DECODE_LEAST_COPY,
     }
-    features = VARIANTS["forward", "decode", STANDARD].features
+    features = VARIANTS["forward", "decode", PERSISTENT if is_paged else STANDARD].features
     found = [name for name in problem.features if name not in features]
     return (*found, *(name for name, is_present in present.items() if is_present))
 
@@ -65,8 +77,52 @@ def num_splits_key(build: Build) -> Expression:
     return f"fewest_splits({row_blocks}, ceil_div(num_keys, {build.tile_n}), num_sms)"
 
 
+def blocks_per_sm(build: Build) -> int:
+    """Returns the blocks of the persistent kernel that an SM holds, by shared memory and registers."""
+    limits = architecture(build.arch)
+    reserved = limits.reserved_shared_memory
+    by_memory = (limits.shared_memory_per_block + reserved) // (build.shared_memory_bytes + reserved)
+    return max(min(by_memory, limits.registers_per_sm // (build.threads * THREAD_REGISTERS)), 1)
+
+
+def schedule(problem: Problem, build: Build) -> dict[str, Expression]:
+    """Returns the numbers of the persistent kernel's schedule, kernels/decode/chunk_schedule.py.
+
+    rows: tiles of query rows of all key heads of a sequence. team_rows: the largest power of two up to 8 that divides
+    them. chunks: the most chunks that all groups of rows can have; a sequence without keys has one.
+    """
+    is_fixed = problem.pages is not None and problem.pages.invariant
+    chunk_tiles = max(FIXED_CHUNK // build.tile_n, 1) if is_fixed else 1
+    least = 1 if is_fixed else max(LEAST_KEYS // build.tile_n, 1)
+    of_row = f"ceil_div(num_keys, {chunk_tiles * build.tile_n}) + 1"
+    return {
+        "chunk_tiles": str(chunk_tiles),
+        "least_chunks": str(least),
+        "fixed_chunks": str(int(is_fixed)),
+        "rows": f"{row_tiles(build)} * num_heads_key",
+        "team_rows": " + ".join(["1", *(f"(mod(rows, {width}) == 0) * {width // 2}" for width in TEAM_ROWS)]),
+        "chunks": f"div(rows, team_rows) * batch * ({of_row})",
+        "num_teams": f"max(min(div(num_sms * {blocks_per_sm(build)}, team_rows), ceil_div(chunks, least_chunks)), 1)",
+        "num_blocks": "num_teams * team_rows",
+    }
+
+
+def combine_grid(build: Build) -> Grid:
+    """Returns the grid of the combine kernel: a block for each row of the output, or for each that a team may cut."""
+    if build.variant != PERSISTENT:
+        return "num_queries", "num_heads", "batch"
+    of_team = f"min(num_queries * group, {build.tile_m})", "team_rows", "num_teams"
+    of_output = "num_queries", "num_heads", "batch"
+    x, y, z = (
+        f"fixed_chunks * {size} + (1 - fixed_chunks) * {other}" for size, other in zip(of_output, of_team, strict=True)
+    )
+    return x, y, z
+
+
 def main_grid(build: Build) -> Grid:
     """Returns the grid of the main kernel."""
+    if build.variant == PERSISTENT:
+        return "num_blocks", "1", "1"
     return f"{row_tiles(build)} * num_splits_key", "num_heads_key", "batch"
 
 
@@ -75,7 +131,17 @@ def workspace(build: Build) -> dict[str, Expression]:
 
     partial_output: (splits, columns_value) float32 per query row
     partial_logsumexp: (splits,) float32 per query row, in base 2
+
+    Of the persistent kernel they have rows for the tile of a slot, of which each block has two, or each chunk one.
+    schedule: int32, where the start of each team cuts a row; with fixed chunks those before each sequence
     """
+    if build.variant == PERSISTENT:
+        slots = f"(fixed_chunks * chunks + (1 - fixed_chunks) * 2 * num_teams) * team_rows * {build.tile_m}"
+        return {
+            "partial_output": f"{slots} * {build.columns_value * F32_BYTES}",
+            "partial_logsumexp": f"{slots} * {F32_BYTES}",
+            "schedule": f"(fixed_chunks * (batch + 1) + (1 - fixed_chunks) * num_teams * {CUT_WORDS}) * {WORD_BYTES}",
+        }
     rows = "batch * num_heads * num_queries * num_splits_key"
     return {
         "partial_output": f"{rows} * {build.columns_value * F32_BYTES}",
@@ -84,8 +150,14 @@ def workspace(build: Build) -> dict[str, Expression]:
 
 
 def reason(shape: Shape, build: Build, splits: int) -> str:
-    """Returns how the kernels of this plan divide the work."""
+    """Returns how the kernels of this plan divide the work; splits: blocks that share the keys."""
     rows = shape.num_queries * shape.group
+    if build.variant == PERSISTENT:
+        return (
+            f"persistent decode kernel (mma.sync, cp.async): {rows} query rows of a key head in tiles of "
+            f"{build.tile_m}, {splits} blocks share the keys of all sequences, whose pages and lengths they read on "
+            "the device"
+        )
     return (
         f"decode kernels (mma.sync, cp.async): {rows} query rows of a key head in tiles of {build.tile_m}, {splits} "
         "blocks share the keys of each"

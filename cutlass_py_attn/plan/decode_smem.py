@@ -11,12 +11,14 @@ from typing import Final
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.gemm_spec import MMA_ROWS
-from cutlass_py_attn.plan.smem import stack, tile_bytes
-from cutlass_py_attn.problem.tensors import F32_BYTES
+from cutlass_py_attn.plan.smem import BUFFER_ALIGNMENT, stack, tile_bytes
+from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 MAX_QUERIES: Final = 16
 WARP_OUTPUT: Final = {2: 4096, 4: 2048}  # elements of the output of one warp, by bytes per element of the operands
 STAGE_ALIGNMENT: Final = 512
+CUT_WORDS: Final = 8  # of the workspace: where the start of a team cuts a row, kernels/decode/chunk_schedule.py
+SCHEDULE_WORDS: Final = 16  # a sum for each warp, then a block's first sequence and the chunks before it
 
 
 def team_warps(tile_m: int, columns_value: int, item_bytes: int) -> int:
@@ -57,6 +59,13 @@ def decode_map(build: Build) -> tuple[Buffer, ...]:
         ("ring", max(stages, teams * team_output_bytes(build)), 0, 4),
         ("statistics", 2 * teams * build.tile_m * F32_BYTES, 4, 4),
     )
+
+
+def persistent_map(build: Build) -> tuple[Buffer, ...]:
+    """Returns the map of the persistent kernel: `decode_map`, and the sums that say which chunks a block has."""
+    found = decode_map(build)
+    end = round_up(found[-1].offset + found[-1].bytes, BUFFER_ALIGNMENT)
+    return *found, Buffer("schedule", end, SCHEDULE_WORDS * WORD_BYTES, 0, 0)
 
 
 def combine_bytes(build: Build, warps: int) -> int:

@@ -93,7 +93,26 @@ def _launch_lines(plan: Plan) -> Iterator[str]:
             f"cluster {launch.cluster} x 1 x 1, {launch.shared_memory_bytes} bytes of shared memory, "
             f"{len(launch.tensor_maps)} tensor maps"
         )
-    yield f"num_splits_key: {plan.num_splits_key} blocks share one (batch, head)"
+    yield from _sharing_lines(plan)
+
+
+def _sharing_lines(plan: Plan) -> Iterator[str]:
+    """Yields how blocks share keys, and where these are."""
+    found = dict(plan.params)
+    if "page_size" in found:
+        yield (
+            f"pages: {found['num_pages']} of {found['page_size']} rows, at most {found['max_pages']} of a sequence; "
+            "table and lengths are read on the device"
+        )
+    if "num_teams" not in found:
+        yield f"num_splits_key: {plan.num_splits_key} blocks share one (batch, head)"
+        return
+    chunk = found["chunk_tiles"] * plan.build.tile_n
+    partial = "each with partial results of its own" if found["fixed_chunks"] else "as equal shares"
+    yield (
+        f"teams: {found['num_teams']} of {found['team_rows']} blocks, one a row, share the chunks of {chunk} keys of "
+        f"all sequences, {partial}"
+    )
 
 
 def _start(launch: Launch) -> str:

@@ -25,7 +25,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
 from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
+from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT, QUERY_HEADS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -53,7 +53,22 @@ def sizes(problem: Problem) -> dict[str, int]:
     """Returns the sizes of the problem by the names that expressions use."""
     shape = problem.shape
     found = {name: getattr(shape, name) for name in ("batch", "num_queries", "num_keys", "num_heads", "num_heads_key")}
+    if problem.pages is not None:
+        found |= page_sizes(problem)
     return found | (dict(zip(("tokens_q", "tokens_k"), shape.tokens, strict=True)) if shape.tokens is not None else {})
+
+
+def page_sizes(problem: Problem) -> dict[str, int]:
+    """Returns the sizes of a paged problem's pools and table by the names of their struct fields."""
+    pages = problem.pages
+    assert pages is not None
+    num_pages, page_size = problem.key.shape[:2]
+    return {
+        "page_size": page_size,
+        "max_pages": pages.max_pages,
+        "table_entries": pages.table_entries,
+        "num_pages": num_pages,
+    }
 
 
 def values(problem: Problem, build: Build, num_sms: int) -> dict[str, int]:
@@ -67,7 +82,9 @@ def values(problem: Problem, build: Build, num_sms: int) -> dict[str, int]:
 def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
     """Returns numbers that other expressions and struct fields name, each in terms of those before it."""
     found = {"group": "div(num_heads, max(num_heads_key, 1))"}
-    if build.family == "decode":
+    if build.variant == PERSISTENT:
+        found |= decode.schedule(problem, build)
+    elif build.family == "decode":
         found["num_splits_key"] = decode.num_splits_key(build)
     if build.kind == "backward":
         found |= {"num_splits_key": _num_splits_key(problem, build), **total_tiles(problem, build)}
@@ -112,7 +129,7 @@ def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[
         return {"main": ("tiles", "1", "1")}
     main = _FAMILIES[build.family].main_grid(build)
     if build.kind == "forward":
-        combine = {"combine": ("num_queries", "num_heads", "batch")} if build.family == "decode" else {}
+        combine = {"combine": decode.combine_grid(build)} if build.family == "decode" else {}
         return {"main": main, **combine}
     finish_kv = {"finish_kv": sm90.finish_kv_grid(build)} if build.variant == QUERY_HEADS else {}
     query_tiles = f"ceil_div(num_queries, {build.tile_m})"
@@ -134,7 +151,9 @@ def grids_of(problem: Problem, build: Build) -> dict[str, Grid]:
 
 def launch_condition(build: Build, role: str) -> Expression:
     """Returns the condition for the launch of an entry."""
-    return "num_splits_key > 1" if build.family == "decode" and role == "combine" else ALWAYS
+    if build.family != "decode" or role != "combine":
+        return ALWAYS
+    return "num_teams + fixed_chunks > 1" if build.variant == PERSISTENT else "num_splits_key > 1"
 
 
 def workspace(build: Build) -> tuple[BufferRule, ...]:
@@ -150,7 +169,7 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed.
     """
     if build.family == "decode":
-        condition = launch_condition(build, "combine")
+        condition = ALWAYS if build.variant == PERSISTENT else launch_condition(build, "combine")
         return tuple(BufferRule(name, size, condition=condition) for name, size in decode.workspace(build).items())
     if build.kind == "forward":
         return ()
@@ -183,13 +202,18 @@ def _accumulated(build: Build) -> list[BufferRule]:
 
 
 def shape(problem: Problem, name: str) -> tuple[Expression, ...]:
-    """Returns the sizes of a tensor: (batch, rows, heads, columns), or (batch, heads, queries, keys) of a bias."""
+    """Returns the sizes of a tensor: (batch, rows, heads, columns), or (batch, heads, queries, keys) of a bias.
+
+    Of a pool they are (pages, rows of a page, heads, columns).
+    """
     tensor = problem.tensors()[name]
     if name in BIASES:
         return bias_axes(tensor)
     of_key = name.removeprefix("grad_") in ("key", "value")
     batch, rows = "batch", "num_keys" if of_key else "num_queries"
-    if problem.sequences is not None:
+    if of_key and problem.pages is not None:
+        batch, rows = "num_pages", "page_size"
+    elif problem.has_ragged_rows:
         batch, rows = "1", "tokens_k" if of_key else "tokens_q"
     return batch, rows, "num_heads_key" if of_key else "num_heads", str(tensor.shape[3])
 
@@ -228,8 +252,10 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
         "window_right": right,
         "bottom_right": int(problem.mask.bottom_right),
     }
-    if problem.sequences is not None:
+    if problem.has_ragged_rows:
         found |= {name: values[name] for name, _ in abi.VARLEN}
+    if problem.pages is not None:
+        found |= page_sizes(problem)
     for term in registry.in_struct(problem.features):
         found |= term.sizes(problem)
     if problem.direction == "backward":

@@ -27,6 +27,8 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import integer_of, shown
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
+# Struct fields that the sizes of the device decide.
+_PLANNED: Final = ("num_splits_key", "num_teams", "team_rows", "chunk_tiles", "least_chunks", "fixed_chunks")
 
 
 def plan_forward(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:
@@ -102,6 +104,8 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None, *, any_length
     count = _check(problem, arch, num_sms)
     of_sm90 = _sm90_builds(problem, arch, count, any_length=any_length)
     found = *_decode_builds(problem, arch), *of_sm90, *_sm80_builds(problem, arch)
+    if not found:
+        raise NotSupported(_no_family(problem, arch))
     return [plan_of_build(problem, build, count) for build in found]
 
 
@@ -153,9 +157,11 @@ def plan_of_build(problem: Problem, build: Build, num_sms: int) -> Plan:
     launches = () if problem.is_empty else tuple(_launches(problem, build, values))
     workspace = Workspace() if problem.is_empty else _workspace(build, values)
     params = launch_rules.params(problem, build)
-    if "num_splits_key" in values:
-        params = *params, ("num_splits_key", values["num_splits_key"])
-    launch_rules.expect_int32((*params, *((f"blocks of {launch.symbol}", launch.grid[0]) for launch in launches)))
+    params = *params, *((name, values[name]) for name in _PLANNED if name in values)
+    counted = ((name, values[name]) for name in ("chunks",) if name in values)
+    launch_rules.expect_int32(
+        (*params, *counted, *((f"blocks of {launch.symbol}", launch.grid[0]) for launch in launches))
+    )
     return Plan(build, launches, workspace, params, _reason(problem, build, values))
 
 
@@ -220,17 +226,26 @@ def _unsupported(problem: Problem, arch: str, family: str) -> tuple[str, ...]:
     if family == "sm90":
         targets_without = () if architecture(arch).has_wgmma else ("targets without wgmma",)
         return *targets_without, *sm90.unsupported_features(problem)
-    return ()
+    return sm80.unsupported_features(problem)
 
 
 def _sm80_builds(problem: Problem, arch: str) -> list[Build]:
-    """Returns the builds of the sm80 family, which takes every problem; NotSupported tells why none fits."""
+    """Returns the builds of the sm80 family; NotSupported tells why none fits. It takes every problem without pages."""
+    if _unsupported(problem, arch, "sm80"):
+        return []
     tried = _tried(problem, arch, "sm80", sm80_tiles(problem))
     fitting = [build for build, objections in tried if not objections]
     if not fitting:
         found = tried[-1][1] if tried else ["the tile table has no tile for it"]
         raise NotSupported(f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim")
     return fitting
+
+
+def _no_family(problem: Problem, arch: str) -> list[str]:
+    """Returns why no family has kernels for a problem."""
+    reasons = {family: _unsupported(problem, arch, family) for family in FAMILIES}
+    listed = "; ".join(f"{family} takes no {', '.join(names)}" for family, names in reasons.items() if names)
+    return [f"no kernel for {arch} takes this problem: {listed}; gather the pages, or leave a feature out"]
 
 
 def _decode_builds(problem: Problem, arch: str) -> list[Build]:
@@ -326,7 +341,7 @@ def _workspace(build: Build, values: Mapping[str, int]) -> Workspace:
 def _reason(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
     """Returns why this kernel was chosen, and why a faster family was not."""
     if build.family == "decode":
-        return decode.reason(problem.shape, build, values["num_splits_key"])
+        return decode.reason(problem.shape, build, values.get("num_splits_key") or values["num_blocks"])
     reason = sm90.reason(build) if build.family == "sm90" else sm80.reason(build)
     if build.family == "sm90":
         reason += tile_time.reason(problem, TileConfig.of(build), sm90_tiles(problem), values["num_sms"])

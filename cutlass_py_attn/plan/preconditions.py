@@ -22,6 +22,7 @@ from cutlass_py_attn.plan.launch_rules import (
     total_tiles,
     workspace,
 )
+from cutlass_py_attn.plan.variants import PERSISTENT
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE
@@ -35,7 +36,6 @@ Condition = tuple[str, str]  # (expression, the condition in words)
 EDGES = {"full": (), "causal": ("window_right",), "local": ("window_left", "window_right")}  # of each mask form
 MAX_WORKSPACE_BYTES: Final = 2**48  # of one buffer; more than any device has, and a sum of them fits in 64 bits
 MAX_MAP_STRIDE_BYTES: Final = 2**40 - 16  # of cuTensorMapEncodeTiled: a multiple of 16 below 2^40
-_AXES = ("batch", "row", "head")
 
 
 def conditions(problem: Problem, build: Build) -> list[Condition]:
@@ -57,7 +57,9 @@ def conditions(problem: Problem, build: Build) -> list[Condition]:
 def limits(problem: Problem, build: Build) -> list[Condition]:
     """Returns every condition on numbers that follow from the inputs, by the names of `launch_rules.definitions`."""
     slices = "call once for each slice"
-    found = list(_decode()) if build.family == "decode" else []
+    found: list[Condition] = []
+    if build.family == "decode":
+        found += _persistent_decode() if build.variant == PERSISTENT else _decode()
     if build.kind == "backward":
         for name in total_tiles(problem, build):
             found.append((f"{name} <= {MAX_INT32}", f"{name} must be at most {MAX_INT32}; {slices}"))
@@ -90,11 +92,27 @@ def _sizes(problem: Problem, build: Build) -> Iterator[Condition]:
         yield "mod(num_heads, max(num_heads_key, 1)) == 0", "num_heads must be a multiple of num_heads_key"
     else:
         yield "num_heads == num_heads_key", "num_heads must be num_heads_key; export a problem with grouped heads"
+    if problem.pages is not None:
+        yield from _page_sizes(problem)
     if problem.sequences is not None:
         yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"
         yield "num_keys <= tokens_k", "num_keys, of the longest sequence, must be at most tokens_k"
         for name in ("tokens_q", "tokens_k"):
             yield f"{name} <= {MAX_LENGTH}", f"{name} must be at most {MAX_LENGTH}; cu_seqlens are 32-bit"
+
+
+def _page_sizes(problem: Problem) -> Iterator[Condition]:
+    is_csr = problem.pages is not None and problem.pages.page_indptr
+    entries = "max_pages" if is_csr else "batch * max_pages"
+    yield "page_size >= 1", "page_size must be at least 1"
+    yield f"mod({2**30}, page_size) == 0", "page_size must be a power of two"
+    yield "num_keys == max_pages * page_size", "num_keys must be max_pages * page_size"
+    yield f"table_entries == {entries}", f"table_entries must be {entries}"
+    yield "num_pages >= 1", "num_pages must be at least 1"
+    yield f"num_pages <= {MAX_INT32}", f"num_pages must be at most {MAX_INT32}: entries of a table are 32-bit"
+    if problem.has_ragged_rows:
+        yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"
+        yield f"tokens_q <= {MAX_LENGTH}", f"tokens_q must be at most {MAX_LENGTH}; cu_seqlens_q is 32-bit"
 
 
 def _edges(build: Build) -> Iterator[Condition]:
@@ -109,7 +127,8 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
     """Strides are multiples of the elements of one load, and above 0 along the axes of a tensor map."""
     unit = build.vector_bytes // build.item_bytes
     for name in (name for name in problem.tensors() if name in BMHK):
-        for axis, size in zip(_AXES, shape(problem, name), strict=False):
+        axes = batch_axis(problem, name), "row", "head"
+        for axis, size in zip(axes, shape(problem, name), strict=False):
             stride = f"{name}_{axis}"
             if unit > 1:
                 yield f"mod(step({size}, {stride}, 0), {unit}) == 0", f"{stride} must be a multiple of {unit} elements"
@@ -119,6 +138,11 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
                 yield f"step({size}, {stride}, 1) <= {most}", f"{stride} must be at most {most}, as in any tensor map"
     if unit > 1 and problem.grad_output is not None:
         yield "grad_output_column == 1", "grad_output_column must be 1: rows are read several elements at a time"
+
+
+def batch_axis(problem: Problem, name: str) -> str:
+    """Returns the name of a tensor's first stride: that of pages for a pool."""
+    return "page" if problem.pages is not None and name in ("key", "value") else "batch"
 
 
 def _biases(problem: Problem, build: Build) -> Iterator[Condition]:
@@ -189,6 +213,12 @@ def _overlaps(problem: Problem) -> Iterator[Condition]:
         pairs = (f"{size}, {stride}" for size, stride in zip(shape(problem, name), strides, strict=True))
         says = f"rows of {name} overlap: its strides must be those of an array of these sizes; set them with the sizes"
         yield f"distinct({', '.join(pairs)}) == 1", says
+
+
+def _persistent_decode() -> Iterator[Condition]:
+    most = decode.PERSISTENT_MAX_ROWS
+    yield f"num_queries * group <= {most}", f"num_queries * group must be at most {most}"
+    yield f"chunks <= {MAX_INT32}", f"the sequences would have more than {MAX_INT32} chunks; call once for each slice"
 
 
 def _decode() -> Iterator[Condition]:

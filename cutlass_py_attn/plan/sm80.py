@@ -1,4 +1,4 @@
-"""sm80 family (mma.sync, cp.async): warps of its products, grids, and key splits. It computes every problem."""
+"""sm80 family (mma.sync, cp.async): warps of its products, grids and key splits. It takes all that have no pages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from cutlass_py_attn.plan.build import Build, Warps
 from cutlass_py_attn.plan.expressions import Expression, Grid, times
 from cutlass_py_attn.plan.resources import warp_grid
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, gradient_columns
+from cutlass_py_attn.plan.variants import STANDARD, VARIANTS
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.score_terms.registry import PAGED
 
 SPLIT_WAVES: Final = 32  # blocks per SM beyond which more key splits of the backward no longer shorten the last wave
+
+
+def unsupported_features(problem: Problem) -> tuple[str, ...]:
+    """Returns what the problem has that the family does not take: pages, if its body of that direction has none."""
+    layouts = VARIANTS[problem.direction, "sm80", STANDARD].layouts
+    return (PAGED,) if problem.pages is not None and PAGED not in layouts else ()
 
 
 def with_warps(build: Build) -> Build:

@@ -7,7 +7,7 @@ from typing import Final
 
 from cutlass_py_attn.plan import decode_smem, sm80_smem, sm90_smem, split_d
 from cutlass_py_attn.plan.build import Buffer, Build
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_D, STANDARD, TWO_CTA
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, PERSISTENT, QUERY_HEADS, SPLIT_D, STANDARD, TWO_CTA
 
 # The numbered steps of the fused kernels: a buffer's first and last step count in these.
 STEPS: Final = {
@@ -27,6 +27,7 @@ _MAPS: Final[dict[tuple[str, str, str], Callable[[Build], tuple[Buffer, ...]]]] 
     ("backward", "sm90", QUERY_HEADS): sm90_smem.backward_map,
     ("backward", "sm90", TWO_CTA): sm90_smem.backward_2cta_map,
     ("forward", "decode", STANDARD): decode_smem.decode_map,
+    ("forward", "decode", PERSISTENT): decode_smem.persistent_map,
 }
 
 

@@ -10,11 +10,12 @@ that have none.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_D, TWO_CTA
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, PERSISTENT, QUERY_HEADS, SPLIT_D, TWO_CTA
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.score_terms import registry
@@ -220,6 +221,16 @@ _DECODE: dict[bool, dict[int, _Table]] = {  # by whether float32, and up to how 
     False: {16: _DECODE_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
     True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
 }
+# The persistent kernel for a cache in pages has two blocks on an SM where they fit.
+_PERSISTENT_16: _Table = {
+    64: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2)),
+    128: (TileConfig(16, 64, 4, 3), TileConfig(16, 64, 4, 2)),
+    256: (TileConfig(16, 64, 4, 2), TileConfig(16, 32, 2, 2)),
+}
+_PERSISTENT: dict[bool, dict[int, _Table]] = {
+    False: {16: _PERSISTENT_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
+    True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
+}
 
 
 def sm80_tiles(problem: Problem) -> tuple[TileConfig, ...]:
@@ -268,11 +279,15 @@ def decode_tiles(problem: Problem) -> tuple[TileConfig, ...]:
     """Returns the tiles of the decode kernels for this problem, the fastest first."""
     shape = problem.shape
     widest = max(shape.head_dim, shape.head_dim_value)
-    tables, rows = _DECODE[problem.dtype == "float32"], shape.num_queries * shape.group
-    table = next(table for most, table in tables.items() if rows <= most)
-    if widest > max(table):
+    is_persistent = problem.pages is not None
+    tables = (_PERSISTENT if is_persistent else _DECODE)[problem.dtype == "float32"]
+    rows = shape.num_queries * shape.group
+    table = next((table for most, table in tables.items() if rows <= most), tables[max(tables)])
+    is_invariant = problem.pages is not None and problem.pages.invariant
+    if widest > max(table) or is_invariant:  # a tile of its own for each count of rows would change the bits
         table = tables[min(tables)]
-    return table[min(size for size in table if size >= widest)]
+    found = table[min(size for size in table if size >= widest)]
+    return tuple(replace(tile, variant=PERSISTENT) for tile in found) if is_persistent else found
 
 
 def _accumulator_head_dim(problem: Problem) -> int:

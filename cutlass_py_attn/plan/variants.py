@@ -13,6 +13,7 @@ MULTICAST: Final = "multicast"
 PER_HEAD: Final = "per_head"
 QUERY_HEADS: Final = "query_heads"
 TWO_CTA: Final = "2cta"
+PERSISTENT: Final = "persistent"
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 
@@ -114,6 +115,15 @@ _ALL: Final = (
         "decode.forward",
         "split-KV: the keys of a head split over blocks",
         "decode",
+    ),
+    Variant(
+        "forward",
+        "decode",
+        PERSISTENT,
+        "decode.persistent",
+        "persistent blocks over chunks of the keys of all sequences, whose lengths are in device memory",
+        "decode persistent",
+        layouts=("grouped", registry.PAGED, "varlen"),
     ),
     Variant("component_gemm", "sm80", STANDARD, "component_gemms.standalone_sm80", "one block per tile", layouts=()),
     Variant("component_gemm", "sm90", STANDARD, "component_gemms.standalone_sm90", "one block per tile", layouts=()),

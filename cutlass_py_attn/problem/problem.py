@@ -10,6 +10,7 @@ from typing import Any
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.paging import FEATURE, Pages
 from cutlass_py_attn.problem.scalars import SCALARS, with_python_numbers
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, OPERANDS, Sequences, Shape, Tensor
 from cutlass_py_attn.problem.validation import TENSORS, objections, score_terms_objections, shape_objections
@@ -33,6 +34,8 @@ class Problem:
     dropout_p: probability that a weight is dropped
     philox_on_device: whether dropout's seed and offset are int64 in device memory
     sequences: the variable-length layout; None when all sequences have the length of the tensors
+    pages: the paged layout, in which key and value are pools (pages, page_size, num_heads_key, head_dim) and the
+        lengths of key are in device memory; forward only. None for other layouts
     deterministic: whether the gradients of query, key and value have the same bits in every run
     num_splits_key: thread blocks that share one (batch, head) in the backward; None lets the planner choose
     score_terms: (name, array) of every term of `score_terms.register`, in alphabetical order
@@ -64,6 +67,7 @@ class Problem:
     dropout_p: float = 0.0
     philox_on_device: bool = False
     sequences: Sequences | None = None
+    pages: Pages | None = None
     deterministic: bool = False
     num_splits_key: int | None = None
     score_terms: tuple[tuple[str, Tensor], ...] = ()
@@ -80,6 +84,10 @@ class Problem:
             value = getattr(self, name)
             if isinstance(value, (Tensor, Sequences)) or type(value) in masks.ALL.values():
                 yield name, with_python_numbers(value)
+        if isinstance(self.pages, Pages):
+            pages = with_python_numbers(self.pages)
+            is_tensor = isinstance(pages.page_table, Tensor)
+            yield "pages", replace(pages, page_table=with_python_numbers(pages.page_table)) if is_tensor else pages
         if not any(score_terms_objections(self.score_terms)):
             yield "score_terms", tuple((name, with_python_numbers(tensor)) for name, tensor in self.score_terms)
 
@@ -110,7 +118,12 @@ class Problem:
         """Sizes of query, key, value and the sequences."""
         batch, num_queries, num_heads, head_dim = self.query.shape
         num_keys, num_heads_key, head_dim_value = self.key.shape[1], self.key.shape[2], self.value.shape[3]
-        given = self.sequences
+        given, pages = self.sequences, self.pages
+        if pages is not None:
+            pool, most = self.key.shape[:2], pages.max_pages * self.key.shape[1]
+            queries = pages.max_seqlen_q if pages.cu_seqlens_q else num_queries
+            lengths, tokens = (pages.batch, queries, most), (num_queries, 0) if pages.cu_seqlens_q else None
+            return Shape(*lengths, num_heads, head_dim, head_dim_value, num_heads_key, tokens, (pool[0], pool[1]))
         if given is None:
             return Shape(batch, num_queries, num_keys, num_heads, head_dim, head_dim_value, num_heads_key)
         lengths = given.count, given.max_seqlen_q, given.max_seqlen_k
@@ -131,19 +144,26 @@ class Problem:
         """Whether there is nothing to launch: no sequences, heads, queries or keys.
 
         A forward with sinks is launched without keys too: a sink gives every row a logsumexp. So is a forward with
-        variable lengths: only the kernel knows where the rows of each sequence end.
+        variable lengths or pages: only the kernel knows where the rows of each sequence end.
         """
         sizes, forward = self.shape, self.direction == "forward"
-        runs_without_keys = forward and (self.sinks is not None or self.sequences is not None)
+        has_lengths = self.sequences is not None or self.pages is not None
+        runs_without_keys = forward and (self.sinks is not None or has_lengths)
         return 0 in (sizes.batch, sizes.num_heads, sizes.num_queries, 1 if runs_without_keys else sizes.num_keys)
+
+    @property
+    def has_ragged_rows(self) -> bool:
+        """Whether rows of query may belong to no sequence: no kernel writes their results."""
+        return self.sequences is not None or (self.pages is not None and self.pages.cu_seqlens_q)
 
     @property
     def features(self) -> tuple[str, ...]:
         """Score terms and layouts of the problem, in alphabetical order; a kernel without one has no code for it."""
         layouts = {
             "grouped": self.shape.group > 1,
+            FEATURE: self.pages is not None,
             "seqused": self.sequences is not None and self.sequences.seqused_k,
-            "varlen": self.sequences is not None,
+            "varlen": self.has_ragged_rows,
         }
         found = [name for name, is_present in layouts.items() if is_present]
         return tuple(sorted([*found, *(term.name for term in registry.present(self))]))
@@ -158,7 +178,8 @@ class Problem:
     def flops(self) -> int:
         """2 B H Mq Mk (D + Dv), half of it with a causal mask, 2.5 times that for the backward.
 
-        With a window only the visible pairs count. With variable lengths every sequence counts as the longest one.
+        With a window only the visible pairs count. With variable lengths or pages every sequence counts as the longest
+        one.
         """
         s = self.shape
         pairs = s.num_queries * s.num_keys
@@ -181,6 +202,8 @@ class Problem:
             found |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
             if self.sequences.seqused_k:
                 found["seqused_k"] = Tensor((self.sequences.count,), (1,), "int32", 4)
+        if self.pages is not None:
+            found |= self.pages.arrays()
         scalars = [name for term in registry.terms() for name in term.device_scalars(self)]
         return found | {name: Tensor((1,), (1,), "int64", 8) for name in scalars}
 

@@ -11,6 +11,9 @@ may come in any order; `ProblemSpec.name` writes them in the order below. Words 
     t{T}                         in place of b: variable length, T tokens in all, the longest sequence has s tokens
     n{M}x{N}[u{U}],{L},...       in place of q, s and b: variable length; M queries and N keys of which U are used,
                                  or L queries and keys
+    [paged{P}]                   key and value in pages of P rows, P a power of two; forward only. With n, the pages of
+                                 a sequence hold N keys, of which it has U, and query is (batch, M, heads, head_dim)
+                                 if M is the same for all; without n, every sequence has s keys
     h{H}[k{HK}]                  heads of query; heads of key and value if there are fewer (GQA, MQA)
     full                         no mask
     causal[_br][_window{W}]      diagonal from the top-left corner, or to the bottom-right one; the last W keys only
@@ -44,6 +47,7 @@ import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
+from cutlass_py_attn.problem.paging import Pages
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import SHORT_NAMES, Sequences, Shape, Tensor
 
@@ -83,12 +87,13 @@ _WORDS: Final = tuple(
         r"(?P<philox_on_device>deviceseed)",
         rf"grads(?P<gradients>[{''.join(GRADIENTS)}]+)",
         r"splits(?P<num_splits_key>\d+)",
+        r"paged(?P<page_size>\d+)",
     )
 )
 _KNOWN: Final = (
     *_DTYPES, "d", "q", "s", "b", "t", "n", "h", "full", "causal", "br", "window", "left", "right", "bias", "biasgrad",
     "biassum", "dropout", "softcap", "alibi", "alibib", "sinks", "deterministic", "scale", "deviceseed", "grads",
-    "splits",
+    "splits", "paged",
 )  # fmt: skip
 
 
@@ -118,6 +123,7 @@ class ProblemSpec:
     gradients: letters of GRADIENTS; "" for all that the features have.
     alibi: "h" (slopes by head), "bh" (by batch and head) or "" for none. scale: None for 1 / sqrt(head_dim).
     deterministic, gradients and num_splits_key concern the backward alone.
+    page_size: rows of a page of key and value; 0 for no pages.
     """
 
     dtype: str
@@ -141,6 +147,7 @@ class ProblemSpec:
     sinks: bool = False
     deterministic: bool = False
     num_splits_key: int | None = None
+    page_size: int = 0
 
     def __post_init__(self) -> None:
         """Writes every default out, so that equal problems are equal specs."""
@@ -209,6 +216,8 @@ class ProblemSpec:
             yield f"grads{self.gradients}"
         if self.num_splits_key is not None:
             yield f"splits{self.num_splits_key}"
+        if self.page_size:
+            yield f"paged{self.page_size}"
 
     def _size_words(self) -> Iterator[str]:
         if not self.sequences:
@@ -263,7 +272,7 @@ class ProblemSpec:
             "dropout_p": self.dropout_p,
             "philox_on_device": self.philox_on_device,
         }
-        if self.sequences:
+        if self.sequences and not self.page_size:
             changes["sequences"] = Sequences(self.batch, self.num_queries, self.num_keys, self.has_used_keys)
         if self.bias:
             changes["bias"] = self._bias_tensor()
@@ -275,7 +284,34 @@ class ProblemSpec:
         if backward:
             changes |= {"deterministic": self.deterministic, "num_splits_key": self.num_splits_key}
             changes |= self._gradient_tensors(shape, changes.get("sinks"))
+        if self.page_size:
+            return self._paged(shape, unused_tokens[0], direction).replace(**changes)
         return Problem.dense(direction, shape, self.dtype, self.mask).replace(**changes)
+
+    @property
+    def has_ragged_queries(self) -> bool:
+        """Whether the queries are one sequence behind the other: not so with pages and the same count for all."""
+        counts = {each.num_queries for each in self.sequences}
+        return bool(self.sequences) and not (self.page_size and len(counts) == 1)
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of a sequence with num_keys keys."""
+        return -(-self.num_keys // max(self.page_size, 1))
+
+    def _paged(self, shape: Shape, unused_queries: int, direction: str) -> Problem:
+        """The problem with a page for each page_size keys of every sequence, and one more."""
+        count = self.batch * self.max_pages + 1
+        dims = self.head_dim, self.head_dim_value
+        pool = Shape(count, self.page_size, self.page_size, self.num_heads, *dims, self.num_heads_key)
+        tokens = (self.num_tokens[0] + unused_queries, 0) if self.has_ragged_queries else None
+        rows = dataclasses.replace(shape, tokens=tokens)
+        query, output = (Tensor.contiguous(rows.of(name), self.dtype) for name in ("query", "output"))
+        key, value = (Tensor.contiguous(pool.of(name), self.dtype) for name in ("key", "value"))
+        table = Tensor.contiguous((self.batch, self.max_pages), "int32")
+        is_ragged = self.has_ragged_queries
+        pages = Pages(table, self.batch, self.num_queries if is_ragged else 0, cu_seqlens_q=is_ragged)
+        return Problem(direction, query, key, value, output, mask=self.mask, pages=pages)
 
     def _bias_sizes(self) -> tuple[int, ...]:
         axes = zip(self.bias, self.shape.bias, strict=True)
@@ -402,6 +438,9 @@ def _contradictions(found: Mapping[str, str]) -> Iterator[str]:
         yield f"grads{letters} lacks b, but the bias has a gradient; add b or write bias without grad or sum"
     if letters and letters != "".join(sorted(set(letters), key=list(GRADIENTS).index)):
         yield f"grads{letters}: letters must be in the order {''.join(GRADIENTS)}, each once; reorder them"
+    page_size = int(found.get("page_size", 1))
+    if page_size < 1 or page_size & (page_size - 1):
+        yield f"paged{page_size}: the page size must be a power of two; correct it"
     if float(found.get("dropout_p", 0)) < 0 or float(found.get("dropout_p", 0)) > 1:
         yield f"dropout{found['dropout_p']}: must be from 0 to 1; correct it"
 
@@ -423,7 +462,7 @@ def _mask_contradictions(found: Mapping[str, str]) -> Iterator[str]:
 def _spec_of(found: Mapping[str, str]) -> ProblemSpec:
     """The spec of values without contradictions."""
     values: dict[str, Any] = {"dtype": _DTYPES[found["dtype"]], "mask": _mask_of(found)}
-    for field in ("head_dim", "head_dim_value", "num_heads", "num_heads_key", "num_splits_key"):
+    for field in ("head_dim", "head_dim_value", "num_heads", "num_heads_key", "num_splits_key", "page_size"):
         if field in found:
             values[field] = int(found[field])
     for field in ("dropout_p", "softcap", "scale"):

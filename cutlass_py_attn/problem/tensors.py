@@ -32,6 +32,9 @@ class Shape:
     num_heads_key: heads of key and value, a divisor of num_heads (GQA, MQA); 0 for num_heads
     tokens: (rows of query, rows of key) of all sequences together in the variable-length layout, where tensors are
         (1, tokens, num_heads, head_dim); None for the dense layout
+    pool: (pages, page_size) of key and value in the paged layout, where they are (pages, page_size, num_heads_key,
+        head_dim), and num_keys is the most keys of a sequence; None for other layouts. tokens then is that of query
+        alone, with rows of key 0
     """
 
     batch: int
@@ -42,6 +45,7 @@ class Shape:
     head_dim_value: int
     num_heads_key: int = 0
     tokens: tuple[int, int] | None = None
+    pool: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_heads_key", self.num_heads_key or self.num_heads)
@@ -63,6 +67,8 @@ class Shape:
         rows = self.num_keys if of_key else self.num_queries
         heads = self.num_heads_key if of_key else self.num_heads
         columns = self.head_dim if role in ("query", "key") else self.head_dim_value
+        if of_key and self.pool is not None:
+            return (*self.pool, heads, columns)
         if self.tokens is not None:
             return 1, self.tokens[of_key], heads, columns
         return self.batch, rows, heads, columns

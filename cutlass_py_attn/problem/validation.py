@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
-from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem import masks, paging
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.overlap import overlaps_itself
 from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, python_value, shown
@@ -62,7 +62,7 @@ def shape_objections(shape: object) -> list[str]:
     if not isinstance(shape, Shape):
         return [f"shape = {shown(shape)}: must be a Shape; create one"]
     sizes = {field.name: getattr(shape, field.name) for field in fields(Shape)}
-    tokens = sizes.pop("tokens")
+    tokens, pool = sizes.pop("tokens"), sizes.pop("pool")
     found = [
         f"shape.{name} = {shown(size)}: must be an int of at least 0; correct it"
         for name, size in sizes.items()
@@ -70,6 +70,8 @@ def shape_objections(shape: object) -> list[str]:
     ]
     if tokens is not None and not _are_ints(python_value(tokens), 2):
         found.append(f"shape.tokens = {shown(tokens)}: must be two ints, of queries and keys, or None; correct it")
+    if pool is not None:
+        found.append(f"shape.pool = {shown(pool)}: must be None here; make a dense Problem and set its pages")
     return found
 
 
@@ -106,6 +108,8 @@ def _tensor_kind_objections(problem: Problem) -> Iterator[str]:
             if type(getattr(given, field)) is not kind:
                 yield f"{name}.{field} = {shown(getattr(given, field))}: must be {allowed}; correct it"
     yield from score_terms_objections(problem.score_terms)
+    if problem.pages is not None:
+        yield from paging.kind_objections(problem.pages)
     sequences = problem.sequences
     if sequences is None:
         return
@@ -171,6 +175,8 @@ def _size_objections(problem: Problem) -> Iterator[str]:
         )
     for name, tensor in problem.tensors().items():
         wanted = (problem.query.shape[0], *shape.of(name)[1:])
+        if problem.pages is not None and name in ("key", "value"):
+            wanted = shape.of(name)
         if name in BMHK and tensor.shape != wanted:
             yield (
                 f"{name} has shape {tensor.shape}: must be {wanted} to match query {problem.query.shape}, "
@@ -185,6 +191,7 @@ def _size_objections(problem: Problem) -> Iterator[str]:
         if size > MAX_LENGTH:
             yield f"{label} = {size}: must be at most {MAX_LENGTH}; call once per slice"
     yield from _sequence_objections(problem)
+    yield from paging.objections(problem)
 
 
 def _sequence_objections(problem: Problem) -> Iterator[str]:

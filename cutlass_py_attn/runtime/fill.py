@@ -28,7 +28,7 @@ def fill(problem: Problem, pointers: Mapping[str, int], stream: int) -> None:
     rows, address = batch * num_heads, pointers["logsumexp"]
     if problem.direction == "forward" and rows * padded:
         driver.memset_words(address, padded * F32_BYTES, _INFINITY, padded, rows, stream)
-        if problem.sequences is None:
+        if not problem.has_ragged_rows:
             driver.memset_words(address, padded * F32_BYTES, _MINUS_INFINITY, problem.shape.num_queries, rows, stream)
 
 

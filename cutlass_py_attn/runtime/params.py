@@ -196,7 +196,11 @@ def numbers(problem: Problem) -> dict[str, float]:
     for name, tensor in problem.tensors().items():
         axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head")
         steps = tensor.steps if name in BIASES else tensor.strides
+        if problem.pages is not None and name in ("key", "value"):
+            axes = ("page", "row", "head")
         strides |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)}
+    if problem.pages is not None:
+        strides["page_table_row"] = problem.pages.table_row
     if problem.grad_output is not None:
         strides["grad_output_column"] = problem.grad_output.steps[3]
     scale = problem.scale_value

@@ -73,7 +73,7 @@ class DropoutTerm(ScoreTerm):
         sizes=("dropout_threshold",),
         factors=("keep_scale",),
     )
-    kernels = frozenset(KERNELS) - {"sm90 backward score_rows", "sm90 backward 2cta", "decode"}
+    kernels = frozenset(KERNELS) - {"sm90 backward score_rows", "sm90 backward 2cta", "decode", "decode persistent"}
     needs_registers_sm90 = True
     modifies_scores = False
     meanings = (

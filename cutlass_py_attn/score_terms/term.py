@@ -29,6 +29,7 @@ KERNELS = (
     "sm90 backward score_rows",
     "sm90 backward 2cta",
     "decode",
+    "decode persistent",
 )
 SM80_KERNELS = frozenset(KERNELS[:2])
 # The tile tables that terms may ask for, the table that wins first. "score_mod": tiles that leave registers for terms.

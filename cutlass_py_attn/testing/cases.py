@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -28,7 +29,7 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.reference.score_mod import SeqlenInfo
 from cutlass_py_attn.score_terms.dropout import Dropout, keeper
-from cutlass_py_attn.testing import inputs, layouts
+from cutlass_py_attn.testing import inputs, layouts, paged_inputs
 
 Array = npt.NDArray[Any]
 
@@ -50,6 +51,7 @@ class Case:
     bias_layout: "dense", "padded", "transposed" or "shifted" (layouts.bias_tensor).
     inputs: a family of inputs.FAMILIES. bias_inputs: a family of inputs.BIAS_FAMILIES. seed: of the inputs.
     philox_seed, philox_offset: of dropout.
+    table: "rows" or "csr", the form of the table of a case with pages. invariant: 1 for the same bits in any batch.
     """
 
     direction: str
@@ -61,6 +63,8 @@ class Case:
     philox_seed: int = 0
     philox_offset: int = 0
     seed: int = 0
+    table: str = "rows"
+    invariant: int = 0
 
     @property
     def line(self) -> str:
@@ -99,6 +103,8 @@ class Case:
     @property
     def shape(self) -> Shape:
         """The sizes, with UNUSED_TOKENS in the variable-length layout."""
+        if self.spec.page_size:
+            return self.problem().shape
         found = self.spec.shape
         if found.tokens is None:
             return found
@@ -107,7 +113,7 @@ class Case:
 
     def problem(self) -> Problem:
         """The problem, with layouts. Broadcast axes of the bias have size 1, or stride 0 if its gradient is in full."""
-        unused = UNUSED_TOKENS if self.spec.sequences else (0, 0)
+        unused = UNUSED_TOKENS if self.spec.has_ragged_queries else (0, 0)
         problem = self.spec.problem(self.direction, unused_tokens=unused)
         place = layouts.LAYOUTS[self.layout]
         names = (name for name in problem.tensors() if name not in ("bias", "grad_bias"))
@@ -118,6 +124,11 @@ class Case:
                 changes["bias"] = bias
             elif problem.grad_bias.shape == bias.shape:
                 changes |= {"bias": bias, "grad_bias": bias}
+        if problem.pages is not None:
+            pages = dataclasses.replace(problem.pages, invariant=bool(self.invariant))
+            if self.table == "csr":
+                pages = dataclasses.replace(pages, page_table=paged_inputs.csr_table(self.spec), page_indptr=True)
+            changes["pages"] = pages
         return problem.replace(**changes)
 
     @property
@@ -130,8 +141,20 @@ class Case:
         """Every input by name. output and logsumexp of a backward are not among them: the reference computes them."""
         rng = np.random.default_rng(self.seed)
         problem = self.problem()
+        if problem.pages is not None:
+            return self._paged_arrays(problem, rng) | self.feature_arrays(problem, rng)
         operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.spec.mask, rng, self.sequences)
         return dict(zip(inputs.NAMES, operands, strict=True)) | self.feature_arrays(problem, rng)
+
+    def _paged_arrays(self, problem: Problem, rng: np.random.Generator) -> dict[str, Array]:
+        """Queries, pools and tables: the inputs of packed sequences, with their keys and values put into pages."""
+        spec, sequences = self.spec, paged_inputs.packed_sequences(self.spec)
+        tokens = math.prod(problem.query.shape[:2]), sequences[-1].keys.stop if sequences else 0
+        packed = dataclasses.replace(spec.shape, tokens=tokens)
+        operands = inputs.draw(self.inputs, packed, spec.dtype, spec.mask, rng, sequences)
+        found = paged_inputs.paged(spec, problem.key.shape[0], operands[1], operands[2], rng)
+        found = paged_inputs.as_csr(spec, found) if self.table == "csr" else found
+        return {"query": operands[0].reshape(problem.query.shape), **found}
 
     @property
     def sequences(self) -> list[SeqlenInfo]:
@@ -161,8 +184,9 @@ class Case:
             found["alibi_slopes"] = rng.random(problem.alibi_slopes.shape, dtype=np.float32) * 0.1
         if problem.sinks is not None:
             found["sinks"] = rng.standard_normal(problem.sinks.shape, dtype=np.float32)
-        if spec.sequences:
+        if spec.has_ragged_queries:
             found["cu_seqlens_q"] = _starts(each.num_queries for each in spec.sequences)
+        if spec.sequences and not spec.page_size:
             found["cu_seqlens_k"] = _starts(each.num_keys for each in spec.sequences)
             if spec.has_used_keys:
                 found["seqused_k"] = np.array([each.used_keys for each in spec.sequences], np.int32)
@@ -175,7 +199,7 @@ class Case:
         """Returns the score modification of the reference."""
         spec, shape = self.spec, self.spec.shape
         lengths = None
-        if spec.sequences:
+        if spec.sequences and not spec.page_size:
             lengths = numpy_reference.CuSeqlens(
                 cu_seqlens_q=arrays["cu_seqlens_q"],
                 cu_seqlens_k=arrays["cu_seqlens_k"],

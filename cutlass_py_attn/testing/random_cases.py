@@ -45,6 +45,13 @@ DECODE_LAYOUTS: Final = ("dense", "padded", "heads_first", "packed")
 DECODE_QUERIES: Final = (1, 1, 1, 1, 2, 3, 5, 16)
 DECODE_KEYS: Final = (256, 257, 319, 511, 640, 1025)
 DECODE_GROUPS: Final = (2, 4)
+# Kernel numbers from here on are those of caches in pages.
+PAGED_FROM: Final = 100_000
+PAGED_SIZES: Final = (1, 2, 4, 8, 16, 16, 32, 64, 128, 256)
+PAGED_KEYS: Final = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 250, 256, 300, 513, 1023, 1024, 1500, 2500)
+PAGED_ROWS: Final = (16, 16, 16, 32, 128)  # most query rows of a key head, which decide the tile
+PAGED_TERMS_SHARE: Final = 0.25  # of softcap, ALiBi and sinks each
+PAGED_MANY: Final = 150  # sequences of a large batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,8 @@ class _Kernel:
 
 def draw(kernel: int, run: int) -> Case:
     """Case `run` of the kernel number `kernel`."""
+    if kernel >= PAGED_FROM:
+        return _draw_paged(np.random.default_rng(kernel), np.random.default_rng((kernel, run)))
     drawn, rng = _draw_kernel(np.random.default_rng(kernel)), np.random.default_rng((kernel, run))
     return _with_inputs(_draw_case(drawn, rng), rng)
 
@@ -235,6 +244,54 @@ def _draw_case(kernel: _Kernel, rng: np.random.Generator) -> Case:
     )
 
 
+def _draw_paged(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
+    """A forward with key and value in pages. kernel: random numbers of what decides the machine code."""
+    dtype = str(_pick(kernel, ("float16", "bfloat16", "bfloat16", "float32")))
+    head_dim = int(_pick(kernel, DECODE_DIMS.get(dtype, DECODE_DIMS_F32)))
+    is_grouped, is_ragged = bool(kernel.random() < 0.7), bool(kernel.random() < 0.4)
+    most_rows, mask = (
+        int(_pick(kernel, PAGED_ROWS)),
+        str(_pick(kernel, ("full", "full", "causal", "causal_br", "local"))),
+    )
+    has_softcap, has_alibi, has_sinks = (bool(kernel.random() < PAGED_TERMS_SHARE) for _ in range(3))
+    group = int(_pick(rng, DECODE_GROUPS)) if is_grouped else 1
+    heads = group * int(_pick(rng, (1, 2, 3)))
+    most = max(most_rows // group, 1)
+    least = most_rows // 2 // group + 1 if most_rows > min(PAGED_ROWS) else 1  # enough rows for the tile
+    longest = int(rng.integers(least, most + 1)) if rng.random() < 0.6 else least
+    count = PAGED_MANY if rng.random() < 0.1 else int(rng.integers(1, 6))
+    lengths = []
+    for number in range(count):
+        keys = int(_pick(rng, PAGED_KEYS))
+        stored = keys + int(_pick(rng, (0, 0, 1, 40, 700)))
+        ragged = int(rng.integers(0, longest + 1)) if is_ragged and number else longest
+        lengths.append(SequenceLengths(ragged, stored, keys))
+    if is_ragged and all(each.num_queries == longest for each in lengths):
+        lengths.append(SequenceLengths(longest - 1, 40, 7))
+    spec = ProblemSpec(
+        dtype,
+        head_dim,
+        num_heads=heads,
+        num_heads_key=heads // group,
+        mask=_mask_of_form(mask, rng),
+        sequences=tuple(lengths),
+        scale=float(_pick(rng, (0.0, 0.0, 0.1, -0.05))) or None,
+        softcap=float(_pick(rng, (1.0, 4.0, 30.0))) if has_softcap else 0.0,
+        alibi=str(_pick(rng, ("h", "bh"))) if has_alibi else "",
+        sinks=has_sinks,
+        page_size=int(_pick(rng, PAGED_SIZES)),
+    )
+    case = Case(
+        "forward",
+        spec,
+        layout=str(_pick(rng, DECODE_LAYOUTS)),
+        seed=int(rng.integers(0, 2**31)),
+        table=str(_pick(rng, ("rows", "csr"))),
+        invariant=int(most_rows == min(PAGED_ROWS) and rng.random() < 0.2),
+    )
+    return _with_inputs(case, rng)
+
+
 def _with_inputs(case: Case, rng: np.random.Generator) -> Case:
     """Inputs of the case, and sizes at which they show a fault that other inputs hide, see inputs.py."""
     spec, family = case.spec, str(_pick(rng, INPUTS))
@@ -267,9 +324,13 @@ def _with_one_key(case: Case) -> Case:
 
 
 def _draw_mask(kernel: _Kernel, rng: np.random.Generator) -> Mask:
+    return _mask_of_form(kernel.mask, rng)
+
+
+def _mask_of_form(form: str, rng: np.random.Generator) -> Mask:
     window = int(_pick(rng, (1, 2, 17, 64, 200)))
-    if kernel.mask != "local":
-        return parse_mask(kernel.mask)
+    if form != "local":
+        return parse_mask(form)
     right = int(_pick(rng, (0, 1, 40)))
     names = f"causal_window{window}", f"causal_br_window{window}", f"window_left{window}_right{right}"
     return parse_mask(_pick(rng, (*names, f"window_left{window}")))

@@ -113,7 +113,7 @@ def _simpler_numbers(case: Case) -> Iterator[Case]:
 
 def _simpler_inputs(case: Case) -> Iterator[Case]:
     defaults = {field.name: field.default for field in dataclasses.fields(case)}
-    for name in ("inputs", "bias_inputs", "layout", "bias_layout"):
+    for name in ("inputs", "bias_inputs", "layout", "bias_layout", "table", "invariant"):
         if getattr(case, name) != defaults[name]:
             yield case.replace(**{name: defaults[name]})
 

@@ -9,7 +9,7 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS
-from cutlass_py_attn.testing import covering_cases, decode_cases, matrix
+from cutlass_py_attn.testing import covering_cases, decode_cases, matrix, paged_cases
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
 from cutlass_py_attn.testing.grouped_cases import GROUPED
 
@@ -200,6 +200,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         covering_cases.builds(arch),
         matrix.builds(arch),
         decode_cases.builds(arch),
+        paged_cases.builds(arch),
         torch_ops_builds(arch),
         library_builds(arch),
         builds_of(cases, arch),

@@ -8,6 +8,8 @@ or `attention_backward` and returns the operator's tuple; None stands for an und
     flash      bottom right            BMHK, MHK    (B, H, Mq); packed (H, total_q) with cum_seq_q
     cudnn      top left                BHMK, MHK    (B, H, Mq, 1); packed (total_q, H, 1) with cum_seq_q
 
+`flash_attn_with_kvcache` has the names of FlashAttention for a cache in pages.
+
 Arrays are NumPy, CuPy, torch or JAX arrays, all of one library and on one device. Every function also takes `stream`,
 `backend` and `kernels`, as `attention_forward` does. No random generator is involved: a forward reads philox_seed and
 philox_offset (0 by default) and returns them unchanged. Only efficient attention drops the same weights as PyTorch's
@@ -19,6 +21,7 @@ names of the operator: first the reasons that concern single arguments, then tho
 from cutlass_py_attn.torch_ops.cudnn import cudnn_attention_backward, cudnn_attention_forward
 from cutlass_py_attn.torch_ops.efficient import efficient_attention_backward, efficient_attention_forward
 from cutlass_py_attn.torch_ops.flash import flash_attention_backward, flash_attention_forward
+from cutlass_py_attn.torch_ops.flash_kvcache import flash_attn_with_kvcache
 from cutlass_py_attn.torch_ops.sdpa import (
     scaled_dot_product_efficient_attention,
     scaled_dot_product_efficient_attention_backward,
@@ -31,6 +34,7 @@ __all__ = [
     "efficient_attention_forward",
     "flash_attention_backward",
     "flash_attention_forward",
+    "flash_attn_with_kvcache",
     "scaled_dot_product_efficient_attention",
     "scaled_dot_product_efficient_attention_backward",
 ]

@@ -46,7 +46,7 @@ OPTIONS: dict[str, Refused] = {
         "mask = None: must be a mask object such as Full() or Causal(); make one",
         "backend = 'cpu' (str): must be one of auto, gpu, reference; choose one",
         "dropout = 0.1 (float): must be a Dropout object, or None; create one",
-        "sequences = [0, 40] (list): must be a VariableLength object, or None; create one",
+        "sequences = [0, 40] (list): must be a VariableLength or Paged object, or None; create one",
         causal=True, deterministic=True, mask=None, backend="cpu", dropout=0.1, sequences=[0, 40],
     ),
     "a backward's names": call(

@@ -132,11 +132,12 @@ SHAPES: dict[str, tuple[Callable[[], Problem], list[str]]] = {  # which no Probl
         ["shape = (2, 40, 50, 3, 16, 24) (tuple): must be a Shape; create one"],
     ),
     "no integers": (
-        lambda: Problem.dense("forward", Shape("2", 40, 50.0, 3, 16, 24, tokens=(40,)), "float16"),  # type: ignore[arg-type]
+        lambda: Problem.dense("forward", Shape("2", 40, 50.0, 3, 16, 24, tokens=(40,), pool=(4, 16)), "float16"),  # type: ignore[arg-type]
         [
             "shape.batch = '2' (str): must be an int of at least 0; correct it",
             "shape.num_keys = 50.0 (float): must be an int of at least 0; correct it",
             "shape.tokens = (40,) (tuple): must be two ints, of queries and keys, or None; correct it",
+            "shape.pool = (4, 16) (tuple): must be None here; make a dense Problem and set its pages",
         ],
     ),
 }

@@ -31,6 +31,7 @@ ORDER = (
     "arrays",
     "faults",
     "jax",
+    "paged",
     "bundles",
     "c_library",
     "inspect",

@@ -16,9 +16,9 @@ Every public name with its signature and docstring. `tools/docs/generate.py` wri
 """
 SECTIONS: Final = {
     "Attention": ("attention_forward", "attention_backward", "AttentionOptions", "ForwardOptions", "BackwardOptions",
-                  "Gradients", "Dropout", "dropout_mask", "VariableLength"),
+                  "Gradients", "Dropout", "dropout_mask", "VariableLength", "Paged"),
     "Masks": ("Mask", "Full", "Causal", "CausalBottomRight", "Window"),
-    "Problem and plan": ("Problem", "Shape", "Tensor", "Sequences", "Plan", "plan_forward", "plan_backward",
+    "Problem and plan": ("Problem", "Shape", "Tensor", "Sequences", "Pages", "Plan", "plan_forward", "plan_backward",
                          "plan_with_tile", "TileConfig"),
     "Compile and launch": ("Build", "compile", "artifact_for", "Artifact", "Folder", "bind", "Bound"),
     "Bundles": ("export_bundle", "export_library", "load_bundle", "Bundle"),

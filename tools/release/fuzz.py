@@ -34,6 +34,7 @@ from tools.release.fuzz_run import Attempt, Outcome
 ROOT: Final = Path(__file__).resolve().parents[2]
 VARIANTS: Final = 140
 RUNS: Final = 72
+PAGED: Final = 28
 FAMILIES: Final = ("sm80", "sm90")  # of --build; decode and split-D kernels are built with the sm80 kernels
 SHRUNK: Final = 3  # failures that are reduced
 TRIES_WHEN_COMPILING: Final = 40
@@ -46,6 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--variants", type=int, default=VARIANTS, help=f"kernel numbers to draw ({VARIANTS})")
     parser.add_argument("--runs", type=int, default=RUNS, help=f"cases for each kernel number ({RUNS})")
+    parser.add_argument("--paged", type=int, default=PAGED, help=f"kernel numbers of caches in pages to draw ({PAGED})")
     parser.add_argument("--first", type=int, default=0, help="the first kernel number")
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
     parser.add_argument("--processes", type=int, help="processes that run cases; all cores, or 1 with the compiler")
@@ -55,7 +57,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only list the kernels")
     parser.add_argument("--family", choices=FAMILIES, help="family of the kernels to build or list; both without it")
     given = parser.parse_args()
-    numbers = range(given.first, given.first + given.variants)
+    pages = range(random_cases.PAGED_FROM, random_cases.PAGED_FROM + given.paged)
+    numbers = [*range(given.first, given.first + given.variants), *pages]
     if given.build or given.list:
         return _build(given.build, needed(numbers, given.runs, (given.family,) if given.family else FAMILIES))
     if given.case:

@@ -11,7 +11,7 @@ from typing import Any
 from cutlass import Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div, larger, round_up, smaller
-from cutlass_py_attn.kernels.common import params
+from cutlass_py_attn.kernels.common import paging, params
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Band
 from cutlass_py_attn.problem.tensors import LSE_PADDING
@@ -23,7 +23,8 @@ class SeqlenInfo:
 
     index: number of the sequence in the batch.
     batch: index along the tensors' batch axis; 0 with variable lengths.
-    query_start, key_start: first row of the sequence in the tensors; 0 without variable lengths.
+    query_start, key_start: first row of the sequence in the tensors; 0 without variable lengths. key_start is 0 if the
+        keys are in pages.
     num_queries, num_keys: lengths that attention uses.
     stored_keys: key rows of the sequence in memory; with seqused_k the rows from num_keys on are unused.
     first_tile: number of its first query tile in the workspace of one head.
@@ -41,6 +42,8 @@ class SeqlenInfo:
 
 def create(build: Build, p: Any, index: Int32) -> SeqlenInfo:
     """Returns the SeqlenInfo of sequence `index`, from the struct's sizes or cu_seqlens_q, cu_seqlens_k, seqused_k."""
+    if build.has("paged"):
+        return _paged(build, p, index)
     if not build.has("varlen"):
         first_tile = index * ceil_div(p.num_queries, build.tile_m)
         return SeqlenInfo(index, index, 0, 0, p.num_queries, p.num_keys, p.num_keys, first_tile)
@@ -51,6 +54,16 @@ def create(build: Build, p: Any, index: Int32) -> SeqlenInfo:
         used = smaller(larger(params.load_scalar(p.seqused_k, Int32, index), 0), stored)
     first_tile = query_start // build.tile_m + index
     return SeqlenInfo(index, 0, query_start, key_start, num_queries, used, stored, first_tile)
+
+
+def _paged(build: Build, p: Any, index: Int32) -> SeqlenInfo:
+    """Returns the SeqlenInfo of a sequence whose keys are in pages, see kernels/common/paging.py."""
+    batch, query_start, num_queries, first_tile = index, 0, p.num_queries, index * ceil_div(p.num_queries, build.tile_m)
+    if build.has("varlen"):
+        batch, (query_start, num_queries) = 0, query_rows(p, index)
+        first_tile = query_start // build.tile_m + index
+    num_keys = paging.num_keys(p, index)
+    return SeqlenInfo(index, batch, query_start, 0, num_queries, num_keys, num_keys, first_tile)
 
 
 def query_rows(p: Any, index: Int32) -> tuple[Int32, Int32]:

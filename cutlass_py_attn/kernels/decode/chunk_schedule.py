@@ -1,0 +1,99 @@
+"""Chunk schedule: how a fixed number of blocks shares the keys of sequences whose lengths are in device memory.
+
+The keys of a sequence are cut at multiples of a chunk. A row is one tile of query rows of one key head of a sequence.
+p.team_rows rows are a group, and as many blocks a team: the blocks of a team compute the rows of a group from the same
+keys at the same time, because the heads of a key are neighbours in memory. The chunks of a group are numbered one after
+another, then those of the next group, and so on through all sequences. Each team has a range of these numbers, and the
+ranges differ by at most one chunk. So the grid depends on no length, and every block reads the same share of the cache.
+A piece is what a block has of one row. A piece that is not the whole row leaves partial results in a slot of the
+workspace, which the combine kernel joins in the order of the keys.
+
+With p.fixed_chunks each chunk is a piece of its own: then the bits of a row depend on its own sequence alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cutlass_py_attn.integers import choose, larger
+from cutlass_py_attn.kernels.common import params, seqlen_info
+from cutlass_py_attn.plan import chunk_shares, tile_order
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.chunk_shares import Shares
+from cutlass_py_attn.plan.decode_smem import CUT_WORDS
+
+# What is stored of the start of a team: its first chunk, the first chunk of the row that this belongs to, the row's
+# sequence, group and number of chunks, and the chunks of all rows.
+BEGIN, ROW_BEGIN, BATCH, GROUP, COUNT, TOTAL = range(6)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of a sequence that some of its queries see: `count` of them, at least one, from `first` on.
+
+    start_tile, end_tile: key tiles [start, end) that some query sees.
+    """
+
+    first: Int32
+    count: Int32
+    start_tile: Int32
+    end_tile: Int32
+
+
+class ChunkSchedule:
+    """The schedule of the kernels of one Build."""
+
+    def __init__(self, build: Build) -> None:
+        self.build = build
+
+    def row_tiles(self, p: Any) -> Int32:
+        """Returns the tiles of the query rows of one key head, for the most queries of a sequence."""
+        rows = p.num_queries * seqlen_info.group_size(self.build, p)
+        return (rows + (self.build.tile_m - 1)) // self.build.tile_m
+
+    def groups(self, p: Any) -> Int32:
+        """Returns the groups of rows of a sequence."""
+        heads_key = p.num_heads // seqlen_info.group_size(self.build, p)
+        return heads_key * self.row_tiles(p) // p.team_rows
+
+    def chunks(self, p: Any, batch: Int32) -> Chunks:
+        """Returns the chunks of a sequence."""
+        build = self.build
+        seqlen = seqlen_info.create(build, p, batch)
+        band = seqlen_info.band(build, p, seqlen)
+        tiles = band, Int32(0), p.num_queries, build.tile_n
+        start, end = tile_order.key_tile_start(*tiles), tile_order.key_tile_end(*tiles)
+        first = start // p.chunk_tiles
+        count = larger((end + (p.chunk_tiles - 1)) // p.chunk_tiles - first, 1)
+        return Chunks(first, count, start, end)
+
+    def shares(self, p: Any, total: Int32) -> Shares:
+        """Returns the shares of the teams in a number of chunks."""
+        return chunk_shares.shares(total, p.num_teams, p.least_chunks)
+
+    def starts(self, p: Any) -> cute.Tensor:
+        """Returns the workspace array of how many chunks the sequences before each have, with p.fixed_chunks."""
+        return cute.make_tensor(params.pointer(p.schedule, Int32, 4), cute.make_layout(p.batch + 1))
+
+    def cut(self, p: Any, team: Int32) -> cute.Tensor:
+        """Returns what the workspace says of the start of a team, without p.fixed_chunks: elements BEGIN to TOTAL."""
+        start = params.pointer(p.schedule, Int32, 4) + team * CUT_WORDS
+        return cute.make_tensor(start, cute.make_layout(CUT_WORDS))
+
+    def slot(self, p: Any, begin: Int32, team: Int32, member: Int32, chunk: Int32) -> Int64:
+        """Returns the slot of a piece that starts at a chunk, of a member of a team that starts at `begin`."""
+        number = choose(p.fixed_chunks != 0, chunk, chunk_shares.slot_of_team(team, chunk == begin))
+        return Int64(number) * p.team_rows + member
+
+
+@cute.jit
+def inclusive_sum(value: Int32, lane: Int32):
+    """Returns the sum of a value over this lane and those before it."""
+    total = value
+    for step in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(total, offset=1 << step, mask_and_clamp=0)
+        total = total + cutlass.select_(lane >= (1 << step), other, Int32(0))
+    return total

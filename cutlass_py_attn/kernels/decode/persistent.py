@@ -1,0 +1,501 @@
+"""Persistent decode: few queries against a cache in pages: lengths on the device, and a grid that no length changes.
+
+As in forward.py the queries of all heads that share a key head are the rows of one tile, the warps of a block divide
+the keys of a tile, and each team of warps has its own ring of stages and its own softmax. Here a fixed number of blocks
+shares the keys of all sequences, see chunk_schedule.py: a block computes one piece of a row after another. The entry of
+the table for a tile is read one step before the tile's copy starts.
+
+    step    1 S = Q K^T     2 softmax     3 O += P V
+    in flight: keys and values of the next tiles, one fewer than there are stages, and an entry of the table
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cutlass_py_attn.integers import larger, smaller
+from cutlass_py_attn.kernels.common import logsumexp, paging, params, seqlen_info, tile_copy
+from cutlass_py_attn.kernels.common.mma_sync import row_view
+from cutlass_py_attn.kernels.common.paged_copy import PagedCopy, PagedRows
+from cutlass_py_attn.kernels.common.params import RowCoordinates
+from cutlass_py_attn.kernels.common.score_mod import ScoreMod, ScoreRow
+from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
+from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, exp2, finite, safe_scale
+from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.decode.chunk_schedule import (
+    BATCH,
+    BEGIN,
+    COUNT,
+    GROUP,
+    ROW_BEGIN,
+    TOTAL,
+    ChunkSchedule,
+    inclusive_sum,
+)
+from cutlass_py_attn.kernels.decode.combine import VECTOR, Combine
+from cutlass_py_attn.kernels.decode.forward import Decode, apply_softmax
+from cutlass_py_attn.plan import abi, tile_order
+from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
+from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.score_terms.sinks import SINKS
+
+LOG2_E = math.log2(math.e)
+PIECES_AT_ONCE = 8  # of a warp of the combine kernel, in flight at once
+FOUND = 8  # element of the schedule's buffer with a block's first sequence; sums of warps are before it
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a block computes at once: some key tiles of one row.
+
+    batch: number of the sequence. row0: first packed query row of the tile.
+    slot: place of its partial results. is_whole: whether it has all keys of the row, and no partial results.
+    is_first: whether it has the first keys of the row.
+    """
+
+    seqlen: SeqlenInfo
+    batch: Int32
+    head_key: Int32
+    row0: Int32
+    slot: Int64
+    is_whole: Any
+    is_first: Any
+
+
+class CombinePieces(Combine):
+    """The combine kernel of one Build, and the addresses of partial results: (slots, tile_m, columns_value) float32."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.schedule = ChunkSchedule(build)
+
+    def partial_row(self, slot: Int64, row: Int32) -> Int64:
+        """Returns the number of a row of a slot."""
+        return slot * self.build.tile_m + row
+
+    def slot_output(self, p: Any, number: Int64) -> cute.Pointer:
+        """Returns the pointer to the partial output of a row of a slot, (columns_value,) float32."""
+        offset = cute.assume(number * self.build.columns_value, divby=VECTOR)
+        return params.pointer(p.partial_output, Float32) + offset
+
+    def slot_logsumexp(self, p: Any, number: Int64) -> cute.Tensor:
+        """Returns the base-2 logsumexp of a row of a slot, a tensor of one element."""
+        return cute.make_tensor(params.pointer(p.partial_logsumexp, Float32, 4) + number, tile_copy.ONE)
+
+    @cute.jit
+    def run(self, p: Any):
+        """Computes one row of the output from its pieces; leaves if the row has one piece, which has stored it."""
+        build, group = self.build, seqlen_info.group_size(self.build, p)
+        x, y, z = cute.arch.block_idx()
+        row_tiles = self.schedule.row_tiles(p)
+        width = p.team_rows
+        batch, head, query, row, pieces = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        slot0, step, odd = Int32(0), Int32(1), Int32(0)
+        member = Int32(0)
+        if p.fixed_chunks != 0:  # a block for each row of the output
+            query, head, batch = x, y + p.first_head, z + p.first_batch
+            starts = self.schedule.starts(p)
+            start = starts[batch]
+            pieces = starts[batch + 1] - start
+            packed = query * group + head % group
+            number = head // group * row_tiles + packed // build.tile_m
+            slot0 = start * self.schedule.groups(p) + number // width * pieces
+            member, row = number % width, packed % build.tile_m
+        else:  # a block for each row that the start of team z cuts, if no team before it does
+            cut, before = self.schedule.cut(p, z), self.schedule.cut(p, larger(z - 1, 0))
+            begin, row_begin, previous = cut[BEGIN], cut[ROW_BEGIN], before[BEGIN]
+            if (row_begin < begin) & (previous <= row_begin):
+                number = cut[GROUP] * width + y
+                packed = number % row_tiles * build.tile_m + x
+                batch, query = cut[BATCH], packed // group
+                head = number // row_tiles * group + (packed - query * group)
+                shares = self.schedule.shares(p, cut[TOTAL])
+                pieces = shares.team_of(row_begin + cut[COUNT] - 1) - z + 2
+                # The first piece is in slot 0 or 1 of its team, the others in slot 0 of the teams after it.
+                slot0, step = 2 * (z - 1), Int32(2)
+                odd = cutlass.select_(previous == row_begin, Int32(0), Int32(1))
+                member, row = y, x
+        if pieces > 1:
+            seqlen = seqlen_info.create(build, p, batch)
+            if query < seqlen.num_queries:
+                thread, _, _ = cute.arch.thread_idx()
+                slots = Int64(slot0) * width + member, Int64(step) * width, Int64(odd) * width
+                self.join(p, slots, pieces, row, (seqlen, batch, head, query), thread)
+
+    @cute.jit
+    def join(self, p: Any, slots: tuple, pieces: Int32, row: Int32, place: tuple, thread: Int32):
+        """Joins the pieces of a row and stores its output and logsumexp."""
+        build, lane = self.build, thread % WARP_THREADS
+        seqlen, batch, head, query = place
+        layout = cute.make_layout((COMBINE_WARPS, build.columns_value), stride=(build.columns_value, 1))
+        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        s_sums = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
+        maximum = -Float32.inf
+        for piece in cutlass.range(lane, pieces, WARP_THREADS, unroll=1):
+            maximum = cute.arch.fmax(maximum, self.slot_logsumexp(p, self.number(slots, piece, row))[0])
+        maximum = cute.arch.warp_reduction_max(maximum)
+        sink = -Float32.inf
+        if cutlass.const_expr(build.has("sinks")):
+            sink = params.load_scalar(p.sinks, Float32, head) * LOG2_E
+            maximum = cute.arch.fmax(maximum, sink)
+        maximum = finite(maximum)  # so that (-inf) - (-inf) never arises
+        total = Float32(0.0)
+        for piece in cutlass.range(lane, pieces, WARP_THREADS, unroll=1):
+            total = total + exp2(self.slot_logsumexp(p, self.number(slots, piece, row))[0] - maximum)
+        total = cute.arch.warp_reduction_sum(total)
+        if cutlass.const_expr(build.has("sinks")):
+            total = total + SINKS.weight(exp2, sink, maximum)
+        empty = total == 0.0
+        inverse = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
+        self.add_pieces(p, slots, pieces, row, (maximum, inverse), s_sums, thread)
+        cute.arch.sync_threads()
+        column = thread * 2
+        if column < build.columns_value:
+            values = cute.make_rmem_tensor(2, Float32)
+            for i in cutlass.range_constexpr(2):
+                values[i] = self.sum_over_warps(s_sums, column + i)
+            target = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
+            self.store_output(p, target, column, values)
+        if thread == 0:
+            lse = (maximum + cute.math.log2(total, fastmath=True)) * math.log(2.0)
+            logsumexp.store(p, RowCoordinates(batch, head, query), cutlass.select_(empty, -Float32.inf, lse))
+
+    def number(self, slots: tuple, piece: Int32, row: Int32) -> Int64:
+        """Returns the number of a row of a piece among all partial results."""
+        slot0, step, odd = slots
+        slot = slot0 + Int64(piece) * step + cutlass.select_(piece == 0, odd, Int64(0))
+        return self.partial_row(slot, row)
+
+    @cute.jit
+    def add_pieces(self, p: Any, slots: tuple, pieces: Int32, row: Int32, weight: tuple, s_sums: Any, thread: Int32):
+        """Adds this warp's pieces with their weights, into shared memory (warps, columns)."""
+        columns, lane, warp = self.build.columns_value, thread % WARP_THREADS, thread // WARP_THREADS
+        maximum, inverse = weight
+        for step in cutlass.range_constexpr((columns + WARP_THREADS * VECTOR - 1) // (WARP_THREADS * VECTOR)):
+            column = (step * WARP_THREADS + lane) * VECTOR
+            if column < columns:
+                found = cute.make_rmem_tensor(VECTOR, Float32)
+                found.fill(0.0)
+                for first in cutlass.range(warp, pieces, COMBINE_WARPS * PIECES_AT_ONCE, unroll=1):
+                    for i in cutlass.range_constexpr(
+                        PIECES_AT_ONCE
+                    ):  # without a branch, so that all loads are in flight
+                        piece = first + i * COMBINE_WARPS
+                        number = self.number(slots, smaller(piece, pieces - 1), row)
+                        factor = exp2(self.slot_logsumexp(p, number)[0] - maximum)
+                        factor = cutlass.select_(piece < pieces, factor, Float32(0.0))
+                        part = cute.make_rmem_tensor(VECTOR, Float32)
+                        source = self.slot_output(p, number) + cute.assume(column, divby=VECTOR)
+                        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), part)
+                        found.store(found.load() + part.load() * factor)
+                for i in cutlass.range_constexpr(VECTOR):
+                    s_sums[warp, column + i] = found[i] * inverse
+
+
+class PersistentDecode(Decode):
+    """The persistent decode kernels of one Build."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.schedule = ChunkSchedule(build)
+        self.score_mod = ScoreMod(build)
+        self.pieces = CombinePieces(build)
+        self.has_dependent_launch = architecture(build.arch).compute_capability >= (9, 0)
+        self.paged_copy = PagedCopy(build, self.keys, self.team_warps * WARP_THREADS)
+
+    @cute.kernel
+    def combine_kernel(self, p: Any):
+        if cutlass.const_expr(self.has_dependent_launch):
+            cute.arch.griddepcontrol_wait()
+        self.pieces.run(p)
+
+    @cute.kernel
+    def kernel(self, p: Any):
+        if cutlass.const_expr(self.has_dependent_launch):
+            cute.arch.griddepcontrol_launch_dependents()
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp = self.warp_of(thread)
+        groups, row_tiles = self.schedule.groups(p), self.schedule.row_tiles(p)
+        team, member = block // p.team_rows, block % p.team_rows
+        begin, end, batch, start, total = self.find_share(p, block, team, thread)
+        if (p.fixed_chunks == 0) & (member == 0) & (thread == 0):
+            self.store_cut(p, team, begin, end, batch, start, total)
+        chunk = begin
+        while chunk < end:
+            chunks = self.schedule.chunks(p, batch)
+            inside = chunk - start * groups
+            group = inside // chunks.count
+            first = inside - group * chunks.count
+            row = group * p.team_rows + member
+            count = smaller(end - chunk, chunks.count - first)
+            if p.fixed_chunks != 0:
+                count = Int32(1)
+            piece = Piece(
+                seqlen_info.create(self.build, p, batch),
+                batch,
+                row // row_tiles,
+                row % row_tiles * self.build.tile_m,
+                self.schedule.slot(p, begin, team, member, chunk),
+                count == chunks.count,
+                first == 0,
+            )
+            tile = (chunks.first + first) * p.chunk_tiles
+            self.compute(p, piece, warp, larger(tile, chunks.start_tile),
+                         smaller(tile + count * p.chunk_tiles, chunks.end_tile), thread)  # fmt: skip
+            cute.arch.sync_threads()  # the next piece overwrites the ring, which holds outputs
+            chunk = chunk + count
+            if chunk >= (start + chunks.count) * groups:
+                start = start + chunks.count
+                batch = batch + 1
+
+    @cute.jit
+    def find_share(self, p: Any, block: Int32, team: Int32, thread: Int32):
+        """Returns the first chunk of a team and the one past its last; the first's sequence, and the chunks before
+        that sequence, and the chunks of all. With fixed chunks, block 0 stores the chunks before every sequence."""
+        build = self.build
+        layout = cute.make_layout(2 * FOUND)
+        s_found = cute.make_tensor(tile_copy.smem_pointer(build, "schedule", Int32), layout)
+        starts = self.schedule.starts(p)
+        stores = (block == 0) & (p.fixed_chunks != 0)
+        lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
+        each = (p.batch + (build.threads - 1)) // build.threads  # consecutive sequences of a thread
+        own = Int32(0)
+        for i in cutlass.range(each, unroll=1):
+            batch = thread * each + i
+            if batch < p.batch:
+                own = own + self.schedule.chunks(p, batch).count
+        total = inclusive_sum(own, lane)
+        if lane == WARP_THREADS - 1:
+            s_found[warp] = total
+        cute.arch.sync_threads()
+        before, everything = Int32(0), Int32(0)
+        for i in cutlass.range_constexpr(build.warps):
+            before = before + cutlass.select_(warp > i, s_found[i], Int32(0))
+            everything = everything + s_found[i]
+        groups = self.schedule.groups(p)
+        shares = self.schedule.shares(p, everything * groups)
+        begin, end = shares.begin(team), shares.begin(team + 1)
+        start = before + total - own
+        for i in cutlass.range(each, unroll=1):
+            batch = thread * each + i
+            if batch < p.batch:
+                following = start + self.schedule.chunks(p, batch).count
+                if stores:
+                    starts[batch] = start
+                if (start * groups <= begin) & (begin < following * groups):
+                    s_found[FOUND] = batch
+                    s_found[FOUND + 1] = start
+                start = following
+        if stores & (thread == 0):
+            starts[p.batch] = everything
+        cute.arch.sync_threads()
+        return begin, end, s_found[FOUND], s_found[FOUND + 1], everything * groups
+
+    @cute.jit
+    def store_cut(self, p: Any, team: Int32, begin: Int32, end: Int32, batch: Int32, start: Int32, total: Int32):
+        """Stores for the combine kernel which row the start of a team cuts; none for a team without chunks."""
+        cut = self.schedule.cut(p, team)
+        cut[BEGIN], cut[ROW_BEGIN], cut[TOTAL] = begin, begin, total
+        if begin < end:
+            groups, count = self.schedule.groups(p), self.schedule.chunks(p, batch).count
+            group = (begin - start * groups) // count
+            cut[BATCH], cut[GROUP], cut[COUNT] = batch, group, count
+            cut[ROW_BEGIN] = start * groups + group * count
+
+    @cute.jit
+    def compute(self, p: Any, piece: Any, warp: Any, start: Int32, stop: Int32, thread: Int32):
+        """Computes the key tiles [start, stop) of a row, and stores its results or partial results."""
+        build, stages, seqlen = self.build, self.build.query_stages, piece.seqlen
+        group = seqlen_info.group_size(build, p)
+        band = seqlen_info.band(build, p, seqlen)
+        if piece.row0 >= seqlen.num_queries * group:  # a sequence of fewer queries has no such rows
+            stop = start
+        row, shift = paging.page_row(p, piece.batch), paging.page_shift(p)
+
+        # 0  start the first tiles, load the queries
+        entry = self.entry(p, row, shift, seqlen, warp, start, stop)
+        for step in cutlass.range_constexpr(stages - 1):
+            following = self.entry(p, row, shift, seqlen, warp, start + (step + 1), stop)
+            self.load_pages(p, piece, warp, start + step, stop, Int32(step), entry)
+            entry = following
+            cute.arch.cp_async_commit_group()
+        self.load_queries(p, piece, thread)
+        cute.arch.sync_threads()
+        s_q = self.query_tile(warp.first_row // self.rows)
+
+        r_o = self.mma_pv.accumulator(warp.lane)
+        r_o.fill(0.0)
+        rows = cute.size(row_view(r_o), mode=[0])
+        softmax = OnlineSoftmax(rows, cute.make_rmem_tensor(rows, Float32))
+        has_terms = self.score_mod.present
+        scale_log2 = Float32(1.0) if cutlass.const_expr(has_terms) else safe_scale(p.scale_log2)
+        operands = self.row_operands(p, piece, warp) if cutlass.const_expr(has_terms) else ()
+
+        for key_tile in cutlass.range(start, stop, unroll=1):
+            step = key_tile - start
+            cute.arch.cp_async_wait_group(stages - 2)
+            self.sync_team(warp)
+            following = self.entry(p, row, shift, seqlen, warp, key_tile + stages, stop)
+            self.load_pages(p, piece, warp, key_tile + (stages - 1), stop, (step + stages - 1) % stages, entry)
+            entry = following
+            cute.arch.cp_async_commit_group()
+            s_k, s_v = self.stage(warp, step % stages)
+
+            # 1  S = Q K^T
+            r_s = self.mma_qk.accumulator(warp.lane)
+            matmul_qk.issue(self.mma_qk, r_s, matmul_qk.operands(self.mma_qk, s_q, s_k, warp.lane))
+
+            # 2  score modification, mask, softmax
+            if cutlass.const_expr(has_terms):
+                self.modify_scores(p, piece, warp, band, r_s, key_tile, operands)
+            elif p.scale_log2 < 0.0:
+                r_s.store(-r_s.load())
+            if tile_order.needs_mask(band, Int32(0), key_tile, p.num_queries, build.tile_n):
+                self.mask_scores(p, piece, warp, band, r_s, key_tile)
+            apply_softmax(softmax, r_s, r_o, scale_log2)
+
+            # 3  O += P V
+            v_operand = matmul_pv.v_operand(self.mma_pv, s_v, warp.lane)
+            matmul_pv.issue(self.mma_pv, r_o, self.mma_pv.from_accumulator(r_s), v_operand)
+
+        # 4  join the teams, store the row, or this piece's partial results
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        statistics = self.row_statistics()
+        self.store_team_results(warp, softmax, r_o, statistics)
+        cute.arch.sync_threads()
+        self.join_teams(p, piece, statistics, scale_log2, thread)
+        cute.arch.sync_threads()
+        self.store_piece(p, piece, statistics.factors, thread)
+
+    @cute.jit
+    def entry(self, p: Any, row: Any, shift: Int32, seqlen: Any, warp: Any, key_tile: Int32, stop: Int32):
+        """Returns this lane's entry of the table for a key tile; 0 past the last tile."""
+        found = Int32(0)
+        if key_tile < stop:
+            key0 = key_tile * self.build.tile_n + warp.team * self.keys
+            found = self.paged_copy.entry(p, row, shift, key0, seqlen.num_keys, warp.lane)
+        return found
+
+    @cute.jit
+    def load_pages(self, p: Any, piece: Any, warp: Any, key_tile: Int32, stop: Int32, stage: Int32, entry: Int32):
+        """Starts loading the team's keys and values of a key tile into a stage, unless the tile is past the last."""
+        build = self.build
+        if key_tile < stop:
+            key0 = key_tile * build.tile_n + warp.team * self.keys
+            rows = PagedRows(piece.head_key, key0, piece.seqlen.num_keys, entry)
+            s_k, s_v = self.stage(warp, stage)
+            self.paged_copy.copy(p, "key", warp.member, rows, build.head_dim, s_k)
+            self.paged_copy.copy(p, "value", warp.member, rows, build.head_dim_value, s_v)
+
+    def packed_rows(self, piece: Piece, warp: Any, coordinates: cute.Tensor) -> list[Int32]:
+        """Returns the packed query row of each row of this thread's scores."""
+        rows = range(cute.size(coordinates, mode=[0]))
+        return [piece.row0 + warp.first_row + coordinates[row, 0][0] for row in rows]
+
+    def row_operands(self, p: Any, piece: Piece, warp: Any) -> tuple:
+        """Returns the operands of the score terms for each row of this thread's scores: heads differ by row."""
+        coordinates = row_view(self.mma_qk.coordinates(warp.lane))
+        group = seqlen_info.group_size(self.build, p)
+        heads = [piece.head_key * group + packed % group for packed in self.packed_rows(piece, warp, coordinates)]
+        return tuple(self.score_mod.load_operands(p, piece.batch, head) for head in heads)
+
+    def modify_scores(
+        self, p: Any, piece: Piece, warp: Any, band: Any, r_s: cute.Tensor, key_tile: Int32, operands: tuple
+    ) -> None:
+        """Turns this warp's raw products into scores in base 2."""
+        scores, coordinates = row_view(r_s), row_view(self.mma_qk.coordinates(warp.lane))
+        group = seqlen_info.group_size(self.build, p)
+        key0 = key_tile * self.build.tile_n + warp.team * self.keys
+        derivative = cute.make_rmem_tensor_like(scores) if self.score_mod.has_derivative else None
+        for number, packed in enumerate(self.packed_rows(piece, warp, coordinates)):
+            origin = packed // group - coordinates[number, 0][0], key0
+            row = ScoreRow(self.score_mod, p, scores, number, coordinates, origin, band, None, derivative)
+            if not any(term.scales_products for term in self.score_mod.terms):
+                row.values = row.values * p.scale_log2
+            in_registers = iter(operands[number])
+            for term in self.score_mod.terms:
+                term.modify_scores(row, next(in_registers) if term.vector is not None else None)
+            row.store()
+
+    @cute.jit
+    def join_teams(self, p: Any, piece: Any, statistics: Any, scale_log2: Float32, thread: Int32):
+        """Replaces maxima by the factors of the teams' outputs, one thread a row, and stores the logsumexp."""
+        build, group = self.build, seqlen_info.group_size(self.build, p)
+        seqlen, factors, sums = piece.seqlen, statistics.factors, statistics.sums
+        if thread < build.tile_m:
+            packed = piece.row0 + thread
+            query = packed // group
+            head = piece.head_key * group + (packed - query * group)
+            maximum, total = -Float32.inf, Float32(0.0)
+            for team in cutlass.range_constexpr(self.teams):
+                maximum = cute.arch.fmax(maximum, factors[thread, team])
+            base = finite(maximum)
+            for team in cutlass.range_constexpr(self.teams):
+                factor = exp2((factors[thread, team] - base) * scale_log2)
+                total = total + factor * sums[thread, team]
+                factors[thread, team] = factor
+            top, shrink = base * scale_log2, Float32(1.0)  # the row's maximum in base 2
+            if cutlass.const_expr(build.has("sinks")):  # noqa: SIM102
+                if piece.is_whole & (query < seqlen.num_queries):
+                    seen, sink = maximum * scale_log2, params.load_scalar(p.sinks, Float32, head) * LOG2_E
+                    top = finite(cute.arch.fmax(seen, sink))
+                    shrink = exp2(seen - top)
+                    total = total * shrink + SINKS.weight(exp2, sink, top)
+            empty = total == 0.0
+            inverse = cutlass.select_(empty, Float32(0.0), shrink * cute.arch.rcp_approx(total))
+            for team in cutlass.range_constexpr(self.teams):
+                factors[thread, team] = factors[thread, team] * inverse
+            lse = cutlass.select_(empty, -Float32.inf, top + cute.math.log2(total, fastmath=True))
+            if query < seqlen.num_queries:
+                if piece.is_whole:
+                    logsumexp.store(p, RowCoordinates(piece.batch, head, query), lse * math.log(2.0))
+                else:
+                    target = self.pieces.slot_logsumexp(p, self.pieces.partial_row(piece.slot, thread))
+                    target[0] = lse
+        if piece.is_first & (piece.row0 == 0):
+            for i in cutlass.range(group, unroll=1):
+                self.store_padding(p, piece, piece.head_key * group + i, thread)
+
+    @cute.jit
+    def store_padding(self, p: Any, piece: Any, head: Int32, thread: Int32):
+        """Stores +inf in the padding of a head's logsumexp."""
+        num_queries = piece.seqlen.num_queries
+        end = seqlen_info.padded_rows(num_queries)
+        for query in cutlass.range(num_queries + thread, end, self.build.threads, unroll=1):
+            logsumexp.store(p, RowCoordinates(piece.batch, head, query), Float32.inf)
+
+    @cute.jit
+    def store_piece(self, p: Any, piece: Any, factors: cute.Tensor, thread: Int32):
+        """Joins the teams' outputs and stores them, two columns at a time."""
+        build, seqlen, group = self.build, piece.seqlen, seqlen_info.group_size(self.build, p)
+        outputs = [self.team_output(team, 0, build.tile_m) for team in range(self.teams)]
+        pairs = build.columns_value // 2
+        for step in cutlass.range(build.tile_m * pairs // build.threads, unroll=1):
+            index = step * build.threads + thread
+            row, column = index // pairs, index % pairs * 2
+            packed = piece.row0 + row
+            query = packed // group
+            if query < seqlen.num_queries:
+                values = cute.make_rmem_tensor(2, Float32)
+                values.fill(0.0)
+                self.add_team_outputs(values, outputs, factors, row, column)
+                if piece.is_whole:
+                    head = piece.head_key * group + (packed - query * group)
+                    target = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
+                    self.pieces.store_output(p, target, column, values)
+                else:
+                    start = self.pieces.slot_output(p, self.pieces.partial_row(piece.slot, row))
+                    tile_copy.store_pair(values, start, column, build.columns_value, True)
+
+
+def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the host function that launches this build's kernels, and arguments to compile it with."""
+    return PersistentDecode(build), params.example_arguments(abi.fields_of(build))

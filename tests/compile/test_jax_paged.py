@@ -1,0 +1,86 @@
+"""Tests of caches in pages in JAX: traced tables and lengths, values by the reference, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.api.attention import attention_forward
+from cutlass_py_attn.api.paged import Paged
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.masks import CausalBottomRight
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+jnp = jax.numpy
+
+import cutlass_py_attn.jax as attention_module  # noqa: E402
+from cutlass_py_attn.jax import partition  # noqa: E402
+from tests.support.refused_pages import paged_problem  # noqa: E402
+
+attention = attention_module.attention
+RNG = np.random.default_rng(0)
+QUERY = RNG.standard_normal((3, 2, 4, 8)).astype(np.float32)
+POOLS = [RNG.standard_normal((20, 4, 2, 8)).astype(np.float32) for _ in range(2)]
+TABLE = RNG.permutation(20)[:15].reshape(3, 5).astype(np.int32)
+LENGTHS = np.array([7, 0, 20], np.int32)
+
+
+def paged(query: Any, key: Any, value: Any, table: Any, lengths: Any) -> Any:
+    """Attention with a cache in pages, by the reference on the host."""
+    sequences = Paged(table, lengths)
+    return attention(query, key, value, mask=CausalBottomRight(), sequences=sequences, backend="reference")
+
+
+def expected(query: Any) -> Any:
+    """The output of the public function."""
+    sequences = Paged(TABLE, LENGTHS)
+    return attention_forward(query, *POOLS, mask=CausalBottomRight(), sequences=sequences, backend="reference")[0]
+
+
+def test_tables_and_lengths_are_operands() -> None:
+    compiled = jax.jit(paged)
+    np.testing.assert_array_equal(compiled(QUERY, *POOLS, TABLE, LENGTHS), expected(QUERY))
+    shorter = np.array([1, 0, 3], np.int32)
+    again = attention_forward(
+        QUERY, *POOLS, mask=CausalBottomRight(), sequences=Paged(TABLE, shorter), backend="reference"
+    )
+    np.testing.assert_array_equal(compiled(QUERY, *POOLS, TABLE, shorter), again[0])
+    assert compiled._cache_size() == 1  # one program serves all lengths
+
+
+def test_packed_queries_and_a_table_with_bounds() -> None:
+    starts, bounds = np.array([0, 2, 4, 6]), np.array([0, 2, 2, 7])
+    flat = np.concatenate([TABLE[0, :2], TABLE[2]])
+    sequences = Paged(flat, LENGTHS, starts, 2, bounds)
+    found = attention(
+        QUERY.reshape(1, 6, 4, 8), *POOLS, mask=CausalBottomRight(), sequences=sequences, backend="reference"
+    )
+    np.testing.assert_array_equal(np.asarray(found).reshape(QUERY.shape), expected(QUERY))
+
+
+def test_vmap_computes_one_element_after_the_other() -> None:
+    both = np.stack([QUERY, 2 * QUERY])
+    found = jax.vmap(paged, in_axes=(0, None, None, None, None))(both, *POOLS, TABLE, LENGTHS)
+    np.testing.assert_array_equal(found, np.stack([expected(each) for each in both]))
+
+
+def test_a_cache_has_no_gradients() -> None:
+    with pytest.raises(NotSupported, match="query with pages is differentiated: must be a constant"):
+        jax.grad(lambda query: paged(query, *POOLS, TABLE, LENGTHS).sum())(QUERY)
+
+
+def test_values_of_numpy_arrays_are_checked() -> None:
+    with pytest.raises(NotSupported, match="must be from 0 to the 20 keys of the sequence's pages"):
+        paged(QUERY, *POOLS, TABLE, LENGTHS + 1)
+    with pytest.raises(NotSupported, match="page_table has dtype float32: must be int32"):
+        paged(QUERY, *POOLS, jnp.zeros((3, 5)), LENGTHS)
+
+
+def test_heads_alone_may_be_split_over_devices() -> None:
+    problem = paged_problem()
+    axes = {name: partition.axes_of(name, getattr(problem, name).shape, problem) for name in ("query", "key")}
+    assert [axis for axis in axes["query"] if axis == partition.BATCH] == []
+    assert [axis for axis in axes["key"] if axis in (partition.BATCH, partition.HEADS_KEY)] == [partition.HEADS_KEY]
+    assert set(axes["query"]).isdisjoint(axes["key"][:2])

@@ -1,0 +1,78 @@
+"""Tests of bundles of caches in pages: their inputs and arrays, and the rules of other sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cutlass_py_attn.plan import expressions, planner
+from cutlass_py_attn.problem.spec import parse
+from tests.support import bundles
+
+CASE = "bf16_d128_q1_s1000_b5_h32k8_full_paged8"
+RAGGED = "bf16_d128_n5x900,3x20_h8k2_causal_br_sinks_paged16"
+
+
+def target_of(tmp_path: Path, case: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the forward of a bundle, and its target."""
+    bundle = bundles.export(tmp_path / "bundle", "forward", archs=("sm_90",), case=case)
+    forward: dict[str, Any] = bundle.manifest["passes"]["forward"]
+    (target,) = forward["targets"]
+    return forward, target
+
+
+def test_pools_and_table_are_named(tmp_path: Path) -> None:
+    forward, target = target_of(tmp_path, CASE)
+    arrays = forward["pointers"]
+    assert arrays["key"]["shape"] == ["num_pages", "page_size", "num_heads_key", "128"]
+    assert arrays["key"]["strides"] == ["key_page", "key_row", "key_head", "1"]
+    assert arrays["page_table"]["shape"] == ["batch", "max_pages"]
+    assert arrays["page_table"]["strides"] == ["page_table_row", "1"]
+    assert arrays["seqused_k"]["shape"] == ["batch"]
+    sources = {field["name"]: field for field in target["struct"]["fields"]}
+    assert sources["page_table"]["pointer"] == "page_table"
+    assert sources["page_size"]["rule"] == "page_size"
+    assert sources["num_teams"]["value"] == target["plan"]["launches"][0]["grid"][0] // 8
+
+
+def test_packed_queries_have_bounds(tmp_path: Path) -> None:
+    forward, _ = target_of(tmp_path, RAGGED)
+    assert forward["pointers"]["cu_seqlens_q"]["shape"] == ["batch + 1"]
+    assert forward["pointers"]["query"]["shape"] == ["1", "tokens_q", "num_heads", "128"]
+    assert "tokens_k" not in forward["inputs"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"page_size": 12}, "page_size must be a power of two"),
+        ({"num_keys": 992}, "num_keys must be max_pages * page_size"),
+        ({"table_entries": 3}, "table_entries must be batch * max_pages"),
+        ({"num_pages": 0}, "num_pages must be at least 1"),
+        ({"num_queries": 64}, "num_queries * group must be at most 128"),
+        ({"key_page": 8193}, "key_page must be a multiple of 8 elements"),
+    ],
+)
+def test_rules_refuse_other_sizes(tmp_path: Path, changes: dict[str, int], says: str) -> None:
+    forward, target = target_of(tmp_path, CASE)
+    names = {name: item["value"] for name, item in forward["inputs"].items()} | {"num_sms": 132} | changes
+    for item in target["definitions"]:
+        names[item["name"]] = expressions.evaluate(item["rule"], names)
+    rules = (*target["conditions"], *target["limits"])
+    assert says in [item["says"] for item in rules if not expressions.evaluate(item["rule"], names)]
+
+
+def test_rules_give_the_plans_of_other_sizes(tmp_path: Path) -> None:
+    forward, target = target_of(tmp_path, CASE)
+    other = parse("bf16_d128_q4_s131072_b64_h32k8_full_paged64").problem("forward")
+    plan = planner.plan(other, "sm_90")
+    names = {name: item["value"] for name, item in forward["inputs"].items()} | {"num_sms": 132}
+    names |= {"batch": 64, "num_queries": 4, "num_keys": 131072, "page_size": 64, "max_pages": 2048}
+    for item in target["definitions"]:
+        names[item["name"]] = expressions.evaluate(item["rule"], names)
+    grids = [[expressions.evaluate(rule, names) for rule in launch["grid_rules"]] for launch in target["launches"]]
+    assert grids == [list(launch.grid) for launch in plan.launches]
+    sizes = [expressions.evaluate(part["bytes_rule"], names) for part in target["workspace"]["buffers"]]
+    assert sizes == [buffer.bytes for buffer in plan.workspace.buffers]
