@@ -18,8 +18,9 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
+from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.problem.tensors import SHORT_NAMES
 
 ALWAYS: Final = "1"
 NEVER: Final = "0"
@@ -30,7 +31,8 @@ _FAMILIES: Final = ("decode", "sm90", "sm80")  # in the order in which they are 
 class Facts:
     """What the machine code of a kernel fixes.
 
-    features: sorted features of the Problem. gradients: those that a backward writes.
+    features: sorted features of the Problem, and options of its pages that only the rules of launches have
+    gradients: those that a backward writes
     grad_bias_axes: for each axis (batch, heads, queries, keys) whether grad_bias has it in full; () for no grad_bias
     num_splits_key: the caller's number of splits of a backward; 0 for the plan's
     """
@@ -56,12 +58,19 @@ def facts_of(problem: Problem, build: Build) -> Facts:
         build.head_dim,
         build.head_dim_value,
         build.mask,
-        build.features,
+        (*build.features, *_of_pages(problem)),
         build.gradients if backward else (),
         build.deterministic,
         () if problem.grad_bias is None else tuple(size != 1 for size in problem.grad_bias.shape),
         (problem.num_splits_key or 0) if backward else 0,
     )
+
+
+def _of_pages(problem: Problem) -> tuple[str, ...]:
+    """Returns the options of a paged problem that change the rules of its launches, not its machine code."""
+    pages = problem.pages
+    given = {} if pages is None else {"invariant": pages.invariant, "page_indptr": pages.page_indptr}
+    return tuple(name for name, is_set in given.items() if is_set)
 
 
 def family_order(build: Build) -> int:
@@ -98,10 +107,11 @@ def preferred_when(build: Build) -> Expression:
         return NEVER
     if build.family != "decode":
         return ALWAYS
-    rows = _rows_of_tile(build.dtype, build.head_dim, build.head_dim_value, build.arch, str(TileConfig.of(build)))
+    kind = build.dtype, build.head_dim, build.head_dim_value, build.has("paged")
+    rows = _rows_of_tile(*kind, build.arch, str(TileConfig.of(build)))
     if not rows:
         return NEVER
-    if len(rows) == decode.MAX_ROWS:
+    if len(rows) == _most_rows(build.has("paged")):
         return ALWAYS
     return f"(num_queries * group >= {rows[0]}) * (num_queries * group <= {rows[-1]})"
 
@@ -112,12 +122,19 @@ def _key_tiles(build: Build) -> Expression:
     return f"min({tiles}, div(tokens_k, {build.tile_n}) + batch)" if build.has("varlen") else tiles
 
 
+def _most_rows(is_paged: bool) -> int:
+    return decode.PERSISTENT_MAX_ROWS if is_paged else decode.MAX_ROWS
+
+
 @functools.lru_cache(maxsize=256)
-def _rows_of_tile(dtype: str, head_dim: int, head_dim_value: int, arch: str, tile: str) -> tuple[int, ...]:
+def _rows_of_tile(
+    dtype: str, head_dim: int, head_dim_value: int, is_paged: bool, arch: str, tile: str
+) -> tuple[int, ...]:
     """Returns the numbers of query rows of a key head for which the planner's first decode kernel has this tile."""
+    short, paged = SHORT_NAMES[dtype], "_paged16" if is_paged else ""
 
     def is_first(rows: int) -> bool:
-        shape = Shape(1, 1, decode.MIN_KEYS, rows, head_dim, head_dim_value, 1)
-        return str(TileConfig.of(planner.builds(Problem.dense("forward", shape, dtype), arch)[0])) == tile
+        text = f"{short}_d{head_dim}v{head_dim_value}_q1_s{decode.MIN_KEYS}_b1_h{rows}k1_full{paged}"
+        return str(TileConfig.of(planner.builds(spec.parse(text).problem("forward"), arch)[0])) == tile
 
-    return tuple(rows for rows in range(1, decode.MAX_ROWS + 1) if is_first(rows))
+    return tuple(rows for rows in range(1, _most_rows(is_paged) + 1) if is_first(rows))
