@@ -197,6 +197,7 @@ def launches_of(log: FakeDriver, host: LibraryHost, opened: ctypes.c_void_p, cal
     return [(it.text, it.grid, it.block, it.shared_memory, it.cluster) for it in log.of("cuLaunchKernelEx")]
 
 
+@pytest.mark.slow
 def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle: Bundle, host: LibraryHost) -> None:
     """Symbol and workspace without a GPU; each launch with its grid and shared memory on the fake driver's two GPUs.
 

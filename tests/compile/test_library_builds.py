@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.bundle import interface
-from cutlass_py_attn.bundle.files import Bundle
+from cutlass_py_attn.bundle.files import Bundle, export_library
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.runtime.driver import device
 from tests.support import fake_driver
 from tests.support.bundle_hosts import ROOT, cuda_headers
 from tests.support.c_compiler import STRICT, build, compiler
+from tests.support.fakes import artifact
 from tests.support.library_host import PUBLIC, Call, LibraryHost, compiled, exported, filled
 
 MANY = "bf16_d128_s1000_b2_h4k2_causal_window64_biassum_dropout0.1_softcap30_alibi_sinks"
@@ -239,9 +241,6 @@ def test_a_name_of_one_s_own(tmp_path: Path) -> None:
     made = []
     for name in ("prefill", "decode_step"):
         case = {"prefill": CASES[0][0], "decode_step": CASES[1][0]}[name]
-        from cutlass_py_attn.bundle.files import export_library
-        from tests.support.fakes import artifact
-
         folder = tmp_path / name
         found = export_library(folder, [spec.parse(case).problem("forward")], ["sm_90a"], name=name, kernels=artifact)
         text = (found.path / f"{name}.c").read_text() + (found.path / f"{name}.h").read_text()
@@ -299,6 +298,7 @@ def fuzzed() -> list[bytes]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("standard", ["c11", "c++17"])
 def test_any_call_is_refused_or_launched(bundle: Bundle, tmp_path: Path, standard: str) -> None:
     """With the sanitizers of undefined behaviour and of addresses: no arithmetic overflows, no read is outside."""
@@ -415,8 +415,6 @@ def test_without_a_context_the_text_says_what_to_call(bundle: Bundle, tmp_path: 
 
 def test_images_from_memory(driver_log: fake_driver.FakeDriver, bundle: Bundle, tmp_path: Path) -> None:
     """A library that was compiled without machine code loads that of the file beside it, and no other."""
-    from cutlass_py_attn.runtime.driver import device
-
     made = compiled(bundle, tmp_path / "attention.so", "-DATTENTION_WITHOUT_IMAGES")
     images = (bundle.path / "attention.images").read_bytes()
     inside = compiled(bundle, tmp_path / "inside.so")

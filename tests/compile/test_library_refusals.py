@@ -11,12 +11,15 @@ import pytest
 
 from cutlass_py_attn.bundle import interface
 from cutlass_py_attn.bundle.files import Bundle
+from cutlass_py_attn.plan import abi, planner
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.runtime.driver import device
+from cutlass_py_attn.score_terms.dropout import keep_scale, threshold
 from tests.support import fake_driver
 from tests.support.bundle_hosts import ADDRESSES, WORKSPACE
 from tests.support.fake_driver import FakeDriver
+from tests.support.fakes import decode
 from tests.support.library_host import STATUS, Call, LibraryHost, compiled, exported, filled, target_of
 
 CASE = "bf16_d128_s512_b2_h4k2_causal"
@@ -331,10 +334,6 @@ def test_decode_comes_before_prefill(host: LibraryHost) -> None:
 
 def test_dropout_of_every_probability(tmp_path_factory: pytest.TempPathFactory, driver_log: FakeDriver) -> None:
     """Threshold and factor of the kept weights are Python's, bit for bit; seed and offset may be on the device."""
-    from cutlass_py_attn.plan import abi, planner
-    from cutlass_py_attn.score_terms.dropout import keep_scale, threshold
-    from tests.support.fakes import decode
-
     folder = tmp_path_factory.mktemp("dropout")
     problem = spec.parse("bf16_d64_s200_b2_h3_causal_dropout0.5").problem("forward")
     made = exported(folder / "made", (problem, problem.replace(philox_on_device=True)))
