@@ -146,7 +146,9 @@ def _table_objections(pages: Pages) -> Iterator[str]:
 
 
 def _pool_objections(problem: Problem) -> Iterator[str]:
-    page_size = problem.key.shape[1]
+    pages, page_size = problem.key.shape[:2]
+    if pages < 1:
+        yield "key has no pages: the pools must have at least one; allocate them before the first call"
     if page_size < 1 or page_size & (page_size - 1):
         yield (
             f"key has pages of {page_size} rows: the page size must be a power of two; pass key and value as "

@@ -184,7 +184,8 @@ def alignments(problem: Problem) -> dict[str, int]:
     required = {name: tensor.alignment for name, tensor in problem.tensors().items()}
     required["logsumexp"] = F32_BYTES
     required |= {name: tensor.alignment for name, tensor in problem.vectors().items()}
-    required |= {name: 0 for name, tensor in problem.tensors().items() if 0 in tensor.shape}
+    table = {} if problem.pages is None else {"page_table": problem.pages.page_table}
+    required |= {name: 0 for name, tensor in (problem.tensors() | table).items() if 0 in tensor.shape}
     for term in registry.present(problem):
         required |= dict.fromkeys(term.immediate_numbers(problem), 0)
     return required

@@ -98,6 +98,10 @@ ALL: dict[str, Refused] = {
         "[pages, page_size, heads, head_dim] by strides",
         key=tensor(POOL, 12, 2, 32, dtype="float16"), value=tensor(POOL, 12, 2, 32, dtype="float16"),
     ),
+    "pools without pages": of_problem(
+        "key has no pages: the pools must have at least one; allocate them before the first call",
+        key=tensor(0, PAGE_SIZE, 2, 32, dtype="float16"), value=tensor(0, PAGE_SIZE, 2, 32, dtype="float16"),
+    ),
     "pools of two sizes": of_problem(
         "value has shape (19, 16, 2, 32): must be (20, 16, 2, 32) to match query (3, 2, 4, 32), key (20, 16, 2, 32) "
         "and value (19, 16, 2, 32); reshape it",

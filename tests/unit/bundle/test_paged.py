@@ -11,7 +11,7 @@ from cutlass_py_attn.plan import expressions, planner
 from cutlass_py_attn.problem.spec import parse
 from tests.support import bundles
 
-CASE = "bf16_d128_q1_s1000_b5_h32k8_full_paged8"
+CASE = "bf16_d128_q1_s1000_b65_h32k8_full_paged8"
 RAGGED = "bf16_d128_n5x900,3x20_h8k2_causal_br_sinks_paged16"
 
 

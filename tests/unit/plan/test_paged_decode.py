@@ -27,15 +27,22 @@ def plan_of(name: str, arch: str = ARCH, *, invariant: bool = False) -> Plan:
     "name",
     [
         "bf16_d128_q1_s8192_b64_h32k8_full_paged1",
-        "bf16_d128_q1_s131072_b1_h32k8_full_paged256",
-        "bf16_d128_q1_s0_b3_h8k2_full_paged8",
-        "bf16_d128_n4x90u3,4x1000u1000_h4k1_full_paged16",
+        "bf16_d128_q1_s131072_b17_h32k8_full_paged256",
+        "bf16_d128_q1_s0_b65_h8k2_full_paged8",
+        "bf16_d128_q4_s1000_b129_h4k1_full_paged16",
     ],
 )
-def test_sizes_do_not_decide_the_kernel(name: str) -> None:
+def test_lengths_and_pages_do_not_decide_the_kernel(name: str) -> None:
     found, base = plan_of(name), plan_of(BASE)
     assert found.build == base.build
     assert found.build.variant == PERSISTENT
+
+
+@pytest.mark.parametrize(("batch", "tile_n"), [(1, 128), (16, 128), (17, 64), (64, 64)])
+def test_few_rows_have_a_tile_of_more_keys(batch: int, tile_n: int) -> None:
+    name = f"bf16_d128_q1_s8192_b{batch}_h32k8_full_paged16"
+    assert plan_of(name).build.tile_n == tile_n
+    assert plan_of(name, invariant=True).build.tile_n == 64  # the same in any batch
 
 
 def test_strides_and_the_form_of_the_table_do_not_decide_the_kernel() -> None:
@@ -97,7 +104,7 @@ def test_the_longest_sequence_changes_neither_grid_nor_workspace() -> None:
 
 @pytest.mark.parametrize(("heads", "team"), [("h8", 8), ("h4", 4), ("h32k1", 1), ("h6", 2), ("h64", 8), ("h5", 1)])
 def test_a_team_has_a_block_for_each_row_of_a_group(heads: str, team: int) -> None:
-    found = plan_of(f"bf16_d128_q1_s8192_b64_{heads}_full_paged16")
+    found = plan_of(f"bf16_d128_q1_s8192_b200_{heads}_full_paged16")
     assert numbers(found)["team_rows"] == team
     assert found.launches[0].grid[0] == numbers(found)["num_teams"] * team
 
