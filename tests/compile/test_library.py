@@ -47,6 +47,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bf16_d128_s8192_b1_h4_causal": (("forward",), ("bf16_d128_q4096_s5000_b3_h7_causal_br",)),
     "bf16_d128_s8192_b1_h4k2_causal": (("forward",), ("bf16_d128_q4096_s5000_b3_h6k2_causal_br",)),
     "bf16_d128_q1_s8192_b4_h32k8_full_paged16": (("forward",), ("bf16_d128_q3_s1024_b9_h8k2_full_paged64",)),
+    "bf16_d128_q1_s1024_b256_h32k8_full_paged16": (("forward",), ("bf16_d128_q2_s64_b80_h16k2_full_paged2",)),
     "bf16_d128_q4_s8192_b4_h32k4_full_paged16": (("forward",), ("bf16_d128_q1_s999_b3_h17k1_full_paged1",)),
     "bf16_d128_q8_s8192_b4_h32k4_full_paged16": (("forward",), ("bf16_d128_q2_s9000_b70_h128k2_full_paged256",)),
     "f16_d100_s512_b2_h4_full": (DIRECTIONS, ("f16_d100_s77_b2_h5_full",)),
@@ -244,7 +245,7 @@ def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle
         host.close(handle)
     assert differing == []
     assert found["same"] > DRAWN // 2
-    assert min(found.values()) > DRAWN // 50
+    assert min(found.values()) > DRAWN // 100
     assert kinds >= {"decode", "decode persistent", "sm80", "sm90", "sm90 multicast", "sm90 query_heads", "sm90 2cta"}
 
 
