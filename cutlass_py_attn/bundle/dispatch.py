@@ -9,6 +9,8 @@ calls of some sizes alone is tried for these before the others of its family, an
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,10 +18,12 @@ from cutlass_py_attn.plan import decode, planner, sm90
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression
+from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
+from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.problem.tensors import SHORT_NAMES
 
 ALWAYS: Final = "1"
 NEVER: Final = "0"
@@ -30,7 +34,8 @@ _FAMILIES: Final = ("decode", "sm90", "sm80")  # in the order in which they are 
 class Facts:
     """What the machine code of a kernel fixes.
 
-    features: sorted features of the Problem. gradients: those that a backward writes.
+    features: sorted features of the Problem, and options of its pages that only the rules of launches have
+    gradients: those that a backward writes
     grad_bias_axes: for each axis (batch, heads, queries, keys) whether grad_bias has it in full; () for no grad_bias
     num_splits_key: the caller's number of splits of a backward; 0 for the plan's
     """
@@ -56,12 +61,19 @@ def facts_of(problem: Problem, build: Build) -> Facts:
         build.head_dim,
         build.head_dim_value,
         build.mask,
-        build.features,
+        (*build.features, *_of_pages(problem)),
         build.gradients if backward else (),
         build.deterministic,
         () if problem.grad_bias is None else tuple(size != 1 for size in problem.grad_bias.shape),
         (problem.num_splits_key or 0) if backward else 0,
     )
+
+
+def _of_pages(problem: Problem) -> tuple[str, ...]:
+    """Returns the options of a paged problem that change the rules of its launches, not its machine code."""
+    pages = problem.pages
+    given = {} if pages is None else {"invariant": pages.invariant, "page_indptr": pages.page_indptr}
+    return tuple(name for name, is_set in given.items() if is_set)
 
 
 def family_order(build: Build) -> int:
@@ -98,12 +110,29 @@ def preferred_when(build: Build) -> Expression:
         return NEVER
     if build.family != "decode":
         return ALWAYS
-    rows = _rows_of_tile(build.dtype, build.head_dim, build.head_dim_value, build.arch, str(TileConfig.of(build)))
+    kind, tile = _Kind.of(build), str(TileConfig.of(build))
+    few, many = (
+        tuple(rows for rows in range(1, kind.most_rows + 1) if _first_tile(kind, rows, batch) == tile)
+        for batch in (1, MAX_GRID_YZ)
+    )
+    if few == many:
+        return _between(few, kind.most_rows)
+    changing = next(iter({*few} ^ {*many}))
+    batches = range(1, MAX_GRID_YZ)
+    of_one = _first_tile(kind, changing, 1)
+    limit = bisect_left(batches, True, key=lambda batch: _first_tile(kind, changing, batch + 1) != of_one) + 1
+    sequences = "batch * num_heads_key"
+    return (
+        f"({sequences} <= {limit}) * {_between(few, kind.most_rows)} + "
+        f"({sequences} > {limit}) * {_between(many, kind.most_rows)}"
+    )
+
+
+def _between(rows: Sequence[int], most: int) -> Expression:
+    """Returns the rule that is 1 for these numbers of query rows of a key head, which follow each other."""
     if not rows:
         return NEVER
-    if len(rows) == decode.MAX_ROWS:
-        return ALWAYS
-    return f"(num_queries * group >= {rows[0]}) * (num_queries * group <= {rows[-1]})"
+    return ALWAYS if len(rows) == most else f"(num_queries * group >= {rows[0]}) * (num_queries * group <= {rows[-1]})"
 
 
 def _key_tiles(build: Build) -> Expression:
@@ -112,12 +141,30 @@ def _key_tiles(build: Build) -> Expression:
     return f"min({tiles}, div(tokens_k, {build.tile_n}) + batch)" if build.has("varlen") else tiles
 
 
-@functools.lru_cache(maxsize=256)
-def _rows_of_tile(dtype: str, head_dim: int, head_dim_value: int, arch: str, tile: str) -> tuple[int, ...]:
-    """Returns the numbers of query rows of a key head for which the planner's first decode kernel has this tile."""
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Decode steps among which the planner chooses a tile by the number of rows and of sequences."""
 
-    def is_first(rows: int) -> bool:
-        shape = Shape(1, 1, decode.MIN_KEYS, rows, head_dim, head_dim_value, 1)
-        return str(TileConfig.of(planner.builds(Problem.dense("forward", shape, dtype), arch)[0])) == tile
+    dtype: str
+    head_dim: int
+    head_dim_value: int
+    is_paged: bool
+    arch: str
 
-    return tuple(rows for rows in range(1, decode.MAX_ROWS + 1) if is_first(rows))
+    @staticmethod
+    def of(build: Build) -> _Kind:
+        return _Kind(build.dtype, build.head_dim, build.head_dim_value, build.has("paged"), build.arch)
+
+    @property
+    def most_rows(self) -> int:
+        """Query rows of a key head that some decode kernel takes."""
+        return decode.PERSISTENT_MAX_ROWS if self.is_paged else decode.MAX_ROWS
+
+
+@functools.lru_cache(maxsize=4096)
+def _first_tile(kind: _Kind, rows: int, batch: int) -> str:
+    """Returns the tile of the planner's first kernel for this number of query rows of one key head."""
+    dims = f"{SHORT_NAMES[kind.dtype]}_d{kind.head_dim}v{kind.head_dim_value}"
+    paged = "_paged16" if kind.is_paged else ""
+    text = f"{dims}_q1_s{decode.MIN_KEYS}_b{batch}_h{rows}k1_full{paged}"
+    return str(TileConfig.of(planner.builds(spec.parse(text).problem("forward"), kind.arch)[0]))

@@ -34,6 +34,9 @@ FLAGS: Final = (
     ("ALIBI", 8, "alibi", "alibi_slopes"),
     ("SINKS", 16, "sinks", "sinks join the denominator of every row"),
     ("DETERMINISTIC", 32, "", "backward: the gradients have the same bits in every run"),
+    ("PAGED", 64, "paged", "key and value are pools of pages, found through page_table; seqused_k has the lengths"),
+    ("INVARIANT", 128, "invariant", "PAGED: the bits of a sequence's results do not depend on the other sequences"),
+    ("PAGE_INDPTR", 256, "page_indptr", "PAGED: page_table is a list, in which page_indptr says where sequences start"),
 )  # fmt: skip
 DERIVED: Final = (
     ("grouped", 1 << 16),
@@ -102,6 +105,12 @@ CALL: Final = (
     Field("alibi_batch", "i64", "elements from one batch of alibi_slopes to the next; 0: all have the same"),
     Field("sinks", "u64", "SINKS: float32 [num_heads]"),
     Field("grad_sinks", "u64", "GRAD_SINKS: float32 [num_heads]"),
+    Field("page_table", "u64", f"PAGED: {_KEYS} [batch, max_pages], pages of each sequence; PAGE_INDPTR: [max_pages]"),
+    Field("page_indptr", "u64", f"PAGE_INDPTR: {_KEYS} [batch + 1], where the pages of each sequence start"),
+    Field("page_table_row", "i64", "PAGED: entries from one row of page_table to the next; 0 with PAGE_INDPTR"),
+    Field("page_size", "i64", "PAGED: rows of a page, a power of two"),
+    Field("max_pages", "i64", "PAGED: pages of a sequence, num_keys is max_pages * page_size; PAGE_INDPTR: of all"),
+    Field("num_pages", "i64", "PAGED: pages of the pools, whose strides are those of [page, row, head, column]"),
 )  # fmt: skip
 C_TYPES: Final = {"u32": "uint32_t", "i32": "int32_t", "u64": "uint64_t", "i64": "int64_t", "f64": "double"}
 RUST_TYPES: Final = {
@@ -115,7 +124,7 @@ RUST_TYPES: Final = {
 }
 
 # Inputs and pointers of the rules that the request, not the call, has: what follows from the call's fields.
-_REQUEST: Final = ("window_left", "window_right", "dropout_threshold", "keep_scale")
+_REQUEST: Final = ("window_left", "window_right", "dropout_threshold", "keep_scale", "table_entries")
 _CAST: Final = ("philox_seed", "philox_offset")
 _AXES: Final = {
     **dict.fromkeys(BMHK, ("batch", "row", "head")),
@@ -132,6 +141,8 @@ def field(name: str) -> str:
     if name in _AXES:
         return f"c->call.{name}.address"
     tensor, _, axis = name.rpartition("_")
+    if axis == "page":  # of a pool, whose first axis is that of pages
+        axis = "batch"
     if axis in _AXES.get(tensor, ()):
         return f"c->call.{tensor}.{axis}"
     if name == "grad_output_column" or name in {each.name for each in CALL}:

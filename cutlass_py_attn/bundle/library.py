@@ -19,7 +19,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.serialize import from_json
-from cutlass_py_attn.problem.tensors import BMHK
+from cutlass_py_attn.problem.tensors import BMHK, WORD_BYTES
 from cutlass_py_attn.score_terms.dropout import PHILOX
 
 Json = dict[str, Any]
@@ -126,7 +126,7 @@ def _kernels(manifest: Mapping[str, Any]) -> tuple[list[Json], list[Build]]:
 def _aligned(pointers: Json, build: Build) -> Json:
     """Returns the pointers with the alignments (bytes) of the kernel's loads in place of the exported problem's."""
     loads = dict.fromkeys(BMHK, build.vector_bytes)
-    loads |= {"bias": build.bias_vector_bytes, "grad_bias": build.grad_bias_vector_bytes}
+    loads |= {"page_table": WORD_BYTES, "bias": build.bias_vector_bytes, "grad_bias": build.grad_bias_vector_bytes}
     return {name: {**each, "alignment": loads.get(name, each["alignment"])} for name, each in pointers.items()}
 
 

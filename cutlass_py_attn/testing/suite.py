@@ -227,6 +227,10 @@ LIBRARY: Final = tuple(
             "forward bf16_d128_n70x300,1x9_h8k4_causal seed=6",
         ),
         (
+            "forward bf16_d128_q1_s5000_b3_h16k4_full_paged16 seed=5",
+            "forward bf16_d128_n3x900u900,3x70u0,3x2000u1999,3x20u1_h8k2_full_paged64 seed=6",
+        ),
+        (
             "backward f16_d64_q200_s304_b2_h4_causal_biassum_dropout0.3_softcap4_alibi_sinks philox_seed=42",
             "backward f16_d64_q70_s136_b3_h5_causal_biassum_dropout0.1_softcap9_alibi_sinks philox_offset=3",
         ),

@@ -549,8 +549,9 @@ assert sys.byteorder == "little", "calls are written as bytes of this machine"
 def test_the_call_that_the_page_shows_compiles(bundle: Bundle, tmp_path: Path) -> None:
     """Inside a function that has what the page says a caller has; and the exports of the page have its problems."""
     page = (ROOT / "docs" / "c_library.md").read_text()
-    (block,) = re.findall(r"```c\n(.*?)```", page, re.DOTALL)
-    addresses = ", ".join(f"uint64_t {name}" for name in ("query", "key", "value", "output", "logsumexp", "workspace"))
+    block = "".join(re.findall(r"```c\n(.*?)```", page, re.DOTALL))
+    names = "query", "key", "value", "output", "logsumexp", "workspace", "page_table", "seqused_k"
+    addresses = ", ".join(f"uint64_t {name}" for name in names)
     source = tmp_path / "call.c"
     source.write_text(
         '#include "attention.h"\n#include <stdio.h>\n#include <stdlib.h>\n'

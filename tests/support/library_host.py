@@ -165,6 +165,12 @@ def filled(call: Any, problem: Problem, *, first_address: int = 0, addresses: Ma
         setattr(call, name, getattr(shape, name))
     if shape.tokens is not None:
         call.tokens_q, call.tokens_k = shape.tokens
+    if problem.pages is not None:
+        call.num_pages, call.page_size = problem.key.shape[:2]
+        call.max_pages, call.page_table_row = problem.pages.max_pages, problem.pages.table_row
+        call.flags |= FLAGS["INVARIANT"] if problem.pages.invariant else 0
+        call.flags |= FLAGS["PAGE_INDPTR"] if problem.pages.page_indptr else 0
+        call.tokens_k = 0
     left, right = problem.mask.edges
     call.window_left, call.window_right = (-1 if edge == UNLIMITED else edge for edge in (left, right))
     call.bottom_right = int(problem.mask.bottom_right)
