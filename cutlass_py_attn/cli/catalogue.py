@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Final
 
-from cutlass_py_attn.cli.selection import component_gemms
-from cutlass_py_attn.plan import planner
+from cutlass_py_attn.cli.selection import SIZES, component_gemms
+from cutlass_py_attn.plan import planner, sm90
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.decode import MIN_KEYS
@@ -25,9 +25,9 @@ COMPONENT_GEMM_HEAD_DIMS: Final = (32, 64, 96, 128, 192, 256)
 FEATURE_HEAD_DIMS: Final = ("d64", "d128")
 COMMON_MASKS: Final = ("full", "causal", "causal_window64")  # one for each form of a mask in kernels
 FEATURES: Final = ("bias", "biasgrad", "biassum", "dropout0.5", "softcap30", "alibi", "sinks", "deterministic")
-# Sizes decide no machine code, except that the sm90 family has kernels for short and for long sequences.
+# Sizes decide no machine code, except that the sm90 family has kernels for short and for long sequences, and for few.
 _LENGTH: Final = LONG_LENGTH
-_SM90_LENGTHS: Final = (_LENGTH, 208, 128, MULTICAST_LENGTH)
+_SM90_SIZES: Final = (*SIZES, (MULTICAST_LENGTH, 512))  # (length, heads)
 _SM90_DTYPES: Final = ("bf16", "f16")
 _VARIABLE_LENGTHS: Final = ("n128,100", "n128x128u100,100")
 _GROUPED_HEADS: Final = ("b1_h4k2", "b64_h4k2")  # few and many key tiles, for which sm90 backwards have two kernels
@@ -66,8 +66,11 @@ def serves(build: Build) -> str:
         words.append("deterministic")
     if build.family == "decode":
         words.append(f"up to {MAX_QUERIES} queries of {MIN_KEYS} keys or more")
-    if build.variant == QUERY_HEADS:
+    has_few_rows = build.family == "sm90" and sm90.has_few_rows(build.kind, build)
+    if build.variant == QUERY_HEADS or (has_few_rows and build.kind == "backward"):
         words.append("few key tiles")
+    elif has_few_rows:
+        words.append("few query tiles")
     elif build.body.lengths != "any":
         words.append(f"{build.body.lengths} sequences")
     return ", ".join(words)
@@ -81,9 +84,9 @@ def _component_gemms(arch: str) -> Iterator[Plan]:
 def _specs(direction: str, is_sm90: bool) -> Iterator[ProblemSpec]:
     """Yields the problems of the catalogue: masks and lengths, then one feature each, then few queries."""
     dtypes = _SM90_DTYPES if is_sm90 else tuple(SHORT_NAMES.values())
-    lengths = _SM90_LENGTHS if is_sm90 else (_LENGTH,)
-    for dtype, dims, mask, length in product(dtypes, HEAD_DIMS, COMMON_MASKS, lengths):
-        yield parse(f"{dtype}_{dims}_s{length}_b1_h1_{mask}")
+    sizes = _SM90_SIZES if is_sm90 else ((_LENGTH, 1),)
+    for dtype, dims, mask, (length, count) in product(dtypes, HEAD_DIMS, COMMON_MASKS, sizes):
+        yield parse(f"{dtype}_{dims}_s{length}_b1_h{count}_{mask}")
     for dtype, dims, mask in product(dtypes, FEATURE_HEAD_DIMS, ("full", "causal")):
         for feature in FEATURES:
             if direction == "backward" or feature not in _OF_BACKWARD:

@@ -28,9 +28,10 @@ ARCHS = tuple(ARCHITECTURES)
 MASKS = masks.PLAIN
 KINDS = ("component-gemm", "forward", "backward")
 
-# Lengths of one head. Other lengths give the same machine code, but the sm90 family has kernels for short heads:
-# a backward that runs one block per head, and forwards with other tiles, one of them for keys of a single tile.
-LENGTHS = LONG_LENGTH, 208, 128
+# (length, heads). Other sizes give the same machine code, but the sm90 family has kernels for short heads and for few:
+# a backward that runs one block per head, forwards with other tiles, one of them for keys of a single tile, and tiles
+# with fewer rows.
+SIZES = (LONG_LENGTH, 512), (208, 512), (128, 512), (512, 1), (64, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Selection:
                 yield from component_gemms(dtype, round_up(head_dim, COLUMN_MULTIPLE), arch)
         directions = [kind for kind in self.kinds if kind != "component-gemm"]
         for direction, dtype, head_dim, mask in product(directions, self.dtypes, self.head_dims, self.masks):
-            made = (fused(direction, dtype, head_dim, mask, length, arch, self.deterministic) for length in LENGTHS)
+            made = (fused(direction, dtype, head_dim, mask, *sizes, arch, self.deterministic) for sizes in SIZES)
             yield from {plan.symbol: plan for plan in made}.values()
 
 
@@ -67,13 +68,16 @@ def component_gemms(dtype: str, head_dim: int, arch: str) -> Iterator[Plan]:
             yield from (plan_component_gemm(name, family, dtype, head_dim, arch) for name in COMPONENT_GEMMS)
 
 
-def fused(direction: str, dtype: str, head_dim: int, mask: str, length: int, arch: str, deterministic: bool) -> Plan:
-    """Returns the plan of a fused kernel for one head of that length."""
+def fused(
+    direction: str, dtype: str, head_dim: int, mask: str, length: int, heads: int, arch: str, deterministic: bool
+) -> Plan:
+    """Returns the plan of a fused kernel for so many heads of that length."""
     spec = ProblemSpec(
         dtype,
         head_dim,
         num_queries=length,
         num_keys=length,
+        num_heads=heads,
         mask=parse_mask(mask),
         deterministic=deterministic,
     )

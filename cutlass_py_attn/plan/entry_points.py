@@ -61,6 +61,24 @@ def entries(build: Build) -> dict[str, str]:
     return {role: symbols[role] for role in _LAUNCH_ORDER if role in symbols}
 
 
+def is_dependent_launch(build: Build, role: str) -> bool:
+    """Returns whether the entry is launched before the entry ahead of it has ended (programmatic dependent launch).
+
+    Its kernel waits for that end itself (kernels/common/dependent_launch.py), before it reads or writes what the entry
+    ahead touches. The first entry of a plan is launched like any other kernel, so it waits for whatever the stream did
+    before.
+    """
+    return build.family == "sm90" and build.kind == "backward" and role in ("main", "finish", "finish_kv")
+
+
+def delta_clears_sums(build: Build) -> bool:
+    """Returns whether the delta kernel sets the sums of dQ and the counters to zero, so that no memset has to.
+
+    The sums of dK and dV of variant query_heads have other tiles than the delta kernel.
+    """
+    return build.family == "sm90" and build.kind == "backward" and build.variant not in (PER_HEAD, QUERY_HEADS)
+
+
 def entry_symbols(build: Build) -> tuple[str, ...]:
     """Returns the entries of the build's cubin, in the order of the plan's launches."""
     return tuple(entries(build).values())

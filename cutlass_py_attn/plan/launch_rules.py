@@ -41,7 +41,7 @@ _FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
 
 @dataclass(frozen=True, slots=True)
 class BufferRule:
-    """One workspace buffer: its bytes, the condition under which it exists, and whether it is zeroed for each call."""
+    """One workspace buffer: its bytes, the condition under which it exists, and whether a memset zeroes it."""
 
     name: str
     bytes: Expression
@@ -147,7 +147,8 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     tile_count_semaphore: int32 count of blocks or key tiles that have started
     delta, logsumexp_log2: (num_heads, total_tiles, tile_m) float32
 
-    With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed.
+    With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed. Where
+    `entry_points.delta_clears_sums`, the delta kernel writes the zeros.
     """
     if build.family == "decode":
         condition = launch_condition(build, "combine")
@@ -162,20 +163,21 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
 
 
 def _accumulated(build: Build) -> list[BufferRule]:
-    """Returns the zeroed buffers: the sums of gradients, and counters."""
+    """Returns the buffers that begin as zeros: the sums of gradients, and counters."""
     found = []
+    is_zeroed = not entry_points.delta_clears_sums(build)
     if "query" in build.gradients:
         pieces = times("num_heads * total_tiles", dq_pieces(build))
         piece_bytes = build.tile_m * dq_piece_columns(build) * F32_BYTES
-        found.append(BufferRule("grad_query_accum", f"{pieces} * {piece_bytes}", is_zeroed=True))
+        found.append(BufferRule("grad_query_accum", f"{pieces} * {piece_bytes}", is_zeroed=is_zeroed))
         if build.deterministic:
-            found.append(BufferRule("dq_semaphore", f"{pieces} * {WORD_BYTES}", is_zeroed=True))
+            found.append(BufferRule("dq_semaphore", f"{pieces} * {WORD_BYTES}", is_zeroed=is_zeroed))
     if build.variant == QUERY_HEADS:
         for name, columns in (("grad_key_accum", build.columns), ("grad_value_accum", build.columns_value)):
             size = f"num_heads_key * total_key_tiles * {build.tile_n * columns * F32_BYTES}"
             found.append(BufferRule(name, size, is_zeroed=True))
     if build.family == "sm90":
-        found.append(BufferRule("tile_count_semaphore", str(WORD_BYTES), is_zeroed=True))
+        found.append(BufferRule("tile_count_semaphore", str(WORD_BYTES), is_zeroed=is_zeroed))
     elif build.deterministic:
         counters = f"num_heads_key * batch * {blocks_per_tile(build) * WORD_BYTES}"
         found.append(BufferRule("tile_count_semaphore", counters, is_zeroed=True))

@@ -49,6 +49,8 @@ class Launch:
     tensor_maps: tensor maps of the operands that TMA loads
     param_overrides: struct fields that differ from the plan's params
     cluster: neighbouring blocks along x that form a cluster; 1 for none
+    is_dependent: whether the kernel waits for the launch before it itself, so that the driver may start it early
+        (attribute programmatic stream serialization); a host that ignores this gets the same results
     """
 
     symbol: str
@@ -58,6 +60,7 @@ class Launch:
     tensor_maps: tuple[TensorMap, ...] = ()
     param_overrides: tuple[tuple[str, int], ...] = ()
     cluster: int = 1
+    is_dependent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class WorkspaceBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Device memory of one call: the first `zero_bytes` are zeroed before every launch."""
+    """Device memory of one call: a memset zeroes the first `zero_bytes` before the first launch of every call."""
 
     bytes: int = 0
     zero_bytes: int = 0

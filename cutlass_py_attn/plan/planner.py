@@ -274,6 +274,7 @@ def _launches(problem: Problem, build: Build, values: Mapping[str, int]) -> Iter
             (x, y, z),
             (entry_points.entry_threads(build, role), 1, 1),
             shared_memory_bytes.get(role, 0),
+            is_dependent=entry_points.is_dependent_launch(build, role),
         )
         if role == "main" and build.family == "sm90":
             maps = tuple(_tensor_maps(problem, build, values))

@@ -27,7 +27,11 @@ PER_HEAD_L2_BYTES, PER_HEAD_IMBALANCE = 36 << 20, 1.15
 # Variant query_heads: work tiles of the standard variant per SM from which on the standard one is faster. Causal,
 # d 128, one H200: query_heads gains 9 to 12 % at 3.9 and loses 0 to 7 % at 7.8; full: it loses 3 to 5 %.
 QUERY_HEADS_WORK_TILES: Final = 5
+# The same for full masks: query_heads gains 40 to 75 % at 0.06 to 0.5.
+QUERY_HEADS_WORK_TILES_FULL: Final = 0.5
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
+LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
+SHORT_QUERIES: Final = 256  # of d 64, up to which backward tiles of 64 queries and keys are faster: 3 to 8 %
 
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
@@ -95,6 +99,11 @@ def objections(problem: Problem, tile: TileConfig) -> list[str]:
 
 def applies(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
     """Returns whether the planner tries the tile for this problem: its variant computes it, and is faster."""
+    if problem.direction == "forward":
+        if (tile.tile_m, tile.tile_n) == LONG_CAUSAL_TILE and _is_short_causal(problem):
+            return False
+    elif has_few_rows(problem.direction, tile) and not _few_keys_are_faster(problem, tile, num_sms):
+        return False
     choice = _CHOICES.get((problem.direction, tile.variant))
     return choice is None or (choice.is_faster(problem, tile, num_sms) and not choice.objection(problem, tile))
 
@@ -110,7 +119,48 @@ def applicable(
     if not any_length:
         return tile_time.fastest_first(problem, found, num_sms)
     lengths = {tile: VARIANTS[problem.direction, "sm90", tile.variant].lengths for tile in found}
-    return [tile for tile in found if lengths[tile] == "any" and not tile_time.is_single(tile)]
+    return [
+        tile
+        for tile in found
+        if lengths[tile] == "any" and not tile_time.is_single(tile) and not has_few_rows(problem.direction, tile)
+    ]
+
+
+def _is_short_causal(problem: Problem) -> bool:
+    """Returns whether a causal mask hides much of the key tiles on the diagonal, compared with all of them."""
+    shape = problem.shape
+    return problem.mask.form == "causal" and min(shape.num_queries, shape.num_keys) < MULTICAST_LENGTH
+
+
+def has_few_rows(kind: str, tile: TileConfig | Build) -> bool:
+    """Returns whether a tile of this kind of kernel is for problems with few work tiles: it divides them further.
+
+    Blocks have one consumer warpgroup, whose 64 query rows (forward) or key rows (backward) have the tensor cores of an
+    SM for themselves.
+    """
+    rows = tile.tile_m if kind == "forward" else tile.tile_n
+    return tile.variant == STANDARD and rows == WARPGROUP_ROWS
+
+
+def _few_keys_are_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
+    """Blocks of 64 keys are faster if each SM has at most one, and under a causal mask at most two.
+
+    Narrow heads have 64 queries a tile up to SHORT_QUERIES, and 128 beyond. Wide heads of one tile of 128 keys are
+    faster in one block per head, unless SMs idle. Windows and score terms were not measured.
+    """
+    shape = problem.shape
+    if {*problem.features} - {"grouped"} or problem.mask.form == "local":
+        return False
+    is_narrow = max(shape.head_dim, shape.head_dim_value) <= WARPGROUP_ROWS
+    if is_narrow and tile.tile_m == WARPGROUP_ROWS and shape.num_queries > SHORT_QUERIES:
+        return False
+    tiles = shape.batch * shape.num_heads_key * ceil_div(shape.num_keys, WARPGROUP_ROWS)
+    if shape.group > 1 and _query_heads_is_faster(problem, replace(tile, tile_n=2 * WARPGROUP_ROWS), num_sms):
+        return False
+    if not is_narrow and shape.num_keys <= 2 * WARPGROUP_ROWS:
+        return shape.num_keys > WARPGROUP_ROWS and 2 * tiles <= num_sms
+    has_rounds = problem.mask.form == "causal" and shape.num_keys > 2 * WARPGROUP_ROWS  # else one block per head
+    return tiles <= (2 if has_rounds else 1) * num_sms
 
 
 def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
@@ -146,14 +196,15 @@ def _no_objection(problem: Problem, tile: TileConfig) -> str:
 
 
 def _query_heads_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
-    """If a mask makes work tiles unequal and those of whole groups are few, some SMs idle while others compute."""
+    """If work tiles of whole groups are few, some SMs idle; the more if a mask makes these tiles unequal."""
     shape = problem.shape
-    if shape.group == 1 or problem.deterministic or problem.mask.form == "full":
+    if shape.group == 1 or problem.deterministic:
         return False
     key_tiles = shape.batch * ceil_div(shape.num_keys, tile.tile_n)
     if shape.tokens is not None:  # num_keys is that of the longest sequence
         key_tiles = min(key_tiles, shape.tokens[1] // tile.tile_n + shape.batch)
-    return key_tiles * shape.num_heads_key < QUERY_HEADS_WORK_TILES * num_sms
+    most = QUERY_HEADS_WORK_TILES_FULL if problem.mask.form == "full" else QUERY_HEADS_WORK_TILES
+    return key_tiles * shape.num_heads_key < most * num_sms
 
 
 def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
@@ -230,14 +281,15 @@ def _per_head_blocks() -> Expression:
 def reason(build: Build) -> str:
     """Returns what the warpgroups of a block do."""
     consumers = build.warps_scores[0] // WARPGROUP_WARPS
+    computing = "one warpgroup computes" if consumers == 1 else f"{consumers} warpgroups compute"
     if build.kind == "forward":
         how = "two blocks of a cluster load keys and values for both: " if build.variant == MULTICAST else ""
-        roles = f"{how}{consumers} warpgroups compute S and O, one warp loads"
+        roles = f"{how}{computing} S and O, one warp loads"
     elif build.variant == TWO_CTA:
         roles = "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
     else:
         how = _work_tiles(build)
-        roles = f"{how}{consumers} warpgroups compute dK and dV, one computes dQ, one warp loads"
+        roles = f"{how}{computing} dK and dV, one computes dQ, one warp loads"
     return f"sm90 family (wgmma, TMA): {roles}"
 
 

@@ -1,8 +1,8 @@
 """Roles, tiles, shared memory and registers of the sm90 kernels: what their machine code reads of a Build.
 
 kernel            warpgroups
-forward           1 loads; 2 or 3 compute S and O of 64 query rows each
-backward          1 loads; 1 computes dQ; 2 compute S, dP, dV and dK of 64 keys each
+forward           1 loads; 1, 2 or 3 compute S and O of 64 query rows each
+backward          1 loads; 1 computes dQ; 1 or 2 compute S, dP, dV and dK of 64 keys each
 backward, 2-CTA   1 loads; 1 computes dQ of both blocks; 1 computes P and dV; 1 computes dS and dK
 """
 
@@ -19,7 +19,7 @@ from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 LOAD_WARPGROUPS: Final = 1
 DQ_WARPGROUPS: Final = 1  # of the backward
-CONSUMER_WARPGROUPS: Final = 2  # of the backward: they hold dK and dV
+CONSUMER_WARPGROUPS: Final = 2  # most of the backward: they hold dK and dV of 64 keys each
 WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
 BARRIER_BYTES: Final = 8
 WORK_TILE_WORDS: Final = 12  # int32 of the record of one work tile in the backward
@@ -28,7 +28,7 @@ WORK_TILE_RECORDS: Final = 2  # for each stage of the key
 DROPOUT_TILES: Final = (32, 16, 8, 4)
 DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES = 16, 64  # whose bits a warp of the backward generates together
 # Registers per thread of the forward by tile_m: of the warpgroup that loads, of those that compute.
-FORWARD_REGISTERS: Final = {128: (24, 240), 192: (32, 160)}
+FORWARD_REGISTERS: Final = {64: (24, 240), 128: (24, 240), 192: (32, 160)}
 SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
 # Tensor map over sequences of several lengths, see sm90.py: its rows per sequence, bytes of the whole address space.
 RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64
@@ -172,6 +172,8 @@ def registers(build: Build) -> tuple[int, ...]:
         return FORWARD_REGISTERS[build.tile_m]
     if build.variant == TWO_CTA:
         return 32, 64, 208
+    if build.tile_n == WARPGROUP_ROWS:  # one warpgroup less
+        return 32, 120, 240
     if build.block_queries < build.tile_m:
         return 24, 56, 216
     accumulators = (build.columns + build.columns_value) // 2 + build.tile_m

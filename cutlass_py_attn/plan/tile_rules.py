@@ -23,7 +23,7 @@ from cutlass_py_attn.plan.sm90_smem import (
 )
 from cutlass_py_attn.plan.smem import rows_copied_at_once
 from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_D, TWO_CTA, VARIANTS
+from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_D, STANDARD, TWO_CTA, VARIANTS
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
 
 REGISTER_USAGE_LEVELS: Final = range(11)  # that ptxas has
@@ -247,7 +247,9 @@ def _sm90_backward(build: Build) -> Objections:
     yield from _sm90_operands(build)
     if not {*OPERANDS} <= {*build.gradients}:
         yield _refuse(build, "gradients", f"the sm90 backward computes all of {', '.join(OPERANDS)}; use family sm80")
-    yield from _consumers(build, LOAD_WARPGROUPS + DQ_WARPGROUPS, (CONSUMER_WARPGROUPS,))
+    with_one = build.variant == STANDARD and not build.score_rows and not build.has("dropout")
+    allowed = (1, CONSUMER_WARPGROUPS) if with_one else (CONSUMER_WARPGROUPS,)
+    yield from _consumers(build, LOAD_WARPGROUPS + DQ_WARPGROUPS, allowed)
     if build.query_stages < 2:
         yield _refuse(build, "query_stages", "a stage is in use until the next tile is multiplied; use 2 or more")
     if build.key_stages > 2:
@@ -277,11 +279,10 @@ def _sm90_standard_backward(build: Build) -> Objections:
     if build.tile_m not in SM90_BACKWARD_TILE_M:
         reason = f"dQ is stored by {WARPGROUP_ROWS} rows; use {_listed(SM90_BACKWARD_TILE_M)}"
         yield _refuse(build, "tile_m", reason)
-    keys = CONSUMER_WARPGROUPS * WARPGROUP_ROWS
+    consumers = build.warps // WARPGROUP_WARPS - LOAD_WARPGROUPS - DQ_WARPGROUPS
+    keys = min(max(consumers, 1), CONSUMER_WARPGROUPS) * WARPGROUP_ROWS
     if build.tile_n != keys:
-        yield _refuse(
-            build, "tile_n", f"each of {CONSUMER_WARPGROUPS} warpgroups owns {WARPGROUP_ROWS} keys; use {keys}"
-        )
+        yield _refuse(build, "tile_n", f"each warpgroup owns {WARPGROUP_ROWS} keys; use {keys}, or other warps")
     for field, widest in zip(("head_dim", "head_dim_value"), SCORE_ROWS_HEAD_DIMS, strict=True):
         if getattr(build, field) > widest:
             yield _refuse(build, field, f"dK and dV leave registers for scores up to {widest}; use variant 2cta")

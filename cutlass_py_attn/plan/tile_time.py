@@ -45,8 +45,8 @@ class TileSpeeds:
     tiles: dict[tuple[int, int], TileSpeed]
 
 
-# By the widest head dim that the numbers hold for: a least-squares fit of the measurements in docs/performance.md, of
-# bf16 on an H200. At head dim 96, key tiles of 192x96 and 128x128 are fitted to s 8192 as well.
+# By the widest head dim that the numbers hold for: fits of the measurements in docs/performance.md, of bf16 on an H200.
+# At head dim 96, key tiles of 192x96 and 128x128 are fitted to s 8192 as well.
 FORWARD: Final = {
     64: TileSpeeds(
         longest=2048,
@@ -54,14 +54,34 @@ FORWARD: Final = {
             (192, 128): TileSpeed(start=1.1, key_tile=1.44),
             (128, 128): TileSpeed(start=0.86, key_tile=1.12),
             (128, 208): TileSpeed(start=0.86, key_tile=1.91, is_single=True),
+            (64, 128): TileSpeed(start=0.4, key_tile=0.84),
+            (64, 64): TileSpeed(start=0.3, key_tile=0.5),
         },
     ),
     96: TileSpeeds(
-        longest=512,
+        longest=2048,
         tiles={
+            (192, 112): TileSpeed(start=1.38, key_tile=1.6),
             (192, 96): TileSpeed(start=1.38, key_tile=1.4),
             (128, 128): TileSpeed(start=0.93, key_tile=1.35),
             (128, 208): TileSpeed(start=0.93, key_tile=2.31, is_single=True),
+            (64, 128): TileSpeed(start=0.5, key_tile=0.95),
+            (64, 64): TileSpeed(start=0.35, key_tile=0.56),
+        },
+    ),
+    128: TileSpeeds(
+        longest=2048,
+        tiles={
+            (128, 128): TileSpeed(start=2.0, key_tile=1.37),
+            (64, 128): TileSpeed(start=1.0, key_tile=1.07),
+            (64, 64): TileSpeed(start=0.6, key_tile=0.64),
+        },
+    ),
+    256: TileSpeeds(
+        longest=2048,
+        tiles={
+            (128, 64): TileSpeed(start=2.7, key_tile=1.12),
+            (64, 64): TileSpeed(start=1.4, key_tile=0.9),
         },
     ),
 }

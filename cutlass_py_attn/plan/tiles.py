@@ -130,15 +130,30 @@ _SPLIT_D: dict[tuple[str, bool], tuple[TileConfig, ...]] = {
 }
 # By head_dim_value. One of the warpgroups loads. tile_time.py says when a short problem has another than the first.
 _SM90_FORWARD: _Table = {
-    64: (TileConfig(192, 128, 16, 2), TileConfig(128, 128, 12, 2), TileConfig(128, 208, 12, 2)),
+    64: (
+        TileConfig(192, 128, 16, 2),
+        TileConfig(128, 128, 12, 2),
+        TileConfig(128, 208, 12, 2),
+        TileConfig(64, 128, 8, 2),
+        TileConfig(64, 64, 8, 2),
+    ),
     96: (
+        TileConfig(192, 112, 16, 2),
         TileConfig(192, 96, 16, 2),
         TileConfig(128, 128, 12, 2),
         TileConfig(128, 64, 12, 2),
         TileConfig(128, 208, 12, 2),
+        TileConfig(64, 128, 8, 2),
+        TileConfig(64, 64, 8, 2),
     ),
-    128: (TileConfig(128, 128, 12, 2, variant=MULTICAST), TileConfig(128, 128, 12, 2), TileConfig(128, 64, 12, 2)),
-    256: (TileConfig(128, 64, 12, 2),),
+    128: (
+        TileConfig(128, 128, 12, 2, variant=MULTICAST),
+        TileConfig(128, 128, 12, 2),
+        TileConfig(128, 64, 12, 2),
+        TileConfig(64, 128, 8, 2),
+        TileConfig(64, 64, 8, 2),
+    ),
+    256: (TileConfig(128, 64, 12, 2), TileConfig(64, 64, 8, 2)),
 }
 # With terms that ask for the tile table score_mod, three warpgroups have no registers for a wide tile.
 _SM90_FORWARD_SCORE_MOD: _Table = {
@@ -146,18 +161,27 @@ _SM90_FORWARD_SCORE_MOD: _Table = {
     128: _SM90_FORWARD[128],
     256: _SM90_FORWARD[256],
 }
-_SM90_FORWARD_LOCAL: _Table = {**_SM90_FORWARD, 64: _SM90_FORWARD[64][1:2]}  # nor with two edges of a mask
+# Nor with two edges of a mask.
+_SM90_FORWARD_LOCAL: _Table = {
+    **_SM90_FORWARD,
+    64: _SM90_FORWARD[64][1:2],
+    96: _SM90_FORWARD[96][1:4],
+}
 _SM90_BACKWARD: _Table = {
     64: (
+        TileConfig(64, 64, 12, 4, 3),
+        TileConfig(128, 64, 12, 3, 2),
         TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
         TileConfig(128, 128, 16, 3, 2, key_stages=2),
     ),
     96: (
+        TileConfig(64, 64, 12, 3, 2),
         TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
         TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
         TileConfig(64, 128, 16, 3, 2),
     ),
     128: (
+        TileConfig(64, 64, 12, 3, 2),
         TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
         TileConfig(64, 128, 16, 3, 2, variant=PER_HEAD),
         TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=QUERY_HEADS),
@@ -172,7 +196,7 @@ _SM90_BACKWARD: _Table = {
 _SM90_BACKWARD_MASKED: _Table = {
     **_SM90_BACKWARD,
     64: (
-        _SM90_BACKWARD[64][0],
+        *_SM90_BACKWARD[64][:3],
         TileConfig(128, 128, 16, 3, 2, variant=QUERY_HEADS),
         TileConfig(128, 128, 16, 3, 2),
     ),

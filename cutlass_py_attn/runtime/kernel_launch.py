@@ -11,6 +11,8 @@ from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.driver_calls import bound_driver_call
 
 _CLUSTER_DIMENSION: Final = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_PROGRAMMATIC_PORT: Final = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -44,9 +46,16 @@ class KernelLaunch:
         self._kernel = kernel
         self._parameters = parameters
         self._config = _LaunchConfig(*launch.grid, *launch.block, launch.shared_memory_bytes)
-        self._cluster = _LaunchAttribute(_CLUSTER_DIMENSION, 0, (ctypes.c_uint32 * 16)(launch.cluster, 1, 1))
+        attributes: dict[int, tuple[int, ...]] = {}
         if launch.cluster > 1:
-            self._config.attrs, self._config.numAttrs = ctypes.pointer(self._cluster), 1
+            attributes[_CLUSTER_DIMENSION] = (launch.cluster, 1, 1)
+        if launch.is_dependent:
+            attributes[_PROGRAMMATIC_STREAM_SERIALIZATION] = (1,)
+        self._attributes = (_LaunchAttribute * len(attributes))(
+            *(_LaunchAttribute(name, 0, (ctypes.c_uint32 * 16)(*value)) for name, value in attributes.items())
+        )
+        if attributes:
+            self._config.attrs, self._config.numAttrs = self._attributes, len(attributes)
         self._call = bound_driver_call("cuLaunchKernelEx", ctypes.addressof(self._config), kernel, parameters, 0)
 
     def __call__(self, stream: int) -> None:
@@ -62,7 +71,10 @@ class KernelLaunch:
         return self._call
 
     def add_to_graph(self, graph: Any, dependencies: list[Any]) -> KernelNode:
-        """Adds the launch to a CUDA graph as a node that runs after the nodes `dependencies`."""
+        """Adds the launch to a CUDA graph as a node that runs after the nodes `dependencies`.
+
+        A dependent launch has one of them, a kernel, and may start before that one ends.
+        """
         cuda = driver.bindings()
         node_params = cuda.CUDA_KERNEL_NODE_PARAMS()
         node_params.func = cuda.CUfunction(self._kernel)
@@ -70,9 +82,17 @@ class KernelLaunch:
         node_params.blockDimX, node_params.blockDimY, node_params.blockDimZ = self._launch.block
         node_params.sharedMemBytes = self._launch.shared_memory_bytes
         node_params.kernelParams = self._parameters
-        node = driver.call("cuGraphAddKernelNode", graph, dependencies, len(dependencies), node_params)
-        if self._config.numAttrs:
-            value = ctypes.addressof(self._cluster) + _LaunchAttribute.value.offset
+        before = [] if self._launch.is_dependent else dependencies
+        node = driver.call("cuGraphAddKernelNode", graph, before, len(before), node_params)
+        if self._launch.is_dependent:
+            edge = cuda.CUgraphEdgeData()
+            edge.from_port = _PROGRAMMATIC_PORT
+            edge.type = cuda.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC.value
+            driver.call("cuGraphAddDependencies", graph, dependencies, [node], [edge], 1)
+        for attribute in self._attributes:
+            if attribute.id != _CLUSTER_DIMENSION:  # the edge says it
+                continue
+            value = ctypes.addressof(attribute) + _LaunchAttribute.value.offset
             if code := bound_driver_call("cuGraphKernelNodeSetAttribute", int(node), _CLUSTER_DIMENSION, value)():
                 arguments = int(node), _CLUSTER_DIMENSION
                 raise driver.failure("cuGraphKernelNodeSetAttribute", arguments, code, self.symbol)

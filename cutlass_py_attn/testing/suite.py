@@ -37,6 +37,46 @@ MANY_HEADS: Final = _cases(
     "backward bf16_d128_q65_s129_b24_h16_full",  # several heads for each block
 )
 
+# As many work tiles as multiprocessors or more: the sm90 family has other kernels for fewer of them. Heads are no
+# multiple of the multiprocessors, so that no backward runs one block per head.
+MANY_TILES: Final = _cases(
+    *(
+        f"{direction} {name}"
+        for direction in DIRECTIONS
+        for name in (
+            "bf16_d128_q200_s256_b2_h67_full",
+            "bf16_d128_q256_s201_b2_h67_causal",
+            "f16_d128_q200_s256_b2_h134k67_causal_br",
+            "bf16_d64_q200_s256_b2_h67_full",
+            "f16_d64_q256_s201_b2_h67_causal",
+            "bf16_d96_q200_s256_b2_h67_full",
+            "bf16_d96v72_q256_s201_b2_h67_causal",
+        )
+    )
+)
+
+# Fewer key tiles of 64 keys than multiprocessors, several for each head, and blocks that get none of several heads.
+FEW_TILES: Final = _cases(
+    *(
+        f"{direction} {name}"
+        for direction in DIRECTIONS
+        for name in (
+            "bf16_d128_q200_s300_b1_h3_full",
+            "bf16_d128_q333_s257_b2_h4k2_causal",
+            "f16_d128v104_q129_s65_b1_h2_causal_br",
+            "bf16_d64_q200_s300_b1_h3_causal",
+            "f16_d64_q65_s400_b1_h2_full",
+            "bf16_d96v72_q300_s130_b1_h3_causal_br",
+            "f16_d32_q130_s200_b2_h2_full",
+        )
+    ),
+    "backward bf16_d128_q200_s300_b1_h3_causal_deterministic",
+    "backward f16_d64_q200_s300_b1_h3_full_deterministic",
+    "forward bf16_d256_q200_s300_b1_h2_causal",
+    "forward bf16_d256v200_q65_s64_b1_h2_full",
+    "forward bf16_d64_s64_b64_h5_causal",
+)
+
 # Lengths off the tiles, a sequence without queries, one without keys, and a tile of keys that are not used.
 _LENGTHS: Final = "n70x200u30,130x190u190,0x40u40,257x300u290,65x0u0,5x333u333,200x129u129"
 VARIABLE_LENGTH: Final = _cases(
@@ -195,7 +235,16 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     both = (*VARIABLE_LENGTH, *LONG, *MANY_ELEMENTS, *BEYOND_GRID)
     forwards = (case.replace(direction="forward") for case in both)
     lengths = (*both, *forwards, *WRONG_LENGTHS, *CHANGED_LENGTHS)
-    cases = (*MANY_HEADS, *GROUPED, *lengths, *DECODE_BEYOND_GRID, *LAUNCHERS.values(), *LONG_DROPOUT)
+    cases = (
+        *MANY_HEADS,
+        *MANY_TILES,
+        *FEW_TILES,
+        *GROUPED,
+        *lengths,
+        *DECODE_BEYOND_GRID,
+        *LAUNCHERS.values(),
+        *LONG_DROPOUT,
+    )
     parts = (
         covering_cases.builds(arch),
         matrix.builds(arch),

@@ -119,13 +119,15 @@ def test_targets_of_a_device(compute_capability: tuple[int, int], names: tuple[s
 def test_a_hopper_gpu_has_both_families_and_others_one() -> None:
     first, *others = planner.plans_on(forward(), (9, 0), 132)
     assert (first.build.family, first.build.arch) == ("sm90", "sm_90a")
-    assert {(plan.build.family, plan.build.arch) for plan in others[1:]} == {("sm80", "sm_90")}
+    assert {(plan.build.family, plan.build.arch) for plan in others} == {("sm90", "sm_90a"), ("sm80", "sm_90")}
+    families = [plan.build.family for plan in others]
+    assert families == sorted(families, reverse=True), "the portable kernels come last"
     assert {plan.build.family for plan in planner.plans_on(forward(), (8, 0), 108)} == {"sm80"}
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (64, 64), (96, 96), (128, 64), (192, 128), (256, 128), (256, 256)])
 def test_plans_fit_and_come_back_from_json(dims: tuple[int, int]) -> None:
-    plan = planner.plan(forward(*dims), "sm_90a")
+    plan = planner.plan(forward(*dims), "sm_90a", 8)
     assert plan.build.family == "sm90"
     assert plan.build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
     assert Plan.from_json(plan.to_json()) == plan
@@ -140,16 +142,15 @@ def test_a_tile_that_is_not_for_the_target_is_skipped(monkeypatch: pytest.Monkey
     first, *others = plan_table.sm90_tiles(forward())
     not_there = replace(first, not_on=("sm_90a",))
     monkeypatch.setattr(planner, "sm90_tiles", lambda problem: (not_there, *others))
-    found = [build.tile_n for build in planner.builds(forward(), "sm_90a") if build.family == "sm90"]
-    assert found == [tile.tile_n for tile in others] != []
+    found = [plan.build for plan in planner.plans(forward(), "sm_90a", 8) if plan.build.family == "sm90"]
+    assert [(build.tile_m, build.tile_n) for build in found] == [(tile.tile_m, tile.tile_n) for tile in others] != []
 
 
 def test_the_grid_is_the_smaller_of_sms_and_tiles() -> None:
-    """200 queries of 4 heads in 2 batches are 16 tiles of 128."""
-    (launch,) = planner.plans(forward(), "sm_90a", 132)[0].launches
-    assert launch.grid == (16, 1, 1)
-    (launch,) = planner.plans(forward(), "sm_90a", 10)[0].launches
-    assert launch.grid == (10, 1, 1)
+    """200 queries of 4 heads in 2 batches are 32 tiles of 64, or 16 of 128."""
+    for num_sms, blocks, threads in ((132, 32, 256), (16, 16, 384), (10, 10, 384)):
+        (launch,) = planner.plans(forward(), "sm_90a", num_sms)[0].launches
+        assert (launch.grid, launch.block) == ((blocks, 1, 1), (threads, 1, 1))
     empty = Problem.dense("forward", Shape(0, 200, 300, 4, 128, 128), "float16", Full())
     assert planner.plan(empty, "sm_90a").launches == ()
 
@@ -211,36 +212,42 @@ def test_tensor_maps_follow_strides() -> None:
     shape = Shape(1, 600, 700, 4, 96, 96)
     key = Tensor((1, 700, 4, 96), (7, 96, 700 * 96, 1), "float16")
     problem = Problem.dense("forward", shape, "float16", Full()).replace(key=key)
-    (launch,) = planner.plan(problem, "sm_90a").launches
+    (launch,) = planner.plan(problem, "sm_90a", 4).launches
     assert launch.tensor_maps == (
-        TensorMap("query", (96, 600, 4, 1), (384, 96, 96), (32, 192, 1, 1), 64),
-        TensorMap("key", (96, 700, 4, 1), (96, 67200, 96), (32, 96, 1, 1), 64),
-        TensorMap("value", (96, 700, 4, 1), (384, 96, 96), (32, 96, 1, 1), 64),
+        TensorMap("query", (96, 600, 4, 1), (384, 96, 96), (32, 128, 1, 1), 64),
+        TensorMap("key", (96, 700, 4, 1), (96, 67200, 96), (32, 128, 1, 1), 64),
+        TensorMap("value", (96, 700, 4, 1), (384, 96, 96), (32, 128, 1, 1), 64),
     )
 
 
 BIAS = Tensor.contiguous((1, 4, 200, 304), "bfloat16")
+LONG_96 = Problem.dense("forward", Shape(2, 3000, 3000, 4, 96, 96), "bfloat16", Full())
+# problem, multiprocessors, and the tile
 CODE = [
-    (forward(64, 64), 128),
-    (forward(mask=Causal()), 128),
-    (forward(96, 96), 128),
-    (Problem.dense("forward", Shape(2, 600, 700, 4, 96, 96), "bfloat16", Full()), 96),
-    (forward(256, 256), 64),
-    (forward(mask=Causal(50)), 128),
-    (forward(mask=Causal()).replace(dropout_p=0.1), 128),
-    (Problem.dense("forward", Shape(2, 200, 304, 4, 128, 128), "bfloat16", Full()).replace(bias=BIAS), 128),
-    (varlen(softcap=3.0), 128),
+    (forward(64, 64), 8, (128, 128)),
+    (forward(mask=Causal()), 8, (128, 128)),
+    (forward(96, 96), 8, (128, 128)),
+    (LONG_96, 132, (192, 112)),
+    (LONG_96.replace(mask=Causal()), 132, (192, 96)),
+    (forward(256, 256), 8, (128, 64)),
+    (forward(mask=Causal(50)), 132, (128, 128)),
+    (forward(mask=Causal()).replace(dropout_p=0.1), 132, (128, 128)),
+    (Problem.dense("forward", Shape(2, 200, 304, 4, 128, 128), "bfloat16", Full()).replace(bias=BIAS), 132, (128, 128)),
+    (varlen(softcap=3.0), 132, (128, 128)),
+    (forward(64, 64), 132, (64, 64)),
+    (forward(mask=Causal()), 132, (64, 128)),
+    (forward(256, 256), 132, (64, 64)),
 ]
 
 
-@pytest.mark.parametrize(("problem", "tile_n"), CODE, ids=lambda value: getattr(value, "features", value))
-def test_machine_code(problem: Problem, tile_n: int) -> None:
+@pytest.mark.parametrize(("problem", "num_sms", "tile"), CODE, ids=lambda value: getattr(value, "features", value))
+def test_machine_code(problem: Problem, num_sms: int, tile: tuple[int, int]) -> None:
     """The number of wgmma, TMA and setmaxnreg instructions.
 
     compile() itself rejects spills, and ptxas remarks that wgmma instructions are serialised.
     """
-    plan = planner.plan(problem, "sm_90a")
-    assert plan.build.tile_n == tile_n
+    plan = planner.plan(problem, "sm_90a", num_sms)
+    assert (plan.build.tile_m, plan.build.tile_n) == tile
     build, made = plan.build, compile_now(plan)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
     rows = build.tile_m // 64 // (build.warps // 4 - 1)

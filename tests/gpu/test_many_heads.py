@@ -1,4 +1,4 @@
-"""Backward of many short heads, where the sm90 kernels run one block per head, against float64."""
+"""Numbers of heads for which the sm90 family has kernels of its own, against float64: one block per head, few tiles."""
 
 from __future__ import annotations
 
@@ -11,4 +11,9 @@ from cutlass_py_attn.testing.check import Kernels
 
 @pytest.mark.parametrize("case", suite.MANY_HEADS, ids=lambda case: case.line.replace(" ", "_"))
 def test_many_heads(case: Case, kernels: Kernels) -> None:
+    guarded_check.check_case(case, guarded_check.expect(case), kernels)
+
+
+@pytest.mark.parametrize("case", [*suite.MANY_TILES, *suite.FEW_TILES], ids=lambda case: case.line.replace(" ", "_"))
+def test_many_and_few_tiles(case: Case, kernels: Kernels) -> None:
     guarded_check.check_case(case, guarded_check.expect(case), kernels)

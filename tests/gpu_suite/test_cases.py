@@ -21,7 +21,8 @@ from tests.gpu import test_torch_ops
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (*covering_cases.FORWARD, *covering_cases.BACKWARD)
 LENGTHS = (*suite.VARIABLE_LENGTH, *suite.WRONG_LENGTHS, *suite.CHANGED_LENGTHS)
-SINGLE = (*suite.MANY_HEADS, *GROUPED, *LENGTHS, *suite.LAUNCHERS.values(), *suite.LONG_DROPOUT)
+TILES = (*suite.MANY_TILES, *suite.FEW_TILES)
+SINGLE = (*suite.MANY_HEADS, *TILES, *GROUPED, *LENGTHS, *suite.LAUNCHERS.values(), *suite.LONG_DROPOUT)
 
 
 def test_every_case_is_supported_and_named() -> None:
@@ -29,6 +30,15 @@ def test_every_case_is_supported_and_named() -> None:
         assert case.problem().reasons() == [], case.line
         assert Case.parse(case.line) == case
     assert len({case.line for case in ALL}) == len(ALL)
+
+
+def test_many_and_few_tiles_have_the_kernels_that_they_are_for() -> None:
+    rows = {"forward": "tile_m", "backward": "tile_n"}
+    for cases, allowed in ((suite.MANY_TILES, {128, 192}), (suite.FEW_TILES, {64})):
+        builds = [planner.plans_on(case.problem(), (9, 0), 132)[0].build for case in cases]
+        plain = [build for build in builds if build.variant == ""]
+        assert len(plain) >= len(cases) - 2, "with grouped heads and a mask, a backward adds by query heads"
+        assert {getattr(build, rows[build.kind]) for build in plain} <= allowed
 
 
 @pytest.mark.parametrize(

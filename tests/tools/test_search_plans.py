@@ -25,7 +25,7 @@ from tools.release import build_ptx, check_verified, record
 from tools.tuning import plan_rows, plan_space, plan_timing, search_plans
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL, WIDER = "bf16_d96_s200_b2_h2_causal", "bf16_d128_s64_b2_h2_causal"
+SMALL, WIDER = "bf16_d96_s200_b75_h2_causal", "bf16_d128_s64_b2_h2_causal"
 TAKEN, OTHER, SPILLED, UNFIT = "64x128x16:3,2@5", "64x128x16:2,2@5", "64x128x16:2,1@5", "128x128x16:2,1@5"
 
 
@@ -83,7 +83,7 @@ def test_the_grid_holds_tiles_that_fit_and_names_what_rules_out_the_others(
     ("direction", "tile", "said"),
     [
         ("backward", UNFIT, "accumulators = 256 registers a thread: 208 are left"),
-        ("backward", "64x64x16:2,2", "tile_n = 64: each of 2 warpgroups owns 64 keys"),
+        ("backward", "64x64x16:2,2", "tile_n = 64: each warpgroup owns 64 keys; use 128"),
         ("backward", "64x128x16:3,2+per_head", "variant = 'per_head': the standard variant is faster"),
         ("forward", "192x128x12:2", "tile_m = 192: each warpgroup owns 64 rows"),
     ],

@@ -34,6 +34,10 @@ MANY_HEADS = {"batch": 5, "num_heads": 14, "num_queries": NUM_QUERIES, "num_keys
 # no multiple of the multiprocessors, so no kernel runs one block per head.
 SEVERAL_TILES = {"batch": 2, "num_heads": 137, "num_queries": NUM_QUERIES, "num_keys": 200}
 
+HALF_PRECISION = tuple(spec for spec in covering_cases.SHOWN if spec.dtype != "float32")
+# Two whole rounds of query tiles of 128 rows: fewer work tiles have fewer rows.
+SEVERAL_QUERY_TILES = {"batch": 2, "num_heads": 66, "num_queries": 250, "num_keys": 200}
+
 # Long enough for the tile that sm90 forwards of narrow heads have for long sequences.
 NARROW = tuple(spec for spec in covering_cases.SHOWN if spec.head_dim == 64 and spec.dtype != "float32")
 NARROW_SIZES = {"num_heads": 1, "num_queries": LONG_LENGTH - 24, "num_keys": LONG_LENGTH - 24}
@@ -51,10 +55,14 @@ def cases() -> list[Case]:
             if direction == "backward" or not spec.deterministic:
                 found.append(Case(direction, spec.replace(**sizes), seed=number))
     found += [Case("forward", spec.replace(**NARROW_SIZES), seed=number) for number, spec in enumerate(NARROW)]
-    for sizes in (MANY_HEADS, SEVERAL_TILES):
-        found += [
-            Case("backward", spec.replace(**sizes), seed=number) for number, spec in enumerate(ONE_BLOCK_PER_HEAD)
-        ]
+    found += [
+        Case(direction, spec.replace(**sizes), seed=number)
+        for direction, sizes in (("forward", SEVERAL_QUERY_TILES), ("backward", SEVERAL_TILES))
+        for number, spec in enumerate(HALF_PRECISION)
+    ]
+    found += [
+        Case("backward", spec.replace(**MANY_HEADS), seed=number) for number, spec in enumerate(ONE_BLOCK_PER_HEAD)
+    ]
     return found
 
 

@@ -200,7 +200,7 @@ def jobs_of(kernels: Kernels) -> list[Job]:
     dense = [case for case in both if case.needs_kernels]
     calls = [CallJob(case, place, kernels) for case in dense for place in (HOST, DEVICE)]
     forwards = tuple(case.replace(direction="forward") for case in suite.VARIABLE_LENGTH)
-    heads = suite.MANY_HEADS[::4]
+    heads = (*suite.MANY_HEADS[::4], *suite.FEW_TILES[::4])
     chosen = (*suite.VARIABLE_LENGTH, *forwards, *heads, *suite.LONG_DROPOUT, *suite.LAUNCHERS.values())
     bound = [BoundJob(case, family, kernels) for case in chosen for family in check.families(case)]
     decode = [BoundJob(case, "decode", kernels) for case in decode_cases.ALL[::STEP]]

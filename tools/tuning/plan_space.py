@@ -28,9 +28,9 @@ _LEVELS: Final = (5, 3)
 # Values of each field of a TileConfig that a search tries, by family, direction and whether the head dim is split.
 _GRIDS: Final[dict[tuple[str, str, bool], Axes]] = {
     ("sm90", "forward", False): {
-        "tile_m": (128, 192),
+        "tile_m": (64, 128, 192),
         "tile_n": (64, 80, 96, 112, 128, 144, 160, 176),
-        "warps": (12, 16),
+        "warps": (8, 12, 16),
         "query_stages": (2, 3),
     },
     ("sm90", "backward", False): {

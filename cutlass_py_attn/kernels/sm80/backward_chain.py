@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import cutlass
 import cutlass.cute as cute
 
-from cutlass_py_attn.kernels.common import params
+from cutlass_py_attn.kernels.common import dependent_launch, params
 from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.sm80.backward_preprocess import BackwardPreprocess
 from cutlass_py_attn.kernels.sm80.grad_bias import GradBias
@@ -88,14 +88,18 @@ class BackwardChain:
 
     @cute.kernel
     def preprocess_kernel(self, p: Any):
+        dependent_launch.start_next(self.build, "delta")
         self.preprocess.run(p)
 
     @cute.kernel
     def postprocess_kernel(self, p: Any):
+        dependent_launch.start_next(self.build, "finish")
+        dependent_launch.wait_for_previous(self.build, "finish")
         self.postprocess.run(p)
 
     @cute.kernel
     def postprocess_kv_kernel(self, p: Any):
+        dependent_launch.wait_for_previous(self.build, "finish_kv")
         self.postprocess_kv.run(p)
 
     @cute.kernel

@@ -2,6 +2,9 @@
 
 DELTA_LANES threads share a row and read neighbouring vectors of it. Rows past the last query and rows without keys get
 a logsumexp of +inf, whether the forward left -inf or +inf there, so that their weights become exp2(-inf) = 0.
+
+Where the main kernel of the sm90 family adds up dQ, each block also clears as many rows of the sums as it has rows, and
+the first blocks clear the counters.
 """
 
 import math
@@ -10,13 +13,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 
-from cutlass_py_attn.integers import larger, round_up
+from cutlass_py_attn.integers import ceil_div, larger, round_up
 from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import DELTA_LANES, DELTA_ROWS
+from cutlass_py_attn.plan.entry_points import DELTA_LANES, DELTA_ROWS, ROW_THREADS, delta_clears_sums
+from cutlass_py_attn.plan.split_d import dq_piece_columns, dq_pieces
+
+VECTOR = 4  # float32 that a thread clears at once
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ class BackwardPreprocess:
         block, head, batch = cute.arch.block_idx()
         head, batch = head + p.first_head, batch + p.first_batch
         of = seqlen_info.create(build, p, batch)
+        if cutlass.const_expr(delta_clears_sums(build)):
+            self.clear_sums(p, of, block, head)
         row, lane = block * DELTA_ROWS + thread // DELTA_LANES, thread % DELTA_LANES
         total, lse = Float32(0.0), Float32.inf
         if row < of.num_queries:
@@ -65,6 +73,39 @@ class BackwardPreprocess:
             )
             for address, value in statistics:
                 cute.make_tensor(params.pointer(address, Float32, 4) + index, cute.make_layout(1))[0] = value
+
+    @cute.jit
+    def clear_sums(self, p: Any, of: Any, block: Int32, head: Int32):
+        """Clears the block's share of the dQ sums of one head and sequence, and the counters."""
+        build, pieces = self.build, dq_pieces(self.build)
+        thread, _, _ = cute.arch.thread_idx()
+        row0 = block * DELTA_ROWS
+        if row0 < round_up(self.num_rows(of), build.tile_m):
+            tile = Int64(head) * p.total_tiles + of.first_tile
+            columns = pieces * dq_piece_columns(build)
+            first = params.pointer(p.grad_query_accum, Float32) + (tile * build.tile_m + row0) * columns
+            zeros = cute.make_rmem_tensor(VECTOR, Float32)
+            zeros.fill(0.0)
+            for step in cutlass.range_constexpr(ceil_div(DELTA_ROWS * columns, ROW_THREADS * VECTOR)):
+                index = (step * ROW_THREADS + thread) * VECTOR
+                if index < DELTA_ROWS * columns:
+                    cute.autovec_copy(zeros, cute.make_tensor(first + index, cute.make_layout(VECTOR)))
+            if cutlass.const_expr(build.deterministic):
+                self.clear_semaphores(p, tile + row0 // build.tile_m, row0 % build.tile_m == 0)
+        if (block == 0) & (head == 0) & (of.index == 0) & (thread == 0):
+            self.clear_counter(p.tile_count_semaphore, Int64(0))
+
+    @cute.jit
+    def clear_semaphores(self, p: Any, tile: Any, is_first: Any):
+        """Clears the semaphores of query tile `tile`; `is_first` in the first block of the tile."""
+        pieces = dq_pieces(self.build)
+        thread, _, _ = cute.arch.thread_idx()
+        if is_first & (thread < pieces):
+            self.clear_counter(p.dq_semaphore, tile * pieces + thread)
+
+    def clear_counter(self, address: Int64, index: Int64) -> None:
+        """Sets an int32 of an array to zero."""
+        cute.make_tensor(params.pointer(address, Int32, 4) + index, cute.make_layout(1))[0] = Int32(0)
 
     def num_rows(self, of: seqlen_info.SeqlenInfo) -> Any:
         """Returns the rows of a sequence whose statistics the main kernel may read: one tile at least with varlen."""

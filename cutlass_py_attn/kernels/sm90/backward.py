@@ -34,7 +34,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32
 
 from cutlass_py_attn.integers import larger
-from cutlass_py_attn.kernels.common import dropout, params, seqlen_info, tile_copy, tma
+from cutlass_py_attn.kernels.common import dependent_launch, dropout, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma
@@ -44,7 +44,6 @@ from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostproces
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.backward_kernel import (
     CONSUMER_START,
-    CONSUMER_THREADS,
     BackwardKernelSm90,
     Maps,
     Pipelines,
@@ -69,7 +68,6 @@ from cutlass_py_attn.plan.sm90_smem import WORK_TILE_RECORDS
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, STANDARD
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
-CONSUMER_WARPS = CONSUMER_THREADS // WARP_THREADS
 SCHEDULERS = {STANDARD: KeyTileScheduler, PER_HEAD: PerHeadScheduler, QUERY_HEADS: QueryHeadScheduler}
 
 
@@ -90,9 +88,12 @@ class Gemms:
 class BackwardSm90:
     """The body of one Build: what each role of `BackwardKernelSm90` does."""
 
+    waits_in_producer = True
+
     def __init__(self, build: Build) -> None:
         is_per_head = build.variant == PER_HEAD
         self.build = build
+        self.consumers = build.threads - CONSUMER_START  # threads of the consumer warpgroups
         self.dtype = DTYPES[build.dtype]
         self.smem = BackwardSmem(build)
         self.scheduler = SCHEDULERS[build.variant](build)
@@ -103,7 +104,7 @@ class BackwardSm90:
         self.statistics = RowStatistics(build, self.grad_query.accum)
         self.key_gradients = KeyGradientSums(build) if build.variant == QUERY_HEADS else None
         self.overlaps_tiles = build.key_stages > 1  # the next key tile's first scores are issued before this one's end
-        self.dropout = TransposedDropout(build, CONSUMER_START, CONSUMER_THREADS) if build.has("dropout") else None
+        self.dropout = TransposedDropout(build, CONSUMER_START, self.consumers) if build.has("dropout") else None
         # If a thread has registers for it, the logsumexp is read while S is multiplied.
         self.reads_lse_early = build.block_queries <= 64 and not {"dropout", "softcap"} & {*build.features}
 
@@ -116,16 +117,16 @@ class BackwardSm90:
 
     def create_pipelines(self) -> Pipelines:
         """Creates the pipelines of query, grad_output, key, value and dS."""
-        build = self.build
+        build, warps = self.build, self.consumers // WARP_THREADS
         statistics = build.block_queries * F32_BYTES
         specs = {
-            "query": PipelineSpec(build.query_stages, CONSUMER_WARPS, statistics),
-            "grad_output": PipelineSpec(build.grad_output_stages, CONSUMER_THREADS, statistics),
-            "key": PipelineSpec(build.key_stages, CONSUMER_THREADS + WARPGROUP_THREADS, 0),
-            "value": PipelineSpec(1, CONSUMER_WARPS, 0),
+            "query": PipelineSpec(build.query_stages, warps, statistics),
+            "grad_output": PipelineSpec(build.grad_output_stages, self.consumers, statistics),
+            "key": PipelineSpec(build.key_stages, self.consumers + WARPGROUP_THREADS, 0),
+            "value": PipelineSpec(1, warps, 0),
         }
         loaded, barriers = pipelines.tma_pipelines(build, specs)
-        ds_arrivals = self.smem.blocks * CONSUMER_WARPS
+        ds_arrivals = self.smem.blocks * warps
         ds = pipelines.thread_pipeline(self.smem.ds_stages, ds_arrivals, WARPGROUP_WARPS, barriers)
         if build.variant == PER_HEAD:
             self.grad_query.init_barrier()
@@ -160,6 +161,8 @@ class BackwardSm90:
         build = self.build
         at_q, at_do, at_k = self.states(pipeline.PipelineUserType.Producer)
         (at_v,) = pipelines.states(pipeline.PipelineUserType.Producer, 1)
+        if cutlass.const_expr(build.deterministic):  # the first number comes from a counter that delta clears
+            dependent_launch.wait_for_previous(build, "main")
         total, number = self.scheduler.total(p), self.scheduler.first_number(p)
         cursor = self.scheduler.initial_cursor()
         while number < total:
@@ -175,6 +178,8 @@ class BackwardSm90:
                 query_at = tma.tile_coordinates(build, block.index * build.block_queries, block.head, of, "query")
                 row = self.statistics.row(p, of.first_tile, block)
                 pipelines.load(build, pipes.q, at_q, "query", maps.q, query_at)
+                if iteration == 0:  # delta writes the statistics, the sums and the counter, and nothing loaded so far
+                    dependent_launch.wait_for_previous(build, "main")
                 self.statistics.load(pipes.q, "logsumexp", p.logsumexp_log2, row, at_q)
                 at_q.advance()
                 if iteration == 0:  # after the first query block, which is needed earlier
@@ -187,6 +192,7 @@ class BackwardSm90:
             if cutlass.const_expr(self.overlaps_tiles):
                 at_v.advance()
             number = self.scheduler.next_number(p, number)
+        dependent_launch.wait_for_previous(build, "main")  # for a block without a work tile
         self.scheduler.write_record(self.record_to_write(at_k), None)
         pipelines.mark_full(pipes.k, at_k)
         pipes.q.producer_tail(at_q)
@@ -323,7 +329,7 @@ class BackwardSm90:
             arrive(pipes.q.sync_object_empty, previous_stage(at_q, build.query_stages))
             # 8  store dK and dV while the next key tile is loaded
             work_tile = self.scheduler.read_record(p, self.record(at_k))
-            cute.arch.barrier(barrier_id=int(BackwardBarrier.CONSUMER_WARPGROUPS), number_of_threads=CONSUMER_THREADS)
+            cute.arch.barrier(barrier_id=int(BackwardBarrier.CONSUMER_WARPGROUPS), number_of_threads=self.consumers)
             arrive_all(pipes.k.sync_object_empty, at_k.index)
             if cutlass.const_expr(self.key_gradients is not None):
                 self.add_key_gradients(p, work_tile, r_dk, r_dv, warpgroup)

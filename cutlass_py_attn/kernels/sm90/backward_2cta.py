@@ -84,6 +84,8 @@ class Gemms:
 class Backward2Cta:
     """The body of one Build with 64 keys a block: what each role of `BackwardKernelSm90` does."""
 
+    waits_in_producer = False
+
     def __init__(self, build: Build) -> None:
         self.build = build
         self.dtype = DTYPES[build.dtype]

@@ -5,6 +5,8 @@
     1           dQ = dS K of every query tile            decreased
     2, 3        scores, dK and dV (consumers)            increased
 
+A block with 64 keys has one consumer warpgroup, without the last.
+
 A body (sm90/backward.py, sm90/backward_2cta.py) says what each role does.
 """
 
@@ -15,7 +17,7 @@ import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
 from cutlass import GridConstant, Int32
 
-from cutlass_py_attn.kernels.common import params, tile_copy, tma
+from cutlass_py_attn.kernels.common import dependent_launch, params, tile_copy, tma
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
@@ -23,9 +25,8 @@ from cutlass_py_attn.kernels.common.tile_copy import GmemTile
 from cutlass_py_attn.kernels.common.wgmma import row_view
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import CONSUMER_WARPGROUPS, DQ_WARPGROUPS, LOAD_WARPGROUPS, registers, tma_tiles
+from cutlass_py_attn.plan.sm90_smem import DQ_WARPGROUPS, LOAD_WARPGROUPS, registers, tma_tiles
 
-CONSUMER_THREADS = CONSUMER_WARPGROUPS * WARPGROUP_THREADS
 CONSUMER_START = (LOAD_WARPGROUPS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # first consumer thread of a block
 
 
@@ -51,7 +52,13 @@ class Pipelines:
 
 
 class Body(Protocol):
-    """What the roles of a main kernel do."""
+    """What the roles of a main kernel do.
+
+    waits_in_producer: whether `produce` waits for the delta kernel, before it loads anything that this one writes. Then
+        no other role touches global memory before the first loads arrive.
+    """
+
+    waits_in_producer: bool
 
     def create_pipelines(self) -> Pipelines:
         """Creates the pipelines and initialises their mbarriers."""
@@ -103,6 +110,8 @@ class BackwardKernelSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         pipes = self.body.create_pipelines()
         self.body.sync_barrier_init()
+        if not self.body.waits_in_producer:
+            dependent_launch.wait_for_previous(self.build, "main")
         if warp < WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:

@@ -1,7 +1,7 @@
 """sm90 forward: O = softmax(scale Q K^T) V and the logsumexp on wgmma, with tiles loaded by TMA.
 
-The kernel is persistent and warp-specialised. One producer warp fills the pipelines of query, key and value tiles. Two
-or three consumer warpgroups compute 64 rows of the query tile each. Named barriers order the warpgroups' GEMMs, so that
+The kernel is persistent and warp-specialised. One producer warp fills the pipelines of query, key and value tiles. One
+to three consumer warpgroups compute 64 rows of the query tile each. Named barriers order the GEMMs of several, so that
 one warpgroup computes exponentials while another multiplies. If shared memory holds two query tiles, the first S of the
 next work tile is in flight while the output is stored.
 
@@ -389,13 +389,17 @@ class ForwardSm90:
         return True
 
     def warp_scheduler_sync(self, thread: Int32) -> None:
-        """Waits until the previous warpgroup has issued its GEMMs."""
+        """Waits until the previous warpgroup has issued its GEMMs; a single warpgroup waits for nobody."""
+        if self.consumers == WARPGROUP_THREADS:
+            return
         warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         barrier = NamedBarrier.WARP_SCHEDULER_WG1 + warpgroup
         cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)
 
     def warp_scheduler_arrive(self, thread: Int32) -> None:
         """Lets the next warpgroup issue its GEMMs; the first follows the last."""
+        if self.consumers == WARPGROUP_THREADS:
+            return
         warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         is_last = warpgroup == self.consumers // WARPGROUP_THREADS - 1
         following = cutlass.select_(is_last, Int32(0), warpgroup + 1)

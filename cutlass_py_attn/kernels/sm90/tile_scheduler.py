@@ -12,6 +12,7 @@ from cutlass_py_attn.kernels.common import seqlen_info
 from cutlass_py_attn.plan import tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.plan.sm90_smem import WARPGROUP_ROWS
 from cutlass_py_attn.plan.variants import CLUSTER
 from cutlass_py_attn.problem.masks import Band
 
@@ -134,6 +135,9 @@ class TileScheduler:
 
     def _in_order(self, p: Any, number: Int32, tiles: Int32, heads: Int32) -> tuple[Int32, Int32]:
         """Returns (query tile, head) of tile `number`, where all sequences have `tiles` tiles a head."""
+        if self.build.tile_m == WARPGROUP_ROWS and self.build.mask != "full":
+            # For few tiles, most often one a block: finding the group of heads takes longer than the order saves.
+            return tiles - 1 - number // heads, number % heads
         _, workers = self.worker()
         fitting = tile_order.heads_of_mixed_lengths(tile_order.heads_in_l2(p.num_keys, self.bytes_of_key), workers)
         return self._in_mask_order(number, tiles, heads, tile_order.static_group_heads(fitting, heads, workers))

@@ -61,8 +61,13 @@ class Call:
 
     @property
     def cluster(self) -> int:
-        """Blocks of a launch's clusters; 0 if the launch has other attributes."""
+        """Blocks of a launch's clusters; 0 if the launch has attributes that no launch of the package has."""
         return self.numbers[8]
+
+    @property
+    def is_dependent(self) -> bool:
+        """Whether a launch may start before the one ahead of it ends."""
+        return self.numbers[10] == 1
 
 
 def compiler() -> str | None:

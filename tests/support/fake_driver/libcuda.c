@@ -15,12 +15,13 @@ enum { GLOBAL, THREAD_LOCAL, RELAXED }; /* capture modes */
 
 typedef struct { char call[40], text[192]; u64 numbers[NUMBERS]; int byte_count; unsigned char bytes[BYTES]; } Record;
 typedef struct { char symbol[192]; int count; size_t sizes[PARAMETERS]; } Kernel;
+typedef struct { int id; char pad[4]; unsigned cluster[3]; char rest[52]; } LaunchAttribute;
 typedef struct {
     unsigned grid[3], block[3], shared_memory;
-    void *stream, *attributes;
+    void *stream;
+    const LaunchAttribute *attributes;
     unsigned attribute_count;
 } LaunchConfig;
-typedef struct { int id; char pad[4]; unsigned cluster[3]; char rest[52]; } LaunchAttribute;
 
 static Record *records;
 static int record_count, fail_code, has_no_memory, is_busy;
@@ -198,22 +199,32 @@ static int copy_parameters(Kernel *k, void **parameters, unsigned char *to) {
     for (int i = 0; i < k->count; count += k->sizes[i++]) memcpy(to + count, parameters[i], k->sizes[i]);
     return count;
 }
-/* Returns the blocks of a cluster; 0 if the attributes are anything but one cluster (n, 1, 1). */
+/* Returns the blocks of a cluster; 0 if an attribute is neither a cluster (n, 1, 1) nor a dependent launch. */
 static unsigned cluster_of(const LaunchConfig *c) {
-    const LaunchAttribute *a = c->attributes;
-    if (!c->attribute_count) return 1;
-    return c->attribute_count == 1 && a->id == 4 && a->cluster[1] == 1 && a->cluster[2] == 1 ? a->cluster[0] : 0;
+    unsigned found = 1;
+    for (unsigned i = 0; i < c->attribute_count; i++) {
+        const LaunchAttribute *a = &c->attributes[i];
+        if (a->id == 4 && a->cluster[1] == 1 && a->cluster[2] == 1) found = a->cluster[0];
+        else if (a->id != 6) return 0;
+    }
+    return found;
+}
+/* Returns whether a launch may start before the one ahead of it ends: programmatic stream serialization. */
+static unsigned is_dependent(const LaunchConfig *c) {
+    for (unsigned i = 0; i < c->attribute_count; i++)
+        if (c->attributes[i].id == 6) return c->attributes[i].cluster[0];
+    return 0;
 }
 /* Locks the log, adds the record of a launch and returns it; NULL if the launch must fail. The caller unlocks. */
 static Record *launched(Kernel *k, const u64 *numbers, int *error) {
     pthread_mutex_lock(&log_lock);
-    *error = note("cuLaunchKernelEx", k->symbol, numbers, 10);
+    *error = note("cuLaunchKernelEx", k->symbol, numbers, 11);
     return *error ? NULL : &records[record_count - 1];
 }
 int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void **extra) {
     if (!current) return INVALID_CONTEXT;
     u64 numbers[] = {c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_memory,
-                     N(c->stream), cluster_of(c), N(current)};
+                     N(c->stream), cluster_of(c), N(current), is_dependent(c)};
     int error;
     Record *r = launched(k, numbers, &error);
     if (r) r->byte_count = copy_parameters(k, parameters, r->bytes);
@@ -233,11 +244,12 @@ typedef struct Node {
     struct Node *next;
     KernelNode kernel;
     MemsetNode memset;
-    unsigned cluster;
+    unsigned cluster, is_dependent;
     int byte_count;
     unsigned char bytes[BYTES];
 } Node;
 typedef struct { Node *first, *last; void *context; } Graph;
+typedef struct { unsigned char from_port, to_port, type, reserved[5]; } EdgeData;
 
 /* Aborts if an executable graph is used without its context: the real driver crashes in a thread without one. */
 static void needs_context(const char *call, const Graph *graph) {
@@ -291,6 +303,12 @@ int cuGraphAddKernelNode(Node **node, Graph *graph, Node **before, size_t count,
     (*node)->cluster = 1;
     return 0;
 }
+int cuGraphAddDependencies(Graph *graph, Node **from, Node **to, const EdgeData *data, size_t count) {
+    int is_last = count == 1 && from[0]->next == to[0] && to[0] == graph->last;
+    NOTE("", count, is_last, data->from_port, data->type);
+    to[0]->is_dependent = is_last && from[0]->kernel.kernel && data->from_port == 1 && data->type == 1;
+    return 0;
+}
 int cuGraphKernelNodeSetAttribute(Node *node, int id, const unsigned *value) {
     NOTE(node->kernel.kernel->symbol, id, value[0]);
     node->cluster = id == 4 && value[1] == 1 && value[2] == 1 ? value[0] : 0;
@@ -320,7 +338,7 @@ int cuGraphLaunch(Graph *graph, void *stream) {
             continue;
         }
         u64 noted[] = {k->grid[0], k->grid[1], k->grid[2], k->block[0], k->block[1], k->block[2], k->shared_memory,
-                       N(stream), node->cluster, N(current)};
+                       N(stream), node->cluster, N(current), node->is_dependent};
         int error;
         Record *r = launched(k->kernel, noted, &error);
         if (r) memcpy(r->bytes, node->bytes, r->byte_count = node->byte_count);

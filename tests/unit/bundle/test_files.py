@@ -297,7 +297,7 @@ def test_attention_takes_a_bundle_s_kernels(driver_log: FakeDriver, tmp_path: Pa
     query, key, value = (aligned((1, 77, 5, 64), ml_dtypes.bfloat16) for _ in range(3))
     attention_forward(query, key, value, mask=Causal(), kernels=bundle)
     assert [call.text for call in driver_log.of("cuLaunchKernelEx")] == ["fwd_sm90_bf16_d64_causal_192x128_0"]
-    with pytest.raises(Stale, match=r"fwd_sm90_bf16_d64_full_128x128 for sm_90a: .*has bwd_sm90_.*; export"):
+    with pytest.raises(Stale, match=r"fwd_sm90_bf16_d64_full_64x128 for sm_90a: .*has bwd_sm90_.*; export"):
         attention_forward(query, key, value, kernels=bundle)
 
 

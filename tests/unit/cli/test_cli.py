@@ -280,11 +280,11 @@ def test_build_fills_a_folder(tmp_path: Path) -> None:
     names = [f"{artifact.build.arch}/{artifact.build.symbol}" for artifact in Folder(tmp_path).all()]
     assert names == [
         *("sm_80/fwd_sm80_f16_d64_full_128x128", "sm_80/fwd_sm80_f16_d96_full_128x64"),
-        # the sm90 family has two more tiles for short heads
-        *(f"sm_90a/fwd_sm90_f16_d64_full_{tile}" for tile in ("128x128", "128x208", "192x128")),
-        *(f"sm_90a/fwd_sm90_f16_d96_full_{tile}" for tile in ("128x128", "128x208", "192x96")),
+        # the sm90 family has two more tiles for short heads, and two for few
+        *(f"sm_90a/fwd_sm90_f16_d64_full_{tile}" for tile in ("128x128", "128x208", "192x128", "64x128", "64x64")),
+        *(f"sm_90a/fwd_sm90_f16_d96_full_{tile}" for tile in ("128x128", "128x208", "192x112", "64x128", "64x64")),
     ]
-    assert f"8 kernels in {tmp_path}" in done.output
+    assert f"12 kernels in {tmp_path}" in done.output
 
 
 def test_build_keeps_what_compiles_and_reports_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_every_listed_symbol_names_its_kernel() -> None:
 def test_patterns_choose_symbols_and_descriptions() -> None:
     assert {row["symbol"] for row in listed("bwd_sm90_*_full*", "bf16")} == {
         "bwd_sm90_bf16_d128_full_64x128",
+        "bwd_sm90_bf16_d128_full_64x64",
         "bwd_sm90_bf16_d128_full_per_head_64x128",
     }
     assert all("window" in row["serves"] and row["symbol"].startswith("fwd") for row in listed("fwd", "window"))

@@ -64,10 +64,18 @@ def test_the_sm90_backward_divides_registers_and_stages_dq(
     name: str, accumulators: int, registers: tuple[int, ...], staged: int
 ) -> None:
     """dK and dV of 64 keys, and S of all queries of a tile, decide how many registers are left for dQ."""
-    build = plan(parse(f"{name}_q500_s600_b2_h2_causal").problem("backward"), "sm_90a").build
+    build = plan(parse(f"{name}_q500_s600_b2_h2_causal").problem("backward"), "sm_90a", 12).build
     assert (build.columns + build.columns_value) // 2 + build.tile_m == accumulators
     assert sm90_smem.registers(build) == registers
     assert sizes(build)["staging"] == staged * 4
+
+
+@pytest.mark.parametrize(("name", "columns"), [("bf16_d64", 64), ("bf16_d96", 96), ("bf16_d128", 128)])
+def test_one_consumer_warpgroup_leaves_registers_for_all_columns_of_dq(name: str, columns: int) -> None:
+    build = plan(parse(f"{name}_q500_s600_b1_h2_causal").problem("backward"), "sm_90a").build
+    assert (build.tile_n, build.threads) == (64, 384)
+    assert sm90_smem.registers(build) == (32, 120, 240)
+    assert sizes(build)["staging"] == 64 * columns * 4
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "forward", "192x128x12:2", "tile_m = 192", {"head_dim": 64}),
     ("sm90", "forward", "128x72x12:2", "tile_n = 72", {"head_dim": 64}),
     ("sm90", "forward", "128x272x12:2", "tile_n = 272", {"head_dim": 64}),
-    ("sm90", "forward", "128x128x8:2", "warps = 8", {}),
+    ("sm90", "forward", "128x128x8:2", "tile_m = 128", {}),
+    ("sm90", "forward", "64x128x4:2", "warps = 4", {}),
     ("sm90", "forward", "128x128x13:2", "warps = 13", {}),
     ("sm90", "forward", "128x128x12:1", "query_stages = 1", {}),
     ("sm90", "forward", "128x112x12:2", "tile_n = 112", {"dropout_p": 0.1}),
@@ -93,7 +94,10 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "forward", "128x128x12:2+multicast", "features = ('softcap',)", {"softcap": 9.0}),
     ("sm90", "forward", "128x128x12:2+2cta", "variant = '2cta'", {}),
     ("sm90", "backward", "64x64x16:2,2", "tile_n = 64", {}),
-    ("sm90", "backward", "64x128x12:2,2", "warps = 12", {}),
+    ("sm90", "backward", "64x128x12:2,2", "tile_n = 128", {}),
+    ("sm90", "backward", "64x64x8:2,2", "warps = 8", {}),
+    ("sm90", "backward", "64x64x12:2,2", "warps = 12", {"dropout_p": 0.1}),
+    ("sm90", "backward", "64x64x12:2,2+per_head", "warps = 12", {}),
     ("sm90", "backward", "96x128x16:2,2", "tile_m = 96", {}),
     ("sm90", "backward", "64x128x16:1,1", "query_stages = 1", {}),
     ("sm90", "backward", "64x128x16:2,2k3", "key_stages = 3", {}),
@@ -236,7 +240,7 @@ def test_a_slow_variant_can_be_tried() -> None:
     assert plan_with_tile(long, "sm_90a", per_head).build.variant == "per_head"
     grouped = problem_of("backward", heads_key=2, mask=Full())
     query_heads = TileConfig.parse("64x128x16:3,2+query_heads")
-    assert not sm90.applies(grouped, query_heads, 132)
+    assert not sm90.applies(grouped, query_heads, 8)
     assert plan_with_tile(grouped, "sm_90a", query_heads).build.variant == "query_heads"
     assert plan_with_tile(short, "sm_90a", multicast).build.variant == "multicast"
 

@@ -55,7 +55,7 @@ def test_several_kernels_are_a_graph(driver_log: FakeDriver) -> None:
 
 @pytest.mark.parametrize("space", [False, True], ids=["the same workspace", "others"])
 def test_stream_launcher_launches_as_the_first_call_did(driver_log: FakeDriver, space: bool) -> None:
-    bound, given = warm(driver_log, "backward", "sm_90a", StreamLauncher)
+    bound, given = warm(driver_log, "backward", "sm_90", StreamLauncher)
     memory = [aligned((bound.workspace_bytes,), np.uint8) for _ in range(2)]
     spaces = [array.ctypes.data for array in memory]
     found = []
@@ -73,7 +73,7 @@ def test_stream_launcher_launches_as_the_first_call_did(driver_log: FakeDriver, 
 @pytest.mark.parametrize("launcher_type", LAUNCHERS)
 def test_the_memset_clears_the_workspace_of_its_call(driver_log: FakeDriver, launcher_type: type[Launcher]) -> None:
     """Also if the operands have moved, or have not, since the last call."""
-    bound, given = warm(driver_log, "backward", "sm_90a", launcher_type)
+    bound, given = warm(driver_log, "backward", "sm_90", launcher_type)
     memory = [aligned((bound.workspace_bytes,), np.uint8) for _ in range(2)]
     moved = {**given, "query": 0x9000}
     for operands, number in ((given, 0), (given, 1), (moved, 0), (moved, 0), (given, 1)):
@@ -88,6 +88,33 @@ def test_the_memset_clears_the_workspace_of_its_call(driver_log: FakeDriver, lau
         assert not memory[number][:zeros].any()
         assert (memory[number][zeros:] == 0xCD).all()
         assert (memory[1 - number] == 0xCD).all(), "the workspace of another call"
+
+
+@pytest.mark.parametrize("launcher_type", LAUNCHERS)
+def test_dependent_launches_may_start_early(driver_log: FakeDriver, launcher_type: type[Launcher]) -> None:
+    """The first kernel of a call waits for the stream; those behind it wait for each other themselves."""
+    bound, given = warm(driver_log, "backward", "sm_90a", launcher_type)
+    assert [launch.is_dependent for launch in bound.plan.launches] == [False, True, True]
+    bound(given, STREAM)
+    assert [call.is_dependent for call in driver_log.of("cuLaunchKernelEx")] == [False, True, True]
+    assert len(driver_log.of("cuGraphLaunch")) == (launcher_type is GraphLauncher)
+
+
+def test_a_graph_has_programmatic_edges_between_dependent_launches(driver_log: FakeDriver) -> None:
+    bound = bound_of("backward", "sm_90a")
+    for _ in range(2):
+        bound(addresses(bound.tensor_names), STREAM)
+    edges = [call.numbers[:4] for call in driver_log.of("cuGraphAddDependencies")]
+    assert edges == [(1, 1, 1, 1)] * 2, "(count, from the node before, programmatic port, programmatic type)"
+    assert [call.numbers[0] for call in driver_log.of("cuGraphAddKernelNode")] == [0] * 3
+
+
+def test_portable_backwards_wait_for_each_other_at_the_launch(driver_log: FakeDriver) -> None:
+    """The kernels of the sm80 family wait for nothing themselves."""
+    bound, given = warm(driver_log, "backward", "sm_90", GraphLauncher)
+    bound(given, STREAM)
+    assert not any(call.is_dependent for call in driver_log.of("cuLaunchKernelEx"))
+    assert driver_log.of("cuGraphAddDependencies") == []
 
 
 def test_a_bound_keeps_the_launchers_of_few_streams(driver_log: FakeDriver) -> None:

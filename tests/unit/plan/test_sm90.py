@@ -1,0 +1,80 @@
+"""Tests of the choice of sm90 tiles: backwards with few key tiles get blocks of 64 keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.problem.spec import parse
+
+SMS = 132
+
+
+def plans(name: str, num_sms: int = SMS, *, any_length: bool = False) -> list[Plan]:
+    found = planner.plans(parse(name).problem("backward"), "sm_90a", num_sms, any_length=any_length)
+    return [plan for plan in found if plan.build.family == "sm90"]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_sms", "keys", "variant"),
+    [
+        ("bf16_d64_s512_b1_h16_full", SMS, 64, ""),  # 128 key tiles of 64 keys
+        ("bf16_d64_s512_b1_h17_full", SMS, 128, ""),  # 136 are more than one for each SM
+        ("bf16_d64_s512_b1_h17_full", 136, 64, ""),
+        ("bf16_d64_s512_b1_h33_causal", SMS, 64, ""),  # 264 key tiles: two for each SM
+        ("bf16_d64_s512_b1_h34_causal", SMS, 128, ""),
+        ("bf16_d128_s128_b1_h100_causal", SMS, 128, "per_head"),
+        ("f16_d96_s512_b2_h8_causal", SMS, 64, ""),
+        ("bf16_d128_s1024_b1_h8_full", SMS, 64, ""),
+        ("bf16_d128_s8192_b4_h16_causal", SMS, 128, ""),
+        ("bf16_d128_s512_b1_h16_full_deterministic", SMS, 64, ""),
+        ("bf16_d128_s512_b1_h16k4_full", SMS, 128, "query_heads"),
+        ("bf16_d128_s512_b1_h16k4_full_deterministic", SMS, 64, ""),
+        ("bf16_d128_s512_b1_h16k4_causal", SMS, 128, "query_heads"),
+        ("bf16_d128_s128_b1_h33_full", SMS, 64, ""),
+        ("bf16_d128_s128_b1_h34_full", SMS, 128, "per_head"),  # one key tile of 128 keys a head
+        ("bf16_d128_s64_b1_h4_full", SMS, 128, "per_head"),
+        ("bf16_d64_s128_b1_h66_full", SMS, 64, ""),
+        ("bf16_d64_s128_b1_h67_full", SMS, 128, "per_head"),
+        ("bf16_d128_s2048_b1_h32k4_full", SMS, 128, "query_heads"),  # 64 key tiles of whole groups
+        ("bf16_d128_s2048_b1_h40k5_full", SMS, 128, ""),
+        ("bf16_d128_s512_b1_h16_full_dropout0.1", SMS, 128, ""),  # its bits are for two warpgroups
+        ("bf16_d128_n512,512_h8_causal", SMS, 128, ""),  # variable lengths, windows and terms were not measured
+        ("bf16_d128_s512_b1_h16_causal_window64", SMS, 128, ""),
+        ("bf16_d128_s512_b1_h16_full_alibi", SMS, 128, ""),
+        ("bf16_d192v128_s512_b1_h4_causal", SMS, 128, ""),
+        ("bf16_d256_s512_b1_h4_causal", SMS, 64, "2cta"),
+    ],
+)
+def test_the_keys_of_a_backward_tile(name: str, num_sms: int, keys: int, variant: str) -> None:
+    first = plans(name, num_sms)[0]
+    assert (first.build.tile_n, first.build.variant) == (keys, variant)
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        ("bf16_d64_s256_b1_h4_full", (64, 64)),
+        ("bf16_d64_s257_b1_h4_full", (128, 64)),
+        ("f16_d32_s200_b1_h4_causal", (64, 64)),
+        ("bf16_d96_s65_b1_h4_full", (64, 64)),
+        ("bf16_d128_s2048_b1_h4_full", (64, 64)),
+    ],
+)
+def test_the_queries_of_a_tile_of_64_keys(name: str, tile: tuple[int, int]) -> None:
+    build = plans(name)[0].build
+    assert (build.tile_m, build.tile_n) == tile
+
+
+def test_a_block_of_64_keys_has_one_consumer_warpgroup() -> None:
+    plan = plans("bf16_d128_s512_b1_h16_full")[0]
+    assert plan.build.threads == 384
+    assert plan.launches[1].grid == (128, 1, 1)
+    assert "one warpgroup computes dK and dV, one computes dQ, one warp loads" in plan.explain()
+
+
+def test_kernels_for_any_length_have_128_keys() -> None:
+    """A kernel set that also launches longer sequences must not have the tile for few blocks."""
+    assert plans("bf16_d128_s512_b1_h16_full")[0].build.tile_n == 64
+    assert {plan.build.tile_n for plan in plans("bf16_d128_s512_b1_h16_full", any_length=True)} == {128}
