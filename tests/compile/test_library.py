@@ -292,17 +292,17 @@ def test_nothing_is_loaded_after_open(driver_log: FakeDriver, host: LibraryHost)
 
 
 @pytest.mark.parametrize(
-    ("function", "what"),
+    ("case", "function", "what"),
     [
-        ("cuTensorMapEncodeTiled", "query"),
-        ("cuMemsetD8Async", "the workspace"),
-        ("cuLaunchKernelEx", "bwd_sm90_bf16_d128_causal_64x128_delta_1"),
+        ("bf16_d128_s512_b2_h4_causal", "cuTensorMapEncodeTiled", "query"),
+        ("f32_d96_s200_b2_h3_causal", "cuMemsetD8Async", "the workspace"),
+        ("bf16_d128_s512_b2_h4_causal", "cuLaunchKernelEx", "bwd_sm90_bf16_d128_causal_64x128_delta_1"),
     ],
 )
 def test_a_launch_names_the_driver_call_that_fails(
-    driver_log: FakeDriver, host: LibraryHost, function: str, what: str
+    driver_log: FakeDriver, host: LibraryHost, case: str, function: str, what: str
 ) -> None:
-    problem = spec.parse("bf16_d128_s512_b2_h4_causal").problem("backward")
+    problem = spec.parse(case).problem("backward")
     call = filled(host.new_call(), problem, first_address=ADDRESSES)
     size = host.chosen(call, target_of("sm_90a")).workspace
     with device(0).current():
