@@ -224,6 +224,7 @@ def _launches(target: Target, names: Mapping[str, float]) -> Iterator[Json]:
             "grid_rules": list(grid_rules),
             "block": list(launch.block),
             "cluster": [launch.cluster, 1, 1],
+            "dependent": launch.is_dependent,
             "shared_memory_bytes": launch.shared_memory_bytes,
             "static_shared_memory_bytes": _static_bytes(plan, kernel),
             "registers": kernel.registers,

@@ -175,6 +175,18 @@ def test_rust_host_refuses_what_the_other_example_refuses(
     assert driver_log.of("cuLaunchKernelEx") == []
 
 
+def test_header_launches_dependent_kernels_early(driver_log: FakeDriver, tmp_path: Path) -> None:
+    """As the plan says; the first kernel waits for the stream."""
+    problem, _ = pair("Hopper", "backward")
+    bundle = exported(tmp_path / "bundle", (problem,))
+    host = HeaderHost(tmp_path, bundle, "backward", "c")
+    header_calls(driver_log, host, bundle, problem)
+    (plan,) = bundle.plans("backward")
+    wanted = [launch.is_dependent for launch in plan.launches]
+    assert sorted(set(wanted)) == [False, True]
+    assert [call.is_dependent for call in driver_log.of("cuLaunchKernelEx")] == wanted
+
+
 def test_header_is_c_too(driver_log: FakeDriver, tmp_path: Path) -> None:
     first, _ = pair("every feature", "backward")
     bundle = exported(tmp_path / "bundle", (first,))

@@ -192,10 +192,11 @@ def expected_plan(bundle: Bundle, problem: Problem, arch: str, num_sms: int) -> 
 
 
 def launches_of(log: FakeDriver, host: LibraryHost, opened: ctypes.c_void_p, call: Any, size: int) -> list[Any]:
-    """What a launch puts on the stream: symbol, grid, threads of a block, shared memory and cluster."""
+    """What a launch puts on the stream: symbol, grid, threads of a block, shared memory, cluster, whether dependent."""
     log.clear()
     assert host.launched(opened, call, WORKSPACE, size) == 0, host.text
-    return [(it.text, it.grid, it.block, it.shared_memory, it.cluster) for it in log.of("cuLaunchKernelEx")]
+    found = log.of("cuLaunchKernelEx")
+    return [(it.text, it.grid, it.block, it.shared_memory, it.cluster, it.is_dependent) for it in found]
 
 
 @pytest.mark.slow
@@ -241,7 +242,10 @@ def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle
         if (choice.status, choice.symbol, choice.workspace) != ("OK", plan.symbol, plan.workspace.bytes):
             differing.append((problem, arch, num_sms, plan.symbol, plan.workspace.bytes, choice))
         elif target in TARGETS[:2]:
-            wanted = [(it.symbol, it.grid, it.block, it.shared_memory_bytes, it.cluster) for it in plan.launches]
+            wanted = [
+                (it.symbol, it.grid, it.block, it.shared_memory_bytes, it.cluster, it.is_dependent)
+                for it in plan.launches
+            ]
             assert launches_of(driver_log, host, opened[TARGETS.index(target)], call, choice.workspace) == wanted
     driver_log.without_memory(False)
     for handle in opened:
