@@ -78,8 +78,9 @@ def test_numpy_backward(driver_log: FakeDriver) -> None:
     assert shapes == [(B, MQ, H, D), (B, MK, H, D), (B, MK, H, DV)]
     assert gradients.bias is gradients.sinks is None
     launches = driver_log.of("cuLaunchKernelEx")
-    stems = [launch.text.split("_full_det_per_head_128x128")[1].rstrip("0123456789") for launch in launches]
-    assert stems == ["_delta_", "_"], "one block per head needs no conversion of an accumulator"
+    stems = [launch.text.split("_full_det_64x64")[1].rstrip("0123456789") for launch in launches]
+    assert stems == ["_delta_", "_", "_finish_"]
+    assert [launch.is_dependent for launch in launches] == [False, True, True]
     assert len(driver_log.of("cuMemAllocAsync")) == len(driver_log.of("cuMemFreeAsync")) == 10
 
 
