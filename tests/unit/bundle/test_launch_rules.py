@@ -166,7 +166,7 @@ def test_manifest_has_both_maps_of_value() -> None:
     problem = paged(16, 100, "combined")
     plan = sm90_plan(problem)
     made = manifest("paged", [Target(problem, plan, artifact(plan.build), 132)], {})
-    (launched,) = made["passes"]["forward"]["targets"][0]["launches"]
+    (launched,) = made["problems"][0]["targets"][0]["launches"]
     assert [it["meaning"] for it in launched["parameters"]] == [
         *(f"CUtensorMap of {name}" for name in ("query", "key", "value", "value_last")),
         "the struct",

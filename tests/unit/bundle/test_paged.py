@@ -18,7 +18,7 @@ RAGGED = "bf16_d128_n5x900,3x20_h8k2_causal_br_sinks_paged16"
 def target_of(tmp_path: Path, case: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the forward of a bundle, and its target."""
     bundle = bundles.export(tmp_path / "bundle", "forward", archs=("sm_90",), case=case)
-    forward: dict[str, Any] = bundle.manifest["passes"]["forward"]
+    forward: dict[str, Any] = bundle.manifest["problems"][0]
     (target,) = forward["targets"]
     return forward, target
 

@@ -113,7 +113,7 @@ def test_dense_queries_have_a_map_of_their_own() -> None:
         ("bf16_d128_h4_full", 128, 128),
         ("bf16_d128_h4_full", 1024, 128),  # a tile of 128 keys has one box
         ("bf16_d256_h4_full", 128, 64),  # 64 keys
-        ("bf16_d96_h4_full", 64, 32),  # 96 keys: three boxes of a part of a page
+        ("bf16_d96_h4_full", 64, 16),  # 112 keys: seven boxes of a part of a page
     ],
 )
 def test_boxes_divide_pages_and_tiles(name: str, page_size: int, rows: int) -> None:
