@@ -44,7 +44,7 @@ def compiled(symbol: str, arch: str) -> tuple[facts.InspectedKernel, Artifact]:
 # MMA instructions of each step: rows x columns x depth of the product, divided by those of one instruction.
 PRODUCTS = {
     ("fwd_sm80_f16_d64_full", "sm_90"): {"1": "mma", "3": "mma"},
-    ("bwd_sm90_bf16_d64_causal", "sm_90a"): {"1": 8, "3": 4, "5": 8, "6": 8, "7": 16},
+    ("bwd_sm90_bf16_d64_causal", "sm_90a"): {"1": 8, "3": 4, "5": 8, "6": 8, "7": 8},
 }
 
 
