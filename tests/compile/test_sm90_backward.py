@@ -361,8 +361,8 @@ def test_machine_code(plan: Plan) -> None:
     for launch in plan.launches:  # what is launched before the entry ahead has ended waits for it
         body = made.ptx.split(f".entry {launch.symbol}(")[1].split("\n}")[0]
         assert ("griddepcontrol.wait" in body) == launch.is_dependent, launch.symbol
-    # With a semaphore, a block acquires once a query tile. It releases with the next tile or after the last, unless warps
-    # of its own add dQ.
+    # With a semaphore, a block acquires once a query tile. It releases with the next tile or after the last, unless
+    # warps of its own add dQ.
     assert len(re.findall(r"ld\.acquire\.gpu", made.ptx)) == (2 if build.deterministic else 0)
     releases = 1 if sm90_smem.adds_in_order(build) else 2
     assert len(re.findall(r"red\.release\.gpu", made.ptx)) == (releases if build.deterministic else 0)
