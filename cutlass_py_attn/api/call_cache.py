@@ -6,7 +6,7 @@ and its options are plain values. Every other call is validated and launched by 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 from cutlass_py_attn.api.lru_cache import LruCache
@@ -44,37 +44,62 @@ def store(key: Hashable, bound: Bound, operands: Mapping[str, Array], outputs: M
 
     operands: in the order of the call. outputs: the results, all of them allocated by the call.
     """
+    if are_cacheable(operands):
+        _calls.put(key, CachedCall(bound, operands, outputs))
+
+
+def are_cacheable(operands: Mapping[str, Array]) -> bool:
+    """Returns whether all arrays are aligned ones of one library."""
     library = next(iter(operands.values())).library
-    is_cacheable = all(
+    return all(
         array.library == library and not isinstance(array.owner, tuple) and not array.pointer & _ALIGNMENT_MASK
         for array in operands.values()
     )
-    if is_cacheable:
-        _calls.put(key, CachedCall(bound, library, operands, outputs))
+
+
+def layouts_of(operands: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Returns what decides a call of each array except its address; None if not all are of one type of torch or CuPy.
+
+    RuntimeError or TypeError: an array has no strides.
+    """
+    kind = type(operands[0])
+    framework = framework_of(operands[0])
+    if framework is None:
+        return None
+    layout_key = framework.layout_key
+    layouts = tuple([layout_key(array) for array in operands if type(array) is kind])
+    return layouts if len(layouts) == len(operands) else None
 
 
 def _key(direction: str, operands: Sequence[Any], options: Mapping[str, Any]) -> Hashable | None:
     """Returns everything that decides a call except addresses and stream; None if the call is not cacheable."""
-    kind = type(operands[0])
-    framework = framework_of(operands[0])
-    if framework is None or not options.keys() <= PLAIN_OPTIONS:
+    if not options.keys() <= PLAIN_OPTIONS:
         return None
-    layout_key = framework.layout_key
-    layouts = tuple([layout_key(array) for array in operands if type(array) is kind])
-    return (direction, layouts, exact_key(options)) if len(layouts) == len(operands) else None
+    layouts = layouts_of(operands)
+    return None if layouts is None else (direction, layouts, exact_key(options))
 
 
 class CachedCall:
     """A validated call with bound kernels.
 
-    library: name of the library of all arrays. operands: names in the order of the call. outputs: the results.
+    operands: arrays of one library by name, in the order of the call. outputs: the results.
+    must_validate: says of the operands' addresses whether the call must be validated; None if they do not matter.
+    prepare: called with all addresses and the stream before the launch; None for nothing.
     """
 
-    __slots__ = ("_bound", "_framework", "_names", "_ordinal", "_outputs")
+    __slots__ = ("_bound", "_framework", "_must_validate", "_names", "_ordinal", "_outputs", "_prepare")
 
-    def __init__(self, bound: Bound, library: str, operands: Iterable[str], outputs: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        bound: Bound,
+        operands: Mapping[str, Array],
+        outputs: Mapping[str, Tensor],
+        must_validate: Callable[[Sequence[int]], bool] | None = None,
+        prepare: Callable[[Sequence[int], int], None] | None = None,
+    ) -> None:
         self._bound = bound
-        self._framework: Framework = FRAMEWORKS[library]
+        self._framework: Framework = FRAMEWORKS[next(iter(operands.values())).library]
+        self._must_validate, self._prepare = must_validate, prepare
         self._outputs = [(tensor.shape, tensor.dtype) for tensor in outputs.values()]
         self._names = (*operands, *outputs)
         self._ordinal = bound.device.ordinal
@@ -93,6 +118,7 @@ class CachedCall:
             bits & _ALIGNMENT_MASK
             or (stream is not None and driver.stream_handle(stream) != current)
             or not framework.allocates_on(self._ordinal)
+            or (self._must_validate is not None and self._must_validate(addresses))
         ):
             return None
         results = []
@@ -100,5 +126,7 @@ class CachedCall:
             array, address = framework.empty(shape, dtype, self._ordinal)
             results.append(array)
             addresses.append(address)
+        if self._prepare is not None:
+            self._prepare(addresses, current)
         self._bound(dict(zip(self._names, addresses, strict=True)), current)
         return results

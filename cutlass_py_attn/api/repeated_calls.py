@@ -7,19 +7,20 @@ call. Extents that do overlap, as those of two parts of one pool, are sound at t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final
 
+from cutlass_py_attn.api.call_cache import CachedCall, are_cacheable, layouts_of
 from cutlass_py_attn.api.lru_cache import LruCache
-from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.runtime import driver, fill, lifetimes
+from cutlass_py_attn.problem.tensors import Tensor
+from cutlass_py_attn.runtime import fill
 from cutlass_py_attn.runtime.arrays import Array
-from cutlass_py_attn.runtime.frameworks import FRAMEWORKS, framework_of, numpy_dtype
+from cutlass_py_attn.runtime.frameworks import numpy_dtype
 from cutlass_py_attn.runtime.launch import Bound
 
 MAX_CALLS: Final = 64
 MAX_DISTANCES: Final = 256  # of two arrays of one call
-_ALIGNMENT_MASK: Final = ROW_ALIGNMENT_BYTES - 1
 
 _calls: LruCache[RepeatedCall] = LruCache(MAX_CALLS)
 
@@ -34,16 +35,13 @@ def look_up(
     Returns (key, new results): key is None if the call is not repeatable, the results are None on a miss.
     """
     arrays = tuple(operands.values())
-    framework, kind = framework_of(arrays[0]), type(arrays[0])
-    if framework is None:
-        return None, None
     try:
-        layouts = tuple([framework.layout_key(array) for array in arrays if type(array) is kind])
+        layouts = layouts_of(arrays)
         key = options, layouts
-        call = _calls.get(key)
+        call = None if layouts is None else _calls.get(key)
     except (RuntimeError, TypeError):  # an array without strides, or an unhashable option
         return None, None
-    if len(layouts) != len(arrays):
+    if layouts is None:
         return None, None
     return key, None if call is None else call(arrays, stream)
 
@@ -62,12 +60,7 @@ def store(
     new_outputs: results that the call allocates. cleared: layout of the result "output" that is cleared before the
     launch; None for no clearing.
     """
-    library = next(iter(found.values())).library
-    is_repeatable = all(
-        each.library == library and not isinstance(each.owner, tuple) and not each.pointer & _ALIGNMENT_MASK
-        for each in found.values()
-    )
-    if not is_repeatable:
+    if not are_cacheable(found):
         return
     call = _calls.get(key)
     if call is None:
@@ -87,13 +80,10 @@ class RepeatedCall:
         new_outputs: Mapping[str, Tensor],
         cleared: Tensor | None,
     ) -> None:
-        self._bound = bound
-        self._framework = FRAMEWORKS[next(iter(found.values())).library]
-        self._ordinal = bound.device.ordinal
-        self._new_outputs = [(tensor.shape, tensor.dtype) for tensor in new_outputs.values()]
-        self._names = (*found, *new_outputs)
-        self._output_index = self._names.index("output") if "output" in self._names else 0
-        self._cleared = cleared
+        clear = None
+        if cleared is not None:
+            clear = functools.partial(_clear, bound, cleared, [*found, *new_outputs].index("output"))
+        self._call = CachedCall(bound, found, new_outputs, self._may_overlap, clear)
         extents = [_extent(array) for array in found.values()]
         names = list(found)
         pairs = {
@@ -125,31 +115,13 @@ class RepeatedCall:
 
     def __call__(self, arrays: Sequence[Any], stream: object) -> list[Any] | None:
         """Launches and returns the new results; returns None, without a launch, if the call must be validated."""
-        if lifetimes.kept:
-            lifetimes.release()
-        framework = self._framework
-        current = framework.current_stream(self._ordinal)
-        addresses = framework.addresses(arrays)
-        bits = 0
-        for address in addresses:
-            bits |= address
-        if (
-            bits & _ALIGNMENT_MASK
-            or (stream is not None and driver.stream_handle(stream) != current)
-            or not framework.allocates_on(self._ordinal)
-            or self._may_overlap(addresses)
-        ):
-            return None
-        results = []
-        for shape, dtype in self._new_outputs:
-            array, address = framework.empty(shape, dtype, self._ordinal)
-            results.append(array)
-            addresses.append(address)
-        if self._cleared is not None:
-            with self._bound.device.current():
-                fill.clear(self._cleared, addresses[self._output_index], current)
-        self._bound(dict(zip(self._names, addresses, strict=True)), current)
-        return results
+        return self._call(arrays, stream)
+
+
+def _clear(bound: Bound, cleared: Tensor, index: int, addresses: Sequence[int], stream: int) -> None:
+    """Clears the result whose address is number `index`."""
+    with bound.device.current():
+        fill.clear(cleared, addresses[index], stream)
 
 
 def _extent(array: Array) -> tuple[int, int]:
