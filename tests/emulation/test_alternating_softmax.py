@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.compilation import compiler as compiling
-from cutlass_py_attn.compilation import registry
 from cutlass_py_attn.plan import abi, planner
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from tests.support.ptx_floats import FloatThreads
 from tests.support.ptx_threads import Array
+from tests.support.traced import compile_traced
 
 KINDS = {
     "exact": {"is_lazy": False, "has_sink": False},
@@ -34,12 +33,7 @@ def compiled(name: str) -> tuple[Any, str]:
     """Returns the build whose parameters the kernel has, and its PTX."""
     support = pytest.importorskip("tests.support.alternating_softmax_kernel")
     build = planner.plan(Problem.dense("forward", Shape(1, 64, 64, 1, 64, 64), "bfloat16", Full()), "sm_90a").build
-    before = registry.trace
-    registry.trace = support.trace(**KINDS[name])
-    try:
-        return build, compiling.compile_unchecked(build).ptx
-    finally:
-        registry.trace = before
+    return build, compile_traced(build, support.trace(**KINDS[name])).ptx
 
 
 def run(name: str, scores: Array) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.compilation import compiler as compiling
-from cutlass_py_attn.compilation import registry, report
+from cutlass_py_attn.compilation import report
 from cutlass_py_attn.compilation.cubin import read
 from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
 from cutlass_py_attn.plan import abi
@@ -22,6 +22,7 @@ from cutlass_py_attn.score_terms import dropout as masks_of
 from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.score_terms.philox import words
 from tests.support.ptx_threads import Array, Threads
+from tests.support.traced import compile_traced
 
 SHAPE = Shape(1, 256, 256, 1, 64, 64)
 SCALARS, OUT = 16, 64  # addresses in the emulated memory: of the seed and the offset, and of the result
@@ -56,14 +57,8 @@ def build_of(way: str, dtype: str, arch: str, tile: tuple[int, int], warps: tupl
 def compiled(build: Build) -> compiling.CompilerOutput:
     """Compiles the dropout kernel for the scores of a build."""
     dropout_kernel = pytest.importorskip("tests.support.dropout_kernel")
-    before = registry.trace
-    registry.trace = (
-        dropout_kernel.trace_transposed if build.kind == "backward" and build.family == "sm90" else dropout_kernel.trace
-    )
-    try:
-        return compiling.compile_unchecked(build)
-    finally:
-        registry.trace = before
+    is_transposed = build.kind == "backward" and build.family == "sm90"
+    return compile_traced(build, dropout_kernel.trace_transposed if is_transposed else dropout_kernel.trace)
 
 
 def run(build: Build, dropout: Dropout, base: int, sizes: tuple[int, int], in_memory: bool = False) -> Array:

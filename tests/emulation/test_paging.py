@@ -7,14 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cutlass_py_attn.compilation import compiler as compiling
-from cutlass_py_attn.compilation import registry
 from cutlass_py_attn.plan import abi, launch_rules, planner
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import params
 from cutlass_py_attn.testing.paged_forward_cases import PagedCase
 from tests.support.ptx_threads import Array, Threads
+from tests.support.traced import compile_traced
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 BATCH, PAGES, MAX_PAGES = 60, 40, 9
@@ -72,9 +71,7 @@ def test_rows_lie_in_their_pages(page_size: int, has_indptr: bool) -> None:
     paging_kernel = pytest.importorskip("tests.support.paging_kernel")
     problem = problem_of(page_size, has_indptr=has_indptr)
     build = next(it.build for it in planner.plans(problem, "sm_80") if it.build.family == "sm80")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(registry, "trace", paging_kernel.trace)
-        ptx = compiling.compile_unchecked(build).ptx
+    ptx = compile_traced(build, paging_kernel.trace).ptx
     arrays = arrays_of(np.random.default_rng(page_size), page_size, has_indptr=has_indptr)
     rows = np.zeros((BATCH, build.threads, len(paging_kernel.FIELDS)), np.int64)
     named = {"output": rows, **arrays}

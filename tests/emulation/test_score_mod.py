@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cutlass_py_attn.compilation import compiler as compiling
-from cutlass_py_attn.compilation import registry
 from cutlass_py_attn.plan import abi, launch_rules, planner
 from cutlass_py_attn.problem.masks import Causal, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
@@ -20,6 +17,7 @@ from cutlass_py_attn.score_terms.softcap import SOFTCAP
 from cutlass_py_attn.testing.distance_squared import distance_squared
 from tests.support.ptx_floats import FloatThreads
 from tests.support.ptx_threads import Array
+from tests.support.traced import compile_traced
 
 SLOPES = np.array([[9.0, 9.0], [9.0, -0.003]], np.float32)  # the scores of the second batch and head are computed
 ALIBI = np.array([9.0, 0.3], np.float32)
@@ -31,12 +29,7 @@ def run(problem: Problem, products: Array, arrays: dict[str, Array], tiles: tupl
     score_mod_kernel = pytest.importorskip("tests.support.score_mod_kernel")
     build = planner.plan(problem, "sm_90").build
     assert (build.family, build.tile_m, build.tile_n) == ("sm80", *tiles)
-    before = registry.trace
-    registry.trace = score_mod_kernel.trace
-    try:
-        ptx = compiling.compile_unchecked(replace(build)).ptx
-    finally:
-        registry.trace = before
+    ptx = compile_traced(build, score_mod_kernel.trace).ptx
     named = {"query": products, "output": np.zeros_like(products), **arrays}
     starts = dict(zip(named, 256 + np.cumsum([0, *(array.nbytes for array in named.values())]), strict=False))
     memory = np.concatenate([np.zeros(256, np.uint8), *(array.reshape(-1).view(np.uint8) for array in named.values())])

@@ -7,11 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from cutlass_py_attn.compilation import compiler as compiling
-from cutlass_py_attn.compilation import registry
 from cutlass_py_attn.plan import abi, launch_rules, planner
 from cutlass_py_attn.problem import spec
 from tests.support.ptx_threads import Array, Threads
+from tests.support.traced import compile_traced
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 TOKENS, LONGEST = (1700, 3000), (900, 1300)  # queries, keys
@@ -32,9 +31,7 @@ def test_rows_are_inside(name: str) -> None:
     seqlen_kernel = pytest.importorskip("tests.support.seqlen_kernel")
     problem = spec.parse(name).problem("backward", unused_tokens=(TOKENS[0] - LONGEST[0], TOKENS[1] - LONGEST[1]))
     build = planner.plan(problem, "sm_90").build
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(registry, "trace", seqlen_kernel.trace)
-        ptx = compiling.compile_unchecked(build).ptx
+    ptx = compile_traced(build, seqlen_kernel.trace).ptx
     rng, count = np.random.default_rng(4), BLOCKS * build.threads
     bounds = [wrong_bounds(rng, *sizes, count + 1) for sizes in zip(TOKENS, LONGEST, strict=True)]
     used = wrong_bounds(rng, TOKENS[1], LONGEST[1], count)

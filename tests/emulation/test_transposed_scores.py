@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.compilation import compiler as compiling
-from cutlass_py_attn.compilation import registry
 from cutlass_py_attn.plan import abi, launch_rules, planner
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
 from tests.support.ptx_floats import FloatThreads
 from tests.support.ptx_threads import Array
+from tests.support.traced import compile_traced
 
 TILES = 2  # of queries and of keys
 SLOPES = np.array([9.0, 0.03], np.float32)  # of ALiBi; the second head's scores are computed
@@ -28,12 +27,7 @@ def compiled(problem: Problem) -> tuple[Any, str]:
     scores_kernel = pytest.importorskip("tests.support.scores_kernel")
     build = planner.plan(problem, "sm_90a").build
     assert build.family == "sm90"
-    before = registry.trace
-    registry.trace = scores_kernel.trace
-    try:
-        return build, compiling.compile_unchecked(replace(build, warps=build.warps_scores[0])).ptx
-    finally:
-        registry.trace = before
+    return build, compile_traced(replace(build, warps=build.warps_scores[0]), scores_kernel.trace).ptx
 
 
 def run(problem: Problem, given: dict[str, Array]) -> tuple[Array, Array]:
