@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
-from tools.race import soak
+from tools.race import soak, soak_table
 from tools.race.soak_samples import BOUNDS_MIB, LEAST_SAMPLES, Sample, memory_of, resident_mib
+from tools.release import record
 
 
 def series(count: int, *, seconds: float = 10.0, warm: float = 100.0, **per_second: float) -> list[Sample]:
@@ -175,3 +177,16 @@ def test_a_short_run_on_the_fake_driver_frees_all_it_allocates(driver_log: FakeD
     assert allocated == freed > 0
     created, destroyed = (len(driver_log.of(name)) for name in ("cuStreamCreate", "cuStreamDestroy"))
     assert created == destroyed == 2
+
+
+def test_the_table_has_a_row_for_each_run(driver_log: FakeDriver, tmp_path: Path) -> None:
+    assert soak_table.table(tmp_path) == soak_table.NOT_RUN
+    about = {"gpu": "GPU", "date": "2026-01-02T03:04:05+00:00", "commit": "0123456789abcdef"}
+    for is_shared, job in ((False, FakeJob()), (True, FakeJob(wrong_from=5))):
+        record.append(tmp_path / soak_table.RECORD, [{**about, "is_shared": is_shared, **run(job).line()}])
+    _, _, right, wrong = [line.split(" | ") for line in soak_table.table(tmp_path).splitlines()]
+    assert right[0] == "| GPU, 2026-01-02, commit 0123456789ab"
+    assert (right[3], right[5], right[6]) == ("1", "0", "0.50")
+    assert right[7] == "device 0.0, host 0.0, pool 0.0 |"
+    assert wrong[1].endswith(", shared GPU")
+    assert wrong[5] == "1"

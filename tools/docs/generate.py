@@ -13,6 +13,7 @@ from tools.docs.benchmark_plots import BENCHMARK, plots
 from tools.docs.reference import reference
 from tools.docs.schematics import schematics
 from tools.mutation import tables
+from tools.race import soak_table
 from tools.release import record
 from tools.release.check_verified import benchmark_table, with_block
 
@@ -69,12 +70,13 @@ def generated(root: Path) -> dict[str, str]:
 
 
 def testing(root: Path) -> str:
-    """Returns docs/testing.md with the tables of the mutation run and of the kernel faults."""
+    """Returns docs/testing.md with the tables of the mutation run, of the kernel faults and of the soak runs."""
     text = (root / TESTING).read_text()
     for name, table in (
         ("mutants", tables.mutants(root)),
         ("survivors", tables.survivors(root)),
         ("kernel_faults", tables.kernel_faults(root)),
+        ("soak", soak_table.table(root)),
     ):
         text = with_block(text, name, table)
     return text

@@ -2,19 +2,19 @@
 
 python -m tools.race.soak --seconds 1800 --threads 8 --kernels FOLDER --record FILE
 
-Forward and backward, dense, packed and decode problems, three dtypes and every family of kernels, each thread on a
-stream of its own: by attention_forward and attention_backward with NumPy and with device arrays, and by Bound with
+Forward and backward, dense, packed, paged and decode problems, three dtypes and every family of kernels, each thread
+on a stream of its own: by attention_forward and attention_backward with NumPy and with device arrays, and by Bound with
 arrays between guards, which replays CUDA graphs. The first result of a problem is compared with float64, each later one
 with the first, bit for bit; sums whose order the scheduler decides are compared with float64 each time.
 
-Memory is sampled every 10 s (soak_samples.py). --shared says that other programs use the GPU at the same time. SIGTERM
-and Ctrl-C end the run early: the record says so.
+Memory is sampled every 10 s (soak_samples.py). --record appends a line to a log, of which soak_table.py makes the table
+of docs/testing.md. --shared says that other programs use the GPU at the same time. SIGTERM and Ctrl-C end the run
+early: the record says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import threading
@@ -37,7 +37,15 @@ from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray, numpy_dtype
 from cutlass_py_attn.runtime.launch import Bound, bind_problem
-from cutlass_py_attn.testing import check, covering_cases, decode_cases, device_memory, guarded_check, suite
+from cutlass_py_attn.testing import (
+    check,
+    covering_cases,
+    decode_cases,
+    device_memory,
+    guarded_check,
+    paged_cases,
+    suite,
+)
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, same_bits
 from tools.race.soak_samples import MIB, Memory, Sample, memory_of, resident_mib, rounded
@@ -203,7 +211,7 @@ def jobs_of(kernels: Kernels) -> list[Job]:
     heads = (*suite.MANY_HEADS[::4], *suite.FEW_TILES[::4])
     chosen = (*suite.VARIABLE_LENGTH, *forwards, *heads, *suite.LONG_DROPOUT, *suite.LAUNCHERS.values())
     bound = [BoundJob(case, family, kernels) for case in chosen for family in check.families(case)]
-    decode = [BoundJob(case, "decode", kernels) for case in decode_cases.ALL[::STEP]]
+    decode = [BoundJob(case, "decode", kernels) for case in (*decode_cases.ALL[::STEP], *paged_cases.DECODE)]
     return [*calls, *bound, *decode]
 
 
@@ -396,7 +404,7 @@ def main() -> int:
     )
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
-    parser.add_argument("--record", type=Path, help="write the JSON record to this file")
+    parser.add_argument("--record", type=Path, help="append the JSON record to this log")
     parser.add_argument(
         "--shared", action="store_true", help="other programs use the GPU: its used memory is not compared"
     )
@@ -410,7 +418,7 @@ def main() -> int:
         outcome = soak(jobs, given.seconds, given.threads, is_shared=given.shared)
     line = {**record.about_run(), "commit": commit(), "is_shared": given.shared, **outcome.line()}
     if given.record:
-        given.record.write_text(json.dumps(line, indent=1) + "\n")
+        record.append(given.record, [line])
     print("\n".join([*outcome.progress.failures, *outcome.memory.objections]))
     ended = f", ended by {outcome.ended_by}" if outcome.ended_by else ""
     verb = "passed" if outcome.has_passed else "FAILED"

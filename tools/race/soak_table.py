@@ -1,0 +1,38 @@
+"""Table of docs/testing.md: the recorded runs of soak.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from tools.release import record
+
+RECORD: Final = "tools/race/results/soak.jsonl"
+NOT_RUN: Final = f"Not run yet: `python -m tools.race.soak --kernels FOLDER --record {RECORD}` on an H100 or H200."
+COLUMNS: Final = ("run", "seconds", "threads", "problems", "calls", "wrong", "worst error / allowed", "growth in MiB")
+
+
+def table(root: Path) -> str:
+    """Returns a row for each run, the oldest first; a sentence if there was no run."""
+    lines = record.read_log(root / RECORD)
+    return (
+        "\n".join([f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}", *map(_row, lines)])
+        if lines
+        else NOT_RUN
+    )
+
+
+def _row(line: record.Json) -> str:
+    growth = line["memory"]["growth"]
+    grown = ", ".join(f"{name} {growth[name]:.1f}" for name in sorted(growth)) or "too short"
+    cells = [
+        f"{line['gpu']}, {line['date'][:10]}, commit {line['commit'][:12]}",
+        f"{line['seconds']:.0f}{', shared GPU' if line['is_shared'] else ''}",
+        line["threads"],
+        len(line["jobs"]),
+        line["calls"],
+        len(line["failures"]),
+        f"{line['worst']:.2f}",
+        grown,
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
