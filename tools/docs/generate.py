@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.docs import faults_table, jax_table, short_map_plots
+from tools.docs import faults_table, jax_table, short_map_plots, slower_rows
 from tools.docs.benchmark_plots import BENCHMARK, plots
 from tools.docs.reference import reference
 from tools.docs.schematics import schematics
@@ -19,7 +19,7 @@ from tools.release.check_verified import benchmark_table, with_block
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX, REFERENCE, PERFORMANCE = "docs/README.md", "docs/reference.md", "docs/performance.md"
-JAX, FAULTS, TESTING = "docs/jax.md", "docs/faults.md", "docs/testing.md"
+JAX, FAULTS, TESTING, TUNING = "docs/jax.md", "docs/faults.md", "docs/testing.md", "docs/tuning.md"
 SUSTAINED = "tools/bench/results/sustained.json"
 MICROBENCH = "tools/bench/results/microbench.jsonl"
 NOT_MEASURED = (
@@ -40,6 +40,7 @@ ORDER = (
     "inspect",
     "reference",
     "performance",
+    "tuning",
     "architecture",
     "extending",
     "testing",
@@ -48,17 +49,18 @@ ORDER = (
 
 def generated(root: Path) -> dict[str, str]:
     """Returns the text of every generated file by its path from the root."""
-    charts = plots(json.loads((root / BENCHMARK).read_text()))
+    bursts, sustained = (json.loads((root / name).read_text()) for name in (BENCHMARK, SUSTAINED))
+    charts = plots(bursts)
     short_map = short_map_plots.read(root)
     pictures = schematics() | charts | short_map_plots.pictures(short_map)
     found = {f"docs/pictures/{name}.svg": text for name, text in pictures.items()}
     found[REFERENCE] = reference()
     performance = with_block((root / PERFORMANCE).read_text(), "plots", plot_links(charts))
-    sustained = benchmark_table(json.loads((root / SUSTAINED).read_text()))
-    performance = with_block(performance, "sustained", sustained)
-    performance = with_block(performance, "short_map", short_map_plots.block(short_map))
+    performance = with_block(performance, "sustained", benchmark_table(sustained))
+    performance = with_block(performance, "slower_rows", slower_rows.table(bursts, sustained))
+    found[PERFORMANCE] = with_block(performance, "short_map", short_map_plots.block(short_map))
     microbench = microbenchmarks(record.read_log(root / MICROBENCH))
-    found[PERFORMANCE] = with_block(performance, "microbench", microbench)
+    found[TUNING] = with_block((root / TUNING).read_text(), "microbench", microbench)
     measured = json.loads((root / jax_table.RESULTS).read_text())
     found[JAX] = with_block((root / JAX).read_text(), "jax", jax_table.table(measured))
     found[FAULTS] = with_block((root / FAULTS).read_text(), "faults", faults_table.table())

@@ -12,7 +12,7 @@ SMS = 132
 LONG, LONG_96, SQUARE, SINGLE = "192x128", "192x112", "128x128", "128x208"
 FEW, FEWEST = "64x128", "64x64"
 
-# Microseconds of bf16 forwards on an H200, see docs/performance.md.
+# Microseconds of bf16 forwards on an H200, see docs/tuning.md.
 MEASURED = {
     "d64_s197_b256_h12_full": {LONG: 199.2, SQUARE: 156.4, SINGLE: 137.3},
     "d64_s197_b256_h12_causal": {LONG: 221.2, SQUARE: 142.8, SINGLE: 145.8},
