@@ -1,6 +1,7 @@
 """A toy inference engine in JAX: continuous batching on a paged cache, with the whole model inside jax.jit.
 
-python examples/serving_jax.py
+python examples/serving_jax.py            on a GPU
+python examples/serving_jax.py --small    a few conversations, by the reference on the CPU
 
 The engine continues 64 conversations by a model of two attention layers with random weights. It has two programs, which
 both donate their pools. One computes chunks of prompts, and one token of each conversation whose prompt is in the
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cutlass_py_attn import CausalBottomRight, Paged, attention_forward
+from cutlass_py_attn import CausalBottomRight, Full, Paged, attention_forward
 from cutlass_py_attn.jax import append_to_cache, attention
 
 LAYERS = 2
@@ -46,6 +47,10 @@ class Sizes(NamedTuple):
 
 
 SIZES = Sizes()
+SMALL: dict[str, Any] = {  # for main, with backend="reference"
+    "conversations": 9, "prompt": 16, "wanted": 6,
+    "sizes": Sizes(4, 2, 16, 32, 64, batch=4, tokens=12, num_pages=20, page_size=4, max_pages=6),
+}  # fmt: skip
 
 
 @dataclass
@@ -59,7 +64,7 @@ class Conversation:
     logits: list[Any] = field(default_factory=list)  # one row for each generated token
 
 
-def parameters(key: Any, sizes: Sizes) -> dict[str, Any]:
+def parameters(seed: int, sizes: Sizes) -> dict[str, Any]:
     """Returns random embeddings of tokens and positions, four projections of each layer, and that to logits."""
     width, heads, heads_key = sizes.width, sizes.num_heads * sizes.head_dim, sizes.num_heads_key * sizes.head_dim
     shapes = {
@@ -67,11 +72,10 @@ def parameters(key: Any, sizes: Sizes) -> dict[str, Any]:
         "query": (LAYERS, width, heads), "key": (LAYERS, width, heads_key), "value": (LAYERS, width, heads_key),
         "output": (LAYERS, heads, width), "logits": (width, sizes.vocabulary),
     }  # fmt: skip
-    keys = jax.random.split(key, len(shapes))
-    embeddings = ("token", "position")
+    rng, embeddings = np.random.default_rng(seed), ("token", "position")
     return {
-        name: jax.random.normal(each, shape) / (1 if name in embeddings else shape[-2] ** 0.5)
-        for each, (name, shape) in zip(keys, shapes.items(), strict=True)
+        name: rng.standard_normal(shape, np.float32) / (1 if name in embeddings else np.float32(shape[-2] ** 0.5))
+        for name, shape in shapes.items()
     }
 
 
@@ -84,14 +88,15 @@ def hidden(sizes: Sizes, options: Any, p: Any, pools: Any, batch: Any, sequences
     tokens, positions, slots = batch
     product = functools.partial(jnp.matmul, precision="highest")
     x = p["token"][tokens] + p["position"][positions]
-    outer = (1, -1) if sequences.cu_seqlens_q is not None else (-1, 1)
+    is_packed = sequences.cu_seqlens_q is not None
+    outer, mask = ((1, -1), CausalBottomRight()) if is_packed else ((-1, 1), Full())  # one query sees all keys
     written = []
     for layer, pool in enumerate(pools):
         rows = {name: product(x, p[name][layer]).astype(jnp.bfloat16) for name in ("query", "key", "value")}
         key, value = (rows[name].reshape(-1, sizes.num_heads_key, sizes.head_dim) for name in ("key", "value"))
         query = rows["query"].reshape(*outer, sizes.num_heads, sizes.head_dim)
         pool = append_to_cache(key, value, *pool, slots, **dict(options))
-        output = attention(query, *pool, mask=CausalBottomRight(), sequences=sequences, **dict(options))
+        output = attention(query, *pool, mask=mask, sequences=sequences, **dict(options))
         x = x + product(output.reshape(len(x), -1).astype(jnp.float32), p["output"][layer])
         written.append(pool)
     return written, x
@@ -149,7 +154,7 @@ class Engine:
         self._pools = [tuple(jnp.zeros(shape, jnp.bfloat16) for _ in range(2)) for _ in range(LAYERS)]
 
     def step(self) -> int:
-        """Computes a step with prompts, or decode steps until a conversation ends; returns the number of decode steps."""
+        """Computes a step with prompts, or decode steps until a conversation ends; returns how many of the latter."""
         self._admit()
         table = np.zeros((self.sizes.batch, self.sizes.max_pages), np.int32)
         lengths = np.zeros(self.sizes.batch, np.int32)
@@ -272,8 +277,8 @@ def main(conversations: int = 64, prompt: int = 300, wanted: int = 64, sizes: Si
     options: of `attention` and `append_to_cache`, such as kernels or backend.
     """
     rng = np.random.default_rng(1)
-    p = parameters(jax.random.key(0), sizes)
-    engine = Engine(p, sizes, **options)
+    p = parameters(0, sizes)
+    engine = Engine(jax.device_put(p), sizes, **options)
     for _ in range(conversations):
         own = rng.integers(0, sizes.vocabulary, rng.integers(1, prompt + 1)).tolist()
         engine.waiting.append(Conversation(own, wanted=int(rng.integers(1, wanted + 1))))
@@ -286,7 +291,7 @@ def main(conversations: int = 64, prompt: int = 300, wanted: int = 64, sizes: Si
         steps += max(count, 1)
     if len(engine.free) != sizes.num_pages:
         raise RuntimeError(f"{len(engine.free)} pages are free at the end, of {sizes.num_pages}")
-    host = {name: np.asarray(array, np.float64) for name, array in p.items()}
+    host = {name: array.astype(np.float64) for name, array in p.items()}
     error, margins = 0.0, []
     for each in every:
         count = len(each.logits)
@@ -305,4 +310,6 @@ def main(conversations: int = 64, prompt: int = 300, wanted: int = 64, sizes: Si
 
 
 if __name__ == "__main__":
-    sys.stdout.write("".join(f"{name}: {value:.4g}\n" for name, value in main()._asdict().items()))
+    found = main(**SMALL, backend="reference") if "--small" in sys.argv else main()
+    for name, value in found._asdict().items():
+        sys.stdout.write(f"{name:14} {value:.4g}\n")

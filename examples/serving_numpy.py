@@ -1,6 +1,7 @@
 """A toy inference engine without a framework: continuous batching on a paged cache, decode in a captured CUDA graph.
 
-python examples/serving_numpy.py
+python examples/serving_numpy.py            on a GPU
+python examples/serving_numpy.py --small    a few conversations, by the reference on the CPU
 
 The engine continues 64 conversations. A step computes one token of each conversation whose prompt is in the cache, and
 chunks of the prompts that are not. A step without prompts launches a CUDA graph, captured once: an append and a decode.
@@ -25,6 +26,8 @@ import numpy as np
 from cutlass_py_attn import (
     AppendProblem,
     CausalBottomRight,
+    Full,
+    Mask,
     Paged,
     Pages,
     Problem,
@@ -61,6 +64,10 @@ class Sizes:
 
 
 SIZES = Sizes()
+SMALL: dict[str, Any] = {  # for main, with backend="reference"
+    "conversations": 10, "prompt": 24, "wanted": 6,
+    "sizes": Sizes(4, 2, 16, 64, batch=5, tokens=16, num_pages=24, page_size=4, max_pages=9, prefix=8),
+}  # fmt: skip
 
 
 @dataclass
@@ -148,13 +155,12 @@ class Host:
 
 
 class DeviceArray:
-    """A dense array in device memory, of zeros, which is never freed."""
+    """A dense array in device memory, which is never freed."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         self.shape, self.dtype = shape, np.dtype(dtype)
         self.nbytes = int(np.prod(shape)) * self.dtype.itemsize
         self.pointer = int(cuda_call("cuMemAlloc", self.nbytes))
-        cuda_call("cuMemsetD8", self.pointer, 0, self.nbytes)
         self.__cuda_array_interface__ = {
             "shape": shape, "typestr": self.dtype.str, "data": (self.pointer, False), "strides": None, "version": 3,
         }  # fmt: skip
@@ -163,17 +169,25 @@ class DeviceArray:
 class Device:
     """Arrays in the memory of the first GPU, written and read in the order of `stream`, and graphs of it."""
 
-    zeros = DeviceArray
-
     def __init__(self) -> None:
-        import cuda.core
+        from cuda.bindings import driver
 
-        device = cuda.core.Device(0)
-        device.set_current()
-        self._stream = device.create_stream()
-        self.stream = int(self._stream.handle)
-        self.arch = "sm_{}{}".format(*device.compute_capability)
+        cuda_call("cuInit", 0)
+        device = cuda_call("cuDeviceGet", 0)
+        cuda_call("cuCtxSetCurrent", cuda_call("cuDevicePrimaryCtxRetain", device))
+        parts = (
+            driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        )
+        self.arch = "sm_" + "".join(str(cuda_call("cuDeviceGetAttribute", part, device)) for part in parts)
+        self.stream = int(cuda_call("cuStreamCreate", int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
         self._before, self._after = cuda_call("cuEventCreate", 0), cuda_call("cuEventCreate", 0)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+        """Returns an array of zeros."""
+        array = DeviceArray(shape, dtype)
+        cuda_call("cuMemsetD8Async", array.pointer, 0, array.nbytes, self.stream)
+        return array
 
     def write(self, array: DeviceArray, values: Any) -> None:
         """Replaces the values of an array."""
@@ -333,16 +347,15 @@ class Engine:
     def _launch_packed(self) -> None:
         """Stores the new rows and attends, with the queries of all conversations one after another."""
         sequences = Paged(self._table, self._lengths, self._starts, max_seqlen_q=self.sizes.tokens)
-        self._launch(self._packed, sequences)
+        self._launch(self._packed, CausalBottomRight(), sequences)
 
     def _launch_decode(self) -> None:
         """Stores the new rows and attends, with one query of each conversation."""
-        self._launch(self._single, Paged(self._table, self._lengths))
+        self._launch(self._single, Full(), Paged(self._table, self._lengths))  # one query sees all keys
 
-    def _launch(self, operands: dict[str, Any], sequences: Paged) -> None:
+    def _launch(self, operands: dict[str, Any], mask: Mask, sequences: Paged) -> None:
         query, key, value, output, slots = (operands[name] for name in ("query", "key", "value", "output", "slots"))
         append_to_cache(key, value, *self._pools.values(), slots, **self._options)
-        mask = CausalBottomRight()
         attention_forward(query, *self._pools.values(), mask=mask, sequences=sequences, out=output, **self._options)
 
     def _bound_decode(self) -> Callable[[], None]:
@@ -461,5 +474,6 @@ def main(conversations: int = 64, prompt: int = 900, wanted: int = 96, sizes: Si
 
 
 if __name__ == "__main__":
-    found = main()
-    sys.stdout.write("".join(f"{name}: {value:.4g}\n" for name, value in vars(found).items()))
+    found = main(**SMALL, backend="reference") if "--small" in sys.argv else main()
+    for name, value in vars(found).items():
+        sys.stdout.write(f"{name:14} {value:.4g}\n")
