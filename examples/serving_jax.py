@@ -153,6 +153,15 @@ class Engine:
         shape = sizes.num_pages, sizes.page_size, sizes.num_heads_key, sizes.head_dim
         self._pools = [tuple(jnp.zeros(shape, jnp.bfloat16) for _ in range(2)) for _ in range(LAYERS)]
 
+    def add(self, conversation: Conversation) -> None:
+        """Lets a conversation wait for its first step. ValueError: the cache is too small for it."""
+        needed, most = self._pages_of(conversation), min(self.sizes.max_pages, self.sizes.num_pages)
+        if needed > most:
+            raise ValueError(
+                f"a conversation of {needed} pages: must be at most {most}; shorten it, or raise num_pages"
+            )
+        self.waiting.append(conversation)
+
     def step(self) -> int:
         """Computes a step with prompts, or decode steps until a conversation ends; returns how many of the latter."""
         self._admit()
@@ -207,11 +216,15 @@ class Engine:
         """Starts conversations while there are rows of the batch and pages for all of their tokens."""
         while self.waiting and len(self.running) < self.sizes.batch:
             conversation = self.waiting[0]
-            needed = -(-(len(conversation.tokens) + conversation.wanted) // self.sizes.page_size)
+            needed = self._pages_of(conversation)
             if needed > len(self.free):
                 return
             conversation.pages = [self.free.pop() for _ in range(needed)]
             self.running.append(self.waiting.pop(0))
+
+    def _pages_of(self, conversation: Conversation) -> int:
+        """Returns the pages of all tokens that a conversation will have."""
+        return -(-(len(conversation.tokens) + conversation.wanted) // self.sizes.page_size)
 
     def _chunks(self) -> list[int]:
         """Returns how many tokens of each conversation the step computes: one, or what the others leave of a prompt."""
@@ -255,8 +268,8 @@ def reference(p: dict[str, Any], tokens: Any, sizes: Sizes) -> Any:
 class Result(NamedTuple):
     """What a run found.
 
-    steps, decode_steps: of all, and those that were decode steps. tokens: generated.
-    others: of these, tokens that float64 would not choose.
+    steps, decode_steps: number of all steps, and of decode steps. tokens: generated. others: of these, tokens that
+        float64 would not choose.
     logit_error: largest difference from float64. behind: by how much a chosen token's logit is behind the best one in
         float64, at most; smaller than twice logit_error.
     step_us: median of a decode step, of steps that were started together.
@@ -281,7 +294,7 @@ def main(conversations: int = 64, prompt: int = 300, wanted: int = 64, sizes: Si
     engine = Engine(jax.device_put(p), sizes, **options)
     for _ in range(conversations):
         own = rng.integers(0, sizes.vocabulary, rng.integers(1, prompt + 1)).tolist()
-        engine.waiting.append(Conversation(own, wanted=int(rng.integers(1, wanted + 1))))
+        engine.add(Conversation(own, wanted=int(rng.integers(1, wanted + 1))))
     every, steps, decode_us = list(engine.waiting), 0, []
     while engine.waiting or engine.running:
         start = time.perf_counter()

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from cutlass_py_attn import (
@@ -40,7 +41,7 @@ from cutlass_py_attn import (
     plan_forward,
 )
 
-DTYPE = np.dtype(np.float16)
+DTYPE = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass
@@ -96,7 +97,7 @@ class Model:
         self._logits = rng.standard_normal((width, sizes.vocabulary)) / width**0.5
 
     def rows(self, name: str, tokens: Any, positions: Any) -> Any:
-        """Returns query, key or value of tokens at these positions: (tokens, heads, head_dim) float16."""
+        """Returns query, key or value of tokens at these positions: (tokens, heads, head_dim) bfloat16."""
         of_token, of_position = self._tables[name]
         return (of_token[tokens] + of_position[positions]).astype(DTYPE)
 
@@ -270,10 +271,19 @@ class Engine:
         self.memory.write(slots, -1)
         return {**rows, **outer, "slots": slots}
 
-    def share(self, prefix: list[int]) -> None:
-        """Stores the tokens that all later conversations begin with."""
-        conversation = Conversation(prefix, wanted=0)
+    def add(self, conversation: Conversation) -> None:
+        """Lets a conversation wait for its first step. ValueError: the cache is too small for it."""
+        needed, most = self._pages_of(conversation), min(self.sizes.max_pages, self.sizes.num_pages)
+        if needed > most:
+            raise ValueError(
+                f"a conversation of {needed} pages: must be at most {most}; shorten it, or raise num_pages"
+            )
         self.waiting.append(conversation)
+
+    def share(self, prefix: list[int]) -> None:
+        """Stores the tokens that all later conversations begin with; their number is a multiple of page_size."""
+        conversation = Conversation(prefix, wanted=0)
+        self.add(conversation)
         self._admit()
         self.prefix = self.pool.share(conversation.pages)
         while self.running:
@@ -305,12 +315,16 @@ class Engine:
         """Starts conversations while there are rows of the batch and pages for all of their tokens."""
         while self.waiting and len(self.running) < self.sizes.batch:
             conversation = self.waiting[0]
-            needed = -(-(len(conversation.tokens) + conversation.wanted) // self.sizes.page_size) - len(self.prefix)
+            needed = self._pages_of(conversation) - len(self.prefix)
             if needed > len(self.pool.free):
                 return
             conversation.pages = self.pool.share(self.prefix) + self.pool.take(needed)
             conversation.stored = len(self.prefix) * self.sizes.page_size
             self.running.append(self.waiting.pop(0))
+
+    def _pages_of(self, conversation: Conversation) -> int:
+        """Returns the pages of all tokens that a conversation will have."""
+        return -(-(len(conversation.tokens) + conversation.wanted) // self.sizes.page_size)
 
     def _chunks(self) -> list[int]:
         """Returns how many tokens of each conversation the step computes: one, or what the others leave of a prompt."""
@@ -362,19 +376,17 @@ class Engine:
         """Returns a function that launches the kernels of a decode step, with nothing but addresses prepared."""
         sizes, memory, pools = self.sizes, self.memory, self._pools
         kernels = self._options.get("kernels") or artifact_for
-        dtype, heads = DTYPE.name, (sizes.num_heads_key, sizes.head_dim)
-        append_plan = plan_append(
-            AppendProblem.dense((sizes.batch, *heads), (sizes.num_pages, sizes.page_size), dtype), memory.arch
-        )
+        dtype, heads, blocks = DTYPE.name, (sizes.num_heads_key, sizes.head_dim), (sizes.num_pages, sizes.page_size)
+        new_rows = AppendProblem.dense((sizes.batch, *heads), blocks, dtype)
+        append_plan = plan_append(new_rows, memory.arch)
         append = bind(kernels(append_plan.build), append_plan)
-        query, pool = self._single["query"].shape, (sizes.num_pages, sizes.page_size, *heads)
+        query, pool = (Tensor.contiguous(shape, dtype) for shape in (self._single["query"].shape, (*blocks, *heads)))
         pages = Pages(Tensor.contiguous(self._table.shape, "int32"), sizes.batch)
-        shapes = {"query": query, "key": pool, "value": pool, "output": query}
-        problem = Problem("forward", **{name: Tensor.contiguous(it, dtype) for name, it in shapes.items()}, pages=pages)
+        problem = Problem("forward", query, pool, pool, output=query, pages=pages)
         plan = plan_forward(problem, memory.arch)
         attend = bind(kernels(plan.build), plan, problem)
         new = {name: self._single[name].pointer for name in ("key", "value", "slots")}
-        appended = new | {name: pool.pointer for name, pool in pools.items()}
+        appended = new | {name: array.pointer for name, array in pools.items()}
         attended = {
             "query": self._single["query"].pointer,
             "key": pools["key_cache"].pointer,
@@ -397,7 +409,7 @@ class Engine:
 class Result:
     """What a run found.
 
-    steps, decode_steps: of all, and those that were decode steps. most_running: conversations in a step at most.
+    steps, decode_steps: number of all steps, and of decode steps. most_running: conversations after a step, at most.
     tokens: generated. others: of these, tokens that float64 would not choose.
     output_error, logit_error: largest differences from float64. behind: by how much a chosen token's logit is behind
         the best one in float64, at most; smaller than twice logit_error.
@@ -422,10 +434,10 @@ def compare(model: Model, conversation: Conversation) -> tuple[float, float, Any
     Returns the largest difference of an output and of a logit, and by how much the logit of each generated token is
     behind the best.
     """
-    tokens, found = np.array(conversation.tokens), np.array(conversation.outputs)
+    tokens, found = np.array(conversation.tokens), np.array(conversation.outputs, np.float64)
     rows = {name: model.rows(name, tokens[:-1], np.arange(len(tokens) - 1)) for name in ("query", "key", "value")}
     rows["query"] = rows["query"][-len(found) :]
-    operands = (array[None].astype(np.float32) for array in rows.values())  # so that the result is not rounded to f16
+    operands = (array[None].astype(np.float32) for array in rows.values())  # whose result is not rounded to bfloat16
     expected = attention_forward(*operands, mask=CausalBottomRight(), backend="reference")[0][0]
     logits = model.logits(expected)
     chosen = np.take_along_axis(logits, tokens[-len(found) :, None], axis=1)[:, 0]
@@ -447,7 +459,7 @@ def main(conversations: int = 64, prompt: int = 900, wanted: int = 96, sizes: Si
     engine.share(prefix)
     for _ in range(conversations):
         own = rng.integers(0, sizes.vocabulary, rng.integers(1, prompt - sizes.prefix)).tolist()
-        engine.waiting.append(Conversation(prefix + own, wanted=int(rng.integers(1, wanted + 1))))
+        engine.add(Conversation(prefix + own, wanted=int(rng.integers(1, wanted + 1))))
     every, running, decode_us = list(engine.waiting), [], []
     while engine.waiting or engine.running:
         start = time.perf_counter()
