@@ -206,12 +206,23 @@ def captured(
     bound: Bound, pointers: Mapping[str, int], stream: int, workspace: int | None, calls: int = 1
 ) -> Iterator[Callable[[], None]]:
     """Yields a function that launches a CUDA graph of `calls` calls on `stream`, which has run one call before."""
-    bound(pointers, stream, workspace=workspace)
+
+    def launch() -> None:
+        bound(pointers, stream, workspace=workspace)
+
+    launch()
+    with captured_launches(launch, stream, calls) as replay:
+        yield replay
+
+
+@contextmanager
+def captured_launches(launch: Callable[[], None], stream: int, calls: int = 1) -> Iterator[Callable[[], None]]:
+    """Yields a function that launches a CUDA graph of `calls` times what `launch` launches on `stream`."""
     driver.synchronise(stream)
     mode = driver.bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     driver.call("cuStreamBeginCapture", stream, mode)
     for _ in range(calls):
-        bound(pointers, stream, workspace=workspace)
+        launch()
     graph = driver.call("cuStreamEndCapture", stream)
     ready = driver.call("cuGraphInstantiate", graph, 0)
     try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -238,3 +240,15 @@ def test_inside_shard_map() -> None:
     found = jax.shard_map(whole, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec, spec))(*parts())
     expected = whole(*parts())
     np.testing.assert_array_equal(np.asarray(found[0]), np.asarray(expected[0]))
+
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/serving_jax.py"
+LARGEST = 0.15  # difference of logits up to 4, behind two layers of attention in bfloat16
+
+
+def test_the_serving_example_without_a_gpu() -> None:
+    example = runpy.run_path(str(EXAMPLE))
+    found = example["main"](**example["SMALL"], backend="reference")
+    assert found.steps > found.decode_steps > 0
+    assert found.behind <= 2 * found.logit_error < 2 * LARGEST
+    assert found.tokens > 2 * example["SMALL"]["conversations"]

@@ -59,6 +59,28 @@ def test_every_bound_call_has_other_addresses(driver_log: FakeDriver, monkeypatc
     assert [bench_host.allowed(row) for row in rows] == [4.0] * 3 + [None] * 2 + [8.0] * 3 + [None] * 3
 
 
+def test_a_decode_step_is_measured_bound_and_captured(graphs: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: dict[str, list[str]] = {}
+
+    def measure(what: str, dtype: str, call: Any, **_: int) -> bench_host.Row:
+        call()
+        graphs.clear()
+        call()
+        launches[what] = [name for name in graphs.names if "Launch" in name]
+        return bench_host.Row(what, dtype, 5.0, 5.0)
+
+    monkeypatch.setattr(bench_host, "measure", measure)
+    with bench_host.driver.device(0).current():
+        rows = list(bench_host.step_rows(artifact))
+    decode = ["cuGraphLaunch", "cuLaunchKernelEx", "cuLaunchKernelEx"]  # a graph of two kernels
+    assert launches == {
+        "bound decode, paged": decode,
+        "bound append and decode": ["cuLaunchKernelEx", *decode],
+        "captured append and decode": ["cuGraphLaunch"],  # a captured graph of the fake driver is empty
+    }
+    assert [bench_host.allowed(row) for row in rows] == [6.0, None, None]
+
+
 def test_targets() -> None:
     row = bench_host.Row("attention_backward, torch", "float32", 30.0, 29.0)
     assert bench_host.allowed(row) == 25.0
@@ -84,4 +106,4 @@ def test_what_it_builds_is_what_it_launches(
     monkeypatch.setattr(bench_host, "LIBRARIES", ())
     list(bench_host.rows(kernels, bench_host.DTYPES))
     assert built == launched
-    assert len(built) == 8
+    assert len(built) == 10

@@ -25,13 +25,17 @@ from typing import Any, Final
 from cutlass_py_attn.api.attention import attention_backward, attention_forward, default_kernels
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Folder
+from cutlass_py_attn.bench.harness import captured_launches
 from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.append import plan_append
+from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.problem.spec import parse
+from cutlass_py_attn.problem.tensors import ITEM_BYTES, Shape, Tensor
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray
-from cutlass_py_attn.runtime.launch import Bound, bind_problem
+from cutlass_py_attn.runtime.launch import Bound, bind, bind_problem, portable_arch
 from cutlass_py_attn.runtime.launchers import GraphLauncher, Launcher, StreamLauncher
 from tools.release import build_ptx
 
@@ -45,7 +49,8 @@ HEAD_DIMS: Final = (128, 192)
 DIRECTIONS: Final = ("forward", "backward")
 LAUNCHERS: Final[dict[str, type[Launcher]]] = {"kernel by kernel": StreamLauncher, "as a graph": GraphLauncher}
 LIBRARIES: Final = ("torch", "cupy")
-ALLOWED_US: Final = {"bound forward": 4.0, "bound backward": 8.0, "attention": 25.0}
+STEP: Final = "bf16_d128_q1_s1024_b64_h32k8_full_paged16"  # a decode step of 64 conversations
+ALLOWED_US: Final = {"bound forward": 4.0, "bound backward": 8.0, "bound decode": 6.0, "attention": 25.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,20 @@ def problem_of(direction: str, dtype: str, head_dim: int) -> Problem:
 def builds(dtypes: Sequence[str]) -> list[build_ptx.Choices]:
     """Returns every kernel that `rows` launches, once; each with the kernels to fall back to."""
     problems = (problem_of(*case) for case in itertools.product(DIRECTIONS, dtypes, HEAD_DIMS))
-    return list(dict.fromkeys(planner.builds_on(problem, build_ptx.HOPPER) for problem in problems))
+    found = dict.fromkeys(planner.builds_on(problem, build_ptx.HOPPER) for problem in problems)
+    if parse(STEP).dtype in dtypes:
+        decode, append = step_problems()
+        found[planner.builds_on(decode, build_ptx.HOPPER)] = None
+        found[(plan_append(append, portable_arch(build_ptx.HOPPER)).build,)] = None
+    return list(found)
+
+
+def step_problems() -> tuple[Problem, AppendProblem]:
+    """Returns the problems of STEP: its attention, and the append of one token of each conversation."""
+    decode = parse(STEP).problem("forward")
+    batch, _, _, head_dim = decode.query.shape
+    pages, page_size, heads, _ = decode.key.shape
+    return decode, AppendProblem.dense((batch, heads, head_dim), (pages, page_size), decode.dtype)
 
 
 def bound_rows(direction: str, dtype: str, head_dim: int, kernels: Any) -> Iterator[Row]:
@@ -111,6 +129,42 @@ def bound_rows(direction: str, dtype: str, head_dim: int, kernels: Any) -> Itera
         other = bind_problem(problem, kernels)
         other.launcher_type = launcher_type
         yield measure(f"{what}, {how}", dtype, functools.partial(_call, other, new, stream, address))
+    driver.synchronise(stream)
+
+
+def step_rows(kernels: Any) -> Iterator[Row]:
+    """Yields the rows of an engine's decode step: attention, an append and attention, and both in a CUDA graph.
+
+    The lengths are 0 and the slots negative, so that the GPU is faster than the host.
+    """
+    stream = driver.create_stream()
+    decode, append = step_problems()
+    attend = bind_problem(decode, kernels)
+    plan = plan_append(append, portable_arch(driver.device(0).compute_capability))
+    store = bind(kernels(plan.build), plan)
+    logsumexp = Tensor.contiguous(decode.shape.logsumexp, "float32")
+    tensors = {**append.tensors(), **decode.tensors(), **decode.vectors(), "logsumexp": logsumexp}
+    words = {
+        name: -(-math.prod(tensor.shape) * ITEM_BYTES.get(tensor.dtype, 8) // 4) for name, tensor in tensors.items()
+    }
+    arrays = {name: DeviceArray((count,), "float32", 0, stream) for name, count in words.items()}
+    for name, array in arrays.items():
+        driver.memset_words(array.pointer, array.nbytes, 0xFFFFFFFF * (name == "slots"), array.nbytes // 4, 1, stream)
+    workspace = DeviceArray((attend.workspace_bytes // 4,), "float32", 0, stream)
+    stored = {name: arrays[name].pointer for name in store.tensor_names}
+    attended = {name: arrays[name].pointer for name in attend.tensor_names}
+
+    def attention() -> None:
+        attend(attended, stream, workspace=workspace.pointer)
+
+    def step() -> None:
+        store(stored, stream)
+        attention()
+
+    yield measure("bound decode, paged", decode.dtype, attention)
+    yield measure("bound append and decode", decode.dtype, step)
+    with captured_launches(step, stream) as replay:
+        yield measure("captured append and decode", decode.dtype, replay)
     driver.synchronise(stream)
 
 
@@ -150,6 +204,8 @@ def rows(kernels: Any, dtypes: Sequence[str]) -> Iterator[Row]:
     with driver.device(0).current():
         for dtype, head_dim, direction in itertools.product(dtypes, HEAD_DIMS, DIRECTIONS):
             yield from bound_rows(direction, dtype, head_dim, kernels)
+        if parse(STEP).dtype in dtypes:
+            yield from step_rows(kernels)
         for module, dtype in itertools.product(LIBRARIES, dtypes):
             try:
                 yield from library_rows(module, dtype, kernels)
@@ -161,7 +217,7 @@ def allowed(row: Row) -> float | None:
     """Returns the allowed microseconds of a call of this kind; None for a call without a target."""
     if row.what.endswith(("pool", *LAUNCHERS)):
         return None
-    return next(limit for start, limit in ALLOWED_US.items() if row.what.startswith(start))
+    return next((limit for start, limit in ALLOWED_US.items() if row.what.startswith(start)), None)
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -62,3 +62,18 @@ def test_a_block_learns(kernels: Kernels) -> None:
     assert losses[0] > 2.5, "of 2.77 where nothing is known"
     assert losses[-1] < 0.5
     assert worst < 1e-5
+
+
+def test_conversations_on_a_paged_cache(kernels: Kernels) -> None:
+    """At full size: steps with prompts, and one captured graph of an append and a decode."""
+    found = runpy.run_path(str(EXAMPLES / "serving_numpy.py"))["main"](kernels=kernels)
+    assert found.steps > found.decode_steps > 0
+    assert found.output_error < 0.04, "of outputs up to 7, in bfloat16"
+    assert found.behind <= 2 * found.logit_error < 0.08
+
+
+def test_conversations_on_a_paged_cache_in_jax(kernels: Kernels) -> None:
+    skip_without("jax")
+    found = runpy.run_path(str(EXAMPLES / "serving_jax.py"))["main"](kernels=kernels)
+    assert found.steps > found.decode_steps > 0
+    assert found.behind <= 2 * found.logit_error < 0.4, "of logits of some units, behind two layers in bfloat16"
