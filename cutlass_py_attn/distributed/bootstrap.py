@@ -82,8 +82,9 @@ def _through_file(address: str, rank: int, size: int, create: Callable[[], bytes
     accepted = _accepted(identifier)
     while (found := [_read(other) for other in others]) != [accepted] * len(others):
         nonces = [text for text in found if len(text) == _NONCE_BYTES]
+        have_come = len(nonces) + found.count(accepted) == len(others)
         content = len(identifier).to_bytes(4, "little") + identifier + b"".join(nonces)
-        if nonces and content != written:
+        if have_come and content != written:
             _write(path, content)
             written = content
         if time.monotonic() > limit:
