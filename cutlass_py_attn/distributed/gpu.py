@@ -31,7 +31,7 @@ from cutlass_py_attn.runtime.frameworks import FRAMEWORKS, Framework, numpy_dtyp
 from cutlass_py_attn.runtime.launch import Bound, bind, portable_arch
 
 _INFINITY: Final = 0x7F800000  # float32 bits
-_merges: dict[tuple[Any, ...], Bound] = {}
+_merges: dict[tuple[Any, ...], tuple[Bound, Any]] = {}  # with `kernels`, whose id is part of the key
 
 
 class Gpu(Machine):
@@ -123,13 +123,13 @@ class Gpu(Machine):
 
     def _merge(self, problem: MergeProblem) -> Bound:
         """Returns the bound kernel of a merge. Each of its threads reads a vector before it writes one there."""
-        key = problem, self._gpu.ordinal, self._kernels
+        key = problem, self._gpu.ordinal, id(self._kernels)
         if key not in _merges:
             problem.check()
             plan = plan_merge(problem, portable_arch(self._gpu.compute_capability))
             artifact = (self._kernels or attention.default_kernels())(plan.build)
-            _merges[key] = bind(artifact, plan, device=self._gpu.ordinal)
-        return _merges[key]
+            _merges[key] = bind(artifact, plan, device=self._gpu.ordinal), self._kernels
+        return _merges[key][0]
 
     def add(self, total: View, part: View, target: View | None = None) -> None:
         framework = self._arithmetic()

@@ -94,10 +94,10 @@ class Machine(ABC):
         own = [array for target, array in sends if target == rank]
         for array, target in zip(own, (array for source, array in receives if source == rank), strict=True):
             self.copy(target, array)
-        outgoing = [(target, self.dense(array)) for target, array in sends if target != rank]
+        outgoing = [(target, self.dense(array)) for target, array in sends if target != rank and 0 not in array.shape]
         incoming: list[Message] = []
         for source, array in receives:
-            if source != rank:
+            if source != rank and 0 not in array.shape:
                 buffer = array if is_dense(array) else self.empty(tuple(array.shape), str(array.dtype))
                 incoming.append((source, buffer))
                 pairs += [] if buffer is array else [(array, buffer)]

@@ -1,4 +1,4 @@
-"""A stand-in of nccl4py's low-level module, `nccl.bindings.nccl`: ranks are threads, device memory is host memory.
+"""A fake of nccl4py's low-level module, `nccl.bindings.nccl`: ranks are threads, device memory is host memory.
 
 It has the functions that the package calls, with nccl4py's arguments. A communicator is nonblocking: a call returns at
 once, and `comm_get_async_error` says InProgress until all ranks have come, or until the received bytes are there.
@@ -172,7 +172,7 @@ class FakeNccl(ModuleType):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
-    """Installs the stand-in for one test."""
+    """Installs the fake for one test."""
     from cutlass_py_attn.distributed import nccl
 
     fake: Any = FakeNccl()

@@ -1,4 +1,4 @@
-"""Tests of NCCL's part: connecting, exchanging, and every way in which ranks are lost. NCCL is a stand-in."""
+"""Tests of NCCL's part: connecting, exchanging, and every way in which ranks are lost. NCCL is a fake."""
 
 from __future__ import annotations
 
