@@ -11,6 +11,7 @@ Every rank draws all rows, to compare its own with those of one device. A real p
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -53,8 +54,8 @@ def report(group: distributed.Group, attend: Callable[..., float]) -> str:
     lines = []
     for strategy in ("all_gather", "ulysses", "ring"):
         difference = attend(group, strategy)
-        lines.append(f"rank {group.rank} of {group.size}, {strategy}: {'equal' if difference < 0.02 else difference}")
-    return "\n".join(lines)
+        lines.append(f"rank {group.rank} of {group.size}, {strategy}: {'equal' if difference < 0.02 else difference}\n")
+    return "".join(lines)
 
 
 def main() -> None:
@@ -73,7 +74,7 @@ def main() -> None:
         def on_host(group: distributed.Group, strategy: str) -> float:
             return step(group, strategy, np, np.float32, backend="reference")
 
-        print(*simulated.run(given.simulated, lambda group: report(group, on_host)), sep="\n")
+        sys.stdout.writelines(simulated.run(given.simulated, lambda group: report(group, on_host)))
         return
     import cupy
 
@@ -82,7 +83,7 @@ def main() -> None:
 
     cupy.cuda.Device(given.device).use()
     with distributed.connect(given.rank, given.size, given.address, device=given.device) as group:
-        print(report(group, on_gpu))
+        sys.stdout.write(report(group, on_gpu))
 
 
 if __name__ == "__main__":
