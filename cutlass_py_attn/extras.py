@@ -15,6 +15,7 @@ PACKAGES: Final = {
     "cli": ("click>=8.2", "rich>=14", "jinja2>=3.1"),
     "inspect": ("nvidia-cuda-nvdisasm>=13,<14", "jinja2>=3.1", "pygments>=2.19"),
     "jax": ("jax>=0.10", "flatbuffers>=24"),
+    "nccl": ("nccl4py>=0.6,<0.7", "nvidia-nccl-cu13>=2.28"),
 }
 
 

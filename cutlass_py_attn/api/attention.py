@@ -188,10 +188,10 @@ def _launch(
     inputs = arrays.read_operands({**operands, **outputs}, stream)
     query = inputs["query"]
     gpu = device_of(query.device)
-    call = _prepare(direction, inputs, options, gpu.ordinal, output_checks.reasons(inputs, outputs))
+    call = prepare(direction, inputs, options, gpu.ordinal, output_checks.reasons(inputs, outputs))
     problem = call.problem
     if call.bound is None and not call.is_empty:  # before anything is copied: there may be no kernel
-        call.bound = _bind(problem, gpu.ordinal, options.kernels)
+        call.bound = bind_kernels(problem, gpu.ordinal, options.kernels)
     with gpu.current(), arrays.OutputArrays(query.library, gpu, stream, given_stream) as output_arrays:
         pointers = {
             name: output_arrays.use(name, array) if name in outputs else output_arrays.operand(name, array)
@@ -247,7 +247,7 @@ class PreparedCall:
 _prepared_calls: LruCache[PreparedCall] = LruCache(MAX_PREPARED_CALLS)
 
 
-def _prepare(
+def prepare(
     direction: str,
     inputs: Mapping[str, arrays.Array],
     options: Options,
@@ -272,7 +272,7 @@ def _prepare(
     return call
 
 
-def _bind(problem: Problem, ordinal: int, kernels: Callable[[Build], Artifact] | None) -> Bound:
+def bind_kernels(problem: Problem, ordinal: int, kernels: Callable[[Build], Artifact] | None) -> Bound:
     """Plans the problem, compiles or loads its kernels, and binds them to the GPU."""
     return bind_problem(problem, kernels or default_kernels(), ordinal)
 

@@ -35,7 +35,7 @@ from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import calls, context, dot_product, handler, on_mesh, partition, split_rows, ulysses
-from cutlass_py_attn.jax.rows import ULYSSES, reorder, restore
+from cutlass_py_attn.jax.rows import reorder, restore
 from cutlass_py_attn.jax.segments import packed_sequences
 from cutlass_py_attn.jax.serving import append_to_cache, merge_states
 from cutlass_py_attn.plan import planner
@@ -43,6 +43,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import SCALARS, shown
+from cutlass_py_attn.problem.split_rows import ULYSSES
 from cutlass_py_attn.problem.tensors import OPERANDS
 from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry

@@ -25,8 +25,9 @@ import numpy as np
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.jax import calls
 from cutlass_py_attn.jax.calls import Call
-from cutlass_py_attn.jax.rows import RING, Chunk, Context
-from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
+from cutlass_py_attn.jax.rows import Context
+from cutlass_py_attn.problem.masks import CausalBottomRight, Full, Mask
+from cutlass_py_attn.problem.split_rows import RING, Chunk, Ring, RingTile, is_causal, keys_around, window_of
 from cutlass_py_attn.problem.tensors import LSE_PADDING
 
 Arrays = dict[str, Any]
@@ -52,16 +53,6 @@ def backward(call: Call, operands: Arrays, gradients: tuple[str, ...]) -> Arrays
     run = _ring_backward if call.context.strategy == RING else _gathered_backward
     found = run(call.context, dataclasses.replace(call, context=None), operands, gradients)
     return {name: found[name].astype(operands[name].dtype) for name in gradients}
-
-
-def is_causal(mask: Mask) -> bool:
-    """Returns whether the mask is causal, with or without a window; both diagonals are one if lengths are equal."""
-    return isinstance(mask, (Causal, CausalBottomRight))
-
-
-def window_of(mask: Mask) -> int | None:
-    """Returns the window of a causal mask."""
-    return getattr(mask, "window_size", None)
 
 
 def _run(call: Call, operands: Arrays, gradients: tuple[str, ...]) -> Arrays:
@@ -200,15 +191,10 @@ def _with_keys_until(call: Call, operands: Arrays, end: Any, gradients: tuple[st
 
 def _with_keys_around(call: Call, start: int, gradients: tuple[str, ...]) -> Callable[[Arrays], Arrays]:
     """Returns a function that computes rows from `start` on with the keys that their windows reach."""
-    assert isinstance(call.mask, Window)
-    left, right = call.mask.left, call.mask.right
 
     def compute(operands: Arrays) -> Arrays:
         rows, keys = operands["query"].shape[1], operands["key"].shape[1]
-        first = 0 if left is None else max(0, start - left)
-        last = keys if right is None else min(keys, start + rows + right)
-        shift = last - start - rows  # Window counts from the last query and the last key
-        mask = Window(None if left is None else left + shift, None if right is None else right - shift)
+        first, last, mask = keys_around(call.mask, start, rows, keys)
         own = {**operands, **_cut(operands, _OF_KEY, first, last - first, 1)}
         if "bias" in own and own["bias"].shape[3] > 1:
             own |= _cut(own, ("bias",), first, last - first, 3)
@@ -266,7 +252,7 @@ class _Part:
         shares = [jnp.swapaxes(weight / jnp.where(total == 0, 1, total), 1, 2)[..., None] for weight in weights]
         return _Part(shares[0] * self.output + shares[1] * other.output, finite + jnp.log(total))
 
-    def with_rows(self, tile: _Tile, part: _Part) -> _Part:
+    def with_rows(self, tile: RingTile, part: _Part) -> _Part:
         """Returns this part, with another one of a tile's rows merged into it."""
         own = _cut({"output": self.output}, ("output",), tile.row, tile.rows, 1)["output"]
         line = _cut({"logsumexp": self.logsumexp}, ("logsumexp",), tile.row, tile.rows, 2)["logsumexp"]
@@ -280,70 +266,26 @@ class _Part:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """Rows of this device, and keys that came over the ring.
-
-    row, key: the first ones; column: of the key, among all. They may be traced, and so may is_seen: whether the rows
-    see the keys at all.
-    """
-
-    mask: Mask
-    row: Any
-    rows: int
-    key: Any
-    keys: int
-    column: Any
-    is_seen: Any
-
-    def operands(self, given: Arrays) -> Arrays:
-        """Returns the tile's operands. In a tile that is not seen a logsumexp of +inf makes every weight 0."""
-        found = _rows(given, self.row, self.rows)
-        found |= _cut(given, _OF_KEY, self.key, self.keys, 1)
-        if "bias" in found and found["bias"].shape[3] > 1:
-            found |= _cut(found, ("bias",), self.column, self.keys, 3)
-        if "logsumexp" in found:
-            found["logsumexp"] = jnp.where(self.is_seen, found["logsumexp"], jnp.inf)
-        return found
+def _operands_of(tile: RingTile, given: Arrays) -> Arrays:
+    """Returns a tile's operands. In a tile that is not seen a logsumexp of +inf makes every weight 0."""
+    found = _rows(given, tile.row, tile.rows)
+    found |= _cut(given, _OF_KEY, tile.key, tile.keys, 1)
+    if "bias" in found and found["bias"].shape[3] > 1:
+        found |= _cut(found, ("bias",), tile.column, tile.keys, 3)
+    if "logsumexp" in found:
+        found["logsumexp"] = jnp.where(tile.is_seen, found["logsumexp"], jnp.inf)
+    return found
 
 
-def _tiles(context: Context, mask: Mask, operands: Arrays, step: int) -> list[_Tile]:
-    """Returns what a device computes after `step` turns of the ring; empty if no device's rows see those keys.
-
-    With the zigzag order the second chunk sees the first one of every other device. Besides, the first chunk sees that
-    of a device before, and the second chunk sees the second one of a device behind: equal work.
-    """
-    rank, size = context.rank(), context.size
-    queries, rows = operands["query"].shape[1], operands["key"].shape[1]  # equal if positions count
-    source = (rank - step) % size
-    is_before = rank >= step  # whether the keys are those of rows before
-    if isinstance(mask, Full):
-        has_bias = "bias" in operands  # the columns of a tile must follow one another
-        chunks = context.chunks(rows, source) if has_bias else [Chunk(0, rows, 0)]
-        return [_Tile(mask, 0, queries, chunk.first, chunk.count, chunk.start, True) for chunk in chunks]
-    if context.zigzag:
-        half = rows // 2
-        own = jnp.where(is_before, 0, half)
-        columns = [chunk.start for chunk in context.chunks(rows, source)]
-        return [
-            _Tile(Full(), half, half, 0, half, columns[0], True),
-            _Tile(Full(), own, half, own, half, jnp.where(is_before, *columns), True),
-        ]
-    window = window_of(mask)
-    if window is None:
-        return [_Tile(Full(), 0, rows, 0, rows, source * rows, is_before)]
-    nearest = step * rows - (window - 1)  # row i sees the keys from i + nearest on
-    if nearest >= rows:
-        return []
-    if nearest <= 0:
-        return [_Tile(Window(-nearest, None), 0, rows, 0, rows, source * rows, is_before)]
-    count = rows - nearest
-    return [_Tile(Window(0, None), 0, count, nearest, count, source * rows + nearest, is_before)]
+def _ring(context: Context, mask: Mask, operands: Arrays) -> Ring:
+    """Returns the ring of these operands."""
+    rows, keys = operands["query"].shape[1], operands["key"].shape[1]
+    return Ring(context.size, context.zigzag, mask, rows, keys, "bias" in operands)
 
 
-def _results_of(call: Call, tiles: list[_Tile], operands: Arrays, gradients: tuple[str, ...]) -> list[Arrays]:
+def _results_of(call: Call, tiles: list[RingTile], operands: Arrays, gradients: tuple[str, ...]) -> list[Arrays]:
     """Returns the results of each tile, by one call if they have the same mask and no bias."""
-    given = [tile.operands(operands) for tile in tiles]
+    given = [_operands_of(tile, operands) for tile in tiles]
     call = dataclasses.replace(call, mask=tiles[0].mask)
     if len(tiles) == 1 or "bias" in operands:
         return [_run(call, each, gradients) for each in given]
@@ -361,9 +303,9 @@ def _own(context: Context, operands: Arrays) -> Arrays:
     return {**operands, "bias": jnp.concatenate(parts, 3)}
 
 
-def _own_call(call: Call) -> Call:
-    """Returns the call of a device's rows and its own keys: in zigzag order too, later rows are behind."""
-    return dataclasses.replace(call, mask=Causal(window_of(call.mask))) if is_causal(call.mask) else call
+def _own_call(context: Context, call: Call, operands: Arrays) -> Call:
+    """Returns the call of a device's rows and its own keys."""
+    return dataclasses.replace(call, mask=_ring(context, call.mask, operands).own_mask())
 
 
 def _of_others(operands: Arrays, keys: Arrays) -> Arrays:
@@ -371,9 +313,10 @@ def _of_others(operands: Arrays, keys: Arrays) -> Arrays:
     return {name: array for name, array in {**operands, **keys}.items() if name != "sinks"}
 
 
-def _steps(context: Context, mask: Mask, operands: Arrays) -> list[list[_Tile]]:
+def _steps(context: Context, mask: Mask, operands: Arrays) -> list[list[RingTile]]:
     """Returns the tiles after each turn of the ring, as far as a window reaches."""
-    turns = (_tiles(context, mask, operands, step) for step in range(1, context.size))
+    ring, rank = _ring(context, mask, operands), context.rank()
+    turns = (ring.tiles(rank, step, jnp.where) for step in range(1, context.size))
     return [tiles for tiles in turns if tiles]
 
 
@@ -394,7 +337,7 @@ def _ring_forward(context: Context, call: Call, operands: Arrays) -> tuple[Any, 
     if steps:
         coming = _send(context, coming)
         own, coming = jax.lax.optimization_barrier((own, coming))
-    total = _Part.of(_run(_own_call(call), _own(context, own), ()))
+    total = _Part.of(_run(_own_call(context, call, operands), _own(context, own), ()))
     for number, tiles in enumerate(steps, 1):
         given = _of_others(own, coming)
         if number < len(steps):
@@ -429,7 +372,7 @@ def _ring_backward(context: Context, call: Call, operands: Arrays, gradients: tu
     if steps:
         own, total, sums = jax.lax.optimization_barrier((own, total, sums))
         sums = _send(context, sums, -len(steps))
-    results = _run(_own_call(call), _own(context, own), gradients)
+    results = _run(_own_call(context, call, operands), _own(context, own), gradients)
     wide = {name: array.astype(jnp.float32) for name, array in results.items()}
     if "bias" in total and operands["bias"].shape[3] > 1:
         bias = wide.pop("bias")
@@ -439,7 +382,7 @@ def _ring_backward(context: Context, call: Call, operands: Arrays, gradients: tu
     return {name: sum(part[name] for part in (total, wide, sums) if name in part) for name in gradients}
 
 
-def _with_tile(total: Arrays, tile: _Tile, results: Arrays) -> Arrays:
+def _with_tile(total: Arrays, tile: RingTile, results: Arrays) -> Arrays:
     """Returns the gradients of query and bias with those of a tile added."""
     found = dict(total)
     if "query" in total:

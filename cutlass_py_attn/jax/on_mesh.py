@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.jax.rows import ZIGZAG
 from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.split_rows import ZIGZAG
 
 Axis = str | tuple[str, ...] | None
 

@@ -1,34 +1,17 @@
-"""Rows of one call over the devices of a mesh axis: which rows each device has, and the zigzag order.
-
-With n devices the zigzag order is chunk 0, chunk 2 n - 1, chunk 1, chunk 2 n - 2, ... of 2 n equal chunks. In this
-order an even split gives device r the chunks r and 2 n - 1 - r: with a causal mask equal work for all.
-"""
+"""Rows of one call over the devices of a mesh axis, and the zigzag order of JAX arrays (problem/split_rows.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem import split_rows
 from cutlass_py_attn.problem.scalars import shown
-
-ALL_GATHER: Final = "all_gather"
-ULYSSES: Final = "ulysses"
-RING: Final = "ring"
-STRATEGIES: Final = (ALL_GATHER, ULYSSES, RING)
-ZIGZAG: Final = "zigzag"
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive rows of a device. first: index among the device's rows; start: index among all rows, traced."""
-
-    first: int
-    count: int
-    start: Any
+from cutlass_py_attn.problem.split_rows import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +34,7 @@ class Context:
 
     def chunks(self, rows: int, device: Any) -> list[Chunk]:
         """Returns the runs of consecutive rows among a device's `rows` rows. device: its index, traced or not."""
-        if not self.zigzag:
-            return [Chunk(0, rows, device * rows)]
-        half = rows // 2
-        return [Chunk(0, half, device * half), Chunk(half, half, (2 * self.size - 1 - device) * half)]
+        return split_rows.chunks(self.size, self.zigzag, rows, device)
 
     def to_natural(self, array: Any, axis: int) -> Any:
         """Returns rows of all devices in natural order."""

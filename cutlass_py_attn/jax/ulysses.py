@@ -8,7 +8,6 @@ all-to-all is one.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,15 +19,10 @@ from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.jax.partition import HEADS, Split
 from cutlass_py_attn.jax.rows import Context
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.split_rows import repeats_of_key
 from cutlass_py_attn.score_terms import registry
 
 Arrays = dict[str, Any]
-
-
-def repeats_of_key(num_heads: int, num_heads_key: int, size: int) -> int | None:
-    """Returns how often each key head is repeated, so that devices get whole groups; None if none do."""
-    repeated = math.lcm(num_heads_key, size)
-    return None if num_heads % repeated else repeated // num_heads_key
 
 
 def split_of(context: Context, call: Call, operands: Arrays) -> Split:

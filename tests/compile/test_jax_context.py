@@ -262,7 +262,7 @@ DOCUMENTS = np.array([0, 5, 5, 6, 23, 30], np.int32)
 
 def cross(mask: Mask) -> VariableLength:
     """Sequences with keys of other lengths, some of them unused; those of self-attention for Causal."""
-    if isinstance(mask, Causal):
+    if isinstance(mask, Causal) and not isinstance(mask, CausalBottomRight):
         return VariableLength(DOCUMENTS, DOCUMENTS, 17, 17)
     keys, used = np.array([0, 9, 11, 12, 20, 31], np.int32), np.array([7, 2, 1, 8, 9], np.int32)
     return VariableLength(DOCUMENTS, keys, 17, 11, used)

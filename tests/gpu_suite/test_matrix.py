@@ -148,7 +148,7 @@ def emulate(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable
 
     def start(**faults: float) -> None:
         monkeypatch.setattr(attention, "_prepared_calls", LruCache(64))
-        monkeypatch.setattr(attention, "_bind", lambda problem, ordinal, kernels: Emulated(problem, faults))
+        monkeypatch.setattr(attention, "bind_kernels", lambda problem, ordinal, kernels: Emulated(problem, faults))
         monkeypatch.setattr(device_memory, "bind_problem", lambda problem, kernels: Emulated(problem, faults))
         monkeypatch.setattr(pytorch, "captured", lambda launch, stream: launch)
         monkeypatch.setattr(driver, "call", call)

@@ -115,6 +115,15 @@ int cuMemcpyDtoH_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n);
 int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
+typedef struct { size_t x, y; int kind; void *host; char *device; void *array; size_t pitch; } Rows;
+typedef struct { Rows source, target; size_t width, height; } RowsCopy;
+int cuMemcpy2DAsync(const RowsCopy *c, void *stream) {
+    NOTE("", N(c->target.device), c->target.pitch, N(c->source.device), c->source.pitch, c->width, c->height, N(stream));
+    if (c->target.pitch < c->width || c->source.pitch < c->width) return INVALID_VALUE;
+    for (size_t i = 0; i < c->height; i++)
+        memcpy(c->target.device + i * c->target.pitch, c->source.device + i * c->source.pitch, c->width);
+    return 0;
+}
 int cuMemsetD32Async(unsigned *p, unsigned word, size_t n, void *stream) {
     NOTE("", N(p), word, n, N(stream));
     for (size_t i = 0; i < n && !has_no_memory; i++) p[i] = word;

@@ -288,7 +288,7 @@ def test_threads_evict_prepared_and_cached_calls(log: FakeDriver, monkeypatch: p
     monkeypatch.setattr(call_cache._calls, "size", 3)
     monkeypatch.setattr(attention._prepared_calls, "size", 3)
     made: dict[float, list[int]] = {}
-    monkeypatch.setattr(attention, "_bind", lambda problem, *_: RecordingBound(problem.scale, made))
+    monkeypatch.setattr(attention, "bind_kernels", lambda problem, *_: RecordingBound(problem.scale, made))
 
     def work(number: int) -> None:
         driver.call("cuCtxSetCurrent", 0xC0)

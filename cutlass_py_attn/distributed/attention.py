@@ -1,0 +1,277 @@
+"""Attention whose rows are split over the ranks of a group, forward and backward.
+
+output, logsumexp = attention_forward(query, key, value, group=group, context_strategy="ring", load_balance="zigzag",
+                                      mask=Causal())
+gradients = attention_backward(grad_output, query, key, value, output, logsumexp, group=group, ...)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Final, Unpack
+
+import numpy as np
+
+from cutlass_py_attn.api.options import AttentionOptions, Options, VariableLength, check_options
+from cutlass_py_attn.api.results import Gradients
+from cutlass_py_attn.distributed import gathered, heads, ring
+from cutlass_py_attn.distributed.gpu import on_gpu
+from cutlass_py_attn.distributed.group import Group
+from cutlass_py_attn.distributed.host import Host
+from cutlass_py_attn.distributed.machine import Arrays, Machine
+from cutlass_py_attn.distributed.split import Split
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.split_rows import ALL_GATHER, RING, STRATEGIES, ULYSSES, ZIGZAG, SplitCall
+from cutlass_py_attn.suggestions import did_you_mean
+
+_COMPUTE: Final[dict[str, Any]] = {ALL_GATHER: gathered, ULYSSES: heads, RING: ring}
+_DESCRIPTION_BYTES: Final = 1024  # of a call, which all ranks compare
+
+
+class ContextOptions(AttentionOptions, total=False):
+    """Options of a forward whose rows are split.
+
+    group: the ranks, from `connect` or `Group`.
+    context_strategy: "all_gather" gathers keys and values; "ulysses" exchanges rows for heads; "ring" passes keys and
+        values from rank to rank.
+    load_balance: "zigzag" if the rows are in the order of `rows_of_rank`; None for the natural order.
+    sequences: VariableLength(...) with NumPy arrays, which count the rows of all ranks; None if there is no packing.
+    """
+
+    group: Group
+    context_strategy: str
+    load_balance: str | None
+    sequences: VariableLength | None
+
+
+class ContextBackwardOptions(ContextOptions, total=False):
+    """Options of a backward whose rows are split.
+
+    grad_logsumexp, gradients, deterministic: as in `cutlass_py_attn.attention_backward`.
+    """
+
+    grad_logsumexp: Any
+    gradients: tuple[str, ...]
+    deterministic: bool
+
+
+def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[ContextOptions]) -> tuple[Any, Any]:
+    """Computes a rank's rows of attention over the rows of all ranks.
+
+    query, key, value: the rank's rows (batch, rows, heads, head_dim); every rank has as many. They are as in
+        `cutlass_py_attn.attention_forward`: CUDA arrays on the group's GPU, NumPy arrays, which are copied there, or
+        with backend="reference" NumPy arrays in a group of the host.
+    The options are keywords: `ContextOptions`, and those of `cutlass_py_attn.attention_forward` but score_terms. A bias
+    has the rank's rows, and the keys of all ranks in natural order; an axis of size 1 broadcasts.
+
+    Returns output and logsumexp of the rank's rows, in the library of query. With `sequences` the logsumexp is of no
+    use but for `attention_backward`. The function returns when all exchanges are complete; results are ready in the
+    order of `stream`.
+
+    NotSupported lists every reason before anything is exchanged, and the ranks that made another call. PeerLost: a
+    rank did not come within the group's time limit, and the group is aborted.
+    """
+    found = _call("forward", {"query": query, "key": key, "value": value}, options)
+    return found["output"], found["logsumexp"]
+
+
+def attention_backward(
+    grad_output: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    output: Any,
+    logsumexp: Any,
+    **options: Unpack[ContextBackwardOptions],
+) -> Gradients:
+    """Computes the gradients of a rank's operands, of the loss of all ranks.
+
+    The options are those of `attention_forward`, which must be the same, and those of `ContextBackwardOptions`. The
+    gradients of sinks, and of a bias without rows, which every rank has whole, are summed over all ranks. Sums of
+    several parts are added in float32 in a fixed order: deterministic=True gives the same bits in every run with as
+    many ranks. The errors are those of `attention_forward`.
+    """
+    operands = {
+        "grad_output": grad_output,
+        "query": query,
+        "key": key,
+        "value": value,
+        "output": output,
+        "logsumexp": logsumexp,
+    }
+    found = _call("backward", operands, options)
+    return Gradients(**{name.removeprefix("grad_"): array for name, array in found.items()})
+
+
+def _call(direction: str, operands: dict[str, Any], options: Mapping[str, Any]) -> Arrays:
+    """Returns the results by name."""
+    rest = dict(options)
+    stream = rest.pop("stream", None)
+    context = {name: rest.pop(name, default) for name, default in _DEFAULTS.items()}
+    reasons = [*_context_reasons(context)]
+    try:
+        checked = check_options(rest, _ALLOWED[direction])
+    except NotSupported as error:
+        raise NotSupported([*reasons, *error.reasons]) from error
+    reasons += _reasons(checked)
+    if reasons:
+        raise NotSupported(reasons)
+    group: Group = context["group"]
+    group.expect_open()
+    if checked.grad_logsumexp is not None:
+        operands["grad_logsumexp"] = checked.grad_logsumexp
+    operands |= {
+        name: array for name in ("bias", "alibi_slopes", "sinks") if (array := getattr(checked, name)) is not None
+    }
+
+    def compute(machine: Machine, arrays: Arrays) -> Arrays:
+        split = Split(machine, context["context_strategy"], context["load_balance"] == ZIGZAG, checked)
+        _expect_supported(split, arrays)
+        if group.check_calls and group.size > 1:
+            _expect_same_call(split, direction, arrays)
+        module = _COMPUTE[split.strategy]
+        given = {**arrays, **_lengths(machine, checked)} if split.strategy == ULYSSES else arrays
+        if direction == "forward":
+            found: Arrays = module.forward(split, given)
+        else:
+            gradients = module.backward(split, given, tuple(checked.gradients))
+            found = {f"grad_{name}": array for name, array in gradients.items()}
+        group.finish()
+        return found
+
+    if checked.backend == "reference":
+        return _on_host(group, operands, compute)
+    return on_gpu(group, operands, checked, stream, compute)
+
+
+_DEFAULTS: Final[dict[str, Any]] = {"group": None, "context_strategy": ALL_GATHER, "load_balance": None}
+_ALLOWED: Final[dict[str, type]] = {"forward": ContextOptions, "backward": ContextBackwardOptions}
+
+
+def _context_reasons(context: Mapping[str, Any]) -> list[str]:
+    """Returns why group, strategy or order are refused."""
+    found = []
+    if not isinstance(context["group"], Group):
+        found.append(f"group = {shown(context['group'])}: must be a Group; pass one that connect returns")
+    strategy, order = context["context_strategy"], context["load_balance"]
+    if strategy not in STRATEGIES:
+        remedy = did_you_mean(str(strategy), STRATEGIES, "choose one")
+        found.append(f"context_strategy = {shown(strategy)}: must be one of {', '.join(STRATEGIES)}; {remedy}")
+    if order not in (None, ZIGZAG):
+        found.append(f"load_balance = {shown(order)}: must be {ZIGZAG!r}, or None for the natural order; choose one")
+    return found
+
+
+def _reasons(options: Options) -> list[str]:
+    """Returns why options are refused that one device takes."""
+    found = []
+    if options.score_terms:
+        found.append(
+            f"score_terms = {shown(options.score_terms)}: must be empty, for a term counts the positions of a rank's "
+            "own rows; add it as a bias"
+        )
+    if options.philox_on_device:
+        found.append("dropout with seed and offset in device memory: must be ints, for ranks add to the offset")
+    if isinstance(options.sequences, VariableLength):
+        arrays = {name: getattr(options.sequences, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")}
+        found += [
+            f"{name} is a {type(array).__name__}: must be a NumPy array, for its values decide what a rank computes; "
+            "copy it to the host"
+            for name, array in arrays.items()
+            if array is not None and not isinstance(array, np.ndarray)
+        ]
+        if not found and options.dropout_p and arrays["cu_seqlens_q"].size > 2:
+            found.append(
+                f"dropout with {arrays['cu_seqlens_q'].size - 1} sequences: must be one, for random numbers of some "
+                "heads of several sequences are not supported; pass one sequence a call"
+            )
+    return found
+
+
+def _lengths(machine: Machine, options: Options) -> Arrays:
+    """Returns the lengths of packed sequences in the machine's memory."""
+    if options.sequences is None:
+        return {}
+    return {name: machine.constant(array) for name, array in options.sequences.arrays().items()}
+
+
+def _expect_supported(split: Split, arrays: Arrays) -> None:
+    """Raises NotSupported with every reason why the rows of this call cannot be split."""
+    flat = [name for name in ("query", "key", "value") if len(arrays[name].shape) != 4]
+    if flat:
+        raise NotSupported(
+            f"{name} has shape {tuple(arrays[name].shape)}: must be (batch, rows, heads, head_dim), a rank's rows; "
+            "reshape it"
+            for name in flat
+        )
+    options, differ = split.options, False
+    if isinstance(options.sequences, VariableLength):
+        starts = options.sequences.cu_seqlens_q, options.sequences.cu_seqlens_k
+        differ = options.sequences.seqused_k is not None or not np.array_equal(*starts)
+    call = SplitCall(
+        strategy=split.strategy,
+        zigzag=split.zigzag,
+        size=split.size,
+        where=f"{split.size} ranks",
+        mask=options.mask,
+        query=tuple(arrays["query"].shape),
+        key=tuple(arrays["key"].shape),
+        bias=tuple(arrays["bias"].shape) if "bias" in arrays else None,
+        has_alibi="alibi_slopes" in arrays,
+        dropout_p=options.dropout_p,
+        terms=(),
+        has_sequences=options.sequences is not None,
+        differ=differ,
+    )
+    if reasons := [*call.objections()]:
+        raise NotSupported(reasons)
+
+
+def _describe(split: Split, direction: str, arrays: Arrays) -> str:
+    """Returns what must be equal on all ranks, in words."""
+    options = split.options
+    words: dict[str, Any] = {name: f"{array.dtype} {tuple(array.shape)}" for name, array in sorted(arrays.items())}
+    words |= {"mask": repr(options.mask), "scale": options.scale, "softcap": options.softcap}
+    words |= {"dropout": repr(options.dropout), "deterministic": options.deterministic}
+    if isinstance(options.sequences, VariableLength):
+        lengths = options.sequences.arrays()
+        digest = hashlib.sha256(b"".join(lengths[name].tobytes() for name in sorted(lengths))).hexdigest()[:8]
+        words["sequences"] = [*options.sequences.lengths, digest]
+    if direction == "backward":
+        words["gradients"] = options.gradients
+    order = ZIGZAG if split.zigzag else None
+    return (
+        f"{direction} by {split.strategy}, {split.size} ranks, load_balance {order}, {json.dumps(words, default=str)}"
+    )
+
+
+def _expect_same_call(split: Split, direction: str, arrays: Arrays) -> None:
+    """Raises NotSupported on every rank if the ranks make different calls."""
+    machine, text = split.machine, _describe(split, direction, arrays).encode()
+    digest = hashlib.sha256(text).digest()
+    texts = machine.share((digest + text)[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES, b"\0"))
+    others = [rank for rank in range(split.size) if texts[rank] != texts[0]]
+    if others:
+        shown_ranks = (0, others[0])
+        calls = "; ".join(f"rank {rank}: {texts[rank][len(digest) :].rstrip(bytes(1)).decode(errors='replace')}"
+                          for rank in shown_ranks)  # fmt: skip
+        raise NotSupported(f"the ranks make different calls, {calls}: must be the same on all ranks; correct one")
+
+
+def _on_host(group: Group, operands: dict[str, Any], compute: Any) -> Arrays:
+    """Returns the results in NumPy arrays."""
+    if group.device is not None:
+        raise NotSupported(
+            f"backend='reference' in a group of GPU {group.device}: must be a group of host memory; leave it out, or "
+            "use cutlass_py_attn.distributed.simulated"
+        )
+    not_numpy = [name for name, value in operands.items() if not isinstance(value, np.ndarray)]
+    if not_numpy:
+        raise NotSupported(
+            f"{', '.join(not_numpy)}: must be NumPy arrays for backend='reference'; copy them to the host"
+        )
+    found: Arrays = compute(Host(group), operands)
+    return found

@@ -1,0 +1,54 @@
+"""Communicators: how the ranks of a group exchange arrays.
+
+NCCL is one (nccl.py), threads of one process are another (simulated.py). A communicator of your own, such as one over
+MPI, needs these few methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from cutlass_py_attn.errors import AttentionError
+
+DEFAULT_TIMEOUT: Final = 60.0  # seconds that ranks wait for each other
+Message = tuple[int, Any]  # rank of the other side, and a contiguous array
+
+
+class PeerLost(AttentionError, RuntimeError):
+    """Another rank of a group has ended, or did not come in time. The group is aborted."""
+
+
+class Communicator(Protocol):
+    """The ranks of a group.
+
+    rank: of this process, from 0 to size - 1
+    device: ordinal of this rank's GPU; None if the arrays are in host memory
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def device(self) -> int | None: ...
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], stream: int, timeout: float) -> None:
+        """Sends and receives all of these arrays at once, in the order of `stream`.
+
+        The messages of two ranks arrive in the order in which they are listed. An array has `nbytes`, and in device
+        memory `pointer`; in host memory it is a NumPy array. `stream` is 0 for arrays in host memory.
+
+        PeerLost: a rank did not come within `timeout` seconds.
+        """
+
+    def failure(self) -> str:
+        """Returns why communication has failed, "" while it has not. Called while the exchanges are awaited."""
+
+    def abort(self) -> None:
+        """Ends all exchanges that wait for other ranks, and makes the communicator useless."""
+
+    def close(self) -> None:
+        """Releases the communicator when no exchange is under way."""

@@ -1,0 +1,83 @@
+"""Connection: a new group of processes, and which rows each of them has."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from cutlass_py_attn.distributed import bootstrap, nccl
+from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT
+from cutlass_py_attn.distributed.group import Group
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem import split_rows
+from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.split_rows import ZIGZAG
+from cutlass_py_attn.runtime import driver
+
+
+def connect(
+    rank: int,
+    size: int,
+    address: str,
+    *,
+    device: int | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    check_calls: bool = True,
+) -> Group:
+    """Returns the group of `size` processes over NCCL, one for each GPU. Every process calls this, with its rank.
+
+    rank: index of this process, from 0 to size - 1
+    address: where the ranks find each other: "host:port", at which rank 0 listens for a moment, or the path of a file
+        that all ranks see, which has a "/"
+    device: ordinal of this process's GPU; None for the current one
+    timeout, check_calls: as in `Group`; the time limit holds for this call too
+
+    NotSupported: a wrong argument, or ranks disagree. PeerLost: a rank did not come in time. NoDevice: nccl4py or
+    libnccl is not installed or too old, or there is no GPU.
+    """
+    reasons = [*_rank_reasons(rank, size)]
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        reasons.append(f"timeout = {shown(timeout)}: must be a number of seconds greater than 0; pass one")
+    if reasons:
+        raise NotSupported(reasons)
+    nccl.bindings()
+    ordinal = driver.current_ordinal() if device is None else driver.checked_ordinal(device)
+    driver.device(ordinal)
+    start = time.monotonic()
+    identifier = bootstrap.exchange_id(address, int(rank), int(size), nccl.unique_id, timeout)
+    left = max(timeout - (time.monotonic() - start), 1.0)
+    communicator = nccl.NcclCommunicator.create(identifier, int(rank), int(size), ordinal, left)
+    return Group(communicator, timeout=timeout, check_calls=check_calls)
+
+
+def rows_of_rank(rank: int, size: int, num_rows: int, load_balance: str | None = None) -> tuple[slice, ...]:
+    """Returns where a rank's rows are among all `num_rows` rows: one range, or two in zigzag order.
+
+    The rank's array is their concatenation, in this order. Reorder everything that has a row for each token: tokens,
+    positions, targets; of a bias the rows, not the columns.
+
+    NotSupported: the ranks do not divide the rows.
+    """
+    reasons, count = [*_rank_reasons(rank, size)], integer_of(num_rows)
+    if load_balance not in (None, ZIGZAG):
+        reasons.append(
+            f"load_balance = {shown(load_balance)}: must be {ZIGZAG!r}, or None for the natural order; choose one"
+        )
+    if not reasons:
+        parts = size * (2 if load_balance == ZIGZAG else 1)
+        if count is None or count < 0 or count % parts:
+            reasons.append(f"num_rows = {shown(num_rows)}: must be a multiple of {parts}; pad the rows")
+    if reasons:
+        raise NotSupported(reasons)
+    assert count is not None
+    chunks = split_rows.chunks(size, load_balance == ZIGZAG, count // size, rank)
+    return tuple(slice(chunk.start, chunk.start + chunk.count) for chunk in chunks)
+
+
+def _rank_reasons(rank: Any, size: Any) -> list[str]:
+    count, number = integer_of(size), integer_of(rank)
+    if count is None or count < 1:
+        return [f"size = {shown(size)}: must be an int of at least 1, the number of processes; pass it"]
+    if number is None or not 0 <= number < count:
+        return [f"rank = {shown(rank)}: must be an int from 0 to {count - 1}, another one in each process; pass it"]
+    return []

@@ -1,0 +1,268 @@
+"""Rows of one call over several devices: which rows each has, which tiles of a ring it computes, what is refused.
+
+With n devices the zigzag order is chunk 0, chunk 2 n - 1, chunk 1, chunk 2 n - 2, ... of 2 n equal chunks. In this
+order an even split gives device r the chunks r and 2 n - 1 - r: with a causal mask equal work for all.
+
+Indices of devices are ints, or traced by JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
+
+ALL_GATHER: Final = "all_gather"
+ULYSSES: Final = "ulysses"
+RING: Final = "ring"
+STRATEGIES: Final = (ALL_GATHER, ULYSSES, RING)
+ZIGZAG: Final = "zigzag"
+_OTHERS: Final = "pass context_strategy='all_gather' or 'ulysses'"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive rows of a device. first: index among the device's rows; start: index among all rows."""
+
+    first: int
+    count: int
+    start: Any
+
+
+def chunks(size: int, zigzag: bool, rows: int, device: Any) -> list[Chunk]:
+    """Returns the runs of consecutive rows among the `rows` rows of one of `size` devices."""
+    if not zigzag:
+        return [Chunk(0, rows, device * rows)]
+    half = rows // 2
+    return [Chunk(0, half, device * half), Chunk(half, half, (2 * size - 1 - device) * half)]
+
+
+def is_causal(mask: Mask) -> bool:
+    """Returns whether the mask is causal, with or without a window; both diagonals are one if lengths are equal."""
+    return isinstance(mask, (Causal, CausalBottomRight))
+
+
+def window_of(mask: Mask) -> int | None:
+    """Returns the window of a causal mask."""
+    return getattr(mask, "window_size", None)
+
+
+def keys_around(mask: Mask, start: int, rows: int, keys: int) -> tuple[int, int, Mask]:
+    """Returns the first key and one past the last key that rows from `start` on see, and their mask on these keys.
+
+    The mask counts from the last row and the last key.
+    """
+    left, right = mask.left, mask.right
+    first = 0 if left is None else max(0, start - left)
+    last = keys if right is None else min(keys, start + rows + right)
+    if is_causal(mask):
+        return first, last, CausalBottomRight(window_of(mask))
+    shift = last - start - rows
+    return first, last, Window(None if left is None else left + shift, None if right is None else right - shift)
+
+
+@dataclass(frozen=True, slots=True)
+class RingTile:
+    """Rows of a device, and keys that came over the ring.
+
+    row, key: the first ones; column: of the key, among all. is_seen: whether the rows see the keys at all.
+    """
+
+    mask: Mask
+    row: Any
+    rows: int
+    key: Any
+    keys: int
+    column: Any
+    is_seen: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """What decides the tiles of a ring.
+
+    queries, keys: rows of a device, equal if positions count
+    has_bias: whether the columns of a tile must follow one another
+    """
+
+    size: int
+    zigzag: bool
+    mask: Mask
+    queries: int
+    keys: int
+    has_bias: bool
+
+    def tiles(self, rank: Any, step: int, where: Callable[[Any, Any, Any], Any]) -> list[RingTile]:
+        """Returns what device `rank` computes after `step` turns; empty if no device's rows see those keys.
+
+        With the zigzag order the second chunk sees the first one of every other device. Besides, the first chunk sees
+        that of a device before, and the second chunk sees the second one of a device behind: equal work.
+
+        where: selects one of two values by a condition, which is traced if `rank` is.
+        """
+        rows, mask = self.keys, self.mask
+        source = (rank - step) % self.size
+        is_before = rank >= step  # whether the keys are those of rows before
+        if isinstance(mask, Full):
+            parts = chunks(self.size, self.zigzag, rows, source) if self.has_bias else [Chunk(0, rows, 0)]
+            return [RingTile(mask, 0, self.queries, part.first, part.count, part.start, True) for part in parts]
+        if self.zigzag:
+            half = rows // 2
+            own = where(is_before, 0, half)
+            columns = [chunk.start for chunk in chunks(self.size, True, rows, source)]
+            return [
+                RingTile(Full(), half, half, 0, half, columns[0], True),
+                RingTile(Full(), own, half, own, half, where(is_before, *columns), True),
+            ]
+        window = window_of(mask)
+        if window is None:
+            return [RingTile(Full(), 0, rows, 0, rows, source * rows, is_before)]
+        nearest = step * rows - (window - 1)  # row i sees the keys from i + nearest on
+        if nearest >= rows:
+            return []
+        if nearest <= 0:
+            return [RingTile(Window(-nearest, None), 0, rows, 0, rows, source * rows, is_before)]
+        count = rows - nearest
+        return [RingTile(Window(0, None), 0, count, nearest, count, source * rows + nearest, is_before)]
+
+    def own_mask(self) -> Mask:
+        """Returns the mask of a device's rows and its own keys: in zigzag order too, later rows are behind."""
+        return Causal(window_of(self.mask)) if is_causal(self.mask) else self.mask
+
+
+def joined(tiles: list[RingTile], has_bias: bool) -> list[RingTile]:
+    """Returns the tiles of a known device, two of them as one if they share their rows or their keys."""
+    if len(tiles) != 2 or has_bias or tiles[0].mask != tiles[1].mask:
+        return tiles
+    one, two = sorted(tiles, key=lambda tile: (tile.row, tile.key))
+    if one.row == two.row and one.key + one.keys == two.key:
+        return [RingTile(one.mask, one.row, one.rows, one.key, one.keys + two.keys, one.column, True)]
+    if one.key == two.key and one.row + one.rows == two.row:
+        return [RingTile(one.mask, one.row, one.rows + two.rows, one.key, one.keys, one.column, True)]
+    return tiles
+
+
+def repeats_of_key(num_heads: int, num_heads_key: int, size: int) -> int | None:
+    """Returns how often each key head is repeated, so that devices get whole groups; None if none do."""
+    repeated = math.lcm(num_heads_key, size)
+    return None if num_heads % repeated else repeated // num_heads_key
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCall:
+    """What decides whether the rows of a call can be split.
+
+    where: what they are split over, in words
+    query, key: shapes (batch, rows, heads, head_dim) of a device; bias: that of a device's bias
+    terms: names of registered score terms
+    has_sequences, differ: whether the rows are packed sequences, and whether keys are known to differ from queries
+    """
+
+    strategy: str
+    zigzag: bool
+    size: int
+    where: str
+    mask: Mask
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    bias: tuple[int, ...] | None
+    has_alibi: bool
+    dropout_p: float
+    terms: tuple[str, ...]
+    has_sequences: bool
+    differ: bool
+
+    def objections(self) -> Iterator[str]:
+        """Yields why the rows cannot be split."""
+        yield from self._sizes()
+        yield from {ALL_GATHER: self._all_gather, RING: self._ring, ULYSSES: self._ulysses}[self.strategy]()
+
+    def _sizes(self) -> Iterator[str]:
+        rows, keys = self.query[1], self.key[1]
+        if self.zigzag:
+            for name, count in (("query", rows), ("key", keys)):
+                if count % 2:
+                    yield (
+                        f"{name} has {count} rows on each device with load_balance='zigzag': must be an even number, "
+                        "two chunks; pad the rows, or pass load_balance=None"
+                    )
+        ordered = not isinstance(self.mask, Full) or self.has_sequences
+        if rows != keys and ordered and self.strategy != ULYSSES:
+            yield (
+                f"query has {rows} rows on each device and key {keys}, with mask {self.mask}: must be equal, for a "
+                f"mask counts positions; pass Full(), or context_strategy={ULYSSES!r}"
+            )
+        if self.bias is None or len(self.bias) != 4 or self.has_sequences:
+            return
+        batch, _, heads, _ = self.query
+        allowed = batch, heads, rows, keys * self.size
+        if any(size not in (1, whole) for size, whole in zip(self.bias, allowed, strict=True)):
+            yield (
+                f"bias has shape {self.bias}: must broadcast to {allowed}, the device's rows and the keys of all "
+                f"{self.size} devices in natural order; split its rows alone"
+            )
+
+    def _all_gather(self) -> Iterator[str]:
+        yield from self._terms()
+        remedy = f"pass context_strategy={ULYSSES!r}"
+        if self.has_alibi and not is_causal(self.mask):
+            yield (
+                f"alibi_slopes with all_gather and mask {self.mask}: must be a causal mask, for ALiBi counts from the "
+                f"last visible key; {remedy}"
+            )
+        if not self.has_sequences:
+            return
+        if self.bias is not None:
+            yield (
+                f"bias with sequences and all_gather: must be one of the two, for a sequence's rows are split; {remedy}"
+            )
+        if not (is_causal(self.mask) or isinstance(self.mask, Full)):
+            yield f"mask {self.mask} with sequences and all_gather: must be causal or Full(); {remedy}"
+        if isinstance(self.mask, Causal) and not isinstance(self.mask, CausalBottomRight) and self.differ:
+            yield (
+                f"sequences with all_gather and mask {self.mask}: must have cu_seqlens_q equal to cu_seqlens_k, and no "
+                f"seqused_k; pass CausalBottomRight, or {remedy.removeprefix('pass ')}"
+            )
+
+    def _ring(self) -> Iterator[str]:
+        yield from self._terms()
+        if self.has_alibi:
+            yield f"alibi_slopes with ring: must be None, for the kernels take no position of a part's keys; {_OTHERS}"
+        if self.has_sequences:
+            yield f"sequences with ring: must be None, for the parts would split sequences; {_OTHERS}"
+        if not (is_causal(self.mask) or isinstance(self.mask, Full)):
+            yield f"mask {self.mask} with ring: must be causal or Full(); {_OTHERS}"
+        if is_causal(self.mask) and window_of(self.mask) is not None and self.zigzag:
+            yield (
+                f"mask {self.mask} with ring and load_balance='zigzag': must have no window; pass load_balance=None, "
+                "with which the ring ends where the window ends"
+            )
+
+    def _terms(self) -> Iterator[str]:
+        remedy = f"pass context_strategy={ULYSSES!r}"
+        if self.dropout_p:
+            yield (
+                f"dropout_p = {self.dropout_p} with {self.strategy}: must be 0, for the kernels count random numbers "
+                f"of a device's own rows and keys; {remedy}"
+            )
+        for name in self.terms:
+            yield (
+                f"score term {name!r} with {self.strategy}: must be absent, for a term counts the positions of a "
+                f"device's own rows; {remedy}"
+            )
+
+    def _ulysses(self) -> Iterator[str]:
+        heads, heads_key = self.query[2], self.key[2]
+        if heads % self.size or heads_key == 0 or heads % heads_key:
+            yield (
+                f"query has {heads} heads and key {heads_key}, split over {self.where}: "
+                f"the number of devices must divide query's heads; pass context_strategy={ALL_GATHER!r}"
+            )
+        elif repeats_of_key(heads, heads_key, self.size) is None:
+            yield (
+                f"key has {heads_key} heads, query {heads}, split over {self.where}: each device must have whole "
+                f"groups of query heads; pass context_strategy={ALL_GATHER!r}"
+            )

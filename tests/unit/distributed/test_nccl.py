@@ -1,0 +1,245 @@
+"""Tests of NCCL's part: connecting, exchanging, and every way in which ranks are lost. NCCL is a fake."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cutlass_py_attn.distributed import Group, NcclCommunicator, PeerLost, bootstrap, connect, gpu, nccl
+from cutlass_py_attn.errors import DriverError, NoDevice, NotSupported
+from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.runtime import driver
+from tests.support import fake_nccl
+from tests.support.fake_driver import FakeDriver
+from tests.support.split_cases import HEADS, Case
+from tests.unit.distributed.test_gpu import Reference
+
+
+@pytest.fixture
+def fake(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_nccl.FakeNccl]:
+    monkeypatch.setattr(gpu, "Gpu", Reference)
+    driver.call("cuCtxSetCurrent", 0xC0)
+    yield fake_nccl.install(monkeypatch)
+    nccl.bindings.cache_clear()
+
+
+def together(size: int, function: Callable[[int], Any]) -> list[Any]:
+    """Returns the result, or the error, of `function(rank)` of each rank."""
+
+    def of_rank(rank: int) -> Any:
+        try:
+            return function(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(of_rank, range(size)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_attention_over_nccl(size: int, fake: fake_nccl.FakeNccl, tmp_path: Path) -> None:
+    """From the file to the gradients: the results are those of one device."""
+    case = Case(Causal(), {"sinks": (HEADS,)})
+
+    def of_rank(rank: int) -> Any:
+        with connect(rank, size, str(tmp_path / "id"), device=0, timeout=20.0) as group:
+            return case.rank(group, "ring", "zigzag", backend="gpu")
+
+    found = together(size, of_rank)
+    case.expect(found, "zigzag")
+    assert fake.calls.count("destroy") == size
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_communicator_of_nccl4py(fake: fake_nccl.FakeNccl) -> None:
+    own = NcclCommunicator.create(nccl.unique_id(), 0, 1, 0, 1.0)
+    given = SimpleNamespace(ptr=own._handle.handle, rank=0, nranks=1, device=SimpleNamespace(device_id=0))
+    group = Group(NcclCommunicator.of(given))
+    assert (group.rank, group.size, group.device) == (0, 1, 0)
+    with pytest.raises(NotSupported, match=r"communicator = None: must be an open nccl.core.Communicator"):
+        NcclCommunicator.of(None)
+
+
+def test_a_rank_that_never_connects(fake: fake_nccl.FakeNccl) -> None:
+    """The identifier is there, but a rank has ended since: the time limit, and an abort."""
+    start = time.monotonic()
+    with pytest.raises(PeerLost, match=r"rank 0 waited 0.1 s in ncclCommInitRankConfig for the other 1: one of them"):
+        NcclCommunicator.create(nccl.unique_id(), 0, 2, 0, 0.1)
+    assert time.monotonic() - start < 2
+    assert fake.calls == ["init", "abort"]
+
+
+def pair() -> list[NcclCommunicator]:
+    name = nccl.unique_id()
+    found = together(2, lambda rank: NcclCommunicator.create(name, rank, 2, 0, 5.0))
+    assert all(isinstance(each, NcclCommunicator) for each in found), found
+    return found
+
+
+def test_a_rank_that_makes_no_call(fake: fake_nccl.FakeNccl) -> None:
+    """Every other rank gets an error in time, and the group is of no use any more."""
+    group = Group(pair()[0], timeout=0.1)
+    case = Case()
+    start = time.monotonic()
+    with pytest.raises(PeerLost, match=r"rank 0 waited 0.1 s in ncclGroupEnd for the other 1"):
+        case.rank(group, "all_gather", None, backend="gpu")
+    assert time.monotonic() - start < 2
+    assert fake.calls.count("abort") == 1
+    with pytest.raises(PeerLost, match=r"the group was aborted: create a new one on all ranks"):
+        case.rank(group, "all_gather", None, backend="gpu")
+
+
+def test_work_that_does_not_end(fake: fake_nccl.FakeNccl, driver_log: FakeDriver) -> None:
+    """NCCL has taken the calls, but its kernels wait for a rank."""
+    group = Group(NcclCommunicator.create(nccl.unique_id(), 0, 1, 0, 1.0), timeout=0.1)
+    with driver.device(0).current():
+        driver_log.busy(True)
+        with pytest.raises(PeerLost, match=r"rank 0 waited 0.1 s for the other 0: one of them has ended, or"):
+            group.finish()
+        driver_log.busy(False)
+    assert fake.calls == ["init", "abort"]
+
+
+def test_nccl_reports_an_error(fake: fake_nccl.FakeNccl) -> None:
+    one, _ = pair()
+    fake.fail()
+    with pytest.raises(PeerLost, match=r"ncclGroupEnd: NCCL reports remote process exited .*: the communicator is"):
+        one.exchange([], [], 0, 1.0)
+    assert one.failure() == ""
+    one.abort()  # once is enough
+    assert fake.calls.count("abort") == 1
+
+
+def test_nccl_refuses_a_call(fake: fake_nccl.FakeNccl) -> None:
+    with pytest.raises(DriverError, match=r"ncclCommInitRankConfig: InvalidArgument \(4\): invalid argument"):
+        NcclCommunicator.create(nccl.unique_id(), 3, 2, 0, 1.0)
+
+
+def test_a_rank_that_does_not_close(fake: fake_nccl.FakeNccl) -> None:
+    one, _ = pair()
+    one._timeout = 0.1
+    with pytest.raises(PeerLost, match=r"in ncclCommFinalize for the other 1"):
+        Group(one).close()
+
+
+def test_missing_or_old(fake: fake_nccl.FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.version = 22707
+    with pytest.raises(NoDevice, match=r"libnccl is version 2.27: must be 2.28 or later; run pip install 'nccl4py"):
+        nccl.bindings()
+    monkeypatch.setattr(fake, "get_version", lambda: int("x"))
+    with pytest.raises(NoDevice, match=r"libnccl.so.2 was not found \(invalid literal .*\): run pip install 'nccl4py"):
+        nccl.bindings()
+    monkeypatch.setitem(sys.modules, "nccl.bindings.nccl", None)
+    with pytest.raises(NoDevice, match=r"nccl4py is not installed \(.*\): run pip install 'nccl4py>=0.6,<0.7'"):
+        connect(0, 1, "host:1")
+
+
+# Bootstrap
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def addresses(tmp_path: Path) -> Iterator[str]:
+    yield str(tmp_path / "id")
+    yield f"127.0.0.1:{free_port()}"
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["file", "port"])
+def test_all_ranks_get_one_id(kind: int, tmp_path: Path) -> None:
+    """Also if they come late, and beside files of an earlier run."""
+    address = list(addresses(tmp_path))[kind]
+    (tmp_path / "id").write_bytes(b"\x03\0\0\0old" + bytes(48))
+    (tmp_path / "id.1").write_bytes(bytes(16))
+    (tmp_path / "id.2").write_bytes(b"ok" + bytes(32))
+
+    def of_rank(rank: int) -> bytes:
+        time.sleep(0.1 * (rank % 2))
+        return bootstrap.exchange_id(address, rank, 4, lambda: b"the id of rank 0", 20.0)
+
+    assert together(4, of_rank) == [b"the id of rank 0"] * 4
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["file", "port"])
+def test_a_rank_that_never_comes(kind: int, tmp_path: Path) -> None:
+    """Every other rank says so within the time limit."""
+    address = list(addresses(tmp_path))[kind]
+    start = time.monotonic()
+    found = together(2, lambda rank: bootstrap.exchange_id(address, rank, 3, lambda: b"id", 0.3))
+    assert time.monotonic() - start < 3
+    assert all(isinstance(error, PeerLost) for error in found)
+    assert re.search(r"rank (1, )?2 of 3 did not come to .* in time: start all ranks with this address", str(found[0]))
+    assert re.search(r"rank 1 got no answer at .* in time: rank 0, or another rank", str(found[1]))
+
+
+def test_ranks_that_disagree() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    sizes = {0: 3, 1: 3, 2: 4}
+    found = together(3, lambda rank: bootstrap.exchange_id(address, rank, sizes[rank], lambda: b"id", 5.0))
+    assert isinstance(found[2], NotSupported)
+    assert "rank 2 has size = 4, and rank 0 has 3: must be the same on all ranks; correct one" in str(found[2])
+    assert str(found[0]) == str(found[2])
+    address = f"127.0.0.1:{free_port()}"
+    ranks = {0: 0, 1: 1, 2: 1}
+    found = together(3, lambda number: bootstrap.exchange_id(address, ranks[number], 3, lambda: b"id", 5.0))
+    assert "two processes have rank = 1: must be different on each; correct one" in str(found[0])
+
+
+def test_strangers_at_the_port() -> None:
+    """A connection that says something else is dropped."""
+    import socket
+
+    port = free_port()
+    stop = threading.Event()
+
+    def knock() -> None:
+        while not stop.is_set():
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+                    stranger.sendall(b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n")
+                    return
+            except OSError:
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=knock)
+    thread.start()
+
+    def of_rank(rank: int) -> bytes:
+        if rank:
+            thread.join()
+        return bootstrap.exchange_id(f"127.0.0.1:{port}", rank, 2, lambda: b"id", 10.0)
+
+    try:
+        assert together(2, of_rank) == [b"id"] * 2
+    finally:
+        stop.set()
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:0", "host:99999", None, 7, "/no such folder/id"])
+def test_no_address(address: Any) -> None:
+    with pytest.raises(NotSupported, match=r"address = .*: must be (host:port|a file in a folder that exists)"):
+        bootstrap.exchange_id(address, 0, 2, lambda: b"", 1.0)
+
+
+def test_a_port_that_is_taken() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(NotSupported, match=r"rank 0 cannot listen there \(.*\); pass a free port of its host"):
+            bootstrap.exchange_id(address, 0, 2, lambda: b"", 1.0)

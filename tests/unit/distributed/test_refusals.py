@@ -1,0 +1,252 @@
+"""Tests of calls that are refused, by exact text, and of ranks that make different calls or are lost."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.distributed import Group, PeerLost, attention_forward, connect, rows_of_rank, simulated
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.masks import Causal, Full, Window
+from cutlass_py_attn.score_terms.dropout import Dropout
+
+BOUNDS = np.array([0, 5, 16], np.int32)
+SLOPES = np.ones(4, np.float32)
+
+
+def operands(rows: int = 4, heads: int = 4, heads_key: int = 4, keys: int | None = None) -> list[Any]:
+    shapes = [(1, rows, heads, 8), *[(1, keys or rows, heads_key, 8)] * 2]
+    return [np.zeros(shape, np.float32) for shape in shapes]
+
+
+REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {},
+        {"context_strategy": "rings"},
+        "context_strategy = 'rings' (str): must be one of all_gather, ulysses, ring; did you mean",
+    ),
+    (
+        {},
+        {"load_balance": True},
+        "load_balance = True: must be 'zigzag', or None for the natural order; choose one",
+    ),
+    ({}, {"out": 1}, "option 'out' is unknown"),
+    (
+        {"rows": 5},
+        {"load_balance": "zigzag"},
+        "query has 5 rows on each device with load_balance='zigzag': must be an even number, two chunks; pad "
+        "the rows, or "
+        "pass load_balance=None",
+    ),
+    (
+        {"keys": 8},
+        {},
+        "query has 4 rows on each device and key 8, with mask Causal(window_size=None): must be equal, for a "
+        "mask counts "
+        "positions; pass Full(), or context_strategy='ulysses'",
+    ),
+    (
+        {"heads": 6, "heads_key": 6},
+        {"context_strategy": "ulysses"},
+        "query has 6 heads and key 6, split over 4 ranks: the number of devices must divide query's heads; pass "
+        "context_strategy='all_gather'",
+    ),
+    (
+        {"heads": 12, "heads_key": 3},
+        {"context_strategy": "ulysses", "mask": Full()},
+        "",
+    ),
+    (
+        {},
+        {"context_strategy": "ring", "alibi_slopes": SLOPES},
+        "alibi_slopes with ring: must be None, for the kernels take no position of a part's keys; pass "
+        "context_strategy='all_gather' or 'ulysses'",
+    ),
+    (
+        {},
+        {"alibi_slopes": SLOPES, "mask": Full()},
+        "alibi_slopes with all_gather and mask Full(): must be a causal mask, for ALiBi counts from the last "
+        "visible key; "
+        "pass context_strategy='ulysses'",
+    ),
+    (
+        {},
+        {"context_strategy": "ring", "mask": Window(1, 1)},
+        "mask Window(window_left=1, window_right=1) with ring: must be causal or Full(); pass "
+        "context_strategy='all_gather' or 'ulysses'",
+    ),
+    (
+        {},
+        {"context_strategy": "ring", "mask": Causal(3), "load_balance": "zigzag"},
+        "mask Causal(window_size=3) with ring and load_balance='zigzag': must have no window; pass "
+        "load_balance=None, with "
+        "which the ring ends where the window ends",
+    ),
+    (
+        {},
+        {"dropout": Dropout(0.5, 1)},
+        "dropout_p = 0.5 with all_gather: must be 0, for the kernels count random numbers of a device's own "
+        "rows and keys; "
+        "pass context_strategy='ulysses'",
+    ),
+    (
+        {},
+        {
+            "context_strategy": "ulysses",
+            "dropout": Dropout(0.5, 1),
+            "sequences": VariableLength(BOUNDS, BOUNDS, 11, 11),
+        },
+        "dropout with 2 sequences: must be one, for random numbers of some heads of several sequences are "
+        "not supported; "
+        "pass one sequence a call",
+    ),
+    (
+        {},
+        {"context_strategy": "ring", "sequences": VariableLength(BOUNDS, BOUNDS, 11, 11)},
+        "sequences with ring: must be None, for the parts would split sequences; pass context_strategy='all_gather' or "
+        "'ulysses'",
+    ),
+    (
+        {},
+        {"sequences": VariableLength(memoryview(b"1234"), BOUNDS, 11, 11)},
+        "cu_seqlens_q is a memoryview: must be a NumPy array, for its values decide what a rank computes; "
+        "copy it to the "
+        "host",
+    ),
+    (
+        {},
+        {"bias": np.zeros((1, 4, 4, 8), np.float32)},
+        "bias has shape (1, 4, 4, 8): must broadcast to (1, 4, 4, 16), the device's rows and the keys of all "
+        "4 devices in "
+        "natural order; split its rows alone",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "text"), REFUSALS, ids=lambda value: str(value)[:40])
+def test_refusals(sizes: dict[str, Any], options: dict[str, Any], text: str) -> None:
+    """Every rank refuses the call before anything is exchanged, so that none waits; the empty text is accepted."""
+
+    def of_rank(group: Group) -> str:
+        try:
+            attention_forward(*operands(**sizes), group=group, **{"mask": Causal(), "backend": "reference", **options})
+        except NotSupported as error:
+            return str(error)
+        return ""
+
+    for found in simulated.run(4, of_rank, timeout=10.0):
+        assert text in found if text else not found
+
+
+def test_every_objection_is_named() -> None:
+    with pytest.raises(NotSupported) as refusal:
+        attention_forward(*operands(), group=None, context_strategy="all", load_balance="zig", softcap="1")  # type: ignore[typeddict-item]
+    text = str(refusal.value)
+    assert "group = None: must be a Group; pass one that connect returns" in text
+    assert all(name in text for name in ("context_strategy", "load_balance"))
+
+
+CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"rows": 8}, {}, "float32 (1, 8, 4, 8)"),
+    ({}, {"mask": Causal(2)}, "Causal(window_size=2)"),
+    ({}, {"load_balance": "zigzag"}, "load_balance zigzag"),
+    ({}, {"softcap": 3.0}, '"softcap": 3.0'),
+    ({}, {"context_strategy": "ring"}, "forward by ring"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "text"), CALLS, ids=lambda value: str(value)[:30])
+def test_ranks_that_make_different_calls(sizes: dict[str, Any], options: dict[str, Any], text: str) -> None:
+    """All ranks get one error that shows two of the calls, and the group still works."""
+
+    def of_rank(group: Group) -> str:
+        fixed: dict[str, Any] = {"group": group, "backend": "reference", "mask": Causal()}
+        try:
+            differs = group.rank == 1
+            attention_forward(*operands(**(sizes if differs else {})), **{**fixed, **(options if differs else {})})
+        except NotSupported as error:
+            attention_forward(*operands(), **fixed)
+            return str(error)
+        return ""
+
+    found = simulated.run(3, of_rank, timeout=10.0)
+    assert len(set(found)) == 1
+    assert found[0].startswith("the ranks make different calls, rank 0: forward by all_gather, 3 ranks")
+    assert text in found[0].partition("rank 1: ")[2]
+    assert found[0].endswith("must be the same on all ranks; correct one")
+
+
+def test_dtypes_that_differ() -> None:
+    def of_rank(group: Group) -> None:
+        dtype = np.float16 if group.rank else np.float32
+        arrays = [array.astype(dtype) for array in operands()]
+        attention_forward(*arrays, group=group, backend="reference")
+
+    with pytest.raises(NotSupported, match=r"the ranks make different calls, rank 0: .*float32.*rank 1: .*float16"):
+        simulated.run(2, of_rank, timeout=10.0)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_rank_that_dies(checks: bool) -> None:
+    """Every other rank gets an error within the time limit, whether or not calls are compared first."""
+    found: dict[int, str] = {}
+
+    def of_rank(group: Group) -> None:
+        group.check_calls = checks
+        if group.rank == 2:
+            return  # without a call
+        try:
+            attention_forward(*operands(), group=group, context_strategy="ring", mask=Causal(), backend="reference")
+        except PeerLost as error:
+            found[group.rank] = str(error)
+
+    start = time.monotonic()
+    simulated.run(4, of_rank, timeout=0.3)
+    assert time.monotonic() - start < 5
+    assert sorted(found) == [0, 1, 3]
+    assert any(
+        "rank 2 sent nothing for 0.3 s: the group is aborted; restart all ranks" in text for text in found.values()
+    )
+
+
+def test_an_error_of_one_rank_ends_the_others() -> None:
+    """The first error that is no consequence of another is raised."""
+
+    def of_rank(group: Group) -> None:
+        if group.rank == 1:
+            raise ZeroDivisionError
+        attention_forward(*operands(), group=group, backend="reference")
+
+    with pytest.raises(ZeroDivisionError):
+        simulated.run(3, of_rank, timeout=20.0)
+
+
+def test_groups() -> None:
+    with pytest.raises(NotSupported) as refusal:
+        Group(object(), timeout=0, check_calls=1)  # type: ignore[arg-type]
+    assert [text.split(" = ")[0] for text in refusal.value.reasons] == ["communicator", "timeout", "check_calls"]
+    (group,) = simulated.groups(1)
+    with group:
+        assert group.stream == 0
+    with pytest.raises(PeerLost, match=r"the group was closed: create a new one on all ranks"):
+        attention_forward(*operands(), group=group, backend="reference")
+
+
+def test_rows_of_rank() -> None:
+    assert rows_of_rank(1, 4, 32) == (slice(8, 16),)
+    assert rows_of_rank(1, 4, 32, "zigzag") == (slice(4, 8), slice(24, 28))
+    parts = [part for rank in range(4) for part in rows_of_rank(rank, 4, 32, "zigzag")]
+    everything = [index for part in parts for index in range(32)[part]]
+    assert sorted(everything) == list(range(32))
+    with pytest.raises(NotSupported, match=r"num_rows = 36 \(int\): must be a multiple of 8; pad the rows"):
+        rows_of_rank(0, 4, 36, "zigzag")
+    with pytest.raises(NotSupported, match=r"rank = 4 \(int\): must be an int from 0 to 3"):
+        rows_of_rank(4, 4, 32)
+    with pytest.raises(NotSupported, match=r"size = 0 \(int\): must be an int of at least 1"):
+        connect(0, 0, "host:1")
+    with pytest.raises(NotSupported, match=r"timeout = True: must be a number of seconds greater than 0"):
+        connect(0, 1, "host:1", timeout=True)

@@ -1,0 +1,239 @@
+"""Context parallelism over NCCL, one process for each GPU: checked against one GPU, and timed beside it.
+
+    python -m tools.bench.bench_distributed --kernels FOLDER [--ranks 2] [--record FILE]
+    python -m tools.bench.bench_distributed --build FOLDER                  compiles the kernels without a GPU
+    python -m tools.bench.bench_distributed --rank R --address HOST:PORT    one process of several that you start
+
+Arrays are torch's. Times are milliseconds of the forward, and of forward and backward together, medians of rank 0. The
+share is that of a perfect split: one GPU's time / ranks / time. The error is the largest relative one of all ranks'
+outputs and gradients (rms) beside one GPU's, for as many tokens as CHECKED or fewer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from cutlass_py_attn import distributed
+from cutlass_py_attn.api.attention import attention_backward, attention_forward
+from cutlass_py_attn.artifact import Folder
+from cutlass_py_attn.bench import harness
+from cutlass_py_attn.compilation.compiler import artifact_for
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.merge import plan_merge
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
+from cutlass_py_attn.problem.merge import MergeProblem
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import Shape
+from tools.release import record
+
+HEADS, HEADS_KEY, HEAD_DIM = 32, 8, 128
+SMS: Final = 132  # multiprocessors of an H200
+TOKENS: Final = (8192, 32768, 131072)
+SPLITS: Final = (("all_gather", "zigzag"), ("ulysses", None), ("ring", "zigzag"))
+CHECKED: Final = 32768  # tokens; one GPU's results are compared up to this
+ALLOWED: Final = 0.01  # relative error
+SAMPLES: Final = 7
+SECONDS: Final = 540.0  # that the processes may take
+ARGUMENT = argparse.ArgumentParser(description="attention over the GPUs of several processes, in milliseconds")
+
+Arrays = dict[str, Any]
+
+
+def draw(torch: Any, tokens: int) -> Arrays:
+    """Returns all rows of query, key, value and grad_output, the same on every rank."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    heads = {"query": HEADS, "key": HEADS_KEY, "value": HEADS_KEY, "grad_output": HEADS}
+    return {
+        name: torch.randn((1, tokens, count, HEAD_DIM), generator=generator, device="cuda", dtype=torch.bfloat16)
+        for name, count in heads.items()
+    }
+
+
+def rows(torch: Any, array: Any, group: Any, order: str | None) -> Any:
+    """Returns a rank's rows of an array of all rows."""
+    parts = distributed.rows_of_rank(group.rank, group.size, array.shape[1], order)
+    return torch.cat([array[:, part] for part in parts], 1)
+
+
+def one_gpu(given: Arrays, kernels: Any, with_backward: bool) -> Arrays:
+    """Returns output, and gradients, of attention on one GPU."""
+    operands: Arrays = {name: given[name] for name in ("query", "key", "value")}
+    options: dict[str, Any] = {"mask": Causal(), "kernels": kernels}
+    output, logsumexp = attention_forward(**operands, **options)
+    found = {"output": output}
+    if with_backward:
+        operands |= {"grad_output": given["grad_output"], "output": output, "logsumexp": logsumexp}
+        gradients = attention_backward(**operands, **options)
+        found |= {name: getattr(gradients, name) for name in ("query", "key", "value")}
+    return found
+
+
+def split(given: Arrays, kernels: Any, with_backward: bool, **context: Any) -> Arrays:
+    """Returns output, and gradients, of a rank's rows."""
+    operands: Arrays = {name: given[name] for name in ("query", "key", "value")}
+    options: dict[str, Any] = {"mask": Causal(), "kernels": kernels, **context}
+    output, logsumexp = distributed.attention_forward(**operands, **options)
+    found = {"output": output}
+    if with_backward:
+        operands |= {"grad_output": given["grad_output"], "output": output, "logsumexp": logsumexp}
+        gradients = distributed.attention_backward(**operands, **options)
+        found |= {name: getattr(gradients, name) for name in ("query", "key", "value")}
+    return found
+
+
+def median(torch: Any, function: Callable[[], Any]) -> float:
+    """Returns the median milliseconds of calls, each waited for."""
+    function()
+    found = []
+    for _ in range(SAMPLES):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        found.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(found)
+
+
+def error_of(torch: Any, found: Arrays, expected: Arrays, group: Any, order: str | None) -> float:
+    """Returns the largest relative rms error of a rank's rows."""
+    errors = []
+    for name, array in found.items():
+        part = rows(torch, expected[name], group, order).float()
+        errors.append(float((array.float() - part).norm() / part.norm()))
+    return max(errors)
+
+
+def measured(torch: Any, group: Any, tokens: int, kernels: Any) -> Iterator[dict[str, Any]]:
+    """Yields a row for one GPU, and for each strategy."""
+    whole = draw(torch, tokens)
+    alone = {
+        field: median(torch, functools.partial(one_gpu, whole, kernels, field == "both"))
+        for field in ("forward", "both")
+    }
+    yield {"tokens": tokens, "ranks": 1, "name": "one GPU", **alone}
+    expected = one_gpu(whole, kernels, True) if tokens <= CHECKED else {}
+    for strategy, order in SPLITS:
+        own = {name: rows(torch, array, group, order) for name, array in whole.items()}
+        context = {"group": group, "context_strategy": strategy, "load_balance": order}
+        row = {"tokens": tokens, "ranks": group.size, "name": f"{strategy}{', zigzag' if order else ''}"}
+        for field in ("forward", "both"):
+            row[field] = median(torch, functools.partial(split, own, kernels, field == "both", **context))
+        if expected:
+            row["error"] = error_of(torch, split(own, kernels, True, **context), expected, group, order)
+        yield row
+
+
+def text(row: dict[str, Any], one: dict[str, Any]) -> str:
+    """Returns a row as text, with the share of a perfect split."""
+    words = [f"{row['tokens']:>7} {row['name']:<18}"]
+    for field in ("forward", "both"):
+        share = "" if row is one else f"{one[field] / row['ranks'] / row[field]:5.2f}"
+        words.append(f"{field} {row[field]:9.3f} {share:5}")
+    return " ".join(words) + (f" error {row['error']:.1e}" if "error" in row else "")
+
+
+def run_rank(given: argparse.Namespace) -> int:
+    """Measures as one rank; rank 0 prints and records. Returns 1 if the results are wrong."""
+    import torch
+
+    torch.cuda.set_device(given.device)
+    kernels = Folder(given.kernels) if given.kernels else None
+    found: list[dict[str, Any]] = []
+    with distributed.connect(given.rank, given.ranks, given.address, device=given.device) as group:
+        for tokens in given.tokens:
+            one: dict[str, Any] = {}
+            for row in measured(torch, group, tokens, kernels):
+                one = one or row
+                found.append(row)
+                if given.rank == 0:
+                    print(text(row, one), flush=True)
+    if given.record and given.rank == 0:
+        about = {**record.about_run(), "commit": harness.commit(), "torch": torch.__version__}
+        given.record.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+    wrong = [row for row in found if row.get("error", 0.0) > ALLOWED]
+    for row in wrong:
+        print(
+            f"rank {given.rank}: {row['name']} of {row['tokens']} tokens is wrong: error {row['error']:.1e}", flush=True
+        )
+    return 1 if wrong else 0
+
+
+def start_all(given: argparse.Namespace, arguments: list[str]) -> int:
+    """Starts a process for each GPU of this host, and returns the first exit code that is not 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tools.bench.bench_distributed", *arguments, "--address", f"{folder}/id"]
+        ranks = [
+            subprocess.Popen([*command, "--rank", str(rank), "--device", str(rank % given.gpus)])
+            for rank in range(given.ranks)
+        ]
+        limit = time.monotonic() + SECONDS
+        try:
+            codes = [process.wait(max(limit - time.monotonic(), 0.1)) for process in ranks]
+        except subprocess.TimeoutExpired:
+            print(f"the processes took more than {SECONDS:g} s", flush=True)
+            return 1
+        finally:
+            for process in ranks:
+                process.kill()
+    return next((code for code in codes if code), 0)
+
+
+def build(folder: Path, ranks: int, tokens: tuple[int, ...]) -> None:
+    """Compiles the kernels of all functions for an H100 or H200 into a folder."""
+    for made in builds(ranks, tokens):
+        Folder(folder).put(artifact_for(made))
+        print(made.symbol, flush=True)
+
+
+def builds(ranks: int, tokens: tuple[int, ...]) -> list[Build]:
+    """Returns the kernels of one GPU and of every part of a split, on an H200."""
+    found = [planner.plans_on(problem, (9, 0), SMS)[0].build for problem in problems(ranks, tokens)]
+    merges = (MergeProblem.dense((1, 1, HEADS, HEAD_DIM), dtype) for dtype in ("float32", "bfloat16"))
+    return [*dict.fromkeys([*found, *(plan_merge(problem, "sm_90").build for problem in merges)])]
+
+
+def problems(ranks: int, tokens: tuple[int, ...]) -> Iterator[Problem]:
+    """Yields the problems of one GPU, of Ulysses, and of the parts of all-gather and ring in zigzag order."""
+    for count in tokens:
+        own, half = count // ranks, count // ranks // 2
+        sizes: list[tuple[int, int, int, Mask]] = [(count, count, 1, Causal()), (count, count, ranks, Causal())]
+        sizes += [(half, half * (number + 1), 1, CausalBottomRight()) for number in range(2 * ranks)]
+        sizes += [(own, own, 1, Causal()), (own, half, 1, Full()), (half, own, 1, Full())]
+        for queries, keys, parts, mask in sizes:
+            shape = Shape(1, queries, keys, HEADS // parts, HEAD_DIM, HEAD_DIM, max(HEADS_KEY // parts, 1))
+            for direction in ("forward", "backward"):
+                yield Problem.dense(direction, shape, "bfloat16", mask)
+
+
+def main() -> int:
+    """Starts the processes, or is one of them."""
+    ARGUMENT.add_argument("--kernels", type=Path, help="folder of prebuilt kernels")
+    ARGUMENT.add_argument("--build", type=Path, metavar="FOLDER", help="compile the kernels into FOLDER and stop")
+    ARGUMENT.add_argument("--ranks", type=int, default=2, help="number of processes")
+    ARGUMENT.add_argument("--gpus", type=int, help="GPUs of this host; as many as ranks by default")
+    ARGUMENT.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    ARGUMENT.add_argument("--record", type=Path, metavar="FILE", help="write the run to FILE as JSON")
+    ARGUMENT.add_argument("--rank", type=int, help="be this rank; without it, start all of them")
+    ARGUMENT.add_argument("--device", type=int, default=0, help="this rank's GPU")
+    ARGUMENT.add_argument("--address", help="host:port of rank 0, or a file that all ranks see")
+    given = ARGUMENT.parse_args()
+    given.gpus = given.gpus or given.ranks
+    if given.build:
+        build(given.build, given.ranks, tuple(given.tokens))
+        return 0
+    return start_all(given, sys.argv[1:]) if given.rank is None else run_rank(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
