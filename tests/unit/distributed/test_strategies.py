@@ -62,18 +62,21 @@ CASES: dict[str, tuple[Case, tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+IN_NATURAL_ORDER = ("causal", "causal, bias", "window 12, bias")  # beside what zigzag order does not compute
+
+
 def parameters() -> Iterator[Any]:
     for name, (_, strategies, balanced) in CASES.items():
         for strategy in strategies:
-            for order in (None, "zigzag"):
-                if order is None or strategy in balanced:
-                    yield pytest.param(name, strategy, order, id=f"{name}-{strategy}-{order}")
+            orders = ["zigzag"] if strategy in balanced else [None]
+            for order in [None, "zigzag"] if name in IN_NATURAL_ORDER and strategy in balanced else orders:
+                yield pytest.param(name, strategy, order, id=f"{name}-{strategy}-{order}")
 
 
 @pytest.mark.parametrize(("name", "strategy", "order"), [*parameters()])
 def test_split_rows_are_exact(name: str, strategy: str, order: str | None) -> None:
     case = CASES[name][0]
-    case.expect(case.split(strategy, order, 4 if order else 2), order)
+    case.expect(case.split(strategy, order, 4 if strategy == "ring" or "head" in name else 2), order)
 
 
 @pytest.mark.parametrize("order", [None, "zigzag"])
