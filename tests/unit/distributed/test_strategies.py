@@ -204,7 +204,7 @@ def test_repeated_runs_give_the_same_bits(strategy: str) -> None:
 def test_bfloat16_is_rounded_once(strategy: str) -> None:
     """Sums of eight parts are rounded at the end: the error is that of a few roundings, not of a chain of eight."""
     case = Case(Full(), heads_key=1)
-    expected = case.one_device()
+    expected = case.one_device
 
     def narrow(array: Any) -> Any:
         return array.astype(ml_dtypes.bfloat16)
