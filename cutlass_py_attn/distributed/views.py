@@ -8,7 +8,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass_py_attn.errors import DriverError
+from cutlass_py_attn.errors import DriverError, NoDevice
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.runtime import dlpack, driver
 from cutlass_py_attn.runtime.arrays import Array, numpy_dtype
@@ -17,14 +17,17 @@ from cutlass_py_attn.runtime.arrays import Array, numpy_dtype
 class Memory:
     """Memory of a stream's pool, freed in stream order when the last view of it is gone."""
 
-    def __init__(self, size: int, stream: int, purpose: str) -> None:
+    def __init__(self, size: int, device: int, stream: int, purpose: str) -> None:
         self.pointer = driver.allocate(size, stream, purpose)
-        weakref.finalize(self, _free, self.pointer, stream).atexit = False
+        weakref.finalize(self, _free, self.pointer, device, stream).atexit = False
 
 
-def _free(pointer: int, stream: int) -> None:
-    """Frees memory of a stream's pool; the pool keeps it if the stream was destroyed with an aborted group."""
-    with contextlib.suppress(DriverError):
+def _free(pointer: int, device: int, stream: int) -> None:
+    """Frees memory of a stream's pool; the pool keeps it if the stream was destroyed with an aborted group.
+
+    An error may keep arrays alive until another context is current.
+    """
+    with contextlib.suppress(DriverError, NoDevice), driver.device(device).current():
         driver.free(pointer, stream)
 
 
@@ -46,7 +49,7 @@ class View:
     def allocate(shape: tuple[int, ...], dtype: str, device: int, stream: int) -> View:
         """Returns an uninitialised dense array. The device's context is current."""
         size = math.prod(shape) * numpy_dtype(dtype).itemsize
-        memory = Memory(size, stream, f"an array {shape} {dtype}") if size else None
+        memory = Memory(size, device, stream, f"an array {shape} {dtype}") if size else None
         pointer = 0 if memory is None else memory.pointer
         return View(pointer, shape, Tensor.contiguous(shape, dtype).strides, dtype, device, memory)
 
