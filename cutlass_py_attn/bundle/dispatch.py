@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.plan import decode, planner, sm90
 from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression
 from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
 from cutlass_py_attn.plan.tile_config import TileConfig
@@ -52,8 +53,11 @@ class Facts:
     num_splits_key: int
 
 
-def facts_of(problem: Problem, build: Build) -> Facts:
+def facts_of(problem: AnyProblem, build: Build) -> Facts:
     """Returns the facts of the kernels that were exported for a problem."""
+    if not isinstance(problem, Problem):
+        dims = build.head_dim, build.head_dim_value
+        return Facts(problem.direction, build.dtype, *dims, build.mask, problem.features, (), False, (), 0)
     backward = problem.direction == "backward"
     return Facts(
         problem.direction,
@@ -106,6 +110,8 @@ def preferred_when(build: Build) -> Expression:
         return f"min(num_queries, num_keys) >= {sm90.MULTICAST_LENGTH}"
     if build.variant == QUERY_HEADS:
         return f"{sm90.QUERY_HEADS_WORK_TILES} * num_sms > {_key_tiles(build)} * num_heads_key"
+    if build.kind in ROW_KINDS:
+        return ALWAYS
     if build.body.lengths != "any":
         return NEVER
     if build.family != "decode":
