@@ -173,4 +173,4 @@ def _first_tile(kind: _Kind, rows: int, batch: int) -> str:
     dims = f"{SHORT_NAMES[kind.dtype]}_d{kind.head_dim}v{kind.head_dim_value}"
     paged = "_paged16" if kind.is_paged else ""
     text = f"{dims}_q1_s{decode.MIN_KEYS}_b{batch}_h{rows}k1_full{paged}"
-    return str(TileConfig.of(planner.builds(spec.parse(text).problem("forward"), kind.arch)[0]))
+    return str(TileConfig.of(planner.decode_builds(spec.parse(text).problem("forward"), kind.arch)[0]))

@@ -74,9 +74,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture(scope="module")
 def host(bundle: Bundle) -> LibraryHost:
-    """Compiled with the sanitizer for undefined behaviour, which stops the process."""
-    return LibraryHost(compiled(bundle, bundle.path.parent / "attention.so", "-fsanitize=undefined",
-                                "-fno-sanitize-recover=all"))  # fmt: skip
+    """Compiled with the sanitizers of undefined arithmetic, which stop the process; test_library_builds has the others."""
+    names = "signed-integer-overflow,integer-divide-by-zero,shift,float-cast-overflow"
+    options = f"-fsanitize={names}", "-fno-sanitize-recover=all"
+    return LibraryHost(compiled(bundle, bundle.path.parent / "attention.so", *options))
 
 
 def library_calls(log: FakeDriver, host: LibraryHost, problem: Problem) -> tuple[list[tuple[Any, ...]], int]:

@@ -115,8 +115,15 @@ int cuMemcpyDtoH_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n);
 int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
+int cuMemcpyDtoDAsync_v2(void *d, const void *s, size_t n, void *stream) { return cuMemcpyDtoDAsync(d, s, n, stream); }
+int cuMemcpy2DAsync_v2(const void *copy, void *stream) { NOTE("", N(copy), N(stream)); return 0; } /* copies nothing */
 int cuMemsetD32Async(unsigned *p, unsigned word, size_t n, void *stream) {
     NOTE("", N(p), word, n, N(stream));
+    for (size_t i = 0; i < n && !has_no_memory; i++) p[i] = word;
+    return 0;
+}
+int cuMemsetD16_v2(unsigned short *p, unsigned short word, size_t n) {
+    NOTE("", N(p), word, n);
     for (size_t i = 0; i < n && !has_no_memory; i++) p[i] = word;
     return 0;
 }
@@ -183,6 +190,15 @@ int cuLibraryGetKernel(Kernel **kernel, const char *library, const char *symbol)
     char *rest = (char *)line + length;
     while (*rest == ' ') k->sizes[k->count++] = strtoul(rest, &rest, 10);
     *kernel = k;
+    return 0;
+}
+/* Modules: kernels that a program has as PTX. Their names are not looked up. */
+int cuModuleLoadData(void **module, const char *ptx) { NOTE("", N(ptx)); UNSAFE; *module = (void *)ptx; return 0; }
+int cuModuleGetFunction(void **function, void *module, const char *symbol) { NOTE(symbol, N(module)); *function = module; return 0; }
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared,
+                   void *stream, void **parameters, void **extra) {
+    if (!current) return INVALID_CONTEXT;
+    NOTE("", N(function), x, y, z, bx, by, bz, shared, N(stream));
     return 0;
 }
 int cuKernelGetFunction(Kernel **function, Kernel *k) { NOTE(k->symbol, N(k)); *function = k; return 0; }
