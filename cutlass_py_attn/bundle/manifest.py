@@ -17,7 +17,17 @@ from cutlass_py_attn import __version__
 from cutlass_py_attn.artifact import Artifact, Kernel
 from cutlass_py_attn.bundle.dispatch import preferred_when
 from cutlass_py_attn.bundle.numbers import meaning
-from cutlass_py_attn.bundle.rules import AnyProblem, Rules, plans, rules_of, to_json
+from cutlass_py_attn.bundle.rules import (
+    AnyProblem,
+    Rules,
+    direction_of,
+    dtype_of,
+    features_of,
+    plans,
+    rules_of,
+    tensor_map_box,
+    to_json,
+)
 from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.plan import abi, entry_points, expressions, launch_rules, planner
 from cutlass_py_attn.plan.build import Build
@@ -56,13 +66,13 @@ def manifest(name: str, targets: Sequence[Target], files: Mapping[str, bytes]) -
         problem, build = target.problem, target.plan.build
         rules = rules_of(problem, build)
         found = problems.setdefault(problem, {
-            "direction": problem.direction,
+            "direction": direction_of(problem),
             "problem": to_json(problem),
-            "dtype": problem.dtype,
+            "dtype": dtype_of(problem),
             "head_dim": build.head_dim,
             "head_dim_value": build.head_dim_value,
             "mask": build.mask,
-            "features": list(problem.features),
+            "features": list(features_of(problem)),
             "inputs": {key: dataclasses.asdict(item) for key, item in rules.inputs.items()},
             "pointers": {key: dataclasses.asdict(item) for key, item in rules.pointers.items()},
             "targets": [],
@@ -134,7 +144,7 @@ def _target(target: Target, rules: Rules) -> Json:
         "limits": [{"rule": rule, "says": says} for rule, says in rules.limits],
         "preferred_when": preferred_when(build),
         "struct": _struct(plan, rules, names),
-        "workspace": _workspace(plan, names),
+        "workspace": _workspace(plan, rules, names),
         "launches": list(_launches(target, rules, names)),
         "plan": json.loads(plan.to_json()),
     }
@@ -155,7 +165,7 @@ def _expect_kernels(target: Target) -> None:
 
 def _expect(problem: AnyProblem, required: Sequence[Condition], names: Mapping[str, float]) -> None:
     """Raises NotSupported with every condition that does not hold."""
-    broken = [f"{problem.direction}: {says}" for rule, says in required if not expressions.evaluate(rule, names)]
+    broken = [f"{direction_of(problem)}: {says}" for rule, says in required if not expressions.evaluate(rule, names)]
     if broken:
         raise NotSupported(list(dict.fromkeys(broken)))
 
@@ -164,7 +174,7 @@ def _struct(plan: Plan, rules: Rules, names: Mapping[str, float]) -> Json:
     """Describes the kernels' struct parameter: every field with the source of its value."""
     build = plan.build
     fields = abi.fields_of(build)
-    scratch = {rule.name for rule in launch_rules.workspace(build)}
+    scratch = {rule.name for rule in rules.workspace}
     rows = []
     for (name, kind), (_, offset, size) in zip(fields, abi.layout(fields), strict=True):
         array = _ON_DEVICE.get(name, "" if name in abi.SEED else name)
@@ -179,12 +189,12 @@ def _struct(plan: Plan, rules: Rules, names: Mapping[str, float]) -> Json:
     return {"bytes": abi.numpy_struct(fields).itemsize, "fields": rows}
 
 
-def _workspace(plan: Plan, names: Mapping[str, float]) -> Json:
+def _workspace(plan: Plan, rules: Rules, names: Mapping[str, float]) -> Json:
     """Describes the buffers of the workspace in order; each starts at the next multiple of the alignment."""
     space = plan.workspace
     planned = {part.name: part for part in space.buffers}
     parts = []
-    for rule in launch_rules.workspace(plan.build):
+    for rule in rules.workspace:
         is_there = bool(expressions.evaluate(rule.condition, names))
         part = planned.get(rule.name)
         _agree(rule.bytes, expressions.evaluate(rule.bytes, names) if is_there else None, part.bytes if part else None)
@@ -262,7 +272,7 @@ def _tensor_map(problem: AnyProblem, build: Build, name: str, recipe: TensorMap,
     """Returns cuTensorMapEncodeTiled's arguments, innermost axis first; strides in elements, without the innermost."""
     assert isinstance(problem, Problem), "no kernel that computes row by row has tensor maps"
     sizes, strides = launch_rules.tensor_map(problem, name)
-    box = launch_rules.tensor_map_box(problem, build, name, recipe.box)
+    box = tensor_map_box(problem, build, name, recipe.box)
     planned_numbers = *recipe.sizes, *recipe.strides, *recipe.box
     for rule, planned in zip((*sizes, *strides, *box), planned_numbers, strict=True):
         _agree(rule, expressions.evaluate(rule, names), planned)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from cutlass_py_attn.bundle import row_rules
 from cutlass_py_attn.bundle.inputs import Input, Pointer
-from cutlass_py_attn.plan import abi, row_rules
+from cutlass_py_attn.bundle.row_rules import RowProblem
+from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.row_rules import RowProblem
 from cutlass_py_attn.problem.append import SCALES, AppendProblem
 from cutlass_py_attn.problem.tensors import LSE_PADDING, Tensor
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cutlass_py_attn.bundle import numbers, row_numbers
+from cutlass_py_attn.bundle import numbers, row_numbers, row_rules
 from cutlass_py_attn.bundle.inputs import Input, Pointer
-from cutlass_py_attn.plan import launch_rules, planner, preconditions, row_rules
+from cutlass_py_attn.plan import entry_points, launch_rules, planner, preconditions
 from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression, Grid
+from cutlass_py_attn.plan.launch_rules import BufferRule
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.preconditions import Condition
-from cutlass_py_attn.problem import serialize
+from cutlass_py_attn.plan.sm90_smem import most_box_rows
+from cutlass_py_attn.problem import serialize, typed_json
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
@@ -24,8 +27,7 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS
 
 AnyProblem = Problem | AppendProblem | MergeProblem
 
-ROW_DIRECTIONS: Final = (AppendProblem.direction, MergeProblem.direction)
-ALL_DIRECTIONS: Final = (*DIRECTIONS, *ROW_DIRECTIONS)
+ALL_DIRECTIONS: Final = (*DIRECTIONS, *row_rules.DIRECTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Rules:
     definitions: numbers that others name, each in terms of those before it
     fields: struct fields that are numbers
     grids: of each entry by its role
+    workspace: its buffers in order
     """
 
     inputs: dict[str, Input]
@@ -46,6 +49,7 @@ class Rules:
     definitions: dict[str, Expression]
     fields: Mapping[str, Expression]
     grids: dict[str, Grid]
+    workspace: tuple[BufferRule, ...]
 
 
 def rules_of(problem: AnyProblem, build: Build) -> Rules:
@@ -60,6 +64,7 @@ def rules_of(problem: AnyProblem, build: Build) -> Rules:
             launch_rules.definitions(problem, build),
             launch_rules.fields(problem, build, given),
             launch_rules.grids_of(problem, build),
+            launch_rules.workspace(build),
         )
     given = row_numbers.inputs(problem)
     defined = row_rules.definitions(problem)
@@ -71,7 +76,31 @@ def rules_of(problem: AnyProblem, build: Build) -> Rules:
         defined,
         {name: name for name in (*given, *defined)},
         launch_rules.grids(build),
+        (),
     )
+
+
+def tensor_map_box(problem: Problem, build: Build, name: str, box: Sequence[int]) -> tuple[Expression, ...]:
+    """Returns the box of an operand's tensor map: the plan's, with at most the rows of a page if it maps a pool."""
+    if launch_rules.batch_axis(problem, entry_points.mapped_field(name)) != "page":
+        return tuple(map(str, box))
+    columns, _, *others = box
+    return str(columns), f"min(page_size, {most_box_rows(build)})", *map(str, others)
+
+
+def direction_of(problem: AnyProblem) -> str:
+    """Returns one of ALL_DIRECTIONS."""
+    return problem.direction if isinstance(problem, Problem) else row_rules.direction_of(problem)
+
+
+def dtype_of(problem: AnyProblem) -> str:
+    """Returns the dtype of the rows that the kernels read."""
+    return problem.dtype if isinstance(problem, Problem) else row_rules.dtype_of(problem)
+
+
+def features_of(problem: AnyProblem) -> tuple[str, ...]:
+    """Returns the features of the problem by name."""
+    return problem.features if isinstance(problem, Problem) else row_rules.features_of(problem)
 
 
 def plans(problem: AnyProblem, arch: str, num_sms: int | None = None) -> list[Plan]:
@@ -95,8 +124,10 @@ def exported_plans(problem: AnyProblem, arch: str) -> list[Plan]:
 
 
 def to_json(problem: AnyProblem) -> dict[str, Any]:
-    """Returns the problem as a JSON object."""
-    return serialize.to_json(problem) if isinstance(problem, Problem) else serialize.row_to_json(problem)
+    """Returns every field that is not None as a JSON object; `from_json` gives an equal problem."""
+    if isinstance(problem, Problem):
+        return serialize.to_json(problem)
+    return {name: value for name, value in dataclasses.asdict(problem).items() if value is not None}
 
 
 def from_json(data: Mapping[str, Any], direction: str) -> AnyProblem:
@@ -104,4 +135,7 @@ def from_json(data: Mapping[str, Any], direction: str) -> AnyProblem:
 
     direction: that which the manifest says.
     """
-    return serialize.row_from_json(data, direction) if direction in ROW_DIRECTIONS else serialize.from_json(data)
+    if direction not in row_rules.DIRECTIONS:
+        return serialize.from_json(data)
+    kind: type[AppendProblem | MergeProblem] = AppendProblem if direction == "append" else MergeProblem
+    return typed_json.read(kind, {**{item.name: None for item in dataclasses.fields(kind)}, **data}, direction)

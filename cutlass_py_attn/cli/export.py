@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.bundle import row_rules, row_spec
 from cutlass_py_attn.bundle.files import Bundle, export_bundle, export_library
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.outputs import OutputFolder, writing
@@ -14,7 +15,6 @@ from cutlass_py_attn.cli.parameters import Archs, Choice
 from cutlass_py_attn.cli.selection import problems
 from cutlass_py_attn.plan.arch import ARCHITECTURES
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.problem import row_spec
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 
 
@@ -57,7 +57,7 @@ def export(
     def artifact(build: Build) -> Artifact:
         return source(build)[0]
 
-    of_rows = [name for name in names if name.partition("_")[0] in row_spec.KINDS]
+    of_rows = [name for name in names if name.partition("_")[0] in row_rules.DIRECTIONS]
     of_attention = [name for name in names if name not in of_rows]
     chosen = [*(problems(of_attention, directions) if of_attention else ()), *map(row_spec.parse, of_rows)]
     targets = [arch for text in archs for arch in text.split(",")]

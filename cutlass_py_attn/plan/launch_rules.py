@@ -14,7 +14,7 @@ sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,7 +23,7 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import abi, decode, entry_points, sm80, sm90
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
-from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS, most_box_rows
+from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
 from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT, QUERY_HEADS
 from cutlass_py_attn.problem.problem import Problem
@@ -176,7 +176,7 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     if build.family == "decode":
         condition = ALWAYS if build.variant == PERSISTENT else launch_condition(build, "combine")
         return tuple(BufferRule(name, size, condition=condition) for name, size in decode.workspace(build).items())
-    if build.kind != "backward":
+    if build.kind == "forward":
         return ()
     rows = f"num_heads * total_tiles * {build.tile_m * F32_BYTES}"
     statistics = BufferRule("delta", rows), BufferRule("logsumexp_log2", rows)
@@ -258,14 +258,6 @@ def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tup
     around = f"{RAGGED_BYTES // RAGGED_ROWS // ITEM_BYTES[problem.dtype]} - {row}"
     sizes = columns, str(RAGGED_ROWS), heads, f"{rows} + 1", str(RAGGED_ROWS + 1)
     return sizes, (row, head, row, around)
-
-
-def tensor_map_box(problem: Problem, build: Build, name: str, box: Sequence[int]) -> tuple[Expression, ...]:
-    """Returns the box of an operand's tensor map: the plan's, with at most the rows of a page if it maps a pool."""
-    if batch_axis(problem, entry_points.mapped_field(name)) != "page":
-        return tuple(map(str, box))
-    columns, _, *others = box
-    return str(columns), f"min(page_size, {most_box_rows(build)})", *map(str, others)
 
 
 def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:

@@ -102,7 +102,7 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None, *, any_length
     """
     count = _check(problem, arch, num_sms)
     of_sm90 = _sm90_builds(problem, arch, count, any_length=any_length)
-    found = *decode_builds(problem, arch), *of_sm90, *_sm80_builds(problem, arch)
+    found = *_decode_builds(problem, arch), *of_sm90, *_sm80_builds(problem, arch)
     return [plan_of_build(problem, build, count) for build in found]
 
 
@@ -143,13 +143,6 @@ def builds_on(problem: Problem, compute_capability: tuple[int, int]) -> tuple[Bu
 def builds(problem: Problem, arch: str) -> tuple[Build, ...]:
     """Returns the builds of `plans`, in their order."""
     return tuple(plan.build for plan in plans(problem, arch))
-
-
-def decode_builds(problem: Problem, arch: str) -> list[Build]:
-    """Returns the builds of the decode kernels, the best first; none if they do not take the problem."""
-    if _unsupported(problem, arch, "decode"):
-        return []
-    return [build for build, found in _tried(problem, arch, "decode", decode_tiles(problem)) if not found]
 
 
 def plan_of_build(problem: Problem, build: Build, num_sms: int) -> Plan:
@@ -241,6 +234,13 @@ def _sm80_builds(problem: Problem, arch: str) -> list[Build]:
         found = tried[-1][1] if tried else ["the tile table has no tile for it"]
         raise NotSupported(f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim")
     return fitting
+
+
+def _decode_builds(problem: Problem, arch: str) -> list[Build]:
+    """Returns the builds of the decode kernels; none if they do not take the problem."""
+    if _unsupported(problem, arch, "decode"):
+        return []
+    return [build for build, found in _tried(problem, arch, "decode", decode_tiles(problem)) if not found]
 
 
 def _sm90_builds(problem: Problem, arch: str, num_sms: int, *, any_length: bool) -> list[Build]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import ClassVar, Final
+from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.overlap import overlaps_itself
@@ -46,8 +46,6 @@ class AppendProblem:
         head: they are read. (num_pages, page_size, num_heads_key), one of each stored row: they are written.
     """
 
-    direction: ClassVar[str] = "append"
-
     key: Tensor
     value: Tensor
     key_cache: Tensor
@@ -83,16 +81,6 @@ class AppendProblem:
         key_cache, value_cache = (Tensor.contiguous((*pages, heads, columns), cache) for columns in dims)
         slots = Tensor.contiguous((tokens,), "int64")
         return AppendProblem(key_rows, value_rows, key_cache, value_cache, slots, scale, scale)
-
-    @property
-    def dtype(self) -> str:
-        """dtype of the new rows."""
-        return self.key.dtype
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """How rows are stored: as they are, (), or as e4m3 numbers with given or with computed scales."""
-        return {NO_SCALES: (), GIVEN_SCALES: ("e4m3_cache",), ROW_SCALES: ("e4m3_cache", "row_scales")}[self.scales]
 
     @property
     def tokens(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import ClassVar, Final
+from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
@@ -32,8 +32,6 @@ class MergeProblem:
     max_seqlen_q: length of the longest sequence, or more, if the outputs are packed; else None
     """
 
-    direction: ClassVar[str] = "merge"
-
     output_a: Tensor
     output_b: Tensor
     output: Tensor
@@ -56,16 +54,6 @@ class MergeProblem:
         logsumexp = Tensor.contiguous((count, shape[1], round_up(max_seqlen_q, LSE_PADDING)), "float32")
         bounds = Tensor.contiguous((count + 1,), "int32")
         return MergeProblem(output, output, output, logsumexp, logsumexp, bounds, max_seqlen_q)
-
-    @property
-    def dtype(self) -> str:
-        """dtype of the outputs."""
-        return self.output_a.dtype
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """("varlen",) if the rows of several sequences follow each other, else ()."""
-        return ("varlen",) if self.is_packed else ()
 
     @property
     def is_packed(self) -> bool:

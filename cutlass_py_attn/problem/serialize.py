@@ -1,4 +1,4 @@
-"""Serialization: a problem as a JSON object and back. A ProblemSpec is serialized as its name (problem/spec.py)."""
+"""Serialization: a Problem as a JSON object and back. A ProblemSpec is serialized as its name (problem/spec.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem import masks, typed_json
-from cutlass_py_attn.problem.append import AppendProblem
-from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
 
@@ -36,20 +34,6 @@ def from_json(data: Mapping[str, Any]) -> Problem:
         return Problem(**{name: _field_from(name, value) for name, value in data.items()})
     except ValueError as error:
         raise NotSupported(f"problem: a field has another form ({error}); {_REMEDY}") from error
-
-
-def row_to_json(problem: AppendProblem | MergeProblem) -> dict[str, Any]:
-    """Returns every field that is not None as a JSON object; `row_from_json` gives an equal problem."""
-    return {name: value for name, value in dataclasses.asdict(problem).items() if value is not None}
-
-
-def row_from_json(data: Mapping[str, Any], direction: str) -> AppendProblem | MergeProblem:
-    """Returns the problem of a `row_to_json` object; ValueError if it has another form.
-
-    direction: "append" or "merge".
-    """
-    kind: type[AppendProblem] | type[MergeProblem] = {"append": AppendProblem, "merge": MergeProblem}[direction]
-    return typed_json.read(kind, {**{item.name: None for item in dataclasses.fields(kind)}, **data}, direction)
 
 
 def _field_from(name: str, value: object) -> Any:

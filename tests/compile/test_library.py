@@ -74,7 +74,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture(scope="module")
 def host(bundle: Bundle) -> LibraryHost:
-    """Compiled with the sanitizers of undefined arithmetic, which stop the process; test_library_builds has the others."""
+    """Compiled with the sanitizers of undefined arithmetic alone, which compile fast; test_library_builds has all."""
     names = "signed-integer-overflow,integer-divide-by-zero,shift,float-cast-overflow"
     options = f"-fsanitize={names}", "-fno-sanitize-recover=all"
     return LibraryHost(compiled(bundle, bundle.path.parent / "attention.so", *options))

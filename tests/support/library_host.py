@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cutlass_py_attn.bundle import interface, row_numbers
+from cutlass_py_attn.bundle import interface, row_numbers, row_rules
 from cutlass_py_attn.bundle.files import Bundle, export_library
-from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem
-from cutlass_py_attn.plan import row_rules
+from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, dtype_of, features_of
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.masks import UNLIMITED
@@ -202,16 +201,20 @@ def filled(call: Any, problem: Problem, *, first_address: int = 0, addresses: Ma
 
 
 def filled_rows(
-    call: Any, problem: AppendProblem | MergeProblem, *, first_address: int = 0, addresses: Mapping[str, int] | None = None
+    call: Any,
+    problem: AppendProblem | MergeProblem,
+    *,
+    first_address: int = 0,
+    addresses: Mapping[str, int] | None = None,
 ) -> Any:
     """Returns the call of an append or a merge; addresses as for `filled`, those of merges with the logsumexp."""
     tensors = problem.tensors()
     names = (*tensors, *(("logsumexp",) if isinstance(problem, MergeProblem) else ()))
     made = {name: first_address + 2**34 * number for number, name in enumerate(names, 1)} if first_address else {}
     given = addresses or made
-    call.direction = ALL_DIRECTIONS.index(problem.direction)
-    call.dtype = DTYPE_OF[problem.dtype]
-    call.flags = sum(FLAG_OF[feature] for feature in problem.features)
+    call.direction = ALL_DIRECTIONS.index(direction_of(problem))
+    call.dtype = DTYPE_OF[dtype_of(problem)]
+    call.flags = sum(FLAG_OF[feature] for feature in features_of(problem))
     for name, value in row_rules.sizes(problem).items():
         setattr(call, name, value)
     columns = problem.key if isinstance(problem, AppendProblem) else problem.output

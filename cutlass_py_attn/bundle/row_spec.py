@@ -16,7 +16,6 @@ from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, 
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
 
-KINDS: Final = (AppendProblem.direction, MergeProblem.direction)
 _DTYPES: Final = {short: name for name, short in SHORT_NAMES.items()}
 _DTYPE: Final = rf"(?P<dtype>{'|'.join(_DTYPES)})"
 _APPEND: Final = re.compile(rf"append_{_DTYPE}_d(?P<dim>\d+)(?:v(?P<dim_value>\d+))?(?P<scales>_e4m3_row|_e4m3)?")

@@ -17,14 +17,32 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression
 from cutlass_py_attn.plan.preconditions import Condition
 from cutlass_py_attn.problem import append, merge
-from cutlass_py_attn.problem.append import CACHES, NO_SCALES, ROW_SCALES, SCALES, AppendProblem
+from cutlass_py_attn.problem.append import CACHES, GIVEN_SCALES, NO_SCALES, ROW_SCALES, SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import OUTPUTS, MergeProblem
 
 RowProblem = AppendProblem | MergeProblem
 
+DIRECTIONS: Final = ("append", "merge")
 _SLICES: Final = "call once for each slice"
 _PAGE_AXES: Final = ("page", "row", "head")
 _PAGE_SIZES: Final = ("num_pages", "page_size", "num_heads_key")
+
+
+def direction_of(problem: RowProblem) -> str:
+    """Returns "append" or "merge"."""
+    return DIRECTIONS[isinstance(problem, MergeProblem)]
+
+
+def dtype_of(problem: RowProblem) -> str:
+    """Returns the dtype of the new rows, or of the outputs."""
+    return problem.key.dtype if isinstance(problem, AppendProblem) else problem.output_a.dtype
+
+
+def features_of(problem: RowProblem) -> tuple[str, ...]:
+    """Returns what a kernel has besides its dtype and columns: "e4m3_cache", "row_scales", or "varlen" if packed."""
+    if isinstance(problem, MergeProblem):
+        return ("varlen",) if problem.is_packed else ()
+    return {NO_SCALES: (), GIVEN_SCALES: ("e4m3_cache",), ROW_SCALES: ("e4m3_cache", "row_scales")}[problem.scales]
 
 
 def sizes(problem: RowProblem) -> dict[str, int]:
