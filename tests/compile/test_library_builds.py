@@ -552,9 +552,7 @@ def test_the_example_finds_out_kernels_that_do_nothing(bundle: Bundle, compiled_
     files = (source, str(compiled_object), str(fake_driver.library()))
     made = tmp_path / "c_library"
     folders = ("-I", str(bundle.path), "-isystem", cuda_headers())
-    build(
-        [compiler("c"), "-std=c11", *STRICT[:4], *folders, *files, "-ldl", "-lpthread", "-lm", "-o", str(made)]
-    )
+    build([compiler("c"), "-std=c11", *STRICT[:4], *folders, *files, "-ldl", "-lpthread", "-lm", "-o", str(made)])
     done = run([str(made), "1", "70", "300", "4", "2"], env=with_driver())
     assert done.returncode == 1, done.stderr
     lines = done.stdout.decode().splitlines()
