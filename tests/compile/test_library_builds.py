@@ -572,7 +572,11 @@ def test_the_call_that_the_page_shows_compiles(bundle: Bundle, tmp_path: Path) -
     """Inside a function that has what the page says a caller has; and the exports of the page have its problems."""
     page = (ROOT / "docs" / "c_library.md").read_text()
     block = "".join(re.findall(r"```c\n(.*?)```", page, re.DOTALL))
-    names = "query", "key", "value", "output", "logsumexp", "workspace", "page_table", "seqused_k"
+    names = (
+        *("query", "key", "value", "output", "logsumexp", "workspace", "page_table", "seqused_k"),
+        *("key_pool", "value_pool", "slots"),
+        *("output_of_prefix", "logsumexp_of_prefix", "output_of_rest", "logsumexp_of_rest"),
+    )
     addresses = ", ".join(f"uint64_t {name}" for name in names)
     source = tmp_path / "call.c"
     source.write_text(
