@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cutlass_py_attn.plan import planner
+from cutlass_py_attn.problem.append import AppendProblem
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import path_objections, shown
 
@@ -22,7 +24,7 @@ def export_objections(folder: object, problems: object, archs: object, name: obj
     if not isinstance(problems, tuple):
         found.append(f"problems = {shown(problems)}: must be a list of Problems, one for each direction; pass a list")
     else:
-        found += [reason for each in problems if not isinstance(each, Problem)
+        found += [reason for each in problems if not isinstance(each, (Problem, AppendProblem, MergeProblem))
                   for reason in planner.problem_objections(each)]  # fmt: skip
     if not isinstance(archs, tuple):
         found.append(f'archs = {shown(archs)}: must be a list of targets, such as ["sm_80"]; pass a list')

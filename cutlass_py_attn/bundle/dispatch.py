@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cutlass_py_attn.plan import decode, planner, sm90
+from cutlass_py_attn.bundle.rules import AnyProblem, direction_of, features_of
+from cutlass_py_attn.plan import decode, resources, sm90
 from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.build import ROW_KINDS, Build
+from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.expressions import Expression
 from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
 from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.tiles import decode_tiles
 from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
@@ -52,8 +55,12 @@ class Facts:
     num_splits_key: int
 
 
-def facts_of(problem: Problem, build: Build) -> Facts:
+def facts_of(problem: AnyProblem, build: Build) -> Facts:
     """Returns the facts of the kernels that were exported for a problem."""
+    if not isinstance(problem, Problem):
+        dims = build.head_dim, build.head_dim_value
+        names = direction_of(problem), build.dtype
+        return Facts(*names, *dims, build.mask, features_of(problem), (), False, (), 0)
     backward = problem.direction == "backward"
     return Facts(
         problem.direction,
@@ -106,6 +113,8 @@ def preferred_when(build: Build) -> Expression:
         return f"min(num_queries, num_keys) >= {sm90.MULTICAST_LENGTH}"
     if build.variant == QUERY_HEADS:
         return f"{sm90.QUERY_HEADS_WORK_TILES} * num_sms > {_key_tiles(build)} * num_heads_key"
+    if build.kind in ROW_KINDS:
+        return ALWAYS
     if build.body.lengths != "any":
         return NEVER
     if build.family != "decode":
@@ -163,8 +172,13 @@ class _Kind:
 
 @functools.lru_cache(maxsize=4096)
 def _first_tile(kind: _Kind, rows: int, batch: int) -> str:
-    """Returns the tile of the planner's first kernel for this number of query rows of one key head."""
+    """Returns the planner's first decode tile for this number of query rows of one key head; "" for none."""
     dims = f"{SHORT_NAMES[kind.dtype]}_d{kind.head_dim}v{kind.head_dim_value}"
     paged = "_paged16" if kind.is_paged else ""
     text = f"{dims}_q1_s{decode.MIN_KEYS}_b{batch}_h{rows}k1_full{paged}"
-    return str(TileConfig.of(planner.builds(spec.parse(text).problem("forward"), kind.arch)[0]))
+    problem, limits = spec.parse(text).problem("forward"), architecture(kind.arch)
+    for tile in decode_tiles(problem):
+        build, objections = build_for(problem, kind.arch, tile, "decode")
+        if kind.arch not in tile.not_on and not (objections or resources.objections(build, limits)):
+            return str(TileConfig.of(build))
+    return ""

@@ -17,14 +17,16 @@ from cutlass_py_attn.bundle.dispatch import NEVER, facts_of, family_order, order
 from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
 from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
 from cutlass_py_attn.bundle.replacing import objection, replace_folder
+from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, exported_plans, plans
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import architecture, runs_on
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.problem.append import AppendProblem
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import path_objections, shown
-from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.launch import Bound, bind
 
@@ -55,7 +57,7 @@ def export_bundle(
 
 def export_library(
     folder: str | os.PathLike[str],
-    problems: Iterable[Problem],
+    problems: Iterable[AnyProblem],
     archs: Iterable[str],
     *,
     name: str = "attention",
@@ -66,6 +68,7 @@ def export_library(
     The folder then holds <name>.c and <name>.h, which any C11 compiler makes a library of, with a CMake package, a
     pkg-config file and a Rust crate that build them; and what a bundle holds: <arch>/<symbol>.cubin, .ptx and .json,
     and manifest.json. The functions of the library have the prefix `name`, and choose among the kernels for each call.
+    problems: a Problem, AppendProblem or MergeProblem each.
     Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term, which
     the fixed struct of a library's calls has no field for.
     """
@@ -74,7 +77,7 @@ def export_library(
 
 def _export(
     folder: str | os.PathLike[str],
-    given: Iterable[Problem],
+    given: Iterable[AnyProblem],
     given_archs: Iterable[str],
     name: str,
     kernels: Callable[[Build], Artifact] | None,
@@ -87,7 +90,7 @@ def _export(
     path = Path(os.path.realpath(folder))
     _check(path, problems, archs, name, is_library)
     if is_library:  # its calls say where seed and offset are
-        problems = tuple(problem.replace(philox_on_device=False) for problem in problems)
+        problems = tuple(map(_with_host_seed, problems))
     source = kernels or _compiler()
     targets = [_best(problem, arch, source) for problem in problems for arch in archs]
     if is_library:
@@ -107,10 +110,14 @@ def _export(
     return load_bundle(folder)
 
 
+def _with_host_seed(problem: AnyProblem) -> AnyProblem:
+    return problem.replace(philox_on_device=False) if isinstance(problem, Problem) else problem
+
+
 def _identity(target: Target, is_library: bool) -> tuple[object, ...]:
     """Returns what two targets with the same kernels for the same calls have in common."""
     build = target.plan.build
-    return (facts_of(target.problem, build), build) if is_library else (target.problem.direction, build)
+    return (facts_of(target.problem, build), build) if is_library else (direction_of(target.problem), build)
 
 
 def load_bundle(folder: str | os.PathLike[str]) -> Bundle:
@@ -146,16 +153,16 @@ class Bundle:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """The directions of the bundle: forward, backward or both."""
-        found = {item.problem.direction for item in self._exported}
-        return tuple(direction for direction in DIRECTIONS if direction in found)
+        """The directions of the bundle: forward, backward or both; of a library also append and merge."""
+        found = {direction_of(item.problem) for item in self._exported}
+        return tuple(direction for direction in ALL_DIRECTIONS if direction in found)
 
     @property
-    def problems(self) -> tuple[Problem, ...]:
+    def problems(self) -> tuple[AnyProblem, ...]:
         """The exported problems."""
         return tuple(item.problem for item in self._exported)
 
-    def problem(self, direction: str) -> Problem:
+    def problem(self, direction: str) -> AnyProblem:
         """Returns the exported problem of this direction; NotSupported for a library that has several."""
         found = self._of(direction)
         if len(found) > 1:
@@ -166,14 +173,14 @@ class Bundle:
         """Returns the exported plans of this direction, the preferred target of each problem first."""
         return tuple(plan for item in self._of(direction) for plan in item.plans)
 
-    def bind(self, direction: str, problem: Problem | None = None, device: int = 0) -> Bound:
+    def bind(self, direction: str, problem: AnyProblem | None = None, device: int = 0) -> Bound:
         """Binds the kernels of this direction on GPU `device`.
 
         problem: None for the exported one, or another problem that the kernels serve.
         Stale: the bundle has no kernels for the problem or the GPU. Other errors as `launch.bind`.
         """
         wanted = self.problem(direction) if problem is None else problem
-        if reasons := planner.problem_objections(wanted):
+        if reasons := _problem_objections(wanted):
             raise NotSupported(reasons)
         gpu = driver.device(driver.checked_ordinal(device))
         known = [plan.build for plan in self.plans(direction)]
@@ -183,16 +190,16 @@ class Bundle:
             archs = ", ".join(build.arch for build in known)
             raise Stale(f"{self.path} is for {archs}: {gpu.name} has compute capability {major}.{minor}; export for it")
         targets = dict.fromkeys(build.arch for build in sorted(running, key=order_key))
-        planned = (plan for arch in targets for plan in planner.plans(wanted, arch, gpu.num_sms))
+        planned = (plan for arch in targets for plan in plans(wanted, arch, gpu.num_sms))
         found = sorted((plan for plan in planned if plan.build in running), key=lambda plan: family_order(plan.build))
         if not found:
             raise Stale(f"this {direction} problem needs other kernels than {self._shown()}; export it")
         fitting = [plan for plan in found if plan.build.shared_memory_bytes <= gpu.shared_memory_per_block]
         plan = (fitting or found)[0]
-        return bind(self(plan.build), plan, wanted, gpu.ordinal)
+        return bind(self(plan.build), plan, wanted if isinstance(wanted, Problem) else None, gpu.ordinal)
 
     def _of(self, direction: str) -> list[ExportedProblem]:
-        found = [item for item in self._exported if item.problem.direction == direction]
+        found = [item for item in self._exported if direction_of(item.problem) == direction]
         if not found:
             raise NotSupported(
                 f"direction = {direction!r}: {self.path} has {', '.join(self.directions)}; export it too"
@@ -209,10 +216,15 @@ def _compiler() -> Callable[[Build], Artifact]:
     return artifact_for
 
 
-def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: str, is_library: bool) -> None:
+def _problem_objections(problem: object) -> list[str]:
+    """Returns why a value is no problem that a bundle may have."""
+    return [] if isinstance(problem, (AppendProblem, MergeProblem)) else planner.problem_objections(problem)
+
+
+def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], name: str, is_library: bool) -> None:
     """Raises NotSupported with every objection to the arguments of an export."""
     reasons = [reason for problem in problems for reason in problem.reasons()]
-    directions = [problem.direction for problem in problems]
+    directions = [direction_of(problem) for problem in problems]
     if not problems:
         reasons.append("problems is empty: must be a forward, a backward or one of each; pass one")
     if len(set(directions)) < len(directions) and not is_library:
@@ -221,7 +233,11 @@ def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: 
             "export_library (--library), or export the others apart"
         )
     if is_library:
-        reasons += _term_objections(problems)
+        reasons += _term_objections([problem for problem in problems if isinstance(problem, Problem)])
+    else:
+        kinds = {type(problem).__name__ for problem in problems if not isinstance(problem, Problem)}
+        reasons += [f"problems has {kind}: must be Problems; export a library of it with export_library (--library)"
+                    for kind in sorted(kinds)]  # fmt: skip
     if not archs:
         reasons.append("archs is empty: must name at least one target, such as sm_80; pass one")
     if not _NAME.fullmatch(name):
@@ -259,19 +275,13 @@ def _folder_objections(path: Path) -> Iterator[str]:
         raise unreadable(error.filename) from error
 
 
-def _best(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> Target:
+def _best(problem: AnyProblem, arch: str, kernels: Callable[[Build], Artifact]) -> Target:
     """Returns the first plan for the target whose kernels compile or exist.
 
     A bundle serves every length, so kernels and tiles for short or for long sequences only are left out.
     """
-    limits = architecture(arch)
-    own = not limits.is_portable
-    if own:
-        plans = planner.plans_on(problem, limits.compute_capability, any_length=True)
-    else:
-        plans = planner.plans(problem, arch, any_length=True)
     first: CompileError | Stale | None = None
-    for plan in plans:
+    for plan in exported_plans(problem, arch):
         try:
             return Target(problem, plan, kernels(plan.build), architecture(plan.build.arch).num_sms)
         except (CompileError, Stale) as error:
@@ -280,18 +290,18 @@ def _best(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> 
     raise first
 
 
-def _for_its_lengths(problem: Problem, arch: str, kernels: Callable[[Build], Artifact]) -> Iterator[Target]:
+def _for_its_lengths(problem: AnyProblem, arch: str, kernels: Callable[[Build], Artifact]) -> Iterator[Target]:
     """Yields a target for each variant that the planner prefers for the lengths of the problem and calls alike."""
     limits = architecture(arch)
-    for plan in planner.plans(problem, arch) if not limits.is_portable else ():
+    for plan in planner.plans(problem, arch) if isinstance(problem, Problem) and not limits.is_portable else ():
         if plan.build.body.lengths != "any" and preferred_when(plan.build) != NEVER:
             with contextlib.suppress(CompileError, Stale):
                 yield Target(problem, plan, kernels(plan.build), limits.num_sms)
                 return
 
 
-def _preference(target: Target) -> tuple[bool, bool, tuple[int, int]]:
-    """Sort key: forward before backward, then targets for one generation alone, then the newest target."""
+def _preference(target: Target) -> tuple[int, bool, tuple[int, int]]:
+    """Sort key: forward, backward, append, merge, then targets for one generation alone, then the newest target."""
     limits = target.plan.architecture
     major, minor = limits.compute_capability
-    return target.problem.direction == "backward", limits.is_portable, (-major, -minor)
+    return ALL_DIRECTIONS.index(direction_of(target.problem)), limits.is_portable, (-major, -minor)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, DIRECTIONS, ITEM_BYTES
+from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS
+from cutlass_py_attn.problem.append import CACHES, SCALES
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, ITEM_BYTES
 
 ABI: Final = 1  # changes if a struct changes other than at its end, or a function goes
 ERROR_BYTES: Final = 512  # of the struct of an error
@@ -37,7 +39,10 @@ FLAGS: Final = (
     ("PAGED", 64, "paged", "key and value are pools of pages, found through page_table; seqused_k has the lengths"),
     ("INVARIANT", 128, "invariant", "PAGED: the bits of a sequence's results do not depend on the other sequences"),
     ("PAGE_INDPTR", 256, "page_indptr", "PAGED: page_table is a list, in which page_indptr says where sequences start"),
+    ("E4M3_CACHE", 512, "e4m3_cache", "APPEND: key_cache and value_cache hold e4m3 numbers, scaled by the scales"),
+    ("ROW_SCALES", 1024, "row_scales", "APPEND: the scale of each row is computed, and written to the scales"),
 )  # fmt: skip
+DIRECTION_FLAGS: Final = {"append": ("E4M3_CACHE", "ROW_SCALES"), "merge": ("VARLEN",)}  # all that these may have
 DERIVED: Final = (
     ("grouped", 1 << 16),
     ("softcap", 1 << 17),
@@ -67,11 +72,11 @@ _KEYS: Final = "int32 on the device"
 CALL: Final = (
     Field("bytes", "u32", "of this struct as the program knows it"),
     Field("abi", "u32", "of the header that the program was compiled with"),
-    Field("direction", "i32", "FORWARD or BACKWARD"),
+    Field("direction", "i32", "FORWARD, BACKWARD, APPEND or MERGE"),
     Field("dtype", "i32", "F16, BF16 or F32: of all arrays of rows and of the biases"),
-    Field("head_dim", "i32", "columns of query and key"),
+    Field("head_dim", "i32", "columns of query and key; MERGE does not read it"),
     Field("head_dim_value", "i32", "columns of value and output"),
-    Field("flags", "u32", "VARLEN, SEQUSED, BIAS, ALIBI, SINKS, DETERMINISTIC"),
+    Field("flags", "u32", "a sum of the flags above"),
     Field("gradients", "u32", "that a backward writes: GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_BIAS, GRAD_SINKS", "7"),
     Field("batch", "i64", "batch size, or the number of sequences"),
     Field("num_queries", "i64", "queries of each sequence, or of the longest one"),
@@ -79,7 +84,7 @@ CALL: Final = (
     Field("num_heads", "i64", "heads of query"),
     Field("num_heads_key", "i64", "heads of key and value, a divisor of num_heads"),
     Field("tokens_q", "i64", "VARLEN: rows of query, of all sequences together"),
-    Field("tokens_k", "i64", "VARLEN: rows of key, of all sequences together"),
+    Field("tokens_k", "i64", "VARLEN: rows of key, of all sequences together; APPEND: new tokens"),
     Field("window_left", "i64", "visible keys before the diagonal; -1: no limit", "-1"),
     Field("window_right", "i64", "visible keys after the diagonal; -1: no limit, 0: causal", "-1"),
     Field("bottom_right", "i32", "1: the diagonal ends in the last query and key; 0: it starts in the first", "1"),
@@ -108,9 +113,18 @@ CALL: Final = (
     Field("page_table", "u64", f"PAGED: {_KEYS} [batch, max_pages], pages of each sequence; PAGE_INDPTR: [max_pages]"),
     Field("page_indptr", "u64", f"PAGE_INDPTR: {_KEYS} [batch + 1], where the pages of each sequence start"),
     Field("page_table_row", "i64", "PAGED: entries from one row of page_table to the next; 0 with PAGE_INDPTR"),
-    Field("page_size", "i64", "PAGED: rows of a page, a power of two"),
+    Field("page_size", "i64", "PAGED: rows of a page, a power of two; APPEND: any number"),
     Field("max_pages", "i64", "PAGED: pages of a sequence, num_keys is max_pages * page_size; PAGE_INDPTR: of all"),
-    Field("num_pages", "i64", "PAGED: pages of the pools, whose strides are those of [page, row, head, column]"),
+    Field("num_pages", "i64", "PAGED, APPEND: pages of the pools, which are [page, row, head, column]"),
+    Field("key_cache", "array", "APPEND: pool to which the rows of key, [token, head, column], are stored"),
+    Field("value_cache", "array", "APPEND: pool to which the rows of value are stored"),
+    Field("slots", "u64", "APPEND: int64 [tokens_k] on the device, page * page_size + row; others are skipped"),
+    Field("key_scale", "array", "E4M3_CACHE: float32 of each [page, row, head]; strides of 0 where one serves all"),
+    Field("value_scale", "array", "E4M3_CACHE: likewise of value"),
+    Field("output_a", "array", "MERGE: attention over some keys, as output"),
+    Field("output_b", "array", "MERGE: attention over other keys, as output"),
+    Field("logsumexp_a", "u64", "MERGE: logsumexp of output_a, laid out as logsumexp"),
+    Field("logsumexp_b", "u64", "MERGE: logsumexp of output_b"),
 )  # fmt: skip
 C_TYPES: Final = {"u32": "uint32_t", "i32": "int32_t", "u64": "uint64_t", "i64": "int64_t", "f64": "double"}
 RUST_TYPES: Final = {
@@ -127,7 +141,7 @@ RUST_TYPES: Final = {
 _REQUEST: Final = ("window_left", "window_right", "dropout_threshold", "keep_scale", "table_entries")
 _CAST: Final = ("philox_seed", "philox_offset")
 _AXES: Final = {
-    **dict.fromkeys(BMHK, ("batch", "row", "head")),
+    **dict.fromkeys((*BMHK, *CACHES, *SCALES, "output_a", "output_b"), ("batch", "row", "head")),
     **dict.fromkeys(BIASES, ("batch", "head", "row", "column")),
 }
 
@@ -152,4 +166,4 @@ def field(name: str) -> str:
 
 def direction_number(direction: str) -> int:
     """Returns the number of a direction in a call."""
-    return DIRECTIONS.index(direction)
+    return ALL_DIRECTIONS.index(direction)

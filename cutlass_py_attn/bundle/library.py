@@ -15,11 +15,11 @@ import numpy as np
 from cutlass_py_attn import __version__
 from cutlass_py_attn.bundle import c_text, interface
 from cutlass_py_attn.bundle.dispatch import ALWAYS, Facts, facts_of, order_key
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, from_json
+from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.masks import UNLIMITED
-from cutlass_py_attn.problem.serialize import from_json
-from cutlass_py_attn.problem.tensors import BMHK, WORD_BYTES
+from cutlass_py_attn.problem.tensors import BMHK, ITEM_BYTES, LSE_PADDING, WORD_BYTES
 from cutlass_py_attn.score_terms.dropout import PHILOX
 
 Json = dict[str, Any]
@@ -85,8 +85,12 @@ def _constants() -> Json:
         "error_bytes": interface.ERROR_BYTES,
         "statuses": interface.STATUSES,
         "dtypes": interface.DTYPES,
+        "item_bytes": ITEM_BYTES,
+        "lse_padding": LSE_PADDING,
         "masks": interface.MASKS,
+        "directions": ALL_DIRECTIONS,
         "flags": interface.FLAGS,
+        "direction_flags": interface.DIRECTION_FLAGS,
         "derived": interface.DERIVED,
         "gradients": interface.GRADIENTS,
         "feature_bits": sorted(interface.FEATURE_BITS.items()),
@@ -106,7 +110,7 @@ def _kernels(manifest: Mapping[str, Any]) -> tuple[list[Json], list[Build]]:
     builds = []
     first_entry = 0
     for item in manifest["problems"]:
-        problem = from_json(item["problem"])
+        problem = from_json(item["problem"], item["direction"])
         for target in item["targets"]:
             build = Plan.from_object(target["plan"]).build
             launches = target["launches"]
@@ -125,6 +129,8 @@ def _kernels(manifest: Mapping[str, Any]) -> tuple[list[Json], list[Build]]:
 
 def _aligned(pointers: Json, build: Build) -> Json:
     """Returns the pointers with the alignments (bytes) of the kernel's loads in place of the exported problem's."""
+    if build.kind in ROW_KINDS:
+        return pointers
     loads = dict.fromkeys(BMHK, build.vector_bytes)
     loads |= {"page_table": WORD_BYTES, "bias": build.bias_vector_bytes, "grad_bias": build.grad_bias_vector_bytes}
     return {name: {**each, "alignment": loads.get(name, each["alignment"])} for name, each in pointers.items()}

@@ -16,18 +16,29 @@ from typing import Any, Final
 from cutlass_py_attn import __version__
 from cutlass_py_attn.artifact import Artifact, Kernel
 from cutlass_py_attn.bundle.dispatch import preferred_when
-from cutlass_py_attn.bundle.numbers import inputs, meaning, pointers
+from cutlass_py_attn.bundle.numbers import meaning
+from cutlass_py_attn.bundle.rules import (
+    AnyProblem,
+    Rules,
+    direction_of,
+    dtype_of,
+    features_of,
+    plans,
+    rules_of,
+    tensor_map_box,
+    to_json,
+)
 from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.plan import abi, entry_points, expressions, launch_rules, planner
+from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
-from cutlass_py_attn.plan.preconditions import Condition, conditions, limits, mapped
+from cutlass_py_attn.plan.preconditions import Condition, mapped
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.serialize import to_json
 from cutlass_py_attn.problem.tensors import ITEM_BYTES
 
 Json = dict[str, Any]
 
-FORMAT: Final = "cutlass_py_attn bundle 4"
+FORMAT: Final = "cutlass_py_attn bundle 5"
 SEAL: Final = "sha256_of_the_rest"
 _MANY_SMS: Final = 2**40
 _INT64: Final = range(-(2**63), 2**63)
@@ -38,7 +49,7 @@ _ON_DEVICE: Final = {f"{name}_address": name for name in abi.SEED}
 class Target:
     """The kernels of one problem for one architecture. num_sms: multiprocessors for which the plan was made."""
 
-    problem: Problem
+    problem: AnyProblem
     plan: Plan
     artifact: Artifact
     num_sms: int
@@ -50,22 +61,23 @@ def manifest(name: str, targets: Sequence[Target], files: Mapping[str, bytes]) -
     files: the other files of the bundle. NotSupported: a problem that a bundle cannot serve. Stale: a rule that does
     not give the plan's number.
     """
-    problems: dict[Problem, Json] = {}
+    problems: dict[AnyProblem, Json] = {}
     for target in targets:
         problem, build = target.problem, target.plan.build
+        rules = rules_of(problem, build)
         found = problems.setdefault(problem, {
-            "direction": problem.direction,
+            "direction": direction_of(problem),
             "problem": to_json(problem),
-            "dtype": problem.dtype,
+            "dtype": dtype_of(problem),
             "head_dim": build.head_dim,
             "head_dim_value": build.head_dim_value,
             "mask": build.mask,
-            "features": list(problem.features),
-            "inputs": {key: dataclasses.asdict(item) for key, item in inputs(problem, build).items()},
-            "pointers": {key: dataclasses.asdict(item) for key, item in pointers(problem).items()},
+            "features": list(features_of(problem)),
+            "inputs": {key: dataclasses.asdict(item) for key, item in rules.inputs.items()},
+            "pointers": {key: dataclasses.asdict(item) for key, item in rules.pointers.items()},
             "targets": [],
         })  # fmt: skip
-        found["targets"].append(_target(target))
+        found["targets"].append(_target(target, rules))
     toolchains = sorted({target.artifact.toolchain for target in targets})
     return sealed({
         "format": FORMAT,
@@ -87,31 +99,33 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def names_of(problem: Problem, plan: Plan, num_sms: int) -> dict[str, float]:
+def names_of(problem: AnyProblem, plan: Plan, num_sms: int) -> dict[str, float]:
     """Returns the value of every name in the plan's rules: inputs, num_sms and the definitions."""
-    found: dict[str, float] = {name: item.value for name, item in inputs(problem, plan.build).items()}
+    return _names_of(rules_of(problem, plan.build), num_sms)
+
+
+def _names_of(rules: Rules, num_sms: int) -> dict[str, float]:
+    found: dict[str, float] = {name: item.value for name, item in rules.inputs.items()}
     found["num_sms"] = num_sms
-    for name, rule in launch_rules.definitions(problem, plan.build).items():
+    for name, rule in rules.definitions.items():
         found[name] = expressions.evaluate(rule, found)
     return found
 
 
-def _target(target: Target) -> Json:
+def _target(target: Target, rules: Rules) -> Json:
     problem, plan, build = target.problem, target.plan, target.plan.build
     _expect_kernels(target)
-    required, bounds = conditions(problem, build), limits(problem, build)
-    given = inputs(problem, build)
+    given = rules.inputs
     unfit = [name for name, item in given.items() if item.type == "i64" and item.value not in _INT64]
     if unfit:
         raise NotSupported([f"{name} = {given[name].value}: must fit in 64 bits" for name in unfit])
-    _expect(problem, required, {name: item.value for name, item in given.items()})
-    names = names_of(problem, plan, target.num_sms)
-    _expect(problem, bounds, names)
-    defined = launch_rules.definitions(problem, build)
+    _expect(problem, rules.conditions, {name: item.value for name, item in given.items()})
+    names = _names_of(rules, target.num_sms)
+    _expect(problem, rules.limits, names)
     planned = dict(plan.params)
-    for name in defined:
+    for name, rule in rules.definitions.items():
         if name in planned:
-            _agree(defined[name], names[name], planned[name])
+            _agree(rule, names[name], planned[name])
     hardware = plan.architecture
     stem = f"{build.arch}/{build.symbol}"
     return {
@@ -125,13 +139,13 @@ def _target(target: Target) -> Json:
         "ptx": f"{stem}.ptx",
         "abi": target.artifact.abi,
         "num_sms": target.num_sms,
-        "conditions": [{"rule": rule, "says": says} for rule, says in required],
-        "definitions": [{"name": name, "rule": rule, "value": names[name]} for name, rule in defined.items()],
-        "limits": [{"rule": rule, "says": says} for rule, says in bounds],
+        "conditions": [{"rule": rule, "says": says} for rule, says in rules.conditions],
+        "definitions": [{"name": name, "rule": rule, "value": names[name]} for name, rule in rules.definitions.items()],
+        "limits": [{"rule": rule, "says": says} for rule, says in rules.limits],
         "preferred_when": preferred_when(build),
-        "struct": _struct(problem, plan, names),
-        "workspace": _workspace(plan, names),
-        "launches": list(_launches(target, names)),
+        "struct": _struct(plan, rules, names),
+        "workspace": _workspace(plan, rules, names),
+        "launches": list(_launches(target, rules, names)),
         "plan": json.loads(plan.to_json()),
     }
 
@@ -149,25 +163,23 @@ def _expect_kernels(target: Target) -> None:
             raise Stale(f"{symbol}: its parameters have {found} bytes, the plan has {expected}; compile the plan again")
 
 
-def _expect(problem: Problem, required: Sequence[Condition], names: Mapping[str, float]) -> None:
+def _expect(problem: AnyProblem, required: Sequence[Condition], names: Mapping[str, float]) -> None:
     """Raises NotSupported with every condition that does not hold."""
-    broken = [f"{problem.direction}: {says}" for rule, says in required if not expressions.evaluate(rule, names)]
+    broken = [f"{direction_of(problem)}: {says}" for rule, says in required if not expressions.evaluate(rule, names)]
     if broken:
         raise NotSupported(list(dict.fromkeys(broken)))
 
 
-def _struct(problem: Problem, plan: Plan, names: Mapping[str, float]) -> Json:
+def _struct(plan: Plan, rules: Rules, names: Mapping[str, float]) -> Json:
     """Describes the kernels' struct parameter: every field with the source of its value."""
     build = plan.build
     fields = abi.fields_of(build)
-    numbers = launch_rules.fields(problem, build, inputs(problem, build))
-    arrays = pointers(problem)
-    scratch = {rule.name for rule in launch_rules.workspace(build)}
+    scratch = {rule.name for rule in rules.workspace}
     rows = []
     for (name, kind), (_, offset, size) in zip(fields, abi.layout(fields), strict=True):
         array = _ON_DEVICE.get(name, "" if name in abi.SEED else name)
-        source: Json = {"rule": numbers.get(name, "0")}
-        if array in arrays:
+        source: Json = {"rule": rules.fields.get(name, "0")}
+        if array in rules.pointers:
             source = {"pointer": array}
         elif name in scratch:
             source = {"workspace": name}
@@ -177,12 +189,12 @@ def _struct(problem: Problem, plan: Plan, names: Mapping[str, float]) -> Json:
     return {"bytes": abi.numpy_struct(fields).itemsize, "fields": rows}
 
 
-def _workspace(plan: Plan, names: Mapping[str, float]) -> Json:
+def _workspace(plan: Plan, rules: Rules, names: Mapping[str, float]) -> Json:
     """Describes the buffers of the workspace in order; each starts at the next multiple of the alignment."""
     space = plan.workspace
     planned = {part.name: part for part in space.buffers}
     parts = []
-    for rule in launch_rules.workspace(plan.build):
+    for rule in rules.workspace:
         is_there = bool(expressions.evaluate(rule.condition, names))
         part = planned.get(rule.name)
         _agree(rule.bytes, expressions.evaluate(rule.bytes, names) if is_there else None, part.bytes if part else None)
@@ -205,12 +217,11 @@ def _workspace(plan: Plan, names: Mapping[str, float]) -> Json:
     }
 
 
-def _launches(target: Target, names: Mapping[str, float]) -> Iterator[Json]:
+def _launches(target: Target, rules: Rules, names: Mapping[str, float]) -> Iterator[Json]:
     problem, plan, build = target.problem, target.plan, target.plan.build
     planned = {launch.symbol: launch for launch in plan.launches}
-    grids = launch_rules.grids_of(problem, build)
     for role, symbol in entry_points.entries(build).items():
-        when, grid_rules = launch_rules.launch_condition(build, role), grids[role]
+        when, grid_rules = launch_rules.launch_condition(build, role), rules.grids[role]
         launch = planned.get(symbol) or _not_launched(target, role, symbol)
         if symbol in planned:
             _agree(", ".join(grid_rules), tuple(expressions.evaluate(rule, names) for rule in grid_rules), launch.grid)
@@ -230,7 +241,7 @@ def _launches(target: Target, names: Mapping[str, float]) -> Iterator[Json]:
             "registers": kernel.registers,
             "parameters": list(_parameters(kernel, mapped(build) if launch.tensor_maps else ())),
             "tensor_maps": [
-                _tensor_map(problem, name, recipe, names)
+                _tensor_map(problem, build, name, recipe, names)
                 for name, recipe in zip(mapped(build), launch.tensor_maps, strict=False)
             ],
         }
@@ -239,8 +250,8 @@ def _launches(target: Target, names: Mapping[str, float]) -> Iterator[Json]:
 def _not_launched(target: Target, role: str, symbol: str) -> Launch:
     """Returns the launch of an entry that the exported problem does not launch, from the plan for a huge device."""
     build = target.plan.build
-    plans = planner.plans(target.problem, build.arch, _MANY_SMS)
-    found = [launch for plan in plans if plan.build == build for launch in plan.launches if launch.symbol == symbol]
+    made = plans(target.problem, build.arch, _MANY_SMS)
+    found = [launch for plan in made if plan.build == build for launch in plan.launches if launch.symbol == symbol]
     if not found:
         raise Stale(f"{symbol}: no plan launches the entry {role}; update the rules of bundles to the planner")
     return dataclasses.replace(found[0], grid=(0, 0, 0))
@@ -257,10 +268,13 @@ def _parameters(kernel: Kernel, maps: tuple[str, ...]) -> Iterator[Json]:
         yield {"name": parameter.name, "offset": parameter.offset, "bytes": parameter.size, "meaning": words}
 
 
-def _tensor_map(problem: Problem, name: str, recipe: TensorMap, names: Mapping[str, float]) -> Json:
+def _tensor_map(problem: AnyProblem, build: Build, name: str, recipe: TensorMap, names: Mapping[str, float]) -> Json:
     """Returns cuTensorMapEncodeTiled's arguments, innermost axis first; strides in elements, without the innermost."""
+    assert isinstance(problem, Problem), "no kernel that computes row by row has tensor maps"
     sizes, strides = launch_rules.tensor_map(problem, name)
-    for rule, planned in zip((*sizes, *strides), (*recipe.sizes, *recipe.strides), strict=True):
+    box = tensor_map_box(problem, build, name, recipe.box)
+    planned_numbers = *recipe.sizes, *recipe.strides, *recipe.box
+    for rule, planned in zip((*sizes, *strides, *box), planned_numbers, strict=True):
         _agree(rule, expressions.evaluate(rule, names), planned)
     return {
         "pointer": recipe.field,
@@ -271,6 +285,7 @@ def _tensor_map(problem: Problem, name: str, recipe: TensorMap, names: Mapping[s
         "strides": list(recipe.strides),
         "stride_rules": list(strides),
         "box": list(recipe.box),
+        "box_rules": list(box),
         "element_strides": [1] * len(recipe.sizes),
         "interleave": "NONE",
         "swizzle": f"{recipe.swizzle_bytes}B" if recipe.swizzle_bytes else "NONE",

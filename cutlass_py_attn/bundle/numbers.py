@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
+from cutlass_py_attn.bundle.inputs import Input, Pointer
 from cutlass_py_attn.plan import abi, launch_rules
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.preconditions import EDGES
@@ -78,27 +78,6 @@ _VECTORS: Final = {
     "philox_seed": "key of the random numbers, in device memory",
     "philox_offset": "index of the first random word, in device memory",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """A number that may differ from launch to launch. type: i64 or f64; value: that of the exported problem."""
-
-    type: str
-    value: float
-    meaning: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pointer:
-    """An array in device memory. shape: rules; strides: names of inputs, or rules; alignment (bytes)."""
-
-    dtype: str
-    shape: tuple[str, ...]
-    strides: tuple[str, ...]
-    alignment: int
-    access: str  # read or write
-    meaning: str
 
 
 def inputs(problem: Problem, build: Build) -> dict[str, Input]:

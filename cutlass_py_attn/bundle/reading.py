@@ -15,12 +15,10 @@ from typing import Final
 
 from cutlass_py_attn.artifact import Artifact, artifact_from_files, unreadable
 from cutlass_py_attn.bundle.manifest import FORMAT, SEAL, Json, sealed, sha256
+from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, from_json
 from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem import typed_json
-from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.serialize import from_json
-from cutlass_py_attn.problem.tensors import DIRECTIONS
 
 MANIFEST: Final = "manifest.json"
 AGAIN: Final = "export it again"
@@ -41,7 +39,7 @@ class ListedFile:
 class ExportedProblem:
     """A problem of a bundle and the plans of its targets, the preferred one first."""
 
-    problem: Problem
+    problem: AnyProblem
     plans: tuple[Plan, ...]
 
 
@@ -117,8 +115,8 @@ def _problems(manifest: Json) -> tuple[ExportedProblem, ...]:
     for number, item in enumerate(_nonempty(manifest.get("problems"), "problems")):
         where = f"problems[{number}]"
         data = typed_json.as_object(item, where)
-        problem = from_json(typed_json.as_object(data.get("problem"), f"{where}.problem"))
-        if problem.direction not in DIRECTIONS or problem.direction != data.get("direction"):
+        problem = from_json(typed_json.as_object(data.get("problem"), f"{where}.problem"), str(data.get("direction")))
+        if direction_of(problem) not in ALL_DIRECTIONS or direction_of(problem) != data.get("direction"):
             raise ValueError(f"{where}.direction = {data.get('direction')!r}: must be that of its problem")
         targets = _nonempty(data.get("targets"), f"{where}.targets")
         plans = [Plan.from_object(typed_json.as_object(target, f"{where}.targets").get("plan")) for target in targets]

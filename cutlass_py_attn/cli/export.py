@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.bundle import row_rules, row_spec
 from cutlass_py_attn.bundle.files import Bundle, export_bundle, export_library
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.outputs import OutputFolder, writing
@@ -19,7 +20,9 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS
 
 @click.command()
 @click.option("--problem", "names", multiple=True, required=True, metavar="NAME|FILE.json",
-              help="A name, like bf16_d128_s4096_b2_h16_causal (words: bench --help), or a JSON file.")  # fmt: skip
+              help="A name, like bf16_d128_s4096_b2_h16_causal (words: bench --help), or a JSON file. Of a library "
+              "also append_bf16_d128, append_bf16_d128_e4m3, append_bf16_d128_e4m3_row, merge_bf16_d128 and "
+              "merge_bf16_d128_varlen.")  # fmt: skip
 @click.option("--direction", "directions", type=Choice(DIRECTIONS), multiple=True,
               help="Default: both; the forward alone for few queries.")  # fmt: skip
 @click.option("--arch", "archs", type=Archs(), multiple=True, required=True, metavar="ARCH[,ARCH...]",
@@ -54,7 +57,9 @@ def export(
     def artifact(build: Build) -> Artifact:
         return source(build)[0]
 
-    chosen = problems(names, directions)
+    of_rows = [name for name in names if name.partition("_")[0] in row_rules.DIRECTIONS]
+    of_attention = [name for name in names if name not in of_rows]
+    chosen = [*(problems(of_attention, directions) if of_attention else ()), *map(row_spec.parse, of_rows)]
     targets = [arch for text in archs for arch in text.split(",")]
     write = export_library if is_library else export_bundle
     with writing(output):

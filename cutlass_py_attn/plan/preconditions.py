@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from cutlass_py_attn.plan import decode, decode_smem, entry_points
+from cutlass_py_attn.plan import decode, decode_smem, entry_points, sm90
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import NAME
 from cutlass_py_attn.plan.launch_rules import (
@@ -24,7 +24,7 @@ from cutlass_py_attn.plan.launch_rules import (
     total_tiles,
     workspace,
 )
-from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, most_box_rows
+from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS
 from cutlass_py_attn.plan.variants import PERSISTENT
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
@@ -97,7 +97,7 @@ def _sizes(problem: Problem, build: Build) -> Iterator[Condition]:
         yield "num_heads == num_heads_key", "num_heads must be num_heads_key; export a problem with grouped heads"
     if problem.pages is not None:
         yield from _page_sizes(problem)
-        yield from _page_maps(problem, build) if build.family == "sm90" else ()
+        yield from _page_maps() if build.family == "sm90" else ()
     if problem.sequences is not None:
         yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"
         yield "num_keys <= tokens_k", "num_keys, of the longest sequence, must be at most tokens_k"
@@ -119,17 +119,14 @@ def _page_sizes(problem: Problem) -> Iterator[Condition]:
         yield f"tokens_q <= {MAX_LENGTH}", f"tokens_q must be at most {MAX_LENGTH}; cu_seqlens_q is 32-bit"
 
 
-def _page_maps(problem: Problem, build: Build) -> Iterator[Condition]:
-    """The box of the tensor maps is a number of the bundle, and the map of the last tile counts the rows of value."""
-    most, rows = most_box_rows(build), problem.key.shape[1]
-    if rows < most:
-        yield f"page_size == {rows}", f"page_size must be {rows}, as in the exported problem; export one for each size"
-    else:
-        yield f"page_size >= {most}", f"page_size must be at least {most}; export a problem with smaller pages"
+def _page_maps() -> Iterator[Condition]:
+    """Boxes of the tensor maps divide pages, and the map of the last tile counts the rows of value."""
+    least = sm90.LEAST_PAGE_SIZE
+    yield f"page_size >= {least}", f"page_size must be at least {least}: smaller pages need an sm80 kernel"
     is_whole = "mod(step(num_pages, value_page, 0), max(value_row, 1)) == 0"
     yield is_whole, "value_page must be a multiple of value_row: a page starts at a whole number of rows"
     last_row = f"(num_pages - 1) * {VALUE_PAGE_ROWS} + page_size"
-    yield f"{last_row} < {RAGGED_ROWS}", "the pages of value must have fewer than 2^30 rows; use smaller pools"
+    yield f"{last_row} <= {RAGGED_ROWS - 1}", "the pages of value must have fewer than 2^30 rows; use smaller pools"
 
 
 def _edges(build: Build) -> Iterator[Condition]:

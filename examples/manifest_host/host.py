@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FORMAT = "cutlass_py_attn bundle 4"
+FORMAT = "cutlass_py_attn bundle 5"
 INT64 = range(-(2**63), 2**63)
 PACKED = {"i64": "<q", "i32": "<i", "f32": "<f"}
 
@@ -240,10 +240,11 @@ class Host:
         rank = len(recipe["size_rules"])
         sizes = [evaluate(rule, names) for rule in recipe["size_rules"]]
         strides = [evaluate(rule, names) * recipe["item_bytes"] for rule in recipe["stride_rules"]]
+        box = [evaluate(rule, names) for rule in recipe["box_rules"]]
         self._call(
             "cuTensorMapEncodeTiled", tensor_map, ELEMENT[recipe["dtype"]], rank, ctypes.c_void_p(address),
             (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides),
-            (ctypes.c_uint32 * rank)(*recipe["box"]), (ctypes.c_uint32 * rank)(*recipe["element_strides"]),
+            (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*recipe["element_strides"]),
             0, SWIZZLE[recipe["swizzle"]], L2_PROMOTION[recipe["l2_promotion"]], 0,
         )  # fmt: skip
         return tensor_map

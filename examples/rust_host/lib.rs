@@ -117,7 +117,7 @@ impl Host {
         let read =
             |name: &str| fs::read(format!("{folder}/{name}")).map_err(|error| format!("{folder}/{name}: {error}"));
         let manifest = Json::read(&String::from_utf8_lossy(&read("manifest.json")?))?;
-        if manifest.get("format")?.text() != "cutlass_py_attn bundle 4" {
+        if manifest.get("format")?.text() != "cutlass_py_attn bundle 5" {
             return Err(format!("{folder}: its format is not this host's"));
         }
         let Json::Object(mut manifest) = manifest else {
@@ -309,7 +309,7 @@ impl Host {
             .collect();
         let small =
             |key: &str| -> Result<Vec<u32>, String> { Ok(values(key)?.iter().map(|size| *size as u32).collect()) };
-        let (box_, steps) = (small("box")?, small("element_strides")?);
+        let (box_, steps) = (small("box_rules")?, small("element_strides")?);
         let dtype = 6 + place("dtype", &["float16", "float32", "", "bfloat16"])?; // CUtensorMapDataType of cuda.h
         let swizzle = place("swizzle", &["NONE", "32B", "64B", "128B"])?;
         let promotion = place("l2_promotion", &["NONE", "64B", "128B", "256B"])?;

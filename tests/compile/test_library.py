@@ -51,6 +51,14 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bf16_d128_q1_s1024_b256_h32k8_full_paged16": (("forward",), ("bf16_d128_q2_s64_b80_h16k2_full_paged2",)),
     "bf16_d128_q4_s8192_b4_h32k4_full_paged16": (("forward",), ("bf16_d128_q1_s999_b3_h17k1_full_paged1",)),
     "bf16_d128_q8_s8192_b4_h32k4_full_paged16": (("forward",), ("bf16_d128_q2_s9000_b70_h128k2_full_paged256",)),
+    "bf16_d128_q512_s4096_b2_h32k8_causal_br_paged128": (
+        ("forward",),
+        ("bf16_d128_q300_s1000_b3_h8k2_causal_br_paged16", "bf16_d128_q2048_s5000_b1_h6k3_causal_br_paged512"),
+    ),
+    "bf16_d128_n512x512,256_h32k8_causal_br_paged16": (
+        ("forward",),
+        ("bf16_d128_n200x900,33x40_h8k2_causal_br_paged64",),
+    ),
     "f16_d100_s512_b2_h4_full": (DIRECTIONS, ("f16_d100_s77_b2_h5_full",)),
 }
 
@@ -74,9 +82,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture(scope="module")
 def host(bundle: Bundle) -> LibraryHost:
-    """Compiled with the sanitizer for undefined behaviour, which stops the process."""
-    return LibraryHost(compiled(bundle, bundle.path.parent / "attention.so", "-fsanitize=undefined",
-                                "-fno-sanitize-recover=all"))  # fmt: skip
+    """Compiled with the sanitizers of undefined arithmetic alone, which compile fast; test_library_builds has all."""
+    names = "signed-integer-overflow,integer-divide-by-zero,shift,float-cast-overflow"
+    options = f"-fsanitize={names}", "-fno-sanitize-recover=all"
+    return LibraryHost(compiled(bundle, bundle.path.parent / "attention.so", *options))
 
 
 def library_calls(log: FakeDriver, host: LibraryHost, problem: Problem) -> tuple[list[tuple[Any, ...]], int]:
@@ -120,7 +129,7 @@ DRAWN = 500
 def drawn(draw: random.Random, case: str) -> Problem:
     """A problem of the kinds of a case with other sizes, strides, alignments, masks and factors."""
     if "paged" in case:
-        return drawn_pages(draw)
+        return drawn_prefill(draw) if "causal" in case else drawn_pages(draw)
     problem = spec.parse(case).problem(draw.choice(CASES[case][0]))
     old = problem.shape
     is_decode = old.num_queries <= 16
@@ -165,6 +174,17 @@ def drawn_pages(draw: random.Random) -> Problem:
         assert problem.pages is not None
         problem = problem.replace(pages=replace(problem.pages, invariant=True))
     return problem.replace(scale=draw.choice((None, 0.3)))
+
+
+def drawn_prefill(draw: random.Random) -> Problem:
+    """A prefill on a cache in pages of any size, with the queries of all sequences one after another or not."""
+    heads_key, group, page_size = draw.randint(1, 9), draw.choice((2, 4, 8)), 2 ** draw.randint(0, 9)
+    queries = [draw.choice((40, 300, 2000)) for _ in range(draw.choice((2, 3)))]
+    keys = [count + draw.randint(0, 900) for count in queries]
+    packed = "n" + ",".join(f"{count}x{length}" for count, length in zip(queries, keys, strict=True))
+    sizes = draw.choice((packed, f"q{queries[0]}_s{keys[0]}_b{draw.choice((1, 3, 70))}"))
+    name = f"bf16_d128_{sizes}_h{heads_key * group}k{heads_key}_causal_br_paged{page_size}"
+    return spec.parse(name).problem("forward")
 
 
 def expected_plan(bundle: Bundle, problem: Problem, arch: str, num_sms: int) -> Plan | None:

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.bundle import interface
+from cutlass_py_attn.bundle import interface, row_spec
 from cutlass_py_attn.bundle.files import Bundle, export_library
+from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime.driver import device
@@ -25,16 +26,23 @@ from tests.support import fake_driver
 from tests.support.bundle_hosts import ROOT, cuda_headers
 from tests.support.c_compiler import STRICT, build, compiler
 from tests.support.fakes import artifact
-from tests.support.library_host import PUBLIC, Call, LibraryHost, compiled, exported, filled
+from tests.support.library_host import PUBLIC, Call, LibraryHost, compiled, exported, filled, filled_rows
 
 MANY = "bf16_d128_s1000_b2_h4k2_causal_window64_biassum_dropout0.1_softcap30_alibi_sinks"
 CASES = (
     ("bf16_d128_s512_b2_h4k2_causal", ("forward", "backward")),
     ("bf16_d128_q1_s512_b2_h4k2_full", ("forward",)),
-    ("bf16_d128_q4_s8192_b1_h32k4_full", ("forward",)),
     (MANY, ("forward", "backward")),
     ("f32_d64_s700_t5000_h2_full_deterministic", ("forward", "backward")),
 )
+# What the examples of serving export.
+PAGED = (
+    "bf16_d128_n512x512,256_h32k8_causal_br_paged16",
+    "bf16_d128_q1_s8192_b8_h32k8_full_paged16",
+    "bf16_d128_q4_s8192_b8_h32k8_causal_br_paged16",
+)
+ROWS = ("append_bf16_d128", "merge_bf16_d128")
+MORE_ROWS = ("append_bf16_d128_e4m3_row", "merge_bf16_d128_varlen")
 COMPILERS = tuple(name for name in ("gcc", "clang") if shutil.which(name))
 INT64 = range(-(2**63), 2**63)
 POWERS = (0, 4, 16, 29, 31, 32, 40, 47, 61, 62, 63)
@@ -171,15 +179,25 @@ int main(void) {
 CHOSEN = "fwd_decode_bf16_d128_full_grouped_16x128"
 
 
-def problems() -> tuple[Problem, ...]:
-    return tuple(spec.parse(case).problem(direction) for case, directions in CASES for direction in directions)
+def problems() -> tuple[AnyProblem, ...]:
+    cases = (*CASES, *((case, ("forward",)) for case in PAGED))
+    found = (spec.parse(case).problem(direction) for case, directions in cases for direction in directions)
+    return *found, *map(row_spec.parse, (*ROWS, *MORE_ROWS))
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     if fake_driver.compiler() is None:
         pytest.skip("no C compiler to build the library with")
-    return exported(tmp_path_factory.mktemp("builds") / "made", problems(), "sm_80,sm_90a")
+    return exported(tmp_path_factory.mktemp("builds") / "made", problems(), "sm_86,sm_90a")
+
+
+@pytest.fixture(scope="module")
+def compiled_object(bundle: Bundle) -> Path:
+    """attention.o, for programs that are linked with it."""
+    made = bundle.path.parent / "attention.o"
+    build([compiler("c"), "-std=c11", "-fPIC", "-c", str(bundle.path / "attention.c"), "-o", str(made)])
+    return made
 
 
 def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
@@ -211,15 +229,23 @@ def program(bundle: Bundle, text: str, made: Path, *options: str, name: str = "g
 
 @pytest.mark.parametrize("standard", ["c11", "c17", "c++11", "c++17", "c++20"])
 @pytest.mark.parametrize("name", COMPILERS)
-def test_compiles_without_a_warning_and_shows_the_public_names(
-    bundle: Bundle, tmp_path: Path, name: str, standard: str
-) -> None:
-    """With no CUDA header; the names are the same whether or not the compiler hides names."""
+def test_compiles_without_a_warning(bundle: Bundle, name: str, standard: str) -> None:
+    """With no CUDA header."""
+    language = "c++" if "+" in standard else "c"
+    driver = {"gcc": "g++", "clang": "clang++"}[name] if language == "c++" else name
+    build([driver, f"-std={standard}", *STRICT, "-fsyntax-only", "-x", language, str(bundle.path / "attention.c")])
+
+
+@pytest.mark.parametrize("standard", ["c11", "c++17"])
+@pytest.mark.parametrize("name", COMPILERS)
+def test_shows_the_public_names(bundle: Bundle, tmp_path: Path, name: str, standard: str) -> None:
+    """As C with the warnings of an optimiser; the names are the same whether or not the compiler hides names."""
     language = "c++" if "+" in standard else "c"
     driver = {"gcc": "g++", "clang": "clang++"}[name] if language == "c++" else name
     made = tmp_path / "libattention.so"
     source = str(bundle.path / "attention.c")
-    command = [driver, f"-std={standard}", *STRICT, "-O1", "-fPIC", "-shared", "-x", language, source]
+    optimised = ["-O1"] if language == "c" else []
+    command = [driver, f"-std={standard}", *STRICT, *optimised, "-fPIC", "-shared", "-x", language, source]
     build([*command, "-x", "none", "-o", str(made), "-ldl", "-lpthread"])
     listed = run(["nm", "-D", "--defined-only", str(made)]).stdout.decode().split("\n")
     assert sorted(line.split()[-1] for line in listed if line) == sorted(f"attention_{each}" for each in PUBLIC)
@@ -282,10 +308,11 @@ def fuzzed() -> list[bytes]:
         call = Call(
             bytes=ctypes.sizeof(Call), abi=1, bottom_right=1, grad_output_column=1, window_right=-1, grad_bias_axes=15
         )
-        exact = bytes(filled(call, problem, first_address=0x1000))
+        fill = filled if isinstance(problem, Problem) else filled_rows
+        exact = bytes(fill(call, problem, first_address=0x1000))  # type: ignore[arg-type]  # each its own problems
         found.append(exact)
         for position, kind in positions:
-            for _ in range(6):
+            for _ in range(3):
                 changed = value_of(kind)
                 found.append(exact[:position] + changed + exact[position + len(changed) :])
         for _ in range(150):
@@ -299,33 +326,22 @@ def fuzzed() -> list[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("standard", ["c11", "c++17"])
-def test_any_call_is_refused_or_launched(bundle: Bundle, tmp_path: Path, standard: str) -> None:
+def test_any_call_is_refused_or_launched(bundle: Bundle, tmp_path: Path) -> None:
     """With the sanitizers of undefined behaviour and of addresses: no arithmetic overflows, no read is outside."""
     names = "undefined,float-cast-overflow,address"
     if not has_sanitizer(names):
         pytest.skip("the C compiler has no sanitizers")
-    language = "c++" if "+" in standard else "c"
-    declared = DECLARED if language == "c" else f'extern "C" {{ {DECLARED} }}'
-    text = PROGRAM.replace("int main(", f"{declared}\nint main(").replace(
+    text = PROGRAM.replace("int main(", f"{DECLARED}\nint main(").replace(
         "    if (attention_open",
         "    void *context; fake_driver_without_memory(1);\n"
         "    if (cuDevicePrimaryCtxRetain(&context, 0) || cuCtxSetCurrent(context)) return 4;\n    if (attention_open",
     )
     source = tmp_path / "program.c"
     source.write_text(text)
-    options = (f"-std={standard}", f"-fsanitize={names}", "-fno-sanitize-recover=all", "-O1", *STRICT, "-x", language)
-    files = (
-        "-I",
-        str(bundle.path),
-        str(source),
-        str(bundle.path / "attention.c"),
-        "-x",
-        "none",
-        str(fake_driver.library()),
-    )
+    options = ("-std=c11", f"-fsanitize={names}", "-fno-sanitize-recover=all", *STRICT, "-I", str(bundle.path))
+    files = (str(source), str(bundle.path / "attention.c"), str(fake_driver.library()))
     made = tmp_path / "program"
-    build([compiler(language), *options, *files, "-o", str(made), "-ldl", "-lpthread"])
+    build([compiler("c"), *options, *files, "-o", str(made), "-ldl", "-lpthread"])
     calls = fuzzed()
     done = run([str(made), str(ctypes.sizeof(Call))], input=b"".join(calls), env=with_driver())
     assert (done.stderr.decode(), done.returncode) == ("", 0), done.stdout[-300:]
@@ -350,7 +366,7 @@ def test_any_call_is_refused_or_launched(bundle: Bundle, tmp_path: Path, standar
 def test_threads_share_a_device(bundle: Bundle, tmp_path: Path) -> None:
     """Eight threads, half of them without a context or with that of the other device, under the thread sanitizer."""
     options = ("-fsanitize=thread",) if has_sanitizer("thread") else ()
-    made = program(bundle, THREADS, tmp_path / "threads", *options, "-O1", str(fake_driver.library()))
+    made = program(bundle, THREADS, tmp_path / "threads", *options, str(fake_driver.library()))
     call = Call(bytes=ctypes.sizeof(Call), abi=1)
     found = []
     for case in (CASES[0][0], CASES[1][0]):
@@ -363,10 +379,19 @@ def test_threads_share_a_device(bundle: Bundle, tmp_path: Path) -> None:
 # Drivers
 
 
-def opened(bundle: Bundle, tmp_path: Path, environment: dict[str, str]) -> list[str]:
-    """What a program prints that opens the library: status, whether the device is NULL, CUresult, text."""
-    made = program(bundle, OPENS, tmp_path / "opens")
-    done = run([str(made)], env=environment)
+@pytest.fixture(scope="module")
+def opens(bundle: Bundle, compiled_object: Path) -> Path:
+    """A program that opens the library."""
+    made = bundle.path.parent / "opens"
+    made.with_suffix(".c").write_text(OPENS)
+    files = (str(made.with_suffix(".c")), str(compiled_object))
+    build([compiler("c"), "-std=c11", "-I", str(bundle.path), *files, "-o", str(made), "-ldl", "-lpthread"])
+    return made
+
+
+def opened(opens: Path, environment: dict[str, str]) -> list[str]:
+    """What the program prints: status, whether the device is NULL, CUresult, text."""
+    done = run([str(opens)], env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.decode().strip().split(" ", 3)
 
@@ -374,11 +399,11 @@ def opened(bundle: Bundle, tmp_path: Path, environment: dict[str, str]) -> list[
 NO_DRIVER = str([word for word, _ in interface.STATUSES].index("NO_DRIVER"))
 
 
-def test_without_a_driver_there_is_a_status(bundle: Bundle, tmp_path: Path) -> None:
+def test_without_a_driver_there_is_a_status(opens: Path, tmp_path: Path) -> None:
     """A file of the driver's name that is none stands for a machine without one, also where there is a driver."""
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "libcuda.so.1").write_text("no library")
-    status, is_null, code, text = opened(bundle, tmp_path, with_driver(tmp_path / "none"))
+    status, is_null, code, text = opened(opens, with_driver(tmp_path / "none"))
     assert (status, is_null, code) == (NO_DRIVER, "1", "0")
     assert text.startswith("no NVIDIA driver: ")
     assert "libcuda.so.1" in text
@@ -395,17 +420,17 @@ def test_without_a_driver_there_is_a_status(bundle: Bundle, tmp_path: Path) -> N
         ),
     ],
 )
-def test_an_old_driver_is_as_none(bundle: Bundle, tmp_path: Path, text: str, words: str) -> None:
+def test_an_old_driver_is_as_none(opens: Path, tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old.c").write_text(text)
     made = str(tmp_path / "old" / "libcuda.so.1")
     build([compiler("c"), "-shared", "-fPIC", str(tmp_path / "old.c"), "-o", made, "-Wl,-soname,libcuda.so.1"])
-    status, is_null, _, found = opened(bundle, tmp_path, with_driver(tmp_path / "old"))
+    status, is_null, _, found = opened(opens, with_driver(tmp_path / "old"))
     assert (status, is_null, found) == (NO_DRIVER, "1", f"no NVIDIA driver: {words}")
 
 
-def test_without_a_context_the_text_says_what_to_call(bundle: Bundle, tmp_path: Path) -> None:
-    status, is_null, _, text = opened(bundle, tmp_path, with_driver())
+def test_without_a_context_the_text_says_what_to_call(opens: Path) -> None:
+    status, is_null, _, text = opened(opens, with_driver())
     assert (status, is_null) == ("1", "1")
     assert text.startswith("no context is current in this thread; call cuInit")
 
@@ -413,13 +438,14 @@ def test_without_a_context_the_text_says_what_to_call(bundle: Bundle, tmp_path: 
 # Machine code from memory
 
 
-def test_images_from_memory(driver_log: fake_driver.FakeDriver, bundle: Bundle, tmp_path: Path) -> None:
+def test_images_from_memory(
+    driver_log: fake_driver.FakeDriver, bundle: Bundle, compiled_object: Path, tmp_path: Path
+) -> None:
     """A library that was compiled without machine code loads that of the file beside it, and no other."""
     made = compiled(bundle, tmp_path / "attention.so", "-DATTENTION_WITHOUT_IMAGES")
     images = (bundle.path / "attention.images").read_bytes()
-    inside = compiled(bundle, tmp_path / "inside.so")
     assert len(images) == sum(-(-len(each.cubin) // 64) * 64 for each in bundle.artifacts)
-    assert images[:200] in inside.read_bytes()
+    assert images[:200] in compiled_object.read_bytes()
     assert images[:200] not in made.read_bytes()
     host = LibraryHost(made)
     aligned = ctypes.create_string_buffer(images + b"\0" * 8, len(images) + 8)
@@ -522,15 +548,13 @@ def test_rust_crate_builds_the_same_files(bundle: Bundle, tmp_path: Path) -> Non
 # The example
 
 
-def test_the_example_finds_out_kernels_that_do_nothing(bundle: Bundle, tmp_path: Path) -> None:
+def test_the_example_finds_out_kernels_that_do_nothing(bundle: Bundle, compiled_object: Path, tmp_path: Path) -> None:
     """It builds as its page says, launches by graph and from threads, and sees that nothing is computed."""
     source = str(ROOT / "examples" / "c_library" / "main.c")
-    files = (source, str(bundle.path / "attention.c"), str(fake_driver.library()))
+    files = (source, str(compiled_object), str(fake_driver.library()))
     made = tmp_path / "c_library"
     folders = ("-I", str(bundle.path), "-isystem", cuda_headers())
-    build(
-        [compiler("c"), "-std=c11", "-O2", *STRICT[:4], *folders, *files, "-ldl", "-lpthread", "-lm", "-o", str(made)]
-    )
+    build([compiler("c"), "-std=c11", *STRICT[:4], *folders, *files, "-ldl", "-lpthread", "-lm", "-o", str(made)])
     done = run([str(made), "1", "70", "300", "4", "2"], env=with_driver())
     assert done.returncode == 1, done.stderr
     lines = done.stdout.decode().splitlines()
@@ -550,7 +574,11 @@ def test_the_call_that_the_page_shows_compiles(bundle: Bundle, tmp_path: Path) -
     """Inside a function that has what the page says a caller has; and the exports of the page have its problems."""
     page = (ROOT / "docs" / "c_library.md").read_text()
     block = "".join(re.findall(r"```c\n(.*?)```", page, re.DOTALL))
-    names = "query", "key", "value", "output", "logsumexp", "workspace", "page_table", "seqused_k"
+    names = (
+        *("query", "key", "value", "output", "logsumexp", "workspace", "page_table", "seqused_k"),
+        *("key_pool", "value_pool", "slots"),
+        *("output_of_prefix", "logsumexp_of_prefix", "output_of_rest", "logsumexp_of_rest"),
+    )
     addresses = ", ".join(f"uint64_t {name}" for name in names)
     source = tmp_path / "call.c"
     source.write_text(

@@ -65,7 +65,8 @@ def test_a_new_call_has_defaults(host: LibraryHost) -> None:
 
 # (field, value, status, words of the text)
 WRONG: tuple[tuple[str, Any, str, str], ...] = (
-    ("direction", 2, "INVALID", "direction = 2: must be ATTENTION_FORWARD or ATTENTION_BACKWARD; choose one"),
+    ("direction", 4, "INVALID", "direction = 4: must be ATTENTION_FORWARD, ATTENTION_BACKWARD, ATTENTION_APPEND or "
+                                "ATTENTION_MERGE; choose one"),
     ("dtype", 0, "INVALID", "dtype = 0: must be ATTENTION_F16, ATTENTION_BF16, ATTENTION_F32; choose one"),
     ("dtype", 4, "INVALID", "dtype = 4: must be"),
     ("dtype", 1, "NO_KERNEL", "no kernel of this library for backward, float16, head_dim 128, head_dim_value 128, mask "
@@ -102,7 +103,7 @@ WRONG: tuple[tuple[str, Any, str, str], ...] = (
     ("flags", 64, "NO_KERNEL", "features: grouped paged"),
     ("flags", 66, "INVALID", "flags has ATTENTION_SEQUSED and ATTENTION_PAGED, which has seqused_k anyway; clear the"),
     ("flags", 128, "INVALID", "flags has ATTENTION_INVARIANT or ATTENTION_PAGE_INDPTR without ATTENTION_PAGED"),
-    ("flags", 512, "INVALID", "flags = 0x200: has bits that this library does not know; clear them, or update"),
+    ("flags", 2048, "INVALID", "flags = 0x800: has bits that this library does not know; clear them, or update"),
     ("page_size", 16, "INVALID", "page_size = 16, max_pages = 0, num_pages = 0, and flags has no ATTENTION_PAGED; set"),
     ("page_table", 4096, "INVALID", "page_table has an address, and flags has no ATTENTION_PAGED; set the flag"),
     ("softcap", 30.0, "NO_KERNEL", "features: grouped softcap"),

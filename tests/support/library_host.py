@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cutlass_py_attn.bundle import interface
+from cutlass_py_attn.bundle import interface, row_numbers, row_rules
 from cutlass_py_attn.bundle.files import Bundle, export_library
+from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, dtype_of, features_of
 from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.masks import UNLIMITED
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, BMHK
 from tests.support.c_compiler import STRICT, build, compiler
@@ -64,7 +67,7 @@ class Choice:
     text: str
 
 
-def exported(folder: Path, problems: tuple[Problem, ...], arch: str = "sm_90a") -> Bundle:
+def exported(folder: Path, problems: tuple[AnyProblem, ...], arch: str = "sm_90a") -> Bundle:
     """A library whose cubins are for the fake driver."""
     return export_library(folder, problems, arch.split(","), kernels=artifact)
 
@@ -194,6 +197,39 @@ def filled(call: Any, problem: Problem, *, first_address: int = 0, addresses: Ma
     if problem.alibi_slopes is not None:
         call.alibi_batch = shape.num_heads if len(problem.alibi_slopes.shape) > 1 else 0
     assert {*BMHK, *BIASES} >= {*problem.tensors()}
+    return call
+
+
+def filled_rows(
+    call: Any,
+    problem: AppendProblem | MergeProblem,
+    *,
+    first_address: int = 0,
+    addresses: Mapping[str, int] | None = None,
+) -> Any:
+    """Returns the call of an append or a merge; addresses as for `filled`, those of merges with the logsumexp."""
+    tensors = problem.tensors()
+    names = (*tensors, *(("logsumexp",) if isinstance(problem, MergeProblem) else ()))
+    made = {name: first_address + 2**34 * number for number, name in enumerate(names, 1)} if first_address else {}
+    given = addresses or made
+    call.direction = ALL_DIRECTIONS.index(direction_of(problem))
+    call.dtype = DTYPE_OF[dtype_of(problem)]
+    call.flags = sum(FLAG_OF[feature] for feature in features_of(problem))
+    for name, value in row_rules.sizes(problem).items():
+        setattr(call, name, value)
+    columns = problem.key if isinstance(problem, AppendProblem) else problem.output
+    call.head_dim = columns.shape[-1]
+    call.head_dim_value = problem.value.shape[-1] if isinstance(problem, AppendProblem) else columns.shape[-1]
+    for stride, value in row_numbers.inputs(problem).items():
+        name, _, axis = stride.rpartition("_")
+        if name in row_rules.shapes(problem):
+            setattr(getattr(call, name), "batch" if axis == "page" else axis, value.value)
+    for name in names:
+        array = getattr(call, name)
+        if isinstance(array, int):
+            setattr(call, name, given.get(name, 0))
+        else:
+            array.address = given.get(name, 0)
     return call
 
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cutlass_py_attn.bundle.files import Bundle, export_library
+from cutlass_py_attn.bundle.row_rules import RowProblem
+from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.plan.arch import targets
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import device_memory, guarded_check, suite
+from cutlass_py_attn.testing import device_memory, guarded_check, paged_forward_cases, serving_cases, suite
 from cutlass_py_attn.testing.cases import Case
-from cutlass_py_attn.testing.check import Kernels
+from cutlass_py_attn.testing.check import Kernels, only_family, same_bits
 from cutlass_py_attn.testing.device_memory import GuardedLaunch
 from tests.gpu.test_launch import captured
-from tests.support.library_host import LibraryHost, Target, compiled, filled
+from tests.support.library_host import LibraryHost, Target, compiled, filled, filled_rows
 
 pytest.importorskip("jinja2", reason="an export writes C sources with it")
 
@@ -27,6 +33,7 @@ EXPORTED = [exported for exported, _ in suite.LIBRARY]
 GRAPHED = EXPORTED[2]
 MHA = Case.parse("forward bf16_d128_q200_s300_b2_h3_causal seed=7")  # by the kernels of grouped heads
 REPLAYS = 10
+ROW_SEEDS = 60
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,10 @@ class Opened:
         if case.spec.dropout_p:
             call.philox_seed, call.philox_offset = case.philox_seed, case.philox_offset
             call.philox_seed_address = call.philox_offset_address = 0
+        self.launch_call(call, guarded, stream)
+
+    def launch_call(self, call: Any, guarded: GuardedLaunch, stream: int = 0) -> None:
+        """Launches a call with the workspace of a GuardedLaunch."""
         choice = self.host.chosen(call, self.target)
         assert choice.status == "OK", choice.text
         assert choice.workspace <= guarded.bound.workspace_bytes
@@ -54,9 +65,14 @@ class Opened:
 @pytest.fixture(scope="module")
 def opened(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     """The library of EXPORTED, compiled as C and open on device 0."""
-    folder = tmp_path_factory.mktemp("library")
+    with opened_library([case.problem() for case in EXPORTED], kernels, tmp_path_factory.mktemp("library")) as found:
+        yield found
+
+
+@contextmanager
+def opened_library(problems: Sequence[AnyProblem], kernels: Kernels, folder: Path) -> Iterator[Opened]:
+    """The library of these problems for device 0."""
     gpu = driver.device(0)
-    problems = [case.problem() for case in EXPORTED]
     bundle = export_library(folder / "made", problems, targets(gpu.compute_capability)[:1], kernels=kernels)
     host = LibraryHost(compiled(bundle, folder / "attention.so", "-O2"))
     with gpu.current():
@@ -86,6 +102,41 @@ def test_library_is_right(case: Case, opened: Opened, kernels: Kernels, gpu: dri
         driver.synchronise(0)
         found = guarded_check.ratios(case, expected, guarded.read())
     assert all(ratio <= 1 for ratio in found.values()), found
+
+
+def test_pages_of_other_sizes(kernels: Kernels, gpu: driver.Device, tmp_path: Path) -> None:
+    """A prefill that was exported with pages of one size has the same bits with others, and with other pools."""
+    each = next(each for each in paged_forward_cases.SAME_BITS if each.family == "sm90")
+    given = [paged_forward_cases.inputs(case) for case in each.cases()]
+    source = only_family(kernels, "sm90", "forward")
+    with opened_library([given[0].case.problem()], kernels, tmp_path) as library:
+        for inputs in given:
+            problem = inputs.case.problem()
+            with device_memory.guarded_launch(problem, inputs.arrays, source) as guarded:
+                wanted = guarded.run()
+                guarded.reset()
+                library.launch_call(filled(library.host.new_call(), problem, addresses=guarded.pointers), guarded)
+                driver.synchronise(0)
+                found = guarded.read()
+            assert all(same_bits(wanted[name], found[name]) for name in wanted), inputs.case.label
+
+
+def test_random_appends_and_merges(
+    kernels: Kernels, arch: str, gpu: driver.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of tests/gpu/test_append.py and test_merge.py, launched by the library."""
+    makers = serving_cases.append_case, serving_cases.merge_case
+    cases = [case for seed in range(ROW_SEEDS) for make in makers if not (case := make(seed)).problem.is_empty]
+    with opened_library([case.problem for case in cases], kernels, tmp_path) as library:
+
+        def launched(problem: RowProblem, pointers: Mapping[str, int]) -> None:
+            call = filled_rows(library.host.new_call(), problem, addresses=pointers)
+            assert library.host.launched(library.device, call, 0, 0) == 0, library.host.text
+
+        for case in cases:
+            launch = functools.partial(launched, case.problem)
+            monkeypatch.setattr(serving_cases, "bind", lambda *_, launch=launch: launch)
+            assert not case.check(kernels, arch)[1]
 
 
 def test_captured_launches_are_replayed(opened: Opened, gpu: driver.Device) -> None:

@@ -28,7 +28,8 @@ static int record_count, fail_code, has_no_memory, is_busy;
 static char fail_name[40];
 static __thread void *current, *previous;
 static __thread int thread_mode; /* GLOBAL, as in the driver */
-static struct { void *stream; int mode, is_invalid; pthread_t thread; } capture; /* one at a time; stream NULL for none */
+typedef struct Graph Graph;
+static struct { void *stream; int mode, is_invalid; pthread_t thread; Graph *graph; } capture; /* one at a time; stream NULL for none */
 static pthread_mutex_t log_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP; /* launches of several threads */
 
 Record *fake_driver_records(void) { return records; }
@@ -115,6 +116,7 @@ int cuMemcpyDtoH_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n);
 int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
+int cuMemcpyDtoDAsync_v2(void *d, const void *s, size_t n, void *stream) { return cuMemcpyDtoDAsync(d, s, n, stream); }
 typedef struct { size_t x, y; int kind; void *host; char *device; void *array; size_t pitch; } Rows;
 typedef struct { Rows source, target; size_t width, height; } RowsCopy;
 int cuMemcpy2DAsync(const RowsCopy *c, void *stream) {
@@ -124,8 +126,14 @@ int cuMemcpy2DAsync(const RowsCopy *c, void *stream) {
         memcpy(c->target.device + i * c->target.pitch, c->source.device + i * c->source.pitch, c->width);
     return 0;
 }
+int cuMemcpy2DAsync_v2(const RowsCopy *c, void *stream) { return cuMemcpy2DAsync(c, stream); }
 int cuMemsetD32Async(unsigned *p, unsigned word, size_t n, void *stream) {
     NOTE("", N(p), word, n, N(stream));
+    for (size_t i = 0; i < n && !has_no_memory; i++) p[i] = word;
+    return 0;
+}
+int cuMemsetD16_v2(unsigned short *p, unsigned short word, size_t n) {
+    NOTE("", N(p), word, n);
     for (size_t i = 0; i < n && !has_no_memory; i++) p[i] = word;
     return 0;
 }
@@ -194,6 +202,27 @@ int cuLibraryGetKernel(Kernel **kernel, const char *library, const char *symbol)
     *kernel = k;
     return 0;
 }
+/* A program may define these: then launches compute, and a captured graph has its launches (serving_kernels.c). */
+__attribute__((weak)) void fake_driver_run(const char *symbol, const unsigned char *parameters, int maps);
+__attribute__((weak)) void fake_driver_run_ptx(unsigned threads, const u64 *parameters);
+static void copy_words(void **parameters, u64 *to) { /* of the examples' kernel: three addresses and two numbers */
+    for (int i = 0; i < 5; i++) to[i] = i < 3 ? *(u64 *)parameters[i] : *(unsigned *)parameters[i];
+}
+static int is_recorded(void *stream, Kernel *k, void **parameters, unsigned threads);
+
+/* Modules: kernels that a program has as PTX. Their names are not looked up. */
+int cuModuleLoadData(void **module, const char *ptx) { NOTE("", N(ptx)); UNSAFE; *module = (void *)ptx; return 0; }
+int cuModuleGetFunction(void **function, void *module, const char *symbol) { NOTE(symbol, N(module)); *function = module; return 0; }
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared,
+                   void *stream, void **parameters, void **extra) {
+    if (!current) return INVALID_CONTEXT;
+    NOTE("", N(function), x, y, z, bx, by, bz, shared, N(stream));
+    u64 words[5];
+    if (!fake_driver_run_ptx || is_recorded(stream, NULL, parameters, bx)) return 0;
+    copy_words(parameters, words);
+    fake_driver_run_ptx(bx, words);
+    return 0;
+}
 int cuKernelGetFunction(Kernel **function, Kernel *k) { NOTE(k->symbol, N(k)); *function = k; return 0; }
 int cuKernelGetParamInfo(Kernel *k, size_t i, size_t *offset, size_t *size) {
     if (i >= (size_t)k->count) return INVALID_VALUE;
@@ -237,6 +266,7 @@ int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void *
     int error;
     Record *r = launched(k, numbers, &error);
     if (r) r->byte_count = copy_parameters(k, parameters, r->bytes);
+    if (r && fake_driver_run && !is_recorded(c->stream, k, parameters, 0)) fake_driver_run(k->symbol, r->bytes, k->count - 1);
     pthread_mutex_unlock(&log_lock);
     return error;
 }
@@ -256,8 +286,10 @@ typedef struct Node {
     unsigned cluster, is_dependent;
     int byte_count;
     unsigned char bytes[BYTES];
+    unsigned ptx_threads; /* of a recorded launch of a module's kernel */
+    u64 words[5];
 } Node;
-typedef struct { Node *first, *last; void *context; } Graph;
+struct Graph { Node *first, *last; void *context; };
 typedef struct { unsigned char from_port, to_port, type, reserved[5]; } EdgeData;
 
 /* Aborts if an executable graph is used without its context: the real driver crashes in a thread without one. */
@@ -273,6 +305,16 @@ static Node *append(Graph *graph) {
     else graph->first = node;
     return graph->last = node;
 }
+/* Adds a launch of a program whose launches compute to the graph that its stream captures. */
+static int is_recorded(void *stream, Kernel *k, void **parameters, unsigned threads) {
+    if (!capture.stream || stream != capture.stream) return 0;
+    Node *node = append(capture.graph);
+    node->kernel.kernel = k;
+    node->ptx_threads = threads;
+    if (k) node->byte_count = copy_parameters(k, parameters, node->bytes);
+    else copy_words(parameters, node->words);
+    return 1;
+}
 int cuStreamIsCapturing(void *stream, int *status) { /* not logged: every call asks */
     if (!strcmp(fail_name, __func__)) return fail_name[0] = 0, fail_code;
     *status = !capture.stream || stream != capture.stream ? 0 : 1 + capture.is_invalid;
@@ -282,6 +324,7 @@ int cuGraphCreate(Graph **graph, unsigned flags) { NOTE("", flags); *graph = cal
 int cuStreamBeginCapture(void *stream, int mode) {
     NOTE("", N(stream), mode);
     capture.stream = stream, capture.mode = mode, capture.is_invalid = 0, capture.thread = pthread_self();
+    capture.graph = calloc(1, sizeof *capture.graph);
     return 0;
 }
 int cuStreamBeginCapture_v2(void *stream, int mode) { return cuStreamBeginCapture(stream, mode); } /* cuda.h's name */
@@ -289,7 +332,7 @@ int cuStreamEndCapture(void *stream, Graph **graph) {
     NOTE("", N(stream));
     capture.stream = NULL;
     if (capture.is_invalid) return CAPTURE_INVALIDATED;
-    *graph = calloc(1, sizeof **graph);
+    *graph = capture.graph;
     return 0;
 }
 int cuGraphExecKernelNodeSetParams(Graph *graph, Node *node, const KernelNode *given) {
@@ -342,6 +385,10 @@ int cuGraphLaunch(Graph *graph, void *stream) {
     NOTE("", N(stream));
     for (Node *node = graph->first; node; node = node->next) {
         const KernelNode *k = &node->kernel;
+        if (node->ptx_threads) {
+            fake_driver_run_ptx(node->ptx_threads, node->words);
+            continue;
+        }
         if (!k->kernel) {
             cuMemsetD8Async(node->memset.start, node->memset.value, node->memset.width, stream);
             continue;
@@ -351,6 +398,7 @@ int cuGraphLaunch(Graph *graph, void *stream) {
         int error;
         Record *r = launched(k->kernel, noted, &error);
         if (r) memcpy(r->bytes, node->bytes, r->byte_count = node->byte_count);
+        if (r && fake_driver_run) fake_driver_run(k->kernel->symbol, r->bytes, k->kernel->count - 1);
         pthread_mutex_unlock(&log_lock);
         if (error) return error;
     }

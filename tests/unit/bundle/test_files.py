@@ -216,7 +216,7 @@ def _edit(path: Path) -> None:
 
 
 def _newer(path: Path) -> None:
-    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), "format": "cutlass_py_attn bundle 5"})))
+    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), "format": "cutlass_py_attn bundle 6"})))
 
 
 DAMAGES = {
@@ -233,7 +233,7 @@ DAMAGES = {
     "newer format": (
         MANIFEST,
         _newer,
-        "format 'cutlass_py_attn bundle 5', this version reads 'cutlass_py_attn bundle 4'",
+        "format 'cutlass_py_attn bundle 6', this version reads 'cutlass_py_attn bundle 5'",
     ),
 }
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from cutlass_py_attn.bundle.manifest import Target, manifest, names_of
 from cutlass_py_attn.bundle.numbers import inputs
+from cutlass_py_attn.bundle.rules import tensor_map_box
 from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.plan import decode, entry_points, expressions, launch_rules, planner
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.preconditions import conditions, limits
+from cutlass_py_attn.plan.preconditions import conditions, limits, mapped
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem
@@ -145,6 +146,8 @@ def sm90_plan(problem: Problem, num_sms: int = 132) -> Plan:
     ("exported", "other"),
     [
         (paged(16, 100), paged(16, 3, "hnd", 1000)),
+        (paged(16, 100), paged(512, 7)),
+        (paged(128, 20), paged(32, 90, "hnd")),
         (paged(64, 30, "combined"), paged(64, 1, "interleaved")),
         (paged(128, 20), paged(1024, 9)),
     ],
@@ -155,11 +158,13 @@ def test_rules_of_pages_are_the_planner(exported: Problem, other: Problem) -> No
     assert not allowed(exported, plan, exported, 132)
     assert not allowed(exported, plan, other, 132)
     assert by_rule(exported, plan, other, 132) == numbers(same)
-    recipes = zip(plan.launches[0].tensor_maps, same.launches[0].tensor_maps, strict=True)
-    assert all(left.box == right.box for left, right in recipes)
+    sizes = {name: item.value for name, item in inputs(other, plan.build).items()}
+    recipes = zip(plan.launches[0].tensor_maps, same.launches[0].tensor_maps, mapped(plan.build), strict=True)
+    for ours, theirs, name in recipes:
+        box = tensor_map_box(exported, plan.build, name, ours.box)
+        assert tuple(expressions.evaluate(rule, sizes) for rule in box) == theirs.box
     fields = launch_rules.fields(exported, plan.build, inputs(exported, plan.build))
-    names = {name: item.value for name, item in inputs(other, plan.build).items()}
-    assert expressions.evaluate(fields["value_page_rows"], names) == dict(same.params)["value_page_rows"]
+    assert expressions.evaluate(fields["value_page_rows"], sizes) == dict(same.params)["value_page_rows"]
 
 
 def test_manifest_has_both_maps_of_value() -> None:
@@ -183,8 +188,8 @@ def test_manifest_has_both_maps_of_value() -> None:
 @pytest.mark.parametrize(
     ("exported", "other", "says"),
     [
-        (paged(16, 100), paged(32, 100), "page_size must be 16, as in the exported problem; export one for each size"),
-        (paged(128, 10), paged(64, 10), "page_size must be at least 128; export a problem with smaller pages"),
+        (paged(16, 100), paged(8, 100), "page_size must be at least 16: smaller pages need an sm80 kernel"),
+        (paged(128, 10), paged(1, 10), "page_size must be at least 16: smaller pages need an sm80 kernel"),
         (
             paged(16, 100),
             paged(16, 100, "uneven"),

@@ -13,10 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from cutlass_py_attn import export_bundle, export_library, load_bundle
-from cutlass_py_attn.bundle import interface, library
+from cutlass_py_attn.bundle import interface, library, row_spec
 from cutlass_py_attn.bundle.dispatch import ALWAYS, facts_of, order_key, preferred_when
 from cutlass_py_attn.bundle.files import MANIFEST, Bundle
-from cutlass_py_attn.bundle.manifest import Target, manifest, names_of
+from cutlass_py_attn.bundle.manifest import Target, manifest, names_of, sealed
+from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.errors import NotSupported, Stale
@@ -37,7 +38,7 @@ MORE_ROWS = "bf16_d64_q4_s8192_b4_h32k4_full"
 PREFILL = "bf16_d64_s500_b2_h8k2_full"
 
 
-def exported(folder: Path, *problems: Problem, archs: tuple[str, ...] = ("sm_90a",), **options: Any) -> Bundle:
+def exported(folder: Path, *problems: AnyProblem, archs: tuple[str, ...] = ("sm_90a",), **options: Any) -> Bundle:
     return export_library(folder, problems, archs, **{"kernels": fakes.artifact, **options})
 
 
@@ -289,6 +290,56 @@ def test_command_exports_a_library(tmp_path: Path) -> None:
     done = CliRunner().invoke(group, ["export", *named, "--arch", "sm_80", "-o", str(tmp_path / "b")])
     assert done.exit_code == 1
     assert "export a library of several with export_library (--library)" in done.output
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_command_exports_appends_and_merges(tmp_path: Path) -> None:
+    """Beside attention; with one word each, which a bundle of one problem refuses."""
+    words = "append_bf16_d128", "append_f16_d64v32_e4m3", "append_f32_d96_e4m3_row", "merge_bf16_d128_varlen"
+    named = [option for word in (*words, DECODE) for option in ("--problem", word)]
+    folder = tmp_path / "library"
+    done = CliRunner().invoke(group, ["export", "--library", *named, "--arch", "sm_90a", "-o", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert [line.partition(";")[0] for line in done.output.splitlines()[1:-1]] == [
+        "append for sm_90: append_sm80_bf16_d128_8x16",
+        "append for sm_90: append_sm80_f16_d64v32_e4m3_16x8",
+        "append for sm_90: append_sm80_f32_d96_e4m3_row_4x32",
+        "merge for sm_90: merge_sm80_bf16_d128_varlen_8x16",
+    ]
+    bundle = load_bundle(folder)
+    assert bundle.directions == ("forward", "append", "merge")
+    assert bundle.problems[1:] == tuple(map(row_spec.parse, words))
+    for wrong, says in (
+        ("append_d128", "write it like append_bf16_d128 or merge_f16_d64_varlen"),
+        ("merge_bf16_d0", "head_dim_value = 0: must be from 1 to 1024"),
+    ):
+        options = ["export", "--library", "--problem", wrong, "--arch", "sm_90", "-o", str(tmp_path / "wrong")]
+        done = CliRunner().invoke(group, options)
+        assert (done.exit_code, says in done.output) == (1, True), done.output
+    done = CliRunner().invoke(group, ["export", "--problem", words[0], "--arch", "sm_90", "-o", str(tmp_path / "b")])
+    assert done.exit_code == 1
+    assert "problems has AppendProblem: must be Problems; export a library of it" in done.output
+
+
+@pytest.mark.parametrize("word", ["append_bf16_d128_e4m3_row", "merge_bf16_d128"])
+def test_rules_of_rows_are_the_plan(tmp_path: Path, word: str) -> None:
+    """Struct, grid and conditions, each a number of the plan; a manifest of other numbers is damaged."""
+    problem = row_spec.parse(word)
+    bundle = exported(tmp_path / "library", problem, archs=("sm_90",))
+    (item,) = bundle.manifest["problems"]
+    (target,) = item["targets"]
+    (plan,) = bundle.plans(item["direction"])
+    values = {field["name"]: field["value"] for field in target["struct"]["fields"] if "value" in field}
+    assert values == {**dict.fromkeys(values, 0), **dict(plan.params)}, "0: an address that the problem does not have"
+    assert target["launches"][0]["grid"] == list(plan.launches[0].grid) == [1, 1, 1]
+    assert (target["workspace"]["bytes"], target["preferred_when"]) == (0, ALWAYS)
+    assert {*item["pointers"]} == {field["pointer"] for field in target["struct"]["fields"] if "pointer" in field}
+    path = bundle.path / MANIFEST
+    changed = json.loads(path.read_text())
+    changed["problems"][0]["problem"] = {"key": 1}
+    path.write_text(json.dumps(sealed(changed)))
+    with pytest.raises(Stale, match="damaged or from another version"):
+        load_bundle(bundle.path)
 
 
 @pytest.mark.parametrize("case", ["bf16_d128_s8192_b1_h4k2_causal", "bf16_d128_s300_t5000_h4k2_causal"])

@@ -1,0 +1,141 @@
+"""Rules: what a manifest says of the launches of a problem, for attention and for kernels that compute row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cutlass_py_attn.bundle import numbers, row_numbers, row_rules
+from cutlass_py_attn.bundle.inputs import Input, Pointer
+from cutlass_py_attn.plan import entry_points, launch_rules, planner, preconditions
+from cutlass_py_attn.plan.append import plan_append
+from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.expressions import Expression, Grid
+from cutlass_py_attn.plan.launch_rules import BufferRule
+from cutlass_py_attn.plan.merge import plan_merge
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.plan.preconditions import Condition
+from cutlass_py_attn.plan.sm90_smem import most_box_rows
+from cutlass_py_attn.problem import serialize, typed_json
+from cutlass_py_attn.problem.append import AppendProblem
+from cutlass_py_attn.problem.merge import MergeProblem
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import DIRECTIONS
+
+AnyProblem = Problem | AppendProblem | MergeProblem
+
+ALL_DIRECTIONS: Final = (*DIRECTIONS, *row_rules.DIRECTIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Numbers of the launches of one build, as expressions for every problem that the build serves.
+
+    inputs, pointers: what the host passes, by name
+    conditions: on the inputs alone; limits: on the definitions too
+    definitions: numbers that others name, each in terms of those before it
+    fields: struct fields that are numbers
+    grids: of each entry by its role
+    workspace: its buffers in order
+    """
+
+    inputs: dict[str, Input]
+    pointers: dict[str, Pointer]
+    conditions: list[Condition]
+    limits: list[Condition]
+    definitions: dict[str, Expression]
+    fields: Mapping[str, Expression]
+    grids: dict[str, Grid]
+    workspace: tuple[BufferRule, ...]
+
+
+def rules_of(problem: AnyProblem, build: Build) -> Rules:
+    """Returns the rules of a problem's build."""
+    if isinstance(problem, Problem):
+        given = numbers.inputs(problem, build)
+        return Rules(
+            given,
+            numbers.pointers(problem),
+            preconditions.conditions(problem, build),
+            preconditions.limits(problem, build),
+            launch_rules.definitions(problem, build),
+            launch_rules.fields(problem, build, given),
+            launch_rules.grids_of(problem, build),
+            launch_rules.workspace(build),
+        )
+    given = row_numbers.inputs(problem)
+    defined = row_rules.definitions(problem)
+    return Rules(
+        given,
+        row_numbers.pointers(problem, build),
+        row_rules.conditions(problem, build),
+        row_rules.limits(problem),
+        defined,
+        {name: name for name in (*given, *defined)},
+        launch_rules.grids(build),
+        (),
+    )
+
+
+def tensor_map_box(problem: Problem, build: Build, name: str, box: Sequence[int]) -> tuple[Expression, ...]:
+    """Returns the box of an operand's tensor map: the plan's, with at most the rows of a page if it maps a pool."""
+    if launch_rules.batch_axis(problem, entry_points.mapped_field(name)) != "page":
+        return tuple(map(str, box))
+    columns, _, *others = box
+    return str(columns), f"min(page_size, {most_box_rows(build)})", *map(str, others)
+
+
+def direction_of(problem: AnyProblem) -> str:
+    """Returns one of ALL_DIRECTIONS."""
+    return problem.direction if isinstance(problem, Problem) else row_rules.direction_of(problem)
+
+
+def dtype_of(problem: AnyProblem) -> str:
+    """Returns the dtype of the rows that the kernels read."""
+    return problem.dtype if isinstance(problem, Problem) else row_rules.dtype_of(problem)
+
+
+def features_of(problem: AnyProblem) -> tuple[str, ...]:
+    """Returns the features of the problem by name."""
+    return problem.features if isinstance(problem, Problem) else row_rules.features_of(problem)
+
+
+def plans(problem: AnyProblem, arch: str, num_sms: int | None = None) -> list[Plan]:
+    """Returns the plans of a problem on a target, the best first. num_sms: as for `planner.plans`."""
+    if isinstance(problem, Problem):
+        return planner.plans(problem, arch, num_sms)
+    return [plan_append(problem, arch) if isinstance(problem, AppendProblem) else plan_merge(problem, arch)]
+
+
+def exported_plans(problem: AnyProblem, arch: str) -> list[Plan]:
+    """Returns the plans whose kernels an export may have, the best first: for every length, on the target's devices.
+
+    For "sm_90a" there are those of sm_90 too, which are the only ones of appends and merges.
+    """
+    limits = architecture(arch)
+    if not isinstance(problem, Problem):
+        return plans(problem, arch if limits.is_portable else planner.targets_of(limits.compute_capability)[-1])
+    if limits.is_portable:
+        return planner.plans(problem, arch, any_length=True)
+    return planner.plans_on(problem, limits.compute_capability, any_length=True)
+
+
+def to_json(problem: AnyProblem) -> dict[str, Any]:
+    """Returns every field that is not None as a JSON object; `from_json` gives an equal problem."""
+    if isinstance(problem, Problem):
+        return serialize.to_json(problem)
+    return {name: value for name, value in dataclasses.asdict(problem).items() if value is not None}
+
+
+def from_json(data: Mapping[str, Any], direction: str) -> AnyProblem:
+    """Returns the problem of a `to_json` object; ValueError or NotSupported if it has another form.
+
+    direction: that which the manifest says.
+    """
+    if direction not in row_rules.DIRECTIONS:
+        return serialize.from_json(data)
+    kind: type[AppendProblem | MergeProblem] = AppendProblem if direction == "append" else MergeProblem
+    return typed_json.read(kind, {**{item.name: None for item in dataclasses.fields(kind)}, **data}, direction)
