@@ -1,4 +1,4 @@
-"""Threads of a worker's BLAS, and the fake driver: loaded once per process and cleared for each test."""
+"""Environment and distribution of the tests, and the fake driver: loaded once per process, cleared for each test."""
 
 from __future__ import annotations
 
@@ -7,18 +7,30 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from typing import Final
 
 import pytest
 
 from cutlass_py_attn.runtime import lifetimes
 from tests.support import fake_driver
 
+# JAX programs are tiny here and run once: XLA's fusion emitters would take half of their compilation.
+XLA_FLAGS: Final = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Lets a worker without tests steal some, and otherwise keeps those of a module, with what they share, together."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives the BLAS of each worker one thread, because the workers share the cores.
+    """Sets the environment of the tests, which the workers inherit, so it counts however early a plugin imports there.
 
-    The workers inherit the environment of this process, so it counts however early a plugin imports NumPy there.
+    The BLAS of each worker gets one thread, because the workers share the cores.
     """
+    os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
     if getattr(config.option, "numprocesses", None):
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ.setdefault(variable, "1")

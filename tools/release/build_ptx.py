@@ -72,9 +72,12 @@ def _both(name: str, arch: str) -> list[Plan]:
 
 
 def _fresh(choices: Choices) -> Artifact:
+    from cutlass_py_attn.compilation.cache import Cache
     from cutlass_py_attn.compilation.compiler import compile as compile_now
 
-    return first_compiled(choices, compile_now)
+    artifact = first_compiled(choices, compile_now)
+    Cache().put(artifact)
+    return artifact
 
 
 def _cached(choices: Choices) -> Artifact:
@@ -94,7 +97,7 @@ def first_compiled(choices: Choices, compiler: Callable[[Build], Artifact]) -> A
 def compile_all(needed: Sequence[Choices], *, fresh: bool) -> Iterator[Artifact]:
     """Yields an artifact for each of the needed kernels in order, compiled by PROCESSES processes.
 
-    fresh: compile even if the cache holds the kernel.
+    fresh: compile even if the cache holds the kernel, and replace it there.
     """
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
         for number, artifact in enumerate(pool.map(_fresh if fresh else _cached, needed), 1):
