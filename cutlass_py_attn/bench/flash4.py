@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
@@ -21,11 +22,19 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
+from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.problem.tensors import OPERANDS
 
 DISTRIBUTION: Final = "flash-attn-4"
 INTERFACE: Final = "flash_attn.cute.interface"
+MEASURED: Final = "4.0.0b36"  # the version whose private functions are called, and that the record was measured with
+_SHARED: Final = ("softmax_scale", "softcap", "causal", "window_size_left", "window_size_right", "learnable_sink")
+_PACKED: Final = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+FUNCTIONS: Final = {  # private functions and their arguments that are given by keyword
+    "_flash_attn_fwd": (*_SHARED, *_PACKED, "return_lse"),
+    "_flash_attn_bwd": (*_SHARED, *_PACKED, "deterministic"),
+}
 CACHE: Final = {
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(Path(tempfile.gettempdir()) / "cutlass_py_attn_flash4"),
@@ -85,8 +94,16 @@ def takes(case: ProblemSpec) -> bool:
 
 
 def prepare(torch: Any, case: ProblemSpec, given: Mapping[str, Any]) -> Flash4Call:
-    """Returns the call of a case. given: torch tensors by name, cu_seqlens with the bits of int32."""
+    """Returns the call of a case. given: torch tensors by name, cu_seqlens with the bits of int32.
+
+    NotSupported: the installed version has other private functions than MEASURED.
+    """
     interface: Any = importlib.import_module(INTERFACE)
+    if missing := [*_missing(interface)]:
+        lacks = ", no ".join(missing)
+        raise NotSupported(
+            f"{DISTRIBUTION} {version()}: {INTERFACE} has no {lacks}; install {DISTRIBUTION}=={MEASURED}"
+        )
     tensors = [given[name].squeeze(0) if case.sequences else given[name] for name in (*OPERANDS, "grad_output")]
     return Flash4Call(
         interface,
@@ -96,6 +113,18 @@ def prepare(torch: Any, case: ProblemSpec, given: Mapping[str, Any]) -> Flash4Ca
         given.get("sinks") if case.sinks else None,
         case.deterministic,
     )
+
+
+def _missing(interface: Any) -> Iterator[str]:
+    """Yields the functions, and arguments of functions, that the calls need and the package does not have."""
+    for name, needed in FUNCTIONS.items():
+        function = getattr(interface, name, None)
+        if not callable(function):
+            yield name
+            continue
+        known = inspect.signature(function).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            yield from (f"argument {argument} of {name}" for argument in needed if argument not in known)
 
 
 def _options(case: ProblemSpec) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 
 from cutlass_py_attn.bench import cases, flash4, harness
 from cutlass_py_attn.bench import peers as bench_peers
+from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.spec import parse
 from tests.support import fakes
 
@@ -114,6 +115,22 @@ def test_features_are_its_arguments(interface: FakeInterface, name: str, expecte
         wanted = {key: value for key, value in expected.items() if function == "backward" or key != "deterministic"}
         assert {key: options[key] for key in wanted} == wanted
         assert ("causal" in options) == ("window" not in name)
+
+
+def test_a_version_with_other_functions_is_refused(interface: FakeInterface, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(query: Any, key: Any, value: Any, softmax_scale: Any, **_: Any) -> None: ...
+
+    def renamed(query: Any, key: Any, value: Any, scale: Any) -> None: ...
+
+    monkeypatch.setattr(interface, "_flash_attn_fwd", forward)
+    prepared(DENSE)
+    monkeypatch.setattr(interface, "_flash_attn_fwd", renamed)
+    monkeypatch.setattr(interface, "_flash_attn_bwd", None)
+    with pytest.raises(
+        NotSupported, match=r"flash-attn-4 4\.0\.0: .* has no argument softmax_scale of _flash_attn_fwd"
+    ) as found:
+        prepared(DENSE)
+    assert str(found.value).endswith("no _flash_attn_bwd; install flash-attn-4==4.0.0b36")
 
 
 def test_lengths_have_packed_tensors(interface: FakeInterface) -> None:
