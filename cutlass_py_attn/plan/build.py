@@ -109,8 +109,11 @@ class Build:
 
     @property
     def columns(self) -> int:
-        """head_dim padded inside the tile."""
-        return round_up(self.head_dim, WIDE_COLUMN_MULTIPLE if self.variant == WIDE else COLUMN_MULTIPLE)
+        """head_dim padded inside the tile; in the wide backward to columns of dQ and dK for each of two warpgroups."""
+        if self.variant == WIDE:
+            least = 2 * WIDE_COLUMN_MULTIPLE if self.kind == "backward" else 0
+            return max(round_up(self.head_dim, WIDE_COLUMN_MULTIPLE), least)
+        return round_up(self.head_dim, COLUMN_MULTIPLE)
 
     @property
     def columns_value(self) -> int:
