@@ -109,7 +109,7 @@ def schedule(problem: Problem, build: Build) -> dict[str, Expression]:
 
 def combine_grid(build: Build) -> Grid:
     """Returns the grid of the combine kernel: a block for each row of the output, or for each that a team may cut."""
-    if build.variant != PERSISTENT:
+    if not build.shares_chunks:
         return "num_queries", "num_heads", "batch"
     of_team = f"min(num_queries * group, {build.tile_m})", "team_rows", "num_teams"
     of_output = "num_queries", "num_heads", "batch"
@@ -121,7 +121,7 @@ def combine_grid(build: Build) -> Grid:
 
 def main_grid(build: Build) -> Grid:
     """Returns the grid of the main kernel."""
-    if build.variant == PERSISTENT:
+    if build.shares_chunks:
         return "num_blocks", "1", "1"
     return f"{row_tiles(build)} * num_splits_key", "num_heads_key", "batch"
 
@@ -135,7 +135,7 @@ def workspace(build: Build) -> dict[str, Expression]:
     Of the persistent kernel they have rows for the tile of a slot, of which each block has two, or each chunk one.
     schedule: int32, where the start of each team cuts a row; with fixed chunks those before each sequence
     """
-    if build.variant == PERSISTENT:
+    if build.shares_chunks:
         slots = f"(fixed_chunks * chunks + (1 - fixed_chunks) * 2 * num_teams) * team_rows * {build.tile_m}"
         return {
             "partial_output": f"{slots} * {build.columns_value * F32_BYTES}",

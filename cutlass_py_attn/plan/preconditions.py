@@ -61,8 +61,8 @@ def limits(problem: Problem, build: Build) -> list[Condition]:
     """Returns every condition on numbers that follow from the inputs, by the names of `launch_rules.definitions`."""
     slices = "call once for each slice"
     found: list[Condition] = []
-    if build.family == "decode":
-        found += _persistent_decode() if build.variant == PERSISTENT else _decode()
+    if build.has_combine:
+        found += _chunks(build) if build.shares_chunks else _decode()
     if build.kind == "backward":
         for name in total_tiles(problem, build):
             found.append((f"{name} <= {MAX_INT32}", f"{name} must be at most {MAX_INT32}; {slices}"))
@@ -227,9 +227,10 @@ def _overlaps(problem: Problem) -> Iterator[Condition]:
         yield f"distinct({', '.join(pairs)}) == 1", says
 
 
-def _persistent_decode() -> Iterator[Condition]:
-    most = decode.PERSISTENT_MAX_ROWS
-    yield f"num_queries * group <= {most}", f"num_queries * group must be at most {most}"
+def _chunks(build: Build) -> Iterator[Condition]:
+    if build.variant == PERSISTENT:
+        most = decode.PERSISTENT_MAX_ROWS
+        yield f"num_queries * group <= {most}", f"num_queries * group must be at most {most}"
     yield f"chunks <= {MAX_INT32}", f"the sequences would have more than {MAX_INT32} chunks; call once for each slice"
 
 
