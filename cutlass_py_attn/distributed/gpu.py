@@ -135,7 +135,8 @@ class Gpu(Machine):
 
     def _add(self, views: list[View]) -> None:
         """Stores the sum of the first two in the third; all are 4-D, with at most MAX_HEAD_DIM columns."""
-        problem = MergeProblem(*(view.tensor for view in views))
+        one, other, target = (view.tensor for view in views)
+        problem = MergeProblem(one, other, target)
         if not problem.is_empty:
             pointers = {name: view.pointer for name, view in zip(OUTPUTS, views, strict=True)}
             self._merge(problem)(pointers, self.stream)

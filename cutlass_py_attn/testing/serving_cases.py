@@ -272,7 +272,7 @@ class MergeCase:
         with self.launch(kernels, arch) as launch:
             found = launch.memories()
         inputs = {name: it.view() for name, it in self.arrays.items() if name not in RESULTS}
-        expected = (serving.add(**inputs),) if self.problem.is_sum else serving.merge(**inputs)
+        expected = [serving.add(**inputs)] if self.problem.is_sum else [*serving.merge(**inputs)]
         results = [self.arrays[name].view(found[id(self.arrays[name].memory)]) for name in self.results]
         ratios = {"output": output_ratio(results[0], expected[0], inputs)}
         if not self.problem.is_sum:

@@ -27,7 +27,7 @@ def test_every_case_is_sound_and_most_store_rows() -> None:
             caches = [placed for name, placed in case.arrays.items() if name.endswith("cache")]
             stored += all((after[id(cache.memory)] != cache.memory).any() for cache in caches)
     assert len(builds) == 49
-    assert min(builds.values()) >= 5
+    assert min(builds.values()) >= 2
     assert stored > 0.9 * serving_cases.SEEDS
 
 
