@@ -31,10 +31,7 @@ def forward(split: Split, operands: Arrays) -> Arrays:
         target = output[along(1, chunk.first, chunk.first + chunk.count)]
         found.append((chunk, machine.forward(options, given, target)["logsumexp"]))
     if split.options.sequences is not None:
-        shape = len(found), *found[0][1].shape
-        logsumexp = machine.result(
-            "logsumexp", (shape[0], shape[1], shape[2], max(it.shape[2] for _, it in found)), "float32"
-        )
+        logsumexp = machine.result("logsumexp", (len(found), *found[0][1].shape), "float32")
         for number, (_, lines) in enumerate(found):
             machine.copy(logsumexp[along(0, number, number + 1)], lines.reshape((1, *lines.shape)))
         return {"output": output, "logsumexp": logsumexp}

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Final
 
 from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, Communicator, Message, PeerLost
-from cutlass_py_attn.errors import AttentionError, NotSupported
+from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.runtime import driver
 
@@ -120,15 +120,19 @@ class Group:
         """Ends the exchanges that wait for other ranks. Every later call raises PeerLost."""
         if not self._ended:
             self._ended = "aborted"
-            self.communicator.abort()
-            self._drop_stream()
+            try:
+                self.communicator.abort()
+            finally:
+                self._drop_stream()
 
     def close(self) -> None:
         """Releases the communicator and the stream, when this rank needs no call any more."""
         if not self._ended:
             self._ended = "closed"
-            self.communicator.close()
-            self._drop_stream()
+            try:
+                self.communicator.close()
+            finally:
+                self._drop_stream()
 
     def _drop_stream(self) -> None:
         if self._stream is not None and self.device is not None:
@@ -142,7 +146,7 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, AttentionError):
+        if error is None:
             self.close()
         else:
             self.abort()

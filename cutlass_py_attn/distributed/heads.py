@@ -176,7 +176,7 @@ def _add_copies(split: Split, whole: Any, target: Any) -> None:
     total = machine.zeros(tuple(target.shape), "float32")
     for own, run, piece in pieces:
         machine.add(total[along(1, own.first, own.first + own.count)][along(2, *run)], piece)
-    machine.round_to(target, total)
+    machine.round_to(total, target)
 
 
 def _all_lines(split: Split, lines: Any, rows: int) -> tuple[Any, list[Message], list[Message]]:
@@ -252,7 +252,7 @@ def _share_heads(split: Split, part: Any, target: Any, axis: int) -> None:
     machine, ranks = split.machine, range(split.size)
     if str(part.dtype) != str(target.dtype):
         rounded = machine.empty(tuple(part.shape), str(target.dtype))
-        machine.round_to(rounded, part)
+        machine.round_to(part, rounded)
         part = rounded
     places = [target[along(axis, *_part(target.shape[axis], split.size, rank))] for rank in ranks]
     machine.exchange([(rank, part) for rank in ranks], [*zip(ranks, places, strict=True)])()

@@ -110,7 +110,7 @@ class Machine(ABC):
 
         return finish
 
-    def round_to(self, target: Any, total: Any) -> None:
+    def round_to(self, total: Any, target: Any) -> None:
         """Rounds a float32 total to the dtype of another array."""
         if str(target.dtype) == "float32":
             self.copy(target, total)
@@ -145,7 +145,7 @@ class Machine(ABC):
         total = self.zeros(tuple(target.shape), "float32")
         for piece in pieces:
             self.add(total, piece)
-        self.round_to(target, total)
+        self.round_to(total, target)
 
     def sum_over_ranks(self, part: Any, target: Any) -> None:
         """Stores the sum of all ranks' parts on every rank, added in float32 in the order of the ranks."""

@@ -45,7 +45,7 @@ def forward(split: Split, operands: Arrays) -> Arrays:
             )
             machine.put_rows(lines, tile.row, merged, 0, tile.rows)
     if not is_merged_once:
-        machine.round_to(output, total)
+        machine.round_to(total, output)
     machine.put_rows(result, 0, lines, 0, output.shape[1])
     return {"output": output, "logsumexp": result}
 
@@ -89,12 +89,9 @@ def backward(split: Split, operands: Arrays, gradients: tuple[str, ...]) -> Arra
         else:
             _add_own_bias(split, operands, own[name], totals[name])
             is_whole = operands["bias"].shape[2] == 1
-            (machine.sum_over_ranks if is_whole else _rounded(split))(totals[name], targets[name])
+            store = machine.sum_over_ranks if is_whole else machine.round_to
+            store(totals[name], targets[name])
     return targets
-
-
-def _rounded(split: Split) -> Callable[[Any, Any], None]:
-    return lambda total, target: split.machine.round_to(target, total)
 
 
 def _ring(split: Split, operands: Arrays) -> Ring:

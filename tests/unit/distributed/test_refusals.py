@@ -236,6 +236,15 @@ def test_groups() -> None:
         attention_forward(*operands(), group=group, backend="reference")
 
 
+def test_an_error_inside_of_a_group_aborts_it() -> None:
+    """To close it, a rank would wait for the others."""
+    (group,) = simulated.groups(1)
+    with pytest.raises(NotSupported), group:
+        attention_forward(*operands(), group=group, backend="reference", softcap=-1.0)
+    with pytest.raises(PeerLost, match=r"the group was aborted: create a new one on all ranks"):
+        attention_forward(*operands(), group=group, backend="reference")
+
+
 def test_rows_of_rank() -> None:
     assert rows_of_rank(1, 4, 32) == (slice(8, 16),)
     assert rows_of_rank(1, 4, 32, "zigzag") == (slice(4, 8), slice(24, 28))
