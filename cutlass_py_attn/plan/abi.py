@@ -13,7 +13,7 @@ import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.variants import PERSISTENT, QUERY_HEADS
-from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, SCALE_AXES, SCALES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
 from cutlass_py_attn.score_terms.dropout import PHILOX
@@ -93,6 +93,11 @@ DECODE: Fields = (
     *_SIZES,
     ("num_splits_key", "i32"),
     *_FACTORS,
+)
+
+# Scales of keys and values of 8-bit floats, and their strides (elements): 0 along an axis that a scale does not have.
+KV_SCALES: Fields = tuple(
+    (field, "i64") for name in SCALES for field in (name, *(f"{name}_{axis}" for axis in SCALE_AXES))
 )
 
 # kernels/decode/chunk_schedule.py. partial_output: (slots, tile_m, columns) float32; partial_logsumexp: the same
@@ -197,6 +202,8 @@ def fields_of(build: Build) -> Fields:
         fields = (*fields, *VARLEN)
     if build.has("paged"):
         fields = (*fields, *PAGED, *(PAGED_SM90 if build.family == "sm90" else ()))
+    if build.has(registry.KV8):
+        fields = (*fields, *KV_SCALES)
     terms = registry.registered_among(build.features)
     if not terms:
         return fields

@@ -30,22 +30,27 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     """Returns what the problem has that the decode kernels do not take; empty if they take it."""
     shape, item_bytes = problem.shape, ITEM_BYTES[problem.dtype]
     widest = DECODE_MAX_HEAD_DIM[item_bytes]
-    is_paged = problem.pages is not None
-    most_rows = PERSISTENT_MAX_ROWS if is_paged else MAX_ROWS
-    most_queries = PERSISTENT_MAX_ROWS if is_paged else MAX_QUERIES
+    persistent = is_persistent(problem)
+    most_rows = PERSISTENT_MAX_ROWS if persistent else MAX_ROWS
+    most_queries = PERSISTENT_MAX_ROWS if persistent else MAX_QUERIES
     tensors = (getattr(problem, name) for name in (*OPERANDS, "output"))
     present = {
         "backward": problem.direction == "backward",
         f"more than {most_queries} queries": shape.num_queries > most_queries,
-        f"fewer than {MIN_KEYS} keys": shape.num_keys < MIN_KEYS and not is_paged,
+        f"fewer than {MIN_KEYS} keys": shape.num_keys < MIN_KEYS and not persistent,
         f"more than {most_rows} queries of a group of heads": shape.num_queries * shape.group > most_rows,
         f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
         f"rows aligned to less than {DECODE_LEAST_COPY} bytes": min(t.vector_bytes for t in tensors)
         < DECODE_LEAST_COPY,
     }
-    features = VARIANTS["forward", "decode", PERSISTENT if is_paged else STANDARD].features
+    features = VARIANTS["forward", "decode", PERSISTENT if persistent else STANDARD].features
     found = [name for name in problem.features if name not in features]
     return (*found, *(name for name, is_present in present.items() if is_present))
+
+
+def is_persistent(problem: Problem) -> bool:
+    """Returns whether the persistent kernel is the decode kernel of a problem: caches in pages or of 8-bit floats."""
+    return problem.pages is not None or problem.has_e4m3_cache
 
 
 def is_decode_step(problem: Problem) -> bool:

@@ -101,6 +101,8 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None, *, any_length
     any_length: leave out what is faster for the lengths of this problem alone, because others will be launched too
     """
     count = _check(problem, arch, num_sms)
+    if problem.has_e4m3_cache:
+        return [plan_of_build(problem, build, count) for build in _e4m3_builds(problem, arch)]
     of_sm90 = _sm90_builds(problem, arch, count, any_length=any_length)
     found = *_decode_builds(problem, arch), *of_sm90, *_sm80_builds(problem, arch)
     return [plan_of_build(problem, build, count) for build in found]
@@ -241,6 +243,23 @@ def _decode_builds(problem: Problem, arch: str) -> list[Build]:
     if _unsupported(problem, arch, "decode"):
         return []
     return [build for build, found in _tried(problem, arch, "decode", decode_tiles(problem)) if not found]
+
+
+def _e4m3_builds(problem: Problem, arch: str) -> list[Build]:
+    """Returns the builds for keys and values of 8-bit floats, which the decode kernels alone read; NotSupported tells
+    why none fits."""
+    missing = decode.unsupported_features(problem)
+    if missing:
+        raise NotSupported(
+            f"key and value of {problem.key.dtype}: only the decode kernels read them, which take no "
+            f"{', '.join(missing)}; convert key and value to {problem.dtype}, each code times its scale, or call once "
+            "for each slice of the queries"
+        )
+    tried = _tried(problem, arch, "decode", decode_tiles(problem))
+    fitting = [build for build, objections in tried if not objections]
+    if not fitting:
+        raise NotSupported(f"no tile fits {arch}: {'; '.join(tried[-1][1])}; use a smaller head_dim")
+    return fitting
 
 
 def _sm90_builds(problem: Problem, arch: str, num_sms: int, *, any_length: bool) -> list[Build]:

@@ -27,6 +27,7 @@ from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
 from cutlass_py_attn.plan.variants import (
     MULTICAST,
     PER_HEAD,
+    PERSISTENT,
     QUERY_HEADS,
     SPLIT_D,
     STANDARD,
@@ -35,6 +36,7 @@ from cutlass_py_attn.plan.variants import (
     WIDE,
 )
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.score_terms import registry
 
 REGISTER_USAGE_LEVELS: Final = range(11)  # that ptxas has
 SM80_TILE_M: Final = (32, 64, 128)
@@ -386,11 +388,27 @@ def _decode_forward(build: Build) -> Objections:
             f"each of {teams} teams has multiples of {MMA_ROWS} keys; use a multiple of {teams * MMA_ROWS}",
         )
         return
+    if build.variant == PERSISTENT and not (build.has(registry.PAGED) or build.has(registry.KV8)):
+        reason = "variant persistent reads caches in pages or of 8-bit floats; use the standard variant"
+        yield _refuse(build, "variant", reason)
+    if build.has(registry.KV8):
+        yield from _kv8(build, build.tile_n // teams)
+        return
     for columns in sorted({build.columns, build.columns_value}):
         threads = warps_of_team * WARP_THREADS
         at_once = rows_copied_at_once(threads, columns * build.item_bytes, build.vector_bytes)
         if build.tile_n // teams % at_once:
             yield _refuse(build, "tile_n", f"a team copies {at_once} rows at once; use a multiple of {teams * at_once}")
+
+
+def _kv8(build: Build, keys: int) -> Objections:
+    """Keys and values of 8-bit floats; keys: of a team, of which each lane of a warp has the scales of one."""
+    if build.variant != PERSISTENT:
+        yield _refuse(build, "variant", "only variant persistent reads keys and values of 8-bit floats; use that")
+    if build.item_bytes != 2:
+        yield _refuse(build, "dtype", "a query beside keys of 8-bit floats has 16 bits; use float16 or bfloat16")
+    if keys > WARP_THREADS:
+        yield _refuse(build, "tile_n", f"a team has at most {WARP_THREADS} keys; use fewer keys or more warps")
 
 
 _RULES: Final[dict[tuple[str, str], Callable[[Build], Objections]]] = {

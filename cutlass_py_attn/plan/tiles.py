@@ -266,6 +266,21 @@ _PERSISTENT: dict[bool, dict[int, _Table]] = {
     False: {16: _PERSISTENT_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
     True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
 }
+# With keys and values of 8-bit floats: a warp has 32 keys, whose conversions hide each other's latency.
+_KV8_16: _Table = {
+    64: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2)),
+    128: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 3)),
+    256: (TileConfig(16, 64, 4, 2), TileConfig(16, 32, 2, 2)),
+}
+_KV8_16_ROWS: _Table = {
+    64: (TileConfig(32, 128, 4, 3), TileConfig(32, 64, 4, 2)),
+    128: (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2)),
+}
+_KV8_16_MORE: _Table = {
+    64: (TileConfig(64, 128, 8, 5), TileConfig(64, 128, 8, 3), TileConfig(32, 64, 4, 2)),
+    128: (TileConfig(64, 64, 8, 3), TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2)),
+}
+_KV8: dict[int, _Table] = {16: _KV8_16, 32: _KV8_16_ROWS, 64: _KV8_16_MORE}
 
 
 def sm80_tiles(problem: Problem) -> tuple[TileConfig, ...]:
@@ -316,8 +331,10 @@ def decode_tiles(problem: Problem) -> tuple[TileConfig, ...]:
     """Returns the tiles of the decode kernels for this problem, the fastest first."""
     shape = problem.shape
     widest = max(shape.head_dim, shape.head_dim_value)
-    is_persistent = problem.pages is not None
+    is_persistent = problem.pages is not None or problem.has_e4m3_cache
     tables = (_PERSISTENT if is_persistent else _DECODE)[problem.dtype == "float32"]
+    if problem.has_e4m3_cache:
+        tables = _KV8
     rows = shape.num_queries * shape.group
     table = next((table for most, table in tables.items() if rows <= most), tables[max(tables)])
     is_invariant = problem.pages is not None and problem.pages.invariant

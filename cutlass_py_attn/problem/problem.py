@@ -12,7 +12,8 @@ from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.paging import FEATURE, Pages
 from cutlass_py_attn.problem.scalars import SCALARS, with_python_numbers
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, OPERANDS, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.e4m3_scales import ROW_RANK
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, E4M3, OPERANDS, SCALES, Sequences, Shape, Tensor
 from cutlass_py_attn.problem.validation import TENSORS, objections, score_terms_objections, shape_objections
 from cutlass_py_attn.score_terms import registry
 
@@ -38,6 +39,9 @@ class Problem:
         lengths of key are in device memory; forward only. None for other layouts
     deterministic: whether the gradients of query, key and value have the same bits in every run
     num_splits_key: thread blocks that share one (batch, head) in the backward; None lets the planner choose
+    key_scale, value_scale: float32, of key and value of 8-bit floats (float8_e4m3fn, or uint8 for their bytes) with a
+        query of 16 bits; a number is its code times its scale. () or (1,), (num_heads_key,), (batch, num_heads_key), or
+        a scale for each row: (pages, page_size, num_heads_key), or (batch, num_keys, num_heads_key)
     score_terms: (name, array) of every term of `score_terms.register`, in alphabetical order
 
     The backward reads output and logsumexp, and writes those of grad_query, grad_key, grad_value, grad_bias and
@@ -72,6 +76,8 @@ class Problem:
     pages: Pages | None = None
     deterministic: bool = False
     num_splits_key: int | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
     score_terms: tuple[tuple[str, Tensor], ...] = ()
 
     def __post_init__(self) -> None:
@@ -133,7 +139,7 @@ class Problem:
 
     @property
     def dtype(self) -> str:
-        """Element type of all tensors except logsumexp, alibi_slopes and sinks."""
+        """Element type of all tensors except logsumexp, alibi_slopes, sinks, and key and value of 8-bit floats."""
         return self.query.dtype
 
     @property
@@ -159,10 +165,22 @@ class Problem:
         return self.sequences is not None or (self.pages is not None and self.pages.cu_seqlens_q)
 
     @property
+    def has_e4m3_cache(self) -> bool:
+        """Whether key and value are 8-bit floats, beside a query of 16 bits."""
+        return self.key.dtype in E4M3 and self.query.dtype not in E4M3
+
+    @property
+    def scales(self) -> dict[str, Tensor]:
+        """Scales of key and value by name; those of 8-bit floats."""
+        return {name: scale for name in SCALES if (scale := getattr(self, name)) is not None}
+
+    @property
     def features(self) -> tuple[str, ...]:
         """Score terms and layouts of the problem, in alphabetical order; a kernel without one has no code for it."""
         layouts = {
             "grouped": self.shape.group > 1,
+            registry.KV8: self.has_e4m3_cache,
+            registry.KV8_ROWS: any(len(scale.shape) == ROW_RANK for scale in self.scales.values()),
             FEATURE: self.pages is not None,
             "seqused": self.sequences is not None and self.sequences.seqused_k,
             "varlen": self.has_ragged_rows,
@@ -204,6 +222,7 @@ class Problem:
             found |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
             if self.sequences.seqused_k:
                 found["seqused_k"] = Tensor((self.sequences.count,), (1,), "int32", 4)
+        found |= self.scales
         if self.grad_logsumexp is not None:
             found["grad_logsumexp"] = self.grad_logsumexp
         if self.pages is not None:

@@ -14,6 +14,8 @@ may come in any order; `ProblemSpec.name` writes them in the order below. Words 
     [paged{P}]                   key and value in pages of P rows, P a power of two; forward only. With n, the pages of
                                  a sequence hold N keys, of which it has U, and query is (batch, M, heads, head_dim)
                                  if M is the same for all; without n, every sequence has s keys
+    [kv8[GRAIN]]                 key and value of 8-bit floats (e4m3) beside a query of 16 bits; forward only. GRAIN is
+                                 what has a scale: tensor, batch (of each key head), row; each key head if absent
     h{H}[k{HK}]                  heads of query; heads of key and value if there are fewer (GQA, MQA)
     full                         no mask
     causal[_br][_window{W}]      diagonal from the top-left corner, or to the bottom-right one; the last W keys only
@@ -50,10 +52,12 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.paging import Pages
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import SHORT_NAMES, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.tensors import E4M3, SHORT_NAMES, Sequences, Shape, Tensor
 
 GRAMMAR: Final = (__doc__ or "").partition("\n\n")[2]
 EXAMPLE: Final = "bf16_d128_s8192_b4_h16_causal"
+KV8: Final = "kv8"
+SCALE_GRAINS: Final = ("", "tensor", "batch", "row")  # of kv8{GRAIN}: what has a scale, each key head for ""
 GRADIENTS: Final = {"q": "query", "k": "key", "v": "value", "b": "bias", "s": "sinks"}  # letters of grads{LETTERS}
 BIAS_AXES: Final = "bhqk"
 BATCH_BROADCAST: Final = "1hqk"  # the axes of `bias` without AXES
@@ -90,12 +94,13 @@ _WORDS: Final = tuple(
         rf"grads(?P<gradients>[{''.join(GRADIENTS)}]+)",
         r"splits(?P<num_splits_key>\d+)",
         r"paged(?P<page_size>\d+)",
+        rf"(?P<kv8>kv8(?:{'|'.join(grain for grain in SCALE_GRAINS if grain)})?)",
     )
 )
 _KNOWN: Final = (
     *_DTYPES, "d", "q", "s", "b", "t", "n", "h", "full", "causal", "br", "window", "left", "right", "bias", "biasgrad",
     "biassum", "dropout", "softcap", "alibi", "alibib", "sinks", "deterministic", "scale", "deviceseed", "gradlse",
-    "grads", "splits", "paged",
+    "grads", "splits", "paged", "kv",
 )  # fmt: skip
 
 
@@ -126,6 +131,7 @@ class ProblemSpec:
     alibi: "h" (slopes by head), "bh" (by batch and head) or "" for none. scale: None for 1 / sqrt(head_dim).
     deterministic, grad_logsumexp, gradients and num_splits_key concern the backward alone.
     page_size: rows of a page of key and value; 0 for no pages.
+    kv8: "kv8" and one of SCALE_GRAINS for key and value of 8-bit floats; "" for those of the dtype.
     """
 
     dtype: str
@@ -151,6 +157,7 @@ class ProblemSpec:
     grad_logsumexp: bool = False
     num_splits_key: int | None = None
     page_size: int = 0
+    kv8: str = ""
 
     def __post_init__(self) -> None:
         """Writes every default out, so that equal problems are equal specs."""
@@ -223,6 +230,8 @@ class ProblemSpec:
             yield f"splits{self.num_splits_key}"
         if self.page_size:
             yield f"paged{self.page_size}"
+        if self.kv8:
+            yield self.kv8
 
     def _size_words(self) -> Iterator[str]:
         if not self.sequences:
@@ -292,8 +301,18 @@ class ProblemSpec:
         if backward and self.grad_logsumexp:
             changes["grad_logsumexp"] = Tensor.contiguous(shape.logsumexp, "float32")
         if self.page_size:
-            return self._paged(shape, unused_tokens[0], direction).replace(**changes)
-        return Problem.dense(direction, shape, self.dtype, self.mask).replace(**changes)
+            return self._with_codes(self._paged(shape, unused_tokens[0], direction)).replace(**changes)
+        return self._with_codes(Problem.dense(direction, shape, self.dtype, self.mask)).replace(**changes)
+
+    def _with_codes(self, problem: Problem) -> Problem:
+        """The problem with key and value of 8-bit floats and their scales, if the spec has them."""
+        if not self.kv8:
+            return problem
+        heads = (problem.shape.num_heads_key,)
+        shapes = {"": heads, "tensor": (1,), "batch": (self.batch, *heads), "row": problem.key.shape[:3]}
+        scale = Tensor.contiguous(shapes[self.kv8.removeprefix(KV8)], "float32")
+        key, value = (Tensor.contiguous(tensor.shape, E4M3[0]) for tensor in (problem.key, problem.value))
+        return problem.replace(key=key, value=value, key_scale=scale, value_scale=scale)
 
     @property
     def has_ragged_queries(self) -> bool:
@@ -477,7 +496,7 @@ def _spec_of(found: Mapping[str, str]) -> ProblemSpec:
             values[field] = float(found[field])
     for field in ("sinks", "deterministic", "philox_on_device", "grad_logsumexp"):
         values[field] = field in found
-    for field in ("bias_gradient", "gradients"):
+    for field in ("bias_gradient", "gradients", "kv8"):
         values[field] = found.get(field, "")
     if "bias" in found:
         values["bias"] = found.get("bias_axes", BATCH_BROADCAST)

@@ -15,7 +15,16 @@ E4M3_BYTES = 1
 SHORT_NAMES: dict[str, str] = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 DIRECTIONS = ("forward", "backward")
 ROW_ALIGNMENT_BYTES = 16  # bytes of the widest load; rows aligned to less are loaded in smaller pieces
+SCALES = ("key_scale", "value_scale")  # of keys and values of 8-bit floats
+SCALE_AXES = ("batch", "page", "row", "head")  # along which a scale has a stride
 LSE_PADDING = 32  # rows of logsumexp are padded to a multiple of this
+
+
+
+def item_bytes(dtype: str) -> int:
+    """Returns the bytes of one element of an operand."""
+    return E4M3_BYTES if dtype in E4M3 else ITEM_BYTES[dtype]
+
 
 OPERANDS = ("query", "key", "value")
 BMHK = (*OPERANDS, "output", "grad_output", "grad_query", "grad_key", "grad_value")
@@ -119,7 +128,7 @@ class Tensor:
 
         It is one element when the last axis is not contiguous.
         """
-        item = ITEM_BYTES[self.dtype]
+        item = item_bytes(self.dtype)
         if self.shape[-1] > 1 and self.strides[-1] != 1:
             return item
         parts = (self.alignment, *(step * item for step in self.steps[:-1]), self.shape[-1] * item)

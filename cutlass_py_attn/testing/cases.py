@@ -29,7 +29,7 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.reference.score_mod import SeqlenInfo
 from cutlass_py_attn.score_terms.dropout import Dropout, keeper
-from cutlass_py_attn.testing import inputs, layouts, paged_inputs
+from cutlass_py_attn.testing import e4m3_inputs, inputs, layouts, paged_inputs
 
 Array = npt.NDArray[Any]
 
@@ -116,7 +116,7 @@ class Case:
         unused = UNUSED_TOKENS if self.spec.has_ragged_queries else (0, 0)
         problem = self.spec.problem(self.direction, unused_tokens=unused)
         place = layouts.LAYOUTS[self.layout]
-        names = (name for name in problem.tensors() if name not in ("bias", "grad_bias"))
+        names = [name for name in problem.tensors() if name not in ("bias", "grad_bias")]
         changes: dict[str, Any] = {name: place(getattr(problem, name)) for name in names}
         if problem.bias is not None:
             bias = layouts.bias_tensor(self.spec, self.bias_layout)
@@ -142,9 +142,11 @@ class Case:
         rng = np.random.default_rng(self.seed)
         problem = self.problem()
         if problem.pages is not None:
-            return self._paged_arrays(problem, rng) | self.feature_arrays(problem, rng)
-        operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.spec.mask, rng, self.sequences)
-        return dict(zip(inputs.NAMES, operands, strict=True)) | self.feature_arrays(problem, rng)
+            found = self._paged_arrays(problem, rng) | self.feature_arrays(problem, rng)
+        else:
+            operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.spec.mask, rng, self.sequences)
+            found = dict(zip(inputs.NAMES, operands, strict=True)) | self.feature_arrays(problem, rng)
+        return found | e4m3_inputs.codes(problem, found) if problem.has_e4m3_cache else found
 
     def _paged_arrays(self, problem: Problem, rng: np.random.Generator) -> dict[str, Array]:
         """Queries, pools and tables: the inputs of packed sequences, with their keys and values put into pages."""

@@ -16,7 +16,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.builder import grad_bias_mode
 from cutlass_py_attn.problem.spec import GRADIENTS
 from cutlass_py_attn.reference import numpy_reference, paged
-from cutlass_py_attn.testing import paged_inputs
+from cutlass_py_attn.testing import e4m3_inputs, paged_inputs
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, same_bits
 from cutlass_py_attn.testing.device_memory import guarded_launch
@@ -76,14 +76,16 @@ def results_of(case: Case) -> tuple[str, ...]:
 
 def by_reference(case: Case, arrays: dict[str, Array], precision: str) -> dict[str, Array]:
     """Returns all results in that precision; gradients use the output and logsumexp of `arrays` if they are there."""
-    operands = [arrays[name] for name in ("query", "key", "value")]
+    given = arrays if case.spec.page_size else e4m3_inputs.dequantised(arrays)
+    operands = [given[name] for name in ("query", "key", "value")]
     options: dict[str, Any] = {"mask": case.spec.mask, "scale": case.spec.scale, "score_mod": case.score_mod(arrays)}
     if precision == "float64" and "output" in arrays:
         output, logsumexp = arrays["output"], arrays["logsumexp"]
     elif case.spec.page_size:
         table = paged_inputs.page_table(arrays, case.spec.num_queries)
         query, key, value = operands
-        output, logsumexp = paged.forward(query, key, value, table, precision=precision, **options)
+        scales = e4m3_inputs.scales(arrays)
+        output, logsumexp = paged.forward(query, key, value, table, precision=precision, scales=scales, **options)
     else:
         output, logsumexp = numpy_reference.forward(*operands, precision=precision, **options)
     found = {"output": output, "logsumexp": logsumexp}
@@ -198,6 +200,8 @@ def _tanh_error(case: Case, expected: Expected) -> float:
 
 def _size(expected: Expected, name: str) -> float:
     array = expected.arrays[name].astype(np.float64)
+    if (scale := expected.arrays.get(f"{name}_scale")) is not None:
+        array = array * np.nanmax(scale)
     return float(np.sqrt(np.nanmean(array**2))) if np.isfinite(array).any() else 0.0  # unused rows of pages are NaN
 
 
