@@ -65,6 +65,8 @@ def attention_forward(
     backend: str = "auto",
     kernels: Callable[[Build], Artifact] | None = None,
     out: Any = None,
+    key_scale: Any = None,
+    value_scale: Any = None,
 ) -> tuple[Any, Any]:
     """Computes softmax(scale Q K^T + bias, masked) V, and the logarithm of the softmax's denominator.
 
@@ -81,6 +83,9 @@ def attention_forward(
     its padding is +inf. A row without keys has output 0 and logsumexp -inf. With `sequences`, the batch of logsumexp
     is the number of sequences, num_queries is max_seqlen_q, and the padding of a row starts at its sequence's length.
     With `sequences=Paged(...)`, key and value are pools (pages, page_size, num_heads_key, head_dim).
+    With a query of 16 bits, key and value may be 8-bit floats: float8_e4m3fn, or uint8 for their bytes, with key_scale
+    and value_scale. The decode kernels alone read them, with at most 128 queries of a group of heads. They compute in
+    float16: a query beyond 65504 overflows.
     Device results are ready in the order of `stream`; the function waits for the stream only for JAX arrays. NumPy
     results are complete.
 

@@ -16,7 +16,7 @@ from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.reference import numpy_reference, paged
+from cutlass_py_attn.reference import e4m3, numpy_reference, paged
 from cutlass_py_attn.runtime import arrays, output_checks
 from cutlass_py_attn.score_terms.dropout import keeper
 
@@ -37,8 +37,13 @@ def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
             max_seqlen_q=given.max_seqlen_q or 0,
             page_indptr=given.page_indptr,
         )
-        output, logsumexp = paged.forward(query, key, value, table, **terms)
+        scales = (options.key_scale, options.value_scale) if problem.has_e4m3_cache else None
+        output, logsumexp = paged.forward(query, key, value, table, scales=scales, **terms)
     else:
+        if problem.has_e4m3_cache:
+            starts = None if options.sequences is None else options.sequences.cu_seqlens_k
+            key = e4m3.dequantise(key, options.key_scale, starts)
+            value = e4m3.dequantise(value, options.value_scale, starts)
         output, logsumexp = numpy_reference.forward(query, key, value, **terms)
     output = _into(options.out, output.astype(operands["query"].dtype))
     return output, logsumexp.astype(np.float32)

@@ -18,7 +18,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import PACKED, SCALARS, Scalar, integer_of, is_on_host, shown, with_python_numbers
-from cutlass_py_attn.problem.tensors import OPERANDS, Sequences
+from cutlass_py_attn.problem.tensors import OPERANDS, SCALES, Sequences
 from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -161,10 +161,15 @@ class ForwardOptions(AttentionOptions, total=False):
         with pools as key and value.
     out: array for the output, with the output's shape and dtype, any strides and memory of its own; None allocates
         one.
+    key_scale, value_scale: float32, of key and value of 8-bit floats, whose numbers are their codes times the scale:
+        () or (1,), (num_heads_key,), (batch, num_heads_key), or one of each row, (pages, page_size, num_heads_key)
+        or (batch, num_keys, num_heads_key). None for key and value of other dtypes.
     """
 
     sequences: VariableLength | Paged | None
     out: Any
+    key_scale: Any
+    value_scale: Any
 
 
 class BackwardOptions(AttentionOptions, total=False):
@@ -213,6 +218,8 @@ class Options:
     packed: bool = False
     deterministic: bool = False
     num_splits_key: int | None = None
+    key_scale: Any = None
+    value_scale: Any = None
 
     @property
     def dropout_p(self) -> float:
@@ -235,6 +242,7 @@ class Options:
         """Returns the arrays among the options by their names in a Problem."""
         found = {name: value for name in registry.array_options() if (value := getattr(self, name)) is not None}
         found |= self.score_terms
+        found |= {name: value for name in SCALES if (value := getattr(self, name)) is not None}
         if self.grad_logsumexp is not None:
             found["grad_logsumexp"] = self.grad_logsumexp
         if self.sequences is not None:

@@ -16,21 +16,23 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import ProblemSpec
-from cutlass_py_attn.problem.tensors import DIRECTIONS, ITEM_BYTES
+from cutlass_py_attn.problem.tensors import DIRECTIONS, E4M3_BYTES, ITEM_BYTES
 from cutlass_py_attn.suggestions import did_you_mean
 
 
 def directions(spec: ProblemSpec) -> tuple[str, ...]:
     """The directions that are measured: forward alone for few queries against many keys."""
-    return ("forward",) if _is_decode(spec) or spec.page_size else DIRECTIONS
+    return ("forward",) if _is_decode(spec) or spec.page_size or spec.kv8 else DIRECTIONS
 
 
 def bytes_read_once(spec: ProblemSpec) -> int:
     """Bytes of query, key, value and output in a forward of few queries, whose time they decide; 0 for other cases."""
     if not _is_decode(spec):
         return 0
-    names = ("query", "key", "value", "output")
-    return sum(math.prod(spec.shape.of(name)) for name in names) * ITEM_BYTES[spec.dtype]
+    items = dict.fromkeys(("query", "key", "value", "output"), ITEM_BYTES[spec.dtype])
+    if spec.kv8:
+        items |= {"key": E4M3_BYTES, "value": E4M3_BYTES}
+    return sum(math.prod(spec.shape.of(name)) * size for name, size in items.items())
 
 
 def _is_decode(spec: ProblemSpec) -> bool:
