@@ -43,7 +43,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import SCALARS, shown
-from cutlass_py_attn.problem.tensors import OPERANDS
+from cutlass_py_attn.problem.tensors import OPERANDS, SCALES
 from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.suggestions import did_you_mean
@@ -73,6 +73,8 @@ class Options(TypedDict, total=False):
         is summed over that axis.
     alibi_slopes: (num_heads,) or (batch, num_heads) float32, not differentiable; a gradient of them is refused.
     sinks: (num_heads,) float32, differentiable.
+    key_scale, value_scale: of key and value of 8-bit floats, float8_e4m3fn or uint8 for their bytes; nothing of such a
+        call is differentiable.
     score_terms: {name: array} of terms that `score_terms.register` registered; like alibi_slopes not differentiable. A
         process that runs an exported program with such a term must register the term too.
     dropout_p: probability that a weight is dropped, from 0 to 1.
@@ -101,6 +103,8 @@ class Options(TypedDict, total=False):
     softcap: float
     alibi_slopes: Any
     sinks: Any
+    key_scale: Any
+    value_scale: Any
     score_terms: Mapping[str, Any]
     dropout_p: float
     dropout_key: Any
@@ -137,6 +141,8 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    key_scale: Any = None,
+    value_scale: Any = None,
     score_terms: Mapping[str, Any] = {},
     dropout_p: float = 0.0,
     dropout_key: Any = None,
@@ -307,6 +313,11 @@ def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
         for name in constants
         if name in differentiated
     ]
+    if differentiated and any(name in values for name in SCALES):
+        reasons.append(
+            f"{', '.join(differentiated)} with key and value of 8-bit floats is differentiated: must be a constant, "
+            "because 8-bit floats have no gradients; pass jax.lax.stop_gradient of it"
+        )
     if call.paged is not None and differentiated:
         names = ", ".join(differentiated)
         reasons.append(
@@ -387,6 +398,7 @@ def _prepare(
     except NotSupported as error:
         raise NotSupported([*reasons, *error.reasons]) from error
     given_arrays = operands | {name: given[name] for name in registry.array_options() if given.get(name) is not None}
+    given_arrays |= {name: given[name] for name in SCALES if given.get(name) is not None}
     given_arrays |= checked.score_terms
     sequences = None if checked.sequences is None else _with_numpy_lengths(checked.sequences)
     given_arrays |= {} if sequences is None else sequences.arrays()
@@ -432,6 +444,12 @@ def _prepare(
             ]
         else:
             reasons = split_rows.objections(call, arrays, sequences, wants_logsumexp)
+        reasons += [
+            f"{name} with context_axis: must be absent, because 8-bit floats are read by decode kernels, whose rows "
+            "are not split over devices; leave context_axis None"
+            for name in SCALES
+            if name in arrays
+        ]
         if reasons:
             raise NotSupported(reasons)
     return call, arrays

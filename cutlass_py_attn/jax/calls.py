@@ -22,7 +22,7 @@ from cutlass_py_attn.jax.rows import Context
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BMHK, OPERANDS, Tensor
+from cutlass_py_attn.problem.tensors import BMHK, OPERANDS, SCALES, Tensor
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -106,6 +106,8 @@ class Call:
             dropout=dropout,
             sequences=sequences,
             grad_logsumexp=operands.get("grad_logsumexp"),
+            key_scale=operands.get("key_scale"),
+            value_scale=operands.get("value_scale"),
             gradients=gradients or OPERANDS,
             score_terms={term.name: operands[term.name] for term in self.score_terms},
             deterministic=self.deterministic and bool(gradients),
@@ -165,9 +167,9 @@ def _refuse_derivative(*_: Any) -> NoReturn:
 def _joins_batch(call: Call, gradients: tuple[str, ...], batched: Mapping[str, bool]) -> bool:
     """Returns whether vmap's axis can join the batch axis.
 
-    It cannot for variable lengths, which have no batch axis, for pages, whose pools have none, nor for sinks, seeds and
-    terms without a batch axis, which all batches share. A backward with dropout must draw the same numbers as its
-    forward, whose axis was joined exactly if its output is batched.
+    It cannot for variable lengths, which have no batch axis, for pages, whose pools have none, nor for sinks, seeds,
+    scales of 8-bit floats and terms without a batch axis, which all batches share. A backward with dropout must draw
+    the same numbers as its forward, whose axis was joined exactly if its output is batched.
     """
     if any(batched.get(term.name) and _term_rank(term) == 1 for term in call.score_terms):
         return False
@@ -175,6 +177,7 @@ def _joins_batch(call: Call, gradients: tuple[str, ...], batched: Mapping[str, b
         call.max_seqlens is not None
         or call.paged is not None
         or batched.get("sinks")
+        or any(name in batched for name in SCALES)
         or "sinks" in gradients
         or batched.get(PHILOX)
     ):

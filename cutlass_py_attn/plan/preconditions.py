@@ -29,7 +29,7 @@ from cutlass_py_attn.plan.variants import PERSISTENT
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE
-from cutlass_py_attn.problem.tensors import BIASES, BMHK
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, item_bytes
 from cutlass_py_attn.problem.validation import LARGEST_SOFTCAP, MAX_LENGTH, MAX_RATIO, MAX_SCALE
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.softcap import MIN_SOFTCAP
@@ -142,8 +142,10 @@ def _edges(build: Build) -> Iterator[Condition]:
 
 def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
     """Strides are multiples of the elements of one load, and above 0 along the axes of a tensor map."""
-    unit = build.vector_bytes // build.item_bytes
-    for name in (name for name in problem.tensors() if name in BMHK):
+    for name, tensor in problem.tensors().items():
+        if name not in BMHK:
+            continue
+        unit = build.vector_bytes // item_bytes(tensor.dtype)
         axes = batch_axis(problem, name), "row", "head"
         for axis, size in zip(axes, shape(problem, name), strict=False):
             stride = f"{name}_{axis}"
@@ -153,7 +155,7 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
                 most = MAX_MAP_STRIDE_BYTES // build.item_bytes
                 yield f"step({size}, {stride}, 1) > 0", f"{stride} must be above 0: a tensor map steps forward"
                 yield f"step({size}, {stride}, 1) <= {most}", f"{stride} must be at most {most}, as in any tensor map"
-    if unit > 1 and problem.grad_output is not None:
+    if build.vector_bytes > build.item_bytes and problem.grad_output is not None:
         yield "grad_output_column == 1", "grad_output_column must be 1: rows are read several elements at a time"
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem.e4m3_scales import ROW_RANK
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.paging import FEATURE, Pages
 from cutlass_py_attn.problem.scalars import SCALARS, with_python_numbers
-from cutlass_py_attn.problem.e4m3_scales import ROW_RANK
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, E4M3, OPERANDS, SCALES, Sequences, Shape, Tensor
 from cutlass_py_attn.problem.validation import TENSORS, objections, score_terms_objections, shape_objections
 from cutlass_py_attn.score_terms import registry

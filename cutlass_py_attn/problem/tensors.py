@@ -20,7 +20,6 @@ SCALE_AXES = ("batch", "page", "row", "head")  # along which a scale has a strid
 LSE_PADDING = 32  # rows of logsumexp are padded to a multiple of this
 
 
-
 def item_bytes(dtype: str) -> int:
     """Returns the bytes of one element of an operand."""
     return E4M3_BYTES if dtype in E4M3 else ITEM_BYTES[dtype]

@@ -34,9 +34,8 @@ PAGED: Final = "paged"  # another one, which a kernel body has only if it says s
 KV8: Final = "kv8"  # keys and values of e4m3, likewise
 KV8_ROWS: Final = "kv8_rows"  # with a scale of each row
 OPTIONAL_LAYOUTS: Final = (KV8, KV8_ROWS, PAGED)
-RESERVED: Final = frozenset(
-    (*LAYOUTS, *OPTIONAL_LAYOUTS, "full", "causal", "local", "to", "sum", "det", "query", "key", "value", "output", "logsumexp")
-)
+_WORDS: Final = ("full", "causal", "local", "to", "sum", "det", "query", "key", "value", "output", "logsumexp")
+RESERVED: Final = frozenset((*LAYOUTS, *OPTIONAL_LAYOUTS, *_WORDS))
 
 _registered: dict[str, ScoreTerm] = {}
 

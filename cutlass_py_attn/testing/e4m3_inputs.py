@@ -26,8 +26,11 @@ def codes(problem: Problem, arrays: dict[str, Array]) -> dict[str, Array]:
     arrays: key and value as numbers, NaN in unused rows, and the arrays that say which rows a sequence has.
     """
     found: dict[str, Array] = {}
+    unused = _unused(problem, arrays)
     for name in NAMES:
         rows = arrays[name]
+        if unused is not None:
+            rows = np.where(unused[None, :, None, None], rows.dtype.type(np.nan), rows)
         scale = _scale(problem, name, rows, arrays)
         found[f"{name}_scale"] = scale
         found[name] = e4m3.quantise(rows, _of_rows(problem, scale, rows, arrays))
@@ -65,6 +68,18 @@ def _scale(problem: Problem, name: str, rows: Array, arrays: dict[str, Array]) -
                 found[number] = by_row[owners == number].max(axis=0)
         return found
     return e4m3.scale_of(rows, (0, 1, 3) if shape == rows.shape[2:3] else (0, 1, 2, 3)).reshape(shape)
+
+
+def _unused(problem: Problem, arrays: dict[str, Array]) -> Array | None:
+    """Returns which rows of key no sequence uses, (tokens,); None for all but variable lengths without pages."""
+    if problem.pages is not None or problem.sequences is None:
+        return None
+    starts = arrays["cu_seqlens_k"]
+    used = arrays.get("seqused_k", np.diff(starts))
+    found = np.ones(problem.key.shape[1], np.bool_)
+    for start, count in zip(starts[:-1].tolist(), used.tolist(), strict=True):
+        found[start : start + count] = False
+    return found
 
 
 def _of_rows(problem: Problem, scale: Array, rows: Array, arrays: dict[str, Array]) -> Array:

@@ -55,6 +55,11 @@ PAGED_KEYS: Final = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 250, 256, 300, 513, 1
 PAGED_ROWS: Final = (16, 16, 16, 32, 128)  # most query rows of a key head, which decide the tile
 PAGED_TERMS_SHARE: Final = 0.25  # of softcap, ALiBi and sinks each
 PAGED_MANY: Final = 150  # sequences of a large batch
+# Kernel numbers from here on are those of keys and values of 8-bit floats, with and without pages.
+KV8_FROM: Final = 200_000
+KV8_ROWS_SHARE: Final = 0.4  # of those with a scale of each row
+KV8_DENSE_SHARE: Final = 0.35  # of those without pages
+KV8_GRAINS: Final = ("", "tensor", "batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,8 @@ class _Kernel:
 
 def draw(kernel: int, run: int) -> Case:
     """Case `run` of the kernel number `kernel`."""
+    if kernel >= KV8_FROM:
+        return _draw_kv8(np.random.default_rng(kernel), np.random.default_rng((kernel, run)))
     if kernel >= PAGED_FROM:
         return _draw_paged(np.random.default_rng(kernel), np.random.default_rng((kernel, run)))
     drawn, rng = _draw_kernel(np.random.default_rng(kernel)), np.random.default_rng((kernel, run))
@@ -296,6 +303,23 @@ def _draw_paged(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
         invariant=int(most_rows == min(PAGED_ROWS) and rng.random() < 0.2),
     )
     return _with_inputs(case, rng)
+
+
+def _draw_kv8(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
+    """A forward with key and value of 8-bit floats. kernel: random numbers of what decides the machine code."""
+    has_row_scales, is_dense = (bool(kernel.random() < share) for share in (KV8_ROWS_SHARE, KV8_DENSE_SHARE))
+    is_ragged = is_dense and bool(kernel.random() < 0.5)
+    case = _draw_paged(kernel, rng)
+    spec = case.spec
+    grain = "row" if has_row_scales else str(_pick(rng, KV8_GRAINS))
+    changes: dict[str, Any] = {"kv8": f"kv8{grain}", "dtype": spec.dtype if spec.dtype != "float32" else "bfloat16"}
+    if is_dense:
+        changes |= {"page_size": 0}
+        case = case.replace(table="rows", invariant=0)
+    if is_dense and not is_ragged:
+        changes |= {"sequences": (), "batch": min(spec.batch, 5), "num_queries": spec.num_queries}
+        changes |= {"num_keys": max(spec.num_keys, 1)}
+    return case.replace(**changes)
 
 
 def _with_inputs(case: Case, rng: np.random.Generator) -> Case:

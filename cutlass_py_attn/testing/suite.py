@@ -12,6 +12,7 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.testing import (
     covering_cases,
     decode_cases,
+    kv8_cases,
     matrix,
     paged_cases,
     paged_forward_cases,
@@ -271,6 +272,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         matrix.builds(arch),
         decode_cases.builds(arch),
         paged_cases.builds(arch),
+        kv8_cases.builds(arch),
         paged_forward_cases.builds(arch),
         torch_ops_builds(arch),
         serving_cases.builds(arch),

@@ -3,13 +3,13 @@
 A register holds four codes. No lane passes a code to another: the products sum in an order in which each lane has what
 it needs.
 
-    S = Q K^T   lane t of a quad has 16 consecutive codes of a key, or 8 where columns are no multiple of 64; the columns
-                of Q are stored in that order
+    S = Q K^T   lane t of a quad has 16 consecutive codes of a key, or 8 where columns are no multiple of 64; the
+                columns of Q are stored in that order
     O += P V    ldmatrix transposes pairs of columns; the even columns are one product of 8 columns, the odd ones the
                 next, and the columns of O are found where the products left them
 
 Scales turn codes into numbers. Those of keys multiply the scores, those of values the output. With scales of each row,
-those of values multiply the weights, in units of the largest that a warp has seen, so that weights stay float16 numbers.
+those of values multiply the weights, in units of the largest that a warp has seen, so that float16 holds the weights.
 """
 
 import math
@@ -20,14 +20,12 @@ import cutlass.cute as cute
 import cutlass.experimental.primitives as prim
 from cutlass import Float16, Float32, Int8, Int32, Int64, Uint32
 
-from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.common import e4m3, paging, params
 from cutlass_py_attn.kernels.common.mma_sync import row_view
 from cutlass_py_attn.kernels.common.paged_copy import BLOCK_ROWS, PagedCopy, PagedRows
 from cutlass_py_attn.kernels.common.softmax import QUAD
 from cutlass_py_attn.plan import decode_smem
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 LINE_BYTES = 128  # of shared memory that all banks have at once
@@ -167,7 +165,10 @@ class E4m3Cache:
                 self.copy(source + byte, target, in_bounds, total - number < self.threads, member + number < total)
 
     def copy(self, address: Any, target: Any, in_bounds: Any, is_last: bool, is_needed: Any) -> None:
-        """Starts one copy of `vector_bytes` bytes; zeros if out of bounds. is_last: not all threads have such a copy."""
+        """Starts one copy of `vector_bytes` bytes; zeros if out of bounds.
+
+        is_last: whether not all threads have such a copy. is_needed: whether this one has.
+        """
         if is_last:
             _copy_if(address, target, in_bounds, is_needed, self.build.vector_bytes)
         else:

@@ -26,6 +26,7 @@ from cutlass_py_attn.kernels.common.score_mod import ScoreMod, ScoreRow
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, exp2, finite, multiply_rows, safe_scale
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.decode import e4m3_cache
 from cutlass_py_attn.kernels.decode.chunk_schedule import (
     BATCH,
     BEGIN,
@@ -36,7 +37,6 @@ from cutlass_py_attn.kernels.decode.chunk_schedule import (
     ChunkSchedule,
     inclusive_sum,
 )
-from cutlass_py_attn.kernels.decode import e4m3_cache
 from cutlass_py_attn.kernels.decode.combine import VECTOR, Combine
 from cutlass_py_attn.kernels.decode.e4m3_cache import E4m3Cache
 from cutlass_py_attn.kernels.decode.forward import Decode, apply_softmax
