@@ -114,7 +114,7 @@ def inputs(problem: Problem, build: Build) -> dict[str, Input]:
     if problem.pages is not None:
         found["page_table_row"] = Input("i64", int(given["page_table_row"]), meaning("page_table_row"))
     for name in problem.scales:
-        for axis in _scale_axes(problem, name)[1]:
+        for axis in (axis for axis in _scale_axes(problem, name)[1] if axis != "1"):
             found[axis] = Input("i64", int(given[axis]), meaning(axis))
     terms = registry.present(problem)
     for field in (term.vector.batch_field for term in terms if term.vector is not None):
@@ -190,10 +190,10 @@ def _vector(problem: Problem, name: str, tensor: Tensor) -> Pointer:
 
 
 def _scale_axes(problem: Problem, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the shape of a scale of 8-bit floats, and the names of the inputs that are its strides."""
+    """Returns the shape of a scale of 8-bit floats, and the names of the inputs that are its strides; "1" for one."""
     scale = getattr(problem, name)
     if scale.shape in ((), (1,)):
-        return (), ()
+        return ("1",), ("1",)
     by_row = launch_rules.shape(problem, "key")[:-1]
     sizes = {1: ("num_heads_key",), 2: ("batch", "num_heads_key"), 3: by_row}[len(scale.shape)]
     first = launch_rules.batch_axis(problem, "key") if len(sizes) == 3 else "batch"

@@ -24,7 +24,7 @@ from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.spec import GRADIENTS, ProblemSpec, SequenceLengths
+from cutlass_py_attn.problem.spec import GRADIENTS, KV8, KV8_BY_ROW, ProblemSpec, SequenceLengths
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.suggestions import did_you_mean
@@ -146,7 +146,7 @@ def _of_family(problem: Problem, arch: str, found: re.Match[str]) -> Plan:
 
 def _feature_pattern() -> str:
     """Returns the alternatives of a feature in a symbol; score terms may be registered at any time."""
-    return "|".join((*registry.LAYOUTS, registry.PAGED, *registry.names()))
+    return "|".join((*registry.LAYOUTS, *registry.OPTIONAL_LAYOUTS, *registry.names()))
 
 
 def _features(found: re.Match[str]) -> list[str]:
@@ -191,6 +191,7 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         sinks=has("sinks"),
         deterministic=found["det"] is not None,
         page_size=_PAGE_SIZE if has(registry.PAGED) else 0,
+        kv8=KV8_BY_ROW if has(registry.KV8_ROW) else KV8 if has(registry.KV8) else "",
     )
 
 

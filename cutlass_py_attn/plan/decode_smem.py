@@ -42,7 +42,7 @@ def stage_bytes(build: Build) -> tuple[int, int]:
     """Returns (bytes of a team's keys, bytes of its values) in one pipeline stage; with scales of rows, these too."""
     rows = team_keys(build)
     if build.has(registry.KV8):
-        scales = 2 * F32_BYTES if build.has(registry.KV8_ROWS) else 0
+        scales = 2 * F32_BYTES if build.has(registry.KV8_ROW) else 0
         end = round_up(rows * (build.columns + build.columns_value + scales), STAGE_ALIGNMENT)
         return rows * build.columns, end - rows * build.columns
     key, value = (

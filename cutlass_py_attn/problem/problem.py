@@ -180,7 +180,7 @@ class Problem:
         layouts = {
             "grouped": self.shape.group > 1,
             registry.KV8: self.has_e4m3_cache,
-            registry.KV8_ROWS: any(len(scale.shape) == ROW_RANK for scale in self.scales.values()),
+            registry.KV8_ROW: any(len(scale.shape) == ROW_RANK for scale in self.scales.values()),
             FEATURE: self.pages is not None,
             "seqused": self.sequences is not None and self.sequences.seqused_k,
             "varlen": self.has_ragged_rows,

@@ -56,7 +56,7 @@ from cutlass_py_attn.problem.tensors import E4M3, SHORT_NAMES, Sequences, Shape,
 
 GRAMMAR: Final = (__doc__ or "").partition("\n\n")[2]
 EXAMPLE: Final = "bf16_d128_s8192_b4_h16_causal"
-KV8: Final = "kv8"
+KV8, KV8_BY_ROW = "kv8", "kv8row"
 SCALE_GRAINS: Final = ("", "tensor", "batch", "row")  # of kv8{GRAIN}: what has a scale, each key head for ""
 GRADIENTS: Final = {"q": "query", "k": "key", "v": "value", "b": "bias", "s": "sinks"}  # letters of grads{LETTERS}
 BIAS_AXES: Final = "bhqk"

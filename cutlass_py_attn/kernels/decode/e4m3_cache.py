@@ -27,6 +27,7 @@ from cutlass_py_attn.kernels.common.softmax import QUAD
 from cutlass_py_attn.plan import decode_smem
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.tensors import F32_BYTES
+from cutlass_py_attn.score_terms import registry
 
 LINE_BYTES = 128  # of shared memory that all banks have at once
 CHUNK_BYTES = 16  # of one load of a lane
@@ -57,7 +58,7 @@ class E4m3Cache:
         self.build, self.rows, self.threads = build, rows, threads
         self.columns = {"key": build.columns, "value": build.columns_value}
         self.widths = {"key": build.head_dim, "value": build.head_dim_value}
-        self.has_row_scales = build.has("kv8_rows")
+        self.has_row_scales = build.has(registry.KV8_ROW)
         self.paged = PagedCopy(build, rows, threads) if build.has("paged") else None
 
     def stage_start(self, team: Any, stage: Any) -> cute.Pointer:
