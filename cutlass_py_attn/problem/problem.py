@@ -13,7 +13,7 @@ from cutlass_py_attn.problem.e4m3_scales import ROW_RANK
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.paging import FEATURE, Pages
 from cutlass_py_attn.problem.scalars import SCALARS, with_python_numbers
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, E4M3, OPERANDS, SCALES, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, E4M3, F32_BYTES, OPERANDS, SCALES, Sequences, Shape, Tensor
 from cutlass_py_attn.problem.validation import TENSORS, objections, score_terms_objections, shape_objections
 from cutlass_py_attn.score_terms import registry
 
@@ -222,7 +222,7 @@ class Problem:
             found |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
             if self.sequences.seqused_k:
                 found["seqused_k"] = Tensor((self.sequences.count,), (1,), "int32", 4)
-        found |= self.scales
+        found |= {name: replace(scale, alignment=F32_BYTES) for name, scale in self.scales.items()}
         if self.grad_logsumexp is not None:
             found["grad_logsumexp"] = self.grad_logsumexp
         if self.pages is not None:
