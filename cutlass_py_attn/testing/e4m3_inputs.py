@@ -62,7 +62,7 @@ def _scale(problem: Problem, name: str, rows: Array, arrays: dict[str, Array]) -
     if len(shape) == 2:
         by_row = e4m3.scale_of(rows, (3,))
         owners = _owners(problem, rows, arrays)
-        found = np.full(shape, e4m3.scale_of(rows, (0, 1, 2, 3)), np.float32)
+        found = np.full(shape, np.nan, np.float32)  # that of a sequence without keys
         for number in range(shape[0]):
             if (owners == number).any():
                 found[number] = by_row[owners == number].max(axis=0)
@@ -87,7 +87,7 @@ def _of_rows(problem: Problem, scale: Array, rows: Array, arrays: dict[str, Arra
     if scale.ndim != 2:
         return scale
     owners = _owners(problem, rows, arrays)
-    return scale[np.clip(owners, 0, max(len(scale) - 1, 0))]
+    return np.where(owners[..., None] < 0, np.float32(1), scale[np.clip(owners, 0, max(len(scale) - 1, 0))])
 
 
 def _owners(problem: Problem, rows: Array, arrays: dict[str, Array]) -> Array:

@@ -201,7 +201,7 @@ def _tanh_error(case: Case, expected: Expected) -> float:
 def _size(expected: Expected, name: str) -> float:
     array = expected.arrays[name].astype(np.float64)
     if (scale := expected.arrays.get(f"{name}_scale")) is not None:
-        array = array * np.nanmax(scale)
+        array = array * np.nanmax(scale, initial=0)
     return float(np.sqrt(np.nanmean(array**2))) if np.isfinite(array).any() else 0.0  # unused rows of pages are NaN
 
 

@@ -376,7 +376,8 @@ class PersistentDecode(Decode):
         cute.arch.sync_threads()
         statistics = self.row_statistics()
         if cutlass.const_expr(self.e4m3 is not None):
-            r_o.store(r_o.load() * scales[1])
+            # A sequence without keys may have any scale.
+            r_o.store(r_o.load() * cutlass.select_(start < stop, Float32(scales[1]), Float32(0.0)))
         self.store_team_results(warp, softmax, r_o, statistics)
         cute.arch.sync_threads()
         self.join_teams(p, piece, statistics, scale_log2, thread)
