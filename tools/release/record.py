@@ -27,6 +27,7 @@ SEAL = "sha256_of_the_rest"
 SUITE = (
     "cutlass_py_attn/problem/masks.py",
     "cutlass_py_attn/problem/spec.py",
+    "cutlass_py_attn/reference/e4m3.py",
     "cutlass_py_attn/reference/numpy_reference.py",
     "cutlass_py_attn/reference/paged.py",
     "cutlass_py_attn/reference/score_mod.py",
@@ -40,6 +41,7 @@ SUITE = (
     "cutlass_py_attn/testing/covering_cases.py",
     "cutlass_py_attn/testing/decode_cases.py",
     "cutlass_py_attn/testing/device_memory.py",
+    "cutlass_py_attn/testing/e4m3_inputs.py",
     "cutlass_py_attn/testing/guarded_check.py",
     "cutlass_py_attn/testing/inputs.py",
     "cutlass_py_attn/testing/layouts.py",
