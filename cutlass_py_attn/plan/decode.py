@@ -13,6 +13,7 @@ from cutlass_py_attn.plan.tile_rules import DECODE_LEAST_COPY, DECODE_MAX_HEAD_D
 from cutlass_py_attn.plan.variants import PERSISTENT, STANDARD, VARIANTS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, OPERANDS, WORD_BYTES, Shape
+from cutlass_py_attn.score_terms import registry
 
 MAX_ROWS: Final = 64  # queries of all heads of a group
 MIN_KEYS: Final = 256
@@ -158,11 +159,12 @@ def reason(shape: Shape, build: Build, splits: int) -> str:
     """Returns how the kernels of this plan divide the work; splits: blocks that share the keys."""
     rows = shape.num_queries * shape.group
     if build.variant == PERSISTENT:
-        return (
+        text = (
             f"persistent decode kernel (mma.sync, cp.async): {rows} query rows of a key head in tiles of "
-            f"{build.tile_m}, {splits} blocks share the keys of all sequences, whose pages and lengths they read on "
-            "the device"
+            f"{build.tile_m}, {splits} blocks share the keys of all sequences"
         )
+        text += ", whose pages and lengths they read on the device" if build.has(registry.PAGED) else ""
+        return text + (", and convert 8-bit floats to float16" if build.has(registry.KV8) else "")
     return (
         f"decode kernels (mma.sync, cp.async): {rows} query rows of a key head in tiles of {build.tile_m}, {splits} "
         "blocks share the keys of each"

@@ -11,6 +11,7 @@ from cutlass_py_attn.plan.arch import Architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Buffer, Build
 from cutlass_py_attn.plan.smem_maps import STEPS
 from cutlass_py_attn.plan.split_d import blocks_per_tile
+from cutlass_py_attn.score_terms import registry
 
 if TYPE_CHECKING:
     from cutlass_py_attn.plan.plan import Launch, Plan, Workspace
@@ -52,6 +53,9 @@ def _build_rows(build: Build) -> Iterator[tuple[str, str]]:
     yield "family", build.family
     yield "variant", build.variant or "standard"
     yield "dtype, mask", f"{build.dtype}, {build.mask}"
+    if build.has(registry.KV8):
+        grain = "each row" if build.has(registry.KV8_ROW) else "a key head, of each sequence or of all, or of all keys"
+        yield "key and value", f"8-bit floats (e4m3), converted to float16; scales of {grain}"
     yield "head_dim", f"{build.head_dim} (padded to {build.columns})"
     yield "head_dim_value", f"{build.head_dim_value} (padded to {build.columns_value})"
     rows = "rows of queries and heads" if build.family == "decode" else "queries"

@@ -33,6 +33,12 @@ def test_every_target_has_a_persistent_decode_kernel(name: str, arch: str) -> No
     assert (build.family, build.variant, build.dtype) == ("decode", PERSISTENT, "bfloat16")
 
 
+def test_explain_names_codes_and_scales() -> None:
+    assert "8-bit floats (e4m3), converted to float16; scales of each row" in plan_of(ROWS).explain()
+    assert plan_of(PAGED).reason.endswith("read on the device, and convert 8-bit floats to float16")
+    assert plan_of(DENSE).reason.endswith("share the keys of all sequences, and convert 8-bit floats to float16")
+
+
 def test_a_stage_has_a_byte_for_each_code_and_scales_of_rows() -> None:
     paged, rows = plan_of(PAGED).build, plan_of(ROWS).build
     keys = decode_smem.team_keys(paged)
