@@ -65,6 +65,9 @@ def attention_forward(
     backend: str = "auto",
     kernels: Callable[[Build], Artifact] | None = None,
     out: Any = None,
+    query_scale: Any = None,
+    key_scale: Any = None,
+    value_scale: Any = None,
 ) -> tuple[Any, Any]:
     """Computes softmax(scale Q K^T + bias, masked) V, and the logarithm of the softmax's denominator.
 
@@ -74,7 +77,9 @@ def attention_forward(
     The options are keywords; `ForwardOptions` describes each.
 
     The operands are float16, bfloat16 or float32, all of one dtype, with a contiguous last axis. They are CUDA arrays
-    of any library, which are read in place, or NumPy arrays, which are copied to the device.
+    of any library, which are read in place, or NumPy arrays, which are copied to the device. On sm_90a they may be
+    float8_e4m3fn with head dims that are multiples of 16 up to 256; the output is then bfloat16, or float16 in a
+    float16 `out`.
 
     Returns output (batch, num_queries, num_heads, head_dim_value) in the operands' dtype, and logsumexp
     (batch, num_heads, ceil32(num_queries)) float32, both in the library of query. logsumexp is a natural logarithm;

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.variants import PERSISTENT, QUERY_HEADS
+from cutlass_py_attn.plan.variants import E4M3, PERSISTENT, QUERY_HEADS
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
@@ -146,6 +146,14 @@ QUERY_HEADS_FIELDS: Fields = (
     ("total_key_tiles", "i32"),
 )
 
+# Only in forwards of e4m3 operands: the address of the factors of an operand's codes, 0 for none, and their strides
+# (elements), 0 along an axis that they do not have.
+OPERAND_SCALES: Fields = tuple(
+    (field, "i64")
+    for name in ("query_scale", "key_scale", "value_scale")
+    for field in (name, f"{name}_batch", f"{name}_head")
+)
+
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
 COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
@@ -193,6 +201,8 @@ def fields_of(build: Build) -> Fields:
         fields = (*fields, *QUERY_HEADS_FIELDS)
     if build.kind == "append" and build.variant:
         fields = (*fields, *APPEND_SCALES)
+    if build.kind == "forward" and build.variant == E4M3:
+        fields = (*fields, *OPERAND_SCALES)
     if build.has("varlen"):
         fields = (*fields, *VARLEN)
     if build.has("paged"):

@@ -12,7 +12,7 @@ from cutlass_py_attn.plan.expressions import Expression, Grid
 from cutlass_py_attn.plan.tile_rules import DECODE_LEAST_COPY, DECODE_MAX_HEAD_DIM
 from cutlass_py_attn.plan.variants import PERSISTENT, STANDARD, VARIANTS
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, OPERANDS, WORD_BYTES, Shape
+from cutlass_py_attn.problem.tensors import F32_BYTES, FLOAT8, OPERAND_BYTES, OPERANDS, WORD_BYTES, Shape
 
 MAX_ROWS: Final = 64  # queries of all heads of a group
 MIN_KEYS: Final = 256
@@ -28,14 +28,15 @@ THREAD_REGISTERS: Final = 192  # that a thread of the persistent kernel has at m
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
     """Returns what the problem has that the decode kernels do not take; empty if they take it."""
-    shape, item_bytes = problem.shape, ITEM_BYTES[problem.dtype]
-    widest = DECODE_MAX_HEAD_DIM[item_bytes]
+    shape, item_bytes = problem.shape, OPERAND_BYTES[problem.dtype]
+    widest = DECODE_MAX_HEAD_DIM[max(item_bytes, 2)]
     is_paged = problem.pages is not None
     most_rows = PERSISTENT_MAX_ROWS if is_paged else MAX_ROWS
     most_queries = PERSISTENT_MAX_ROWS if is_paged else MAX_QUERIES
     tensors = (getattr(problem, name) for name in (*OPERANDS, "output"))
     present = {
         "backward": problem.direction == "backward",
+        FLOAT8: problem.dtype == FLOAT8,
         f"more than {most_queries} queries": shape.num_queries > most_queries,
         f"fewer than {MIN_KEYS} keys": shape.num_keys < MIN_KEYS and not is_paged,
         f"more than {most_rows} queries of a group of heads": shape.num_queries * shape.group > most_rows,

@@ -25,9 +25,10 @@ from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
 from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT, QUERY_HEADS
+from cutlass_py_attn.plan.variants import E4M3, PER_HEAD, PERSISTENT, QUERY_HEADS
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, WORD_BYTES, Tensor
+from cutlass_py_attn.problem.quantization import SCALES, scale_strides
+from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, OPERAND_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
 
 LOG2_E: Final = math.log2(math.e)
@@ -255,7 +256,7 @@ def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tup
     elif is_pool or not problem.has_ragged_rows:
         return (columns, rows, heads, outer), strides
     row, head, _ = strides
-    around = f"{RAGGED_BYTES // RAGGED_ROWS // ITEM_BYTES[problem.dtype]} - {row}"
+    around = f"{RAGGED_BYTES // RAGGED_ROWS // OPERAND_BYTES[problem.dtype]} - {row}"
     sizes = columns, str(RAGGED_ROWS), heads, f"{rows} + 1", str(RAGGED_ROWS + 1)
     return sizes, (row, head, row, around)
 
@@ -275,6 +276,11 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
     if problem.pages is not None:
         found |= page_sizes(problem)
         found |= {"value_page_rows": sm90.value_page_rows(problem)} if build.family == "sm90" else {}
+    if build.kind == "forward" and build.variant == E4M3:
+        for name in SCALES:
+            tensor = getattr(problem, name)
+            strides = (0, 0) if tensor is None else scale_strides(tensor, problem.shape.num_heads_key)
+            found |= {f"{name}_batch": strides[0], f"{name}_head": strides[1]}
     for term in registry.in_struct(problem.features):
         found |= term.sizes(problem)
     if problem.direction == "backward":

@@ -24,6 +24,7 @@ from cutlass_py_attn.plan.tiles import decode_tiles, sm80_tiles, sm90_tiles
 from cutlass_py_attn.plan.variants import STANDARD, VARIANTS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.tensors import FLOAT8
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
 # Struct fields that the sizes of the device decide.
@@ -101,9 +102,23 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None, *, any_length
     any_length: leave out what is faster for the lengths of this problem alone, because others will be launched too
     """
     count = _check(problem, arch, num_sms)
+    found = _plans_of(problem, arch, count, any_length=any_length)
+    if not found:
+        raise NotSupported(_float8_reasons(problem, arch))
+    return found
+
+
+def _plans_of(problem: Problem, arch: str, count: int, *, any_length: bool) -> list[Plan]:
+    """Returns the plans of one target; none only for e4m3 operands, which the sm90 family alone multiplies."""
     of_sm90 = _sm90_builds(problem, arch, count, any_length=any_length)
-    found = *_decode_builds(problem, arch), *of_sm90, *_sm80_builds(problem, arch)
-    return [plan_of_build(problem, build, count) for build in found]
+    of_sm80 = [] if problem.dtype == FLOAT8 else _sm80_builds(problem, arch)
+    return [plan_of_build(problem, build, count) for build in (*_decode_builds(problem, arch), *of_sm90, *of_sm80)]
+
+
+def _float8_reasons(problem: Problem, arch: str) -> list[str]:
+    """Returns why no kernel multiplies the e4m3 operands of this problem on the target."""
+    missing = _unsupported(problem, arch, "sm90")
+    return [f"query has dtype {FLOAT8}: the kernel of {arch} takes no {name}; use 16-bit operands" for name in missing]
 
 
 def plans_on(
@@ -115,10 +130,12 @@ def plans_on(
     """
     *own, portable = targets_of(compute_capability)
     count = _check(problem, portable, num_sms)
-    found = plans(problem, portable, num_sms, any_length=any_length)
+    found = _plans_of(problem, portable, count, any_length=any_length)
     num_decode = sum(plan.build.family == "decode" for plan in found)  # they come first
     of_sm90 = [build for arch in own for build in _sm90_builds(problem, arch, count, any_length=any_length)]
     ours = [plan_of_build(problem, build, count) for build in of_sm90]
+    if not (found or ours):
+        raise NotSupported(_float8_reasons(problem, next(iter(own), portable)))
     return [*found[:num_decode], *ours, *found[num_decode:]]
 
 

@@ -11,8 +11,9 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.paging import FEATURE, Pages
+from cutlass_py_attn.problem.quantization import SCALES, output_dtype
 from cutlass_py_attn.problem.scalars import SCALARS, with_python_numbers
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, OPERANDS, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, FLOAT8, OPERANDS, Sequences, Shape, Tensor
 from cutlass_py_attn.problem.validation import TENSORS, objections, score_terms_objections, shape_objections
 from cutlass_py_attn.score_terms import registry
 
@@ -39,6 +40,8 @@ class Problem:
     deterministic: whether the gradients of query, key and value have the same bits in every run
     num_splits_key: thread blocks that share one (batch, head) in the backward; None lets the planner choose
     score_terms: (name, array) of every term of `score_terms.register`, in alphabetical order
+    query_scale, key_scale, value_scale: float32 () or (1,), (num_heads_key,), or (batch, num_heads_key): what a code
+        of 1 is worth in an e4m3 operand; None for 1 and for other dtypes
 
     The backward reads output and logsumexp, and writes those of grad_query, grad_key, grad_value, grad_bias and
     grad_sinks that are given. logsumexp is (batch, num_heads, ceil32(num_queries)) float32, contiguous. So is
@@ -73,6 +76,9 @@ class Problem:
     deterministic: bool = False
     num_splits_key: int | None = None
     score_terms: tuple[tuple[str, Tensor], ...] = ()
+    query_scale: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._python_numbers():
@@ -106,7 +112,8 @@ class Problem:
         def tensor(name: str) -> Tensor:
             return Tensor.contiguous(shape.of(name), dtype)
 
-        query, key, value, output = (tensor(name) for name in (*OPERANDS, "output"))
+        query, key, value = (tensor(name) for name in OPERANDS)
+        output = Tensor.contiguous(shape.of("output"), output_dtype(dtype))
         operands = Problem(direction, query, key, value, output, mask=Full() if mask is None else mask)
         if shape.tokens is not None:
             operands = operands.replace(sequences=Sequences(shape.batch, shape.num_queries, shape.num_keys))
@@ -133,7 +140,10 @@ class Problem:
 
     @property
     def dtype(self) -> str:
-        """Element type of all tensors except logsumexp, alibi_slopes and sinks."""
+        """Element type of query, key and value, and of all other tensors that have no element type of their own.
+
+        logsumexp, alibi_slopes and sinks are float32, and so are the factors of e4m3 operands, whose output is 16-bit.
+        """
         return self.query.dtype
 
     @property
@@ -162,6 +172,7 @@ class Problem:
     def features(self) -> tuple[str, ...]:
         """Score terms and layouts of the problem, in alphabetical order; a kernel without one has no code for it."""
         layouts = {
+            registry.FLOAT16_OUTPUT: self.dtype == FLOAT8 and self.output.dtype == "float16",
             "grouped": self.shape.group > 1,
             FEATURE: self.pages is not None,
             "seqused": self.sequences is not None and self.sequences.seqused_k,
@@ -208,6 +219,7 @@ class Problem:
             found["grad_logsumexp"] = self.grad_logsumexp
         if self.pages is not None:
             found |= self.pages.arrays()
+        found |= {name: tensor for name in SCALES if (tensor := getattr(self, name)) is not None}
         scalars = [name for term in registry.terms() for name in term.device_scalars(self)]
         return found | {name: Tensor((1,), (1,), "int64", 8) for name in scalars}
 

@@ -12,7 +12,10 @@ F32_BYTES = ITEM_BYTES["float32"]
 WORD_BYTES = 4  # bytes of a register
 E4M3 = ("float8_e4m3fn", "uint8")  # dtypes of arrays of 8-bit floats: their own, and their bytes
 E4M3_BYTES = 1
+FLOAT8 = "float8_e4m3fn"  # dtype of the operands of an e4m3 forward
+OPERAND_BYTES: dict[str, int] = {**ITEM_BYTES, FLOAT8: E4M3_BYTES}  # of query, key and value
 SHORT_NAMES: dict[str, str] = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+OPERAND_NAMES: dict[str, str] = {**SHORT_NAMES, FLOAT8: "e4m3"}
 DIRECTIONS = ("forward", "backward")
 ROW_ALIGNMENT_BYTES = 16  # bytes of the widest load; rows aligned to less are loaded in smaller pieces
 LSE_PADDING = 32  # rows of logsumexp are padded to a multiple of this
@@ -119,7 +122,7 @@ class Tensor:
 
         It is one element when the last axis is not contiguous.
         """
-        item = ITEM_BYTES[self.dtype]
+        item = OPERAND_BYTES[self.dtype]
         if self.shape[-1] > 1 and self.strides[-1] != 1:
             return item
         parts = (self.alignment, *(step * item for step in self.steps[:-1]), self.shape[-1] * item)

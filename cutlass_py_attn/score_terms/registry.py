@@ -31,8 +31,9 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
 # Words that symbols, problems or the parameter struct use for something else.
 LAYOUTS: Final = ("grouped", "seqused", "varlen")  # features of a Problem that are no score terms
 PAGED: Final = "paged"  # another one, which a kernel body has only if it says so
+FLOAT16_OUTPUT: Final = "float16_output"  # another one, of e4m3 operands, whose output is bfloat16 without it
 RESERVED: Final = frozenset(
-    (*LAYOUTS, PAGED, "full", "causal", "local", "to", "sum", "det", "query", "key", "value", "output", "logsumexp")
+    (*LAYOUTS, PAGED, FLOAT16_OUTPUT, "full", "causal", "local", "to", "sum", "det", "query", "key", "value", "output", "logsumexp")
 )
 
 _registered: dict[str, ScoreTerm] = {}
@@ -95,7 +96,7 @@ def registered_among(features: Collection[str]) -> tuple[ScoreTerm, ...]:
     The order decides the struct and the kernels, so that it must not depend on the order of registration. Raises
     NotSupported for a term that is not registered: a kernel without it would have the symbol of one with it.
     """
-    known = {*LAYOUTS, PAGED, *(term.name for term in BUILT_IN), *_registered}
+    known = {*LAYOUTS, PAGED, FLOAT16_OUTPUT, *(term.name for term in BUILT_IN), *_registered}
     if unknown := sorted(set(features) - known):
         raise NotSupported(
             f"score terms {', '.join(unknown)}: must be registered before kernels with them are planned, compiled or "
