@@ -175,6 +175,11 @@ _SM90_FORWARD_E4M3: _Table = {
     192: (TileConfig(128, 128, 12, 2, variant=E4M3),),
     256: (TileConfig(128, 64, 12, 2, variant=E4M3),),
 }
+_SM90_FORWARD_E4M3_LOCAL: _Table = {
+    64: _SM90_FORWARD_E4M3[64][1:],
+    192: (TileConfig(128, 64, 12, 2, variant=E4M3),),
+    256: _SM90_FORWARD_E4M3[256],
+}
 _SM90_BACKWARD: _Table = {
     64: (
         TileConfig(64, 64, 12, 4, 3),
@@ -222,6 +227,7 @@ SM90: dict[str, _Table] = {
     "forward local": _SM90_FORWARD_LOCAL,
     "forward wide": _SM90_FORWARD_WIDE,
     "forward e4m3": _SM90_FORWARD_E4M3,
+    "forward e4m3 local": _SM90_FORWARD_E4M3_LOCAL,
     "backward": _SM90_BACKWARD,
     "backward masked": _SM90_BACKWARD_MASKED,
     "backward score_rows": _SM90_BACKWARD_SCORE_ROWS,
@@ -301,7 +307,8 @@ def table_key(problem: Problem) -> tuple[str, int]:
         name, served = "backward masked" if is_masked else "backward", _accumulator_head_dim(problem)
         name = "backward score_rows" if splits_score_rows(problem.shape) else name
     elif problem.dtype == FLOAT8:
-        name, served = "forward e4m3", problem.shape.head_dim_value
+        name = "forward e4m3 local" if problem.mask.form == "local" else "forward e4m3"
+        served = problem.shape.head_dim_value
     elif (widest := max(problem.shape.head_dim, problem.shape.head_dim_value)) > SM90_MAX_HEAD_DIM:
         name, served = "forward wide", widest
     elif any(term.needs_registers_sm90 for term in registry.present(problem)):
