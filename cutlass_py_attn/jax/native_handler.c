@@ -239,15 +239,15 @@ static Program *found(uint64_t key, uint64_t place) {
     return p;
 }
 
-/* The handlers in Python. launch_in_python: an XLA_FFI_Handler. failed: returns the XLA_FFI_Error of a driver function
-   that returned an error; symbol: of the kernel, "" for none. */
+/* Functions in Python. launch_in_python: an XLA_FFI_Handler. describe: returns the XLA_FFI_Error of a driver function that
+   returned an error; symbol: of the kernel, "" for none. */
 static XLA_FFI_Error *(*launch_in_python)(XLA_FFI_CallFrame *frame);
-static XLA_FFI_Error *(*failed)(const XLA_FFI_Api *api, int function, CUresult code, const char *symbol);
+static XLA_FFI_Error *(*describe)(const XLA_FFI_Api *api, int function, CUresult code, const char *symbol);
 
-/* Sets the handlers in Python, before the first call. */
+/* Sets the functions in Python, before the first call. */
 PUBLIC void cutlass_py_attn_set_python(void *launch, void *report) {
     memcpy(&launch_in_python, &launch, sizeof launch);
-    memcpy(&failed, &report, sizeof report);
+    memcpy(&describe, &report, sizeof report);
 }
 /* Sets the driver's functions, before the first program is added. count: of the GPUs. */
 PUBLIC void cutlass_py_attn_open(void *const *functions, int count) {
@@ -294,6 +294,11 @@ static XLA_FFI_Error *error(const XLA_FFI_Api *api, const char *format, ...) {
     va_end(values);
     XLA_FFI_Error_Create_Args made = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, text, XLA_FFI_Error_Code_INTERNAL};
     return api->XLA_FFI_Error_Create(&made);
+}
+
+static XLA_FFI_Error *failed(const XLA_FFI_Api *api, int function, CUresult code, const char *symbol) {
+    XLA_FFI_Error *found = describe(api, function, code, symbol);
+    return found ? found : error(api, TARGET ": CUresult %d for %s", code, symbol); /* Python could not say more */
 }
 
 /* Answers XLA's question for the handler's metadata. Returns whether it was asked. */
