@@ -15,6 +15,7 @@ machine code. Like a cached kernel, it is used only if no other user could have 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -32,7 +33,6 @@ import jax
 
 from cutlass_py_attn.compilation import cache
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.suggestions import did_you_mean
 
 VARIABLE: Final = "CUTLASS_PY_ATTN_JAX_HANDLER"
@@ -66,7 +66,7 @@ def choice() -> Choice:
     given = os.environ.get(VARIABLE) or AUTO
     if given not in HANDLERS:
         remedy = did_you_mean(given, HANDLERS, "unset it")
-        raise NotSupported(f"{VARIABLE} = {shown(given)}: must be one of {', '.join(HANDLERS)}; {remedy}")
+        raise NotSupported(f"{VARIABLE} = {given!r}: must be one of {', '.join(HANDLERS)}; {remedy}")
     if given == PYTHON:
         return Choice(PYTHON, f"{VARIABLE} demands it")
     if given == AUTO and not _has_driver():
@@ -77,7 +77,7 @@ def choice() -> Choice:
         if given == NATIVE:
             remedy = f"install a C compiler, or set {VARIABLE}={PYTHON}"
             raise NotSupported(
-                f"{VARIABLE} = {shown(given)}: the native handler cannot be compiled: {error}; {remedy}"
+                f"{VARIABLE} = {given!r}: the native handler cannot be compiled: {error}; {remedy}"
             ) from error
         return Choice(PYTHON, f"the native handler cannot be compiled: {error}")
     return Choice(NATIVE, place, library)
@@ -98,32 +98,45 @@ def _has_driver() -> bool:
 def load() -> tuple[ctypes.CDLL, str]:
     """Returns the library, compiled if it is not cached, and its file, or why it is compiled in each process."""
     command = _command()
-    data = _inputs(command)
+    folder, unfit = _folder()
+    path = folder / f"{hashlib.sha256(_inputs(command)).hexdigest()}.so"
+    if not unfit and _is_intact(path):
+        with contextlib.suppress(_NotBuilt):  # of another machine that shares the folder
+            return _opened(path), str(path)
+    if not unfit:
+        try:
+            _store(command, path)
+            return _opened(path), str(path)
+        except OSError as error:
+            unfit = error.strerror or str(error)
+    try:
+        with tempfile.TemporaryDirectory(prefix=FOLDER) as made:  # a loaded library needs no file
+            library = _opened(_compile(command, Path(made)))
+    except OSError as error:
+        raise _NotBuilt(f"{tempfile.gettempdir()}: {error.strerror or error}") from error
+    return library, f"compiled in each process, as {folder} cannot be its cache: {unfit}"
+
+
+def _folder() -> tuple[Path, str]:
+    """Returns the folder of the cached libraries, and why it cannot be a cache; "" if it can."""
+    folder = Path(FOLDER)
     try:
         folder = cache.default_folder().with_name(FOLDER)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        unfit = cache.refusal(folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        folder, unfit = Path(), str(error)
-    if unfit:
-        with tempfile.TemporaryDirectory(prefix=FOLDER) as made:  # a loaded library needs no file
-            found = _opened(_compile(command, Path(made)))
-        return found, f"compiled in each process, as {folder} cannot be its cache: {unfit}"
-    path = folder / f"{hashlib.sha256(data).hexdigest()}.so"
-    if _is_intact(path):
-        try:
-            return _opened(path), str(path)
-        except _NotBuilt:  # of another machine that shares the folder
-            pass
-    try:
-        with tempfile.TemporaryDirectory(prefix="part_", dir=folder) as made:
-            found = _compile(command, Path(made))
-            with found.open("ab") as file:
-                file.write(_digest(found.read_bytes()))
-            found.replace(path)
+        return folder, cache.refusal(folder)
     except OSError as error:
-        raise _NotBuilt(f"{folder}: {error.strerror or error}") from error
-    return _opened(path), str(path)
+        return folder, error.strerror or str(error)
+    except RuntimeError as error:  # there is no home directory
+        return folder, str(error)
+
+
+def _store(command: list[str], path: Path) -> None:
+    """Compiles the library into a file of the cache, which is whole as soon as it is there."""
+    with tempfile.TemporaryDirectory(prefix="part_", dir=path.parent) as made:
+        found = _compile(command, Path(made))
+        with found.open("ab") as file:
+            file.write(_digest(found.read_bytes()))
+        found.replace(path)
 
 
 def _command() -> list[str]:
@@ -133,7 +146,7 @@ def _command() -> list[str]:
         found = shutil.which(words[0])
         if found:
             return [found, *words[1:], *FLAGS, f"-I{jax.ffi.include_dir()}"]
-    where = f"CC = {shown(given[0])}" if given else ", ".join(COMPILERS)
+    where = f"CC = {given[0]!r}" if given else ", ".join(COMPILERS)
     raise _NotBuilt(f"there is no C compiler on the PATH ({where})")
 
 

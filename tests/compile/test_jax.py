@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -29,6 +30,7 @@ from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.testing.distance_squared import distance_squared
 from tests.support import crafted_json, fakes
+from tests.support.c_compiler import compiler
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact, decode
 
@@ -647,13 +649,17 @@ def test_the_training_example_without_a_gpu() -> None:
     assert worst < 1e-5
 
 
-def test_importing_loads_no_compiler() -> None:
-
+def test_importing_loads_neither_driver_nor_compiler(tmp_path: Path) -> None:
+    """With the handler in C too, which the import compiles."""
     code = (
-        "import sys, cutlass_py_attn.jax; print([m for m in ('cutlass', 'cuda.bindings.driver') if m in sys.modules])"
+        "import sys, cutlass_py_attn.jax; print([m for m in ('cutlass', 'cuda.bindings.driver') if m in sys.modules]);"
+        "from cutlass_py_attn.jax import native_library as n; print(n.choice().reason)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    compiler("c")
+    environment = {**os.environ, "CUTLASS_PY_ATTN_JAX_HANDLER": "native", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    (library,) = (tmp_path / "cutlass_py_attn_jax").iterdir()
+    assert done.stdout.splitlines() == ["[]", str(library)]
 
 
 def test_without_jax_the_import_says_what_to_install() -> None:

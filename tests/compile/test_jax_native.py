@@ -11,13 +11,11 @@ from hypothesis import HealthCheck, assume, given, settings
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
 
-from cutlass_py_attn.errors import NotSupported  # noqa: E402
-from cutlass_py_attn.jax import handler, native, native_library, native_program  # noqa: E402
+from cutlass_py_attn.jax import handler  # noqa: E402
 from cutlass_py_attn.plan import planner  # noqa: E402
 from cutlass_py_attn.problem import spec  # noqa: E402
 from cutlass_py_attn.problem.problem import Problem  # noqa: E402
 from cutlass_py_attn.problem.tensors import DIRECTIONS  # noqa: E402
-from tests.support import native_frames  # noqa: E402
 from tests.support.any_problem import problems  # noqa: E402
 from tests.support.fake_driver import FakeDriver  # noqa: E402
 from tests.support.native_frames import Call, call_of, compared, native_handler  # noqa: E402

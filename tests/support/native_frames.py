@@ -62,7 +62,9 @@ def payload_of(problem: Problem | None, plan: Plan, made: Artifact, names: Seque
     found = [name for name in names if name not in PHILOX]
     found += [handler.PHILOX] if len(found) < len(names) else []
     is_forward = problem is not None and problem.direction == "forward"
-    results = [name for name in found if name.startswith("grad_") and name != "grad_output" and name != "grad_logsumexp"]
+    results = [
+        name for name in found if name.startswith("grad_") and name != "grad_output" and name != "grad_logsumexp"
+    ]
     results = [name for name in found if name in RESULTS] if is_forward else results
     operands = tuple(name for name in found if name not in results)
     return Payload(problem, plan, made, operands, (*results, *([handler.WORKSPACE] if plan.workspace.bytes else [])))
