@@ -681,6 +681,8 @@ def test_the_benchmark_records_what_it_prints(
 
     cases = tuple(bench_jax.Case("float32", 1, 8, 1, 8, is_causal) for is_causal in (True, False))
     monkeypatch.setattr(bench_jax, "CASES", cases)
+    monkeypatch.setattr(bench_jax, "SMALL", bench_jax.Case("float32", 1, 8, 1, 8, True))
+    monkeypatch.setattr(bench_jax, "HOST_CALLS", 1)
     monkeypatch.setattr(bench_jax, "attention", ours)
     about = {"gpu": "none", "driver": "none", "date": "2026-11-22"}
     monkeypatch.setattr(bench_jax.record, "about_run", lambda: about)
@@ -688,13 +690,18 @@ def test_the_benchmark_records_what_it_prints(
     monkeypatch.setattr(sys, "argv", ["bench_jax", "--kernels", str(tmp_path), "--record", str(log)])
     assert bench_jax.main() == 0
     run = json.loads(log.read_text())
-    assert run.keys() == {*about, "commit", "jax", "rows"}
+    assert run.keys() == {*about, "commit", "jax", "rows", "handler", "host"}
     printed = capsys.readouterr().out.splitlines()
-    assert printed == bench_jax.jax_table.table(run).splitlines()[2:]
-    assert [line.split(" | ")[0] for line in printed[2:]] == [
+    assert printed == [line for line in bench_jax.jax_table.table(run).splitlines()[2:] if line]
+    assert [line.split(" | ")[0] for line in printed[2:4]] == [
         f"| float32, {mask}, batch 1, 8 tokens, 1 heads of 8" for mask in ("causal", "full")
     ]
-    assert all(line.count("refused") == 2 for line in printed[2:])
+    assert all(line.count("refused") == 2 for line in printed[2:4])
+    assert printed[4] == "| small program, times in ms | ours (python handler) | cuDNN |"
+    programs = [f"{name}{place}" for place in ("", ", 2 GPUs") for name in bench_jax.PROGRAMS]
+    names = [f"| {name}{beside} " for name in programs for beside in ("", ", beside a busy thread")]
+    assert [line.split("| ")[1] for line in printed[6:]] == [name[2:] for name in names]
+    assert all(line.count("refused") == 1 for line in printed[6:])
 
 
 def lengths(q: Any, k: Any, longest: tuple[int, int] = (412, 412), used: Any = None) -> VariableLength:
