@@ -100,8 +100,8 @@ def row(case: Case, kernels: Any) -> record.Json:
     }
 
 
-def chained(function: Callable[..., Any], query: Any, key: Any, value: Any, *_: Any) -> Any:
-    """Returns the result of several calls, each of the result before it."""
+def chained(function: Callable[..., Any], query: Any, key: Any, value: Any, grad_output: Any) -> Any:
+    """Returns the result of several forwards, each of the result before it; takes grad_output as `both` does."""
     for _ in range(CHAINED):
         query = function(query, key, value)
     return query
