@@ -301,9 +301,10 @@ static XLA_FFI_Error *failed(const XLA_FFI_Api *api, int function, CUresult code
     return found ? found : error(api, TARGET ": CUresult %d for %s", code, symbol); /* Python could not say more */
 }
 
-/* Answers XLA's question for the handler's metadata. Returns whether it was asked. */
-static int is_described(const XLA_FFI_CallFrame *frame) {
-    for (XLA_FFI_Extension_Base *each = frame->extension_start; each; each = each->next) {
+/* Answers XLA's question for the handler's metadata. Returns whether it was asked. XLA's header renamed the type of an
+   extension, but not its members. */
+static int is_described(XLA_FFI_CallFrame *frame) {
+    for (__typeof__(frame->extension_start) each = frame->extension_start; each; each = each->next) {
         if (each->type != XLA_FFI_Extension_Metadata) continue;
         XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)each)->metadata;
         metadata->api_version.major_version = XLA_FFI_API_MAJOR;
