@@ -19,10 +19,13 @@ jnp = jax.numpy
 import cutlass_py_attn.jax as attention_module  # noqa: E402
 from cutlass_py_attn.api.options import VariableLength  # noqa: E402
 from cutlass_py_attn.jax import append_to_cache, attention, handler, native_program, primitive, serving  # noqa: E402
+from cutlass_py_attn.jax.payload import unpack  # noqa: E402
 from cutlass_py_attn.plan import planner  # noqa: E402
 from cutlass_py_attn.problem import spec  # noqa: E402
+from cutlass_py_attn.problem.append import AppendProblem  # noqa: E402
+from cutlass_py_attn.problem.merge import MergeProblem  # noqa: E402
 from cutlass_py_attn.problem.problem import Problem  # noqa: E402
-from cutlass_py_attn.problem.tensors import DIRECTIONS  # noqa: E402
+from cutlass_py_attn.problem.tensors import DIRECTIONS, Tensor  # noqa: E402
 from cutlass_py_attn.runtime import driver, tensor_maps  # noqa: E402
 from tests.support import native_frames  # noqa: E402
 from tests.support.any_problem import problems  # noqa: E402
@@ -124,6 +127,35 @@ def test_drawn_problems(log: FakeDriver, by_python: list[int], problem: Problem)
     expect_the_same(log, call_of(problem, plan), by_python)
 
 
+def tensor(*shape: int, dtype: str = "float16") -> Tensor:
+    return Tensor.contiguous(shape, dtype)
+
+
+ROWS = (
+    AppendProblem(
+        key=tensor(5, 2, 16),
+        value=tensor(5, 2, 16),
+        key_cache=tensor(3, 4, 2, 16),
+        value_cache=tensor(3, 4, 2, 16),
+        slots=tensor(5, dtype="int64"),
+    ),
+    MergeProblem(
+        output_a=tensor(2, 5, 3, 8),
+        logsumexp_a=tensor(2, 3, 32, dtype="float32"),
+        output_b=tensor(2, 5, 3, 8),
+        logsumexp_b=tensor(2, 3, 32, dtype="float32"),
+        output=tensor(2, 5, 3, 8),
+    ),
+)
+
+
+@pytest.mark.parametrize("problem", ROWS, ids=lambda problem: type(problem).__name__)
+def test_appends_and_merges(log: FakeDriver, by_python: list[int], problem: AppendProblem | MergeProblem) -> None:
+    """Their plans have no problem; a cache is operand and result."""
+    call = Call(unpack(serving.payload_of(serving._Call(problem, artifact, "sm_90", False))))
+    expect_the_same(log, call, by_python)
+
+
 def test_each_gpu_has_its_kernels(log: FakeDriver, by_python: list[int]) -> None:
     """One key on two GPUs: the stream's context decides, and is current while the kernels are launched."""
     problem = spec.parse("f16_d64_s100_b1_h2_full").problem("forward")
@@ -220,13 +252,18 @@ def test_an_error_of_the_first_launch_is_not_the_last(log: FakeDriver, by_python
     assert by_python == [call.key]
 
 
-def test_tensor_maps_that_cannot_be_overwritten_stay_with_python(
-    log: FakeDriver, by_python: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [(tensor_maps, "starts_with_address", lambda *_: False), (native_program, "MAX_MAPS", 2)],
+    ids=["addresses cannot be overwritten", "too many"],
+)
+def test_tensor_maps_that_c_cannot_write_stay_with_python(
+    log: FakeDriver, by_python: list[int], monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: Any
 ) -> None:
-    monkeypatch.setattr(tensor_maps, "starts_with_address", lambda *_: False)
+    monkeypatch.setattr(module, name, value)
     problem = spec.parse("bf16_d128_s512_b2_h4_causal").problem("forward")
     call = call_of(problem, planner.plans_on(problem, (9, 0), 132)[0])
-    assert call.payload.plan.launches[0].tensor_maps
+    assert len(call.payload.plan.launches[0].tensor_maps) == 3
     for _ in range(3):
         assert call.native(call.addresses(1)) == ""
     assert by_python == [call.key] * 3
