@@ -25,6 +25,7 @@ SECTIONS: Final = {
     "Errors": ("AttentionError", "NotSupported", "DoesNotFit", "CompileError", "Stale", "NoDevice", "DriverError"),
 }  # fmt: skip
 REST: Final = "Other names"
+DISTRIBUTED: Final = "[Several GPUs](several_gpus.md#without-jax) explains its use."
 CONFIG: Final[ConfigDict] = {
     "heading_level": 3,
     "show_root_full_path": False,
@@ -74,6 +75,9 @@ def _sections(package: Module) -> Iterator[str]:
     jax = package["jax"]
     yield f"## JAX\n\n`{PACKAGE}.jax`, which needs the extra `jax`. [JAX](jax.md) explains its use.\n"
     yield from _entries(jax[name] for name in exports(jax))
+    distributed = package["distributed"]
+    yield f"## Several GPUs without JAX\n\n`{PACKAGE}.distributed`, which needs the extra `nccl`. {DISTRIBUTED}\n"
+    yield from _entries(distributed[name] for name in exports(distributed))
 
 
 def _entries(objects: Iterable[Any]) -> Iterator[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import cutlass_py_attn
+from cutlass_py_attn import distributed
 from cutlass_py_attn.api import attention, call_cache, options
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal
@@ -58,6 +59,23 @@ def test_options_of_jax_are_keywords() -> None:
     assert {key: item.annotation for key, item in shown.items()} == annotations_of(package.Options)
     mine = {"dropout_p": 0.0, "dropout_key": None, "arch": None, "return_logsumexp": False}
     mine |= {"context_axis": None, "context_strategy": "all_gather", "load_balance": None}
+    assert {key: item.default for key, item in shown.items()} == {
+        key: mine[key] if key in mine else DEFAULTS[key] for key in shown
+    }
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_options_of_split_rows_are_keywords(name: str) -> None:
+    """All that the options have but score_terms, which calls refuse; every call names its group."""
+    declared = {
+        "attention_forward": distributed.ContextOptions,
+        "attention_backward": distributed.ContextBackwardOptions,
+    }
+    shown = keywords(getattr(distributed, name))
+    assert {key: item.annotation for key, item in shown.items()} == {
+        key: kind for key, kind in annotations_of(declared[name]).items() if key != "score_terms"
+    }
+    mine = {"group": inspect.Parameter.empty, "context_strategy": "all_gather", "load_balance": None}
     assert {key: item.default for key, item in shown.items()} == {
         key: mine[key] if key in mine else DEFAULTS[key] for key in shown
     }
