@@ -97,3 +97,15 @@ def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
         cutlass_py_attn.attention_forward(array, array, array, sofcap=3.0, mask=5, backend="reference")
     assert [reason.split(":")[0] for reason in caught.value.reasons] == ["option 'sofcap' is unknown", "mask = 5 (int)"]
     assert caught.value.reasons[0].endswith("; did you mean softcap?")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("causal", "mask=Causal()"), ("softmax_scale", "scale="), ("dropout_p", "dropout=Dropout("), ("xyz", "spelling")],
+)
+def test_an_option_of_another_library_is_refused_with_its_name_here(name: str, remedy: str) -> None:
+    array, options = np.ones((1, 2, 1, 8), "f4"), {"backend": "reference", name: 0.5}
+    call: Any = cutlass_py_attn.attention_forward
+    with pytest.raises(NotSupported) as caught:
+        call(array, array, array, **options)
+    assert remedy in caught.value.reasons[0].rpartition(";")[2]
