@@ -18,11 +18,14 @@ SECTIONS: Final = {
     "Attention": ("attention_forward", "attention_backward", "AttentionOptions", "ForwardOptions", "BackwardOptions",
                   "Gradients", "Dropout", "dropout_mask", "VariableLength", "Paged"),
     "Masks": ("Mask", "Full", "Causal", "CausalBottomRight", "Window"),
+    "Paged caches and partial results": ("append_to_cache", "merge_states", "AppendProblem", "MergeProblem",
+                                         "plan_append", "plan_merge"),
     "Problem and plan": ("Problem", "Shape", "Tensor", "Sequences", "Pages", "Plan", "plan_forward", "plan_backward",
                          "plan_with_tile", "TileConfig"),
     "Compile and launch": ("Build", "compile", "artifact_for", "Artifact", "Folder", "bind", "Bound"),
     "Bundles": ("export_bundle", "export_library", "load_bundle", "Bundle"),
-    "Errors": ("AttentionError", "NotSupported", "DoesNotFit", "CompileError", "Stale", "NoDevice", "DriverError"),
+    "Errors": ("AttentionError", "NotSupported", "DoesNotFit", "CompileError", "Stale", "NoDevice", "OldDriver",
+               "ForkedChild", "DriverError", "NoPermission"),
 }  # fmt: skip
 REST: Final = "Other names"
 DISTRIBUTED: Final = "[Several GPUs](several_gpus.md#without-jax) explains its use."
