@@ -77,7 +77,7 @@ def compared(log: fake_driver.FakeDriver) -> list[tuple[Any, ...]]:
             found.append((call.name, call.text, call.numbers[:9], call.parameters))
         elif call.name == "cuTensorMapEncodeTiled":
             if call.numbers[3] >= ADDRESSES:
-                found.append((call.name, call.numbers[1:]))
+                found.append((call.name, call.numbers[1:], call.parameters))
         elif call.name in COMPARED:
             found.append((call.name, call.numbers))
     return sorted(found, key=lambda item: COMPARED.index(item[0]))
