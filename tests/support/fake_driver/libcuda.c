@@ -185,7 +185,7 @@ int cuLibraryLoadData(char **library, const char *code, void *a, void *b, unsign
     *library = strdup(code);
     return 0;
 }
-int cuLibraryUnload(char *library) { NOTE("", N(library)); free(library); return 0; }
+int cuLibraryUnload(char *library) { NOTE("", N(library)); UNSAFE; free(library); return 0; }
 int cuLibraryGetKernel(Kernel **kernel, const char *library, const char *symbol) {
     NOTE(symbol, N(library));
     const char *line = library;
