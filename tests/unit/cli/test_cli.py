@@ -264,6 +264,8 @@ def test_doctor_names_packages_that_pip_finds(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(doctor, "_version", lambda name: "")
     found = findings()
     assert found["cuda-python"]["remedy"] == "pip install 'cuda-python>=13,<14'"
+    assert extras.remedy("jax") in found["JAX"]["remedy"]
+    assert extras.remedy("nccl") in found["nccl4py"]["remedy"]
     assert found["cutlass-py-attn"]["found"].startswith(f"{__version__} in ")
     assert not any("pip install 'cutlass-py-attn" in item["remedy"] for item in found.values())
 
