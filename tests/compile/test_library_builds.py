@@ -16,9 +16,12 @@ from typing import Any
 
 import pytest
 
+from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bundle import interface, row_spec
 from cutlass_py_attn.bundle.files import Bundle, export_library
 from cutlass_py_attn.bundle.rules import AnyProblem
+from cutlass_py_attn.plan import entry_points
+from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime.driver import device
@@ -467,6 +470,22 @@ def test_images_from_memory(
         host.close(found)
     assert 0 < len(loaded) < len(bundle.artifacts), "those of the device"
     assert len(driver_log.of("cuLibraryUnload")) == len(loaded)
+
+
+def test_cubins_with_other_parameters_are_refused(driver_log: fake_driver.FakeDriver, tmp_path: Path) -> None:
+    """As the driver reads them: what is loaded is unloaded, and nothing may be launched."""
+
+    def foreign(build: Build) -> Artifact:
+        sizes = tuple(size for _, size in entry_points.parameters(build, "main"))
+        return artifact(build, driver_sizes=(*sizes[:-1], sizes[-1] + 8))
+
+    made = export_library(tmp_path / "made", [row_spec.parse(ROWS[0])], ["sm_90"], kernels=foreign)
+    host = LibraryHost(compiled(made, tmp_path / "attention.so"))
+    with device(0).current():
+        status, opened = host.opened()
+    assert (status, opened.value) == (1, None)
+    assert host.text == "a kernel's parameters are not those of this header; copy the whole folder of the export"
+    assert len(driver_log.of("cuLibraryUnload")) == len(driver_log.of("cuLibraryLoadData")) == 1
 
 
 # CMake, pkg-config, Cargo
