@@ -239,6 +239,14 @@ def test_compiles_without_a_warning(bundle: Bundle, name: str, standard: str) ->
     build([driver, f"-std={standard}", *STRICT, "-fsyntax-only", "-x", language, str(bundle.path / "attention.c")])
 
 
+@pytest.mark.parametrize("word", ROWS)
+def test_a_library_without_most_rules_compiles_without_a_warning(tmp_path: Path, word: str) -> None:
+    """Its functions may be unused. -Dinline= makes any compiler warn of them as clang does."""
+    made = export_library(tmp_path / "made", [row_spec.parse(word)], ["sm_90"], kernels=artifact)
+    for options in ((), ("-Dinline=",)):
+        build([compiler("c"), "-std=c11", *STRICT, *options, "-fsyntax-only", str(made.path / "attention.c")])
+
+
 @pytest.mark.parametrize("standard", ["c11", "c++17"])
 @pytest.mark.parametrize("name", COMPILERS)
 def test_shows_the_public_names(bundle: Bundle, tmp_path: Path, name: str, standard: str) -> None:
