@@ -73,12 +73,12 @@ class Machine(ABC):
         """Adds a part to a float32 total. target: array for the sum, float32 or of the part's dtype; None for total."""
 
     @abstractmethod
-    def start(self, sends: list[Message], receives: list[Message]) -> Callable[[], None]:
-        """Starts an exchange of dense arrays behind the work so far; the function makes later work wait for it."""
+    def expect_sums(self) -> None:
+        """Raises NotSupported if this machine cannot `add`."""
 
     @abstractmethod
-    def share(self, text: bytes) -> list[bytes]:
-        """Returns the texts of all ranks, each as long as this one."""
+    def start(self, sends: list[Message], receives: list[Message]) -> Callable[[], None]:
+        """Starts an exchange of dense arrays behind the work so far; the function makes later work wait for it."""
 
     def dense(self, array: Any) -> Any:
         """Returns the array, copied if its elements do not follow each other."""
@@ -89,8 +89,13 @@ class Machine(ABC):
         return copy
 
     def exchange(self, sends: list[Message], receives: list[Message]) -> Callable[[], None]:
-        """Starts an exchange of arrays with any strides. A message of a rank to itself is copied at once."""
-        rank, pairs = self.group.rank, []
+        """Starts an exchange of arrays with any strides; the function that it returns ends the exchange.
+
+        A message of a rank to itself is copied at once. The function keeps what is sent and received alive until later
+        work waits for the exchange: memory that is freed earlier may be another array's while it is still read.
+        """
+        rank = self.group.rank
+        pairs: list[tuple[Any, Any]] = []  # arrays, and the dense buffers for them
         own = [array for target, array in sends if target == rank]
         for array, target in zip(own, (array for source, array in receives if source == rank), strict=True):
             self.copy(target, array)
@@ -105,8 +110,11 @@ class Machine(ABC):
 
         def finish() -> None:
             wait()
+            outgoing.clear()
+            incoming.clear()
             for target, buffer in pairs:
                 self.copy(target, buffer)
+            pairs.clear()
 
         return finish
 
