@@ -34,6 +34,10 @@ _INFINITY: Final = 0x7F800000  # float32 bits
 _merges: dict[tuple[Any, ...], tuple[Bound, Any]] = {}  # with `kernels`, whose id is part of the key
 
 
+class CapturedStream(NotSupported):
+    """The stream of a call is being captured in a CUDA graph."""
+
+
 class Gpu(Machine):
     """Computes on the group's GPU.
 
@@ -136,6 +140,9 @@ class Gpu(Machine):
         with framework.use_stream(self.stream, self._gpu.ordinal):
             add(framework, total, part, total if target is None else target)
 
+    def expect_sums(self) -> None:
+        self._arithmetic()
+
     def _arithmetic(self) -> Framework:
         """Returns the library that adds; NotSupported if there is none."""
         if self._framework is None:
@@ -151,21 +158,6 @@ class Gpu(Machine):
             driver.order_streams(stream, self.stream)
 
         return wait
-
-    def share(self, text: bytes) -> list[bytes]:
-        stream, size = self.group.stream, self.group.size
-        own = View.allocate((len(text),), "uint8", self._gpu.ordinal, stream)
-        found = View.allocate((size, len(text)), "uint8", self._gpu.ordinal, stream)
-        driver.copy_to_device(own.pointer, np.frombuffer(text, np.uint8).ctypes.data, len(text), stream)
-        places = [(rank, found[rank : rank + 1,]) for rank in range(size)]
-        others = [place for place in places if place[0] != self.group.rank]
-        self.group.exchange([(rank, own) for rank, _ in others], others)
-        self.group.finish()
-        values = np.empty(found.shape, np.uint8)
-        driver.copy_to_host(values.ctypes.data, found.pointer, values.nbytes, stream)
-        driver.synchronise(stream)
-        values[self.group.rank] = np.frombuffer(text, np.uint8)
-        return [row.tobytes() for row in values]
 
 
 def on_gpu(
@@ -189,7 +181,7 @@ def on_gpu(
     gpu = driver.device(group.device)
     with gpu.current(), arrays.OutputArrays(query.library, gpu, stream, given_stream) as results:
         if driver.is_capturing(stream):
-            raise NotSupported(
+            raise CapturedStream(
                 f"stream = {stream:#x} is being captured: must not be, for the call waits for its exchanges; call it "
                 "outside of the capture"
             )

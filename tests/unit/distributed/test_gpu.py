@@ -65,6 +65,9 @@ class Reference(gpu.Gpu):
         numpy_of(found)[...] = merged
         return found
 
+    def expect_sums(self) -> None:
+        return  # NumPy adds
+
     def add(self, total: View, part: View, target: View | None = None) -> None:
         numpy_of(total if target is None else target)[...] = numpy_of(total) + numpy_of(part)
 
@@ -214,6 +217,21 @@ def test_no_library_that_adds(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu.arithmetic("numpy")
 
 
+@pytest.mark.parametrize("strategy", ["all_gather", "ring"])
+def test_a_call_that_adds_is_refused_before_an_exchange(
+    strategy: str, driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("torch", "cupy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    driver.call("cuCtxSetCurrent", 0xC0)
+    communicator = Recorder()
+    array, logsumexp = np.zeros((1, 64, 4, 64), np.float16), np.zeros((1, 4, 64), np.float32)
+    options = {"group": Group(communicator, check_calls=False), "context_strategy": strategy, "kernels": fakes.artifact}
+    with pytest.raises(NotSupported, match=r"must be those of torch or CuPy, and neither is installed"):
+        attention_backward(*[array] * 5, logsumexp, **options)
+    assert not communicator.streams
+
+
 @pytest.mark.parametrize("strategy", ["all_gather", "ulysses", "ring"])
 def test_kernels_are_launched(strategy: str, driver_log: FakeDriver) -> None:
     """The kernels of the package, as one device launches them, and merges of the ring: with a driver that runs none."""
@@ -229,9 +247,54 @@ def test_kernels_are_launched(strategy: str, driver_log: FakeDriver) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Reference.__mro__[1], "add", lambda self, total, part, target=None: added.append(total))
+        patch.setattr(Reference.__mro__[1], "expect_sums", Reference.expect_sums)
         simulated.run(2, of_rank, device=0, timeout=30.0)
     symbols = [call.text for call in driver_log.of("cuLaunchKernelEx")]
     assert any(symbol.startswith("fwd_") for symbol in symbols)
     assert any(symbol.startswith("bwd_") for symbol in symbols)
     assert any(symbol.startswith("merge_") for symbol in symbols) == (strategy == "ring")
     assert bool(added) == (strategy != "ulysses")
+
+
+class Neighbour:
+    """A communicator of several ranks that all have the same arrays. It notes where the driver's log is then."""
+
+    rank, device = 0, 0
+
+    def __init__(self, fake: FakeDriver, size: int) -> None:
+        self.size, self._fake = size, fake
+        self.exchanges: list[tuple[int, set[int]]] = []  # number of driver calls before, and addresses
+
+    def exchange(self, sends: Any, receives: Any, stream: int, timeout: float) -> None:
+        addresses = {array.pointer for _, array in (*sends, *receives)}
+        self.exchanges.append((len(self._fake.calls), addresses))
+        for (_, target), (_, source) in zip(receives, sends, strict=True):
+            ctypes.memmove(target.pointer, source.pointer, target.nbytes)
+
+    def failure(self) -> str:
+        return ""
+
+    def abort(self) -> None: ...
+
+    close = abort
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses", "ring"])
+def test_memory_of_an_exchange_outlives_it(strategy: str, fake: FakeDriver) -> None:
+    """Nothing that is sent or received is freed on the caller's stream before this waits for the exchange.
+
+    Freed earlier, the memory would be that of the next array while NCCL still reads it.
+    """
+    communicator = Neighbour(fake, 3)
+    query, key, value = (np.zeros((1, 8, heads, 16), np.float32) for heads in (6, 3, 3))
+    options = {"group": Group(communicator, check_calls=False), "mask": Causal(), "context_strategy": strategy}
+    options |= {"load_balance": "zigzag", "stream": 0x77}
+    results = attention_forward(query, key, value, **options)
+    attention_backward(query, query, key, value, *results, **options)
+    calls = fake.calls
+    assert communicator.exchanges
+    for start, addresses in communicator.exchanges:
+        wait = next(i for i, call in enumerate(calls[start:]) if call.name == "cuStreamWaitEvent")
+        assert calls[start + wait].numbers[0] == 0x77
+        freed = {call.numbers[0] for call in calls[start : start + wait] if call.name == "cuMemFreeAsync"}
+        assert not freed & addresses

@@ -218,6 +218,18 @@ def test_bfloat16_is_rounded_once(strategy: str) -> None:
         assert error < 8e-3, (name, error)
 
 
+@pytest.mark.parametrize("bias", [(1, HEADS, ROWS, ROWS), (1, 1, ROWS, ROWS), (1, HEADS, 1, ROWS)], ids=str)
+def test_a_bias_of_16_bits_with_dropout(bias: tuple[int, ...]) -> None:
+    """Items of the batch are calls of their own, whose gradients are summed in float32 and sent in the bias's dtype."""
+    case = Case(Causal(), {"bias": bias}, DROPOUT)
+    found = simulated.run(2, lambda group: case.rank(group, "ulysses", None, lambda it: it.astype(ml_dtypes.bfloat16)))
+    for rank, results in enumerate(found):
+        expected = case.of_rank("bias", case.one_device["bias"], rank, 2, None)
+        assert results["bias"].dtype == ml_dtypes.bfloat16
+        error = np.linalg.norm(results["bias"].astype(np.float32) - expected) / np.linalg.norm(expected)
+        assert error < 1e-2
+
+
 def test_a_window_ends_the_ring() -> None:
     """Eight ranks of four rows: a window of 3 keys reaches one rank back, so that keys move once and sums home."""
     case = Case(Causal(3))
