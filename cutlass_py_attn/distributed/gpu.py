@@ -170,7 +170,7 @@ def on_gpu(
             "the group with a device"
         )
     lifetimes.release()
-    stream = arrays.launch_stream(operands["query"], given_stream)
+    stream = _launch_stream(operands["query"], given_stream)
     inputs = arrays.read_operands(operands, stream)
     query = inputs["query"]
     if query.device not in (None, group.device):
@@ -180,11 +180,6 @@ def on_gpu(
         )
     gpu = driver.device(group.device)
     with gpu.current(), arrays.OutputArrays(query.library, gpu, stream, given_stream) as results:
-        if driver.is_capturing(stream):
-            raise CapturedStream(
-                f"stream = {stream:#x} is being captured: must not be, for the call waits for its exchanges; call it "
-                "outside of the capture"
-            )
         machine = Gpu(group, results, query.library, gpu, stream, options.kernels)
         views = {
             name: View(
@@ -199,6 +194,22 @@ def on_gpu(
         }
         compute(machine, views)
         return results.results()
+
+
+def _launch_stream(query: Any, given_stream: object) -> int:
+    """Returns the handle of the caller's stream; CapturedStream if it is captured."""
+    try:
+        stream = arrays.launch_stream(query, given_stream)
+    except NotSupported:
+        stream = 0 if given_stream is None else driver.stream_handle(given_stream)
+        if not driver.is_capturing(stream):
+            raise
+    if driver.is_capturing(stream):
+        raise CapturedStream(
+            f"stream = {stream:#x} is being captured, or a capture forbids it: must not be, for the call waits for its "
+            "exchanges; call it outside of the capture"
+        )
+    return stream
 
 
 def arithmetic(library: str) -> Framework:

@@ -27,7 +27,7 @@ from cutlass_py_attn.reference import serving
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.frameworks import numpy_dtype
 from cutlass_py_attn.score_terms.dropout import Dropout
-from tests.support import fakes
+from tests.support import fake_libraries, fakes
 from tests.support.fake_driver import FakeDriver
 from tests.support.split_cases import BATCH, HEADS, ROWS, Case
 
@@ -200,6 +200,19 @@ def test_arrays_of_another_gpu(fake: FakeDriver) -> None:
         NotSupported, match=r"query is on GPU 1, and the group's communicator on GPU 0: must be the same"
     ):
         attention_forward(*(OnAnother() for _ in range(3)), group=Group(Recorder()))
+
+
+@pytest.mark.parametrize("library", ["cupy", "other"])
+def test_a_captured_stream(library: str, log: FakeDriver) -> None:
+    """Refused without an exchange, not even to tell the other ranks; the capture stays valid."""
+    communicator = Recorder()
+    kind = fake_libraries.ndarray if library == "cupy" else lambda shape, dtype: device_view(np.zeros(shape, dtype))
+    query = kind((1, 4, 2, 16), "float32")
+    driver.call("cuStreamBeginCapture", 0x77, driver.bindings().CUstreamCaptureMode(0))
+    with pytest.raises(NotSupported, match=r"stream = 0x77 is being captured.*: must not be, for the call waits"):
+        attention_forward(query, query, query, group=Group(communicator), stream=0x77)
+    assert driver.call("cuStreamEndCapture", 0x77)
+    assert not communicator.streams
 
 
 def test_a_group_of_the_other_kind(fake: FakeDriver) -> None:

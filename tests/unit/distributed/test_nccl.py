@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import threading
@@ -60,13 +61,70 @@ def test_attention_over_nccl(size: int, fake: fake_nccl.FakeNccl, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_communicator_of_nccl4py(fake: fake_nccl.FakeNccl) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_communicator_of_nccl4py(fails: bool, fake: fake_nccl.FakeNccl) -> None:
+    """nccl4py's object ends it, so that it does not end twice."""
     own = NcclCommunicator.create(nccl.unique_id(), 0, 1, 0, 1.0)
-    given = SimpleNamespace(ptr=own._handle.handle, rank=0, nranks=1, device=SimpleNamespace(device_id=0))
+    given = SimpleNamespace(
+        ptr=own._handle.handle,
+        rank=0,
+        nranks=1,
+        device=SimpleNamespace(device_id=0),
+        abort=lambda: fake.comm_abort(own._handle),
+    )
     group = Group(NcclCommunicator.of(given))
     assert (group.rank, group.size, group.device) == (0, 1, 0)
+    group.abort() if fails else group.close()
+    assert fake.calls == (["init", "abort"] if fails else ["init"])
+    if not fails:
+        fake.comm_destroy(own._handle)
     with pytest.raises(NotSupported, match=r"communicator = None: must be an open nccl.core.Communicator"):
         NcclCommunicator.of(None)
+
+
+def test_the_fake_has_the_functions_of_nccl4py() -> None:
+    """With nccl4py's arguments, where it is installed."""
+    real = pytest.importorskip("nccl.bindings.nccl", exc_type=ImportError)
+    for name in nccl.NAMES:
+        one, other = getattr(real, name), getattr(fake_nccl.FakeNccl, name)
+        if not isinstance(other, type):
+            names = [*inspect.signature(other).parameters][1:]
+            assert len(inspect.signature(one).parameters) == len(names), name
+    assert bytes(real.UniqueId.from_buffer(bytes(range(nccl.ID_BYTES)))) == bytes(range(nccl.ID_BYTES))
+    config = real.Config()
+    config.blocking = 0
+    assert (config.blocking, real.Comm(7).handle, int(real.Result.InProgress)) == (0, 7, nccl._IN_PROGRESS)
+    assert int(real.DataType.Int8) == nccl._BYTES
+
+
+def test_a_closed_communicator(fake: fake_nccl.FakeNccl) -> None:
+    one = NcclCommunicator.create(nccl.unique_id(), 0, 1, 0, 1.0)
+    one.close()
+    with pytest.raises(PeerLost, match=r"the communicator was closed or aborted: create a new one on all ranks"):
+        one.exchange([], [], 0, 1.0)
+
+
+def test_errors_of_every_call_are_this_packages(fake: fake_nccl.FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise fake_nccl.NCCLError("SystemError (2): unhandled system error")
+
+    one = NcclCommunicator.create(nccl.unique_id(), 0, 1, 0, 1.0)
+    monkeypatch.setattr(fake, "get_unique_id", fails)
+    with pytest.raises(DriverError, match=r"ncclGetUniqueId: SystemError \(2\)"):
+        nccl.unique_id()
+    monkeypatch.setattr(fake, "comm_get_async_error", fails)
+    with pytest.raises(DriverError, match=r"ncclCommGetAsyncError: SystemError \(2\)"):
+        one.failure()
+
+
+def test_the_time_limit_of_closing_is_the_groups(
+    fake: fake_nccl.FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what the ranks needed to find each other."""
+    found = connect(0, 1, str(tmp_path / "id"), device=0, timeout=33.0)
+    assert isinstance(found.communicator, NcclCommunicator)
+    assert found.communicator._timeout == 33.0
+    found.close()
 
 
 def test_a_rank_that_never_connects(fake: fake_nccl.FakeNccl) -> None:
@@ -132,6 +190,10 @@ def test_a_rank_that_does_not_close(fake: fake_nccl.FakeNccl) -> None:
 
 
 def test_missing_or_old(fake: fake_nccl.FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(fake_nccl.FakeNccl, "comm_init_rank_config")
+        with pytest.raises(NoDevice, match=r"nccl4py is another version, without comm_init_rank_config: run pip inst"):
+            nccl.bindings()
     fake.version = 22707
     with pytest.raises(NoDevice, match=r"libnccl is version 2.27: must be 2.28 or later; run pip install 'nccl4py"):
         nccl.bindings()
