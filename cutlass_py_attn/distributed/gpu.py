@@ -31,6 +31,7 @@ from cutlass_py_attn.runtime.frameworks import FRAMEWORKS, Framework, numpy_dtyp
 from cutlass_py_attn.runtime.launch import Bound, bind, portable_arch
 
 _INFINITY: Final = 0x7F800000  # float32 bits
+_LARGEST_PITCH: Final = 2**31 - 1  # bytes between two rows of a copy; CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU
 _merges: dict[tuple[Any, ...], tuple[Bound, Any]] = {}  # with `kernels`, whose id is part of the key
 
 
@@ -266,7 +267,7 @@ def copy(target: View, source: View, stream: int) -> None:
         else:
             axes.append((size, one * item, other * item))
     width = axes[0][0] * item
-    rows = [axis for axis in axes[1:] if min(axis[1:]) >= width]
+    rows = [axis for axis in axes[1:] if width <= min(axis[1:]) and max(axis[1:]) <= _LARGEST_PITCH]
     longest = max(rows, default=(1, width, width))
     if rows:
         axes.remove(longest)

@@ -147,6 +147,19 @@ def test_few_copies(driver_log: FakeDriver) -> None:
     assert [name for name, _ in copies[2:]] == ["cuMemcpyDtoDAsync"]
 
 
+def test_rows_that_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two items of 2**20 tokens: the driver takes no pitch of 2 GiB or more."""
+    copied: list[Any] = []
+    monkeypatch.setattr(driver, "call_without_result", lambda _, name, *numbers: copied.append((name, numbers[:3])))
+    monkeypatch.setattr(gpu, "_copy_rows", lambda *rows: copied.append(rows))
+    tokens, elements = 2**20, 8 * 128
+    whole = View(0, (2, tokens, 8, 128), (tokens * elements, elements, 128, 1), "bfloat16", 0, None)
+    part = View(0, (2, tokens // 8, 8, 128), (tokens // 8 * elements, elements, 128, 1), "bfloat16", 0, None)
+    gpu.copy(part, whole[:, : tokens // 8], 0)
+    size = part.nbytes // 2
+    assert copied == [("cuMemcpyDtoDAsync", (item * size, item * whole.nbytes // 2, size)) for item in range(2)]
+
+
 class Recorder:
     """A communicator of two ranks that only notes what it is asked for."""
 
