@@ -112,6 +112,7 @@ def device_view(array: Any, strides: tuple[int, ...] | None = None) -> View:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
+@pytest.mark.usefixtures("driver_log")
 def test_copies(data: st.DataObject) -> None:
     """Any cut of a 4-D array to any cut of another, by a driver whose memory is the host's."""
     sizes = [data.draw(st.integers(1, 5)) for _ in range(4)]
