@@ -106,7 +106,7 @@ class Group:
             raise
 
     def share(self, text: bytes) -> list[bytes]:
-        """Returns the texts of all ranks, each as long as this one. The length is the same in every call."""
+        """Returns the texts of all ranks, each as long as this one."""
         own = np.frombuffer(text, np.uint8)
         found = np.empty((self.size, len(text)), np.uint8)
         if self.device is None:
@@ -119,8 +119,11 @@ class Group:
 
     def _share_on_device(self, own: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:
         assert self.device is not None
+        shape = self.size + 1, own.size
+        if self._texts is not None and self._texts.shape != shape:
+            driver.free_now(self._texts.pointer)
+            self._texts = None
         if self._texts is None:
-            shape = self.size + 1, own.size
             pointer = driver.allocate_now(own.size * shape[0], "the texts of all ranks")
             self._texts = View(pointer, shape, (own.size, 1), "uint8", self.device, None)
         mine, texts = self._texts[:1,], self._texts[1:,]
@@ -139,23 +142,27 @@ class Group:
         """Waits until all exchanges are complete. PeerLost: they were not in time, and the group is aborted."""
         if self.device is None:
             return
-        event = driver.record_event(self.stream)
+        with driver.device(self.device).current():
+            event = driver.record_event(self.stream)
+            try:
+                self._wait_for(event)
+            finally:
+                driver.destroy_event(event)
+
+    def _wait_for(self, event: int) -> None:
         limit, wait = time.monotonic() + self.timeout, _SHORTEST_WAIT
-        try:
-            while not driver.has_passed(event):
-                if reason := self.communicator.failure():
-                    self.abort()
-                    raise PeerLost(f"{reason}: the group is aborted; restart all ranks")
-                if time.monotonic() > limit:
-                    self.abort()
-                    raise PeerLost(
-                        f"rank {self.rank} waited {self.timeout:g} s for the other {self.size - 1}: one of them has "
-                        "ended, or made another call; the group is aborted; restart all ranks"
-                    )
-                time.sleep(wait)
-                wait = min(2 * wait, _LONGEST_WAIT)
-        finally:
-            driver.destroy_event(event)
+        while not driver.has_passed(event):
+            if reason := self.communicator.failure():
+                self.abort()
+                raise PeerLost(f"{reason}: the group is aborted; restart all ranks")
+            if time.monotonic() > limit:
+                self.abort()
+                raise PeerLost(
+                    f"rank {self.rank} waited {self.timeout:g} s for the other {self.size - 1}: one of them has "
+                    "ended, or made another call; the group is aborted; restart all ranks"
+                )
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT)
 
     def abort(self) -> None:
         """Ends the exchanges that wait for other ranks. Every later call raises PeerLost."""
