@@ -34,7 +34,7 @@ from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.jax import calls, context, dot_product, handler, on_mesh, partition, split_rows, ulysses
+from cutlass_py_attn.jax import calls, context, dot_product, handler, on_mesh, partition, sizes, split_rows, ulysses
 from cutlass_py_attn.jax.rows import reorder, restore
 from cutlass_py_attn.jax.segments import packed_sequences
 from cutlass_py_attn.jax.serving import append_to_cache, merge_states
@@ -393,6 +393,8 @@ def _prepare(
     given_arrays |= {} if sequences is None else sequences.arrays()
     arrays, unreadable = _arrays(given_arrays)
     reasons += unreadable
+    if symbolic := [*sizes.objections(arrays)]:
+        raise NotSupported([*reasons, *symbolic])
     if sequences is not None and not unreadable and arrays["query"].ndim == arrays["key"].ndim == 4:
         rows = arrays["query"].shape[1], arrays["key"].shape[1]  # other ranks are refused when the call is traced
         if isinstance(sequences, Paged):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.jax import sizes
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.split_rows import ZIGZAG
 
@@ -68,7 +69,7 @@ def attend(
     layout = Layout(mesh, batch_axis, rows, heads_axis)
     arrays = {name: jnp.asarray(array) for name, array in operands.items()}
     arrays |= {name: jnp.asarray(options[name]) for name in _SPLIT_ARRAYS if options.get(name) is not None}
-    if reasons := [*_objections(layout, arrays, options)]:
+    if reasons := [*sizes.objections(arrays)] or [*_objections(layout, arrays, options)]:
         raise NotSupported(reasons)
     fixed = {name: value for name, value in options.items() if name not in arrays}
     specs = {name: layout.spec(name, array) for name, array in arrays.items()}
