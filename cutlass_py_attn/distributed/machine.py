@@ -91,15 +91,18 @@ class Machine(ABC):
     def exchange(self, sends: list[Message], receives: list[Message]) -> Callable[[], None]:
         """Starts an exchange of arrays with any strides; the function that it returns ends the exchange.
 
-        A message of a rank to itself is copied at once. The function keeps what is sent and received alive until later
-        work waits for the exchange: memory that is freed earlier may be another array's while it is still read.
+        A message of a rank to itself is copied at once. An array that several ranks get is made dense once. The
+        function keeps what is sent and received alive until later work waits for the exchange: memory that is freed
+        earlier may be another array's while it is still read.
         """
         rank = self.group.rank
         pairs: list[tuple[Any, Any]] = []  # arrays, and the dense buffers for them
         own = [array for target, array in sends if target == rank]
         for array, target in zip(own, (array for source, array in receives if source == rank), strict=True):
             self.copy(target, array)
-        outgoing = [(target, self.dense(array)) for target, array in sends if target != rank and 0 not in array.shape]
+        others = [(target, array) for target, array in sends if target != rank and 0 not in array.shape]
+        dense = {number: self.dense(array) for number, array in {id(array): array for _, array in others}.items()}
+        outgoing = [(target, dense[id(array)]) for target, array in others]
         incoming: list[Message] = []
         for source, array in receives:
             if source != rank and 0 not in array.shape:
@@ -110,6 +113,7 @@ class Machine(ABC):
 
         def finish() -> None:
             wait()
+            dense.clear()
             outgoing.clear()
             incoming.clear()
             for target, buffer in pairs:

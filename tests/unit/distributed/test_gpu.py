@@ -306,6 +306,23 @@ class Neighbour:
     close = abort
 
 
+def test_a_part_that_all_ranks_get_is_copied_once(fake: FakeDriver) -> None:
+    """The keys of two items, which are not dense: one dense copy of each chunk, whatever the number of ranks."""
+    communicator = Neighbour(fake, 4)
+    sent: list[list[tuple[int, int]]] = []
+    exchange = communicator.exchange
+    communicator.exchange = lambda sends, *rest: (  # type: ignore[method-assign, assignment]
+        sent.append([(target, array.pointer) for target, array in sends]),
+        exchange(sends, *rest),
+    )
+    query, key = np.zeros((2, 8, 2, 16), np.float32), np.zeros((2, 8, 1, 16), np.float32)
+    options = {"group": Group(communicator, check_calls=False), "mask": Causal(), "load_balance": "zigzag"}
+    attention_forward(query, key, key, **options)
+    (messages,) = sent
+    assert sorted(target for target, _ in messages) == [1] * 4 + [2] * 4 + [3] * 4
+    assert len({pointer for _, pointer in messages}) == 4  # two chunks of key and of value
+
+
 @pytest.mark.parametrize("strategy", ["all_gather", "ulysses", "ring"])
 def test_memory_of_an_exchange_outlives_it(strategy: str, fake: FakeDriver) -> None:
     """Nothing that is sent or received is freed on the caller's stream before this waits for the exchange.
