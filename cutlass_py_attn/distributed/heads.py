@@ -14,7 +14,7 @@ from typing import Any
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.distributed.communicator import Message
 from cutlass_py_attn.distributed.machine import Arrays, along
-from cutlass_py_attn.distributed.split import OF_KEY, OF_LOGSUMEXP, OF_QUERY, Split
+from cutlass_py_attn.distributed.split import LENGTHS, OF_KEY, OF_LOGSUMEXP, OF_QUERY, Split
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.problem.split_rows import repeats_of_key
 from cutlass_py_attn.problem.tensors import LSE_PADDING
@@ -104,6 +104,7 @@ def _of_heads(split: Split, operands: Arrays) -> Arrays:
     for name, array in found.items():
         axis = len(array.shape) - 1
         found[name] = machine.dense(array[along(axis, *_part(array.shape[axis], size, rank))])
+    found |= {name: operands[name] for name in LENGTHS if name in operands}
     sends: list[Message] = []
     receives: list[Message] = []
     for name in (*OF_QUERY, *OF_KEY):
@@ -300,5 +301,5 @@ def _calls(split: Split, operands: Arrays, whole: Arrays) -> Iterator[tuple[Opti
 def _item(name: str, array: Any, item: int) -> Any:
     """Returns an operand of one item of the batch; one that all items share as it is."""
     is_shared = name == "sinks" or (name == "alibi_slopes" and len(array.shape) == 1)
-    is_shared = is_shared or name.startswith(("cu_", "seq")) or array.shape[0] == 1
+    is_shared = is_shared or name in LENGTHS or array.shape[0] == 1
     return array if is_shared else array[along(0, item, item + 1)]

@@ -16,6 +16,7 @@ from cutlass_py_attn.problem.tensors import LSE_PADDING
 OF_KEY: Final = ("key", "value")
 OF_QUERY: Final = ("query", "output", "grad_output")
 OF_LOGSUMEXP: Final = ("logsumexp", "grad_logsumexp")
+LENGTHS: Final = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import sys
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cutlass_py_attn.api import attention
 from cutlass_py_attn.api.options import VariableLength
-from cutlass_py_attn.distributed import Group, attention_backward, attention_forward, gpu, simulated
+from cutlass_py_attn.distributed import Group, attention_backward, attention_forward, gpu, rows_of_rank, simulated
 from cutlass_py_attn.distributed.host import Host
 from cutlass_py_attn.distributed.views import View
 from cutlass_py_attn.errors import NotSupported
@@ -27,9 +30,10 @@ from cutlass_py_attn.reference import serving
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.frameworks import numpy_dtype
 from cutlass_py_attn.score_terms.dropout import Dropout
+from cutlass_py_attn.testing import context_cases
 from tests.support import fake_libraries, fakes
 from tests.support.fake_driver import FakeDriver
-from tests.support.split_cases import BATCH, HEADS, ROWS, Case
+from tests.support.split_cases import BATCH, HEADS, ROWS, Case, cut
 
 
 def numpy_of(view: View) -> Any:
@@ -41,9 +45,11 @@ def numpy_of(view: View) -> Any:
 
 
 class Reference(gpu.Gpu):
-    """The machine, with the reference in place of the kernels."""
+    """The machine, with the reference in place of the kernels, which take the operands that it gets."""
 
     def _launch(self, direction: str, options: Any, operands: Any, outputs: dict[str, View]) -> Any:
+        inputs = {name: view.array for name, view in {**operands, **outputs}.items()}
+        attention.prepare(direction, inputs, options, 0, ())
         host, given = Host(self.group), {name: numpy_of(view) for name, view in operands.items()}
         if direction == "forward":
             results = host.forward(options, given)
@@ -342,3 +348,49 @@ def test_memory_of_an_exchange_outlives_it(strategy: str, fake: FakeDriver) -> N
         assert calls[start + wait].numbers[0] == 0x77
         freed = {call.numbers[0] for call in calls[start : start + wait] if call.name == "cuMemFreeAsync"}
         assert not freed & addresses
+
+
+@pytest.mark.parametrize("case", context_cases.CASES, ids=lambda case: case.name)
+def test_the_suite_has_every_kernel_of_the_ranks(case: context_cases.ContextCase, driver_log: FakeDriver) -> None:
+    """Those of tests/gpu/test_distributed.py, which a machine without the compiler gets from a folder."""
+    driver.call("cuCtxSetCurrent", 0xC0)
+    needed: set[str] = set()
+
+    def kernels(build: Any) -> Any:
+        needed.add(build.symbol)
+        return fakes.artifact(build)
+
+    whole = {name: narrow(name, array) for name, array in case.arrays().items()}
+
+    def of_rank(group: Group, strategy: str, order: str | None) -> None:
+        own = {name: rows_of(group, order, name, array, case.rows) for name, array in whole.items()}
+        terms = {name: own[name] for name in ("bias", "sinks", "alibi_slopes") if name in own}
+        options = {**terms, **case.options(), "group": group, "context_strategy": strategy, "load_balance": order}
+        operands = [own[name] for name in ("query", "key", "value")]
+        results = attention_forward(*operands, kernels=kernels, **options)
+        more = {"gradients": case.gradients, "deterministic": True}
+        attention_backward(own["grad_output"], *operands, *results, kernels=kernels, **more, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu.Gpu, "add", lambda *_: None)
+        patch.setattr(gpu.Gpu, "expect_sums", Reference.expect_sums)
+        for strategy, order in case.splits:
+            simulated.run(case.ranks[-1], lambda group, it=(strategy, order): of_rank(group, *it), device=0)
+    assert needed
+    assert needed - built() == set()
+
+
+@functools.cache
+def built() -> set[str]:
+    return {first.symbol for first, *_ in context_cases.builds("sm_90a")}
+
+
+def narrow(name: str, array: Any) -> Any:
+    """Returns an array in the dtype of the operands."""
+    return array if name in ("sinks", "alibi_slopes") else array.astype(ml_dtypes.bfloat16)
+
+
+def rows_of(group: Group, order: str | None, name: str, array: Any, rows: int) -> Any:
+    """Returns a rank's part of an array of all rows."""
+    parts = rows_of_rank(group.rank, group.size, rows, order)
+    return array if name in ("sinks", "alibi_slopes") else cut(array, 2 if name == "bias" else 1, parts)
