@@ -135,13 +135,15 @@ class Machine(ABC):
         self.add(total, part)
         return total
 
-    def rows_of_logsumexp(self, logsumexp: Any, first: int, count: int) -> Any:
-        """Returns some rows of a logsumexp (batch, heads, rows), padded with +inf to a multiple of LSE_PADDING."""
-        batch, heads, rows = logsumexp.shape
-        padded = round_up(count, LSE_PADDING)
-        if first == 0 and padded == rows:
+    def rows_of_logsumexp(self, logsumexp: Any, first: int, count: int, rows: int) -> Any:
+        """Returns some rows of a logsumexp (batch, heads, ceil32(rows)), padded with +inf to a multiple of LSE_PADDING.
+
+        rows: that the logsumexp has without its padding
+        """
+        if first == 0 and count == rows:
             return self.dense(logsumexp)
-        found = self.empty((batch, heads, padded), "float32")
+        batch, heads, _ = logsumexp.shape
+        found = self.empty((batch, heads, round_up(count, LSE_PADDING)), "float32")
         self.fill_infinite(found)
         self.put_rows(found, 0, logsumexp, first, count)
         return found

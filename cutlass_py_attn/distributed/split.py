@@ -79,13 +79,13 @@ class Split:
 
     def rows(self, operands: Arrays, first: int, count: int) -> Arrays:
         """Returns the operands of some rows of query, with all keys."""
-        found = dict(operands)
+        found, rows = dict(operands), operands["query"].shape[1]
         for name in OF_QUERY:
             if name in found:
                 found[name] = found[name][along(1, first, first + count)]
         for name in OF_LOGSUMEXP:
             if name in found:
-                found[name] = self.machine.rows_of_logsumexp(found[name], first, count)
+                found[name] = self.machine.rows_of_logsumexp(found[name], first, count, rows)
         if "bias" in found:
             found["bias"] = found["bias"][range_of(found["bias"], 2, first, first + count)]
         return found

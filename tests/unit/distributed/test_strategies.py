@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.distributed import attention, simulated
+from cutlass_py_attn.distributed.host import Host
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -280,3 +281,21 @@ def test_bytes_that_a_rank_receives(strategy: str) -> None:
         "ulysses": (moved * (qo + kv) // size, moved * (2 * qo + 2 * kv) // size),
     }
     assert (per_pass["forward"], per_pass["backward"]) == expected[strategy]
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("all_gather", 1), ("ring", 2)])
+def test_the_padding_of_a_part_is_infinite(strategy: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels get the logsumexp of a part's rows alone, padded as a forward pads it, and not with other rows."""
+    compute, checked = Host.backward, []
+
+    def backward(self: Host, options: Any, operands: Any, gradients: Any) -> Any:
+        rows, lines = operands["query"].shape[1], operands["logsumexp"]
+        assert lines.shape[2] == 32
+        assert np.isposinf(lines[..., rows:]).all()
+        checked.append(rows)
+        return compute(self, options, operands, gradients)
+
+    monkeypatch.setattr(Host, "backward", backward)
+    case = CASES["causal"][0]
+    case.expect(case.split(strategy, "zigzag", size), "zigzag")
+    assert min(checked) < max(32 // size, 17)
