@@ -258,6 +258,18 @@ def test_a_window_ends_the_ring() -> None:
     assert shapes == {(4, 4), (2, 2)}
 
 
+@pytest.mark.parametrize(
+    ("name", "order"), [("causal", "zigzag"), ("full, softcap, sinks, scale", None), ("full, bias of a head", "zigzag")]
+)
+def test_many_turns_are_a_loop(name: str, order: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of a long ring has the kernels of three forwards and three backwards, whatever its length."""
+    monkeypatch.setattr(context, "_MOST_UNROLLED", 1)
+    found, collectives = run_split(CASES[name], "ring", order, 4)
+    expect_close(found, one_device(name))
+    turns = {"first": 2, "in the loop": 2, "backward, first": 2, "backward, in the loop": 4, "home": 2}
+    assert len(collectives) <= sum(turns.values()) < 3 * 2 + 3 * 2 + 2 * 2 + 2, "as many as unrolled"
+
+
 def test_work_in_zigzag_order_is_equal() -> None:
     """Every device computes its own rows, then for each turn two tiles of a quarter, in one call."""
     run_split(CASES["causal"], "ring", "zigzag", 4)
