@@ -355,7 +355,7 @@ def test_strangers_that_speak(words: list[bytes], pause: float, monkeypatch: pyt
         return bootstrap.exchange_id(f"127.0.0.1:{port}", rank, 2, lambda: b"id", 10.0)
 
     assert together(2, of_rank) == [b"id"] * 2
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 8
     thread.join(10)
 
 
