@@ -102,7 +102,7 @@ class NcclCommunicator:
         low = bindings()
         config = low.Config()
         config.blocking = 0
-        with driver.device(device).current(), _errors("ncclCommInitRankConfig"):
+        with driver.device(device).current(), _errors("ncclCommInitRankConfig", lambda: _last_error(low.Comm(0))):
             name = low.UniqueId.from_buffer(identifier)
             handle = low.comm_init_rank_config(size, name, rank, config)
         found = NcclCommunicator(handle, rank, size, device, timeout)
@@ -173,7 +173,7 @@ class NcclCommunicator:
         return f"NCCL reports {bindings().get_error_string(state)} ({self._last_error()})"
 
     def _last_error(self) -> str:
-        return str(bindings().get_last_error(self._handle)).strip() or "run with NCCL_DEBUG=WARN for more"
+        return _last_error(self._handle)
 
     def abort(self) -> None:
         """Ends all exchanges that wait for other ranks."""
@@ -199,6 +199,11 @@ class NcclCommunicator:
         handle, self._handle = self._handle, None
         with driver.device(self.device).current(), _errors("ncclCommDestroy"):
             bindings().comm_destroy(handle)
+
+
+def _last_error(handle: Any) -> str:
+    """Returns NCCL's last message about a communicator, or about any if the handle is 0."""
+    return str(bindings().get_last_error(handle)).strip() or "run with NCCL_DEBUG=WARN for more"
 
 
 class _errors:  # noqa: N801 - used like a function

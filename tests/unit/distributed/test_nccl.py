@@ -192,8 +192,11 @@ def test_nccl_reports_an_error(fake: fake_nccl.FakeNccl) -> None:
     assert fake.calls.count("abort") == 1
 
 
-def test_nccl_refuses_a_call(fake: fake_nccl.FakeNccl) -> None:
-    with pytest.raises(DriverError, match=r"ncclCommInitRankConfig: InvalidArgument \(4\): invalid argument"):
+def test_nccl_refuses_a_call(fake: fake_nccl.FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NCCL's own words, though there is no communicator yet."""
+    monkeypatch.setattr(fake, "get_last_error", lambda comm: f"no rank 3 of 2 {comm.handle}\n")
+    text = r"ncclCommInitRankConfig: InvalidArgument \(4\): invalid argument; no rank 3 of 2 0$"
+    with pytest.raises(DriverError, match=text):
         NcclCommunicator.create(nccl.unique_id(), 3, 2, 0, 1.0)
 
 
