@@ -29,6 +29,7 @@ _MAGIC: Final = b"cutlass_py_attn 1"
 _POLL_SECONDS: Final = 0.02
 _HELLO_BYTES: Final = len(_MAGIC) + 16
 _HELLO_SECONDS: Final = 1.0  # that rank 0 waits for the hello of one connection, while others queue
+_TELL_SECONDS: Final = 1.0  # that rank 0 waits for other ranks, to tell them that ranks disagree
 _HEAD_BYTES: Final = 2 + 4  # of an answer: its kind, and the length of the rest
 _MOST_BYTES: Final = 1 << 16  # of the rest
 
@@ -167,17 +168,21 @@ def _through_port(address: str, rank: int, size: int, create: Callable[[], bytes
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listen(place, address))
         ranks: dict[int, socket.socket] = {}
-        wrong = ""
-        while len(ranks) < size - 1 and not wrong:
+        wrong, end = "", limit
+        while len(ranks) < size - 1:
             missing = [other for other in range(1, size) if other not in ranks]
-            server.settimeout(_left(limit))
+            server.settimeout(_left(end))
             try:
                 connection, _ = server.accept()
             except TimeoutError as error:
+                if wrong:
+                    break
                 listened = f"{address}, where rank 0 listened as {server.getsockname()[0]},"
                 raise _absent(missing, size, listened) from error
             stack.enter_context(connection)
-            other, wrong = _hello_of(connection, ranks, size, limit)
+            other, found = _hello_of(connection, ranks, size, limit)
+            if found and not wrong:  # the others are told too, if they come now
+                wrong, end = found, min(limit, time.monotonic() + _TELL_SECONDS)
             if other:
                 ranks[other] = connection
         answer = _answer(b"no", wrong.encode()) if wrong else _answer(b"ok", identifier)
