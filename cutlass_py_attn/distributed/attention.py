@@ -16,6 +16,7 @@ from typing import Any, Final, Unpack
 
 import numpy as np
 
+from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import AttentionOptions, Options, VariableLength, check_options
 from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.api.results import Gradients
@@ -239,7 +240,27 @@ def _lengths(machine: Machine, options: Options) -> Arrays:
 
 
 def _expect_supported(split: Split, direction: str, arrays: Arrays) -> None:
-    """Raises NotSupported with every reason why the rows of this call cannot be split."""
+    """Raises NotSupported with every reason why the rows of this call cannot be split.
+
+    A call like an earlier one is not looked at again, but for lengths of sequences, whose values count.
+    """
+    layouts = tuple((name, tuple(array.shape), str(array.dtype)) for name, array in arrays.items())
+    key = direction, split.strategy, split.zigzag, split.size, layouts, split.options.key
+    is_cached = split.options.sequences is None
+    try:
+        if is_cached and _supported.get(key):
+            return
+    except TypeError:  # an option without a hash
+        is_cached = False
+    _expect_new_supported(split, direction, arrays)
+    if is_cached:
+        _supported.put(key, True)
+
+
+_supported: LruCache[bool] = LruCache(256)
+
+
+def _expect_new_supported(split: Split, direction: str, arrays: Arrays) -> None:
     flat = [name for name in (*OF_QUERY, *OF_KEY) if name in arrays and len(arrays[name].shape) != 4]
     if flat:
         raise NotSupported(

@@ -12,6 +12,7 @@ from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.distributed import (
     Group,
     PeerLost,
+    attention,
     attention_backward,
     attention_forward,
     connect,
@@ -149,6 +150,30 @@ def test_refusals(sizes: dict[str, Any], options: dict[str, Any], text: str) -> 
 
     for found in simulated.run(4, of_rank, timeout=10.0):
         assert text in found if text else not found
+
+
+def test_a_call_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another shape, option or length of a sequence is another call; a refused one is refused again."""
+    checked: list[str] = []
+    problem_of = attention.problem_of
+    monkeypatch.setattr(attention, "problem_of", lambda *args: (checked.append(args[0]), problem_of(*args)))
+    (group,) = simulated.groups(1)
+    options: dict[str, Any] = {"group": group, "backend": "reference", "scale": 0.123}
+    sequences = {"sequences": VariableLength(BOUNDS[:2], BOUNDS[:2], 5, 5)}
+    for rows, more, count in (
+        (6, {}, 1),
+        (6, {}, 1),
+        (8, {}, 2),
+        (6, {"softcap": 3.0}, 3),
+        (6, sequences, 4),
+        (6, sequences, 5),
+    ):
+        attention_forward(*operands(rows), **options, **more)
+        assert len(checked) == count
+    for count in (6, 7):
+        with pytest.raises(NotSupported, match="softcap"):
+            attention_forward(*operands(6), **options, softcap=-3.0)
+        assert len(checked) == count
 
 
 def test_every_objection_is_named() -> None:
