@@ -8,6 +8,7 @@ connects, and abort.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import time
@@ -176,14 +177,15 @@ class NcclCommunicator:
         return _last_error(self._handle)
 
     def abort(self) -> None:
-        """Ends all exchanges that wait for other ranks."""
+        """Ends all exchanges that wait for other ranks. An error of NCCL's is dropped: what led here is reported."""
         handle, self._handle = self._handle, None
-        if handle is not None:
-            with driver.device(self.device).current(), _errors("ncclCommAbort"):
-                if self._owner is not None:
-                    self._owner.abort()
-                else:
-                    bindings().comm_abort(handle)
+        if handle is None:
+            return
+        with contextlib.suppress(DriverError), driver.device(self.device).current(), _errors("ncclCommAbort"):
+            if self._owner is not None:
+                self._owner.abort()
+            else:
+                bindings().comm_abort(handle)
 
     def close(self) -> None:
         """Finishes the communicator, together with all other ranks, and releases it.

@@ -192,6 +192,17 @@ def test_nccl_reports_an_error(fake: fake_nccl.FakeNccl) -> None:
     assert fake.calls.count("abort") == 1
 
 
+def test_an_abort_that_fails_does_not_hide_why(fake: fake_nccl.FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may report the rank that is lost from the abort too."""
+
+    def fails(comm: Any) -> None:
+        raise fake_nccl.NCCLError("RemoteError (6): remote process exited or there was a network error")
+
+    monkeypatch.setattr(fake, "comm_abort", fails)
+    with pytest.raises(PeerLost, match=r"rank 0 waited 0.1 s in ncclCommInitRankConfig for the other 1"):
+        NcclCommunicator.create(nccl.unique_id(), 0, 2, 0, 0.1)
+
+
 def test_nccl_refuses_a_call(fake: fake_nccl.FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     """With NCCL's own words, though there is no communicator yet."""
     monkeypatch.setattr(fake, "get_last_error", lambda comm: f"no rank 3 of 2 {comm.handle}\n")
