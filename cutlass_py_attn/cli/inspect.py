@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
@@ -20,12 +19,11 @@ from cutlass_py_attn.cli.outputs import OutputFile, write_text
 from cutlass_py_attn.cli.parameters import Choice
 from cutlass_py_attn.cli.selection import ARCHS, problems
 from cutlass_py_attn.cli.symbols import parse_symbol
-from cutlass_py_attn.cli.target import default_arch, plans_here, sm90_arch
+from cutlass_py_attn.cli.target import default_arch, plans_for, plans_here, sm90_arch
 from cutlass_py_attn.inspection import listing, sass
 from cutlass_py_attn.inspection.difference import difference, text_difference
 from cutlass_py_attn.inspection.facts import InspectedKernel, Json, facts, inspect_kernel
 from cutlass_py_attn.inspection.page import page
-from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.tensors import DIRECTIONS
@@ -47,7 +45,8 @@ class _Options:
 @click.command()
 @click.argument("symbol", required=False)
 @click.option("--problem", metavar="NAME|FILE.json",
-              help="The kernel of a problem (words: bench --help), in place of SYMBOL.")  # fmt: skip
+              help="The kernel of a problem (words: bench --help; append_... and merge_...: export --help), in place "
+              "of SYMBOL.")  # fmt: skip
 @click.option("--direction", type=Choice(DIRECTIONS), help="Of --problem.  [default: forward, or that of the file]")
 @click.option(
     "--arch",
@@ -119,8 +118,8 @@ def _of_symbol(symbol: str, options: _Options, folder: Path | None) -> tuple[Pla
 def _of_problem(name: str, direction: str | None, options: _Options) -> tuple[Plan, Artifact]:
     """Returns the kernel that a call with this problem launches: that of the first plan that compiles, or is there."""
     is_file = name.endswith(".json")
-    problem = problems([name], (direction,) if direction else () if is_file else ("forward",))[0]
-    found = planner.plans(problem, options.arch) if options.arch else plans_here(problem)
+    given = problems([name], (direction,) if direction else () if is_file else ("forward",))[0]
+    found = plans_for(given, options.arch) if options.arch else plans_here(given)
     return launch.first_available(found, _source(options.folder))
 
 
@@ -154,7 +153,7 @@ def _show_difference(left: InspectedKernel, right: InspectedKernel, view: str) -
     console = artifacts.console()
     console.print(f"[bold]{names[0]}[/] and [bold]{names[1]}[/]" + ("" if found else ": no difference"))
     for title, rows in found.items():
-        _print_rows(console, title.replace("_", " "), [{**row, "change": _change(row)} for row in rows])
+        _print_rows(title.replace("_", " "), [{**row, "change": _change(row)} for row in rows])
 
 
 def _change(row: Json) -> str:
@@ -184,15 +183,13 @@ def _print_tables(found: dict[str, Any]) -> None:
     console = artifacts.console()
     console.print(f"[bold]{found['symbol']}[/] for {found['arch']}, {found['toolchain']}")
     for title in ("resources", "launches", "parameters", "fields"):
-        _print_rows(console, title, found[title])
-    _print_rows(
-        console, "shared memory", [_lifetime_row(row, found["shared_memory"]) for row in found["shared_memory"]]
-    )
+        _print_rows(title, found[title])
+    _print_rows("shared memory", [_lifetime_row(row, found["shared_memory"]) for row in found["shared_memory"]])
     for name, rows in found["steps"].items():
-        _print_rows(console, f"steps of {name}", [_step_row(row) for row in rows])
+        _print_rows(f"steps of {name}", [_step_row(row) for row in rows])
     for name, counts in found["instructions"].items():
         rows = [{"opcode": opcode, "count": count} for opcode, count in counts.items()]
-        _print_rows(console, f"instructions of {name}", rows)
+        _print_rows(f"instructions of {name}", rows)
     if not sass.tool():
         click.echo(NO_SASS)
     if found["unmarked"]:
@@ -211,7 +208,7 @@ def _step_row(row: Json) -> Json:
     return {"step": row["step"], "what": row["title"], "instructions": row["instructions"], "of them": groups}
 
 
-def _print_rows(console: Console, title: str, rows: Iterable[dict[str, Any]]) -> None:
+def _print_rows(title: str, rows: Iterable[dict[str, Any]]) -> None:
     rows = list(rows)
     if not rows:
         return
@@ -220,7 +217,7 @@ def _print_rows(console: Console, title: str, rows: Iterable[dict[str, Any]]) ->
         table.add_column(name.replace("_", " "), justify="right" if isinstance(value, int | float) else "left")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    console.print(table)
+    artifacts.print_table(table)
 
 
 def _cell(value: Any) -> str:

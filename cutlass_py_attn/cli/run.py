@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from rich.table import Table
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.cli import artifacts, run_cpu
 from cutlass_py_attn.cli.parameters import Choice, MaskName, masks_of
-from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, Selection, directions_of
+from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, Selection, directions_of, names_rows
 from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, best_plans, first_gpu, sm90_arch
 from cutlass_py_attn.compilation.compiler import artifact_for
-from cutlass_py_attn.errors import CompileError
+from cutlass_py_attn.errors import CompileError, NotSupported, Stale
+from cutlass_py_attn.kernels.component_gemms.planning import MAX_HEAD_DIM
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.spec import ProblemSpec, parse, parse_mask
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
@@ -51,7 +53,13 @@ class Options:
 
     @property
     def problems(self) -> list[ProblemSpec]:
-        """The problems of --problem."""
+        """The problems of --problem; NotSupported if one is no problem of attention."""
+        rows = [name for name in self.names if names_rows(name)]
+        if rows:
+            raise NotSupported(
+                f"problem {', '.join(map(repr, rows))}: must be a problem of attention; `inspect --problem` shows the "
+                "kernels of appends and merges, and `build --problem` compiles them"
+            )
         return [parse(name) for name in self.names]
 
     def specs(self) -> Iterator[tuple[ProblemSpec, str]]:
@@ -76,13 +84,14 @@ class Options:
         featured = sm90_arch(target)
         if self.arch is None and featured not in (None, target):
             standalone = Selection(("component-gemm",), self.selection.dtypes, (self.head_dim,), ())
-            yield from (plan for plan in standalone.plans(str(featured)) if plan.build.family == "sm90")
+            if self.head_dim <= MAX_HEAD_DIM:
+                yield from (plan for plan in standalone.plans(str(featured)) if plan.build.family == "sm90")
 
 
 @click.command()
 @click.option("--dtype", "dtypes", type=Choice(list(DTYPES)), multiple=True,
               help="May be given several times.  [default: all]")  # fmt: skip
-@click.option("--head-dim", type=int, default=128, show_default=True)
+@click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--heads", type=click.IntRange(1), default=16, show_default=True)
 @click.option("--seqlen", type=click.IntRange(1), default=2048, show_default=True, help="Queries and keys.")
@@ -103,15 +112,18 @@ def run(context: click.Context, /, **given: Any) -> None:
     """Compile the kernels, show their resources, run them, check them against float64 and time them.
 
     --batch, --heads and --seqlen are the sizes of the GPU run. Without a GPU the kernels are only compiled, and the
-    float64 reference is checked on a small problem. A --problem is checked with fewer heads and shorter sequences. The
-    exit code is 1 if a check fails.
+    float64 reference is checked on a small problem. A --problem is checked with fewer heads and shorter sequences.
+    There are component GEMMs of head dims up to 256 alone. The exit code is 1 if a check fails.
     """
     options = Options(**given)
     if options.names:
         _expect_defaults(context, "dtypes", "head_dim", "batch", "heads", "seqlen", "mask")
     gpu = first_gpu()
     source = artifacts.prebuilt(options.folder) if options.folder else artifacts.compiler()
-    made, failures = artifacts.obtain(list(options.plans(gpu)), source, quiet=options.as_json)
+    plans = list(options.plans(gpu))
+    if options.folder:
+        _expect_kernels(plans, options.folder)
+    made, failures = artifacts.obtain(plans, source, quiet=options.as_json)
     if not options.as_json:
         artifacts.show(made)
     if failures:
@@ -123,6 +135,24 @@ def run(context: click.Context, /, **given: Any) -> None:
         click.echo(json.dumps({"kernels": rows, **report}, indent=1))
     if not report["passed"]:
         sys.exit(1)
+
+
+def _expect_kernels(plans: Sequence[Plan], folder: Path) -> None:
+    """Raises Stale if the folder lacks kernels, or has them of another version; the message has one command for all."""
+    kernels, lacking = Folder(folder), dict[str, list[str]]()
+    for build in dict.fromkeys(plan.build for plan in plans):
+        try:
+            kernels(build)
+        except Stale:
+            lacking.setdefault(build.arch, []).append(build.symbol)
+    count = sum(map(len, lacking.values()))
+    if count > 1:
+        commands = (
+            f"cutlass-py-attn build --arch {arch} {' '.join(f'--symbol {symbol}' for symbol in symbols)} "
+            f"-o {shlex.quote(str(folder))}"
+            for arch, symbols in lacking.items()
+        )
+        raise Stale(f"{count} kernels are not in {folder}, or stale there; build them with: {' && '.join(commands)}")
 
 
 def _expect_defaults(context: click.Context, *names: str) -> None:
@@ -247,4 +277,4 @@ def _print(rows: list[dict[str, str]]) -> None:
     table = Table(*rows[0], box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row.values())
-    artifacts.console().print(table)
+    artifacts.print_table(table)

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from cutlass_py_attn.cli import catalogue
 from cutlass_py_attn.cli.selection import DTYPES
+from cutlass_py_attn.cli.target import plans_for
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
 from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
-from cutlass_py_attn.plan.append import SCALES_OF, plan_append
+from cutlass_py_attn.plan.append import SCALES_OF
 from cutlass_py_attn.plan.decode import MIN_KEYS
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
-from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
@@ -99,11 +99,11 @@ def _row_kernel_of(stem: str, arch: str) -> Plan | None:
         shape = _LENGTH, _HEADS, columns
         packed, dense = MergeProblem.packed(1, _LENGTH, shape, dtype), MergeProblem.dense((1, *shape), dtype)
         merged = packed if found["varlen"] else dense
-        return plan_merge(replace(merged, output=replace(merged.output, alignment=alignment)), arch)
+        return plans_for(replace(merged, output=replace(merged.output, alignment=alignment)), arch)[0]
     scales, columns_value = SCALES_OF[found["variant"] or ""], int(found["dim_value"] or 0)
     sizes = (_LENGTH, _HEADS, columns), (1, _LENGTH)
     appended = AppendProblem.dense(*sizes, dtype, head_dim_value=columns_value, scales=scales)
-    return plan_append(replace(appended, key=replace(appended.key, alignment=alignment)), arch)
+    return plans_for(replace(appended, key=replace(appended.key, alignment=alignment)), arch)[0]
 
 
 def _fused_of(stem: str, arch: str) -> Plan | None:

@@ -289,6 +289,8 @@ def test_doctor_names_packages_that_pip_finds(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(doctor, "_version", lambda name: "")
     found = findings()
     assert found["cuda-python"]["remedy"] == "pip install 'cuda-python>=13,<14'"
+    assert extras.remedy("jax") in found["JAX"]["remedy"]
+    assert extras.remedy("nccl") in found["nccl4py"]["remedy"]
     assert found["cutlass-py-attn"]["found"].startswith(f"{__version__} in ")
     assert not any("pip install 'cutlass-py-attn" in item["remedy"] for item in found.values())
 
@@ -310,6 +312,18 @@ def test_build_fills_a_folder(tmp_path: Path) -> None:
         *(f"sm_90a/fwd_sm90_f16_d96_full_{tile}" for tile in ("128x128", "128x208", "192x112", "64x128", "64x64")),
     ]
     assert f"12 kernels in {tmp_path}" in done.output
+
+
+def test_wide_heads_have_no_component_gemms(tmp_path: Path) -> None:
+    """Beyond 256 columns: with forwards and backwards they are left out, and asked for alone they are refused."""
+    kinds = {plan.build.kind for plan in Selection(KINDS, ("float16",), (300,), ("full",)).plans("sm_80")}
+    assert kinds == {"forward", "backward"}
+    options = ("--arch", "sm_80", "--dtype", "f16", "-o", tmp_path)
+    alone = invoke("build", *options, "--kind", "component-gemm", "--head-dim", "300")
+    assert (alone.exit_code, "head_dim = 300: must be a multiple of 32 up to 256" in alone.output) == (1, True)
+    for command in (("build", *options), ("run",)):
+        none = invoke(*command, "--head-dim", "-5")
+        assert (none.exit_code, "-5 is not in the range x>=1" in none.output) == (2, True)
 
 
 def test_build_keeps_what_compiles_and_reports_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -402,7 +416,11 @@ def test_run_fails_when_a_kernel_does_not_compile(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("no_gpu")
 def test_run_takes_prebuilt_kernels(tmp_path: Path) -> None:
-    assert "not in" in invoke("run", *TINY, "--kernels", str(tmp_path)).output
+    lacking = invoke("run", *TINY, "--kernels", str(tmp_path))
+    assert lacking.exit_code == 1
+    first, second = lacking.output.partition("build them with: ")[2].split(" && ")  # sm90 component GEMMs on sm_90a
+    assert (first.split()[:4], second.split()[3]) == (["cutlass-py-attn", "build", "--arch", "sm_90"], "sm_90a")
+    assert (first.count("--symbol"), second.count("--symbol")) == (7, 5)
     for plan in Selection(KINDS, ("bfloat16",), (64,), ("full",)).plans("sm_80"):
         Folder(tmp_path).put(fakes.artifact(plan.build))
     done = invoke("run", *TINY, "--kernels", str(tmp_path), "--arch", "sm_80")
