@@ -159,7 +159,7 @@ def test_wrong_calls_are_refused(
 
 
 def test_a_number_that_is_none_is_refused_with_fast_math(bundle: Bundle) -> None:
-    """A scale that nobody set is NaN. -ffast-math has this option; a library linked with it would change the process."""
+    """A scale that nobody set is NaN. Linking with -ffast-math itself would change the arithmetic of the process."""
     library = LibraryHost(compiled(bundle, bundle.path.parent / "fast.so", "-O1", "-ffinite-math-only"))
     for name in ("scale", "softcap", "dropout_p"):
         call = call_of(library)
