@@ -31,6 +31,9 @@ from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.launch import Bound, bind
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
+# Headers that the sources include, which a file of that name would hide, and targets of CMake.
+_HEADERS: Final = ("cuda", "dlfcn", "math", "pthread", "stdarg", "stddef", "stdint", "stdio", "stdlib", "string")
+_RESERVED: Final = (*_HEADERS, "all", "clean", "help", "install", "package", "test")
 
 
 def export_bundle(
@@ -89,8 +92,8 @@ def _export(
         raise NotSupported(reasons)
     path = Path(os.path.realpath(folder))
     _check(path, problems, archs, name, is_library)
-    if is_library:  # its calls say where seed and offset are
-        problems = tuple(map(_with_host_seed, problems))
+    if is_library:  # its calls say what is given
+        problems = tuple(map(_without_options, problems))
     source = kernels or _compiler()
     targets = [_best(problem, arch, source) for problem in problems for arch in archs]
     if is_library:
@@ -110,8 +113,11 @@ def _export(
     return load_bundle(folder)
 
 
-def _with_host_seed(problem: AnyProblem) -> AnyProblem:
-    return problem.replace(philox_on_device=False) if isinstance(problem, Problem) else problem
+def _without_options(problem: AnyProblem) -> AnyProblem:
+    """Returns the problem without what each call of a library may have: a seed on the device, grad_logsumexp."""
+    if not isinstance(problem, Problem):
+        return problem
+    return problem.replace(philox_on_device=False, grad_logsumexp=None)
 
 
 def _identity(target: Target, is_library: bool) -> tuple[object, ...]:
@@ -244,6 +250,8 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
         reasons.append(
             f"name = {name!r}: must be lower-case letters, digits and _, as the prefix of C functions; correct it"
         )
+    if name in _RESERVED:
+        reasons.append(f"name = {name!r}: must be none of {', '.join(_RESERVED)}, which C or CMake has; choose another")
     reasons += _folder_objections(path)
     reasons += [reason for arch in archs for reason in planner.arch_objections(arch)]
     if reasons:
