@@ -74,6 +74,11 @@ def backward(split: Split, operands: Arrays, gradients: tuple[str, ...]) -> Arra
     return targets
 
 
+def adds(split: Split, operands: Arrays, gradients: tuple[str, ...]) -> bool:
+    """Returns whether a call sums partial results. gradients: of a backward; empty for a forward."""
+    return any(name != "query" and not (name == "bias" and _has_rows(operands)) for name in gradients)
+
+
 def _has_rows(operands: Arrays) -> bool:
     """Returns whether each rank has rows of the bias of its own."""
     return bool(operands["bias"].shape[2] > 1)
@@ -87,10 +92,9 @@ def _with_all_keys(split: Split, operands: Arrays) -> Arrays:
         array = operands[name]
         batch, rows, heads, columns = array.shape
         whole[name] = machine.empty((batch, rows * split.size, heads, columns), str(array.dtype))
+        parts = [array[along(1, own.first, own.first + own.count)] for own in split.chunks(rows, split.rank)]
         for rank in range(split.size):
-            sends += [
-                (rank, array[along(1, own.first, own.first + own.count)]) for own in split.chunks(rows, split.rank)
-            ]
+            sends += [(rank, part) for part in parts]
             receives += [
                 (rank, whole[name][along(1, it.start, it.start + it.count)]) for it in split.chunks(rows, rank)
             ]

@@ -58,16 +58,12 @@ class Host(Machine):
         target = total if target is None else target
         target[...] = (total.astype(np.float64) + part.astype(np.float64)).astype(target.dtype)
 
+    def expect_sums(self) -> None:
+        return
+
     def start(self, sends: list[Message], receives: list[Message]) -> Callable[[], None]:
         self.group.exchange(sends, receives)
         return lambda: None
-
-    def share(self, text: bytes) -> list[bytes]:
-        own = np.frombuffer(text, np.uint8).reshape(1, -1)
-        found = np.empty((self.group.size, len(text)), np.uint8)
-        ranks = range(self.group.size)
-        self.exchange([(rank, own) for rank in ranks], [(rank, found[rank : rank + 1]) for rank in ranks])()
-        return [row.tobytes() for row in found]
 
 
 def _among(operands: Arrays, options: Options) -> Arrays:
