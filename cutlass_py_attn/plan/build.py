@@ -63,6 +63,7 @@ class Build:
     score_rows: query rows of one score product in the sm90 backward when a tile has too many; 0 for all rows
     key_stages: key tiles in flight per thread block of the sm90 backward. With two, the first scores of the next key
         tile are computed before the gradients of this one are stored.
+    options: how the body computes, names of `variants.OPTIONS` in their order; () for the standard way
     """
 
     kind: str
@@ -96,6 +97,7 @@ class Build:
     head_dim_split: int = 0
     score_rows: int = 0
     key_stages: int = 1
+    options: tuple[str, ...] = ()
 
     @property
     def threads(self) -> int:
@@ -179,7 +181,7 @@ class Build:
             words += [f"{letters}{vector_bytes}"] if vector_bytes not in (0, ROW_ALIGNMENT_BYTES) else []
         words += [f"sum_{self.grad_bias_mode}"] if self.grad_bias_mode not in ("", "main") else []
         words += ["det"] if self.deterministic else []
-        return "_".join([*words, self.variant] if self.variant else words)
+        return "_".join([*words, *([self.variant] if self.variant else []), *self.options])
 
     @property
     def digest(self) -> str:
@@ -194,7 +196,7 @@ class Build:
 def build_from(data: Mapping[str, Any]) -> Build:
     """Returns the Build of a JSON object; ValueError names missing or unknown fields."""
     same_fields("build", data, Build)
-    pairs = {name: tuple(data[name]) for name in (*WARPS, "features", "gradients")}
+    pairs = {name: tuple(data[name]) for name in (*WARPS, "features", "gradients", "options")}
     buffers = tuple(Buffer(**item) for item in data["shared_memory"])
     return Build(**{**data, **pairs, "shared_memory": buffers})
 

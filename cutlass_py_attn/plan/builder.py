@@ -59,6 +59,7 @@ def build_for(problem: Problem, arch: str, tile: TileConfig, family: str) -> tup
         head_dim_split=tile.head_dim_split,
         score_rows=tile.score_rows,
         key_stages=tile.key_stages,
+        options=tile.options,
     )
     objections = tile_rules.objections(build)
     if build.head_dim_split and not objections:

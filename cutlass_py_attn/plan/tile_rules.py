@@ -25,9 +25,11 @@ from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import rows_copied_at_once
 from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
 from cutlass_py_attn.plan.variants import (
+    HALVES,
     MULTICAST,
     PER_HEAD,
     QUERY_HEADS,
+    SPECULATIVE,
     SPLIT_D,
     STANDARD,
     TWO_CTA,
@@ -66,7 +68,7 @@ def objections(build: Build) -> list[str]:
     if found or build.kind in ("component_gemm", *ROW_KINDS):
         return found
     rules = _RULES[build.family, build.kind]
-    return [*_features(build), *_unused(build), *rules(build)]
+    return [*_features(build), *_unused(build), *_options(build), *rules(build)]
 
 
 def _refuse(build: Build, field: str, reason: str) -> str:
@@ -128,6 +130,24 @@ def _unused(build: Build) -> Objections:
         yield _refuse(build, "key_stages", "only the sm90 backward has stages of the key tile; use 1")
     if not has_stages and build.score_rows:
         yield _refuse(build, "score_rows", "only the sm90 backward splits the rows of a score product; use 0")
+
+
+def _options(build: Build) -> Objections:
+    """Options belong to some bodies, and most of them need a plain problem."""
+    for name in build.options:
+        if (build.kind, build.family) != ("forward", "sm90") or build.variant not in (STANDARD, MULTICAST):
+            yield _refuse(build, "options", f"only the standard sm90 forward has option {name}; leave it out")
+    if SPECULATIVE in build.options and build.dtype != "bfloat16":
+        yield _refuse(build, "options", "weights of float16 may not exceed 1 by far; leave out option speculative")
+    if {*build.options} & {SPECULATIVE, HALVES} and (
+        {*build.features} - {"grouped", "varlen", "paged", "sinks"} or build.mask == "local"
+    ):
+        reason = "option speculative is for problems without score terms, dropout and windows; leave it out"
+        yield _refuse(build, "options", reason)
+    if HALVES in build.options and SPECULATIVE not in build.options:
+        yield _refuse(build, "options", "option halves is part of option speculative; use both")
+    if HALVES in build.options and build.tile_n % 32:
+        yield _refuse(build, "tile_n", "both halves have multiples of 16 keys; use a multiple of 32")
 
 
 def _sm80_forward(build: Build) -> Objections:

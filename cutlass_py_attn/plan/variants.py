@@ -17,6 +17,10 @@ E4M3: Final = "e4m3"
 E4M3_ROW: Final = "e4m3_row"
 WIDE: Final = "wide"
 PERSISTENT: Final = "persistent"
+# Options of a kernel body, which a tile names beside its variant. The planner chooses none of them by itself.
+SPECULATIVE: Final = "speculative"
+HALVES: Final = "halves"
+OPTIONS: Final = (SPECULATIVE, HALVES)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
+import cutlass.experimental.primitives as prim
 import cutlass.pipeline as pipeline
 from cutlass import Float32, GridConstant, Int32
 
@@ -33,7 +34,7 @@ from cutlass_py_attn.kernels.common.softmax import multiply_rows, safe_scale
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax
+from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax, is_valid
 from cutlass_py_attn.kernels.sm90.cluster import Cluster, SingleCta
 from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
 from cutlass_py_attn.kernels.sm90.paged_loads import PagedKeyTile, PagedLoads
@@ -50,18 +51,21 @@ from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.plan.variants import MULTICAST
+from cutlass_py_attn.plan.variants import MULTICAST, SPECULATIVE
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere
 
 
 class NamedBarrier(IntEnum):
-    """Named barriers; a warpgroup waits at its own until it may issue GEMMs."""
+    """Named barriers; a warpgroup waits at its own until it may issue GEMMs, or whether its weights are valid."""
 
     WARP_SCHEDULER_WG1 = 2
     WARP_SCHEDULER_WG2 = 3
     WARP_SCHEDULER_WG3 = 4
+    VALID_WG1 = 5
+    VALID_WG2 = 6
+    VALID_WG3 = 7
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ class ForwardSm90:
         # A float16 row that attends mostly to one key is more accurate with that key's weight at exactly 1.
         is_narrow = self.consumers <= MAX_LAZY_WARPGROUPS * WARPGROUP_THREADS
         self.rescales_lazily = build.dtype == "bfloat16" and is_narrow
+        self.speculates = SPECULATIVE in build.options
 
     @cute.jit
     def __call__(self, *values):
@@ -295,6 +300,12 @@ class ForwardSm90:
         self.warp_scheduler_arrive(thread)
         dropout_bits, bias = self.score_inputs(p, work, key_tile, consumer)
         self.mma_qk.wait(1)
+        if cutlass.const_expr(self.speculates and is_whole):
+            self.finish_speculative(pipes, consumer, r_s, q_state, k_state, v_state)
+            k_state.advance()
+            v_state.advance()
+            self.convert_weights(consumer.r_p, r_s, dropout_bits)
+            return k_state, v_state
         self.cluster.release(pipes.key, k_state)
         k_state.advance()
         # 2  softmax
@@ -310,6 +321,42 @@ class ForwardSm90:
             multiply_rows(row_view(consumer.r_o), factors)
         self.convert_weights(consumer.r_p, r_s, dropout_bits)
         return k_state, v_state
+
+    @cute.jit
+    def finish_speculative(
+        self, pipes: Any, consumer: Any, r_s: cute.Tensor, q_state: Any, k_state: Any, v_state: Any
+    ):
+        """Turns S of a key tile into P with the maxima before it; computes both again if a score exceeds its maximum.
+
+        Waits for O += P V of the key tile before. Releases the key tile, and the value tile before.
+        """
+        # 2  softmax
+        sums = consumer.softmax.speculate(row_view(r_s), consumer.scale_log2)
+        repeats = self.any_of_warpgroup(consumer.thread, ~is_valid(sums))
+        self.mma_pv.wait()
+        self.cluster.release(pipes.value, v_state)
+        if repeats:
+            self.repeat(consumer, r_s, consumer.qk_operands.stage(q_state.index, k_state.index))
+        else:
+            self.accept(consumer, sums)
+        self.cluster.release(pipes.key, k_state)
+
+    def repeat(self, consumer: ConsumerState, r_s: cute.Tensor, operands: Any) -> None:
+        """Computes S and P of a key tile again, with maxima that count it, and rescales the output."""
+        matmul_qk.issue(self.mma_qk, r_s, operands)
+        self.mma_qk.wait()
+        multiply_rows(row_view(consumer.r_o), consumer.softmax.weights(row_view(r_s), consumer.scale_log2))
+
+    def accept(self, consumer: ConsumerState, sums: list[Float32]) -> None:
+        """Adds the sums of weights that are valid."""
+        consumer.softmax.add_sums(sums)
+
+    def any_of_warpgroup(self, thread: Int32, condition: Any) -> Any:
+        """Returns whether the condition holds in any thread of the warpgroup."""
+        warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        barrier = NamedBarrier.VALID_WG1 + warpgroup
+        found = prim.barrier_cta_red_aligned(condition, barrier, "or", thread_count=WARPGROUP_THREADS)
+        return cute.arch.vote_any_sync(found)  # tells the compiler that the warp agrees
 
     def consumer_state(self, p: Any, thread: Int32) -> ConsumerState:
         """Returns what a consumer warpgroup uses for all tiles."""
