@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32
 from cutlass_py_attn.kernels.common.softmax import QUAD, OnlineSoftmax, exp2, finite
 
 CHAINS = 4
-LARGEST_SUM = 2.0**12  # of a thread's weights of a row: scores exceed the maximum by at most so much in base 2
+LARGEST_SUM = 2.0**24  # of a thread's weights of a row: scores exceed the maximum by at most so much in base 2
 GROWTH = 8.0  # how far scores may exceed a maximum that is not updated, in base 2: weights stay below 2^8
 
 
@@ -60,10 +60,10 @@ class ChainedSoftmax(OnlineSoftmax):
 
 
     def speculate(self, scores: cute.Tensor, scale_log2: Float32) -> list[Float32]:
-        """Turns the scores into weights with the maxima so far; returns this thread's sum of each row.
+        """Turns scores, of a tile or of some of its columns, into weights with the maxima so far.
 
-        The sums are not added to those of the rows: a score may exceed the maximum, or a row may have none yet.
-        `is_valid` says of the sums whether the weights may be used.
+        Returns this thread's sum of each row. The sums are not added to those of the rows: a score may exceed the
+        maximum, or a row may have none yet. `is_valid` says of the sums whether the weights may be used.
         """
         sums = []
         for row in range(self.rows):
