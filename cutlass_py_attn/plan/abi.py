@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.variants import PERSISTENT, QUERY_HEADS
+from cutlass_py_attn.plan.variants import PERSISTENT, QUERY_HEADS, SHARED_END
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
@@ -146,6 +146,15 @@ QUERY_HEADS_FIELDS: Fields = (
     ("total_key_tiles", "i32"),
 )
 
+# Only in forwards whose last query tiles are shared. num_splits_key: blocks that share the keys of each of these tiles,
+# 1 for none. partial_output: (shared tiles, tile_m, num_splits_key, columns) float32; partial_logsumexp: the same
+# without columns, in base 2.
+SHARED_END_FIELDS: Fields = (
+    ("partial_output", "i64"),
+    ("partial_logsumexp", "i64"),
+    ("num_splits_key", "i32"),
+)
+
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
 COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
@@ -191,6 +200,8 @@ def fields_of(build: Build) -> Fields:
     fields = next(FIELDS[key] for key in (build.variant, build.family, build.kind) if key in FIELDS)
     if build.variant == QUERY_HEADS:
         fields = (*fields, *QUERY_HEADS_FIELDS)
+    if SHARED_END in build.options:
+        fields = (*fields, *SHARED_END_FIELDS)
     if build.kind == "append" and build.variant:
         fields = (*fields, *APPEND_SCALES)
     if build.has("varlen"):

@@ -7,7 +7,7 @@ from typing import Final
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 _SUFFIXES: Final = {
@@ -52,7 +52,7 @@ def entries(build: Build) -> dict[str, str]:
     """Returns the symbol of each entry of the build's cubin by its role, in the order of the plan's launches.
 
     main: the fused kernel; a backward for grad_bias or grad_sinks alone has none
-    combine: joins the splits of a decode; a plan with one split does not launch it
+    combine: joins the splits of a decode, or of the last tiles; a plan with one split does not launch it
     delta: backward preprocess, the row statistics
     finish: backward postprocess, converts the float32 query gradient
     finish_kv: converts the float32 gradients of key and value, if several query heads add to them
@@ -60,7 +60,7 @@ def entries(build: Build) -> dict[str, str]:
     sinks: gradient of the sinks
     """
     if build.kind != "backward":
-        combine = {"combine": f"{build.symbol}_combine_1"} if build.family == "decode" else {}
+        combine = {"combine": f"{build.symbol}_combine_1"} if has_combine(build) else {}
         return {"main": f"{build.symbol}_0", **combine}
     needed = {
         "main": build.has_main,
@@ -74,6 +74,11 @@ def entries(build: Build) -> dict[str, str]:
     present = [role for role, is_needed in needed.items() if is_needed]
     symbols = {role: f"{build.symbol}_{_SUFFIXES[role]}{number}" for number, role in enumerate(present)}
     return {role: symbols[role] for role in _LAUNCH_ORDER if role in symbols}
+
+
+def has_combine(build: Build) -> bool:
+    """Returns whether blocks may share the keys of a query tile, so that a second kernel joins their results."""
+    return build.kind == "forward" and (build.family == "decode" or SHARED_END in build.options)
 
 
 def is_dependent_launch(build: Build, role: str) -> bool:

@@ -25,7 +25,7 @@ from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
 from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT, QUERY_HEADS
+from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT, QUERY_HEADS, SHARED_END
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -88,6 +88,8 @@ def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
         found |= decode.schedule(problem, build)
     elif build.family == "decode":
         found["num_splits_key"] = decode.num_splits_key(build)
+    if SHARED_END in build.options:
+        found |= sm90.shared_end(build)
     if build.kind == "backward":
         found |= {"num_splits_key": _num_splits_key(problem, build), **total_tiles(problem, build)}
     return found
@@ -133,7 +135,7 @@ def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[
         return {"main": (f"ceil_div(num_rows, {build.tile_m})", "1", "1")}
     main = _FAMILIES[build.family].main_grid(build)
     if build.kind == "forward":
-        combine = {"combine": decode.combine_grid(build)} if build.family == "decode" else {}
+        combine = {"combine": _FAMILIES[build.family].combine_grid(build)} if entry_points.has_combine(build) else {}
         return {"main": main, **combine}
     finish_kv = {"finish_kv": sm90.finish_kv_grid(build)} if build.variant == QUERY_HEADS else {}
     query_tiles = f"ceil_div(num_queries, {build.tile_m})"
@@ -155,7 +157,7 @@ def grids_of(problem: Problem, build: Build) -> dict[str, Grid]:
 
 def launch_condition(build: Build, role: str) -> Expression:
     """Returns the condition for the launch of an entry."""
-    if build.family != "decode" or role != "combine":
+    if role != "combine":
         return ALWAYS
     return "num_teams + fixed_chunks > 1" if build.variant == PERSISTENT else "num_splits_key > 1"
 
@@ -177,7 +179,8 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
         condition = ALWAYS if build.variant == PERSISTENT else launch_condition(build, "combine")
         return tuple(BufferRule(name, size, condition=condition) for name, size in decode.workspace(build).items())
     if build.kind == "forward":
-        return ()
+        condition = launch_condition(build, "combine")
+        return tuple(BufferRule(name, size, condition=condition) for name, size in sm90.workspace(build).items())
     rows = f"num_heads * total_tiles * {build.tile_m * F32_BYTES}"
     statistics = BufferRule("delta", rows), BufferRule("logsumexp_log2", rows)
     if build.variant == PER_HEAD:

@@ -26,7 +26,16 @@ from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.plan.tiles import splits_score_rows
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS, WIDE
+from cutlass_py_attn.plan.variants import (
+    MULTICAST,
+    PER_HEAD,
+    QUERY_HEADS,
+    SHARED_END,
+    STANDARD,
+    TWO_CTA,
+    VARIANTS,
+    WIDE,
+)
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -42,6 +51,7 @@ QUERY_HEADS_WORK_TILES_FULL: Final = 0.5
 LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled blocks of shared memory
 # Rounds at the end of a forward whose tiles the GPU deals to blocks, from so many queries and so many rounds on: a
 # block of its own costs a tile about 2 us.
+LEAST_SHARED_TILES: Final = 2  # key tiles of each block that shares one of the last query tiles
 LAST_ROUNDS, LAST_ROUNDS_LENGTH, LAST_ROUNDS_LEAST = 3, 4096, 16
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
@@ -309,6 +319,30 @@ def main_grid(build: Build) -> Grid:
     if cluster == 1:
         return f"max(min(num_sms, {work_tiles}), 1)", "1", "1"
     return f"{cluster} * max(min(div(num_sms, {cluster}), {work_tiles}), 1)", "1", "1"
+
+
+def shared_end(build: Build) -> dict[str, Expression]:
+    """Returns how many query tiles remain after the whole rounds, if blocks share them, and how many share each.
+
+    The remaining tiles would keep few SMs busy for as long as a whole round.
+    """
+    work_tiles = f"ceil_div(num_queries, {build.tile_m}) * num_heads * batch"
+    rest, keys = f"mod({work_tiles}, num_sms)", f"div(ceil_div(num_keys, {build.tile_n}), {LEAST_SHARED_TILES})"
+    splits = f"({work_tiles} > num_sms) * ({rest} > 0) * min(div(num_sms, max({rest}, 1)), {keys})"
+    return {"num_splits_key": f"max({splits}, 1)", "shared_tiles": f"(num_splits_key > 1) * {rest}"}
+
+
+def combine_grid(build: Build) -> Grid:
+    """Returns the grid of the kernel that joins the parts of shared query tiles: a block for each row."""
+    return times("shared_tiles", build.tile_m), "1", "1"
+
+
+def workspace(build: Build) -> dict[str, Expression]:
+    """Returns the bytes of the partial results of a forward by their names; none unless tiles are shared."""
+    if SHARED_END not in build.options:
+        return {}
+    rows = f"shared_tiles * num_splits_key * {build.tile_m * F32_BYTES}"
+    return {"partial_output": times(rows, build.columns_value), "partial_logsumexp": rows}
 
 
 def finish_kv_grid(build: Build) -> Grid:

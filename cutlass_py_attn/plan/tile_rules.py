@@ -29,6 +29,7 @@ from cutlass_py_attn.plan.variants import (
     MULTICAST,
     PER_HEAD,
     QUERY_HEADS,
+    SHARED_END,
     SPECULATIVE,
     SPLIT_D,
     STANDARD,
@@ -143,6 +144,11 @@ def _options(build: Build) -> Objections:
         {*build.features} - {"grouped", "varlen", "paged", "sinks"} or build.mask == "local"
     ):
         reason = "option speculative is for problems without score terms, dropout and windows; leave it out"
+        yield _refuse(build, "options", reason)
+    if SHARED_END in build.options and (
+        build.mask != "full" or build.variant != STANDARD or {*build.features} - {"grouped"}
+    ):
+        reason = "option shared_end is for full masks and equal lengths without score terms; leave it out"
         yield _refuse(build, "options", reason)
     if HALVES in build.options and SPECULATIVE not in build.options:
         yield _refuse(build, "options", "option halves is part of option speculative; use both")

@@ -20,7 +20,8 @@ PERSISTENT: Final = "persistent"
 # Options of a kernel body, which a tile names beside its variant. The planner chooses none of them by itself.
 SPECULATIVE: Final = "speculative"
 HALVES: Final = "halves"
-OPTIONS: Final = (SPECULATIVE, HALVES)
+SHARED_END: Final = "shared_end"
+OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 
