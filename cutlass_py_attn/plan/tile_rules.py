@@ -25,6 +25,7 @@ from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import rows_copied_at_once
 from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
 from cutlass_py_attn.plan.variants import (
+    COPIED_QUERIES,
     HALVES,
     MULTICAST,
     PER_HEAD,
@@ -39,6 +40,7 @@ from cutlass_py_attn.plan.variants import (
 )
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
 
+SM90_OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END)
 REGISTER_USAGE_LEVELS: Final = range(11)  # that ptxas has
 SM80_TILE_M: Final = (32, 64, 128)
 SM80_TILE_N: Final = (32, 64, 96, 128)
@@ -135,9 +137,15 @@ def _unused(build: Build) -> Objections:
 
 def _options(build: Build) -> Objections:
     """Options belong to some bodies, and most of them need a plain problem."""
+    is_sm90 = (build.kind, build.family) == ("forward", "sm90") and build.variant in (STANDARD, MULTICAST)
     for name in build.options:
-        if (build.kind, build.family) != ("forward", "sm90") or build.variant not in (STANDARD, MULTICAST):
+        if name in SM90_OPTIONS and not is_sm90:
             yield _refuse(build, "options", f"only the standard sm90 forward has option {name}; leave it out")
+        if name not in SM90_OPTIONS and build.family != "decode":
+            yield _refuse(build, "options", f"only decode kernels have option {name}; leave it out")
+    if COPIED_QUERIES in build.options and build.vector_bytes < ROW_ALIGNMENT_BYTES:
+        reason = f"option copied_queries copies {ROW_ALIGNMENT_BYTES} bytes at once; leave it out"
+        yield _refuse(build, "options", reason)
     if SPECULATIVE in build.options and build.dtype != "bfloat16":
         yield _refuse(build, "options", "weights of float16 may not exceed 1 by far; leave out option speculative")
     if {*build.options} & {SPECULATIVE, HALVES} and (

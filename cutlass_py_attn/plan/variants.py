@@ -21,7 +21,8 @@ PERSISTENT: Final = "persistent"
 SPECULATIVE: Final = "speculative"
 HALVES: Final = "halves"
 SHARED_END: Final = "shared_end"
-OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END)
+COPIED_QUERIES: Final = "copied_queries"
+OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, COPIED_QUERIES)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 

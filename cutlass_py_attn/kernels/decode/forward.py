@@ -17,7 +17,8 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.common import logsumexp, masking, params, seqlen_info, tile_copy
@@ -32,7 +33,8 @@ from cutlass_py_attn.plan import abi, decode_smem, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.smem import tile_bytes
+from cutlass_py_attn.plan.smem import threads_of_row, tile_bytes
+from cutlass_py_attn.plan.variants import COPIED_QUERIES
 
 
 class NamedBarrier(IntEnum):
@@ -104,6 +106,7 @@ class Decode:
         qk = replace(matmul_qk.spec(build), m=self.rows, n=self.keys, warps=one_warp)
         self.mma_qk = MmaSync(qk, build.dtype)
         self.mma_pv = MmaSync(matmul_pv.spec(build, m=self.rows, k=self.keys, warps=one_warp), build.dtype)
+        self.copies_queries = COPIED_QUERIES in build.options
 
     @cute.jit
     def __call__(self, *values):
@@ -137,10 +140,12 @@ class Decode:
         start, stop = tile_order.tiles_of_split(first, end, split, p.num_splits_key)
 
         # 0  start the first tiles, load the queries
+        if cutlass.const_expr(self.copies_queries):
+            self.copy_queries(p, work, thread)
         for step in cutlass.range(stages - 1, unroll=1):
             self.load_step(p, work, warp, start + step, stop, step)
             cute.arch.cp_async_commit_group()
-        self.load_queries(p, work, thread)
+        self.finish_queries(p, work, thread)
         cute.arch.sync_threads()
         s_q = self.query_tile(warp.first_row // self.rows)
 
@@ -228,6 +233,47 @@ class Decode:
             tile_copy.copy_g2s(warp.member, threads, keys, s_k)
             values = tile_copy.gmem_tile(build, p, "value", row, rows_left, build.head_dim_value)
             tile_copy.copy_g2s(warp.member, threads, values, s_v)
+
+    def finish_queries(self, p: Any, work: Any, thread: Int32) -> None:
+        """Loads the queries, or waits for those that `copy_queries` loads, while the first keys are in flight."""
+        if self.copies_queries:
+            cute.arch.cp_async_wait_group(self.build.query_stages - 1)
+        else:
+            self.load_queries(p, work, thread)
+
+    @cute.jit
+    def copy_queries(self, p: Any, work: Any, thread: Int32):
+        """Starts copying the rows of this block's tile, zeros past the last, as a group of its own."""
+        build, seqlen, group = self.build, work.seqlen, seqlen_info.group_size(self.build, p)
+        vector = build.vector_bytes // build.item_bytes
+        chunk = threads_of_row(build.columns * build.item_bytes, build.vector_bytes)
+        at_once = min(build.threads // chunk, self.rows)  # rows
+        mode = LoadCacheMode.GLOBAL
+        atom = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cache_mode=mode), self.dtype, num_bits_per_copy=build.vector_bytes * 8
+        )
+        lanes = cute.make_layout((at_once, chunk), stride=(chunk, 1))
+        copy = cute.make_tiled_copy_tv(atom, lanes, cute.make_layout((1, vector))).get_slice(thread)
+        shape = self.rows, build.columns
+        coordinates = copy.partition_S(cute.make_identity_tensor(shape))
+        if thread < at_once * chunk:
+            for part in cutlass.range_constexpr(self.team_warps):
+                target = copy.partition_D(self.query_tile(part))
+                for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
+                    packed_row = work.row0 + part * self.rows + coordinates[(0, 0), i, 0][0]
+                    query = packed_row // group
+                    head = work.head_key * group + (packed_row - query * group)
+                    start = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
+                    source = params.row_pointer(build, p, "query", start)
+                    for j in cutlass.range_constexpr(cute.size(target, mode=[2])):
+                        column = coordinates[(0, 0), i, j][1]
+                        in_bounds = cute.make_rmem_tensor(cute.make_layout(1), Boolean)
+                        in_bounds[0] = (query < seqlen.num_queries) & (column < build.head_dim)
+                        values = cute.make_tensor(
+                            source + params.assume_multiple(Int64(column), vector), cute.make_layout(((vector, 1),))
+                        )
+                        cute.copy(atom, values, target[None, i, j], pred=in_bounds)
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def load_queries(self, p: Any, work: Any, thread: Int32):

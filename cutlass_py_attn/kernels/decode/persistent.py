@@ -320,13 +320,15 @@ class PersistentDecode(Decode):
         row, shift = paging.page_row(p, piece.batch), paging.page_shift(p)
 
         # 0  start the first tiles, load the queries
+        if cutlass.const_expr(self.copies_queries):
+            self.copy_queries(p, piece, thread)
         entry = self.entry(p, row, shift, seqlen, warp, start, stop)
         for step in cutlass.range_constexpr(stages - 1):
             following = self.entry(p, row, shift, seqlen, warp, start + (step + 1), stop)
             self.load_pages(p, piece, warp, start + step, stop, Int32(step), entry)
             entry = following
             cute.arch.cp_async_commit_group()
-        self.load_queries(p, piece, thread)
+        self.finish_queries(p, piece, thread)
         cute.arch.sync_threads()
         s_q = self.query_tile(warp.first_row // self.rows)
 
