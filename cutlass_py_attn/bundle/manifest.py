@@ -271,7 +271,7 @@ def _parameters(kernel: Kernel, maps: tuple[str, ...]) -> Iterator[Json]:
 def _tensor_map(problem: AnyProblem, build: Build, name: str, recipe: TensorMap, names: Mapping[str, float]) -> Json:
     """Returns cuTensorMapEncodeTiled's arguments, innermost axis first; strides in elements, without the innermost."""
     assert isinstance(problem, Problem), "no kernel that computes row by row has tensor maps"
-    sizes, strides = launch_rules.tensor_map(problem, name)
+    sizes, strides = launch_rules.tensor_map(problem, name, build)
     box = tensor_map_box(problem, build, name, recipe.box)
     planned_numbers = *recipe.sizes, *recipe.strides, *recipe.box
     for rule, planned in zip((*sizes, *strides, *box), planned_numbers, strict=True):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.variants import PERSISTENT, QUERY_HEADS, SHARED_END
+from cutlass_py_attn.plan.variants import PACKED, PERSISTENT, QUERY_HEADS, SHARED_END
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
@@ -200,7 +200,7 @@ def fields_of(build: Build) -> Fields:
     fields = next(FIELDS[key] for key in (build.variant, build.family, build.kind) if key in FIELDS)
     if build.variant == QUERY_HEADS:
         fields = (*fields, *QUERY_HEADS_FIELDS)
-    if SHARED_END in build.options:
+    if SHARED_END in build.options or (build.kind, build.variant) == ("forward", PACKED):
         fields = (*fields, *SHARED_END_FIELDS)
     if build.kind == "append" and build.variant:
         fields = (*fields, *APPEND_SCALES)

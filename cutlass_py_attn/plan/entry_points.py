@@ -7,7 +7,7 @@ from typing import Final
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END
+from cutlass_py_attn.plan.variants import PACKED, PER_HEAD, QUERY_HEADS, SHARED_END
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 _SUFFIXES: Final = {
@@ -78,7 +78,9 @@ def entries(build: Build) -> dict[str, str]:
 
 def has_combine(build: Build) -> bool:
     """Returns whether blocks may share the keys of a query tile, so that a second kernel joins their results."""
-    return build.kind == "forward" and (build.family == "decode" or SHARED_END in build.options)
+    return build.kind == "forward" and (
+        build.family == "decode" or SHARED_END in build.options or build.variant == PACKED
+    )
 
 
 def is_dependent_launch(build: Build, role: str) -> bool:

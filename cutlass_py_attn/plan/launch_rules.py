@@ -23,9 +23,9 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import abi, decode, entry_points, sm80, sm90
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
-from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
+from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS, shares_end
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT, QUERY_HEADS, SHARED_END
+from cutlass_py_attn.plan.variants import PACKED, PER_HEAD, PERSISTENT, QUERY_HEADS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -88,7 +88,7 @@ def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
         found |= decode.schedule(problem, build)
     elif build.family == "decode":
         found["num_splits_key"] = decode.num_splits_key(build)
-    if SHARED_END in build.options:
+    if shares_end(build):
         found |= sm90.shared_end(build)
     if build.kind == "backward":
         found |= {"num_splits_key": _num_splits_key(problem, build), **total_tiles(problem, build)}
@@ -237,7 +237,7 @@ def bias_axes(tensor: Tensor) -> tuple[Expression, ...]:
     return tuple("1" if size == 1 else name for size, name in zip(tensor.shape, BIAS_SIZES, strict=True))
 
 
-def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tuple[Expression, ...]]:
+def tensor_map(problem: Problem, name: str, build: Build) -> tuple[tuple[Expression, ...], tuple[Expression, ...]]:
     """Returns (sizes, strides) of an operand's tensor map in elements, innermost axis first, without the innermost 1.
 
     With one length the axes are (columns, rows, heads, batch). With variable lengths a copy must end with its sequence,
@@ -255,6 +255,8 @@ def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tup
     strides = tuple(f"step({size}, {field}_{axis}, {columns})" for size, axis in axes)
     if is_pool and name == entry_points.LAST_VALUE:
         rows = f"({outer} - 1) * {VALUE_PAGE_ROWS} + {rows}"
+    elif build.variant == PACKED and name == "query":  # the rows of a box are all heads of a group for each query
+        return (columns, heads, rows, outer), (strides[1], strides[0], strides[2])
     elif is_pool or not problem.has_ragged_rows:
         return (columns, rows, heads, outer), strides
     row, head, _ = strides

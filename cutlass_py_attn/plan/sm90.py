@@ -19,6 +19,7 @@ from cutlass_py_attn.plan.sm90_smem import (
     WARPGROUP_ROWS,
     deals_last_rounds,
     most_box_rows,
+    shares_end,
     tma_tiles,
 )
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
@@ -28,9 +29,9 @@ from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, 
 from cutlass_py_attn.plan.tiles import splits_score_rows
 from cutlass_py_attn.plan.variants import (
     MULTICAST,
+    PACKED,
     PER_HEAD,
     QUERY_HEADS,
-    SHARED_END,
     STANDARD,
     TWO_CTA,
     VARIANTS,
@@ -271,9 +272,20 @@ def _multicast_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
     return min(problem.shape.num_queries, problem.shape.num_keys) >= MULTICAST_LENGTH
 
 
+def _packed_objection(problem: Problem, tile: TileConfig) -> str:
+    group = problem.shape.group
+    return "" if group and tile.tile_m % group == 0 else f"{group} heads of a group do not divide {tile.tile_m} rows"
+
+
+def _never(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
+    """The planner does not choose the variant by itself."""
+    return False
+
+
 _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
     ("backward", PER_HEAD): _Choice(_per_head_objection, _per_head_is_faster),
     ("backward", QUERY_HEADS): _Choice(_no_objection, _query_heads_is_faster),
+    ("forward", PACKED): _Choice(_packed_objection, _never),
     ("forward", MULTICAST): _Choice(_multicast_objection, _multicast_is_faster),
 }
 
@@ -309,10 +321,12 @@ def main_grid(build: Build) -> Grid:
     if build.variant == WIDE:
         return f"{cluster} * ceil_div(num_queries, {build.tile_m * cluster})", "num_heads", "batch"
     if build.kind == "forward":
-        work_tiles = f"ceil_div(num_queries, {build.tile_m * cluster}) * num_heads * batch"
+        work_tiles = _forward_work_tiles(build)
     else:
         heads = "num_heads" if build.variant == QUERY_HEADS else "num_heads_key"
         work_tiles = f"ceil_div(num_keys, {build.tile_n * cluster}) * {heads} * batch"
+    if build.variant == PACKED:
+        return f"max(min(num_sms, {work_tiles} * num_splits_key), 1)", "1", "1"
     if deals_last_rounds(build):
         is_long = f"(num_queries >= {LAST_ROUNDS_LENGTH}) * ({work_tiles} >= {LAST_ROUNDS_LEAST} * num_sms)"
         return f"max(min(num_sms, {work_tiles}), 1)", f"1 + {LAST_ROUNDS} * {is_long}", "1"
@@ -321,14 +335,23 @@ def main_grid(build: Build) -> Grid:
     return f"{cluster} * max(min(div(num_sms, {cluster}), {work_tiles}), 1)", "1", "1"
 
 
+def _forward_work_tiles(build: Build) -> Expression:
+    """Returns the query tiles of all heads, or of all groups of heads."""
+    if build.variant == PACKED:
+        return f"ceil_div(num_queries * group, {build.tile_m}) * num_heads_key * batch"
+    return f"ceil_div(num_queries, {build.tile_m * build.body.cluster}) * num_heads * batch"
+
+
 def shared_end(build: Build) -> dict[str, Expression]:
     """Returns how many query tiles remain after the whole rounds, if blocks share them, and how many share each.
 
-    The remaining tiles would keep few SMs busy for as long as a whole round.
+    The remaining tiles would keep few SMs busy for as long as a whole round. Without whole rounds, variant packed
+    shares all tiles.
     """
-    work_tiles = f"ceil_div(num_queries, {build.tile_m}) * num_heads * batch"
+    work_tiles = _forward_work_tiles(build)
+    is_long = "1" if build.variant == PACKED else f"({work_tiles} > num_sms)"
     rest, keys = f"mod({work_tiles}, num_sms)", f"div(ceil_div(num_keys, {build.tile_n}), {LEAST_SHARED_TILES})"
-    splits = f"({work_tiles} > num_sms) * ({rest} > 0) * min(div(num_sms, max({rest}, 1)), {keys})"
+    splits = f"{is_long} * ({rest} > 0) * min(div(num_sms, max({rest}, 1)), {keys})"
     return {"num_splits_key": f"max({splits}, 1)", "shared_tiles": f"(num_splits_key > 1) * {rest}"}
 
 
@@ -339,7 +362,7 @@ def combine_grid(build: Build) -> Grid:
 
 def workspace(build: Build) -> dict[str, Expression]:
     """Returns the bytes of the partial results of a forward by their names; none unless tiles are shared."""
-    if SHARED_END not in build.options:
+    if not shares_end(build):
         return {}
     rows = f"shared_tiles * num_splits_key * {build.tile_m * F32_BYTES}"
     return {"partial_output": times(rows, build.columns_value), "partial_logsumexp": rows}
@@ -394,15 +417,18 @@ def _work_tiles(build: Build) -> str:
     return "a block computes a key tile of all query heads of a group: " if build.has("grouped") else ""
 
 
-def tensor_map_box(build: Build, name: str, rank: int, page_size: int | None) -> tuple[tuple[int, ...], int]:
+def tensor_map_box(build: Build, name: str, rank: int, page_size: int | None, group: int) -> tuple[tuple[int, ...], int]:
     """Returns (box, swizzle width in bytes) of the tensor map `name`: a box is one strip of a tile, or of a page in it.
 
     rank: axes of the map
     page_size: rows of a page; None for no pages
+    group: query heads that share a key head
     """
     field = mapped_field(name)
     rows, columns = tma_tiles(build)[field]
     if page_size is not None and field != "query":
         rows = min(page_size, most_box_rows(build))
     swizzle = swizzle_bytes(columns)
+    if build.variant == PACKED and name == "query":
+        return (swizzle // 2, group, rows // group, *([1] * (rank - 3))), swizzle
     return (swizzle // 2, rows, *([1] * (rank - 2))), swizzle

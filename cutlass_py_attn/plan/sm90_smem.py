@@ -15,7 +15,7 @@ from typing import Final
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.variants import PER_HEAD, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import PACKED, PER_HEAD, SHARED_END, TWO_CTA, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 LOAD_WARPGROUPS: Final = 1
@@ -98,6 +98,11 @@ def splits_key_loop(build: Build) -> bool:
     """
     is_wide = max(build.columns, build.columns_value) > SPLIT_WITH_TERMS_COLUMNS
     return build.mask != "local" and not (is_wide and (build.has("alibi") or build.has("softcap")))
+
+
+def shares_end(build: Build) -> bool:
+    """Returns whether blocks may share the last query tiles of a forward."""
+    return SHARED_END in build.options or (build.kind == "forward" and build.variant == PACKED)
 
 
 def deals_last_rounds(build: Build) -> bool:

@@ -9,6 +9,7 @@ from cutlass_py_attn.plan import decode_smem, sm80_smem, sm90_smem, sm90_wide, s
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.variants import (
     MULTICAST,
+    PACKED,
     PER_HEAD,
     PERSISTENT,
     QUERY_HEADS,
@@ -33,6 +34,7 @@ _MAPS: Final[dict[tuple[str, str, str], Callable[[Build], tuple[Buffer, ...]]]] 
     ("backward", "sm80", SPLIT_D): split_d.split_d_map,
     ("forward", "sm90", STANDARD): sm90_smem.forward_map,
     ("forward", "sm90", MULTICAST): sm90_smem.forward_map,
+    ("forward", "sm90", PACKED): sm90_smem.forward_map,
     ("forward", "sm90", WIDE): sm90_wide.forward_map,
     ("backward", "sm90", STANDARD): sm90_smem.backward_map,
     ("backward", "sm90", PER_HEAD): sm90_smem.backward_map,

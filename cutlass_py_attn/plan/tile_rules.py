@@ -28,6 +28,7 @@ from cutlass_py_attn.plan.variants import (
     COPIED_QUERIES,
     HALVES,
     MULTICAST,
+    PACKED,
     PER_HEAD,
     QUERY_HEADS,
     SHARED_END,
@@ -137,10 +138,11 @@ def _unused(build: Build) -> Objections:
 
 def _options(build: Build) -> Objections:
     """Options belong to some bodies, and most of them need a plain problem."""
-    is_sm90 = (build.kind, build.family) == ("forward", "sm90") and build.variant in (STANDARD, MULTICAST)
+    bodies = STANDARD, MULTICAST, PACKED
+    is_sm90 = (build.kind, build.family) == ("forward", "sm90") and build.variant in bodies
     for name in build.options:
         if name in SM90_OPTIONS and not is_sm90:
-            yield _refuse(build, "options", f"only the standard sm90 forward has option {name}; leave it out")
+            yield _refuse(build, "options", f"only sm90 forwards have option {name}; leave it out")
         if name not in SM90_OPTIONS and build.family != "decode":
             yield _refuse(build, "options", f"only decode kernels have option {name}; leave it out")
     if COPIED_QUERIES in build.options and build.vector_bytes < ROW_ALIGNMENT_BYTES:
@@ -290,6 +292,10 @@ def _sm90_forward(build: Build) -> Objections:
         )
     if build.query_stages < 2:
         yield _refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied; use 2 or more")
+    if build.variant == PACKED and build.mask != "full":
+        yield _refuse(build, "mask", "variant packed is built for full masks; use a decode kernel")
+    if build.variant == PACKED and build.tile_m not in (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS):
+        yield _refuse(build, "tile_m", f"variant packed is for few rows; use {WARPGROUP_ROWS} or {2 * WARPGROUP_ROWS}")
     if build.variant == MULTICAST and build.mask != "causal":
         yield _refuse(build, "mask", "variant multicast is built for causal masks; use the standard variant")
     if build.variant == MULTICAST and build.tile_m != 2 * WARPGROUP_ROWS:

@@ -16,6 +16,7 @@ TWO_CTA: Final = "2cta"
 E4M3: Final = "e4m3"
 E4M3_ROW: Final = "e4m3_row"
 WIDE: Final = "wide"
+PACKED: Final = "packed"
 PERSISTENT: Final = "persistent"
 # Options of a kernel body, which a tile names beside its variant. The planner chooses none of them by itself.
 SPECULATIVE: Final = "speculative"
@@ -103,6 +104,15 @@ _ALL: Final = (
         layouts=("grouped",),
         lengths="long",
         cluster=CLUSTER,
+    ),
+    Variant(
+        "forward",
+        "sm90",
+        PACKED,
+        "sm90.forward",
+        "persistent blocks over query tiles, whose rows are the queries of all heads that share a key head",
+        layouts=("grouped",),
+        lengths="short",
     ),
     Variant(
         "forward",

@@ -45,6 +45,7 @@ from cutlass_py_attn.kernels.sm90.tile_scheduler import (
     ClusterTileScheduler,
     Cursor,
     LastRoundsScheduler,
+    PackedScheduler,
     SharedEndScheduler,
     TileScheduler,
     WorkTile,
@@ -53,8 +54,8 @@ from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.plan.variants import HALVES, MULTICAST, SHARED_END, SPECULATIVE
+from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, shares_end, splits_key_loop, tma_tiles
+from cutlass_py_attn.plan.variants import HALVES, MULTICAST, PACKED, SPECULATIVE
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere
@@ -116,9 +117,10 @@ class ForwardSm90:
         self.score_mod = ScoreModRegisters(build)
         is_cluster = build.variant == MULTICAST
         dense = LastRoundsScheduler if deals_last_rounds(build) else TileScheduler
-        self.shares_end = SHARED_END in build.options
-        dense = SharedEndScheduler if self.shares_end else dense
-        self.join = JoinParts(build, SharedEndScheduler(build)) if self.shares_end else None
+        self.shares_end, self.is_packed = shares_end(build), build.variant == PACKED
+        if self.shares_end:
+            dense = PackedScheduler if self.is_packed else SharedEndScheduler
+        self.join = JoinParts(build, dense(build)) if self.shares_end else None
         self.scheduler = ClusterTileScheduler(build) if is_cluster else dense(build)
         self.cluster = Cluster(build) if is_cluster else SingleCta(build)
         self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
@@ -204,8 +206,7 @@ class ForwardSm90:
         for wave in cutlass.range(self.scheduler.num_waves(p), unroll=1):
             work, cursor = self.scheduler.work_tile(p, wave, cursor)
             seqlen, key_head = work.seqlen, seqlen_info.key_head(build, p, work.head)
-            coordinates = tma.tile_coordinates(build, work.tile * build.tile_m, work.head, seqlen, "query")
-            pipelines.load(build, pipes.query, q_state, "query", maps[0], coordinates)
+            pipelines.load(build, pipes.query, q_state, "query", maps[0], self.query_coordinates(p, work))
             q_state.advance()
             for i in cutlass.range(work.end - work.first, unroll=1):
                 coordinates = tma.tile_coordinates(build, (work.end - 1 - i) * build.tile_n, key_head, seqlen, "key")
@@ -215,6 +216,13 @@ class ForwardSm90:
                 v_state.advance()
         pipes.key.producer_tail(k_state)
         pipes.value.producer_tail(v_state)
+
+    def query_coordinates(self, p: Any, work: WorkTile) -> tuple[Any, ...]:
+        """Returns the coordinates, without the column, of the query tile: of a packed one, first those of the head."""
+        row = work.tile * self.build.tile_m
+        if self.is_packed:
+            return work.head, row // seqlen_info.group_size(self.build, p), work.seqlen.batch
+        return tma.tile_coordinates(self.build, row, work.head, work.seqlen, "query")
 
     @cute.jit
     def mma(self, p: Any, pipes: Any, thread: Int32):
@@ -501,6 +509,9 @@ class ForwardSm90:
         """Stores a normalised output tile and its logsumexp."""
         build, r_o, coordinates = self.build, consumer.r_o, consumer.coordinates
         seqlen, query0 = work.seqlen, work.tile * build.tile_m
+        if self.is_packed:
+            self.join.store_packed(p, work, row_view(tile_copy.converted(r_o, self.dtype)), coordinates, lse)
+            return
         row = RowCoordinates(seqlen.index, work.head, query0)
         logsumexp.store_tile(p, lse, coordinates, row, build.tile_m, seqlen.num_queries)
         start = RowCoordinates(seqlen.batch, work.head, seqlen.query_start + query0)

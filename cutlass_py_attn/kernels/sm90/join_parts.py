@@ -12,11 +12,13 @@ from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.kernels.common import logsumexp, params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.params import RowCoordinates
+from cutlass_py_attn.kernels.common.quad_transpose import store_rows_at
 from cutlass_py_attn.kernels.common.softmax import QUAD
 from cutlass_py_attn.kernels.decode.combine import Combine, PackedRow, SplitWeights
-from cutlass_py_attn.kernels.sm90.tile_scheduler import SharedEndScheduler
+from cutlass_py_attn.kernels.sm90.tile_scheduler import SharedEndScheduler, WorkTile
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
+from cutlass_py_attn.plan.variants import PACKED
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 
@@ -54,6 +56,31 @@ class JoinParts(Combine):
                     pair[i] = outputs[index, column + i]
                 tile_copy.store_pair(pair, start, coordinates[index, column][1], columns, True)
 
+    def store_packed(
+        self, p: Any, work: WorkTile, values: cute.Tensor, coordinates: cute.Tensor, lse: list[Float32]
+    ) -> None:
+        """Stores this thread's rows of a packed tile, 16-bit (rows, columns), and their logsumexps with the padding."""
+        build, seqlen = self.build, work.seqlen
+        thread, _, _ = cute.arch.thread_idx()
+        places = [self.place(p, work, coordinates[row, 0][0]) for row in range(len(lse))]
+        exist = [query < seqlen.num_queries for query, _ in places]
+        starts = [
+            params.row_pointer(build, p, "output", RowCoordinates(seqlen.batch, head, seqlen.query_start + query))
+            for query, head in places
+        ]
+        store_rows_at(values, starts, exist, build.head_dim_value)
+        for (query, head), exists, value in zip(places, exist, lse, strict=True):
+            _store_logsumexp(p, RowCoordinates(seqlen.index, head, query), value, exists & (thread % QUAD == 0))
+            padding = seqlen.num_queries + thread % QUAD
+            self.store_padding(p, seqlen, head, padding, query == seqlen.num_queries - 1)
+
+    @cute.jit
+    def store_padding(self, p: Any, seqlen: Any, head: Int32, first: Int32, is_last: Any):
+        """Stores +inf in every fourth row of the padding of a head from `first` on, if the row is the last query."""
+        if is_last:
+            for query in cutlass.range(first, seqlen_info.padded_rows(seqlen.num_queries), QUAD, unroll=1):
+                logsumexp.store(p, RowCoordinates(seqlen.index, head, query), Float32.inf)
+
     @cute.jit
     def run(self, p: Any):
         """Computes one row of a shared tile."""
@@ -62,7 +89,8 @@ class JoinParts(Combine):
         number, _, _ = cute.arch.block_idx()
         rows, _, _ = cute.arch.grid_dim()
         work = self.scheduler.shared_tile(p, number // build.tile_m, rows // build.tile_m)
-        seqlen, query = work.seqlen, work.tile * build.tile_m + number % build.tile_m
+        seqlen = work.seqlen
+        query, head = self.place(p, work, number % build.tile_m)
         row = PackedRow(0, 0, number)
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         layout = cute.make_layout((COMBINE_WARPS, build.columns_value), stride=(build.columns_value, 1))
@@ -81,11 +109,27 @@ class JoinParts(Combine):
                 values = cute.make_rmem_tensor(2, Float32)
                 for i in cutlass.range_constexpr(2):
                     values[i] = self.sum_over_warps(s_sums, column + i)
-                target = RowCoordinates(seqlen.batch, work.head, seqlen.query_start + query)
+                target = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
                 self.store_output(p, target, column, values)
             lse = (maximum + cute.math.log2(total, fastmath=True)) * math.log(2.0)
             lse = cutlass.select_(empty, -Float32.inf, lse)
             if thread == 0:
-                logsumexp.store(p, RowCoordinates(seqlen.index, work.head, query), lse)
-        elif (thread == 0) & (query < seqlen_info.padded_rows(seqlen.num_queries)):
-            logsumexp.store(p, RowCoordinates(seqlen.index, work.head, query), Float32.inf)
+                logsumexp.store(p, RowCoordinates(seqlen.index, head, query), lse)
+        if query == seqlen.num_queries - 1:
+            logsumexp.store_padding(p, seqlen.index, head, seqlen.num_queries, query + 1 + thread)
+
+    def place(self, p: Any, work: WorkTile, row: Int32) -> tuple[Int32, Int32]:
+        """Returns (query, query head) of a row of a tile."""
+        number = work.tile * self.build.tile_m + row
+        if self.build.variant != PACKED:
+            return number, work.head
+        group = seqlen_info.group_size(self.build, p)
+        query = number // group
+        return query, work.head + (number - query * group)
+
+
+@cute.jit
+def _store_logsumexp(p: Any, row: RowCoordinates, value: Float32, predicate: Any):
+    """Stores one value if `predicate` holds."""
+    if predicate:
+        logsumexp.store(p, row, value)

@@ -223,6 +223,26 @@ class SharedEndScheduler(TileScheduler):
         return wave * blocks + cutlass.select_(wave < rounds, block, block % larger(rest, 1))
 
 
+class PackedScheduler(SharedEndScheduler):
+    """SharedEndScheduler over tiles whose rows are the queries of all heads of a group: row = query * group + head.
+
+    The head of a work tile is the first of its group.
+    """
+
+    def tiles_of_sequence(self, p: Any, index: Int32) -> Int32:
+        group = seqlen_info.group_size(self.build, p)
+        return ceil_div(p.num_queries * group, self.rows) * (p.num_heads // group)
+
+    def _dense_tile(self, p: Any, number: Int32) -> WorkTile:
+        group = seqlen_info.group_size(self.build, p)
+        tiles, heads_key = ceil_div(p.num_queries * group, self.rows), p.num_heads // group
+        index = number // tiles
+        seqlen = seqlen_info.create(self.build, p, index // heads_key)
+        # Every row sees all keys, as those of tile 0 do, whose number is never past the last query.
+        tile = self._create_tile(p, seqlen, index % heads_key * group, Int32(0))
+        return replace(tile, tile=number % tiles)
+
+
 class ClusterTileScheduler(TileScheduler):
     """Persistent tile scheduler whose workers are clusters of two blocks that load key and value tiles for both.
 
