@@ -12,6 +12,7 @@ from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.gemm_spec import MMA_ROWS
 from cutlass_py_attn.plan.smem import BUFFER_ALIGNMENT, stack, tile_bytes
+from cutlass_py_attn.plan.variants import CONTINUOUS
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 MAX_QUERIES: Final = 16
@@ -47,13 +48,22 @@ def team_output_bytes(build: Build) -> int:
     return round_up(tile_bytes("float32", build.tile_m, build.columns_value), STAGE_ALIGNMENT)
 
 
+def stage_stride(build: Build) -> int:
+    """Returns the bytes from one stage of a team to the next.
+
+    With option continuous a stage also holds the team's output, while the next keys are loaded into the others.
+    """
+    loaded = sum(stage_bytes(build))
+    return max(loaded, team_output_bytes(build)) if CONTINUOUS in build.options else loaded
+
+
 def decode_map(build: Build) -> tuple[Buffer, ...]:
     """Returns the map: the query tile, the stages of all teams (reused for their outputs), statistics of each row.
 
     The statistics are a maximum, later a factor, and a sum, for each row and team.
     """
     teams = build.warps_scores[1]
-    stages = teams * build.query_stages * sum(stage_bytes(build))
+    stages = teams * build.query_stages * stage_stride(build)
     return stack(
         ("query", tile_bytes(build.dtype, build.tile_m, build.columns), 0, 1),
         ("ring", max(stages, teams * team_output_bytes(build)), 0, 4),

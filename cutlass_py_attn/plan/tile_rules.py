@@ -25,10 +25,12 @@ from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import rows_copied_at_once
 from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
 from cutlass_py_attn.plan.variants import (
+    CONTINUOUS,
     COPIED_QUERIES,
     HALVES,
     MULTICAST,
     PACKED,
+    PERSISTENT,
     PER_HEAD,
     QUERY_HEADS,
     SHARED_END,
@@ -150,6 +152,8 @@ def _options(build: Build) -> Objections:
         yield _refuse(build, "options", reason)
     if SPECULATIVE in build.options and build.dtype != "bfloat16":
         yield _refuse(build, "options", "weights of float16 may not exceed 1 by far; leave out option speculative")
+    if CONTINUOUS in build.options:
+        yield from _continuous(build)
     if {*build.options} & {SPECULATIVE, HALVES} and (
         {*build.features} - {"grouped", "varlen", "paged", "sinks"} or build.mask == "local"
     ):
@@ -164,6 +168,12 @@ def _options(build: Build) -> Objections:
         yield _refuse(build, "options", "option halves is part of option speculative; use both")
     if HALVES in build.options and build.tile_n % 32:
         yield _refuse(build, "tile_n", "both halves have multiples of 16 keys; use a multiple of 32")
+
+
+def _continuous(build: Build) -> Objections:
+    if build.variant != PERSISTENT or COPIED_QUERIES not in build.options:
+        reason = "option continuous is for variant persistent with option copied_queries; leave it out"
+        yield _refuse(build, "options", reason)
 
 
 def _sm80_forward(build: Build) -> Objections:

@@ -23,7 +23,8 @@ SPECULATIVE: Final = "speculative"
 HALVES: Final = "halves"
 SHARED_END: Final = "shared_end"
 COPIED_QUERIES: Final = "copied_queries"
-OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, COPIED_QUERIES)
+CONTINUOUS: Final = "continuous"
+OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, COPIED_QUERIES, CONTINUOUS)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 

@@ -214,7 +214,7 @@ class Decode:
         """Returns the team's keys and values of a stage."""
         build = self.build
         number = warp.team * build.query_stages + stage
-        key = build.buffer("ring").offset + number * (self.key_bytes + self.value_bytes)
+        key = build.buffer("ring").offset + number * decode_smem.stage_stride(build)
         return (
             smem_tile_at(key, self.dtype, self.keys, build.columns),
             smem_tile_at(key + self.key_bytes, self.dtype, self.keys, build.columns_value),
@@ -311,15 +311,19 @@ class Decode:
             cute.make_tensor(start, layout), cute.make_tensor(start + build.tile_m * self.teams, layout)
         )
 
-    def team_output(self, team: Any, first_row: Any, rows: int) -> cute.Tensor:
-        """Returns some rows of a team's float32 output in shared memory."""
+    def team_output(self, team: Any, first_row: Any, rows: int, stage: Any = None) -> cute.Tensor:
+        """Returns some rows of a team's float32 output in shared memory: in a stage of its ring, or in place of it."""
         build = self.build
-        offset = build.buffer("ring").offset + team * decode_smem.team_output_bytes(build)
+        if stage is None:
+            offset = build.buffer("ring").offset + team * decode_smem.team_output_bytes(build)
+        else:
+            number = team * build.query_stages + stage
+            offset = build.buffer("ring").offset + number * decode_smem.stage_stride(build)
         offset = offset + first_row * tile_bytes("float32", 1, build.columns_value)
         return smem_tile_at(offset, Float32, rows, build.columns_value)
 
     def store_team_results(
-        self, warp: Warp, softmax: OnlineSoftmax, r_o: cute.Tensor, statistics: RowStatistics
+        self, warp: Warp, softmax: OnlineSoftmax, r_o: cute.Tensor, statistics: RowStatistics, stage: Any = None
     ) -> None:
         """Stores this warp's maxima, sums and output in shared memory."""
         coordinates = row_view(self.mma_qk.coordinates(warp.lane))
@@ -328,7 +332,7 @@ class Decode:
             for target, value in ((statistics.factors, softmax.maximum[row]), (statistics.sums, total)):
                 index = warp.first_row + coordinates[row, 0][0], warp.team
                 tile_copy.store_predicated(target, index, value, warp.lane % QUAD == 0)
-        s_o = self.team_output(warp.team, warp.first_row, self.rows)
+        s_o = self.team_output(warp.team, warp.first_row, self.rows, stage)
         tile_copy.copy_r2s(warp.lane, self.mma_pv.mma, r_o, s_o, False)
 
     @cute.jit

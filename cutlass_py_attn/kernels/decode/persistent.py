@@ -43,6 +43,7 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.plan.variants import CONTINUOUS
 from cutlass_py_attn.score_terms.sinks import SINKS
 
 LOG2_E = math.log2(math.e)
@@ -206,6 +207,7 @@ class PersistentDecode(Decode):
         self.schedule = ChunkSchedule(build)
         self.score_mod = ScoreMod(build)
         self.pieces = CombinePieces(build)
+        self.is_continuous = CONTINUOUS in build.options
         self.has_dependent_launch = architecture(build.arch).compute_capability >= (9, 0)
         self.paged_copy = PagedCopy(build, self.keys, self.team_warps * WARP_THREADS)
 
@@ -222,38 +224,101 @@ class PersistentDecode(Decode):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = self.warp_of(thread)
-        groups, row_tiles = self.schedule.groups(p), self.schedule.row_tiles(p)
         team, member = block // p.team_rows, block % p.team_rows
         begin, end, batch, start, total = self.find_share(p, block, team, thread)
         if (p.fixed_chunks == 0) & (member == 0) & (thread == 0):
             self.store_cut(p, team, begin, end, batch, start, total)
-        chunk = begin
+        if cutlass.const_expr(self.is_continuous):
+            self.compute_pieces(p, warp, (begin, end, team, member), (batch, start), thread)
+        else:
+            chunk = begin
+            while chunk < end:
+                share = begin, end, team, member
+                piece, first, stop, chunk, batch, start = self.piece_at(p, share, chunk, batch, start)
+                self.compute(p, piece, warp, first, stop, thread)
+                cute.arch.sync_threads()  # the next piece overwrites the ring, which holds outputs
+
+    @cute.jit
+    def piece_at(self, p: Any, share: tuple, chunk: Int32, batch: Int32, start: Int32):
+        """Returns the piece that starts at a chunk and its key tiles [first, stop); then chunk, batch and start of the
+        next one.
+
+        share: first chunk of the team, the one past its last, number of the team, and of the block in it
+        start: chunks of the sequences before `batch`
+        """
+        begin, end, team, member = share
+        groups, row_tiles = self.schedule.groups(p), self.schedule.row_tiles(p)
+        chunks = self.schedule.chunks(p, batch)
+        inside = chunk - start * groups
+        group = inside // chunks.count
+        first = inside - group * chunks.count
+        row = group * p.team_rows + member
+        count = smaller(end - chunk, chunks.count - first)
+        if p.fixed_chunks != 0:
+            count = Int32(1)
+        piece = Piece(
+            seqlen_info.create(self.build, p, batch),
+            batch,
+            row // row_tiles,
+            row % row_tiles * self.build.tile_m,
+            self.schedule.slot(p, begin, team, member, chunk),
+            count == chunks.count,
+            first == 0,
+        )
+        tile = (chunks.first + first) * p.chunk_tiles
+        begin_tile = larger(tile, chunks.start_tile)
+        end_tile = smaller(tile + count * p.chunk_tiles, chunks.end_tile)
+        # a sequence of fewer queries has no such rows
+        has_rows = piece.row0 < piece.seqlen.num_queries * seqlen_info.group_size(self.build, p)
+        end_tile = cutlass.select_(has_rows, end_tile, begin_tile)
+        chunk = chunk + count
+        if chunk >= (start + chunks.count) * groups:
+            start = start + chunks.count
+            batch = batch + 1
+        return piece, begin_tile, end_tile, chunk, batch, start
+
+    @cute.jit
+    def compute_pieces(self, p: Any, warp: Any, share: tuple, found: tuple, thread: Int32):
+        """Computes the pieces of a block; the first keys of the next one are in flight while a piece is joined.
+
+        The ring of stages continues from piece to piece. A team's output takes the stage that the next keys leave.
+        """
+        begin, end, _, _ = share
+        batch, start = found
+        chunk, position = begin, Int32(0)
+        if chunk < end:
+            piece, first, stop, _, _, _ = self.piece_at(p, share, chunk, batch, start)
+            self.start_piece(p, piece, warp, first, stop, position, thread)
         while chunk < end:
-            chunks = self.schedule.chunks(p, batch)
-            inside = chunk - start * groups
-            group = inside // chunks.count
-            first = inside - group * chunks.count
-            row = group * p.team_rows + member
-            count = smaller(end - chunk, chunks.count - first)
-            if p.fixed_chunks != 0:
-                count = Int32(1)
-            piece = Piece(
-                seqlen_info.create(self.build, p, batch),
-                batch,
-                row // row_tiles,
-                row % row_tiles * self.build.tile_m,
-                self.schedule.slot(p, begin, team, member, chunk),
-                count == chunks.count,
-                first == 0,
-            )
-            tile = (chunks.first + first) * p.chunk_tiles
-            self.compute(p, piece, warp, larger(tile, chunks.start_tile),
-                         smaller(tile + count * p.chunk_tiles, chunks.end_tile), thread)  # fmt: skip
-            cute.arch.sync_threads()  # the next piece overwrites the ring, which holds outputs
-            chunk = chunk + count
-            if chunk >= (start + chunks.count) * groups:
-                start = start + chunks.count
-                batch = batch + 1
+            piece, first, stop, chunk, batch, start = self.piece_at(p, share, chunk, batch, start)
+            following = share, chunk, batch, start
+            self.compute(p, piece, warp, first, stop, thread, position, following)
+            position = position + larger(stop - first, 0)
+            cute.arch.sync_threads()  # the next piece overwrites the stage that holds outputs
+
+    @cute.jit
+    def start_piece(
+        self, p: Any, piece: Any, warp: Any, start: Int32, stop: Int32, position: Int32, thread: Int32
+    ):
+        """Starts copying the queries and the first keys and values of a piece."""
+        stages = self.build.query_stages
+        row, shift = paging.page_row(p, piece.batch), paging.page_shift(p)
+        entries = [
+            self.entry(p, row, shift, piece.seqlen, warp, start + step, stop) for step in range(stages - 1)
+        ]
+        self.copy_queries(p, piece, thread)
+        for step in cutlass.range_constexpr(stages - 1):
+            stage = (position + step) % stages
+            self.load_pages(p, piece, warp, start + step, stop, stage, entries[step])
+            cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def start_next(self, p: Any, following: tuple, warp: Any, position: Int32, thread: Int32):
+        """Does `start_piece` for the piece after this one, if there is one."""
+        share, chunk, batch, start = following
+        if chunk < share[1]:
+            piece, first, stop, _, _, _ = self.piece_at(p, share, chunk, batch, start)
+            self.start_piece(p, piece, warp, first, stop, position, thread)
 
     @cute.jit
     def find_share(self, p: Any, block: Int32, team: Int32, thread: Int32):
@@ -310,24 +375,31 @@ class PersistentDecode(Decode):
             cut[ROW_BEGIN] = start * groups + group * count
 
     @cute.jit
-    def compute(self, p: Any, piece: Any, warp: Any, start: Int32, stop: Int32, thread: Int32):
-        """Computes the key tiles [start, stop) of a row, and stores its results or partial results."""
+    def compute(
+        self, p: Any, piece: Any, warp: Any, start: Int32, stop: Int32, thread: Int32, position: Any = 0,
+        following: Any = None,
+    ):  # fmt: skip
+        """Computes the key tiles [start, stop) of a row, and stores its results or partial results.
+
+        position: stages that the pieces before have used; following: where the next piece starts, see `start_next`.
+            Both only if its keys are in flight already
+        """
         build, stages, seqlen = self.build, self.build.query_stages, piece.seqlen
-        group = seqlen_info.group_size(build, p)
         band = seqlen_info.band(build, p, seqlen)
-        if piece.row0 >= seqlen.num_queries * group:  # a sequence of fewer queries has no such rows
-            stop = start
         row, shift = paging.page_row(p, piece.batch), paging.page_shift(p)
 
         # 0  start the first tiles, load the queries
-        if cutlass.const_expr(self.copies_queries):
-            self.copy_queries(p, piece, thread)
-        entry = self.entry(p, row, shift, seqlen, warp, start, stop)
-        for step in cutlass.range_constexpr(stages - 1):
-            following = self.entry(p, row, shift, seqlen, warp, start + (step + 1), stop)
-            self.load_pages(p, piece, warp, start + step, stop, Int32(step), entry)
-            entry = following
-            cute.arch.cp_async_commit_group()
+        if cutlass.const_expr(self.is_continuous):
+            entry = self.entry(p, row, shift, seqlen, warp, start + (stages - 1), stop)
+        else:
+            if cutlass.const_expr(self.copies_queries):
+                self.copy_queries(p, piece, thread)
+            entry = self.entry(p, row, shift, seqlen, warp, start, stop)
+            for step in cutlass.range_constexpr(stages - 1):
+                ahead = self.entry(p, row, shift, seqlen, warp, start + (step + 1), stop)
+                self.load_pages(p, piece, warp, start + step, stop, Int32(step), entry)
+                entry = ahead
+                cute.arch.cp_async_commit_group()
         self.finish_queries(p, piece, thread)
         cute.arch.sync_threads()
         s_q = self.query_tile(warp.first_row // self.rows)
@@ -341,12 +413,12 @@ class PersistentDecode(Decode):
         operands = self.row_operands(p, piece, warp) if cutlass.const_expr(has_terms) else ()
 
         for key_tile in cutlass.range(start, stop, unroll=1):
-            step = key_tile - start
+            step = key_tile - start + position
             cute.arch.cp_async_wait_group(stages - 2)
             self.sync_team(warp)
-            following = self.entry(p, row, shift, seqlen, warp, key_tile + stages, stop)
+            next_entry = self.entry(p, row, shift, seqlen, warp, key_tile + stages, stop)
             self.load_pages(p, piece, warp, key_tile + (stages - 1), stop, (step + stages - 1) % stages, entry)
-            entry = following
+            entry = next_entry
             cute.arch.cp_async_commit_group()
             s_k, s_v = self.stage(warp, step % stages)
 
@@ -368,14 +440,21 @@ class PersistentDecode(Decode):
             matmul_pv.issue(self.mma_pv, r_o, self.mma_pv.from_accumulator(r_s), v_operand)
 
         # 4  join the teams, store the row, or this piece's partial results
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
-        statistics = self.row_statistics()
-        self.store_team_results(warp, softmax, r_o, statistics)
-        cute.arch.sync_threads()
+        statistics, stage = self.row_statistics(), None
+        if cutlass.const_expr(self.is_continuous):
+            position = position + larger(stop - start, 0)
+            stage = (position + (stages - 1)) % stages  # which the next piece does not start with
+            self.store_team_results(warp, softmax, r_o, statistics, stage)
+            cute.arch.sync_threads()
+            self.start_next(p, following, warp, position, thread)
+        else:
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            self.store_team_results(warp, softmax, r_o, statistics)
+            cute.arch.sync_threads()
         self.join_teams(p, piece, statistics, scale_log2, thread)
         cute.arch.sync_threads()
-        self.store_piece(p, piece, statistics.factors, thread)
+        self.store_piece(p, piece, statistics.factors, thread, stage)
 
     @cute.jit
     def entry(self, p: Any, row: Any, shift: Int32, seqlen: Any, warp: Any, key_tile: Int32, stop: Int32):
@@ -475,10 +554,10 @@ class PersistentDecode(Decode):
             logsumexp.store(p, RowCoordinates(piece.batch, head, query), Float32.inf)
 
     @cute.jit
-    def store_piece(self, p: Any, piece: Any, factors: cute.Tensor, thread: Int32):
-        """Joins the teams' outputs and stores them, two columns at a time."""
+    def store_piece(self, p: Any, piece: Any, factors: cute.Tensor, thread: Int32, stage: Any = None):
+        """Joins the teams' outputs and stores them, two columns at a time. stage: that holds them, as `team_output`."""
         build, seqlen, group = self.build, piece.seqlen, seqlen_info.group_size(self.build, p)
-        outputs = [self.team_output(team, 0, build.tile_m) for team in range(self.teams)]
+        outputs = [self.team_output(team, 0, build.tile_m, stage) for team in range(self.teams)]
         pairs = build.columns_value // 2
         for step in cutlass.range(build.tile_m * pairs // build.threads, unroll=1):
             index = step * build.threads + thread
