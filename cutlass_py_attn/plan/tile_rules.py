@@ -32,6 +32,7 @@ from cutlass_py_attn.plan.variants import (
     PACKED,
     PERSISTENT,
     PER_HEAD,
+    PREFETCHED_TABLE,
     QUERY_HEADS,
     SHARED_END,
     SPECULATIVE,
@@ -152,6 +153,8 @@ def _options(build: Build) -> Objections:
         yield _refuse(build, "options", reason)
     if SPECULATIVE in build.options and build.dtype != "bfloat16":
         yield _refuse(build, "options", "weights of float16 may not exceed 1 by far; leave out option speculative")
+    if PREFETCHED_TABLE in build.options and build.variant != PERSISTENT:
+        yield _refuse(build, "options", "option prefetched_table is for variant persistent; leave it out")
     if CONTINUOUS in build.options:
         yield from _continuous(build)
     if {*build.options} & {SPECULATIVE, HALVES} and (

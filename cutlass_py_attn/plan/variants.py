@@ -24,7 +24,8 @@ HALVES: Final = "halves"
 SHARED_END: Final = "shared_end"
 COPIED_QUERIES: Final = "copied_queries"
 CONTINUOUS: Final = "continuous"
-OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, COPIED_QUERIES, CONTINUOUS)
+PREFETCHED_TABLE: Final = "prefetched_table"
+OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, COPIED_QUERIES, CONTINUOUS, PREFETCHED_TABLE)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 

@@ -43,11 +43,12 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.variants import CONTINUOUS
+from cutlass_py_attn.plan.variants import CONTINUOUS, PREFETCHED_TABLE
 from cutlass_py_attn.score_terms.sinks import SINKS
 
 LOG2_E = math.log2(math.e)
 PIECES_AT_ONCE = 8  # of a warp of the combine kernel, in flight at once
+LINE_ENTRIES = 32  # entries of the table in a line of the L1 cache
 FOUND = 8  # element of the schedule's buffer with a block's first sequence; sums of warps are before it
 
 
@@ -224,6 +225,8 @@ class PersistentDecode(Decode):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = self.warp_of(thread)
+        if cutlass.const_expr(PREFETCHED_TABLE in self.build.options):
+            self.prefetch_table(p, thread)
         team, member = block // p.team_rows, block % p.team_rows
         begin, end, batch, start, total = self.find_share(p, block, team, thread)
         if (p.fixed_chunks == 0) & (member == 0) & (thread == 0):
@@ -237,6 +240,14 @@ class PersistentDecode(Decode):
                 piece, first, stop, chunk, batch, start = self.piece_at(p, share, chunk, batch, start)
                 self.compute(p, piece, warp, first, stop, thread)
                 cute.arch.sync_threads()  # the next piece overwrites the ring, which holds outputs
+
+    @cute.jit
+    def prefetch_table(self, p: Any, thread: Int32):
+        """Starts loading a small table into L1 while lengths are read, a line by each thread; nothing of a large one."""
+        entry = thread * LINE_ENTRIES
+        if (entry < p.table_entries) & (p.table_entries <= self.build.threads * LINE_ENTRIES):
+            line = params.pointer(p.page_table, Int32, 4) + entry
+            cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[line])
 
     @cute.jit
     def piece_at(self, p: Any, share: tuple, chunk: Int32, batch: Int32, start: Int32):
