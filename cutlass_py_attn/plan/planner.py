@@ -309,7 +309,8 @@ def _tensor_maps(problem: Problem, build: Build, values: Mapping[str, int]) -> I
         axis = launch_rules.batch_axis(problem, field)
         names = {**values, f"{field}_{axis}": outer, f"{field}_row": row, f"{field}_head": head}
         sizes, strides = (
-            tuple(evaluate(expression, names) for expression in side) for side in launch_rules.tensor_map(problem, name, build)
+            tuple(evaluate(expression, names) for expression in side)
+            for side in launch_rules.tensor_map(problem, name, build)
         )
         box, swizzle_bytes = sm90.tensor_map_box(build, name, len(sizes), values.get("page_size"), values["group"])
         yield TensorMap(field, sizes, strides, box, swizzle_bytes)

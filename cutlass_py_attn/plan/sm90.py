@@ -417,7 +417,9 @@ def _work_tiles(build: Build) -> str:
     return "a block computes a key tile of all query heads of a group: " if build.has("grouped") else ""
 
 
-def tensor_map_box(build: Build, name: str, rank: int, page_size: int | None, group: int) -> tuple[tuple[int, ...], int]:
+def tensor_map_box(
+    build: Build, name: str, rank: int, page_size: int | None, group: int
+) -> tuple[tuple[int, ...], int]:
     """Returns (box, swizzle width in bytes) of the tensor map `name`: a box is one strip of a tile, or of a page in it.
 
     rank: axes of the map

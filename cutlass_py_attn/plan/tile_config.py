@@ -12,7 +12,9 @@ from cutlass_py_attn.plan.variants import OPTIONS, STANDARD
 from cutlass_py_attn.problem.scalars import python_value, shown
 
 _TEXT: Final = re.compile(
-    r"(N)x(N)x(N)(?::(N)(?:,(N))?)?(?:@(N))?(?:c(N))?(?:q(N))?(?:k(N))?(?:\+(\w+))?((?:-[a-z]\w*)*)".replace("N", "[0-9]{1,9}")
+    r"(N)x(N)x(N)(?::(N)(?:,(N))?)?(?:@(N))?(?:c(N))?(?:q(N))?(?:k(N))?(?:\+(\w+))?((?:-[a-z]\w*)*)".replace(
+        "N", "[0-9]{1,9}"
+    )
 )
 _INTEGERS: Final = (
     *("tile_m", "tile_n", "warps", "query_stages", "grad_output_stages", "register_usage_level"),

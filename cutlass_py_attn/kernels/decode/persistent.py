@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.integers import larger, smaller
 from cutlass_py_attn.kernels.common import logsumexp, paging, params, seqlen_info, tile_copy
+from cutlass_py_attn.kernels.common.combine import VECTOR, Combine
 from cutlass_py_attn.kernels.common.mma_sync import row_view
 from cutlass_py_attn.kernels.common.paged_copy import PagedCopy, PagedRows
 from cutlass_py_attn.kernels.common.params import RowCoordinates
@@ -36,7 +37,6 @@ from cutlass_py_attn.kernels.decode.chunk_schedule import (
     ChunkSchedule,
     inclusive_sum,
 )
-from cutlass_py_attn.kernels.decode.combine import VECTOR, Combine
 from cutlass_py_attn.kernels.decode.forward import Decode, apply_softmax
 from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.arch import architecture
@@ -243,7 +243,7 @@ class PersistentDecode(Decode):
 
     @cute.jit
     def prefetch_table(self, p: Any, thread: Int32):
-        """Starts loading a small table into L1 while lengths are read, a line by each thread; nothing of a large one."""
+        """Starts loading a small table into L1 while lengths are read, a line by each thread."""
         entry = thread * LINE_ENTRIES
         if (entry < p.table_entries) & (p.table_entries <= self.build.threads * LINE_ENTRIES):
             line = params.pointer(p.page_table, Int32, 4) + entry
@@ -308,15 +308,11 @@ class PersistentDecode(Decode):
             cute.arch.sync_threads()  # the next piece overwrites the stage that holds outputs
 
     @cute.jit
-    def start_piece(
-        self, p: Any, piece: Any, warp: Any, start: Int32, stop: Int32, position: Int32, thread: Int32
-    ):
+    def start_piece(self, p: Any, piece: Any, warp: Any, start: Int32, stop: Int32, position: Int32, thread: Int32):
         """Starts copying the queries and the first keys and values of a piece."""
         stages = self.build.query_stages
         row, shift = paging.page_row(p, piece.batch), paging.page_shift(p)
-        entries = [
-            self.entry(p, row, shift, piece.seqlen, warp, start + step, stop) for step in range(stages - 1)
-        ]
+        entries = [self.entry(p, row, shift, piece.seqlen, warp, start + step, stop) for step in range(stages - 1)]
         self.copy_queries(p, piece, thread)
         for step in cutlass.range_constexpr(stages - 1):
             stage = (position + step) % stages

@@ -58,7 +58,6 @@ class ChainedSoftmax(OnlineSoftmax):
             sums[row] = sums[row] + self.row_sum(weights)
         return grows
 
-
     def speculate(self, scores: cute.Tensor, scale_log2: Float32) -> list[Float32]:
         """Turns scores, of a tile or of some of its columns, into weights with the maxima so far.
 

@@ -37,8 +37,8 @@ from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax, is_valid
 from cutlass_py_attn.kernels.sm90.cluster import Cluster, SingleCta
 from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
-from cutlass_py_attn.kernels.sm90.paged_loads import PagedKeyTile, PagedLoads
 from cutlass_py_attn.kernels.sm90.join_parts import JoinParts
+from cutlass_py_attn.kernels.sm90.paged_loads import PagedKeyTile, PagedLoads
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
 from cutlass_py_attn.kernels.sm90.tile_scheduler import (
@@ -54,7 +54,14 @@ from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, shares_end, splits_key_loop, tma_tiles
+from cutlass_py_attn.plan.sm90_smem import (
+    deals_last_rounds,
+    num_stages,
+    registers,
+    shares_end,
+    splits_key_loop,
+    tma_tiles,
+)
 from cutlass_py_attn.plan.variants import HALVES, MULTICAST, PACKED, SPECULATIVE
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
@@ -351,9 +358,7 @@ class ForwardSm90:
         return k_state, v_state
 
     @cute.jit
-    def finish_speculative(
-        self, pipes: Any, consumer: Any, r_s: cute.Tensor, q_state: Any, k_state: Any, v_state: Any
-    ):
+    def finish_speculative(self, pipes: Any, consumer: Any, r_s: cute.Tensor, q_state: Any, k_state: Any, v_state: Any):
         """Turns S of a key tile into P with the maxima before it; computes both again if a score exceeds its maximum.
 
         Waits for O += P V of the key tile before. Releases the key tile, and the value tile before.

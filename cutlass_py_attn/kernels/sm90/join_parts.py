@@ -11,10 +11,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.kernels.common import logsumexp, params, seqlen_info, tile_copy
+from cutlass_py_attn.kernels.common.combine import Combine, PackedRow, SplitWeights
 from cutlass_py_attn.kernels.common.params import RowCoordinates
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows_at
 from cutlass_py_attn.kernels.common.softmax import QUAD
-from cutlass_py_attn.kernels.decode.combine import Combine, PackedRow, SplitWeights
 from cutlass_py_attn.kernels.sm90.tile_scheduler import SharedEndScheduler, WorkTile
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
