@@ -145,27 +145,31 @@ def _options(build: Build) -> Objections:
     is_sm90 = (build.kind, build.family) == ("forward", "sm90") and build.variant in bodies
     for name in build.options:
         if name in SM90_OPTIONS and not is_sm90:
-            yield _refuse(build, "options", f"only sm90 forwards have option {name}; leave it out")
+            yield _refuse(build, "options", f"only sm90 forwards have option {name}; use other options")
         if name not in SM90_OPTIONS and build.family != "decode":
-            yield _refuse(build, "options", f"only decode kernels have option {name}; leave it out")
+            yield _refuse(build, "options", f"only decode kernels have option {name}; use other options")
     if COPIED_QUERIES in build.options and build.vector_bytes < ROW_ALIGNMENT_BYTES:
-        reason = f"option copied_queries copies {ROW_ALIGNMENT_BYTES} bytes at once; leave it out"
+        reason = f"option copied_queries copies {ROW_ALIGNMENT_BYTES} bytes at once; use tensors with such rows"
         yield _refuse(build, "options", reason)
     if SPECULATIVE in build.options and build.dtype != "bfloat16":
-        yield _refuse(build, "options", "weights of float16 may not exceed 1 by far; leave out option speculative")
+        yield _refuse(
+            build,
+            "options",
+            "with option speculative weights may exceed 1 by far, which float16 does not hold; use no such option",
+        )
     if PREFETCHED_TABLE in build.options and build.variant != PERSISTENT:
-        yield _refuse(build, "options", "option prefetched_table is for variant persistent; leave it out")
+        yield _refuse(build, "options", "option prefetched_table is for variant persistent; use no such option")
     if CONTINUOUS in build.options:
         yield from _continuous(build)
     if {*build.options} & {SPECULATIVE, HALVES} and (
         {*build.features} - {"grouped", "varlen", "paged", "sinks"} or build.mask == "local"
     ):
-        reason = "option speculative is for problems without score terms, dropout and windows; leave it out"
+        reason = "option speculative is for problems without score terms, dropout and windows; use no such option"
         yield _refuse(build, "options", reason)
     if SHARED_END in build.options and (
         build.mask != "full" or build.variant != STANDARD or {*build.features} - {"grouped"}
     ):
-        reason = "option shared_end is for full masks and equal lengths without score terms; leave it out"
+        reason = "option shared_end is for full masks and equal lengths without score terms; use no such option"
         yield _refuse(build, "options", reason)
     if HALVES in build.options and SPECULATIVE not in build.options:
         yield _refuse(build, "options", "option halves is part of option speculative; use both")
@@ -175,7 +179,7 @@ def _options(build: Build) -> Objections:
 
 def _continuous(build: Build) -> Objections:
     if build.variant != PERSISTENT or COPIED_QUERIES not in build.options:
-        reason = "option continuous is for variant persistent with option copied_queries; leave it out"
+        reason = "option continuous is for variant persistent with option copied_queries; use both"
         yield _refuse(build, "options", reason)
 
 
