@@ -10,6 +10,9 @@ words among the four threads gives each thread eight neighbouring columns of the
     3                     6, 7   14, 15   22, 23  30, 31   24 to 31
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
@@ -26,29 +29,30 @@ def store_rows(values: cute.Tensor, coordinates: cute.Tensor, target: GmemTile) 
 
     coordinates: (row, column) of each value in the target.
     """
-    starts, in_bounds = [], []
-    for row in range(cute.size(values, mode=[0])):
+
+    def place(row: int) -> tuple[cute.Pointer, Int32]:
         row_index = coordinates[row, 0][0]
-        offset = params.assume_multiple(Int64(row_index) * target.row_stride, VECTOR_ELEMENTS)
-        starts.append(target.start + offset)
-        in_bounds.append(row_index < target.rows)
-    store_rows_at(values, starts, in_bounds, target.columns)
+        start = target.start + params.assume_multiple(Int64(row_index) * target.row_stride, VECTOR_ELEMENTS)
+        return start, row_index
+
+    store_rows_at(values, place, target.rows, target.columns)
 
 
-def store_rows_at(values: cute.Tensor, starts: list[cute.Pointer], exist: list[Boolean], columns: int) -> None:
+def store_rows_at(values: cute.Tensor, place: Callable[[int], tuple[Any, Int32]], rows: Int32, columns: int) -> None:
     """Does `store_rows` for rows anywhere.
 
-    starts: pointer to the first column of each row; exist: whether it is stored. columns: how many a row has
+    place: returns (pointer to the first column, number) of a row of `values`; rows: numbers below it are stored.
+    columns: how many a row has
     """
     words = cute.make_tensor(cute.recast_ptr(values.iterator, dtype=Uint32), cute.make_layout(cute.size(values) // 2))
     lane = cute.arch.lane_idx() % QUAD
     for row in range(cute.size(values, mode=[0])):
-        start = starts[row]
+        start, row_index = place(row)
         for first in range(0, cute.size(values, mode=[1]), 2 * QUAD):
             indices = [cute.crd2idx((row, first + 2 * word), values.layout) // 2 for word in range(QUAD)]
             vector = transpose_quad([words[index] for index in indices], lane)
             column = first * QUAD + lane * VECTOR_ELEMENTS
-            in_bounds = exist[row] & (column < columns)
+            in_bounds = (row_index < rows) & (column < columns)
             _store_vector(start + params.assume_multiple(Int64(column), VECTOR_ELEMENTS), vector, in_bounds)
 
 

@@ -227,6 +227,7 @@ class PersistentDecode(Decode):
         warp = self.warp_of(thread)
         if cutlass.const_expr(PREFETCHED_TABLE in self.build.options):
             self.prefetch_table(p, thread)
+        groups = self.schedule.groups(p)
         team, member = block // p.team_rows, block % p.team_rows
         begin, end, batch, start, total = self.find_share(p, block, team, thread)
         if (p.fixed_chunks == 0) & (member == 0) & (thread == 0):
@@ -236,10 +237,13 @@ class PersistentDecode(Decode):
         else:
             chunk = begin
             while chunk < end:
-                share = begin, end, team, member
-                piece, first, stop, chunk, batch, start = self.piece_at(p, share, chunk, batch, start)
-                self.compute(p, piece, warp, first, stop, thread)
+                chunks, count, piece, tiles = self.piece_at(p, (begin, end, team, member), chunk, batch, start)
+                self.compute(p, piece, warp, *tiles, thread)
                 cute.arch.sync_threads()  # the next piece overwrites the ring, which holds outputs
+                chunk = chunk + count
+                if chunk >= (start + chunks.count) * groups:
+                    start = start + chunks.count
+                    batch = batch + 1
 
     @cute.jit
     def prefetch_table(self, p: Any, thread: Int32):
@@ -251,8 +255,8 @@ class PersistentDecode(Decode):
 
     @cute.jit
     def piece_at(self, p: Any, share: tuple, chunk: Int32, batch: Int32, start: Int32):
-        """Returns the piece that starts at a chunk and its key tiles [first, stop); then chunk, batch and start of the
-        next one.
+        """Returns the chunks of a sequence, and how many of them the piece has that starts at a chunk; the piece and
+        its key tiles (first, stop).
 
         share: first chunk of the team, the one past its last, number of the team, and of the block in it
         start: chunks of the sequences before `batch`
@@ -277,16 +281,27 @@ class PersistentDecode(Decode):
             first == 0,
         )
         tile = (chunks.first + first) * p.chunk_tiles
-        begin_tile = larger(tile, chunks.start_tile)
-        end_tile = smaller(tile + count * p.chunk_tiles, chunks.end_tile)
-        # a sequence of fewer queries has no such rows
-        has_rows = piece.row0 < piece.seqlen.num_queries * seqlen_info.group_size(self.build, p)
-        end_tile = cutlass.select_(has_rows, end_tile, begin_tile)
+        tiles = larger(tile, chunks.start_tile), smaller(tile + count * p.chunk_tiles, chunks.end_tile)
+        return chunks, count, piece, tiles
+
+    @cute.jit
+    def next_piece(self, p: Any, share: tuple, chunk: Int32, batch: Int32, start: Int32):
+        """Returns the piece that starts at a chunk and its key tiles [first, stop); then chunk, batch and start of the
+        piece after it. Arguments as of `piece_at`."""
+        chunks, count, piece, (first, stop) = self.piece_at(p, share, chunk, batch, start)
+        stop = self.stop_of(p, piece, first, stop)
         chunk = chunk + count
-        if chunk >= (start + chunks.count) * groups:
+        if chunk >= (start + chunks.count) * self.schedule.groups(p):
             start = start + chunks.count
             batch = batch + 1
-        return piece, begin_tile, end_tile, chunk, batch, start
+        return piece, first, stop, chunk, batch, start
+
+    @cute.jit
+    def stop_of(self, p: Any, piece: Any, start: Int32, stop: Int32):
+        """Returns `start` for a piece whose rows a sequence of fewer queries does not have, else `stop`."""
+        if piece.row0 >= piece.seqlen.num_queries * seqlen_info.group_size(self.build, p):
+            stop = start
+        return stop
 
     @cute.jit
     def compute_pieces(self, p: Any, warp: Any, share: tuple, found: tuple, thread: Int32):
@@ -298,10 +313,10 @@ class PersistentDecode(Decode):
         batch, start = found
         chunk, position = begin, Int32(0)
         if chunk < end:
-            piece, first, stop, _, _, _ = self.piece_at(p, share, chunk, batch, start)
+            piece, first, stop, _, _, _ = self.next_piece(p, share, chunk, batch, start)
             self.start_piece(p, piece, warp, first, stop, position, thread)
         while chunk < end:
-            piece, first, stop, chunk, batch, start = self.piece_at(p, share, chunk, batch, start)
+            piece, first, stop, chunk, batch, start = self.next_piece(p, share, chunk, batch, start)
             following = share, chunk, batch, start
             self.compute(p, piece, warp, first, stop, thread, position, following)
             position = position + larger(stop - first, 0)
@@ -324,7 +339,7 @@ class PersistentDecode(Decode):
         """Does `start_piece` for the piece after this one, if there is one."""
         share, chunk, batch, start = following
         if chunk < share[1]:
-            piece, first, stop, _, _, _ = self.piece_at(p, share, chunk, batch, start)
+            piece, first, stop, _, _, _ = self.next_piece(p, share, chunk, batch, start)
             self.start_piece(p, piece, warp, first, stop, position, thread)
 
     @cute.jit
@@ -392,7 +407,11 @@ class PersistentDecode(Decode):
             Both only if its keys are in flight already
         """
         build, stages, seqlen = self.build, self.build.query_stages, piece.seqlen
+        group = seqlen_info.group_size(build, p)
         band = seqlen_info.band(build, p, seqlen)
+        if cutlass.const_expr(not self.is_continuous):  # noqa: SIM102
+            if piece.row0 >= seqlen.num_queries * group:  # a sequence of fewer queries has no such rows
+                stop = start
         row, shift = paging.page_row(p, piece.batch), paging.page_shift(p)
 
         # 0  start the first tiles, load the queries

@@ -63,13 +63,15 @@ class JoinParts(Combine):
         build, seqlen = self.build, work.seqlen
         thread, _, _ = cute.arch.thread_idx()
         places = [self.place(p, work, coordinates[row, 0][0]) for row in range(len(lse))]
-        exist = [query < seqlen.num_queries for query, _ in places]
-        starts = [
-            params.row_pointer(build, p, "output", RowCoordinates(seqlen.batch, head, seqlen.query_start + query))
-            for query, head in places
-        ]
-        store_rows_at(values, starts, exist, build.head_dim_value)
-        for (query, head), exists, value in zip(places, exist, lse, strict=True):
+
+        def place(row: int) -> tuple[cute.Pointer, Int32]:
+            query, head = places[row]
+            target = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
+            return params.row_pointer(build, p, "output", target), query
+
+        store_rows_at(values, place, seqlen.num_queries, build.head_dim_value)
+        for (query, head), value in zip(places, lse, strict=True):
+            exists = query < seqlen.num_queries
             _store_logsumexp(p, RowCoordinates(seqlen.index, head, query), value, exists & (thread % QUAD == 0))
             padding = seqlen.num_queries + thread % QUAD
             self.store_padding(p, seqlen, head, padding, query == seqlen.num_queries - 1)
