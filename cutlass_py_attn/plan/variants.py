@@ -40,7 +40,7 @@ class Variant:
     score_terms: the name, one of `score_terms.term.KERNELS`, by which a score term says that the body implements it;
         "" for a body without score terms
     lengths: "any"; "short" or "long" when the planner chooses the variant for short or long sequences alone, so that
-        a kernel set for run-time lengths cannot rely on it
+        a kernel set for run-time lengths cannot rely on it; "never" when the planner does not choose it by itself
     cluster: thread blocks of a cluster of the main kernel
     """
 
@@ -114,7 +114,7 @@ _ALL: Final = (
         "sm90.forward",
         "persistent blocks over query tiles, whose rows are the queries of all heads that share a key head",
         layouts=("grouped",),
-        lengths="short",
+        lengths="never",
     ),
     Variant(
         "forward",

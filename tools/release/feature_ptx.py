@@ -135,13 +135,18 @@ def missing(found: Iterable[Build]) -> list[str]:
         has.setdefault(_body_name(build.body, build.score_rows > 0), set()).update(_parts(build))
         if build.grad_bias_mode not in ("", "main"):
             has.setdefault("separate grad_bias", set()).update(build.features)
-    needed = {_body_name(body): _parts_of_body(body) for body in VARIANTS.values() if body.kind in DIRECTIONS}
+    needed = {_body_name(body): _parts_of_body(body) for body in VARIANTS.values() if is_chosen(body)}
     wide = VARIANTS["backward", "sm90", STANDARD]
     needed[_body_name(wide, True)] = {*registry.LAYOUTS, *registry.supported("sm90 backward score_rows")}
     needed["separate grad_bias"] = set(VARIANTS["backward", "sm80", STANDARD].features)
     return [
         f"{name}: no case has {part}" for name, parts in needed.items() for part in sorted(parts - has.get(name, set()))
     ]
+
+
+def is_chosen(body: Variant) -> bool:
+    """Returns whether the planner chooses the body for some attention."""
+    return body.kind in DIRECTIONS and body.lengths != "never"
 
 
 def _body_name(body: Variant, has_score_rows: bool = False) -> str:
