@@ -148,6 +148,10 @@ class Build:
         """Returns whether the kernels have this feature."""
         return feature in self.features
 
+    def takes(self, option: str) -> bool:
+        """Returns whether the kernel body has this option of the sm90 backward."""
+        return option in self.body.options
+
     @property
     def body(self) -> Variant:
         """Kernel body: how thread blocks divide the work, its features, the lengths it is for, its cluster."""

@@ -54,6 +54,9 @@ def _consumer_registers(build: Build) -> int:
     if build.variant == TWO_CTA:  # each warpgroup has one of both gradients
         widest = max(build.columns, build.columns_value)
         return build.tile_n * (build.tile_m + build.tile_m // 2 + widest) // threads
+    if build.body.options:  # dP beside the 16-bit weights; the next S comes after dS
+        scores = build.block_queries + build.block_queries // 2
+        return build.tile_n * (scores + build.columns + build.columns_value) // threads
     return build.tile_n * (2 * build.block_queries + build.columns + build.columns_value) // threads
 
 

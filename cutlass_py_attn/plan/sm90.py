@@ -26,7 +26,17 @@ from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.plan.tiles import splits_score_rows
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS, WIDE
+from cutlass_py_attn.plan.variants import (
+    LSE_START,
+    MULTICAST,
+    PER_HEAD,
+    QUERY_HEADS,
+    STANDARD,
+    TRIALS,
+    TWO_CTA,
+    VARIANTS,
+    WIDE,
+)
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -261,10 +271,22 @@ def _multicast_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
     return min(problem.shape.num_queries, problem.shape.num_keys) >= MULTICAST_LENGTH
 
 
+def _trial_objection(problem: Problem, tile: TileConfig) -> str:
+    """S starts from a quotient by the scale."""
+    divides = LSE_START in VARIANTS["backward", "sm90", tile.variant].options
+    return "it needs a scale above 0" if divides and problem.scale_value <= 0 else ""
+
+
+def _never_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
+    """Returns False: no table has the tile, and a caller names it."""
+    return False
+
+
 _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
     ("backward", PER_HEAD): _Choice(_per_head_objection, _per_head_is_faster),
     ("backward", QUERY_HEADS): _Choice(_no_objection, _query_heads_is_faster),
     ("forward", MULTICAST): _Choice(_multicast_objection, _multicast_is_faster),
+    **{("backward", name): _Choice(_trial_objection, _never_faster) for name in TRIALS},
 }
 
 

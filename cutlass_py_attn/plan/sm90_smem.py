@@ -15,7 +15,7 @@ from typing import Final
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.variants import PER_HEAD, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import KEY_REGISTERS, PER_HEAD, TWO_CTA, WIDE, WIDE_DQ
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 LOAD_WARPGROUPS: Final = 1
@@ -206,6 +206,8 @@ def registers(build: Build) -> tuple[int, ...]:
         return 32, 120, 240
     if build.block_queries < build.tile_m:
         return 24, 56, 216
+    if build.takes(WIDE_DQ) or build.takes(KEY_REGISTERS):
+        return (24, 104, 192) if build.columns > 64 else (24, 88, 200)
     accumulators = (build.columns + build.columns_value) // 2 + build.tile_m
     if accumulators <= 176:
         return 24, 104, 192
@@ -217,6 +219,10 @@ def grad_query_piece(build: Build) -> tuple[int, int]:
 
     The columns are all columns, or as many as divide a swizzled strip of the key tile.
     """
+    if build.takes(KEY_REGISTERS):  # beside K^T, which takes a register for two columns
+        return WARPGROUP_ROWS if build.columns <= 64 else WARPGROUP_ROWS // 2, WARPGROUP_ROWS
+    if build.takes(WIDE_DQ):
+        return WARPGROUP_ROWS, WARPGROUP_ROWS
     dq_registers = registers(build)[1]
     if dq_registers >= build.columns // 2 + 40:
         return WARPGROUP_ROWS, build.columns

@@ -14,6 +14,7 @@ from cutlass_py_attn.plan.variants import (
     QUERY_HEADS,
     SPLIT_D,
     STANDARD,
+    TRIALS,
     TWO_CTA,
     WIDE,
 )
@@ -38,6 +39,7 @@ _MAPS: Final[dict[tuple[str, str, str], Callable[[Build], tuple[Buffer, ...]]]] 
     ("backward", "sm90", PER_HEAD): sm90_smem.backward_map,
     ("backward", "sm90", QUERY_HEADS): sm90_smem.backward_map,
     ("backward", "sm90", TWO_CTA): sm90_smem.backward_2cta_map,
+    **{("backward", "sm90", name): sm90_smem.backward_map for name in TRIALS},
     ("forward", "decode", STANDARD): decode_smem.decode_map,
     ("forward", "decode", PERSISTENT): decode_smem.persistent_map,
 }

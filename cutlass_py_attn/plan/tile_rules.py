@@ -25,6 +25,7 @@ from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import rows_copied_at_once
 from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
 from cutlass_py_attn.plan.variants import (
+    KEY_REGISTERS,
     MULTICAST,
     PER_HEAD,
     QUERY_HEADS,
@@ -33,6 +34,7 @@ from cutlass_py_attn.plan.variants import (
     TWO_CTA,
     VARIANTS,
     WIDE,
+    WIDE_DQ,
 )
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
 
@@ -319,6 +321,8 @@ def _sm90_standard_backward(build: Build) -> Objections:
             yield _refuse(build, field, f"dK and dV leave registers for scores up to {widest}; use variant 2cta")
     if build.variant == QUERY_HEADS:
         yield from _query_heads(build)
+    if build.body.options:
+        yield from _trials(build)
     if not build.score_rows:
         if max(build.head_dim, build.head_dim_value) > NARROW_HEAD_DIM:
             yield _refuse(
@@ -344,6 +348,20 @@ def _sm90_standard_backward(build: Build) -> Objections:
         yield _refuse(build, "key_stages", "with score_rows there is one key tile in flight; use 1")
     if build.has("dropout"):
         yield _refuse(build, "score_rows", "dropout bits are generated for whole tiles; use 0")
+
+
+def _trials(build: Build) -> Objections:
+    name = f"variant {build.variant}"
+    if build.tile_n != CONSUMER_WARPGROUPS * WARPGROUP_ROWS:
+        yield _refuse(build, "tile_n", f"{name} has {CONSUMER_WARPGROUPS} warpgroups that compute dK and dV; use 128")
+    if build.score_rows:
+        yield _refuse(build, "score_rows", f"{name} computes all rows of a tile at once; use 0")
+    if build.deterministic:
+        yield _refuse(build, "deterministic", f"{name} adds dQ in any order; use the standard variant")
+    multiple = {WIDE_DQ: 2 * WARPGROUP_ROWS, KEY_REGISTERS: WARPGROUP_ROWS}
+    for option, columns in multiple.items():
+        if build.takes(option) and build.columns % columns:
+            yield _refuse(build, "head_dim", f"{name} divides dQ into {WARPGROUP_ROWS} columns; use the standard one")
 
 
 def _query_heads(build: Build) -> Objections:

@@ -19,6 +19,15 @@ WIDE: Final = "wide"
 PERSISTENT: Final = "persistent"
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
+# Options of the sm90 backward with blocks of 128 keys. Each is a part of a variant of `_TRIALS`.
+DELTA_START: Final = "delta_start"  # dP^T = V dO^T starts from -delta, which the delta kernel stores
+LSE_START: Final = "lse_start"  # S^T = K Q^T starts from -logsumexp / scale, which the delta kernel stores
+DS_REGISTERS: Final = "ds_registers"  # dK += dS^T Q reads dS^T from registers
+VALUE_REGISTERS: Final = "value_registers"  # dP^T = V dO^T reads V from registers
+PACKED_DS: Final = "packed_ds"  # dS = P (dP - delta) in pairs of the operands' type
+WIDE_DQ: Final = "wide_dq"  # dQ = dS K of all columns by one product, which is staged in pieces
+KEY_REGISTERS: Final = "key_registers"  # dQ^T = K^T dS^T, with K^T in registers
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -33,6 +42,7 @@ class Variant:
     lengths: "any"; "short" or "long" when the planner chooses the variant for short or long sequences alone, so that
         a kernel set for run-time lengths cannot rely on it
     cluster: thread blocks of a cluster of the main kernel
+    options: options of the sm90 backward that the body has
     """
 
     kind: str
@@ -44,12 +54,34 @@ class Variant:
     layouts: tuple[str, ...] = registry.LAYOUTS
     lengths: str = "any"
     cluster: int = 1
+    options: tuple[str, ...] = ()
 
     @property
     def features(self) -> tuple[str, ...]:
         """Features of a Problem that the body implements: its layouts and score terms, sorted."""
         return tuple(sorted((*self.layouts, *registry.supported(self.score_terms))))
 
+
+# Variants of the sm90 backward that no tile table has: each is measured against the standard one.
+_TRIALS: Final[dict[str, tuple[str, ...]]] = {
+    "d": (DELTA_START,),
+    "ds": (DELTA_START, LSE_START),
+    "dr": (DELTA_START, DS_REGISTERS),
+    "dsr": (DELTA_START, LSE_START, DS_REGISTERS),
+    "w": (WIDE_DQ,),
+    "dsw": (DELTA_START, LSE_START, WIDE_DQ),
+    "dsrw": (DELTA_START, LSE_START, DS_REGISTERS, WIDE_DQ),
+    "k": (KEY_REGISTERS,),
+    "dsk": (DELTA_START, LSE_START, KEY_REGISTERS),
+    "dsrk": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS),
+    "dsrkv": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS, VALUE_REGISTERS),
+    "dsrkvp": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS, VALUE_REGISTERS, PACKED_DS),
+    "dsrkp": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS, PACKED_DS),
+    "dp": (DELTA_START, PACKED_DS),
+    "dsrp": (DELTA_START, LSE_START, DS_REGISTERS, PACKED_DS),
+    "dsrwp": (DELTA_START, LSE_START, DS_REGISTERS, WIDE_DQ, PACKED_DS),
+}
+TRIALS: Final[dict[str, tuple[str, ...]]] = {f"trial_{name}": options for name, options in _TRIALS.items()}
 
 _ALL: Final = (
     Variant(
@@ -165,6 +197,10 @@ _ALL: Final = (
         "persistent blocks over chunks of the keys of all sequences, whose lengths are in device memory",
         "decode persistent",
         layouts=("grouped", registry.PAGED, "varlen"),
+    ),
+    *(
+        Variant("backward", "sm90", name, "sm90.backward", "persistent blocks over key tiles", options=options)
+        for name, options in TRIALS.items()
     ),
     Variant("component_gemm", "sm80", STANDARD, "component_gemms.standalone_sm80", "one block per tile", layouts=()),
     Variant("component_gemm", "sm90", STANDARD, "component_gemms.standalone_sm90", "one block per tile", layouts=()),

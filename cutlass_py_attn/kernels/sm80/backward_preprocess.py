@@ -5,6 +5,8 @@ the gradient of logsumexp, whose address is 0 if there is none. DELTA_LANES thre
 vectors of it. Rows past the last query and rows without keys get a logsumexp of +inf, whether the forward left -inf or
 +inf there, so that their weights become exp2(-inf) = 0.
 
+A variant of the sm90 backward whose products start from these numbers wants -delta or -logsumexp / scale instead.
+
 Where the main kernel of the sm90 family adds up dQ, each block also clears as many rows of the sums as it has rows, and
 the first blocks clear the counters.
 """
@@ -23,6 +25,7 @@ from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import DELTA_LANES, DELTA_ROWS, ROW_THREADS, delta_clears_sums
 from cutlass_py_attn.plan.split_d import dq_piece_columns, dq_pieces
+from cutlass_py_attn.plan.variants import DELTA_START, LSE_START
 
 VECTOR = 4  # float32 that a thread clears at once
 
@@ -71,11 +74,14 @@ class BackwardPreprocess:
                 index = seqlen_info.logsumexp_offset(p, batch, head) + row
                 total = total - params.load_scalar(p.grad_logsumexp, Float32, index)
             index = (Int64(head) * p.total_tiles + of.first_tile) * build.tile_m + row
-            statistics = (
-                # Other libraries store NaN as the output of a row without keys.
-                (p.delta, cutlass.select_(is_empty, Float32(0.0), total)),
-                (p.logsumexp_log2, cutlass.select_(is_empty, Float32.inf, lse * math.log2(math.e))),
-            )
+            # Other libraries store NaN as the output of a row without keys.
+            delta = cutlass.select_(is_empty, Float32(0.0), total)
+            delta = -delta if cutlass.const_expr(build.takes(DELTA_START)) else delta
+            if cutlass.const_expr(build.takes(LSE_START)):
+                stored_lse = cutlass.select_(is_empty, -Float32.inf, lse * (Float32(-1.0) / p.scale))
+            else:
+                stored_lse = cutlass.select_(is_empty, Float32.inf, lse * math.log2(math.e))
+            statistics = (p.delta, delta), (p.logsumexp_log2, stored_lse)
             for address, value in statistics:
                 cute.make_tensor(params.pointer(address, Float32, 4) + index, cute.make_layout(1))[0] = value
 

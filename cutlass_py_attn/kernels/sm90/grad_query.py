@@ -24,6 +24,7 @@ from cutlass_py_attn.plan import tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS, GemmSpec
 from cutlass_py_attn.plan.sm90_smem import grad_query_bytes, grad_query_piece
+from cutlass_py_attn.plan.variants import WIDE_DQ
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 
@@ -73,24 +74,33 @@ class GradQueryGemm:
         self.elements = self.rows * self.columns  # of a piece
         self.row_pieces, self.column_pieces = build.tile_m // self.rows, build.columns // self.columns
         self.count = self.row_pieces * self.column_pieces
+        self.multiplied = self.column_pieces if build.takes(WIDE_DQ) else 1  # pieces of one product
 
     def spec(self) -> GemmSpec:
-        """Returns the GEMM of one piece."""
-        return replace(grad_q.spec(self.build), m=self.rows, n=self.columns)
+        """Returns the GEMM of one product."""
+        return replace(grad_q.spec(self.build), m=self.rows, n=self.multiplied * self.columns)
+
+    def key_operand(self, s_k: cute.Tensor, thread: Int32) -> cute.Tensor:
+        """Returns a key tile as `DsK` has it; called once for each."""
+        return s_k
 
     def pieces(self, operands: DsK, thread: Int32, release: Callable[[], None]) -> Iterator[Piece]:
         """Computes one piece after the other; calls `release` once dS has been read."""
-        mma_dsk = warpgroup_gemm(self.spec(), self.build.dtype)
-        for number in range(self.count):
+        mma_dsk, multiplied = warpgroup_gemm(self.spec(), self.build.dtype), self.multiplied
+        registers = self.elements // WARPGROUP_THREADS
+        for number in range(0, self.count, multiplied):
             i, j = divmod(number, self.column_pieces)
             s_ds = cute.local_tile(operands.s_ds, (self.rows, self.build.tile_n), (i, 0))
-            s_k = cute.local_tile(operands.s_k, (self.build.tile_n, self.columns), (0, j))
+            s_k = cute.local_tile(operands.s_k, (self.build.tile_n, self.spec().n), (0, j // multiplied))
             r_dq = mma_dsk.accumulator(thread)
             grad_q.issue(mma_dsk, r_dq, grad_q.operands(mma_dsk, s_ds, s_k, thread))
             grad_q.wait(mma_dsk)
-            if number == self.count - 1:
+            if number == self.count - multiplied:
                 release()
-            yield Piece(number, i * self.rows, j * self.columns, mma_dsk, r_dq)
+            for part in range(multiplied):
+                r_piece = cute.make_tensor(r_dq.iterator + part * registers, cute.make_layout(registers))
+                r_piece = r_dq if multiplied == 1 else r_piece
+                yield Piece(number + part, i * self.rows, (j + part) * self.columns, mma_dsk, r_piece)
 
 
 class SumStaging:

@@ -21,6 +21,7 @@ from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.swap_ab import PairCoordinate, column_pairs, pair_coordinates, swap_view
 from cutlass_py_attn.plan import tile_order
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.variants import DELTA_START, LSE_START
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ class TransposedScores:
         """Replaces S^T by P^T = exp2(S - logsumexp), in base 2."""
         scores, scale_log2 = column_pairs(r_s), Float32(1.0) if self.score_mod.present else p.scale_log2
         for at in pair_coordinates(scores):
-            exponent = scores[at.element, at.row, at.pair] * scale_log2 - r_lse[at.element, at.pair]
+            exponent = scores[at.element, at.row, at.pair] * scale_log2
+            if not self.build.takes(LSE_START):
+                exponent = exponent - r_lse[at.element, at.pair]
             scores[at.element, at.row, at.pair] = cute.math.exp2(exponent, fastmath=True)
 
     @cute.jit
@@ -124,7 +127,22 @@ class TransposedScores:
                 if r_kept is not None:
                     is_kept = dropout_transposed.is_kept(r_kept, PairCoordinate(element, row, pair))
                     grad = cutlass.select_(is_kept, grad, Float32(0.0)) * p.keep_scale
-                dp[element, row, pair] = weight * (grad - r_delta[element, pair])
+                if not self.build.takes(DELTA_START):
+                    grad = grad - r_delta[element, pair]
+                dp[element, row, pair] = weight * grad
+
+    def packed_gradient(self, r_dp: cute.Tensor, r_factor: cute.Tensor) -> cute.Tensor:
+        """Returns dS^T = P^T (dP^T - delta) in the operands' type, in which it multiplies; r_dp: dP^T - delta."""
+        kind = "bf16x2" if self.dtype is cutlass.BFloat16 else "f16x2"
+        r_ds = tile_copy.converted(r_dp, self.dtype)
+        words, weights = _words(r_ds), _words(r_factor)
+        for index in range(cute.size(words)):
+            words[index] = cute.arch.inline_ptx(
+                f"mul.rn.{kind} {{$w0}}, {{$r0}}, {{$r1}};",
+                write_only_types=[Uint32],
+                read_only_args=[words[index], weights[index]],
+            )
+        return r_ds
 
     def store_ds(self, mma_qk: Wgmma, r_ds: cute.Tensor, s_ds: cute.Tensor, thread: Int32) -> None:
         """Stores dS^T, transposed back, to a (query, key) tile in shared memory where wgmma reads it."""
