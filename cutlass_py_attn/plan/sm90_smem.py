@@ -220,7 +220,7 @@ def grad_query_piece(build: Build) -> tuple[int, int]:
     The columns are all columns, or as many as divide a swizzled strip of the key tile.
     """
     if build.takes(KEY_REGISTERS):  # beside K^T, which takes a register for two columns
-        return WARPGROUP_ROWS if build.columns <= 64 else WARPGROUP_ROWS // 2, WARPGROUP_ROWS
+        return WARPGROUP_ROWS // 2, WARPGROUP_ROWS
     if build.takes(WIDE_DQ):
         return WARPGROUP_ROWS, WARPGROUP_ROWS
     dq_registers = registers(build)[1]

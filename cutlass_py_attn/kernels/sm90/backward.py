@@ -322,9 +322,9 @@ class BackwardSm90:
                 score_tile = ScoreTile(work_tile.seqlen, work_tile.band, block.head, block.index, key_tile)
                 r_derivative = self.scores.apply_score_mod(p, gemms.mma_qk, r_s, score_tile, here)
                 self.scores.exponentiate(p, r_s, r_lse)
-                self.scores.mask(gemms.mma_qk, r_s, score_tile, here)
                 if cutlass.const_expr(self.holds_ds):  # P takes the registers of the last dS
                     self.finish_dk(pipes, at_q, iteration)
+                self.scores.mask(gemms.mma_qk, r_s, score_tile, here)
                 weights = self.scores.operands(r_s, r_derivative, r_kept)
                 # 3  dP^T = V dO^T, followed by 5  dV += P^T dO
                 pipes.do.consumer_wait(at)
