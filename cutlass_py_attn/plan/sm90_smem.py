@@ -15,7 +15,7 @@ from typing import Final
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.variants import KEY_REGISTERS, PER_HEAD, TWO_CTA, WIDE, WIDE_DQ
+from cutlass_py_attn.plan.variants import KEY_REGISTERS, PER_HEAD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 LOAD_WARPGROUPS: Final = 1
@@ -23,6 +23,7 @@ DQ_WARPGROUPS: Final = 1  # of the backward
 CONSUMER_WARPGROUPS: Final = 2  # most of the backward: they hold dK and dV of 64 keys each
 WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
 BARRIER_BYTES: Final = 8
+KEY_REGISTERS_ROWS, KEY_REGISTERS_COLUMNS = 32, 64  # of a piece of dQ^T = K^T dS^T, transposed, with K^T in registers
 ADDING_WARPS: Final = 2  # of a deterministic backward, which take turns to add dQ of a query tile
 WORK_TILE_WORDS: Final = 12  # int32 of the record of one work tile in the backward
 WORK_TILE_RECORDS: Final = 2  # for each stage of the key
@@ -206,8 +207,8 @@ def registers(build: Build) -> tuple[int, ...]:
         return 32, 120, 240
     if build.block_queries < build.tile_m:
         return 24, 56, 216
-    if build.takes(WIDE_DQ) or build.takes(KEY_REGISTERS):
-        return (24, 104, 192) if build.columns > 64 else (24, 88, 200)
+    if build.takes(KEY_REGISTERS):
+        return 32, 80, 200
     accumulators = (build.columns + build.columns_value) // 2 + build.tile_m
     if accumulators <= 176:
         return 24, 104, 192
@@ -219,10 +220,8 @@ def grad_query_piece(build: Build) -> tuple[int, int]:
 
     The columns are all columns, or as many as divide a swizzled strip of the key tile.
     """
-    if build.takes(KEY_REGISTERS):  # beside K^T, which takes a register for two columns
-        return WARPGROUP_ROWS // 2, WARPGROUP_ROWS
-    if build.takes(WIDE_DQ):
-        return WARPGROUP_ROWS, WARPGROUP_ROWS
+    if build.takes(KEY_REGISTERS):  # beside K^T
+        return KEY_REGISTERS_ROWS, KEY_REGISTERS_COLUMNS
     dq_registers = registers(build)[1]
     if dq_registers >= build.columns // 2 + 40:
         return WARPGROUP_ROWS, build.columns
@@ -230,8 +229,11 @@ def grad_query_piece(build: Build) -> tuple[int, int]:
 
 
 def grad_query_bytes(build: Build) -> int:
-    """Returns the bytes of a staged float32 piece of dQ; 0 if score_rows or the 2-CTA body add from registers."""
+    """Returns the bytes of staged float32 pieces of dQ; 0 if score_rows or the 2-CTA body add from registers.
+
+    One piece is staged; two of the smaller pieces beside K^T in registers.
+    """
     if build.block_queries < build.tile_m or build.variant == TWO_CTA:
         return 0
     rows, columns = grad_query_piece(build)
-    return rows * columns * F32_BYTES
+    return (2 if build.takes(KEY_REGISTERS) else 1) * rows * columns * F32_BYTES

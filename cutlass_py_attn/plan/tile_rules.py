@@ -18,6 +18,7 @@ from cutlass_py_attn.plan.sm90_smem import (
     CONSUMER_WARPGROUPS,
     DQ_WARPGROUPS,
     FORWARD_REGISTERS,
+    KEY_REGISTERS_COLUMNS,
     LOAD_WARPGROUPS,
     WARPGROUP_ROWS,
 )
@@ -27,6 +28,7 @@ from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
 from cutlass_py_attn.plan.variants import (
     KEY_REGISTERS,
     MULTICAST,
+    PACKED_DS,
     PER_HEAD,
     QUERY_HEADS,
     SPLIT_D,
@@ -34,7 +36,6 @@ from cutlass_py_attn.plan.variants import (
     TWO_CTA,
     VARIANTS,
     WIDE,
-    WIDE_DQ,
 )
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
 
@@ -358,10 +359,11 @@ def _trials(build: Build) -> Objections:
         yield _refuse(build, "score_rows", f"{name} computes all rows of a tile at once; use 0")
     if build.deterministic:
         yield _refuse(build, "deterministic", f"{name} adds dQ in any order; use the standard variant")
-    multiple = {WIDE_DQ: 2 * WARPGROUP_ROWS, KEY_REGISTERS: WARPGROUP_ROWS}
-    for option, columns in multiple.items():
-        if build.takes(option) and build.columns % columns:
-            yield _refuse(build, "head_dim", f"{name} divides dQ into {WARPGROUP_ROWS} columns; use the standard one")
+    if build.takes(KEY_REGISTERS) and build.columns != KEY_REGISTERS_COLUMNS:
+        columns = KEY_REGISTERS_COLUMNS
+        yield _refuse(build, "head_dim", f"{name} has registers for K of {columns} columns; use the standard variant")
+    if build.takes(PACKED_DS) and build.dtype != "bfloat16":
+        yield _refuse(build, "dtype", f"{name} rounds dP to the operands' type, which may overflow; use bfloat16")
 
 
 def _query_heads(build: Build) -> Objections:

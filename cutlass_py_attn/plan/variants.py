@@ -23,9 +23,7 @@ CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clus
 DELTA_START: Final = "delta_start"  # dP^T = V dO^T starts from -delta, which the delta kernel stores
 LSE_START: Final = "lse_start"  # S^T = K Q^T starts from -logsumexp / scale, which the delta kernel stores
 DS_REGISTERS: Final = "ds_registers"  # dK += dS^T Q reads dS^T from registers
-VALUE_REGISTERS: Final = "value_registers"  # dP^T = V dO^T reads V from registers
 PACKED_DS: Final = "packed_ds"  # dS = P (dP - delta) in pairs of the operands' type
-WIDE_DQ: Final = "wide_dq"  # dQ = dS K of all columns by one product, which is staged in pieces
 KEY_REGISTERS: Final = "key_registers"  # dQ^T = K^T dS^T, with K^T in registers
 
 
@@ -64,22 +62,12 @@ class Variant:
 
 # Variants of the sm90 backward that no tile table has: each is measured against the standard one.
 _TRIALS: Final[dict[str, tuple[str, ...]]] = {
-    "d": (DELTA_START,),
     "ds": (DELTA_START, LSE_START),
-    "dr": (DELTA_START, DS_REGISTERS),
+    "dsp": (DELTA_START, LSE_START, PACKED_DS),
     "dsr": (DELTA_START, LSE_START, DS_REGISTERS),
-    "w": (WIDE_DQ,),
-    "dsw": (DELTA_START, LSE_START, WIDE_DQ),
-    "dsrw": (DELTA_START, LSE_START, DS_REGISTERS, WIDE_DQ),
-    "k": (KEY_REGISTERS,),
-    "dsk": (DELTA_START, LSE_START, KEY_REGISTERS),
-    "dsrk": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS),
-    "dsrkv": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS, VALUE_REGISTERS),
-    "dsrkvp": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS, VALUE_REGISTERS, PACKED_DS),
-    "dsrkp": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS, PACKED_DS),
-    "dp": (DELTA_START, PACKED_DS),
     "dsrp": (DELTA_START, LSE_START, DS_REGISTERS, PACKED_DS),
-    "dsrwp": (DELTA_START, LSE_START, DS_REGISTERS, WIDE_DQ, PACKED_DS),
+    "dsrk": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS),
+    "dsrkp": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS, PACKED_DS),
 }
 TRIALS: Final[dict[str, tuple[str, ...]]] = {f"trial_{name}": options for name, options in _TRIALS.items()}
 

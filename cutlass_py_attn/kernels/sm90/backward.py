@@ -36,7 +36,7 @@ from cutlass import Int32
 
 from cutlass_py_attn.integers import larger
 from cutlass_py_attn.kernels.common import dependent_launch, dropout, params, seqlen_info, tile_copy, tma
-from cutlass_py_attn.kernels.common.mma_sync import Operands, RegisterOperand
+from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma
 from cutlass_py_attn.kernels.component_gemms import doivj, grad_k, grad_v, matmul_qk
@@ -76,7 +76,6 @@ from cutlass_py_attn.plan.variants import (
     PACKED_DS,
     PER_HEAD,
     QUERY_HEADS,
-    VALUE_REGISTERS,
 )
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
@@ -88,7 +87,6 @@ class Gemms:
     """The component GEMMs of the consumers, and their operands in shared memory. dV's A operand is in registers.
 
     dsq_b: Q alone, for dS^T in registers
-    v: registers of the value tile's rows; None if V is read from shared memory
     """
 
     mma_qk: Wgmma
@@ -100,7 +98,6 @@ class Gemms:
     pdo_b: DescriptorOperand
     dsq_parts: Operands
     dsq_b: DescriptorOperand
-    v: cute.Tensor | None
 
 
 class BackwardSm90:
@@ -309,8 +306,6 @@ class BackwardSm90:
                 self.first_scores(gemms, at_k, at_q, thread, r_s, r_lse)
             next_key_tile = Int32(-1)  # until the next work tile is known
             pipes.v.consumer_wait(self.value_state(at_k, at_v))
-            if cutlass.const_expr(gemms.v is not None):
-                gemms.mma_dov.load_a(self.smem.tiles("value"), gemms.v, thread)
             block = self.block_order.first(p, work_tile)
             if cutlass.const_expr(self.dropout is not None):
                 self.dropout.load(p, stream, r_kept, work_tile, block, Int32(0), iterations)
@@ -460,10 +455,7 @@ class BackwardSm90:
         r_dp = gemms.mma_dov.accumulator(thread)
         if self.starts_delta:
             self.statistics.start("delta", at.index, thread, r_dp)
-        parts = gemms.dov_parts.stage(None, at.index)
-        if gemms.v is not None:
-            parts = Operands(RegisterOperand(gemms.v), parts.b)
-        doivj.issue(gemms.mma_dov, r_dp, parts)
+        doivj.issue(gemms.mma_dov, r_dp, gemms.dov_parts.stage(None, at.index))
         return r_dp
 
     @cute.jit
@@ -518,7 +510,6 @@ class BackwardSm90:
             pdo_b=grad_v.b_operand(mma_pdo, s_do),
             dsq_parts=grad_k.operands(mma_dsq, s_ds, s_q, thread),
             dsq_b=grad_k.b_operand(mma_dsq, s_q),
-            v=mma_dov.a_registers(thread) if build.takes(VALUE_REGISTERS) else None,
         )
 
 

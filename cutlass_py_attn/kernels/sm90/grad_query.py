@@ -24,16 +24,15 @@ from cutlass_py_attn.plan import tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS, GemmSpec
 from cutlass_py_attn.plan.sm90_smem import grad_query_bytes, grad_query_piece
-from cutlass_py_attn.plan.variants import WIDE_DQ
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 
 @dataclass(frozen=True)
 class DsK:
-    """The operands of dQ = dS K in shared memory: dS of a query tile, and the key tile."""
+    """The operands of dQ = dS K: dS of a query tile in shared memory, and the `key_operand` of the key tile."""
 
     s_ds: cute.Tensor
-    s_k: cute.Tensor
+    s_k: Any
 
 
 @dataclass(frozen=True)
@@ -74,33 +73,28 @@ class GradQueryGemm:
         self.elements = self.rows * self.columns  # of a piece
         self.row_pieces, self.column_pieces = build.tile_m // self.rows, build.columns // self.columns
         self.count = self.row_pieces * self.column_pieces
-        self.multiplied = self.column_pieces if build.takes(WIDE_DQ) else 1  # pieces of one product
 
     def spec(self) -> GemmSpec:
-        """Returns the GEMM of one product."""
-        return replace(grad_q.spec(self.build), m=self.rows, n=self.multiplied * self.columns)
+        """Returns the GEMM of one piece."""
+        return replace(grad_q.spec(self.build), m=self.rows, n=self.columns)
 
-    def key_operand(self, s_k: cute.Tensor, thread: Int32) -> cute.Tensor:
+    def key_operand(self, s_k: cute.Tensor, thread: Int32) -> Any:
         """Returns a key tile as `DsK` has it; called once for each."""
         return s_k
 
     def pieces(self, operands: DsK, thread: Int32, release: Callable[[], None]) -> Iterator[Piece]:
         """Computes one piece after the other; calls `release` once dS has been read."""
-        mma_dsk, multiplied = warpgroup_gemm(self.spec(), self.build.dtype), self.multiplied
-        registers = self.elements // WARPGROUP_THREADS
-        for number in range(0, self.count, multiplied):
+        mma_dsk = warpgroup_gemm(self.spec(), self.build.dtype)
+        for number in range(self.count):
             i, j = divmod(number, self.column_pieces)
             s_ds = cute.local_tile(operands.s_ds, (self.rows, self.build.tile_n), (i, 0))
-            s_k = cute.local_tile(operands.s_k, (self.build.tile_n, self.spec().n), (0, j // multiplied))
+            s_k = cute.local_tile(operands.s_k, (self.build.tile_n, self.columns), (0, j))
             r_dq = mma_dsk.accumulator(thread)
             grad_q.issue(mma_dsk, r_dq, grad_q.operands(mma_dsk, s_ds, s_k, thread))
             grad_q.wait(mma_dsk)
-            if number == self.count - multiplied:
+            if number == self.count - 1:
                 release()
-            for part in range(multiplied):
-                r_piece = cute.make_tensor(r_dq.iterator + part * registers, cute.make_layout(registers))
-                r_piece = r_dq if multiplied == 1 else r_piece
-                yield Piece(number + part, i * self.rows, (j + part) * self.columns, mma_dsk, r_piece)
+            yield Piece(number, i * self.rows, j * self.columns, mma_dsk, r_dq)
 
 
 class SumStaging:
@@ -119,12 +113,15 @@ class SumStaging:
         return tile_copy.smem_pointer(self.build, "staging", Float32)
 
     @cute.jit
-    def send(self, target: cute.Pointer, values: cute.Tensor, thread: Int32, is_first: Any):
-        """Copies a piece to its sum; the staging buffer must be free.
+    def send(
+        self, target: cute.Pointer, values: cute.Tensor, thread: Int32, is_first: Any, index: cutlass.Constexpr = 0
+    ):
+        """Copies a piece to its sum; its place in the staging buffer must be free.
 
         is_first: whether the sum has no value yet and the piece is stored, not added; None to add always
+        index: of the place
         """
-        stage = self.pointer()
+        stage = self.pointer() + index * cute.size(values) * self.accum.threads
         warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
         self.accum.store_shared(stage, values, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -156,14 +153,14 @@ class SumStaging:
         kind = prim.CpReduceType.F32
         prim.cp_reduce_async_bulk_global_shared_cta(target, stage, size, type=kind, l2_cache_hint=self.cache_hint)
 
-    def wait_read(self) -> None:
-        """Waits until the copies that this thread issued have read shared memory.
+    def wait_read(self, pending: int = 0) -> None:
+        """Waits until all but the last `pending` copies that this thread issued have read shared memory.
 
         All threads call this although one issues: in a branch, the wait would cost the whole kernel its uniform
         registers.
         """
         if self.is_used:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
     def wait_complete(self) -> None:
         """Waits until all copies are complete in global memory; syncs the warpgroup."""

@@ -22,9 +22,11 @@ from cutlass_py_attn.kernels.common.wgmma import Wgmma, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import grad_q
 from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
-from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQueryGemm, GradQuerySm90, Piece, warpgroup_gemm
+from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQueryGemm, GradQuerySm90, Piece, SumTarget, warpgroup_gemm
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import GemmSpec
+
+STAGED = 2  # pieces in the staging buffer; a query tile has a multiple of it
 
 
 class TransposedGradQueryGemm(GradQueryGemm):
@@ -69,6 +71,18 @@ class TransposedGradQuery(GradQuerySm90):
         super().__init__(build, barrier)
         self.gemm = TransposedGradQueryGemm(build)
 
+    def add_tile(
+        self, p: Any, target: SumTarget, operands: DsK, thread: Int32, release: Callable[[], None], state: Int32
+    ) -> Int32:
+        """Computes 7  dQ^T of one query tile and adds it to its sum; two pieces are staged at a time."""
+        start = self.accum.pointer(p, target.index)
+        for piece in self.gemm.pieces(operands, thread, release):
+            self.staging.wait_read(STAGED - 1)
+            self.staging.sync()
+            place = start + piece.number * self.gemm.elements
+            self.staging.send(place, piece.r_dq, thread, None, piece.number % STAGED)
+        return state
+
 
 class TransposedPostprocess(BackwardPostprocess):
     """The conversion of these sums."""
@@ -96,7 +110,9 @@ class TransposedPostprocess(BackwardPostprocess):
                 values = mma.accumulator(thread)
                 self.accum.load(start + number * self.product.elements, values, thread)
                 values.store(values.load() * p.scale)
-                part = cute.local_tile(s_dq, (self.product.rows, self.product.columns), divmod(number, self.product.column_pieces))
+                part = cute.local_tile(
+                    s_dq, (self.product.rows, self.product.columns), divmod(number, self.product.column_pieces)
+                )
                 r_dq = tile_copy.converted(values, dtype)
                 cute.copy(copy, copy.retile(r_dq), copy.partition_D(transposed(part)))
             cute.arch.sync_threads()
