@@ -24,6 +24,7 @@ DELTA_START: Final = "delta_start"  # dP^T = V dO^T starts from -delta, which th
 LSE_START: Final = "lse_start"  # S^T = K Q^T starts from -logsumexp / scale, which the delta kernel stores
 DS_REGISTERS: Final = "ds_registers"  # dK += dS^T Q reads dS^T from registers
 PACKED_DS: Final = "packed_ds"  # dS = P (dP - delta) in pairs of the operands' type
+DV_FIRST: Final = "dv_first"  # beside ds_registers: dV is issued before dP^T and ends with it
 KEY_REGISTERS: Final = "key_registers"  # dQ^T = K^T dS^T, with K^T in registers
 
 
@@ -65,8 +66,10 @@ _TRIALS: Final[dict[str, tuple[str, ...]]] = {
     "ds": (DELTA_START, LSE_START),
     "dsp": (DELTA_START, LSE_START, PACKED_DS),
     "dsr": (DELTA_START, LSE_START, DS_REGISTERS),
+    "dsrf": (DELTA_START, LSE_START, DS_REGISTERS, DV_FIRST),
     "dsrp": (DELTA_START, LSE_START, DS_REGISTERS, PACKED_DS),
     "dsrk": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS),
+    "dsrkf": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS, DV_FIRST),
     "dsrkp": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS, PACKED_DS),
 }
 TRIALS: Final[dict[str, tuple[str, ...]]] = {f"trial_{name}": options for name, options in _TRIALS.items()}

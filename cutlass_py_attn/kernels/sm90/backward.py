@@ -71,6 +71,7 @@ from cutlass_py_attn.plan.sm90_smem import ADDING_WARPS, WORK_TILE_RECORDS, adds
 from cutlass_py_attn.plan.variants import (
     DELTA_START,
     DS_REGISTERS,
+    DV_FIRST,
     KEY_REGISTERS,
     LSE_START,
     PACKED_DS,
@@ -324,7 +325,7 @@ class BackwardSm90:
                 # 3  dP^T = V dO^T, followed by 5  dV += P^T dO
                 pipes.do.consumer_wait(at)
                 pdo_parts = grad_v.register_operands(gemms.mma_pdo, weights.r_p, gemms.pdo_b.stage(at.index))
-                if cutlass.const_expr(self.holds_ds):  # dS takes the registers of P, so that dV ends before it
+                if cutlass.const_expr(build.takes(DV_FIRST)):
                     grad_v.issue(gemms.mma_pdo, r_dv, pdo_parts)
                     r_dp = self.issue_dp(gemms, at, thread)
                 else:
@@ -334,16 +335,17 @@ class BackwardSm90:
                     grad_k.wait(gemms.mma_dsq, 2)
                     if iteration > 0:
                         arrive(pipes.q.sync_object_empty, previous_stage(at_q, build.query_stages))
-                doivj.wait(gemms.mma_dov, 0 if self.holds_ds else 1)
+                doivj.wait(gemms.mma_dov, 0 if build.takes(DV_FIRST) else 1)
                 if cutlass.const_expr(self.overlaps_tiles):
                     self.release_value(pipes, iteration + 1 == iterations)
                 # 4  dS = P (dP - delta), also for the warpgroup of dQ
                 if cutlass.const_expr(not self.starts_delta):
                     self.statistics.read("delta", at.index, thread, r_delta)
-                if cutlass.const_expr(self.holds_ds):
-                    arrive_all(pipes.do.sync_object_empty, at.index)
                 if cutlass.const_expr(not build.takes(PACKED_DS)):
                     self.scores.gradient(p, r_dp, weights.r_factor, r_delta, r_kept)
+                if cutlass.const_expr(self.holds_ds):  # dS takes the registers of P
+                    grad_v.wait(gemms.mma_pdo)
+                    arrive_all(pipes.do.sync_object_empty, at.index)
                 self.acquire_ds(pipes, at)
                 if cutlass.const_expr(build.takes(PACKED_DS)):
                     r_ds = self.scores.packed_gradient(r_dp, weights.r_factor)
