@@ -63,14 +63,15 @@ class Variant:
 
 # Variants of the sm90 backward that no tile table has: each is measured against the standard one.
 _TRIALS: Final[dict[str, tuple[str, ...]]] = {
-    "ds": (DELTA_START, LSE_START),
-    "dsp": (DELTA_START, LSE_START, PACKED_DS),
+    "d": (DELTA_START,),
+    "dp": (DELTA_START, PACKED_DS),
     "dsr": (DELTA_START, LSE_START, DS_REGISTERS),
-    "dsrf": (DELTA_START, LSE_START, DS_REGISTERS, DV_FIRST),
-    "dsrp": (DELTA_START, LSE_START, DS_REGISTERS, PACKED_DS),
-    "dsrk": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS),
-    "dsrkf": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS, DV_FIRST),
-    "dsrkp": (DELTA_START, LSE_START, DS_REGISTERS, KEY_REGISTERS, PACKED_DS),
+    "rf": (DS_REGISTERS, DV_FIRST),
+    "drf": (DELTA_START, DS_REGISTERS, DV_FIRST),
+    "drfp": (DELTA_START, DS_REGISTERS, DV_FIRST, PACKED_DS),
+    "rfk": (DS_REGISTERS, DV_FIRST, KEY_REGISTERS),
+    "drfk": (DELTA_START, DS_REGISTERS, DV_FIRST, KEY_REGISTERS),
+    "drfkp": (DELTA_START, DS_REGISTERS, DV_FIRST, KEY_REGISTERS, PACKED_DS),
 }
 TRIALS: Final[dict[str, tuple[str, ...]]] = {f"trial_{name}": options for name, options in _TRIALS.items()}
 

@@ -135,7 +135,8 @@ def missing(found: Iterable[Build]) -> list[str]:
         has.setdefault(_body_name(build.body, build.score_rows > 0), set()).update(_parts(build))
         if build.grad_bias_mode not in ("", "main"):
             has.setdefault("separate grad_bias", set()).update(build.features)
-    needed = {_body_name(body): _parts_of_body(body) for body in VARIANTS.values() if body.kind in DIRECTIONS}
+    bodies = [body for body in VARIANTS.values() if body.kind in DIRECTIONS and not body.options]
+    needed = {_body_name(body): _parts_of_body(body) for body in bodies}
     wide = VARIANTS["backward", "sm90", STANDARD]
     needed[_body_name(wide, True)] = {*registry.LAYOUTS, *registry.supported("sm90 backward score_rows")}
     needed["separate grad_bias"] = set(VARIANTS["backward", "sm80", STANDARD].features)

@@ -22,6 +22,9 @@ heads has all query heads of a group, or one of them, whose dK and dV are added 
                                                   64 threads of adding warps, at once
     value        TMA                              8 warps, after the last 3                1
 
+Trial variants (plan/variants.py) have options. With dS^T in registers, 6 of the iteration before ends before P is
+packed, and 5 before dS is: P and dS take turns in the same registers. K^T in registers: sm90/grad_query_transposed.py.
+
 Dropout's mask bits are generated for several query tiles at once: sm90/dropout_transposed.py.
 """
 
