@@ -67,7 +67,7 @@ from cutlass_py_attn.kernels.sm90.pipelines import PipelineSpec, arrive, arrive_
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
-from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
+from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores, WeightOperands
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order
@@ -327,13 +327,12 @@ class BackwardSm90:
                 weights = self.scores.operands(r_s, r_derivative, r_kept)
                 # 3  dP^T = V dO^T, followed by 5  dV += P^T dO
                 pipes.do.consumer_wait(at)
-                pdo_parts = grad_v.register_operands(gemms.mma_pdo, weights.r_p, gemms.pdo_b.stage(at.index))
                 if cutlass.const_expr(build.takes(DV_FIRST)):
-                    grad_v.issue(gemms.mma_pdo, r_dv, pdo_parts)
+                    self.issue_dv(gemms, at, weights, r_dv)
                     r_dp = self.issue_dp(gemms, at, thread)
                 else:
                     r_dp = self.issue_dp(gemms, at, thread)
-                    grad_v.issue(gemms.mma_pdo, r_dv, pdo_parts)
+                    self.issue_dv(gemms, at, weights, r_dv)
                 if cutlass.const_expr(not self.holds_ds):
                     grad_k.wait(gemms.mma_dsq, 2)
                     if iteration > 0:
@@ -462,6 +461,11 @@ class BackwardSm90:
             self.statistics.start("delta", at.index, thread, r_dp)
         doivj.issue(gemms.mma_dov, r_dp, gemms.dov_parts.stage(None, at.index))
         return r_dp
+
+    def issue_dv(self, gemms: Gemms, at: Any, weights: WeightOperands, r_dv: cute.Tensor) -> None:
+        """Starts 5  dV += P^T dO of a query block."""
+        parts = grad_v.register_operands(gemms.mma_pdo, weights.r_p, gemms.pdo_b.stage(at.index))
+        grad_v.issue(gemms.mma_pdo, r_dv, parts)
 
     @cute.jit
     def finish_dk(self, pipes: Pipelines, at_q: Any, iteration: Int32):
