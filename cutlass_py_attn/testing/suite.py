@@ -90,6 +90,8 @@ VARIABLE_LENGTH: Final = _cases(
     f"backward bf16_d128_{_LENGTHS}_h2_causal_deterministic",
     f"backward f16_d64_{_LENGTHS}_h2_full_deterministic",
     f"backward bf16_d96_{_LENGTHS}_h4k2_causal_br_window50_deterministic",
+    f"backward bf16_d512_{_LENGTHS}_h4k2_causal_deterministic",
+    f"backward f16_d320v64_{_LENGTHS}_h2_causal_br_window50_deterministic",
 )
 
 # Launched with wrong lengths: every kernel that reads lengths, in every family. Sequences have several tiles, or none.
@@ -119,6 +121,7 @@ WRONG_LENGTHS: Final = _cases(
             f"bf16_d64_{_USED_LENGTHS}_h2_full_biassum_dropout0.2",
             f"f32_d64_{_USED_LENGTHS}_h2_causal_deterministic",
             f"bf16_d320_{_USED_LENGTHS}_h1_causal_deterministic",
+            f"bf16_d512_{_USED_LENGTHS}_h4k2_full",
             f"bf16_d320_{_USED_LENGTHS}_h1_full_biasgrad",
         )
     ),
@@ -129,11 +132,12 @@ CHANGED_LENGTHS: Final = _cases(
     *(f"{direction} f16_d64_n100x130u30,0x40u40,290x60u60,70x256u256_h2_causal" for direction in DIRECTIONS)
 )
 
-# All bitwise repeatable: a deterministic backward, and a 2-CTA backward with one tile of keys.
+# All bitwise repeatable: a deterministic backward, a 2-CTA backward with one tile of keys, and one of wide heads.
 LAUNCHERS: Final = {
     "forward": Case.parse("forward bf16_d128_q515_s640_b1_h2_causal seed=5"),
     "backward": Case.parse("backward bf16_d128_q515_s640_b1_h2_causal_deterministic seed=5"),
     "2-CTA backward": Case.parse("backward bf16_d192_q515_s64_b1_h2_causal seed=5"),
+    "wide backward": Case.parse("backward bf16_d512_q515_s640_b1_h2_causal seed=5"),
 }
 
 # Dropout over more tiles than the sm90 kernels hold mask bits for at once.

@@ -4,9 +4,10 @@ The operands of plan/sm90_wide_backward.py. Each of two warpgroups has half of t
 scores of alternate streamed tiles, P or dS, and hand these to each other through shared memory. While one computes
 exponentials, the other multiplies.
 
-    step            warpgroup of streamed tile j + 1                              the other, of tile j
-    1, 3, 5-7       S, dP of tile j + 1, then the gradient += dS(j) or P(j) ...   the gradient += dS(j) or P(j) ...
-    2, 4            P, dS of tile j + 1, to shared memory
+    step            warpgroup of streamed tile j + 1                 the other, of tile j
+    1, 3            S and dP of tile j + 1                           -
+    5, 6 or 7       its columns of the gradient, from tile j         its columns of the gradient, from tile j
+    2, 4            P and dS of tile j + 1, to shared memory         -
 
 Tiles of dK and dV are streamed for every query head that reads the keys of the block, one head after the other.
 """
@@ -16,13 +17,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
-from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy, tma
+from cutlass_py_attn.kernels.common import seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
-from cutlass_py_attn.kernels.common.softmax import multiply_rows
 from cutlass_py_attn.kernels.common.views import transposed
 from cutlass_py_attn.kernels.common.wgmma import (
     DescriptorOperand,
@@ -195,16 +195,13 @@ class WideGradient:
         first_result = sm90_wide_backward.first_result_chunk(self.build, self.gradient, j, own.index, is_last=False)
         if cutlass.const_expr(own.index != owner):
             tile = self.score_tile(p, work, j + 1)
-            # 1, 3  S and dP of tile j + 1
             loaded = self.load_statistics(p, tile, own)
             accumulators = [chunks[0].accumulator(own.thread) for chunks in self.mma_scores]
             self.issue_scores(own, accumulators, first_score)
             self.wait_at(WideBarrier.P_FULL_0 + owner)
-            # 5, 6 or 7  the gradient from tile j
             self.issue_result(own, Int32(owner), first_result)
             self.mma_scores[0][0].wait(len(own.results))
             self.ring.release(first_score + self.num_score_chunks - 1)
-            # 2, 4  P and dS of tile j + 1
             self.compute(p, tile, own, accumulators, loaded)
             if is_used:
                 self.wait_at(WideBarrier.P_EMPTY_0 + own.index)
@@ -232,21 +229,30 @@ class WideGradient:
 
         first: number of the first chunk
         """
-        number = 0
-        for gemms, resident, accumulator in zip(self.mma_scores, own.resident, accumulators, strict=True):
-            for mma, a in zip(gemms, resident, strict=True):
-                stage = self.ring.wait(first + number, own.index, own.phases)
-                mma.issue(accumulator, Operands(a, own.streamed.stage(stage)))
-                if number:
-                    mma.wait(1)
-                    self.ring.release(first + number - 1)
-                number += 1
+        # 1  S = Q K^T, or S^T = K Q^T
+        self.issue_product(own, 0, accumulators, first)
+        if self.gradient.has_ds:
+            # 3  dP = dO V^T, or dP^T = V dO^T
+            self.issue_product(own, 1, accumulators, first + len(self.score_chunks[0]))
+
+    def issue_product(self, own: Warpgroup, index: int, accumulators: list[cute.Tensor], first: Int32) -> None:
+        """Issues a product of scores as a wgmma group for each chunk, and releases the chunk before each.
+
+        index: number of the product. first: number of its first chunk
+        """
+        for number, (mma, resident) in enumerate(zip(self.mma_scores[index], own.resident[index], strict=True)):
+            stage = self.ring.wait(first + number, own.index, own.phases)
+            mma.issue(accumulators[index], Operands(resident, own.streamed.stage(stage)))
+            if index + number:
+                mma.wait(1)
+                self.ring.release(first + number - 1)
 
     def issue_result(self, own: Warpgroup, owner: Int32, first: Int32) -> None:
         """Issues the product of the gradient as a wgmma group for each chunk.
 
         owner: warpgroup of the tile. first: number of the first chunk
         """
+        # 7  dQ += dS K; 5  dV += P^T dO; 6  dK += dS^T Q
         for index, mma in enumerate(self.mma_results[own.index]):
             stage = self.ring.wait(first + index, own.index, own.phases)
             mma.issue(own.results[index], Operands(own.p_ds.stage(owner), own.chunks[index].stage(stage)))
@@ -265,8 +271,10 @@ class WideGradient:
     def compute(self, p: Any, tile: ScoreTile, own: Warpgroup, accumulators: list[cute.Tensor], loaded: Any) -> None:
         """Turns S into P, and dP into dS if there is one."""
         of = self.scores.share_columns(loaded, own.index, own.thread) if own.rows is None else own.rows
+        # 2  P = exp2(S - logsumexp) in base 2
         self.scores.compute_weights(p, accumulators[0], self.mma_scores[0][0], tile, own.thread, of)
         if self.gradient.has_ds:
+            # 4  dS = P (dP - delta)
             self.scores.compute_gradients(*accumulators, of)
 
     def hand_over(self, own: Warpgroup, accumulators: list[cute.Tensor]) -> None:
@@ -325,9 +333,7 @@ class WideGradient:
             accumulator.fill(0.0)
         rows = None
         if not self.gradient.is_transposed:
-            rows = self.scores.read_rows(
-                p, self.score_tile(p, work, Int32(0)), self.scores.coordinates(mma, thread)
-            )
+            rows = self.scores.read_rows(p, self.score_tile(p, work, Int32(0)), self.scores.coordinates(mma, thread))
         return Warpgroup(
             index=index,
             thread=thread,

@@ -77,13 +77,12 @@ class WideScores:
     def load_columns(self, p: Any, tile: ScoreTile, thread: Int32) -> Float32:
         """Returns one statistic of a query tile, for dK and dV: half of the warpgroup has logsumexp, half delta."""
         rows = self.build.tile_m
-        address = cutlass.select_(thread < rows, p.logsumexp_log2, p.delta)
+        address = p.logsumexp_log2 + Int64(thread // rows) * (p.delta - p.logsumexp_log2)
         return params.load_scalar(address, Float32, self.first_row(p, tile) + thread % rows)
 
     def share_columns(self, loaded: Float32, warpgroup: int, thread: Int32) -> Statistics:
         """Returns the statistics of a thread's columns, which the warpgroup exchanges through shared memory."""
-        rows = self.build.tile_m
-        shared = tile_copy.smem_pointer(self.build, "row_statistics", Float32) + warpgroup * WARPGROUP_THREADS
+        rows, shared = self.build.tile_m, self.exchanged(warpgroup)
         cute.make_tensor(shared + thread, cute.make_layout(1))[0] = loaded
         cute.arch.barrier(barrier_id=WideBarrier.WARPGROUP_0 + warpgroup, number_of_threads=WARPGROUP_THREADS)
         pairs = cute.make_layout((PAIR, rows // 8), stride=(1, 8))
@@ -94,6 +93,10 @@ class WideScores:
             cute.autovec_copy(cute.make_tensor(first.align(8), pairs), values)
             found.append(cute.make_tensor(values.iterator, cute.make_layout(cute.size(values))))
         return Statistics(*found)
+
+    def exchanged(self, warpgroup: int) -> cute.Pointer:
+        """Returns where the threads of a warpgroup leave one statistic each."""
+        return tile_copy.smem_pointer(self.build, "row_statistics", Float32) + warpgroup * WARPGROUP_THREADS
 
     def compute_weights(
         self, p: Any, r_s: cute.Tensor, mma: Wgmma, tile: ScoreTile, thread: Int32, of: Statistics

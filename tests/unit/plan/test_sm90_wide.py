@@ -175,9 +175,7 @@ def test_the_warpgroups_read_every_chunk_once_and_never_wait_for_each_other_fore
 
 def model_of(build: Build, tiles: int, seed: int, full_barriers: int = 2) -> ClusterModel:
     second = sm90_wide.value_columns(build)[0]  # first column of V that warpgroup 1 reads
-    given = [
-        (chunk[1] % 2 if chunk[0] == "key" else int(chunk[2] >= second), chunk) for chunk in loads(build, tiles)
-    ]
+    given = [(chunk[1] % 2 if chunk[0] == "key" else int(chunk[2] >= second), chunk) for chunk in loads(build, tiles)]
     stages = sm90_wide.ring_stages(build)
     return ClusterModel(stages, given, functools.partial(reads, build, tiles), seed, full_barriers)
 
