@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 # Kernels by what they can do with score terms. "wide forward", "wide backward": the sm90 kernels of head dims
-# beyond 256; "backward score_rows": the sm90 backward of wide heads, which computes the scores of a query tile in parts;
-# "backward 2cta": the sm90 backward of two CTAs per key tile.
+# beyond 256; "backward score_rows": the sm90 backward that computes the scores of a query tile in parts; "backward
+# 2cta": the sm90 backward of two CTAs per key tile.
 KERNELS = (
     "sm80 forward",
     "sm80 backward",

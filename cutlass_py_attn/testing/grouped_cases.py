@@ -1,4 +1,4 @@
-"""Grouped cases: backwards of grouped heads, whose work tiles are key tiles of query heads or which have wide heads."""
+"""Grouped cases: backwards of grouped heads whose work tiles are key tiles of query heads."""
 
 from __future__ import annotations
 
@@ -24,15 +24,12 @@ _DENSE: Final = (
     "backward bf16_d192v128_q300_s515_b2_h8k2_causal",
     "backward f16_d136v64_q515_s300_b2_h4k2_causal",
     "backward bf16_d128_q1_s300_b2_h8k2_causal_br",
-    "backward bf16_d512_q300_s515_b2_h8k2_causal",
-    "backward f16_d320_q515_s300_b1_h6k2_window_left200_right70",
 )
 _TERMS: Final = (
     "backward bf16_d128_q400_s515_b2_h8k2_causal_softcap4_alibi",
     "backward f16_d64_q400_s515_b2_h8k2_causal_sinks",
     "backward bf16_d128_q400_s515_b2_h8k2_causal_dropout0.3 philox_seed=42 philox_offset=3",
     "backward f16_d64_q400_s515_b2_h8k2_causal_dropout0.5 philox_seed=7",
-    "backward bf16_d448v512_q200_s330_b2_h4k1_causal_softcap4_alibi_sinks",
 )
 # Lengths off the tiles, a sequence without queries, one without keys, and a tile of keys that are not used.
 _LENGTHS: Final = "n70x200u30,130x190u190,0x40u40,257x300u290,65x0u0,5x333u333,200x129u129"
@@ -42,6 +39,5 @@ _VARIABLE_LENGTH: Final = (
     f"backward bf16_d96_{_LENGTHS}_h4k1_causal_br_window50",
     f"backward bf16_d192v128_{_LENGTHS}_h8k4_causal",
     "backward bf16_d128_n600,70,1,129,513_h8k2_causal",
-    f"backward bf16_d512_{_LENGTHS}_h8k4_causal_br",
 )
 GROUPED: Final = tuple(map(Case.parse, (*_DENSE, *_TERMS, *_VARIABLE_LENGTH)))

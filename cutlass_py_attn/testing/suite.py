@@ -94,6 +94,20 @@ VARIABLE_LENGTH: Final = _cases(
     f"backward f16_d320v64_{_LENGTHS}_h2_causal_br_window50_deterministic",
 )
 
+# The backward of wide heads beside its dense cases: grouped heads, score terms and sequences, with several tiles of
+# queries and of keys, and more blocks than multiprocessors in the last one.
+WIDE_BACKWARD: Final = _cases(
+    "backward bf16_d512_q300_s515_b2_h8k2_causal",
+    "backward f16_d320_q515_s300_b1_h6k2_window_left200_right70",
+    "backward bf16_d512_q1_s300_b2_h8k2_causal_br",
+    "backward bf16_d448v512_q200_s330_b2_h4k1_causal_softcap4_alibi_sinks",
+    "backward f16_d384_q200_s330_b1_h2_full_softcap4",
+    "backward bf16_d264_q333_s200_b2_h2_causal_alibib",
+    f"backward bf16_d512_{_LENGTHS}_h8k4_causal_br",
+    f"backward f16_d40v512_{_LENGTHS}_h2_window_left40_right30_softcap30_alibi_sinks",
+    "backward bf16_d512_q700_s900_b2_h6_causal layout=packed",
+)
+
 # Launched with wrong lengths: every kernel that reads lengths, in every family. Sequences have several tiles, or none.
 _USED_LENGTHS: Final = "n100x130u30,0x40u40,290x60u0,70x256u256"
 WRONG_LENGTHS: Final = _cases(
@@ -264,6 +278,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *MANY_TILES,
         *FEW_TILES,
         *GROUPED,
+        *WIDE_BACKWARD,
         *lengths,
         *DECODE_BEYOND_GRID,
         *LAUNCHERS.values(),

@@ -95,10 +95,8 @@ class WideForwardSm90:
             [Wgmma(replace(output, n=chunk.columns), build.dtype) for chunk in chunks] for chunks in self.value_chunks
         ]
         self.score_mod = ScoreModRegisters(build)
-        self.cluster, self.ring = (
-            Cluster(build),
-            ChunkRing(build, build.buffer("ring").offset, sm90_wide.ring_stages(build)),
-        )
+        self.cluster = Cluster(build)
+        self.ring = ChunkRing(build, build.buffer("ring").offset, sm90_wide.ring_stages(build))
         self.registers = registers(build)
         # A float16 row that attends mostly to one key is more accurate with that key's weight at exactly 1.
         self.rescales_lazily = build.dtype == "bfloat16"

@@ -252,7 +252,7 @@ class WideGradient:
 
         owner: warpgroup of the tile. first: number of the first chunk
         """
-        # 7  dQ += dS K; 5  dV += P^T dO; 6  dK += dS^T Q
+        # 7  dQ += dS K; in blocks of dV it is step 5, dV += P^T dO, in blocks of dK step 6, dK += dS^T Q
         for index, mma in enumerate(self.mma_results[own.index]):
             stage = self.ring.wait(first + index, own.index, own.phases)
             mma.issue(own.results[index], Operands(own.p_ds.stage(owner), own.chunks[index].stage(stage)))
