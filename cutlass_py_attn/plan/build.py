@@ -109,8 +109,8 @@ class Build:
 
     @property
     def columns(self) -> int:
-        """head_dim padded inside the tile; in the wide backward to columns of dQ and dK for each of two warpgroups."""
-        if self.variant == WIDE:
+        """head_dim padded inside the tile."""
+        if self.variant == WIDE:  # two warpgroups have columns of dQ and of dK each
             least = 2 * WIDE_COLUMN_MULTIPLE if self.kind == "backward" else 0
             return max(round_up(self.head_dim, WIDE_COLUMN_MULTIPLE), least)
         return round_up(self.head_dim, COLUMN_MULTIPLE)

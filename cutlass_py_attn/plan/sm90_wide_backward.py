@@ -20,7 +20,8 @@ from typing import Any, Final
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import WIDE_COLUMN_MULTIPLE, Buffer, Build
 from cutlass_py_attn.plan.expressions import Grid
-from cutlass_py_attn.plan.sm90_wide import BARRIER_BYTES, WARPGROUPS, Chunk, chunk_columns, chunks_of
+from cutlass_py_attn.plan.sm90_smem import BARRIER_BYTES
+from cutlass_py_attn.plan.sm90_wide import WARPGROUPS, Chunk, chunk_columns, chunks_of
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
 from cutlass_py_attn.plan.variants import CLUSTER
 from cutlass_py_attn.problem.tensors import F32_BYTES
@@ -130,7 +131,7 @@ def backward_grid(build: Build) -> Grid:
 
 
 def backward_map(build: Build) -> tuple[Buffer, ...]:
-    """Returns the map of the wide backward, with chunks of up to `query_stages` streamed tiles, if so many fit."""
+    """Returns the map of variant wide, with chunks of up to `query_stages` streamed tiles if so many fit."""
     most = build.query_stages * (num_score_chunks(build, GRAD_KEY) + sum(map(len, result_chunks(build, GRAD_KEY))))
     maps = {stages: _backward_with(build, stages) for stages in range(most, 0, -1)}
     return maps[first_that_fits(build, maps.items())]
