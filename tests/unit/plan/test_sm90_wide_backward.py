@@ -230,3 +230,9 @@ def test_narrow_heads_have_other_kernels() -> None:
     wider = planner.plan(problem_of((520, 512)), "sm_90a")
     assert wider.build.family == "sm80"
     assert "the sm90 family takes no head dims beyond 512" in wider.reason
+
+
+def test_lengths_and_edges_do_not_decide_the_machine_code() -> None:
+    first = planner.plan(parse("bf16_d512_q70_s90_b1_h2_causal").problem("backward"), "sm_90a").build
+    other = planner.plan(parse("bf16_d512_q9000_s700_b3_h5_causal_br").problem("backward"), "sm_90a").build
+    assert first == other
