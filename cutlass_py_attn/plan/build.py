@@ -110,7 +110,10 @@ class Build:
     @property
     def columns(self) -> int:
         """head_dim padded inside the tile."""
-        return round_up(self.head_dim, WIDE_COLUMN_MULTIPLE if self.variant == WIDE else COLUMN_MULTIPLE)
+        if self.variant == WIDE:  # two warpgroups have columns of dQ and of dK each
+            least = 2 * WIDE_COLUMN_MULTIPLE if self.kind == "backward" else 0
+            return max(round_up(self.head_dim, WIDE_COLUMN_MULTIPLE), least)
+        return round_up(self.head_dim, COLUMN_MULTIPLE)
 
     @property
     def columns_value(self) -> int:

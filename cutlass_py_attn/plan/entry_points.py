@@ -7,7 +7,7 @@ from typing import Final
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 _SUFFIXES: Final = {
@@ -65,7 +65,7 @@ def entries(build: Build) -> dict[str, str]:
     needed = {
         "main": build.has_main,
         "delta": True,
-        "finish": "query" in build.gradients and build.variant != PER_HEAD,
+        "finish": "query" in build.gradients and build.variant not in (PER_HEAD, WIDE),
         "finish_kv": build.variant == QUERY_HEADS,
         "bias": "bias" in build.gradients and build.grad_bias_mode != "main",
         "sinks": "sinks" in build.gradients,
@@ -89,9 +89,9 @@ def is_dependent_launch(build: Build, role: str) -> bool:
 def delta_clears_sums(build: Build) -> bool:
     """Returns whether the delta kernel sets the sums of dQ and the counters to zero, so that no memset has to.
 
-    The sums of dK and dV of variant query_heads have other tiles than the delta kernel.
+    The sums of dK and dV of variant query_heads have other tiles than the delta kernel. Variant wide has no sums.
     """
-    return build.family == "sm90" and build.kind == "backward" and build.variant not in (PER_HEAD, QUERY_HEADS)
+    return build.family == "sm90" and build.kind == "backward" and build.variant not in (PER_HEAD, QUERY_HEADS, WIDE)
 
 
 def entry_symbols(build: Build) -> tuple[str, ...]:

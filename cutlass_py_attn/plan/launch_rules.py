@@ -25,7 +25,7 @@ from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
 from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT, QUERY_HEADS
+from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT, QUERY_HEADS, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -170,8 +170,8 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     tile_count_semaphore: int32 count of blocks or key tiles that have started
     delta, logsumexp_log2: (num_heads, total_tiles, tile_m) float32
 
-    With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed. Where
-    `entry_points.delta_clears_sums`, the delta kernel writes the zeros.
+    With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed. Variant wide has
+    no sums in memory. Where `entry_points.delta_clears_sums`, the delta kernel writes the zeros.
     """
     if build.family == "decode":
         condition = ALWAYS if build.variant == PERSISTENT else launch_condition(build, "combine")
@@ -182,6 +182,8 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     statistics = BufferRule("delta", rows), BufferRule("logsumexp_log2", rows)
     if build.variant == PER_HEAD:
         return BufferRule("grad_query_accum", sm90.per_head_accum_bytes(build)), *statistics
+    if build.variant == WIDE:
+        return statistics
     return *_accumulated(build), *statistics
 
 

@@ -11,6 +11,7 @@ from cutlass_py_attn.plan.build import ROW_KINDS, Build, Warps
 from cutlass_py_attn.plan.gemm_spec import MMA_COLUMNS, MMA_ROWS, WARP_THREADS
 from cutlass_py_attn.plan.sm90_smem import registers
 from cutlass_py_attn.plan.sm90_wide import value_columns
+from cutlass_py_attn.plan.sm90_wide_backward import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, result_columns
 from cutlass_py_attn.plan.split_d import splits_dk_dv
 from cutlass_py_attn.plan.variants import TWO_CTA, WIDE
 
@@ -47,6 +48,9 @@ def accumulator_registers(build: Build) -> int:
 
 def _consumer_registers(build: Build) -> int:
     threads = build.warps_scores[0] * WARP_THREADS
+    if build.variant == WIDE and build.kind == "backward":
+        widest = max(max(result_columns(build, each)) for each in (GRAD_QUERY, GRAD_KEY, GRAD_VALUE))
+        return build.tile_m * (2 * build.tile_n + widest) // threads
     if build.variant == WIDE:
         return build.tile_m * (build.tile_n + build.tile_n // 2 + max(value_columns(build))) // threads
     if build.kind == "forward":

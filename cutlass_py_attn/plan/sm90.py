@@ -22,6 +22,7 @@ from cutlass_py_attn.plan.sm90_smem import (
     tma_tiles,
 )
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
+from cutlass_py_attn.plan.sm90_wide_backward import backward_grid
 from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
@@ -52,21 +53,20 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     """Returns what the problem has that the family does not take; empty if it takes the problem."""
     shape = problem.shape
     backward = problem.direction == "backward"
-    is_2cta = backward and _needs_2cta(shape)
+    is_wide = max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM
+    is_2cta = backward and not is_wide and _needs_2cta(shape)
     if backward and splits_score_rows(shape):
         features: tuple[str, ...] = (*registry.LAYOUTS, *registry.supported("sm90 backward score_rows"))
     else:
-        is_wide = not backward and max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM
         variant = TWO_CTA if is_2cta else WIDE if is_wide else STANDARD
         features = VARIANTS[problem.direction, "sm90", variant].features
     missing = [name for name in problem.features if name not in features]
-    widest = SM90_MAX_HEAD_DIM if backward else WIDE_MAX_HEAD_DIM
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
-        f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
+        f"head dims beyond {WIDE_MAX_HEAD_DIM}": max(shape.head_dim, shape.head_dim_value) > WIDE_MAX_HEAD_DIM,
         "deterministic gradients with these head dims": is_2cta and problem.deterministic,
         "rows aligned to less than 16 bytes": any(
             tensor.vector_bytes < ROW_ALIGNMENT_BYTES
@@ -270,8 +270,10 @@ _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
 
 def with_warps(build: Build) -> Build:
     """Returns the build with the warps of each product: warpgroups share rows of S, or of S^T, dV and dK."""
-    if build.variant == WIDE:  # the warpgroups compute S of alternate key tiles, and divide the columns of O
-        return replace(build, warps_scores=(WARPGROUP_WARPS, 1), warps_grad_q=(WARPGROUP_WARPS, WARPGROUPS))
+    if build.variant == WIDE:  # the warpgroups compute S of alternate tiles, and divide the columns of O, dQ, dK, dV
+        columns = WARPGROUP_WARPS, WARPGROUPS
+        build = replace(build, warps_scores=(WARPGROUP_WARPS, 1), warps_grad_q=columns)
+        return build if build.kind == "forward" else replace(build, warps_grad_v=columns, warps_grad_k=columns)
     if build.kind == "forward":
         return replace(build, warps_scores=(build.warps - LOAD_WARPGROUPS * WARPGROUP_WARPS, 1))
     key_warps = build.tile_n // WARPGROUP_ROWS * WARPGROUP_WARPS, 1
@@ -287,7 +289,8 @@ def with_warps(build: Build) -> Build:
 def main_grid(build: Build) -> Grid:
     """Returns the grid of the main kernel: persistent blocks, one for each SM, or whole clusters of them.
 
-    Variant wide has a cluster for each pair of query tiles instead.
+    Variant wide has a cluster for each pair of query tiles instead, and its backward two more for each pair of key
+    tiles.
 
     Work tiles are query tiles in the forward, key tiles in the backward, of every key head or every query head, and
     heads with one block per head. A cluster computes as many neighbouring tiles as it has blocks.
@@ -296,6 +299,8 @@ def main_grid(build: Build) -> Grid:
     if build.variant == PER_HEAD:
         return _per_head_blocks(), "1", "1"
     cluster = build.body.cluster
+    if build.variant == WIDE and build.kind == "backward":
+        return backward_grid(build)
     if build.variant == WIDE:
         return f"{cluster} * ceil_div(num_queries, {build.tile_m * cluster})", "num_heads", "batch"
     if build.kind == "forward":
@@ -335,7 +340,13 @@ def reason(build: Build) -> str:
     """Returns what the warpgroups of a block do."""
     consumers = build.warps_scores[0] // WARPGROUP_WARPS
     computing = "one warpgroup computes" if consumers == 1 else f"{consumers} warpgroups compute"
-    if build.variant == WIDE:
+    if build.variant == WIDE and build.kind == "backward":
+        roles = (
+            "blocks of dQ keep Q and dO, blocks of dK keep K and V, blocks of dV keep K; two blocks of a cluster load "
+            "the other tiles for both: two warpgroups compute the scores of alternate tiles and half of the columns of "
+            "the gradient each, one warp loads"
+        )
+    elif build.variant == WIDE:
         roles = (
             "two blocks of a cluster load keys and values for both: two warpgroups compute S of alternate key tiles "
             "and half of the columns of O each, one warp loads"

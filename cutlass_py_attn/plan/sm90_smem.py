@@ -3,6 +3,7 @@
 kernel            warpgroups
 forward           1 loads; 1, 2 or 3 compute S and O of 64 query rows each
 forward, wide     1 loads; 2 compute S of every second key tile, and some columns of O, of 64 query rows
+backward, wide    1 loads; 2 compute S and dP of every second tile, and some columns of dQ, dK or dV, of 64 rows
 backward          1 loads; 1 computes dQ; 1 or 2 compute S, dP, dV and dK of 64 keys each
 backward, 2-CTA   1 loads; 1 computes dQ of both blocks; 1 computes P and dV; 1 computes dS and dK
 """

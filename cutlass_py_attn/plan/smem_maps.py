@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from cutlass_py_attn.plan import decode_smem, sm80_smem, sm90_smem, sm90_wide, split_d
+from cutlass_py_attn.plan import decode_smem, sm80_smem, sm90_smem, sm90_wide, sm90_wide_backward, split_d
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.variants import (
     MULTICAST,
@@ -38,6 +38,7 @@ _MAPS: Final[dict[tuple[str, str, str], Callable[[Build], tuple[Buffer, ...]]]] 
     ("backward", "sm90", PER_HEAD): sm90_smem.backward_map,
     ("backward", "sm90", QUERY_HEADS): sm90_smem.backward_map,
     ("backward", "sm90", TWO_CTA): sm90_smem.backward_2cta_map,
+    ("backward", "sm90", WIDE): sm90_wide_backward.backward_map,
     ("forward", "decode", STANDARD): decode_smem.decode_map,
     ("forward", "decode", PERSISTENT): decode_smem.persistent_map,
 }

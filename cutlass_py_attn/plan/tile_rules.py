@@ -45,7 +45,7 @@ SPLIT_D_TILE_M: Final = {"forward": (64,), "backward": (32, 64)}
 SPLIT_D_TILE_N: Final = {"forward": (64, 128), "backward": (64,)}
 MAX_HEAD_DIM_SPLIT: Final = 512
 SM90_MAX_HEAD_DIM: Final = 256
-WIDE_MAX_HEAD_DIM: Final = 512  # of the sm90 forward of variant wide
+WIDE_MAX_HEAD_DIM: Final = 512  # of the sm90 kernels of variant wide
 NARROW_HEAD_DIM: Final = 128  # beyond, the sm90 backward has no registers for the scores of a whole query tile
 SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value) with which score_rows leave registers
 SM90_BACKWARD_TILE_M: Final = (64, 128)
@@ -217,7 +217,7 @@ def _sm90_operands(build: Build) -> Objections:
         widest, kernels, other = WIDE_MAX_HEAD_DIM, f"variant {WIDE} ends", "family sm80"
     else:
         widest, kernels = SM90_MAX_HEAD_DIM, "the sm90 kernels of narrower heads end"
-        other = f"variant {WIDE} or family sm80" if build.kind == "forward" else "family sm80"
+        other = f"variant {WIDE} or family sm80"
     for field in ("head_dim", "head_dim_value"):
         if getattr(build, field) > widest:
             yield _refuse(build, field, f"{kernels} at {widest}; use {other}")
@@ -269,6 +269,13 @@ def _wide(build: Build) -> Objections:
     yield from _consumers(build, LOAD_WARPGROUPS, (WARPGROUPS,))
     if build.query_stages < 2:
         yield _refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied; use 2 or more")
+    if build.kind == "backward" and build.grad_output_stages != build.query_stages:
+        reason = f"must be query_stages = {build.query_stages}: one ring has chunks of all tiles; set it so"
+        yield _refuse(build, "grad_output_stages", reason)
+    if build.key_stages != 1:
+        yield _refuse(build, "key_stages", "variant wide has no stages of the key tile; use 1")
+    if build.score_rows:
+        yield _refuse(build, "score_rows", "variant wide computes all rows of a tile at once; use 0")
     if max(build.head_dim, build.head_dim_value) <= SM90_MAX_HEAD_DIM:
         reason = f"variant wide is for head dims beyond {SM90_MAX_HEAD_DIM}; use the standard variant"
         yield _refuse(build, "head_dim", reason)
@@ -278,6 +285,9 @@ def _sm90_backward(build: Build) -> Objections:
     yield from _sm90_operands(build)
     if not {*OPERANDS} <= {*build.gradients}:
         yield _refuse(build, "gradients", f"the sm90 backward computes all of {', '.join(OPERANDS)}; use family sm80")
+    if build.variant == WIDE:
+        yield from _wide(build)
+        return
     with_one = build.variant == STANDARD and not build.score_rows and not build.has("dropout")
     allowed = (1, CONSUMER_WARPGROUPS) if with_one else (CONSUMER_WARPGROUPS,)
     yield from _consumers(build, LOAD_WARPGROUPS + DQ_WARPGROUPS, allowed)

@@ -195,6 +195,7 @@ _SM90_BACKWARD: _Table = {
     192: (TileConfig(64, 64, 16, 3, 2, variant=TWO_CTA), TileConfig(64, 64, 16, 2, 2, variant=TWO_CTA)),
     256: (TileConfig(64, 64, 16, 2, 2, variant=TWO_CTA),),
 }
+_SM90_BACKWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (TileConfig(64, 64, 12, 2, 2, variant=WIDE),)}
 # With a mask, long rows of narrow heads are slower with two key stages; with dropout, the two stages leave
 # little shared memory for its bits.
 _SM90_BACKWARD_MASKED: _Table = {
@@ -219,6 +220,7 @@ SM90: dict[str, _Table] = {
     "backward": _SM90_BACKWARD,
     "backward masked": _SM90_BACKWARD_MASKED,
     "backward score_rows": _SM90_BACKWARD_SCORE_ROWS,
+    "backward wide": _SM90_BACKWARD_WIDE,
 }
 # Decode kernels by the wider of both head dims; tile_m counts rows of queries and heads, stages are those of a team.
 _DECODE_16: _Table = {
@@ -290,12 +292,13 @@ def sm90_tiles(problem: Problem) -> tuple[TileConfig, ...]:
 
 def table_key(problem: Problem) -> tuple[str, int]:
     """Returns the key of this problem's tiles in SM90: (name of the table, widest head dim that they serve)."""
-    if problem.direction == "backward":
+    widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
+    if widest > SM90_MAX_HEAD_DIM:
+        name, served = f"{problem.direction} wide", widest
+    elif problem.direction == "backward":
         is_masked = problem.mask.form != "full" or "dropout" in problem.features
         name, served = "backward masked" if is_masked else "backward", _accumulator_head_dim(problem)
         name = "backward score_rows" if splits_score_rows(problem.shape) else name
-    elif (widest := max(problem.shape.head_dim, problem.shape.head_dim_value)) > SM90_MAX_HEAD_DIM:
-        name, served = "forward wide", widest
     elif any(term.needs_registers_sm90 for term in registry.present(problem)):
         name, served = "forward score_mod", problem.shape.head_dim_value
     else:

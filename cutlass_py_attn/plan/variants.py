@@ -146,6 +146,16 @@ _ALL: Final = (
         cluster=CLUSTER,
     ),
     Variant(
+        "backward",
+        "sm90",
+        WIDE,
+        "sm90.wide_backward",
+        "head dims beyond 256: clusters of two blocks over neighbouring query tiles for dQ, and over neighbouring key "
+        "tiles for dK and for dV; each block loads half of every other tile, and two warpgroups divide the columns",
+        "sm90 backward wide",
+        cluster=CLUSTER,
+    ),
+    Variant(
         "forward",
         "decode",
         STANDARD,

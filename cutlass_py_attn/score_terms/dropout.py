@@ -77,6 +77,7 @@ class DropoutTerm(ScoreTerm):
         "sm90 wide forward",
         "sm90 backward score_rows",
         "sm90 backward 2cta",
+        "sm90 backward wide",
         "decode",
         "decode persistent",
     }

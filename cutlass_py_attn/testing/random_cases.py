@@ -37,7 +37,7 @@ TINY_DROPOUT_SHARE: Final = 0.2  # of the float32 cases with dropout in which th
 # Problems that sm90 kernels take.
 SM90_SHARE: Final = 0.35
 SM90_DIMS: Final = (64, 64, 128, 128, 128, 72, 96, 192, 256)
-# Of these some are forwards of wide heads, with (head_dim, head_dim_value; 0 for the same).
+# Of these some are of wide heads, with (head_dim, head_dim_value; 0 for the same).
 WIDE_SHARE: Final = 0.3
 WIDE_DIMS: Final = ((512, 0), (512, 0), (320, 0), (384, 0), (448, 0), (264, 0), (512, 64), (40, 264), (328, 456))
 # Few queries against many keys: head dims and layouts that decode kernels take.
@@ -134,9 +134,11 @@ def _draw_kernel(rng: np.random.Generator) -> _Kernel:
 
 def _sm90_kernel(kernel: _Kernel, rng: np.random.Generator) -> _Kernel:
     """The kernel number's features, without those that no sm90 kernel of its direction has."""
-    has_bias = bool(kernel.bias) and kernel.direction == "forward"
-    is_wide = kernel.direction == "forward" and bool(rng.random() < WIDE_SHARE)
+    has_bias, is_wide = bool(kernel.bias) and kernel.direction == "forward", bool(rng.random() < WIDE_SHARE)
     head_dim, head_dim_value = _pick(rng, WIDE_DIMS) if is_wide else (_pick(rng, SM90_DIMS), 0)
+    gradients = kernel.gradients.replace("b", "") or "qkv"
+    if is_wide:  # the sm90 kernel of wide heads computes all of them
+        gradients = "qkvs" if "s" in gradients else "qkv"
     return dataclasses.replace(
         kernel,
         dtype=kernel.dtype if kernel.dtype != "float32" else "bfloat16",
@@ -145,7 +147,7 @@ def _sm90_kernel(kernel: _Kernel, rng: np.random.Generator) -> _Kernel:
         layout=kernel.layout if kernel.layout != "shifted" else "dense",
         bias=kernel.bias if has_bias else "",
         bias_layout=kernel.bias_layout if has_bias else "dense",
-        gradients=kernel.gradients.replace("b", "") or "qkv",
+        gradients=gradients,
         has_dropout=kernel.has_dropout and not is_wide,
     )
 

@@ -90,6 +90,22 @@ VARIABLE_LENGTH: Final = _cases(
     f"backward bf16_d128_{_LENGTHS}_h2_causal_deterministic",
     f"backward f16_d64_{_LENGTHS}_h2_full_deterministic",
     f"backward bf16_d96_{_LENGTHS}_h4k2_causal_br_window50_deterministic",
+    f"backward bf16_d512_{_LENGTHS}_h4k2_causal_deterministic",
+    f"backward f16_d320v64_{_LENGTHS}_h2_causal_br_window50_deterministic",
+)
+
+# The backward of wide heads beside its dense cases: grouped heads, score terms and sequences, with several tiles of
+# queries and of keys, and more blocks than multiprocessors in the last one.
+WIDE_BACKWARD: Final = _cases(
+    "backward bf16_d512_q300_s515_b2_h8k2_causal",
+    "backward f16_d320_q515_s300_b1_h6k2_window_left200_right70",
+    "backward bf16_d512_q1_s300_b2_h8k2_causal_br",
+    "backward bf16_d448v512_q200_s330_b2_h4k1_causal_softcap4_alibi_sinks",
+    "backward f16_d384_q200_s330_b1_h2_full_softcap4",
+    "backward bf16_d264_q333_s200_b2_h2_causal_alibib",
+    f"backward bf16_d512_{_LENGTHS}_h8k4_causal_br",
+    f"backward f16_d40v512_{_LENGTHS}_h2_window_left40_right30_softcap30_alibi_sinks",
+    "backward bf16_d512_q700_s900_b2_h6_causal layout=packed",
 )
 
 # Launched with wrong lengths: every kernel that reads lengths, in every family. Sequences have several tiles, or none.
@@ -119,6 +135,7 @@ WRONG_LENGTHS: Final = _cases(
             f"bf16_d64_{_USED_LENGTHS}_h2_full_biassum_dropout0.2",
             f"f32_d64_{_USED_LENGTHS}_h2_causal_deterministic",
             f"bf16_d320_{_USED_LENGTHS}_h1_causal_deterministic",
+            f"bf16_d512_{_USED_LENGTHS}_h4k2_full",
             f"bf16_d320_{_USED_LENGTHS}_h1_full_biasgrad",
         )
     ),
@@ -129,11 +146,12 @@ CHANGED_LENGTHS: Final = _cases(
     *(f"{direction} f16_d64_n100x130u30,0x40u40,290x60u60,70x256u256_h2_causal" for direction in DIRECTIONS)
 )
 
-# All bitwise repeatable: a deterministic backward, and a 2-CTA backward with one tile of keys.
+# All bitwise repeatable: a deterministic backward, a 2-CTA backward with one tile of keys, and one of wide heads.
 LAUNCHERS: Final = {
     "forward": Case.parse("forward bf16_d128_q515_s640_b1_h2_causal seed=5"),
     "backward": Case.parse("backward bf16_d128_q515_s640_b1_h2_causal_deterministic seed=5"),
     "2-CTA backward": Case.parse("backward bf16_d192_q515_s64_b1_h2_causal seed=5"),
+    "wide backward": Case.parse("backward bf16_d512_q515_s640_b1_h2_causal seed=5"),
 }
 
 # Dropout over more tiles than the sm90 kernels hold mask bits for at once.
@@ -260,6 +278,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *MANY_TILES,
         *FEW_TILES,
         *GROUPED,
+        *WIDE_BACKWARD,
         *lengths,
         *DECODE_BEYOND_GRID,
         *LAUNCHERS.values(),

@@ -87,7 +87,7 @@ def test_workspace() -> None:
         ((256, 256), {"mask": Causal()}, ()),
         ((200, 64), {}, ()),
         ((64, 136), {"mask": Causal(50)}, ()),
-        ((264, 264), {}, ("head dims beyond 256",)),
+        ((520, 520), {}, ("head dims beyond 512",)),
         ((192, 192), {"softcap": 2.0}, ("softcap",)),
         ((192, 192), {"deterministic": True}, ("deterministic gradients with these head dims",)),
     ],

@@ -14,7 +14,7 @@ import pytest
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.planner import plan_backward
 from cutlass_py_attn.testing import component_gemms, covering_cases, layouts, suite
-from cutlass_py_attn.testing.cases import ARCH, Case
+from cutlass_py_attn.testing.cases import ARCH, SM90_ARCH, Case
 from cutlass_py_attn.testing.grouped_cases import GROUPED
 from tests.gpu import test_torch_ops
 
@@ -22,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 ALL = (*covering_cases.FORWARD, *covering_cases.BACKWARD)
 LENGTHS = (*suite.VARIABLE_LENGTH, *suite.WRONG_LENGTHS, *suite.CHANGED_LENGTHS)
 TILES = (*suite.MANY_TILES, *suite.FEW_TILES, *suite.LAST_ROUNDS)
-SINGLE = (*suite.MANY_HEADS, *TILES, *GROUPED, *LENGTHS, *suite.LAUNCHERS.values(), *suite.LONG_DROPOUT)
+SINGLE = (
+    *(*suite.MANY_HEADS, *TILES, *GROUPED, *suite.WIDE_BACKWARD, *LENGTHS),
+    *(*suite.LAUNCHERS.values(), *suite.LONG_DROPOUT),
+)
 
 
 def test_every_case_is_supported_and_named() -> None:
@@ -39,6 +42,11 @@ def test_many_and_few_tiles_have_the_kernels_that_they_are_for() -> None:
         plain = [build for build in builds if build.variant == ""]
         assert len(plain) >= len(cases) - 2, "with grouped heads and a mask, a backward adds by query heads"
         assert {getattr(build, rows[build.kind]) for build in plain} <= allowed
+
+
+def test_backwards_of_wide_heads_have_kernels_of_variant_wide() -> None:
+    cases = (*covering_cases.WIDE_BACKWARD, *suite.WIDE_BACKWARD, suite.LAUNCHERS["wide backward"])
+    assert {planner.plan(case.problem(), SM90_ARCH).build.variant for case in cases} == {"wide"}
 
 
 @pytest.mark.parametrize(

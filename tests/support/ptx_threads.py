@@ -123,7 +123,7 @@ class Threads:
         """Executes one instruction for the active threads."""
         if op.startswith(("ld.", "st.")):
             self.move(op, operands, active)
-        elif op == "bar.warp.sync":  # `_next` has waited for the warp
+        elif op in ("bar.warp.sync", "bar.sync"):  # `_next` has waited for the warp, and for those behind it
             return
         elif op.startswith("mov.b") and "{" in "".join(operands):
             self.split_or_join(bits_of(op), operands, active)

@@ -77,6 +77,9 @@ FEATURES: Final = tuple(
             f"backward bf16_d128_{_LENGTHS}_h1_causal seed=24",
             f"backward bf16_d256_q{QUERIES}_s{KEYS}_b2_h1_full seed=25",
             f"backward bf16_d192v128_q{QUERIES}_s{KEYS}_b2_h1_causal seed=26",
+            f"backward bf16_d512_q{QUERIES}_s{KEYS}_b2_h1_causal seed=31",
+            f"backward f16_d320_q{QUERIES}_s{KEYS}_b2_h4k1_full_softcap4_alibi_sinks seed=32",
+            f"backward bf16_d384v448_{_LENGTHS}_h1_causal_br_window150 seed=33",
         ),
     )
 )

@@ -106,6 +106,8 @@ _SM90_BACKWARD: Final = (
     "bf16_d192_q515_s64_b1_h4k2_causal",
     f"bf16_d192v64_{_USED}_h4k2_causal_softcap4_alibi_sinks_deterministic",  # scores of a part of a query tile
     f"bf16_d192v64_{_SIZES}_h4k2_causal",  # the same, by query heads
+    f"bf16_d512_{_SIZES}_h2_causal",
+    f"f16_d264v448_{_USED}_h4k2_window_left40_right20_{_TERMS_OF_PAGES}",
 )
 _DECODE: Final = (
     "f16_d64_q1_s600_b2_h4_full",

@@ -49,6 +49,7 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
         "bf16_d192v128_s8192_b2_h32k4_causal",
         "bf16_d192_s8192_b4_h10_full",
         "bf16_d256_s8192_b4_h8_causal",
+        "bf16_d512_s8192_b1_h16_full",
     ),
 }
 REMEDY: Final = "run tools.tuning.search_plans on a GPU, with --record"

@@ -50,6 +50,14 @@ _GRIDS: Final[dict[tuple[str, str, bool], Axes]] = {
         "variant": (STANDARD, TWO_CTA),
         "register_usage_level": _LEVELS,
     },
+    ("sm90", "backward", True): {
+        "tile_m": (64,),
+        "tile_n": (64,),
+        "warps": (12,),
+        "query_stages": (2,),
+        "grad_output_stages": (2,),
+        "variant": (WIDE,),
+    },
     ("sm80", "forward", False): {
         "tile_m": (64, 128),
         "tile_n": (32, 64, 96, 128),

@@ -1,4 +1,4 @@
-"""Named barriers of the sm90 backward kernels and of the wide forward. Barrier 0 is that of `sync_threads`."""
+"""Named barriers of the sm90 backward kernels and of the wide kernels. Barrier 0 is that of `sync_threads`."""
 
 from enum import IntEnum
 
@@ -21,8 +21,8 @@ class Backward2CtaBarrier(IntEnum):
     GRAD_QUERY = 4  # the warpgroup of dQ
 
 
-class WideForwardBarrier(IntEnum):
-    """Named barriers of the wide forward; P of a key tile lies in the buffer of the warpgroup that computes it."""
+class WideBarrier(IntEnum):
+    """Named barriers of the wide kernels; P or dS of a tile lies in the buffer of the warpgroup that computes it."""
 
     P_FULL_0 = 1  # one for each buffer of P: its warpgroup arrives, the other waits
     P_FULL_1 = 2

@@ -70,6 +70,10 @@ GRIDS: dict[str, tuple[Plan, dict[str, tuple[int, int, int]]]] = {
         planned("backward", WIDE, "64x64x16:2,2+2cta", 132),
         {"delta_1": (16 * 4, 6, 2), "0": (2 * 8 * 3 * 2, 1, 1), "finish_2": (16, 6, 2)},
     ),
+    "sm90 wide backward": (
+        planned("backward", SPLIT, "64x64x12:2,2+wide"),
+        {"delta_1": (16 * 4, 6, 2), "0": (2 * (8 + 8 + 8), 6, 2)},
+    ),
     "decode": (planned("forward", DECODE, "16x128x8:2", 16), {"0": (4, 2, 2), "combine_1": (4, 8, 2)}),
     "decode without splits": (planned("forward", DECODE, "16x128x8:2", 1), {"0": (1, 2, 2)}),
 }

@@ -99,7 +99,14 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "forward", "64x64x16:2+wide", "warps = 16", {"head_dim": 512}),
     ("sm90", "forward", "64x64x12:1+wide", "query_stages = 1", {"head_dim": 512}),
     ("sm90", "forward", "64x64x12:2+wide", "head_dim = 256", {"head_dim": 256}),
-    ("sm90", "backward", "64x64x16:2,2+wide", "variant = 'wide'", {"head_dim": 256}),
+    ("sm90", "backward", "64x64x12:2,2+wide", "head_dim = 256", {"head_dim": 256}),
+    ("sm90", "backward", "128x64x12:2,2+wide", "tile_m = 128", {"head_dim": 512}),
+    ("sm90", "backward", "64x128x12:2,2+wide", "tile_n = 128", {"head_dim": 512}),
+    ("sm90", "backward", "64x64x16:2,2+wide", "warps = 16", {"head_dim": 512}),
+    ("sm90", "backward", "64x64x12:1,1+wide", "query_stages = 1", {"head_dim": 512}),
+    ("sm90", "backward", "64x64x12:2,3+wide", "grad_output_stages = 3", {"head_dim": 512}),
+    ("sm90", "backward", "64x64x12:2,2k2+wide", "key_stages = 2", {"head_dim": 512}),
+    ("sm90", "backward", "64x64x12:2,2q32+wide", "score_rows = 32", {"head_dim": 512}),
     ("sm90", "backward", "64x64x16:2,2", "tile_n = 64", {}),
     ("sm90", "backward", "64x128x12:2,2", "tile_n = 128", {}),
     ("sm90", "backward", "64x64x8:2,2", "warps = 8", {}),
@@ -191,6 +198,7 @@ VALID = [
     ("sm90", "backward", "64x128x16:3,2+per_head", {"length": 128}),
     ("sm90", "backward", "64x128x16:3,2+query_heads", GROUPED),
     ("sm90", "backward", "64x64x16:3,2+2cta", {"head_dim": 192}),
+    ("sm90", "backward", "64x64x12:3,3+wide", {"head_dim": 320}),
     ("decode", "decode", "16x128x8:2", {}),
 ]
 
@@ -219,7 +227,7 @@ def test_the_family_is_that_of_the_variant_or_of_the_best_plan() -> None:
     ("problem", "arch", "family", "said"),
     [
         (problem_of("forward", 520), "sm_90a", "sm90", "takes no head dims beyond 512"),
-        (problem_of("backward", 512), "sm_90a", "sm90", "takes no head dims beyond 256"),
+        (problem_of("backward", 520), "sm_90a", "sm90", "takes no head dims beyond 512"),
         (problem_of("forward"), "sm_80", "sm90", "takes no targets without wgmma"),
         (problem_of("forward"), "sm_90a", "decode", "takes no more than 16 queries"),
         (problem_of("forward", scale=-1.0), "sm_90a", "sm90", "takes no a scale below 0"),
