@@ -14,6 +14,7 @@ from cutlass_py_attn.api import call_cache
 from cutlass_py_attn.api.declaration import implemented_by
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import (
+    MLA_HEAD_DIM_VALUE,
     BackwardOptions,
     ForwardOptions,
     MlaOptions,
@@ -34,7 +35,6 @@ from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes, output_chec
 from cutlass_py_attn.runtime.launch import Bound, bind_problem
 from cutlass_py_attn.score_terms.dropout import Dropout
 
-MLA_HEAD_DIM_VALUE: Final = 512
 MAX_PREPARED_CALLS: Final = 64  # another shape, stride or scale is another prepared call
 
 

@@ -25,6 +25,7 @@ from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.suggestions import did_you_mean
 
 BACKENDS: Final = ("auto", "gpu", "reference")
+MLA_HEAD_DIM_VALUE: Final = 512  # of DeepSeek's models
 GRADIENTS: Final = (*OPERANDS, *registry.gradients())
 # Options whose values are hashable. Calls with the same values, of the same types, are checked once and may be cached.
 PLAIN_OPTIONS: Final = frozenset(
@@ -347,7 +348,7 @@ def _check(options: Mapping[str, Any], allowed: type) -> Options:
     return Options(**given)
 
 
-_HEAD_DIM_VALUE: Final = Scalar(integer_of, "must be an int, the columns of the cache that are values; pass it", 512)
+_HEAD_DIM_VALUE: Final = Scalar(integer_of, "must be an int, the columns of the cache that are values; pass it", MLA_HEAD_DIM_VALUE)
 _SCALARS: Final[dict[str, Scalar]] = {**SCALARS, "packed": PACKED, "head_dim_value": _HEAD_DIM_VALUE}
 
 

@@ -214,6 +214,11 @@ class Problem:
         scalars = [name for term in registry.terms() for name in term.device_scalars(self)]
         return found | {name: Tensor((1,), (1,), "int64", 8) for name in scalars}
 
+    def with_value_in_key(self) -> Problem:
+        """Returns the problem with the first head_dim_value columns of key as value."""
+        value = replace(self.key, shape=(*self.key.shape[:3], self.value.shape[3]))
+        return self.replace(value=value, value_in_key=True)
+
     def replace(self, **changes: object) -> Problem:
         """Returns a copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
