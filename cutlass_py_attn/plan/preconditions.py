@@ -126,6 +126,8 @@ def _page_maps(problem: Problem, build: Build) -> Iterator[Condition]:
         yield f"page_size == {rows}", f"page_size must be {rows}, as in the exported problem; export one for each size"
     else:
         yield f"page_size >= {most}", f"page_size must be at least {most}; export a problem with smaller pages"
+    if build.reads_value_in_key:
+        return
     is_whole = "mod(step(num_pages, value_page, 0), max(value_row, 1)) == 0"
     yield is_whole, "value_page must be a multiple of value_row: a page starts at a whole number of rows"
     last_row = f"(num_pages - 1) * {VALUE_PAGE_ROWS} + page_size"
@@ -153,6 +155,9 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
                 most = MAX_MAP_STRIDE_BYTES // build.item_bytes
                 yield f"step({size}, {stride}, 1) > 0", f"{stride} must be above 0: a tensor map steps forward"
                 yield f"step({size}, {stride}, 1) <= {most}", f"{stride} must be at most {most}, as in any tensor map"
+    if build.reads_value_in_key:
+        for axis in (batch_axis(problem, "key"), "row", "head"):
+            yield f"value_{axis} == key_{axis}", f"value_{axis} must be key_{axis}: value is the first columns of key"
     if unit > 1 and problem.grad_output is not None:
         yield "grad_output_column == 1", "grad_output_column must be 1: rows are read several elements at a time"
 
