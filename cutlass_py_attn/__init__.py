@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from cutlass_py_attn import torch_ops as torch_ops
     from cutlass_py_attn.api.attention import attention_backward, attention_forward, mla_attention_forward
     from cutlass_py_attn.api.dropout_mask import dropout_mask
-    from cutlass_py_attn.api.options import AttentionOptions, BackwardOptions, ForwardOptions, MlaOptions, VariableLength
+    from cutlass_py_attn.api.options import (
+        AttentionOptions,
+        BackwardOptions,
+        ForwardOptions,
+        MlaOptions,
+        VariableLength,
+    )
     from cutlass_py_attn.api.paged import Paged
     from cutlass_py_attn.api.results import Gradients
     from cutlass_py_attn.api.serving import append_to_cache, merge_states

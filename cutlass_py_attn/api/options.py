@@ -348,7 +348,9 @@ def _check(options: Mapping[str, Any], allowed: type) -> Options:
     return Options(**given)
 
 
-_HEAD_DIM_VALUE: Final = Scalar(integer_of, "must be an int, the columns of the cache that are values; pass it", MLA_HEAD_DIM_VALUE)
+_HEAD_DIM_VALUE: Final = Scalar(
+    integer_of, "must be an int, the columns of the cache that are values; pass it", MLA_HEAD_DIM_VALUE
+)
 _SCALARS: Final[dict[str, Scalar]] = {**SCALARS, "packed": PACKED, "head_dim_value": _HEAD_DIM_VALUE}
 
 

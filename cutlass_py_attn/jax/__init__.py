@@ -204,7 +204,9 @@ def mla_attention(
     options = Options(mask=mask, scale=scale, sequences=sequences, kernels=kernels, arch=arch, backend=backend)
     call, operands = _prepare({"query": query, "key": cache}, options, return_logsumexp)
     call = dataclasses.replace(call, head_dim_value=columns)
-    operands = _varying(call, {"query": operands["query"], "key": operands["key"], "value": operands["key"], **operands})
+    operands = _varying(
+        call, {"query": operands["query"], "key": operands["key"], "value": operands["key"], **operands}
+    )
     return _with_rows_of_logsumexp(call, operands) if return_logsumexp else _traced(call, operands)
 
 
@@ -349,8 +351,8 @@ def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
         )
     if call.head_dim_value is not None and differentiated:
         reasons.append(
-            f"{', '.join(differentiated)} with a latent cache is differentiated: must be a constant, because a cache has "
-            "no gradients; call `attention` with keys and values of their own"
+            f"{', '.join(differentiated)} with a latent cache is differentiated: must be a constant, because a cache "
+            "has no gradients; call `attention` with keys and values of their own"
         )
     if reasons:
         raise NotSupported(reasons)

@@ -10,7 +10,6 @@ the table for a tile is read one step before the tile's copy starts.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -23,7 +22,6 @@ from cutlass_py_attn.kernels.common.mma_sync import row_view
 from cutlass_py_attn.kernels.common.paged_copy import PagedCopy, PagedRows
 from cutlass_py_attn.kernels.common.params import RowCoordinates
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod, ScoreRow
-from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, exp2, finite, safe_scale
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.decode.chunk_schedule import (
@@ -205,7 +203,7 @@ class PersistentDecode(Decode):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = self.warp_of(thread)
-        groups, row_tiles = self.schedule.groups(p), self.schedule.row_tiles(p)
+        groups = self.schedule.groups(p)
         team, member = block // p.team_rows, block % p.team_rows
         begin, end, batch, start, total = self.schedule.find_share(p, block, team, thread)
         if (p.fixed_chunks == 0) & (member == 0) & (thread == 0):

@@ -1,4 +1,4 @@
-"""Named barriers of the sm90 backward kernels, of the wide forward and of the MLA decode. Barrier 0 is that of `sync_threads`."""
+"""Named barriers of the sm90 backwards, the wide forward and the MLA decode. Barrier 0 is that of `sync_threads`."""
 
 from enum import IntEnum
 

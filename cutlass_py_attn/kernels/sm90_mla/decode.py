@@ -283,18 +283,19 @@ class MlaDecodeSm90:
         for chunk in HALVES[own.index][half]:
             self.ring.wait(own.index, chunk, use)
             operands = Operands(own.query[chunk], own.key[chunk].stage(own.index))
+            # 1  S = Q K^T
             matmul_qk.issue(self.mma_qk[chunk], r_s, operands)
 
     def issue_output(self, own: Warpgroup, p_operand: Any, slot: int) -> None:
         """Rescales O by the factors of a slot's tile, and issues O += P V."""
         own.softmax.rescale([row_view(own.output)], slot)
+        # 3  O += P V
         matmul_pv.issue(self.mma_pv, own.output, p_operand, own.value.stage(slot))
 
-    def compute_weights(
-        self, p: Any, piece: Piece, own: Warpgroup, r_s: cute.Tensor, tile: Int32
-    ) -> cute.Tensor:
+    def compute_weights(self, p: Any, piece: Piece, own: Warpgroup, r_s: cute.Tensor, tile: Int32) -> cute.Tensor:
         """Turns S of this warpgroup's slot into P; returns it, and stores it for the other warpgroup."""
         scores = row_view(r_s)
+        # 2  mask, softmax, P to shared memory
         self.mask_if_needed(p, piece, scores, own.coordinates, tile)
         self.clear_if_needed(piece, own.index, own.thread, tile)
         own.softmax.weights(scores, False)
@@ -388,9 +389,7 @@ class MlaDecodeSm90:
                 store_row(converted, index, target, is_present, build.columns_value // WARPGROUPS)
                 if cutlass.const_expr(own.index == 0):  # noqa: SIM102
                     if is_present & (lane == 0):
-                        logsumexp.store(
-                            p, RowCoordinates(piece.batch, head, query), logsumexps[index] * math.log(2.0)
-                        )
+                        logsumexp.store(p, RowCoordinates(piece.batch, head, query), logsumexps[index] * math.log(2.0))
         else:
             for index in cutlass.range_constexpr(len(rows)):
                 if rows[index] // group < seqlen.num_queries:
@@ -434,9 +433,7 @@ class MlaDecodeSm90:
             index=index,
             thread=thread,
             coordinates=coordinates,
-            query=[
-                mma_qk.a_operand(smem_column_slice(query, *columns_of), thread).stage(0) for columns_of in slices
-            ],
+            query=[mma_qk.a_operand(smem_column_slice(query, *columns_of), thread).stage(0) for columns_of in slices],
             key=[mma_qk.b_operand(smem_column_slice(tiles, *columns_of)) for columns_of in slices],
             p=mma_pv.a_operand(self.ring.p_tile(1 - index), thread),
             value=matmul_pv.v_operand(mma_pv, smem_column_slice(tiles, index * columns, columns)),

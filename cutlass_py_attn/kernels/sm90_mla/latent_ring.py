@@ -77,9 +77,7 @@ class LatentRing:
         return self.paged_loads.lane_page(p, pages, seqlen, boxes, tile) if self.is_paged else Int32(0)
 
     @cute.jit
-    def load(
-        self, p: Any, source: Any, slot: cutlass.Constexpr, use: Int32, tile: Any, seqlen: Any, boxes: Any
-    ):
+    def load(self, p: Any, source: Any, slot: cutlass.Constexpr, use: Int32, tile: Any, seqlen: Any, boxes: Any):
         """Loads a latent tile into a slot, half by half as they become empty. One warp calls this.
 
         use: how many tiles the slot has had before. Rows outside of a page's sequence are those of its pages.

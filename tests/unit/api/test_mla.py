@@ -62,7 +62,9 @@ def test_value_has_the_strides_of_the_cache() -> None:
 
 
 def test_a_host_array_has_the_strides_of_its_copy() -> None:
-    given = {name: array._replace(device=None) for name, array in arrays(Tensor.contiguous((2, 70, 1, 576), "x")).items()}
+    given = {
+        name: array._replace(device=None) for name, array in arrays(Tensor.contiguous((2, 70, 1, 576), "x")).items()
+    }
     given["key"] = given["key"]._replace(dtype="bfloat16", strides=(1, 2, 3, 4))
     problem, _ = problem_of("forward", given, Options(head_dim_value=512))
     assert problem.value.strides == (70 * 576, 576, 576, 1)

@@ -99,8 +99,8 @@ def program(warpgroup: int, pieces: Sequence[int]) -> Iterator[Action]:
     """What a warpgroup of kernels/sm90_mla/decode.py does for pieces of so many latent tiles."""
     first, uses = 0, [0, 0]
     for tiles in pieces:
-        yield "meet",
-        yield "meet",
+        yield ("meet",)
+        yield ("meet",)
         if warpgroup == 0:
             yield from scores(0, (0, 1), uses[0], first)
             for pair in range((tiles - 1) // 2):
@@ -132,7 +132,7 @@ def program(warpgroup: int, pieces: Sequence[int]) -> Iterator[Action]:
                 yield from multiply_other(1, uses[0] + tiles // 2, first + tiles - 1)
                 yield from output(1, 0, first + tiles - 1)
                 yield "release", 0, 1
-        yield "meet",  # both leave the sums of their rows
+        yield ("meet",)  # both leave the sums of their rows
         uses = [uses[0] + (tiles + 1) // 2, uses[1] + tiles // 2]
         first += tiles
 

@@ -43,7 +43,10 @@ def test_values_are_the_first_columns_of_the_cache(causal: bool, mask: Mask, col
         ({"cache_seqlens": LENGTHS + 9}, "cache_seqlens[0] = 16: must be from 0 to the 8 keys"),
         ({"k_cache": CACHE[:, :3]}, "k_cache has pages of 3 rows: the page size must be a power of two"),
         ({"causal": 1.5}, "causal = 1.5 (float): must be True or False; pass one of them"),
-        ({"head_dim_v": 600}, "head_dim_v = 600 with value_in_key: must be at most the 576 columns of k_cache; lower it"),
+        (
+            {"head_dim_v": 600},
+            "head_dim_v = 600 with value_in_key: must be at most the 576 columns of k_cache; lower it",
+        ),
         ({"softmax_scale": "0.1"}, "softmax_scale = '0.1' (str): must be 0, a number"),
         ({"block_table": TABLE[:1]}, "block_table has shape (1, 2): must have one row for each of the 2 lengths"),
     ],
