@@ -47,12 +47,17 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Place:
-    """What a block has: the chunks [begin, end) of its team, of which it is member number `member`."""
+    """What a block has: the chunks [begin, end) of its team, of which it is member number `member`.
+
+    groups, row_tiles: those of a sequence, of `ChunkSchedule`
+    """
 
     begin: Int32
     end: Int32
     team: Int32
     member: Int32
+    groups: Int32
+    row_tiles: Int32
 
 
 @dataclass(frozen=True)
@@ -125,28 +130,28 @@ class ChunkSchedule:
         number = choose(p.fixed_chunks != 0, chunk, chunk_shares.slot_of_team(team, chunk == begin))
         return Int64(number) * p.team_rows + member
 
-    def piece(self, p: Any, place: Place, chunk: Int32, batch: Int32, start: Int32) -> Piece:
-        """Returns the piece of a block that starts at a chunk of a sequence; `start` chunks of a row are before it."""
-        chunks, row_tiles = self.chunks(p, batch), self.row_tiles(p)
-        inside = chunk - start * self.groups(p)
+    @cute.jit
+    def piece(self, p: Any, place: Any, chunk: Int32, batch: Int32, start: Int32):
+        """Returns the Piece of a block that starts at a chunk of a sequence.
+
+        start: chunks of a row of each sequence before this one
+        """
+        chunks = self.chunks(p, batch)
+        inside = chunk - start * place.groups
         group = inside // chunks.count
         first = inside - group * chunks.count
         row = group * p.team_rows + place.member
-        count = choose(p.fixed_chunks != 0, Int32(1), smaller(place.end - chunk, chunks.count - first))
+        count = smaller(place.end - chunk, chunks.count - first)
+        if p.fixed_chunks != 0:
+            count = Int32(1)
+        seqlen = seqlen_info.create(self.build, p, batch)
+        head_key, row0 = row // place.row_tiles, row % place.row_tiles * self.build.tile_m
+        slot = self.slot(p, place.begin, place.team, place.member, chunk)
+        is_whole, is_first = count == chunks.count, first == 0
         tile = (chunks.first + first) * p.chunk_tiles
-        return Piece(
-            seqlen_info.create(self.build, p, batch),
-            batch,
-            row // row_tiles,
-            row % row_tiles * self.build.tile_m,
-            self.slot(p, place.begin, place.team, place.member, chunk),
-            count == chunks.count,
-            first == 0,
-            larger(tile, chunks.start_tile),
-            smaller(tile + count * p.chunk_tiles, chunks.end_tile),
-            count,
-            chunks.count,
-        )
+        start_tile = larger(tile, chunks.start_tile)
+        end_tile = smaller(tile + count * p.chunk_tiles, chunks.end_tile)
+        return Piece(seqlen, batch, head_key, row0, slot, is_whole, is_first, start_tile, end_tile, count, chunks.count)
 
     @cute.jit
     def find_share(self, p: Any, block: Int32, team: Int32, thread: Int32):

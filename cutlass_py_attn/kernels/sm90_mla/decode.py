@@ -130,7 +130,7 @@ class MlaDecodeSm90:
         begin, end, batch, start, total = self.schedule.find_share(p, block, team, thread)
         if (p.fixed_chunks == 0) & (member == 0) & (thread == 0):
             self.schedule.store_cut(p, team, begin, end, batch, start, total)
-        place = Place(begin, end, team, member)
+        place = Place(begin, end, team, member, self.schedule.groups(p), self.schedule.row_tiles(p))
         warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
@@ -152,7 +152,7 @@ class MlaDecodeSm90:
     @cute.jit
     def load_pieces(self, p: Any, latent: Any, place: Any, batch: Int32, start: Int32):
         """Producer warp: loads the latent tiles of all pieces of this block."""
-        chunk, groups = place.begin, self.schedule.groups(p)
+        chunk = place.begin
         uses0, uses1 = Int32(0), Int32(0)  # tiles that each slot has had
         while chunk < place.end:
             piece = self.schedule.piece(p, place, chunk, batch, start)
@@ -160,7 +160,7 @@ class MlaDecodeSm90:
             self.load(p, latent, piece, first, tiles, uses0, uses1)
             uses0, uses1 = uses0 + (tiles + 1) // SLOTS, uses1 + tiles // SLOTS
             chunk = chunk + piece.count
-            if chunk >= (start + piece.of_sequence) * groups:
+            if chunk >= (start + piece.of_sequence) * place.groups:
                 start = start + piece.of_sequence
                 batch = batch + 1
 
@@ -188,7 +188,7 @@ class MlaDecodeSm90:
         self, p: Any, place: Any, batch: Int32, start: Int32, warpgroup: cutlass.Constexpr, thread: Int32
     ):
         """One of both warpgroups: computes all pieces of this block."""
-        chunk, groups = place.begin, self.schedule.groups(p)
+        chunk = place.begin
         uses0, uses1 = Int32(0), Int32(0)
         while chunk < place.end:
             piece = self.schedule.piece(p, place, chunk, batch, start)
@@ -196,7 +196,7 @@ class MlaDecodeSm90:
             self.compute(p, piece, warpgroup, thread, first, tiles, uses0, uses1)
             uses0, uses1 = uses0 + (tiles + 1) // SLOTS, uses1 + tiles // SLOTS
             chunk = chunk + piece.count
-            if chunk >= (start + piece.of_sequence) * groups:
+            if chunk >= (start + piece.of_sequence) * place.groups:
                 start = start + piece.of_sequence
                 batch = batch + 1
 
@@ -384,11 +384,10 @@ class MlaDecodeSm90:
                 query = rows[index] // group
                 head = piece.head_key * group + (rows[index] - query * group)
                 start = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
-                is_present = query < seqlen.num_queries
                 target = params.row_pointer(build, p, "output", start) + column
-                store_row(converted, index, target, is_present, build.columns_value // WARPGROUPS)
+                store_row(converted, index, target, (query, seqlen.num_queries), build.columns_value // WARPGROUPS)
                 if cutlass.const_expr(own.index == 0):  # noqa: SIM102
-                    if is_present & (lane == 0):
+                    if (query < seqlen.num_queries) & (lane == 0):
                         logsumexp.store(p, RowCoordinates(piece.batch, head, query), logsumexps[index] * math.log(2.0))
         else:
             for index in cutlass.range_constexpr(len(rows)):
