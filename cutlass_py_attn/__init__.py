@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cutlass_py_attn import jax as jax
     from cutlass_py_attn import torch_ops as torch_ops
-    from cutlass_py_attn.api.attention import attention_backward, attention_forward
+    from cutlass_py_attn.api.attention import attention_backward, attention_forward, mla_attention_forward
     from cutlass_py_attn.api.dropout_mask import dropout_mask
-    from cutlass_py_attn.api.options import AttentionOptions, BackwardOptions, ForwardOptions, VariableLength
+    from cutlass_py_attn.api.options import (
+        AttentionOptions,
+        BackwardOptions,
+        ForwardOptions,
+        MlaOptions,
+        VariableLength,
+    )
     from cutlass_py_attn.api.paged import Paged
     from cutlass_py_attn.api.results import Gradients
     from cutlass_py_attn.api.serving import append_to_cache, merge_states
@@ -51,9 +57,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
-    "api.attention": ("attention_backward", "attention_forward"),
+    "api.attention": ("attention_backward", "attention_forward", "mla_attention_forward"),
     "api.dropout_mask": ("dropout_mask",),
-    "api.options": ("AttentionOptions", "BackwardOptions", "ForwardOptions", "VariableLength"),
+    "api.options": ("AttentionOptions", "BackwardOptions", "ForwardOptions", "MlaOptions", "VariableLength"),
     "api.paged": ("Paged",),
     "api.results": ("Gradients",),
     "api.serving": ("append_to_cache", "merge_states"),
@@ -101,6 +107,7 @@ __all__ = [
     "Gradients",
     "Mask",
     "MergeProblem",
+    "MlaOptions",
     "NoDevice",
     "NotSupported",
     "Paged",
@@ -125,6 +132,7 @@ __all__ = [
     "export_library",
     "load_bundle",
     "merge_states",
+    "mla_attention_forward",
     "plan_append",
     "plan_backward",
     "plan_forward",

@@ -25,6 +25,8 @@ from cutlass_py_attn.score_terms.dropout import keeper
 def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
     """Returns output in the dtype of query, and logsumexp in float32."""
     problem = _problem("forward", operands, options)
+    if options.head_dim_value is not None:
+        operands = {**operands, "value": operands["key"][..., : options.head_dim_value]}
     query, key, value = (operands[name] for name in ("query", "key", "value"))
     terms: dict[str, Any] = {"mask": problem.mask, "scale": problem.scale_value}
     terms["score_mod"] = score_mod_of(problem, options)

@@ -25,10 +25,14 @@ from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.suggestions import did_you_mean
 
 BACKENDS: Final = ("auto", "gpu", "reference")
+MLA_HEAD_DIM_VALUE: Final = 512  # of DeepSeek's models
 GRADIENTS: Final = (*OPERANDS, *registry.gradients())
 # Options whose values are hashable. Calls with the same values, of the same types, are checked once and may be cached.
 PLAIN_OPTIONS: Final = frozenset(
-    ("mask", "scale", "softcap", "backend", "kernels", "gradients", "packed", "deterministic", "num_splits_key")
+    (
+        *("mask", "scale", "softcap", "backend", "kernels", "gradients", "packed", "deterministic", "num_splits_key"),
+        "head_dim_value",
+    )
 )
 
 
@@ -167,6 +171,22 @@ class ForwardOptions(AttentionOptions, total=False):
     out: Any
 
 
+class MlaOptions(TypedDict, total=False):
+    """Options of `mla_attention_forward`. Those without a description are the options of `attention_forward`.
+
+    head_dim_value: columns of a row of the cache that are its value, from the first on.
+    """
+
+    head_dim_value: int
+    mask: Mask
+    scale: float | None
+    sequences: VariableLength | Paged | None
+    stream: object
+    backend: str
+    kernels: Callable[[Build], Artifact] | None
+    out: Any
+
+
 class BackwardOptions(AttentionOptions, total=False):
     """Options of `attention_backward`.
 
@@ -213,6 +233,7 @@ class Options:
     packed: bool = False
     deterministic: bool = False
     num_splits_key: int | None = None
+    head_dim_value: int | None = None
 
     @property
     def dropout_p(self) -> float:
@@ -227,7 +248,7 @@ class Options:
         """
         lengths = None if self.sequences is None else self.sequences.lengths
         numbers = self.scale, self.softcap, self.dropout_p, self.num_splits_key, self.deterministic
-        choices = tuple(self.gradients), self.packed, self.kernels, self.philox_on_device, lengths
+        choices = tuple(self.gradients), self.packed, self.kernels, self.philox_on_device, lengths, self.head_dim_value
         types = *_types_of_numbers(self.mask), *map(type, numbers)  # `Problem.reasons` refuses those of wrong types
         return self.mask, numbers, types, *choices, registry.registered_among(self.score_terms)
 
@@ -315,6 +336,7 @@ def _check(options: Mapping[str, Any], allowed: type) -> Options:
             objects = " or ".join(kind.__name__ for kind in kinds)
             reasons.append(f"{name} = {shown(value)}: must be a {objects} object, or None; create one")
     reasons += PACKED.objections("packed", given.get("packed", False))
+    reasons += _HEAD_DIM_VALUE.objections("head_dim_value", given.get("head_dim_value", 1))
     reasons += _kernels_reasons(given.get("kernels"))
     reasons += _score_term_reasons(given.get("score_terms", {}))
     if isinstance(given.get("sequences"), (VariableLength, *paged)):
@@ -326,7 +348,10 @@ def _check(options: Mapping[str, Any], allowed: type) -> Options:
     return Options(**given)
 
 
-_SCALARS: Final[dict[str, Scalar]] = {**SCALARS, "packed": PACKED}
+_HEAD_DIM_VALUE: Final = Scalar(
+    integer_of, "must be an int, the columns of the cache that are values; pass it", MLA_HEAD_DIM_VALUE
+)
+_SCALARS: Final[dict[str, Scalar]] = {**SCALARS, "packed": PACKED, "head_dim_value": _HEAD_DIM_VALUE}
 
 
 def option_value(name: str, value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from cutlass_py_attn.api.options import Options
 from cutlass_py_attn.api.paged import Paged, layout_reasons
@@ -31,6 +32,8 @@ def problem_of(
     NotSupported lists every reason.
     """
     tensors = {name: array.tensor for name, array in inputs.items()}
+    if options.head_dim_value is not None:
+        tensors["value"] = first_columns(tensors["key"], options.head_dim_value)
     sequences, pages, reasons = None, None, []
     if isinstance(options.sequences, Paged):
         reasons += layout_reasons(options.sequences, tensors)
@@ -49,6 +52,7 @@ def problem_of(
         philox_on_device=options.philox_on_device,
         sequences=sequences,
         pages=pages,
+        value_in_key=options.head_dim_value is not None,
         score_terms=tuple((name, tensors[name]) for name in sorted(options.score_terms)),
         deterministic=options.deterministic,
         num_splits_key=options.num_splits_key,
@@ -77,6 +81,11 @@ def problem_of(
     if reasons:
         raise NotSupported(reasons)
     return problem, new_outputs
+
+
+def first_columns(tensor: Tensor, columns: int) -> Tensor:
+    """Returns the first columns of a tensor, in the same memory."""
+    return replace(tensor, shape=(*tensor.shape[:-1], columns))
 
 
 def _result(name: str, shape: Shape, tensors: Mapping[str, Tensor]) -> Tensor:

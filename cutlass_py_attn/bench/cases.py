@@ -22,14 +22,19 @@ from cutlass_py_attn.suggestions import did_you_mean
 
 def directions(spec: ProblemSpec) -> tuple[str, ...]:
     """The directions that are measured: forward alone for few queries against many keys."""
-    return ("forward",) if _is_decode(spec) or spec.page_size else DIRECTIONS
+    return ("forward",) if _is_decode(spec) or is_forward_only(spec) else DIRECTIONS
+
+
+def is_forward_only(spec: ProblemSpec) -> bool:
+    """Whether the problem has no backward: key and value are a cache."""
+    return spec.page_size > 0 or spec.value_in_key
 
 
 def bytes_read_once(spec: ProblemSpec) -> int:
     """Bytes of query, key, value and output in a forward of few queries, whose time they decide; 0 for other cases."""
     if not _is_decode(spec):
         return 0
-    names = ("query", "key", "value", "output")
+    names = ("query", "key", "output") if spec.value_in_key else ("query", "key", "value", "output")
     return sum(math.prod(spec.shape.of(name)) for name in names) * ITEM_BYTES[spec.dtype]
 
 
@@ -91,6 +96,9 @@ FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d64_q1_s8192_b64_h32k8_full": "",
     "bf16_d256_q1_s8192_b32_h32k8_full": "",
     "f32_d128_q1_s8192_b16_h32k8_full": "",
+    "bf16_d576v512_q1_s8192_b64_h128k1_full_mla": "",
+    "bf16_d576v512_q1_s8192_b64_h128k1_full_paged64_mla": "",
+    "bf16_d576v512_q1_s4096_b132_h64k1_full_mla": "",
 }
 
 

@@ -75,10 +75,12 @@ class Operands:
     """Every tensor of a case on the device, written once; peers read the same memory through DLPack."""
 
     def __init__(self, case: ProblemSpec, stream: int) -> None:
-        problem = case.problem("forward" if case.page_size else "backward")
+        problem = case.problem("forward" if bench_cases.is_forward_only(case) else "backward")
         self.arrays: dict[str, arrays.DeviceArray] = {}
         for name, tensor in {**problem.tensors(), **problem.vectors()}.items():
             self.arrays[name] = arrays.DeviceArray(*_storage(tensor), 0, stream)
+        if case.value_in_key:
+            self.arrays["value"] = self.arrays["key"]
         self.arrays["logsumexp"] = arrays.DeviceArray(case.shape.logsumexp, "float32", 0, stream)
         rng = np.random.default_rng(1)
         for name in RANDOM_INPUTS:

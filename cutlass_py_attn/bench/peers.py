@@ -73,7 +73,7 @@ class Measurement:
 
 def names(case: ProblemSpec) -> tuple[str, ...]:
     """Returns the peers with an operator for this case; only a run shows whether they have a kernel for it."""
-    if case.page_size:
+    if case.page_size or case.value_in_key:
         return ()
     return (*_torch_names(case), *((FLASH4,) if flash4.is_installed() and flash4.takes(case) else ()))
 

@@ -19,7 +19,7 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, VARIANTS
+from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, MLA, VARIANTS
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
@@ -191,6 +191,7 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         sinks=has("sinks"),
         deterministic=found["det"] is not None,
         page_size=_PAGE_SIZE if has(registry.PAGED) else 0,
+        value_in_key=found["variant"] == MLA,
     )
 
 

@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 
 from cutlass_py_attn.api import options as api_options
 from cutlass_py_attn.api.declaration import implemented_by
-from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.api.options import MLA_HEAD_DIM_VALUE, VariableLength
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
@@ -42,7 +42,7 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
-from cutlass_py_attn.problem.scalars import SCALARS, shown
+from cutlass_py_attn.problem.scalars import SCALARS, integer_of, shown
 from cutlass_py_attn.problem.split_rows import ULYSSES
 from cutlass_py_attn.problem.tensors import OPERANDS
 from cutlass_py_attn.problem.validation import mask_kind_objections
@@ -57,6 +57,7 @@ __all__ = [
     "dot_product_attention",
     "export_checks",
     "merge_states",
+    "mla_attention",
     "packed_sequences",
     "reorder",
     "restore",
@@ -173,6 +174,41 @@ def attention(
     is lowered, NoDevice: there is no GPU, and `arch` is None; CompileError, Stale: there is no kernel.
     """
     raise NotImplementedError
+
+
+def mla_attention(
+    query: Any,
+    cache: Any,
+    *,
+    head_dim_value: int = MLA_HEAD_DIM_VALUE,
+    mask: Mask = Full(),  # noqa: B008
+    scale: float | None = None,
+    sequences: VariableLength | Paged | None = None,
+    return_logsumexp: bool = False,
+    kernels: Callable[[Build], Artifact] | None = None,
+    arch: str | None = None,
+    backend: str = "auto",
+) -> Any:
+    """Computes `attention` of keys that contain the values: the latent cache of multi-head latent attention.
+
+    query: (batch, num_queries, num_heads, head_dim).
+    cache: (batch, num_keys, num_heads_key, head_dim), or a pool (pages, page_size, num_heads_key, head_dim) with
+        `sequences=Paged(...)`. A row is a key, and its first head_dim_value columns are the value.
+    The other options are those of `attention`; `cutlass_py_attn.mla_attention_forward` says more about both.
+
+    Returns what `attention` returns, with head_dim_value columns; it is not differentiable. Splits over devices, vmap
+    and errors are those of `attention`.
+    """
+    columns = integer_of(head_dim_value)
+    if columns is None:
+        raise NotSupported(f"head_dim_value = {shown(head_dim_value)}: must be an int known at trace time; pass it")
+    options = Options(mask=mask, scale=scale, sequences=sequences, kernels=kernels, arch=arch, backend=backend)
+    call, operands = _prepare({"query": query, "key": cache}, options, return_logsumexp)
+    call = dataclasses.replace(call, head_dim_value=columns)
+    operands = _varying(
+        call, {"query": operands["query"], "key": operands["key"], "value": operands["key"], **operands}
+    )
+    return _with_rows_of_logsumexp(call, operands) if return_logsumexp else _traced(call, operands)
 
 
 def context_parallel_attention(
@@ -313,6 +349,11 @@ def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
         reasons.append(
             f"{names} with pages is differentiated: must be a constant, because a cache has no gradients; pass "
             "jax.lax.stop_gradient of it"
+        )
+    if call.head_dim_value is not None and differentiated:
+        reasons.append(
+            f"{', '.join(differentiated)} with a latent cache is differentiated: must be a constant, because a cache "
+            "has no gradients; call `attention` with keys and values of their own"
         )
     if reasons:
         raise NotSupported(reasons)

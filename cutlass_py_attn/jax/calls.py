@@ -40,6 +40,7 @@ class Call:
     max_seqlens: max_seqlen_q and max_seqlen_k of the variable-length layout; None for other layouts.
     paged: max_seqlen_q, or None, and invariant of a cache in pages; None for other layouts.
     score_terms: the registered terms whose arrays are among the operands, each under its name.
+    head_dim_value: first columns of key that are the value, in the same memory; None if value is an array of its own.
     context: how the rows are split over a mesh axis inside shard_map; None if all rows are on this device.
     """
 
@@ -55,6 +56,7 @@ class Call:
     backend: str
     context: Context | None = None
     paged: tuple[int | None, bool] | None = None
+    head_dim_value: int | None = None
 
     def problem(self, operands: Mapping[str, Any], gradients: tuple[str, ...]) -> Problem:
         """Returns the validated problem of these operands, which XLA stores densely.
@@ -109,6 +111,7 @@ class Call:
             gradients=gradients or OPERANDS,
             score_terms={term.name: operands[term.name] for term in self.score_terms},
             deterministic=self.deterministic and bool(gradients),
+            head_dim_value=self.head_dim_value,
             **score_arrays,
         )
 

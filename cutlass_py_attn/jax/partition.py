@@ -51,7 +51,7 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     role = name if name in _AXES else name.removeprefix("grad_")
     vectors = {term.vector.name: term.vector for term in registry.terms() if term.vector is not None}
     if role in _AXES:
-        found = _AXES[role]
+        found = _AXES["key" if role == "value" and problem.value_in_key else role]
     elif role in vectors:
         found = tuple(vectors[role].axes_of(len(shape)))
     else:  # lengths of sequences, and where the random numbers start

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.variants import PERSISTENT, QUERY_HEADS
+from cutlass_py_attn.plan.variants import MLA, PERSISTENT, QUERY_HEADS
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
@@ -181,6 +181,7 @@ FIELDS: Final[dict[str, Fields]] = {
     "append": APPEND,
     "merge": MERGE,
     PERSISTENT: PERSISTENT_DECODE,
+    MLA: PERSISTENT_DECODE,
 }
 
 TENSOR_MAP_BYTES: Final = 128
@@ -196,7 +197,8 @@ def fields_of(build: Build) -> Fields:
     if build.has("varlen"):
         fields = (*fields, *VARLEN)
     if build.has("paged"):
-        fields = (*fields, *PAGED, *(PAGED_SM90 if build.family == "sm90" else ()))
+        maps_last_value = build.family == "sm90" and not build.reads_value_in_key
+        fields = (*fields, *PAGED, *(PAGED_SM90 if maps_last_value else ()))
     terms = registry.registered_among(build.features)
     if not terms:
         return fields

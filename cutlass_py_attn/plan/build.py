@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan.variants import VARIANTS, WIDE, Variant
+from cutlass_py_attn.plan.variants import MLA, PERSISTENT, VARIANTS, WIDE, Variant
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, SHORT_NAMES
 
 COLUMN_MULTIPLE = 32  # head dims are padded to this inside the tile, never in global memory
@@ -146,6 +146,21 @@ class Build:
     def has_main(self) -> bool:
         """Whether the build has a main kernel: a backward for grad_bias or grad_sinks alone has none."""
         return self.kind != "backward" or self.grad_bias_mode == "main" or not set(self.gradients).isdisjoint(OPERANDS)
+
+    @property
+    def shares_chunks(self) -> bool:
+        """Whether blocks share chunks of the keys of all sequences, kernels/decode/chunk_schedule.py."""
+        return self.variant in (PERSISTENT, MLA)
+
+    @property
+    def has_combine(self) -> bool:
+        """Whether a second kernel joins the results of blocks that split the keys of a row."""
+        return self.family == "decode" or self.variant == MLA
+
+    @property
+    def reads_value_in_key(self) -> bool:
+        """Whether the kernels read value as the first columns of key, and not through its own address and strides."""
+        return self.variant == MLA
 
     def has(self, feature: str) -> bool:
         """Returns whether the kernels have this feature."""

@@ -39,6 +39,8 @@ LAST_VALUE: Final = "value_last"
 
 def tensor_maps(build: Build) -> tuple[str, ...]:
     """Returns the names of the main kernel's tensor maps, in the order of its parameters."""
+    if build.reads_value_in_key:
+        return ("key",)
     names = _TENSOR_MAPS.get((build.kind, build.family), ())
     return (*names, LAST_VALUE) if build.has("paged") and names else names
 
@@ -60,7 +62,7 @@ def entries(build: Build) -> dict[str, str]:
     sinks: gradient of the sinks
     """
     if build.kind != "backward":
-        combine = {"combine": f"{build.symbol}_combine_1"} if build.family == "decode" else {}
+        combine = {"combine": f"{build.symbol}_combine_1"} if build.has_combine else {}
         return {"main": f"{build.symbol}_0", **combine}
     needed = {
         "main": build.has_main,

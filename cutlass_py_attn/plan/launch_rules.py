@@ -25,7 +25,7 @@ from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
 from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT, QUERY_HEADS, WIDE
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -84,7 +84,7 @@ def values(problem: Problem, build: Build, num_sms: int) -> dict[str, int]:
 def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
     """Returns numbers that other expressions and struct fields name, each in terms of those before it."""
     found = {"group": "div(num_heads, max(num_heads_key, 1))"}
-    if build.variant == PERSISTENT:
+    if build.shares_chunks:
         found |= decode.schedule(problem, build)
     elif build.family == "decode":
         found["num_splits_key"] = decode.num_splits_key(build)
@@ -133,7 +133,7 @@ def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[
         return {"main": (f"ceil_div(num_rows, {build.tile_m})", "1", "1")}
     main = _FAMILIES[build.family].main_grid(build)
     if build.kind == "forward":
-        combine = {"combine": decode.combine_grid(build)} if build.family == "decode" else {}
+        combine = {"combine": decode.combine_grid(build)} if build.has_combine else {}
         return {"main": main, **combine}
     finish_kv = {"finish_kv": sm90.finish_kv_grid(build)} if build.variant == QUERY_HEADS else {}
     query_tiles = f"ceil_div(num_queries, {build.tile_m})"
@@ -155,9 +155,9 @@ def grids_of(problem: Problem, build: Build) -> dict[str, Grid]:
 
 def launch_condition(build: Build, role: str) -> Expression:
     """Returns the condition for the launch of an entry."""
-    if build.family != "decode" or role != "combine":
+    if role != "combine":
         return ALWAYS
-    return "num_teams + fixed_chunks > 1" if build.variant == PERSISTENT else "num_splits_key > 1"
+    return "num_teams + fixed_chunks > 1" if build.shares_chunks else "num_splits_key > 1"
 
 
 def workspace(build: Build) -> tuple[BufferRule, ...]:
@@ -173,8 +173,8 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed. Variant wide has
     no sums in memory. Where `entry_points.delta_clears_sums`, the delta kernel writes the zeros.
     """
-    if build.family == "decode":
-        condition = ALWAYS if build.variant == PERSISTENT else launch_condition(build, "combine")
+    if build.has_combine:
+        condition = ALWAYS if build.shares_chunks else launch_condition(build, "combine")
         return tuple(BufferRule(name, size, condition=condition) for name, size in decode.workspace(build).items())
     if build.kind == "forward":
         return ()
@@ -276,7 +276,11 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
         found |= {name: values[name] for name, _ in abi.VARLEN}
     if problem.pages is not None:
         found |= page_sizes(problem)
-        found |= {"value_page_rows": sm90.value_page_rows(problem)} if build.family == "sm90" else {}
+        found |= (
+            {"value_page_rows": sm90.value_page_rows(problem)}
+            if build.family == "sm90" and not build.reads_value_in_key
+            else {}
+        )
     for term in registry.in_struct(problem.features):
         found |= term.sizes(problem)
     if problem.direction == "backward":

@@ -61,8 +61,8 @@ def limits(problem: Problem, build: Build) -> list[Condition]:
     """Returns every condition on numbers that follow from the inputs, by the names of `launch_rules.definitions`."""
     slices = "call once for each slice"
     found: list[Condition] = []
-    if build.family == "decode":
-        found += _persistent_decode() if build.variant == PERSISTENT else _decode()
+    if build.has_combine:
+        found += _chunks(build) if build.shares_chunks else _decode()
     if build.kind == "backward":
         for name in total_tiles(problem, build):
             found.append((f"{name} <= {MAX_INT32}", f"{name} must be at most {MAX_INT32}; {slices}"))
@@ -97,7 +97,7 @@ def _sizes(problem: Problem, build: Build) -> Iterator[Condition]:
         yield "num_heads == num_heads_key", "num_heads must be num_heads_key; export a problem with grouped heads"
     if problem.pages is not None:
         yield from _page_sizes(problem)
-        yield from _page_maps() if build.family == "sm90" else ()
+        yield from _page_maps(build) if build.family == "sm90" else ()
     if problem.sequences is not None:
         yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"
         yield "num_keys <= tokens_k", "num_keys, of the longest sequence, must be at most tokens_k"
@@ -119,10 +119,12 @@ def _page_sizes(problem: Problem) -> Iterator[Condition]:
         yield f"tokens_q <= {MAX_LENGTH}", f"tokens_q must be at most {MAX_LENGTH}; cu_seqlens_q is 32-bit"
 
 
-def _page_maps() -> Iterator[Condition]:
+def _page_maps(build: Build) -> Iterator[Condition]:
     """Boxes of the tensor maps divide pages, and the map of the last tile counts the rows of value."""
     least = sm90.LEAST_PAGE_SIZE
     yield f"page_size >= {least}", f"page_size must be at least {least}: smaller pages need an sm80 kernel"
+    if build.reads_value_in_key:
+        return
     is_whole = "mod(step(num_pages, value_page, 0), max(value_row, 1)) == 0"
     yield is_whole, "value_page must be a multiple of value_row: a page starts at a whole number of rows"
     last_row = f"(num_pages - 1) * {VALUE_PAGE_ROWS} + page_size"
@@ -150,6 +152,9 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
                 most = MAX_MAP_STRIDE_BYTES // build.item_bytes
                 yield f"step({size}, {stride}, 1) > 0", f"{stride} must be above 0: a tensor map steps forward"
                 yield f"step({size}, {stride}, 1) <= {most}", f"{stride} must be at most {most}, as in any tensor map"
+    if build.reads_value_in_key:
+        for axis in (batch_axis(problem, "key"), "row", "head"):
+            yield f"value_{axis} == key_{axis}", f"value_{axis} must be key_{axis}: value is the first columns of key"
     if unit > 1 and problem.grad_output is not None:
         yield "grad_output_column == 1", "grad_output_column must be 1: rows are read several elements at a time"
 
@@ -224,9 +229,10 @@ def _overlaps(problem: Problem) -> Iterator[Condition]:
         yield f"distinct({', '.join(pairs)}) == 1", says
 
 
-def _persistent_decode() -> Iterator[Condition]:
-    most = decode.PERSISTENT_MAX_ROWS
-    yield f"num_queries * group <= {most}", f"num_queries * group must be at most {most}"
+def _chunks(build: Build) -> Iterator[Condition]:
+    if build.variant == PERSISTENT:
+        most = decode.PERSISTENT_MAX_ROWS
+        yield f"num_queries * group <= {most}", f"num_queries * group must be at most {most}"
     yield f"chunks <= {MAX_INT32}", f"the sequences would have more than {MAX_INT32} chunks; call once for each slice"
 
 

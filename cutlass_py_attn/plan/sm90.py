@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan import tile_order, tile_time
+from cutlass_py_attn.plan import decode, tile_order, tile_time
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import mapped_field
 from cutlass_py_attn.plan.expressions import Expression, Grid, times
@@ -26,8 +26,8 @@ from cutlass_py_attn.plan.sm90_wide_backward import backward_grid
 from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.tiles import splits_score_rows
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS, WIDE
+from cutlass_py_attn.plan.tiles import is_mla, splits_score_rows
+from cutlass_py_attn.plan.variants import MLA, MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -52,13 +52,13 @@ SHORT_QUERIES: Final = 256  # of d 64, up to which backward tiles of 64 queries 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
     """Returns what the problem has that the family does not take; empty if it takes the problem."""
     shape = problem.shape
-    backward = problem.direction == "backward"
-    is_wide = max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM
+    backward, has_latent_cache = problem.direction == "backward", is_mla(problem)
+    is_wide = not has_latent_cache and max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM
     is_2cta = backward and not is_wide and _needs_2cta(shape)
     if backward and splits_score_rows(shape):
         features: tuple[str, ...] = (*registry.LAYOUTS, *registry.supported("sm90 backward score_rows"))
     else:
-        variant = TWO_CTA if is_2cta else WIDE if is_wide else STANDARD
+        variant = TWO_CTA if is_2cta else MLA if has_latent_cache else WIDE if is_wide else STANDARD
         features = VARIANTS[problem.direction, "sm90", variant].features
     missing = [name for name in problem.features if name not in features]
     present = {
@@ -66,7 +66,10 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
-        f"head dims beyond {WIDE_MAX_HEAD_DIM}": max(shape.head_dim, shape.head_dim_value) > WIDE_MAX_HEAD_DIM,
+        f"head dims beyond {WIDE_MAX_HEAD_DIM}": (
+            max(shape.head_dim, shape.head_dim_value) > WIDE_MAX_HEAD_DIM and not has_latent_cache
+        ),
+        "variable lengths of keys that contain the values": has_latent_cache and problem.sequences is not None,
         "deterministic gradients with these head dims": is_2cta and problem.deterministic,
         "rows aligned to less than 16 bytes": any(
             tensor.vector_bytes < ROW_ALIGNMENT_BYTES
@@ -91,12 +94,12 @@ def _unsupported_pages(problem: Problem) -> tuple[str, ...]:
         return ()
     num_pages, page_size, *_ = problem.value.shape
     page, row, *_ = problem.value.strides
-    is_described = num_pages < 2 or row <= 0 or page % row == 0
+    is_described = num_pages < 2 or row <= 0 or page % row == 0 or is_mla(problem)
     last_row = (num_pages - 1) * value_page_rows(problem) + page_size
     present = {
         f"pages of fewer than {LEAST_PAGE_SIZE} rows": page_size < LEAST_PAGE_SIZE,
         "pages of value whose stride is no multiple of its row stride": not is_described,
-        "2^30 rows of value or more": is_described and last_row >= RAGGED_ROWS,
+        "2^30 rows of value or more": is_described and last_row >= RAGGED_ROWS and not is_mla(problem),
     }
     return tuple(name for name, is_present in present.items() if is_present)
 
@@ -270,7 +273,10 @@ _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
 
 def with_warps(build: Build) -> Build:
     """Returns the build with the warps of each product: warpgroups share rows of S, or of S^T, dV and dK."""
-    if build.variant == WIDE:  # the warpgroups compute S of alternate tiles, and divide the columns of O, dQ, dK, dV
+    if build.variant in (
+        WIDE,
+        MLA,
+    ):  # the warpgroups compute S of alternate tiles, and divide the columns of O, dQ, dK, dV
         columns = WARPGROUP_WARPS, WARPGROUPS
         build = replace(build, warps_scores=(WARPGROUP_WARPS, 1), warps_grad_q=columns)
         return build if build.kind == "forward" else replace(build, warps_grad_v=columns, warps_grad_k=columns)
@@ -298,6 +304,8 @@ def main_grid(build: Build) -> Grid:
     """
     if build.variant == PER_HEAD:
         return _per_head_blocks(), "1", "1"
+    if build.shares_chunks:
+        return decode.main_grid(build)
     cluster = build.body.cluster
     if build.variant == WIDE and build.kind == "backward":
         return backward_grid(build)
@@ -350,6 +358,11 @@ def reason(build: Build) -> str:
         roles = (
             "two blocks of a cluster load keys and values for both: two warpgroups compute S of alternate key tiles "
             "and half of the columns of O each, one warp loads"
+        )
+    elif build.variant == MLA:
+        roles = (
+            "blocks share the keys of all sequences: two warpgroups compute S of alternate key tiles and half of the "
+            "columns of O each, one warp loads keys, whose first columns are the values"
         )
     elif build.kind == "forward":
         how = "two blocks of a cluster load keys and values for both: " if build.variant == MULTICAST else ""

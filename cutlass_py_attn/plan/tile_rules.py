@@ -14,6 +14,8 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.decode_smem import team_warps
 from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
+from cutlass_py_attn.plan.sm90_mla import SLOTS
 from cutlass_py_attn.plan.sm90_smem import (
     CONSUMER_WARPGROUPS,
     DQ_WARPGROUPS,
@@ -25,6 +27,7 @@ from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import rows_copied_at_once
 from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
 from cutlass_py_attn.plan.variants import (
+    MLA,
     MULTICAST,
     PER_HEAD,
     QUERY_HEADS,
@@ -213,6 +216,8 @@ def _sm90_operands(build: Build) -> Objections:
         yield _refuse(build, "dtype", "the sm90 kernels multiply 16-bit operands; use float16 or bfloat16")
     if build.vector_bytes < ROW_ALIGNMENT_BYTES:
         yield _refuse(build, "vector_bytes", f"TMA loads rows aligned to {ROW_ALIGNMENT_BYTES} bytes; align them")
+    if build.variant == MLA:
+        return
     if build.variant == WIDE:
         widest, kernels, other = WIDE_MAX_HEAD_DIM, f"variant {WIDE} ends", "family sm80"
     else:
@@ -238,8 +243,8 @@ def _consumers(build: Build, others: int, allowed: tuple[int, ...]) -> Objection
 
 def _sm90_forward(build: Build) -> Objections:
     yield from _sm90_operands(build)
-    if build.variant == WIDE:
-        yield from _wide(build)
+    if build.variant in (WIDE, MLA):
+        yield from (_wide if build.variant == WIDE else _mla)(build)
         return
     wrong_warps = [*_consumers(build, LOAD_WARPGROUPS, tuple(rows // WARPGROUP_ROWS for rows in FORWARD_REGISTERS))]
     yield from wrong_warps
@@ -279,6 +284,18 @@ def _wide(build: Build) -> Objections:
     if max(build.head_dim, build.head_dim_value) <= SM90_MAX_HEAD_DIM:
         reason = f"variant wide is for head dims beyond {SM90_MAX_HEAD_DIM}; use the standard variant"
         yield _refuse(build, "head_dim", reason)
+
+
+def _mla(build: Build) -> Objections:
+    for field, reason in (("tile_m", "both warpgroups have the same queries"), ("tile_n", "one warpgroup has S of")):
+        if getattr(build, field) != WARPGROUP_ROWS:
+            yield _refuse(build, field, f"in variant mla {reason}, {WARPGROUP_ROWS} rows; use {WARPGROUP_ROWS}")
+    yield from _consumers(build, LOAD_WARPGROUPS, (WARPGROUPS,))
+    if build.query_stages != SLOTS:
+        yield _refuse(build, "query_stages", f"variant mla has a key tile for each warpgroup; use {SLOTS}")
+    for field, size in zip(("head_dim", "head_dim_value"), MLA_HEAD_DIMS, strict=True):
+        if getattr(build, field) != size:
+            yield _refuse(build, field, f"variant mla is for {size}; use the variant of these head dims")
 
 
 def _sm90_backward(build: Build) -> Objections:

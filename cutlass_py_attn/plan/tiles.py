@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, PERSISTENT, QUERY_HEADS, SPLIT_D, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import MLA, MULTICAST, PER_HEAD, PERSISTENT, QUERY_HEADS, SPLIT_D, TWO_CTA, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.score_terms import registry
@@ -170,6 +171,7 @@ _SM90_FORWARD_LOCAL: _Table = {
 }
 # By the wider head dim.
 _SM90_FORWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (TileConfig(64, 64, 12, 2, variant=WIDE),)}
+_SM90_FORWARD_MLA: _Table = {max(MLA_HEAD_DIMS): (TileConfig(64, 64, 12, 2, variant=MLA),)}
 _SM90_BACKWARD: _Table = {
     64: (
         TileConfig(64, 64, 12, 4, 3),
@@ -217,6 +219,7 @@ SM90: dict[str, _Table] = {
     "forward score_mod": _SM90_FORWARD_SCORE_MOD,
     "forward local": _SM90_FORWARD_LOCAL,
     "forward wide": _SM90_FORWARD_WIDE,
+    "forward mla": _SM90_FORWARD_MLA,
     "backward": _SM90_BACKWARD,
     "backward masked": _SM90_BACKWARD_MASKED,
     "backward score_rows": _SM90_BACKWARD_SCORE_ROWS,
@@ -293,7 +296,9 @@ def sm90_tiles(problem: Problem) -> tuple[TileConfig, ...]:
 def table_key(problem: Problem) -> tuple[str, int]:
     """Returns the key of this problem's tiles in SM90: (name of the table, widest head dim that they serve)."""
     widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
-    if widest > SM90_MAX_HEAD_DIM:
+    if is_mla(problem):
+        name, served = "forward mla", problem.shape.head_dim
+    elif widest > SM90_MAX_HEAD_DIM:
         name, served = f"{problem.direction} wide", widest
     elif problem.direction == "backward":
         is_masked = problem.mask.form != "full" or "dropout" in problem.features
@@ -305,6 +310,12 @@ def table_key(problem: Problem) -> tuple[str, int]:
         name = "forward local" if problem.mask.form == "local" else "forward"
         served = problem.shape.head_dim_value
     return name, min(size for size in SM90[name] if size >= served)
+
+
+def is_mla(problem: Problem) -> bool:
+    """Returns whether this is the forward of a latent cache that variant mla serves: value is in key, 576 / 512."""
+    dims = problem.shape.head_dim, problem.shape.head_dim_value
+    return problem.direction == "forward" and problem.value_in_key and dims == MLA_HEAD_DIMS
 
 
 def splits_score_rows(shape: Shape) -> bool:

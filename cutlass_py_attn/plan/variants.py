@@ -17,6 +17,7 @@ E4M3: Final = "e4m3"
 E4M3_ROW: Final = "e4m3_row"
 WIDE: Final = "wide"
 PERSISTENT: Final = "persistent"
+MLA: Final = "mla"
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 
@@ -174,6 +175,15 @@ _ALL: Final = (
         "decode.persistent",
         "persistent blocks over chunks of the keys of all sequences, whose lengths are in device memory",
         "decode persistent",
+        layouts=("grouped", registry.PAGED, "varlen"),
+    ),
+    Variant(
+        "forward",
+        "sm90",
+        MLA,
+        "sm90_mla.decode",
+        "keys that contain the values: persistent blocks over chunks of the keys of all sequences, in which two "
+        "warpgroups compute S of alternate key tiles and divide the columns of O",
         layouts=("grouped", registry.PAGED, "varlen"),
     ),
     Variant("component_gemm", "sm80", STANDARD, "component_gemms.standalone_sm80", "one block per tile", layouts=()),

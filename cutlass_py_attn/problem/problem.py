@@ -36,6 +36,8 @@ class Problem:
     sequences: the variable-length layout; None when all sequences have the length of the tensors
     pages: the paged layout, in which key and value are pools (pages, page_size, num_heads_key, head_dim) and the
         lengths of key are in device memory; forward only. None for other layouts
+    value_in_key: whether value is the first head_dim_value columns of key, in the same memory: a latent cache (MLA);
+        forward only
     deterministic: whether the gradients of query, key and value have the same bits in every run
     num_splits_key: thread blocks that share one (batch, head) in the backward; None lets the planner choose
     score_terms: (name, array) of every term of `score_terms.register`, in alphabetical order
@@ -70,6 +72,7 @@ class Problem:
     philox_on_device: bool = False
     sequences: Sequences | None = None
     pages: Pages | None = None
+    value_in_key: bool = False
     deterministic: bool = False
     num_splits_key: int | None = None
     score_terms: tuple[tuple[str, Tensor], ...] = ()
@@ -210,6 +213,11 @@ class Problem:
             found |= self.pages.arrays()
         scalars = [name for term in registry.terms() for name in term.device_scalars(self)]
         return found | {name: Tensor((1,), (1,), "int64", 8) for name in scalars}
+
+    def with_value_in_key(self) -> Problem:
+        """Returns the problem with the first head_dim_value columns of key as value."""
+        value = replace(self.key, shape=(*self.key.shape[:3], self.value.shape[3]))
+        return self.replace(value=value, value_in_key=True)
 
     def replace(self, **changes: object) -> Problem:
         """Returns a copy with some fields changed."""

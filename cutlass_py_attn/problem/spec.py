@@ -29,6 +29,8 @@ may come in any order; `ProblemSpec.name` writes them in the order below. Words 
     [deviceseed]                 Philox seed and offset in device memory
     [gradlse]                    logsumexp has a gradient too
     [grads{LETTERS}]             gradients that the backward writes, of q, k, v, b (bias) and s (sinks); all if absent
+    [mla]                        value is the first head_dim_value columns of key, in the same memory: a latent cache;
+                                 forward only
     [splits{N}]                  blocks that share one (batch, head) in the backward; the plan chooses if absent
 
 Examples: `bf16_d128_q1_s8192_b64_h32k8_full` (few-query decode),
@@ -90,12 +92,13 @@ _WORDS: Final = tuple(
         rf"grads(?P<gradients>[{''.join(GRADIENTS)}]+)",
         r"splits(?P<num_splits_key>\d+)",
         r"paged(?P<page_size>\d+)",
+        r"(?P<value_in_key>mla)",
     )
 )
 _KNOWN: Final = (
     *_DTYPES, "d", "q", "s", "b", "t", "n", "h", "full", "causal", "br", "window", "left", "right", "bias", "biasgrad",
     "biassum", "dropout", "softcap", "alibi", "alibib", "sinks", "deterministic", "scale", "deviceseed", "gradlse",
-    "grads", "splits", "paged",
+    "grads", "splits", "paged", "mla",
 )  # fmt: skip
 
 
@@ -126,6 +129,7 @@ class ProblemSpec:
     alibi: "h" (slopes by head), "bh" (by batch and head) or "" for none. scale: None for 1 / sqrt(head_dim).
     deterministic, grad_logsumexp, gradients and num_splits_key concern the backward alone.
     page_size: rows of a page of key and value; 0 for no pages.
+    value_in_key: whether value is the first head_dim_value columns of key.
     """
 
     dtype: str
@@ -151,6 +155,7 @@ class ProblemSpec:
     grad_logsumexp: bool = False
     num_splits_key: int | None = None
     page_size: int = 0
+    value_in_key: bool = False
 
     def __post_init__(self) -> None:
         """Writes every default out, so that equal problems are equal specs."""
@@ -223,6 +228,8 @@ class ProblemSpec:
             yield f"splits{self.num_splits_key}"
         if self.page_size:
             yield f"paged{self.page_size}"
+        if self.value_in_key:
+            yield "mla"
 
     def _size_words(self) -> Iterator[str]:
         if not self.sequences:
@@ -292,8 +299,10 @@ class ProblemSpec:
         if backward and self.grad_logsumexp:
             changes["grad_logsumexp"] = Tensor.contiguous(shape.logsumexp, "float32")
         if self.page_size:
-            return self._paged(shape, unused_tokens[0], direction).replace(**changes)
-        return Problem.dense(direction, shape, self.dtype, self.mask).replace(**changes)
+            found = self._paged(shape, unused_tokens[0], direction).replace(**changes)
+        else:
+            found = Problem.dense(direction, shape, self.dtype, self.mask).replace(**changes)
+        return found.with_value_in_key() if self.value_in_key else found
 
     @property
     def has_ragged_queries(self) -> bool:
@@ -475,7 +484,7 @@ def _spec_of(found: Mapping[str, str]) -> ProblemSpec:
     for field in ("dropout_p", "softcap", "scale"):
         if field in found:
             values[field] = float(found[field])
-    for field in ("sinks", "deterministic", "philox_on_device", "grad_logsumexp"):
+    for field in ("sinks", "deterministic", "philox_on_device", "grad_logsumexp", "value_in_key"):
         values[field] = field in found
     for field in ("bias_gradient", "gradients"):
         values[field] = found.get(field, "")

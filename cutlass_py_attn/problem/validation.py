@@ -203,6 +203,25 @@ def _size_objections(problem: Problem) -> Iterator[str]:
             yield f"{label} = {size}: must be at most {MAX_LENGTH}; call once per slice"
     yield from _sequence_objections(problem)
     yield from paging.objections(problem)
+    yield from _value_in_key_objections(problem)
+
+
+def _value_in_key_objections(problem: Problem) -> Iterator[str]:
+    if not problem.value_in_key:
+        return
+    key, value = problem.key, problem.value
+    if problem.direction == "backward":
+        yield "value_in_key with direction 'backward': must be False, because gradients are separate; leave it out"
+    if value.shape[3] > key.shape[3]:
+        yield (
+            f"head_dim_value = {value.shape[3]} with value_in_key: must be at most the {key.shape[3]} columns of key; "
+            "lower it"
+        )
+    if value.strides != key.strides:
+        yield (
+            f"value_in_key with value {value.shape} of strides {value.strides} and key {key.shape} of strides "
+            f"{key.strides}: value must be the first columns of key; pass a view of key"
+        )
 
 
 def _sequence_objections(problem: Problem) -> Iterator[str]:

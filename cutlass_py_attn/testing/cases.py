@@ -129,7 +129,8 @@ class Case:
             if self.table == "csr":
                 pages = dataclasses.replace(pages, page_table=paged_inputs.csr_table(self.spec), page_indptr=True)
             changes["pages"] = pages
-        return problem.replace(**changes)
+        placed = problem.replace(**changes)
+        return placed.with_value_in_key() if self.spec.value_in_key else placed
 
     @property
     def needs_kernels(self) -> bool:
@@ -142,9 +143,16 @@ class Case:
         rng = np.random.default_rng(self.seed)
         problem = self.problem()
         if problem.pages is not None:
-            return self._paged_arrays(problem, rng) | self.feature_arrays(problem, rng)
+            return self._with_value(self._paged_arrays(problem, rng)) | self.feature_arrays(problem, rng)
         operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.spec.mask, rng, self.sequences)
-        return dict(zip(inputs.NAMES, operands, strict=True)) | self.feature_arrays(problem, rng)
+        found = self._with_value(dict(zip(inputs.NAMES, operands, strict=True)))
+        return found | self.feature_arrays(problem, rng)
+
+    def _with_value(self, arrays: dict[str, Array]) -> dict[str, Array]:
+        """Returns the arrays with value from key, if it is the first columns of key."""
+        if not self.spec.value_in_key:
+            return arrays
+        return arrays | {"value": arrays["key"][..., : self.spec.head_dim_value]}
 
     def _paged_arrays(self, problem: Problem, rng: np.random.Generator) -> dict[str, Array]:
         """Queries, pools and tables: the inputs of packed sequences, with their keys and values put into pages."""

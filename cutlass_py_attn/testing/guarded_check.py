@@ -122,6 +122,16 @@ def check_decode(case: Case, kernels: Kernels) -> dict[str, float]:
     return _assert_accurate(case, expected, found)
 
 
+def check_repeated(case: Case, kernels: Kernels) -> Build:
+    """Returns the kernel that served a case; AssertionError if bits differ between launches or one is inaccurate."""
+    expected = expect(case)
+    with guarded_launch(case.problem(), expected.arrays, kernels) as guarded:
+        found, again, build = guarded.run(), guarded.run(), guarded.bound.plan.build
+    assert all(same_bits(found[name], again[name]) for name in found), case.line
+    _assert_accurate(case, expected, found)
+    return build
+
+
 def _assert_accurate(case: Case, expected: Expected, found: dict[str, Array]) -> dict[str, float]:
     worst = ratios(case, expected, found)
     assert all(ratio <= 1 for ratio in worst.values()), f"{worst}: {case.line}"

@@ -55,6 +55,13 @@ PAGED_KEYS: Final = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 250, 256, 300, 513, 1
 PAGED_ROWS: Final = (16, 16, 16, 32, 128)  # most query rows of a key head, which decide the tile
 PAGED_TERMS_SHARE: Final = 0.25  # of softcap, ALiBi and sinks each
 PAGED_MANY: Final = 150  # sequences of a large batch
+# Kernel numbers from here on are those of keys that contain the values.
+MLA_FROM: Final = 200_000
+MLA_DIMS: Final = (576, 512)
+MLA_HEADS: Final = (1, 2, 3, 16, 16, 20, 40, 64, 96, 128, 128)
+MLA_QUERIES: Final = (1, 1, 1, 2, 3, 5, 9)
+MLA_PAGES: Final = (16, 16, 32, 64, 64, 128, 256)
+MLA_LAYOUTS: Final = ("dense", "padded", "heads_first")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,8 @@ class _Kernel:
 
 def draw(kernel: int, run: int) -> Case:
     """Case `run` of the kernel number `kernel`."""
+    if kernel >= MLA_FROM:
+        return _draw_mla(np.random.default_rng(kernel), np.random.default_rng((kernel, run)))
     if kernel >= PAGED_FROM:
         return _draw_paged(np.random.default_rng(kernel), np.random.default_rng((kernel, run)))
     drawn, rng = _draw_kernel(np.random.default_rng(kernel)), np.random.default_rng((kernel, run))
@@ -296,6 +305,46 @@ def _draw_paged(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
         seed=int(rng.integers(0, 2**31)),
         table=str(_pick(rng, ("rows", "csr"))),
         invariant=int(most_rows == min(PAGED_ROWS) and rng.random() < 0.2),
+    )
+    return _with_inputs(case, rng)
+
+
+def _draw_mla(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
+    """A forward of a latent cache, dense or in pages. kernel: random numbers of what decides the machine code."""
+    dtype, mask = str(_pick(kernel, ("float16", "bfloat16"))), str(_pick(kernel, MASKS))
+    is_paged, is_grouped = bool(kernel.random() < 0.7), bool(kernel.random() < 0.9)
+    is_ragged = is_paged and bool(kernel.random() < 0.4)
+    heads = int(_pick(rng, [number for number in MLA_HEADS if number > 1])) if is_grouped else 1
+    longest, count = int(_pick(rng, MLA_QUERIES)), int(rng.integers(1, 6))
+    lengths = []
+    for number in range(count):
+        keys = int(_pick(rng, PAGED_KEYS))
+        ragged = int(rng.integers(0, longest + 1)) if is_ragged and number else longest
+        lengths.append(SequenceLengths(ragged, keys + int(_pick(rng, (0, 0, 1, 40, 700))), keys))
+    if is_ragged and all(each.num_queries == longest for each in lengths):
+        lengths.append(SequenceLengths(longest - 1, 40, 7))
+    spec = ProblemSpec(
+        dtype,
+        MLA_DIMS[0],
+        num_queries=longest,
+        num_keys=max(int(_pick(rng, PAGED_KEYS)), 1),
+        batch=count,
+        num_heads=heads,
+        head_dim_value=MLA_DIMS[1],
+        num_heads_key=1,
+        mask=_mask_of_form(mask, rng),
+        sequences=tuple(lengths) if is_paged else (),
+        scale=float(_pick(rng, (0.0, 0.0, 0.07))) or None,
+        page_size=int(_pick(rng, MLA_PAGES)) if is_paged else 0,
+        value_in_key=True,
+    )
+    case = Case(
+        "forward",
+        spec,
+        layout=str(_pick(rng, MLA_LAYOUTS)),
+        seed=int(rng.integers(0, 2**31)),
+        table=str(_pick(rng, ("rows", "csr"))) if is_paged else "rows",
+        invariant=int(is_paged and rng.random() < 0.2),
     )
     return _with_inputs(case, rng)
 

@@ -67,6 +67,7 @@ FEATURES: Final[dict[str, Callable[[Case], bool]]] = {
     "pages by page_indptr": lambda c: c.table == "csr",
     "pages and variable length of query": lambda c: c.spec.page_size > 0 and c.spec.has_ragged_queries,
     "pages, the same bits in any batch": lambda c: c.invariant == 1,
+    "keys that contain the values (MLA)": lambda c: c.spec.value_in_key,
     "grouped heads (GQA, MQA)": lambda c: c.spec.num_heads_key != c.spec.num_heads,
     "bias": lambda c: bool(c.spec.bias),
     "bias that broadcasts": lambda c: "1" in c.spec.bias,

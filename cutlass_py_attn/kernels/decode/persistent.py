@@ -10,20 +10,18 @@ the table for a tile is read one step before the tile's copy starts.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cutlass_py_attn.integers import larger, smaller
+from cutlass_py_attn.integers import ceil_div, larger, smaller
 from cutlass_py_attn.kernels.common import logsumexp, paging, params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.mma_sync import row_view
 from cutlass_py_attn.kernels.common.paged_copy import PagedCopy, PagedRows
 from cutlass_py_attn.kernels.common.params import RowCoordinates
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod, ScoreRow
-from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, exp2, finite, safe_scale
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.decode.chunk_schedule import (
@@ -34,38 +32,20 @@ from cutlass_py_attn.kernels.decode.chunk_schedule import (
     ROW_BEGIN,
     TOTAL,
     ChunkSchedule,
-    inclusive_sum,
+    Piece,
+    Place,
 )
 from cutlass_py_attn.kernels.decode.combine import VECTOR, Combine
 from cutlass_py_attn.kernels.decode.forward import Decode, apply_softmax
 from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
+from cutlass_py_attn.plan.entry_points import COMBINE_WARPS, ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.score_terms.sinks import SINKS
 
 LOG2_E = math.log2(math.e)
 PIECES_AT_ONCE = 8  # of a warp of the combine kernel, in flight at once
-FOUND = 8  # element of the schedule's buffer with a block's first sequence; sums of warps are before it
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a block computes at once: some key tiles of one row.
-
-    batch: number of the sequence. row0: first packed query row of the tile.
-    slot: place of its partial results. is_whole: whether it has all keys of the row, and no partial results.
-    is_first: whether it has the first keys of the row.
-    """
-
-    seqlen: SeqlenInfo
-    batch: Int32
-    head_key: Int32
-    row0: Int32
-    slot: Int64
-    is_whole: Any
-    is_first: Any
 
 
 class CombinePieces(Combine):
@@ -155,13 +135,14 @@ class CombinePieces(Combine):
         inverse = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
         self.add_pieces(p, slots, pieces, row, (maximum, inverse), s_sums, thread)
         cute.arch.sync_threads()
-        column = thread * 2
-        if column < build.columns_value:
-            values = cute.make_rmem_tensor(2, Float32)
-            for i in cutlass.range_constexpr(2):
-                values[i] = self.sum_over_warps(s_sums, column + i)
-            target = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
-            self.store_output(p, target, column, values)
+        for step in cutlass.range_constexpr(ceil_div(build.columns_value, 2 * ROW_THREADS)):
+            column = step * (2 * ROW_THREADS) + thread * 2
+            if column < build.columns_value:
+                values = cute.make_rmem_tensor(2, Float32)
+                for i in cutlass.range_constexpr(2):
+                    values[i] = self.sum_over_warps(s_sums, column + i)
+                target = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
+                self.store_output(p, target, column, values)
         if thread == 0:
             lse = (maximum + cute.math.log2(total, fastmath=True)) * math.log(2.0)
             logsumexp.store(p, RowCoordinates(batch, head, query), cutlass.select_(empty, -Float32.inf, lse))
@@ -224,90 +205,18 @@ class PersistentDecode(Decode):
         warp = self.warp_of(thread)
         groups, row_tiles = self.schedule.groups(p), self.schedule.row_tiles(p)
         team, member = block // p.team_rows, block % p.team_rows
-        begin, end, batch, start, total = self.find_share(p, block, team, thread)
+        begin, end, batch, start, total = self.schedule.find_share(p, block, team, thread)
         if (p.fixed_chunks == 0) & (member == 0) & (thread == 0):
-            self.store_cut(p, team, begin, end, batch, start, total)
+            self.schedule.store_cut(p, team, begin, end, batch, start, total)
         chunk = begin
         while chunk < end:
-            chunks = self.schedule.chunks(p, batch)
-            inside = chunk - start * groups
-            group = inside // chunks.count
-            first = inside - group * chunks.count
-            row = group * p.team_rows + member
-            count = smaller(end - chunk, chunks.count - first)
-            if p.fixed_chunks != 0:
-                count = Int32(1)
-            piece = Piece(
-                seqlen_info.create(self.build, p, batch),
-                batch,
-                row // row_tiles,
-                row % row_tiles * self.build.tile_m,
-                self.schedule.slot(p, begin, team, member, chunk),
-                count == chunks.count,
-                first == 0,
-            )
-            tile = (chunks.first + first) * p.chunk_tiles
-            self.compute(p, piece, warp, larger(tile, chunks.start_tile),
-                         smaller(tile + count * p.chunk_tiles, chunks.end_tile), thread)  # fmt: skip
+            piece = self.schedule.piece(p, Place(begin, end, team, member, groups, row_tiles), chunk, batch, start)
+            self.compute(p, piece, warp, piece.start_tile, piece.end_tile, thread)
             cute.arch.sync_threads()  # the next piece overwrites the ring, which holds outputs
-            chunk = chunk + count
-            if chunk >= (start + chunks.count) * groups:
-                start = start + chunks.count
+            chunk = chunk + piece.count
+            if chunk >= (start + piece.of_sequence) * groups:
+                start = start + piece.of_sequence
                 batch = batch + 1
-
-    @cute.jit
-    def find_share(self, p: Any, block: Int32, team: Int32, thread: Int32):
-        """Returns the first chunk of a team and the one past its last; the first's sequence, and the chunks before
-        that sequence, and the chunks of all. With fixed chunks, block 0 stores the chunks before every sequence."""
-        build = self.build
-        layout = cute.make_layout(2 * FOUND)
-        s_found = cute.make_tensor(tile_copy.smem_pointer(build, "schedule", Int32), layout)
-        starts = self.schedule.starts(p)
-        stores = (block == 0) & (p.fixed_chunks != 0)
-        lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
-        each = (p.batch + (build.threads - 1)) // build.threads  # consecutive sequences of a thread
-        own = Int32(0)
-        for i in cutlass.range(each, unroll=1):
-            batch = thread * each + i
-            if batch < p.batch:
-                own = own + self.schedule.chunks(p, batch).count
-        total = inclusive_sum(own, lane)
-        if lane == WARP_THREADS - 1:
-            s_found[warp] = total
-        cute.arch.sync_threads()
-        before, everything = Int32(0), Int32(0)
-        for i in cutlass.range_constexpr(build.warps):
-            before = before + cutlass.select_(warp > i, s_found[i], Int32(0))
-            everything = everything + s_found[i]
-        groups = self.schedule.groups(p)
-        shares = self.schedule.shares(p, everything * groups)
-        begin, end = shares.begin(team), shares.begin(team + 1)
-        start = before + total - own
-        for i in cutlass.range(each, unroll=1):
-            batch = thread * each + i
-            if batch < p.batch:
-                following = start + self.schedule.chunks(p, batch).count
-                if stores:
-                    starts[batch] = start
-                if (start * groups <= begin) & (begin < following * groups):
-                    s_found[FOUND] = batch
-                    s_found[FOUND + 1] = start
-                start = following
-        if stores & (thread == 0):
-            starts[p.batch] = everything
-        cute.arch.sync_threads()
-        return begin, end, s_found[FOUND], s_found[FOUND + 1], everything * groups
-
-    @cute.jit
-    def store_cut(self, p: Any, team: Int32, begin: Int32, end: Int32, batch: Int32, start: Int32, total: Int32):
-        """Stores for the combine kernel which row the start of a team cuts; none for a team without chunks."""
-        cut = self.schedule.cut(p, team)
-        cut[BEGIN], cut[ROW_BEGIN], cut[TOTAL] = begin, begin, total
-        if begin < end:
-            groups, count = self.schedule.groups(p), self.schedule.chunks(p, batch).count
-            group = (begin - start * groups) // count
-            cut[BATCH], cut[GROUP], cut[COUNT] = batch, group, count
-            cut[ROW_BEGIN] = start * groups + group * count
 
     @cute.jit
     def compute(self, p: Any, piece: Any, warp: Any, start: Int32, stop: Int32, thread: Int32):

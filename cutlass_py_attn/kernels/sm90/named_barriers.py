@@ -1,4 +1,4 @@
-"""Named barriers of the sm90 backward kernels and of the wide kernels. Barrier 0 is that of `sync_threads`."""
+"""Named barriers of the sm90 backwards, the wide kernels and the MLA decode. Barrier 0 is that of `sync_threads`."""
 
 from enum import IntEnum
 
@@ -31,3 +31,13 @@ class WideBarrier(IntEnum):
     WARPGROUP_0 = 5  # one for each warpgroup alone
     WARPGROUP_1 = 6
     WARPGROUPS = 7  # both
+
+
+class MlaDecodeBarrier(IntEnum):
+    """Named barriers of the MLA decode; P of a latent tile lies in its slot, which one warpgroup computes."""
+
+    P_FULL_0 = 1  # one for each slot: its warpgroup arrives, the other waits
+    P_FULL_1 = 2
+    WARPGROUP_0 = 3  # one for each warpgroup alone
+    WARPGROUP_1 = 4
+    WARPGROUPS = 5  # both

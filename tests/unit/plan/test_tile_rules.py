@@ -107,6 +107,12 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "backward", "64x64x12:2,3+wide", "grad_output_stages = 3", {"head_dim": 512}),
     ("sm90", "backward", "64x64x12:2,2k2+wide", "key_stages = 2", {"head_dim": 512}),
     ("sm90", "backward", "64x64x12:2,2q32+wide", "score_rows = 32", {"head_dim": 512}),
+    ("sm90", "forward", "64x64x12:2+mla", "head_dim = 128", {}),
+    ("sm90", "forward", "128x64x12:2+mla", "tile_m = 128", {}),
+    ("sm90", "forward", "64x128x12:2+mla", "tile_n = 128", {}),
+    ("sm90", "forward", "64x64x16:2+mla", "warps = 16", {}),
+    ("sm90", "forward", "64x64x12:3+mla", "query_stages = 3", {}),
+    ("sm90", "backward", "64x64x16:2,2+wide", "variant = 'wide'", {"head_dim": 256}),
     ("sm90", "backward", "64x64x16:2,2", "tile_n = 64", {}),
     ("sm90", "backward", "64x128x12:2,2", "tile_n = 128", {}),
     ("sm90", "backward", "64x64x8:2,2", "warps = 8", {}),
@@ -289,6 +295,9 @@ def test_every_tile_of_the_tables_passes_for_some_problem(family: str, direction
             problem = problem_of("decode" if family == "decode" else direction, head_dim, 512, dtype, heads_key)
             if tile.score_rows:
                 problem = Problem.dense(direction, Shape(2, 512, 512, 4, 192, 128, heads_key), dtype, Causal())
+            if tile.variant == "mla":
+                shape = Shape(2, 1, 512, 4, 576, 512, 1)
+                problem = Problem.dense(direction, shape, dtype).with_value_in_key()
             build, wrong = build_for(problem, ARCH_OF[family], tile, family)
             found.append(wrong or resources.objections(build, architecture(build.arch)))
     assert [] in found, found
