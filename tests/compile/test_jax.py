@@ -47,7 +47,7 @@ CAUSAL = Causal()
 
 
 def draw(number: int, *shape: int, dtype: Any = "float32") -> Any:
-    return jax.random.normal(jax.random.fold_in(KEY, number), shape, jnp.float32).astype(dtype)
+    return jnp.asarray(np.random.default_rng(number).standard_normal(shape, np.float32), dtype)
 
 
 def operands(heads_key: int = H, dtype: Any = "float32") -> tuple[Any, Any, Any]:

@@ -18,6 +18,7 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward, plan_with_tile
 from cutlass_py_attn.plan.split_d import blocks_per_tile
 from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
 from cutlass_py_attn.problem.problem import Problem
@@ -187,12 +188,22 @@ def test_the_workspace_is_no_larger_than_gradient_turns_and_row_statistics(probl
     held = -(-build.columns // build.block_columns) * build.block_columns  # whole blocks of columns
     counters = tiles * held // 16 + shape.num_heads * shape.batch * blocks_per_tile(build)
     needed = 4 * (tiles * build.tile_m * (held + 2) + counters)
+    if build.variant == QUERY_HEADS:
+        key_rows = shape.num_heads_key * dict(plan.params)["total_key_tiles"] * build.tile_n
+        needed += 4 * key_rows * (build.columns + build.columns_value)
     assert space.bytes <= needed + 256 * len(space.buffers)
     _disjoint([(part.offset, part.bytes) for part in space.buffers], space.bytes)
-    zeroed = [part.name for part in space.buffers if part.offset < space.zero_bytes]
-    accumulated = ["grad_query_accum", "dq_semaphore", "tile_count_semaphore"][: 3 if build.deterministic else 1]
-    assert zeroed == (accumulated if problem.grad_query is not None else [])
-    assert [part.name for part in space.buffers[len(zeroed) :]] == ["delta", "logsumexp_log2"]
+    expected = []
+    if problem.grad_query is not None:
+        has_order = build.deterministic and build.variant != PER_HEAD
+        expected += ["grad_query_accum", "dq_semaphore"] if has_order else ["grad_query_accum"]
+    expected += ["grad_key_accum", "grad_value_accum"] if build.variant == QUERY_HEADS else []
+    has_counter = build.variant != PER_HEAD if build.family == "sm90" else build.deterministic
+    expected += ["tile_count_semaphore"] if has_counter else []
+    names = [part.name for part in space.buffers]
+    assert names == [*expected, "delta", "logsumexp_log2"]
+    is_zeroed = not (build.variant == PER_HEAD or entry_points.delta_clears_sums(build))
+    assert [part.name for part in space.buffers if part.offset < space.zero_bytes] == (expected if is_zeroed else [])
 
 
 @LAW
