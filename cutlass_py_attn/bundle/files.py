@@ -67,7 +67,7 @@ def export_library(
     pkg-config file and a Rust crate that build them; and what a bundle holds: <arch>/<symbol>.cubin, .ptx and .json,
     and manifest.json. The functions of the library have the prefix `name`, and choose among the kernels for each call.
     Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term, which
-    the fixed struct of a library's calls has no field for.
+    the fixed struct of a library's calls has no field for, and for keys that contain the values.
     """
     return _export(folder, problems, archs, name, kernels, is_library=True)
 
@@ -221,7 +221,7 @@ def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: 
             "export_library (--library), or export the others apart"
         )
     if is_library:
-        reasons += _term_objections(problems)
+        reasons += [*_term_objections(problems), *_cache_objections(problems)]
     if not archs:
         reasons.append("archs is empty: must name at least one target, such as sm_80; pass one")
     if not _NAME.fullmatch(name):
@@ -232,6 +232,15 @@ def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: 
     reasons += [reason for arch in archs for reason in planner.arch_objections(arch)]
     if reasons:
         raise NotSupported(reasons)
+
+
+def _cache_objections(problems: Sequence[Problem]) -> Iterator[str]:
+    """Yields why a library's calls cannot say that keys contain the values: it would take another value for them."""
+    if any(problem.value_in_key is True for problem in problems):
+        yield (
+            "value_in_key with a library: must be False, because its calls pass key and value apart; export a bundle "
+            "with export_bundle"
+        )
 
 
 def _term_objections(problems: Sequence[Problem]) -> Iterator[str]:
