@@ -23,10 +23,10 @@ from cutlass_py_attn.api.options import (
     check_options,
 )
 from cutlass_py_attn.api.paged import Paged
-from cutlass_py_attn.api.request import problem_of
+from cutlass_py_attn.api.request import of_cache, problem_of
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.errors import NoDevice
+from cutlass_py_attn.errors import NoDevice, NotSupported
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.problem import Problem
@@ -106,13 +106,16 @@ def _mla_forward(query: Any, cache: Any, **options: Unpack[MlaOptions]) -> tuple
         return cached[0], cached[1]
     checked = check_options({"head_dim_value": MLA_HEAD_DIM_VALUE, **options}, MlaOptions)
     operands = {"query": query, "key": cache, **checked.arrays()}
-    if checked.backend == "reference":
-        from cutlass_py_attn.api import cpu_backend
+    try:
+        if checked.backend == "reference":
+            from cutlass_py_attn.api import cpu_backend
 
-        driver.stream_handle(stream)  # refused if it is no stream, as on the GPU
-        return cpu_backend.forward(operands, checked)
-    outputs = {} if checked.out is None else {"output": checked.out}
-    results = _launch("forward", operands, outputs, checked, stream, key_of_call)
+            driver.stream_handle(stream)  # refused if it is no stream, as on the GPU
+            return cpu_backend.forward(operands, checked)
+        outputs = {} if checked.out is None else {"output": checked.out}
+        results = _launch("forward", operands, outputs, checked, stream, key_of_call)
+    except NotSupported as error:
+        raise of_cache(error) from error
     return results["output"], results["logsumexp"]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from cutlass_py_attn.api.options import Options
 from cutlass_py_attn.api.paged import Paged, layout_reasons
@@ -16,6 +18,8 @@ from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_
 from cutlass_py_attn.problem.validation import logsumexp_objections
 from cutlass_py_attn.runtime import arrays
 from cutlass_py_attn.score_terms import registry
+
+_KEY: Final = re.compile(r"\bkey\b")
 
 
 def problem_of(
@@ -86,6 +90,11 @@ def problem_of(
 def first_columns(tensor: Tensor, columns: int) -> Tensor:
     """Returns the first columns of a tensor, in the same memory."""
     return replace(tensor, shape=(*tensor.shape[:-1], columns))
+
+
+def of_cache(error: NotSupported) -> NotSupported:
+    """Returns the error of a call of `mla_attention_forward`, whose key is called cache."""
+    return NotSupported(_KEY.sub("cache", reason) for reason in error.reasons)
 
 
 def _result(name: str, shape: Shape, tensors: Mapping[str, Tensor]) -> Tensor:

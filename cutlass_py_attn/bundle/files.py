@@ -70,7 +70,7 @@ def export_library(
     and manifest.json. The functions of the library have the prefix `name`, and choose among the kernels for each call.
     problems: a Problem, AppendProblem or MergeProblem each.
     Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term, which
-    the fixed struct of a library's calls has no field for.
+    the fixed struct of a library's calls has no field for, and for keys that contain the values.
     """
     return _export(folder, problems, archs, name, kernels, is_library=True)
 
@@ -233,7 +233,8 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
             "export_library (--library), or export the others apart"
         )
     if is_library:
-        reasons += _term_objections([problem for problem in problems if isinstance(problem, Problem)])
+        whole = [problem for problem in problems if isinstance(problem, Problem)]
+        reasons += [*_term_objections(whole), *_cache_objections(whole)]
     else:
         kinds = {type(problem).__name__ for problem in problems if not isinstance(problem, Problem)}
         reasons += [f"problems has {kind}: must be Problems; export a library of it with export_library (--library)"
@@ -248,6 +249,15 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
     reasons += [reason for arch in archs for reason in planner.arch_objections(arch)]
     if reasons:
         raise NotSupported(reasons)
+
+
+def _cache_objections(problems: Sequence[Problem]) -> Iterator[str]:
+    """Yields why a library's calls cannot say that keys contain the values: it would take another value for them."""
+    if any(problem.value_in_key is True for problem in problems):
+        yield (
+            "value_in_key with a library: must be False, because its calls pass key and value apart; export a bundle "
+            "with export_bundle"
+        )
 
 
 def _term_objections(problems: Sequence[Problem]) -> Iterator[str]:

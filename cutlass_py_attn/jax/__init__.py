@@ -32,6 +32,7 @@ from cutlass_py_attn.api import options as api_options
 from cutlass_py_attn.api.declaration import implemented_by
 from cutlass_py_attn.api.options import MLA_HEAD_DIM_VALUE, VariableLength
 from cutlass_py_attn.api.paged import Paged
+from cutlass_py_attn.api.request import of_cache
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import calls, context, dot_product, handler, on_mesh, partition, split_rows, ulysses
@@ -203,6 +204,14 @@ def mla_attention(
     if columns is None:
         raise NotSupported(f"head_dim_value = {shown(head_dim_value)}: must be an int known at trace time; pass it")
     options = Options(mask=mask, scale=scale, sequences=sequences, kernels=kernels, arch=arch, backend=backend)
+    try:
+        return _attend_to_cache(query, cache, columns, options, return_logsumexp)
+    except NotSupported as error:
+        raise of_cache(error) from error
+
+
+def _attend_to_cache(query: Any, cache: Any, columns: int, options: Options, return_logsumexp: bool) -> Any:
+    """Does `mla_attention` with options that are `Options`."""
     call, operands = _prepare({"query": query, "key": cache}, options, return_logsumexp)
     call = dataclasses.replace(call, head_dim_value=columns)
     operands = _varying(
@@ -345,14 +354,15 @@ def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
         if name in differentiated
     ]
     if call.paged is not None and differentiated:
-        names = ", ".join(differentiated)
+        listed = ", ".join(differentiated)
         reasons.append(
-            f"{names} with pages is differentiated: must be a constant, because a cache has no gradients; pass "
+            f"{listed} with pages is differentiated: must be a constant, because a cache has no gradients; pass "
             "jax.lax.stop_gradient of it"
         )
     if call.head_dim_value is not None and differentiated:
+        names = [name for name in differentiated if name != "value"]  # which is in the cache
         reasons.append(
-            f"{', '.join(differentiated)} with a latent cache is differentiated: must be a constant, because a cache "
+            f"{', '.join(names)} with a latent cache is differentiated: must be a constant, because a cache "
             "has no gradients; call `attention` with keys and values of their own"
         )
     if reasons:

@@ -18,7 +18,7 @@ from cutlass_py_attn.problem.scalars import flag_of, shown
 # Argument of `mla_attention_forward` -> argument of FlashMLA.
 _NAMES: Final = {
     "query": "q",
-    "key": "k_cache",
+    "cache": "k_cache",
     "page_table": "block_table",
     "seqused_k": "cache_seqlens",
     "head_dim_value": "head_dim_v",

@@ -92,6 +92,7 @@ _SM90_FORWARD: Final = (
     f"bf16_d264v448_{_USED}_h4k2_full_{_TERMS_NO_DROPOUT}",
     f"f16_d64_{_SIZES}_h2_causal_br_paged16",
     f"bf16_d64_{_PAGED}_h4k2_full_{_TERMS_OF_PAGES}_paged64",
+    f"f16_d576v512_{_PAGED}_h4k1_causal_br_paged16_mla",
 )
 _SM90_BACKWARD: Final = (
     f"f16_d64_{_SIZES}_h2_causal_softcap4",

@@ -21,6 +21,7 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
         "bf16_d128_s8192_b4_h16_causal",
         "bf16_d256_s8192_b4_h8_causal",
         "bf16_d512_s8192_b1_h16_full",
+        "bf16_d576v512_q1_s8192_b64_h128k1_full_mla",
         "bf16_d64_s4096_b4_h32_full_alibi",
         "bf16_d64_s16384_b2_h32_causal_window1024",
         "bf16_d96_s16384_b2_h16_causal_window1024",

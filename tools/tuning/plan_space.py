@@ -14,7 +14,8 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.variants import SPLIT_D, STANDARD, TWO_CTA, WIDE
+from cutlass_py_attn.plan.tiles import is_mla
+from cutlass_py_attn.plan.variants import MLA, SPLIT_D, STANDARD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec
 
@@ -92,6 +93,16 @@ _GRIDS: Final[dict[tuple[str, str, bool], Axes]] = {
 }
 
 
+_MLA_GRID: Final[Axes] = {  # keys that contain the values
+    "tile_m": (64,),
+    "tile_n": (64,),
+    "warps": (12,),
+    "query_stages": (2,),
+    "register_usage_level": _LEVELS,
+    "variant": (MLA,),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One tile for one direction of a case.
@@ -133,6 +144,8 @@ def grid(problem: Problem, family: str) -> Iterator[TileConfig]:
     """Yields every tile of the default grid."""
     widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
     axes = _GRIDS[family, problem.direction, widest > MAX_HEAD_DIM]
+    if family == "sm90" and is_mla(problem):
+        axes = _MLA_GRID
     for values in product(*axes.values()):
         fields: dict[str, Any] = dict(zip(axes, values, strict=True))
         yield TileConfig(**fields)

@@ -74,7 +74,7 @@ def test_a_host_array_has_the_strides_of_its_copy() -> None:
     ("options", "reason"),
     [
         ({"bias": 1}, "option 'bias' is unknown: must be one of mask, scale, sequences, backend, kernels, out, "),
-        ({"head_dim_value": 600}, "head_dim_value = 600 with value_in_key: must be at most the 576 columns of key"),
+        ({"head_dim_value": 600}, "head_dim_value = 600 with value_in_key: must be at most the 576 columns of cache"),
         ({"head_dim_value": 0}, "head_dim_value = 0: must be from 1 to 65536"),
         ({"head_dim_value": None}, "head_dim_value = None: must be an int, the columns of the cache that are values"),
         ({"sequences": 3}, "sequences = 3 (int): must be a VariableLength or Paged object, or None; create one"),

@@ -26,6 +26,7 @@ from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.tiles import sm90_tiles as tiles_of
 from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields, VectorOperand
@@ -194,6 +195,13 @@ def test_registered_terms_are_refused(tmp_path: Path) -> None:
             exported(tmp_path / "library", problem)
     finally:
         registry.unregister("distance")
+    assert not (tmp_path / "library").exists()
+
+
+def test_keys_that_contain_the_values_are_refused(tmp_path: Path) -> None:
+    problem = parse("bf16_d576v512_q1_s64_b2_h16k1_full_mla").problem("forward")
+    with pytest.raises(NotSupported, match=r"value_in_key with a library: must be False, .*; export a bundle"):
+        exported(tmp_path / "library", problem)
     assert not (tmp_path / "library").exists()
 
 

@@ -112,7 +112,6 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "forward", "64x128x12:2+mla", "tile_n = 128", {}),
     ("sm90", "forward", "64x64x16:2+mla", "warps = 16", {}),
     ("sm90", "forward", "64x64x12:3+mla", "query_stages = 3", {}),
-    ("sm90", "backward", "64x64x16:2,2+wide", "variant = 'wide'", {"head_dim": 256}),
     ("sm90", "backward", "64x64x16:2,2", "tile_n = 64", {}),
     ("sm90", "backward", "64x128x12:2,2", "tile_n = 128", {}),
     ("sm90", "backward", "64x64x8:2,2", "warps = 8", {}),
