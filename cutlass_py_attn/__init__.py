@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.api.paged import Paged
     from cutlass_py_attn.api.results import Gradients
     from cutlass_py_attn.api.serving import append_to_cache, merge_states
-    from cutlass_py_attn.artifact import Artifact, Folder
+    from cutlass_py_attn.artifact import Artifact, Folder, NoPermission
     from cutlass_py_attn.bundle.files import Bundle, export_bundle, export_library, load_bundle
     from cutlass_py_attn.compilation.checked import artifact_for, compile
     from cutlass_py_attn.errors import (
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.problem.paging import Pages
     from cutlass_py_attn.problem.problem import Problem
     from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
+    from cutlass_py_attn.runtime.driver import ForkedChild, OldDriver
     from cutlass_py_attn.runtime.launch import Bound, bind
     from cutlass_py_attn.score_terms.dropout import Dropout
 
@@ -63,7 +64,7 @@ _PUBLIC_NAMES = {
     "api.paged": ("Paged",),
     "api.results": ("Gradients",),
     "api.serving": ("append_to_cache", "merge_states"),
-    "artifact": ("Artifact", "Folder"),
+    "artifact": ("Artifact", "Folder", "NoPermission"),
     "bundle.files": ("Bundle", "export_bundle", "export_library", "load_bundle"),
     "compilation.checked": ("artifact_for", "compile"),
     "errors": ("AttentionError", "CompileError", "DoesNotFit", "DriverError", "NoDevice", "NotSupported", "Stale"),
@@ -79,6 +80,7 @@ _PUBLIC_NAMES = {
     "problem.paging": ("Pages",),
     "problem.problem": ("Problem",),
     "problem.tensors": ("Sequences", "Shape", "Tensor"),
+    "runtime.driver": ("ForkedChild", "OldDriver"),
     "runtime.launch": ("Bound", "bind"),
     "score_terms.dropout": ("Dropout",),
 }
@@ -102,6 +104,7 @@ __all__ = [
     "DriverError",
     "Dropout",
     "Folder",
+    "ForkedChild",
     "ForwardOptions",
     "Full",
     "Gradients",
@@ -109,7 +112,9 @@ __all__ = [
     "MergeProblem",
     "MlaOptions",
     "NoDevice",
+    "NoPermission",
     "NotSupported",
+    "OldDriver",
     "Paged",
     "Pages",
     "Plan",
