@@ -22,7 +22,9 @@ from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import architecture, runs_on
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.merge import variant_of
 from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.plan.variants import STANDARD
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
@@ -70,7 +72,8 @@ def export_library(
     and manifest.json. The functions of the library have the prefix `name`, and choose among the kernels for each call.
     problems: a Problem, AppendProblem or MergeProblem each.
     Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term, which
-    the fixed struct of a library's calls has no field for, and for keys that contain the values.
+    the fixed struct of a library's calls has no field for, for keys that contain the values, and for a MergeProblem
+    with a float32 total beside other outputs, or without logsumexps.
     """
     return _export(folder, problems, archs, name, kernels, is_library=True)
 
@@ -235,6 +238,7 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
     if is_library:
         whole = [problem for problem in problems if isinstance(problem, Problem)]
         reasons += [*_term_objections(whole), *_cache_objections(whole)]
+        reasons += _total_objections([problem for problem in problems if isinstance(problem, MergeProblem)])
     else:
         kinds = {type(problem).__name__ for problem in problems if not isinstance(problem, Problem)}
         reasons += [f"problems has {kind}: must be Problems; export a library of it with export_library (--library)"
@@ -257,6 +261,16 @@ def _cache_objections(problems: Sequence[Problem]) -> Iterator[str]:
         yield (
             "value_in_key with a library: must be False, because its calls pass key and value apart; export a bundle "
             "with export_bundle"
+        )
+
+
+def _total_objections(problems: Sequence[MergeProblem]) -> Iterator[str]:
+    """Yields why a library's calls cannot say that a merge has a float32 total, or adds."""
+    found = {variant_of(problem) for problem in problems if not problem.reasons()} - {STANDARD}
+    for variant in sorted(found):
+        yield (
+            f"a merge of variant {variant!r}: must have outputs of one dtype, and logsumexps, in a library, whose "
+            "calls say one dtype; pass output_a and output in the dtype of output_b"
         )
 
 

@@ -18,7 +18,7 @@ from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, QUERY_HEADS, STANDARD
+from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, LAST, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
@@ -43,6 +43,10 @@ _ROWS: Final = {
     ("append", E4M3): "rows for a paged e4m3 cache, by given scales",
     ("append", E4M3_ROW): "rows for a paged e4m3 cache, by a scale of each row",
     ("merge", STANDARD): "merge of two partial results",
+    ("merge", TOTAL): "merge of a partial result into a float32 total",
+    ("merge", LAST): "merge of a float32 total and the last partial result",
+    ("merge", SUM): "sum of a float32 total and a partial gradient",
+    ("merge", SUM_LAST): "sum of a float32 total and the last partial gradient",
 }
 _OF_BACKWARD: Final = ("biasgrad", "biassum", "deterministic")
 
@@ -103,6 +107,9 @@ def _row_kernels(arch: str) -> Iterator[Plan]:
             yield plan_append(AppendProblem.dense((1, 1, head_dim), (1, 1), dtype, scales=scales), arch)
         yield plan_merge(MergeProblem.dense((1, 1, 1, head_dim), dtype), arch)
         yield plan_merge(MergeProblem.packed(1, 1, (1, 1, head_dim), dtype), arch)
+        for is_sum, is_last in product((False, True), (False, True)):
+            if dtype != "float32" or (is_sum and not is_last):  # others are the kernels above
+                yield plan_merge(MergeProblem.into_total((1, 1, 1, head_dim), dtype, is_sum, is_last), arch)
 
 
 def _specs(direction: str, is_sm90: bool) -> Iterator[ProblemSpec]:

@@ -11,6 +11,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
 from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
+from cutlass_py_attn.plan.abi import FLOAT32_OUTPUTS
 from cutlass_py_attn.plan.append import SCALES_OF, plan_append
 from cutlass_py_attn.plan.decode import MIN_KEYS
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
@@ -19,7 +20,7 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, MLA, VARIANTS
+from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, LAST, MLA, STANDARD, SUM, SUM_LAST, TOTAL, VARIANTS
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
@@ -50,7 +51,7 @@ _FUSED = (
 _COMPONENT_GEMM = re.compile(rf"(?P<component_gemm>{'|'.join(COMPONENT_GEMMS)})_{_FAMILY_DTYPE}_{_DIMS}{_TILE}")
 _ROW_KERNEL = re.compile(
     rf"(?P<kind>append|merge)_sm80_(?P<dtype>{'|'.join(DTYPES)})_{_DIMS}(?P<varlen>_varlen)?(?:_a(?P<access>\d+))?"
-    rf"(?:_(?P<variant>{E4M3_ROW}|{E4M3}))?{_TILE}"
+    rf"(?:_(?P<variant>{E4M3_ROW}|{E4M3}|{TOTAL}|{LAST}|{SUM_LAST}|{SUM}))?{_TILE}"
 )
 _TILE_SUFFIX = re.compile(r"_\d+x\d+$")
 # The main entry, if there is one, is number 0; the entries of the gradients of bias and sinks have later numbers.
@@ -99,8 +100,17 @@ def _row_kernel_of(stem: str, arch: str) -> Plan | None:
         shape = _LENGTH, _HEADS, columns
         packed, dense = MergeProblem.packed(1, _LENGTH, shape, dtype), MergeProblem.dense((1, *shape), dtype)
         merged = packed if found["varlen"] else dense
-        return plan_merge(replace(merged, output=replace(merged.output, alignment=alignment)), arch)
-    scales, columns_value = SCALES_OF[found["variant"] or ""], int(found["dim_value"] or 0)
+        variant = found["variant"] or STANDARD
+        if variant not in FLOAT32_OUTPUTS:
+            return None
+        wide = {name: replace(getattr(merged, name), dtype="float32") for name in FLOAT32_OUTPUTS[variant]}
+        if variant in (SUM, SUM_LAST):
+            wide |= {"logsumexp_a": None, "logsumexp_b": None, "cu_seqlens_q": None, "max_seqlen_q": None}
+        part = replace(merged.output_b, alignment=alignment)
+        return plan_merge(replace(merged, output_b=part, **wide), arch)
+    if found["variant"] not in (None, *SCALES_OF):
+        return None
+    scales, columns_value = SCALES_OF[found["variant"] or STANDARD], int(found["dim_value"] or 0)
     sizes = (_LENGTH, _HEADS, columns), (1, _LENGTH)
     appended = AppendProblem.dense(*sizes, dtype, head_dim_value=columns_value, scales=scales)
     return plan_append(replace(appended, key=replace(appended.key, alignment=alignment)), arch)

@@ -65,7 +65,7 @@ class Machine(ABC):
     def merge(self, total: Any, logsumexp: Any, part: Any, logsumexp_part: Any) -> Any:
         """Merges a part into a total, in place, and returns the logsumexp of both.
 
-        total: float32, or the part's dtype
+        total: float32, or of the part's dtype
         """
 
     @abstractmethod

@@ -40,7 +40,7 @@ def forward(split: Split, operands: Arrays) -> Arrays:
             merged = machine.merge(
                 total[rows],
                 machine.rows_of_logsumexp(lines, tile.row, tile.rows),
-                part["output"] if is_merged_once else machine.widened(part["output"]),
+                part["output"],
                 part["logsumexp"],
             )
             machine.put_rows(lines, tile.row, merged, 0, tile.rows)

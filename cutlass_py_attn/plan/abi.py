@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.variants import MLA, PERSISTENT, QUERY_HEADS
-from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.plan.variants import LAST, MLA, PERSISTENT, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
+from cutlass_py_attn.problem.tensors import F32_BYTES, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
 from cutlass_py_attn.score_terms.dropout import PHILOX
@@ -165,12 +165,21 @@ APPEND_SCALES: Fields = tuple(
     for field in (name, f"{name}_page", f"{name}_row", f"{name}_head")
 )
 
-# num_rows: rows of all batches and heads. cu_seqlens_q: 0 if the outputs are not packed.
+# num_rows: rows of all batches and heads. cu_seqlens_q: 0 if the outputs are not packed. The logsumexps are 0 in a sum.
 MERGE: Fields = (
     *_strided("output_a", "output_b", "output"),
     *((name, "i64") for name in ("logsumexp_a", "logsumexp_b", "logsumexp", "cu_seqlens_q")),
     *((name, "i32") for name in ("num_heads", "num_queries", "num_rows")),
 )
+
+# Outputs of a merge that are float32 whatever the dtype of the build, by Build.variant.
+FLOAT32_OUTPUTS: Final[dict[str, tuple[str, ...]]] = {
+    STANDARD: (),
+    TOTAL: ("output_a", "output"),
+    LAST: ("output_a",),
+    SUM: ("output_a", "output"),
+    SUM_LAST: ("output_a",),
+}
 
 # By Build.kind, or by Build.family or Build.variant if it has a struct of its own.
 FIELDS: Final[dict[str, Fields]] = {
@@ -220,9 +229,14 @@ def address_alignments(build: Build) -> dict[str, int]:
         rows = dict.fromkeys(("key", "value"), build.vector_bytes) | dict.fromkeys(("key_cache", "value_cache"), cached)
         return {**rows, "slots": 8, **scales}
     if build.kind == "merge":
-        rows = dict.fromkeys(("output_a", "output_b", "output"), build.vector_bytes)
+        wide = build.vector_bytes // build.item_bytes * F32_BYTES
+        rows = {
+            name: wide if name in FLOAT32_OUTPUTS[build.variant] else build.vector_bytes
+            for name in ("output_a", "output_b", "output")
+        }
         lengths = {"cu_seqlens_q": 4} if build.has("varlen") else {}
-        return {**rows, **dict.fromkeys(("logsumexp_a", "logsumexp_b", "logsumexp"), 4), **lengths}
+        is_sum = build.variant in (SUM, SUM_LAST)
+        return {**rows, **dict.fromkeys(() if is_sum else ("logsumexp_a", "logsumexp_b", "logsumexp"), 4), **lengths}
     return {name: ROW_ALIGNMENT_BYTES for name, kind in fields_of(build) if kind == "i64"}
 
 

@@ -18,6 +18,10 @@ E4M3_ROW: Final = "e4m3_row"
 WIDE: Final = "wide"
 PERSISTENT: Final = "persistent"
 MLA: Final = "mla"
+TOTAL: Final = "total"
+LAST: Final = "last"
+SUM: Final = "sum"
+SUM_LAST: Final = "sum_last"
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 
@@ -168,6 +172,10 @@ _ALL: Final = (
     Variant("append", "sm80", E4M3, "decode.append", "a few threads per row, which they scale", layouts=()),
     Variant("append", "sm80", E4M3_ROW, "decode.append", "a few threads per row, which find its scale", layouts=()),
     Variant("merge", "sm80", STANDARD, "decode.merge", "a few threads per row", layouts=("varlen",)),
+    Variant("merge", "sm80", TOTAL, "decode.merge", "a few threads per row, into a float32 total", layouts=("varlen",)),
+    Variant("merge", "sm80", LAST, "decode.merge", "a few threads per row, of a float32 total", layouts=("varlen",)),
+    Variant("merge", "sm80", SUM, "decode.merge", "a few threads per row, added to a float32 total", layouts=()),
+    Variant("merge", "sm80", SUM_LAST, "decode.merge", "a few threads per row, added and rounded", layouts=()),
     Variant(
         "forward",
         "decode",

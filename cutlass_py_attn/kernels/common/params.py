@@ -63,17 +63,19 @@ def stride(p: Any, name: str, axis: str) -> Int64:
     return getattr(p, f"{name}_{axis}")
 
 
-def row_pointer(build: Build, p: Any, name: str, coordinates: RowCoordinates) -> cute.Pointer:
+def row_pointer(build: Build, p: Any, name: str, coordinates: RowCoordinates, dtype: Any = None) -> cute.Pointer:
     """Returns the pointer to a row of tensor `name`.
 
-    Every product of an index and a stride is 64 bits wide. Rows are aligned to the build's `vector_bytes`.
+    Every product of an index and a stride is 64 bits wide. Rows are aligned to the build's `vector_bytes`, or to as
+    many elements if they have another dtype than the build.
     """
     offset = Int64(0)
     for index, axis in zip(coordinates, ("batch", "head", "row"), strict=True):
         if not (isinstance(index, int) and index == 0):
             offset = offset + Int64(index) * stride(p, name, axis)
-    base = pointer(getattr(p, name), DTYPES[build.dtype], build.vector_bytes)
-    return base + assume_multiple(offset, build.vector_bytes // build.item_bytes)
+    elements, kind = build.vector_bytes // build.item_bytes, DTYPES[build.dtype] if dtype is None else dtype
+    base = pointer(getattr(p, name), kind, elements * kind.width // 8)
+    return base + assume_multiple(offset, elements)
 
 
 def assume_multiple(offset: Int64, elements: int) -> Int64:
