@@ -12,7 +12,7 @@ from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.plan import decode, entry_points, launch_rules, resources, sm80, sm90, tile_time
 from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture, targets
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.builder import FAMILIES, build_for
+from cutlass_py_attn.plan.builder import FAMILIES, build_for, builds_for
 from cutlass_py_attn.plan.decode_smem import combine_bytes
 from cutlass_py_attn.plan.expressions import evaluate
 from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build
@@ -103,7 +103,7 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None, *, any_length
     count = _check(problem, arch, num_sms)
     of_sm90 = _sm90_builds(problem, arch, count, any_length=any_length)
     found = *_decode_builds(problem, arch), *of_sm90, *_sm80_builds(problem, arch)
-    return [plan_of_build(problem, build, count) for build in found]
+    return _plans_of(problem, found, count)
 
 
 def plans_on(
@@ -118,8 +118,7 @@ def plans_on(
     found = plans(problem, portable, num_sms, any_length=any_length)
     num_decode = sum(plan.build.family == "decode" for plan in found)  # they come first
     of_sm90 = [build for arch in own for build in _sm90_builds(problem, arch, count, any_length=any_length)]
-    ours = [plan_of_build(problem, build, count) for build in of_sm90]
-    return [*found[:num_decode], *ours, *found[num_decode:]]
+    return [*found[:num_decode], *_plans_of(problem, of_sm90, count), *found[num_decode:]]
 
 
 def targets_of(compute_capability: tuple[int, int]) -> tuple[str, ...]:
@@ -150,6 +149,17 @@ def plan_of_build(problem: Problem, build: Build, num_sms: int) -> Plan:
 
     NotSupported lists every number that a field or a grid of the kernels does not hold.
     """
+    return _plans_of(problem, (build,), num_sms)[0]
+
+
+def _plans_of(problem: Problem, builds: Iterable[Build], num_sms: int) -> list[Plan]:
+    """Returns `plan_of_build` of each build; what the problem alone decides is found once."""
+    rejections: dict[str, str] = {}
+    return [_plan_of_build(problem, build, num_sms, rejections) for build in builds]
+
+
+def _plan_of_build(problem: Problem, build: Build, num_sms: int, rejections: dict[str, str]) -> Plan:
+    """Returns the plan; rejections: why faster families were not chosen, by the family that was, filled on use."""
     values = launch_rules.values(problem, build, num_sms)
     launches = () if problem.is_empty else tuple(_launches(problem, build, values))
     workspace = Workspace() if problem.is_empty else _workspace(build, values)
@@ -159,7 +169,7 @@ def plan_of_build(problem: Problem, build: Build, num_sms: int) -> Plan:
     launch_rules.expect_int32(
         (*params, *counted, *((f"blocks of {launch.symbol}", launch.grid[0]) for launch in launches))
     )
-    return Plan(build, launches, workspace, params, _reason(problem, build, values))
+    return Plan(build, launches, workspace, params, _reason(problem, build, values, rejections))
 
 
 def _check(
@@ -254,7 +264,7 @@ def _sm90_builds(problem: Problem, arch: str, num_sms: int, *, any_length: bool)
 def _tried(problem: Problem, arch: str, family: str, tiles: Iterable[TileConfig]) -> list[tuple[Build, list[str]]]:
     """Returns the build of each tile that is meant for the target, with every reason why it does not fit."""
     limits = architecture(arch)
-    tried = [build_for(problem, arch, tile, family) for tile in tiles if arch not in tile.not_on]
+    tried = builds_for(problem, arch, (tile for tile in tiles if arch not in tile.not_on), family)
     return [(build, found or resources.objections(build, limits)) for build, found in tried]
 
 
@@ -330,13 +340,15 @@ def _workspace(build: Build, values: Mapping[str, int]) -> Workspace:
     return Workspace(offset, zero_bytes, tuple(buffers))
 
 
-def _reason(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
-    """Returns why this kernel was chosen, and why a faster family was not."""
+def _reason(problem: Problem, build: Build, values: Mapping[str, int], rejections: dict[str, str]) -> str:
+    """Returns why this kernel was chosen, and why a faster family was not; rejections: as for `_plan_of_build`."""
     if build.family == "decode":
         return decode.reason(problem.shape, build, values.get("num_splits_key") or values["num_blocks"])
     reason = sm90.reason(build) if build.family == "sm90" else sm80.reason(build)
     if build.family == "sm90":
         reason += tile_time.reason(problem, TileConfig.of(build), sm90_tiles(problem), values["num_sms"])
-    unsupported = sm90.unsupported_features(problem) if build.family == "sm80" else ()
-    reason += f"; the sm90 family takes no {', '.join(unsupported)}" if unsupported else ""
-    return reason + decode.rejection_reason(problem)
+    if build.family not in rejections:
+        unsupported = sm90.unsupported_features(problem) if build.family == "sm80" else ()
+        words = f"; the sm90 family takes no {', '.join(unsupported)}" if unsupported else ""
+        rejections[build.family] = words + decode.rejection_reason(problem)
+    return reason + rejections[build.family]
