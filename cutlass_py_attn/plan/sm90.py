@@ -22,7 +22,6 @@ from cutlass_py_attn.plan.sm90_smem import (
     tma_tiles,
 )
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
-from cutlass_py_attn.plan.sm90_wide_backward import backward_grid
 from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
@@ -308,7 +307,7 @@ def main_grid(build: Build) -> Grid:
         return decode.main_grid(build)
     cluster = build.body.cluster
     if build.variant == WIDE and build.kind == "backward":
-        return backward_grid(build)
+        return _wide_backward_grid(build)
     if build.variant == WIDE:
         return f"{cluster} * ceil_div(num_queries, {build.tile_m * cluster})", "num_heads", "batch"
     if build.kind == "forward":
@@ -322,6 +321,14 @@ def main_grid(build: Build) -> Grid:
     if cluster == 1:
         return f"max(min(num_sms, {work_tiles}), 1)", "1", "1"
     return f"{cluster} * max(min(div(num_sms, {cluster}), {work_tiles}), 1)", "1", "1"
+
+
+def _wide_backward_grid(build: Build) -> Grid:
+    """Returns the grid: for each key head a cluster for each pair of key tiles, twice, and for each of query tiles."""
+    cluster = build.body.cluster
+    key_pairs = f"ceil_div(num_keys, {cluster * build.tile_n})"
+    query_pairs = f"ceil_div(num_queries, {cluster * build.tile_m})"
+    return f"{cluster} * (2 * {key_pairs} + group * {query_pairs})", "num_heads_key", "batch"
 
 
 def finish_kv_grid(build: Build) -> Grid:

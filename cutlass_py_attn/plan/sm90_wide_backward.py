@@ -1,4 +1,4 @@
-"""Wide heads of the sm90 backward: its three gradients, the chunks that each streams, its grid and shared memory.
+"""Wide heads of the sm90 backward: its three gradients, the chunks that each streams, and shared memory.
 
 One kernel computes dQ, dK and dV in blocks of their own, each of 64 rows of its gradient:
 
@@ -19,11 +19,9 @@ from typing import Any, Final
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import WIDE_COLUMN_MULTIPLE, Buffer, Build
-from cutlass_py_attn.plan.expressions import Grid
 from cutlass_py_attn.plan.sm90_smem import BARRIER_BYTES
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS, Chunk, chunk_columns, chunks_of
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.variants import CLUSTER
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 STATISTICS: Final = 2  # of a query: logsumexp and delta; one of each for each warpgroup
@@ -121,13 +119,6 @@ def ring_buffer(build: Build, gradient: Gradient) -> tuple[int, int]:
 
 def _stage_bytes(build: Build) -> int:
     return tile_bytes(build.dtype, build.tile_n, chunk_columns(build))
-
-
-def backward_grid(build: Build) -> Grid:
-    """Returns the grid: for each key head a cluster for each pair of key tiles, twice, and for each of query tiles."""
-    key_pairs = f"ceil_div(num_keys, {CLUSTER * build.tile_n})"
-    query_pairs = f"ceil_div(num_queries, {CLUSTER * build.tile_m})"
-    return f"{CLUSTER} * (2 * {key_pairs} + group * {query_pairs})", "num_heads_key", "batch"
 
 
 def backward_map(build: Build) -> tuple[Buffer, ...]:
