@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from cutlass_py_attn.api import attention
+from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import Options
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.distributed.communicator import Message
@@ -28,7 +29,9 @@ from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes
 from cutlass_py_attn.runtime.launch import Bound, bind, portable_arch
 
 _INFINITY: Final = 0x7F800000  # float32 bits
-_merges: dict[tuple[Any, ...], tuple[Bound, Any]] = {}  # with `kernels`, whose id is part of the key
+MAX_MERGES: Final = 256  # layouts of totals and parts, each with one source of kernels on one GPU
+_Kernels = Callable[[Build], Artifact]
+_merges: LruCache[tuple[Bound, _Kernels | None]] = LruCache(MAX_MERGES)  # with `kernels`, whose id is part of the key
 
 
 class Gpu(Machine):
@@ -44,7 +47,7 @@ class Gpu(Machine):
         results: arrays.OutputArrays,
         gpu: driver.Device,
         stream: int,
-        kernels: Callable[[Build], Artifact] | None,
+        kernels: _Kernels | None,
     ) -> None:
         super().__init__(group)
         self._results, self._gpu, self.stream = results, gpu, stream
@@ -119,12 +122,14 @@ class Gpu(Machine):
     def _merge(self, problem: MergeProblem) -> Bound:
         """Returns the bound kernel of a merge. Each of its threads reads a vector before it writes one there."""
         key = problem, self._gpu.ordinal, id(self._kernels)
-        if key not in _merges:
+        found = _merges.get(key)
+        if found is None:
             problem.check()
             plan = plan_merge(problem, portable_arch(self._gpu.compute_capability))
             artifact = (self._kernels or attention.default_kernels())(plan.build)
-            _merges[key] = bind(artifact, plan, device=self._gpu.ordinal), self._kernels
-        return _merges[key][0]
+            found = bind(artifact, plan, device=self._gpu.ordinal), self._kernels
+            _merges.put(key, found)
+        return found[0]
 
     def add(self, total: View, part: View, target: View | None = None) -> None:
         columns = total.shape[-1]

@@ -1,7 +1,7 @@
 """Tests of the GPU's part of split rows: views, copies, streams and memory, on the fake driver.
 
-Its device memory is host memory: the NumPy reference computes there in place of the kernels, and NumPy adds in place of
-torch or CuPy. So the results are those of one device, although no kernel runs.
+Its device memory is host memory: the NumPy reference computes there in place of the kernels. So the results are those
+of one device, although no kernel runs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.distributed import Group, attention_backward, attention_forward, gpu, simulated
 from cutlass_py_attn.distributed.host import Host
 from cutlass_py_attn.distributed.views import View
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.reference import serving
 from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime.arrays import OutputArrays
 from cutlass_py_attn.runtime.frameworks import numpy_dtype
 from cutlass_py_attn.score_terms.dropout import Dropout
 from tests.support import fakes
@@ -204,6 +207,21 @@ def test_a_group_of_the_other_kind(fake: FakeDriver) -> None:
         attention_forward(*arrays, group=Group(Recorder()), backend="reference")
     with pytest.raises(NotSupported, match=r"backend = 'auto' in a group of host memory: must be 'reference' there"):
         attention_forward(*arrays, group=simulated.groups(1)[0])
+
+
+def test_kernels_of_few_merges_are_kept(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The merge that was not used for the longest time is bound again."""
+    monkeypatch.setattr(gpu, "_merges", LruCache(2))
+    device, group = driver.device(0), Group(Recorder(), check_calls=False)
+    with device.current(), OutputArrays("numpy", device, 0, None) as results:
+        machine = gpu.Gpu(group, results, device, 0, fakes.artifact)
+        one, two, three = (MergeProblem.dense((1, rows, 2, 64), "float16") for rows in (1, 2, 3))
+        first, second = machine._merge(one), machine._merge(two)
+        assert machine._merge(one) is first
+        machine._merge(three)
+        assert machine._merge(one) is first
+        assert machine._merge(two) is not second
+    assert len(gpu._merges) == 2
 
 
 @pytest.mark.parametrize("strategy", ["all_gather", "ulysses", "ring"])
