@@ -61,14 +61,17 @@ def sizes(problem: Problem) -> dict[str, int]:
 
 
 def page_sizes(problem: Problem) -> dict[str, int]:
-    """Returns the sizes of a paged problem's pools and table by the names of their struct fields."""
+    """Returns the sizes of a paged problem's pools and table by the names of their struct fields.
+
+    Without pages in the pools the table has no entries for a kernel, so that wrong lengths of keys are not believed.
+    """
     pages = problem.pages
     assert pages is not None
     num_pages, page_size = problem.key.shape[:2]
     return {
         "page_size": page_size,
-        "max_pages": pages.max_pages,
-        "table_entries": pages.table_entries,
+        "max_pages": pages.max_pages if num_pages else 0,
+        "table_entries": pages.table_entries if num_pages else 0,
         "num_pages": num_pages,
     }
 

@@ -125,7 +125,8 @@ class Problem:
         num_keys, num_heads_key, head_dim_value = self.key.shape[1], self.key.shape[2], self.value.shape[3]
         given, pages = self.sequences, self.pages
         if pages is not None:
-            pool, most = self.key.shape[:2], pages.max_pages * self.key.shape[1]
+            pool = self.key.shape[:2]
+            most = pages.max_pages * pool[1] if pool[0] else 0
             queries = pages.max_seqlen_q if pages.cu_seqlens_q else num_queries
             lengths, tokens = (pages.batch, queries, most), (num_queries, 0) if pages.cu_seqlens_q else None
             return Shape(*lengths, num_heads, head_dim, head_dim_value, num_heads_key, tokens, (pool[0], pool[1]))
