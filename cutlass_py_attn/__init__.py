@@ -55,6 +55,7 @@ _PUBLIC_NAMES = {
     "api.dropout_mask": ("dropout_mask",),
     "api.options": ("AttentionOptions", "BackwardOptions", "ForwardOptions", "VariableLength"),
     "api.paged": ("Paged",),
+    "api.quantization": ("quantize_e4m3",),
     "api.results": ("Gradients",),
     "api.serving": ("append_to_cache", "merge_states"),
     "artifact": ("Artifact", "Folder"),
@@ -130,6 +131,7 @@ __all__ = [
     "plan_forward",
     "plan_merge",
     "plan_with_tile",
+    "quantize_e4m3",
 ]
 
 

@@ -5,18 +5,21 @@ Validation and results are those of the GPU. Infinities in operands give NaN wit
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from cutlass_py_attn.api.options import Options
+from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.reference import numpy_reference, paged
+from cutlass_py_attn.problem.quantization import output_dtype
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERANDS
+from cutlass_py_attn.reference import numpy_reference, paged, quantization
 from cutlass_py_attn.runtime import arrays, output_checks
 from cutlass_py_attn.score_terms.dropout import keeper
 
@@ -25,7 +28,7 @@ from cutlass_py_attn.score_terms.dropout import keeper
 def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
     """Returns output in the dtype of query, and logsumexp in float32."""
     problem = _problem("forward", operands, options)
-    query, key, value = (operands[name] for name in ("query", "key", "value"))
+    query, key, value = _values(operands, options)
     terms: dict[str, Any] = {"mask": problem.mask, "scale": problem.scale_value}
     terms["score_mod"] = score_mod_of(problem, options)
     if isinstance(options.sequences, Paged):
@@ -40,7 +43,7 @@ def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
         output, logsumexp = paged.forward(query, key, value, table, **terms)
     else:
         output, logsumexp = numpy_reference.forward(query, key, value, **terms)
-    output = _into(options.out, output.astype(operands["query"].dtype))
+    output = _into(options.out, output.astype(arrays.numpy_dtype(output_dtype(problem.dtype))))
     return output, logsumexp.astype(np.float32)
 
 
@@ -65,6 +68,22 @@ def backward(operands: Mapping[str, Any], options: Options) -> Gradients:
         packed = np.stack([results[name] for name in ("query", "key", "value")], axis=2)
         results |= {name: packed[:, :, i] for i, name in enumerate(("query", "key", "value"))}
     return Gradients(**results)
+
+
+def _values(operands: Mapping[str, Any], options: Options) -> list[Any]:
+    """Returns query, key and value; e4m3 codes times their factors, in float64."""
+    found = []
+    for name in OPERANDS:
+        array = operands[name]
+        if array.dtype.name == FLOAT8:
+            rows: quantization.Rows = quantization.dense_rows(array)
+            if isinstance(options.sequences, VariableLength):
+                given = options.sequences
+                bounds = given.cu_seqlens_q if name == "query" else given.cu_seqlens_k
+                rows = [(0, slice(int(start), int(end))) for start, end in itertools.pairwise(bounds)]
+            array = quantization.dequantise(array, operands.get(f"{name}_scale"), rows)
+        found.append(array)
+    return found
 
 
 def score_mod_of(problem: Problem, options: Options) -> numpy_reference.ReferenceScoreMod:

@@ -28,7 +28,16 @@ from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, 
 from cutlass_py_attn.plan.tiles import splits_score_rows
 from cutlass_py_attn.plan.variants import E4M3, MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS, WIDE
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, FLOAT8, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
+from cutlass_py_attn.problem.tensors import (
+    BIASES,
+    F32_BYTES,
+    FLOAT8,
+    ITEM_BYTES,
+    OPERANDS,
+    ROW_ALIGNMENT_BYTES,
+    Shape,
+    Tensor,
+)
 from cutlass_py_attn.score_terms import registry
 
 # Variant per_head: bytes of Q, dO and dQ sums that all blocks read at a time, which the L2 cache should hold, and how

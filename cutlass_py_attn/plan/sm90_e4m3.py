@@ -5,7 +5,7 @@ kernel therefore sums one key tile in an accumulator, and adds that to O in floa
 
 warpgroup      warps
 1              0 loads; 2 and 3 store every value tile a second time, with the keys of a column next to each other
-2 or 3         64 query rows each
+1 to 3         64 query rows each
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from __future__ import annotations
 from typing import Final
 
 from cutlass_py_attn.plan.build import Buffer, Build
-from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
 from cutlass_py_attn.plan.sm90_smem import BARRIER_BYTES
+from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
 
 TRANSPOSING_WARPS: Final = 2
 FIRST_TRANSPOSING_WARP: Final = 2
 TILE_N: Final = (64, 128)  # keys of a tile: whole strips of transposed values
 ONE_PART_COLUMNS: Final = 128  # of O, up to which a key tile's sum has one accumulator
-PART_COLUMNS: Final = 64  # of O in one accumulator of a key tile's sum, in wider heads
+# Columns of O in one accumulator of a key tile's sum in wider heads, by tile_m: blocks of 64 rows are for features that
+# leave few registers.
+PART_COLUMNS: Final = {64: 32, 128: 64}
 
 
 def part_columns(build: Build) -> int:
     """Returns the columns of O whose sum over one key tile is in registers at once."""
-    return build.columns_value if build.columns_value <= ONE_PART_COLUMNS else PART_COLUMNS
+    return build.columns_value if build.columns_value <= ONE_PART_COLUMNS else PART_COLUMNS[build.tile_m]
 
 
 def forward_map(build: Build) -> tuple[Buffer, ...]:

@@ -2,7 +2,7 @@
 
 kernel            warpgroups
 forward           1 loads; 1, 2 or 3 compute S and O of 64 query rows each
-forward, e4m3     1 loads and transposes values; 2 or 3 compute S and O of 64 query rows each
+forward, e4m3     1 loads and transposes values; 1, 2 or 3 compute S and O of 64 query rows each
 forward, wide     1 loads; 2 compute S of every second key tile, and some columns of O, of 64 query rows
 backward          1 loads; 1 computes dQ; 1 or 2 compute S, dP, dV and dK of 64 keys each
 backward, 2-CTA   1 loads; 1 computes dQ of both blocks; 1 computes P and dV; 1 computes dS and dK
@@ -34,7 +34,7 @@ DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES = 16, 64  # whose bits a warp of the bac
 FORWARD_REGISTERS: Final = {64: (24, 240), 128: (24, 240), 192: (32, 160)}
 WIDE_REGISTERS: Final = (24, 240)  # the same of variant wide
 # The same of variant e4m3, whose first warpgroup also transposes values.
-E4M3_REGISTERS: Final = {128: (40, 232), 192: (32, 160)}
+E4M3_REGISTERS: Final = {64: (56, 240), 128: (40, 232), 192: (32, 160)}
 SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
 # Tensor map over sequences of several lengths, see sm90.py: its rows per sequence, bytes of the whole address space.
 RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64

@@ -170,14 +170,15 @@ _SM90_FORWARD_LOCAL: _Table = {
 }
 # By the wider head dim.
 _SM90_FORWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (TileConfig(64, 64, 12, 2, variant=WIDE),)}
+# The later tiles are for features that leave the first too few registers.
 _SM90_FORWARD_E4M3: _Table = {
     64: (TileConfig(192, 128, 16, 2, variant=E4M3), TileConfig(128, 128, 12, 2, variant=E4M3)),
-    192: (TileConfig(128, 128, 12, 2, variant=E4M3),),
-    256: (TileConfig(128, 64, 12, 2, variant=E4M3),),
+    192: (TileConfig(128, 128, 12, 2, variant=E4M3), TileConfig(128, 64, 12, 2, variant=E4M3)),
+    256: (TileConfig(128, 64, 12, 2, variant=E4M3), TileConfig(64, 64, 8, 2, variant=E4M3)),
 }
 _SM90_FORWARD_E4M3_LOCAL: _Table = {
-    64: _SM90_FORWARD_E4M3[64][1:],
-    192: (TileConfig(128, 64, 12, 2, variant=E4M3),),
+    64: (TileConfig(128, 128, 12, 2, variant=E4M3), TileConfig(128, 64, 12, 2, variant=E4M3)),
+    192: (TileConfig(128, 64, 12, 2, variant=E4M3), TileConfig(64, 64, 8, 2, variant=E4M3)),
     256: _SM90_FORWARD_E4M3[256],
 }
 _SM90_BACKWARD: _Table = {

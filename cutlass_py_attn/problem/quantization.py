@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 SCALES: Final = tuple(f"{name}_scale" for name in OPERANDS)
 OUTPUT_DTYPES: Final = ("bfloat16", "float16")  # of the output of e4m3 operands; the first is the default
-MAX_E4M3: Final = 448.0  # the largest finite e4m3 number
 
 
 def output_dtype(operands: str) -> str:

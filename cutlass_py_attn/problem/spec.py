@@ -3,7 +3,7 @@
 Benchmark cases, GPU test cases, random problems and the command line share this grammar. Words are joined by `_` and
 may come in any order; `ProblemSpec.name` writes them in the order below. Words in brackets are optional.
 
-    bf16 | f16 | f32             dtype of the operands
+    bf16 | f16 | f32 | e4m3      dtype of the operands; e4m3 forward only
     d{D}[v{DV}]                  head_dim of query and key; head_dim_value if it differs
     [q{M}]                       queries of each batch element; as many as keys if absent
     s{N}                         keys of each batch element
@@ -29,6 +29,8 @@ may come in any order; `ProblemSpec.name` writes them in the order below. Words 
     [deviceseed]                 Philox seed and offset in device memory
     [gradlse]                    logsumexp has a gradient too
     [grads{LETTERS}]             gradients that the backward writes, of q, k, v, b (bias) and s (sinks); all if absent
+    [descale{t|h|bh}]            e4m3: a factor of the whole operand, of each key head, or of each batch and key head
+    [f16out]                     e4m3: the output is f16, not bf16
     [splits{N}]                  blocks that share one (batch, head) in the backward; the plan chooses if absent
 
 Examples: `bf16_d128_q1_s8192_b64_h32k8_full` (few-query decode),
@@ -50,7 +52,8 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.paging import Pages
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import SHORT_NAMES, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.quantization import SCALES
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_NAMES, Sequences, Shape, Tensor
 
 GRAMMAR: Final = (__doc__ or "").partition("\n\n")[2]
 EXAMPLE: Final = "bf16_d128_s8192_b4_h16_causal"
@@ -58,7 +61,7 @@ GRADIENTS: Final = {"q": "query", "k": "key", "v": "value", "b": "bias", "s": "s
 BIAS_AXES: Final = "bhqk"
 BATCH_BROADCAST: Final = "1hqk"  # the axes of `bias` without AXES
 
-_DTYPES: Final = {short: name for name, short in SHORT_NAMES.items()}
+_DTYPES: Final = {short: name for name, short in OPERAND_NAMES.items()}
 _NUMBER: Final = r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _LENGTHS: Final = r"\d+(?:x\d+(?:u\d+)?)?"
 # No two patterns match the same word. A named group is the value of a field, or part of it.
@@ -90,12 +93,14 @@ _WORDS: Final = tuple(
         rf"grads(?P<gradients>[{''.join(GRADIENTS)}]+)",
         r"splits(?P<num_splits_key>\d+)",
         r"paged(?P<page_size>\d+)",
+        r"descale(?P<descale>t|h|bh)",
+        r"(?P<float16_output>f16out)",
     )
 )
 _KNOWN: Final = (
     *_DTYPES, "d", "q", "s", "b", "t", "n", "h", "full", "causal", "br", "window", "left", "right", "bias", "biasgrad",
     "biassum", "dropout", "softcap", "alibi", "alibib", "sinks", "deterministic", "scale", "deviceseed", "gradlse",
-    "grads", "splits", "paged",
+    "grads", "splits", "paged", "descalet", "descaleh", "descalebh",
 )  # fmt: skip
 
 
@@ -126,6 +131,8 @@ class ProblemSpec:
     alibi: "h" (slopes by head), "bh" (by batch and head) or "" for none. scale: None for 1 / sqrt(head_dim).
     deterministic, grad_logsumexp, gradients and num_splits_key concern the backward alone.
     page_size: rows of a page of key and value; 0 for no pages.
+    descale: "t" (a factor of each operand), "h" (of each key head), "bh" (of batch and key head) or "" for none.
+    float16_output: whether the output of e4m3 operands is float16. Both concern e4m3 alone.
     """
 
     dtype: str
@@ -151,6 +158,8 @@ class ProblemSpec:
     grad_logsumexp: bool = False
     num_splits_key: int | None = None
     page_size: int = 0
+    descale: str = ""
+    float16_output: bool = False
 
     def __post_init__(self) -> None:
         """Writes every default out, so that equal problems are equal specs."""
@@ -196,7 +205,7 @@ class ProblemSpec:
         return "_".join(self._words())
 
     def _words(self) -> Iterator[str]:
-        yield SHORT_NAMES[self.dtype]
+        yield OPERAND_NAMES[self.dtype]
         yield f"d{self.head_dim}" + (f"v{self.head_dim_value}" if self.head_dim_value != self.head_dim else "")
         yield from self._size_words()
         yield f"h{self.num_heads}" + (f"k{self.num_heads_key}" if self.num_heads_key != self.num_heads else "")
@@ -223,6 +232,10 @@ class ProblemSpec:
             yield f"splits{self.num_splits_key}"
         if self.page_size:
             yield f"paged{self.page_size}"
+        if self.descale:
+            yield f"descale{self.descale}"
+        if self.float16_output:
+            yield "f16out"
 
     def _size_words(self) -> Iterator[str]:
         if not self.sequences:
@@ -286,6 +299,7 @@ class ProblemSpec:
             changes["alibi_slopes"] = Tensor.contiguous(sizes, "float32")
         if self.sinks:
             changes["sinks"] = Tensor.contiguous((self.num_heads,), "float32")
+        changes |= self._factor_tensors()
         if backward:
             changes |= {"deterministic": self.deterministic, "num_splits_key": self.num_splits_key}
             changes |= self._gradient_tensors(shape, changes.get("sinks"))
@@ -293,7 +307,17 @@ class ProblemSpec:
             changes["grad_logsumexp"] = Tensor.contiguous(shape.logsumexp, "float32")
         if self.page_size:
             return self._paged(shape, unused_tokens[0], direction).replace(**changes)
-        return Problem.dense(direction, shape, self.dtype, self.mask).replace(**changes)
+        dense = Problem.dense(direction, shape, self.dtype, self.mask)
+        if self.float16_output:
+            changes["output"] = Tensor.contiguous(dense.output.shape, "float16")
+        return dense.replace(**changes)
+
+    def _factor_tensors(self) -> dict[str, Tensor]:
+        """The factors of e4m3 operands by name."""
+        if not self.descale:
+            return {}
+        shapes = {"t": (1,), "h": (self.num_heads_key,), "bh": (self.batch, self.num_heads_key)}
+        return {name: Tensor.contiguous(shapes[self.descale], "float32") for name in SCALES}
 
     @property
     def has_ragged_queries(self) -> bool:
@@ -419,7 +443,12 @@ def _unknown(word: str) -> str:
 
 
 def _contradictions(found: Mapping[str, str]) -> Iterator[str]:
-    needed = {"dtype": "bf16, f16 or f32", "head_dim": "d{D}", "num_heads": "h{H}", "mask": "full, causal or window"}
+    needed = {
+        "dtype": "bf16, f16, f32 or e4m3",
+        "head_dim": "d{D}",
+        "num_heads": "h{H}",
+        "mask": "full, causal or window",
+    }
     if "sequences" in found:
         for other in ("num_queries", "num_keys", "batch", "tokens"):
             if other in found:
@@ -445,6 +474,10 @@ def _contradictions(found: Mapping[str, str]) -> Iterator[str]:
         yield f"grads{letters} lacks b, but the bias has a gradient; add b or write bias without grad or sum"
     if letters and letters != "".join(sorted(set(letters), key=list(GRADIENTS).index)):
         yield f"grads{letters}: letters must be in the order {''.join(GRADIENTS)}, each once; reorder them"
+    if found.get("dtype") != OPERAND_NAMES[FLOAT8]:
+        for field, word in (("descale", "descale"), ("float16_output", "f16out")):
+            if field in found:
+                yield f"{word} belongs to e4m3, but the dtype is {found.get('dtype')}; write e4m3 or leave it out"
     page_size = int(found.get("page_size", 1))
     if page_size < 1 or page_size & (page_size - 1):
         yield f"paged{page_size}: the page size must be a power of two; correct it"
@@ -475,9 +508,9 @@ def _spec_of(found: Mapping[str, str]) -> ProblemSpec:
     for field in ("dropout_p", "softcap", "scale"):
         if field in found:
             values[field] = float(found[field])
-    for field in ("sinks", "deterministic", "philox_on_device", "grad_logsumexp"):
+    for field in ("sinks", "deterministic", "philox_on_device", "grad_logsumexp", "float16_output"):
         values[field] = field in found
-    for field in ("bias_gradient", "gradients"):
+    for field in ("bias_gradient", "gradients", "descale"):
         values[field] = found.get(field, "")
     if "bias" in found:
         values["bias"] = found.get("bias_axes", BATCH_BROADCAST)

@@ -33,7 +33,22 @@ LAYOUTS: Final = ("grouped", "seqused", "varlen")  # features of a Problem that 
 PAGED: Final = "paged"  # another one, which a kernel body has only if it says so
 FLOAT16_OUTPUT: Final = "float16_output"  # another one, of e4m3 operands, whose output is bfloat16 without it
 RESERVED: Final = frozenset(
-    (*LAYOUTS, PAGED, FLOAT16_OUTPUT, "full", "causal", "local", "to", "sum", "det", "query", "key", "value", "output", "logsumexp")
+    (
+        *LAYOUTS,
+        PAGED,
+        FLOAT16_OUTPUT,
+        "full",
+        "causal",
+        "local",
+        "to",
+        "sum",
+        "det",
+        "query",
+        "key",
+        "value",
+        "output",
+        "logsumexp",
+    )
 )
 
 _registered: dict[str, ScoreTerm] = {}

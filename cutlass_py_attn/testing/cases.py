@@ -21,12 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import spec as specs
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths
-from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape
-from cutlass_py_attn.reference import numpy_reference
+from cutlass_py_attn.problem.tensors import DIRECTIONS, FLOAT8, OPERANDS, Shape
+from cutlass_py_attn.reference import numpy_reference, quantization
 from cutlass_py_attn.reference.score_mod import SeqlenInfo
 from cutlass_py_attn.score_terms.dropout import Dropout, keeper
 from cutlass_py_attn.testing import inputs, layouts, paged_inputs
@@ -39,6 +40,7 @@ PTX_ARCH: Final = "sm_80"  # the driver compiles its PTX for the GPU that is pre
 # Rows of (query, key) behind the last variable-length sequence: no kernel may write them.
 UNUSED_TOKENS: Final = (3, 2)
 
+_GRANULARITIES: Final = {"t": "tensor", "h": "head", "bh": "batch_head"}
 _SPEC_FIELDS: Final = {field.name for field in dataclasses.fields(ProblemSpec)}
 _PARSERS: Final = {"str": str, "int": int}
 
@@ -144,7 +146,40 @@ class Case:
         if problem.pages is not None:
             return self._paged_arrays(problem, rng) | self.feature_arrays(problem, rng)
         operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.spec.mask, rng, self.sequences)
-        return dict(zip(inputs.NAMES, operands, strict=True)) | self.feature_arrays(problem, rng)
+        found = dict(zip(inputs.NAMES, operands, strict=True))
+        if self.spec.dtype == FLOAT8:
+            found = self._quantised(found)
+        return found | self.feature_arrays(problem, rng)
+
+    def factor_rows(self, name: str) -> quantization.Rows:
+        """Returns the rows of query, key or value that share their factors."""
+        spec = self.spec
+        if not spec.sequences:
+            return [(number, slice(None)) for number in range(spec.batch)]
+        lengths = (each.num_queries if name == "query" else each.num_keys for each in spec.sequences)
+        return [(0, slice(int(first), int(last))) for first, last in itertools.pairwise(_starts(lengths))]
+
+    def _quantised(self, arrays: dict[str, Array]) -> dict[str, Array]:
+        """Returns query, key and value as e4m3 codes, with their factors."""
+        found, spec = dict[str, Array](), self.spec
+        for name in OPERANDS:
+            rows, factors = self.factor_rows(name), None
+            if spec.descale:
+                granularity = _GRANULARITIES[spec.descale]
+                factors = quantization.factors_of(arrays[name], granularity, spec.num_heads_key, rows)
+                found[f"{name}_scale"] = factors
+            found[name] = quantization.quantise(arrays[name], factors, rows)
+        return found
+
+    def dequantised(self, arrays: dict[str, Array]) -> dict[str, Array]:
+        """Returns the arrays with query, key and value in float64 in place of e4m3 codes."""
+        if self.spec.dtype != FLOAT8:
+            return arrays
+        values = {
+            name: quantization.dequantise(arrays[name], arrays.get(f"{name}_scale"), self.factor_rows(name))
+            for name in OPERANDS
+        }
+        return {**arrays, **values}
 
     def _paged_arrays(self, problem: Problem, rng: np.random.Generator) -> dict[str, Array]:
         """Queries, pools and tables: the inputs of packed sequences, with their keys and values put into pages."""
@@ -223,8 +258,13 @@ class Case:
 
 
 def builds_of(cases: Iterable[Case], arch: str = ARCH) -> list[tuple[Build, ...]]:
-    """Every kernel that the cases need, once; each with the kernels to fall back to if ptxas spills."""
-    return list(dict.fromkeys(planner.builds(each.problem(), arch) for each in cases))
+    """Every kernel that the cases need, once; each with the kernels to fall back to if ptxas spills.
+
+    No kernel of a target without wgmma multiplies e4m3 operands.
+    """
+    has_float8 = architecture(arch).has_wgmma
+    found = (each for each in cases if has_float8 or each.spec.dtype != FLOAT8)
+    return list(dict.fromkeys(planner.builds(each.problem(), arch) for each in found))
 
 
 def _used_keys(lengths: SequenceLengths) -> int:

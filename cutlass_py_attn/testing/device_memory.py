@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import ITEM_BYTES, ROW_ALIGNMENT_BYTES, WORD_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import OPERAND_BYTES, ROW_ALIGNMENT_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import numpy_dtype
 from cutlass_py_attn.runtime.launch import Bound, bind, bind_problem
@@ -39,7 +39,7 @@ class GuardedBuffer:
         # A tensor of less than 16-byte alignment gets an address of exactly that alignment.
         item = numpy_dtype(tensor.dtype).itemsize
         self._guard = guard + (tensor.alignment // item if tensor.alignment < ROW_ALIGNMENT_BYTES else 0)
-        filler = np.nan if tensor.dtype in ITEM_BYTES else -1
+        filler = np.nan if tensor.dtype in OPERAND_BYTES else -1
         self._host = np.full(max(extent, 1) + 2 * self._guard, filler, numpy_dtype(tensor.dtype))
         if values is not None:
             self._view(self._host)[...] = values

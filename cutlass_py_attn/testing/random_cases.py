@@ -17,6 +17,7 @@ import numpy as np
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Causal, Mask, Window
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse_mask
+from cutlass_py_attn.problem.tensors import FLOAT8
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
 from cutlass_py_attn.testing.guarded_check import is_exact
 
@@ -48,6 +49,11 @@ DECODE_LAYOUTS: Final = ("dense", "padded", "heads_first", "packed")
 DECODE_QUERIES: Final = (1, 1, 1, 1, 2, 3, 5, 16)
 DECODE_KEYS: Final = (256, 257, 319, 511, 640, 1025)
 DECODE_GROUPS: Final = (2, 4)
+# Kernel numbers from here on are those of e4m3 operands.
+FLOAT8_FROM: Final = 50_000
+FLOAT8_DIMS: Final = ((64, 0), (64, 0), (128, 0), (128, 0), (128, 0), (256, 0), (256, 0), (96, 0), (192, 128), (80, 48))
+FLOAT8_LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed")
+FLOAT8_LENGTHS: Final = (1, 2, 31, 63, 64, 65, 127, 128, 129, 190, 257, 384, 513)
 # Kernel numbers from here on are those of caches in pages.
 PAGED_FROM: Final = 100_000
 PAGED_SIZES: Final = (1, 2, 4, 8, 16, 16, 32, 64, 128, 256)
@@ -88,6 +94,8 @@ def draw(kernel: int, run: int) -> Case:
     """Case `run` of the kernel number `kernel`."""
     if kernel >= PAGED_FROM:
         return _draw_paged(np.random.default_rng(kernel), np.random.default_rng((kernel, run)))
+    if kernel >= FLOAT8_FROM:
+        return _draw_float8(np.random.default_rng(kernel), np.random.default_rng((kernel, run)))
     drawn, rng = _draw_kernel(np.random.default_rng(kernel)), np.random.default_rng((kernel, run))
     return _with_inputs(_draw_case(drawn, rng), rng)
 
@@ -248,6 +256,40 @@ def _draw_case(kernel: _Kernel, rng: np.random.Generator) -> Case:
         philox_offset=philox_offset if kernel.has_dropout else 0,
         seed=int(rng.integers(0, 2**31)),
     )
+
+
+def _draw_float8(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
+    """A forward of e4m3 operands. kernel: random numbers of what decides the machine code."""
+    dims, mask = _pick(kernel, FLOAT8_DIMS), str(_pick(kernel, MASKS))
+    is_grouped, is_ragged, has_used_keys = (bool(kernel.random() < share) for share in (0.4, 0.3, 0.4))
+    is_float16, layout = bool(kernel.random() < 0.25), str(_pick(kernel, FLOAT8_LAYOUTS))
+    group = int(_pick(rng, GROUPS)) if is_grouped else 1
+    heads = group * int(_pick(rng, (1, 2)))
+    queries, keys = (int(_pick(rng, FLOAT8_LENGTHS)) for _ in range(2))
+    sequences: tuple[SequenceLengths, ...] = ()
+    if is_ragged:
+        lengths = [(queries, keys), *((_some_length(rng), _some_length(rng)) for _ in range(int(rng.integers(1, 5))))]
+        sequences = tuple(
+            SequenceLengths(rows, columns, int(rng.integers(0, columns + 1)) if has_used_keys else None)
+            for rows, columns in lengths
+        )
+    spec = ProblemSpec(
+        FLOAT8,
+        int(dims[0]),
+        num_queries=queries,
+        num_keys=keys,
+        batch=int(_pick(rng, (1, 2, 3))),
+        num_heads=heads,
+        head_dim_value=int(dims[1]),
+        num_heads_key=heads // group,
+        mask=_mask_of_form(mask, rng),
+        sequences=sequences,
+        scale=float(_pick(rng, (0.0, 0.0, 0.1))) or None,
+        descale=str(_pick(rng, ("", "t", "h", "bh", "bh"))),
+        float16_output=is_float16,
+    )
+    case = Case("forward", spec, layout=layout, seed=int(rng.integers(0, 2**31)))
+    return case.replace(inputs=str(_pick(rng, INPUTS)))
 
 
 def _draw_paged(kernel: np.random.Generator, rng: np.random.Generator) -> Case:

@@ -13,24 +13,29 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
-from cutlass_py_attn.problem.tensors import OPERAND_BYTES
+from cutlass_py_attn.problem.tensors import OPERAND_BYTES, Tensor
+from cutlass_py_attn.runtime import params
+from cutlass_py_attn.runtime.arrays import numpy_dtype
+from cutlass_py_attn.testing.cases import Case
 from tests.support.gemm_emulator import DESCRIPTOR_WIDTHS, swizzle
 from tests.support.ptx_floats import FloatThreads
 from tests.support.ptx_threads import WARP, Array, as_type, bits_of
 
 SHARED = 4096  # start of the emulated shared memory, before the global arrays; a multiple of 1024
 WARPGROUP = 128
+GUARD = 512  # elements of NaN before and after every array
 NAN = 0x7FC00000
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
 _INLINE = re.compile(r"// begin inline asm(.*?)// end inline asm", re.DOTALL)
-_STATEMENT = re.compile(r"(?:@(?P<negated>!?)(?P<predicate>%\w+)\s+)?(?P<op>[a-z][\w.:]*)\s*(?P<operands>.*)$", re.DOTALL)
+_STATEMENT = re.compile(
+    r"(?:@(?P<negated>!?)(?P<predicate>%\w+)\s+)?(?P<op>[a-z][\w.:]*)\s*(?P<operands>.*)$", re.DOTALL
+)
 _IGNORED = ("fence", "setmaxnreg", "cvta", "wgmma.fence", "bar.warp.sync")
 
 
@@ -413,34 +418,52 @@ class EmulatedBlock(FloatThreads):
         return super().result(op, v)
 
 
-def run_plan(
-    plan: Plan, ptx: str, arrays: dict[str, Array], struct: Any, outputs: dict[str, Array], *, is_eager: bool, seed: int
+def emulate(
+    case: Case, plan: Plan, ptx: str, arrays: dict[str, Array], *, is_eager: bool, seed: int
 ) -> dict[str, Array]:
-    """Executes the single launch of a plan and returns its outputs.
+    """Executes the single launch of a forward's plan, and returns its outputs; NaN where nothing was written.
 
-    arrays: inputs by the name of their address field. struct: the values of the other fields.
-    outputs: arrays of the outputs' shapes, with what is in memory before the launch.
+    arrays: the inputs of the case. AssertionError if a byte outside of the outputs changed.
     """
+    problem = case.problem()
     (launch,) = plan.launches
     assert launch.cluster == 1
-    parts, addresses, end = [np.zeros(SHARED + plan.build.shared_memory_bytes, np.uint8)], {}, 0
-    parts[0][SHARED:] = np.random.default_rng(seed).integers(0, 256, plan.build.shared_memory_bytes)
-    end = parts[0].size
-    for name, array in {**arrays, **outputs}.items():
-        padding = -end % 256 + 256
-        addresses[name] = end + padding
-        parts += [np.zeros(padding, np.uint8), np.ascontiguousarray(array).reshape(-1).view(np.uint8)]
-        end += padding + parts[-1].size
+    logsumexp = Tensor.contiguous(problem.shape.logsumexp, "float32")
+    tensors = {**problem.tensors(), **problem.vectors(), "logsumexp": logsumexp}
+    random = np.random.default_rng(seed)
+    shared = random.integers(0, 256, SHARED + plan.build.shared_memory_bytes, np.uint8)
+    parts, addresses, end = [shared], dict[str, int](), shared.size
+    for name, tensor in tensors.items():
+        extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True) if size)
+        filler = np.nan if tensor.dtype in OPERAND_BYTES else -1
+        host = np.full(extent + 2 * GUARD, filler, numpy_dtype(tensor.dtype))
+        if name in arrays:
+            strided(host[GUARD:], tensor)[...] = arrays[name]
+        padding = np.zeros(-end % 256, np.uint8)
+        addresses[name] = end + padding.size + GUARD * host.itemsize
+        parts += [padding, host.view(np.uint8)]
+        end += padding.size + host.nbytes
     memory = np.concatenate(parts)
+    before = memory.copy()
     values = np.zeros(1, abi.numpy_struct(abi.fields_of(plan.build)))
-    for name, value in {**struct, **dict(plan.params), **addresses}.items():
+    for name, value in {**params.numbers(problem), **dict(plan.params), **addresses}.items():
         values[name] = value
     for block in range(launch.grid[0] * launch.grid[1]):
+        memory[SHARED : shared.size] = before[SHARED : shared.size]
         EmulatedBlock(
             ptx, block, launch, memory, values.view(np.uint8), addresses, plan.build.dtype, is_eager=is_eager, seed=seed
         ).run()
     found = {}
-    for name, array in outputs.items():
-        data = memory[addresses[name] : addresses[name] + array.nbytes]
-        found[name] = data.view(array.dtype).reshape(array.shape)
+    for name in ("output", "logsumexp"):
+        tensor = tensors[name]
+        views = [strided(data[addresses[name] :].view(numpy_dtype(tensor.dtype)), tensor) for data in (memory, before)]
+        found[name] = views[0].copy()
+        views[1][...] = views[0]
+    assert np.array_equal(memory[shared.size :], before[shared.size :]), "bytes outside of the outputs changed"
     return found
+
+
+def strided(data: Array, tensor: Tensor) -> Array:
+    """Returns the view of a tensor whose first element is that of `data`."""
+    strides = [step * data.itemsize for step in tensor.strides]
+    return np.lib.stride_tricks.as_strided(data, tensor.shape, strides)

@@ -7,9 +7,9 @@ batch and a key head or of more, says what a code of 1 is worth.
     weights   in the range of e4m3 (e4m3_softmax.py), rounded in registers
     values    two warps store each value tile transposed (value_transpose.py), because wgmma reads 8-bit operands
               K-major only; consumers read the transposed tile
-    output    the sum over a key tile has an accumulator of its own and is added in float32, together with the rescaling:
-              O = O factor + P V. Wide heads sum some columns after the others. The factor of value joins the
-              normalisation.
+    output    the sum over a key tile has an accumulator of its own and is added in float32, together with the
+              rescaling: O = O factor + P V. Wide heads sum some columns after the others. The factor of value joins
+              the normalisation.
 
     step        S(n - 1) = Q K^T, then P(n) V    softmax of S(n - 1), then O = O factor(n) + P(n) V
     in flight   key tile n - 2                   value tile n - 1, transposed, P(n) V

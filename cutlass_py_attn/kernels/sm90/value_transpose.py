@@ -84,7 +84,9 @@ class ValueTranspose:
         write_to = write_to + (matrix % 2 * 8 + row) * target.width
         key_vector = (first_key // VECTOR_BYTES + matrix // 2) ^ target.swizzle(row)
         value_swizzle = source.swizzle(row)
-        blocks = [(key, column) for key in range(0, self.keys, KEYS) for column in range(0, build.columns_value, COLUMNS)]
+        blocks = [
+            (key, column) for key in range(0, self.keys, KEYS) for column in range(0, build.columns_value, COLUMNS)
+        ]
         for first in range(0, len(blocks), AT_ONCE):
             turned = []
             for key, column in blocks[first : first + AT_ONCE]:
