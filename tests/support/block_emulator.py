@@ -80,6 +80,7 @@ class EmulatedBlock(FloatThreads):
         self.special["%warpid"] = np.arange(threads, dtype=np.uint64) // np.uint64(WARP)
         assert block < grid
         self.counters = np.zeros(threads, np.int64)
+        self.collective = np.array([op.startswith("wgmma") for _, _, op, _ in self.statements])
         self.waiting = np.zeros(threads // WARP, np.bool_)  # warps that sleep until a barrier changes
         self.mbarriers: dict[int, _Mbarrier] = {}
         self.named: dict[int, _NamedBarrier] = defaultdict(_NamedBarrier)
@@ -113,7 +114,7 @@ class EmulatedBlock(FloatThreads):
         """Executes until every thread has returned."""
         while (self.counters < len(self.statements)).any():
             lowest = self.counters.reshape(-1, WARP).min(axis=1)
-            ready = np.flatnonzero(~self.waiting & (lowest < len(self.statements)))
+            ready = np.flatnonzero(~self.waiting & (lowest < len(self.statements)) & self.together(lowest))
             if self.copies and (self.is_eager or not ready.size):
                 self.copies.popleft()()
                 continue
@@ -122,13 +123,21 @@ class EmulatedBlock(FloatThreads):
                 raise Deadlock([self.statements[place] for place in places])
             chosen = lowest[ready[self.random.integers(ready.size)]]
             for _ in range(64):  # a stretch of statements for the warps at one place
-                warps = ~self.waiting & (lowest == chosen)
+                warps = ~self.waiting & (lowest == chosen) & self.together(lowest)
                 active = np.repeat(warps, WARP) & (self.counters == chosen)
-                if not active.any() or chosen >= len(self.statements):
+                if chosen >= len(self.statements) or not active.any():
                     break
                 self.step(int(chosen), active)
                 lowest = self.counters.reshape(-1, WARP).min(axis=1)
                 chosen = lowest[np.flatnonzero(warps)[0]]
+
+    def together(self, lowest: Array) -> Array:
+        """Returns which warps may execute their statement: at a wgmma statement, when the whole warpgroup is there."""
+        places = np.minimum(lowest, len(self.statements) - 1)
+        collective = self.collective[places] & (lowest < len(self.statements))
+        groups = lowest.reshape(-1, WARPGROUP // WARP)
+        are_there = (groups == groups[:, :1]).all(axis=1) & ~self.waiting.reshape(groups.shape).any(axis=1)
+        return ~collective | np.repeat(are_there, WARPGROUP // WARP)
 
     def step(self, place: int, active: Array) -> None:
         """Executes one statement for the active threads."""
