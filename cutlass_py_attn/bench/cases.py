@@ -16,13 +16,13 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import ProblemSpec
-from cutlass_py_attn.problem.tensors import DIRECTIONS, ITEM_BYTES
+from cutlass_py_attn.problem.tensors import DIRECTIONS, FLOAT8, OPERAND_BYTES
 from cutlass_py_attn.suggestions import did_you_mean
 
 
 def directions(spec: ProblemSpec) -> tuple[str, ...]:
-    """The directions that are measured: forward alone for few queries against many keys."""
-    return ("forward",) if _is_decode(spec) or spec.page_size else DIRECTIONS
+    """The directions that are measured: forward alone for few queries against many keys, and for e4m3."""
+    return ("forward",) if _is_decode(spec) or spec.page_size or spec.dtype == FLOAT8 else DIRECTIONS
 
 
 def bytes_read_once(spec: ProblemSpec) -> int:
@@ -30,7 +30,7 @@ def bytes_read_once(spec: ProblemSpec) -> int:
     if not _is_decode(spec):
         return 0
     names = ("query", "key", "value", "output")
-    return sum(math.prod(spec.shape.of(name)) for name in names) * ITEM_BYTES[spec.dtype]
+    return sum(math.prod(spec.shape.of(name)) for name in names) * OPERAND_BYTES[spec.dtype]
 
 
 def _is_decode(spec: ProblemSpec) -> bool:
@@ -57,6 +57,12 @@ FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d512_s8192_b1_h16_full": "",
     "bf16_d512_s8192_b1_h16_causal": "",
     "f32_d256_s2048_b4_h8_full": "",
+    "e4m3_d64_s8192_b4_h32_full": "bf16_d64_s8192_b4_h32_full",
+    "e4m3_d64_s8192_b4_h32_causal": "bf16_d64_s8192_b4_h32_causal",
+    "e4m3_d128_s8192_b4_h16_full": "bf16_d128_s8192_b4_h16_full",
+    "e4m3_d128_s8192_b4_h16_causal": _CAUSAL,
+    "e4m3_d256_s8192_b4_h8_full": "bf16_d256_s8192_b4_h8_full",
+    "e4m3_d256_s8192_b4_h8_causal": "bf16_d256_s8192_b4_h8_causal",
     "bf16_d32_s8192_b4_h32_causal": "",
     "bf16_d96_s8192_b4_h16_full": "",
     "bf16_d96_s8192_b4_h16_causal": "",

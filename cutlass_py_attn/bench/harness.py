@@ -29,8 +29,9 @@ from cutlass_py_attn.bench import timing
 from cutlass_py_attn.bench.timing import SAMPLES, Timed, sm_clock_mhz
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
-from cutlass_py_attn.problem.tensors import Tensor
+from cutlass_py_attn.problem.tensors import FLOAT8, Tensor
 from cutlass_py_attn.runtime import arrays, driver, frameworks
 from cutlass_py_attn.runtime.launch import Bound, bind_problem
 
@@ -75,7 +76,7 @@ class Operands:
     """Every tensor of a case on the device, written once; peers read the same memory through DLPack."""
 
     def __init__(self, case: ProblemSpec, stream: int) -> None:
-        problem = case.problem("forward" if case.page_size else "backward")
+        problem = case.problem("forward" if case.page_size or case.dtype == FLOAT8 else "backward")
         self.arrays: dict[str, arrays.DeviceArray] = {}
         for name, tensor in {**problem.tensors(), **problem.vectors()}.items():
             self.arrays[name] = arrays.DeviceArray(*_storage(tensor), 0, stream)
@@ -86,6 +87,9 @@ class Operands:
                 count = min(RANDOM_ELEMENTS, math.prod(self.arrays[name].shape))
                 values = rng.standard_normal(count, np.float32)
                 self._write(name, values.astype(frameworks.numpy_dtype(self.arrays[name].dtype)), stream)
+        for name in SCALES:
+            if name in self.arrays:
+                self._write(name, np.ones(1, np.float32), stream)
         if case.alibi:
             heads = np.arange(1, case.shape.num_heads + 1, dtype=np.float32)
             self._write("alibi_slopes", np.exp2(-8 * heads / case.shape.num_heads), stream)

@@ -24,7 +24,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import path_objections, shown
-from cutlass_py_attn.problem.tensors import DIRECTIONS
+from cutlass_py_attn.problem.tensors import DIRECTIONS, FLOAT8, ITEM_BYTES
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.launch import Bound, bind
 
@@ -213,6 +213,12 @@ def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: 
     """Raises NotSupported with every objection to the arguments of an export."""
     reasons = [reason for problem in problems for reason in problem.reasons()]
     directions = [problem.direction for problem in problems]
+    if any(problem.dtype == FLOAT8 for problem in problems if not problem.reasons()):
+        allowed = ", ".join(ITEM_BYTES)
+        reasons.append(
+            f"query has dtype {FLOAT8}: bundles and libraries have {allowed}; export such a problem, or launch the "
+            "artifact of an e4m3 plan by `bind`"
+        )
     if not problems:
         reasons.append("problems is empty: must be a forward, a backward or one of each; pass one")
     if len(set(directions)) < len(directions) and not is_library:

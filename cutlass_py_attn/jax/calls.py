@@ -22,6 +22,7 @@ from cutlass_py_attn.jax.rows import Context
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.tensors import BMHK, OPERANDS, Tensor
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms import registry
@@ -166,8 +167,8 @@ def _joins_batch(call: Call, gradients: tuple[str, ...], batched: Mapping[str, b
     """Returns whether vmap's axis can join the batch axis.
 
     It cannot for variable lengths, which have no batch axis, for pages, whose pools have none, nor for sinks, seeds and
-    terms without a batch axis, which all batches share. A backward with dropout must draw the same numbers as its
-    forward, whose axis was joined exactly if its output is batched.
+    terms without a batch axis, which all batches share, nor for factors of e4m3 operands that differ. A backward with
+    dropout must draw the same numbers as its forward, whose axis was joined exactly if its output is batched.
     """
     if any(batched.get(term.name) and _term_rank(term) == 1 for term in call.score_terms):
         return False
@@ -175,6 +176,7 @@ def _joins_batch(call: Call, gradients: tuple[str, ...], batched: Mapping[str, b
         call.max_seqlens is not None
         or call.paged is not None
         or batched.get("sinks")
+        or any(batched.get(name) for name in SCALES)
         or "sinks" in gradients
         or batched.get(PHILOX)
     ):
@@ -198,6 +200,10 @@ def _join_batch(
 
     def join(name: str, array: Any) -> Any:
         per_batch = name in (*BMHK, "logsumexp", "grad_logsumexp") or (name == "bias" and "bias" in gradients)
+        if name in SCALES:
+            per_batch = array.ndim == 2
+            if not per_batch:
+                return array
         rank = ranks.get(name, 4)
         shape = array.shape[1:] if batched[name] else array.shape
         if not batched[name] and not per_batch and (len(shape) < rank or shape[0] == 1 or rank == 1):

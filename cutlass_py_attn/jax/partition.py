@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.score_terms import registry
 
 Arrays = dict[str, Any]
@@ -54,6 +55,9 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
         found = _AXES[role]
     elif role in vectors:
         found = tuple(vectors[role].axes_of(len(shape)))
+    elif role in SCALES:
+        of_heads = len(shape) == 2 or shape == (problem.shape.num_heads_key,)
+        found = (BATCH, HEADS_KEY)[-len(shape) :] if of_heads else tuple(f"{role}_{axis}" for axis in range(len(shape)))
     else:  # lengths of sequences, and where the random numbers start
         found = tuple(f"{role}_{axis}" for axis in range(len(shape)))
     if role == "bias":

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Final
 from cutlass_py_attn.plan import resources
 from cutlass_py_attn.plan.arch import Architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Buffer, Build
+from cutlass_py_attn.plan.sm90_e4m3 import part_columns
 from cutlass_py_attn.plan.smem_maps import STEPS
 from cutlass_py_attn.plan.split_d import blocks_per_tile
+from cutlass_py_attn.plan.variants import E4M3
+from cutlass_py_attn.score_terms import registry
 
 if TYPE_CHECKING:
     from cutlass_py_attn.plan.plan import Launch, Plan, Workspace
@@ -70,6 +73,10 @@ def _build_rows(build: Build) -> Iterator[tuple[str, str]]:
     yield "columns", _columns(build)
     yield "features", ", ".join(build.features) or "none"
     yield "access", _access(build)
+    if build.kind == "forward" and build.variant == E4M3:
+        yield "output", "float16" if build.has(registry.FLOAT16_OUTPUT) else "bfloat16"
+        columns = f"{part_columns(build)} of {build.columns_value} columns at a time"
+        yield "sums of O", f"each key tile apart, {columns}, added in float32"
     if build.kind == "backward":
         yield "gradients", ", ".join(build.gradients)
     if build.grad_bias_mode:

@@ -249,7 +249,7 @@ def _score_term_objections(problem: Problem) -> Iterator[str]:
 def _tensor_objections(problem: Problem) -> Iterator[str]:
     yield from quantization.dtype_objections(problem)
     for name, tensor in problem.tensors().items():
-        dtypes = OPERAND_BYTES if name in OPERANDS else ITEM_BYTES
+        dtypes = OPERAND_BYTES if name in OPERANDS and problem.dtype == FLOAT8 else ITEM_BYTES
         if tensor.dtype not in dtypes:
             yield f"{name} has dtype {tensor.dtype}: must be one of {', '.join(dtypes)}; cast it"
             continue

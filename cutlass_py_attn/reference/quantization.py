@@ -35,7 +35,7 @@ def factors_of(array: Array, granularity: str, num_heads_key: int, rows: Rows) -
     array: (batch, rows, heads, columns); its heads are a multiple of num_heads_key. Infinities count as float32's
         largest number, NaN as nothing.
     """
-    magnitudes = np.abs(array.astype(np.float32))
+    magnitudes: Array = np.abs(array.astype(np.float32))
     magnitudes = np.fmin(np.where(np.isnan(magnitudes), 0, magnitudes), np.finfo(np.float32).max)
     groups = magnitudes.reshape(*array.shape[:2], num_heads_key, -1)
     largest = np.zeros((len(rows), num_heads_key), np.float32)
