@@ -17,7 +17,6 @@ from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.quantization import output_dtype
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERANDS
 from cutlass_py_attn.reference import numpy_reference, paged, quantization
 from cutlass_py_attn.runtime import arrays, output_checks
@@ -43,7 +42,7 @@ def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
         output, logsumexp = paged.forward(query, key, value, table, **terms)
     else:
         output, logsumexp = numpy_reference.forward(query, key, value, **terms)
-    output = _into(options.out, output.astype(arrays.numpy_dtype(output_dtype(problem.dtype))))
+    output = _into(options.out, output.astype(arrays.numpy_dtype(problem.output.dtype)))
     return output, logsumexp.astype(np.float32)
 
 

@@ -13,21 +13,23 @@ from __future__ import annotations
 from typing import Final
 
 from cutlass_py_attn.plan.build import Buffer, Build
-from cutlass_py_attn.plan.sm90_smem import BARRIER_BYTES
+from cutlass_py_attn.plan.sm90_smem import BARRIER_BYTES, WARPGROUP_ROWS
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
 
 TRANSPOSING_WARPS: Final = 2
 FIRST_TRANSPOSING_WARP: Final = 2
 TILE_N: Final = (64, 128)  # keys of a tile: whole strips of transposed values
 ONE_PART_COLUMNS: Final = 128  # of O, up to which a key tile's sum has one accumulator
-# Columns of O in one accumulator of a key tile's sum in wider heads, by tile_m: blocks of 64 rows are for features that
-# leave few registers.
-PART_COLUMNS: Final = {64: 32, 128: 64}
+# Columns of O in one accumulator of a key tile's sum in wider heads. Blocks of 64 rows, for features that leave few
+# registers, have fewer.
+PART_COLUMNS, PART_COLUMNS_OF_FEW_ROWS = 64, 32
 
 
 def part_columns(build: Build) -> int:
     """Returns the columns of O whose sum over one key tile is in registers at once."""
-    return build.columns_value if build.columns_value <= ONE_PART_COLUMNS else PART_COLUMNS[build.tile_m]
+    if build.columns_value <= ONE_PART_COLUMNS:
+        return build.columns_value
+    return PART_COLUMNS_OF_FEW_ROWS if build.tile_m == WARPGROUP_ROWS else PART_COLUMNS
 
 
 def forward_map(build: Build) -> tuple[Buffer, ...]:

@@ -44,7 +44,7 @@ def dtype_objections(problem: Problem) -> Iterator[str]:
         tensor = getattr(problem, name)
         if tensor.dtype == FLOAT8 and problem.direction != "forward":
             yield f"{name} has dtype {FLOAT8}: must be one of {', '.join(ITEM_BYTES)} in a backward; dequantise it"
-    if problem.dtype == FLOAT8 and problem.output.dtype not in OUTPUT_DTYPES:
+    if problem.dtype == FLOAT8 and problem.output.dtype in {*ITEM_BYTES} - {*OUTPUT_DTYPES}:
         allowed = " or ".join(OUTPUT_DTYPES)
         yield f"output has dtype {problem.output.dtype}: must be {allowed} for {FLOAT8} operands; pass such an array"
 

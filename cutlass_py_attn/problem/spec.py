@@ -52,7 +52,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.paging import Pages
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.quantization import SCALES
+from cutlass_py_attn.problem.quantization import SCALES, output_dtype
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_NAMES, Sequences, Shape, Tensor
 
 GRAMMAR: Final = (__doc__ or "").partition("\n\n")[2]
@@ -337,7 +337,8 @@ class ProblemSpec:
         pool = Shape(count, self.page_size, self.page_size, self.num_heads, *dims, self.num_heads_key)
         tokens = (self.num_tokens[0] + unused_queries, 0) if self.has_ragged_queries else None
         rows = dataclasses.replace(shape, tokens=tokens)
-        query, output = (Tensor.contiguous(rows.of(name), self.dtype) for name in ("query", "output"))
+        query = Tensor.contiguous(rows.of("query"), self.dtype)
+        output = Tensor.contiguous(rows.of("output"), output_dtype(self.dtype))
         key, value = (Tensor.contiguous(pool.of(name), self.dtype) for name in ("key", "value"))
         table = Tensor.contiguous((self.batch, self.max_pages), "int32")
         is_ragged = self.has_ragged_queries
