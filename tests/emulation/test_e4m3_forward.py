@@ -12,10 +12,10 @@ from tests.support.block_emulator import emulate
 from tests.support.gemm_emulator import compiled
 
 NUM_SMS = 1  # so that a block computes several work tiles
-# All of one kernel, with two query tiles and two key tiles: (case, whether what is asynchronous ends at once).
+# All of one kernel, with two heads, each of a query tile and two key tiles, and whether asynchronous work ends at once.
 RUNS = (
-    ("forward e4m3_d64_q200_s210_b1_h1_causal_descalebh seed=2", False),
-    ("forward e4m3_d64_q200_s210_b1_h1_causal_scale0.3 inputs=zero_scores layout=padded", True),
+    ("forward e4m3_d64_q100_s140_b1_h2_causal_br_descalebh seed=2", False),
+    ("forward e4m3_d64_q100_s140_b1_h2_causal_br_scale0.3 inputs=zero_scores layout=padded", True),
 )
 
 

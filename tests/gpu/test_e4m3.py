@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,9 @@ def distance(found: Any, truth: Any) -> float:
 @pytest.mark.parametrize("mask", [Full(), Causal(), Window(4096, 0)], ids=["full", "causal", "window"])
 @pytest.mark.parametrize("length", [8192, 131072])
 @pytest.mark.parametrize("inputs", ["gaussian", "one sign", "outliers", "needle"])
-def test_long_rows(inputs: str, length: int, mask: Any, kernels: Kernels) -> None:
+def test_long_rows(
+    inputs: str, length: int, mask: Any, kernels: Kernels, record_property: Callable[[str, float], None]
+) -> None:
     """Sums of one sign show what the 14 bits of an accumulator would lose; a needle has most of a row's weight."""
     rng = np.random.default_rng(length)
     shape = 1, length, 1, HEAD_DIM
@@ -86,5 +89,6 @@ def test_long_rows(inputs: str, length: int, mask: Any, kernels: Kernels) -> Non
     scale, found = 1 / math.sqrt(HEAD_DIM), output[0, rows, 0].astype(np.float64)
     of_codes = distance(found, sampled_rows(values, rows, scale, mask))
     of_operands = distance(found, sampled_rows(arrays, rows, scale, mask))
-    print(f"{inputs} {length}: {of_codes:.1e} of the codes, {of_operands:.1e} of the operands")
+    record_property("error of the codes", of_codes)
+    record_property("error of the operands", of_operands)
     assert of_codes <= (OF_ONE_SIGN if inputs == "one sign" else OF_CODES)
