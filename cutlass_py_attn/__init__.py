@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.api.dropout_mask import dropout_mask
     from cutlass_py_attn.api.options import AttentionOptions, BackwardOptions, ForwardOptions, VariableLength
     from cutlass_py_attn.api.paged import Paged
+    from cutlass_py_attn.api.quantization import quantize_e4m3
     from cutlass_py_attn.api.results import Gradients
     from cutlass_py_attn.api.serving import append_to_cache, merge_states
     from cutlass_py_attn.artifact import Artifact, Folder

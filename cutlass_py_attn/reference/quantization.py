@@ -50,7 +50,7 @@ def factors_of(array: Array, granularity: str, num_heads_key: int, rows: Rows) -
 
 def quantise(array: Array, factors: Array | None, rows: Rows) -> Array:
     """Returns the e4m3 codes of array / factors, saturated; None for factors of 1."""
-    numbers = array.astype(np.float32)
+    numbers: Array = array.astype(np.float32)
     if factors is not None:
         numbers = numbers / _spread(factors, array.shape, rows).astype(np.float32)
     return e4m3_codes(numbers).view(ml_dtypes.float8_e4m3fn)
