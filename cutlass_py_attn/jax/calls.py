@@ -195,7 +195,7 @@ def _join_batch(
 ) -> tuple[Arrays, int]:
     """Returns the operands with vmap's axis joined to the batch axis, and the batch size without it."""
     batch = operands["query"].shape[1 if batched["query"] else 0]
-    ranks = {"alibi_slopes": 2, "sinks": 1, PHILOX: 1, "logsumexp": 3, "grad_logsumexp": 3}
+    ranks = {"alibi_slopes": 2, "sinks": 1, PHILOX: 1, "logsumexp": 3, "grad_logsumexp": 3, **dict.fromkeys(SCALES, 2)}
     ranks |= {term.name: _term_rank(term) for term in call.score_terms}
 
     def join(name: str, array: Any) -> Any:
