@@ -247,3 +247,16 @@ def test_the_listing_has_both_families(monkeypatch: pytest.MonkeyPatch, capsys: 
     (name, last) = capsys.readouterr().out.splitlines()
     assert name.startswith("sm_90a/fwd_sm90_bf16_d64_causal")
     assert last == "1 kernel: 1 sm90"
+
+
+def test_the_numbers_of_e4m3_draw_enough_problems_of_every_kind() -> None:
+    """A default run has at least 300 of them, all forwards that a kernel takes."""
+    drawn = list(random_cases.cases(range(random_cases.FLOAT8_FROM, random_cases.FLOAT8_FROM + fuzz.FLOAT8), 25))
+    assert len(drawn) >= 300
+    assert {case.spec.dtype for case in drawn} == {"float8_e4m3fn"}
+    assert {case.spec.descale for case in drawn} == {"", "t", "h", "bh"}
+    assert {case.spec.head_dim for case in drawn} >= {64, 128, 256}
+    assert {case.spec.mask.form for case in drawn} == {"full", "causal", "local"}
+    assert {bool(case.spec.sequences) for case in drawn} == {True, False}
+    assert all(case.needs_kernels for case in drawn)
+    assert all(Case.parse(case.line) == case for case in drawn[::20])

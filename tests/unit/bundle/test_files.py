@@ -15,7 +15,7 @@ import ml_dtypes
 import pytest
 from click.testing import CliRunner, Result
 
-from cutlass_py_attn import export_bundle, load_bundle
+from cutlass_py_attn import export_bundle, export_library, load_bundle
 from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bundle import header
@@ -29,6 +29,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import FUNCTIONS
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.serialize import to_json
+from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.runtime import driver
 from tests.support import crafted_json, fakes
@@ -180,6 +181,13 @@ def test_every_objection_at_once(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == {"notes.txt": b"mine"}
     with pytest.raises(NotSupported, match=r"problems is empty.*\narchs is empty"):
         export_bundle(tmp_path / "new", (), (), kernels=fakes.artifact)
+
+
+def test_e4m3_operands_are_refused(tmp_path: Path) -> None:
+    problem = parse("e4m3_d64_s200_b1_h1_causal").problem("forward")
+    for exported in (export_bundle, export_library):
+        with pytest.raises(NotSupported, match="query has dtype float8_e4m3fn: bundles and libraries have float16"):
+            exported(tmp_path / "new", (problem,), ("sm_90a",), kernels=fakes.artifact)
 
 
 @pytest.mark.parametrize("case", ["bf16_d64_s200_b70000_h1_causal", "bf16_d64_s200_b0_h1_causal"])
