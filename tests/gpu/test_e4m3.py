@@ -11,7 +11,7 @@ import pytest
 
 from cutlass_py_attn import Causal, Full, Window, attention_forward, quantize_e4m3
 from cutlass_py_attn.reference import quantization
-from cutlass_py_attn.testing import guarded_check, random_cases
+from cutlass_py_attn.testing import guarded_check, suite
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, same_bits
 from cutlass_py_attn.testing.device_memory import guarded_launch
@@ -22,29 +22,21 @@ OF_CODES = 4e-2
 OF_ONE_SIGN = 3e-3  # rounding errors of the weights cancel in a long sum; what an accumulator cuts off does not
 
 
-@pytest.mark.parametrize("kernel", range(random_cases.FLOAT8_FROM, random_cases.FLOAT8_FROM + 6))
-def test_random_problems(kernel: int, kernels: Kernels) -> None:
+@pytest.mark.parametrize("case", suite.e4m3_cases()[-suite.E4M3_KERNELS * suite.E4M3_RUNS :], ids=lambda it: it.line)
+def test_random_problems(case: Case, kernels: Kernels) -> None:
     """Within the allowance, and with the same bits in three launches."""
-    for run in range(4):
-        case = random_cases.draw(kernel, run)
-        if not case.needs_kernels:
-            continue
-        expected = guarded_check.expect(case)
-        with guarded_launch(case.problem(), expected.arrays, kernels) as guarded:
-            found, *others = (guarded.run() for _ in range(3))
-        assert all(same_bits(found[name], other[name]) for other in others for name in found), case.line
-        ratios = guarded_check.ratios(case, expected, found)
-        assert all(ratio <= 1 for ratio in ratios.values()), (ratios, case.line)
+    expected = guarded_check.expect(case)
+    with guarded_launch(case.problem(), expected.arrays, kernels) as guarded:
+        found, *others = (guarded.run() for _ in range(3))
+    assert all(same_bits(found[name], other[name]) for other in others for name in found)
+    ratios = guarded_check.ratios(case, expected, found)
+    assert all(ratio <= 1 for ratio in ratios.values()), ratios
 
 
-@pytest.mark.parametrize("line", [
-    "forward e4m3_d128_s700_b1_h2_causal inputs=zero_scores",
-    "forward e4m3_d256_s300_b1_h2_full inputs=one_key",
-    "forward e4m3_d64_s513_b2_h4k2_window_left70_right9_descalebh inputs=equal_keys",
-])  # fmt: skip
-def test_equal_weights_are_exact(line: str, kernels: Kernels) -> None:
-    """Every weight that counts is the largest code, so that only the rounding of the output remains."""
-    guarded_check.check_case(Case.parse(line), guarded_check.expect(Case.parse(line)), kernels)
+@pytest.mark.parametrize("case", suite.E4M3_EXACT, ids=lambda it: it.line)
+def test_equal_weights_are_exact(case: Case, kernels: Kernels) -> None:
+    """Only the rounding of the output remains."""
+    guarded_check.check_case(case, guarded_check.expect(case), kernels)
 
 
 def sampled_rows(arrays: dict[str, Any], rows: Any, scale: float, mask: Any) -> Any:
