@@ -16,23 +16,22 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import ProblemSpec
-from cutlass_py_attn.problem.tensors import DIRECTIONS, E4M3_BYTES, ITEM_BYTES
+from cutlass_py_attn.problem.tensors import DIRECTIONS, OPERAND_BYTES
 from cutlass_py_attn.suggestions import did_you_mean
 
 
 def directions(spec: ProblemSpec) -> tuple[str, ...]:
-    """The directions that are measured: forward alone for few queries against many keys."""
-    return ("forward",) if _is_decode(spec) or spec.page_size or spec.kv8 else DIRECTIONS
+    """The directions that are measured: forward alone for few queries against many keys, and for e4m3 codes."""
+    return ("forward",) if _is_decode(spec) or spec.page_size or spec.has_codes else DIRECTIONS
 
 
 def bytes_read_once(spec: ProblemSpec) -> int:
     """Bytes of query, key, value and output in a forward of few queries, whose time they decide; 0 for other cases."""
     if not _is_decode(spec):
         return 0
-    items = dict.fromkeys(("query", "key", "value", "output"), ITEM_BYTES[spec.dtype])
-    if spec.kv8:
-        items |= {"key": E4M3_BYTES, "value": E4M3_BYTES}
-    return sum(math.prod(spec.shape.of(name)) * size for name, size in items.items())
+    problem = spec.problem("forward")
+    dtypes = {name: getattr(problem, name).dtype for name in ("query", "key", "value", "output")}
+    return sum(math.prod(spec.shape.of(name)) * OPERAND_BYTES[dtype] for name, dtype in dtypes.items())
 
 
 def _is_decode(spec: ProblemSpec) -> bool:
@@ -59,6 +58,12 @@ FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d512_s8192_b1_h16_full": "",
     "bf16_d512_s8192_b1_h16_causal": "",
     "f32_d256_s2048_b4_h8_full": "",
+    "e4m3_d64_s8192_b4_h32_full": "bf16_d64_s8192_b4_h32_full",
+    "e4m3_d64_s8192_b4_h32_causal": "bf16_d64_s8192_b4_h32_causal",
+    "e4m3_d128_s8192_b4_h16_full": "bf16_d128_s8192_b4_h16_full",
+    "e4m3_d128_s8192_b4_h16_causal": _CAUSAL,
+    "e4m3_d256_s8192_b4_h8_full": "bf16_d256_s8192_b4_h8_full",
+    "e4m3_d256_s8192_b4_h8_causal": "bf16_d256_s8192_b4_h8_causal",
     "bf16_d32_s8192_b4_h32_causal": "",
     "bf16_d96_s8192_b4_h16_full": "",
     "bf16_d96_s8192_b4_h16_causal": "",

@@ -29,13 +29,14 @@ from cutlass_py_attn.bench import timing
 from cutlass_py_attn.bench.timing import SAMPLES, Timed, sm_clock_mhz
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
-from cutlass_py_attn.problem.tensors import SCALES, Tensor
+from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import arrays, driver, frameworks
 from cutlass_py_attn.runtime.launch import Bound, bind_problem
 
 RANDOM_ELEMENTS: Final = 1 << 20  # the inputs repeat this many random values; other values take the same time
-CODE_SCALE: Final = 1.0  # of keys and values of 8-bit floats
+CODE_SCALE: Final = 1.0  # of every e4m3 code
 RANDOM_INPUTS: Final = ("query", "key", "value", "grad_output", "bias", "sinks")
 SUSTAINED: Final = "measure after half a second of replays, at the clock to which their power lowers the GPU"
 PHILOX: Final = {"philox_seed": 1, "philox_offset": 0}
@@ -76,7 +77,7 @@ class Operands:
     """Every tensor of a case on the device, written once; peers read the same memory through DLPack."""
 
     def __init__(self, case: ProblemSpec, stream: int) -> None:
-        problem = case.problem("forward" if case.page_size or case.kv8 else "backward")
+        problem = case.problem("forward" if case.page_size or case.has_codes else "backward")
         self.arrays: dict[str, arrays.DeviceArray] = {}
         for name, tensor in {**problem.tensors(), **problem.vectors()}.items():
             self.arrays[name] = arrays.DeviceArray(*_storage(tensor), 0, stream)

@@ -23,8 +23,9 @@ from cutlass_py_attn.plan.arch import architecture, runs_on
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import path_objections, shown
-from cutlass_py_attn.problem.tensors import DIRECTIONS
+from cutlass_py_attn.problem.tensors import DIRECTIONS, FLOAT8
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.launch import Bound, bind
 
@@ -67,7 +68,7 @@ def export_library(
     pkg-config file and a Rust crate that build them; and what a bundle holds: <arch>/<symbol>.cubin, .ptx and .json,
     and manifest.json. The functions of the library have the prefix `name`, and choose among the kernels for each call.
     Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term and
-    for key and value of 8-bit floats, which the fixed struct of a library's calls has no fields for.
+    for operands of e4m3 codes, which the fixed struct of a library's calls has no fields for.
     """
     return _export(folder, problems, archs, name, kernels, is_library=True)
 
@@ -235,18 +236,17 @@ def _check(path: Path, problems: Sequence[Problem], archs: Sequence[str], name: 
 
 
 def _term_objections(problems: Sequence[Problem]) -> Iterator[str]:
-    """Yields why a library's calls cannot pass the score terms, or the scales of 8-bit floats, of a problem."""
+    """Yields why a library's calls cannot pass the score terms, or the scales of e4m3 codes, of a problem."""
     found = {name for problem in problems if not problem.reasons() for name, _ in problem.score_terms}
     for name in sorted(found):
         yield (
             f"score term {name!r}: is registered, and the struct of a library's calls has fields of built-in terms "
             "alone; export a bundle of this problem with export_bundle"
         )
-    dtypes = {problem.key.dtype for problem in problems if not problem.reasons() and problem.has_e4m3_cache}
-    for dtype in sorted(dtypes):
+    if any(has_codes(problem) for problem in problems if not problem.reasons()):
         yield (
-            f"key and value of {dtype} with a query of 16 bits: the struct of a library's calls has no scales; export "
-            "a bundle of this problem with export_bundle"
+            f"operands of {FLOAT8}: the struct of a library's calls has no scales; export a bundle of this problem "
+            "with export_bundle"
         )
 
 

@@ -9,7 +9,8 @@ from cutlass_py_attn.plan import abi, launch_rules
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.preconditions import EDGES
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, SCALES, Tensor
+from cutlass_py_attn.problem.quantization import BATCH_HEAD, HEAD, ROW, SCALES, TENSOR, granularity
+from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, Tensor
 from cutlass_py_attn.runtime import params
 from cutlass_py_attn.score_terms import registry
 
@@ -74,8 +75,7 @@ _VECTORS: Final = {
     "cu_seqlens_k": "where the keys of each sequence start; the last entry is where they end",
     "seqused_k": "keys that each sequence uses",
     "page_table": "pages of each sequence in the order of its keys",
-    "key_scale": "float32 factors of key's codes",
-    "value_scale": "float32 factors of value's codes",
+    **{name: f"scales of {name.removesuffix('_scale')}'s e4m3 codes" for name in SCALES},
     "page_indptr": "where the entries of each sequence in page_table start; the last entry is where they end",
     "philox_seed": "key of the random numbers, in device memory",
     "philox_offset": "index of the first random word, in device memory",
@@ -190,14 +190,17 @@ def _vector(problem: Problem, name: str, tensor: Tensor) -> Pointer:
 
 
 def _scale_axes(problem: Problem, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the shape of a scale of 8-bit floats, and the names of the inputs that are its strides; "1" for one."""
-    scale = getattr(problem, name)
-    if scale.shape in ((), (1,)):
+    """Returns the shape of a scale of e4m3 codes, and the names of the inputs that are its strides; "1" for one."""
+    grain = granularity(problem.scales[name])
+    if grain == TENSOR:
         return ("1",), ("1",)
-    by_row = launch_rules.shape(problem, "key")[:-1]
-    sizes = {1: ("num_heads_key",), 2: ("batch", "num_heads_key"), 3: by_row}[len(scale.shape)]
-    first = launch_rules.batch_axis(problem, "key") if len(sizes) == 3 else "batch"
-    axes = (first, "row", "head") if len(sizes) == 3 else (first, "head")[-len(sizes) :]
+    first = launch_rules.batch_axis(problem, "key") if grain == ROW else "batch"
+    sizes = {
+        HEAD: ("num_heads_key",),
+        BATCH_HEAD: ("batch", "num_heads_key"),
+        ROW: launch_rules.shape(problem, "key")[:-1],
+    }[grain]
+    axes = (first, "row", "head") if grain == ROW else ("batch", "head")[-len(sizes) :]
     return sizes, tuple(f"{name}_{axis}" for axis in axes)
 
 

@@ -24,8 +24,8 @@ from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.spec import GRADIENTS, KV8, KV8_BY_ROW, ProblemSpec, SequenceLengths
-from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.problem.spec import GRADIENTS, ProblemSpec, SequenceLengths
+from cutlass_py_attn.problem.tensors import OPERAND_NAMES, ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.suggestions import did_you_mean
 
@@ -37,13 +37,14 @@ _PAGE_SIZE = 16
 _SHORT_LENGTH = 128  # the plans of which have every tile, those for short sequences included
 _DROPOUT_P, _SOFTCAP = 0.5, 1.0
 
+_OPERANDS = {short: name for name, short in OPERAND_NAMES.items()}
 _FAMILY_DTYPE = rf"(?P<family>[a-z0-9]+)_(?P<dtype>{'|'.join(DTYPES)})"
 _TILE = r"(?:_(?P<tile_m>\d+)x(?P<tile_n>\d+))?"
 _VARIANTS = sorted({it.name for it in VARIANTS.values() if it.name})
 _DIMS = r"d(?P<dim>\d+)(?:v(?P<dim_value>\d+))?"
 # FEATURES stands for the layouts and the score terms, of which a user may register more.
 _FUSED = (
-    rf"(?P<kind>fwd|bwd)_{_FAMILY_DTYPE}_{_DIMS}_(?P<mask>{'|'.join(MASKS)})(?P<features>(?:_(?:FEATURES))*)"
+    rf"(?P<kind>fwd|bwd)_(?P<family>[a-z0-9]+)_(?P<dtype>{'|'.join(_OPERANDS)})_{_DIMS}_(?P<mask>{'|'.join(MASKS)})(?P<features>(?:_(?:FEATURES))*)"
     r"(?:_to_(?P<gradients>[qkvbs]+))?(?:_a(?P<access>\d+))?(?:_ba(?P<bias>\d+))?(?:_ga(?P<grad_bias>\d+))?"
     rf"(?:_sum_(?P<summed>none|[bhqk]+))?(?P<det>_det)?(?:_(?P<variant>{'|'.join(_VARIANTS)}))?{_TILE}"
 )
@@ -172,7 +173,7 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         sequences = (*sequences, SequenceLengths(queries - 1, keys))
     gradients = found["gradients"] or "qkv"
     return ProblemSpec(
-        DTYPES[found["dtype"]],
+        _OPERANDS[found["dtype"]],
         int(found["dim"]),
         num_queries=queries,
         num_keys=keys,
@@ -191,7 +192,9 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         sinks=has("sinks"),
         deterministic=found["det"] is not None,
         page_size=_PAGE_SIZE if has(registry.PAGED) else 0,
-        kv8=KV8_BY_ROW if has(registry.KV8_ROW) else KV8 if has(registry.KV8) else "",
+        e4m3_cache=has(registry.KV8),
+        descale="row" if has(registry.KV8_ROW) else "",
+        float16_output=has(registry.FLOAT16_OUTPUT),
     )
 
 

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import SCALES
+from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.score_terms import registry
 
 Arrays = dict[str, Any]
@@ -69,7 +69,7 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
 
 
 def _axes_of_scale(role: str, shape: tuple[int, ...], problem: Problem) -> Axes:
-    """Returns the axes of a scale of 8-bit floats; that of all heads, and an axis of size 1, is not split."""
+    """Returns the axes of a scale of e4m3 codes; that of all heads, and an axis of size 1, is not split."""
     axes: Axes = {1: (HEADS_KEY,), 2: (BATCH, HEADS_KEY), 3: (BATCH, "num_keys", HEADS_KEY)}.get(len(shape), ())
     if len(axes) == 3 and problem.pages is not None:
         axes = ("pages", "page_rows", HEADS_KEY)

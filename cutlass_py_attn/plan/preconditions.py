@@ -29,7 +29,7 @@ from cutlass_py_attn.plan.variants import PERSISTENT
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, item_bytes
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, OPERAND_BYTES
 from cutlass_py_attn.problem.validation import LARGEST_SOFTCAP, MAX_LENGTH, MAX_RATIO, MAX_SCALE
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.softcap import MIN_SOFTCAP
@@ -145,7 +145,7 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
     for name, tensor in problem.tensors().items():
         if name not in BMHK:
             continue
-        unit = build.vector_bytes // item_bytes(tensor.dtype)
+        unit = build.vector_bytes // OPERAND_BYTES[tensor.dtype]
         axes = batch_axis(problem, name), "row", "head"
         for axis, size in zip(axes, shape(problem, name), strict=False):
             stride = f"{name}_{axis}"

@@ -26,9 +26,18 @@ from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.plan.tiles import splits_score_rows
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS, WIDE
+from cutlass_py_attn.plan.variants import E4M3, MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS, WIDE
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
+from cutlass_py_attn.problem.tensors import (
+    BIASES,
+    F32_BYTES,
+    FLOAT8,
+    ITEM_BYTES,
+    OPERANDS,
+    ROW_ALIGNMENT_BYTES,
+    Shape,
+    Tensor,
+)
 from cutlass_py_attn.score_terms import registry
 
 # Variant per_head: bytes of Q, dO and dQ sums that all blocks read at a time, which the L2 cache should hold, and how
@@ -58,9 +67,10 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     else:
         is_wide = not backward and max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM
         variant = TWO_CTA if is_2cta else WIDE if is_wide else STANDARD
+        variant = E4M3 if problem.dtype == FLOAT8 else variant
         features = VARIANTS[problem.direction, "sm90", variant].features
     missing = [name for name in problem.features if name not in features]
-    widest = SM90_MAX_HEAD_DIM if backward else WIDE_MAX_HEAD_DIM
+    widest = SM90_MAX_HEAD_DIM if backward or problem.dtype == FLOAT8 else WIDE_MAX_HEAD_DIM
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
@@ -342,7 +352,8 @@ def reason(build: Build) -> str:
         )
     elif build.kind == "forward":
         how = "two blocks of a cluster load keys and values for both: " if build.variant == MULTICAST else ""
-        roles = f"{how}{computing} S and O, one warp loads"
+        loading = "one warp loads, two transpose values" if build.variant == E4M3 else "one warp loads"
+        roles = f"{how}{computing} S and O, {loading}"
     elif build.variant == TWO_CTA:
         roles = "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
     else:
@@ -370,5 +381,5 @@ def tensor_map_box(build: Build, name: str, rank: int, page_size: int | None) ->
     rows, columns = tma_tiles(build)[field]
     if page_size is not None and field != "query":
         rows = min(page_size, most_box_rows(build))
-    swizzle = swizzle_bytes(columns)
-    return (swizzle // 2, rows, *([1] * (rank - 2))), swizzle
+    swizzle = swizzle_bytes(columns, build.item_bytes)
+    return (swizzle // build.item_bytes, rows, *([1] * (rank - 2))), swizzle

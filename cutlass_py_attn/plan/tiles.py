@@ -15,9 +15,9 @@ from dataclasses import replace
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, PERSISTENT, QUERY_HEADS, SPLIT_D, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import E4M3, MULTICAST, PER_HEAD, PERSISTENT, QUERY_HEADS, SPLIT_D, TWO_CTA, WIDE
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.problem.tensors import FLOAT8, Shape
 from cutlass_py_attn.score_terms import registry
 
 _Table = Mapping[int, tuple[TileConfig, ...]]  # by the widest head dim that the tiles serve
@@ -170,6 +170,17 @@ _SM90_FORWARD_LOCAL: _Table = {
 }
 # By the wider head dim.
 _SM90_FORWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (TileConfig(64, 64, 12, 2, variant=WIDE),)}
+# The later tiles are for features that leave the first too few registers.
+_SM90_FORWARD_E4M3: _Table = {
+    64: (TileConfig(192, 128, 16, 2, variant=E4M3), TileConfig(128, 128, 12, 2, variant=E4M3)),
+    192: (TileConfig(128, 128, 12, 2, variant=E4M3), TileConfig(128, 64, 12, 2, variant=E4M3)),
+    256: (TileConfig(128, 64, 12, 2, variant=E4M3), TileConfig(64, 64, 8, 2, variant=E4M3)),
+}
+_SM90_FORWARD_E4M3_LOCAL: _Table = {
+    64: (TileConfig(128, 128, 12, 2, variant=E4M3), TileConfig(128, 64, 12, 2, variant=E4M3)),
+    192: (TileConfig(128, 64, 12, 2, variant=E4M3), TileConfig(64, 64, 8, 2, variant=E4M3)),
+    256: _SM90_FORWARD_E4M3[256],
+}
 _SM90_BACKWARD: _Table = {
     64: (
         TileConfig(64, 64, 12, 4, 3),
@@ -216,6 +227,8 @@ SM90: dict[str, _Table] = {
     "forward score_mod": _SM90_FORWARD_SCORE_MOD,
     "forward local": _SM90_FORWARD_LOCAL,
     "forward wide": _SM90_FORWARD_WIDE,
+    "forward e4m3": _SM90_FORWARD_E4M3,
+    "forward e4m3 local": _SM90_FORWARD_E4M3_LOCAL,
     "backward": _SM90_BACKWARD,
     "backward masked": _SM90_BACKWARD_MASKED,
     "backward score_rows": _SM90_BACKWARD_SCORE_ROWS,
@@ -266,7 +279,7 @@ _PERSISTENT: dict[bool, dict[int, _Table]] = {
     False: {16: _PERSISTENT_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
     True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
 }
-# With keys and values of 8-bit floats: a warp has 32 keys, whose conversions hide each other's latency.
+# With an e4m3 cache: a warp has 32 keys, whose conversions hide each other's latency.
 _KV8_16: _Table = {
     64: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2)),
     128: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 3)),
@@ -309,6 +322,9 @@ def table_key(problem: Problem) -> tuple[str, int]:
         is_masked = problem.mask.form != "full" or "dropout" in problem.features
         name, served = "backward masked" if is_masked else "backward", _accumulator_head_dim(problem)
         name = "backward score_rows" if splits_score_rows(problem.shape) else name
+    elif problem.dtype == FLOAT8:
+        name = "forward e4m3 local" if problem.mask.form == "local" else "forward e4m3"
+        served = problem.shape.head_dim_value
     elif (widest := max(problem.shape.head_dim, problem.shape.head_dim_value)) > SM90_MAX_HEAD_DIM:
         name, served = "forward wide", widest
     elif any(term.needs_registers_sm90 for term in registry.present(problem)):

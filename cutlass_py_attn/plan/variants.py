@@ -109,6 +109,14 @@ _ALL: Final = (
         cluster=CLUSTER,
     ),
     Variant(
+        "forward",
+        "sm90",
+        E4M3,
+        "sm90.e4m3_forward",
+        "persistent blocks over query tiles of 8-bit operands; two warps transpose every value tile",
+        layouts=(*registry.LAYOUTS, registry.FLOAT16_OUTPUT),
+    ),
+    Variant(
         "backward",
         "sm90",
         STANDARD,

@@ -21,11 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import spec as specs
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths
-from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape
+from cutlass_py_attn.problem.tensors import DIRECTIONS, FLOAT8, Shape
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.reference.score_mod import SeqlenInfo
 from cutlass_py_attn.score_terms.dropout import Dropout, keeper
@@ -116,7 +117,7 @@ class Case:
         unused = UNUSED_TOKENS if self.spec.has_ragged_queries else (0, 0)
         problem = self.spec.problem(self.direction, unused_tokens=unused)
         place = layouts.LAYOUTS[self.layout]
-        names = [name for name in problem.tensors() if name not in ("bias", "grad_bias")]
+        names = (name for name in problem.tensors() if name not in ("bias", "grad_bias"))
         changes: dict[str, Any] = {name: place(getattr(problem, name)) for name in names}
         if problem.bias is not None:
             bias = layouts.bias_tensor(self.spec, self.bias_layout)
@@ -142,11 +143,12 @@ class Case:
         rng = np.random.default_rng(self.seed)
         problem = self.problem()
         if problem.pages is not None:
-            found = self._paged_arrays(problem, rng) | self.feature_arrays(problem, rng)
+            found = self._paged_arrays(problem, rng)
         else:
             operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.spec.mask, rng, self.sequences)
-            found = dict(zip(inputs.NAMES, operands, strict=True)) | self.feature_arrays(problem, rng)
-        return found | e4m3_inputs.codes(problem, found) if problem.has_e4m3_cache else found
+            found = dict(zip(inputs.NAMES, operands, strict=True))
+        found |= self.feature_arrays(problem, rng)
+        return found | e4m3_inputs.codes(problem, found)
 
     def _paged_arrays(self, problem: Problem, rng: np.random.Generator) -> dict[str, Array]:
         """Queries, pools and tables: the inputs of packed sequences, with their keys and values put into pages."""
@@ -225,8 +227,13 @@ class Case:
 
 
 def builds_of(cases: Iterable[Case], arch: str = ARCH) -> list[tuple[Build, ...]]:
-    """Every kernel that the cases need, once; each with the kernels to fall back to if ptxas spills."""
-    return list(dict.fromkeys(planner.builds(each.problem(), arch) for each in cases))
+    """Every kernel that the cases need, once; each with the kernels to fall back to if ptxas spills.
+
+    No kernel of a target without wgmma multiplies e4m3 operands.
+    """
+    has_float8 = architecture(arch).has_wgmma
+    found = (each for each in cases if has_float8 or each.spec.dtype != FLOAT8)
+    return list(dict.fromkeys(planner.builds(each.problem(), arch) for each in found))
 
 
 def _used_keys(lengths: SequenceLengths) -> int:

@@ -62,7 +62,7 @@ ROW_SCALES = {name: RNG.random((20, 4, 2)).astype(np.float32) for name in SCALES
 
 @pytest.mark.parametrize("scales", [SCALES, ROW_SCALES], ids=["heads", "rows"])
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint8"])
-def test_scales_of_8_bit_floats_are_operands(dtype: str, scales: dict[str, Any]) -> None:
+def test_scales_of_e4m3_codes_are_operands(dtype: str, scales: dict[str, Any]) -> None:
     pools = CODES if dtype != "uint8" else [codes.view(np.uint8) for codes in CODES]
     query = QUERY.astype(ml_dtypes.bfloat16)
     given = {"mask": CausalBottomRight(), "backend": "reference"}
@@ -75,12 +75,12 @@ def test_scales_of_8_bit_floats_are_operands(dtype: str, scales: dict[str, Any])
     np.testing.assert_array_equal(called(TABLE, LENGTHS, scales), expected)
 
 
-def test_8_bit_floats_have_no_gradients() -> None:
+def test_e4m3_caches_have_no_gradients() -> None:
     def loss(query: Any) -> Any:
         found = attention(query, *CODES, sequences=Paged(TABLE, LENGTHS), backend="reference", **SCALES)
         return found.astype(jnp.float32).sum()
 
-    with pytest.raises(NotSupported, match="query with key and value of 8-bit floats is differentiated"):
+    with pytest.raises(NotSupported, match="query with key, value of e4m3 is differentiated"):
         jax.grad(loss)(jnp.asarray(QUERY, jnp.bfloat16))
 
 

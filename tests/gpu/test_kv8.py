@@ -1,4 +1,4 @@
-"""Keys and values of 8-bit floats on the GPU, in guarded buffers: NaN in every row and scale that no kernel may use."""
+"""e4m3 caches on the GPU, in guarded buffers: NaN in every row and scale that no kernel may use."""
 
 from __future__ import annotations
 

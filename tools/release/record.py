@@ -27,9 +27,9 @@ SEAL = "sha256_of_the_rest"
 SUITE = (
     "cutlass_py_attn/problem/masks.py",
     "cutlass_py_attn/problem/spec.py",
-    "cutlass_py_attn/reference/e4m3.py",
     "cutlass_py_attn/reference/numpy_reference.py",
     "cutlass_py_attn/reference/paged.py",
+    "cutlass_py_attn/reference/quantization.py",
     "cutlass_py_attn/reference/score_mod.py",
     "cutlass_py_attn/reference/serving.py",
     *(f"cutlass_py_attn/score_terms/{name}.py" for name in ("alibi", "bias", "dropout", "philox", "registry", "sinks")),

@@ -8,8 +8,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Uint8, Uint32
+from cutlass import Float8E4M3FN, Float32, Int64, Uint8, Uint32
 
+from cutlass_py_attn.kernels.common import params
 from cutlass_py_attn.plan.arch import architecture
 
 MAX_E4M3 = 448.0
@@ -50,6 +51,15 @@ def to_f16(arch: str, word: Uint32) -> tuple[Uint32, Uint32]:
         )
     low, high = cute.arch.inline_ptx(text, write_only_types=[Uint32, Uint32], read_only_args=[word])
     return Uint32(low), Uint32(high)
+
+
+@cute.jit
+def load_scale(address: Int64, offset: Int64):
+    """Loads the scale of e4m3 codes at an offset (elements), or returns 1 if the address is 0."""
+    found = Float32(1.0)
+    if address != 0:
+        found = params.load_scalar(address, Float32, offset)
+    return found
 
 
 def codes(arch: str, values: cute.Tensor) -> cute.Tensor:

@@ -1,4 +1,4 @@
-"""e4m3 cache: keys and values of 8-bit floats for the persistent decode kernel, converted to float16 in registers.
+"""e4m3 cache: keys and values of e4m3 codes for the persistent decode kernel, converted to float16 in registers.
 
 A register holds four codes. No lane passes a code to another: the products sum in an order in which each lane has what
 it needs.
@@ -191,9 +191,8 @@ class E4m3Cache:
             else:
                 offset = offset + Int64(rows.entry) * getattr(p, f"{name}_scale_page")
                 offset = offset + Int64(key & (p.page_size - 1)) * getattr(p, f"{name}_scale_row")
-            address = getattr(p, f"{name}_scale") + offset * F32_BYTES
             target = self.scales(start, name) + row * F32_BYTES
-            _copy_async(address, target, key < rows.num_keys, F32_BYTES)
+            _copy_scale(getattr(p, f"{name}_scale"), offset, target, key < rows.num_keys)
 
     def scale_offset(self, p: Any, name: str, piece: Any) -> Int64:
         """Returns the offset (elements) of the scale of a sequence and a key head, without its row."""
@@ -201,8 +200,8 @@ class E4m3Cache:
         return Int64(piece.seqlen.index) * batch + Int64(piece.head_key) * head
 
     def scale(self, p: Any, name: str, piece: Any) -> Float32:
-        """Returns the scale of a sequence and a key head."""
-        return params.load_scalar(getattr(p, f"{name}_scale"), Float32, self.scale_offset(p, name, piece))
+        """Returns the scale of a sequence and a key head; 1 without scales."""
+        return e4m3.load_scale(getattr(p, f"{name}_scale"), self.scale_offset(p, name, piece))
 
     def column_scales(self, start: Any, name: str, coordinates: cute.Tensor) -> list[Float32]:
         """Returns the scales of the keys that a thread has scores of; coordinates: of its scores (rows, columns)."""
@@ -322,6 +321,15 @@ def _copy_async(address: Any, target: Any, in_bounds: Any, num_bytes: int) -> No
     mode = prim.LoadCacheModifier.CG if num_bytes == CHUNK_BYTES else prim.LoadCacheModifier.CA
     size = cutlass.select_(in_bounds, Int32(num_bytes), Int32(0))
     prim.cp_async_shared_global(target.align(num_bytes), source, num_bytes, mode, cp_size=size)
+
+
+@cute.jit
+def _copy_scale(address: Int64, offset: Int64, target: Any, in_bounds: Any):
+    """Starts copying a scale to shared memory, 0 if out of bounds; stores 1 if the address is that of no scales."""
+    if address != 0:
+        _copy_async(address + offset * F32_BYTES, target, in_bounds, F32_BYTES)
+    else:
+        cute.make_tensor(cute.recast_ptr(target.align(F32_BYTES), dtype=Float32), cute.make_layout(1))[0] = Float32(1.0)
 
 
 @cute.jit

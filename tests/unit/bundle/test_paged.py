@@ -43,7 +43,7 @@ def test_pools_and_table_are_named(tmp_path: Path) -> None:
     ("grain", "shape", "strides"),
     [
         ("tensor", ["1"], ["1"]),
-        ("", ["num_heads_key"], ["key_scale_head"]),
+        ("head", ["num_heads_key"], ["key_scale_head"]),
         ("batch", ["batch", "num_heads_key"], ["key_scale_batch", "key_scale_head"]),
         (
             "row",
@@ -52,8 +52,8 @@ def test_pools_and_table_are_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_scales_of_8_bit_floats_are_arrays(tmp_path: Path, grain: str, shape: list[str], strides: list[str]) -> None:
-    forward, target = target_of(tmp_path, f"{CASE}_kv8{grain}")
+def test_scales_of_e4m3_codes_are_arrays(tmp_path: Path, grain: str, shape: list[str], strides: list[str]) -> None:
+    forward, target = target_of(tmp_path, f"{CASE}_kv8_descale{grain}")
     found = forward["pointers"]["key_scale"]
     assert (found["dtype"], found["shape"], found["strides"]) == ("float32", shape, strides)
     assert forward["pointers"]["key"]["dtype"] == "float8_e4m3fn"
@@ -65,8 +65,9 @@ def test_scales_of_8_bit_floats_are_arrays(tmp_path: Path, grain: str, shape: li
     assert "mod(step(num_pages, key_page, 0), 16) == 0" in conditions  # codes of one copy
 
 
-def test_a_library_has_no_scales(tmp_path: Path) -> None:
-    problem = bundles.problem_of("forward", f"{CASE}_kv8")
+@pytest.mark.parametrize("case", [f"{CASE}_kv8", "e4m3_d64_s200_b1_h1_causal"])
+def test_a_library_has_no_scales(tmp_path: Path, case: str) -> None:
+    problem = bundles.problem_of("forward", case)
     with pytest.raises(NotSupported, match="struct of a library's calls has no scales"):
         export_library(tmp_path / "library", [problem], ("sm_90",), kernels=fakes.artifact)
 

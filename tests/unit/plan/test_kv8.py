@@ -1,4 +1,4 @@
-"""Tests of the plans of keys and values of 8-bit floats: which kernel reads them, its stages, and what it refuses."""
+"""Tests of the plans of e4m3 caches: which kernel reads them, its stages, and what it refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cutlass_py_attn.runtime import params
 
 ARCH = "sm_90"
 PAGED = "bf16_d128_q1_s8192_b64_h32k8_full_paged16_kv8"
-ROWS = "bf16_d128_q1_s8192_b64_h32k8_full_paged16_kv8row"
+ROWS = "bf16_d128_q1_s8192_b64_h32k8_full_paged16_kv8_descalerow"
 DENSE = "bf16_d128_q1_s8192_b64_h32k8_full_kv8"
 
 
@@ -34,9 +34,9 @@ def test_every_target_has_a_persistent_decode_kernel(name: str, arch: str) -> No
 
 
 def test_explain_names_codes_and_scales() -> None:
-    assert "8-bit floats (e4m3), converted to float16; scales of each row" in plan_of(ROWS).explain()
-    assert plan_of(PAGED).reason.endswith("read on the device, and convert 8-bit floats to float16")
-    assert plan_of(DENSE).reason.endswith("share the keys of all sequences, and convert 8-bit floats to float16")
+    assert "e4m3 codes, converted to float16; scales of each row" in plan_of(ROWS).explain()
+    assert plan_of(PAGED).reason.endswith("read on the device, and convert e4m3 codes to float16")
+    assert plan_of(DENSE).reason.endswith("share the keys of all sequences, and convert e4m3 codes to float16")
 
 
 def test_a_stage_has_a_byte_for_each_code_and_scales_of_rows() -> None:
@@ -48,7 +48,12 @@ def test_a_stage_has_a_byte_for_each_code_and_scales_of_rows() -> None:
 
 
 def test_dtype_of_codes_grain_of_scales_and_pages_do_not_decide_the_kernel() -> None:
-    for name in (PAGED + "tensor", PAGED + "batch", PAGED.replace("paged16", "paged1")):
+    for name in (
+        PAGED + "_descaletensor",
+        PAGED + "_descalehead",
+        PAGED + "_descalebatch",
+        PAGED.replace("paged16", "paged1"),
+    ):
         assert plan_of(name).build == plan_of(PAGED).build
     problem = parse(PAGED).problem("forward")
     as_bytes = {name: problem.tensors()[name] for name in ("key", "value")}
@@ -64,11 +69,12 @@ def test_scales_are_at_the_end_of_the_struct() -> None:
 @pytest.mark.parametrize(
     ("name", "strides"),
     [
-        ("paged16_kv8tensor", (0, 0, 0, 0)),
-        ("paged16_kv8", (0, 0, 0, 1)),
-        ("paged16_kv8batch", (8, 0, 0, 1)),
-        ("paged16_kv8row", (0, 128, 8, 1)),
-        ("kv8row", (1000 * 8, 0, 8, 1)),
+        ("paged16_kv8", (0, 0, 0, 0)),
+        ("paged16_kv8_descaletensor", (0, 0, 0, 0)),
+        ("paged16_kv8_descalehead", (0, 0, 0, 1)),
+        ("paged16_kv8_descalebatch", (8, 0, 0, 1)),
+        ("paged16_kv8_descalerow", (0, 128, 8, 1)),
+        ("kv8_descalerow", (1000 * 8, 0, 8, 1)),
     ],
 )
 def test_strides_of_a_scale(name: str, strides: tuple[int, ...]) -> None:
@@ -92,7 +98,7 @@ def test_what_no_kernel_takes_has_a_remedy(name: str, reason: str) -> None:
         plan_of(name)
     (said,) = caught.value.reasons
     assert reason in said
-    assert "convert key and value to bfloat16, each code times its scale" in said
+    assert "dequantise, each code times its scale, or call once for each slice of the queries" in said
 
 
 @pytest.mark.parametrize(
@@ -110,11 +116,11 @@ def test_tiles_that_cannot_be_built(tile: str, reason: str) -> None:
 
 def test_the_persistent_kernel_takes_no_dense_cache_of_16_bits() -> None:
     problem = parse("bf16_d128_q1_s8192_b64_h32k8_full").problem("forward")
-    with pytest.raises(DoesNotFit, match="reads caches in pages or of 8-bit floats"):
+    with pytest.raises(DoesNotFit, match="reads caches in pages or of e4m3 codes"):
         planner.plan_with_tile(problem, ARCH, TileConfig.parse("16x64x4:3,0+persistent"))
 
 
-@pytest.mark.parametrize("name", [PAGED, ROWS, DENSE, "f16_d64_n1x900u333,4x64u0_h8k2_causal_kv8row"])
+@pytest.mark.parametrize("name", [PAGED, ROWS, DENSE, "f16_d64_n1x900u333,4x64u0_h8k2_causal_kv8_descalerow"])
 def test_symbols_name_the_kernel(name: str) -> None:
     build = plan_of(name).build
     assert parse_symbol(build.symbol, ARCH).build == build

@@ -1,4 +1,4 @@
-"""Tests of the inputs of keys and values of 8-bit floats: NaN in unused rows, and random cases."""
+"""Tests of the inputs of e4m3 codes: NaN in unused rows of caches, scales of sequences, and random cases."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cutlass_py_attn.testing.cases import Case
 @pytest.mark.parametrize(
     "name",
     [
-        "bf16_d32_n1x9u5,1x40u33_h4k2_full_paged8_kv8row",
-        "bf16_d32_n1x9u5,2x40u33_h4k2_full_kv8row",
-        "f16_d32_n1x9u5,2x40u33_h4k2_full_kv8batch",
+        "bf16_d32_n1x9u5,1x40u33_h4k2_full_paged8_kv8_descalerow",
+        "bf16_d32_n1x9u5,2x40u33_h4k2_full_kv8_descalerow",
+        "f16_d32_n1x9u5,2x40u33_h4k2_full_kv8_descalebatch",
     ],
 )
 def test_unused_rows_are_nan(name: str) -> None:
@@ -30,12 +30,14 @@ def test_unused_rows_are_nan(name: str) -> None:
 
 
 def test_random_cases_are_problems_of_a_decode_kernel() -> None:
-    drawn = [random_cases.draw(random_cases.KV8_FROM + number, run) for number in range(30) for run in range(2)]
+    numbers = range(random_cases.E4M3_FROM + 1, random_cases.E4M3_FROM + 61, 2)
+    drawn = [random_cases.draw(number, run) for number in numbers for run in range(2)]
     assert all(not case.problem().reasons() for case in drawn)
-    assert {case.spec.kv8 for case in drawn} == {"kv8", "kv8tensor", "kv8batch", "kv8row"}
+    assert all(case.spec.e4m3_cache for case in drawn)
+    assert {case.spec.descale for case in drawn} == {"", "tensor", "head", "batch", "row"}
     assert {bool(case.spec.page_size) for case in drawn} == {True, False}
     assert all(Case.parse(case.line) == case for case in drawn)
-    assert drawn[:2] == [random_cases.draw(random_cases.KV8_FROM, run) for run in range(2)]
+    assert drawn[:2] == [random_cases.draw(random_cases.E4M3_FROM + 1, run) for run in range(2)]
 
 
 def test_the_benchmark_counts_a_byte_for_each_code() -> None:

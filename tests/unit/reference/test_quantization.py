@@ -10,7 +10,8 @@ import pytest
 
 from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.api.paged import Paged
-from cutlass_py_attn.reference import e4m3
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.reference import quantization
 from cutlass_py_attn.torch_ops import flash_attn_with_kvcache
 
 RNG = np.random.default_rng(0)
@@ -18,7 +19,8 @@ QUERY = RNG.standard_normal((2, 3, 4, 8)).astype(ml_dtypes.bfloat16)
 POOLS = [RNG.standard_normal((6, 4, 2, 8)).astype(ml_dtypes.float8_e4m3fn) for _ in range(2)]
 TABLE, LENGTHS = np.array([[4, 1], [0, 2]], np.int32), np.array([7, 2], np.int32)
 SCALES: dict[str, Any] = {
-    "none": np.array(2.0, np.float32),
+    "none": None,
+    "scalar": np.array(2.0, np.float32),
     "one": np.array([2.0], np.float32),
     "heads": np.array([2.0, 0.5], np.float32),
     "sequences": np.array([[2.0, 0.5], [0.25, 3.0]], np.float32),
@@ -32,8 +34,9 @@ def expected_rows(codes: Any, scale: Any, number: int) -> Any:
     for key in range(len(found)):
         page, row = int(TABLE[number, key // 4]), key % 4
         for head in range(2):
-            factor = {0: lambda: scale[()], 1: lambda h=head: scale[h % len(scale)], 2: lambda h=head: scale[number, h],
-                      3: lambda h=head, place=(page, row): scale[(*place, h)]}[scale.ndim]()  # fmt: skip
+            places = {None: None, 0: (), 1: (head,), 2: (number, head), 3: (page, row, head)}
+            place = places[None if scale is None else scale.ndim]
+            factor = 1.0 if place is None else scale[place if scale.shape != (1,) else 0]
             found[key, head] = codes[page, row, head].astype(np.float64) * float(factor)
     return found
 
@@ -58,18 +61,22 @@ def test_flash_names_of_scales() -> None:
     given: dict[str, Any] = {"k_descale": SCALES["sequences"], "v_descale": SCALES["heads"], "backend": "reference"}
     found = flash_attn_with_kvcache(QUERY, *POOLS, page_table=TABLE, cache_seqlens=LENGTHS, **given)
     np.testing.assert_array_equal(found, truth)
+    given["q_descale"] = SCALES["one"]
+    with pytest.raises(NotSupported, match="q_descale is given, but q has dtype bfloat16: only e4m3 codes are scaled"):
+        flash_attn_with_kvcache(QUERY, *POOLS, page_table=TABLE, cache_seqlens=LENGTHS, **given)
 
 
 def test_rows_of_variable_lengths_have_the_scale_of_their_sequence() -> None:
-    codes = np.ones((1, 5, 2, 3), ml_dtypes.float8_e4m3fn)
-    scale = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
-    found = e4m3.dequantise(codes, scale, np.array([0, 2, 5]))
-    np.testing.assert_array_equal(found[0, :, :, 0], [[1, 2], [1, 2], [3, 4], [3, 4], [3, 4]])
+    codes = np.ones((1, 6, 2, 3), ml_dtypes.float8_e4m3fn)
+    scale = np.array([[5.0, 2.0], [9.0, 9.0], [3.0, 4.0]], np.float32)
+    found = quantization.dequantise(codes, scale, np.array([0, 2, 2, 5]))
+    np.testing.assert_array_equal(found[0, :, :, 0], [[5, 2], [5, 2], [3, 4], [3, 4], [3, 4], [1, 1]])
 
 
 def test_codes_times_their_scale_are_near() -> None:
     rows = RNG.standard_normal((2, 7, 3, 16)).astype(np.float32)
-    scale = e4m3.scale_of(rows, (3,))
-    error = np.abs(e4m3.dequantise(e4m3.quantise(rows, scale), scale) - rows)
+    scale = quantization.scales_of(rows, "row", 3)
+    codes = quantization.quantise(rows, scale)
+    error = np.abs(quantization.dequantise(codes, scale) - rows)
     assert (error <= np.abs(rows) * 2.0**-4 + scale[..., None] * 2.0**-10).all()
-    assert np.abs(e4m3.numbers(e4m3.quantise(rows, scale))).max() == 448
+    assert np.abs(quantization.dequantise(codes, None)).max() == 448
