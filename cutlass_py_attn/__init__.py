@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         VariableLength,
     )
     from cutlass_py_attn.api.paged import Paged
+    from cutlass_py_attn.api.quantization import quantize_e4m3, rotate_rows
     from cutlass_py_attn.api.results import Gradients
     from cutlass_py_attn.api.serving import append_to_cache, merge_states
     from cutlass_py_attn.artifact import Artifact, Folder, NoPermission
@@ -62,6 +63,7 @@ _PUBLIC_NAMES = {
     "api.dropout_mask": ("dropout_mask",),
     "api.options": ("AttentionOptions", "BackwardOptions", "ForwardOptions", "MlaOptions", "VariableLength"),
     "api.paged": ("Paged",),
+    "api.quantization": ("quantize_e4m3", "rotate_rows"),
     "api.results": ("Gradients",),
     "api.serving": ("append_to_cache", "merge_states"),
     "artifact": ("Artifact", "Folder", "NoPermission"),
@@ -143,6 +145,8 @@ __all__ = [
     "plan_forward",
     "plan_merge",
     "plan_with_tile",
+    "quantize_e4m3",
+    "rotate_rows",
 ]
 
 

@@ -17,6 +17,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.scalars import PACKED, SCALARS, Scalar, integer_of, is_on_host, shown, with_python_numbers
 from cutlass_py_attn.problem.tensors import OPERANDS, Sequences
 from cutlass_py_attn.problem.validation import mask_kind_objections
@@ -165,10 +166,17 @@ class ForwardOptions(AttentionOptions, total=False):
         with pools as key and value.
     out: array for the output, with the output's shape and dtype, any strides and memory of its own; None allocates
         one.
+    query_scale, key_scale, value_scale: float32, of e4m3 codes, whose numbers are code times scale: () or (1,) for the
+        whole operand, (num_heads_key,) for each key head, or (batch, num_heads_key); for an e4m3 cache also one of each
+        row, (pages, page_size, num_heads_key) or (batch, num_keys, num_heads_key). At least 0; None for 1. With
+        `sequences`, batch is the number of sequences.
     """
 
     sequences: VariableLength | Paged | None
     out: Any
+    query_scale: Any
+    key_scale: Any
+    value_scale: Any
 
 
 class MlaOptions(TypedDict, total=False):
@@ -234,6 +242,9 @@ class Options:
     deterministic: bool = False
     num_splits_key: int | None = None
     head_dim_value: int | None = None
+    query_scale: Any = None
+    key_scale: Any = None
+    value_scale: Any = None
 
     @property
     def dropout_p(self) -> float:
@@ -255,6 +266,7 @@ class Options:
     def arrays(self) -> dict[str, Any]:
         """Returns the arrays among the options by their names in a Problem."""
         found = {name: value for name in registry.array_options() if (value := getattr(self, name)) is not None}
+        found |= {name: value for name in SCALES if (value := getattr(self, name)) is not None}
         found |= self.score_terms
         if self.grad_logsumexp is not None:
             found["grad_logsumexp"] = self.grad_logsumexp

@@ -14,6 +14,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.abi import SEED
 from cutlass_py_attn.problem import paging
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import output_dtype
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
 from cutlass_py_attn.problem.validation import logsumexp_objections
 from cutlass_py_attn.runtime import arrays
@@ -102,7 +103,7 @@ def _result(name: str, shape: Shape, tensors: Mapping[str, Tensor]) -> Tensor:
     role = name.removeprefix("grad_")
     if role in registry.gradients():
         return Tensor.contiguous(tensors[role].shape, tensors[role].dtype)
-    return Tensor.contiguous(shape.of(name), tensors["query"].dtype)
+    return Tensor.contiguous(shape.of(name), output_dtype(tensors["query"].dtype))
 
 
 def _packed_gradients(shape: Shape, dtype: str) -> dict[str, Tensor]:

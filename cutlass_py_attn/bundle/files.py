@@ -28,7 +28,9 @@ from cutlass_py_attn.plan.variants import STANDARD
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import path_objections, shown
+from cutlass_py_attn.problem.tensors import FLOAT8
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.launch import Bound, bind
 
@@ -71,9 +73,9 @@ def export_library(
     pkg-config file and a Rust crate that build them; and what a bundle holds: <arch>/<symbol>.cubin, .ptx and .json,
     and manifest.json. The functions of the library have the prefix `name`, and choose among the kernels for each call.
     problems: a Problem, AppendProblem or MergeProblem each.
-    Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term, which
-    the fixed struct of a library's calls has no field for, for keys that contain the values, and for a MergeProblem
-    with a float32 total beside other outputs, or without logsumexps.
+    Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term and for
+    operands of e4m3 codes, which the fixed struct of a library's calls has no fields for, for keys that contain the
+    values, and for a MergeProblem with a float32 total beside other outputs, or without logsumexps.
     """
     return _export(folder, problems, archs, name, kernels, is_library=True)
 
@@ -275,12 +277,17 @@ def _total_objections(problems: Sequence[MergeProblem]) -> Iterator[str]:
 
 
 def _term_objections(problems: Sequence[Problem]) -> Iterator[str]:
-    """Yields why a library's calls cannot pass the score terms of a problem."""
+    """Yields why a library's calls cannot pass the score terms, or the scales of e4m3 codes, of a problem."""
     found = {name for problem in problems if not problem.reasons() for name, _ in problem.score_terms}
     for name in sorted(found):
         yield (
             f"score term {name!r}: is registered, and the struct of a library's calls has fields of built-in terms "
             "alone; export a bundle of this problem with export_bundle"
+        )
+    if any(has_codes(problem) for problem in problems if not problem.reasons()):
+        yield (
+            f"operands of {FLOAT8}: the struct of a library's calls has no scales; export a bundle of this problem "
+            "with export_bundle"
         )
 
 

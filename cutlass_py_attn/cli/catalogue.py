@@ -37,7 +37,13 @@ _SM90_DTYPES: Final = ("bf16", "f16")
 _VARIABLE_LENGTHS: Final = ("n128,100", "n128x128u100,100")
 _GROUPED_HEADS: Final = ("b1_h4k2", "b64_h4k2")  # few and many key tiles, for which sm90 backwards have two kernels
 _FORMS: Final = {"full": "no mask", "causal": "causal", "local": "window"}
-_WORDS: Final = {"varlen": "variable length", "seqused": "seqused_k", "grouped": "grouped heads", "alibi": "ALiBi"}
+_WORDS: Final = {
+    "varlen": "variable length",
+    "seqused": "seqused_k",
+    "grouped": "grouped heads",
+    "alibi": "ALiBi",
+    "float16_output": "float16 output",
+}
 _ROWS: Final = {
     ("append", STANDARD): "rows for a paged cache",
     ("append", E4M3): "rows for a paged e4m3 cache, by given scales",
@@ -48,6 +54,8 @@ _ROWS: Final = {
     ("merge", SUM): "sum of a float32 total and a partial gradient",
     ("merge", SUM_LAST): "sum of a float32 total and the last partial gradient",
 }
+# Forwards of e4m3 operands, of the sm90 family alone.
+_E4M3: Final = tuple(f"e4m3_{dims}" for dims in ("d64", "d128", "d192", "d192v128", "d256"))
 _OF_BACKWARD: Final = ("biasgrad", "biassum", "deterministic")
 
 
@@ -126,6 +134,11 @@ def _specs(direction: str, is_sm90: bool) -> Iterator[ProblemSpec]:
             yield parse(f"{dtype}_{dims}_s{_LENGTH}_{heads}_{mask}")
         for variable in _VARIABLE_LENGTHS:
             yield parse(f"{dtype}_{dims}_{variable}_h1_{mask}")
+    if direction == "forward" and is_sm90:
+        for dims, mask in product(_E4M3, COMMON_MASKS):
+            yield parse(f"{dims}_s{_LENGTH}_b1_h1_{mask}")
+        for rest in ("s{length}_b1_h1_full_f16out", "s{length}_b1_h4k2_causal", "n128,100_h1_causal"):
+            yield parse(f"e4m3_d128_{rest.format(length=_LENGTH)}")
     if direction == "forward" and not is_sm90:
         for dtype, dims, heads in product(dtypes, HEAD_DIMS, ("h1", "h8k2")):
             for mask in ("full", "causal_br"):

@@ -26,7 +26,7 @@ from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import GRADIENTS, ProblemSpec, SequenceLengths
-from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import OPERAND_NAMES, ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.suggestions import did_you_mean
 
@@ -38,13 +38,14 @@ _PAGE_SIZE = 16
 _SHORT_LENGTH = 128  # the plans of which have every tile, those for short sequences included
 _DROPOUT_P, _SOFTCAP = 0.5, 1.0
 
+_OPERANDS = {short: name for name, short in OPERAND_NAMES.items()}
 _FAMILY_DTYPE = rf"(?P<family>[a-z0-9]+)_(?P<dtype>{'|'.join(DTYPES)})"
 _TILE = r"(?:_(?P<tile_m>\d+)x(?P<tile_n>\d+))?"
 _VARIANTS = sorted({it.name for it in VARIANTS.values() if it.name})
 _DIMS = r"d(?P<dim>\d+)(?:v(?P<dim_value>\d+))?"
 # FEATURES stands for the layouts and the score terms, of which a user may register more.
 _FUSED = (
-    rf"(?P<kind>fwd|bwd)_{_FAMILY_DTYPE}_{_DIMS}_(?P<mask>{'|'.join(MASKS)})(?P<features>(?:_(?:FEATURES))*)"
+    rf"(?P<kind>fwd|bwd)_(?P<family>[a-z0-9]+)_(?P<dtype>{'|'.join(_OPERANDS)})_{_DIMS}_(?P<mask>{'|'.join(MASKS)})(?P<features>(?:_(?:FEATURES))*)"
     r"(?:_to_(?P<gradients>[qkvbs]+))?(?:_a(?P<access>\d+))?(?:_ba(?P<bias>\d+))?(?:_ga(?P<grad_bias>\d+))?"
     rf"(?:_sum_(?P<summed>none|[bhqk]+))?(?P<det>_det)?(?:_(?P<variant>{'|'.join(_VARIANTS)}))?{_TILE}"
 )
@@ -156,7 +157,7 @@ def _of_family(problem: Problem, arch: str, found: re.Match[str]) -> Plan:
 
 def _feature_pattern() -> str:
     """Returns the alternatives of a feature in a symbol; score terms may be registered at any time."""
-    return "|".join((*registry.LAYOUTS, registry.PAGED, *registry.names()))
+    return "|".join((*registry.LAYOUTS, *registry.OPTIONAL_LAYOUTS, *registry.names()))
 
 
 def _features(found: re.Match[str]) -> list[str]:
@@ -182,7 +183,7 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         sequences = (*sequences, SequenceLengths(queries - 1, keys))
     gradients = found["gradients"] or "qkv"
     return ProblemSpec(
-        DTYPES[found["dtype"]],
+        _OPERANDS[found["dtype"]],
         int(found["dim"]),
         num_queries=queries,
         num_keys=keys,
@@ -202,6 +203,9 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         deterministic=found["det"] is not None,
         page_size=_PAGE_SIZE if has(registry.PAGED) else 0,
         value_in_key=found["variant"] == MLA,
+        e4m3_cache=has(registry.KV8),
+        descale="row" if has(registry.KV8_ROW) else "",
+        float16_output=has(registry.FLOAT16_OUTPUT),
     )
 
 

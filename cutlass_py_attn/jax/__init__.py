@@ -43,9 +43,10 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.scalars import SCALARS, integer_of, shown
 from cutlass_py_attn.problem.split_rows import ULYSSES
-from cutlass_py_attn.problem.tensors import OPERANDS
+from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
 from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.suggestions import did_you_mean
@@ -76,6 +77,8 @@ class Options(TypedDict, total=False):
         is summed over that axis.
     alibi_slopes: (num_heads,) or (batch, num_heads) float32, not differentiable; a gradient of them is refused.
     sinks: (num_heads,) float32, differentiable.
+    query_scale, key_scale, value_scale: of e4m3 codes, float8_e4m3fn or uint8 for their bytes. Nothing of such a call
+        is differentiable.
     score_terms: {name: array} of terms that `score_terms.register` registered; like alibi_slopes not differentiable. A
         process that runs an exported program with such a term must register the term too.
     dropout_p: probability that a weight is dropped, from 0 to 1.
@@ -116,6 +119,9 @@ class Options(TypedDict, total=False):
     kernels: Callable[[Build], Artifact] | None
     arch: str | None
     backend: str
+    query_scale: Any
+    key_scale: Any
+    value_scale: Any
 
 
 def _attention(query: Any, key: Any, value: Any, **options: Unpack[Options]) -> Any:
@@ -152,6 +158,9 @@ def attention(
     kernels: Callable[[Build], Artifact] | None = None,
     arch: str | None = None,
     backend: str = "auto",
+    query_scale: Any = None,
+    key_scale: Any = None,
+    value_scale: Any = None,
 ) -> Any:
     """Computes softmax(scale Q K^T + bias, masked) V, differentiable in query, key, value, bias and sinks.
 
@@ -161,7 +170,8 @@ def attention(
     The options are keywords; `Options` describes each.
 
     The operands are float16, bfloat16 or float32, all of one dtype. Returns
-    (batch, num_queries, num_heads, head_dim_value) in the same dtype.
+    (batch, num_queries, num_heads, head_dim_value) in the same dtype. On sm_90a they may be float8_e4m3fn, which has no
+    derivative; the output is then bfloat16.
 
     The call is checked when it is traced. When the program is lowered, the call is planned, and its kernels compiled if
     `kernels` is None; so jax.eval_shape needs neither a GPU nor kernels. Under vmap, the new axis joins the batch. With
@@ -347,12 +357,19 @@ def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
     """Returns the output and the residuals. The keys of `wanted`, static in JAX, name the gradients to compute."""
     values = {name: operand.value for name, operand in operands.items()}
     differentiated = [name for name, operand in operands.items() if operand.perturbed]
-    constants = ("alibi_slopes", *(term.name for term in call.score_terms))
+    constants = ("alibi_slopes", *SCALES, *(term.name for term in call.score_terms))
     reasons = [
         f"{name} is differentiated: must be a constant here; pass jax.lax.stop_gradient({name})"
         for name in constants
         if name in differentiated
     ]
+    coded = [name for name in OPERANDS if str(values[name].dtype) in E4M3]
+    if coded and differentiated:
+        reasons.append(
+            f"{', '.join(differentiated)} with {', '.join(coded)} of e4m3 is differentiated: must be a constant, "
+            "because only the forward takes codes; pass jax.lax.stop_gradient of it, or differentiate attention of "
+            "16-bit operands"
+        )
     if call.paged is not None and differentiated:
         listed = ", ".join(differentiated)
         reasons.append(
@@ -439,6 +456,7 @@ def _prepare(
     except NotSupported as error:
         raise NotSupported([*reasons, *error.reasons]) from error
     given_arrays = operands | {name: given[name] for name in registry.array_options() if given.get(name) is not None}
+    given_arrays |= {name: given[name] for name in SCALES if given.get(name) is not None}
     given_arrays |= checked.score_terms
     sequences = None if checked.sequences is None else _with_numpy_lengths(checked.sequences)
     given_arrays |= {} if sequences is None else sequences.arrays()
@@ -477,7 +495,13 @@ def _prepare(
         context=split_rows.context_of(given),
     )
     if call.context is not None:
-        if isinstance(sequences, Paged):
+        coded = [name for name in OPERANDS if str(arrays[name].dtype) in E4M3]
+        if coded:
+            reasons = [
+                f"{', '.join(coded)} of e4m3 with context_axis: must have 16 or 32 bits, because rows that are split "
+                "over devices have no scales; dequantise, each code times its scale, or leave context_axis None"
+            ]
+        elif isinstance(sequences, Paged):
             reasons = [
                 "sequences = Paged(...) with context_axis: must be VariableLength or None, because the rows of a cache "
                 "in pages are not split over devices; leave context_axis None"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.variants import LAST, MLA, PERSISTENT, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
+from cutlass_py_attn.plan.variants import E4M3, LAST, MLA, PERSISTENT, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
+from cutlass_py_attn.problem.quantization import CACHE_AXES, CACHE_SCALES, OPERAND_AXES, SCALES
 from cutlass_py_attn.problem.tensors import F32_BYTES, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
@@ -146,6 +147,15 @@ QUERY_HEADS_FIELDS: Fields = (
     ("total_key_tiles", "i32"),
 )
 
+# Addresses of the scales of e4m3 codes, 0 for scales of 1, and their strides (elements), 0 along an axis that a scale
+# does not have: those of e4m3 operands, which have none along rows, and those of key and value of an e4m3 cache.
+OPERAND_SCALES: Fields = tuple(
+    (field, "i64") for name in SCALES for field in (name, *(f"{name}_{axis}" for axis in OPERAND_AXES))
+)
+E4M3_CACHE_SCALES: Fields = tuple(
+    (field, "i64") for name in CACHE_SCALES for field in (name, *(f"{name}_{axis}" for axis in CACHE_AXES))
+)
+
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
 COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
@@ -203,11 +213,15 @@ def fields_of(build: Build) -> Fields:
         fields = (*fields, *QUERY_HEADS_FIELDS)
     if build.kind == "append" and build.variant:
         fields = (*fields, *APPEND_SCALES)
+    if build.kind == "forward" and build.variant == E4M3:
+        fields = (*fields, *OPERAND_SCALES)
     if build.has("varlen"):
         fields = (*fields, *VARLEN)
     if build.has("paged"):
         maps_last_value = build.family == "sm90" and not build.reads_value_in_key
         fields = (*fields, *PAGED, *(PAGED_SM90 if maps_last_value else ()))
+    if build.has(registry.KV8):
+        fields = (*fields, *E4M3_CACHE_SCALES)
     terms = registry.registered_among(build.features)
     if not terms:
         return fields

@@ -11,10 +11,11 @@ from typing import Any
 
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.plan.variants import MLA, PERSISTENT, VARIANTS, WIDE, Variant
-from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, SHORT_NAMES
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES, OPERAND_NAMES, OPERANDS, ROW_ALIGNMENT_BYTES
 
 COLUMN_MULTIPLE = 32  # head dims are padded to this inside the tile, never in global memory
 WIDE_COLUMN_MULTIPLE = 64  # the same in variant wide, whose tiles are strips of 128 bytes
+FLOAT8_COLUMN_MULTIPLE = 64  # the same of 8-bit operands, whose tiles are strips of 64 bytes at least
 F32_ROW_PADDING = 4  # elements added to a shared-memory row of float32, so that rows of a column use other banks
 ROW_KINDS = ("append", "merge")  # kernels that compute row by row, without a product
 
@@ -105,22 +106,28 @@ class Build:
     @property
     def item_bytes(self) -> int:
         """Bytes of one element."""
-        return ITEM_BYTES[self.dtype]
+        return OPERAND_BYTES[self.dtype]
 
     @property
     def columns(self) -> int:
         """head_dim padded inside the tile."""
-        if self.variant == WIDE:  # two warpgroups have columns of dQ and of dK each
-            least = 2 * WIDE_COLUMN_MULTIPLE if self.kind == "backward" else 0
-            return max(round_up(self.head_dim, WIDE_COLUMN_MULTIPLE), least)
-        return round_up(self.head_dim, COLUMN_MULTIPLE)
+        if self.variant == WIDE and self.kind == "backward":  # two warpgroups have columns of dQ and of dK each
+            return max(round_up(self.head_dim, WIDE_COLUMN_MULTIPLE), 2 * WIDE_COLUMN_MULTIPLE)
+        return round_up(self.head_dim, self.column_multiple)
+
+    @property
+    def column_multiple(self) -> int:
+        """What head dims are padded to inside the tile."""
+        if self.variant == WIDE:
+            return WIDE_COLUMN_MULTIPLE
+        return FLOAT8_COLUMN_MULTIPLE if self.dtype == FLOAT8 else COLUMN_MULTIPLE
 
     @property
     def columns_value(self) -> int:
         """head_dim_value padded inside the tile; in variant wide to columns for each of two warpgroups at least."""
         if self.variant == WIDE:
             return max(round_up(self.head_dim_value, WIDE_COLUMN_MULTIPLE), 2 * WIDE_COLUMN_MULTIPLE)
-        return round_up(self.head_dim_value, COLUMN_MULTIPLE)
+        return round_up(self.head_dim_value, self.column_multiple)
 
     @property
     def block_columns(self) -> int:
@@ -185,10 +192,10 @@ class Build:
         """The symbol without its tile: what the kernel computes, and the variant."""
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_value}" if self.head_dim_value != self.head_dim else "")
         if self.kind == "component_gemm":
-            return "_".join([self.component_gemm, self.family, SHORT_NAMES[self.dtype], dims])
+            return "_".join([self.component_gemm, self.family, OPERAND_NAMES[self.dtype], dims])
         direction = {"forward": "fwd", "backward": "bwd"}.get(self.kind, self.kind)
         mask = [] if self.kind in ROW_KINDS else [self.mask]
-        words = [direction, self.family, SHORT_NAMES[self.dtype], dims, *mask, *self.features]
+        words = [direction, self.family, OPERAND_NAMES[self.dtype], dims, *mask, *self.features]
         if self.kind == "backward" and self.gradients != OPERANDS:
             words.append("to_" + "".join(name[0] for name in self.gradients))  # s: sinks
         if self.vector_bytes < ROW_ALIGNMENT_BYTES:

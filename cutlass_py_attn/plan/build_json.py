@@ -13,7 +13,7 @@ from cutlass_py_attn.plan.arch import ARCHITECTURES
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.variants import VARIANTS
 from cutlass_py_attn.problem import masks, typed_json
-from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS
+from cutlass_py_attn.problem.tensors import OPERAND_BYTES, OPERANDS
 from cutlass_py_attn.score_terms import registry
 
 _SYMBOL: Final = re.compile(r"[a-z][a-z0-9_]*")
@@ -40,7 +40,7 @@ def _unknown_names(build: Build) -> Iterator[str]:
     known = (
         ("arch", build.arch, build.arch in ARCHITECTURES),
         ("kind, family, variant", body, body in VARIANTS),
-        ("dtype", build.dtype, build.dtype in ITEM_BYTES),
+        ("dtype", build.dtype, build.dtype in OPERAND_BYTES),
         ("mask", build.mask, build.mask in masks.FORMS),
         ("gradients", build.gradients, {*OPERANDS, *registry.gradients()}.issuperset(build.gradients)),
     )

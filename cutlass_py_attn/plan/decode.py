@@ -12,7 +12,8 @@ from cutlass_py_attn.plan.expressions import Expression, Grid
 from cutlass_py_attn.plan.tile_rules import DECODE_LEAST_COPY, DECODE_MAX_HEAD_DIM
 from cutlass_py_attn.plan.variants import MLA, PERSISTENT, STANDARD, VARIANTS
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, OPERANDS, WORD_BYTES, Shape
+from cutlass_py_attn.problem.tensors import F32_BYTES, FLOAT8, ITEM_BYTES, OPERANDS, WORD_BYTES, Shape
+from cutlass_py_attn.score_terms import registry
 
 MAX_ROWS: Final = 64  # queries of all heads of a group
 MIN_KEYS: Final = 256
@@ -29,24 +30,30 @@ THREAD_REGISTERS: Final = 192  # that a thread of the persistent kernel has at m
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
     """Returns what the problem has that the decode kernels do not take; empty if they take it."""
-    shape, item_bytes = problem.shape, ITEM_BYTES[problem.dtype]
-    widest = DECODE_MAX_HEAD_DIM[item_bytes]
-    is_paged = problem.pages is not None
-    most_rows = PERSISTENT_MAX_ROWS if is_paged else MAX_ROWS
-    most_queries = PERSISTENT_MAX_ROWS if is_paged else MAX_QUERIES
+    shape, is_float8 = problem.shape, problem.dtype == FLOAT8
+    widest = DECODE_MAX_HEAD_DIM[ITEM_BYTES["float16" if is_float8 else problem.dtype]]
+    persistent = is_persistent(problem)
+    most_rows = PERSISTENT_MAX_ROWS if persistent else MAX_ROWS
+    most_queries = PERSISTENT_MAX_ROWS if persistent else MAX_QUERIES
     tensors = (getattr(problem, name) for name in (*OPERANDS, "output"))
     present = {
         "backward": problem.direction == "backward",
+        f"query of {FLOAT8}": is_float8,
         f"more than {most_queries} queries": shape.num_queries > most_queries,
-        f"fewer than {MIN_KEYS} keys": shape.num_keys < MIN_KEYS and not is_paged,
+        f"fewer than {MIN_KEYS} keys": shape.num_keys < MIN_KEYS and not persistent,
         f"more than {most_rows} queries of a group of heads": shape.num_queries * shape.group > most_rows,
         f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
         f"rows aligned to less than {DECODE_LEAST_COPY} bytes": min(t.vector_bytes for t in tensors)
         < DECODE_LEAST_COPY,
     }
-    features = VARIANTS["forward", "decode", PERSISTENT if is_paged else STANDARD].features
+    features = VARIANTS["forward", "decode", PERSISTENT if persistent else STANDARD].features
     found = [name for name in problem.features if name not in features]
     return (*found, *(name for name, is_present in present.items() if is_present))
+
+
+def is_persistent(problem: Problem) -> bool:
+    """Returns whether the persistent kernel is the decode kernel of a problem: caches in pages or of e4m3 codes."""
+    return problem.pages is not None or problem.has_e4m3_cache
 
 
 def is_decode_step(problem: Problem) -> bool:
@@ -174,11 +181,12 @@ def reason(shape: Shape, build: Build, splits: int) -> str:
     """Returns how the kernels of this plan divide the work; splits: blocks that share the keys."""
     rows = shape.num_queries * shape.group
     if build.variant == PERSISTENT:
-        return (
+        text = (
             f"persistent decode kernel (mma.sync, cp.async): {rows} query rows of a key head in tiles of "
-            f"{build.tile_m}, {splits} blocks share the keys of all sequences, whose pages and lengths they read on "
-            "the device"
+            f"{build.tile_m}, {splits} blocks share the keys of all sequences"
         )
+        text += ", whose pages and lengths they read on the device" if build.has(registry.PAGED) else ""
+        return text + (", and convert e4m3 codes to float16" if build.has(registry.KV8) else "")
     return (
         f"decode kernels (mma.sync, cp.async): {rows} query rows of a key head in tiles of {build.tile_m}, {splits} "
         "blocks share the keys of each"

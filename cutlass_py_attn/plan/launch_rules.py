@@ -27,7 +27,7 @@ from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, WORD_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, OPERAND_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
 
 LOG2_E: Final = math.log2(math.e)
@@ -260,7 +260,7 @@ def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tup
     elif is_pool or not problem.has_ragged_rows:
         return (columns, rows, heads, outer), strides
     row, head, _ = strides
-    around = f"{RAGGED_BYTES // RAGGED_ROWS // ITEM_BYTES[problem.dtype]} - {row}"
+    around = f"{RAGGED_BYTES // RAGGED_ROWS // OPERAND_BYTES[problem.dtype]} - {row}"
     sizes = columns, str(RAGGED_ROWS), heads, f"{rows} + 1", str(RAGGED_ROWS + 1)
     return sizes, (row, head, row, around)
 

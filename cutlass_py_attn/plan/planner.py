@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -23,7 +23,9 @@ from cutlass_py_attn.plan.tile_config import TileConfig, tile_objections
 from cutlass_py_attn.plan.tiles import decode_tiles, sm80_tiles, sm90_tiles
 from cutlass_py_attn.plan.variants import STANDARD, VARIANTS
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.tensors import FLOAT8
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
 # Struct fields that the sizes of the device decide.
@@ -101,9 +103,34 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None, *, any_length
     any_length: leave out what is faster for the lengths of this problem alone, because others will be launched too
     """
     count = _check(problem, arch, num_sms)
+    found = _plans_of_target(problem, arch, count, any_length=any_length)
+    if not found:
+        raise NotSupported(_code_objections(problem, arch))
+    return found
+
+
+def _plans_of_target(problem: Problem, arch: str, count: int, *, any_length: bool) -> list[Plan]:
+    """Returns the plans of one target; none only for e4m3 codes, which not every family reads."""
     of_sm90 = _sm90_builds(problem, arch, count, any_length=any_length)
     found = *_decode_builds(problem, arch), *of_sm90, *_sm80_builds(problem, arch)
-    return _plans_of(problem, found, count)
+    return _plans_of_builds(problem, found, count)
+
+
+def _code_objections(problem: Problem, arch: str) -> list[str]:
+    """Returns why no kernel of the target reads the e4m3 codes of a problem."""
+    is_cache = problem.has_e4m3_cache
+    family = "decode" if is_cache else "sm90"
+    missing = _unsupported(problem, arch, family)
+    if missing and is_cache:
+        return [
+            f"key and value of {FLOAT8}: the decode kernels, which alone read them, take no {', '.join(missing)}; "
+            "dequantise, each code times its scale, or call once for each slice of the queries"
+        ]
+    if missing:
+        dequantise = "dequantise, each code times its scale"
+        return [f"operands of {FLOAT8}: the kernel of {arch} takes no {name}; {dequantise}" for name in missing]
+    tiles = decode_tiles(problem) if is_cache else sm90_tiles(problem)
+    return [_no_tile(arch, _tried(problem, arch, family, tiles))]
 
 
 def plans_on(
@@ -115,10 +142,13 @@ def plans_on(
     """
     *own, portable = targets_of(compute_capability)
     count = _check(problem, portable, num_sms)
-    found = plans(problem, portable, num_sms, any_length=any_length)
+    found = _plans_of_target(problem, portable, count, any_length=any_length)
     num_decode = sum(plan.build.family == "decode" for plan in found)  # they come first
     of_sm90 = [build for arch in own for build in _sm90_builds(problem, arch, count, any_length=any_length)]
-    return [*found[:num_decode], *_plans_of(problem, of_sm90, count), *found[num_decode:]]
+    ours = _plans_of_builds(problem, of_sm90, count)
+    if not (found or ours):
+        raise NotSupported(_code_objections(problem, next(iter(own), portable)))
+    return [*found[:num_decode], *ours, *found[num_decode:]]
 
 
 def targets_of(compute_capability: tuple[int, int]) -> tuple[str, ...]:
@@ -149,10 +179,10 @@ def plan_of_build(problem: Problem, build: Build, num_sms: int) -> Plan:
 
     NotSupported lists every number that a field or a grid of the kernels does not hold.
     """
-    return _plans_of(problem, (build,), num_sms)[0]
+    return _plans_of_builds(problem, (build,), num_sms)[0]
 
 
-def _plans_of(problem: Problem, builds: Iterable[Build], num_sms: int) -> list[Plan]:
+def _plans_of_builds(problem: Problem, builds: Iterable[Build], num_sms: int) -> list[Plan]:
     """Returns `plan_of_build` of each build; what the problem alone decides is found once."""
     rejections: dict[str, str] = {}
     return [_plan_of_build(problem, build, num_sms, rejections) for build in builds]
@@ -233,17 +263,24 @@ def _unsupported(problem: Problem, arch: str, family: str) -> tuple[str, ...]:
     if family == "sm90":
         targets_without = () if architecture(arch).has_wgmma else ("targets without wgmma",)
         return *targets_without, *sm90.unsupported_features(problem)
-    return ()
+    return ("e4m3 codes",) if has_codes(problem) else ()
 
 
 def _sm80_builds(problem: Problem, arch: str) -> list[Build]:
-    """Returns the builds of the sm80 family, which takes every problem; NotSupported tells why none fits."""
+    """Returns the builds of the sm80 family; none for e4m3 codes, and NotSupported if no tile fits another problem."""
+    if _unsupported(problem, arch, "sm80"):
+        return []
     tried = _tried(problem, arch, "sm80", sm80_tiles(problem))
     fitting = [build for build, objections in tried if not objections]
     if not fitting:
-        found = tried[-1][1] if tried else ["the tile table has no tile for it"]
-        raise NotSupported(f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim")
+        raise NotSupported(_no_tile(arch, tried))
     return fitting
+
+
+def _no_tile(arch: str, tried: Sequence[tuple[Build, list[str]]]) -> str:
+    """Returns why no tile fits."""
+    found = tried[-1][1] if tried else ["the tile table has no tile for it"]
+    return f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim"
 
 
 def _decode_builds(problem: Problem, arch: str) -> list[Build]:

@@ -29,7 +29,7 @@ from cutlass_py_attn.plan.variants import PERSISTENT
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE
-from cutlass_py_attn.problem.tensors import BIASES, BMHK
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, OPERAND_BYTES
 from cutlass_py_attn.problem.validation import LARGEST_SOFTCAP, MAX_LENGTH, MAX_RATIO, MAX_SCALE
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.softcap import MIN_SOFTCAP
@@ -141,8 +141,10 @@ def _edges(build: Build) -> Iterator[Condition]:
 
 def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
     """Strides are multiples of the elements of one load, and above 0 along the axes of a tensor map."""
-    unit = build.vector_bytes // build.item_bytes
-    for name in (name for name in problem.tensors() if name in BMHK):
+    for name, tensor in problem.tensors().items():
+        if name not in BMHK:
+            continue
+        unit = build.vector_bytes // OPERAND_BYTES[tensor.dtype]
         axes = batch_axis(problem, name), "row", "head"
         for axis, size in zip(axes, shape(problem, name), strict=False):
             stride = f"{name}_{axis}"
@@ -155,7 +157,7 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
     if build.reads_value_in_key:
         for axis in (batch_axis(problem, "key"), "row", "head"):
             yield f"value_{axis} == key_{axis}", f"value_{axis} must be key_{axis}: value is the first columns of key"
-    if unit > 1 and problem.grad_output is not None:
+    if build.vector_bytes > build.item_bytes and problem.grad_output is not None:
         yield "grad_output_column == 1", "grad_output_column must be 1: rows are read several elements at a time"
 
 

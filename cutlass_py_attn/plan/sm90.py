@@ -26,9 +26,18 @@ from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.plan.tiles import is_mla, splits_score_rows
-from cutlass_py_attn.plan.variants import MLA, MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS, WIDE
+from cutlass_py_attn.plan.variants import E4M3, MLA, MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS, WIDE
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
+from cutlass_py_attn.problem.tensors import (
+    BIASES,
+    F32_BYTES,
+    FLOAT8,
+    ITEM_BYTES,
+    OPERANDS,
+    ROW_ALIGNMENT_BYTES,
+    Shape,
+    Tensor,
+)
 from cutlass_py_attn.score_terms import registry
 
 # Variant per_head: bytes of Q, dO and dQ sums that all blocks read at a time, which the L2 cache should hold, and how
@@ -58,16 +67,16 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         features: tuple[str, ...] = (*registry.LAYOUTS, *registry.supported("sm90 backward score_rows"))
     else:
         variant = TWO_CTA if is_2cta else MLA if has_latent_cache else WIDE if is_wide else STANDARD
+        variant = E4M3 if problem.dtype == FLOAT8 else variant
         features = VARIANTS[problem.direction, "sm90", variant].features
     missing = [name for name in problem.features if name not in features]
+    widest = SM90_MAX_HEAD_DIM if problem.dtype == FLOAT8 else WIDE_MAX_HEAD_DIM
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
-        f"head dims beyond {WIDE_MAX_HEAD_DIM}": (
-            max(shape.head_dim, shape.head_dim_value) > WIDE_MAX_HEAD_DIM and not has_latent_cache
-        ),
+        f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest and not has_latent_cache,
         "variable lengths of keys that contain the values": has_latent_cache and problem.sequences is not None,
         "deterministic gradients with these head dims": is_2cta and problem.deterministic,
         "rows aligned to less than 16 bytes": any(
@@ -373,7 +382,8 @@ def reason(build: Build) -> str:
         )
     elif build.kind == "forward":
         how = "two blocks of a cluster load keys and values for both: " if build.variant == MULTICAST else ""
-        roles = f"{how}{computing} S and O, one warp loads"
+        loading = "one warp loads, two transpose values" if build.variant == E4M3 else "one warp loads"
+        roles = f"{how}{computing} S and O, {loading}"
     elif build.variant == TWO_CTA:
         roles = "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
     else:
@@ -401,5 +411,5 @@ def tensor_map_box(build: Build, name: str, rank: int, page_size: int | None) ->
     rows, columns = tma_tiles(build)[field]
     if page_size is not None and field != "query":
         rows = min(page_size, most_box_rows(build))
-    swizzle = swizzle_bytes(columns)
-    return (swizzle // 2, rows, *([1] * (rank - 2))), swizzle
+    swizzle = swizzle_bytes(columns, build.item_bytes)
+    return (swizzle // build.item_bytes, rows, *([1] * (rank - 2))), swizzle

@@ -3,6 +3,7 @@
 kernel            warpgroups
 forward           1 loads; 1, 2 or 3 compute S and O of 64 query rows each
 forward, MLA      1 loads; 2 compute S of every second key tile, and half of the columns of O, of 64 query rows
+forward, e4m3     1 loads and transposes values; 1, 2 or 3 compute S and O of 64 query rows each
 forward, wide     1 loads; 2 compute S of every second key tile, and some columns of O, of 64 query rows
 backward, wide    1 loads; 2 compute S and dP of every second tile, and some columns of dQ, dK or dV, of 64 rows
 backward          1 loads; 1 computes dQ; 1 or 2 compute S, dP, dV and dK of 64 keys each
@@ -17,7 +18,7 @@ from typing import Final
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.variants import MLA, PER_HEAD, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import E4M3, MLA, PER_HEAD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 LOAD_WARPGROUPS: Final = 1
@@ -35,6 +36,8 @@ DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES = 16, 64  # whose bits a warp of the bac
 FORWARD_REGISTERS: Final = {64: (24, 240), 128: (24, 240), 192: (32, 160)}
 WIDE_REGISTERS: Final = (24, 240)  # the same of variant wide
 MLA_REGISTERS: Final = (40, 232)  # the same of variant mla, whose producer finds pieces and pages
+# The same of variant e4m3, whose first warpgroup also transposes values.
+E4M3_REGISTERS: Final = {64: (56, 240), 128: (40, 232), 192: (32, 160)}
 SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
 # Tensor map over sequences of several lengths, see sm90.py: its rows per sequence, bytes of the whole address space.
 RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64
@@ -203,6 +206,8 @@ def registers(build: Build) -> tuple[int, ...]:
         return WIDE_REGISTERS
     if build.variant == MLA:
         return MLA_REGISTERS
+    if build.variant == E4M3:
+        return E4M3_REGISTERS[build.tile_m]
     if build.kind == "forward":
         return FORWARD_REGISTERS[build.tile_m]
     if build.variant == TWO_CTA:

@@ -8,7 +8,7 @@ from typing import TypeVar
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import F32_ROW_PADDING, Buffer, Build
-from cutlass_py_attn.problem.tensors import ITEM_BYTES
+from cutlass_py_attn.problem.tensors import OPERAND_BYTES
 
 Option = TypeVar("Option")
 
@@ -18,10 +18,10 @@ TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
 BUFFER_ALIGNMENT = 128
 
 
-def swizzle_bytes(columns: int) -> int:
-    """Returns the swizzle width of a 16-bit tile with `columns` columns: the widest that divides a row."""
-    width = next((width for width in SWIZZLES if columns * 2 % width == 0), None)
-    assert width is not None, f"columns = {columns}: wgmma reads multiples of {SWIZZLES[-1] // 2}"
+def swizzle_bytes(columns: int, item_bytes: int = 2) -> int:
+    """Returns the swizzle width of a tile with `columns` columns, 16-bit unless said: the widest that divides a row."""
+    width = next((width for width in SWIZZLES if columns * item_bytes % width == 0), None)
+    assert width is not None, f"columns = {columns}: wgmma reads multiples of {SWIZZLES[-1] // item_bytes}"
     return width
 
 
@@ -32,7 +32,7 @@ def row_elements(dtype: str, columns: int) -> int:
 
 def tile_bytes(dtype: str, rows: int, columns: int) -> int:
     """Returns the bytes of one tile in shared memory."""
-    return rows * row_elements(dtype, columns) * ITEM_BYTES[dtype]
+    return rows * row_elements(dtype, columns) * OPERAND_BYTES[dtype]
 
 
 def threads_of_row(row_bytes: int, vector_bytes: int) -> int:

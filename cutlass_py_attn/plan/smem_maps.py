@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from cutlass_py_attn.plan import decode_smem, sm80_smem, sm90_mla, sm90_smem, sm90_wide, sm90_wide_backward, split_d
+from cutlass_py_attn.plan import (
+    decode_smem,
+    sm80_smem,
+    sm90_e4m3,
+    sm90_mla,
+    sm90_smem,
+    sm90_wide,
+    sm90_wide_backward,
+    split_d,
+)
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.variants import (
+    E4M3,
     MLA,
     MULTICAST,
     PER_HEAD,
@@ -35,6 +45,7 @@ _MAPS: Final[dict[tuple[str, str, str], Callable[[Build], tuple[Buffer, ...]]]] 
     ("forward", "sm90", STANDARD): sm90_smem.forward_map,
     ("forward", "sm90", MULTICAST): sm90_smem.forward_map,
     ("forward", "sm90", WIDE): sm90_wide.forward_map,
+    ("forward", "sm90", E4M3): sm90_e4m3.forward_map,
     ("forward", "sm90", MLA): sm90_mla.forward_map,
     ("backward", "sm90", STANDARD): sm90_smem.backward_map,
     ("backward", "sm90", PER_HEAD): sm90_smem.backward_map,

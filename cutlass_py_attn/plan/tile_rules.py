@@ -14,11 +14,13 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.decode_smem import team_warps
 from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.plan.sm90_e4m3 import TILE_N as E4M3_TILE_N
 from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
 from cutlass_py_attn.plan.sm90_mla import SLOTS
 from cutlass_py_attn.plan.sm90_smem import (
     CONSUMER_WARPGROUPS,
     DQ_WARPGROUPS,
+    E4M3_REGISTERS,
     FORWARD_REGISTERS,
     LOAD_WARPGROUPS,
     WARPGROUP_ROWS,
@@ -27,9 +29,11 @@ from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import rows_copied_at_once
 from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
 from cutlass_py_attn.plan.variants import (
+    E4M3,
     MLA,
     MULTICAST,
     PER_HEAD,
+    PERSISTENT,
     QUERY_HEADS,
     SPLIT_D,
     STANDARD,
@@ -37,7 +41,8 @@ from cutlass_py_attn.plan.variants import (
     VARIANTS,
     WIDE,
 )
-from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERANDS, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.score_terms import registry
 
 REGISTER_USAGE_LEVELS: Final = range(11)  # that ptxas has
 SM80_TILE_M: Final = (32, 64, 128)
@@ -212,8 +217,10 @@ def _split_d(build: Build) -> Objections:
 def _sm90_operands(build: Build) -> Objections:
     if not architecture(build.arch).has_wgmma:
         yield _refuse(build, "arch", "has no wgmma; use sm_90a, or family sm80")
-    if build.item_bytes != 2:
-        yield _refuse(build, "dtype", "the sm90 kernels multiply 16-bit operands; use float16 or bfloat16")
+    if build.variant == E4M3 and build.dtype != FLOAT8:
+        yield _refuse(build, "dtype", f"variant {E4M3} multiplies {FLOAT8}; use it, or another variant")
+    elif build.variant != E4M3 and build.item_bytes != 2:
+        yield _refuse(build, "dtype", "the kernel multiplies 16-bit operands; use float16 or bfloat16")
     if build.vector_bytes < ROW_ALIGNMENT_BYTES:
         yield _refuse(build, "vector_bytes", f"TMA loads rows aligned to {ROW_ALIGNMENT_BYTES} bytes; align them")
     if build.variant == MLA:
@@ -246,13 +253,18 @@ def _sm90_forward(build: Build) -> Objections:
     if build.variant in (WIDE, MLA):
         yield from (_wide if build.variant == WIDE else _mla)(build)
         return
-    wrong_warps = [*_consumers(build, LOAD_WARPGROUPS, tuple(rows // WARPGROUP_ROWS for rows in FORWARD_REGISTERS))]
+    row_choices = E4M3_REGISTERS if build.variant == E4M3 else FORWARD_REGISTERS
+    wrong_warps = [*_consumers(build, LOAD_WARPGROUPS, tuple(rows // WARPGROUP_ROWS for rows in row_choices))]
     yield from wrong_warps
     rows = (build.warps // WARPGROUP_WARPS - LOAD_WARPGROUPS) * WARPGROUP_ROWS
     if not wrong_warps and build.tile_m != rows:
         yield _refuse(build, "tile_m", f"each warpgroup owns {WARPGROUP_ROWS} rows; use {rows}, or other warps")
     least, most = SM90_TILE_N
-    if build.tile_n % WGMMA_DEPTH or not least <= build.tile_n <= most:
+    if build.variant == E4M3:
+        if build.tile_n not in E4M3_TILE_N:
+            reason = f"a transposed value tile has whole strips; use {_listed(E4M3_TILE_N)}"
+            yield _refuse(build, "tile_n", reason)
+    elif build.tile_n % WGMMA_DEPTH or not least <= build.tile_n <= most:
         reason = f"wgmma sums over {WGMMA_DEPTH} keys at once; use a multiple of that from {least} to {most}"
         yield _refuse(build, "tile_n", reason)
     if build.has("dropout") and build.tile_n % WARPGROUP_ROWS:
@@ -413,11 +425,27 @@ def _decode_forward(build: Build) -> Objections:
             f"each of {teams} teams has multiples of {MMA_ROWS} keys; use a multiple of {teams * MMA_ROWS}",
         )
         return
+    if build.variant == PERSISTENT and not (build.has(registry.PAGED) or build.has(registry.KV8)):
+        reason = "variant persistent reads caches in pages or of e4m3 codes; use the standard variant"
+        yield _refuse(build, "variant", reason)
+    if build.has(registry.KV8):
+        yield from _kv8(build, build.tile_n // teams)
+        return
     for columns in sorted({build.columns, build.columns_value}):
         threads = warps_of_team * WARP_THREADS
         at_once = rows_copied_at_once(threads, columns * build.item_bytes, build.vector_bytes)
         if build.tile_n // teams % at_once:
             yield _refuse(build, "tile_n", f"a team copies {at_once} rows at once; use a multiple of {teams * at_once}")
+
+
+def _kv8(build: Build, keys: int) -> Objections:
+    """An e4m3 cache; keys: of a team, of which each lane of a warp has the scales of one."""
+    if build.variant != PERSISTENT:
+        yield _refuse(build, "variant", "of the decode kernels, variant persistent alone reads e4m3 codes; use that")
+    if build.item_bytes != 2:
+        yield _refuse(build, "dtype", "the query of an e4m3 cache has 16 bits; use float16 or bfloat16")
+    if keys > WARP_THREADS:
+        yield _refuse(build, "tile_n", f"a team has at most {WARP_THREADS} keys; use fewer keys or more warps")
 
 
 _RULES: Final[dict[tuple[str, str], Callable[[Build], Objections]]] = {

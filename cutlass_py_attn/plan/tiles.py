@@ -16,9 +16,19 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.variants import MLA, MULTICAST, PER_HEAD, PERSISTENT, QUERY_HEADS, SPLIT_D, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import (
+    E4M3,
+    MLA,
+    MULTICAST,
+    PER_HEAD,
+    PERSISTENT,
+    QUERY_HEADS,
+    SPLIT_D,
+    TWO_CTA,
+    WIDE,
+)
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.problem.tensors import FLOAT8, Shape
 from cutlass_py_attn.score_terms import registry
 
 _Table = Mapping[int, tuple[TileConfig, ...]]  # by the widest head dim that the tiles serve
@@ -172,6 +182,17 @@ _SM90_FORWARD_LOCAL: _Table = {
 # By the wider head dim.
 _SM90_FORWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (TileConfig(64, 64, 12, 2, variant=WIDE),)}
 _SM90_FORWARD_MLA: _Table = {max(MLA_HEAD_DIMS): (TileConfig(64, 64, 12, 2, variant=MLA),)}
+# The later tiles are for features that leave the first too few registers.
+_SM90_FORWARD_E4M3: _Table = {
+    64: (TileConfig(192, 128, 16, 2, variant=E4M3), TileConfig(128, 128, 12, 2, variant=E4M3)),
+    192: (TileConfig(128, 128, 12, 2, variant=E4M3), TileConfig(128, 64, 12, 2, variant=E4M3)),
+    256: (TileConfig(128, 64, 12, 2, variant=E4M3), TileConfig(64, 64, 8, 2, variant=E4M3)),
+}
+_SM90_FORWARD_E4M3_LOCAL: _Table = {
+    64: (TileConfig(128, 128, 12, 2, variant=E4M3), TileConfig(128, 64, 12, 2, variant=E4M3)),
+    192: (TileConfig(128, 64, 12, 2, variant=E4M3), TileConfig(64, 64, 8, 2, variant=E4M3)),
+    256: _SM90_FORWARD_E4M3[256],
+}
 _SM90_BACKWARD: _Table = {
     64: (
         TileConfig(64, 64, 12, 4, 3),
@@ -220,6 +241,8 @@ SM90: dict[str, _Table] = {
     "forward local": _SM90_FORWARD_LOCAL,
     "forward wide": _SM90_FORWARD_WIDE,
     "forward mla": _SM90_FORWARD_MLA,
+    "forward e4m3": _SM90_FORWARD_E4M3,
+    "forward e4m3 local": _SM90_FORWARD_E4M3_LOCAL,
     "backward": _SM90_BACKWARD,
     "backward masked": _SM90_BACKWARD_MASKED,
     "backward score_rows": _SM90_BACKWARD_SCORE_ROWS,
@@ -271,6 +294,21 @@ _PERSISTENT: dict[bool, dict[int, _Table]] = {
     False: {16: _PERSISTENT_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
     True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
 }
+# With an e4m3 cache: a warp has 32 keys, whose conversions hide each other's latency.
+_KV8_16: _Table = {
+    64: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2)),
+    128: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 3)),
+    256: (TileConfig(16, 64, 4, 2), TileConfig(16, 32, 2, 2)),
+}
+_KV8_16_ROWS: _Table = {
+    64: (TileConfig(32, 128, 4, 3), TileConfig(32, 64, 4, 2)),
+    128: (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2)),
+}
+_KV8_16_MORE: _Table = {
+    64: (TileConfig(64, 128, 8, 5), TileConfig(64, 128, 8, 3), TileConfig(32, 64, 4, 2)),
+    128: (TileConfig(64, 64, 8, 3), TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2)),
+}
+_KV8: dict[int, _Table] = {16: _KV8_16, 32: _KV8_16_ROWS, 64: _KV8_16_MORE}
 
 
 def sm80_tiles(problem: Problem) -> tuple[TileConfig, ...]:
@@ -298,6 +336,9 @@ def table_key(problem: Problem) -> tuple[str, int]:
     widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
     if is_mla(problem):
         name, served = "forward mla", problem.shape.head_dim
+    elif problem.dtype == FLOAT8:
+        name = "forward e4m3 local" if problem.mask.form == "local" else "forward e4m3"
+        served = problem.shape.head_dim_value
     elif widest > SM90_MAX_HEAD_DIM:
         name, served = f"{problem.direction} wide", widest
     elif problem.direction == "backward":
@@ -315,7 +356,8 @@ def table_key(problem: Problem) -> tuple[str, int]:
 def is_mla(problem: Problem) -> bool:
     """Returns whether this is the forward of a latent cache that variant mla serves: value is in key, 576 / 512."""
     dims = problem.shape.head_dim, problem.shape.head_dim_value
-    return problem.direction == "forward" and problem.value_in_key and dims == MLA_HEAD_DIMS
+    is_forward = problem.direction == "forward" and problem.dtype != FLOAT8
+    return is_forward and problem.value_in_key and dims == MLA_HEAD_DIMS
 
 
 def splits_score_rows(shape: Shape) -> bool:
@@ -330,8 +372,10 @@ def decode_tiles(problem: Problem) -> tuple[TileConfig, ...]:
     """Returns the tiles of the decode kernels for this problem, the fastest first."""
     shape = problem.shape
     widest = max(shape.head_dim, shape.head_dim_value)
-    is_persistent = problem.pages is not None
+    is_persistent = problem.pages is not None or problem.has_e4m3_cache
     tables = (_PERSISTENT if is_persistent else _DECODE)[problem.dtype == "float32"]
+    if problem.has_e4m3_cache:
+        tables = _KV8
     rows = shape.num_queries * shape.group
     table = next((table for most, table in tables.items() if rows <= most), tables[max(tables)])
     is_invariant = problem.pages is not None and problem.pages.invariant

@@ -114,6 +114,14 @@ _ALL: Final = (
         cluster=CLUSTER,
     ),
     Variant(
+        "forward",
+        "sm90",
+        E4M3,
+        "sm90.e4m3_forward",
+        "persistent blocks over query tiles of 8-bit operands; two warps transpose every value tile",
+        layouts=(*registry.LAYOUTS, registry.FLOAT16_OUTPUT),
+    ),
+    Variant(
         "backward",
         "sm90",
         STANDARD,
@@ -183,7 +191,7 @@ _ALL: Final = (
         "decode.persistent",
         "persistent blocks over chunks of the keys of all sequences, whose lengths are in device memory",
         "decode persistent",
-        layouts=("grouped", registry.PAGED, "varlen"),
+        layouts=(*registry.LAYOUTS, *registry.OPTIONAL_LAYOUTS),
     ),
     Variant(
         "forward",

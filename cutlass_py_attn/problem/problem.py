@@ -11,8 +11,9 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.paging import FEATURE, Pages
+from cutlass_py_attn.problem.quantization import ROW, SCALES, granularity, output_dtype
 from cutlass_py_attn.problem.scalars import SCALARS, with_python_numbers
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, OPERANDS, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, E4M3, F32_BYTES, FLOAT8, OPERANDS, Sequences, Shape, Tensor
 from cutlass_py_attn.problem.validation import TENSORS, objections, score_terms_objections, shape_objections
 from cutlass_py_attn.score_terms import registry
 
@@ -41,6 +42,10 @@ class Problem:
     deterministic: whether the gradients of query, key and value have the same bits in every run
     num_splits_key: thread blocks that share one (batch, head) in the backward; None lets the planner choose
     score_terms: (name, array) of every term of `score_terms.register`, in alphabetical order
+    query_scale, key_scale, value_scale: float32, of e4m3 codes (float8_e4m3fn, or uint8 for their bytes), whose numbers
+        are code times scale: () or (1,), (num_heads_key,), or (batch, num_heads_key); of an e4m3 cache, whose query has
+        16 bits, also a scale of each row, (pages, page_size, num_heads_key) or (batch, num_keys, num_heads_key). None
+        for 1 and for other dtypes
 
     The backward reads output and logsumexp, and writes those of grad_query, grad_key, grad_value, grad_bias and
     grad_sinks that are given. logsumexp is (batch, num_heads, ceil32(num_queries)) float32, contiguous. So is
@@ -76,6 +81,9 @@ class Problem:
     deterministic: bool = False
     num_splits_key: int | None = None
     score_terms: tuple[tuple[str, Tensor], ...] = ()
+    query_scale: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._python_numbers():
@@ -109,7 +117,8 @@ class Problem:
         def tensor(name: str) -> Tensor:
             return Tensor.contiguous(shape.of(name), dtype)
 
-        query, key, value, output = (tensor(name) for name in (*OPERANDS, "output"))
+        query, key, value = (tensor(name) for name in OPERANDS)
+        output = Tensor.contiguous(shape.of("output"), output_dtype(dtype))
         operands = Problem(direction, query, key, value, output, mask=Full() if mask is None else mask)
         if shape.tokens is not None:
             operands = operands.replace(sequences=Sequences(shape.batch, shape.num_queries, shape.num_keys))
@@ -137,8 +146,12 @@ class Problem:
 
     @property
     def dtype(self) -> str:
-        """Element type of all tensors except logsumexp, alibi_slopes and sinks."""
-        return self.query.dtype
+        """Element type of query, float8_e4m3fn for its bytes too, and of all tensors that have none of their own.
+
+        logsumexp, alibi_slopes, sinks and the scales of e4m3 codes are float32. The output of e4m3 operands has 16
+        bits, and key and value of an e4m3 cache have 8.
+        """
+        return FLOAT8 if self.query.dtype in E4M3 else self.query.dtype
 
     @property
     def scale_value(self) -> float:
@@ -163,10 +176,23 @@ class Problem:
         return self.sequences is not None or (self.pages is not None and self.pages.cu_seqlens_q)
 
     @property
+    def has_e4m3_cache(self) -> bool:
+        """Whether key and value are e4m3 codes beside a query of 16 bits."""
+        return self.key.dtype in E4M3 and self.query.dtype not in E4M3
+
+    @property
+    def scales(self) -> dict[str, Tensor]:
+        """The scales of e4m3 codes that are given, by name."""
+        return {name: scale for name in SCALES if (scale := getattr(self, name)) is not None}
+
+    @property
     def features(self) -> tuple[str, ...]:
         """Score terms and layouts of the problem, in alphabetical order; a kernel without one has no code for it."""
         layouts = {
+            registry.FLOAT16_OUTPUT: self.dtype == FLOAT8 and self.output.dtype == "float16",
             "grouped": self.shape.group > 1,
+            registry.KV8: self.has_e4m3_cache,
+            registry.KV8_ROW: any(granularity(scale) == ROW for scale in self.scales.values()),
             FEATURE: self.pages is not None,
             "seqused": self.sequences is not None and self.sequences.seqused_k,
             "varlen": self.has_ragged_rows,
@@ -208,6 +234,7 @@ class Problem:
             found |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
             if self.sequences.seqused_k:
                 found["seqused_k"] = Tensor((self.sequences.count,), (1,), "int32", 4)
+        found |= {name: replace(scale, alignment=F32_BYTES) for name, scale in self.scales.items()}
         if self.grad_logsumexp is not None:
             found["grad_logsumexp"] = self.grad_logsumexp
         if self.pages is not None:

@@ -31,10 +31,13 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
 # Words that symbols, problems or the parameter struct use for something else.
 LAYOUTS: Final = ("grouped", "seqused", "varlen")  # features of a Problem that are no score terms
 PAGED: Final = "paged"  # another one, which a kernel body has only if it says so
-_UNREGISTERED: Final = frozenset((*LAYOUTS, PAGED, *(term.name for term in BUILT_IN)))
-RESERVED: Final = frozenset(
-    (*LAYOUTS, PAGED, "full", "causal", "local", "to", "sum", "det", "query", "key", "value", "output", "logsumexp")
-)
+KV8: Final = "kv8"  # key and value of e4m3 beside a query of 16 bits, likewise
+KV8_ROW: Final = "kv8row"  # with a scale of each row
+FLOAT16_OUTPUT: Final = "float16_output"  # of e4m3 operands, whose output is bfloat16 without it, likewise
+OPTIONAL_LAYOUTS: Final = (KV8_ROW, KV8, PAGED, FLOAT16_OUTPUT)  # a name before those that it begins with
+_UNREGISTERED: Final = frozenset((*LAYOUTS, *OPTIONAL_LAYOUTS, *(term.name for term in BUILT_IN)))
+_WORDS: Final = ("full", "causal", "local", "to", "sum", "det", "query", "key", "value", "output", "logsumexp")
+RESERVED: Final = frozenset((*LAYOUTS, *OPTIONAL_LAYOUTS, *_WORDS))
 
 _registered: dict[str, ScoreTerm] = {}
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.problem.masks import Mask
-from cutlass_py_attn.problem.tensors import ITEM_BYTES, Shape
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES, Shape
 from cutlass_py_attn.reference.numpy_reference import DTYPES
 from cutlass_py_attn.reference.score_mod import SeqlenInfo
 
@@ -64,15 +64,17 @@ def draw(
     rng: np.random.Generator,
     sequences: Sequences = (),
 ) -> Tensors:
-    """Returns `make`'s tensors from the random numbers of `rng`.
+    """Returns `make`'s tensors from the random numbers of `rng`; in float32 for e4m3.
 
     sequences: rows of each sequence in the variable-length layout; () if every batch element is one sequence.
     """
     if family not in FAMILIES:
         raise ValueError(f"family {family!r}: must be one of {', '.join(FAMILIES)}")
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(ITEM_BYTES)}")
+    if dtype not in OPERAND_BYTES:
+        raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(OPERAND_BYTES)}")
     query, key, value, grad_output = FAMILIES[family](shape, mask, rng, sequences or _dense(shape))
+    if dtype == FLOAT8:  # `Case.arrays` quantises
+        return query, key, value, grad_output
     target = DTYPES[dtype]
     return query.astype(target), key.astype(target), value.astype(target), grad_output.astype(target)
 

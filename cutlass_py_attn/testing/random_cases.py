@@ -17,6 +17,7 @@ import numpy as np
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Causal, Mask, Window
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse_mask
+from cutlass_py_attn.problem.tensors import FLOAT8
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
 from cutlass_py_attn.testing.guarded_check import is_exact
 
@@ -62,6 +63,14 @@ MLA_HEADS: Final = (1, 2, 3, 16, 16, 20, 40, 64, 96, 128, 128)
 MLA_QUERIES: Final = (1, 1, 1, 2, 3, 5, 9)
 MLA_PAGES: Final = (16, 16, 32, 64, 64, 128, 256)
 MLA_LAYOUTS: Final = ("dense", "padded", "heads_first")
+# Kernel numbers from here on are those of e4m3 codes: every second of operands, the others of caches.
+E4M3_FROM: Final = 300_000
+E4M3_GRAINS: Final = ("", "tensor", "head", "batch", "batch")
+E4M3_DIMS: Final = ((64, 0), (64, 0), (128, 0), (128, 0), (128, 0), (256, 0), (256, 0), (96, 0), (192, 128), (80, 48))
+E4M3_LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed")
+E4M3_LENGTHS: Final = (1, 2, 31, 63, 64, 65, 127, 128, 129, 190, 257, 384, 513)
+CACHE_ROWS_SHARE: Final = 0.4  # of e4m3 caches with a scale of each row
+CACHE_DENSE_SHARE: Final = 0.35  # of those without pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,9 @@ class _Kernel:
 
 def draw(kernel: int, run: int) -> Case:
     """Case `run` of the kernel number `kernel`."""
+    if kernel >= E4M3_FROM:
+        draw_codes = _draw_e4m3_cache if (kernel - E4M3_FROM) % 2 else _draw_e4m3_operands
+        return draw_codes(np.random.default_rng(kernel), np.random.default_rng((kernel, run)))
     if kernel >= MLA_FROM:
         return _draw_mla(np.random.default_rng(kernel), np.random.default_rng((kernel, run)))
     if kernel >= PAGED_FROM:
@@ -261,6 +273,40 @@ def _draw_case(kernel: _Kernel, rng: np.random.Generator) -> Case:
     )
 
 
+def _draw_e4m3_operands(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
+    """A forward of e4m3 operands. kernel: random numbers of what decides the machine code."""
+    dims, mask = _pick(kernel, E4M3_DIMS), str(_pick(kernel, MASKS))
+    is_grouped, is_ragged, has_used_keys = (bool(kernel.random() < share) for share in (0.4, 0.3, 0.4))
+    is_float16, layout = bool(kernel.random() < 0.25), str(_pick(kernel, E4M3_LAYOUTS))
+    group = int(_pick(rng, GROUPS)) if is_grouped else 1
+    heads = group * int(_pick(rng, (1, 2)))
+    queries, keys = (int(_pick(rng, E4M3_LENGTHS)) for _ in range(2))
+    sequences: tuple[SequenceLengths, ...] = ()
+    if is_ragged:
+        lengths = [(queries, keys), *((_some_length(rng), _some_length(rng)) for _ in range(int(rng.integers(1, 5))))]
+        sequences = tuple(
+            SequenceLengths(rows, columns, int(rng.integers(0, columns + 1)) if has_used_keys else None)
+            for rows, columns in lengths
+        )
+    spec = ProblemSpec(
+        FLOAT8,
+        int(dims[0]),
+        num_queries=queries,
+        num_keys=keys,
+        batch=int(_pick(rng, (1, 2, 3))),
+        num_heads=heads,
+        head_dim_value=int(dims[1]),
+        num_heads_key=heads // group,
+        mask=_mask_of_form(mask, rng),
+        sequences=sequences,
+        scale=float(_pick(rng, (0.0, 0.0, 0.1))) or None,
+        descale=str(_pick(rng, E4M3_GRAINS)),
+        float16_output=is_float16,
+    )
+    case = Case("forward", spec, layout=layout, seed=int(rng.integers(0, 2**31)))
+    return case.replace(inputs=str(_pick(rng, INPUTS)))
+
+
 def _draw_paged(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
     """A forward with key and value in pages. kernel: random numbers of what decides the machine code."""
     dtype = str(_pick(kernel, ("float16", "bfloat16", "bfloat16", "float32")))
@@ -347,6 +393,24 @@ def _draw_mla(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
         invariant=int(is_paged and rng.random() < 0.2),
     )
     return _with_inputs(case, rng)
+
+
+def _draw_e4m3_cache(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
+    """A forward with an e4m3 cache. kernel: random numbers of what decides the machine code."""
+    has_row_scales, is_dense = (bool(kernel.random() < share) for share in (CACHE_ROWS_SHARE, CACHE_DENSE_SHARE))
+    is_ragged = is_dense and bool(kernel.random() < 0.5)
+    case = _draw_paged(kernel, rng)
+    spec = case.spec
+    grain = "row" if has_row_scales else str(_pick(rng, E4M3_GRAINS))
+    dtype = spec.dtype if spec.dtype != "float32" else "bfloat16"
+    changes: dict[str, Any] = {"e4m3_cache": True, "descale": grain, "dtype": dtype}
+    if is_dense:
+        changes |= {"page_size": 0}
+        case = case.replace(table="rows", invariant=0)
+    if is_dense and not is_ragged:
+        changes |= {"sequences": (), "batch": min(spec.batch, 5), "num_queries": spec.num_queries}
+        changes |= {"num_keys": max(spec.num_keys, 1)}
+    return case.replace(**changes)
 
 
 def _with_inputs(case: Case, rng: np.random.Generator) -> Case:

@@ -12,10 +12,12 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.testing import (
     covering_cases,
     decode_cases,
+    kv8_cases,
     matrix,
     mla_cases,
     paged_cases,
     paged_forward_cases,
+    random_cases,
     serving_cases,
 )
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
@@ -257,6 +259,25 @@ LIBRARY: Final = tuple(
 )
 
 
+# Every weight that counts is the largest code of e4m3, so that only the rounding of the output remains.
+E4M3_EXACT: Final = _cases(
+    "forward e4m3_d128_s700_b1_h2_causal inputs=zero_scores",
+    "forward e4m3_d256_s300_b1_h2_full inputs=one_key",
+    "forward e4m3_d64_s513_b2_h4k2_window_left70_right9_descalebatch inputs=equal_keys",
+)
+E4M3_LONG: Final = _cases(
+    *(f"forward e4m3_d128_s{length}_b1_h1_{mask}_descalebatch" for length in (8192, 131072)
+      for mask in ("full", "causal", "window_left4096_right0"))
+)  # fmt: skip
+E4M3_KERNELS, E4M3_RUNS = 6, 4  # numbers of random e4m3 problems
+
+
+def e4m3_cases() -> list[Case]:
+    """Returns every case of the e4m3 forward."""
+    numbers = range(random_cases.E4M3_FROM, random_cases.E4M3_FROM + 2 * E4M3_KERNELS, 2)
+    return [*E4M3_EXACT, *E4M3_LONG, *random_cases.cases(numbers, E4M3_RUNS)]
+
+
 def library_builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that an export of LIBRARY has, once, each with its fallbacks; none for short sequences alone."""
     plans = (planner.plans(exported.problem(), arch, any_length=True) for exported, _ in LIBRARY)
@@ -292,10 +313,12 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         decode_cases.builds(arch),
         mla_cases.builds(arch),
         paged_cases.builds(arch),
+        kv8_cases.builds(arch),
         paged_forward_cases.builds(arch),
         torch_ops_builds(arch),
         serving_cases.builds(arch),
         library_builds(arch),
         builds_of(cases, arch),
+        builds_of(e4m3_cases(), arch),
     )
     return list(dict.fromkeys(itertools.chain.from_iterable(parts)))

@@ -138,6 +138,20 @@ def test_rust_host_asks_what_the_package_asks(
         assert rust_calls(driver_log, rust, bundle, problem) == bound_calls(driver_log, bundle, problem)
 
 
+@pytest.mark.parametrize(
+    ("exported_case", "other"),
+    [
+        ("e4m3_d128_s200_b2_h4k2_causal_descalebatch", "e4m3_d128_s90_b3_h6k3_causal_descalebatch"),
+        ("bf16_d64_q2_s900_b2_h4k2_full_paged16_kv8", "bf16_d64_q1_s300_b3_h8k4_full_paged64_kv8"),
+    ],
+)
+def test_e4m3_codes(driver_log: FakeDriver, rust: RustHost, tmp_path: Path, exported_case: str, other: str) -> None:
+    """Scales that are given, and none."""
+    first, second = (spec.parse(case).problem("forward") for case in (exported_case, other))
+    bundle = expect_one_launch(driver_log, tmp_path, (first, second))
+    assert rust_calls(driver_log, rust, bundle, second) == bound_calls(driver_log, bundle, second)
+
+
 def test_rust_host_refuses_in_the_manifest_s_words(driver_log: FakeDriver, rust: RustHost, tmp_path: Path) -> None:
     problem, _ = pair("Hopper", "backward")
     bundle = exported(tmp_path / "bundle", (problem,))

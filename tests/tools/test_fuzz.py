@@ -248,3 +248,18 @@ def test_the_listing_has_both_families(monkeypatch: pytest.MonkeyPatch, capsys: 
     (name, last) = capsys.readouterr().out.splitlines()
     assert name.startswith("sm_90a/fwd_sm90_bf16_d64_causal")
     assert last == "1 kernel: 1 sm90"
+
+
+def test_the_numbers_of_e4m3_draw_enough_problems_of_every_kind() -> None:
+    """A default run has at least 300 of operands and of caches, all forwards that a kernel takes."""
+    of_both = list(random_cases.cases(range(random_cases.E4M3_FROM, random_cases.E4M3_FROM + fuzz.E4M3), 25))
+    drawn = [case for case in of_both if case.spec.dtype == "float8_e4m3fn"]
+    assert len(drawn) >= 300
+    assert len(of_both) - len(drawn) >= 300
+    assert all(case.spec.e4m3_cache != (case.spec.dtype == "float8_e4m3fn") for case in of_both)
+    assert {case.spec.descale for case in drawn} == {"", "tensor", "head", "batch"}
+    assert {case.spec.head_dim for case in drawn} >= {64, 128, 256}
+    assert {case.spec.mask.form for case in drawn} == {"full", "causal", "local"}
+    assert {bool(case.spec.sequences) for case in drawn} == {True, False}
+    assert all(case.needs_kernels for case in drawn)
+    assert all(Case.parse(case.line) == case for case in of_both[::20])

@@ -117,6 +117,8 @@ _DECODE: Final = (
     "bf16_d64_n1x400u300,1x300u256_h4k2_window_left90_right0",
     "f16_d64_q1_s600_b2_h4_full_paged16",
     f"bf16_d64_n2x400u300,1x300u256_h4k2_causal_br_{_TERMS_OF_PAGES}_paged1",
+    "bf16_d64_q1_s600_b2_h4_full_paged16_kv8_descalehead",
+    "f16_d64_n1x400u300,2x300u256_h4k2_full_kv8_descalerow",
 )
 _CASES: Final = (
     *((ARCH, f"forward {name}") for name in (*_SM80_FORWARD, _SPLIT_D, _SPLIT_D_PAGED, *_DECODE)),

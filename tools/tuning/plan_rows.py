@@ -25,6 +25,11 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
         "bf16_d64_s4096_b4_h32_full_alibi",
         "bf16_d64_s16384_b2_h32_causal_window1024",
         "bf16_d96_s16384_b2_h16_causal_window1024",
+        "e4m3_d64_s8192_b4_h32_full",
+        "e4m3_d128_s8192_b4_h16_full",
+        "e4m3_d256_s8192_b4_h8_full",
+        "e4m3_d64_s16384_b2_h32_causal_window1024",
+        "e4m3_d128_s16384_b2_h16_causal_window1024",
     ),
     "backward": (
         "bf16_d64_s8192_b4_h32_full",

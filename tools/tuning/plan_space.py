@@ -18,6 +18,7 @@ from cutlass_py_attn.plan.tiles import is_mla
 from cutlass_py_attn.plan.variants import MLA, SPLIT_D, STANDARD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec
+from cutlass_py_attn.problem.tensors import FLOAT8
 
 FAMILIES: Final = ("sm90", "sm80")
 ARCHS: Final = {"sm90": "sm_90a", "sm80": "sm_90"}
@@ -135,7 +136,8 @@ def searched(case: ProblemSpec, direction: str, family: str) -> Problem:
         raise NotSupported(
             f"case {case.name!r} {direction}: the sm90 family takes no {', '.join(unsupported)}; use --family sm80"
         )
-    if any(build.family == "decode" for build in planner.builds(problem, ARCHS["sm80"])):
+    has_sm80 = problem.dtype != FLOAT8  # else the sm90 family alone
+    if has_sm80 and any(build.family == "decode" for build in planner.builds(problem, ARCHS["sm80"])):
         raise NotSupported(f"case {case.name!r}: decode kernels compute it, whose tiles are not searched; leave it out")
     return problem
 

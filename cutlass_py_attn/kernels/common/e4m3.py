@@ -8,8 +8,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Uint8, Uint32
+from cutlass import Float8E4M3FN, Float32, Int64, Uint8, Uint32
 
+from cutlass_py_attn.kernels.common import params
 from cutlass_py_attn.plan.arch import architecture
 
 MAX_E4M3 = 448.0
@@ -27,6 +28,38 @@ EXPONENT_SHIFT = (127 - 7) << 3  # difference of the exponents' biases, at e4m3'
 def has_instruction(arch: str) -> bool:
     """Returns whether the target converts to e4m3 by an instruction."""
     return architecture(arch).compute_capability >= INSTRUCTION_SINCE
+
+
+def to_f16(arch: str, word: Uint32) -> tuple[Uint32, Uint32]:
+    """Returns four codes of a word as two words of float16 pairs, the codes of the low half first. Every code is exact.
+
+    Earlier targets than sm_89 move the bits to where float16 has them and multiply by 256, the ratio of the exponents'
+    biases; NaN becomes 480 there.
+    """
+    if has_instruction(arch):
+        text = (
+            "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, low; "
+            "cvt.rn.f16x2.e4m3x2 {$w1}, high; }"
+        )
+    else:
+        text = (
+            "{ .reg .b32 low, high, sign, factor; mov.b32 factor, 0x5c005c00; "
+            "prmt.b32 low, {$r0}, 0, 0x1404; prmt.b32 high, {$r0}, 0, 0x3424; "
+            "and.b32 sign, low, 0x80008000; and.b32 low, low, 0x7f007f00; shr.u32 low, low, 1; or.b32 low, low, sign; "
+            "and.b32 sign, high, 0x80008000; and.b32 high, high, 0x7f007f00; shr.u32 high, high, 1; "
+            "or.b32 high, high, sign; mul.rn.f16x2 {$w0}, low, factor; mul.rn.f16x2 {$w1}, high, factor; }"
+        )
+    low, high = cute.arch.inline_ptx(text, write_only_types=[Uint32, Uint32], read_only_args=[word])
+    return Uint32(low), Uint32(high)
+
+
+@cute.jit
+def load_scale(address: Int64, offset: Int64):
+    """Loads the scale of e4m3 codes at an offset (elements), or returns 1 if the address is 0."""
+    found = Float32(1.0)
+    if address != 0:
+        found = params.load_scalar(address, Float32, offset)
+    return found
 
 
 def codes(arch: str, values: cute.Tensor) -> cute.Tensor:

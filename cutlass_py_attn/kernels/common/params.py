@@ -5,15 +5,16 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.abi import Fields
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.tensors import FLOAT8
 
-DTYPES = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32}
+DTYPES = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32, FLOAT8: Float8E4M3FN}
 KINDS = {"i64": Int64, "i32": Int32, "f32": Float32}
 
 

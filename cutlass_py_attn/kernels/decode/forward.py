@@ -87,7 +87,8 @@ class Decode:
 
     def __init__(self, build: Build) -> None:
         self.build = build
-        self.dtype = DTYPES[build.dtype]
+        operands = decode_smem.operand_dtype(build)
+        self.dtype = DTYPES[operands]
         self.launch_bounds = params.launch_bounds(build)
         self.keys = decode_smem.team_keys(build)
         self.team_warps, self.teams = build.warps_scores
@@ -102,8 +103,8 @@ class Decode:
         # The GEMMs of one warp: all columns of its rows.
         one_warp = (1, 1)
         qk = replace(matmul_qk.spec(build), m=self.rows, n=self.keys, warps=one_warp)
-        self.mma_qk = MmaSync(qk, build.dtype)
-        self.mma_pv = MmaSync(matmul_pv.spec(build, m=self.rows, k=self.keys, warps=one_warp), build.dtype)
+        self.mma_qk = MmaSync(qk, operands)
+        self.mma_pv = MmaSync(matmul_pv.spec(build, m=self.rows, k=self.keys, warps=one_warp), operands)
 
     @cute.jit
     def __call__(self, *values):
@@ -245,8 +246,16 @@ class Decode:
                     head = work.head_key * group + (packed_row - query * group)
                     start = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
                     source = params.row_pointer(build, p, "query", start)
-                    value = cute.make_tensor(source + column, tile_copy.ONE)[0]
-                tile[row, column] = value
+                    value = self.dtype(cute.make_tensor(source + column, tile_copy.ONE)[0])
+                tile[row, self.query_column(column)] = value
+
+    def query_column(self, column: Any) -> Any:
+        """Returns where a column of Q is stored."""
+        return column
+
+    def output_columns(self, column: Any) -> tuple[Any, Any]:
+        """Returns where two neighbouring columns of O are stored."""
+        return column, column + 1
 
     def mask_scores(self, p: Any, work: WorkTile, warp: Warp, band: Any, r_s: cute.Tensor, key_tile: Int32) -> None:
         """Sets this warp's masked scores to -inf."""
@@ -348,8 +357,8 @@ class Decode:
     ) -> None:
         """Adds two columns of a row over all teams to `values`."""
         for team, tile in enumerate(outputs):
-            for i in range(2):
-                values[i] = values[i] + factors[row, team] * tile[row, column + i]
+            for i, stored in enumerate(self.output_columns(column)):
+                values[i] = values[i] + factors[row, team] * tile[row, stored]
 
 
 def apply_softmax(softmax: OnlineSoftmax, r_s: cute.Tensor, r_o: cute.Tensor, scale_log2: Float32) -> None:

@@ -18,12 +18,13 @@ from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div, larger, smaller
 from cutlass_py_attn.kernels.common import logsumexp, paging, params, seqlen_info, tile_copy
-from cutlass_py_attn.kernels.common.mma_sync import row_view
+from cutlass_py_attn.kernels.common.mma_sync import Operands, row_view
 from cutlass_py_attn.kernels.common.paged_copy import PagedCopy, PagedRows
 from cutlass_py_attn.kernels.common.params import RowCoordinates
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod, ScoreRow
-from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, exp2, finite, safe_scale
+from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, exp2, finite, multiply_rows, safe_scale
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.decode import e4m3_cache
 from cutlass_py_attn.kernels.decode.chunk_schedule import (
     BATCH,
     BEGIN,
@@ -36,12 +37,14 @@ from cutlass_py_attn.kernels.decode.chunk_schedule import (
     Place,
 )
 from cutlass_py_attn.kernels.decode.combine import VECTOR, Combine
+from cutlass_py_attn.kernels.decode.e4m3_cache import E4m3Cache
 from cutlass_py_attn.kernels.decode.forward import Decode, apply_softmax
 from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import COMBINE_WARPS, ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.sinks import SINKS
 
 LOG2_E = math.log2(math.e)
@@ -188,7 +191,9 @@ class PersistentDecode(Decode):
         self.score_mod = ScoreMod(build)
         self.pieces = CombinePieces(build)
         self.has_dependent_launch = architecture(build.arch).compute_capability >= (9, 0)
-        self.paged_copy = PagedCopy(build, self.keys, self.team_warps * WARP_THREADS)
+        threads = self.team_warps * WARP_THREADS
+        self.paged_copy = PagedCopy(build, self.keys, threads) if build.has("paged") else None
+        self.e4m3 = E4m3Cache(build, self.keys, threads) if build.has(registry.KV8) else None
 
     @cute.kernel
     def combine_kernel(self, p: Any):
@@ -226,7 +231,7 @@ class PersistentDecode(Decode):
         band = seqlen_info.band(build, p, seqlen)
         if piece.row0 >= seqlen.num_queries * group:  # a sequence of fewer queries has no such rows
             stop = start
-        row, shift = paging.page_row(p, piece.batch), paging.page_shift(p)
+        row, shift = self.table_row(p, piece)
 
         # 0  start the first tiles, load the queries
         entry = self.entry(p, row, shift, seqlen, warp, start, stop)
@@ -247,6 +252,8 @@ class PersistentDecode(Decode):
         scale_log2 = Float32(1.0) if cutlass.const_expr(has_terms) else safe_scale(p.scale_log2)
         operands = self.row_operands(p, piece, warp) if cutlass.const_expr(has_terms) else ()
 
+        scales = self.first_scales(p, piece)
+
         for key_tile in cutlass.range(start, stop, unroll=1):
             step = key_tile - start
             cute.arch.cp_async_wait_group(stages - 2)
@@ -255,11 +262,11 @@ class PersistentDecode(Decode):
             self.load_pages(p, piece, warp, key_tile + (stages - 1), stop, (step + stages - 1) % stages, entry)
             entry = following
             cute.arch.cp_async_commit_group()
-            s_k, s_v = self.stage(warp, step % stages)
+            keys, values = self.stage(warp, step % stages)
 
             # 1  S = Q K^T
             r_s = self.mma_qk.accumulator(warp.lane)
-            matmul_qk.issue(self.mma_qk, r_s, matmul_qk.operands(self.mma_qk, s_q, s_k, warp.lane))
+            self.multiply_keys(warp, s_q, keys, r_s, scales)
 
             # 2  score modification, mask, softmax
             if cutlass.const_expr(has_terms):
@@ -268,25 +275,100 @@ class PersistentDecode(Decode):
                 r_s.store(-r_s.load())
             if tile_order.needs_mask(band, Int32(0), key_tile, p.num_queries, build.tile_n):
                 self.mask_scores(p, piece, warp, band, r_s, key_tile)
-            apply_softmax(softmax, r_s, r_o, scale_log2)
+            self.apply_softmax(warp, softmax, r_s, r_o, scale_log2, values, scales)
 
             # 3  O += P V
-            v_operand = matmul_pv.v_operand(self.mma_pv, s_v, warp.lane)
-            matmul_pv.issue(self.mma_pv, r_o, self.mma_pv.from_accumulator(r_s), v_operand)
+            self.multiply_values(warp, r_s, values, r_o)
 
         # 4  join the teams, store the row, or this piece's partial results
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         statistics = self.row_statistics()
+        if cutlass.const_expr(self.e4m3 is not None):
+            # A sequence without keys may have any scale.
+            r_o.store(r_o.load() * cutlass.select_(start < stop, Float32(scales[1]), Float32(0.0)))
         self.store_team_results(warp, softmax, r_o, statistics)
         cute.arch.sync_threads()
         self.join_teams(p, piece, statistics, scale_log2, thread)
         cute.arch.sync_threads()
         self.store_piece(p, piece, statistics.factors, thread)
 
+    def table_row(self, p: Any, piece: Piece) -> tuple[Any, Any]:
+        """Returns the table's entries of a sequence, and log2 of the page size; None without pages."""
+        if self.paged_copy is None:
+            return None, None
+        return paging.page_row(p, piece.batch), paging.page_shift(p)
+
+    def first_scales(self, p: Any, piece: Piece) -> cute.Tensor | None:
+        """Returns the scales of keys and of values in registers; with scales of rows, the least unit of the values'."""
+        if self.e4m3 is None:
+            return None
+        found = cute.make_rmem_tensor(2, Float32)
+        found[0] = found[1] = Float32(e4m3_cache.LEAST_UNIT)
+        if not self.e4m3.has_row_scales:
+            found[0], found[1] = (self.e4m3.scale(p, name, piece) for name in e4m3_cache.NAMES)
+        return found
+
+    def stage(self, warp: Any, stage: Int32) -> tuple[Any, Any]:
+        """Returns the team's keys and values of a stage; of codes, where the stage starts, twice."""
+        if self.e4m3 is None:
+            return super().stage(warp, stage)
+        start = self.e4m3.stage_start(warp.team, stage)
+        return start, start
+
+    def multiply_keys(self, warp: Any, s_q: cute.Tensor, keys: Any, r_s: cute.Tensor, scales: Any) -> None:
+        """Computes S = Q K^T of the keys of a stage."""
+        if self.e4m3 is None:
+            matmul_qk.issue(self.mma_qk, r_s, matmul_qk.operands(self.mma_qk, s_q, keys, warp.lane))
+            return
+        q_operand = self.mma_qk.a_operand(s_q, warp.lane)
+        matmul_qk.issue(self.mma_qk, r_s, Operands(q_operand, self.e4m3.keys_operand(keys, warp.lane)))
+        self.e4m3.scale_scores(r_s, scales[0], keys, row_view(self.mma_qk.coordinates(warp.lane)))
+
+    def apply_softmax(
+        self,
+        warp: Any,
+        softmax: OnlineSoftmax,
+        r_s: cute.Tensor,
+        r_o: cute.Tensor,
+        scale_log2: Float32,
+        values: Any,
+        scales: Any,
+    ) -> None:
+        """Replaces scores by their weights, times the scales of the values' rows if there are any, and rescales O."""
+        if self.e4m3 is None or not self.e4m3.has_row_scales:
+            apply_softmax(softmax, r_s, r_o, scale_log2)
+            return
+        factors = softmax.weights(row_view(r_s), scale_log2)
+        coordinates = row_view(self.mma_qk.coordinates(warp.lane))
+        scales[1], shrink = self.e4m3.scale_weights(r_s, scales[1], values, coordinates)
+        multiply_rows(row_view(r_o), [factor * shrink for factor in factors])
+
+    def multiply_values(self, warp: Any, r_p: cute.Tensor, values: Any, r_o: cute.Tensor) -> None:
+        """Computes O += P V of the values of a stage."""
+        if self.e4m3 is None:
+            v_operand = matmul_pv.v_operand(self.mma_pv, values, warp.lane)
+        else:
+            v_operand = self.e4m3.values_operand(values, warp.lane)
+        matmul_pv.issue(self.mma_pv, r_o, self.mma_pv.from_accumulator(r_p), v_operand)
+
+    def query_column(self, column: Any) -> Any:
+        return column if self.e4m3 is None else e4m3_cache.query_column(self.build.columns, column)
+
+    def output_columns(self, column: Any) -> tuple[Any, Any]:
+        if self.e4m3 is None:
+            return super().output_columns(column)
+        return e4m3_cache.output_column(column, 0), e4m3_cache.output_column(column, 1)
+
+    def entry(self, p: Any, row: Any, shift: Int32, seqlen: Any, warp: Any, key_tile: Int32, stop: Int32) -> Int32:
+        """Returns this lane's entry of the table for a key tile; 0 past the last tile, and without pages."""
+        if self.paged_copy is None:
+            return Int32(0)
+        return self.page_entry(p, row, shift, seqlen, warp, key_tile, stop)
+
     @cute.jit
-    def entry(self, p: Any, row: Any, shift: Int32, seqlen: Any, warp: Any, key_tile: Int32, stop: Int32):
-        """Returns this lane's entry of the table for a key tile; 0 past the last tile."""
+    def page_entry(self, p: Any, row: Any, shift: Int32, seqlen: Any, warp: Any, key_tile: Int32, stop: Int32):
+        """Does `entry` for keys in pages."""
         found = Int32(0)
         if key_tile < stop:
             key0 = key_tile * self.build.tile_n + warp.team * self.keys
@@ -299,10 +381,13 @@ class PersistentDecode(Decode):
         build = self.build
         if key_tile < stop:
             key0 = key_tile * build.tile_n + warp.team * self.keys
-            rows = PagedRows(piece.head_key, key0, piece.seqlen.num_keys, entry)
-            s_k, s_v = self.stage(warp, stage)
-            self.paged_copy.copy(p, "key", warp.member, rows, build.head_dim, s_k)
-            self.paged_copy.copy(p, "value", warp.member, rows, build.head_dim_value, s_v)
+            if cutlass.const_expr(self.e4m3 is not None):
+                self.e4m3.load(p, piece, warp, key0, entry, self.stage(warp, stage)[0])
+            else:
+                rows = PagedRows(piece.head_key, key0, piece.seqlen.num_keys, entry)
+                s_k, s_v = self.stage(warp, stage)
+                self.paged_copy.copy(p, "key", warp.member, rows, build.head_dim, s_k)
+                self.paged_copy.copy(p, "value", warp.member, rows, build.head_dim_value, s_v)
 
     def packed_rows(self, piece: Piece, warp: Any, coordinates: cute.Tensor) -> list[Int32]:
         """Returns the packed query row of each row of this thread's scores."""
