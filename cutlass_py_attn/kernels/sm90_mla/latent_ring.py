@@ -14,6 +14,7 @@ from cutlass import Int32, Uint32
 
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
+from cutlass_py_attn.kernels.common.tma import EVICT_FIRST
 from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
 from cutlass_py_attn.kernels.sm90.paged_loads import PagedLoads, box_coordinates
 from cutlass_py_attn.kernels.sm90.pipelines import first_barrier
@@ -113,6 +114,7 @@ class LatentRing:
                     source.get_ptr(),
                     [Int32(strip * STRIP_COLUMNS), *map(Int32, coordinates)],
                     self._full(slot, chunk),
+                    l2_cache_hint=EVICT_FIRST,  # a step reads the cache once
                 )
 
     def wait(self, slot: int, chunk: int, use: Int32) -> None:
