@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from cutlass_py_attn.problem.paging import Pages
     from cutlass_py_attn.problem.problem import Problem
     from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
+    from cutlass_py_attn.runtime.binding import Bound, bind
     from cutlass_py_attn.runtime.driver import ForkedChild, OldDriver
-    from cutlass_py_attn.runtime.launch import Bound, bind
     from cutlass_py_attn.score_terms.dropout import Dropout
 
     conventions = torch_ops
@@ -83,7 +83,7 @@ _PUBLIC_NAMES = {
     "problem.problem": ("Problem",),
     "problem.tensors": ("Sequences", "Shape", "Tensor"),
     "runtime.driver": ("ForkedChild", "OldDriver"),
-    "runtime.launch": ("Bound", "bind"),
+    "runtime.binding": ("Bound", "bind"),
     "score_terms.dropout": ("Dropout",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC_NAMES.items() for name in names}

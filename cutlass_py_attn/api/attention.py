@@ -32,7 +32,7 @@ from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes, output_checks
-from cutlass_py_attn.runtime.launch import Bound, bind_problem
+from cutlass_py_attn.runtime.binding import Bound, bind_problem
 from cutlass_py_attn.score_terms.dropout import Dropout
 
 MAX_PREPARED_CALLS: Final = 64  # another shape, stride or scale is another prepared call

@@ -28,7 +28,7 @@ from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.reference import serving
 from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes, output_checks
-from cutlass_py_attn.runtime.launch import Bound, bind, portable_arch
+from cutlass_py_attn.runtime.binding import Bound, bind, portable_arch
 
 Kernels = Callable[[Build], Artifact]
 

@@ -33,7 +33,7 @@ from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import arrays, driver, frameworks
-from cutlass_py_attn.runtime.launch import Bound, bind_problem
+from cutlass_py_attn.runtime.binding import Bound, bind_problem
 
 RANDOM_ELEMENTS: Final = 1 << 20  # the inputs repeat this many random values; other values take the same time
 CODE_SCALE: Final = 1.0  # of every e4m3 code

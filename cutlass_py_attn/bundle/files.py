@@ -32,7 +32,7 @@ from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import path_objections, shown
 from cutlass_py_attn.problem.tensors import FLOAT8
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.launch import Bound, bind
+from cutlass_py_attn.runtime.binding import Bound, bind
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -182,7 +182,7 @@ class Bundle:
         """Binds the kernels of this direction on GPU `device`.
 
         problem: None for the exported one, or another problem that the kernels serve.
-        Stale: the bundle has no kernels for the problem or the GPU. Other errors as `launch.bind`.
+        Stale: the bundle has no kernels for the problem or the GPU. Other errors as `binding.bind`.
         """
         wanted = self.problem(direction) if problem is None else problem
         if reasons := _problem_objections(wanted):

@@ -25,6 +25,7 @@ from cutlass_py_attn.distributed.split import Split
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.split_rows import ALL_GATHER, RING, STRATEGIES, ULYSSES, ZIGZAG, SplitCall
+from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
 from cutlass_py_attn.suggestions import did_you_mean
 
 _COMPUTE: Final[dict[str, Any]] = {ALL_GATHER: gathered, ULYSSES: heads, RING: ring}
@@ -200,7 +201,13 @@ def _lengths(machine: Machine, options: Options) -> Arrays:
 
 def _expect_supported(split: Split, arrays: Arrays) -> None:
     """Raises NotSupported with every reason why the rows of this call cannot be split."""
-    flat = [name for name in ("query", "key", "value") if len(arrays[name].shape) != 4]
+    coded = [name for name in OPERANDS if str(arrays[name].dtype) in E4M3]
+    if coded:
+        raise NotSupported(
+            f"{', '.join(coded)} of e4m3 with a group: must have 16 or 32 bits, because rows that are split over ranks "
+            "have no scales; dequantise, each code times its scale"
+        )
+    flat = [name for name in OPERANDS if len(arrays[name].shape) != 4]
     if flat:
         raise NotSupported(
             f"{name} has shape {tuple(arrays[name].shape)}: must be (batch, rows, heads, head_dim), a rank's rows; "

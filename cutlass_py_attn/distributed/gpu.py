@@ -26,7 +26,7 @@ from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.problem.merge import MAX_HEAD_DIM, OUTPUTS, MergeProblem
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes
-from cutlass_py_attn.runtime.launch import Bound, bind, portable_arch
+from cutlass_py_attn.runtime.binding import Bound, bind, portable_arch
 
 _INFINITY: Final = 0x7F800000  # float32 bits
 MAX_MERGES: Final = 256  # layouts of totals and parts, each with one source of kernels on one GPU

@@ -16,7 +16,7 @@ from cutlass_py_attn.problem.tensors import E4M3, FLOAT8, ITEM_BYTES, ROW_ALIGNM
 from cutlass_py_attn.reference.serving import NAN_CODE
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import numpy_dtype
-from cutlass_py_attn.runtime.launch import Bound, bind, bind_problem
+from cutlass_py_attn.runtime.binding import Bound, bind, bind_problem
 from cutlass_py_attn.testing.check import Kernels
 from cutlass_py_attn.testing.component_gemms import product_shape
 

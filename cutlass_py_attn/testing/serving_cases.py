@@ -27,7 +27,7 @@ from cutlass_py_attn.problem.tensors import LSE_PADDING, Tensor
 from cutlass_py_attn.reference import serving
 from cutlass_py_attn.runtime import driver, fill
 from cutlass_py_attn.runtime.arrays import numpy_dtype
-from cutlass_py_attn.runtime.launch import Bound, bind
+from cutlass_py_attn.runtime.binding import Bound, bind
 from cutlass_py_attn.testing.check import Kernels
 
 Array = npt.NDArray[Any]

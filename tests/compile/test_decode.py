@@ -19,7 +19,7 @@ from cutlass_py_attn.plan.tile_order import tiles_of_split
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
-from cutlass_py_attn.runtime.launch import Bound, bind
+from cutlass_py_attn.runtime.binding import Bound, bind
 from cutlass_py_attn.testing import decode_cases
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver

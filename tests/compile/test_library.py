@@ -21,7 +21,7 @@ from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, DIRECTIONS, Sequences, Shape, Tensor
-from cutlass_py_attn.runtime import launch
+from cutlass_py_attn.runtime import binding
 from cutlass_py_attn.runtime.driver import device
 from tests.support import fake_driver
 from tests.support.bundle_hosts import ADDRESSES, STREAM, WORKSPACE, bound_calls, compared
@@ -284,7 +284,7 @@ def other_plan(builds: set[Build], problem: Problem, symbol: str, arch: str, num
         if each.symbol == symbol and runs_on(architecture(each.arch), capability)
     )  # fmt: skip
     same = planner.plan_of_build(problem, build, num_sms)
-    mismatches = {text.split()[0] for text in launch._problem_mismatches(same, problem)}
+    mismatches = {text.split()[0] for text in binding._problem_mismatches(same, problem)}
     assert mismatches <= {"problem.features", "problem.vector_bytes", "problem.grad_bias_mode"}, mismatches
     assert {*build.features} - {*problem.features} <= {"grouped"}
     return same

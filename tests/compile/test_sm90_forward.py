@@ -17,7 +17,7 @@ from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
-from cutlass_py_attn.runtime import launch
+from cutlass_py_attn.runtime import binding
 from tests.support.fakes import expect_taken
 
 SHAPE = Shape(2, 200, 300, 4, 128, 128)
@@ -50,8 +50,8 @@ def test_supported_problems(changes: dict[str, Any], lacking: tuple[str, ...]) -
 def test_the_launch_rejects_a_negative_scale() -> None:
     """The scale is not part of a plan, so only the launch can check it."""
     plan, problem = planner.plan(forward(), "sm_90a"), forward().replace(scale=-0.1)
-    assert [line for line in launch._problem_mismatches(plan, problem) if "a scale below 0" in line]
-    assert not [*launch._problem_mismatches(plan, forward().replace(scale=0.1))]
+    assert [line for line in binding._problem_mismatches(plan, problem) if "a scale below 0" in line]
+    assert not [*binding._problem_mismatches(plan, forward().replace(scale=0.1))]
 
 
 def varlen(num_keys: int = 900, **changes: Any) -> Problem:

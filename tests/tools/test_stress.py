@@ -21,7 +21,7 @@ from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build, build_from
 from cutlass_py_attn.plan.plan import Launch
-from cutlass_py_attn.runtime import driver, kernel_launch, launch
+from cutlass_py_attn.runtime import binding, driver, kernel_launch
 from cutlass_py_attn.testing import component_gemms, guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
@@ -108,7 +108,7 @@ def played(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[
         gpu = Gpu(build, results)
         monkeypatch.setattr(kernel_launch, "KernelLaunch", gpu.starter)
         monkeypatch.setattr(
-            launch.Bound, "_create_launcher", lambda *_: None
+            binding.Bound, "_create_launcher", lambda *_: None
         )  # a launcher would launch the real kernels
         return gpu
 

@@ -17,7 +17,7 @@ from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.launch import portable_arch
+from cutlass_py_attn.runtime.binding import portable_arch
 from cutlass_py_attn.testing import check, component_gemms, covering_cases, decode_cases, device_memory, serving_cases
 from cutlass_py_attn.testing.cases import Case
 

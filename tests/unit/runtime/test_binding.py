@@ -17,7 +17,7 @@ from cutlass_py_attn.problem.masks import Causal, CausalBottomRight
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.runtime import driver, kernel_launch
-from cutlass_py_attn.runtime.launch import Bound, bind, first_available, portable_arch
+from cutlass_py_attn.runtime.binding import Bound, bind, first_available, portable_arch
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import SHAPE, addresses, aligned, artifact, decode, plan_of
 

@@ -20,14 +20,14 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.runtime import driver, kernel_launch
-from cutlass_py_attn.runtime.launchers import (
+from cutlass_py_attn.runtime.params import KernelParams
+from cutlass_py_attn.runtime.plan_launchers import (
     MIN_GRAPH_LAUNCHES,
     GraphLauncher,
     Launcher,
     StreamLauncher,
     override_writers,
 )
-from cutlass_py_attn.runtime.params import KernelParams
 
 _ADDRESS_END: Final = 1 << 64
 _MAX_STREAMS: Final = 16  # streams whose launchers one Bound keeps
