@@ -63,6 +63,7 @@ def examine() -> Iterator[Finding]:
     yield _driver()
     yield from _gpu()
     yield _cache()
+    yield _jax_handler()
     yield Finding("nvdisasm", sass.tool() or "", f"{extras.remedy('inspect')} shows SASS")
 
 
@@ -118,3 +119,15 @@ def _cache() -> Finding:
         return Finding("kernel cache", "", f"{reason}; until then each process compiles its kernels again", "unusable")
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     return Finding("kernel cache", f"{folder} ({sum(sizes) / MIB:.1f} MiB)")
+
+
+def _jax_handler() -> Finding:
+    """Returns which handler launches the calls of JAX programs, and why."""
+    try:
+        from cutlass_py_attn.jax import native_library
+    except ModuleNotFoundError:
+        return Finding("JAX handler", "", extras.remedy("jax"))
+    except NotSupported as error:
+        return Finding("JAX handler", "", str(error), "unusable")
+    choice = native_library.choice()
+    return Finding("JAX handler", f"{choice.name}: {choice.reason}")

@@ -6,7 +6,8 @@
     output = attention(query, key, value, mask=Causal())
 
 A compiled program contains its kernels. A process that loads an exported program must import this package
-(`import cutlass_py_attn.jax`), and needs neither the compiler nor a folder of kernels. The package has no C++ code.
+(`import cutlass_py_attn.jax`), and needs neither the compiler nor a folder of kernels. Where there is a C compiler, the
+package compiles the function that XLA calls, once; `native_library` says when.
 """
 
 from __future__ import annotations
@@ -35,7 +36,18 @@ from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.request import of_cache
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.jax import calls, context, dot_product, handler, on_mesh, partition, split_rows, ulysses
+from cutlass_py_attn.jax import (
+    calls,
+    context,
+    dot_product,
+    handler,
+    native,
+    native_library,
+    on_mesh,
+    partition,
+    split_rows,
+    ulysses,
+)
 from cutlass_py_attn.jax.rows import reorder, restore
 from cutlass_py_attn.jax.segments import packed_sequences
 from cutlass_py_attn.jax.serving import append_to_cache, merge_states
@@ -563,4 +575,9 @@ class _SharedOptions(TypedDict, total=False):
     backend: str
 
 
-handler.register(jax.ffi.register_ffi_target, jax.ffi.pycapsule)
+_native = native_library.choice().library
+handler.register(
+    jax.ffi.register_ffi_target,
+    jax.ffi.pycapsule,
+    None if _native is None else native.NativeHandler(_native).function,
+)

@@ -1,4 +1,6 @@
-"""XLA FFI handler of the custom call, in Python through ctypes, so that the package needs no C++ compiler.
+"""XLA FFI handler of the custom call, in Python through ctypes, so that the package needs no C compiler.
+
+native.py has another handler, in C: it launches a call after this one has loaded and launched it once.
 
 XLA calls `_execute` with an XLA_FFI_CallFrame each time it launches the call on a stream. If XLA captures a CUDA
 graph, it calls the handler once and replays the graph. The structs are those of XLA's C header
@@ -34,7 +36,7 @@ _FUNCTION: Final = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _function: Final = functools.cache(_FUNCTION)
 _word: Final = ctypes.c_uint64.from_address
 
-_payloads: dict[tuple[int, int], _BoundPayload] = {}
+_payloads: dict[tuple[int, int], BoundPayload] = {}
 _payloads_lock = threading.Lock()
 
 
@@ -60,7 +62,7 @@ class _ErrorArguments(ctypes.Structure):
     )
 
 
-class _BoundPayload:
+class BoundPayload:
     """A payload bound to one GPU. names: of the call's buffers, in order."""
 
     def __init__(self, payload: Payload, ordinal: int) -> None:
@@ -88,17 +90,35 @@ def _execute(frame: int) -> int | None:
         _describe(words[1])
         return None
     try:
-        stream = _stream(words[2], words[3])
-        addresses = [_word(_word(words[9] + 8 * i).value + _BUFFER_DATA).value for i in range(words[7])]
-        addresses += [_word(_word(words[14] + 8 * i).value + _BUFFER_DATA).value for i in range(words[12])]
-        key = _word(_word(_word(words[20]).value + 8).value).value  # attributes are sorted by name
-        key_and_ordinal = key, _ordinal(stream)
-        call = _payloads.get(key_and_ordinal) or _load(key_and_ordinal, words)
-        call(addresses, stream)
+        launch(frame)
     except Exception as error:  # no exception may reach the C caller
-        name = "" if isinstance(error, AttentionError) else f"{type(error).__name__}: "
-        return _error(words[2], f"{TARGET}: {name}{error}")
+        return error_of(words[2], error)
     return None
+
+
+def launch(frame: int) -> tuple[tuple[int, int], BoundPayload, list[int]]:
+    """Launches the call of a frame. Returns its key and the GPU's ordinal, its payload, and its buffers' addresses."""
+    words = _FRAME_WORDS.from_address(frame)
+    stream = _stream(words[2], words[3])
+    addresses = [_word(_word(words[9] + 8 * i).value + _BUFFER_DATA).value for i in range(words[7])]
+    addresses += [_word(_word(words[14] + 8 * i).value + _BUFFER_DATA).value for i in range(words[12])]
+    key = _word(_word(_word(words[20]).value + 8).value).value  # attributes are sorted by name
+    key_and_ordinal = key, _ordinal(stream)
+    call = _payloads.get(key_and_ordinal) or _load(key_and_ordinal, words)
+    call(addresses, stream)
+    return key_and_ordinal, call, addresses
+
+
+def api_of(frame: int) -> int:
+    """Returns the address of the XLA_FFI_Api of a frame."""
+    address: int = _FRAME_WORDS.from_address(frame)[2]
+    return address
+
+
+def error_of(api: int, error: Exception) -> int:
+    """Creates the XLA_FFI_Error of an exception and returns its address."""
+    name = "" if isinstance(error, AttentionError) else f"{type(error).__name__}: "
+    return _error(api, f"{TARGET}: {name}{error}")
 
 
 def _refuse(frame: int) -> int | None:
@@ -140,13 +160,13 @@ def _error(api: int, message: str) -> int:
 
 def _ordinal(stream: int) -> int:
     """Returns the ordinal of the stream's device; the driver is asked only if there are several."""
-    return driver.stream_ordinal(stream) if _devices() > 1 else 0
+    return driver.stream_ordinal(stream) if device_count() > 1 else 0
 
 
-_devices: Final = functools.cache(driver.device_count)  # constant while the process lives
+device_count: Final = functools.cache(driver.device_count)  # constant while the process lives
 
 
-def _load(key_and_ordinal: tuple[int, int], words: Any) -> _BoundPayload:
+def _load(key_and_ordinal: tuple[int, int], words: Any) -> BoundPayload:
     """Binds the call's payload to the stream's GPU, once per payload and GPU."""
     with _payloads_lock:
         if key_and_ordinal not in _payloads:
@@ -154,7 +174,7 @@ def _load(key_and_ordinal: tuple[int, int], words: Any) -> _BoundPayload:
             array = attributes[PAYLOAD]  # XLA_FFI_Array: type, size, data
             size, data = _word(array + 8).value, _word(array + 16).value
             payload = unpack(ctypes.string_at(data, size))
-            _payloads[key_and_ordinal] = _BoundPayload(payload, key_and_ordinal[1])
+            _payloads[key_and_ordinal] = BoundPayload(payload, key_and_ordinal[1])
         return _payloads[key_and_ordinal]
 
 
@@ -172,7 +192,12 @@ def _attributes(words: Any) -> list[tuple[str, int]]:
 _handlers: Final[dict[str, Callable[[int], int | None]]] = {"CUDA": _FUNCTION(_execute), "cpu": _FUNCTION(_refuse)}
 
 
-def register(register_target: Callable[..., None], capsule: Callable[[Any], Any]) -> None:
-    """Registers the handlers. register_target: jax.ffi.register_ffi_target. capsule: jax.ffi.pycapsule."""
+def register(register_target: Callable[..., None], capsule: Callable[[Any], Any], native: Any = None) -> None:
+    """Registers the handlers.
+
+    register_target: jax.ffi.register_ffi_target. capsule: jax.ffi.pycapsule. native: the C function that is the handler
+    for CUDA; None for the one in Python.
+    """
     for platform, handler in _handlers.items():
-        register_target(TARGET, capsule(handler), platform=platform)
+        chosen = native if native is not None and platform == "CUDA" else handler
+        register_target(TARGET, capsule(chosen), platform=platform)

@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -29,6 +30,7 @@ from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.testing.distance_squared import distance_squared
 from tests.support import crafted_json, fakes
+from tests.support.c_compiler import compiler
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact, decode
 
@@ -647,13 +649,17 @@ def test_the_training_example_without_a_gpu() -> None:
     assert worst < 1e-5
 
 
-def test_importing_loads_no_compiler() -> None:
-
+def test_importing_loads_neither_driver_nor_compiler(tmp_path: Path) -> None:
+    """With the handler in C too, which the import compiles."""
     code = (
-        "import sys, cutlass_py_attn.jax; print([m for m in ('cutlass', 'cuda.bindings.driver') if m in sys.modules])"
+        "import sys, cutlass_py_attn.jax; print([m for m in ('cutlass', 'cuda.bindings.driver') if m in sys.modules]);"
+        "from cutlass_py_attn.jax import native_library as n; print(n.choice().reason)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    compiler("c")
+    environment = {**os.environ, "CUTLASS_PY_ATTN_JAX_HANDLER": "native", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    (library,) = (tmp_path / "cutlass_py_attn_jax").iterdir()
+    assert done.stdout.splitlines() == ["[]", str(library)]
 
 
 def test_without_jax_the_import_says_what_to_install() -> None:
@@ -675,6 +681,8 @@ def test_the_benchmark_records_what_it_prints(
 
     cases = tuple(bench_jax.Case("float32", 1, 8, 1, 8, is_causal) for is_causal in (True, False))
     monkeypatch.setattr(bench_jax, "CASES", cases)
+    monkeypatch.setattr(bench_jax, "SMALL", bench_jax.Case("float32", 1, 8, 1, 8, True))
+    monkeypatch.setattr(bench_jax, "HOST_CALLS", 1)
     monkeypatch.setattr(bench_jax, "attention", ours)
     about = {"gpu": "none", "driver": "none", "date": "2026-11-22"}
     monkeypatch.setattr(bench_jax.record, "about_run", lambda: about)
@@ -682,13 +690,19 @@ def test_the_benchmark_records_what_it_prints(
     monkeypatch.setattr(sys, "argv", ["bench_jax", "--kernels", str(tmp_path), "--record", str(log)])
     assert bench_jax.main() == 0
     run = json.loads(log.read_text())
-    assert run.keys() == {*about, "commit", "jax", "rows"}
+    assert run.keys() == {*about, "commit", "jax", "rows", "handler", "host"}
     printed = capsys.readouterr().out.splitlines()
-    assert printed == bench_jax.jax_table.table(run).splitlines()[2:]
-    assert [line.split(" | ")[0] for line in printed[2:]] == [
+    assert printed == [line for line in bench_jax.jax_table.table(run).splitlines()[2:] if line]
+    assert [line.split(" | ")[0] for line in printed[2:4]] == [
         f"| float32, {mask}, batch 1, 8 tokens, 1 heads of 8" for mask in ("causal", "full")
     ]
-    assert all(line.count("refused") == 2 for line in printed[2:])
+    assert all(line.count("refused") == 2 for line in printed[2:4])
+    chosen = importlib.import_module("cutlass_py_attn.jax.native_library").choice().name
+    assert printed[4] == f"| small program, times in ms | ours ({chosen} handler) | cuDNN |"
+    programs = [f"{name}{place}" for place in ("", ", 2 GPUs") for name in bench_jax.PROGRAMS]
+    names = [f"| {name}{beside} " for name in programs for beside in ("", ", beside a busy thread")]
+    assert [line.split("| ")[1] for line in printed[6:]] == [name[2:] for name in names]
+    assert all(line.count("refused") == 1 for line in printed[6:])
 
 
 def lengths(q: Any, k: Any, longest: tuple[int, int] = (412, 412), used: Any = None) -> VariableLength:

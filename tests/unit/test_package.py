@@ -23,13 +23,15 @@ def fresh_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
 
 
-def test_the_wheel_says_that_the_package_has_types() -> None:
+def test_the_wheel_has_what_is_no_module() -> None:
+    """The marker of a package with types, templates, and the C source that is compiled where the wheel is installed."""
     wheel = pytest.importorskip("hatchling.builders.wheel", reason="the build backend is not installed")
     files = {item.distribution_path for item in wheel.WheelBuilder(str(ROOT)).recurse_included_files()}
     assert {
         "cutlass_py_attn/py.typed",
         "cutlass_py_attn/__init__.py",
         "cutlass_py_attn/bundle/templates/header.h.j2",
+        "cutlass_py_attn/jax/native_handler.c",
     } <= files
 
 

@@ -22,7 +22,23 @@ def row(found: record.Json) -> str:
     return f"| {found['dtype']}, {mask}, {sizes} | {' | '.join(numbers)} |"
 
 
+def host_headings(handler: str) -> tuple[str, str]:
+    """Returns the headings of the table of small programs. handler: of our calls."""
+    return f"| small program, times in ms | ours ({handler} handler) | cuDNN |", "| --- | --- | --- |"
+
+
+def host_row(found: record.Json) -> str:
+    """Returns the row of one small program."""
+    place = "" if found["gpus"] == 1 else f", {found['gpus']} GPUs"
+    beside = ", beside a busy thread" if found["busy_threads"] else ""
+    numbers = ("refused" if found[name] is None else f"{found[name]:.3f}" for name in ("ours_ms", "cudnn_ms"))
+    return f"| {found['program']}{place}{beside} | {' | '.join(numbers)} |"
+
+
 def table(run: record.Json) -> str:
-    """Returns the table of a run, headed by the machine, versions, date and commit."""
+    """Returns the tables of a run, headed by the machine, versions, date and commit. Earlier runs have one table."""
     place = f"{run['gpu']} ({run['driver']}), JAX {run['jax']}, {run['date'][:10]}, commit {run['commit'][:12]}"
-    return "\n".join([f"{place}:", "", *HEADINGS, *map(row, run["rows"])])
+    lines = [f"{place}:", "", *HEADINGS, *map(row, run["rows"])]
+    if "host" in run:
+        lines += ["", *host_headings(run["handler"]), *map(host_row, run["host"])]
+    return "\n".join(lines)

@@ -145,18 +145,22 @@ int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) {
 }
 int cuMemsetD2D8Async(char *p, size_t pitch, unsigned char byte, size_t width, size_t height, void *stream) {
     NOTE("", N(p), pitch, byte, width, height, N(stream));
-    for (size_t y = 0; y < height; y++) memset(p + y * pitch, byte, width);
+    for (size_t y = 0; y < height && !has_no_memory; y++) memset(p + y * pitch, byte, width);
     return 0;
 }
 int cuMemsetD2D32Async(char *p, size_t pitch, unsigned word, size_t width, size_t height, void *stream) {
     NOTE("", N(p), pitch, word, width, height, N(stream));
-    for (size_t y = 0; y < height; y++)
+    for (size_t y = 0; y < height && !has_no_memory; y++)
         for (size_t x = 0; x < width; x++) ((unsigned *)(p + y * pitch))[x] = word;
     return 0;
 }
 
 int cuStreamCreate(void **stream, unsigned flags) { NOTE("", flags); *stream = malloc(8); return 0; }
-int cuStreamGetCtx(void *stream, void **context) { NOTE("", N(stream)); *context = (void *)0xC0; return 0; }
+int cuStreamGetCtx(void *stream, void **context) { /* made-up streams of the second device are at 2^32 */
+    NOTE("", N(stream));
+    *context = (void *)(size_t)(N(stream) >> 32 == 1 ? 0xC1 : 0xC0);
+    return 0;
+}
 int cuThreadExchangeStreamCaptureMode(int *mode) {
     int given = *mode;
     NOTE("", given);

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -70,6 +71,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a GPU, whatever this one has."""
     for module in ("run", "doctor", "target"):
         monkeypatch.setattr(f"cutlass_py_attn.cli.{module}.first_gpu", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def no_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX is not installed: importing it takes seconds."""
+    monkeypatch.setitem(sys.modules, "cutlass_py_attn.jax", None)
 
 
 @pytest.fixture
@@ -258,6 +265,24 @@ def test_doctor_states_and_checks_the_minimum_driver(driver_log: Any, monkeypatc
     found = findings()["driver"]
     assert (found["found"], found["problem"]) == ("", "too old")
     assert found["remedy"].startswith("this machine's NVIDIA driver is for CUDA 12.3: must be for CUDA 12.4")
+
+
+def test_doctor_names_the_handler_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert findings()["JAX handler"]["remedy"] == extras.remedy("jax")
+    package: Any = ModuleType("cutlass_py_attn.jax")
+    choice = SimpleNamespace(name="native", reason="library.so")
+    package.native_library = SimpleNamespace(choice=lambda: choice)
+    monkeypatch.setitem(sys.modules, "cutlass_py_attn.jax", package)
+    assert findings()["JAX handler"]["found"] == "native: library.so"
+
+    def refuse(name: str) -> NoReturn:
+        raise NotSupported("the handler = 'fast': must be native")
+
+    del package.native_library
+    package.__getattr__ = refuse
+    found = findings()["JAX handler"]
+    assert (found["found"], found["problem"]) == ("", "unusable")
+    assert found["remedy"] == "the handler = 'fast': must be native"
 
 
 def test_doctor_names_packages_that_pip_finds(monkeypatch: pytest.MonkeyPatch) -> None:
