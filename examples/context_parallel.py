@@ -81,8 +81,8 @@ def main() -> None:
     def on_gpu(group: distributed.Group, strategy: str) -> float:
         return step(group, strategy, cupy, np.float16)
 
-    cupy.cuda.Device(given.device).use()
     with distributed.connect(given.rank, given.size, given.address, device=given.device) as group:
+        cupy.cuda.Device(given.device).use()
         sys.stdout.write(report(group, on_gpu))
 
 

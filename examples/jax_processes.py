@@ -104,6 +104,8 @@ def main() -> int:
         rank, processes, coordinator, gpus = given.part
         worst = work(int(rank), int(processes), coordinator, int(gpus), given.kernels)
         return int(not worst < ALLOWED["gpu" if int(gpus) else "reference"])
+    if given.processes is not None and given.processes < 1:
+        parser.error(f"--processes {given.processes}: must be at least 1")
     gpus = number_of_gpus()
     processes = given.processes or gpus or 2
     with socket.socket() as free:

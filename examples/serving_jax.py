@@ -12,6 +12,7 @@ wait for pages that others free. Every logit is compared with float64 of the sam
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 import time
@@ -323,6 +324,8 @@ def main(conversations: int = 64, prompt: int = 300, wanted: int = 64, sizes: Si
 
 
 if __name__ == "__main__":
-    found = main(**SMALL, backend="reference") if "--small" in sys.argv else main()
+    parser = argparse.ArgumentParser(description="a toy inference engine on a paged cache; needs a GPU without --small")
+    parser.add_argument("--small", action="store_true", help="a few conversations, by the reference on the CPU")
+    found = main(**SMALL, backend="reference") if parser.parse_args().small else main()
     for name, value in found._asdict().items():
         sys.stdout.write(f"{name:14} {value:.4g}\n")

@@ -14,6 +14,7 @@ cuda-python are enough. Every output is compared with float64 attention of the s
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -486,6 +487,8 @@ def main(conversations: int = 64, prompt: int = 900, wanted: int = 96, sizes: Si
 
 
 if __name__ == "__main__":
-    found = main(**SMALL, backend="reference") if "--small" in sys.argv else main()
+    parser = argparse.ArgumentParser(description="a toy inference engine on a paged cache; needs a GPU without --small")
+    parser.add_argument("--small", action="store_true", help="a few conversations, by the reference on the CPU")
+    found = main(**SMALL, backend="reference") if parser.parse_args().small else main()
     for name, value in vars(found).items():
         sys.stdout.write(f"{name:14} {value:.4g}\n")

@@ -12,8 +12,8 @@ from cutlass_py_attn.cli.outputs import OutputFolder
 from cutlass_py_attn.cli.parameters import ALL, Choice, MaskName, masks_of
 from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, MASKS, Selection, problems
 from cutlass_py_attn.cli.symbols import parse_symbol
+from cutlass_py_attn.cli.target import plans_for
 from cutlass_py_attn.errors import CompileError
-from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 
 DEFAULT_HEAD_DIM = 128
@@ -24,12 +24,13 @@ MASK_HELP = "By its words, such as causal_br or window_left100.  [default: all, 
 @click.option("--arch", "archs", type=Choice(ARCHS), multiple=True, required=True, help="Compile target.")
 @click.option("--symbol", "symbols", multiple=True, help="A kernel by its symbol, in place of the options below.")
 @click.option("--problem", "names", multiple=True, metavar="NAME|FILE.json",
-              help="The kernels of a problem (words: bench --help), in place of the options below.")  # fmt: skip
+              help="The kernels of a problem (words: bench --help; append_... and merge_...: export --help), in place "
+              "of the options below.")  # fmt: skip
 @click.option("--direction", "directions", type=Choice(DIRECTIONS), multiple=True,
               help="Of --problem.  [default: both; the forward alone for few queries]")  # fmt: skip
 @click.option("--kind", type=Choice([*KINDS, ALL]), help="Default: all.")
 @click.option("--dtype", "dtypes", type=Choice(list(DTYPES)), multiple=True, help="Default: all.")
-@click.option("--head-dim", "head_dims", type=int, multiple=True, help=f"Default: {DEFAULT_HEAD_DIM}.")
+@click.option("--head-dim", "head_dims", type=click.IntRange(1), multiple=True, help=f"Default: {DEFAULT_HEAD_DIM}.")
 @click.option("--mask", "masks", type=MaskName(), multiple=True, help=MASK_HELP.format(", ".join(MASKS)))
 @click.option("--deterministic", is_flag=True, help="Backward kernels whose query gradient is repeatable.")
 @click.option("-o", "--output", type=OutputFolder(), required=True)
@@ -50,7 +51,8 @@ def build(
 
     Options may be repeated; every combination is built. No GPU is needed. Kernels with other features (bias, dropout,
     variable length, grouped heads, two head dims) are named by --problem, or by --symbol, which is `plan.symbol` and
-    part of the message about a missing kernel. For an H100 or H200 build both sm_90a and sm_90.
+    part of the message about a missing kernel. For an H100 or H200 build both sm_90a and sm_90. There are component
+    GEMMs of head dims up to 256 alone.
     """
     selection = Selection(
         kinds=KINDS if kind in (None, ALL) else (kind,),
@@ -69,7 +71,7 @@ def build(
     if symbols or names:
         plans = [parse_symbol(symbol, arch) for arch in archs for symbol in symbols]
         chosen = problems(names, directions) if names else []
-        plans += [plan(problem, arch) for arch in archs for problem in chosen]
+        plans += [plans_for(problem, arch)[0] for arch in archs for problem in chosen]
     else:
         plans = [plan for arch in archs for plan in selection.plans(arch)]
     with outputs.writing(output):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.bundle import row_rules, row_spec
 from cutlass_py_attn.bundle.files import Bundle, export_bundle, export_library
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.outputs import OutputFolder, writing
@@ -57,9 +57,7 @@ def export(
     def artifact(build: Build) -> Artifact:
         return source(build)[0]
 
-    of_rows = [name for name in names if name.partition("_")[0] in row_rules.DIRECTIONS]
-    of_attention = [name for name in names if name not in of_rows]
-    chosen = [*(problems(of_attention, directions) if of_attention else ()), *map(row_spec.parse, of_rows)]
+    chosen: list[Any] = problems(names, directions)  # export_bundle refuses appends and merges
     targets = [arch for text in archs for arch in text.split(",")]
     write = export_library if is_library else export_bundle
     with writing(output):

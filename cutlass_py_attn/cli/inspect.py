@@ -20,12 +20,11 @@ from cutlass_py_attn.cli.outputs import OutputFile, write_text
 from cutlass_py_attn.cli.parameters import Choice
 from cutlass_py_attn.cli.selection import ARCHS, problems
 from cutlass_py_attn.cli.symbols import parse_symbol
-from cutlass_py_attn.cli.target import default_arch, plans_here, sm90_arch
+from cutlass_py_attn.cli.target import default_arch, plans_for, plans_here, sm90_arch
 from cutlass_py_attn.inspection import listing, sass
 from cutlass_py_attn.inspection.difference import difference, text_difference
 from cutlass_py_attn.inspection.facts import InspectedKernel, Json, facts, inspect_kernel
 from cutlass_py_attn.inspection.page import page
-from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.tensors import DIRECTIONS
@@ -47,7 +46,8 @@ class _Options:
 @click.command()
 @click.argument("symbol", required=False)
 @click.option("--problem", metavar="NAME|FILE.json",
-              help="The kernel of a problem (words: bench --help), in place of SYMBOL.")  # fmt: skip
+              help="The kernel of a problem (words: bench --help; append_... and merge_...: export --help), in place "
+              "of SYMBOL.")  # fmt: skip
 @click.option("--direction", type=Choice(DIRECTIONS), help="Of --problem.  [default: forward, or that of the file]")
 @click.option(
     "--arch",
@@ -119,8 +119,8 @@ def _of_symbol(symbol: str, options: _Options, folder: Path | None) -> tuple[Pla
 def _of_problem(name: str, direction: str | None, options: _Options) -> tuple[Plan, Artifact]:
     """Returns the kernel that a call with this problem launches: that of the first plan that compiles, or is there."""
     is_file = name.endswith(".json")
-    problem = problems([name], (direction,) if direction else () if is_file else ("forward",))[0]
-    found = planner.plans(problem, options.arch) if options.arch else plans_here(problem)
+    given = problems([name], (direction,) if direction else () if is_file else ("forward",))[0]
+    found = plans_for(given, options.arch) if options.arch else plans_here(given)
     return binding.first_available(found, _source(options.folder))
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import click
 from rich.markup import escape
 from rich.table import Table
 
+from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.cli import catalogue
 from cutlass_py_attn.cli.artifacts import console, counted
 from cutlass_py_attn.cli.parameters import Choice
-from cutlass_py_attn.cli.selection import ARCHS, problems
+from cutlass_py_attn.cli.selection import ARCHS, DTYPES, problems
 from cutlass_py_attn.cli.target import best_plans, default_arch, sm90_arch
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.suggestions import did_you_mean
 
 NOTE = (
@@ -35,12 +35,12 @@ def list_kernels(*, patterns: tuple[str, ...], archs: tuple[str, ...], as_json: 
     """List kernels by their symbols, with the problems that they serve. Nothing is compiled.
 
     Only kernels that match every PATTERN are listed. A PATTERN is a part of the symbol or of the description, such as
-    bwd, d128 or dropout, a wildcard such as 'fwd_sm90_*', or the name of a problem (words: bench --help), whose own
-    kernels are then listed.
+    bwd, d128 or dropout, a wildcard such as 'fwd_sm90_*', or the name of a problem (words: bench --help; append_... and
+    merge_...: export --help), whose own kernels are then listed.
     """
     name = _problem_among(patterns)
     if name:
-        found = [plan for problem in problems([name]) for plan in best_plans(problem, archs)]
+        found = [plan for problem in _named(name) for plan in best_plans(problem, archs)]
     else:
         targets = archs or tuple(filter(None, (sm90_arch(default_arch()), default_arch())))
         found = [plan for arch in dict.fromkeys(targets) for plan in catalogue.plans(arch)]
@@ -65,7 +65,7 @@ def _problem_among(patterns: tuple[str, ...]) -> str:
     """Returns the pattern that is the name of a problem; "" if none is."""
     for pattern in patterns:
         try:
-            parse(pattern)
+            _named(pattern)
         except NotSupported:
             continue
         return pattern
@@ -84,7 +84,28 @@ def _nothing(found: list[Plan], patterns: tuple[str, ...]) -> str:
     words = dict.fromkeys(word for plan in found for word in _words(plan))
     unknown = [pattern for pattern in patterns if not any(_matches(plan, pattern) for plan in found)]
     nearest = " ".join(filter(None, (did_you_mean(pattern, words) for pattern in unknown)))
-    return f"no kernel matches {' and '.join(map(repr, patterns))}; {nearest or 'use fewer or shorter patterns'}"
+    objections = [reason for pattern in unknown for reason in _objections_to(pattern)]
+    remedy = "; ".join(objections) or nearest or "use fewer or shorter patterns"
+    return f"no kernel matches {' and '.join(map(repr, patterns))}; {remedy}"
+
+
+def _objections_to(pattern: str) -> Sequence[str]:
+    """Returns what is wrong with a pattern that starts like the name of a problem: with a dtype, and more words."""
+    first, _, others = pattern.partition("_")
+    if first not in DTYPES or not others:
+        return ()
+    try:
+        _named(pattern)
+    except NotSupported as error:
+        return error.reasons
+    return ()
+
+
+def _named(name: str) -> list[AnyProblem]:
+    """Returns the problems of a name; NotSupported if it is none. A file is no name."""
+    if name.endswith(".json"):
+        raise NotSupported(f"{name}: must be the name of a problem; inspect and build take files")
+    return problems([name])
 
 
 def _words(plan: Plan) -> Iterator[str]:

@@ -16,10 +16,11 @@ from rich.table import Table
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.cli import artifacts, run_cpu
 from cutlass_py_attn.cli.parameters import Choice, MaskName, masks_of
-from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, Selection, directions_of
+from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, Selection, directions_of, names_rows
 from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, best_plans, first_gpu, sm90_arch
 from cutlass_py_attn.compilation.compiler import artifact_for
-from cutlass_py_attn.errors import CompileError
+from cutlass_py_attn.errors import CompileError, NotSupported
+from cutlass_py_attn.kernels.component_gemms.planning import MAX_HEAD_DIM
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.spec import ProblemSpec, parse, parse_mask
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
@@ -51,7 +52,13 @@ class Options:
 
     @property
     def problems(self) -> list[ProblemSpec]:
-        """The problems of --problem."""
+        """The problems of --problem; NotSupported if one is no problem of attention."""
+        rows = [name for name in self.names if names_rows(name)]
+        if rows:
+            raise NotSupported(
+                f"problem {', '.join(map(repr, rows))}: must be a problem of attention; `inspect --problem` shows the "
+                "kernels of appends and merges, and `build --problem` compiles them"
+            )
         return [parse(name) for name in self.names]
 
     def specs(self) -> Iterator[tuple[ProblemSpec, str]]:
@@ -76,13 +83,14 @@ class Options:
         featured = sm90_arch(target)
         if self.arch is None and featured not in (None, target):
             standalone = Selection(("component-gemm",), self.selection.dtypes, (self.head_dim,), ())
-            yield from (plan for plan in standalone.plans(str(featured)) if plan.build.family == "sm90")
+            if self.head_dim <= MAX_HEAD_DIM:
+                yield from (plan for plan in standalone.plans(str(featured)) if plan.build.family == "sm90")
 
 
 @click.command()
 @click.option("--dtype", "dtypes", type=Choice(list(DTYPES)), multiple=True,
               help="May be given several times.  [default: all]")  # fmt: skip
-@click.option("--head-dim", type=int, default=128, show_default=True)
+@click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--heads", type=click.IntRange(1), default=16, show_default=True)
 @click.option("--seqlen", type=click.IntRange(1), default=2048, show_default=True, help="Queries and keys.")
@@ -103,8 +111,8 @@ def run(context: click.Context, /, **given: Any) -> None:
     """Compile the kernels, show their resources, run them, check them against float64 and time them.
 
     --batch, --heads and --seqlen are the sizes of the GPU run. Without a GPU the kernels are only compiled, and the
-    float64 reference is checked on a small problem. A --problem is checked with fewer heads and shorter sequences. The
-    exit code is 1 if a check fails.
+    float64 reference is checked on a small problem. A --problem is checked with fewer heads and shorter sequences.
+    There are component GEMMs of head dims up to 256 alone. The exit code is 1 if a check fails.
     """
     options = Options(**given)
     if options.names:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from cutlass_py_attn.bundle import row_rules, row_spec
+from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
-from cutlass_py_attn.kernels.component_gemms.planning import FAMILIES, plan_component_gemm
+from cutlass_py_attn.kernels.component_gemms.planning import FAMILIES, MAX_HEAD_DIM, plan_component_gemm
 from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture
 from cutlass_py_attn.plan.build import COLUMN_MULTIPLE
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
@@ -18,7 +20,6 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem import masks, typed_json
-from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.serialize import from_json
 from cutlass_py_attn.problem.spec import ProblemSpec, parse, parse_mask
 from cutlass_py_attn.problem.tensors import DIRECTIONS, SHORT_NAMES
@@ -50,12 +51,16 @@ class Selection:
     def plans(self, arch: str) -> Iterator[Plan]:
         """Yields the plans of component GEMMs, then of forward and backward, with the kernels for short heads.
 
-        Component GEMMs have no mask and no partial tiles.
+        Component GEMMs have no mask and no partial tiles. Beyond MAX_HEAD_DIM there are none: with other kinds they are
+        left out, without other kinds they are refused.
         """
+        directions = [kind for kind in self.kinds if kind != "component-gemm"]
         if "component-gemm" in self.kinds:
             for dtype, head_dim in product(self.dtypes, self.head_dims):
-                yield from component_gemms(dtype, round_up(head_dim, COLUMN_MULTIPLE), arch)
-        directions = [kind for kind in self.kinds if kind != "component-gemm"]
+                if head_dim <= MAX_HEAD_DIM:
+                    yield from component_gemms(dtype, round_up(head_dim, COLUMN_MULTIPLE), arch)
+                elif not directions:
+                    yield from component_gemms(dtype, head_dim, arch)
         for direction, dtype, head_dim, mask in product(directions, self.dtypes, self.head_dims, self.masks):
             made = (fused(direction, dtype, head_dim, mask, *sizes, arch, self.deterministic) for sizes in SIZES)
             yield from {plan.symbol: plan for plan in made}.values()
@@ -84,11 +89,11 @@ def fused(
     return plan(spec.problem(direction), arch)
 
 
-def problems(names: Sequence[str], directions: tuple[str, ...] = ()) -> list[Problem]:
-    """Returns the problems of --problem: of names (problem/spec.py) or of JSON files (problem/serialize.py).
+def problems(names: Sequence[str], directions: tuple[str, ...] = ()) -> list[AnyProblem]:
+    """Returns the problems of --problem: of names (problem/spec.py, bundle/row_spec.py) or JSON files (serialize.py).
 
     directions: of --direction; empty for both, or the forward alone for the few queries of a decode. A file has one
-        direction.
+        direction. Appends and merges have none.
 
     NotSupported: a name is wrong, a file cannot be read, or nothing has one of the directions.
     """
@@ -98,7 +103,14 @@ def problems(names: Sequence[str], directions: tuple[str, ...] = ()) -> list[Pro
     return found
 
 
-def _problems_of(text: str, directions: tuple[str, ...]) -> list[Problem]:
+def names_rows(text: str) -> bool:
+    """Returns whether a problem's name is that of an append or of a merge (bundle/row_spec.py), right or wrong."""
+    return text.partition("_")[0] in row_rules.DIRECTIONS and not text.endswith(".json")
+
+
+def _problems_of(text: str, directions: tuple[str, ...]) -> list[AnyProblem]:
+    if names_rows(text):
+        return [row_spec.parse(text)]
     if not text.endswith(".json"):
         spec = parse(text)
         return [spec.problem(direction) for direction in directions or directions_of(spec)]

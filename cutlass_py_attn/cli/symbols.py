@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from cutlass_py_attn.cli import catalogue
 from cutlass_py_attn.cli.selection import DTYPES
+from cutlass_py_attn.cli.target import plans_for
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
 from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
 from cutlass_py_attn.plan.abi import FLOAT32_OUTPUTS
-from cutlass_py_attn.plan.append import SCALES_OF, plan_append
+from cutlass_py_attn.plan.append import SCALES_OF
 from cutlass_py_attn.plan.decode import MIN_KEYS
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
-from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
@@ -108,13 +108,13 @@ def _row_kernel_of(stem: str, arch: str) -> Plan | None:
         if variant in (SUM, SUM_LAST):
             wide |= {"logsumexp_a": None, "logsumexp_b": None, "cu_seqlens_q": None, "max_seqlen_q": None}
         part = replace(merged.output_b, alignment=alignment)
-        return plan_merge(replace(merged, output_b=part, **wide), arch)
+        return plans_for(replace(merged, output_b=part, **wide), arch)[0]
     if found["variant"] not in (None, *SCALES_OF):
         return None
     scales, columns_value = SCALES_OF[found["variant"] or STANDARD], int(found["dim_value"] or 0)
     sizes = (_LENGTH, _HEADS, columns), (1, _LENGTH)
     appended = AppendProblem.dense(*sizes, dtype, head_dim_value=columns_value, scales=scales)
-    return plan_append(replace(appended, key=replace(appended.key, alignment=alignment)), arch)
+    return plans_for(replace(appended, key=replace(appended.key, alignment=alignment)), arch)[0]
 
 
 def _fused_of(stem: str, arch: str) -> Plan | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cutlass_py_attn.bundle import rules
+from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.errors import DriverError, NoDevice, NotSupported
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import ARCHITECTURES
@@ -43,18 +45,28 @@ def default_arch() -> str:
     return gpu.arch if gpu else DEFAULT_ARCH
 
 
-def best_plans(problem: Problem, archs: Sequence[str]) -> list[Plan]:
+def best_plans(problem: AnyProblem, archs: Sequence[str]) -> list[Plan]:
     """Returns the best plan of a problem on each target; without targets the one that the first GPU runs.
 
     Without a GPU that is the plan for the GPUs of DEFAULT_ARCH.
     """
     if archs:
-        return [planner.plan(problem, arch) for arch in archs]
+        return [plans_for(problem, arch)[0] for arch in archs]
     return plans_here(problem)[:1]
 
 
-def plans_here(problem: Problem) -> list[Plan]:
+def plans_for(problem: AnyProblem, arch: str) -> list[Plan]:
+    """Returns the plans of a problem on a target, the best first.
+
+    Appends and merges have kernels for portable targets alone: those of sm_90 for sm_90a.
+    """
+    return planner.plans(problem, arch) if isinstance(problem, Problem) else rules.exported_plans(problem, arch)
+
+
+def plans_here(problem: AnyProblem) -> list[Plan]:
     """Returns the plans of a problem on the first GPU, the best first; on a GPU of DEFAULT_ARCH if there is none."""
+    if not isinstance(problem, Problem):
+        return plans_for(problem, default_arch())
     gpu = _supported_gpu()
     if gpu is None:
         return planner.plans_on(problem, ARCHITECTURES[DEFAULT_ARCH].compute_capability)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Unpack
 
 import numpy as np
 
+from cutlass_py_attn.api.declaration import implemented_by
 from cutlass_py_attn.api.options import AttentionOptions, Options, VariableLength, check_options
 from cutlass_py_attn.api.results import Gradients
+from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.distributed import gathered, heads, ring
 from cutlass_py_attn.distributed.gpu import on_gpu
 from cutlass_py_attn.distributed.group import Group
@@ -23,9 +25,12 @@ from cutlass_py_attn.distributed.host import Host
 from cutlass_py_attn.distributed.machine import Arrays, Machine
 from cutlass_py_attn.distributed.split import Split
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.split_rows import ALL_GATHER, RING, STRATEGIES, ULYSSES, ZIGZAG, SplitCall
 from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
+from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.suggestions import did_you_mean
 
 _COMPUTE: Final[dict[str, Any]] = {ALL_GATHER: gathered, ULYSSES: heads, RING: ring}
@@ -59,7 +64,32 @@ class ContextBackwardOptions(ContextOptions, total=False):
     deterministic: bool
 
 
-def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[ContextOptions]) -> tuple[Any, Any]:
+def _forward(query: Any, key: Any, value: Any, **options: Unpack[ContextOptions]) -> tuple[Any, Any]:
+    found = _call("forward", {"query": query, "key": key, "value": value}, options)
+    return found["output"], found["logsumexp"]
+
+
+@implemented_by(_forward)
+def attention_forward(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    group: Group,
+    context_strategy: str = "all_gather",
+    load_balance: str | None = None,
+    mask: Mask = Full(),  # noqa: B008
+    scale: float | None = None,
+    bias: Any = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: Dropout | None = None,
+    sequences: VariableLength | None = None,
+    stream: object = None,
+    backend: str = "auto",
+    kernels: Callable[[Build], Artifact] | None = None,
+) -> tuple[Any, Any]:
     """Computes a rank's rows of attention over the rows of all ranks.
 
     query, key, value: the rank's rows (batch, rows, heads, head_dim); every rank has as many. They are as in
@@ -75,11 +105,10 @@ def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[Contex
     NotSupported lists every reason before anything is exchanged, and the ranks that made another call. PeerLost: a
     rank did not come within the group's time limit, and the group is aborted.
     """
-    found = _call("forward", {"query": query, "key": key, "value": value}, options)
-    return found["output"], found["logsumexp"]
+    raise NotImplementedError
 
 
-def attention_backward(
+def _backward(
     grad_output: Any,
     query: Any,
     key: Any,
@@ -88,13 +117,6 @@ def attention_backward(
     logsumexp: Any,
     **options: Unpack[ContextBackwardOptions],
 ) -> Gradients:
-    """Computes the gradients of a rank's operands, of the loss of all ranks.
-
-    The options are those of `attention_forward`, which must be the same, and those of `ContextBackwardOptions`. The
-    gradients of sinks, and of a bias without rows, which every rank has whole, are summed over all ranks. Sums of
-    several parts are added in float32 in a fixed order: deterministic=True gives the same bits in every run with as
-    many ranks. The errors are those of `attention_forward`.
-    """
     operands = {
         "grad_output": grad_output,
         "query": query,
@@ -105,6 +127,43 @@ def attention_backward(
     }
     found = _call("backward", operands, options)
     return Gradients(**{name.removeprefix("grad_"): array for name, array in found.items()})
+
+
+@implemented_by(_backward)
+def attention_backward(
+    grad_output: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    output: Any,
+    logsumexp: Any,
+    *,
+    group: Group,
+    context_strategy: str = "all_gather",
+    load_balance: str | None = None,
+    mask: Mask = Full(),  # noqa: B008
+    scale: float | None = None,
+    bias: Any = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout: Dropout | None = None,
+    sequences: VariableLength | None = None,
+    stream: object = None,
+    backend: str = "auto",
+    kernels: Callable[[Build], Artifact] | None = None,
+    grad_logsumexp: Any = None,
+    gradients: tuple[str, ...] = ("query", "key", "value"),
+    deterministic: bool = False,
+) -> Gradients:
+    """Computes the gradients of a rank's operands, of the loss of all ranks.
+
+    The options are those of `attention_forward`, which must be the same, and those of `ContextBackwardOptions`. The
+    gradients of sinks, and of a bias without rows, which every rank has whole, are summed over all ranks. Sums of
+    several parts are added in float32 in a fixed order: deterministic=True gives the same bits in every run with as
+    many ranks. The errors are those of `attention_forward`.
+    """
+    raise NotImplementedError
 
 
 def _call(direction: str, operands: dict[str, Any], options: Mapping[str, Any]) -> Arrays:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 import cutlass_py_attn
-from cutlass_py_attn import torch_ops
+from cutlass_py_attn import distributed, torch_ops
 from tools.docs import benchmark_plots, generate, jax_table, reference
 
 ROOT = generate.ROOT
@@ -81,7 +81,8 @@ def test_a_peer_without_a_rate_in_one_direction_is_left_out_there() -> None:
 def test_reference_has_every_public_name(generated: dict[str, str]) -> None:
     headings = re.findall(r"^### `(\w+)`$", generated[generate.REFERENCE], re.MULTILINE)
     jax_names = reference.exports(reference.load()["jax"])
-    assert sorted(headings) == sorted([*cutlass_py_attn.__all__, *torch_ops.__all__, *jax_names])
+    others = *torch_ops.__all__, *jax_names, *distributed.__all__
+    assert sorted(headings) == sorted([*cutlass_py_attn.__all__, *others])
 
 
 def test_reference_has_the_names_of_jax(generated: dict[str, str]) -> None:

@@ -52,3 +52,9 @@ def test_a_function_that_is_refused_has_no_time() -> None:
     with pytest.raises(ValueError, match="no"):
         bench_context.measure(jax, refuse)
     assert bench_context.measure(jax, lambda x: x, jax.numpy.ones(3)) > 0
+
+
+def test_a_machine_with_fewer_gpus_is_one_sentence() -> None:
+    bench_context.expect_gpus(jax, 0)
+    with pytest.raises(SystemExit, match="measures 99 GPUs, and JAX sees"):
+        bench_context.expect_gpus(jax, 99)

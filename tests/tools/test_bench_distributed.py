@@ -64,6 +64,14 @@ def test_all_processes_are_started_and_end(
     assert ("took more than" in capsys.readouterr().out) == (None in codes)
 
 
+def test_a_machine_without_torch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_distributed.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="run pip install torch"):
+        bench_distributed.expect_torch()
+    monkeypatch.setattr(bench_distributed.importlib.util, "find_spec", lambda name: name)
+    bench_distributed.expect_torch()
+
+
 def test_rows_of_a_rank() -> None:
     """Two chunks in zigzag order, by the library that has the arrays."""
     import numpy as np

@@ -149,6 +149,13 @@ def build(folder: Path, devices: int) -> None:
                 jax.jit(both(jax, function)).trace(*described).lower(lowering_platforms=("cuda",))
 
 
+def expect_gpus(jax: Any, count: int) -> None:
+    """Ends the program with one sentence if JAX sees fewer GPUs."""
+    seen = sum(device.platform == "gpu" for device in jax.devices())
+    if seen < count:
+        sys.exit(f"bench_context measures {count} GPUs, and JAX sees {seen}: pass --devices, or install jax[cuda13]")
+
+
 def main() -> int:
     """Measures, prints a table, and writes it to the file of --record."""
     ARGUMENT.add_argument("--kernels", type=Path, help="folder of prebuilt kernels")
@@ -162,6 +169,7 @@ def main() -> int:
         return 0
     import jax
 
+    expect_gpus(jax, given.devices)
     from cutlass_py_attn import Causal
     from cutlass_py_attn.artifact import Folder
     from cutlass_py_attn.bench import harness

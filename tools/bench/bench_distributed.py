@@ -4,15 +4,16 @@
     python -m tools.bench.bench_distributed --build FOLDER                  compiles the kernels without a GPU
     python -m tools.bench.bench_distributed --rank R --address HOST:PORT    one process of several that you start
 
-Arrays are torch's. Times are milliseconds of the forward, and of forward and backward together, medians of rank 0. The
-share is that of a perfect split: one GPU's time / ranks / time. The error is the largest relative one of all ranks'
-outputs and gradients (rms) beside one GPU's, for as many tokens as CHECKED or fewer.
+Arrays are torch's, which must be installed. Times are milliseconds of the forward, and of forward and backward
+together, medians of rank 0. The share is that of a perfect split: one GPU's time / ranks / time. The error is the
+largest relative one of all ranks' outputs and gradients (rms) beside one GPU's, for as many tokens as CHECKED or fewer.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -169,6 +170,12 @@ def run_rank(given: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def expect_torch() -> None:
+    """Ends the program with one sentence if there is no torch, before it starts processes."""
+    if importlib.util.find_spec("torch") is None:
+        sys.exit("bench_distributed measures with torch's arrays: run pip install torch")
+
+
 def start_all(given: argparse.Namespace, arguments: list[str]) -> int:
     """Starts a process for each GPU of this host, and returns the first exit code that is not 0."""
     with tempfile.TemporaryDirectory() as folder:
@@ -232,6 +239,7 @@ def main() -> int:
     if given.build:
         build(given.build, given.ranks, tuple(given.tokens))
         return 0
+    expect_torch()
     return start_all(given, sys.argv[1:]) if given.rank is None else run_rank(given)
 
 

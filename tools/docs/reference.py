@@ -18,13 +18,17 @@ SECTIONS: Final = {
     "Attention": ("attention_forward", "attention_backward", "AttentionOptions", "ForwardOptions", "BackwardOptions",
                   "Gradients", "Dropout", "dropout_mask", "VariableLength", "Paged"),
     "Masks": ("Mask", "Full", "Causal", "CausalBottomRight", "Window"),
+    "Paged caches and partial results": ("append_to_cache", "merge_states", "AppendProblem", "MergeProblem",
+                                         "plan_append", "plan_merge"),
     "Problem and plan": ("Problem", "Shape", "Tensor", "Sequences", "Pages", "Plan", "plan_forward", "plan_backward",
                          "plan_with_tile", "TileConfig"),
     "Compile and launch": ("Build", "compile", "artifact_for", "Artifact", "Folder", "bind", "Bound"),
     "Bundles": ("export_bundle", "export_library", "load_bundle", "Bundle"),
-    "Errors": ("AttentionError", "NotSupported", "DoesNotFit", "CompileError", "Stale", "NoDevice", "DriverError"),
+    "Errors": ("AttentionError", "NotSupported", "DoesNotFit", "CompileError", "Stale", "NoDevice", "OldDriver",
+               "ForkedChild", "DriverError", "NoPermission"),
 }  # fmt: skip
 REST: Final = "Other names"
+DISTRIBUTED: Final = "[Several GPUs](several_gpus.md#without-jax) explains its use."
 CONFIG: Final[ConfigDict] = {
     "heading_level": 3,
     "show_root_full_path": False,
@@ -74,6 +78,9 @@ def _sections(package: Module) -> Iterator[str]:
     jax = package["jax"]
     yield f"## JAX\n\n`{PACKAGE}.jax`, which needs the extra `jax`. [JAX](jax.md) explains its use.\n"
     yield from _entries(jax[name] for name in exports(jax))
+    distributed = package["distributed"]
+    yield f"## Several GPUs without JAX\n\n`{PACKAGE}.distributed`, which needs the extra `nccl`. {DISTRIBUTED}\n"
+    yield from _entries(distributed[name] for name in exports(distributed))
 
 
 def _entries(objects: Iterable[Any]) -> Iterator[str]:

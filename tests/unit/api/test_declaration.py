@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import cutlass_py_attn
+from cutlass_py_attn import distributed
 from cutlass_py_attn.api import attention, call_cache, options
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal
@@ -63,6 +64,23 @@ def test_options_of_jax_are_keywords() -> None:
     }
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_options_of_split_rows_are_keywords(name: str) -> None:
+    """All that the options have but score_terms, which calls refuse; every call names its group."""
+    declared = {
+        "attention_forward": distributed.ContextOptions,
+        "attention_backward": distributed.ContextBackwardOptions,
+    }
+    shown = keywords(getattr(distributed, name))
+    assert {key: item.annotation for key, item in shown.items()} == {
+        key: kind for key, kind in annotations_of(declared[name]).items() if key != "score_terms"
+    }
+    mine = {"group": inspect.Parameter.empty, "context_strategy": "all_gather", "load_balance": None}
+    assert {key: item.default for key, item in shown.items()} == {
+        key: mine[key] if key in mine else DEFAULTS[key] for key in shown
+    }
+
+
 def test_a_call_gets_the_options_that_were_given_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cached call must not pay for options that it does not use."""
     seen: list[Any] = []
@@ -79,3 +97,15 @@ def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
         cutlass_py_attn.attention_forward(array, array, array, sofcap=3.0, mask=5, backend="reference")
     assert [reason.split(":")[0] for reason in caught.value.reasons] == ["option 'sofcap' is unknown", "mask = 5 (int)"]
     assert caught.value.reasons[0].endswith("; did you mean softcap?")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("causal", "mask=Causal()"), ("softmax_scale", "scale="), ("dropout_p", "dropout=Dropout("), ("xyz", "spelling")],
+)
+def test_an_option_of_another_library_is_refused_with_its_name_here(name: str, remedy: str) -> None:
+    array, options = np.ones((1, 2, 1, 8), "f4"), {"backend": "reference", name: 0.5}
+    call: Any = cutlass_py_attn.attention_forward
+    with pytest.raises(NotSupported) as caught:
+        call(array, array, array, **options)
+    assert remedy in caught.value.reasons[0].rpartition(";")[2]

@@ -312,6 +312,18 @@ def test_build_fills_a_folder(tmp_path: Path) -> None:
     assert f"12 kernels in {tmp_path}" in done.output
 
 
+def test_wide_heads_have_no_component_gemms(tmp_path: Path) -> None:
+    """Beyond 256 columns: with forwards and backwards they are left out, and asked for alone they are refused."""
+    kinds = {plan.build.kind for plan in Selection(KINDS, ("float16",), (300,), ("full",)).plans("sm_80")}
+    assert kinds == {"forward", "backward"}
+    options = ("--arch", "sm_80", "--dtype", "f16", "-o", tmp_path)
+    alone = invoke("build", *options, "--kind", "component-gemm", "--head-dim", "300")
+    assert (alone.exit_code, "head_dim = 300: must be a multiple of 32 up to 256" in alone.output) == (1, True)
+    for command in (("build", *options), ("run",)):
+        none = invoke(*command, "--head-dim", "-5")
+        assert (none.exit_code, "-5 is not in the range x>=1" in none.output) == (2, True)
+
+
 def test_build_keeps_what_compiles_and_reports_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def source(build: Build) -> tuple[Artifact, str]:
         if build.component_gemm in ("grad_v", "grad_k"):

@@ -132,7 +132,46 @@ def test_the_name_of_a_problem_lists_its_kernels(name: str) -> None:
     assert [problem.direction for problem in found] == ["forward", "backward"][: 1 if "n1x8192" in name else 2]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("bf16_d64_s2048_b2_h4_casual", "'casual' is no word of the grammar; did you mean causal?"),
+        ("bf16_d64_s2048_b2_h4", "mask"),
+        ("bf16_d64_s2048_b2_h4_causal.json", "inspect and build take files"),
+        ("append_bf16_dim64", "did you mean append_sm80_bf16_d64"),
+    ],
+)
+@pytest.mark.usefixtures("few_kernels")
+def test_a_mistyped_problem_is_answered_as_a_problem(pattern: str, words: str) -> None:
+    done = invoke("list", pattern)
+    assert done.exit_code == 1
+    assert words in done.output
+
+
 # Problems by name in every command
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize(
+    ("name", "symbol"),
+    [
+        ("append_bf16_d64", "append_sm80_bf16_d64_16x8"),
+        ("append_f32_d64_e4m3_row", "append_sm80_f32_d64_e4m3_row_8x16"),
+        ("merge_f16_d64_varlen", "merge_sm80_f16_d64_varlen_16x8"),
+    ],
+)
+def test_commands_take_appends_and_merges(name: str, symbol: str, tmp_path: Path) -> None:
+    """Their kernels for sm_90a are those of sm_90, where a launch looks for them; `run` and mistakes are refused."""
+    assert [(row["symbol"], row["arch"]) for row in listed(name)] == [(symbol, "sm_90")]
+    assert json.loads(invoke("inspect", "--problem", name, "--json").output)["symbol"] == symbol
+    for number, options in enumerate((("--problem", name), ("--symbol", symbol))):
+        done = invoke("build", *options, "--arch", "sm_90a", "-o", tmp_path / str(number))
+        assert done.exit_code == 0, done.output
+        assert [path.name for path in (tmp_path / str(number) / "sm_90").glob("*.cubin")] == [f"{symbol}.cubin"]
+    wrong = invoke("build", "--problem", f"{name}x", "--arch", "sm_90", "-o", tmp_path / "wrong")
+    assert "write it like append_bf16_d128" in wrong.output
+    ran = invoke("run", "--problem", name)
+    assert (ran.exit_code, "must be a problem of attention" in ran.output) == (1, True)
 
 
 @pytest.mark.usefixtures("no_compiler")
