@@ -94,8 +94,8 @@ def _export(
         raise NotSupported(reasons)
     path = Path(os.path.realpath(folder))
     _check(path, problems, archs, name, is_library)
-    if is_library:  # its calls say where seed and offset are
-        problems = tuple(map(_with_host_seed, problems))
+    if is_library:  # its calls say what is given
+        problems = tuple(map(_without_options, problems))
     source = kernels or _compiler()
     targets = [_best(problem, arch, source) for problem in problems for arch in archs]
     if is_library:
@@ -115,8 +115,11 @@ def _export(
     return load_bundle(folder)
 
 
-def _with_host_seed(problem: AnyProblem) -> AnyProblem:
-    return problem.replace(philox_on_device=False) if isinstance(problem, Problem) else problem
+def _without_options(problem: AnyProblem) -> AnyProblem:
+    """Returns the problem without what each call of a library may have: a seed on the device, grad_logsumexp."""
+    if not isinstance(problem, Problem):
+        return problem
+    return problem.replace(philox_on_device=False, grad_logsumexp=None)
 
 
 def _identity(target: Target, is_library: bool) -> tuple[object, ...]:

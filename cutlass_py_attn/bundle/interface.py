@@ -50,6 +50,7 @@ DERIVED: Final = (
 )  # bits of features inside the library
 GRADIENTS: Final = (("QUERY", 1, "query"), ("KEY", 2, "key"), ("VALUE", 4, "value"), ("BIAS", 8, "bias"),
                     ("SINKS", 16, "sinks"))  # fmt: skip
+MOST_BYTES: Final = 1 << 16  # of the call of any version: one that says more was not initialised
 FEATURE_BITS: Final = {name: bit for _, bit, name, _ in FLAGS if name} | dict(DERIVED)
 FIRST_BYTES: Final = 584  # of the call of this ABI's first version: a program that knows less than this is refused
 
@@ -125,6 +126,7 @@ CALL: Final = (
     Field("output_b", "array", "MERGE: attention over other keys, as output"),
     Field("logsumexp_a", "u64", "MERGE: logsumexp of output_a, laid out as logsumexp"),
     Field("logsumexp_b", "u64", "MERGE: logsumexp of output_b"),
+    Field("grad_logsumexp", "u64", "backward: gradient of logsumexp, laid out as logsumexp; 0: none"),
 )  # fmt: skip
 C_TYPES: Final = {"u32": "uint32_t", "i32": "int32_t", "u64": "uint64_t", "i64": "int64_t", "f64": "double"}
 RUST_TYPES: Final = {

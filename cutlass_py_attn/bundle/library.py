@@ -82,6 +82,7 @@ def _constants() -> Json:
         "abi": interface.ABI,
         "version": __version__,
         "first_bytes": interface.FIRST_BYTES,
+        "most_call_bytes": interface.MOST_BYTES,
         "error_bytes": interface.ERROR_BYTES,
         "statuses": interface.STATUSES,
         "dtypes": interface.DTYPES,
@@ -118,7 +119,7 @@ def _kernels(manifest: Mapping[str, Any]) -> tuple[list[Json], list[Build]]:
             builds.append(build)
             kernels.append({
                 "item": {**item, "pointers": _aligned(item["pointers"], build)},
-                "target": _with_seed_addresses(target),
+                "target": _with_optional_addresses(target),
                 "facts": _numbers(facts_of(problem, build)),
                 "shared_memory": max(sizes),
                 "first_entry": first_entry,
@@ -136,15 +137,14 @@ def _aligned(pointers: Json, build: Build) -> Json:
     return {name: {**each, "alignment": loads.get(name, each["alignment"])} for name, each in pointers.items()}
 
 
-def _with_seed_addresses(target: Json) -> Json:
-    """Returns the target with a source for the addresses of seed and offset, which every call may set."""
-    if not any(each["rule"] in PHILOX for each in target["struct"]["fields"] if "rule" in each):
-        return target
-    addresses = {f"{name}_address" for name in PHILOX}
-    fields = [
-        {**each, "pointer": each["name"]} if each["name"] in addresses else each for each in target["struct"]["fields"]
-    ]
-    return {**target, "struct": {**target["struct"], "fields": fields}}
+def _with_optional_addresses(target: Json) -> Json:
+    """Returns the target with a source for the addresses of seed, offset and grad_logsumexp, which any call may set."""
+    fields = target["struct"]["fields"]
+    optional = {"grad_logsumexp"}
+    if any(each["rule"] in PHILOX for each in fields if "rule" in each):
+        optional |= {f"{name}_address" for name in PHILOX}
+    found = [{**each, "pointer": each["name"]} if each["name"] in optional else each for each in fields]
+    return {**target, "struct": {**target["struct"], "fields": found}}
 
 
 def _numbers(facts: Facts) -> list[int]:

@@ -23,7 +23,6 @@ from cutlass_py_attn.bundle.rules import (
     direction_of,
     dtype_of,
     features_of,
-    plans,
     rules_of,
     tensor_map_box,
     to_json,
@@ -31,6 +30,7 @@ from cutlass_py_attn.bundle.rules import (
 from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.plan import abi, entry_points, expressions, launch_rules, planner
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.decode_smem import combine_bytes
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
 from cutlass_py_attn.plan.preconditions import Condition, mapped
 from cutlass_py_attn.problem.problem import Problem
@@ -40,7 +40,6 @@ Json = dict[str, Any]
 
 FORMAT: Final = "cutlass_py_attn bundle 5"
 SEAL: Final = "sha256_of_the_rest"
-_MANY_SMS: Final = 2**40
 _INT64: Final = range(-(2**63), 2**63)
 _ON_DEVICE: Final = {f"{name}_address": name for name in abi.SEED}
 
@@ -222,7 +221,7 @@ def _launches(target: Target, rules: Rules, names: Mapping[str, float]) -> Itera
     planned = {launch.symbol: launch for launch in plan.launches}
     for role, symbol in entry_points.entries(build).items():
         when, grid_rules = launch_rules.launch_condition(build, role), rules.grids[role]
-        launch = planned.get(symbol) or _not_launched(target, role, symbol)
+        launch = planned.get(symbol) or _not_launched(build, role, symbol)
         if symbol in planned:
             _agree(", ".join(grid_rules), tuple(expressions.evaluate(rule, names) for rule in grid_rules), launch.grid)
         _agree(when, bool(expressions.evaluate(when, names)), symbol in planned)
@@ -247,14 +246,20 @@ def _launches(target: Target, rules: Rules, names: Mapping[str, float]) -> Itera
         }
 
 
-def _not_launched(target: Target, role: str, symbol: str) -> Launch:
-    """Returns the launch of an entry that the exported problem does not launch, from the plan for a huge device."""
-    build = target.plan.build
-    made = plans(target.problem, build.arch, _MANY_SMS)
-    found = [launch for plan in made if plan.build == build for launch in plan.launches if launch.symbol == symbol]
-    if not found:
+def _not_launched(build: Build, role: str, symbol: str) -> Launch:
+    """Returns the launch of an entry that the exported problem does not need, with a grid of no blocks.
+
+    Of all entries, calls without partial results need no combine kernel alone.
+    """
+    if role != "combine":
         raise Stale(f"{symbol}: no plan launches the entry {role}; update the rules of bundles to the planner")
-    return dataclasses.replace(found[0], grid=(0, 0, 0))
+    return Launch(
+        symbol,
+        (0, 0, 0),
+        (entry_points.entry_threads(build, role), 1, 1),
+        combine_bytes(build, entry_points.COMBINE_WARPS),
+        is_dependent=entry_points.is_dependent_launch(build, role),
+    )
 
 
 def _static_bytes(plan: Plan, kernel: Kernel) -> int:

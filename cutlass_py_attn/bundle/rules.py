@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,11 +14,11 @@ from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression, Grid
-from cutlass_py_attn.plan.launch_rules import BufferRule
+from cutlass_py_attn.plan.launch_rules import MAX_INT32, BufferRule
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.preconditions import Condition
-from cutlass_py_attn.plan.sm90_smem import most_box_rows
+from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS, most_box_rows
 from cutlass_py_attn.problem import serialize, typed_json
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
@@ -59,7 +59,7 @@ def rules_of(problem: AnyProblem, build: Build) -> Rules:
         return Rules(
             given,
             numbers.pointers(problem),
-            preconditions.conditions(problem, build),
+            [*preconditions.conditions(problem, build), *_narrow(problem), *_ragged_maps(problem, build)],
             preconditions.limits(problem, build),
             launch_rules.definitions(problem, build),
             launch_rules.fields(problem, build, given),
@@ -78,6 +78,23 @@ def rules_of(problem: AnyProblem, build: Build) -> Rules:
         launch_rules.grids(build),
         (),
     )
+
+
+def _narrow(problem: Problem) -> Iterator[Condition]:
+    """What the planner refuses because a field of the struct does not hold it."""
+    if problem.pages is not None:
+        says = f"table_entries must be at most {MAX_INT32}; call once for each slice"
+        yield f"table_entries <= {MAX_INT32}", says
+
+
+def _ragged_maps(problem: Problem, build: Build) -> Iterator[Condition]:
+    """The axis of a tensor map that steps around the address space steps forward: rows of 2^34 bytes would undo it."""
+    for name in preconditions.mapped(build):
+        sizes, strides = launch_rules.tensor_map(problem, name)
+        if len(sizes) == 5:
+            row = f"{entry_points.mapped_field(name)}_row"
+            most = RAGGED_BYTES // RAGGED_ROWS // build.item_bytes
+            yield f"{strides[-1]} > 0", f"{row} must be less than {most} elements: a tensor map has 2^30 such rows"
 
 
 def tensor_map_box(problem: Problem, build: Build, name: str, box: Sequence[int]) -> tuple[Expression, ...]:

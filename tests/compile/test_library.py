@@ -203,7 +203,7 @@ def expected_plan(bundle: Bundle, problem: Problem, arch: str, num_sms: int) -> 
         ]  # fmt: skip
         known = [replace(plan.build, arch=arch) for arch in {plan.build.arch, *newest}]
         if target.is_portable:  # sm_86's kernels run on sm_89
-            found = [build for build in known if build in builds]
+            found = sorted((build for build in known if build in builds), key=order_key)
             if found:
                 return planner.plan_of_build(problem, found[0], num_sms)
         elif plan.build in builds:

@@ -119,7 +119,9 @@ WRONG: tuple[tuple[str, Any, str, str], ...] = (
     ("key.row", 2**62, "INVALID", "backward: key_row must be at most 549755813880, as in any tensor map"),
     ("value.address", ADDRESSES + 8, "INVALID", "backward: value must be a device address, 16-byte aligned"),
     ("abi", 2, "WRONG_ABI", "call.abi = 2: this library has ABI 1; initialise the call with ATTENTION_CALL_INIT"),
-    ("bytes", 583, "WRONG_ABI", "call.bytes = 583: must be at least 584; initialise the call"),
+    ("bytes", 2**32 - 1, "WRONG_ABI", "call.bytes = 4294967295: must be from 584 to 65536"),
+    ("grad_logsumexp", 4098, "INVALID", "grad_logsumexp: must be a 4-byte aligned device address, or 0; correct it"),
+    ("bytes", 583, "WRONG_ABI", "call.bytes = 583: must be from 584 to 65536; initialise the call"),
 )  # fmt: skip
 
 

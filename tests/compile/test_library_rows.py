@@ -20,7 +20,7 @@ from tests.support import fake_driver
 from tests.support.bundle_hosts import ADDRESSES, STREAM, compared
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact
-from tests.support.library_host import STATUS, LibraryHost, compiled, exported, filled_rows, row_cases, target_of
+from tests.support.library_host import SPACE, STATUS, LibraryHost, compiled, exported, filled_rows, row_cases, target_of
 
 H200 = target_of("sm_90a")
 SEEDS = 60
@@ -219,8 +219,8 @@ def in_one_pool(key: tuple[int, int, int], distance: int) -> dict[str, Any]:
         (in_one_pool((16 * 2048, 2048, 256), 0), f"append: key_cache and value_cache {SHARED}"),
         ({**in_one_pool((16 * 2048, 2048, 256), 256), "value_cache.row": 4096, "value_cache.batch": 65536},
          f"append: key_cache and value_cache {SHARED}"),
-        ({"key.address": ADDRESSES + 2**34 * 3 + 64}, f"append: key_cache and key {SHARED}"),
-        ({"slots": ADDRESSES + 2**34 * 4 + 64}, f"append: value_cache and slots {SHARED}"),
+        ({"key.address": ADDRESSES + SPACE * 3 + 64}, f"append: key_cache and key {SHARED}"),
+        ({"slots": ADDRESSES + SPACE * 4 + 64}, f"append: value_cache and slots {SHARED}"),
         ({"value_cache.address": 2**63}, "append: an array ends beyond the addresses of 63 bits"),
     ],
 )  # fmt: skip

@@ -26,6 +26,7 @@ from cutlass_py_attn.runtime.driver import device
 from tests.support import fake_driver
 from tests.support.c_compiler import STRICT, build, compiler
 from tests.support.fakes import artifact
+from tests.support.library_host import SPACE
 
 ROOT = Path(__file__).resolve().parents[2]
 STREAM = 0x5EED0
@@ -66,7 +67,7 @@ def numbers_of(bundle: Bundle, problem: Problem) -> Numbers:
     chosen = bundle.plans(problem.direction)[0].build
     found = {name: item.value for name, item in inputs(problem, chosen).items()}
     found |= {name: 2**40 + i for i, name in enumerate(("philox_seed", "philox_offset")) if name in found}
-    return Numbers(found, {name: ADDRESSES + 0x1000 * i for i, name in enumerate(pointers(problem), 1)})
+    return Numbers(found, {name: ADDRESSES + SPACE * i for i, name in enumerate(pointers(problem), 1)})
 
 
 def compared(log: fake_driver.FakeDriver) -> list[tuple[Any, ...]]:
@@ -76,8 +77,8 @@ def compared(log: fake_driver.FakeDriver) -> list[tuple[Any, ...]]:
         if call.name == "cuLaunchKernelEx":
             found.append((call.name, call.text, call.numbers[:9], call.parameters))
         elif call.name == "cuTensorMapEncodeTiled":
-            if call.numbers[3] >= ADDRESSES:
-                found.append((call.name, call.numbers[1:]))
+            if call.numbers[3] % SPACE >= ADDRESSES:
+                found.append((call.name, call.numbers[1:], call.parameters))
         elif call.name in COMPARED:
             found.append((call.name, call.numbers))
     return sorted(found, key=lambda item: COMPARED.index(item[0]))

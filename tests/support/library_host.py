@@ -33,6 +33,7 @@ KINDS: dict[str, Any] = {
     "f64": ctypes.c_double,
 }
 PUBLIC = ("abi", "call_init", "choose", "close", "launch", "open", "packed", "target_of")
+SPACE = 2**48  # bytes between made-up addresses: no array reaches the next one
 STATUS = {word: number for number, (word, _) in enumerate(interface.STATUSES)}
 FLAGS = {word: bit for word, bit, _, _ in interface.FLAGS}
 FLAG_OF = {feature: bit for _, bit, feature, _ in interface.FLAGS if feature}
@@ -164,7 +165,7 @@ def made_up(problem: Problem, first: int) -> dict[str, int]:
     tensors = problem.tensors()
     names = [*tensors, "logsumexp", *problem.vectors()]
     odd = {name: tensor.alignment % 16 for name, tensor in tensors.items()}
-    return {name: first + 0x1000 * number + odd.get(name, 0) for number, name in enumerate(names, 1)}
+    return {name: first + SPACE * number + odd.get(name, 0) for number, name in enumerate(names, 1)}
 
 
 def filled(call: Any, problem: Problem, *, first_address: int = 0, addresses: Mapping[str, int] | None = None) -> Any:
@@ -225,7 +226,7 @@ def filled_rows(
     """Returns the call of an append or a merge; addresses as for `filled`, those of merges with the logsumexp."""
     tensors = problem.tensors()
     names = (*tensors, *(("logsumexp",) if isinstance(problem, MergeProblem) else ()))
-    made = {name: first_address + 2**34 * number for number, name in enumerate(names, 1)} if first_address else {}
+    made = {name: first_address + SPACE * number for number, name in enumerate(names, 1)} if first_address else {}
     given = addresses or made
     call.direction = ALL_DIRECTIONS.index(direction_of(problem))
     call.dtype = DTYPE_OF[dtype_of(problem)]

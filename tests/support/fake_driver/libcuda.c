@@ -189,7 +189,7 @@ int cuLibraryLoadData(char **library, const char *code, void *a, void *b, unsign
     *library = strdup(code);
     return 0;
 }
-int cuLibraryUnload(char *library) { NOTE("", N(library)); free(library); return 0; }
+int cuLibraryUnload(char *library) { NOTE("", N(library)); UNSAFE; free(library); return 0; }
 int cuLibraryGetKernel(Kernel **kernel, const char *library, const char *symbol) {
     NOTE(symbol, N(library));
     const char *line = library;
@@ -263,8 +263,15 @@ static Record *launched(Kernel *k, const u64 *numbers, int *error) {
     *error = note("cuLaunchKernelEx", k->symbol, numbers, 11);
     return *error ? NULL : &records[record_count - 1];
 }
+/* The limits of a launch: blocks of a grid, threads of a block, whole clusters. */
+static int is_launch(const LaunchConfig *c) {
+    const unsigned *grid = c->grid, *block = c->block, cluster = cluster_of(c);
+    if (!grid[0] || grid[0] > 0x7FFFFFFF || !grid[1] || grid[1] > 65535 || !grid[2] || grid[2] > 65535) return 0;
+    return block[0] && block[0] <= 1024 && block[1] == 1 && block[2] == 1 && cluster && grid[0] % cluster == 0;
+}
 int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void **extra) {
     if (!current) return INVALID_CONTEXT;
+    if (!is_launch(c)) return INVALID_VALUE;
     u64 numbers[] = {c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared_memory,
                      N(c->stream), cluster_of(c), N(current), is_dependent(c)};
     int error;
@@ -409,14 +416,42 @@ int cuGraphLaunch(Graph *graph, void *stream) {
     return 0;
 }
 
+/* The bytes of all arguments: sizes, strides, box, steps, each with as many numbers as the map has axes. */
+static u64 copy_map(unsigned rank, const u64 *dims, const u64 *strides, const unsigned *box, const unsigned *steps, u64 *to) {
+    memset(to, 0, 4 * 5 * sizeof *to);
+    for (unsigned i = 0; i < rank; i++) to[i] = dims[i], to[5 + i] = i + 1 < rank ? strides[i] : 0, to[10 + i] = box[i], to[15 + i] = steps[i];
+    u64 digest = 14695981039346656037u; /* FNV-1a of the words */
+    for (int i = 0; i < 20; i++) digest = (digest ^ to[i]) * 1099511628211u;
+    return digest;
+}
+/* The limits of cuTensorMapEncodeTiled without interleaving. */
+static int is_map(u64 map, int type, unsigned rank, u64 address, const u64 *dims, const u64 *strides, const unsigned *box,
+                  const unsigned *steps, int swizzle) {
+    const u64 item = type == 7 ? 4 : 2; /* 7: float32 */
+    if (map % 64 || address % 16 || rank < 1 || rank > 5 || box[0] * item % 16) return 0;
+    if (swizzle && box[0] * item > 16u << swizzle) return 0;
+    for (unsigned i = 0; i < rank; i++) {
+        if (dims[i] < 1 || dims[i] > 1ull << 32 || box[i] < 1 || box[i] > 256 || steps[i] < 1 || steps[i] > 8) return 0;
+        if (i + 1 < rank && (strides[i] % 16 || strides[i] >= 1ull << 40)) return 0;
+    }
+    return 1;
+}
 int cuTensorMapEncodeTiled(u64 *map, int type, unsigned rank, void *address, const u64 *dims, const u64 *strides,
                            const unsigned *box, const unsigned *steps, int interleave, int swizzle, int l2, int fill) {
-    int deep = rank == 4; /* only maps of rank 4 have these sizes and strides */
-    NOTE("", N(map), type, rank, N(address), dims[0], dims[1], strides[0], box[0], box[1], swizzle, l2, fill,
-         deep ? dims[2] : 0, deep ? dims[3] : 0, deep ? strides[1] : 0, deep ? strides[2] : 0, deep ? box[2] : 0, deep ? box[3] : 0);
+    int deep = rank == 4; /* only maps of rank 4 have these sizes and strides among their numbers */
+    u64 words[20];
+    pthread_mutex_lock(&log_lock);
+    u64 noted[] = {N(map), type, rank, N(address), dims[0], dims[1], strides[0], box[0], box[1], swizzle, l2, fill,
+                   deep ? dims[2] : 0, deep ? dims[3] : 0, deep ? strides[1] : 0, deep ? strides[2] : 0, deep ? box[2] : 0, deep ? box[3] : 0};
+    int error = note(__func__, "", noted, sizeof noted / sizeof *noted);
+    Record *r = &records[record_count - 1];
     memset(map, 0xAB, 128);
     map[0] = N(address);
-    return 0;
+    map[1] = copy_map(rank, dims, strides, box, steps, words) ^ (u64)(type << 8 | interleave << 4 | swizzle);
+    memcpy(r->bytes, words, r->byte_count = sizeof words);
+    pthread_mutex_unlock(&log_lock);
+    if (error) return error;
+    return interleave || !is_map(N(map), type, rank, N(address), dims, strides, box, steps, swizzle) ? INVALID_VALUE : 0;
 }
 
 static const struct { int code; const char *name, *text; } errors[] = {
