@@ -64,6 +64,8 @@ E4M3_LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed")
 E4M3_LENGTHS: Final = (1, 2, 31, 63, 64, 65, 127, 128, 129, 190, 257, 384, 513)
 CACHE_ROWS_SHARE: Final = 0.4  # of e4m3 caches with a scale of each row
 CACHE_DENSE_SHARE: Final = 0.35  # of those without pages
+CACHE_PROMPT_SHARE: Final = 0.3  # of those with more queries than decode kernels take
+CACHE_PROMPTS: Final = (129, 150, 200, 257)  # their queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +350,7 @@ def _draw_e4m3_cache(kernel: np.random.Generator, rng: np.random.Generator) -> C
     """A forward with an e4m3 cache. kernel: random numbers of what decides the machine code."""
     has_row_scales, is_dense = (bool(kernel.random() < share) for share in (CACHE_ROWS_SHARE, CACHE_DENSE_SHARE))
     is_ragged = is_dense and bool(kernel.random() < 0.5)
+    is_prompt = not is_ragged and bool(kernel.random() < CACHE_PROMPT_SHARE)
     case = _draw_paged(kernel, rng)
     spec = case.spec
     grain = "row" if has_row_scales else str(_pick(rng, E4M3_GRAINS))
@@ -359,6 +362,11 @@ def _draw_e4m3_cache(kernel: np.random.Generator, rng: np.random.Generator) -> C
     if is_dense and not is_ragged:
         changes |= {"sequences": (), "batch": min(spec.batch, 5), "num_queries": spec.num_queries}
         changes |= {"num_keys": max(spec.num_keys, 1)}
+    if is_prompt:
+        lengths = [dataclasses.replace(each, num_queries=int(_pick(rng, CACHE_PROMPTS))) for each in spec.sequences]
+        queries = max((each.num_queries for each in lengths), default=int(_pick(rng, CACHE_PROMPTS)))
+        changes = {"sequences": tuple(lengths), "num_queries": queries, **changes}
+        case = case.replace(invariant=0)
     return case.replace(**changes)
 
 

@@ -64,8 +64,8 @@ def stride(p: Any, name: str, axis: str) -> Int64:
     return getattr(p, f"{name}_{axis}")
 
 
-def row_pointer(build: Build, p: Any, name: str, coordinates: RowCoordinates) -> cute.Pointer:
-    """Returns the pointer to a row of tensor `name`.
+def row_pointer(build: Build, p: Any, name: str, coordinates: RowCoordinates, dtype: Any = None) -> cute.Pointer:
+    """Returns the pointer to a row of tensor `name`; dtype: of its elements, None for that of the build.
 
     Every product of an index and a stride is 64 bits wide. Rows are aligned to the build's `vector_bytes`.
     """
@@ -73,8 +73,9 @@ def row_pointer(build: Build, p: Any, name: str, coordinates: RowCoordinates) ->
     for index, axis in zip(coordinates, ("batch", "head", "row"), strict=True):
         if not (isinstance(index, int) and index == 0):
             offset = offset + Int64(index) * stride(p, name, axis)
-    base = pointer(getattr(p, name), DTYPES[build.dtype], build.vector_bytes)
-    return base + assume_multiple(offset, build.vector_bytes // build.item_bytes)
+    dtype = DTYPES[build.dtype] if dtype is None else dtype
+    base = pointer(getattr(p, name), dtype, build.vector_bytes)
+    return base + assume_multiple(offset, build.vector_bytes * 8 // dtype.width)
 
 
 def assume_multiple(offset: Int64, elements: int) -> Int64:
