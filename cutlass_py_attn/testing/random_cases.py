@@ -356,17 +356,21 @@ def _draw_e4m3_cache(kernel: np.random.Generator, rng: np.random.Generator) -> C
     grain = "row" if has_row_scales else str(_pick(rng, E4M3_GRAINS))
     dtype = spec.dtype if spec.dtype != "float32" else "bfloat16"
     changes: dict[str, Any] = {"e4m3_cache": True, "descale": grain, "dtype": dtype}
+    queries, sequences = spec.num_queries, spec.sequences
+    if is_prompt:
+        queries, is_varied = int(_pick(rng, CACHE_PROMPTS)), spec.has_ragged_queries
+        counts = [queries - (number % 2 if is_varied else 0) for number in range(min(len(sequences), 5))]
+        sequences = tuple(
+            dataclasses.replace(each, num_queries=count) for each, count in zip(sequences, counts, strict=False)
+        )
+        changes |= {"sequences": sequences}
+        case = case.replace(invariant=0)
     if is_dense:
         changes |= {"page_size": 0}
         case = case.replace(table="rows", invariant=0)
     if is_dense and not is_ragged:
-        changes |= {"sequences": (), "batch": min(spec.batch, 5), "num_queries": spec.num_queries}
+        changes |= {"sequences": (), "batch": min(spec.batch, 5), "num_queries": queries}
         changes |= {"num_keys": max(spec.num_keys, 1)}
-    if is_prompt:
-        lengths = [dataclasses.replace(each, num_queries=int(_pick(rng, CACHE_PROMPTS))) for each in spec.sequences]
-        queries = max((each.num_queries for each in lengths), default=int(_pick(rng, CACHE_PROMPTS)))
-        changes = {"sequences": tuple(lengths), "num_queries": queries, **changes}
-        case = case.replace(invariant=0)
     return case.replace(**changes)
 
 
