@@ -65,17 +65,18 @@ def stride(p: Any, name: str, axis: str) -> Int64:
 
 
 def row_pointer(build: Build, p: Any, name: str, coordinates: RowCoordinates, dtype: Any = None) -> cute.Pointer:
-    """Returns the pointer to a row of tensor `name`.
+    """Returns the pointer to a row of tensor `name`; dtype: of its elements, None for that of the build.
 
-    Every product of an index and a stride is 64 bits wide. Rows are aligned to the build's `vector_bytes`, or to as
-    many elements if they have another dtype than the build.
+    Every product of an index and a stride is 64 bits wide. Rows are aligned to the build's `vector_bytes`, rows of wider
+    elements to as many elements.
     """
     offset = Int64(0)
     for index, axis in zip(coordinates, ("batch", "head", "row"), strict=True):
         if not (isinstance(index, int) and index == 0):
             offset = offset + Int64(index) * stride(p, name, axis)
-    elements, kind = build.vector_bytes // build.item_bytes, DTYPES[build.dtype] if dtype is None else dtype
-    base = pointer(getattr(p, name), kind, elements * kind.width // 8)
+    dtype = DTYPES[build.dtype] if dtype is None else dtype
+    elements = build.vector_bytes // min(build.item_bytes, dtype.width // 8)
+    base = pointer(getattr(p, name), dtype, elements * dtype.width // 8)
     return base + assume_multiple(offset, elements)
 
 
