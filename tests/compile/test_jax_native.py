@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,19 @@ def test_drawn_problems(log: FakeDriver, by_python: list[int], problem: Problem)
     assume(not problem.is_empty)
     plan = planner.plans_on(problem, (9, 0), 132)[0]
     expect_the_same(log, call_of(problem, plan), by_python)
+
+
+def test_launches_of_no_plan(log: FakeDriver, by_python: list[int]) -> None:
+    """Two launches with tensor maps, in another order, and a launch without overrides among some that have them."""
+    problem = spec.parse("bf16_d128_s512_b2_h4_causal").problem("forward")
+    plan = planner.plans_on(problem, (9, 0), 132)[0]
+    (first,) = plan.launches
+    second = replace(first, tensor_maps=first.tensor_maps[::-1])
+    expect_the_same(log, call_of(problem, replace(plan, launches=(first, second))), by_python)
+    problem = spec.parse("f32_d8_s3_b70000_h1_full").problem("forward")
+    plan = planner.plans_on(problem, (9, 0), 132)[0]
+    launches = (*plan.launches[::-1], replace(plan.launches[0], param_overrides=()))
+    expect_the_same(log, call_of(problem, replace(plan, launches=launches)), by_python)
 
 
 def tensor(*shape: int, dtype: str = "float16") -> Tensor:
