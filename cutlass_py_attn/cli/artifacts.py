@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -23,6 +24,7 @@ from cutlass_py_attn.plan.plan import Plan
 
 WARP_PRODUCT, WARPGROUP_PRODUCT = "mma.sync", "wgmma.mma_async"
 PIPE_COLUMNS = 160
+MOST_COLUMNS = 1000  # of a table
 
 Source = Callable[[Build], tuple[Artifact, str]]
 
@@ -122,7 +124,14 @@ def show(made: Sequence[Made]) -> None:
     for row in (row for item in made for row in item.rows()):
         cells = [str(value) for value in row.values()]
         table.add_row(*cells)
-    console().print(table)
+    print_table(table)
+
+
+def print_table(table: Table) -> None:
+    """Prints a table as wide as its cells: a narrow terminal wraps the lines, and no symbol or number is cut."""
+    usual = console()
+    needed = Measurement.get(usual, usual.options.update(max_width=MOST_COLUMNS), table).maximum
+    Console(width=max(usual.width, needed)).print(table)
 
 
 def console() -> Console:

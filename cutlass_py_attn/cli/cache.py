@@ -8,7 +8,7 @@ from dataclasses import asdict
 import click
 from rich.table import Table
 
-from cutlass_py_attn.cli.artifacts import console, counted
+from cutlass_py_attn.cli.artifacts import counted, print_table
 from cutlass_py_attn.cli.outputs import writing
 from cutlass_py_attn.compilation import cache_folder
 from cutlass_py_attn.compilation.cache import MAX_BYTES, Cache
@@ -39,7 +39,7 @@ def show(*, as_json: bool) -> None:
         table.add_column("KiB", justify="right")
         for entry in kernels:
             table.add_row(entry.symbol, entry.arch, entry.toolchain, f"{entry.bytes / KIB:.0f}")
-        console().print(table)
+        print_table(table)
     click.echo(
         f"{counted(len(kernels), 'kernel')}, {total / MIB:.1f} of at most {MAX_BYTES / MIB:.0f} MiB, in {folder}"
     )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
@@ -154,7 +153,7 @@ def _show_difference(left: InspectedKernel, right: InspectedKernel, view: str) -
     console = artifacts.console()
     console.print(f"[bold]{names[0]}[/] and [bold]{names[1]}[/]" + ("" if found else ": no difference"))
     for title, rows in found.items():
-        _print_rows(console, title.replace("_", " "), [{**row, "change": _change(row)} for row in rows])
+        _print_rows(title.replace("_", " "), [{**row, "change": _change(row)} for row in rows])
 
 
 def _change(row: Json) -> str:
@@ -184,15 +183,13 @@ def _print_tables(found: dict[str, Any]) -> None:
     console = artifacts.console()
     console.print(f"[bold]{found['symbol']}[/] for {found['arch']}, {found['toolchain']}")
     for title in ("resources", "launches", "parameters", "fields"):
-        _print_rows(console, title, found[title])
-    _print_rows(
-        console, "shared memory", [_lifetime_row(row, found["shared_memory"]) for row in found["shared_memory"]]
-    )
+        _print_rows(title, found[title])
+    _print_rows("shared memory", [_lifetime_row(row, found["shared_memory"]) for row in found["shared_memory"]])
     for name, rows in found["steps"].items():
-        _print_rows(console, f"steps of {name}", [_step_row(row) for row in rows])
+        _print_rows(f"steps of {name}", [_step_row(row) for row in rows])
     for name, counts in found["instructions"].items():
         rows = [{"opcode": opcode, "count": count} for opcode, count in counts.items()]
-        _print_rows(console, f"instructions of {name}", rows)
+        _print_rows(f"instructions of {name}", rows)
     if not sass.tool():
         click.echo(NO_SASS)
     if found["unmarked"]:
@@ -211,7 +208,7 @@ def _step_row(row: Json) -> Json:
     return {"step": row["step"], "what": row["title"], "instructions": row["instructions"], "of them": groups}
 
 
-def _print_rows(console: Console, title: str, rows: Iterable[dict[str, Any]]) -> None:
+def _print_rows(title: str, rows: Iterable[dict[str, Any]]) -> None:
     rows = list(rows)
     if not rows:
         return
@@ -220,7 +217,7 @@ def _print_rows(console: Console, title: str, rows: Iterable[dict[str, Any]]) ->
         table.add_column(name.replace("_", " "), justify="right" if isinstance(value, int | float) else "left")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    console.print(table)
+    artifacts.print_table(table)
 
 
 def _cell(value: Any) -> str:

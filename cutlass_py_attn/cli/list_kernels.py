@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.cli import catalogue
@@ -54,7 +54,7 @@ def list_kernels(*, patterns: tuple[str, ...], archs: tuple[str, ...], as_json: 
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
-    table = Table("symbol", "target", "serves", box=None, pad_edge=False)
+    table = Table(Column("symbol", no_wrap=True), "target", "serves", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*(escape(row[column]) for column in ("symbol", "arch", "serves")))
     console().print(table)

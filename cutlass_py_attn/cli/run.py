@@ -255,4 +255,4 @@ def _print(rows: list[dict[str, str]]) -> None:
     table = Table(*rows[0], box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row.values())
-    artifacts.console().print(table)
+    artifacts.print_table(table)

@@ -67,8 +67,8 @@ def stride(p: Any, name: str, axis: str) -> Int64:
 def row_pointer(build: Build, p: Any, name: str, coordinates: RowCoordinates, dtype: Any = None) -> cute.Pointer:
     """Returns the pointer to a row of tensor `name`; dtype: of its elements, None for that of the build.
 
-    Every product of an index and a stride is 64 bits wide. Rows are aligned to the build's `vector_bytes`, rows of wider
-    elements to as many elements.
+    Every product of an index and a stride is 64 bits wide. Rows are aligned to the build's `vector_bytes`, and rows of
+    wider elements to as many elements.
     """
     offset = Int64(0)
     for index, axis in zip(coordinates, ("batch", "head", "row"), strict=True):

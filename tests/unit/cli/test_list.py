@@ -148,6 +148,22 @@ def test_a_mistyped_problem_is_answered_as_a_problem(pattern: str, words: str) -
     assert words in done.output
 
 
+@pytest.mark.usefixtures("no_compiler")
+def test_a_narrow_terminal_shows_whole_symbols(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "bf16_d64_n1x8192u4000,1x300_h8k2_causal_br"
+    (symbol,) = (row["symbol"] for row in listed(name))
+    assert len(symbol) > 50
+    for arguments in (
+        ("list", name),
+        ("inspect", "--problem", name, "--no-steps"),
+        ("build", "--problem", name, "--arch", "sm_90", "-o", tmp_path),
+    ):
+        done = invoke(*arguments)
+        assert (done.exit_code, symbol in done.output) == (0, True), done.output
+
+
 # Problems by name in every command
 
 
