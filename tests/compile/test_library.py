@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.bundle.dispatch import order_key
+from cutlass_py_attn.bundle.dispatch import facts_of, order_key
 from cutlass_py_attn.bundle.files import Bundle
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import planner
@@ -26,8 +26,10 @@ from cutlass_py_attn.runtime.driver import device
 from tests.support import fake_driver
 from tests.support.bundle_hosts import ADDRESSES, STREAM, WORKSPACE, bound_calls, compared
 from tests.support.fake_driver import FakeDriver
-from tests.support.library_host import STATUS, LibraryHost, compiled, exported, filled, target_of
+from tests.support.fakes import artifact
+from tests.support.library_host import STATUS, LibraryHost, compiled, exported, filled, made_up, target_of
 
+SEEDS = 2**40, 2**40 + 1  # key and offset of dropout
 MANY = "_causal_window64_biassum_dropout0.1_softcap30_alibi_sinks"
 # (exported case, directions, cases of other sizes that the same kernels serve)
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -64,12 +66,21 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def problems_of(case: str) -> list[Problem]:
-    """The exported problems; of a cache in pages also with results that no other sequence changes."""
+    """The exported problems; of pages also with a list of them, and with results that no other sequence changes."""
     if "q1" in case and "paged" in case:
         problem = spec.parse(case).problem("forward")
         assert problem.pages is not None
-        return [problem, problem.replace(pages=replace(problem.pages, invariant=True))]
+        return [problem, problem.replace(pages=replace(problem.pages, invariant=True)), listed(problem)]
+    if "q512" in case and "paged" in case:
+        return [spec.parse(case).problem("forward"), listed(spec.parse(case).problem("forward"))]
     return [spec.parse(case).problem(direction) for direction in CASES[case][0]]
+
+
+def listed(problem: Problem) -> Problem:
+    """The problem with the pages of all sequences in one list."""
+    assert problem.pages is not None
+    table = Tensor.contiguous((problem.pages.table_entries,), "int32")
+    return problem.replace(pages=replace(problem.pages, page_table=table, page_indptr=True))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +103,7 @@ def library_calls(log: FakeDriver, host: LibraryHost, problem: Problem) -> tuple
     """What a launch of the library asks of the driver, and the bytes of its workspace, as `bound_calls`."""
     call = filled(host.new_call(), problem, first_address=ADDRESSES)
     if "dropout" in problem.features and not problem.philox_on_device:
-        call.philox_seed, call.philox_offset = 2**40, 2**40 + 1
+        call.philox_seed, call.philox_offset = SEEDS
     with device(0).current():
         status, opened = host.opened()
         assert status == 0, host.text
@@ -173,7 +184,26 @@ def drawn_pages(draw: random.Random) -> Problem:
     if draw.random() < 0.2:
         assert problem.pages is not None
         problem = problem.replace(pages=replace(problem.pages, invariant=True))
-    return problem.replace(scale=draw.choice((None, 0.3)))
+    elif draw.random() < 0.3:
+        problem = listed(problem)
+    return in_pools(draw, problem).replace(scale=draw.choice((None, 0.3)))
+
+
+def in_pools(draw: random.Random, problem: Problem) -> Problem:
+    """The problem with pools of another layout and number of pages, and a table with rows that are farther apart."""
+    assert problem.pages is not None
+    count, (_, rows, heads, columns) = draw.choice((1, 5, 1000)), problem.key.shape
+    steps = draw.choice((
+        (heads * rows * columns, heads * columns, columns),  # NHD
+        (heads * rows * columns, columns, rows * columns),  # HND
+        (2 * heads * rows * columns, heads * columns, columns),  # pages of keys and values in turn
+        (2 * heads * rows * columns, 2 * heads * columns, 2 * columns),  # heads of keys and values in turn
+    ))  # fmt: skip
+    pool = Tensor((count, rows, heads, columns), (*steps, 1), problem.dtype)
+    table = problem.pages.page_table
+    if not problem.pages.page_indptr:
+        table = replace(table, strides=(table.strides[0] + draw.choice((0, 7)), 1))
+    return problem.replace(key=pool, value=pool, pages=replace(problem.pages, page_table=table))
 
 
 def drawn_prefill(draw: random.Random) -> Problem:
@@ -184,12 +214,14 @@ def drawn_prefill(draw: random.Random) -> Problem:
     packed = "n" + ",".join(f"{count}x{length}" for count, length in zip(queries, keys, strict=True))
     sizes = draw.choice((packed, f"q{queries[0]}_s{keys[0]}_b{draw.choice((1, 3, 70))}"))
     name = f"bf16_d128_{sizes}_h{heads_key * group}k{heads_key}_causal_br_paged{page_size}"
-    return spec.parse(name).problem("forward")
+    problem = spec.parse(name).problem("forward")
+    return in_pools(draw, listed(problem) if sizes != packed and draw.random() < 0.3 else problem)
 
 
 def expected_plan(bundle: Bundle, problem: Problem, arch: str, num_sms: int) -> Plan | None:
     """The first plan for the device of which the library has the kernels; None if it has none of them."""
-    builds = {plan.build for direction in bundle.directions for plan in bundle.plans(direction)}
+    exports = {(facts_of(it.problem, plan.build), plan.build) for it in bundle._exported for plan in it.plans}
+    builds = {build for facts, build in exports if facts_of(problem, build) == facts}
     limits = architecture(arch)
     try:
         plans = planner.plans_on(problem, limits.compute_capability, num_sms)
@@ -211,21 +243,45 @@ def expected_plan(bundle: Bundle, problem: Problem, arch: str, num_sms: int) -> 
     return None
 
 
-def launches_of(log: FakeDriver, host: LibraryHost, opened: ctypes.c_void_p, call: Any, size: int) -> list[Any]:
-    """What a launch puts on the stream: symbol, grid, threads of a block, shared memory, cluster, whether dependent."""
+FREE = 2**45  # a made-up workspace, of any size, in front of the operands
+
+
+def asked(log: FakeDriver) -> tuple[list[Any], list[Any]]:
+    """What a launch puts on the stream, in order, with every byte of the parameters; and its tensor maps."""
+    found = []
+    for call in log.calls:
+        if call.name == "cuLaunchKernelEx":
+            found.append((call.text, *call.numbers, call.parameters))
+        elif call.name == "cuMemsetD8Async":
+            found.append((call.name, *call.numbers))
+    return found, [each for each in compared(log) if each[0] == "cuTensorMapEncodeTiled"]
+
+
+def by_library(log: FakeDriver, host: LibraryHost, opened: ctypes.c_void_p, call: Any, size: int) -> Any:
+    """What a launch of the library asks of the driver."""
     log.clear()
-    assert host.launched(opened, call, WORKSPACE, size) == 0, host.text
-    found = log.of("cuLaunchKernelEx")
-    return [(it.text, it.grid, it.block, it.shared_memory, it.cluster, it.is_dependent) for it in found]
+    assert host.launched(opened, call, FREE, size, STREAM) == 0, host.text
+    return asked(log)
+
+
+def by_package(log: FakeDriver, plan: Plan, problem: Problem, ordinal: int) -> Any:
+    """What the plan's own launch asks of the driver."""
+    bound = launch.bind(artifact(plan.build), plan, problem, ordinal)
+    given = {name: address for name, address in made_up(problem, ADDRESSES).items() if name in bound.tensor_names}
+    seeds = dict(zip(("philox_seed", "philox_offset"), SEEDS, strict=True))
+    log.clear()
+    bound(given | {name: seed for name, seed in seeds.items() if name in bound.tensor_names}, STREAM, workspace=FREE)
+    return asked(log)
 
 
 @pytest.mark.slow
 def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle: Bundle, host: LibraryHost) -> None:
-    """Symbol and workspace without a GPU; each launch with its grid and shared memory on the fake driver's two GPUs.
+    """Symbol and workspace without a GPU; every byte of each launch on the fake driver's two GPUs.
 
     If the library has none of the planner's kernels, what it chooses is another one that computes the problem.
     """
     draw = random.Random(0)
+    same_bytes = 0
     builds = {plan.build for direction in bundle.directions for plan in bundle.plans(direction)}
     found = {"same": 0, "none": 0, "other": 0}
     kinds = set()
@@ -247,6 +303,7 @@ def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle
         arch, num_sms = target = draw.choice(TARGETS)
         plan = expected_plan(bundle, problem, arch, num_sms)
         call = filled(host.new_call(), problem, first_address=ADDRESSES)
+        call.philox_seed, call.philox_offset = SEEDS if problem.dropout_p else (0, 0)
         choice = host.chosen(call, target_of(arch, num_sms))
         if plan is None and choice.status == "OK":
             found["other"] += 1
@@ -261,16 +318,16 @@ def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle
         kinds.add(f"{plan.build.family} {plan.build.variant}".strip())
         if (choice.status, choice.symbol, choice.workspace) != ("OK", plan.symbol, plan.workspace.bytes):
             differing.append((problem, arch, num_sms, plan.symbol, plan.workspace.bytes, choice))
-        elif target in TARGETS[:2]:
-            wanted = [
-                (it.symbol, it.grid, it.block, it.shared_memory_bytes, it.cluster, it.is_dependent)
-                for it in plan.launches
-            ]
-            assert launches_of(driver_log, host, opened[TARGETS.index(target)], call, choice.workspace) == wanted
+        elif target in TARGETS[:2] and not any(launch._problem_mismatches(plan, problem)):
+            ordinal = TARGETS.index(target)
+            wanted = by_package(driver_log, plan, problem, ordinal)
+            assert by_library(driver_log, host, opened[ordinal], call, choice.workspace) == wanted
+            same_bytes += 1
     driver_log.without_memory(False)
     for handle in opened:
         host.close(handle)
     assert differing == []
+    assert same_bytes > DRAWN // 5
     assert found["same"] > DRAWN // 2
     assert min(found.values()) > DRAWN // 100
     assert kinds >= {"decode", "decode persistent", "sm80", "sm90", "sm90 multicast", "sm90 query_heads", "sm90 2cta"}
@@ -318,7 +375,7 @@ def test_each_device_has_kernels_of_its_own(driver_log: FakeDriver, bundle: Bund
 
 
 def test_nothing_is_loaded_after_open(driver_log: FakeDriver, host: LibraryHost) -> None:
-    """So that launches may be captured; and open may load while another thread captures."""
+    """So that launches may be captured; and open may load, and close unload, while another thread captures."""
     problem = spec.parse("bf16_d128_s512_b2_h4_causal").problem("backward")
     call = filled(host.new_call(), problem, first_address=ADDRESSES)
     size = host.chosen(call, target_of("sm_90a")).workspace
@@ -331,8 +388,8 @@ def test_nothing_is_loaded_after_open(driver_log: FakeDriver, host: LibraryHost)
         driver_log.clear()
         assert host.launched(opened, call, WORKSPACE, size, STREAM) == 0
         graph = ctypes.c_void_p()
-        assert library.cuStreamEndCapture(ctypes.c_void_p(STREAM), ctypes.byref(graph)) == 0, "still valid"
         host.close(opened)
+        assert library.cuStreamEndCapture(ctypes.c_void_p(STREAM), ctypes.byref(graph)) == 0, "still valid"
     assert {*driver_log.names} <= {
         "cuLaunchKernelEx", "cuMemsetD8Async", "cuTensorMapEncodeTiled", "cuStreamEndCapture", "cuLibraryUnload",
     }  # fmt: skip

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +15,16 @@ from cutlass_py_attn.bundle import interface
 from cutlass_py_attn.bundle.files import Bundle
 from cutlass_py_attn.plan import abi, planner
 from cutlass_py_attn.problem import spec
-from cutlass_py_attn.problem.tensors import DIRECTIONS
+from cutlass_py_attn.problem.overlap import Region, overlap
+from cutlass_py_attn.problem.tensors import DIRECTIONS, Tensor
 from cutlass_py_attn.runtime.driver import device
+from cutlass_py_attn.runtime.launch import bind
 from cutlass_py_attn.score_terms.dropout import keep_scale, threshold
 from tests.support import fake_driver
-from tests.support.bundle_hosts import ADDRESSES, WORKSPACE
+from tests.support.bundle_hosts import ADDRESSES, STREAM, WORKSPACE, compared
 from tests.support.fake_driver import FakeDriver
-from tests.support.fakes import decode
-from tests.support.library_host import STATUS, Call, LibraryHost, compiled, exported, filled, target_of
+from tests.support.fakes import artifact, decode
+from tests.support.library_host import STATUS, Call, LibraryHost, compiled, exported, filled, made_up, target_of
 
 CASE = "bf16_d128_s512_b2_h4k2_causal"
 DECODE = "bf16_d128_q1_s8192_b4_h32k8_full"
@@ -275,6 +279,153 @@ def test_a_shorter_struct_is_not_written_behind_its_end(host: LibraryHost) -> No
     host.call_init(ctypes.byref(memory), 100, 1)
     assert set(memory[100:]) == {0xA5}
     assert set(memory[8:16]) == {0}
+
+
+# Memory that is shared
+
+SHARED = "share memory, and what is written must not: give each its own, or equal strides in one array"
+ROW = 128  # columns of CASE, which has batch 2, 512 queries and keys, 4 heads, 2 of keys
+
+
+def packed(order: str, slots: dict[str, int], slot_heads: int, count: int) -> dict[str, Any]:
+    """Strides and addresses of gradients that are parts of one array.
+
+    order: its axes from the slowest, of b(atch), s(eqlen), h(eads) and 3, the slots. slots: the first of each gradient.
+    slot_heads: heads of a slot. count: slots
+    """
+    sizes = {"b": 2, "s": 512, "h": slot_heads, "3": count}
+    steps, step = {}, ROW
+    for axis in reversed(order):
+        steps[axis] = step
+        step *= sizes[axis]
+    found: dict[str, Any] = {}
+    for name, slot in slots.items():
+        found |= {f"{name}.batch": steps["b"], f"{name}.row": steps["s"], f"{name}.head": steps["h"]}
+        found[f"{name}.address"] = ADDRESSES + 2 * slot * steps["3"]
+    return found
+
+
+EACH_SLOT = {"grad_query": 0, "grad_key": 1, "grad_value": 2}
+HEADS = {"grad_query": 0, "grad_key": 4, "grad_value": 6}  # heads of query, then those of key, then those of value
+
+
+@pytest.mark.parametrize(
+    ("direction", "changes", "says"),
+    [
+        ("forward", {"output.address": "query"}, f"forward: query and output {SHARED}"),
+        ("forward", {"logsumexp": "value"}, f"forward: value and logsumexp {SHARED}"),
+        ("forward", {"key.address": "value"}, ""),  # what is read may be
+        ("backward", {"grad_key.address": "grad_value"}, f"backward: grad_key and grad_value {SHARED}"),
+        ("backward", {"grad_query.address": "grad_output"}, f"backward: grad_output and grad_query {SHARED}"),
+        ("backward", {"grad_value.address": "value"}, f"backward: value and grad_value {SHARED}"),
+        ("backward", packed("bs3h", EACH_SLOT, 4, 3), ""),
+        ("backward", packed("bsh3", EACH_SLOT, 4, 3), ""),
+        ("backward", packed("b3hs", EACH_SLOT, 4, 3), ""),
+        ("backward", packed("3bsh", EACH_SLOT, 4, 3), ""),
+        ("backward", packed("b3sh", EACH_SLOT, 4, 3), ""),
+        ("backward", packed("bs3h", HEADS, 1, 8), ""),  # one row of all heads: GQA
+        ("backward", packed("bs3h", {**HEADS, "grad_key": 3}, 1, 8), f"backward: grad_query and grad_key {SHARED}"),
+        ("backward", packed("bsh3", {**EACH_SLOT, "grad_key": 2}, 4, 3), f"backward: grad_key and grad_value {SHARED}"),
+        ("backward", {"grad_key.address": 2**63}, "backward: an array ends beyond the addresses of 63 bits; correct"),
+        ("forward", {"query.address": 2**63 - 16}, "forward: an array ends beyond the addresses of 63 bits; correct"),
+    ],
+)
+def test_results_have_memory_of_their_own(
+    driver_log: FakeDriver, host: LibraryHost, direction: str, changes: dict[str, Any], says: str
+) -> None:
+    """They may be parts of one array, but never share a byte with each other or with an operand."""
+    call = call_of(host, direction)
+    for name, value in changes.items():
+        put(call, name, getattr(call, value).address if isinstance(value, str) else value)
+    choice = host.chosen(call, H200)
+    assert says in choice.text
+    assert choice.status == ("INVALID" if says else "OK"), choice.text
+    with device(0).current():
+        _, opened = host.opened()
+        driver_log.clear()
+        assert host.launched(opened, call, WORKSPACE, 2**40) == STATUS[choice.status], host.text
+        assert bool(driver_log.calls) == (not says)
+        host.close(opened)
+
+
+def test_memory_is_never_taken_for_apart(host: LibraryHost) -> None:
+    """Of drawn strides and distances; few arrays that are apart are refused too."""
+    draw = random.Random(0)
+    found = {"apart": 0, "shared": 0, "not seen": 0}
+    sizes = {"grad_query": (2, 3, 4), "grad_key": (2, 3, 2)}  # batch, row, head
+    for _ in range(600):
+        call = call_of(host)
+        call.batch, call.num_queries, call.num_keys = 2, 3, 3
+        regions = []
+        for name, shape in sizes.items():
+            orders = list(draw.sample(range(3), 3))
+            strides, step = [0, 0, 0], ROW * draw.choice((1, 1, 2))
+            for axis in orders:
+                strides[axis] = step * draw.choice((1, 1, -1))
+                step *= shape[axis] * draw.choice((1, 1, 2))
+            address = ADDRESSES + 2 * ROW * draw.randint(0, 60) + draw.choice((0, 0, 16))
+            for axis, stride in zip(("batch", "row", "head"), strides, strict=True):
+                put(call, f"{name}.{axis}", stride)
+            put(call, f"{name}.address", address)
+            regions.append(Region(address, (*shape, ROW), (*(2 * stride for stride in strides), 2), 2))
+        for name in ("grad_value", "query", "key", "value", "output", "grad_output"):
+            array = getattr(call, name)
+            array.batch, array.row, array.head = 4096, 1024, 128
+        choice = host.chosen(call, H200)
+        assert choice.text in ("", f"backward: grad_query and grad_key {SHARED}")
+        is_shared = overlap(*regions)
+        assert choice.text or not is_shared, "memory that is shared is refused"
+        found["shared" if is_shared else "not seen" if choice.text else "apart"] += 1
+    assert found["apart"] > 100
+    assert found["shared"] > 100
+    assert found["not seen"] < found["apart"] / 5
+
+
+def test_gradients_that_are_not_written_have_no_memory(host: LibraryHost) -> None:
+    call = call_of(host, "forward")
+    call.output_a.address = call.grad_query.address = call.output.address
+    assert host.chosen(call, H200).status == "OK"
+
+
+def test_a_workspace_is_memory_of_its_own(driver_log: FakeDriver, host: LibraryHost) -> None:
+    call = call_of(host)
+    size = host.chosen(call, H200).workspace
+    driver_log.without_memory(True)
+    with device(0).current():
+        _, opened = host.opened()
+        driver_log.clear()
+        assert host.launched(opened, call, call.key.address - size + 16, size) == STATUS["INVALID"]
+        assert host.text == f"backward: key and workspace {SHARED}"
+        assert driver_log.calls == []
+        assert host.launched(opened, call, call.key.address - size - 256, size) == 0, host.text
+        host.close(opened)
+    driver_log.without_memory(False)
+
+
+def test_gradient_of_logsumexp_is_passed_to_any_kernel(
+    driver_log: FakeDriver, host: LibraryHost, tmp_path: Path
+) -> None:
+    """A problem with it is exported as one without; each call says whether it has one."""
+    problem = spec.parse(CASE).problem("backward")
+    with_it = problem.replace(grad_logsumexp=Tensor.contiguous(problem.shape.logsumexp, "float32"))
+    assert exported(tmp_path / "made", (problem, with_it)).problems == (problem,)
+    plan = planner.plans(with_it, "sm_90a", 132)[0]
+    addresses = made_up(with_it, ADDRESSES)
+    with device(0).current():
+        _, opened = host.opened()
+        for name, given in (("with", with_it), ("without", problem)):
+            call = filled(host.new_call(), given, addresses=addresses)
+            size = host.chosen(call, H200).workspace
+            wanted = {key: value for key, value in addresses.items() if name == "with" or key != "grad_logsumexp"}
+            driver_log.clear()
+            bind(artifact(plan.build), plan, given)(wanted, STREAM, workspace=WORKSPACE)
+            expected = compared(driver_log)
+            driver_log.clear()
+            assert host.launched(opened, call, WORKSPACE, size, STREAM) == 0, host.text
+            assert compared(driver_log) == expected
+        call.grad_logsumexp = call.grad_key.address
+        assert host.chosen(call, H200).text == f"backward: grad_logsumexp and grad_key {SHARED}"
+        host.close(opened)
 
 
 # Strides
