@@ -319,8 +319,12 @@ class ForwardE4m3Sm90(ForwardSm90):
         return Float32(cutlass.select_(found < 0.0, Float32(float("nan")), positive))
 
     def dequantisation(self, p: Any, work: WorkTile, name: str) -> Float32:
-        """Returns the scale of an operand's codes for the batch and the key head of a work tile; 1 if it has none."""
-        return e4m3.scale(p, name, work.seqlen.index, seqlen_info.key_head(self.build, p, work.head))
+        """Returns the scale of an operand's codes for the batch and the key head of a work tile; 1 if it has none.
+
+        The scale of a sequence without keys may be anything, NaN included; its factor is 1.
+        """
+        found = e4m3.scale(p, name, work.seqlen.index, seqlen_info.key_head(self.build, p, work.head))
+        return Float32(cutlass.select_(work.seqlen.num_keys > 0, found, Float32(1.0)))
 
     @cute.jit
     def store_e4m3(self, p: Any, work: Any, consumer: Any, scale_log2: Float32):
