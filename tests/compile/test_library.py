@@ -266,7 +266,7 @@ def by_library(log: FakeDriver, host: LibraryHost, opened: ctypes.c_void_p, call
 
 def by_package(log: FakeDriver, plan: Plan, problem: Problem, ordinal: int) -> Any:
     """What the plan's own launch asks of the driver."""
-    bound = launch.bind(artifact(plan.build), plan, problem, ordinal)
+    bound = binding.bind(artifact(plan.build), plan, problem, ordinal)
     given = {name: address for name, address in made_up(problem, ADDRESSES).items() if name in bound.tensor_names}
     seeds = dict(zip(("philox_seed", "philox_offset"), SEEDS, strict=True))
     log.clear()
@@ -318,7 +318,7 @@ def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle
         kinds.add(f"{plan.build.family} {plan.build.variant}".strip())
         if (choice.status, choice.symbol, choice.workspace) != ("OK", plan.symbol, plan.workspace.bytes):
             differing.append((problem, arch, num_sms, plan.symbol, plan.workspace.bytes, choice))
-        elif target in TARGETS[:2] and not any(launch._problem_mismatches(plan, problem)):
+        elif target in TARGETS[:2] and not any(binding._problem_mismatches(plan, problem)):
             ordinal = TARGETS.index(target)
             wanted = by_package(driver_log, plan, problem, ordinal)
             assert by_library(driver_log, host, opened[ordinal], call, choice.workspace) == wanted

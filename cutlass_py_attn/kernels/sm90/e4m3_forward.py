@@ -312,19 +312,16 @@ class ForwardE4m3Sm90(ForwardSm90):
     def scale_log2(self, p: Any, work: WorkTile) -> Float32:
         """Returns the factor of the scores in the exponent: scale * log2(e) and the scales of query and key.
 
-        It is never zero, see `softmax.TINY`. A scale below 0 gives NaN.
+        It is never zero, see `softmax.TINY`. A scale below 0 gives NaN; those of a sequence without keys are unused.
         """
-        found = p.scale_log2 * self.dequantisation(p, work, "query") * self.dequantisation(p, work, "key")
+        factor = self.dequantisation(p, work, "query") * self.dequantisation(p, work, "key")
+        found = p.scale_log2 * Float32(cutlass.select_(work.seqlen.num_keys > 0, factor, Float32(1.0)))
         positive = cute.arch.fmax(found, Float32(TINY), nan=True)
         return Float32(cutlass.select_(found < 0.0, Float32(float("nan")), positive))
 
     def dequantisation(self, p: Any, work: WorkTile, name: str) -> Float32:
-        """Returns the scale of an operand's codes for the batch and the key head of a work tile; 1 if it has none.
-
-        The scale of a sequence without keys may be anything, NaN included; its factor is 1.
-        """
-        found = e4m3.scale(p, name, work.seqlen.index, seqlen_info.key_head(self.build, p, work.head))
-        return Float32(cutlass.select_(work.seqlen.num_keys > 0, found, Float32(1.0)))
+        """Returns the scale of an operand's codes for the batch and the key head of a work tile; 1 if it has none."""
+        return e4m3.scale(p, name, work.seqlen.index, seqlen_info.key_head(self.build, p, work.head))
 
     @cute.jit
     def store_e4m3(self, p: Any, work: Any, consumer: Any, scale_log2: Float32):
@@ -346,9 +343,11 @@ class ForwardE4m3Sm90(ForwardSm90):
             row_index = coordinates[row, 0][0]
             target = start + params.assume_multiple(Int64(row_index) * p.output_row, ROW_ELEMENTS)
             is_row = query0 + row_index < seqlen.num_queries
+            # The scale of a sequence without keys may be NaN.
+            factor = cutlass.select_(factors[row] == 0.0, Float32(0.0), factors[row] * value_scale)
             for part in cutlass.range_constexpr(len(consumer.outputs)):
                 values = row_view(consumer.outputs[part])[row, None]
-                values.store(values.load() * (factors[row] * value_scale))
+                values.store(values.load() * factor)
                 for sixteen in cutlass.range_constexpr(self.columns // 16):
                     column = part * self.columns + 16 * sixteen + first
                     held = [values[4 * sixteen + offset] for offset in (0, 2, 1, 3)]
