@@ -172,7 +172,7 @@ _ALL: Final = (
         "decode.persistent",
         "persistent blocks over chunks of the keys of all sequences, whose lengths are in device memory",
         "decode persistent",
-        layouts=(*registry.LAYOUTS, *registry.OPTIONAL_LAYOUTS),
+        layouts=(*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.KV8_ROW),
     ),
     Variant("component_gemm", "sm80", STANDARD, "component_gemms.standalone_sm80", "one block per tile", layouts=()),
     Variant("component_gemm", "sm90", STANDARD, "component_gemms.standalone_sm90", "one block per tile", layouts=()),
