@@ -177,6 +177,22 @@ LAST_ROUNDS: Final = _cases(
     "forward f16_d64_q4096_s333_b3_h32_causal_br",
 )
 
+# The problems of JAX programs whose rows are split over simulated devices (tests/gpu/hosts/test_jax_context.py).
+SPLIT_ROWS: Final = _cases(
+    *(
+        f"{direction} {name}"
+        for direction in DIRECTIONS
+        for name in (
+            "f32_d128_s1024_b2_h8k4_causal",
+            "bf16_d128_s1024_b2_h8k4_causal",
+            "bf16_d128_s256_b8_h8k4_causal",
+            "bf16_d128_s128_b16_h8k4_full",
+            "bf16_d128_s1024_b2_h8k4_causal_window200_sinks",
+            "bf16_d128_s199_b8_h8k4_window_left0",
+        )
+    )
+)
+
 # A quarter of a million tokens, whose sampled rows are compared (tests/gpu/long/test_long.py).
 LONG: Final = _cases(
     "backward bf16_d128_s262144_b1_h2_causal seed=1",
@@ -306,6 +322,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *LAUNCHERS.values(),
         *LONG_DROPOUT,
         *LAST_ROUNDS,
+        *SPLIT_ROWS,
     )
     parts = (
         covering_cases.builds(arch),

@@ -5,26 +5,37 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import plan_backward
 from cutlass_py_attn.testing import component_gemms, covering_cases, layouts, suite
-from cutlass_py_attn.testing.cases import ARCH, SM90_ARCH, Case
+from cutlass_py_attn.testing.cases import ARCH, SM90_ARCH, Case, builds_of
 from cutlass_py_attn.testing.grouped_cases import GROUPED
 from tests.gpu import test_torch_ops
+from tests.gpu.hosts import test_jax_context
+from tests.support import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (*covering_cases.FORWARD, *covering_cases.BACKWARD)
 LENGTHS = (*suite.VARIABLE_LENGTH, *suite.WRONG_LENGTHS, *suite.CHANGED_LENGTHS)
 TILES = (*suite.MANY_TILES, *suite.FEW_TILES, *suite.LAST_ROUNDS)
 SINGLE = (
-    *(*suite.MANY_HEADS, *TILES, *GROUPED, *suite.WIDE_BACKWARD, *LENGTHS),
-    *(*suite.LAUNCHERS.values(), *suite.LONG_DROPOUT),
+    *suite.MANY_HEADS,
+    *TILES,
+    *GROUPED,
+    *suite.WIDE_BACKWARD,
+    *LENGTHS,
+    *suite.LAUNCHERS.values(),
+    *suite.LONG_DROPOUT,
+    *suite.SPLIT_ROWS,
 )
 
 
@@ -100,6 +111,22 @@ def test_every_kernel_is_built_once_and_no_case_needs_another() -> None:
 def test_the_suite_has_the_kernels_of_the_torch_operators() -> None:
     needed = {planner.builds(problem, ARCH) for problem in test_torch_ops.problems()}
     assert needed == set(suite.torch_ops_builds())
+
+
+def test_the_suite_has_the_kernels_of_split_rows_on_one_gpu() -> None:
+    """The first choice of every problem, not one that a missing kernel falls back to."""
+    jax = pytest.importorskip("jax")
+    from cutlass_py_attn.jax import attention
+
+    needed = set()
+
+    def kernels(build: Build) -> Artifact:
+        needed.add(build)
+        return fakes.artifact(build)
+
+    test_jax_context.lower_for_one_gpu(jax, partial(attention, kernels=kernels, arch=SM90_ARCH))
+    assert len(needed) >= 10
+    assert needed <= {first for arch in (ARCH, SM90_ARCH) for first, *_ in builds_of(suite.SPLIT_ROWS, arch)}
 
 
 def test_splits_of_a_deterministic_case_are_allowed() -> None:

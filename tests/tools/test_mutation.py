@@ -154,6 +154,7 @@ def test_kernel_faults_cover_both_families_and_directions() -> None:
     assert len({fault.folder for fault in kernel_faults.FAULTS}) == len(builds) >= 16
 
 
+@pytest.mark.usefixtures("driver_log")
 def test_only_chooses_the_faults_that_are_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     launched: list[str] = []
 

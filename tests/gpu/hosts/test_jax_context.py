@@ -262,22 +262,30 @@ def build(folder: Path) -> None:
     kernels = compiler_into(folder)
     attend = functools.partial(attention, kernels=kernels, arch="sm_90a")
 
-    def lower(function: Callable[..., Any], case: Case, dtype: str = "bfloat16") -> None:
-        described = jax.eval_shape(lambda: given(jax, case))
-        if dtype == "float32":
-            described = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, dtype), described)
-        jax.jit(function).trace(*described).lower(lowering_platforms=("cuda",))
-
     for case in CASES.values():
-        lower(both(jax, attend, case), case)
+        lower(jax, both(jax, attend, case), case)
         for split in case.splits:
-            lower(on_two(jax, attend, case, *split), case)
-    lower(both(jax, attend, CASES["causal"]), CASES["causal"], "float32")
-    for name, *split in ON_ONE_GPU:
-        lower(simulated(jax, attend, CASES[name], *split), CASES[name])
+            lower(jax, on_two(jax, attend, case, *split), case)
+    lower_for_one_gpu(jax, attend)
     deterministic = Case((), options={"deterministic": True})
     for strategy in ("all_gather", "ring"):
-        lower(on_two(jax, attend, deterministic, strategy, "zigzag"), deterministic)
+        lower(jax, on_two(jax, attend, deterministic, strategy, "zigzag"), deterministic)
+
+
+def lower(jax: Any, function: Callable[..., Any], case: Case, dtype: str = "bfloat16") -> None:
+    """Lowers the function for CUDA, on a machine with or without a GPU; every array has `dtype` if it is float32."""
+    described = jax.eval_shape(lambda: given(jax, case))
+    if dtype == "float32":
+        described = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, dtype), described)
+    jax.jit(function).trace(*described).lower(lowering_platforms=("cuda",))
+
+
+def lower_for_one_gpu(jax: Any, attend: Callable[..., Any]) -> None:
+    """Lowers the programs of the tests that one GPU runs."""
+    lower(jax, both(jax, attend, CASES["causal"]), CASES["causal"], "float32")
+    for name, *split in ON_ONE_GPU:
+        lower(jax, both(jax, attend, CASES[name]), CASES[name])
+        lower(jax, simulated(jax, attend, CASES[name], *split), CASES[name])
 
 
 def compiler_into(folder: Path) -> check.Kernels:

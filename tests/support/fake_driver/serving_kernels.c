@@ -1,5 +1,5 @@
-/* Kernels that compute, for programs on the fake driver: attention to pages, appends and merges in plain loops over host
-   memory. Each reads the struct that the real kernel would get; "fields.h", which a test writes, says where its fields
+/* Kernels that compute, for programs on the fake driver: attention to pages and to dense keys, its backward, appends and
+   merges in plain loops over host memory. Each reads the struct that the real kernel would get; "fields.h", which a test writes, says where its fields
    are. Linked into a program with -rdynamic, the file gives the driver the function that runs a launch. */
 #include <math.h>
 #include <stdint.h>
@@ -63,27 +63,36 @@ static uint16_t to_bf16(double value) {
 enum { D = 128 };
 static int64_t padded(int64_t rows) { return (rows + 31) / 32 * 32; }
 
+/* The keys that query `i` of `rows` sees, of `length`: the first ones, up to its diagonal. */
+static int64_t visible(const Params *p, int64_t i, int64_t rows, int64_t length) {
+    const int64_t last = i + wide(p, "window_right") + (wide(p, "bottom_right") ? length - rows : 0);
+    return last < length - 1 ? (last < -1 ? 0 : last + 1) : length;
+}
+static double dot(const uint16_t *a, const uint16_t *b) {
+    double sum = 0;
+    for (int c = 0; c < D; c++) sum += (double)from_bf16(a[c]) * from_bf16(b[c]);
+    return sum;
+}
 static void attend(const Params *p) {
     const Array query = array(p, "query", "batch"), output = array(p, "output", "batch");
-    const Array key = array(p, "key", "page"), value = array(p, "value", "page");
+    const int is_paged = address(p, "page_table") != NULL;
+    const char *outer = is_paged ? "page" : "batch";
+    const Array key = array(p, "key", outer), value = array(p, "value", outer);
     const int32_t *lengths = address(p, "seqused_k"), *starts = address(p, "cu_seqlens_q"), *table = address(p, "page_table");
     const int64_t queries = wide(p, "num_queries"), heads = wide(p, "num_heads"), group = wide(p, "group"), page = wide(p, "page_size");
-    const int64_t right = wide(p, "window_right"), most = wide(p, "num_keys");
+    const int64_t most = wide(p, "num_keys");
     float *logsumexp = address(p, "logsumexp");
     double *weights = calloc((size_t)most + 1, sizeof *weights);
     for (int64_t b = 0; b < wide(p, "batch"); b++) for (int64_t h = 0; h < heads; h++) {
         const int64_t rows = starts ? starts[b + 1] - starts[b] : queries, first = starts ? starts[b] : 0;
         for (int64_t i = 0; i < rows; i++) {
-            const int64_t last = i + right + (wide(p, "bottom_right") ? lengths[b] - rows : 0);
-            const int64_t count = last < lengths[b] - 1 ? last + 1 : lengths[b];
+            const int64_t count = visible(p, i, rows, lengths ? lengths[b] : most);
             const uint16_t *q = at(&query, starts ? 0 : b, first + i, h);
             double sum = 0, sums[D] = {0};
             for (int64_t j = 0; j < count; j++) {
-                const int64_t of_page = table[b * wide(p, "page_table_row") + j / page];
-                const uint16_t *k = at(&key, of_page, j % page, h / group), *v = at(&value, of_page, j % page, h / group);
-                double score = 0;
-                for (int c = 0; c < D; c++) score += (double)from_bf16(q[c]) * from_bf16(k[c]);
-                const double weight = exp(number(p, "scale") * score);
+                const int64_t place = is_paged ? table[b * wide(p, "page_table_row") + j / page] : b, row = is_paged ? j % page : j;
+                const uint16_t *k = at(&key, place, row, h / group), *v = at(&value, place, row, h / group);
+                const double weight = exp(number(p, "scale") * dot(q, k));
                 sum += weight;
                 for (int c = 0; c < D; c++) sums[c] += weight * from_bf16(v[c]);
             }
@@ -92,6 +101,38 @@ static void attend(const Params *p) {
         }
     }
     free(weights);
+}
+static void differentiate(const Params *p) {
+    const Array query = array(p, "query", "batch"), key = array(p, "key", "batch"), value = array(p, "value", "batch");
+    const Array output = array(p, "output", "batch"), grad_output = array(p, "grad_output", "batch");
+    const Array grads[] = {array(p, "grad_query", "batch"), array(p, "grad_key", "batch"), array(p, "grad_value", "batch")};
+    const int64_t queries = wide(p, "num_queries"), keys = wide(p, "num_keys"), heads = wide(p, "num_heads"), group = wide(p, "group");
+    const float *logsumexp = address(p, "logsumexp");
+    const size_t of_key = (size_t)(keys * D);
+    for (int64_t b = 0; b < wide(p, "batch"); b++) for (int64_t of_group = 0; of_group < heads / group; of_group++) {
+        double *grad_key = calloc(2 * of_key, sizeof *grad_key), *grad_value = grad_key + of_key;
+        for (int64_t h = of_group * group; h < (of_group + 1) * group; h++) for (int64_t i = 0; i < queries; i++) {
+            const uint16_t *q = at(&query, b, i, h), *g = at(&grad_output, b, i, h);
+            const double delta = dot(g, at(&output, b, i, h));
+            double grad_query[D] = {0};
+            for (int64_t j = 0; j < visible(p, i, queries, keys); j++) {
+                const uint16_t *k = at(&key, b, j, of_group), *v = at(&value, b, j, of_group);
+                const double weight = exp(number(p, "scale") * dot(q, k) - logsumexp[(b * heads + h) * padded(queries) + i]);
+                const double grad = number(p, "scale") * weight * (dot(g, v) - delta);
+                for (int c = 0; c < D; c++) {
+                    grad_query[c] += grad * from_bf16(k[c]);
+                    grad_key[j * D + c] += grad * from_bf16(q[c]);
+                    grad_value[j * D + c] += weight * from_bf16(g[c]);
+                }
+            }
+            for (int c = 0; c < D; c++) at(&grads[0], b, i, h)[c] = to_bf16(grad_query[c]);
+        }
+        for (int64_t j = 0; j < keys; j++) for (int c = 0; c < D; c++) {
+            at(&grads[1], b, j, of_group)[c] = to_bf16(grad_key[j * D + c]);
+            at(&grads[2], b, j, of_group)[c] = to_bf16(grad_value[j * D + c]);
+        }
+        free(grad_key);
+    }
 }
 static void append(const Params *p) {
     const Array pools[] = {array(p, "key_cache", "page"), array(p, "value_cache", "page")};
@@ -123,19 +164,9 @@ static void merge(const Params *p) {
 /* Runs a launch. parameters: `maps` tensor maps of 128 bytes each, then the struct. */
 void fake_driver_run(const char *symbol, const unsigned char *parameters, int maps) {
     const Params p = {symbol, parameters + 128 * maps};
-    if (strstr(symbol, "_combine_")) return; /* the entry before it has done everything */
+    if (strstr(symbol, "_combine_") || strstr(symbol, "_delta_") || strstr(symbol, "_finish_")) return; /* another entry does everything */
     if (!strncmp(symbol, "append_", 7)) append(&p);
     else if (!strncmp(symbol, "merge_", 6)) merge(&p);
+    else if (!strncmp(symbol, "bwd_", 4)) differentiate(&p);
     else attend(&p);
-}
-/* The kernel `advance` of the examples, with its parameters: lengths, slots, table, page_size, max_pages. */
-void fake_driver_run_ptx(unsigned threads, const unsigned long long *parameters) {
-    int32_t *lengths = (int32_t *)(uintptr_t)parameters[0], *table = (int32_t *)(uintptr_t)parameters[2];
-    int64_t *slots = (int64_t *)(uintptr_t)parameters[1];
-    const int32_t page = (int32_t)parameters[3], most = (int32_t)parameters[4];
-    for (unsigned b = 0; b < threads; b++) {
-        const int32_t length = lengths[b];
-        slots[b] = length ? (int64_t)table[(int32_t)b * most + length / page] * page + length % page : -1;
-        lengths[b] += length != 0;
-    }
 }
