@@ -55,7 +55,8 @@ def _code_rows(build: Build) -> Iterator[tuple[str, str]]:
     grain = "the operand, each key head, or each key head of a sequence; 1 without any"
     if build.has(registry.KV8):
         grain = "each row" if build.has(registry.KV8_ROW) else grain
-        yield "key and value", f"e4m3 codes, converted to float16; scales of {grain}"
+        dtype = "float16" if build.family == "decode" else build.dtype
+        yield "key and value", f"e4m3 codes, converted to {dtype}; scales of {grain}"
     if build.kind == "forward" and build.variant == E4M3:
         yield "operands", f"e4m3 codes; scales of {grain}"
         yield "output", "float16" if build.has(registry.FLOAT16_OUTPUT) else "bfloat16"

@@ -23,7 +23,6 @@ from cutlass_py_attn.plan.tile_config import TileConfig, tile_objections
 from cutlass_py_attn.plan.tiles import decode_tiles, sm80_tiles, sm90_tiles
 from cutlass_py_attn.plan.variants import STANDARD, VARIANTS
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.tensors import FLOAT8
 
@@ -119,18 +118,15 @@ def _plans_of_target(problem: Problem, arch: str, count: int, *, any_length: boo
 def _code_objections(problem: Problem, arch: str) -> list[str]:
     """Returns why no kernel of the target reads the e4m3 codes of a problem."""
     is_cache = problem.has_e4m3_cache
-    family = "decode" if is_cache else "sm90"
+    family = "sm80" if is_cache else "sm90"
     missing = _unsupported(problem, arch, family)
-    if missing and is_cache:
-        return [
-            f"key and value of {FLOAT8}: the decode kernels, which alone read them, take no {', '.join(missing)}; "
-            "dequantise, each code times its scale, or call once for each slice of the queries"
-        ]
-    if missing:
-        dequantise = "dequantise, each code times its scale"
-        return [f"operands of {FLOAT8}: the kernel of {arch} takes no {name}; {dequantise}" for name in missing]
-    tiles = decode_tiles(problem) if is_cache else sm90_tiles(problem)
-    return [_no_tile(arch, _tried(problem, arch, family, tiles))]
+    if not missing:
+        tiles = sm80_tiles(problem) if is_cache else sm90_tiles(problem)
+        return [_no_tile(arch, _tried(problem, arch, family, tiles))]
+    dequantise = "dequantise, each code times its scale"
+    if is_cache:
+        return [f"key and value of {FLOAT8}: no kernel takes {name}; {dequantise}" for name in missing]
+    return [f"operands of {FLOAT8}: the kernel of {arch} takes no {name}; {dequantise}" for name in missing]
 
 
 def plans_on(
@@ -263,7 +259,7 @@ def _unsupported(problem: Problem, arch: str, family: str) -> tuple[str, ...]:
     if family == "sm90":
         targets_without = () if architecture(arch).has_wgmma else ("targets without wgmma",)
         return *targets_without, *sm90.unsupported_features(problem)
-    return ("e4m3 codes",) if has_codes(problem) else ()
+    return sm80.unsupported_features(problem)
 
 
 def _sm80_builds(problem: Problem, arch: str) -> list[Build]:

@@ -41,7 +41,7 @@ from cutlass_py_attn.plan.variants import (
     VARIANTS,
     WIDE,
 )
-from cutlass_py_attn.problem.tensors import FLOAT8, OPERANDS, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.problem.tensors import E4M3_BYTES, FLOAT8, OPERANDS, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 
 REGISTER_USAGE_LEVELS: Final = range(11)  # that ptxas has
@@ -178,9 +178,13 @@ def _sm80_tile(build: Build) -> Objections:
 
 def _copies(build: Build) -> Objections:
     """The threads of a block copy several rows of a tile at once, so a tile has a multiple of these rows."""
-    for columns in sorted({build.columns, build.columns_value}):
-        at_once = rows_copied_at_once(build.threads, columns * build.item_bytes, build.vector_bytes)
-        for field in ("tile_m", "tile_n"):
+    widths: list[tuple[int, tuple[str, ...]]]
+    widths = [(columns * build.item_bytes, ("tile_m", "tile_n")) for columns in (build.columns, build.columns_value)]
+    if build.has(registry.KV8):
+        widths += [(columns * E4M3_BYTES, ("tile_n",)) for columns in (build.columns, build.columns_value)]
+    for row_bytes, fields in sorted(set(widths)):
+        at_once = rows_copied_at_once(build.threads, row_bytes, build.vector_bytes)
+        for field in fields:
             # Fewer threads than one row needs copy no whole row; _sm80_tile refuses so few warps.
             if at_once and getattr(build, field) % at_once:
                 yield _refuse(

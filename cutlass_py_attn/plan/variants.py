@@ -64,7 +64,7 @@ _ALL: Final = (
         "sm80.forward",
         "one block per query tile",
         "sm80 forward",
-        layouts=(*registry.LAYOUTS, registry.PAGED),
+        layouts=(*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.KV8_ROW),
     ),
     Variant(
         "backward",

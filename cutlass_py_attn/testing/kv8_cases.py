@@ -46,6 +46,23 @@ DECODE: Final = tuple(
     )
 )
 
+# Prompts over a cache, and terms that the decode kernels do not have: the sm80 forward.
+PREFILL: Final = tuple(
+    map(
+        Case.parse,
+        (
+            "forward bf16_d128_q200_s700_b2_h8k2_causal_br_paged16_kv8_descalehead seed=1",
+            "forward bf16_d128_n150x900u900,150x300u0,150x400u333_h8k2_full_paged2_kv8_descalerow seed=2 table=csr",
+            "forward f16_d64_n257x900u333,64x300u200,0x20u20_h8k2_window_left100_right0_paged64_kv8_descalebatch "
+            "seed=3",
+            "forward bf16_d64_q300_s300_b2_h4_causal_kv8 seed=4 inputs=needle",
+            "forward f16_d40v36_q129_s500_b1_h2_full_softcap4_alibi_sinks_kv8_descalerow seed=5 layout=padded",
+            "forward bf16_d256_q140_s300_b1_h2_full_kv8_descaletensor seed=6 layout=heads_first",
+            "forward f16_d64_q5_s300_b2_h2_full_bias_dropout0.1_kv8_descalehead seed=7",
+        ),
+    )
+)
+
 # The lengths of one captured launch after another, those of paged_cases.REPLAYED_LENGTHS.
 REPLAYED: Final = Case.parse(
     "forward bf16_d128_n1x2048u1,1x2048u700,1x2048u0,1x2048u2048,1x2048u33_h8k2_full_paged16_kv8_descalehead"
@@ -59,4 +76,4 @@ INVARIANT: Final = Case.parse(
 
 def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that these cases need, once; each with its fallbacks if ptxas spills."""
-    return builds_of((*DECODE, REPLAYED, INVARIANT), arch)
+    return builds_of((*DECODE, *PREFILL, REPLAYED, INVARIANT), arch)

@@ -71,6 +71,8 @@ E4M3_LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed")
 E4M3_LENGTHS: Final = (1, 2, 31, 63, 64, 65, 127, 128, 129, 190, 257, 384, 513)
 CACHE_ROWS_SHARE: Final = 0.4  # of e4m3 caches with a scale of each row
 CACHE_DENSE_SHARE: Final = 0.35  # of those without pages
+CACHE_PROMPT_SHARE: Final = 0.3  # of those with more queries than decode kernels take
+CACHE_PROMPTS: Final = (129, 150, 200, 257)  # their queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,16 +401,26 @@ def _draw_e4m3_cache(kernel: np.random.Generator, rng: np.random.Generator) -> C
     """A forward with an e4m3 cache. kernel: random numbers of what decides the machine code."""
     has_row_scales, is_dense = (bool(kernel.random() < share) for share in (CACHE_ROWS_SHARE, CACHE_DENSE_SHARE))
     is_ragged = is_dense and bool(kernel.random() < 0.5)
+    is_prompt = not is_ragged and bool(kernel.random() < CACHE_PROMPT_SHARE)
     case = _draw_paged(kernel, rng)
     spec = case.spec
     grain = "row" if has_row_scales else str(_pick(rng, E4M3_GRAINS))
     dtype = spec.dtype if spec.dtype != "float32" else "bfloat16"
     changes: dict[str, Any] = {"e4m3_cache": True, "descale": grain, "dtype": dtype}
+    queries, sequences = spec.num_queries, spec.sequences
+    if is_prompt:
+        queries, is_varied = int(_pick(rng, CACHE_PROMPTS)), spec.has_ragged_queries
+        counts = [queries - (number % 2 if is_varied else 0) for number in range(min(len(sequences), 5))]
+        sequences = tuple(
+            dataclasses.replace(each, num_queries=count) for each, count in zip(sequences, counts, strict=False)
+        )
+        changes |= {"sequences": sequences}
+        case = case.replace(invariant=0)
     if is_dense:
         changes |= {"page_size": 0}
         case = case.replace(table="rows", invariant=0)
     if is_dense and not is_ragged:
-        changes |= {"sequences": (), "batch": min(spec.batch, 5), "num_queries": spec.num_queries}
+        changes |= {"sequences": (), "batch": min(spec.batch, 5), "num_queries": queries}
         changes |= {"num_keys": max(spec.num_keys, 1)}
     return case.replace(**changes)
 

@@ -24,6 +24,18 @@ def test_decode(case: Case, kernels: check.Kernels) -> None:
     guarded_check.check_decode(case, kernels)
 
 
+@pytest.mark.parametrize("case", kv8_cases.PREFILL, ids=name_of)
+def test_prefill(case: Case, kernels: check.Kernels) -> None:
+    """The sm80 forward, twice with the same bits."""
+    expected = guarded_check.expect(case)
+    with guarded_launch(case.problem(), expected.arrays, kernels) as guarded:
+        assert guarded.bound.plan.build.family == "sm80", case.line
+        found, again = guarded.run(), guarded.run()
+    assert all(same_bits(found[name], again[name]) for name in found), case.line
+    worst = guarded_check.ratios(case, expected, found)
+    assert all(ratio <= 1 for ratio in worst.values()), worst
+
+
 def test_one_captured_launch_serves_all_lengths(kernels: check.Kernels) -> None:
     first = kv8_cases.REPLAYED
     with guarded_launch(first.problem(), first.arrays(), kernels) as guarded, stream() as handle:

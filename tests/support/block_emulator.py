@@ -19,7 +19,7 @@ import numpy as np
 
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
-from cutlass_py_attn.problem.tensors import OPERAND_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import FLOAT8, ITEM_BYTES, OPERAND_BYTES, Tensor
 from cutlass_py_attn.runtime import params
 from cutlass_py_attn.runtime.arrays import numpy_dtype
 from cutlass_py_attn.testing.cases import Case
@@ -94,7 +94,11 @@ class EmulatedBlock(FloatThreads):
         def renamed(found: re.Match[str]) -> str:
             nonlocal number
             number += 1
-            text = re.sub(r"\b(P1|p)\b", rf"%inline{number}", found[1])
+            declared = [
+                name for names in re.findall(r"\.reg\s+\.\w+\s+([^;]+);", found[1]) for name in names.split(",")
+            ]
+            names = "|".join(["P1", "p", *(name.strip().lstrip("%") for name in declared)])
+            text = re.sub(rf"(?<![.%\w$])%?({names})\b", rf"%inline{number}_\1", found[1])
             text = re.sub(r"\b(LAB_WAIT|DONE)\b", rf"$inline{number}_\1", text)
             return re.sub(r"\.reg[^;]*;", "", text.strip().removeprefix("{").removesuffix("}"))
 
@@ -428,23 +432,30 @@ class EmulatedBlock(FloatThreads):
 
 
 def emulate(
-    case: Case, plan: Plan, ptx: str, arrays: dict[str, Array], *, is_eager: bool, seed: int
+    case: Case,
+    plan: Plan,
+    ptx: str,
+    arrays: dict[str, Array],
+    *,
+    is_eager: bool,
+    seed: int,
+    block: type[EmulatedBlock] = EmulatedBlock,
 ) -> dict[str, Array]:
-    """Executes the single launch of a forward's plan, and returns its outputs; NaN where nothing was written.
+    """Executes the launches of a forward's plan, and returns its outputs; NaN where nothing was written.
 
-    arrays: the inputs of the case. AssertionError if a byte outside of the outputs changed.
+    arrays: the inputs of the case. block: executes one thread block. AssertionError if a byte outside of the outputs
+    and the workspace changed.
     """
     problem = case.problem()
-    (launch,) = plan.launches
-    assert launch.cluster == 1
     logsumexp = Tensor.contiguous(problem.shape.logsumexp, "float32")
     tensors = {**problem.tensors(), **problem.vectors(), "logsumexp": logsumexp}
     random = np.random.default_rng(seed)
-    shared = random.integers(0, 256, SHARED + plan.build.shared_memory_bytes, np.uint8)
+    of_launches = max(launch.shared_memory_bytes for launch in plan.launches)
+    shared = random.integers(0, 256, SHARED + of_launches, np.uint8)
     parts, addresses, end = [shared], dict[str, int](), shared.size
     for name, tensor in tensors.items():
         extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True) if size)
-        filler = np.nan if tensor.dtype in OPERAND_BYTES else -1
+        filler = np.nan if tensor.dtype in (*ITEM_BYTES, FLOAT8) else -1
         host = np.full(extent + 2 * GUARD, filler, numpy_dtype(tensor.dtype))
         if name in arrays:
             strided(host[GUARD:], tensor)[...] = arrays[name]
@@ -452,23 +463,33 @@ def emulate(
         addresses[name] = end + padding.size + GUARD * host.itemsize
         parts += [padding, host.view(np.uint8)]
         end += padding.size + host.nbytes
+    assert not plan.workspace.zero_bytes, "cleared workspaces are not emulated"
+    parts += [np.zeros(-end % 256, np.uint8), np.full(plan.workspace.bytes, 0xFF, np.uint8)]
+    workspace = end + -end % 256
     memory = np.concatenate(parts)
     before = memory.copy()
     values = np.zeros(1, abi.numpy_struct(abi.fields_of(plan.build)))
-    for name, value in {**params.numbers(problem), **dict(plan.params), **addresses}.items():
+    buffers = {buffer.name: workspace + buffer.offset for buffer in plan.workspace.buffers}
+    for name, value in {**params.numbers(problem), **dict(plan.params), **addresses, **buffers}.items():
         values[name] = value
-    for block in range(launch.grid[0] * launch.grid[1]):
-        memory[SHARED : shared.size] = before[SHARED : shared.size]
-        EmulatedBlock(
-            ptx, block, launch, memory, values.view(np.uint8), addresses, plan.build.dtype, is_eager=is_eager, seed=seed
-        ).run()
+    for launch in plan.launches:
+        assert launch.cluster == 1
+        entry = re.search(rf"\.entry {launch.symbol}(?:_\d+)?\(.*", ptx, re.DOTALL)
+        assert entry is not None, f"{launch.symbol}: the PTX has no such entry"
+        for number in range(launch.grid[0] * launch.grid[1] * launch.grid[2]):
+            memory[SHARED : shared.size] = before[SHARED : shared.size]
+            block(
+                entry[0], number, launch, memory, values.view(np.uint8), addresses, plan.build.dtype, is_eager=is_eager,
+                seed=seed,
+            ).run()  # fmt: skip
     found = {}
     for name in ("output", "logsumexp"):
         tensor = tensors[name]
         views = [strided(data[addresses[name] :].view(numpy_dtype(tensor.dtype)), tensor) for data in (memory, before)]
         found[name] = views[0].copy()
         views[1][...] = views[0]
-    assert np.array_equal(memory[shared.size :], before[shared.size :]), "bytes outside of the outputs changed"
+    same = memory[shared.size : workspace] == before[shared.size : workspace]
+    assert same.all(), "bytes outside of the outputs and the workspace changed"
     return found
 
 

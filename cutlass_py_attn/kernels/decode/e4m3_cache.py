@@ -17,7 +17,6 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.experimental.primitives as prim
 from cutlass import Float16, Float32, Int8, Int32, Int64, Uint32
 
 from cutlass_py_attn.kernels.common import e4m3, paging, params
@@ -173,7 +172,7 @@ class E4m3Cache:
         if is_last:
             _copy_if(address, target, in_bounds, is_needed, self.build.vector_bytes)
         else:
-            _copy_async(address, target, in_bounds, self.build.vector_bytes)
+            e4m3.copy_async(address, target, in_bounds, self.build.vector_bytes)
 
     @cute.jit
     def load_scales(self, p: Any, piece: Any, row: Int32, rows: Any, start: Any):
@@ -185,23 +184,18 @@ class E4m3Cache:
         """Starts loading the scales of one row."""
         key = rows.key0 + row
         for name in NAMES:
-            offset = self.scale_offset(p, name, piece)
+            offset = e4m3.scale_offset(p, name, piece.seqlen.index, piece.head_key)
             if self.paged is None:
                 offset = offset + Int64(piece.seqlen.key_start + key) * getattr(p, f"{name}_scale_row")
             else:
                 offset = offset + Int64(rows.entry) * getattr(p, f"{name}_scale_page")
                 offset = offset + Int64(key & (p.page_size - 1)) * getattr(p, f"{name}_scale_row")
             target = self.scales(start, name) + row * F32_BYTES
-            _copy_scale(getattr(p, f"{name}_scale"), offset, target, key < rows.num_keys)
-
-    def scale_offset(self, p: Any, name: str, piece: Any) -> Int64:
-        """Returns the offset (elements) of the scale of a sequence and a key head, without its row."""
-        batch, head = (getattr(p, f"{name}_scale_{axis}") for axis in ("batch", "head"))
-        return Int64(piece.seqlen.index) * batch + Int64(piece.head_key) * head
+            e4m3.copy_scale(getattr(p, f"{name}_scale"), offset, target, key < rows.num_keys)
 
     def scale(self, p: Any, name: str, piece: Any) -> Float32:
         """Returns the scale of a sequence and a key head; 1 without scales."""
-        return e4m3.load_scale(getattr(p, f"{name}_scale"), self.scale_offset(p, name, piece))
+        return e4m3.scale(p, name, piece.seqlen.index, piece.head_key)
 
     def column_scales(self, start: Any, name: str, coordinates: cute.Tensor) -> list[Float32]:
         """Returns the scales of the keys that a thread has scores of; coordinates: of its scores (rows, columns)."""
@@ -315,25 +309,8 @@ def _fragment(words: cute.Tensor, tiles: int) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Float16), layout)
 
 
-def _copy_async(address: Any, target: Any, in_bounds: Any, num_bytes: int) -> None:
-    """Starts copying bytes to shared memory; zeros if out of bounds."""
-    source = cute.make_ptr(Int8, address, cutlass.AddressSpace.gmem, assumed_align=num_bytes)
-    mode = prim.LoadCacheModifier.CG if num_bytes == CHUNK_BYTES else prim.LoadCacheModifier.CA
-    size = cutlass.select_(in_bounds, Int32(num_bytes), Int32(0))
-    prim.cp_async_shared_global(target.align(num_bytes), source, num_bytes, mode, cp_size=size)
-
-
-@cute.jit
-def _copy_scale(address: Int64, offset: Int64, target: Any, in_bounds: Any):
-    """Starts copying a scale to shared memory, 0 if out of bounds; stores 1 if the address is that of no scales."""
-    if address != 0:
-        _copy_async(address + offset * F32_BYTES, target, in_bounds, F32_BYTES)
-    else:
-        cute.make_tensor(cute.recast_ptr(target.align(F32_BYTES), dtype=Float32), cute.make_layout(1))[0] = Float32(1.0)
-
-
 @cute.jit
 def _copy_if(address: Any, target: Any, in_bounds: Any, is_needed: Any, num_bytes: cutlass.Constexpr):
     """Does `_copy_async` in the threads that have such a copy."""
     if is_needed:
-        _copy_async(address, target, in_bounds, num_bytes)
+        e4m3.copy_async(address, target, in_bounds, num_bytes)

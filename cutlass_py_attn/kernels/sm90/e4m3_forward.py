@@ -320,9 +320,7 @@ class ForwardE4m3Sm90(ForwardSm90):
 
     def dequantisation(self, p: Any, work: WorkTile, name: str) -> Float32:
         """Returns the scale of an operand's codes for the batch and the key head of a work tile; 1 if it has none."""
-        key_head = seqlen_info.key_head(self.build, p, work.head)
-        batch, head = (getattr(p, f"{name}_scale_{axis}") for axis in ("batch", "head"))
-        return e4m3.load_scale(getattr(p, f"{name}_scale"), Int64(work.seqlen.index) * batch + Int64(key_head) * head)
+        return e4m3.scale(p, name, work.seqlen.index, seqlen_info.key_head(self.build, p, work.head))
 
     @cute.jit
     def store_e4m3(self, p: Any, work: Any, consumer: Any, scale_log2: Float32):

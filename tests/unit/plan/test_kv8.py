@@ -86,19 +86,36 @@ def test_strides_of_a_scale(name: str, strides: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("bf16_d128_q512_s8192_b4_h32k8_causal_br_paged16_kv8", "more than 128 queries"),
-        ("bf16_d128_q33_s8192_b4_h32k8_causal_br_kv8", "more than 128 queries of a group of heads"),
         ("bf16_d320_q1_s8192_b4_h32k8_full_kv8", "head dims beyond 256"),
         ("bf16_d6_q1_s8192_b4_h32k8_full_kv8", "rows aligned to less than 4 bytes"),
-        ("bf16_d64_q1_s8192_b4_h8_full_dropout0.1_kv8", "dropout"),
     ],
 )
 def test_what_no_kernel_takes_has_a_remedy(name: str, reason: str) -> None:
     with pytest.raises(NotSupported) as caught:
         plan_of(name)
     (said,) = caught.value.reasons
-    assert reason in said
-    assert "dequantise, each code times its scale, or call once for each slice of the queries" in said
+    assert said == f"key and value of float8_e4m3fn: no kernel takes {reason}; dequantise, each code times its scale"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a", "sm_120"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bf16_d128_q512_s8192_b4_h32k8_causal_br_paged16_kv8",
+        "bf16_d128_q33_s8192_b4_h32k8_causal_br_kv8_descalerow",
+        "f16_d64_q1_s8192_b4_h8_full_dropout0.1_kv8",
+        "bf16_d256_q300_s300_b1_h2_full_bias_kv8_descalebatch",
+    ],
+)
+def test_prompts_and_other_terms_have_an_sm80_kernel(name: str, arch: str) -> None:
+    plan = plan_of(name, arch)
+    assert (plan.build.family, plan.build.variant) == ("sm80", "")
+    assert "e4m3 codes, converted to" in plan.explain()
+    codes = plan.build.buffer("key_codes"), plan.build.buffer("value_codes")
+    assert [each.bytes for each in codes] == [
+        plan.build.tile_n * columns for columns in (plan.build.columns, plan.build.columns_value)
+    ]
+    assert parse_symbol(plan.build.symbol, arch).build == plan.build
 
 
 @pytest.mark.parametrize(
