@@ -191,7 +191,7 @@ _ALL: Final = (
         "decode.persistent",
         "persistent blocks over chunks of the keys of all sequences, whose lengths are in device memory",
         "decode persistent",
-        layouts=(*registry.LAYOUTS, *registry.OPTIONAL_LAYOUTS),
+        layouts=(*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.KV8_ROW),
     ),
     Variant(
         "forward",

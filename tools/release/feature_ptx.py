@@ -52,6 +52,8 @@ _SM80_FORWARD: Final = (
     f"f16_d32_{_SIZES}_h2_causal layout=shifted",
     f"f16_d32_{_SIZES}_h2_causal_br_paged8",
     f"bf16_d32_{_PAGED}_h4k2_full_{_TERMS_OF_PAGES}_paged16",
+    f"bf16_d32_{_SIZES}_h4k2_full_kv8_descalehead",
+    f"f16_d32_{_PAGED}_h4k2_full_paged16_kv8_descalerow",
 )
 _SM80_BACKWARD: Final = (
     f"f16_d32_{_SIZES}_h2_causal_softcap4",
@@ -93,6 +95,8 @@ _SM90_FORWARD: Final = (
     f"f16_d64_{_SIZES}_h2_causal_br_paged16",
     f"bf16_d64_{_PAGED}_h4k2_full_{_TERMS_OF_PAGES}_paged64",
     f"f16_d576v512_{_PAGED}_h4k1_causal_br_paged16_mla",
+    f"e4m3_d64_{_SIZES}_h2_causal",
+    f"e4m3_d64_{_USED}_h4k2_full_descalebatch_f16out",
 )
 _SM90_BACKWARD: Final = (
     f"f16_d64_{_SIZES}_h2_causal_softcap4",
