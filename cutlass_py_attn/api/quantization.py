@@ -34,8 +34,9 @@ def quantize_e4m3(
     cu_seqlens: (count + 1,) integers, where sequences of variable length start; "batch_head" then gives scales
         (count, num_heads_key). None for rows of one length.
     rotate: whether rows are multiplied by an orthogonal matrix of signs, a randomised Hadamard transform. It spreads
-        outliers over all columns, so that the other columns keep more bits. Rotate query and key, both or neither: of
-        an e4m3 cache, `rotate_rows` rotates the query.
+        a single large element over its row, so that the scale of its group grows less. It adds errors where a column
+        is large in all rows, which e4m3 holds as exactly as small ones. Rotate query and key, both or neither: of an
+        e4m3 cache, `rotate_rows` rotates the query.
 
     codes are float8_e4m3fn, rounded to nearest even; scales are float32. Pass them to `attention_forward` as query and
     query_scale, and so on. NotSupported lists every wrong argument.

@@ -73,7 +73,14 @@ INVARIANT: Final = Case.parse(
     "forward bf16_d128_n2x4100u4100,2x4100u1,2x4100u1024,2x4100u0,2x4100u2600_h8k2_causal_br_paged16_kv8 invariant=1"
 )
 
+# Rows of which tests sample some: the errors of codes with outliers and needles.
+LONG: Final = tuple(
+    Case.parse(f"forward bf16_d128_q{queries}_s32768_b1_h1_full_kv8_descale{grain}")
+    for queries in (1, 300)
+    for grain in ("batch", "row")
+)
+
 
 def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that these cases need, once; each with its fallbacks if ptxas spills."""
-    return builds_of((*DECODE, *PREFILL, REPLAYED, INVARIANT), arch)
+    return builds_of((*DECODE, *PREFILL, REPLAYED, INVARIANT, *LONG), arch)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import ml_dtypes
 import numpy as np
 import pytest
 
 from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.api.paged import Paged
+from cutlass_py_attn.api.quantization import quantize_e4m3
+from cutlass_py_attn.reference import quantization
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import check, guarded_check, kv8_cases, paged_cases
 from cutlass_py_attn.testing.cases import Case
@@ -15,6 +20,7 @@ from cutlass_py_attn.testing.device_memory import guarded_launch, stream
 from tests.gpu.test_launch import captured
 from tests.gpu.test_paged import name_of
 
+OF_CODES = 1e-2  # relative error of the output (norm): weights and products of 16 bits
 CHANGED = ("query", "key", "value", "key_scale", "value_scale", "page_table", "seqused_k")
 
 
@@ -79,3 +85,40 @@ def test_arrays_of_codes_and_of_their_bytes(dtype: str, kernels: check.Kernels) 
     output, logsumexp = attention_forward(given["query"], *pools, sequences=sequences, kernels=kernels, **scales)
     worst = guarded_check.ratios(case, expected, {"output": output, "logsumexp": logsumexp})
     assert all(ratio <= 1 for ratio in worst.values()), worst
+
+
+@pytest.mark.parametrize("queries", [1, 300], ids=["decode", "prefill"])
+@pytest.mark.parametrize("granularity", ["batch_head", "row"])
+@pytest.mark.parametrize("inputs", ["gaussian", "outliers", "needle"])
+def test_long_rows(
+    inputs: str,
+    granularity: str,
+    queries: int,
+    kernels: check.Kernels,
+    record_property: Callable[[str, float], None],
+) -> None:
+    """Against float64 of the numbers that the kernel reads: as exact as with keys and values of 16 bits."""
+    rng = np.random.default_rng(queries)
+    keys, width = 32768, 128
+    query = rng.standard_normal((1, queries, 1, width), np.float32)
+    key, value = (rng.standard_normal((1, keys, 1, width), np.float32) for _ in range(2))
+    if inputs == "outliers":
+        key += 10 * rng.standard_normal(key.shape, np.float32) * (rng.random(key.shape, np.float32) < 0.001)
+    if inputs == "needle":
+        query = query / 10 + 2 * key[:, rng.permutation(keys)[:queries]]
+    query = query.astype(ml_dtypes.bfloat16)
+    codes, scales, truth = [], {}, []
+    for name, array in (("key", key), ("value", value)):
+        made, scales[f"{name}_scale"] = quantize_e4m3(array, granularity=granularity)
+        codes.append(made)
+        truth.append([quantization.dequantise(made, scales[f"{name}_scale"])[0, :, 0], array[0, :, 0]])
+    output, _ = attention_forward(query, *codes, kernels=kernels, **scales)
+    errors = []
+    for keys_of, values_of in zip(*truth, strict=True):
+        scores = query[0, :, 0].astype(np.float64) @ keys_of.T / np.sqrt(width)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        exact = weights @ values_of / weights.sum(axis=1, keepdims=True)
+        errors.append(np.linalg.norm(output[0, :, 0].astype(np.float64) - exact) / np.linalg.norm(exact))
+    record_property("error of the codes", float(errors[0]))
+    record_property("error of the operands", float(errors[1]))
+    assert errors[0] <= OF_CODES

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cutlass_py_attn import Causal, Full, NotSupported, VariableLength, attention_forward, quantize_e4m3
+from cutlass_py_attn import Causal, Full, NotSupported, VariableLength, attention_forward, quantize_e4m3, rotate_rows
 from cutlass_py_attn.reference import numpy_reference, quantization
 
 RNG = np.random.default_rng(3)
@@ -129,3 +129,61 @@ def test_sequences_on_the_cpu() -> None:
     first = [quantization.dequantise(code, factor, starts)[:, :4] for code, factor in made]
     truth, _ = numpy_reference.forward(*first, mask=Full())
     np.testing.assert_allclose(output[:, :4].astype(np.float64), truth, rtol=2**-10, atol=1e-5)
+
+
+def inputs_of(kind: str) -> list[Any]:
+    """Query, key and value: normal, with a few large elements or a large column, or with a needle."""
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        rng.standard_normal((1, rows, heads, 64)).astype(np.float32) for rows, heads in ((32, 4), (1024, 2), (1024, 2))
+    )
+    if kind == "elements":
+        for array in (query, key):
+            array += rng.standard_normal(array.shape).astype(np.float32) * 10 * (rng.random(array.shape) < 0.001)
+    if kind == "column":
+        key[..., 3] *= 20
+        query[..., 3] *= 0.05
+    if kind == "needle":
+        query = 2 * np.repeat(key[:, 100:132], 2, 2)
+    return [query, key, value]
+
+
+def error_of(kind: str, codes_of: str, *, rotate: bool = False) -> float:
+    """Relative error of the output. codes_of: "operands", or the granularity of the scales of a cache."""
+    query, key, value = inputs_of(kind)
+    truth, _ = numpy_reference.forward(*(it.astype(np.float64) for it in (query, key, value)), mask=Full())
+    scales: dict[str, Any] = {}
+    if codes_of == "operands":
+        query, scales["query_scale"] = quantize_e4m3(query, num_heads_key=2, rotate=rotate)
+    else:
+        query = (rotate_rows(query) if rotate else query).astype(np.float16)
+    granularity = "batch_head" if codes_of == "operands" else codes_of
+    key, scales["key_scale"] = quantize_e4m3(key, granularity=granularity, rotate=rotate)
+    value, scales["value_scale"] = quantize_e4m3(value, granularity=granularity)
+    output, _ = attention_forward(query, key, value, backend="reference", **scales)
+    return float(np.linalg.norm(output.astype(np.float64) - truth) / np.linalg.norm(truth))
+
+
+@pytest.mark.parametrize(
+    ("kind", "errors"),
+    [
+        ("normal", (0.049, 0.046, 0.039, 0.038, 0.037)),
+        ("elements", (0.085, 0.051, 0.078, 0.049, 0.031)),
+        ("column", (0.048, 0.095, 0.039, 0.078, 0.038)),
+        ("needle", (0.026, 0.026, 0.026, 0.026, 0.025)),
+    ],
+)
+def test_errors_of_outliers_and_needles(kind: str, errors: tuple[float, ...]) -> None:
+    """Those of docs/fp8.md."""
+    found = [error_of(kind, of, rotate=rotate) for of in ("operands", "head") for rotate in (False, True)]
+    np.testing.assert_allclose([*found, error_of(kind, "row")], errors, atol=1e-3)
+
+
+def test_rotated_rows_keep_their_dtype_and_products() -> None:
+    query, key = operand().astype(np.float16), operand().astype(np.float16)
+    rotated = [rotate_rows(it) for it in (query, key)]
+    assert {it.dtype for it in rotated} == {np.dtype(np.float16)}
+    products = [np.einsum("bqhd,bkhd->bhqk", a.astype(float), b.astype(float)) for a, b in ((query, key), rotated)]
+    assert np.linalg.norm(products[1] - products[0]) < 2e-3 * np.linalg.norm(products[0])
+    with pytest.raises(NotSupported, match=r"must be a NumPy array \(..., columns\) of float16"):
+        rotate_rows(np.zeros(3, np.int32))
