@@ -135,7 +135,8 @@ class Merge:
 
     def vector_at(self, p: Any, name: str, at: RowCoordinates, column: Int32) -> cute.Tensor:
         """Returns one vector of a row in global memory."""
-        start = params.row_pointer(self.build, p, name, at, self.dtypes[name])
+        dtype = self.dtypes[name]
+        start = params.row_pointer(self.build, p, name, at, dtype, self.vector * dtype.width // 8)
         start = start + params.assume_multiple(column, self.vector)
         return cute.make_tensor(start, cute.make_layout(self.vector))
 
