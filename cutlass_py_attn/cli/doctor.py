@@ -65,6 +65,8 @@ def examine() -> Iterator[Finding]:
     yield _cache()
     yield _jax_handler()
     yield Finding("nvdisasm", sass.tool() or "", f"{extras.remedy('inspect')} shows SASS")
+    yield Finding("JAX", _version("jax"), f"{extras.remedy('jax')}, which cutlass_py_attn.jax needs")
+    yield Finding("nccl4py", _version("nccl4py"), f"{extras.remedy('nccl')}, which cutlass_py_attn.distributed needs")
 
 
 def _gpu() -> Iterator[Finding]:

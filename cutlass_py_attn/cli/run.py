@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from cutlass_py_attn.cli.parameters import Choice, MaskName, masks_of
 from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, Selection, directions_of, names_rows
 from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, best_plans, first_gpu, sm90_arch
 from cutlass_py_attn.compilation.compiler import artifact_for
-from cutlass_py_attn.errors import CompileError, NotSupported
+from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.kernels.component_gemms.planning import MAX_HEAD_DIM
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.spec import ProblemSpec, parse, parse_mask
@@ -119,7 +120,10 @@ def run(context: click.Context, /, **given: Any) -> None:
         _expect_defaults(context, "dtypes", "head_dim", "batch", "heads", "seqlen", "mask")
     gpu = first_gpu()
     source = artifacts.prebuilt(options.folder) if options.folder else artifacts.compiler()
-    made, failures = artifacts.obtain(list(options.plans(gpu)), source, quiet=options.as_json)
+    plans = list(options.plans(gpu))
+    if options.folder:
+        _expect_kernels(plans, options.folder)
+    made, failures = artifacts.obtain(plans, source, quiet=options.as_json)
     if not options.as_json:
         artifacts.show(made)
     if failures:
@@ -131,6 +135,24 @@ def run(context: click.Context, /, **given: Any) -> None:
         click.echo(json.dumps({"kernels": rows, **report}, indent=1))
     if not report["passed"]:
         sys.exit(1)
+
+
+def _expect_kernels(plans: Sequence[Plan], folder: Path) -> None:
+    """Raises Stale if the folder lacks kernels, or has them of another version; the message has one command for all."""
+    kernels, lacking = Folder(folder), dict[str, list[str]]()
+    for build in dict.fromkeys(plan.build for plan in plans):
+        try:
+            kernels(build)
+        except Stale:
+            lacking.setdefault(build.arch, []).append(build.symbol)
+    count = sum(map(len, lacking.values()))
+    if count > 1:
+        commands = (
+            f"cutlass-py-attn build --arch {arch} {' '.join(f'--symbol {symbol}' for symbol in symbols)} "
+            f"-o {shlex.quote(str(folder))}"
+            for arch, symbols in lacking.items()
+        )
+        raise Stale(f"{count} kernels are not in {folder}, or stale there; build them with: {' && '.join(commands)}")
 
 
 def _expect_defaults(context: click.Context, *names: str) -> None:

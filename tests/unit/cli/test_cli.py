@@ -289,6 +289,8 @@ def test_doctor_names_packages_that_pip_finds(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(doctor, "_version", lambda name: "")
     found = findings()
     assert found["cuda-python"]["remedy"] == "pip install 'cuda-python>=13,<14'"
+    assert extras.remedy("jax") in found["JAX"]["remedy"]
+    assert extras.remedy("nccl") in found["nccl4py"]["remedy"]
     assert found["cutlass-py-attn"]["found"].startswith(f"{__version__} in ")
     assert not any("pip install 'cutlass-py-attn" in item["remedy"] for item in found.values())
 
@@ -414,7 +416,11 @@ def test_run_fails_when_a_kernel_does_not_compile(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("no_gpu")
 def test_run_takes_prebuilt_kernels(tmp_path: Path) -> None:
-    assert "not in" in invoke("run", *TINY, "--kernels", str(tmp_path)).output
+    lacking = invoke("run", *TINY, "--kernels", str(tmp_path))
+    assert lacking.exit_code == 1
+    first, second = lacking.output.partition("build them with: ")[2].split(" && ")  # sm90 component GEMMs on sm_90a
+    assert (first.split()[:4], second.split()[3]) == (["cutlass-py-attn", "build", "--arch", "sm_90"], "sm_90a")
+    assert (first.count("--symbol"), second.count("--symbol")) == (7, 5)
     for plan in Selection(KINDS, ("bfloat16",), (64,), ("full",)).plans("sm_80"):
         Folder(tmp_path).put(fakes.artifact(plan.build))
     done = invoke("run", *TINY, "--kernels", str(tmp_path), "--arch", "sm_80")
