@@ -35,6 +35,9 @@ from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.binding import Bound, bind
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
+# Headers that the sources include, which a file of that name would hide, and targets of CMake.
+_HEADERS: Final = ("cuda", "dlfcn", "math", "pthread", "stdarg", "stddef", "stdint", "stdio", "stdlib", "string")
+_RESERVED: Final = (*_HEADERS, "all", "clean", "help", "install", "package", "test")
 
 
 def export_bundle(
@@ -254,6 +257,8 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
         reasons.append(
             f"name = {name!r}: must be lower-case letters, digits and _, as the prefix of C functions; correct it"
         )
+    if name in _RESERVED:
+        reasons.append(f"name = {name!r}: must be none of {', '.join(_RESERVED)}, which C or CMake has; choose another")
     reasons += _folder_objections(path)
     reasons += [reason for arch in archs for reason in planner.arch_objections(arch)]
     if reasons:

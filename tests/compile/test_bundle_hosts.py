@@ -26,6 +26,7 @@ from cutlass_py_attn.runtime.driver import device
 from tests.support import fake_driver, fakes
 from tests.support.bundle_hosts import (
     ROOT,
+    STREAM,
     WORKSPACE,
     HeaderHost,
     RustHost,
@@ -252,6 +253,7 @@ WRONG = {
 def backward(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, HeaderHost]:
     if fake_driver.compiler() is None:
         pytest.skip("no C compiler to build the fake driver")
+    FakeDriver()  # loads the library in which the header's functions are found
     folder = tmp_path_factory.mktemp("backward")
     bundle = exported(folder / "bundle", pair("Hopper", "backward")[:1], "sm_90a")
     return bundle, HeaderHost(folder, bundle, "backward")
@@ -342,6 +344,19 @@ def test_header_refuses_a_handle_that_is_not_open(
         assert host.workspace_bytes() > 0
         host.library.close_bundle(host.bundle)
         expect_refusal()
+
+
+def test_header_loads_and_unloads_while_a_thread_captures(
+    driver_log: FakeDriver, backward: tuple[Bundle, HeaderHost]
+) -> None:
+    """In relaxed mode, as the package: any other call of the kind would end the capture."""
+    bundle, host = backward
+    library, graph = driver_log._library, ctypes.c_void_p()
+    with device(0).current():
+        library.cuStreamBeginCapture(ctypes.c_void_p(STREAM), 0)
+        assert host.open(bundle.path) == 0, host.error
+        host.library.close_bundle(host.bundle)
+        assert library.cuStreamEndCapture(ctypes.c_void_p(STREAM), ctypes.byref(graph)) == 0, "still valid"
 
 
 def test_header_refuses_other_kernels_of_the_same_size(driver_log: FakeDriver, tmp_path: Path) -> None:

@@ -16,9 +16,12 @@ from typing import Any
 
 import pytest
 
+from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bundle import interface, row_spec
 from cutlass_py_attn.bundle.files import Bundle, export_library
 from cutlass_py_attn.bundle.rules import AnyProblem
+from cutlass_py_attn.plan import entry_points
+from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime.driver import device
@@ -45,7 +48,7 @@ ROWS = ("append_bf16_d128", "merge_bf16_d128")
 MORE_ROWS = ("append_bf16_d128_e4m3_row", "merge_bf16_d128_varlen")
 COMPILERS = tuple(name for name in ("gcc", "clang") if shutil.which(name))
 INT64 = range(-(2**63), 2**63)
-POWERS = (0, 4, 16, 29, 31, 32, 40, 47, 61, 62, 63)
+POWERS = (0, 4, 16, 29, 31, 32, 33, 40, 47, 61, 62, 63)
 EXTREMES = [n for bits in POWERS for off in (-1, 0, 1) for n in (2**bits + off, -(2**bits) + off) if n in INT64]
 FACTORS = (0.0, -0.0, 1.0, -1.0, 1e-320, 1e38, 2.0**127, 3e38, 1e300, float("inf"), float("-inf"), float("nan"))
 FORMATS = {"u32": "<I", "i32": "<i", "u64": "<Q", "i64": "<q", "f64": "<d"}
@@ -234,6 +237,14 @@ def test_compiles_without_a_warning(bundle: Bundle, name: str, standard: str) ->
     language = "c++" if "+" in standard else "c"
     driver = {"gcc": "g++", "clang": "clang++"}[name] if language == "c++" else name
     build([driver, f"-std={standard}", *STRICT, "-fsyntax-only", "-x", language, str(bundle.path / "attention.c")])
+
+
+@pytest.mark.parametrize("word", ROWS)
+def test_a_library_without_most_rules_compiles_without_a_warning(tmp_path: Path, word: str) -> None:
+    """Its functions may be unused. -Dinline= makes any compiler warn of them as clang does."""
+    made = export_library(tmp_path / "made", [row_spec.parse(word)], ["sm_90"], kernels=artifact)
+    for options in ((), ("-Dinline=",)):
+        build([compiler("c"), "-std=c11", *STRICT, *options, "-c", str(made.path / "attention.c"), "-o", os.devnull])
 
 
 @pytest.mark.parametrize("standard", ["c11", "c++17"])
@@ -469,6 +480,22 @@ def test_images_from_memory(
     assert len(driver_log.of("cuLibraryUnload")) == len(loaded)
 
 
+def test_cubins_with_other_parameters_are_refused(driver_log: fake_driver.FakeDriver, tmp_path: Path) -> None:
+    """As the driver reads them: what is loaded is unloaded, and nothing may be launched."""
+
+    def foreign(build: Build) -> Artifact:
+        sizes = tuple(size for _, size in entry_points.parameters(build, "main"))
+        return artifact(build, driver_sizes=(*sizes[:-1], sizes[-1] + 8))
+
+    made = export_library(tmp_path / "made", [row_spec.parse(ROWS[0])], ["sm_90"], kernels=foreign)
+    host = LibraryHost(compiled(made, tmp_path / "attention.so"))
+    with device(0).current():
+        status, opened = host.opened()
+    assert (status, opened.value) == (1, None)
+    assert host.text == "a kernel's parameters are not those of this header; copy the whole folder of the export"
+    assert len(driver_log.of("cuLibraryUnload")) == len(driver_log.of("cuLibraryLoadData")) == 1
+
+
 # CMake, pkg-config, Cargo
 
 
@@ -479,14 +506,15 @@ def expect_chosen(made: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize("shared", ["OFF", "ON"])
 def test_cmake_package_and_pkg_config(bundle: Bundle, tmp_path: Path, shared: str) -> None:
-    """Built and installed; a project finds the package, and a compiler the library by pkg-config."""
+    """Built, and installed where only the last command says; a project finds the package, a compiler the library."""
     for tool in ("cmake", "pkg-config", "make"):
         if shutil.which(tool) is None:
             pytest.skip(f"no {tool}")
     installed = tmp_path / "installed"
     build(["cmake", "-S", str(bundle.path), "-B", str(tmp_path / "build"), f"-DBUILD_SHARED_LIBS={shared}",
-           f"-DCMAKE_INSTALL_PREFIX={installed}", "-DCMAKE_INSTALL_LIBDIR=lib"])  # fmt: skip
-    build(["cmake", "--build", str(tmp_path / "build"), "--target", "install"])
+           "-DCMAKE_INSTALL_LIBDIR=lib"])  # fmt: skip
+    build(["cmake", "--build", str(tmp_path / "build")])
+    build(["cmake", "--install", str(tmp_path / "build"), "--prefix", str(installed)])
     user = tmp_path / "user"
     user.mkdir()
     (user / "main.cpp").write_text(CONSUMER)
@@ -524,6 +552,8 @@ fn main() {
         assert_eq!(error.text(), "forward: num_heads must be a multiple of num_heads_key");
     }
     assert_eq!(std::mem::size_of::<Call>(), BYTES);
+    error.text.fill(b'x' as _); // without an end, as the library never writes it
+    assert_eq!(error.text().len(), error.text.len());
 }
 """
 
@@ -540,6 +570,7 @@ def test_rust_crate_builds_the_same_files(bundle: Bundle, tmp_path: Path) -> Non
     )
     (tmp_path / "src" / "main.rs").write_text(RUST.replace("BYTES", str(ctypes.sizeof(Call))))
     environment = {**os.environ, "CARGO_TARGET_DIR": str(tmp_path / "target"), "RUSTFLAGS": "-D warnings"}
+    environment["CC"] = "env cc -O0"  # several words, as of a compiler cache
     done = run(["cargo", "build", "--offline", "--quiet"], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr.decode()
     expect_chosen(tmp_path / "target" / "debug" / "user")

@@ -64,20 +64,23 @@ def stride(p: Any, name: str, axis: str) -> Int64:
     return getattr(p, f"{name}_{axis}")
 
 
-def row_pointer(build: Build, p: Any, name: str, coordinates: RowCoordinates, dtype: Any = None) -> cute.Pointer:
-    """Returns the pointer to a row of tensor `name`; dtype: of its elements, None for that of the build.
+def row_pointer(
+    build: Build, p: Any, name: str, coordinates: RowCoordinates, dtype: Any = None, alignment: int = 0
+) -> cute.Pointer:
+    """Returns the pointer to a row of tensor `name`.
 
-    Every product of an index and a stride is 64 bits wide. Rows are aligned to the build's `vector_bytes`, and rows of
-    wider elements to as many elements.
+    dtype: of its elements; None for that of the build.
+    alignment: of its rows (bytes); 0 for the build's `vector_bytes`.
+
+    Every product of an index and a stride is 64 bits wide.
     """
     offset = Int64(0)
     for index, axis in zip(coordinates, ("batch", "head", "row"), strict=True):
         if not (isinstance(index, int) and index == 0):
             offset = offset + Int64(index) * stride(p, name, axis)
-    dtype = DTYPES[build.dtype] if dtype is None else dtype
-    elements = build.vector_bytes // min(build.item_bytes, dtype.width // 8)
-    base = pointer(getattr(p, name), dtype, elements * dtype.width // 8)
-    return base + assume_multiple(offset, elements)
+    dtype, alignment = DTYPES[build.dtype] if dtype is None else dtype, alignment or build.vector_bytes
+    base = pointer(getattr(p, name), dtype, alignment)
+    return base + assume_multiple(offset, alignment * 8 // dtype.width)
 
 
 def assume_multiple(offset: Int64, elements: int) -> Int64:

@@ -45,6 +45,7 @@ fn symbol(name: &str) -> *mut c_void {
 
 macro_rules! driver {
     ($($name:ident = $symbol:literal($($argument:ident: $kind:ty),*);)*) => {$(
+        #[allow(clippy::too_many_arguments)]
         pub fn $name($($argument: $kind),*) {
             let function: unsafe extern "C" fn($($kind),*) -> c_int = unsafe { transmute(symbol($symbol)) };
             let code = unsafe { function($($argument),*) };

@@ -226,6 +226,13 @@ def test_every_objection_at_once(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == {"notes.txt": b"mine"}
 
 
+@pytest.mark.parametrize("name", ["string", "cuda", "test"])
+def test_names_of_headers_and_targets_are_refused(tmp_path: Path, name: str) -> None:
+    """A file string.h would hide the header that attention.c includes; CMake has a target test."""
+    with pytest.raises(NotSupported, match=rf"name = '{name}': must be none of cuda, .*test, which C or CMake has"):
+        exported(tmp_path / "library", problem_of("forward"), name=name)
+
+
 def test_a_header_of_several_problems_names_the_library(tmp_path: Path) -> None:
     with pytest.raises(NotSupported, match=r"problems are forward, forward: .*export_library \(--library\)"):
         export_bundle(tmp_path / "b", [problem_of("forward"), problem_of("forward", PREFILL)], ["sm_90a"])

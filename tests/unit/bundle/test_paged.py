@@ -14,6 +14,7 @@ from cutlass_py_attn.problem.spec import parse
 from tests.support import bundles, fakes
 
 CASE = "bf16_d128_q1_s1000_b65_h32k8_full_paged8"
+PREFILL = "bf16_d128_n500x900,300x400_h8k2_causal_br_paged16"
 RAGGED = "bf16_d128_n5x900,3x20_h8k2_causal_br_sinks_paged16"
 
 
@@ -111,3 +112,38 @@ def test_rules_give_the_plans_of_other_sizes(tmp_path: Path) -> None:
     assert grids == [list(launch.grid) for launch in plan.launches]
     sizes = [expressions.evaluate(part["bytes_rule"], names) for part in target["workspace"]["buffers"]]
     assert sizes == [buffer.bytes for buffer in plan.workspace.buffers]
+
+
+def test_a_problem_that_needs_no_combine_kernel_is_exported(tmp_path: Path) -> None:
+    """Its launches are those of a problem that does, but for the grids: calls of other sizes need the kernel."""
+    small, large = (
+        target_of(tmp_path / case, case)[1]
+        for case in (CASE.replace("s1000_b65", sizes) for sizes in ("s8_b1", "s9000_b1"))
+    )
+    assert [launch["grid"] != [0, 0, 0] for launch in small["launches"]] == [True, False]
+    for launch, wanted in zip(small["launches"], large["launches"], strict=True):
+        assert {**launch, "grid": 0} == {**wanted, "grid": 0}
+
+
+def test_no_number_of_a_launch_is_narrowed(tmp_path: Path) -> None:
+    """Entries of a table are counted in 32 bits; the map of packed rows steps around the address space."""
+    forward, target = target_of(tmp_path / "dense", CASE)
+    names = {name: item["value"] for name, item in forward["inputs"].items()}
+    names |= {
+        "batch": 65535,
+        "max_pages": 2**16,
+        "num_keys": 2**16 * names["page_size"],
+        "table_entries": 65535 * 2**16,
+    }
+    failing = [item["says"] for item in target["conditions"] if not expressions.evaluate(item["rule"], names)]
+    assert failing == ["table_entries must be at most 2147483647; call once for each slice"]
+    bundle = bundles.export(tmp_path / "packed", "forward", archs=("sm_90a",), case=PREFILL)
+    forward = bundle.manifest["problems"][0]
+    (target,) = forward["targets"]
+    names = {name: item["value"] for name, item in forward["inputs"].items()}
+    (last,) = [map_["stride_rules"][-1] for map_ in target["launches"][0]["tensor_maps"] if map_["pointer"] == "query"]
+    for row, says in ((2**33 - 8, []), (2**33, ["query_row must be less than 8589934592 elements: a tensor map has "
+                                                "2^30 such rows"])):  # fmt: skip
+        names["query_row"] = row
+        assert (expressions.evaluate(last, names) > 0) == (says == [])
+        assert [it["says"] for it in target["conditions"] if not expressions.evaluate(it["rule"], names)] == says
