@@ -122,7 +122,7 @@ def test_a_rank_that_refuses(torch: Any, kernels: Kernels) -> None:
 
 
 def test_copies_of_numpy_arrays(kernels: Kernels) -> None:
-    """Ulysses adds nothing, so that no array library is needed."""
+    """The bits of one GPU, whose heads Ulysses divides; no array library is needed."""
     rng = np.random.default_rng(1)
     query, key, value = (rng.standard_normal((1, 64, 4, 64), np.float32).astype(np.float16) for _ in range(3))
     expected, _ = attention_forward(query, key, value, mask=Causal(), kernels=kernels)
