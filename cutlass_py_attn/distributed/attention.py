@@ -7,34 +7,40 @@ gradients = attention_backward(grad_output, query, key, value, output, logsumexp
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, Unpack
 
 import numpy as np
 
 from cutlass_py_attn.api.declaration import implemented_by
+from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import AttentionOptions, Options, VariableLength, check_options
+from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.distributed import gathered, heads, ring
-from cutlass_py_attn.distributed.gpu import on_gpu
+from cutlass_py_attn.distributed.gpu import CapturedStream, on_gpu
 from cutlass_py_attn.distributed.group import Group
 from cutlass_py_attn.distributed.host import Host
 from cutlass_py_attn.distributed.machine import Arrays, Machine
-from cutlass_py_attn.distributed.split import Split
-from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.distributed.split import OF_KEY, OF_LOGSUMEXP, OF_QUERY, Split
+from cutlass_py_attn.errors import AttentionError, NotSupported
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.split_rows import ALL_GATHER, RING, STRATEGIES, ULYSSES, ZIGZAG, SplitCall
-from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
+from cutlass_py_attn.problem.tensors import E4M3, OPERANDS, Tensor
+from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.suggestions import did_you_mean
 
 _COMPUTE: Final[dict[str, Any]] = {ALL_GATHER: gathered, ULYSSES: heads, RING: ring}
-_DESCRIPTION_BYTES: Final = 1024  # of a call, which all ranks compare
+_MESSAGE_BYTES: Final = 1024  # about a call, which all ranks compare
+_CALL, _REFUSAL = b"c", b"r"  # first byte of a message
 
 
 class ContextOptions(AttentionOptions, total=False):
@@ -171,40 +177,67 @@ def _call(direction: str, operands: dict[str, Any], options: Mapping[str, Any]) 
     rest = dict(options)
     stream = rest.pop("stream", None)
     context = {name: rest.pop(name, default) for name, default in _DEFAULTS.items()}
+    group = context["group"]
+    if isinstance(group, Group):
+        group.expect_open()
+    is_agreed = False  # whether all ranks have agreed on this call
+
+    def compute(machine: Machine, arrays: Arrays) -> Arrays:
+        nonlocal is_agreed
+        split = Split(machine, context["context_strategy"], context["load_balance"] == ZIGZAG, checked)
+        _expect_supported(split, direction, arrays)
+        module = _COMPUTE[split.strategy]
+        is_agreed = True
+        if group.check_calls and group.size > 1:
+            _expect_same_call(split, direction, arrays)
+        with _abort_on_error(group):
+            given = {**arrays, **_lengths(machine, checked)} if split.strategy == ULYSSES else arrays
+            if direction == "forward":
+                found: Arrays = module.forward(split, given)
+            else:
+                gradients = module.backward(split, given, tuple(checked.gradients))
+                found = {f"grad_{name}": array for name, array in gradients.items()}
+            group.finish()
+        return found
+
+    try:
+        checked = _checked(direction, context, rest)
+        if checked.grad_logsumexp is not None:
+            operands["grad_logsumexp"] = checked.grad_logsumexp
+        operands |= {
+            name: array for name in ("bias", "alibi_slopes", "sinks") if (array := getattr(checked, name)) is not None
+        }
+        if checked.backend == "reference":
+            return _on_host(group, operands, compute)
+        return on_gpu(group, operands, checked, stream, compute)
+    except CapturedStream:  # to tell the others would end the capture
+        raise
+    except Exception as error:
+        if not is_agreed and isinstance(group, Group):
+            _tell_others(group, error)
+        raise
+
+
+def _checked(direction: str, context: Mapping[str, Any], rest: Mapping[str, Any]) -> Options:
+    """Returns the options of the call on all rows; NotSupported lists every reason."""
     reasons = [*_context_reasons(context)]
     try:
         checked = check_options(rest, _ALLOWED[direction])
     except NotSupported as error:
         raise NotSupported([*reasons, *error.reasons]) from error
-    reasons += _reasons(checked)
-    if reasons:
+    if reasons := [*reasons, *_reasons(checked)]:
         raise NotSupported(reasons)
-    group: Group = context["group"]
-    group.expect_open()
-    if checked.grad_logsumexp is not None:
-        operands["grad_logsumexp"] = checked.grad_logsumexp
-    operands |= {
-        name: array for name in ("bias", "alibi_slopes", "sinks") if (array := getattr(checked, name)) is not None
-    }
+    return checked
 
-    def compute(machine: Machine, arrays: Arrays) -> Arrays:
-        split = Split(machine, context["context_strategy"], context["load_balance"] == ZIGZAG, checked)
-        _expect_supported(split, arrays)
-        if group.check_calls and group.size > 1:
-            _expect_same_call(split, direction, arrays)
-        module = _COMPUTE[split.strategy]
-        given = {**arrays, **_lengths(machine, checked)} if split.strategy == ULYSSES else arrays
-        if direction == "forward":
-            found: Arrays = module.forward(split, given)
-        else:
-            gradients = module.backward(split, given, tuple(checked.gradients))
-            found = {f"grad_{name}": array for name, array in gradients.items()}
-        group.finish()
-        return found
 
-    if checked.backend == "reference":
-        return _on_host(group, operands, compute)
-    return on_gpu(group, operands, checked, stream, compute)
+@contextmanager
+def _abort_on_error(group: Group) -> Iterator[None]:
+    """Aborts the group if this rank fails in the middle of a call, for the others wait for what it does not send."""
+    try:
+        yield
+    except BaseException:
+        group.abort()
+        raise
 
 
 _DEFAULTS: Final[dict[str, Any]] = {"group": None, "context_strategy": ALL_GATHER, "load_balance": None}
@@ -248,6 +281,11 @@ def _reasons(options: Options) -> list[str]:
                 f"dropout with {arrays['cu_seqlens_q'].size - 1} sequences: must be one, for random numbers of some "
                 "heads of several sequences are not supported; pass one sequence a call"
             )
+    if options.sequences is not None and options.grad_logsumexp is not None:
+        found.append(
+            "grad_logsumexp with sequences: must be None, for the logsumexp of split sequences is of no use but for "
+            "attention_backward; leave it out"
+        )
     return found
 
 
@@ -258,15 +296,35 @@ def _lengths(machine: Machine, options: Options) -> Arrays:
     return {name: machine.constant(array) for name, array in options.sequences.arrays().items()}
 
 
-def _expect_supported(split: Split, arrays: Arrays) -> None:
-    """Raises NotSupported with every reason why the rows of this call cannot be split."""
+def _expect_supported(split: Split, direction: str, arrays: Arrays) -> None:
+    """Raises NotSupported with every reason why the rows of this call cannot be split.
+
+    A call like an earlier one is not looked at again, but for lengths of sequences, whose values count.
+    """
+    layouts = tuple((name, tuple(array.shape), str(array.dtype)) for name, array in arrays.items())
+    key = direction, split.strategy, split.zigzag, split.size, layouts, split.options.key
+    is_cached = split.options.sequences is None
+    try:
+        if is_cached and _supported.get(key):
+            return
+    except TypeError:  # an option without a hash
+        is_cached = False
+    _expect_new_supported(split, direction, arrays)
+    if is_cached:
+        _supported.put(key, True)
+
+
+_supported: LruCache[bool] = LruCache(256)
+
+
+def _expect_new_supported(split: Split, direction: str, arrays: Arrays) -> None:
     coded = [name for name in OPERANDS if str(arrays[name].dtype) in E4M3]
     if coded:
         raise NotSupported(
             f"{', '.join(coded)} of e4m3 with a group: must have 16 or 32 bits, because rows that are split over ranks "
             "have no scales; dequantise, each code times its scale"
         )
-    flat = [name for name in OPERANDS if len(arrays[name].shape) != 4]
+    flat = [name for name in (*OF_QUERY, *OF_KEY) if name in arrays and len(arrays[name].shape) != 4]
     if flat:
         raise NotSupported(
             f"{name} has shape {tuple(arrays[name].shape)}: must be (batch, rows, heads, head_dim), a rank's rows; "
@@ -292,8 +350,42 @@ def _expect_supported(split: Split, arrays: Arrays) -> None:
         has_sequences=options.sequences is not None,
         differ=differ,
     )
-    if reasons := [*call.objections()]:
+    reasons = [*_reasons_of_all_rows(split, direction, arrays), *call.objections()]
+    if reasons := reasons or [*_logsumexp_reasons(split, arrays)]:
         raise NotSupported(reasons)
+
+
+def _reasons_of_all_rows(split: Split, direction: str, arrays: Arrays) -> list[str]:
+    """Returns why one device would refuse the call on the rows of all ranks."""
+    inputs = {}
+    lengths = {} if split.options.sequences is None else split.options.sequences.arrays()
+    for name, array in {**arrays, **lengths}.items():
+        shape = list(array.shape)
+        if name in (*OF_QUERY, *OF_KEY):
+            shape[1] *= split.size
+        elif name == "bias" and len(shape) == 4 and shape[2] > 1:
+            shape[2] *= split.size
+        tensor = Tensor.contiguous(tuple(shape), str(array.dtype))
+        if name not in OF_LOGSUMEXP:
+            inputs[name] = Array(0, tensor.shape, tensor.strides, tensor.dtype, None, "other", None)
+    try:
+        problem_of(direction, inputs, split.options)
+    except NotSupported as error:
+        where = f"on the rows of {split.size} ranks: " if split.size > 1 else ""
+        return [where + reason for reason in error.reasons]
+    return []
+
+
+def _logsumexp_reasons(split: Split, arrays: Arrays) -> Iterator[str]:
+    """Yields why logsumexp or its gradient is none that the forward of this call returns."""
+    expected = split.logsumexp_shape(arrays)
+    for name in OF_LOGSUMEXP:
+        if name in arrays and (tuple(arrays[name].shape), str(arrays[name].dtype)) != (expected, "float32"):
+            source = "as attention_forward returns it; pass that array"
+            yield (
+                f"{name} has shape {tuple(arrays[name].shape)} and dtype {arrays[name].dtype}: must be {expected} "
+                f"float32, {source if name == 'logsumexp' else 'like logsumexp; pad it'}"
+            )
 
 
 def _describe(split: Split, direction: str, arrays: Arrays) -> str:
@@ -315,16 +407,32 @@ def _describe(split: Split, direction: str, arrays: Arrays) -> str:
 
 
 def _expect_same_call(split: Split, direction: str, arrays: Arrays) -> None:
-    """Raises NotSupported on every rank if the ranks make different calls."""
-    machine, text = split.machine, _describe(split, direction, arrays).encode()
-    digest = hashlib.sha256(text).digest()
-    texts = machine.share((digest + text)[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES, b"\0"))
+    """Raises NotSupported on every rank if the ranks make different calls, or one refuses its call."""
+    texts = split.machine.group.share(_message(_CALL, _describe(split, direction, arrays)))
+    refusals = [f"rank {rank} refuses it, {_text(text)}" for rank, text in enumerate(texts) if text[:1] != _CALL]
+    if refusals:
+        raise NotSupported(f"a call that not all ranks make, {'; '.join(refusals)}: must be one for all; correct it")
     others = [rank for rank in range(split.size) if texts[rank] != texts[0]]
     if others:
-        shown_ranks = (0, others[0])
-        calls = "; ".join(f"rank {rank}: {texts[rank][len(digest) :].rstrip(bytes(1)).decode(errors='replace')}"
-                          for rank in shown_ranks)  # fmt: skip
+        calls = "; ".join(f"rank {rank}: {_text(texts[rank])}" for rank in (0, others[0]))
         raise NotSupported(f"the ranks make different calls, {calls}: must be the same on all ranks; correct one")
+
+
+def _tell_others(group: Group, error: Exception) -> None:
+    """Tells the other ranks, which compare their calls now, that this rank refuses its own."""
+    if group.check_calls and group.size > 1 and group.is_open:
+        with contextlib.suppress(AttentionError):  # ranks that do not come; this rank's own error is raised
+            group.share(_message(_REFUSAL, f"{type(error).__name__}: {error}"))
+
+
+def _message(kind: bytes, text: str) -> bytes:
+    """Returns what ranks compare: the kind, a digest of the text, and as much of the text as there is room for."""
+    content = text.encode()
+    return (kind + hashlib.sha256(content).digest() + content)[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+
+
+def _text(message: bytes) -> str:
+    return message[1 + hashlib.sha256().digest_size :].rstrip(bytes(1)).decode(errors="replace")
 
 
 def _on_host(group: Group, operands: dict[str, Any], compute: Any) -> Arrays:

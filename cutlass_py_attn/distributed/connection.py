@@ -46,7 +46,7 @@ def connect(
     start = time.monotonic()
     identifier = bootstrap.exchange_id(address, int(rank), int(size), nccl.unique_id, timeout)
     left = max(timeout - (time.monotonic() - start), 1.0)
-    communicator = nccl.NcclCommunicator.create(identifier, int(rank), int(size), ordinal, left)
+    communicator = nccl.NcclCommunicator.create(identifier, int(rank), int(size), ordinal, timeout, left)
     return Group(communicator, timeout=timeout, check_calls=check_calls)
 
 

@@ -87,10 +87,9 @@ def _with_all_keys(split: Split, operands: Arrays) -> Arrays:
         array = operands[name]
         batch, rows, heads, columns = array.shape
         whole[name] = machine.empty((batch, rows * split.size, heads, columns), str(array.dtype))
+        parts = [array[along(1, own.first, own.first + own.count)] for own in split.chunks(rows, split.rank)]
         for rank in range(split.size):
-            sends += [
-                (rank, array[along(1, own.first, own.first + own.count)]) for own in split.chunks(rows, split.rank)
-            ]
+            sends += [(rank, part) for part in parts]
             receives += [
                 (rank, whole[name][along(1, it.start, it.start + it.count)]) for it in split.chunks(rows, rank)
             ]

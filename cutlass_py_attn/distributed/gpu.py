@@ -29,9 +29,14 @@ from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes
 from cutlass_py_attn.runtime.binding import Bound, bind, portable_arch
 
 _INFINITY: Final = 0x7F800000  # float32 bits
+_LARGEST_PITCH: Final = 2**31 - 1  # bytes between two rows of a copy; CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU
 MAX_MERGES: Final = 256  # layouts of totals and parts, each with one source of kernels on one GPU
 _Kernels = Callable[[Build], Artifact]
 _merges: LruCache[tuple[Bound, _Kernels | None]] = LruCache(MAX_MERGES)  # with `kernels`, whose id is part of the key
+
+
+class CapturedStream(NotSupported):
+    """The stream of a call is being captured in a CUDA graph."""
 
 
 class Gpu(Machine):
@@ -155,21 +160,6 @@ class Gpu(Machine):
 
         return wait
 
-    def share(self, text: bytes) -> list[bytes]:
-        stream, size = self.group.stream, self.group.size
-        own = View.allocate((len(text),), "uint8", self._gpu.ordinal, stream)
-        found = View.allocate((size, len(text)), "uint8", self._gpu.ordinal, stream)
-        driver.copy_to_device(own.pointer, np.frombuffer(text, np.uint8).ctypes.data, len(text), stream)
-        places = [(rank, found[rank : rank + 1,]) for rank in range(size)]
-        others = [place for place in places if place[0] != self.group.rank]
-        self.group.exchange([(rank, own) for rank, _ in others], others)
-        self.group.finish()
-        values = np.empty(found.shape, np.uint8)
-        driver.copy_to_host(values.ctypes.data, found.pointer, values.nbytes, stream)
-        driver.synchronise(stream)
-        values[self.group.rank] = np.frombuffer(text, np.uint8)
-        return [row.tobytes() for row in values]
-
 
 def on_gpu(
     group: Group, operands: Mapping[str, Any], options: Options, given_stream: object, compute: Callable[..., Any]
@@ -181,7 +171,7 @@ def on_gpu(
             "the group with a device"
         )
     lifetimes.release()
-    stream = arrays.launch_stream(operands["query"], given_stream)
+    stream = _launch_stream(operands["query"], given_stream)
     inputs = arrays.read_operands(operands, stream)
     query = inputs["query"]
     if query.device not in (None, group.device):
@@ -191,11 +181,6 @@ def on_gpu(
         )
     gpu = driver.device(group.device)
     with gpu.current(), arrays.OutputArrays(query.library, gpu, stream, given_stream) as results:
-        if driver.is_capturing(stream):
-            raise NotSupported(
-                f"stream = {stream:#x} is being captured: must not be, for the call waits for its exchanges; call it "
-                "outside of the capture"
-            )
         machine = Gpu(group, results, gpu, stream, options.kernels)
         views = {
             name: View(
@@ -210,6 +195,22 @@ def on_gpu(
         }
         compute(machine, views)
         return results.results()
+
+
+def _launch_stream(query: Any, given_stream: object) -> int:
+    """Returns the handle of the caller's stream; CapturedStream if it is captured."""
+    try:
+        stream = arrays.launch_stream(query, given_stream)
+    except NotSupported:
+        stream = 0 if given_stream is None else driver.stream_handle(given_stream)
+        if not driver.is_capturing(stream):
+            raise
+    if driver.is_capturing(stream):
+        raise CapturedStream(
+            f"stream = {stream:#x} is being captured, or a capture forbids it: must not be, for the call waits for its "
+            "exchanges; call it outside of the capture"
+        )
+    return stream
 
 
 def copy(target: View, source: View, stream: int) -> None:
@@ -230,7 +231,7 @@ def copy(target: View, source: View, stream: int) -> None:
         else:
             axes.append((size, one * item, other * item))
     width = axes[0][0] * item
-    rows = [axis for axis in axes[1:] if min(axis[1:]) >= width]
+    rows = [axis for axis in axes[1:] if width <= min(axis[1:]) and max(axis[1:]) <= _LARGEST_PITCH]
     longest = max(rows, default=(1, width, width))
     if rows:
         axes.remove(longest)

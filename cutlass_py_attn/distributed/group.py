@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, Communicator, Message, PeerLost
-from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.distributed.views import View
+from cutlass_py_attn.errors import AttentionError, NotSupported
 from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.runtime import driver
 
 _METHODS: Final = ("exchange", "failure", "abort", "close")
 _SHORTEST_WAIT, _LONGEST_WAIT = 2e-5, 1e-3  # seconds between two looks at an event
+_DRAIN_SECONDS: Final = 5.0  # that an abort waits for the exchanges which it ends
 
 
 class Group:
@@ -54,6 +59,7 @@ class Group:
         self.timeout = float(timeout)
         self.check_calls = check_calls
         self._stream: int | None = None
+        self._texts: View | None = None  # device memory of `share`: this rank's text, and those of all ranks
         self._ended = ""  # why the group is of no use any more
 
     @property
@@ -81,6 +87,11 @@ class Group:
                 self._stream = driver.create_stream()
         return self._stream
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the group was neither aborted nor closed."""
+        return not self._ended
+
     def expect_open(self) -> None:
         """Raises PeerLost if the group was aborted or closed."""
         if self._ended:
@@ -94,27 +105,64 @@ class Group:
             self.abort()
             raise
 
+    def share(self, text: bytes) -> list[bytes]:
+        """Returns the texts of all ranks, each as long as this one."""
+        own = np.frombuffer(text, np.uint8)
+        found = np.empty((self.size, len(text)), np.uint8)
+        if self.device is None:
+            self._exchange_texts(own, [found[rank] for rank in range(self.size)])
+        else:
+            with driver.device(self.device).current():
+                self._share_on_device(own, found)
+        found[self.rank] = own
+        return [row.tobytes() for row in found]
+
+    def _share_on_device(self, own: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:
+        assert self.device is not None
+        shape = self.size + 1, own.size
+        if self._texts is not None and self._texts.shape != shape:
+            driver.free_now(self._texts.pointer)
+            self._texts = None
+        if self._texts is None:
+            pointer = driver.allocate_now(own.size * shape[0], "the texts of all ranks")
+            self._texts = View(pointer, shape, (own.size, 1), "uint8", self.device, None)
+        mine, texts = self._texts[:1,], self._texts[1:,]
+        driver.copy_to_device(mine.pointer, own.ctypes.data, own.nbytes, self.stream)
+        self._exchange_texts(mine, [texts[rank : rank + 1,] for rank in range(self.size)])
+        self.finish()
+        driver.copy_to_host(found.ctypes.data, texts.pointer, found.nbytes, self.stream)
+        driver.synchronise(self.stream)
+
+    def _exchange_texts(self, own: Any, places: list[Any]) -> None:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        if others:
+            self.exchange([(rank, own) for rank in others], [(rank, places[rank]) for rank in others])
+
     def finish(self) -> None:
         """Waits until all exchanges are complete. PeerLost: they were not in time, and the group is aborted."""
         if self.device is None:
             return
-        event = driver.record_event(self.stream)
+        with driver.device(self.device).current():
+            event = driver.record_event(self.stream)
+            try:
+                self._wait_for(event)
+            finally:
+                driver.destroy_event(event)
+
+    def _wait_for(self, event: int) -> None:
         limit, wait = time.monotonic() + self.timeout, _SHORTEST_WAIT
-        try:
-            while not driver.has_passed(event):
-                if reason := self.communicator.failure():
-                    self.abort()
-                    raise PeerLost(f"{reason}: the group is aborted; restart all ranks")
-                if time.monotonic() > limit:
-                    self.abort()
-                    raise PeerLost(
-                        f"rank {self.rank} waited {self.timeout:g} s for the other {self.size - 1}: one of them has "
-                        "ended, or made another call; the group is aborted; restart all ranks"
-                    )
-                time.sleep(wait)
-                wait = min(2 * wait, _LONGEST_WAIT)
-        finally:
-            driver.destroy_event(event)
+        while not driver.has_passed(event):
+            if reason := self.communicator.failure():
+                self.abort()
+                raise PeerLost(f"{reason}: the group is aborted; restart all ranks")
+            if time.monotonic() > limit:
+                self.abort()
+                raise PeerLost(
+                    f"rank {self.rank} waited {self.timeout:g} s for the other {self.size - 1}: one of them has "
+                    "ended, or made another call; the group is aborted; restart all ranks"
+                )
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT)
 
     def abort(self) -> None:
         """Ends the exchanges that wait for other ranks. Every later call raises PeerLost."""
@@ -122,7 +170,9 @@ class Group:
             self._ended = "aborted"
             try:
                 self.communicator.abort()
+                self._drain()
             finally:
+                self._texts = None  # stays allocated: cuMemFree waits for all work, which may not end
                 self._drop_stream()
 
     def close(self) -> None:
@@ -131,8 +181,22 @@ class Group:
             self._ended = "closed"
             try:
                 self.communicator.close()
+                if self._texts is not None and self.device is not None:
+                    with driver.device(self.device).current():
+                        driver.free_now(self._texts.pointer)
             finally:
+                self._texts = None
                 self._drop_stream()
+
+    def _drain(self) -> None:
+        """Waits until the aborted exchanges touch no memory any more, because their arrays are freed next."""
+        if self._stream is None or self.device is None:
+            return
+        with contextlib.suppress(AttentionError), driver.device(self.device).current():
+            event, limit = driver.record_event(self._stream), time.monotonic() + _DRAIN_SECONDS
+            while not driver.has_passed(event) and time.monotonic() < limit:
+                time.sleep(_LONGEST_WAIT)
+            driver.destroy_event(event)
 
     def _drop_stream(self) -> None:
         if self._stream is not None and self.device is not None:

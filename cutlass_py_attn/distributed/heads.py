@@ -14,7 +14,7 @@ from typing import Any
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.distributed.communicator import Message
 from cutlass_py_attn.distributed.machine import Arrays, along
-from cutlass_py_attn.distributed.split import OF_KEY, OF_LOGSUMEXP, OF_QUERY, Split
+from cutlass_py_attn.distributed.split import LENGTHS, OF_KEY, OF_LOGSUMEXP, OF_QUERY, Split
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.problem.split_rows import repeats_of_key
 from cutlass_py_attn.problem.tensors import LSE_PADDING
@@ -93,6 +93,7 @@ def _of_heads(split: Split, operands: Arrays) -> Arrays:
     for name, array in found.items():
         axis = len(array.shape) - 1
         found[name] = machine.dense(array[along(axis, *_part(array.shape[axis], size, rank))])
+    found |= {name: operands[name] for name in LENGTHS if name in operands}
     sends: list[Message] = []
     receives: list[Message] = []
     for name in (*OF_QUERY, *OF_KEY):
@@ -234,6 +235,8 @@ def _bias_to_rows(split: Split, whole: Any, target: Any) -> None:
     if rows == 1:
         _share_heads(split, whole, target, 1)
         return
+    if heads > 1:
+        whole = _rounded(split, whole, target)
     sends, receives, pieces = [], [], []
     for rank in range(split.size):
         sends += [(rank, whole[along(2, it.start, it.start + it.count)]) for it in split.chunks(rows, rank)]
@@ -249,13 +252,18 @@ def _bias_to_rows(split: Split, whole: Any, target: Any) -> None:
 
 def _share_heads(split: Split, part: Any, target: Any, axis: int) -> None:
     """Stores every rank's heads of an array on every rank. axis: that of the heads."""
-    machine, ranks = split.machine, range(split.size)
-    if str(part.dtype) != str(target.dtype):
-        rounded = machine.empty(tuple(part.shape), str(target.dtype))
-        machine.round_to(part, rounded)
-        part = rounded
+    machine, ranks, part = split.machine, range(split.size), _rounded(split, part, target)
     places = [target[along(axis, *_part(target.shape[axis], split.size, rank))] for rank in ranks]
     machine.exchange([(rank, part) for rank in ranks], [*zip(ranks, places, strict=True)])()
+
+
+def _rounded(split: Split, part: Any, target: Any) -> Any:
+    """Returns a float32 sum in the dtype of another array, and an array of that dtype as it is."""
+    if str(part.dtype) == str(target.dtype):
+        return part
+    found = split.machine.empty(tuple(part.shape), str(target.dtype))
+    split.machine.round_to(part, found)
+    return found
 
 
 def _calls(split: Split, operands: Arrays, whole: Arrays) -> Iterator[tuple[Options, Arrays, int | None]]:
@@ -282,5 +290,5 @@ def _calls(split: Split, operands: Arrays, whole: Arrays) -> Iterator[tuple[Opti
 def _item(name: str, array: Any, item: int) -> Any:
     """Returns an operand of one item of the batch; one that all items share as it is."""
     is_shared = name == "sinks" or (name == "alibi_slopes" and len(array.shape) == 1)
-    is_shared = is_shared or name.startswith(("cu_", "seq")) or array.shape[0] == 1
+    is_shared = is_shared or name in LENGTHS or array.shape[0] == 1
     return array if is_shared else array[along(0, item, item + 1)]

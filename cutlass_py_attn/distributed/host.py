@@ -62,13 +62,6 @@ class Host(Machine):
         self.group.exchange(sends, receives)
         return lambda: None
 
-    def share(self, text: bytes) -> list[bytes]:
-        own = np.frombuffer(text, np.uint8).reshape(1, -1)
-        found = np.empty((self.group.size, len(text)), np.uint8)
-        ranks = range(self.group.size)
-        self.exchange([(rank, own) for rank in ranks], [(rank, found[rank : rank + 1]) for rank in ranks])()
-        return [row.tobytes() for row in found]
-
 
 def _among(operands: Arrays, options: Options) -> Arrays:
     """Returns the operands with the arrays of the options, such as lengths."""

@@ -76,10 +76,6 @@ class Machine(ABC):
     def start(self, sends: list[Message], receives: list[Message]) -> Callable[[], None]:
         """Starts an exchange of dense arrays behind the work so far; the function makes later work wait for it."""
 
-    @abstractmethod
-    def share(self, text: bytes) -> list[bytes]:
-        """Returns the texts of all ranks, each as long as this one."""
-
     def dense(self, array: Any) -> Any:
         """Returns the array, copied if its elements do not follow each other."""
         if is_dense(array):
@@ -89,12 +85,20 @@ class Machine(ABC):
         return copy
 
     def exchange(self, sends: list[Message], receives: list[Message]) -> Callable[[], None]:
-        """Starts an exchange of arrays with any strides. A message of a rank to itself is copied at once."""
-        rank, pairs = self.group.rank, []
+        """Starts an exchange of arrays with any strides; the function that it returns ends the exchange.
+
+        A message of a rank to itself is copied at once. An array that several ranks get is made dense once. The
+        function keeps what is sent and received alive until later work waits for the exchange: memory that is freed
+        earlier may be another array's while it is still read.
+        """
+        rank = self.group.rank
+        pairs: list[tuple[Any, Any]] = []  # arrays, and the dense buffers for them
         own = [array for target, array in sends if target == rank]
         for array, target in zip(own, (array for source, array in receives if source == rank), strict=True):
             self.copy(target, array)
-        outgoing = [(target, self.dense(array)) for target, array in sends if target != rank and 0 not in array.shape]
+        others = [(target, array) for target, array in sends if target != rank and 0 not in array.shape]
+        dense = {number: self.dense(array) for number, array in {id(array): array for _, array in others}.items()}
+        outgoing = [(target, dense[id(array)]) for target, array in others]
         incoming: list[Message] = []
         for source, array in receives:
             if source != rank and 0 not in array.shape:
@@ -105,8 +109,12 @@ class Machine(ABC):
 
         def finish() -> None:
             wait()
+            dense.clear()
+            outgoing.clear()
+            incoming.clear()
             for target, buffer in pairs:
                 self.copy(target, buffer)
+            pairs.clear()
 
         return finish
 
@@ -123,13 +131,15 @@ class Machine(ABC):
         self.add(total, part)
         return total
 
-    def rows_of_logsumexp(self, logsumexp: Any, first: int, count: int) -> Any:
-        """Returns some rows of a logsumexp (batch, heads, rows), padded with +inf to a multiple of LSE_PADDING."""
-        batch, heads, rows = logsumexp.shape
-        padded = round_up(count, LSE_PADDING)
-        if first == 0 and padded == rows:
+    def rows_of_logsumexp(self, logsumexp: Any, first: int, count: int, rows: int) -> Any:
+        """Returns some rows of a logsumexp (batch, heads, ceil32(rows)), padded with +inf to a multiple of LSE_PADDING.
+
+        rows: that the logsumexp has without its padding
+        """
+        if first == 0 and count == rows:
             return self.dense(logsumexp)
-        found = self.empty((batch, heads, padded), "float32")
+        batch, heads, _ = logsumexp.shape
+        found = self.empty((batch, heads, round_up(count, LSE_PADDING)), "float32")
         self.fill_infinite(found)
         self.put_rows(found, 0, logsumexp, first, count)
         return found

@@ -8,6 +8,7 @@ connects, and abort.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import time
@@ -22,6 +23,26 @@ from cutlass_py_attn.runtime import driver
 
 MINIMUM_VERSION: Final = (2, 28)  # the oldest that was tried
 ID_BYTES: Final = 128
+# What this module uses of nccl4py's low-level module.
+NAMES: Final = (
+    "Comm",
+    "Config",
+    "NCCLError",
+    "UniqueId",
+    "comm_abort",
+    "comm_destroy",
+    "comm_finalize",
+    "comm_get_async_error",
+    "comm_init_rank_config",
+    "get_error_string",
+    "get_last_error",
+    "get_unique_id",
+    "get_version",
+    "group_end",
+    "group_start",
+    "recv",
+    "send",
+)
 _BYTES: Final = 0  # ncclInt8
 _IN_PROGRESS: Final = 7  # ncclInProgress
 _POLL_SECONDS: Final = 1e-4
@@ -34,6 +55,8 @@ def bindings() -> Any:
         low = importlib.import_module("nccl.bindings.nccl")
     except ImportError as error:
         raise NoDevice(f"nccl4py is not installed ({error}): run {extras.remedy('nccl')}") from error
+    if missing := [name for name in NAMES if not hasattr(low, name)]:
+        raise NoDevice(f"nccl4py is another version, without {', '.join(missing)}: run {extras.remedy('nccl')}")
     try:
         number = int(low.get_version())
     except Exception as error:  # cuda.pathfinder's, or the loader's
@@ -49,43 +72,53 @@ def bindings() -> Any:
 
 def unique_id() -> bytes:
     """Returns a new identifier of a communicator, ID_BYTES long, which all of its ranks need."""
-    return bytes(bindings().get_unique_id())
+    with _errors("ncclGetUniqueId"):
+        return bytes(bindings().get_unique_id())
 
 
 class NcclCommunicator:
     """One rank of an NCCL communicator. It ends with `close` or `abort`.
 
-    handle: nccl4py's low-level `Comm`. timeout: seconds that `close` waits for the other ranks.
+    handle: nccl4py's low-level `Comm`. timeout: seconds that `close` waits for the other ranks. owner: nccl4py's
+    `Communicator` that this is a part of, and that ends the communicator; None if this does.
     """
 
-    def __init__(self, handle: Any, rank: int, size: int, device: int, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self, handle: Any, rank: int, size: int, device: int, timeout: float = DEFAULT_TIMEOUT, owner: Any = None
+    ) -> None:
         self._handle = handle
-        self._timeout = timeout
+        self._timeout, self._owner = timeout, owner
         self.rank, self.size, self.device = rank, size, device
 
     @staticmethod
-    def create(identifier: bytes, rank: int, size: int, device: int, timeout: float) -> NcclCommunicator:
+    def create(
+        identifier: bytes, rank: int, size: int, device: int, timeout: float, connect_timeout: float | None = None
+    ) -> NcclCommunicator:
         """Creates the communicator of an identifier, together with all other ranks.
 
-        PeerLost: a rank did not come within `timeout` seconds.
+        timeout: seconds that `close` waits. connect_timeout: seconds that this call does; None for as many.
+
+        PeerLost: a rank did not come in time.
         """
         low = bindings()
         config = low.Config()
         config.blocking = 0
-        with driver.device(device).current(), _errors("ncclCommInitRankConfig"):
+        with driver.device(device).current(), _errors("ncclCommInitRankConfig", lambda: _last_error(low.Comm(0))):
             name = low.UniqueId.from_buffer(identifier)
             handle = low.comm_init_rank_config(size, name, rank, config)
         found = NcclCommunicator(handle, rank, size, device, timeout)
-        found._settle("ncclCommInitRankConfig", timeout)
+        found._settle("ncclCommInitRankConfig", timeout if connect_timeout is None else connect_timeout)
         return found
 
     @staticmethod
     def of(communicator: Any) -> NcclCommunicator:
         """Returns the rank of a communicator that nccl4py's `Communicator` created; it stays the owner of it.
 
-        Create it with NCCLConfig(blocking=False): a call of a blocking communicator may wait for a rank without an end.
+        `close` leaves the communicator open: destroy it afterwards. `abort`, also that of a group after an error, is
+        the owner's. Create it with NCCLConfig(blocking=False): a call of a blocking communicator may wait for a rank
+        without an end.
         """
-        names = ("ptr", "rank", "nranks", "device")
+        names = ("ptr", "rank", "nranks", "device", "abort")
         missing = [name for name in names if not hasattr(communicator, name)]
         if missing or not communicator.ptr:
             raise NotSupported(
@@ -93,11 +126,13 @@ class NcclCommunicator:
             )
         handle = bindings().Comm(int(communicator.ptr))
         device = int(communicator.device.device_id)
-        return NcclCommunicator(handle, int(communicator.rank), int(communicator.nranks), device)
+        return NcclCommunicator(handle, int(communicator.rank), int(communicator.nranks), device, owner=communicator)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], stream: int, timeout: float) -> None:
         """Enqueues all sends and receives on `stream`, as one NCCL group."""
         low, handle = bindings(), self._handle
+        if handle is None:
+            raise PeerLost("the communicator was closed or aborted: create a new one on all ranks")
         with driver.device(self.device).current(), _errors("ncclGroupEnd", self._last_error):
             low.group_start()
             try:
@@ -126,7 +161,10 @@ class NcclCommunicator:
             raise PeerLost(f"{text}: the communicator is aborted; restart all ranks")
 
     def _state(self) -> int:
-        return 0 if self._handle is None else int(bindings().comm_get_async_error(self._handle))
+        if self._handle is None:
+            return 0
+        with _errors("ncclCommGetAsyncError"):
+            return int(bindings().comm_get_async_error(self._handle))
 
     def failure(self) -> str:
         """Returns NCCL's error, "" if there is none."""
@@ -136,18 +174,26 @@ class NcclCommunicator:
         return f"NCCL reports {bindings().get_error_string(state)} ({self._last_error()})"
 
     def _last_error(self) -> str:
-        return str(bindings().get_last_error(self._handle)).strip() or "run with NCCL_DEBUG=WARN for more"
+        return _last_error(self._handle)
 
     def abort(self) -> None:
-        """Ends all exchanges that wait for other ranks."""
+        """Ends all exchanges that wait for other ranks. An error of NCCL's is dropped: what led here is reported."""
         handle, self._handle = self._handle, None
-        if handle is not None:
-            with driver.device(self.device).current(), _errors("ncclCommAbort"):
+        if handle is None:
+            return
+        with contextlib.suppress(DriverError), driver.device(self.device).current(), _errors("ncclCommAbort"):
+            if self._owner is not None:
+                self._owner.abort()
+            else:
                 bindings().comm_abort(handle)
 
     def close(self) -> None:
-        """Finishes the communicator, together with all other ranks, and releases it."""
-        if self._handle is None:
+        """Finishes the communicator, together with all other ranks, and releases it.
+
+        PeerLost: a rank did not close its communicator in time; this one is aborted.
+        """
+        if self._handle is None or self._owner is not None:
+            self._handle = None
             return
         with driver.device(self.device).current(), _errors("ncclCommFinalize", self._last_error):
             bindings().comm_finalize(self._handle)
@@ -155,6 +201,11 @@ class NcclCommunicator:
         handle, self._handle = self._handle, None
         with driver.device(self.device).current(), _errors("ncclCommDestroy"):
             bindings().comm_destroy(handle)
+
+
+def _last_error(handle: Any) -> str:
+    """Returns NCCL's last message about a communicator, or about any if the handle is 0."""
+    return str(bindings().get_last_error(handle)).strip() or "run with NCCL_DEBUG=WARN for more"
 
 
 class _errors:  # noqa: N801 - used like a function

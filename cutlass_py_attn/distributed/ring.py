@@ -39,7 +39,7 @@ def forward(split: Split, operands: Arrays) -> Arrays:
             rows = along(1, tile.row, tile.row + tile.rows)
             merged = machine.merge(
                 total[rows],
-                machine.rows_of_logsumexp(lines, tile.row, tile.rows),
+                machine.rows_of_logsumexp(lines, tile.row, tile.rows, output.shape[1]),
                 part["output"],
                 part["logsumexp"],
             )

@@ -6,16 +6,17 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cutlass_py_attn.api.options import Options
+from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.distributed.machine import Arrays, Machine, along
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.problem import split_rows
-from cutlass_py_attn.problem.split_rows import Chunk
+from cutlass_py_attn.problem.split_rows import ULYSSES, Chunk
 from cutlass_py_attn.problem.tensors import LSE_PADDING
 
 OF_KEY: Final = ("key", "value")
 OF_QUERY: Final = ("query", "output", "grad_output")
 OF_LOGSUMEXP: Final = ("logsumexp", "grad_logsumexp")
+LENGTHS: Final = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,22 @@ class Split:
 
     def new_logsumexp(self, operands: Arrays) -> Any:
         """Returns the array of the call's logsumexp, (batch, heads, ceil32(rows)), filled with +inf."""
-        batch, rows, heads, _ = operands["query"].shape
-        found = self.machine.result("logsumexp", (batch, heads, round_up(rows, LSE_PADDING)), "float32")
+        found = self.machine.result("logsumexp", self.logsumexp_shape(operands), "float32")
         self.machine.fill_infinite(found)
         return found
+
+    def logsumexp_shape(self, operands: Arrays) -> tuple[int, ...]:
+        """Returns the shape of the logsumexp that the forward of these operands returns."""
+        batch, rows, heads, _ = operands["query"].shape
+        sequences = self.options.sequences
+        if sequences is None:
+            return batch, heads, round_up(rows, LSE_PADDING)
+        assert isinstance(sequences, VariableLength)
+        count, longest = len(sequences.cu_seqlens_q) - 1, int(sequences.max_seqlen_q)
+        if self.strategy == ULYSSES:
+            return count, heads // self.size, round_up(longest, LSE_PADDING)
+        runs = self.chunks(rows, self.rank)
+        return len(runs), count, heads, round_up(min(longest, runs[0].count), LSE_PADDING)
 
     def new_gradient(self, operands: Arrays, name: str) -> Any:
         """Returns the array of an operand's gradient, which has the operand's shape and dtype."""
@@ -66,13 +79,13 @@ class Split:
 
     def rows(self, operands: Arrays, first: int, count: int) -> Arrays:
         """Returns the operands of some rows of query, with all keys."""
-        found = dict(operands)
+        found, rows = dict(operands), operands["query"].shape[1]
         for name in OF_QUERY:
             if name in found:
                 found[name] = found[name][along(1, first, first + count)]
         for name in OF_LOGSUMEXP:
             if name in found:
-                found[name] = self.machine.rows_of_logsumexp(found[name], first, count)
+                found[name] = self.machine.rows_of_logsumexp(found[name], first, count, rows)
         if "bias" in found:
             found["bias"] = found["bias"][range_of(found["bias"], 2, first, first + count)]
         return found

@@ -45,6 +45,7 @@ from cutlass_py_attn.jax import (
     native_library,
     on_mesh,
     partition,
+    sizes,
     split_rows,
     ulysses,
 )
@@ -474,6 +475,8 @@ def _prepare(
     given_arrays |= {} if sequences is None else sequences.arrays()
     arrays, unreadable = _arrays(given_arrays)
     reasons += unreadable
+    if symbolic := [*sizes.objections(arrays)]:
+        raise NotSupported([*reasons, *symbolic])
     if sequences is not None and not unreadable and arrays["query"].ndim == arrays["key"].ndim == 4:
         rows = arrays["query"].shape[1], arrays["key"].shape[1]  # other ranks are refused when the call is traced
         if isinstance(sequences, Paged):

@@ -127,8 +127,17 @@ def split_of(problem: Problem, mesh: Mesh, operand: Any) -> tuple[Split, Mesh]:
 
 def _refinements(sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Yields the prime factors of each size, in every order."""
-    orders = [sorted(set(itertools.permutations(_prime_factors(size)))) for size in sizes]
-    yield from itertools.product(*orders)
+    yield from itertools.product(*([*_orders(tuple(_prime_factors(size)))] for size in sizes))
+
+
+def _orders(numbers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yields the different orders of sorted numbers: one for 512 devices, of whose nine factors all are 2."""
+    if not numbers:
+        yield ()
+    for number in dict.fromkeys(numbers):
+        at = numbers.index(number)
+        for rest in _orders(numbers[:at] + numbers[at + 1 :]):
+            yield number, *rest
 
 
 def _prime_factors(number: int) -> list[int]:

@@ -35,6 +35,7 @@ Arrays = dict[str, Any]
 _OF_KEY: Final = ("key", "value")
 _OF_QUERY: Final = ("query", "output", "grad_output")
 _OF_LOGSUMEXP: Final = ("logsumexp", "grad_logsumexp")
+_MOST_UNROLLED: Final = 7  # turns of a ring: those of the GPUs of one host, which were measured so
 
 
 def forward(call: Call, operands: Arrays) -> tuple[Any, Any]:
@@ -337,15 +338,42 @@ def _ring_forward(context: Context, call: Call, operands: Arrays) -> tuple[Any, 
     if steps:
         coming = _send(context, coming)
         own, coming = jax.lax.optimization_barrier((own, coming))
+
+    def turn(tiles: list[RingTile], coming: Arrays, total: _Part) -> tuple[Arrays, _Part]:
+        given, coming = jax.lax.optimization_barrier((_of_others(own, coming), _send(context, coming)))
+        return coming, _merged(call, tiles, given, total)
+
     total = _Part.of(_run(_own_call(context, call, operands), _own(context, own), ()))
-    for number, tiles in enumerate(steps, 1):
-        given = _of_others(own, coming)
-        if number < len(steps):
-            coming = _send(context, coming)
-            given, coming = jax.lax.optimization_barrier((given, coming))
-        for tile, results in zip(tiles, _results_of(call, tiles, given, ()), strict=True):
-            total = total.with_rows(tile, _Part.of(results))
+    if _is_loop(context, call.mask, steps):
+        ring, rank = _ring(context, call.mask, operands), context.rank()
+
+        def body(step: Any, carry: tuple[Arrays, Any, Any]) -> tuple[Arrays, Any, Any]:
+            coming, total = turn(ring.tiles(rank, step, jnp.where), carry[0], _Part(*carry[1:]))
+            return coming, total.output, total.logsumexp
+
+        coming, *parts = jax.lax.fori_loop(1, len(steps), body, (coming, total.output, total.logsumexp))
+        total, steps = _Part(*parts), steps[-1:]
+    for tiles in steps[:-1]:
+        coming, total = turn(tiles, coming, total)
+    if steps:
+        total = _merged(call, steps[-1], _of_others(own, coming), total)
     return total.output.astype(operands["query"].dtype), _padded(total.logsumexp)
+
+
+def _merged(call: Call, tiles: list[RingTile], given: Arrays, total: _Part) -> _Part:
+    """Returns a part with the attention of tiles merged into it."""
+    for tile, results in zip(tiles, _results_of(call, tiles, given, ()), strict=True):
+        total = total.with_rows(tile, _Part.of(results))
+    return total
+
+
+def _is_loop(context: Context, mask: Mask, steps: list[list[RingTile]]) -> bool:
+    """Returns whether the turns of a ring are a loop of the program, because they are many.
+
+    Without a window all turns have tiles of the same sizes. Unrolled, a program has the kernels of each turn, and is
+    compiled in a time that grows with the number of devices.
+    """
+    return len(steps) > _MOST_UNROLLED and window_of(mask) is None
 
 
 def _ring_backward(context: Context, call: Call, operands: Arrays, gradients: tuple[str, ...]) -> Arrays:
@@ -358,17 +386,28 @@ def _ring_backward(context: Context, call: Call, operands: Arrays, gradients: tu
     total = {name: jnp.zeros(operands[name].shape, jnp.float32) for name in of_tiles if name not in _OF_KEY}
     sums: Arrays = {}
     own, coming = operands, {name: operands[name] for name in _OF_KEY}
-    for tiles in steps:
+
+    def turn(tiles: list[RingTile], coming: Arrays, sums: Arrays, total: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         coming, sums = _send(context, coming), _send(context, sums)
-        given = _of_others(operands, coming)
-        found = _results_of(call, tiles, given, of_tiles)
+        found = _results_of(call, tiles, _of_others(operands, coming), of_tiles)
         zeros = {name: jnp.zeros(operands[name].shape, jnp.float32) for name in of_tiles if name in _OF_KEY}
         for tile, results in zip(tiles, found, strict=True):
             wide = {name: array.astype(jnp.float32) for name, array in results.items()}
             for name in zeros:
                 zeros[name] = _add(zeros[name], wide[name], tile.key, 1)
             total = _with_tile(total, tile, wide)
-        sums = {name: sums[name] + zeros[name] if sums else zeros[name] for name in zeros}
+        return coming, {name: sums[name] + zeros[name] if sums else zeros[name] for name in zeros}, total
+
+    is_loop = _is_loop(context, call.mask, steps)
+    for tiles in steps[:1] if is_loop else steps:  # the first turn has no sums to send
+        coming, sums, total = turn(tiles, coming, sums, total)
+    if is_loop:
+        ring, rank = _ring(context, call.mask, operands), context.rank()
+
+        def body(step: Any, carry: tuple[Arrays, Arrays, Arrays]) -> tuple[Arrays, Arrays, Arrays]:
+            return turn(ring.tiles(rank, step, jnp.where), *carry)
+
+        coming, sums, total = jax.lax.fori_loop(2, len(steps) + 1, body, (coming, sums, total))
     if steps:
         own, total, sums = jax.lax.optimization_barrier((own, total, sums))
         sums = _send(context, sums, -len(steps))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.jax import sizes
 from cutlass_py_attn.problem.masks import Causal, Full, Mask, Window
 from cutlass_py_attn.problem.scalars import shown
 
@@ -59,6 +61,9 @@ class Arguments:
 
     def translate(self) -> Translated:
         """Returns the call; NotSupported lists every wrong argument."""
+        arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if symbolic := [*sizes.objections(arguments)]:
+            raise NotSupported(symbolic)
         reasons = [
             reason for check in (self._wrong_arrays, self._wrong_lengths, self._wrong_window) for reason in check()
         ]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.jax import sizes
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.split_rows import ZIGZAG
 
@@ -68,7 +69,7 @@ def attend(
     layout = Layout(mesh, batch_axis, rows, heads_axis)
     arrays = {name: jnp.asarray(array) for name, array in operands.items()}
     arrays |= {name: jnp.asarray(options[name]) for name in _SPLIT_ARRAYS if options.get(name) is not None}
-    if reasons := [*_objections(layout, arrays, options)]:
+    if reasons := [*sizes.objections(arrays)] or [*_objections(layout, arrays, options)]:
         raise NotSupported(reasons)
     fixed = {name: value for name, value in options.items() if name not in arrays}
     specs = {name: layout.spec(name, array) for name, array in arrays.items()}
@@ -133,9 +134,7 @@ def _objections(layout: Layout, arrays: Mapping[str, Any], options: Mapping[str,
                     f"{name} has {what} {count}, split over {', '.join(_names(axis))} ({layout.size(axis)} devices): "
                     f"must be a multiple of {layout.size(axis)}; use fewer devices for it"
                 )
-    for name, rank in (("bias", (4,)), ("alibi_slopes", (1, 2)), ("sinks", (1,))):
-        if name in arrays and arrays[name].ndim not in rank:
-            yield f"{name} has shape {arrays[name].shape}: must have {' or '.join(map(str, rank))} axes; reshape it"
+    yield from _term_objections(arrays)
     if layout.size(layout.batch) * layout.size(layout.heads) == 1:
         return
     for name, default in (("dropout_p", 0.0), ("score_terms", {}), ("sequences", None)):
@@ -144,3 +143,24 @@ def _objections(layout: Layout, arrays: Mapping[str, Any], options: Mapping[str,
                 f"{name} with batch_axis or heads_axis: must be absent, for a device counts its own batches and heads; "
                 "split the rows alone"
             )
+
+
+def _term_objections(arrays: Mapping[str, Any]) -> Iterator[str]:
+    """Yields why a bias, slopes or sinks do not fit; jax.shard_map would name neither the array nor the axis."""
+    (batch, rows, heads, _), keys = arrays["query"].shape, arrays["key"].shape[1]
+    allowed: dict[str, list[tuple[int, ...]]] = {
+        "bias": [(batch, heads, rows, keys)],
+        "alibi_slopes": [(heads,), (batch, heads)],
+        "sinks": [(heads,)],
+    }
+    for name, shapes in allowed.items():
+        if name not in arrays:
+            continue
+        found, must = arrays[name].shape, " or ".join(map(str, shapes))
+        if name == "bias":
+            fits = len(found) == 4 and all(size in (1, whole) for size, whole in zip(found, shapes[0], strict=True))
+            must = f"{must}, (batch, heads, rows, keys) of all devices, or 1 for an axis to broadcast over"
+        else:
+            fits = found in shapes
+        if not fits:
+            yield f"{name} has shape {found}: must be {must}; reshape it"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem import split_rows
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.split_rows import Chunk
 
 
@@ -53,7 +53,7 @@ def reorder(array: Any, num_devices: int, axis: int = 1) -> Any:
     """
     chunks = _chunks(array, num_devices, axis)
     last = 2 * num_devices - 1
-    order = [chunk for first in range(num_devices) for chunk in (first, last - first)]
+    order = [chunk for first in range(int(num_devices)) for chunk in (first, last - first)]
     return jnp.concatenate([chunks[number] for number in order], axis)
 
 
@@ -63,14 +63,21 @@ def restore(array: Any, num_devices: int, axis: int = 1) -> Any:
     return jnp.concatenate([*chunks[::2], *chunks[::-2]], axis)
 
 
-def _chunks(array: Any, num_devices: int, axis: int) -> list[Any]:
-    is_size = isinstance(num_devices, int) and not isinstance(num_devices, bool) and num_devices > 0
-    if not is_size:
-        raise NotSupported(f"num_devices = {shown(num_devices)}: must be an int of at least 1; correct it")
+def _chunks(array: Any, num_devices: Any, axis: Any) -> list[Any]:
+    count, place = integer_of(num_devices), integer_of(axis)
+    reasons = []
+    if count is None or count < 1:
+        reasons.append(f"num_devices = {shown(num_devices)}: must be an int of at least 1; correct it")
+    if place is None:
+        reasons.append(f"axis = {shown(axis)}: must be an int, the axis of the rows; correct it")
+    if reasons:
+        raise NotSupported(reasons)
+    assert count is not None
+    assert place is not None
     array = jnp.asarray(array)
-    if not -array.ndim <= axis < array.ndim or array.shape[axis] % (2 * num_devices):
+    if not -array.ndim <= place < array.ndim or array.shape[place] % (2 * count):
         raise NotSupported(
-            f"an array of shape {array.shape} in zigzag order along axis {axis}: must have a multiple of "
-            f"{2 * num_devices} rows there, two chunks for each of {num_devices} devices; pad the rows"
+            f"an array of shape {array.shape} in zigzag order along axis {place}: must have a multiple of "
+            f"{2 * count} rows there, two chunks for each of {count} devices; pad the rows"
         )
-    return jnp.split(array, 2 * num_devices, axis)
+    return jnp.split(array, 2 * count, place)

@@ -10,6 +10,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.testing import (
+    context_cases,
     covering_cases,
     decode_cases,
     kv8_cases,
@@ -335,6 +336,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         torch_ops_builds(arch),
         serving_cases.builds(arch),
         library_builds(arch),
+        context_cases.builds(arch),
         builds_of(cases, arch),
         builds_of(e4m3_cases(), arch),
     )

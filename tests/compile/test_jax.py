@@ -339,6 +339,28 @@ def packed_payloads(monkeypatch: pytest.MonkeyPatch) -> list[payload.Payload]:
     return found
 
 
+@pytest.mark.parametrize("name", ["attention", "dot_product_attention", "context_parallel_attention"])
+def test_symbolic_sizes_are_refused_in_one_sentence(name: str) -> None:
+    sizes = jax.export.symbolic_shape("b, 16, 8, 64")
+    shape, lengths = jax.ShapeDtypeStruct(sizes, "float16"), jax.ShapeDtypeStruct(sizes[:1], "int32")
+
+    def call(query: Any, lengths: Any) -> Any:
+        mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+        options: dict[str, Any] = {
+            "attention": {},
+            "dot_product_attention": {"key_value_seq_lengths": lengths},
+            "context_parallel_attention": {"context_axis": "x", "mesh": mesh},
+        }[name]
+        return getattr(attention_module, name)(query, query, query, **options)
+
+    with pytest.raises(NotSupported) as refusal:
+        jax.export.export(jax.jit(call), platforms=["cuda"])(shape, lengths)
+    assert refusal.value.reasons[0] == (
+        "query has shape (b, 16, 8, 64): must have no symbolic size, b, for a call is planned for its sizes; export a "
+        "program for each of them"
+    )
+
+
 def test_export_holds_the_plans_of_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = packed_payloads(monkeypatch)
     arrays = operands(2, "bfloat16")

@@ -26,7 +26,16 @@ jax.config.update("jax_num_cpu_devices", 8)  # as in test_jax.py, which may shar
 jax.config.update("jax_disable_most_optimizations", True)
 jnp = jax.numpy
 
-from cutlass_py_attn.jax import attention, context_parallel_attention, primitive, reorder, restore  # noqa: E402
+from cutlass_py_attn.jax import (  # noqa: E402
+    attention,
+    context,
+    context_parallel_attention,
+    packed_sequences,
+    primitive,
+    reorder,
+    restore,
+)
+from cutlass_py_attn.testing.distance_squared import distance_squared  # noqa: E402
 from tests.support import xla_reference  # noqa: E402
 
 P = jax.sharding.PartitionSpec
@@ -249,6 +258,18 @@ def test_a_window_ends_the_ring() -> None:
     assert shapes == {(4, 4), (2, 2)}
 
 
+@pytest.mark.parametrize(
+    ("name", "order"), [("causal", "zigzag"), ("full, softcap, sinks, scale", None), ("full, bias of a head", "zigzag")]
+)
+def test_many_turns_are_a_loop(name: str, order: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of a long ring has the kernels of three forwards and three backwards, whatever its length."""
+    monkeypatch.setattr(context, "_MOST_UNROLLED", 1)
+    found, collectives = run_split(CASES[name], "ring", order, 4)
+    expect_close(found, one_device(name))
+    turns = {"first": 2, "in the loop": 2, "backward, first": 2, "backward, in the loop": 4, "home": 2}
+    assert len(collectives) <= sum(turns.values()) < 3 * 2 + 3 * 2 + 2 * 2 + 2, "as many as unrolled"
+
+
 def test_work_in_zigzag_order_is_equal() -> None:
     """Every device computes its own rows, then for each turn two tiles of a quarter, in one call."""
     run_split(CASES["causal"], "ring", "zigzag", 4)
@@ -296,6 +317,88 @@ def test_packed_sequences(mask: Mask, strategy: str, order: str | None) -> None:
     )
     found = back(output, 4), ([back(array, 4) for array in gradients], grad_sinks)
     expect_close(found, expected)
+
+
+def test_a_registered_term_over_ulysses() -> None:
+    """It counts positions among all rows."""
+    with distance_squared() as term:
+        case = Case(Causal(7), {"sinks": (H,)}, {"score_terms": {term.name: jnp.abs(draw(92, H)) / 20}})
+        found, _ = run_split(case, "ulysses", "zigzag", 4)
+        expect_close(found, one_device_of(case))
+
+
+def test_dropout_of_one_packed_sequence() -> None:
+    """The random numbers are those of the sequence's rows, not of all tokens."""
+    bounds = np.array([0, 13], np.int32)
+    arrays = [reorder(draw(number, 1, ROWS, heads, D), 4) for number, heads in enumerate((H, 4, 4))]
+    options = {"mask": Causal(), "sequences": VariableLength(bounds, bounds, 13, 13), **DROPOUT, **FIXED}
+    split = functools.partial(
+        context_parallel_attention,
+        mesh=mesh_of(4),
+        context_axis="x",
+        context_strategy="ulysses",
+        load_balance="zigzag",
+        **options,
+    )
+
+    def loss(arrays: Any, attend: Any) -> Any:
+        return jnp.sum(jnp.sin(attend(*arrays)))
+
+    found = jax.jit(jax.grad(functools.partial(loss, attend=split)))(arrays)
+    plain = [restore(array, 4) for array in arrays]
+    expected = jax.jit(jax.grad(functools.partial(loss, attend=functools.partial(attention, **options))))(plain)
+    expect_close([restore(array, 4) for array in found], expected)
+
+
+def test_segment_ids_of_global_arrays() -> None:
+    """A data pipeline's ids, in natural order, beside tokens in zigzag order: a traced step, and its gradients."""
+    ids = jnp.asarray(np.repeat([4, 7, 0, 9], (5, 1, 7, 3))[None])
+    arrays = [draw(number, 1, ROWS, heads, D) for number, heads in enumerate((H, 4, 4))]
+
+    def loss(arrays: Any, ids: Any, size: int) -> Any:
+        options: dict[str, Any] = {"mask": Causal(), "sequences": packed_sequences(ids, 5), **FIXED}
+        if size == 1:
+            return jnp.sum(jnp.sin(attention(*arrays, **options)))
+        options |= {"mesh": mesh_of(size), "context_axis": "x", "load_balance": "zigzag"}
+        found = context_parallel_attention(*(reorder(array, size) for array in arrays), **options)
+        return jnp.sum(jnp.sin(restore(found, size)))
+
+    found, expected = (jax.jit(jax.grad(loss), static_argnums=2)(arrays, ids, size) for size in (4, 1))
+    expect_close(found, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_half_precision_is_rounded_once(strategy: str) -> None:
+    """Partial results are merged and summed in float32: the error is that of a few roundings, not of a chain."""
+    case = Case(heads_key=1)
+    narrow = functools.partial(jax.tree.map, lambda array: array.astype(jnp.bfloat16))
+    operands, (grad_output, grad_logsumexp) = narrow(case.operands()), gradients_of(case)
+    split = jax.shard_map(
+        functools.partial(case.both, context_axis="x", context_strategy=strategy),
+        mesh=mesh_of(4),
+        in_specs=(P(None, "x"), ((P(None, "x"), P(None, None, "x")))),
+        out_specs=((P(None, "x"), P(None, None, "x")), P(None, "x")),
+    )
+    (output, _), gradients = jax.jit(split)(operands, (narrow(grad_output), grad_logsumexp))
+    (expected, _), others = one_device_of(case)
+    for one, other in ((output, expected), *((gradients[name], others[name]) for name in operands)):
+        assert one.dtype == jnp.bfloat16
+        error = np.linalg.norm(np.asarray(one, np.float32) - other) / np.linalg.norm(other)
+        assert error < 8e-3
+
+
+def one_device_of(case: Case) -> Any:
+    return jax.jit(case.both)(case.operands(), gradients_of(case))
+
+
+def test_parts_without_keys_are_merged() -> None:
+    """A row that sees no key of either part has output 0 and logsumexp -inf, and no NaN."""
+    rows = jnp.array([[[0.5, -jnp.inf, -jnp.inf, 3e38]]], jnp.float32)
+    others = jnp.array([[[-jnp.inf, 0.25, -jnp.inf, 3e38]]], jnp.float32)
+    ones = jnp.ones((1, 4, 1, 2), jnp.float32).at[:, 2].set(0)
+    found = context._Part(ones, rows).merged(context._Part(2 * ones, others))
+    np.testing.assert_allclose(found.output[0, :, 0, 0], [1, 2, 0, 1.5])
+    np.testing.assert_allclose(found.logsumexp[0, 0], [0.5, 0.25, -np.inf, 3e38])
 
 
 def test_keys_of_another_length() -> None:
@@ -431,11 +534,15 @@ def test_reorder_and_restore() -> None:
     assert reorder(rows[0], 3, 0).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
     for size in (1, 2, 3):
         assert (np.asarray(restore(reorder(rows, size, -1), size, -1)) == rows).all()
-    for size, axis, text in (
+    assert (np.asarray(reorder(rows, np.int64(3), np.int32(1))) == np.asarray(reorder(rows, 3, 1))).all()
+    wrong: list[tuple[Any, Any, str]] = [
         (5, 1, "a multiple of 10 rows"),
         (1, 2, "a multiple of 2 rows"),
         (0, 1, "_devices = 0"),
-    ):
+        (2, "1", r"axis = '1' \(str\): must be an int"),
+        (2.0, None, r"num_devices = 2.0 \(float\): must be an int"),
+    ]
+    for size, axis, text in wrong:
         with pytest.raises(NotSupported, match=text):
             reorder(rows, size, axis)
 
@@ -584,3 +691,10 @@ def test_every_wrong_argument_of_global_arrays_is_named() -> None:
     )
     assert found[1].startswith("query has batch 3, split over x (2 devices): must be a multiple of 2")
     assert found[-1].startswith("dropout_p with batch_axis or heads_axis: must be absent")
+    terms = {"bias": jnp.zeros((1, H, 7, 10)), "alibi_slopes": jnp.zeros((2, H)), "sinks": jnp.zeros(7)}
+    found = reasons(context_axis="y", mesh=mesh_of(2, 2), heads_axis="x", **terms)
+    assert [reason.split(": must be")[0] for reason in found] == [
+        "bias has shape (1, 8, 7, 10)",
+        "alibi_slopes has shape (2, 8)",
+        "sinks has shape (7,)",
+    ]

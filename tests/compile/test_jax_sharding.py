@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -515,3 +516,11 @@ def _split_of(problem: Any, mesh: Any, operand: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "Mesh", lambda devices, names: devices.shape)
         return auto.split_of(problem, mesh, operand)
+
+
+def test_the_parts_of_a_mesh_axis_are_few() -> None:
+    """Equal factors have one order: 4096 devices have twelve of them, and 12! orders of their places."""
+    start = time.monotonic()
+    assert list(auto._refinements((4096, 12))) == [((2,) * 12, order) for order in ((2, 2, 3), (2, 3, 2), (3, 2, 2))]
+    assert list(auto._refinements((1, 6))) == [((), (2, 3)), ((), (3, 2))]
+    assert time.monotonic() - start < 1

@@ -19,14 +19,15 @@ import pytest
 from cutlass_py_attn import distributed
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.distributed import simulated
-from cutlass_py_attn.errors import NoDevice
-from cutlass_py_attn.problem.masks import Causal, Full, Mask
+from cutlass_py_attn.errors import NoDevice, NotSupported
+from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.testing import context_cases
 from cutlass_py_attn.testing.check import Kernels
+from cutlass_py_attn.testing.context_cases import ContextCase
 
-ROWS, HEADS, HEADS_KEY, HEAD_DIM = 512, 8, 4, 64
 ALLOWED = 0.01  # relative rms, of a whole bfloat16 array
-SPLITS = [("all_gather", None), ("all_gather", "zigzag"), ("ulysses", "zigzag"), ("ring", None), ("ring", "zigzag")]
+CAUSAL = context_cases.CASES[0]
 
 
 @pytest.fixture(scope="module")
@@ -34,63 +35,94 @@ def torch() -> Any:
     return pytest.importorskip("torch")
 
 
-def draw(torch: Any) -> dict[str, Any]:
-    generator = torch.Generator("cuda").manual_seed(3)
-    heads = {"query": HEADS, "key": HEADS_KEY, "value": HEADS_KEY, "grad_output": HEADS}
-    return {
-        name: torch.randn((2, ROWS, count, HEAD_DIM), generator=generator, device="cuda", dtype=torch.bfloat16)
-        for name, count in heads.items()
-    }
+def draw(torch: Any, case: ContextCase) -> dict[str, Any]:
+    """Returns the case's arrays on the GPU; those of terms by head stay float32."""
+    found = {name: torch.from_numpy(array).cuda() for name, array in case.arrays().items()}
+    whole = ("sinks", "alibi_slopes")
+    return {name: array if name in whole else array.to(torch.bfloat16) for name, array in found.items()}
 
 
-def run(attend: tuple[Callable[..., Any], Callable[..., Any]], given: dict[str, Any], **options: Any) -> dict[str, Any]:
+def run(
+    attend: tuple[Callable[..., Any], Callable[..., Any]], case: ContextCase, given: dict[str, Any], **options: Any
+) -> dict[str, Any]:
     """Returns output and gradients by the forward and backward of one GPU, or of a rank."""
     operands = [given[name] for name in ("query", "key", "value")]
+    terms = {name: given[name] for name in ("bias", "sinks", "alibi_slopes") if name in given}
+    options = {**case.options(), **terms, **options}
     output, logsumexp = attend[0](*operands, **options)
-    found = attend[1](given["grad_output"], *operands, output, logsumexp, deterministic=True, **options)
-    return {"output": output, **{name: getattr(found, name) for name in ("query", "key", "value")}}
+    more = {"deterministic": True, "gradients": case.gradients}
+    found = attend[1](given["grad_output"], *operands, output, logsumexp, **more, **options)
+    return {"output": output, **{name: getattr(found, name) for name in case.gradients}}
 
 
-def of_group(torch: Any, given: dict[str, Any], group: Any, strategy: str, order: str | None, **options: Any) -> Any:
+def rows_of(torch: Any, case: ContextCase, name: str, array: Any, rank: int, size: int, order: str | None) -> Any:
+    """Returns a rank's rows of an array of all rows."""
+    if name in ("sinks", "alibi_slopes"):
+        return array
+    parts = distributed.rows_of_rank(rank, size, case.rows, order)
+    if name == "bias":
+        return torch.cat([array[:, :, part] for part in parts], 2)
+    return torch.cat([array[:, part] for part in parts], 1)
+
+
+def of_group(
+    torch: Any, case: ContextCase, given: dict[str, Any], group: Any, split: context_cases.Split, kernels: Kernels
+) -> dict[str, Any]:
     """Returns a rank's results."""
-    parts = distributed.rows_of_rank(group.rank, group.size, ROWS, order)
-    own = {name: torch.cat([array[:, part] for part in parts], 1) for name, array in given.items()}
+    strategy, order = split
+    own = {name: rows_of(torch, case, name, array, group.rank, group.size, order) for name, array in given.items()}
     attend = distributed.attention_forward, distributed.attention_backward
-    found = run(attend, own, group=group, context_strategy=strategy, load_balance=order, **options)
+    context = {"group": group, "context_strategy": strategy, "load_balance": order, "kernels": kernels}
+    found = run(attend, case, own, **context)
     torch.cuda.synchronize()
     return found
 
 
-def expect(torch: Any, found: list[dict[str, Any]], given: dict[str, Any], order: str | None, **options: Any) -> None:
+def expect(torch: Any, case: ContextCase, found: list[dict[str, Any]], expected: dict[str, Any], order: Any) -> None:
     """Compares the ranks' results with those of one GPU."""
-    expected = run((attention_forward, attention_backward), given, **options)
     for rank, results in enumerate(found):
-        parts = distributed.rows_of_rank(rank, len(found), ROWS, order)
         for name, array in results.items():
-            part = torch.cat([expected[name][:, rows] for rows in parts], 1).float()
+            part = rows_of(torch, case, name, expected[name], rank, len(found), order).float()
             error = float((array.float() - part).norm() / part.norm())
             assert error < ALLOWED, f"{name} of rank {rank}: {error}"
 
 
-@pytest.mark.parametrize("mask", [Causal(), Full()], ids=str)
-@pytest.mark.parametrize(("strategy", "order"), SPLITS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("case", "split", "size"),
+    [(case, split, size) for case in context_cases.CASES for split in case.splits for size in case.ranks],
+    ids=str,
+)
 def test_ranks_that_share_a_gpu(
-    size: int, strategy: str, order: str | None, mask: Mask, torch: Any, kernels: Kernels
+    case: ContextCase, split: context_cases.Split, size: int, torch: Any, kernels: Kernels
 ) -> None:
     """And the same bits when it runs again."""
-    given, options = draw(torch), {"mask": mask, "kernels": kernels}
+    given = draw(torch, case)
+    expected = run((attention_forward, attention_backward), case, given, kernels=kernels)
     runs = [
-        simulated.run(size, lambda group: of_group(torch, given, group, strategy, order, **options), device=0)
+        simulated.run(size, lambda group: of_group(torch, case, given, group, split, kernels), device=0)
         for _ in range(2)
     ]
-    expect(torch, runs[0], given, order, **options)
+    expect(torch, case, runs[0], expected, split[1])
     for one, other in zip(*runs, strict=True):
         assert all(torch.equal(array, other[name]) for name, array in one.items())
 
 
+def test_a_rank_that_refuses(torch: Any, kernels: Kernels) -> None:
+    """Every rank learns of it over device memory, and the group still works."""
+    given = draw(torch, CAUSAL)
+
+    def of_rank(group: Any) -> Any:
+        operands = [given[name][:, : 129 if group.rank else 128] for name in ("query", "key", "value")]
+        options = {"group": group, "load_balance": "zigzag", "mask": Causal(), "kernels": kernels}
+        with pytest.raises(NotSupported, match=r"must be an even number|rank 1 refuses it, NotSupported"):
+            distributed.attention_forward(*operands, **options)
+        return of_group(torch, CAUSAL, given, group, ("ring", "zigzag"), kernels)
+
+    assert len(simulated.run(2, of_rank, device=0)) == 2
+
+
 def test_copies_of_numpy_arrays(kernels: Kernels) -> None:
-    """Ulysses adds nothing, so that no array library is needed."""
+    """The bits of one GPU, whose heads Ulysses divides; no array library is needed."""
     rng = np.random.default_rng(1)
     query, key, value = (rng.standard_normal((1, 64, 4, 64), np.float32).astype(np.float16) for _ in range(3))
     expected, _ = attention_forward(query, key, value, mask=Causal(), kernels=kernels)
@@ -110,10 +142,11 @@ def test_a_communicator_of_nccl(torch: Any, kernels: Kernels, tmp_path: Path) ->
         group = distributed.connect(0, 1, str(tmp_path / "id"), device=0, timeout=60.0)
     except NoDevice as error:
         pytest.skip(str(error))
-    given, options = draw(torch), {"mask": Causal(), "kernels": kernels}
+    given = draw(torch, CAUSAL)
     with group:
-        found = of_group(torch, given, group, "ring", "zigzag", **options)
-    expect(torch, [found], given, "zigzag", **options)
+        found = of_group(torch, CAUSAL, given, group, ("ring", "zigzag"), kernels)
+    expected = run((attention_forward, attention_backward), CAUSAL, given, kernels=kernels)
+    expect(torch, CAUSAL, [found], expected, "zigzag")
 
 
 def test_two_processes(request: pytest.FixtureRequest) -> None:

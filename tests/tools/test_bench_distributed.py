@@ -19,12 +19,47 @@ def test_the_share_is_that_of_a_perfect_split() -> None:
     assert bench_distributed.text(other, one).split() == words
 
 
+def test_the_speed_of_an_exchange_is_that_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanged: list[Any] = []
+
+    class Group:
+        rank, size = 1, 3
+
+        def exchange(self, sends: Any, receives: Any) -> None:
+            exchanged.append((sends[0][0], receives[0][0], sends[0][1].nbytes, receives[0][1].pointer))
+
+        def finish(self) -> None:
+            clock[0] += 0.5
+
+        def share(self, text: bytes) -> list[bytes]:
+            return [text, b"  1000.0", b"2000.0 "]
+
+    class Torch:
+        uint8, cuda = 1, argparse.Namespace(synchronize=lambda: None)
+
+        @staticmethod
+        def empty(count: int, **_: Any) -> Any:
+            return argparse.Namespace(data_ptr=lambda: count)
+
+    clock = [0.0]
+    monkeypatch.setattr(bench_distributed.time, "perf_counter", lambda: clock[0])
+    size, count = bench_distributed.EXCHANGED, bench_distributed.EXCHANGES
+    assert bench_distributed.exchange_speed(Torch, Group()) == pytest.approx(size * count / 2e9)
+    assert exchanged == [(2, 0, size, size)] * (count + 2)
+    alone = Group()
+    alone.size = 1
+    assert bench_distributed.exchange_speed(Torch, alone) == 0
+
+
 def test_every_part_has_its_kernel() -> None:
-    """One GPU, Ulysses with half of the heads, both diagonals, no mask, and the merges."""
+    """One GPU, Ulysses with half of the heads, both diagonals, no mask, and the merges and sums."""
     found = [build.symbol for build in bench_distributed.builds(2, (4096,))]
     assert {symbol.split("_")[0] for symbol in found} == {"fwd", "bwd", "merge"}
     assert {"full", "causal"} <= {word for symbol in found for word in symbol.split("_")}
-    assert len(found) == len(set(found)) <= 16
+    merges = {symbol.rpartition("_")[0] for symbol in found if symbol.startswith("merge")}
+    sums = {f"merge_sm80_bf16_d128_a8_{variant}" for variant in ("total", "sum", "sum_last")}
+    assert merges == {"merge_sm80_bf16_d128", "merge_sm80_f32_d128_sum", *sums}
+    assert len(found) == len(set(found)) <= 19
 
 
 class Process:

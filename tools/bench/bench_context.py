@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import statistics
 import sys
@@ -162,7 +161,7 @@ def main() -> int:
     ARGUMENT.add_argument("--build", type=Path, metavar="FOLDER", help="compile the kernels into FOLDER and stop")
     ARGUMENT.add_argument("--devices", type=int, default=2)
     ARGUMENT.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
-    ARGUMENT.add_argument("--record", type=Path, metavar="FILE", help="write the run to FILE as JSON")
+    ARGUMENT.add_argument("--record", type=Path, metavar="FILE", help='write the run to FILE, as its part "jax"')
     given = ARGUMENT.parse_args()
     if given.build:
         build(given.build, given.devices)
@@ -181,7 +180,7 @@ def main() -> int:
     found = [row for tokens in given.tokens for row in rows(jax, attend, tokens, given.devices)]
     if given.record:
         about = {**record.about_run(), "commit": harness.commit(), "jax": jax.__version__}
-        given.record.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+        record.put_part(given.record, "jax", {**about, "rows": found})
     return 0
 
 

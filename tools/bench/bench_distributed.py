@@ -5,8 +5,9 @@
     python -m tools.bench.bench_distributed --rank R --address HOST:PORT    one process of several that you start
 
 Arrays are torch's, which must be installed. Times are milliseconds of the forward, and of forward and backward
-together, medians of rank 0. The share is that of a perfect split: one GPU's time / ranks / time. The error is the
-largest relative one of all ranks' outputs and gradients (rms) beside one GPU's, for as many tokens as CHECKED or fewer.
+together: medians, of the slowest rank. First comes the speed of an exchange alone, in GB/s that a rank receives while
+it sends as much. The share is that of a perfect split: one GPU's time / ranks / time. The error is the largest relative
+one of all ranks' outputs and gradients (rms) beside one GPU's, for as many tokens as CHECKED or fewer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import json
 import statistics
 import subprocess
 import sys
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 from cutlass_py_attn import distributed
@@ -33,9 +34,9 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
-from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.testing import context_cases
 from tools.release import record
 
 HEADS, HEADS_KEY, HEAD_DIM = 32, 8, 128
@@ -45,6 +46,8 @@ SPLITS: Final = (("all_gather", "zigzag"), ("ulysses", None), ("ring", "zigzag")
 CHECKED: Final = 32768  # tokens; one GPU's results are compared up to this
 ALLOWED: Final = 0.01  # relative error
 SAMPLES: Final = 7
+EXCHANGED: Final = 2**27  # bytes of an exchange that is timed alone
+EXCHANGES: Final = 50
 SECONDS: Final = 540.0  # that the processes may take
 ARGUMENT = argparse.ArgumentParser(description="attention over the GPUs of several processes, in milliseconds")
 
@@ -106,6 +109,30 @@ def median(torch: Any, function: Callable[[], Any]) -> float:
     return statistics.median(found)
 
 
+def slowest(group: Any, milliseconds: float) -> float:
+    """Returns the largest of all ranks' times."""
+    return max(float(text) for text in group.share(f"{milliseconds:24.6f}".encode()))
+
+
+def exchange_speed(torch: Any, group: Any) -> float:
+    """Returns GB/s that a rank receives from the one before it while it sends as much to the next one; 0 for one."""
+    if group.size == 1:
+        return 0.0
+    arrays = [torch.empty(EXCHANGED, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    outgoing, incoming = (SimpleNamespace(pointer=array.data_ptr(), nbytes=EXCHANGED) for array in arrays)
+
+    def exchange(count: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            group.exchange([((group.rank + 1) % group.size, outgoing)], [((group.rank - 1) % group.size, incoming)])
+        group.finish()
+        return time.perf_counter() - start
+
+    exchange(2)
+    return EXCHANGED * EXCHANGES / 1e6 / slowest(group, exchange(EXCHANGES) * 1e3)
+
+
 def error_of(torch: Any, found: Arrays, expected: Arrays, group: Any, order: str | None) -> float:
     """Returns the largest relative rms error of a rank's rows."""
     errors = []
@@ -119,7 +146,7 @@ def measured(torch: Any, group: Any, tokens: int, kernels: Any) -> Iterator[dict
     """Yields a row for one GPU, and for each strategy."""
     whole = draw(torch, tokens)
     alone = {
-        field: median(torch, functools.partial(one_gpu, whole, kernels, field == "both"))
+        field: slowest(group, median(torch, functools.partial(one_gpu, whole, kernels, field == "both")))
         for field in ("forward", "both")
     }
     yield {"tokens": tokens, "ranks": 1, "name": "one GPU", **alone}
@@ -129,7 +156,9 @@ def measured(torch: Any, group: Any, tokens: int, kernels: Any) -> Iterator[dict
         context = {"group": group, "context_strategy": strategy, "load_balance": order}
         row = {"tokens": tokens, "ranks": group.size, "name": f"{strategy}{', zigzag' if order else ''}"}
         for field in ("forward", "both"):
-            row[field] = median(torch, functools.partial(split, own, kernels, field == "both", **context))
+            row[field] = slowest(
+                group, median(torch, functools.partial(split, own, kernels, field == "both", **context))
+            )
         if expected:
             row["error"] = error_of(torch, split(own, kernels, True, **context), expected, group, order)
         yield row
@@ -152,6 +181,9 @@ def run_rank(given: argparse.Namespace) -> int:
     kernels = Folder(given.kernels) if given.kernels else None
     found: list[dict[str, Any]] = []
     with distributed.connect(given.rank, given.ranks, given.address, device=given.device) as group:
+        speed = exchange_speed(torch, group)
+        if given.rank == 0:
+            print(f"exchange of {EXCHANGED // 2**20} MiB both ways: {speed:.1f} GB/s", flush=True)
         for tokens in given.tokens:
             one: dict[str, Any] = {}
             for row in measured(torch, group, tokens, kernels):
@@ -161,7 +193,7 @@ def run_rank(given: argparse.Namespace) -> int:
                     print(text(row, one), flush=True)
     if given.record and given.rank == 0:
         about = {**record.about_run(), "commit": harness.commit(), "torch": torch.__version__}
-        given.record.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+        record.put_part(given.record, "nccl", {**about, "exchange_gb_s": round(speed, 1), "rows": found})
     wrong = [row for row in found if row.get("error", 0.0) > ALLOWED]
     for row in wrong:
         print(
@@ -204,10 +236,10 @@ def build(folder: Path, ranks: int, tokens: tuple[int, ...]) -> None:
 
 
 def builds(ranks: int, tokens: tuple[int, ...]) -> list[Build]:
-    """Returns the kernels of one GPU and of every part of a split, on an H200."""
+    """Returns the kernels of one GPU, of every part of a split, and of merges and sums, on an H200."""
     found = [planner.plans_on(problem, (9, 0), SMS)[0].build for problem in problems(ranks, tokens)]
-    merges = (MergeProblem.dense((1, 1, HEADS, HEAD_DIM), dtype) for dtype in ("float32", "bfloat16"))
-    return [*dict.fromkeys([*found, *(plan_merge(problem, "sm_90").build for problem in merges)])]
+    merges = (plan_merge(problem, "sm_90").build for problem in context_cases.merge_problems(HEAD_DIM))
+    return [*dict.fromkeys([*found, *merges])]
 
 
 def problems(ranks: int, tokens: tuple[int, ...]) -> Iterator[Problem]:
@@ -230,7 +262,7 @@ def main() -> int:
     ARGUMENT.add_argument("--ranks", type=int, default=2, help="number of processes")
     ARGUMENT.add_argument("--gpus", type=int, help="GPUs of this host; as many as ranks by default")
     ARGUMENT.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
-    ARGUMENT.add_argument("--record", type=Path, metavar="FILE", help="write the run to FILE as JSON")
+    ARGUMENT.add_argument("--record", type=Path, metavar="FILE", help='write the run to FILE, as its part "nccl"')
     ARGUMENT.add_argument("--rank", type=int, help="be this rank; without it, start all of them")
     ARGUMENT.add_argument("--device", type=int, default=0, help="this rank's GPU")
     ARGUMENT.add_argument("--address", help="host:port of rank 0, or a file that all ranks see")

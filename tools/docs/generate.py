@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.docs import faults_table, jax_table, short_map_plots, slower_rows
+from tools.docs import context_plots, faults_table, jax_table, short_map_plots, slower_rows
 from tools.docs.benchmark_plots import BENCHMARK, plots
 from tools.docs.reference import reference
 from tools.docs.schematics import schematics
@@ -20,6 +20,7 @@ from tools.release.check_verified import benchmark_table, with_block
 ROOT = Path(__file__).resolve().parents[2]
 INDEX, REFERENCE, PERFORMANCE = "docs/README.md", "docs/reference.md", "docs/performance.md"
 JAX, FAULTS, TESTING, TUNING = "docs/jax.md", "docs/faults.md", "docs/testing.md", "docs/tuning.md"
+SEVERAL_GPUS = "docs/several_gpus.md"
 SUSTAINED = "tools/bench/results/sustained.json"
 MICROBENCH = "tools/bench/results/microbench.jsonl"
 NOT_MEASURED = (
@@ -53,7 +54,8 @@ def generated(root: Path) -> dict[str, str]:
     bursts, sustained = (json.loads((root / name).read_text()) for name in (BENCHMARK, SUSTAINED))
     charts = plots(bursts)
     short_map = short_map_plots.read(root)
-    pictures = schematics() | charts | short_map_plots.pictures(short_map)
+    context = context_plots.read(root)
+    pictures = schematics() | charts | short_map_plots.pictures(short_map) | context_plots.pictures(context)
     found = {f"docs/pictures/{name}.svg": text for name, text in pictures.items()}
     found[REFERENCE] = reference()
     performance = with_block((root / PERFORMANCE).read_text(), "plots", plot_links(charts))
@@ -64,6 +66,7 @@ def generated(root: Path) -> dict[str, str]:
     found[TUNING] = with_block((root / TUNING).read_text(), "microbench", microbench)
     measured = json.loads((root / jax_table.RESULTS).read_text())
     found[JAX] = with_block((root / JAX).read_text(), "jax", jax_table.table(measured))
+    found[SEVERAL_GPUS] = with_block((root / SEVERAL_GPUS).read_text(), "context", context_plots.block(context))
     found[FAULTS] = with_block((root / FAULTS).read_text(), "faults", faults_table.table())
     found[TESTING] = testing(root)
     pages = {path.stem: path.read_text() for path in (root / "docs").glob("*.md") if path.name != "README.md"}

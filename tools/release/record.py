@@ -137,6 +137,12 @@ def about_run() -> Json:
     }
 
 
+def put_part(path: Path, name: str, part: Json) -> None:
+    """Writes one part of a record that several benchmarks write; the other parts stay as they are."""
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**found, name: part}, indent=1) + "\n")
+
+
 def stressed(manifest: Json, log: Iterable[Json]) -> list[str]:
     """Returns the shown kernels whose cubin has a line in the log of tools/race/stress.py."""
     passed = {line["cubin_sha256"] for line in log}

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cutlass_py_attn.api import attention
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import VariableLength
-from cutlass_py_attn.distributed import Group, attention_backward, attention_forward, gpu, simulated
+from cutlass_py_attn.distributed import Group, attention_backward, attention_forward, gpu, rows_of_rank, simulated
 from cutlass_py_attn.distributed.host import Host
 from cutlass_py_attn.distributed.views import View
 from cutlass_py_attn.errors import NotSupported
@@ -29,9 +32,10 @@ from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import OutputArrays
 from cutlass_py_attn.runtime.frameworks import numpy_dtype
 from cutlass_py_attn.score_terms.dropout import Dropout
-from tests.support import fakes
+from cutlass_py_attn.testing import context_cases
+from tests.support import fake_libraries, fakes
 from tests.support.fake_driver import FakeDriver
-from tests.support.split_cases import BATCH, HEADS, ROWS, Case
+from tests.support.split_cases import BATCH, HEADS, ROWS, Case, cut
 
 
 def numpy_of(view: View) -> Any:
@@ -43,9 +47,11 @@ def numpy_of(view: View) -> Any:
 
 
 class Reference(gpu.Gpu):
-    """The machine, with the reference in place of the kernels."""
+    """The machine, with the reference in place of the kernels, which take the operands that it gets."""
 
     def _launch(self, direction: str, options: Any, operands: Any, outputs: dict[str, View]) -> Any:
+        inputs = {name: view.array for name, view in {**operands, **outputs}.items()}
+        attention.prepare(direction, inputs, options, 0, ())
         host, given = Host(self.group), {name: numpy_of(view) for name, view in operands.items()}
         if direction == "forward":
             results = host.forward(options, given)
@@ -111,6 +117,7 @@ def device_view(array: Any, strides: tuple[int, ...] | None = None) -> View:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
+@pytest.mark.usefixtures("driver_log")
 def test_copies(data: st.DataObject) -> None:
     """Any cut of a 4-D array to any cut of another, by a driver whose memory is the host's."""
     sizes = [data.draw(st.integers(1, 5)) for _ in range(4)]
@@ -144,6 +151,19 @@ def test_few_copies(driver_log: FakeDriver) -> None:
     copies = [(call.name, call.numbers[4:6]) for call in driver_log.calls if "Memcpy" in call.name]
     assert copies[:2] == [("cuMemcpy2DAsync", (4 * 4 * 16 * 4, 2)), ("cuMemcpy2DAsync", (2 * 16 * 4, 16))]
     assert [name for name, _ in copies[2:]] == ["cuMemcpyDtoDAsync"]
+
+
+def test_rows_that_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two items of 2**20 tokens: the driver takes no pitch of 2 GiB or more."""
+    copied: list[Any] = []
+    monkeypatch.setattr(driver, "call_without_result", lambda _, name, *numbers: copied.append((name, numbers[:3])))
+    monkeypatch.setattr(gpu, "_copy_rows", lambda *rows: copied.append(rows))
+    tokens, elements = 2**20, 8 * 128
+    whole = View(0, (2, tokens, 8, 128), (tokens * elements, elements, 128, 1), "bfloat16", 0, None)
+    part = View(0, (2, tokens // 8, 8, 128), (tokens // 8 * elements, elements, 128, 1), "bfloat16", 0, None)
+    gpu.copy(part, whole[:, : tokens // 8], 0)
+    size = part.nbytes // 2
+    assert copied == [("cuMemcpyDtoDAsync", (item * size, item * whole.nbytes // 2, size)) for item in range(2)]
 
 
 class Recorder:
@@ -201,6 +221,19 @@ def test_arrays_of_another_gpu(fake: FakeDriver) -> None:
         attention_forward(*(OnAnother() for _ in range(3)), group=Group(Recorder()))
 
 
+@pytest.mark.parametrize("library", ["cupy", "other"])
+def test_a_captured_stream(library: str, log: FakeDriver) -> None:
+    """Refused without an exchange, not even to tell the other ranks; the capture stays valid."""
+    communicator = Recorder()
+    kind = fake_libraries.ndarray if library == "cupy" else lambda shape, dtype: device_view(np.zeros(shape, dtype))
+    query = kind((1, 4, 2, 16), "float32")
+    driver.call("cuStreamBeginCapture", 0x77, driver.bindings().CUstreamCaptureMode(0))
+    with pytest.raises(NotSupported, match=r"stream = 0x77 is being captured.*: must not be, for the call waits"):
+        attention_forward(query, query, query, group=Group(communicator), stream=0x77)
+    assert driver.call("cuStreamEndCapture", 0x77)
+    assert not communicator.streams
+
+
 def test_a_group_of_the_other_kind(fake: FakeDriver) -> None:
     arrays = [np.zeros((1, 4, 2, 16), np.float32) for _ in range(3)]
     with pytest.raises(NotSupported, match=r"backend='reference' in a group of GPU 0: must be a group of host memory"):
@@ -244,3 +277,107 @@ def test_kernels_are_launched(strategy: str, driver_log: FakeDriver) -> None:
     assert {"sum"} <= merges if strategy != "ulysses" else not merges
     is_merged = any(symbol.startswith("merge_sm80_f16") and "_a8_" not in symbol for symbol in symbols)
     assert is_merged == (strategy == "ring")
+
+
+class Neighbour:
+    """A communicator of several ranks that all have the same arrays. It notes where the driver's log is then."""
+
+    rank, device = 0, 0
+
+    def __init__(self, fake: FakeDriver, size: int) -> None:
+        self.size, self._fake = size, fake
+        self.exchanges: list[tuple[int, set[int]]] = []  # number of driver calls before, and addresses
+
+    def exchange(self, sends: Any, receives: Any, stream: int, timeout: float) -> None:
+        addresses = {array.pointer for _, array in (*sends, *receives)}
+        self.exchanges.append((len(self._fake.calls), addresses))
+        for (_, target), (_, source) in zip(receives, sends, strict=True):
+            ctypes.memmove(target.pointer, source.pointer, target.nbytes)
+
+    def failure(self) -> str:
+        return ""
+
+    def abort(self) -> None: ...
+
+    close = abort
+
+
+def test_a_part_that_all_ranks_get_is_copied_once(fake: FakeDriver) -> None:
+    """The keys of two items, which are not dense: one dense copy of each chunk, whatever the number of ranks."""
+    communicator = Neighbour(fake, 4)
+    sent: list[list[tuple[int, int]]] = []
+    exchange = communicator.exchange
+    communicator.exchange = lambda sends, *rest: (  # type: ignore[method-assign, assignment]
+        sent.append([(target, array.pointer) for target, array in sends]),
+        exchange(sends, *rest),
+    )
+    query, key = np.zeros((2, 8, 2, 16), np.float32), np.zeros((2, 8, 1, 16), np.float32)
+    options = {"group": Group(communicator, check_calls=False), "mask": Causal(), "load_balance": "zigzag"}
+    attention_forward(query, key, key, **options)
+    (messages,) = sent
+    assert sorted(target for target, _ in messages) == [1] * 4 + [2] * 4 + [3] * 4
+    assert len({pointer for _, pointer in messages}) == 4  # two chunks of key and of value
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses", "ring"])
+def test_memory_of_an_exchange_outlives_it(strategy: str, fake: FakeDriver) -> None:
+    """Nothing that is sent or received is freed on the caller's stream before this waits for the exchange.
+
+    Freed earlier, the memory would be that of the next array while NCCL still reads it.
+    """
+    communicator = Neighbour(fake, 3)
+    query, key, value = (np.zeros((1, 8, heads, 16), np.float32) for heads in (6, 3, 3))
+    options = {"group": Group(communicator, check_calls=False), "mask": Causal(), "context_strategy": strategy}
+    options |= {"load_balance": "zigzag", "stream": 0x77}
+    results = attention_forward(query, key, value, **options)
+    attention_backward(query, query, key, value, *results, **options)
+    calls = fake.calls
+    assert communicator.exchanges
+    for start, addresses in communicator.exchanges:
+        wait = next(i for i, call in enumerate(calls[start:]) if call.name == "cuStreamWaitEvent")
+        assert calls[start + wait].numbers[0] == 0x77
+        freed = {call.numbers[0] for call in calls[start : start + wait] if call.name == "cuMemFreeAsync"}
+        assert not freed & addresses
+
+
+@pytest.mark.parametrize("case", context_cases.CASES, ids=lambda case: case.name)
+def test_the_suite_has_every_kernel_of_the_ranks(case: context_cases.ContextCase, driver_log: FakeDriver) -> None:
+    """Those of tests/gpu/test_distributed.py, which a machine without the compiler gets from a folder."""
+    driver.call("cuCtxSetCurrent", 0xC0)
+    needed: set[str] = set()
+
+    def kernels(build: Any) -> Any:
+        needed.add(build.symbol)
+        return fakes.artifact(build)
+
+    whole = {name: narrow(name, array) for name, array in case.arrays().items()}
+
+    def of_rank(group: Group, strategy: str, order: str | None) -> None:
+        own = {name: rows_of(group, order, name, array, case.rows) for name, array in whole.items()}
+        terms = {name: own[name] for name in ("bias", "sinks", "alibi_slopes") if name in own}
+        options = {**terms, **case.options(), "group": group, "context_strategy": strategy, "load_balance": order}
+        operands = [own[name] for name in ("query", "key", "value")]
+        results = attention_forward(*operands, kernels=kernels, **options)
+        more = {"gradients": case.gradients, "deterministic": True}
+        attention_backward(own["grad_output"], *operands, *results, kernels=kernels, **more, **options)
+
+    for strategy, order in case.splits:
+        simulated.run(case.ranks[-1], lambda group, it=(strategy, order): of_rank(group, *it), device=0)
+    assert needed
+    assert needed - built() == set()
+
+
+@functools.cache
+def built() -> set[str]:
+    return {first.symbol for first, *_ in context_cases.builds("sm_90a")}
+
+
+def narrow(name: str, array: Any) -> Any:
+    """Returns an array in the dtype of the operands."""
+    return array if name in ("sinks", "alibi_slopes") else array.astype(ml_dtypes.bfloat16)
+
+
+def rows_of(group: Group, order: str | None, name: str, array: Any, rows: int) -> Any:
+    """Returns a rank's part of an array of all rows."""
+    parts = rows_of_rank(group.rank, group.size, rows, order)
+    return array if name in ("sinks", "alibi_slopes") else cut(array, 2 if name == "bias" else 1, parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
 import sys
 import threading
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.distributed import Group, NcclCommunicator, PeerLost, bootstrap, connect, gpu, nccl
+from cutlass_py_attn.distributed import group as group_module
 from cutlass_py_attn.errors import DriverError, NoDevice, NotSupported
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.runtime import driver
@@ -60,13 +63,70 @@ def test_attention_over_nccl(size: int, fake: fake_nccl.FakeNccl, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_communicator_of_nccl4py(fake: fake_nccl.FakeNccl) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_communicator_of_nccl4py(fails: bool, fake: fake_nccl.FakeNccl) -> None:
+    """nccl4py's object ends it, so that it does not end twice."""
     own = NcclCommunicator.create(nccl.unique_id(), 0, 1, 0, 1.0)
-    given = SimpleNamespace(ptr=own._handle.handle, rank=0, nranks=1, device=SimpleNamespace(device_id=0))
+    given = SimpleNamespace(
+        ptr=own._handle.handle,
+        rank=0,
+        nranks=1,
+        device=SimpleNamespace(device_id=0),
+        abort=lambda: fake.comm_abort(own._handle),
+    )
     group = Group(NcclCommunicator.of(given))
     assert (group.rank, group.size, group.device) == (0, 1, 0)
+    group.abort() if fails else group.close()
+    assert fake.calls == (["init", "abort"] if fails else ["init"])
+    if not fails:
+        fake.comm_destroy(own._handle)
     with pytest.raises(NotSupported, match=r"communicator = None: must be an open nccl.core.Communicator"):
         NcclCommunicator.of(None)
+
+
+def test_the_fake_has_the_functions_of_nccl4py() -> None:
+    """With nccl4py's arguments, where it is installed."""
+    real = pytest.importorskip("nccl.bindings.nccl", exc_type=ImportError)
+    for name in nccl.NAMES:
+        one, other = getattr(real, name), getattr(fake_nccl.FakeNccl, name)
+        if not isinstance(other, type):
+            names = [*inspect.signature(other).parameters][1:]
+            assert len(inspect.signature(one).parameters) == len(names), name
+    assert bytes(real.UniqueId.from_buffer(bytes(range(nccl.ID_BYTES)))) == bytes(range(nccl.ID_BYTES))
+    config = real.Config()
+    config.blocking = 0
+    assert (config.blocking, real.Comm(7).handle, int(real.Result.InProgress)) == (0, 7, nccl._IN_PROGRESS)
+    assert int(real.DataType.Int8) == nccl._BYTES
+
+
+def test_a_closed_communicator(fake: fake_nccl.FakeNccl) -> None:
+    one = NcclCommunicator.create(nccl.unique_id(), 0, 1, 0, 1.0)
+    one.close()
+    with pytest.raises(PeerLost, match=r"the communicator was closed or aborted: create a new one on all ranks"):
+        one.exchange([], [], 0, 1.0)
+
+
+def test_errors_of_every_call_are_this_packages(fake: fake_nccl.FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise fake_nccl.NCCLError("SystemError (2): unhandled system error")
+
+    one = NcclCommunicator.create(nccl.unique_id(), 0, 1, 0, 1.0)
+    monkeypatch.setattr(fake, "get_unique_id", fails)
+    with pytest.raises(DriverError, match=r"ncclGetUniqueId: SystemError \(2\)"):
+        nccl.unique_id()
+    monkeypatch.setattr(fake, "comm_get_async_error", fails)
+    with pytest.raises(DriverError, match=r"ncclCommGetAsyncError: SystemError \(2\)"):
+        one.failure()
+
+
+def test_the_time_limit_of_closing_is_the_groups(
+    fake: fake_nccl.FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what the ranks needed to find each other."""
+    found = connect(0, 1, str(tmp_path / "id"), device=0, timeout=33.0)
+    assert isinstance(found.communicator, NcclCommunicator)
+    assert found.communicator._timeout == 33.0
+    found.close()
 
 
 def test_a_rank_that_never_connects(fake: fake_nccl.FakeNccl) -> None:
@@ -98,8 +158,11 @@ def test_a_rank_that_makes_no_call(fake: fake_nccl.FakeNccl) -> None:
         case.rank(group, "all_gather", None, backend="gpu")
 
 
-def test_work_that_does_not_end(fake: fake_nccl.FakeNccl, driver_log: FakeDriver) -> None:
-    """NCCL has taken the calls, but its kernels wait for a rank."""
+def test_work_that_does_not_end(
+    fake: fake_nccl.FakeNccl, driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL has taken the calls, but its kernels wait for a rank; not even the abort ends them here."""
+    monkeypatch.setattr(group_module, "_DRAIN_SECONDS", 0.05)
     group = Group(NcclCommunicator.create(nccl.unique_id(), 0, 1, 0, 1.0), timeout=0.1)
     with driver.device(0).current():
         driver_log.busy(True)
@@ -107,6 +170,16 @@ def test_work_that_does_not_end(fake: fake_nccl.FakeNccl, driver_log: FakeDriver
             group.finish()
         driver_log.busy(False)
     assert fake.calls == ["init", "abort"]
+
+
+def test_an_abort_waits_for_the_exchanges_that_it_ends(fake: fake_nccl.FakeNccl, driver_log: FakeDriver) -> None:
+    """Their arrays are freed next."""
+    group = Group(NcclCommunicator.create(nccl.unique_id(), 0, 1, 0, 1.0))
+    assert group.stream
+    driver_log.clear()
+    group.abort()
+    names = [name for name in driver_log.names if name.startswith(("cuEvent", "cuStream"))]
+    assert names == ["cuEventCreate", "cuEventRecord", "cuEventQuery", "cuEventDestroy", "cuStreamDestroy"]
 
 
 def test_nccl_reports_an_error(fake: fake_nccl.FakeNccl) -> None:
@@ -119,8 +192,22 @@ def test_nccl_reports_an_error(fake: fake_nccl.FakeNccl) -> None:
     assert fake.calls.count("abort") == 1
 
 
-def test_nccl_refuses_a_call(fake: fake_nccl.FakeNccl) -> None:
-    with pytest.raises(DriverError, match=r"ncclCommInitRankConfig: InvalidArgument \(4\): invalid argument"):
+def test_an_abort_that_fails_does_not_hide_why(fake: fake_nccl.FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may report the rank that is lost from the abort too."""
+
+    def fails(comm: Any) -> None:
+        raise fake_nccl.NCCLError("RemoteError (6): remote process exited or there was a network error")
+
+    monkeypatch.setattr(fake, "comm_abort", fails)
+    with pytest.raises(PeerLost, match=r"rank 0 waited 0.1 s in ncclCommInitRankConfig for the other 1"):
+        NcclCommunicator.create(nccl.unique_id(), 0, 2, 0, 0.1)
+
+
+def test_nccl_refuses_a_call(fake: fake_nccl.FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NCCL's own words, though there is no communicator yet."""
+    monkeypatch.setattr(fake, "get_last_error", lambda comm: f"no rank 3 of 2 {comm.handle}\n")
+    text = r"ncclCommInitRankConfig: InvalidArgument \(4\): invalid argument; no rank 3 of 2 0$"
+    with pytest.raises(DriverError, match=text):
         NcclCommunicator.create(nccl.unique_id(), 3, 2, 0, 1.0)
 
 
@@ -132,6 +219,10 @@ def test_a_rank_that_does_not_close(fake: fake_nccl.FakeNccl) -> None:
 
 
 def test_missing_or_old(fake: fake_nccl.FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(fake_nccl.FakeNccl, "comm_init_rank_config")
+        with pytest.raises(NoDevice, match=r"nccl4py is another version, without comm_init_rank_config: run pip inst"):
+            nccl.bindings()
     fake.version = 22707
     with pytest.raises(NoDevice, match=r"libnccl is version 2.27: must be 2.28 or later; run pip install 'nccl4py"):
         nccl.bindings()
@@ -190,13 +281,13 @@ def test_a_rank_that_never_comes(kind: int, tmp_path: Path) -> None:
 def test_ranks_that_disagree() -> None:
     address = f"127.0.0.1:{free_port()}"
     sizes = {0: 3, 1: 3, 2: 4}
-    found = together(3, lambda rank: bootstrap.exchange_id(address, rank, sizes[rank], lambda: b"id", 5.0))
+    found = together(3, lambda rank: bootstrap.exchange_id(address, rank, sizes[rank], lambda: b"id", 20.0))
     assert isinstance(found[2], NotSupported)
     assert "rank 2 has size = 4, and rank 0 has 3: must be the same on all ranks; correct one" in str(found[2])
-    assert str(found[0]) == str(found[2])
+    assert str(found[0]) == str(found[1]) == str(found[2])
     address = f"127.0.0.1:{free_port()}"
     ranks = {0: 0, 1: 1, 2: 1}
-    found = together(3, lambda number: bootstrap.exchange_id(address, ranks[number], 3, lambda: b"id", 5.0))
+    found = together(3, lambda number: bootstrap.exchange_id(address, ranks[number], 3, lambda: b"id", 1.0))
     assert "two processes have rank = 1: must be different on each; correct one" in str(found[0])
 
 
@@ -228,6 +319,139 @@ def test_strangers_at_the_port() -> None:
         assert together(2, of_rank) == [b"id"] * 2
     finally:
         stop.set()
+
+
+def of_ranks(address: str, limit: float = 10.0) -> list[Any]:
+    """Returns what two ranks get from an address."""
+    return together(2, lambda rank: bootstrap.exchange_id(address, rank, 2, lambda: b"id", limit))
+
+
+def talks(port: int, words: list[bytes], pause: float) -> Callable[[], None]:
+    """Returns a function that connects to a port as soon as somebody listens, and sends words with pauses."""
+    import socket
+
+    def talk() -> None:
+        for _ in range(500):
+            try:
+                stranger = socket.create_connection(("127.0.0.1", port), timeout=5)
+            except OSError:
+                time.sleep(0.01)
+                continue
+            with stranger, contextlib.suppress(OSError):  # it was hung up
+                for word in words:
+                    stranger.sendall(word)
+                    time.sleep(pause)
+            return
+
+    return talk
+
+
+@pytest.mark.parametrize(
+    ("words", "pause"),
+    [
+        ([b"x"] * 8, 0.1),
+        ([bootstrap._MAGIC + b"\1"], 0.0),
+        ([bootstrap._MAGIC + bytes(8) + (2).to_bytes(8, "little")], 0.0),
+        ([bootstrap._MAGIC + (9).to_bytes(8, "little") + (2).to_bytes(8, "little")], 0.0),
+    ],
+    ids=["slow", "half a hello", "another rank 0", "rank 9 of 2"],
+)
+def test_strangers_that_speak(words: list[bytes], pause: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is a rank, and a slow one does not take the ranks' time."""
+    monkeypatch.setattr(bootstrap, "_HELLO_SECONDS", 0.3)
+    port = free_port()
+    thread = threading.Thread(target=talks(port, words, pause))
+    thread.start()
+    start = time.monotonic()
+
+    def of_rank(rank: int) -> bytes:
+        time.sleep(0.1 * rank)
+        return bootstrap.exchange_id(f"127.0.0.1:{port}", rank, 2, lambda: b"id", 10.0)
+
+    assert together(2, of_rank) == [b"id"] * 2
+    assert time.monotonic() - start < 8
+    thread.join(10)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 20])
+def test_half_an_answer_is_none(cut: int) -> None:
+    """Rank 0 ends while it sends: the rank asks again, and does not take a part of an identifier."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        whole = bootstrap._answer(b"ok", bytes(range(100)))
+
+        def serve() -> None:
+            for answer in (whole[:cut], whole):
+                connection, _ = server.accept()
+                with connection:
+                    bootstrap._receive(connection, bootstrap._HELLO_BYTES, time.monotonic() + 5)
+                    connection.sendall(answer[:3])
+                    time.sleep(0.05)
+                    connection.sendall(answer[3:])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        found = bootstrap.exchange_id(f"127.0.0.1:{port}", 1, 2, lambda: b"", 10.0)
+        thread.join()
+    assert found == bytes(range(100))
+
+
+def test_names_and_addresses_of_ip_version_6() -> None:
+    import socket
+
+    assert of_ranks(f"localhost:{free_port()}") == [b"id"] * 2
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    assert of_ranks(f"[::1]:{free_port()}") == [b"id"] * 2
+
+
+def test_a_name_that_has_an_address_of_ip_version_6_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: look_up("::1", *rest, **more))
+    assert of_ranks(f"rank0.example:{free_port()}") == [b"id"] * 2
+
+
+def test_a_host_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    one, other = of_ranks("no-such-host.example:29500", 0.1)
+    assert isinstance(one, NotSupported)
+    assert "rank 0 cannot listen there ([Errno -2] Name or service not known); pass a free port of its host" in str(one)
+    assert isinstance(other, PeerLost)
+    assert "in time ([Errno -2] Name or service not known): rank 0, or another rank" in str(other)
+
+
+def test_no_files_are_left(tmp_path: Path) -> None:
+    """Neither those of ranks that waited in vain."""
+    found = together(3, lambda rank: bootstrap.exchange_id(str(tmp_path / "id"), rank, 4, lambda: b"id", 0.2))
+    assert [type(error) for error in found] == [PeerLost] * 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_bytes", fails)
+    with pytest.raises(NotSupported, match=r"must be in a folder that this process can write \(\[Errno 13\]"):
+        bootstrap.exchange_id(str(tmp_path / "id"), 1, 2, lambda: b"", 1.0)
+    for address in (str(tmp_path), f"{tmp_path}/"):
+        with pytest.raises(NotSupported, match=r"must be a file, and not a folder; add the name of one"):
+            bootstrap.exchange_id(address, 1, 2, lambda: b"", 1.0)
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:0", "host:99999", None, 7, "/no such folder/id"])

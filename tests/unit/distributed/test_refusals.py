@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.api.options import VariableLength
-from cutlass_py_attn.distributed import Group, PeerLost, attention_forward, connect, rows_of_rank, simulated
+from cutlass_py_attn.distributed import (
+    Group,
+    PeerLost,
+    attention,
+    attention_backward,
+    attention_forward,
+    connect,
+    rows_of_rank,
+    simulated,
+)
+from cutlass_py_attn.distributed.host import Host
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, Full, Window
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -143,6 +153,30 @@ def test_refusals(sizes: dict[str, Any], options: dict[str, Any], text: str) -> 
         assert text in found if text else not found
 
 
+def test_a_call_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another shape, option or length of a sequence is another call; a refused one is refused again."""
+    checked: list[str] = []
+    problem_of = attention.problem_of
+    monkeypatch.setattr(attention, "problem_of", lambda *args: (checked.append(args[0]), problem_of(*args)))
+    (group,) = simulated.groups(1)
+    options: dict[str, Any] = {"group": group, "backend": "reference", "scale": 0.123}
+    sequences = {"sequences": VariableLength(BOUNDS[:2], BOUNDS[:2], 5, 5)}
+    for rows, more, count in (
+        (6, {}, 1),
+        (6, {}, 1),
+        (8, {}, 2),
+        (6, {"softcap": 3.0}, 3),
+        (6, sequences, 4),
+        (6, sequences, 5),
+    ):
+        attention_forward(*operands(rows), **options, **more)
+        assert len(checked) == count
+    for count in (6, 7):
+        with pytest.raises(NotSupported, match="softcap"):
+            attention_forward(*operands(6), **options, softcap=-3.0)
+        assert len(checked) == count
+
+
 def test_every_objection_is_named() -> None:
     with pytest.raises(NotSupported) as refusal:
         attention_forward(*operands(), group=None, context_strategy="all", load_balance="zig", softcap="1")  # type: ignore[typeddict-item]
@@ -179,6 +213,126 @@ def test_ranks_that_make_different_calls(sizes: dict[str, Any], options: dict[st
     assert found[0].startswith("the ranks make different calls, rank 0: forward by all_gather, 3 ranks")
     assert text in found[0].partition("rank 1: ")[2]
     assert found[0].endswith("must be the same on all ranks; correct one")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "text"),
+    [
+        ({"rows": 5}, {"load_balance": "zigzag"}, "NotSupported: query has 5 rows on each device"),
+        ({}, {"context_strategy": "rings"}, "NotSupported: context_strategy = 'rings' (str)"),
+        ({}, {"softcap": -1.0}, "NotSupported: on the rows of 3 ranks: softcap = -1.0"),
+        ({}, {"bias": [1.0]}, "NotSupported: bias: must be NumPy arrays for backend='reference'"),
+    ],
+    ids=["shape", "strategy", "number", "array"],
+)
+def test_a_refusal_of_one_rank_is_one_of_all(sizes: dict[str, Any], options: dict[str, Any], text: str) -> None:
+    """No rank waits for it, and the group still works."""
+
+    def of_rank(group: Group) -> str:
+        fixed: dict[str, Any] = {"group": group, "backend": "reference", "mask": Causal()}
+        try:
+            differs = group.rank == 1
+            attention_forward(*operands(**(sizes if differs else {})), **{**fixed, **(options if differs else {})})
+        except NotSupported as error:
+            attention_forward(*operands(), **fixed)
+            return str(error)
+        return ""
+
+    start = time.monotonic()
+    found = simulated.run(3, of_rank, timeout=30.0)
+    assert time.monotonic() - start < 5
+    assert text.partition(": ")[2] in found[1]
+    assert found[0] == found[2]
+    assert found[0].startswith(f"a call that not all ranks make, rank 1 refuses it, {text}")
+    assert found[0].endswith(": must be one for all; correct it")
+
+
+def test_a_refusal_that_nobody_hears() -> None:
+    """The other ranks do not come: this rank's own error is raised, and the group is aborted."""
+
+    def of_rank(group: Group) -> str:
+        if group.rank:
+            return ""
+        with pytest.raises(NotSupported, match=r"query has 5 rows on each device"):
+            attention_forward(*operands(5), group=group, backend="reference", load_balance="zigzag")
+        with pytest.raises(PeerLost, match=r"the group was aborted"):
+            attention_forward(*operands(), group=group, backend="reference")
+        return "refused"
+
+    assert simulated.run(2, of_rank, timeout=0.2) == ["refused", ""]
+
+
+def test_an_error_in_the_middle_of_a_call_aborts_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for what the failed rank does not send: they learn of it, whether or not they leave the group."""
+    compute = Host.forward
+
+    def fails(self: Host, *arguments: Any) -> Any:
+        if self.group.rank == 1:
+            raise MemoryError
+        return compute(self, *arguments)
+
+    monkeypatch.setattr(Host, "forward", fails)
+
+    def of_rank(group: Group) -> str:
+        try:
+            attention_forward(*operands(), group=group, backend="reference", context_strategy="ring", mask=Causal())
+        except (MemoryError, PeerLost) as error:
+            assert not group.is_open
+            return type(error).__name__
+        return ""
+
+    start = time.monotonic()
+    found = simulated.run(3, of_rank, timeout=30.0)
+    assert time.monotonic() - start < 5
+    assert found[1] == "MemoryError"
+    assert "PeerLost" in found
+
+
+ROWS_OF_RANK = (1, 4, 4, 8)
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"output": (1, 3, 4, 8)}, {}, "output has shape (1, 6, 4, 8)"),
+    ({"output": (4, 4, 8)}, {}, "output has shape (4, 4, 8): must be (batch, rows, heads, head_dim), a rank's rows"),
+    ({"grad_output": (1, 4, 4, 16)}, {}, "grad_output has shape (1, 8, 4, 16)"),
+    ({"value": (1, 8, 4, 8)}, {}, "value has shape (1, 16, 4, 8)"),
+    ({"logsumexp": (1, 4, 4)}, {}, "logsumexp has shape (1, 4, 4) and dtype float32: must be (1, 4, 32) float32, as"),
+    ({}, {"grad_logsumexp": np.zeros((1, 4, 4), np.float32)}, "must be (1, 4, 32) float32, like logsumexp; pad it"),
+    ({}, {"sinks": np.zeros(3, np.float32)}, "sinks has shape (3,)"),
+    ({}, {"mask": Causal(-2)}, "window_size = -2"),
+    ({}, {"mask": Window(-5, 0)}, "on the rows of 2 ranks: "),
+    (
+        {},
+        {
+            "sequences": VariableLength(BOUNDS[:2] + 3, BOUNDS[:2] + 3, 5, 5),
+            "grad_logsumexp": np.zeros((1, 4, 4), np.float32),
+        },
+        "grad_logsumexp with sequences: must be None, for the logsumexp of split sequences is of no use but for",
+    ),
+    (
+        {},
+        {"sequences": VariableLength(np.array([0, 9], np.int32), np.array([0, 9], np.int32), 9, 9)},
+        "cu_seqlens_q",
+    ),
+]
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses", "ring"])
+@pytest.mark.parametrize(("shapes", "options", "text"), WRONG, ids=lambda value: str(value)[:30])
+def test_arrays_that_do_not_fit(
+    shapes: dict[str, Any], options: dict[str, Any], text: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused before anything is exchanged: a GPU would read beyond their ends."""
+    monkeypatch.setattr(Host, "start", lambda *_: pytest.fail("an exchange"))
+    names = ("grad_output", "query", "key", "value", "output")
+    arrays = [np.zeros(shapes.get(name, ROWS_OF_RANK), np.float32) for name in names]
+    logsumexp = np.zeros(shapes.get("logsumexp", (1, 4, 32)), np.float32)
+
+    def of_rank(group: Group) -> None:
+        context: dict[str, Any] = {"group": group, "context_strategy": strategy, "mask": Full(), "backend": "reference"}
+        attention_backward(*arrays, logsumexp, **{**context, **options})
+
+    with pytest.raises(NotSupported) as refusal:
+        simulated.run(2, of_rank, timeout=10.0)
+    assert text in str(refusal.value) or (strategy == "ring" and "sequences" in options)
 
 
 def test_dtypes_that_differ() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.distributed import attention, simulated
+from cutlass_py_attn.distributed.host import Host
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -218,6 +219,18 @@ def test_bfloat16_is_rounded_once(strategy: str) -> None:
         assert error < 8e-3, (name, error)
 
 
+@pytest.mark.parametrize("bias", [(1, HEADS, ROWS, ROWS), (1, 1, ROWS, ROWS), (1, HEADS, 1, ROWS)], ids=str)
+def test_a_bias_of_16_bits_with_dropout(bias: tuple[int, ...]) -> None:
+    """Items of the batch are calls of their own, whose gradients are summed in float32 and sent in the bias's dtype."""
+    case = Case(Causal(), {"bias": bias}, DROPOUT)
+    found = simulated.run(2, lambda group: case.rank(group, "ulysses", None, lambda it: it.astype(ml_dtypes.bfloat16)))
+    for rank, results in enumerate(found):
+        expected = case.of_rank("bias", case.one_device["bias"], rank, 2, None)
+        assert results["bias"].dtype == ml_dtypes.bfloat16
+        error = np.linalg.norm(results["bias"].astype(np.float32) - expected) / np.linalg.norm(expected)
+        assert error < 1e-2
+
+
 def test_a_window_ends_the_ring() -> None:
     """Eight ranks of four rows: a window of 3 keys reaches one rank back, so that keys move once and sums home."""
     case = Case(Causal(3))
@@ -268,3 +281,21 @@ def test_bytes_that_a_rank_receives(strategy: str) -> None:
         "ulysses": (moved * (qo + kv) // size, moved * (2 * qo + 2 * kv) // size),
     }
     assert (per_pass["forward"], per_pass["backward"]) == expected[strategy]
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("all_gather", 1), ("ring", 2)])
+def test_the_padding_of_a_part_is_infinite(strategy: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels get the logsumexp of a part's rows alone, padded as a forward pads it, and not with other rows."""
+    compute, checked = Host.backward, []
+
+    def backward(self: Host, options: Any, operands: Any, gradients: Any) -> Any:
+        rows, lines = operands["query"].shape[1], operands["logsumexp"]
+        assert lines.shape[2] == 32
+        assert np.isposinf(lines[..., rows:]).all()
+        checked.append(rows)
+        return compute(self, options, operands, gradients)
+
+    monkeypatch.setattr(Host, "backward", backward)
+    case = CASES["causal"][0]
+    case.expect(case.split(strategy, "zigzag", size), "zigzag")
+    assert min(checked) < max(32 // size, 17)

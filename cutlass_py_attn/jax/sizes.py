@@ -1,0 +1,20 @@
+"""Sizes: a call is planned for the sizes of its arrays, so that all of them are known when it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+
+def objections(arrays: Mapping[str, Any]) -> Iterator[str]:
+    """Yields why arrays with symbolic sizes, such as those of jax.export.symbolic_shape, are refused."""
+    for name, array in arrays.items():
+        shape = getattr(array, "shape", ())
+        symbolic = [str(size) for size in shape if not isinstance(size, (int, np.integer))]
+        if symbolic:
+            yield (
+                f"{name} has shape ({', '.join(map(str, shape))}): must have no symbolic size, {', '.join(symbolic)}, "
+                "for a call is planned for its sizes; export a program for each of them"
+            )
