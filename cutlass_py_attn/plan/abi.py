@@ -170,9 +170,7 @@ APPEND: Fields = (
 
 # Only in kernels that store e4m3. A stride is 0 along an axis that a scale does not have.
 APPEND_SCALES: Fields = tuple(
-    (field, "i64")
-    for name in ("key_scale", "value_scale")
-    for field in (name, f"{name}_page", f"{name}_row", f"{name}_head")
+    (field, "i64") for name in CACHE_SCALES for field in (name, f"{name}_page", f"{name}_row", f"{name}_head")
 )
 
 # num_rows: rows of all batches and heads. cu_seqlens_q: 0 if the outputs are not packed. The logsumexps are 0 in a sum.
@@ -239,7 +237,7 @@ def address_alignments(build: Build) -> dict[str, int]:
     """
     if build.kind == "append":
         cached = build.vector_bytes // build.item_bytes if build.variant else build.vector_bytes
-        scales = dict.fromkeys(("key_scale", "value_scale"), 4) if build.variant else {}
+        scales = dict.fromkeys(CACHE_SCALES, 4) if build.variant else {}
         rows = dict.fromkeys(("key", "value"), build.vector_bytes) | dict.fromkeys(("key_cache", "value_cache"), cached)
         return {**rows, "slots": 8, **scales}
     if build.kind == "merge":
