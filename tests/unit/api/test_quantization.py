@@ -107,6 +107,8 @@ def test_the_forward_of_codes_on_the_cpu(granularity: str) -> None:
     factors = {f"{name}_scale": factor for name, (_, factor) in made.items()}
     codes = [code for code, _ in made.values()]
     output, logsumexp = attention_forward(*codes, mask=Causal(), backend="reference", **factors)
+    of_bytes, _ = attention_forward(*(it.view(np.uint8) for it in codes), mask=Causal(), backend="reference", **factors)
+    np.testing.assert_array_equal(of_bytes, output)
     values = [quantization.dequantise(code, factor) for code, factor in made.values()]
     truth, lse = numpy_reference.forward(*values, mask=Causal())
     assert output.dtype == ml_dtypes.bfloat16

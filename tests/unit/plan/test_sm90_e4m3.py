@@ -14,6 +14,7 @@ from cutlass_py_attn.plan.variants import E4M3
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.spec import parse
+from cutlass_py_attn.problem.tensors import OPERANDS, Tensor
 from cutlass_py_attn.runtime import params
 
 
@@ -62,6 +63,13 @@ def test_strides_of_scales(word: str, strides: tuple[int, int]) -> None:
     for name in SCALES:
         assert (given[f"{name}_batch"], given[f"{name}_head"]) == strides
     assert {*problem.vectors()} == ({*SCALES} if word else set())
+
+
+def test_codes_may_be_bytes() -> None:
+    problem = problem_of("e4m3_d64_s100_b3_h4k2_full")
+    as_bytes = {name: Tensor.contiguous(getattr(problem, name).shape, "uint8") for name in OPERANDS}
+    of_bytes = planner.plan_forward(problem.replace(**as_bytes), "sm_90a")
+    assert of_bytes == planner.plan_forward(problem, "sm_90a")
 
 
 def test_explain() -> None:
