@@ -30,10 +30,10 @@ VARIABLE = native_library.VARIABLE
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, on a machine with a driver and a C compiler; returns the folder of the libraries."""
+    """An empty cache, `auto`, a machine with a driver and a C compiler; returns the folder of the libraries."""
     compiler("c")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(VARIABLE, "auto")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(native_library, "_has_driver", lambda: True)
     return tmp_path / native_library.FOLDER
@@ -86,6 +86,8 @@ def test_python_is_chosen(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert chosen() == native_library.Choice("python", "there is no NVIDIA driver (libcuda) on this machine")
     monkeypatch.setenv(VARIABLE, "python")
     assert chosen() == native_library.Choice("python", f"{VARIABLE} demands it")
+    monkeypatch.delenv(VARIABLE)
+    assert chosen() == native_library.Choice("python", f"{VARIABLE} is not set")
     assert not cached.exists()
 
 

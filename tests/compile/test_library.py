@@ -61,6 +61,14 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("forward",),
         ("bf16_d128_n200x900,33x40_h8k2_causal_br_paged64",),
     ),
+    "bf16_d64_q2_s900_b3_h8k2_window_left200_right0_softcap30_alibib_sinks_paged16": (
+        ("forward",),
+        ("bf16_d64_q3_s77_b9_h4k2_window_left9_right0_softcap5_alibib_sinks_paged1",),
+    ),
+    "bf16_d128_n2x900,1x700_h8k2_causal_br_paged16": (
+        ("forward",),
+        ("bf16_d128_n1x30,4x70,2x5_h4k2_causal_br_paged4",),
+    ),
     "f16_d100_s512_b2_h4_full": (DIRECTIONS, ("f16_d100_s77_b2_h5_full",)),
 }
 

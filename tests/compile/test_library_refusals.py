@@ -158,6 +158,17 @@ def test_wrong_calls_are_refused(
         host.close(opened)
 
 
+def test_a_number_that_is_none_is_refused_with_fast_math(bundle: Bundle) -> None:
+    """A scale that nobody set is NaN. Linking with -ffast-math itself would change the arithmetic of the process."""
+    library = LibraryHost(compiled(bundle, bundle.path.parent / "fast.so", "-O1", "-ffinite-math-only"))
+    for name in ("scale", "softcap", "dropout_p"):
+        call = call_of(library)
+        assert library.chosen(call, H200).status == "OK", library.text
+        put(call, name, float("nan"))
+        choice = library.chosen(call, H200)
+        assert (choice.status, choice.text.split()[0]) == ("INVALID", name)
+
+
 def test_every_objection_to_the_fields_at_once(host: LibraryHost) -> None:
     call = call_of(host)
     call.dtype, call.dropout_p, call.bottom_right = 9, -1.0, 3
