@@ -13,7 +13,7 @@ from cutlass_py_attn.problem.tensors import OPERAND_BYTES
 Option = TypeVar("Option")
 
 SWIZZLES = (128, 64, 32)
-COPIED_BYTES = 128  # of a row of a tile that neighbouring threads copy together
+COPIED_BYTES = (128, 64, 32)  # of a row of a tile that neighbouring threads copy together; 32 of e4m3 codes alone
 TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
 BUFFER_ALIGNMENT = 128
 
@@ -36,8 +36,8 @@ def tile_bytes(dtype: str, rows: int, columns: int) -> int:
 
 
 def threads_of_row(row_bytes: int, vector_bytes: int) -> int:
-    """Returns how many neighbouring threads copy 128 bytes of a row together, or 64 bytes if 128 do not divide it."""
-    return (COPIED_BYTES if row_bytes % COPIED_BYTES == 0 else COPIED_BYTES // 2) // vector_bytes
+    """Returns how many neighbouring threads copy 128 bytes of a row together, or as many as divide it: 64 or 32."""
+    return next(width for width in COPIED_BYTES if row_bytes % width == 0) // vector_bytes
 
 
 def rows_copied_at_once(threads: int, row_bytes: int, vector_bytes: int) -> int:

@@ -21,6 +21,8 @@ RUNS = (
         "forward f16_d40v36_q50_s70_b1_h1_window_left30_right9_paged4_kv8_descalerow seed=2 table=csr",
         False,
     ),
+    # 96 codes in a row, which 64 bytes do not divide.
+    ("128x64x4:1,0", "forward bf16_d80_q20_s70_b1_h1_causal_br_paged16_kv8_descalerow seed=3", False),
     ("64x32x4:1,0", "forward bf16_d64_q20_s50_b1_h1_causal_br_kv8_descalehead seed=1 inputs=needle", True),
     ("16x64x4:2,0+persistent", "forward f16_d40v36_q3_s140_b1_h2_full_paged4_kv8_descalebatch seed=5", False),
 )
