@@ -18,8 +18,7 @@ Refused = tuple[Callable[[], Problem], list[str]]
 
 FORWARD_OPTIONS = (
     "mask, scale, bias, softcap, alibi_slopes, sinks, dropout, score_terms, sequences, backend, kernels, out, "
-    "query_scale, key_scale, value_scale, stream; "
-    "check the spelling"
+    "query_scale, key_scale, value_scale, stream"
 )
 ALL_GRADIENTS = "must be some of query, key, value, bias, sinks in a tuple; name at least one"
 SPELLING = "must come together; pass {0} or do not name it"
@@ -42,8 +41,8 @@ def of_sequences(*reasons: str, **changes: Any) -> Refused:
 
 OPTIONS: dict[str, Refused] = {
     "names and kinds": call(
-        f"option 'causal' is unknown: must be one of {FORWARD_OPTIONS}",
-        f"option 'deterministic' is unknown: must be one of {FORWARD_OPTIONS}",
+        f"option 'causal' is unknown: must be one of {FORWARD_OPTIONS}; pass mask=Causal()",
+        f"option 'deterministic' is unknown: must be one of {FORWARD_OPTIONS}; check the spelling",
         "mask = None: must be a mask object such as Full() or Causal(); make one",
         "backend = 'cpu' (str): must be one of auto, gpu, reference; choose one",
         "dropout = 0.1 (float): must be a Dropout object, or None; create one",
