@@ -32,11 +32,18 @@ from cutlass_py_attn.errors import AttentionError, NotSupported
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import shown
-from cutlass_py_attn.problem.split_rows import ALL_GATHER, RING, STRATEGIES, ULYSSES, ZIGZAG, SplitCall
+from cutlass_py_attn.problem.split_rows import (
+    ALL_GATHER,
+    RING,
+    ULYSSES,
+    ZIGZAG,
+    SplitCall,
+    order_objections,
+    strategy_objections,
+)
 from cutlass_py_attn.problem.tensors import E4M3, OPERANDS, Tensor
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms.dropout import Dropout
-from cutlass_py_attn.suggestions import did_you_mean
 
 _COMPUTE: Final[dict[str, Any]] = {ALL_GATHER: gathered, ULYSSES: heads, RING: ring}
 _MESSAGE_BYTES: Final = 1024  # about a call, which all ranks compare
@@ -249,13 +256,7 @@ def _context_reasons(context: Mapping[str, Any]) -> list[str]:
     found = []
     if not isinstance(context["group"], Group):
         found.append(f"group = {shown(context['group'])}: must be a Group; pass one that connect returns")
-    strategy, order = context["context_strategy"], context["load_balance"]
-    if strategy not in STRATEGIES:
-        remedy = did_you_mean(str(strategy), STRATEGIES, "choose one")
-        found.append(f"context_strategy = {shown(strategy)}: must be one of {', '.join(STRATEGIES)}; {remedy}")
-    if order not in (None, ZIGZAG):
-        found.append(f"load_balance = {shown(order)}: must be {ZIGZAG!r}, or None for the natural order; choose one")
-    return found
+    return [*found, *strategy_objections(context["context_strategy"]), *order_objections(context["load_balance"])]
 
 
 def _reasons(options: Options) -> list[str]:
@@ -426,7 +427,7 @@ def _tell_others(group: Group, error: Exception) -> None:
 
 
 def _message(kind: bytes, text: str) -> bytes:
-    """Returns what ranks compare: the kind, a digest of the text, and as much of the text as there is room for."""
+    """Returns what ranks compare: the kind, a digest of the text, and as much of the text as fits."""
     content = text.encode()
     return (kind + hashlib.sha256(content).digest() + content)[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
 

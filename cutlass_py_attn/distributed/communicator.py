@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from cutlass_py_attn.errors import AttentionError
+from cutlass_py_attn.problem.scalars import shown
 
 DEFAULT_TIMEOUT: Final = 60.0  # seconds that ranks wait for each other
 Message = tuple[int, Any]  # rank of the other side, and a contiguous array
@@ -52,3 +53,18 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Releases the communicator when no exchange is under way."""
+
+
+def timeout_objections(timeout: object) -> list[str]:
+    """Returns why a time limit is refused."""
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout > 0:
+        return []
+    return [f"timeout = {shown(timeout)}: must be a number of seconds greater than 0; pass one"]
+
+
+def not_in_time(communicator: Communicator, waited: str, aborted: str) -> PeerLost:
+    """Returns the error of a rank whose time limit has passed. waited: how long, and where; aborted: what it ended."""
+    return PeerLost(
+        f"rank {communicator.rank} waited {waited} for the other {communicator.size - 1}: one of them has ended, or "
+        f"made another call; the {aborted} is aborted; restart all ranks"
+    )

@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 from cutlass_py_attn.distributed import bootstrap, nccl
-from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT
+from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, timeout_objections
 from cutlass_py_attn.distributed.group import Group
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem import split_rows
 from cutlass_py_attn.problem.scalars import integer_of, shown
-from cutlass_py_attn.problem.split_rows import ZIGZAG
+from cutlass_py_attn.problem.split_rows import ZIGZAG, order_objections
 from cutlass_py_attn.runtime import driver
 
 
@@ -35,10 +35,7 @@ def connect(
     NotSupported: a wrong argument, or ranks disagree. PeerLost: a rank did not come in time. NoDevice: nccl4py or
     libnccl is not installed or too old, or there is no GPU.
     """
-    reasons = [*_rank_reasons(rank, size)]
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        reasons.append(f"timeout = {shown(timeout)}: must be a number of seconds greater than 0; pass one")
-    if reasons:
+    if reasons := [*_rank_reasons(rank, size), *timeout_objections(timeout)]:
         raise NotSupported(reasons)
     nccl.bindings()
     ordinal = driver.current_ordinal() if device is None else driver.checked_ordinal(device)
@@ -58,11 +55,7 @@ def rows_of_rank(rank: int, size: int, num_rows: int, load_balance: str | None =
 
     NotSupported: the ranks do not divide the rows.
     """
-    reasons, count = [*_rank_reasons(rank, size)], integer_of(num_rows)
-    if load_balance not in (None, ZIGZAG):
-        reasons.append(
-            f"load_balance = {shown(load_balance)}: must be {ZIGZAG!r}, or None for the natural order; choose one"
-        )
+    reasons, count = [*_rank_reasons(rank, size), *order_objections(load_balance)], integer_of(num_rows)
     if not reasons:
         parts = size * (2 if load_balance == ZIGZAG else 1)
         if count is None or count < 0 or count % parts:

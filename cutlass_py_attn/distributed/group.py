@@ -10,7 +10,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, Communicator, Message, PeerLost
+from cutlass_py_attn.distributed.communicator import (
+    DEFAULT_TIMEOUT,
+    Communicator,
+    Message,
+    PeerLost,
+    not_in_time,
+    timeout_objections,
+)
 from cutlass_py_attn.distributed.views import View
 from cutlass_py_attn.errors import AttentionError, NotSupported
 from cutlass_py_attn.problem.scalars import integer_of, shown
@@ -42,8 +49,7 @@ class Group:
             reasons.append(
                 f"communicator = {shown(communicator)}: must have {', '.join(missing)}; pass one that connect returns"
             )
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-            reasons.append(f"timeout = {shown(timeout)}: must be a number of seconds greater than 0; pass one")
+        reasons += timeout_objections(timeout)
         if not isinstance(check_calls, bool):
             reasons.append(f"check_calls = {shown(check_calls)}: must be True or False; pass one of them")
         if not missing:
@@ -157,10 +163,7 @@ class Group:
                 raise PeerLost(f"{reason}: the group is aborted; restart all ranks")
             if time.monotonic() > limit:
                 self.abort()
-                raise PeerLost(
-                    f"rank {self.rank} waited {self.timeout:g} s for the other {self.size - 1}: one of them has "
-                    "ended, or made another call; the group is aborted; restart all ranks"
-                )
+                raise not_in_time(self.communicator, f"{self.timeout:g} s", "group")
             time.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from cutlass_py_attn import extras
-from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, Message, PeerLost
+from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, Message, PeerLost, not_in_time
 from cutlass_py_attn.errors import DriverError, NoDevice, NotSupported
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.runtime import driver
@@ -150,10 +150,7 @@ class NcclCommunicator:
         while (state := self._state()) == _IN_PROGRESS:
             if time.monotonic() > limit:
                 self.abort()
-                raise PeerLost(
-                    f"rank {self.rank} waited {timeout:g} s in {name} for the other {self.size - 1}: one of them has "
-                    "ended, or made another call; the communicator is aborted; restart all ranks"
-                )
+                raise not_in_time(self, f"{timeout:g} s in {name}", "communicator")
             time.sleep(_POLL_SECONDS)
         if state:
             text = f"{name}: {self.failure()}"

@@ -14,8 +14,14 @@ from cutlass_py_attn.jax.calls import Call
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.jax.rows import Context
 from cutlass_py_attn.problem.scalars import shown
-from cutlass_py_attn.problem.split_rows import ALL_GATHER, STRATEGIES, ULYSSES, ZIGZAG, SplitCall
-from cutlass_py_attn.suggestions import did_you_mean
+from cutlass_py_attn.problem.split_rows import (
+    ALL_GATHER,
+    ULYSSES,
+    ZIGZAG,
+    SplitCall,
+    order_objections,
+    strategy_objections,
+)
 
 SPLITTING: Final = ("context_axis", "context_strategy", "load_balance")
 OPTIONS: Final = (*SPLITTING, "return_logsumexp")
@@ -25,11 +31,10 @@ def option_objections(name: str, value: Any) -> list[str]:
     """Returns why the value of one of OPTIONS is refused."""
     if name == "context_axis":
         return [] if value is None else _axis_objections(value)
-    if name == "context_strategy" and value not in STRATEGIES:
-        return [f"{name} = {shown(value)}: must be one of {', '.join(STRATEGIES)}; "
-                f"{did_you_mean(str(value), STRATEGIES, 'choose one')}"]  # fmt: skip
-    if name == "load_balance" and value not in (None, ZIGZAG):
-        return [f"{name} = {shown(value)}: must be {ZIGZAG!r}, or None for the natural order; choose one"]
+    if name == "context_strategy":
+        return strategy_objections(value)
+    if name == "load_balance":
+        return order_objections(value)
     if name == "return_logsumexp" and not isinstance(value, bool):
         return [f"{name} = {shown(value)}: must be True or False; pass one of them"]
     return []

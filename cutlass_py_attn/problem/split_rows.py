@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
+from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.suggestions import did_you_mean
 
 ALL_GATHER: Final = "all_gather"
 ULYSSES: Final = "ulysses"
@@ -30,6 +32,21 @@ class Chunk:
     first: int
     count: int
     start: Any
+
+
+def strategy_objections(value: object) -> list[str]:
+    """Returns why a value of context_strategy is refused."""
+    if value in STRATEGIES:
+        return []
+    remedy = did_you_mean(str(value), STRATEGIES, "choose one")
+    return [f"context_strategy = {shown(value)}: must be one of {', '.join(STRATEGIES)}; {remedy}"]
+
+
+def order_objections(value: object) -> list[str]:
+    """Returns why a value of load_balance is refused."""
+    if value in (None, ZIGZAG):
+        return []
+    return [f"load_balance = {shown(value)}: must be {ZIGZAG!r}, or None for the natural order; choose one"]
 
 
 def chunks(size: int, zigzag: bool, rows: int, device: Any) -> list[Chunk]:
