@@ -23,7 +23,7 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import abi, decode, entry_points, sm80, sm90
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
-from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
+from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.problem.problem import Problem
@@ -260,7 +260,7 @@ def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tup
     elif is_pool or not problem.has_ragged_rows:
         return (columns, rows, heads, outer), strides
     row, head, _ = strides
-    around = f"{RAGGED_BYTES // RAGGED_ROWS // OPERAND_BYTES[problem.dtype]} - {row}"
+    around = f"{RAGGED_STRIDE_BYTES // OPERAND_BYTES[problem.dtype]} - {row}"
     sizes = columns, str(RAGGED_ROWS), heads, f"{rows} + 1", str(RAGGED_ROWS + 1)
     return sizes, (row, head, row, around)
 

@@ -16,6 +16,7 @@ from cutlass_py_attn.plan.sm90_smem import (
     DQ_WARPGROUPS,
     LOAD_WARPGROUPS,
     RAGGED_ROWS,
+    RAGGED_STRIDE_BYTES,
     WARPGROUP_ROWS,
     deals_last_rounds,
     most_box_rows,
@@ -33,6 +34,7 @@ from cutlass_py_attn.problem.tensors import (
     F32_BYTES,
     FLOAT8,
     ITEM_BYTES,
+    OPERAND_BYTES,
     OPERANDS,
     ROW_ALIGNMENT_BYTES,
     Shape,
@@ -88,6 +90,8 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         "strides of 0 or less": any(
             stride <= 0 for name in _tma_operands(problem) for stride in _strides(getattr(problem, name))
         ),
+        f"variable lengths with row strides of {RAGGED_STRIDE_BYTES} bytes or more": problem.has_ragged_rows
+        and any(_has_far_rows(getattr(problem, name)) for name in _ragged_operands(problem)),
     }
     return (*missing, *(name for name, is_present in present.items() if is_present), *_unsupported_pages(problem))
 
@@ -125,6 +129,16 @@ def _needs_2cta(shape: Shape) -> bool:
 
 def _tma_operands(problem: Problem) -> tuple[str, ...]:
     return OPERANDS if problem.direction == "forward" else (*OPERANDS, "grad_output")
+
+
+def _ragged_operands(problem: Problem) -> tuple[str, ...]:
+    """Returns the operands whose rows belong to sequences of several lengths, rather than to pages."""
+    return _tma_operands(problem) if problem.pages is None else ("query",)
+
+
+def _has_far_rows(tensor: Tensor) -> bool:
+    """Returns whether the last axis of the tensor map of several lengths would have no step above 0."""
+    return tensor.shape[1] > 1 and tensor.strides[1] * OPERAND_BYTES[tensor.dtype] >= RAGGED_STRIDE_BYTES
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

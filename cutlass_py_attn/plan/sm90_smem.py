@@ -39,8 +39,9 @@ MLA_REGISTERS: Final = (40, 232)  # the same of variant mla, whose producer find
 # The same of variant e4m3, whose first warpgroup also transposes values.
 E4M3_REGISTERS: Final = {64: (56, 240), 128: (40, 232), 192: (32, 160)}
 SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
-# Tensor map over sequences of several lengths, see sm90.py: its rows per sequence, bytes of the whole address space.
-RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64
+# Tensor map over sequences of several lengths, see sm90.py: its rows per sequence.
+RAGGED_ROWS: Final = 1 << 30
+RAGGED_STRIDE_BYTES: Final = (1 << 64) // RAGGED_ROWS  # its last axis steps by this less a row
 
 
 def tma_tiles(build: Build) -> dict[str, tuple[int, int]]:

@@ -58,7 +58,7 @@ class Bound:
         use_graph = len(plan.launches) >= MIN_GRAPH_LAUNCHES
         self.launcher_type: type[Launcher] = GraphLauncher if use_graph else StreamLauncher
         self._problem = problem
-        self._kernels = kernels
+        self.kernels = kernels
         self._params, self._kernel_launches = self._create_launches()
         self._override_writers = tuple(override_writers(plan, self._params, launch) for launch in plan.launches)
         self.tensor_names = tuple(self._params.alignments)
@@ -71,7 +71,7 @@ class Bound:
     def _create_launches(self) -> tuple[KernelParams, tuple[kernel_launch.KernelLaunch, ...]]:
         """Creates kernel parameters, and the launches that read them."""
         params = KernelParams(self.plan, self._problem)
-        launches = zip(self._kernels, self.plan.launches, params.parameters, strict=True)
+        launches = zip(self.kernels, self.plan.launches, params.parameters, strict=True)
         return params, tuple(kernel_launch.KernelLaunch(*each) for each in launches)
 
     def __call__(self, pointers: Mapping[str, int], stream: object = None, *, workspace: int | None = None) -> None:
@@ -123,7 +123,7 @@ class Bound:
 
         launcher: the stream's launcher, which refused in the thread's own context; None for none.
         """
-        if not self._kernels:
+        if not self.kernels:
             return None
         with self._lock, self.device.current():
             if launcher is not None and launcher(addresses, workspace):
@@ -201,7 +201,7 @@ class Bound:
         reasons += [
             f"{name} = {_shown_address(address)}: must be a device address, {alignment}-byte aligned; copy it"
             for name, (address, alignment) in addresses.items()
-            if self._kernels and not (0 < (number := _number(address)) < _ADDRESS_END and number % alignment == 0)
+            if self.kernels and not (0 < (number := _number(address)) < _ADDRESS_END and number % alignment == 0)
         ]
         reasons += [
             f"{name} = {shown(number)}: must be an int from 0 to 2**64 - 1; correct it"

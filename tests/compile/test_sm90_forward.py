@@ -69,6 +69,15 @@ def test_variable_lengths_have_five_dimensional_maps() -> None:
     assert sm90.unsupported_features(varlen(num_keys=0)) == ("axes without an index",)
 
 
+@pytest.mark.parametrize(("row", "family"), [(2**33 - 8, "sm90"), (2**33, "sm80")])
+def test_the_last_axis_of_variable_lengths_steps_forward(row: int, family: str) -> None:
+    """Its stride is 2^34 bytes less a row."""
+    rows = Tensor((1, 1000, 4, 128), (1000 * row, row, 128, 1), "bfloat16")
+    plan = planner.plan(varlen(query=rows), "sm_90a")
+    assert plan.build.family == family
+    assert all(stride > 0 for launch in plan.launches for each in launch.tensor_maps for stride in each.strides)
+
+
 @pytest.mark.parametrize(("dim", "queries", "tiles"), [(64, 2, 32), (128, 2, 16), (256, 1, 32)])
 def test_dropout_prefetches_the_bits_of_several_key_tiles(dim: int, queries: int, tiles: int) -> None:
     """As many as fit into shared memory, beside two query tiles if those fit."""
