@@ -45,7 +45,7 @@ def test_files_of_a_bundle(tmp_path: Path) -> None:
     bundle = export(tmp_path / "made" / "bundle", archs=("sm_80", "sm_90a"))
     stems = [
         "sm_80/bwd_sm80_bf16_d64_causal_128x128", "sm_80/fwd_sm80_bf16_d64_causal_128x128",
-        "sm_90a/bwd_sm90_bf16_d64_causal_128x128", "sm_90a/fwd_sm90_bf16_d64_causal_192x128",
+        "sm_90a/bwd_sm90_bf16_d64_causal_key_registers_128x128", "sm_90a/fwd_sm90_bf16_d64_causal_192x128",
     ]  # fmt: skip
     kinds = ("cubin", "json", "ptx")
     expected = {"attention.h", MANIFEST, *(f"{stem}.{kind}" for stem in stems for kind in kinds)}
@@ -272,7 +272,7 @@ def test_loading_needs_no_compiler(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "('forward', 'backward') bwd_sm90_bf16_d64_causal_128x128 2\n"
+    assert done.stdout == "('forward', 'backward') bwd_sm90_bf16_d64_causal_key_registers_128x128 2\n"
 
 
 def test_bundle_gives_its_problem_and_plan_back(tmp_path: Path) -> None:
