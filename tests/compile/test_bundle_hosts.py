@@ -278,8 +278,8 @@ def test_header_names_what_fails(driver_log: FakeDriver, backward: tuple[Bundle,
     given = numbers_of(bundle, pair("Hopper", "backward")[0])
     with device(0).current():
         assert host.open(tmp_path) == -1
-        assert re.fullmatch(r".*bwd_sm90_bf16_d128_causal_ds_registers_64x128.cubin: cannot be read as the file of \d+ bytes; copy "
-                            "the whole folder of the export", host.error)  # fmt: skip
+        assert re.fullmatch(r".*bwd_sm90_bf16_d128_causal_ds_registers_64x128.cubin: cannot be read as the file of "
+                            r"\d+ bytes; copy the whole folder of the export", host.error)  # fmt: skip
         host.set({**given.inputs, **given.addresses})
         host.library.close_bundle(host.bundle)
         assert host.launch() == -1

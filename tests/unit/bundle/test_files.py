@@ -378,9 +378,12 @@ def test_command_exports_a_case(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     assert [line.split(";")[0].rpartition("_")[0] for line in lines[:-1]] == [
-        f"{direction} for {arch}: {direction[0]}wd_{family}_bf16_d64_causal"
-        for direction in DIRECTIONS
-        for arch, family in (("sm_90a", "sm90"), ("sm_100", "sm80"), ("sm_80", "sm80"))
+        "forward for sm_90a: fwd_sm90_bf16_d64_causal",
+        "forward for sm_100: fwd_sm80_bf16_d64_causal",
+        "forward for sm_80: fwd_sm80_bf16_d64_causal",
+        "backward for sm_90a: bwd_sm90_bf16_d64_causal_key_registers",
+        "backward for sm_100: bwd_sm80_bf16_d64_causal",
+        "backward for sm_80: bwd_sm80_bf16_d64_causal",
     ]
     assert lines[-1].startswith("20 files, ")
     assert load_bundle(tmp_path / "bundle").directions == DIRECTIONS
