@@ -444,8 +444,8 @@ def emulate(
 ) -> dict[str, Array]:
     """Executes the launches of a plan, and returns its outputs; NaN where nothing was written.
 
-    arrays: the inputs of the case. block: executes one thread block. outputs: their names. AssertionError if a byte outside of the outputs
-    and the workspace changed.
+    arrays: the inputs of the case. block: executes one thread block. outputs: their names. AssertionError if a byte
+    outside of the outputs and the workspace changed.
     """
     problem = case.problem()
     logsumexp = Tensor.contiguous(problem.shape.logsumexp, "float32")
