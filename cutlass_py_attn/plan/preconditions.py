@@ -25,7 +25,7 @@ from cutlass_py_attn.plan.launch_rules import (
     workspace,
 )
 from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS
-from cutlass_py_attn.plan.variants import PERSISTENT
+from cutlass_py_attn.plan.variants import DS_REGISTERS, PERSISTENT
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE
@@ -194,6 +194,8 @@ def _factors(problem: Problem, build: Build) -> Iterator[Condition]:
         yield f"{name} <= {MAX_SCALE:.1f}", says
     if build.kind == "forward" and build.family == "sm90":
         yield "scale >= 0", "scale must not be below 0; export a problem with such a scale"
+    if build.variant == DS_REGISTERS:
+        yield "(scale == 0) == 0", "scale must not be 0; export a problem with such a scale"
     if build.has("softcap"):
         largest = LARGEST_SOFTCAP[problem.dtype]
         yield f"softcap >= {_number(MIN_SOFTCAP)}", "softcap must be above 0, and at least 2**-126"

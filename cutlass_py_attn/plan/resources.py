@@ -14,7 +14,7 @@ from cutlass_py_attn.plan.sm90_smem import registers
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS, value_columns
 from cutlass_py_attn.plan.sm90_wide_backward import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, result_columns
 from cutlass_py_attn.plan.split_d import splits_dk_dv
-from cutlass_py_attn.plan.variants import E4M3, MLA, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import E4M3, KEEPS_DS, MLA, TWO_CTA, WIDE
 
 
 def warp_grid(warps: int, m: int, n: int, item_bytes: int) -> Warps:
@@ -63,7 +63,10 @@ def _consumer_registers(build: Build) -> int:
     if build.variant == TWO_CTA:  # each warpgroup has one of both gradients
         widest = max(build.columns, build.columns_value)
         return build.tile_n * (build.tile_m + build.tile_m // 2 + widest) // threads
-    return build.tile_n * (2 * build.block_queries + build.columns + build.columns_value) // threads
+    scores = 2 * build.block_queries
+    if build.variant in KEEPS_DS:  # dP beside the 16-bit weights; the next S is multiplied after dS
+        scores = build.block_queries + build.block_queries // 2
+    return build.tile_n * (scores + build.columns + build.columns_value) // threads
 
 
 def accumulator_limit(build: Build, limits: Architecture) -> int:

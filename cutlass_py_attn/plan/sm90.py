@@ -27,7 +27,20 @@ from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.plan.tiles import is_mla, splits_score_rows
-from cutlass_py_attn.plan.variants import E4M3, MLA, MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS, WIDE
+from cutlass_py_attn.plan.variants import (
+    DS_REGISTERS,
+    E4M3,
+    KEEPS_DS,
+    KEY_REGISTERS,
+    MLA,
+    MULTICAST,
+    PER_HEAD,
+    QUERY_HEADS,
+    STANDARD,
+    TWO_CTA,
+    VARIANTS,
+    WIDE,
+)
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import (
     BIASES,
@@ -275,6 +288,15 @@ def _query_heads_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> 
     return key_tiles * shape.num_heads_key < most * num_sms
 
 
+def _ds_registers_objection(problem: Problem, tile: TileConfig) -> str:
+    return "S starts from -logsumexp / scale, and the scale is 0" if problem.scale_value == 0 else ""
+
+
+def _always_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
+    """Returns True: what is faster for some lengths is ahead of it in the table."""
+    return True
+
+
 def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
     features = VARIANTS["forward", "sm90", MULTICAST].features
     is_plain = {*problem.features} <= {*features} and problem.mask.form == "causal"
@@ -289,6 +311,8 @@ def _multicast_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
 _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
     ("backward", PER_HEAD): _Choice(_per_head_objection, _per_head_is_faster),
     ("backward", QUERY_HEADS): _Choice(_no_objection, _query_heads_is_faster),
+    ("backward", DS_REGISTERS): _Choice(_ds_registers_objection, _always_faster),
+    ("backward", KEY_REGISTERS): _Choice(_no_objection, _always_faster),
     ("forward", MULTICAST): _Choice(_multicast_objection, _multicast_is_faster),
 }
 
@@ -402,7 +426,9 @@ def reason(build: Build) -> str:
         roles = "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
     else:
         how = _work_tiles(build)
-        roles = f"{how}{computing} dK and dV, one computes dQ, one warp loads"
+        dk = "dK from dS in registers, and dV" if build.variant in KEEPS_DS else "dK and dV"
+        dq = "dQ from keys in registers" if build.variant == KEY_REGISTERS else "dQ"
+        roles = f"{how}{computing} {dk}, one computes {dq}, one warp loads"
     return f"sm90 family (wgmma, TMA): {roles}"
 
 

@@ -18,7 +18,7 @@ from typing import Final
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.variants import E4M3, MLA, PER_HEAD, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import E4M3, KEY_REGISTERS, MLA, PER_HEAD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 LOAD_WARPGROUPS: Final = 1
@@ -26,6 +26,8 @@ DQ_WARPGROUPS: Final = 1  # of the backward
 CONSUMER_WARPGROUPS: Final = 2  # most of the backward: they hold dK and dV of 64 keys each
 WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
 BARRIER_BYTES: Final = 8
+KEY_REGISTERS_PIECE: Final = (32, 64)  # (rows, columns) of dQ in one product of variant key_registers
+KEY_REGISTERS_STAGED: Final = 2  # of these pieces in the staging buffer; a query tile has a multiple of it
 ADDING_WARPS: Final = 2  # of a deterministic backward, which take turns to add dQ of a query tile
 WORK_TILE_WORDS: Final = 12  # int32 of the record of one work tile in the backward
 WORK_TILE_RECORDS: Final = 2  # for each stage of the key
@@ -217,6 +219,8 @@ def registers(build: Build) -> tuple[int, ...]:
         return 32, 120, 240
     if build.block_queries < build.tile_m:
         return 24, 56, 216
+    if build.variant == KEY_REGISTERS:  # the warpgroup of dQ has K^T
+        return 32, 80, 200
     accumulators = (build.columns + build.columns_value) // 2 + build.tile_m
     if accumulators <= 176:
         return 24, 104, 192
@@ -228,6 +232,8 @@ def grad_query_piece(build: Build) -> tuple[int, int]:
 
     The columns are all columns, or as many as divide a swizzled strip of the key tile.
     """
+    if build.variant == KEY_REGISTERS:
+        return KEY_REGISTERS_PIECE
     dq_registers = registers(build)[1]
     if dq_registers >= build.columns // 2 + 40:
         return WARPGROUP_ROWS, build.columns
@@ -235,8 +241,9 @@ def grad_query_piece(build: Build) -> tuple[int, int]:
 
 
 def grad_query_bytes(build: Build) -> int:
-    """Returns the bytes of a staged float32 piece of dQ; 0 if score_rows or the 2-CTA body add from registers."""
+    """Returns the bytes of the staged float32 pieces of dQ; 0 if score_rows or the 2-CTA body add from registers."""
     if build.block_queries < build.tile_m or build.variant == TWO_CTA:
         return 0
     rows, columns = grad_query_piece(build)
-    return rows * columns * F32_BYTES
+    staged = KEY_REGISTERS_STAGED if build.variant == KEY_REGISTERS else 1
+    return staged * rows * columns * F32_BYTES

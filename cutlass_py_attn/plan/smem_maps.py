@@ -17,7 +17,9 @@ from cutlass_py_attn.plan import (
 )
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.variants import (
+    DS_REGISTERS,
     E4M3,
+    KEY_REGISTERS,
     MLA,
     MULTICAST,
     PER_HEAD,
@@ -50,6 +52,8 @@ _MAPS: Final[dict[tuple[str, str, str], Callable[[Build], tuple[Buffer, ...]]]] 
     ("backward", "sm90", STANDARD): sm90_smem.backward_map,
     ("backward", "sm90", PER_HEAD): sm90_smem.backward_map,
     ("backward", "sm90", QUERY_HEADS): sm90_smem.backward_map,
+    ("backward", "sm90", DS_REGISTERS): sm90_smem.backward_map,
+    ("backward", "sm90", KEY_REGISTERS): sm90_smem.backward_map,
     ("backward", "sm90", TWO_CTA): sm90_smem.backward_2cta_map,
     ("backward", "sm90", WIDE): sm90_wide_backward.backward_map,
     ("forward", "decode", STANDARD): decode_smem.decode_map,

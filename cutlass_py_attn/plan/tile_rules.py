@@ -29,7 +29,10 @@ from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import rows_copied_at_once
 from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
 from cutlass_py_attn.plan.variants import (
+    DS_REGISTERS,
     E4M3,
+    KEEPS_DS,
+    KEY_REGISTERS,
     MLA,
     MULTICAST,
     PER_HEAD,
@@ -362,6 +365,8 @@ def _sm90_standard_backward(build: Build) -> Objections:
             yield _refuse(build, field, f"dK and dV leave registers for scores up to {widest}; use variant 2cta")
     if build.variant == QUERY_HEADS:
         yield from _query_heads(build)
+    if build.variant in KEEPS_DS:
+        yield from _keeps_ds(build)
     if not build.score_rows:
         if max(build.head_dim, build.head_dim_value) > NARROW_HEAD_DIM:
             yield _refuse(
@@ -387,6 +392,24 @@ def _sm90_standard_backward(build: Build) -> Objections:
         yield _refuse(build, "key_stages", "with score_rows there is one key tile in flight; use 1")
     if build.has("dropout"):
         yield _refuse(build, "score_rows", "dropout bits are generated for whole tiles; use 0")
+
+
+def _keeps_ds(build: Build) -> Objections:
+    """Registers of these variants are counted for one tile."""
+    name = f"variant {build.variant}"
+    tile_m, columns = (128, 64) if build.variant == KEY_REGISTERS else (64, 128)
+    if build.tile_m != tile_m:
+        yield _refuse(build, "tile_m", f"{name} has registers for scores of {tile_m} queries; use {tile_m}")
+    for field, padded in (("head_dim", build.columns), ("head_dim_value", build.columns_value)):
+        if padded != columns:
+            reason = f"{name} has tiles of {columns} columns, and this is padded to {padded}; use the standard variant"
+            yield _refuse(build, field, reason)
+    if build.score_rows:
+        yield _refuse(build, "score_rows", f"{name} computes all rows of a tile at once; use 0")
+    if build.deterministic:
+        yield _refuse(build, "deterministic", f"{name} adds dQ in any order; use the standard variant")
+    if build.variant == DS_REGISTERS and build.mask == "local":  # in float16, ptxas spills 44 bytes
+        yield _refuse(build, "mask", f"{name} has no registers for the mask of a window; use the standard variant")
 
 
 def _query_heads(build: Build) -> Objections:

@@ -17,7 +17,9 @@ from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.plan.variants import (
+    DS_REGISTERS,
     E4M3,
+    KEY_REGISTERS,
     MLA,
     MULTICAST,
     PER_HEAD,
@@ -198,6 +200,7 @@ _SM90_BACKWARD: _Table = {
         TileConfig(64, 64, 12, 4, 3),
         TileConfig(128, 64, 12, 3, 2),
         TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
+        TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=KEY_REGISTERS),
         TileConfig(128, 128, 16, 3, 2, key_stages=2),
     ),
     96: (
@@ -212,6 +215,7 @@ _SM90_BACKWARD: _Table = {
         TileConfig(64, 128, 16, 3, 2, variant=PER_HEAD),
         TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=QUERY_HEADS),
         TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
+        TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=DS_REGISTERS),
         TileConfig(64, 128, 16, 3, 2, key_stages=2),
         TileConfig(64, 128, 16, 3, 2),
     ),
@@ -226,6 +230,7 @@ _SM90_BACKWARD_MASKED: _Table = {
     64: (
         *_SM90_BACKWARD[64][:3],
         TileConfig(128, 128, 16, 3, 2, variant=QUERY_HEADS),
+        TileConfig(128, 128, 16, 3, 2, variant=KEY_REGISTERS),
         TileConfig(128, 128, 16, 3, 2),
     ),
 }

@@ -13,6 +13,8 @@ MULTICAST: Final = "multicast"
 PER_HEAD: Final = "per_head"
 QUERY_HEADS: Final = "query_heads"
 TWO_CTA: Final = "2cta"
+DS_REGISTERS: Final = "ds_registers"
+KEY_REGISTERS: Final = "key_registers"
 E4M3: Final = "e4m3"
 E4M3_ROW: Final = "e4m3_row"
 WIDE: Final = "wide"
@@ -22,6 +24,7 @@ TOTAL: Final = "total"
 LAST: Final = "last"
 SUM: Final = "sum"
 SUM_LAST: Final = "sum_last"
+KEEPS_DS: Final = (DS_REGISTERS, KEY_REGISTERS)  # of the sm90 backward: dS^T stays in registers for dK += dS^T Q
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 
@@ -147,6 +150,20 @@ _ALL: Final = (
         "persistent blocks over key tiles of every query head; dK and dV of a group are added in float32",
         "sm90 backward",
         lengths="short",
+    ),
+    Variant(
+        "backward",
+        "sm90",
+        DS_REGISTERS,
+        "sm90.backward",
+        "persistent blocks over key tiles; dK is multiplied from dS in registers",
+    ),
+    Variant(
+        "backward",
+        "sm90",
+        KEY_REGISTERS,
+        "sm90.backward",
+        "persistent blocks over key tiles; dK is multiplied from dS in registers, dQ from the key tile in registers",
     ),
     Variant(
         "backward",

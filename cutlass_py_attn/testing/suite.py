@@ -66,6 +66,20 @@ MANY_TILES: Final = _cases(
     )
 )
 
+# Variants ds_registers and key_registers: scales below 0, rows without keys, padded head dims, unused rows.
+DS_IN_REGISTERS: Final = _cases(
+    "backward bf16_d128_q400_s300_b2_h67_causal_br_scale-0.05",
+    "backward f16_d128_q200_s300_b2_h67_full_scale-0.05",
+    "backward bf16_d120v104_q200_s300_b2_h67_full layout=padded",
+    "backward bf16_d128_n70x200u30,130x190u190,0x40u40,257x300u290,65x0u0_h67_causal_scale-0.05",
+    "backward bf16_d128_s300_b2_h67_causal_gradlse inputs=needle",
+    "backward bf16_d64_q400_s300_b2_h67_causal_br_scale-0.05",
+    "backward f16_d64_q200_s300_b2_h67_window_left40_right20",
+    "backward f16_d48v40_q200_s300_b2_h67_full layout=padded",
+    "backward bf16_d64_n70x200u30,130x190u190,0x40u40,257x300u290,65x0u0_h134k67_full",
+    "backward bf16_d64_s300_b2_h67_full_gradlse inputs=needle",
+)
+
 # Fewer key tiles of 64 keys than multiprocessors, several for each head, and blocks that get none of several heads.
 FEW_TILES: Final = _cases(
     *(
@@ -315,6 +329,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     cases = (
         *MANY_HEADS,
         *MANY_TILES,
+        *DS_IN_REGISTERS,
         *FEW_TILES,
         *GROUPED,
         *WIDE_BACKWARD,

@@ -278,8 +278,8 @@ def test_header_names_what_fails(driver_log: FakeDriver, backward: tuple[Bundle,
     given = numbers_of(bundle, pair("Hopper", "backward")[0])
     with device(0).current():
         assert host.open(tmp_path) == -1
-        assert re.fullmatch(r".*bwd_sm90_bf16_d128_causal_64x128.cubin: cannot be read as the file of \d+ bytes; copy "
-                            "the whole folder of the export", host.error)  # fmt: skip
+        assert re.fullmatch(r".*bwd_sm90_bf16_d128_causal_ds_registers_64x128.cubin: cannot be read as the file of "
+                            r"\d+ bytes; copy the whole folder of the export", host.error)  # fmt: skip
         host.set({**given.inputs, **given.addresses})
         host.library.close_bundle(host.bundle)
         assert host.launch() == -1
@@ -292,7 +292,7 @@ def test_header_names_what_fails(driver_log: FakeDriver, backward: tuple[Bundle,
         assert host.error.startswith("cuTensorMapEncodeTiled of query: CUDA_ERROR_INVALID_HANDLE: ")
         driver_log.fail("cuLaunchKernelEx", 400)
         assert host.launch() == 400
-        assert host.error.startswith("cuLaunchKernelEx of bwd_sm90_bf16_d128_causal_64x128_delta_1: ")
+        assert host.error.startswith("cuLaunchKernelEx of bwd_sm90_bf16_d128_causal_ds_registers_64x128_delta_1: ")
         assert len(driver_log.of("cuLaunchKernelEx")) == 1, "nothing follows a launch that failed"
 
 
@@ -437,7 +437,9 @@ def test_header_loads_every_pass_or_none(driver_log: FakeDriver, tmp_path: Path)
         (bundle.path / bundle.manifest["problems"][1]["targets"][0]["cubin"]).unlink()
         driver_log.clear()
         assert host.open(bundle.path) == -1
-    assert host.error.startswith(f"{bundle.path}/sm_90a/bwd_sm90_bf16_d128_causal_64x128.cubin: cannot be read")
+    assert host.error.startswith(
+        f"{bundle.path}/sm_90a/bwd_sm90_bf16_d128_causal_ds_registers_64x128.cubin: cannot be read"
+    )
     assert [len(driver_log.of(f"cuLibrary{what}")) for what in ("LoadData", "Unload")] == [1, 1]
 
 

@@ -409,7 +409,7 @@ def test_nothing_is_loaded_after_open(driver_log: FakeDriver, host: LibraryHost)
     [
         ("bf16_d128_s512_b2_h4_causal", "cuTensorMapEncodeTiled", "query"),
         ("f32_d96_s200_b2_h3_causal", "cuMemsetD8Async", "the workspace"),
-        ("bf16_d128_s512_b2_h4_causal", "cuLaunchKernelEx", "bwd_sm90_bf16_d128_causal_64x128_delta_1"),
+        ("bf16_d128_s512_b2_h4_causal", "cuLaunchKernelEx", "bwd_sm90_bf16_d128_causal_ds_registers_64x128_delta_1"),
     ],
 )
 def test_a_launch_names_the_driver_call_that_fails(

@@ -336,7 +336,7 @@ class EmulatedBlock(FloatThreads):
         n = int((re.search(r"m64n(\d+)k", op) or [])[1])
         c, a, b, adds, *signs = operands
         assert signs[:2] == ["1", "1"]
-        a_major, b_major = [*(sign == "1" for sign in signs[2:]), False, False][-2 if len(signs) == 4 else 0 :][:2]
+        a_major, b_major = [*(sign == "1" for sign in signs[2:]), False, False][:2]
         if len(signs) == 3:  # A in registers
             a_major, b_major = False, signs[2] == "1"
         names, adding = re.findall(r"%\w+", c), self.value(adds)
@@ -440,11 +440,12 @@ def emulate(
     is_eager: bool,
     seed: int,
     block: type[EmulatedBlock] = EmulatedBlock,
+    outputs: tuple[str, ...] = ("output", "logsumexp"),
 ) -> dict[str, Array]:
-    """Executes the launches of a forward's plan, and returns its outputs; NaN where nothing was written.
+    """Executes the launches of a plan, and returns its outputs; NaN where nothing was written.
 
-    arrays: the inputs of the case. block: executes one thread block. AssertionError if a byte outside of the outputs
-    and the workspace changed.
+    arrays: the inputs of the case. block: executes one thread block. outputs: their names. AssertionError if a byte
+    outside of the outputs and the workspace changed.
     """
     problem = case.problem()
     logsumexp = Tensor.contiguous(problem.shape.logsumexp, "float32")
@@ -483,7 +484,7 @@ def emulate(
                 seed=seed,
             ).run()  # fmt: skip
     found = {}
-    for name in ("output", "logsumexp"):
+    for name in outputs:
         tensor = tensors[name]
         views = [strided(data[addresses[name] :].view(numpy_dtype(tensor.dtype)), tensor) for data in (memory, before)]
         found[name] = views[0].copy()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from cutlass_py_attn.kernels.common.mma_sync import Operands, RegisterOperand
 from cutlass_py_attn.kernels.common.params import DTYPES
@@ -96,6 +96,18 @@ class Wgmma:
         """Returns A in shared memory as an operand."""
         part = self._warpgroup_slice(thread)
         return DescriptorOperand(part.make_fragment_A(part.partition_A(tile)))
+
+    def a_registers(self, thread: Int32) -> cute.Tensor:
+        """Returns uninitialised registers for this thread's rows of A; `load_a` fills them."""
+        return cute.make_rmem_tensor(
+            self._tiled_mma(True).get_slice(thread).partition_shape_A((self.spec.m, self.spec.k)), self.dtype
+        )
+
+    def load_a(self, tile: cute.Tensor, registers: cute.Tensor, thread: Int32) -> None:
+        """Loads this thread's rows of A (m, k) from shared memory by ldmatrix. All threads of a warp call this."""
+        op = warp.LdMatrix8x8x16bOp(transpose=self.spec.a_transposed, num_matrices=4)
+        copy = cute.make_tiled_copy_A(cute.make_copy_atom(op, self.dtype), self._tiled_mma(True)).get_slice(thread)
+        cute.copy(copy, copy.partition_S(tile), copy.retile(registers))
 
     def b_operand(self, tile: cute.Tensor) -> "DescriptorOperand":
         """Returns B in shared memory as an operand, the same for every warpgroup."""

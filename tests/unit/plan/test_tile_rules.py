@@ -130,6 +130,18 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "backward", "64x128x16:4,4q32+per_head", "score_rows = 32", {}),
     ("sm90", "backward", "64x128x16:3,2+query_heads", "features = ()", {}),
     ("sm90", "backward", "64x128x16:3,2+query_heads", "deterministic = True", {**GROUPED, "deterministic": True}),
+    ("sm90", "backward", "64x64x12:2,2+ds_registers", "warps = 12", {}),
+    ("sm90", "backward", "128x128x16:2,2+ds_registers", "tile_m = 128", {}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "head_dim = 64", {"head_dim": 64}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "head_dim_value = 96", {"head_dim": 96}),
+    ("sm90", "backward", "64x128x16:4,4q32+ds_registers", "score_rows = 32", {}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "deterministic = True", {"deterministic": True}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "features = ('softcap',)", {"softcap": 9.0}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "mask = 'local'", {"mask": Window(64, 0)}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "variant = 'ds_registers': S starts from", {"scale": 0.0}),
+    ("sm90", "backward", "64x128x16:3,2+key_registers", "tile_m = 64", {"head_dim": 64}),
+    ("sm90", "backward", "128x128x16:2,2+key_registers", "head_dim = 128", {}),
+    ("sm90", "backward", "128x128x16:3,2+key_registers", "dropout", {"head_dim": 64, "dropout_p": 0.1}),
     ("sm90", "backward", "64x128x16:3,2+multicast", "variant = 'multicast'", {}),
     ("sm90", "backward", "64x128x16:3,2+split_d", "variant = 'split_d'", {}),
     ("sm90", "backward", "64x128x16:2,2", "score_rows = 0", {"head_dim": 160}),
@@ -202,6 +214,8 @@ VALID = [
     ("sm90", "backward", "64x128x16:4,4q32", {}),
     ("sm90", "backward", "64x128x16:3,2+per_head", {"length": 128}),
     ("sm90", "backward", "64x128x16:3,2+query_heads", GROUPED),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", {"head_dim": 104, "scale": -1.0}),
+    ("sm90", "backward", "128x128x16:3,2k2+key_registers", {"head_dim": 40, "scale": 0.0}),
     ("sm90", "backward", "64x64x16:3,2+2cta", {"head_dim": 192}),
     ("sm90", "backward", "64x64x12:3,3+wide", {"head_dim": 320}),
     ("decode", "decode", "16x128x8:2", {}),
@@ -321,7 +335,9 @@ TILES = st.builds(
     head_dim_split=st.sampled_from([0, 0, 32, 64, 128, 192, 512, 576]),
     score_rows=st.sampled_from([0, 0, 16, 24, 32, 64, 128]),
     key_stages=st.integers(0, 3),
-    variant=st.sampled_from(["", "", "split_d", "multicast", "per_head", "2cta", "other"]),
+    variant=st.sampled_from(
+        ["", "", "split_d", "multicast", "per_head", "ds_registers", "key_registers", "2cta", "other"]
+    ),
 )
 
 
