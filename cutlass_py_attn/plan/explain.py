@@ -68,6 +68,8 @@ def _build_rows(build: Build) -> Iterator[tuple[str, str]]:
     yield "target", build.arch
     yield "family", build.family
     yield "variant", build.variant or "standard"
+    if build.options:
+        yield "options", ", ".join(build.options)
     yield "dtype, mask", f"{build.dtype}, {build.mask}"
     yield from _code_rows(build)
     yield "head_dim", f"{build.head_dim} (padded to {build.columns})"

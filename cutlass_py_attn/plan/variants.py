@@ -22,6 +22,10 @@ TOTAL: Final = "total"
 LAST: Final = "last"
 SUM: Final = "sum"
 SUM_LAST: Final = "sum_last"
+# Options of a kernel body, which a tile names beside its variant; tile_options.py says when the planner has them.
+SPECULATIVE: Final = "speculative"
+HALVES: Final = "halves"
+OPTIONS: Final = (SPECULATIVE, HALVES)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 

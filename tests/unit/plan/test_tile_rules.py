@@ -140,6 +140,14 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "backward", "64x64x16:2,1+2cta", "grad_output_stages = 1", {"head_dim": 256}),
     ("sm90", "backward", "64x64x16:2,2k2+2cta", "key_stages = 2", {"head_dim": 256}),
     ("sm90", "backward", "64x64x16:2,2q32+2cta", "score_rows = 32", {"head_dim": 256}),
+    ("sm80", "forward", "128x96x4:1-speculative", "only the standard and the multicast sm90 forward", {"head_dim": 64}),
+    ("sm90", "backward", "64x128x16:3,2-speculative", "only the standard and the multicast sm90 forward", {}),
+    ("decode", "decode", "16x64x4:3-speculative", "only the standard and the multicast sm90 forward", {}),
+    ("sm90", "forward", "128x128x12:2-speculative", "is for bfloat16 without", {"dtype": "float16"}),
+    ("sm90", "forward", "128x128x12:2-speculative", "is for bfloat16 without", {"softcap": 30.0}),
+    ("sm90", "forward", "128x128x12:2-speculative", "is for bfloat16 without", {"mask": Window(100, 0)}),
+    ("sm90", "forward", "128x128x12:2-halves", "use both", {}),
+    ("sm90", "forward", "128x112x12:2-speculative-halves", "tile_n = 112", {}),
     ("decode", "decode", "48x64x4:2", "tile_m = 48", {}),
     ("decode", "decode", "16x64x3:2", "warps = 3", {}),
     ("decode", "decode", "64x64x1:2", "warps = 1", {}),
@@ -204,6 +212,8 @@ VALID = [
     ("sm90", "backward", "64x128x16:3,2+query_heads", GROUPED),
     ("sm90", "backward", "64x64x16:3,2+2cta", {"head_dim": 192}),
     ("sm90", "backward", "64x64x12:3,3+wide", {"head_dim": 320}),
+    ("sm90", "forward", "128x128x12:2-speculative-halves", {}),
+    ("sm90", "forward", "128x128x12:2+multicast-speculative", {}),
     ("decode", "decode", "16x128x8:2", {}),
 ]
 
