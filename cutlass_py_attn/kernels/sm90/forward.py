@@ -11,7 +11,7 @@ next work tile is in flight while the output is stored.
 Keys and values may be in pages: the producer warp then loads each tile page by page (paged_loads.py), and nothing else
 differs.
 
-With option speculative, the weights of a key tile that every row sees use the maxima before it, so that the exponentials
+With option speculative, the weights of a key tile that every row sees use the maxima before it, so that exponentials
 wait for no maximum of the tile. If a score exceeds its maximum by far, the warpgroup computes S again, then the maxima.
 With option halves, S of such a tile is two products, and the exponentials of the first half run during the second.
 
