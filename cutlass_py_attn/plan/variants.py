@@ -25,7 +25,8 @@ SUM_LAST: Final = "sum_last"
 # Options of a kernel body, which a tile names beside its variant; tile_options.py says when the planner has them.
 SPECULATIVE: Final = "speculative"
 HALVES: Final = "halves"
-OPTIONS: Final = (SPECULATIVE, HALVES)
+SHARED_END: Final = "shared_end"
+OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 

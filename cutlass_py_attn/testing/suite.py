@@ -200,6 +200,14 @@ SPECULATIVE: Final = _cases(
     "forward bf16_d128_q2300_s2300_b2_h4_causal inputs=needle",
 )
 
+# Forwards with option shared_end, of a round of 132 blocks and a few query tiles more: blocks share the keys of these.
+SHARED_END: Final = _cases(
+    "forward bf16_d128_q1100_s1500_b1_h16_full",
+    "forward bf16_d128_q1100_s1500_b2_h8k2_full inputs=rising layout=padded",
+    "forward f16_d128_q1057_s999_b1_h16k4_full inputs=needle",
+    "forward f16_d120_q1000_s520_b3_h6_full inputs=gaussian_x3",
+)
+
 # The problems of JAX programs whose rows are split over simulated devices (tests/gpu/hosts/test_jax_context.py).
 SPLIT_ROWS: Final = _cases(
     *(
@@ -279,6 +287,10 @@ LIBRARY: Final = tuple(
             "backward bf16_d128_q90_s257_b3_h8k2_causal_br seed=6",
         ),
         (
+            "forward bf16_d128_q515_s640_b2_h4k2_full seed=5",
+            "forward bf16_d128_q1100_s1500_b1_h16k4_full seed=6",
+        ),
+        (
             "forward bf16_d128_q1_s4096_b3_h16k4_full seed=5",
             "forward bf16_d128_q3_s999_b2_h8k2_full seed=6",
         ),
@@ -346,6 +358,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *LONG_DROPOUT,
         *LAST_ROUNDS,
         *SPECULATIVE,
+        *SHARED_END,
         *SPLIT_ROWS,
     )
     parts = (

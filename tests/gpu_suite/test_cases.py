@@ -26,7 +26,7 @@ from tests.support import fakes
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (*covering_cases.FORWARD, *covering_cases.BACKWARD)
 LENGTHS = (*suite.VARIABLE_LENGTH, *suite.WRONG_LENGTHS, *suite.CHANGED_LENGTHS)
-TILES = (*suite.MANY_TILES, *suite.FEW_TILES, *suite.LAST_ROUNDS, *suite.SPECULATIVE)
+TILES = (*suite.MANY_TILES, *suite.FEW_TILES, *suite.LAST_ROUNDS, *suite.SPECULATIVE, *suite.SHARED_END)
 SINGLE = (
     *(*suite.MANY_HEADS, *TILES, *GROUPED, *suite.WIDE_BACKWARD, *LENGTHS),
     *(*suite.LAUNCHERS.values(), *suite.LONG_DROPOUT, *suite.SPLIT_ROWS),

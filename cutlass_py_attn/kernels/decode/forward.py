@@ -21,13 +21,13 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.common import logsumexp, masking, params, seqlen_info, tile_copy
+from cutlass_py_attn.kernels.common.combine import Combine, PackedRow
 from cutlass_py_attn.kernels.common.dynamic_tiles import TILE_ALIGNMENT_BYTES, smem_tile_at
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, row_view
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.softmax import QUAD, OnlineSoftmax, multiply_rows, safe_scale
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
-from cutlass_py_attn.kernels.decode.combine import Combine, PackedRow
 from cutlass_py_attn.plan import abi, decode_smem, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import ROW_THREADS

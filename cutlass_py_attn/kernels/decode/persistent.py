@@ -18,6 +18,7 @@ from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div, larger, smaller
 from cutlass_py_attn.kernels.common import logsumexp, paging, params, seqlen_info, tile_copy
+from cutlass_py_attn.kernels.common.combine import VECTOR, Combine
 from cutlass_py_attn.kernels.common.mma_sync import Operands, row_view
 from cutlass_py_attn.kernels.common.paged_copy import PagedCopy, PagedRows
 from cutlass_py_attn.kernels.common.params import RowCoordinates
@@ -36,7 +37,6 @@ from cutlass_py_attn.kernels.decode.chunk_schedule import (
     Piece,
     Place,
 )
-from cutlass_py_attn.kernels.decode.combine import VECTOR, Combine
 from cutlass_py_attn.kernels.decode.e4m3_cache import E4m3Cache
 from cutlass_py_attn.kernels.decode.forward import Decode, apply_softmax
 from cutlass_py_attn.plan import abi, tile_order

@@ -41,6 +41,7 @@ from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax, is_valid
 from cutlass_py_attn.kernels.sm90.cluster import Cluster, SingleCta
 from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
+from cutlass_py_attn.kernels.sm90.join_parts import JoinParts
 from cutlass_py_attn.kernels.sm90.paged_loads import PagedKeyTile, PagedLoads
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
@@ -48,14 +49,16 @@ from cutlass_py_attn.kernels.sm90.tile_scheduler import (
     ClusterTileScheduler,
     Cursor,
     LastRoundsScheduler,
+    SharedEndScheduler,
     TileScheduler,
     WorkTile,
 )
 from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.plan.variants import HALVES, MULTICAST, SPECULATIVE
+from cutlass_py_attn.plan.variants import HALVES, MULTICAST, SHARED_END, SPECULATIVE
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere
@@ -117,6 +120,9 @@ class ForwardSm90:
         self.score_mod = ScoreModRegisters(build)
         is_cluster = build.variant == MULTICAST
         dense = LastRoundsScheduler if deals_last_rounds(build) else TileScheduler
+        self.shares_end = SHARED_END in build.options
+        dense = SharedEndScheduler if self.shares_end else dense
+        self.join = JoinParts(build, SharedEndScheduler(build)) if self.shares_end else None
         self.scheduler = ClusterTileScheduler(build) if is_cluster else dense(build)
         self.cluster = Cluster(build) if is_cluster else SingleCta(build)
         self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
@@ -139,9 +145,16 @@ class ForwardSm90:
         maps = self.placeholder_maps(p)
         params.set_entry_name(build, self.kernel)
         block, cluster_shape = (build.threads, 1, 1), (build.body.cluster, 1, 1)
-        self.kernel(*maps, p).launch(
-            grid=(p.num_queries, 1, 1), block=block, cluster=cluster_shape, min_blocks_per_mp=1
-        )
+        grid = p.num_queries, 1, 1
+        self.kernel(*maps, p).launch(grid=grid, block=block, cluster=cluster_shape, min_blocks_per_mp=1)
+        if cutlass.const_expr(self.shares_end):
+            params.set_entry_name(build, self.combine_kernel, "_combine")
+            # One struct for each launch: the DSL caches the fields that a launch has read in the struct.
+            self.combine_kernel(params.from_values(build, values)).launch(grid=grid, block=(ROW_THREADS, 1, 1))
+
+    @cute.kernel
+    def combine_kernel(self, p: Any):
+        self.join.run(p)
 
     def placeholder_maps(self, p: Any) -> tuple[Any, ...]:
         """Returns tensor maps for tracing, in the order of the kernel's parameters."""
@@ -472,13 +485,24 @@ class ForwardSm90:
         """Normalises and stores the output tile, and stores the logsumexp."""
         build, r_o, coordinates = self.build, consumer.r_o, consumer.coordinates
         softmax, scale_log2 = consumer.softmax, consumer.scale_log2
-        seqlen, query0 = work.seqlen, work.tile * build.tile_m
         if cutlass.const_expr(build.has("sinks")):
             softmax.add_sink(row_view(r_o), params.load_scalar(p.sinks, Float32, work.head), scale_log2)
             scale_log2 = Float32(1.0)
         lse = softmax.finish(row_view(r_o), scale_log2)
+        if cutlass.const_expr(self.shares_end):
+            if work.part >= 0:
+                self.join.store_part(p, work.part, row_view(r_o), coordinates, lse)
+            else:
+                self.store_tile(p, work, consumer, lse)
+            return
         if cutlass.const_expr(build.has("dropout")):
             r_o.store(r_o.load() * p.keep_scale)
+        self.store_tile(p, work, consumer, lse)
+
+    def store_tile(self, p: Any, work: WorkTile, consumer: ConsumerState, lse: list[Float32]) -> None:
+        """Stores a normalised output tile and its logsumexp."""
+        build, r_o, coordinates = self.build, consumer.r_o, consumer.coordinates
+        seqlen, query0 = work.seqlen, work.tile * build.tile_m
         row = RowCoordinates(seqlen.index, work.head, query0)
         logsumexp.store_tile(p, lse, coordinates, row, build.tile_m, seqlen.num_queries)
         start = RowCoordinates(seqlen.batch, work.head, seqlen.query_start + query0)

@@ -147,6 +147,8 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "forward", "128x128x12:2-speculative", "is for bfloat16 without", {"softcap": 30.0}),
     ("sm90", "forward", "128x128x12:2-speculative", "is for bfloat16 without", {"mask": Window(100, 0)}),
     ("sm90", "forward", "128x128x12:2-halves", "use both", {}),
+    ("sm90", "forward", "128x128x12:2-shared_end", "full masks", {}),
+    ("sm90", "forward", "128x128x12:2-shared_end", "full masks", {"mask": Full(), "softcap": 30.0}),
     ("sm90", "forward", "128x112x12:2-speculative-halves", "tile_n = 112", {}),
     ("decode", "decode", "48x64x4:2", "tile_m = 48", {}),
     ("decode", "decode", "16x64x3:2", "warps = 3", {}),
@@ -214,6 +216,7 @@ VALID = [
     ("sm90", "backward", "64x64x12:3,3+wide", {"head_dim": 320}),
     ("sm90", "forward", "128x128x12:2-speculative-halves", {}),
     ("sm90", "forward", "128x128x12:2+multicast-speculative", {}),
+    ("sm90", "forward", "128x128x12:2-speculative-shared_end", {"mask": Full()}),
     ("decode", "decode", "16x128x8:2", {}),
 ]
 
