@@ -15,6 +15,8 @@ With option speculative, the weights of a key tile that every row sees use the m
 wait for no maximum of the tile. If a score exceeds its maximum by far, the warpgroup computes S again, then the maxima.
 With option halves, S of such a tile is two products, and the exponentials of the first half run during the second.
 
+With option shared_end, all blocks share the keys of the last query tiles (join_parts.py).
+
 For long causal sequences two blocks of a cluster compute neighbouring query tiles, and each loads half of every key and
 value tile for both. The first block skips tiles that only the second block reads.
 """
@@ -58,7 +60,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.plan.variants import HALVES, MULTICAST, SHARED_END, SPECULATIVE
+from cutlass_py_attn.plan.variants import HALVES, MULTICAST, SPECULATIVE
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere
@@ -120,9 +122,8 @@ class ForwardSm90:
         self.score_mod = ScoreModRegisters(build)
         is_cluster = build.variant == MULTICAST
         dense = LastRoundsScheduler if deals_last_rounds(build) else TileScheduler
-        self.shares_end = SHARED_END in build.options
-        dense = SharedEndScheduler if self.shares_end else dense
-        self.join = JoinParts(build, SharedEndScheduler(build)) if self.shares_end else None
+        dense = SharedEndScheduler if build.has_combine else dense
+        self.join = JoinParts(build, SharedEndScheduler(build)) if build.has_combine else None
         self.scheduler = ClusterTileScheduler(build) if is_cluster else dense(build)
         self.cluster = Cluster(build) if is_cluster else SingleCta(build)
         self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
@@ -147,7 +148,7 @@ class ForwardSm90:
         block, cluster_shape = (build.threads, 1, 1), (build.body.cluster, 1, 1)
         grid = p.num_queries, 1, 1
         self.kernel(*maps, p).launch(grid=grid, block=block, cluster=cluster_shape, min_blocks_per_mp=1)
-        if cutlass.const_expr(self.shares_end):
+        if cutlass.const_expr(build.has_combine):
             params.set_entry_name(build, self.combine_kernel, "_combine")
             # One struct for each launch: the DSL caches the fields that a launch has read in the struct.
             self.combine_kernel(params.from_values(build, values)).launch(grid=grid, block=(ROW_THREADS, 1, 1))
@@ -489,7 +490,7 @@ class ForwardSm90:
             softmax.add_sink(row_view(r_o), params.load_scalar(p.sinks, Float32, work.head), scale_log2)
             scale_log2 = Float32(1.0)
         lse = softmax.finish(row_view(r_o), scale_log2)
-        if cutlass.const_expr(self.shares_end):
+        if cutlass.const_expr(build.has_combine):
             if work.part >= 0:
                 self.join.store_part(p, work.part, row_view(r_o), coordinates, lse)
             else:

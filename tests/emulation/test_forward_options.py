@@ -1,4 +1,4 @@
-"""kernels/sm90/forward.py with option speculative: its machine code, executed with all warp roles and barriers.
+"""kernels/sm90/forward.py with options: its machine code, executed with all warp roles and barriers.
 
 The weights of a key tile use the maxima before it, and the tile is computed again where a score exceeds them by far.
 """
@@ -67,3 +67,15 @@ def test_scores_that_are_not_finite() -> None:
     is_wrong = np.isin(np.arange(len(output)), (1, 2))
     assert np.isnan(output[is_wrong]).all()
     assert np.abs(output - truth)[~is_wrong].max() < 0.01
+
+
+def test_blocks_share_the_last_query_tile() -> None:
+    """Two blocks have a tile each, then half of the keys of the third; a second kernel joins their results."""
+    case = Case.parse("forward bf16_d64_q130_s256_b1_h1_full seed=4 layout=padded")
+    expected = guarded_check.expect(case)
+    tile = TileConfig.parse("64x64x8:2-speculative-shared_end")
+    plan = planner.plan_with_tile(case.problem(), "sm_90a", tile, 2)
+    assert [launch.grid for launch in plan.launches] == [(2, 1, 1), (64, 1, 1)]
+    found = emulate(case, plan, compiled(plan).ptx, expected.arrays, is_eager=False, seed=7)
+    ratios = guarded_check.ratios(case, expected, found)
+    assert all(ratio <= 1 for ratio in ratios.values()), ratios
