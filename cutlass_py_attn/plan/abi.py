@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.variants import E4M3, LAST, MLA, PERSISTENT, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
+from cutlass_py_attn.plan.variants import (
+    E4M3,
+    LAST,
+    MLA,
+    PERSISTENT,
+    QUERY_HEADS,
+    SHARED_END,
+    STANDARD,
+    SUM,
+    SUM_LAST,
+    TOTAL,
+)
 from cutlass_py_attn.problem.quantization import CACHE_AXES, CACHE_SCALES, OPERAND_AXES, SCALES
 from cutlass_py_attn.problem.tensors import F32_BYTES, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
@@ -147,6 +158,15 @@ QUERY_HEADS_FIELDS: Fields = (
     ("total_key_tiles", "i32"),
 )
 
+# Only in forwards with option shared_end. num_splits_key: blocks that share the keys of each of the last query tiles, 1
+# for none. partial_output: (shared tiles, tile_m, num_splits_key, columns) float32; partial_logsumexp: the same without
+# columns, in base 2. Both addresses are 0 when num_splits_key is 1.
+SHARED_END_FIELDS: Fields = (
+    ("partial_output", "i64"),
+    ("partial_logsumexp", "i64"),
+    ("num_splits_key", "i32"),
+)
+
 # Addresses of the scales of e4m3 codes, 0 for scales of 1, and their strides (elements), 0 along an axis that a scale
 # does not have: those of e4m3 operands, which have none along rows, and those of key and value of an e4m3 cache.
 OPERAND_SCALES: Fields = tuple(
@@ -209,6 +229,8 @@ def fields_of(build: Build) -> Fields:
     fields = next(FIELDS[key] for key in (build.variant, build.family, build.kind) if key in FIELDS)
     if build.variant == QUERY_HEADS:
         fields = (*fields, *QUERY_HEADS_FIELDS)
+    if SHARED_END in build.options:
+        fields = (*fields, *SHARED_END_FIELDS)
     if build.kind == "append" and build.variant:
         fields = (*fields, *APPEND_SCALES)
     if build.kind == "forward" and build.variant == E4M3:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan.variants import MLA, PERSISTENT, VARIANTS, WIDE, Variant
+from cutlass_py_attn.plan.variants import MLA, PERSISTENT, SHARED_END, VARIANTS, WIDE, Variant
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES, OPERAND_NAMES, OPERANDS, ROW_ALIGNMENT_BYTES
 
 COLUMN_MULTIPLE = 32  # head dims are padded to this inside the tile, never in global memory
@@ -64,6 +64,8 @@ class Build:
     score_rows: query rows of one score product in the sm90 backward when a tile has too many; 0 for all rows
     key_stages: key tiles in flight per thread block of the sm90 backward. With two, the first scores of the next key
         tile are computed before the gradients of this one are stored.
+    options: how the body computes, names of `variants.OPTIONS` in their order; () for the standard way. No part of the
+        symbol: `tile_options` decides them by what the symbol names.
     """
 
     kind: str
@@ -97,6 +99,7 @@ class Build:
     head_dim_split: int = 0
     score_rows: int = 0
     key_stages: int = 1
+    options: tuple[str, ...] = ()
 
     @property
     def threads(self) -> int:
@@ -162,7 +165,7 @@ class Build:
     @property
     def has_combine(self) -> bool:
         """Whether a second kernel joins the results of blocks that split the keys of a row."""
-        return self.family == "decode" or self.variant == MLA
+        return self.family == "decode" or self.variant == MLA or SHARED_END in self.options
 
     @property
     def reads_value_in_key(self) -> bool:
@@ -219,7 +222,7 @@ class Build:
 def build_from(data: Mapping[str, Any]) -> Build:
     """Returns the Build of a JSON object; ValueError names missing or unknown fields."""
     same_fields("build", data, Build)
-    pairs = {name: tuple(data[name]) for name in (*WARPS, "features", "gradients")}
+    pairs = {name: tuple(data[name]) for name in (*WARPS, "features", "gradients", "options")}
     buffers = tuple(Buffer(**item) for item in data["shared_memory"])
     return Build(**{**data, **pairs, "shared_memory": buffers})
 

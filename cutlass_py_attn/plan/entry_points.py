@@ -54,7 +54,7 @@ def entries(build: Build) -> dict[str, str]:
     """Returns the symbol of each entry of the build's cubin by its role, in the order of the plan's launches.
 
     main: the fused kernel; a backward for grad_bias or grad_sinks alone has none
-    combine: joins the splits of a decode; a plan with one split does not launch it
+    combine: joins the splits of a decode, or of shared query tiles; a plan with one split does not launch it
     delta: backward preprocess, the row statistics
     finish: backward postprocess, converts the float32 query gradient
     finish_kv: converts the float32 gradients of key and value, if several query heads add to them

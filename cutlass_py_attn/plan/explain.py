@@ -12,7 +12,7 @@ from cutlass_py_attn.plan.build import ROW_KINDS, Buffer, Build
 from cutlass_py_attn.plan.sm90_e4m3 import part_columns
 from cutlass_py_attn.plan.smem_maps import STEPS
 from cutlass_py_attn.plan.split_d import blocks_per_tile
-from cutlass_py_attn.plan.variants import E4M3
+from cutlass_py_attn.plan.variants import E4M3, SHARED_END
 from cutlass_py_attn.score_terms import registry
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def _build_rows(build: Build) -> Iterator[tuple[str, str]]:
     yield "target", build.arch
     yield "family", build.family
     yield "variant", build.variant or "standard"
+    if build.options:
+        yield "options", ", ".join(build.options)
     yield "dtype, mask", f"{build.dtype}, {build.mask}"
     yield from _code_rows(build)
     yield "head_dim", f"{build.head_dim} (padded to {build.columns})"
@@ -145,7 +147,8 @@ def _sharing_lines(plan: Plan) -> Iterator[str]:
             "table and lengths are read on the device"
         )
     if "num_teams" not in found:
-        yield f"num_splits_key: {plan.num_splits_key} blocks share one (batch, head)"
+        shared = "each of the last query tiles" if SHARED_END in plan.build.options else "one (batch, head)"
+        yield f"num_splits_key: {plan.num_splits_key} blocks share {shared}"
         return
     chunk = found["chunk_tiles"] * plan.build.tile_n
     partial = "each with partial results of its own" if found["fixed_chunks"] else "as equal shares"

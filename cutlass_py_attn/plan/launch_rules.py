@@ -25,7 +25,7 @@ from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
 from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, OPERAND_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
@@ -91,6 +91,8 @@ def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
         found |= decode.schedule(problem, build)
     elif build.family == "decode":
         found["num_splits_key"] = decode.num_splits_key(build)
+    elif SHARED_END in build.options:
+        found |= sm90.shared_end(build)
     if build.kind == "backward":
         found |= {"num_splits_key": _num_splits_key(problem, build), **total_tiles(problem, build)}
     return found
@@ -136,7 +138,9 @@ def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[
         return {"main": (f"ceil_div(num_rows, {build.tile_m})", "1", "1")}
     main = _FAMILIES[build.family].main_grid(build)
     if build.kind == "forward":
-        combine = {"combine": decode.combine_grid(build)} if build.has_combine else {}
+        of_tiles = SHARED_END in build.options
+        combine_grid = sm90.combine_grid(build) if of_tiles else decode.combine_grid(build)
+        combine = {"combine": combine_grid} if build.has_combine else {}
         return {"main": main, **combine}
     finish_kv = {"finish_kv": sm90.finish_kv_grid(build)} if build.variant == QUERY_HEADS else {}
     query_tiles = f"ceil_div(num_queries, {build.tile_m})"
@@ -178,7 +182,8 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     """
     if build.has_combine:
         condition = ALWAYS if build.shares_chunks else launch_condition(build, "combine")
-        return tuple(BufferRule(name, size, condition=condition) for name, size in decode.workspace(build).items())
+        parts = sm90.shared_parts(build) if SHARED_END in build.options else decode.workspace(build)
+        return tuple(BufferRule(name, size, condition=condition) for name, size in parts.items())
     if build.kind == "forward":
         return ()
     rows = f"num_heads * total_tiles * {build.tile_m * F32_BYTES}"

@@ -61,8 +61,10 @@ def limits(problem: Problem, build: Build) -> list[Condition]:
     """Returns every condition on numbers that follow from the inputs, by the names of `launch_rules.definitions`."""
     slices = "call once for each slice"
     found: list[Condition] = []
-    if build.has_combine:
-        found += _chunks(build) if build.shares_chunks else _decode()
+    if build.shares_chunks:
+        found += _chunks(build)
+    elif build.family == "decode":
+        found += _decode()
     if build.kind == "backward":
         for name in total_tiles(problem, build):
             found.append((f"{name} <= {MAX_INT32}", f"{name} must be at most {MAX_INT32}; {slices}"))

@@ -67,6 +67,7 @@ LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled bl
 # Rounds at the end of a forward whose tiles the GPU deals to blocks, from so many queries and so many rounds on: a
 # block of its own costs a tile about 2 us.
 LAST_ROUNDS, LAST_ROUNDS_LENGTH, LAST_ROUNDS_LEAST = 3, 4096, 16
+LEAST_SHARED_TILES: Final = 2  # key tiles of each block that shares one of the last query tiles
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
 SHORT_QUERIES: Final = 256  # of d 64, up to which backward tiles of 64 queries and keys are faster: 3 to 8 %
@@ -376,6 +377,28 @@ def _wide_backward_grid(build: Build) -> Grid:
     key_pairs = f"ceil_div(num_keys, {cluster * build.tile_n})"
     query_pairs = f"ceil_div(num_queries, {cluster * build.tile_m})"
     return f"{cluster} * (2 * {key_pairs} + group * {query_pairs})", "num_heads_key", "batch"
+
+
+def shared_end(build: Build) -> dict[str, Expression]:
+    """Returns how many query tiles remain after the whole rounds, if blocks share them, and how many share each.
+
+    The remaining tiles would keep few SMs busy for as long as a whole round.
+    """
+    work_tiles = f"ceil_div(num_queries, {build.tile_m}) * num_heads * batch"
+    rest, keys = f"mod({work_tiles}, num_sms)", f"div(ceil_div(num_keys, {build.tile_n}), {LEAST_SHARED_TILES})"
+    splits = f"({work_tiles} > num_sms) * ({rest} > 0) * min(div(num_sms, max({rest}, 1)), {keys})"
+    return {"num_splits_key": f"max({splits}, 1)", "shared_tiles": f"(num_splits_key > 1) * {rest}"}
+
+
+def combine_grid(build: Build) -> Grid:
+    """Returns the grid of the kernel that joins the parts of shared query tiles: a block for each row."""
+    return times("shared_tiles", build.tile_m), "1", "1"
+
+
+def shared_parts(build: Build) -> dict[str, Expression]:
+    """Returns the bytes of the partial results of shared query tiles by their names."""
+    rows = f"shared_tiles * num_splits_key * {build.tile_m * F32_BYTES}"
+    return {"partial_output": times(rows, build.columns_value), "partial_logsumexp": rows}
 
 
 def finish_kv_grid(build: Build) -> Grid:

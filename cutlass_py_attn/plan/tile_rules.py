@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from cutlass_py_attn.plan import tile_options
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.decode_smem import team_warps
@@ -77,7 +78,7 @@ def objections(build: Build) -> list[str]:
     if found or build.kind in ("component_gemm", *ROW_KINDS):
         return found
     rules = _RULES[build.family, build.kind]
-    return [*_features(build), *_unused(build), *rules(build)]
+    return [*_features(build), *_unused(build), *tile_options.objections(build), *rules(build)]
 
 
 def _refuse(build: Build, field: str, reason: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
 from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.tile_options import with_options
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.plan.variants import (
     DS_REGISTERS,
@@ -331,9 +332,9 @@ def sm80_tiles(problem: Problem) -> tuple[TileConfig, ...]:
 
 
 def sm90_tiles(problem: Problem) -> tuple[TileConfig, ...]:
-    """Returns the tiles of the sm90 family for this problem, the fastest first."""
+    """Returns the tiles of the sm90 family for this problem, the fastest first, with their options."""
     table, head_dim = table_key(problem)
-    return SM90[table][head_dim]
+    return tuple(with_options(problem, tile) for tile in SM90[table][head_dim])
 
 
 def table_key(problem: Problem) -> tuple[str, int]:

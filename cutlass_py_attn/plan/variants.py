@@ -25,6 +25,11 @@ LAST: Final = "last"
 SUM: Final = "sum"
 SUM_LAST: Final = "sum_last"
 KEEPS_DS: Final = (DS_REGISTERS, KEY_REGISTERS)  # of the sm90 backward: dS^T stays in registers for dK += dS^T Q
+# Options of a kernel body, which a tile names beside its variant; tile_options.py says when the planner has them.
+SPECULATIVE: Final = "speculative"
+HALVES: Final = "halves"
+SHARED_END: Final = "shared_end"
+OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 

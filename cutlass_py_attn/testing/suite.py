@@ -192,6 +192,36 @@ LAST_ROUNDS: Final = _cases(
     "forward f16_d64_q4096_s333_b3_h32_causal_br",
 )
 
+# Forwards with option speculative, of each tile and with several key tiles: rows whose scores exceed the maxima before
+# a key tile by far, in some tiles and some warpgroups. The last two repeat few tiles, or none.
+SPECULATIVE: Final = _cases(
+    *(
+        f"forward {name} inputs=rising"
+        for name in (
+            "bf16_d32_q700_s2300_b2_h4_full",
+            "bf16_d64_q2100_s2300_b2_h4_full",
+            "bf16_d64_q2100_s2300_b2_h4k2_causal_br",
+            "bf16_d96_q4200_s4300_b1_h2_causal",
+            "bf16_d96_q2200_s2300_b1_h4_full",
+            "bf16_d128_s2300_b2_h4k2_full",
+            "bf16_d128_q4200_s4400_b1_h2_causal_br",
+            "bf16_d128_n2200x2300,1500x900,64x1100_h4k2_causal_br",
+            "bf16_d64_n2200x2300,1500x900,64x1100_h4_causal",
+            "bf16_d128_q600_s2300_b2_h4k2_causal_br_paged16",
+        )
+    ),
+    "forward bf16_d64_q2100_s2300_b2_h4_full inputs=gaussian_x3",
+    "forward bf16_d128_q2300_s2300_b2_h4_causal inputs=needle",
+)
+
+# Forwards with option shared_end, of a round of 132 blocks and a few query tiles more: blocks share the keys of these.
+SHARED_END: Final = _cases(
+    "forward bf16_d128_q1100_s1500_b1_h16_full",
+    "forward bf16_d128_q1100_s1500_b2_h8k2_full inputs=rising layout=padded",
+    "forward f16_d128_q1057_s999_b1_h16k4_full inputs=needle",
+    "forward f16_d120_q1000_s520_b3_h6_full inputs=gaussian_x3",
+)
+
 # The problems of JAX programs whose rows are split over simulated devices (tests/gpu/hosts/test_jax_context.py).
 SPLIT_ROWS: Final = _cases(
     *(
@@ -271,6 +301,10 @@ LIBRARY: Final = tuple(
             "backward bf16_d128_q90_s257_b3_h8k2_causal_br seed=6",
         ),
         (
+            "forward bf16_d128_q515_s640_b2_h4k2_full seed=5",
+            "forward bf16_d128_q1100_s1500_b1_h16k4_full seed=6",
+        ),
+        (
             "forward bf16_d128_q1_s4096_b3_h16k4_full seed=5",
             "forward bf16_d128_q3_s999_b2_h8k2_full seed=6",
         ),
@@ -338,6 +372,8 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *LAUNCHERS.values(),
         *LONG_DROPOUT,
         *LAST_ROUNDS,
+        *SPECULATIVE,
+        *SHARED_END,
         *SPLIT_ROWS,
     )
     parts = (

@@ -44,7 +44,10 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bf16_d128_q1_s8192_b4_h32k8_full": (("forward",), ("bf16_d128_q1_s300_b500_h32k8_full",)),
     "bf16_d128_q4_s8192_b1_h32k4_full": (("forward",), ("bf16_d128_q2_s8192_b1_h24k2_full",)),
     "bf16_d128_q8_s8192_b1_h32k4_full": (("forward",), ("bf16_d128_q16_s999_b1_h8k2_full",)),
-    "bf16_d128_s512_b2_h4k2_full": (("forward",), ("bf16_d128_q100_s300_b1_h8k2_full",)),
+    "bf16_d128_s512_b2_h4k2_full": (
+        ("forward",),
+        ("bf16_d128_q100_s300_b1_h8k2_full", "bf16_d128_q1100_s1500_b1_h16k4_full"),
+    ),
     "f16_d128_q1_s8192_b4_h8_full": (("forward",), ("f16_d128_q3_s256_b1_h1_full",)),
     "f16_d72_s512_b2_h4_window_left30_right9": (("forward",), ("f16_d72_s77_b2_h4_window_left30_right9",)),
     "bf16_d128_s8192_b1_h4_causal": (("forward",), ("bf16_d128_q4096_s5000_b3_h7_causal_br",)),

@@ -27,7 +27,10 @@ from tests.support import fakes
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (*covering_cases.FORWARD, *covering_cases.BACKWARD)
 LENGTHS = (*suite.VARIABLE_LENGTH, *suite.WRONG_LENGTHS, *suite.CHANGED_LENGTHS)
-TILES = (*suite.MANY_TILES, *suite.DS_IN_REGISTERS, *suite.FEW_TILES, *suite.LAST_ROUNDS)
+TILES = (
+    *(*suite.MANY_TILES, *suite.DS_IN_REGISTERS, *suite.FEW_TILES),
+    *(*suite.LAST_ROUNDS, *suite.SPECULATIVE, *suite.SHARED_END),
+)
 SINGLE = (
     *(*suite.MANY_HEADS, *TILES, *GROUPED, *suite.WIDE_BACKWARD, *LENGTHS),
     *(*suite.LAUNCHERS.values(), *suite.LONG_DROPOUT, *suite.SPLIT_ROWS),

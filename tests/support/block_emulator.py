@@ -55,6 +55,7 @@ class _Mbarrier:
 class _NamedBarrier:
     arrived: int = 0
     waiting: list[int] = field(default_factory=list)
+    any_holds: bool = False  # of a barrier that reduces
 
 
 class EmulatedBlock(FloatThreads):
@@ -84,6 +85,7 @@ class EmulatedBlock(FloatThreads):
         self.waiting = np.zeros(threads // WARP, np.bool_)  # warps that sleep until a barrier changes
         self.mbarriers: dict[int, _Mbarrier] = {}
         self.named: dict[int, _NamedBarrier] = defaultdict(_NamedBarrier)
+        self.reductions: list[bool] = []  # results of the barriers that reduce
         self.copies: deque[Callable[[], None]] = deque()
         self.groups: dict[int, deque[list[Callable[[], None]]]] = defaultdict(deque)  # by warpgroup; the last is open
 
@@ -174,6 +176,7 @@ class EmulatedBlock(FloatThreads):
             "mbarrier.arrive": self.mbarrier_arrive,
             "bar.sync": self.named_barrier,
             "barrier.sync": self.named_barrier,
+            "bar.red.or": self.reducing_barrier,
             "bar.arrive": self.named_barrier,
             "elect": self.elect,
             "cp.async.bulk.tensor": self.tma,
@@ -263,6 +266,23 @@ class EmulatedBlock(FloatThreads):
             if barrier.arrived == threads[warp * WARP]:
                 self.waiting[barrier.waiting] = False
                 barrier.arrived, barrier.waiting = 0, []
+
+    def reducing_barrier(self, _: str, operands: list[str], active: Array) -> None:
+        """Waits like a named barrier, and returns to every thread whether its value holds in any."""
+        name, number, threads, value = operands
+        numbers, counts, values = self.value(number), self.value(threads), self.value(value)
+        for warp in self.warps_of(active):
+            barrier = self.named[int(numbers[warp * WARP])]
+            barrier.arrived += WARP
+            barrier.waiting.append(int(warp))
+            barrier.any_holds |= bool(values[warp * WARP : (warp + 1) * WARP].any())
+            self.waiting[warp] = True
+            if barrier.arrived == counts[warp * WARP]:
+                of_barrier = np.isin(np.arange(len(active)) // WARP, barrier.waiting)
+                self.write(name, np.full(len(active), barrier.any_holds, np.uint64), 1, of_barrier)
+                self.waiting[barrier.waiting] = False
+                self.reductions.append(barrier.any_holds)
+                barrier.arrived, barrier.waiting, barrier.any_holds = 0, [], False
 
     def elect(self, _: str, operands: list[str], active: Array) -> None:
         """Elects the first active thread of each warp."""

@@ -122,10 +122,10 @@ def test_the_checks_cover_the_verifier_the_random_cases_and_what_they_import() -
             "MIN_GRAPH_LAUNCHES = 9",
             {"launch"},
         ),
-        ("cutlass_py_attn/kernels/decode/combine.py", r"\Z", "\nCHANGED = 1\n", {"kernels"}),
+        ("cutlass_py_attn/kernels/common/combine.py", r"\Z", "\nCHANGED = 1\n", {"kernels"}),
         ("cutlass_py_attn/testing/guarded_check.py", r"\Z", "\n# A comment.\n", set()),
         ("tools/release/verify_gpu.py", r'"""Verify GPU:', '"""Verifier:', set()),
-        ("cutlass_py_attn/kernels/decode/combine.py", r"\Z", "\n# A comment.\n", set()),
+        ("cutlass_py_attn/kernels/common/combine.py", r"\Z", "\n# A comment.\n", set()),
         ("cutlass_py_attn/api/results.py", r"\Z", "\nCHANGED = 1\n", set()),
     ],
 )

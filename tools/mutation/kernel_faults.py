@@ -298,14 +298,14 @@ FAULTS: Final = (
     ),
     Fault(
         "splits joined without their weights",
-        f"{KERNELS}/decode/combine.py",
+        f"{KERNELS}/common/combine.py",
         "found.store(found.load() + part.load() * weight)",
         "found.store(found.load() + part.load())",
         DECODE,
     ),
     Fault(
         "logsumexp of splits without the logarithm",
-        f"{KERNELS}/decode/combine.py",
+        f"{KERNELS}/common/combine.py",
         "lse = (maximum + cute.math.log2(total, fastmath=True)) * math.log(2.0)",
         "lse = (maximum + total) * math.log(2.0)",
         DECODE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.plan import tiles as tile_tables
@@ -86,6 +87,7 @@ def states(lines: Iterable[record.Json], sources: str) -> dict[str, str]:
     sources: digest of the kernel sources of this checkout
 
     A tile is measured by a line with a timing, of a case whose table has the tile, in a run that timed another tile.
+    Its options may be any.
     """
     kept = [line for line in lines if line["family"] == "sm90" and line["median_ms"] is not None]
     runs: dict[tuple[str, str, str], int] = {}
@@ -95,7 +97,7 @@ def states(lines: Iterable[record.Json], sources: str) -> dict[str, str]:
     for line in kept:
         if runs[_run(line)] > 1:
             key = tile_tables.table_key(spec.parse(line["case"]).problem(line["direction"]))
-            compared[_identity(key), line["tile"]] = line
+            compared[_identity(key), str(replace(TileConfig.parse(line["tile"]), options=()))] = line
     found = {}
     for key, tile in rows():
         last = compared.get((_identity(key), str(tile)))

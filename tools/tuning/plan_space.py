@@ -14,6 +14,7 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.tile_options import with_options
 from cutlass_py_attn.plan.tiles import is_mla
 from cutlass_py_attn.plan.variants import MLA, SPLIT_D, STANDARD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.problem import Problem
@@ -143,14 +144,15 @@ def searched(case: ProblemSpec, direction: str, family: str) -> Problem:
 
 
 def grid(problem: Problem, family: str) -> Iterator[TileConfig]:
-    """Yields every tile of the default grid."""
+    """Yields every tile of the default grid, with the options that the planner would have it with."""
     widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
     axes = _GRIDS[family, problem.direction, widest > MAX_HEAD_DIM]
     if family == "sm90" and is_mla(problem):
         axes = _MLA_GRID
     for values in product(*axes.values()):
         fields: dict[str, Any] = dict(zip(axes, values, strict=True))
-        yield TileConfig(**fields)
+        tile = TileConfig(**fields)
+        yield with_options(problem, tile) if family == "sm90" else tile
 
 
 def candidates(problem: Problem, family: str, arch: str, given: Sequence[TileConfig] = ()) -> list[Candidate]:

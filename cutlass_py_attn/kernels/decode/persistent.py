@@ -18,6 +18,7 @@ from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div, larger, smaller
 from cutlass_py_attn.kernels.common import logsumexp, paging, params, seqlen_info, tile_copy
+from cutlass_py_attn.kernels.common.combine import VECTOR, Combine
 from cutlass_py_attn.kernels.common.mma_sync import Operands, row_view
 from cutlass_py_attn.kernels.common.paged_copy import PagedCopy, PagedRows
 from cutlass_py_attn.kernels.common.params import RowCoordinates
@@ -36,7 +37,6 @@ from cutlass_py_attn.kernels.decode.chunk_schedule import (
     Piece,
     Place,
 )
-from cutlass_py_attn.kernels.decode.combine import VECTOR, Combine
 from cutlass_py_attn.kernels.decode.e4m3_cache import E4m3Cache
 from cutlass_py_attn.kernels.decode.forward import Decode, apply_softmax
 from cutlass_py_attn.plan import abi, tile_order
@@ -233,14 +233,19 @@ class PersistentDecode(Decode):
             stop = start
         row, shift = self.table_row(p, piece)
 
-        # 0  start the first tiles, load the queries
+        # 0  start the first tiles, with the first one the queries
         entry = self.entry(p, row, shift, seqlen, warp, start, stop)
         for step in cutlass.range_constexpr(stages - 1):
             following = self.entry(p, row, shift, seqlen, warp, start + (step + 1), stop)
             self.load_pages(p, piece, warp, start + step, stop, Int32(step), entry)
             entry = following
+            if cutlass.const_expr(step == 0 and self.e4m3 is None):
+                self.copy_queries(p, piece, thread)
             cute.arch.cp_async_commit_group()
-        self.load_queries(p, piece, thread)
+        if cutlass.const_expr(self.e4m3 is None):
+            cute.arch.cp_async_wait_group(stages - 2)
+        else:
+            self.load_queries(p, piece, thread)
         cute.arch.sync_threads()
         s_q = self.query_tile(warp.first_row // self.rows)
 
@@ -352,8 +357,27 @@ class PersistentDecode(Decode):
             v_operand = self.e4m3.values_operand(values, warp.lane)
         matmul_pv.issue(self.mma_pv, r_o, self.mma_pv.from_accumulator(r_p), v_operand)
 
-    def query_column(self, column: Any) -> Any:
-        return column if self.e4m3 is None else e4m3_cache.query_column(self.build.columns, column)
+    @cute.jit
+    def load_queries(self, p: Any, work: Any, thread: Int32):
+        """Loads the rows of this block's tile, zeros past the last, in the order of columns that codes need.
+
+        They are loaded element by element, while keys are in flight.
+        """
+        build, seqlen, group = self.build, work.seqlen, seqlen_info.group_size(self.build, p)
+        for part in cutlass.range_constexpr(self.team_warps):
+            tile = self.query_tile(part)
+            for step in cutlass.range(self.rows * build.columns // build.threads, unroll=tile_copy.ELEMENT_UNROLL):
+                index = step * build.threads + thread
+                row, column = index // build.columns, index % build.columns
+                packed_row = work.row0 + part * self.rows + row
+                query = packed_row // group
+                value = self.dtype(0.0)
+                if (query < seqlen.num_queries) & (column < build.head_dim):
+                    head = work.head_key * group + (packed_row - query * group)
+                    start = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
+                    source = params.row_pointer(build, p, "query", start)
+                    value = self.dtype(cute.make_tensor(source + column, tile_copy.ONE)[0])
+                tile[row, e4m3_cache.query_column(build.columns, column)] = value
 
     def output_columns(self, column: Any) -> tuple[Any, Any]:
         if self.e4m3 is None:
