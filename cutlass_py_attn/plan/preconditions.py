@@ -24,8 +24,8 @@ from cutlass_py_attn.plan.launch_rules import (
     total_tiles,
     workspace,
 )
-from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS
-from cutlass_py_attn.plan.variants import DS_REGISTERS, PERSISTENT
+from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, starts_from_logsumexp
+from cutlass_py_attn.plan.variants import PERSISTENT
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE
@@ -196,7 +196,7 @@ def _factors(problem: Problem, build: Build) -> Iterator[Condition]:
         yield f"{name} <= {MAX_SCALE:.1f}", says
     if build.kind == "forward" and build.family == "sm90":
         yield "scale >= 0", "scale must not be below 0; export a problem with such a scale"
-    if build.variant == DS_REGISTERS:
+    if starts_from_logsumexp(build):
         yield "(scale == 0) == 0", "scale must not be 0; export a problem with such a scale"
     if build.has("softcap"):
         largest = LARGEST_SOFTCAP[problem.dtype]

@@ -68,6 +68,7 @@ LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled bl
 # block of its own costs a tile about 2 us.
 LAST_ROUNDS, LAST_ROUNDS_LENGTH, LAST_ROUNDS_LEAST = 3, 4096, 16
 LEAST_SHARED_TILES: Final = 2  # key tiles of each block that shares one of the last query tiles
+DV_FIRST_HEAD_DIM: Final = 96  # up to here variant ds_registers starts S^T from 0 and issues dV before dP^T
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
 SHORT_QUERIES: Final = 256  # of d 64, up to which backward tiles of 64 queries and keys are faster: 3 to 8 %
@@ -290,7 +291,9 @@ def _query_heads_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> 
 
 
 def _ds_registers_objection(problem: Problem, tile: TileConfig) -> str:
-    return "S starts from -logsumexp / scale, and the scale is 0" if problem.scale_value == 0 else ""
+    """The rules of a Build do not see the scale."""
+    is_wide = max(problem.shape.head_dim, problem.shape.head_dim_value) > DV_FIRST_HEAD_DIM
+    return "S starts from -logsumexp / scale, and the scale is 0" if is_wide and problem.scale_value == 0 else ""
 
 
 def _always_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:

@@ -18,7 +18,7 @@ from typing import Final
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.variants import E4M3, KEY_REGISTERS, MLA, PER_HEAD, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import DS_REGISTERS, E4M3, KEY_REGISTERS, MLA, PER_HEAD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 LOAD_WARPGROUPS: Final = 1
@@ -26,6 +26,7 @@ DQ_WARPGROUPS: Final = 1  # of the backward
 CONSUMER_WARPGROUPS: Final = 2  # most of the backward: they hold dK and dV of 64 keys each
 WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
 BARRIER_BYTES: Final = 8
+NARROW_COLUMNS: Final = 128  # most columns of a backward whose warpgroups have dK and dV both
 KEY_REGISTERS_PIECE: Final = (32, 64)  # (rows, columns) of dQ in one product of variant key_registers
 KEY_REGISTERS_STAGED: Final = 2  # of these pieces in the staging buffer; a query tile has a multiple of it
 ADDING_WARPS: Final = 2  # of a deterministic backward, which take turns to add dQ of a query tile
@@ -225,6 +226,11 @@ def registers(build: Build) -> tuple[int, ...]:
     if accumulators <= 176:
         return 24, 104, 192
     return (24, 72, 208) if build.variant == PER_HEAD and not build.has("dropout") else (32, 64, 208)
+
+
+def starts_from_logsumexp(build: Build) -> bool:
+    """Returns whether S^T = K Q^T is added to -logsumexp / scale: 128 columns leave no registers for the logsumexp."""
+    return build.variant == DS_REGISTERS and build.columns == NARROW_COLUMNS
 
 
 def grad_query_piece(build: Build) -> tuple[int, int]:

@@ -15,8 +15,9 @@ from cutlass_py_attn.plan.variants import HALVES, MULTICAST, SHARED_END, SPECULA
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.score_terms import registry
 
-# Features with which scores are scaled products alone, and every key of a tile without a mask has its weight.
-PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED))
+# Features with which scores are scaled products alone, and every key of a tile without a mask has its weight; sinks are
+# added when all keys are seen.
+PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED, "sinks"))
 HALVES_MULTIPLE: Final = 32  # keys of a tile, whose halves are operands of O = P V in steps of 16
 
 
@@ -42,8 +43,7 @@ class OptionRule:
         return is_tile and all(least < dim <= most for dim in dims)
 
 
-# Of forwards on an H200, bf16, and f16 with option shared_end alone. Halves are slower than whole key tiles with 128
-# columns.
+# Of bf16 and f16 forwards on an H200. Halves are slower than whole key tiles with 128 columns.
 RULES: Final = (
     OptionRule(192, 128, (0, 32), (SPECULATIVE,)),
     OptionRule(192, 128, (32, 64), (SPECULATIVE, HALVES)),
@@ -56,21 +56,21 @@ def with_options(problem: Problem, tile: TileConfig) -> TileConfig:
     """Returns a tile of the sm90 family with the options that the planner has it with."""
     if problem.direction != "forward" or tile.variant not in (STANDARD, MULTICAST):
         return tile
-    decided = problem.dtype, problem.features, problem.mask.form
+    decided = problem.features, problem.mask.form
     possible = {SPECULATIVE: _may_speculate(*decided), HALVES: _may_speculate(*decided)}
     possible[SHARED_END] = tile.variant == STANDARD and _has_equal_tiles(*decided)
     options = next((rule.options for rule in RULES if rule.is_for(problem, tile)), ())
     return replace(tile, options=tuple(name for name in options if possible[name]))
 
 
-def _may_speculate(dtype: str, features: tuple[str, ...], mask: str) -> bool:
+def _may_speculate(features: tuple[str, ...], mask: str) -> bool:
     """Returns whether weights may be computed with the maxima before a key tile."""
-    return dtype == "bfloat16" and PLAIN_FEATURES.issuperset(features) and mask != "local"
+    return PLAIN_FEATURES.issuperset(features) and mask != "local"
 
 
-def _has_equal_tiles(dtype: str, features: tuple[str, ...], mask: str) -> bool:
+def _has_equal_tiles(features: tuple[str, ...], mask: str) -> bool:
     """Returns whether all query tiles take equally long, and the parts of one can be joined by their logsumexps."""
-    return dtype in ("bfloat16", "float16") and {"grouped"}.issuperset(features) and mask == "full"
+    return {"grouped"}.issuperset(features) and mask == "full"
 
 
 def objections(build: Build) -> Iterator[str]:
@@ -80,12 +80,12 @@ def objections(build: Build) -> Iterator[str]:
     if build.options and not is_forward:
         yield f"{what}: only the standard and the multicast sm90 forward have options; use ()"
         return
-    if SPECULATIVE in build.options and not _may_speculate(build.dtype, build.features, build.mask):
+    if SPECULATIVE in build.options and not _may_speculate(build.features, build.mask):
         yield (
-            f"{what}: option {SPECULATIVE} is for bfloat16 without score terms, dropout and windows, because weights "
-            "may exceed 1 by far; use none of its options"
+            f"{what}: option {SPECULATIVE} is for scores without windows, dropout and score terms other than sinks; "
+            "use none of its options"
         )
-    is_equal = build.variant == STANDARD and _has_equal_tiles(build.dtype, build.features, build.mask)
+    is_equal = build.variant == STANDARD and _has_equal_tiles(build.features, build.mask)
     if SHARED_END in build.options and not is_equal:
         yield (
             f"{what}: option {SHARED_END} is for the standard variant, full masks and equal lengths, without score "

@@ -58,6 +58,7 @@ SPLIT_D_TILE_N: Final = {"forward": (64, 128), "backward": (64,)}
 MAX_HEAD_DIM_SPLIT: Final = 512
 SM90_MAX_HEAD_DIM: Final = 256
 WIDE_MAX_HEAD_DIM: Final = 512  # of the sm90 kernels of variant wide
+KEEPS_DS_TILES: Final = {DS_REGISTERS: {32: 128, 96: 64, 128: 64}, KEY_REGISTERS: {64: 128}}  # tile_m by columns
 NARROW_HEAD_DIM: Final = 128  # beyond, the sm90 backward has no registers for the scores of a whole query tile
 SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value) with which score_rows leave registers
 SM90_BACKWARD_TILE_M: Final = (64, 128)
@@ -396,20 +397,25 @@ def _sm90_standard_backward(build: Build) -> Objections:
 
 
 def _keeps_ds(build: Build) -> Objections:
-    """Registers of these variants are counted for one tile."""
+    """Registers of these variants are counted for one tile of each number of columns."""
     name = f"variant {build.variant}"
-    tile_m, columns = (128, 64) if build.variant == KEY_REGISTERS else (64, 128)
-    if build.tile_m != tile_m:
-        yield _refuse(build, "tile_m", f"{name} has registers for scores of {tile_m} queries; use {tile_m}")
+    tiles = KEEPS_DS_TILES[build.variant]
     for field, padded in (("head_dim", build.columns), ("head_dim_value", build.columns_value)):
-        if padded != columns:
-            reason = f"{name} has tiles of {columns} columns, and this is padded to {padded}; use the standard variant"
+        if padded not in tiles or build.columns != build.columns_value:
+            both = " or ".join(map(str, tiles))
+            reason = (
+                f"{name} has tiles of {both} columns for both, and this is padded to {padded}; use the standard variant"
+            )
             yield _refuse(build, field, reason)
+    if build.tile_m != (tile_m := tiles.get(build.columns, build.tile_m)):
+        yield _refuse(build, "tile_m", f"{name} has registers for scores of {tile_m} queries; use {tile_m}")
     if build.score_rows:
         yield _refuse(build, "score_rows", f"{name} computes all rows of a tile at once; use 0")
     if build.deterministic:
         yield _refuse(build, "deterministic", f"{name} adds dQ in any order; use the standard variant")
-    if build.variant == DS_REGISTERS and build.mask == "local":  # in float16, ptxas spills 44 bytes
+    if (
+        build.variant == DS_REGISTERS and build.mask == "local" and build.columns == 128
+    ):  # in float16, ptxas spills 44 bytes
         yield _refuse(build, "mask", f"{name} has no registers for the mask of a window; use the standard variant")
 
 

@@ -202,12 +202,14 @@ _SM90_BACKWARD: _Table = {
         TileConfig(128, 64, 12, 3, 2),
         TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
         TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=KEY_REGISTERS),
+        TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=DS_REGISTERS),
         TileConfig(128, 128, 16, 3, 2, key_stages=2),
     ),
     96: (
         TileConfig(64, 64, 12, 3, 2),
         TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
         TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
+        TileConfig(64, 128, 16, 3, 2, variant=DS_REGISTERS),
         TileConfig(64, 128, 16, 3, 2),
     ),
     128: (
@@ -232,6 +234,7 @@ _SM90_BACKWARD_MASKED: _Table = {
         *_SM90_BACKWARD[64][:3],
         TileConfig(128, 128, 16, 3, 2, variant=QUERY_HEADS),
         TileConfig(128, 128, 16, 3, 2, variant=KEY_REGISTERS),
+        TileConfig(128, 128, 16, 3, 2, variant=DS_REGISTERS),
         TileConfig(128, 128, 16, 3, 2),
     ),
 }

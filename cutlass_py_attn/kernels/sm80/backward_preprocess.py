@@ -25,8 +25,9 @@ from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import DELTA_LANES, DELTA_ROWS, ROW_THREADS, delta_clears_sums
+from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
 from cutlass_py_attn.plan.split_d import dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import DS_REGISTERS, KEEPS_DS
+from cutlass_py_attn.plan.variants import KEEPS_DS
 
 VECTOR = 4  # float32 that a thread clears at once
 
@@ -89,7 +90,7 @@ class BackwardPreprocess:
 
     def stored_logsumexp(self, p: Any, lse: Float32, is_empty: cutlass.Boolean) -> Float32:
         """Returns what is stored for the logsumexp, in natural units in `lse`."""
-        if self.build.variant == DS_REGISTERS:
+        if starts_from_logsumexp(self.build):
             return -cutlass.select_(is_empty, Float32.inf, lse) / p.scale
         return cutlass.select_(is_empty, Float32.inf, lse * math.log2(math.e))
 

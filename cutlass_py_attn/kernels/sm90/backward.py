@@ -25,10 +25,10 @@ heads has all query heads of a group, or one of them, whose dK and dV are added 
 Variants ds_registers and key_registers keep dS^T in registers, and less is read from shared memory:
 
     product           standard            ds_registers                      key_registers
-    1 S^T = K Q^T     K, Q from shared    the same, added to                as standard
-                      memory              -logsumexp / scale
-    3 dP^T = V dO^T   V, dO from shared   the same, added to -delta         as ds_registers, issued after 5
-                      memory
+    1 S^T = K Q^T     K, Q from shared    the same; with 128 columns        as standard
+                      memory              added to -logsumexp / scale
+    3 dP^T = V dO^T   V, dO from shared   the same, added to -delta; with   as ds_registers, issued after 5
+                      memory              fewer columns issued after 5
     5 dV += P^T dO    P^T from registers  as standard                       as standard
     6 dK += dS^T Q    dS^T from shared    dS^T from registers               as ds_registers
                       memory
@@ -82,8 +82,8 @@ from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores, WeightOperands
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order
-from cutlass_py_attn.plan.variants import DS_REGISTERS, KEEPS_DS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS
+from cutlass_py_attn.plan.sm90_smem import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order, starts_from_logsumexp
+from cutlass_py_attn.plan.variants import KEEPS_DS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 SCHEDULERS = {PER_HEAD: PerHeadScheduler, QUERY_HEADS: QueryHeadScheduler}  # of variants with work tiles of their own
@@ -131,8 +131,8 @@ class BackwardSm90:
         self.overlaps_tiles = build.key_stages > 1  # the next key tile's first scores are issued before this one's end
         self.dropout = TransposedDropout(build, CONSUMER_START, self.consumers) if build.has("dropout") else None
         self.keeps_ds = build.variant in KEEPS_DS  # dS^T stays in registers, and dP^T starts from -delta
-        self.starts_lse = build.variant == DS_REGISTERS  # S^T starts from -logsumexp / scale
-        self.issues_dv_first = build.variant == KEY_REGISTERS  # 5 before 3
+        self.starts_lse = starts_from_logsumexp(build)  # S^T starts from -logsumexp / scale
+        self.issues_dv_first = self.keeps_ds and not self.starts_lse  # 5 before 3
         # If a thread has registers for it, the logsumexp is read while S is multiplied.
         is_narrow = build.block_queries <= 64 and not {"dropout", "softcap"} & {*build.features}
         self.reads_lse_early = is_narrow and not self.starts_lse

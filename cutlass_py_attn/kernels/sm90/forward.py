@@ -355,7 +355,7 @@ class ForwardSm90:
         """
         # 2  softmax
         sums = self.speculate(consumer, r_s)
-        repeats = self.any_of_warpgroup(consumer.thread, ~is_valid(sums))
+        repeats = self.any_of_warpgroup(consumer.thread, ~is_valid(sums, self.build.dtype))
         self.mma_pv.wait()
         self.cluster.release(pipes.value, v_state)
         if repeats:

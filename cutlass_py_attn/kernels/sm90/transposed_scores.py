@@ -21,7 +21,8 @@ from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.swap_ab import PairCoordinate, column_pairs, pair_coordinates, swap_view
 from cutlass_py_attn.plan import tile_order
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.variants import DS_REGISTERS, KEEPS_DS
+from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
+from cutlass_py_attn.plan.variants import KEEPS_DS
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ class TransposedScores:
     def exponentiate(self, p: Any, r_s: cute.Tensor, r_lse: cute.Tensor) -> None:
         """Replaces S^T by P^T = exp2(S - logsumexp), in base 2.
 
-        Variant ds_registers has S - logsumexp in r_s, and reads no r_lse.
+        With `starts_from_logsumexp`, r_s has S - logsumexp, and r_lse is not read.
         """
         scores, scale_log2 = column_pairs(r_s), Float32(1.0) if self.score_mod.present else p.scale_log2
         for at in pair_coordinates(scores):
             exponent = scores[at.element, at.row, at.pair] * scale_log2
-            if self.build.variant != DS_REGISTERS:
+            if not starts_from_logsumexp(self.build):
                 exponent = exponent - r_lse[at.element, at.pair]
             scores[at.element, at.row, at.pair] = cute.math.exp2(exponent, fastmath=True)
 
