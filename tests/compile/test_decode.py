@@ -284,8 +284,8 @@ def test_the_gpu_cases_are_supported_and_their_symbols_are_unique() -> None:
 def test_machine_code(dtype: str, dim: int, mask: Mask, arch: str, queries: int) -> None:
     """The number of MMA and cp.async instructions. compile() itself rejects spills.
 
-    Each GEMM is issued in one place; the copies of a stage are issued before the loop, those of the first one beside
-    the copies of the queries, and in it.
+    Each GEMM is issued in one place; the copies of a stage are issued in the loop and twice before it, once with those
+    of the queries.
     """
     plan = planner.plan(problem(dtype, mask, num_queries=queries, head_dim=dim, head_dim_value=dim), arch)
     build, made = plan.build, compile_now(plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.plan import tiles as tile_tables
@@ -97,7 +96,8 @@ def states(lines: Iterable[record.Json], sources: str) -> dict[str, str]:
     for line in kept:
         if runs[_run(line)] > 1:
             key = tile_tables.table_key(spec.parse(line["case"]).problem(line["direction"]))
-            compared[_identity(key), str(replace(TileConfig.parse(line["tile"]), options=()))] = line
+            tile, _, _ = line["tile"].partition("-")
+            compared[_identity(key), tile] = line
     found = {}
     for key, tile in rows():
         last = compared.get((_identity(key), str(tile)))
