@@ -222,8 +222,8 @@ FAULTS: Final = (
     Fault(
         "delta of another row, wgmma",
         f"{KERNELS}/sm90/transposed_scores.py",
-        "dp[element, row, pair] = weight * (grad - r_delta[element, pair])",
-        "dp[element, row, pair] = weight * (grad - r_delta[0, pair])",
+        "grad = grad - r_delta[element, pair]",
+        "grad = grad - r_delta[0, pair]",
         BACKWARD_SM90,
     ),
     Fault(

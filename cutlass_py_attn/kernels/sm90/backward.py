@@ -35,7 +35,8 @@ Variants ds_registers and key_registers keep dS^T in registers, and less is read
     7 dQ = dS K       dS, K from shared   as standard                       dQ^T = K^T dS^T, K^T from registers:
                       memory                                                sm90/grad_query_transposed.py
 
-P^T and dS^T take turns in the same registers: 6 of the iteration before ends before P is converted, 5 before dS is.
+P^T and dS^T take turns in the same registers: 6 of the iteration before ends before P is converted, and 5 before dS is;
+where 5 is issued first, it ends with 3.
 
 Dropout's mask bits are generated for several query tiles at once: sm90/dropout_transposed.py.
 """
