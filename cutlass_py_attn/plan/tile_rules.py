@@ -403,9 +403,7 @@ def _keeps_ds(build: Build) -> Objections:
     for field, padded in (("head_dim", build.columns), ("head_dim_value", build.columns_value)):
         if padded not in tiles or build.columns != build.columns_value:
             both = " or ".join(map(str, tiles))
-            reason = (
-                f"{name} has tiles of {both} columns for both, and this is padded to {padded}; use the standard variant"
-            )
+            reason = f"{name} has {both} columns of both, and this is padded to {padded}; use the standard variant"
             yield _refuse(build, field, reason)
     if build.tile_m != (tile_m := tiles.get(build.columns, build.tile_m)):
         yield _refuse(build, "tile_m", f"{name} has registers for scores of {tile_m} queries; use {tile_m}")

@@ -74,7 +74,7 @@ class ChainedSoftmax(OnlineSoftmax):
         return sums
 
     def unbounded_exponentials(self, exponents: Any) -> Any:
-        """Returns 2 to the power of each; for exponents above 100 and for NaN, NaN or a number above any LARGEST_SUM."""
+        """Returns 2 to the power of each; above 100 and for NaN either NaN or a number above any LARGEST_SUM."""
         return self.exponentials(exponents)
 
     def add_sums(self, sums: list[Float32]) -> None:

@@ -67,8 +67,8 @@ def test_the_keys_of_a_backward_tile(name: str, num_sms: int, keys: int, variant
         ("f16_d104v120_n8192,4000_h16k8_causal_scale-0.1", "ds_registers"),  # padded to 128
         ("f16_d128_s8192_b4_h16_full_scale0", ""),  # S cannot start from a quotient by the scale
         ("bf16_d128_s8192_b4_h16_causal_window1024", ""),
-        ("f16_d32_s8192_b4_h16_full", ""),
-        ("f16_d96_s8192_b4_h16_full", ""),
+        ("f16_d32_s8192_b4_h16_full_scale0", "ds_registers"),
+        ("f16_d96_s8192_b4_h16_causal_window1024", "ds_registers"),
         ("f16_d128v64_s8192_b4_h16_full", ""),
         ("f16_d128v96_s8192_b4_h16_causal", ""),
         ("bf16_d64_s8192_b4_h32_full_deterministic", ""),
