@@ -310,6 +310,14 @@ def test_total_tiles_of_another_plan(driver_log: FakeDriver) -> None:
         bind(artifact(plan.build), plan, longer)
 
 
+def test_a_scale_of_0_by_which_the_kernel_would_divide(driver_log: FakeDriver) -> None:
+    problem = Problem.dense("backward", Shape(4, 4096, 4096, 16, 128, 128), "bfloat16")
+    plan = plans(problem, "sm_90a")[0]
+    assert plan.build.variant == "ds_registers"
+    with pytest.raises(Stale, match=r"problem.scale = 0: the plan's kernel divides by the scale; plan this problem"):
+        bind(artifact(plan.build), plan, problem.replace(scale=0.0))
+
+
 def test_wrong_pointers_are_all_named(driver_log: FakeDriver) -> None:
     _, _, bound = bound_of("forward")
     given = addresses(bound.tensor_names)
