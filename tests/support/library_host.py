@@ -211,7 +211,7 @@ def filled(call: Any, problem: Problem, *, first_address: int = 0, addresses: Ma
             array.column = column
         elif name == "grad_output":
             call.grad_output_column = tensor.steps[3]
-        array.address = given.get(name, 0)
+        array.address = given.get("key" if name == "value" and problem.value_in_key else name, 0)
     if problem.grad_bias is not None:
         call.grad_bias_axes = sum(1 << axis for axis, size in enumerate(problem.grad_bias.shape) if size != 1)
     for name, scale in problem.scales.items():
