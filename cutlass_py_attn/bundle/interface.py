@@ -81,7 +81,7 @@ CALL: Final = (
     Field("bytes", "u32", "of this struct as the program knows it"),
     Field("abi", "u32", "of the header that the program was compiled with"),
     Field("direction", "i32", "FORWARD, BACKWARD, APPEND or MERGE"),
-    Field("dtype", "i32", "F16, BF16 or F32: of all arrays of rows and of the biases; E4M3: of what FORWARD reads"),
+    Field("dtype", "i32", "F16, BF16 or F32: of all rows and biases, or E4M3: of query, key and value of FORWARD"),
     Field("head_dim", "i32", "columns of query and key; MERGE does not read it"),
     Field("head_dim_value", "i32", "columns of value and output"),
     Field("flags", "u32", "a sum of the flags above"),
