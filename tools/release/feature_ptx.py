@@ -104,8 +104,8 @@ _SM90_BACKWARD: Final = (
     f"f16_d64_{_SIZES}_h2_full_sinks",
     f"f16_d64_{_SIZES}_h2_causal_dropout0.3",
     f"f16_d64_{_SIZES}_h4k2_full_deterministic",
-    f"f16_d96_{_SIZES}_h2_window_left40_right20",
-    f"f16_d96_{_USED}_h2_causal_br",
+    f"f16_d96v64_{_SIZES}_h2_window_left40_right20",
+    f"f16_d96v64_{_USED}_h2_causal_br",
     f"bf16_d64_{_USED}_h4k2_causal_{_TERMS_NO_BIAS}",  # by query heads
     f"f16_d64_q200_s300_b8_h32k16_causal_{_TERMS_NO_BIAS}",  # so many heads run one block per head
     f"bf16_d128_{_USED}_h1340k670_causal",  # so many heads need no sums of query heads: dS in registers
