@@ -202,6 +202,15 @@ def test_the_record_counts_launches_by_family(hopper: dict[Build, float], monkey
     assert "| feature | forward bf16 |\n" in text, "a column without launches is left out"
 
 
+def test_every_drawn_dtype_has_a_column() -> None:
+    """Of the tables, and of the record's rows."""
+    for number in (0, random_cases.PAGED_FROM, random_cases.MLA_FROM, random_cases.E4M3_FROM):
+        for case in random_cases.cases([number], 2):
+            (row, *_) = features.tally([(case, builds_of(HOPPER)[0], 0.5)])
+            assert (row["feature"], row["problems"]) == ("any problem", 1)
+            assert (row["dtype"], row["direction"]) in features.COLUMNS
+
+
 def test_a_record_of_another_format_is_missing(tmp_path: Path) -> None:
     path = tmp_path / features.PATH
     path.parent.mkdir()
