@@ -223,7 +223,8 @@ def test_a_record_of_another_format_is_missing(tmp_path: Path) -> None:
 def test_drawn_cases_have_every_input_family_dtype_and_few_queries() -> None:
     pages = range(random_cases.PAGED_FROM, random_cases.PAGED_FROM + fuzz.PAGED)
     latent = range(random_cases.MLA_FROM, random_cases.MLA_FROM + fuzz.MLA)
-    drawn = list(random_cases.cases([*range(fuzz.VARIANTS), *pages, *latent], 3))
+    codes = range(random_cases.E4M3_FROM, random_cases.E4M3_FROM + fuzz.E4M3)
+    drawn = list(random_cases.cases([*range(fuzz.VARIANTS), *pages, *latent, *codes], 3))
     counts = Counter(name for case in drawn for name, has in features.FEATURES.items() if has(case))
     assert set(counts) == set(features.FEATURES), set(features.FEATURES) - set(counts)
     decode = Counter(SHORT_NAMES[c.spec.dtype] for c in drawn if features.FEATURES["few queries against many keys"](c))
