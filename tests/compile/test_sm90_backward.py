@@ -218,7 +218,7 @@ def test_one_block_per_head_needs_no_memset_and_no_postprocess() -> None:
     [
         (64, Full(), 2, "key_registers"),
         (64, Causal(), 1, "key_registers"),
-        (96, Full(), 1, ""),
+        (96, Full(), 1, "ds_registers"),
         (128, Causal(), 2, "ds_registers"),
     ],
 )

@@ -264,7 +264,7 @@ def shown(stem: str) -> str:
 @pytest.mark.parametrize(
     "stem",
     [
-        "sm_90a/bwd_sm90_bf16_d128_causal", "sm_90a/fwd_sm90_f16_d64_full", "sm_90/bwd_sm80_f32_d64_full",
+        "sm_90a/bwd_sm90_bf16_d128_causal_ds_registers", "sm_90a/fwd_sm90_f16_d64_full", "sm_90/bwd_sm80_f32_d64_full",
         "sm_90/bwd_sm80_bf16_d128_causal_det", "sm_90/fwd_decode_bf16_d128_full_grouped",
         "sm_90a/bwd_sm90_bf16_d128_full_per_head",
     ],

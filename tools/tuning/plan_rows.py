@@ -32,6 +32,8 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
         "e4m3_d128_s16384_b2_h16_causal_window1024",
     ),
     "backward": (
+        "bf16_d32_s8192_b4_h32_full",
+        "bf16_d32_s8192_b4_h32_causal",
         "bf16_d64_s8192_b4_h32_full",
         "bf16_d64_s8192_b4_h32_causal",
         "bf16_d64_s256_b1_h16_full",
