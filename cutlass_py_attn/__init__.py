@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cutlass_py_attn import jax as jax
     from cutlass_py_attn import torch_ops as torch_ops
-    from cutlass_py_attn.api.attention import attention_backward, attention_forward
+    from cutlass_py_attn.api.attention import attention_backward, attention_forward, mla_attention_forward
     from cutlass_py_attn.api.dropout_mask import dropout_mask
-    from cutlass_py_attn.api.options import AttentionOptions, BackwardOptions, ForwardOptions, VariableLength
+    from cutlass_py_attn.api.options import (
+        AttentionOptions,
+        BackwardOptions,
+        ForwardOptions,
+        MlaOptions,
+        VariableLength,
+    )
     from cutlass_py_attn.api.paged import Paged
+    from cutlass_py_attn.api.quantization import quantize_e4m3, rotate_rows
     from cutlass_py_attn.api.results import Gradients
     from cutlass_py_attn.api.serving import append_to_cache, merge_states
     from cutlass_py_attn.artifact import Artifact, Folder, NoPermission
@@ -43,8 +50,8 @@ if TYPE_CHECKING:
     from cutlass_py_attn.problem.paging import Pages
     from cutlass_py_attn.problem.problem import Problem
     from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
+    from cutlass_py_attn.runtime.binding import Bound, bind
     from cutlass_py_attn.runtime.driver import ForkedChild, OldDriver
-    from cutlass_py_attn.runtime.launch import Bound, bind
     from cutlass_py_attn.score_terms.dropout import Dropout
 
     conventions = torch_ops
@@ -52,10 +59,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
-    "api.attention": ("attention_backward", "attention_forward"),
+    "api.attention": ("attention_backward", "attention_forward", "mla_attention_forward"),
     "api.dropout_mask": ("dropout_mask",),
-    "api.options": ("AttentionOptions", "BackwardOptions", "ForwardOptions", "VariableLength"),
+    "api.options": ("AttentionOptions", "BackwardOptions", "ForwardOptions", "MlaOptions", "VariableLength"),
     "api.paged": ("Paged",),
+    "api.quantization": ("quantize_e4m3", "rotate_rows"),
     "api.results": ("Gradients",),
     "api.serving": ("append_to_cache", "merge_states"),
     "artifact": ("Artifact", "Folder", "NoPermission"),
@@ -75,7 +83,7 @@ _PUBLIC_NAMES = {
     "problem.problem": ("Problem",),
     "problem.tensors": ("Sequences", "Shape", "Tensor"),
     "runtime.driver": ("ForkedChild", "OldDriver"),
-    "runtime.launch": ("Bound", "bind"),
+    "runtime.binding": ("Bound", "bind"),
     "score_terms.dropout": ("Dropout",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC_NAMES.items() for name in names}
@@ -104,6 +112,7 @@ __all__ = [
     "Gradients",
     "Mask",
     "MergeProblem",
+    "MlaOptions",
     "NoDevice",
     "NoPermission",
     "NotSupported",
@@ -130,11 +139,14 @@ __all__ = [
     "export_library",
     "load_bundle",
     "merge_states",
+    "mla_attention_forward",
     "plan_append",
     "plan_backward",
     "plan_forward",
     "plan_merge",
     "plan_with_tile",
+    "quantize_e4m3",
+    "rotate_rows",
 ]
 
 

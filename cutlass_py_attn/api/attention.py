@@ -1,7 +1,8 @@
-"""The two attention functions, which most users need alone. Read this module first.
+"""The attention functions, of which most users need the first two alone. Read this module first.
 
 output, logsumexp = attention_forward(query, key, value, mask=Causal())
 gradients = attention_backward(grad_output, query, key, value, output, logsumexp, mask=Causal())
+output, logsumexp = mla_attention_forward(query, cache, sequences=Paged(page_table, seqused_k))
 """
 
 from __future__ import annotations
@@ -12,18 +13,26 @@ from typing import Any, Final, Unpack
 from cutlass_py_attn.api import call_cache
 from cutlass_py_attn.api.declaration import implemented_by
 from cutlass_py_attn.api.lru_cache import LruCache
-from cutlass_py_attn.api.options import BackwardOptions, ForwardOptions, Options, VariableLength, check_options
+from cutlass_py_attn.api.options import (
+    MLA_HEAD_DIM_VALUE,
+    BackwardOptions,
+    ForwardOptions,
+    MlaOptions,
+    Options,
+    VariableLength,
+    check_options,
+)
 from cutlass_py_attn.api.paged import Paged
-from cutlass_py_attn.api.request import problem_of
+from cutlass_py_attn.api.request import of_cache, problem_of
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.errors import NoDevice
+from cutlass_py_attn.errors import NoDevice, NotSupported
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes, output_checks
-from cutlass_py_attn.runtime.launch import Bound, bind_problem
+from cutlass_py_attn.runtime.binding import Bound, bind_problem
 from cutlass_py_attn.score_terms.dropout import Dropout
 
 MAX_PREPARED_CALLS: Final = 64  # another shape, stride or scale is another prepared call
@@ -65,6 +74,9 @@ def attention_forward(
     backend: str = "auto",
     kernels: Callable[[Build], Artifact] | None = None,
     out: Any = None,
+    query_scale: Any = None,
+    key_scale: Any = None,
+    value_scale: Any = None,
 ) -> tuple[Any, Any]:
     """Computes softmax(scale Q K^T + bias, masked) V, and the logarithm of the softmax's denominator.
 
@@ -76,6 +88,11 @@ def attention_forward(
     The operands are float16, bfloat16 or float32, all of one dtype, with a contiguous last axis. They are CUDA arrays
     of any library, which are read in place, or NumPy arrays, which are copied to the device.
 
+    They may be e4m3 codes (float8_e4m3fn, or uint8 for their bytes), with query_scale, key_scale and value_scale. All
+    three on sm_90a, with head dims that are multiples of 16 up to 256; the output is then bfloat16, or float16 in a
+    float16 `out`. Or key and value alone, an e4m3 cache, beside a query of 16 bits: the decode kernels read it with up
+    to 128 queries of a group of heads, in float16, in which a query beyond 65504 overflows; the sm80 kernels with more.
+
     Returns output (batch, num_queries, num_heads, head_dim_value) in the operands' dtype, and logsumexp
     (batch, num_heads, ceil32(num_queries)) float32, both in the library of query. logsumexp is a natural logarithm;
     its padding is +inf. A row without keys has output 0 and logsumexp -inf. With `sequences`, the batch of logsumexp
@@ -86,6 +103,59 @@ def attention_forward(
 
     NotSupported lists every reason before a kernel is launched. NoDevice: there is no GPU. CompileError, Stale: there
     is no kernel. DriverError: a driver call failed, for example because device memory ran out.
+    """
+    raise NotImplementedError
+
+
+def _mla_forward(query: Any, cache: Any, **options: Unpack[MlaOptions]) -> tuple[Any, Any]:
+    stream = options.pop("stream", None)
+    key_of_call, cached = call_cache.lookup("mla", (query, cache, cache), options, stream)
+    if cached is not None:
+        return cached[0], cached[1]
+    checked = check_options({"head_dim_value": MLA_HEAD_DIM_VALUE, **options}, MlaOptions)
+    operands = {"query": query, "key": cache, **checked.arrays()}
+    try:
+        if checked.backend == "reference":
+            from cutlass_py_attn.api import cpu_backend
+
+            driver.stream_handle(stream)  # refused if it is no stream, as on the GPU
+            return cpu_backend.forward(operands, checked)
+        outputs = {} if checked.out is None else {"output": checked.out}
+        results = _launch("forward", operands, outputs, checked, stream, key_of_call)
+    except NotSupported as error:
+        raise of_cache(error) from error
+    return results["output"], results["logsumexp"]
+
+
+@implemented_by(_mla_forward)
+def mla_attention_forward(
+    query: Any,
+    cache: Any,
+    *,
+    head_dim_value: int = MLA_HEAD_DIM_VALUE,
+    mask: Mask = Full(),  # noqa: B008
+    scale: float | None = None,
+    sequences: VariableLength | Paged | None = None,
+    stream: object = None,
+    backend: str = "auto",
+    kernels: Callable[[Build], Artifact] | None = None,
+    out: Any = None,
+) -> tuple[Any, Any]:
+    """Computes `attention_forward` of keys that contain the values: the latent cache of multi-head latent attention.
+
+    query: (batch, num_queries, num_heads, head_dim): the absorbed query and its columns of the rotary embedding.
+    cache: (batch, num_keys, num_heads_key, head_dim), or a pool (pages, page_size, num_heads_key, head_dim) with
+        `sequences=Paged(...)`; num_heads_key is 1 in DeepSeek's models. A row is a key, and its first head_dim_value
+        columns are the value. It is read once for both.
+    head_dim_value: 512 in DeepSeek's models, whose head_dim is 576.
+    The options are keywords; `MlaOptions` describes each. The scale is usually not that of 576 columns, but
+    1 / sqrt(192), that of the query before its absorption: pass it.
+
+    With head dims 576 and 512 of 16-bit operands, sm_90a has a kernel that shares the keys of all sequences among all
+    multiprocessors. Other head dims and targets are computed by the kernels of `attention_forward`.
+
+    Returns output (batch, num_queries, num_heads, head_dim_value) and logsumexp as `attention_forward` does; dtypes,
+    libraries and errors are those of `attention_forward`.
     """
     raise NotImplementedError
 
@@ -186,6 +256,8 @@ def _launch(
     lifetimes.release()
     stream = arrays.launch_stream(operands["query"], given_stream)
     inputs = arrays.read_operands({**operands, **outputs}, stream)
+    if options.head_dim_value is not None:
+        inputs = _with_value(inputs, options.head_dim_value)
     query = inputs["query"]
     gpu = device_of(query.device)
     call = prepare(direction, inputs, options, gpu.ordinal, output_checks.reasons(inputs, outputs))
@@ -196,7 +268,10 @@ def _launch(
         pointers = {
             name: output_arrays.use(name, array) if name in outputs else output_arrays.operand(name, array)
             for name, array in inputs.items()
+            if name != "value" or options.head_dim_value is None
         }
+        if options.head_dim_value is not None:
+            pointers["value"] = pointers["key"]
         if options.packed:
             pointers |= output_arrays.allocate_packed(*call.packed)
         for name, tensor in call.new_outputs.items():
@@ -211,6 +286,13 @@ def _launch(
             if key_of_call is not None and not options.packed:
                 call_cache.store(key_of_call, call.bound, inputs, call.new_outputs)
         return output_arrays.results()
+
+
+def _with_value(inputs: Mapping[str, arrays.Array], columns: int) -> dict[str, arrays.Array]:
+    """Returns the operands with the first columns of key as value, in the order of `attention_forward`."""
+    key = inputs["key"]
+    value = key._replace(shape=(*key.shape[:-1], columns))
+    return {"query": inputs["query"], "key": key, "value": value, **inputs}
 
 
 def device_of(ordinal: int | None) -> driver.Device:

@@ -14,8 +14,8 @@ from cutlass_py_attn.api.options import PLAIN_OPTIONS, exact_key
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.runtime import driver, lifetimes
 from cutlass_py_attn.runtime.arrays import Array
+from cutlass_py_attn.runtime.binding import Bound
 from cutlass_py_attn.runtime.frameworks import FRAMEWORKS, Framework, framework_of
-from cutlass_py_attn.runtime.launch import Bound
 
 _ALIGNMENT_MASK: Final = ROW_ALIGNMENT_BYTES - 1
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from cutlass_py_attn.api.options import Options
+from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.reference import numpy_reference, paged
+from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
+from cutlass_py_attn.reference import numpy_reference, paged, quantization
 from cutlass_py_attn.runtime import arrays, output_checks
 from cutlass_py_attn.score_terms.dropout import keeper
 
@@ -25,7 +26,8 @@ from cutlass_py_attn.score_terms.dropout import keeper
 def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
     """Returns output in the dtype of query, and logsumexp in float32."""
     problem = _problem("forward", operands, options)
-    query, key, value = (operands[name] for name in ("query", "key", "value"))
+    if options.head_dim_value is not None:
+        operands = {**operands, "value": operands["key"][..., : options.head_dim_value]}
     terms: dict[str, Any] = {"mask": problem.mask, "scale": problem.scale_value}
     terms["score_mod"] = score_mod_of(problem, options)
     if isinstance(options.sequences, Paged):
@@ -37,10 +39,12 @@ def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
             max_seqlen_q=given.max_seqlen_q or 0,
             page_indptr=given.page_indptr,
         )
-        output, logsumexp = paged.forward(query, key, value, table, **terms)
+        scales = (options.key_scale, options.value_scale) if problem.has_e4m3_cache else None
+        query, key, value = (operands[name] for name in OPERANDS)
+        output, logsumexp = paged.forward(query, key, value, table, scales=scales, **terms)
     else:
-        output, logsumexp = numpy_reference.forward(query, key, value, **terms)
-    output = _into(options.out, output.astype(operands["query"].dtype))
+        output, logsumexp = numpy_reference.forward(*_numbers(operands, options), **terms)
+    output = _into(options.out, output.astype(arrays.numpy_dtype(problem.output.dtype)))
     return output, logsumexp.astype(np.float32)
 
 
@@ -65,6 +69,21 @@ def backward(operands: Mapping[str, Any], options: Options) -> Gradients:
         packed = np.stack([results[name] for name in ("query", "key", "value")], axis=2)
         results |= {name: packed[:, :, i] for i, name in enumerate(("query", "key", "value"))}
     return Gradients(**results)
+
+
+def _numbers(operands: Mapping[str, Any], options: Options) -> list[Any]:
+    """Returns query, key and value without pages; e4m3 codes times their scales, in float64."""
+    found = []
+    for name in OPERANDS:
+        array = operands[name]
+        if array.dtype.name in E4M3:
+            starts = None
+            if isinstance(options.sequences, VariableLength):
+                given = options.sequences
+                starts = given.cu_seqlens_q if name == "query" else given.cu_seqlens_k
+            array = quantization.dequantise(array, getattr(options, f"{name}_scale"), starts)
+        found.append(array)
+    return found
 
 
 def score_mod_of(problem: Problem, options: Options) -> numpy_reference.ReferenceScoreMod:

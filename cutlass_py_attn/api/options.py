@@ -17,6 +17,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.scalars import PACKED, SCALARS, Scalar, integer_of, is_on_host, shown, with_python_numbers
 from cutlass_py_attn.problem.tensors import OPERANDS, Sequences
 from cutlass_py_attn.problem.validation import mask_kind_objections
@@ -25,10 +26,14 @@ from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.suggestions import did_you_mean
 
 BACKENDS: Final = ("auto", "gpu", "reference")
+MLA_HEAD_DIM_VALUE: Final = 512  # of DeepSeek's models
 GRADIENTS: Final = (*OPERANDS, *registry.gradients())
 # Options whose values are hashable. Calls with the same values, of the same types, are checked once and may be cached.
 PLAIN_OPTIONS: Final = frozenset(
-    ("mask", "scale", "softcap", "backend", "kernels", "gradients", "packed", "deterministic", "num_splits_key")
+    (
+        *("mask", "scale", "softcap", "backend", "kernels", "gradients", "packed", "deterministic", "num_splits_key"),
+        "head_dim_value",
+    )
 )
 
 
@@ -161,9 +166,32 @@ class ForwardOptions(AttentionOptions, total=False):
         with pools as key and value.
     out: array for the output, with the output's shape and dtype, any strides and memory of its own; None allocates
         one.
+    query_scale, key_scale, value_scale: float32, of e4m3 codes, whose numbers are code times scale: () or (1,) for the
+        whole operand, (num_heads_key,) for each key head, or (batch, num_heads_key); for an e4m3 cache also one of each
+        row, (pages, page_size, num_heads_key) or (batch, num_keys, num_heads_key). At least 0; None for 1. With
+        `sequences`, batch is the number of sequences.
     """
 
     sequences: VariableLength | Paged | None
+    out: Any
+    query_scale: Any
+    key_scale: Any
+    value_scale: Any
+
+
+class MlaOptions(TypedDict, total=False):
+    """Options of `mla_attention_forward`. Those without a description are the options of `attention_forward`.
+
+    head_dim_value: columns of a row of the cache that are its value, from the first on.
+    """
+
+    head_dim_value: int
+    mask: Mask
+    scale: float | None
+    sequences: VariableLength | Paged | None
+    stream: object
+    backend: str
+    kernels: Callable[[Build], Artifact] | None
     out: Any
 
 
@@ -213,6 +241,10 @@ class Options:
     packed: bool = False
     deterministic: bool = False
     num_splits_key: int | None = None
+    head_dim_value: int | None = None
+    query_scale: Any = None
+    key_scale: Any = None
+    value_scale: Any = None
 
     @property
     def dropout_p(self) -> float:
@@ -227,13 +259,14 @@ class Options:
         """
         lengths = None if self.sequences is None else self.sequences.lengths
         numbers = self.scale, self.softcap, self.dropout_p, self.num_splits_key, self.deterministic
-        choices = tuple(self.gradients), self.packed, self.kernels, self.philox_on_device, lengths
+        choices = tuple(self.gradients), self.packed, self.kernels, self.philox_on_device, lengths, self.head_dim_value
         types = *_types_of_numbers(self.mask), *map(type, numbers)  # `Problem.reasons` refuses those of wrong types
         return self.mask, numbers, types, *choices, registry.registered_among(self.score_terms)
 
     def arrays(self) -> dict[str, Any]:
         """Returns the arrays among the options by their names in a Problem."""
         found = {name: value for name in registry.array_options() if (value := getattr(self, name)) is not None}
+        found |= {name: value for name in SCALES if (value := getattr(self, name)) is not None}
         found |= self.score_terms
         if self.grad_logsumexp is not None:
             found["grad_logsumexp"] = self.grad_logsumexp
@@ -333,6 +366,7 @@ def _check(options: Mapping[str, Any], allowed: type) -> Options:
             objects = " or ".join(kind.__name__ for kind in kinds)
             reasons.append(f"{name} = {shown(value)}: must be a {objects} object, or None; create one")
     reasons += PACKED.objections("packed", given.get("packed", False))
+    reasons += _HEAD_DIM_VALUE.objections("head_dim_value", given.get("head_dim_value", 1))
     reasons += _kernels_reasons(given.get("kernels"))
     reasons += _score_term_reasons(given.get("score_terms", {}))
     if isinstance(given.get("sequences"), (VariableLength, *paged)):
@@ -344,7 +378,10 @@ def _check(options: Mapping[str, Any], allowed: type) -> Options:
     return Options(**given)
 
 
-_SCALARS: Final[dict[str, Scalar]] = {**SCALARS, "packed": PACKED}
+_HEAD_DIM_VALUE: Final = Scalar(
+    integer_of, "must be an int, the columns of the cache that are values; pass it", MLA_HEAD_DIM_VALUE
+)
+_SCALARS: Final[dict[str, Scalar]] = {**SCALARS, "packed": PACKED, "head_dim_value": _HEAD_DIM_VALUE}
 
 
 def option_value(name: str, value: Any) -> Any:

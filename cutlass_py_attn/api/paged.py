@@ -132,10 +132,11 @@ class Paged:
             rows = [table[first:last].astype(np.int64) for first, last in itertools.pairwise(bounds)]
         pages, page_size = pool
         for number, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=False)):
-            if not 0 <= length <= row.size * page_size:
+            most = row.size * page_size if pages else 0
+            if not 0 <= length <= most:
                 found.append(
-                    f"seqused_k[{number}] = {length}: must be from 0 to the {row.size * page_size} keys of the "
-                    "sequence's pages; correct it"
+                    f"seqused_k[{number}] = {length}: must be from 0 to the {most} keys of the sequence's pages; "
+                    "correct it"
                 )
                 continue
             used = row[: -(-length // page_size)]

@@ -16,8 +16,8 @@ from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import fill
 from cutlass_py_attn.runtime.arrays import Array
+from cutlass_py_attn.runtime.binding import Bound
 from cutlass_py_attn.runtime.frameworks import numpy_dtype
-from cutlass_py_attn.runtime.launch import Bound
 
 MAX_CALLS: Final = 64
 MAX_DISTANCES: Final = 256  # of two arrays of one call

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
 
 from cutlass_py_attn.api.options import Options
 from cutlass_py_attn.api.paged import Paged, layout_reasons
@@ -11,10 +14,13 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.abi import SEED
 from cutlass_py_attn.problem import paging
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import output_dtype
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
 from cutlass_py_attn.problem.validation import logsumexp_objections
 from cutlass_py_attn.runtime import arrays
 from cutlass_py_attn.score_terms import registry
+
+_KEY: Final = re.compile(r"\bkey\b")
 
 
 def problem_of(
@@ -31,6 +37,8 @@ def problem_of(
     NotSupported lists every reason.
     """
     tensors = {name: array.tensor for name, array in inputs.items()}
+    if options.head_dim_value is not None:
+        tensors["value"] = first_columns(tensors["key"], options.head_dim_value)
     sequences, pages, reasons = None, None, []
     if isinstance(options.sequences, Paged):
         reasons += layout_reasons(options.sequences, tensors)
@@ -49,6 +57,7 @@ def problem_of(
         philox_on_device=options.philox_on_device,
         sequences=sequences,
         pages=pages,
+        value_in_key=options.head_dim_value is not None,
         score_terms=tuple((name, tensors[name]) for name in sorted(options.score_terms)),
         deterministic=options.deterministic,
         num_splits_key=options.num_splits_key,
@@ -79,12 +88,22 @@ def problem_of(
     return problem, new_outputs
 
 
+def first_columns(tensor: Tensor, columns: int) -> Tensor:
+    """Returns the first columns of a tensor, in the same memory."""
+    return replace(tensor, shape=(*tensor.shape[:-1], columns))
+
+
+def of_cache(error: NotSupported) -> NotSupported:
+    """Returns the error of a call of `mla_attention_forward`, whose key is called cache."""
+    return NotSupported(_KEY.sub("cache", reason) for reason in error.reasons)
+
+
 def _result(name: str, shape: Shape, tensors: Mapping[str, Tensor]) -> Tensor:
     """Returns a dense output; the gradient of a score term's operand has the operand's shape and dtype."""
     role = name.removeprefix("grad_")
     if role in registry.gradients():
         return Tensor.contiguous(tensors[role].shape, tensors[role].dtype)
-    return Tensor.contiguous(shape.of(name), tensors["query"].dtype)
+    return Tensor.contiguous(shape.of(name), output_dtype(tensors["query"].dtype))
 
 
 def _packed_gradients(shape: Shape, dtype: str) -> dict[str, Tensor]:

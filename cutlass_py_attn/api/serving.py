@@ -28,7 +28,7 @@ from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.reference import serving
 from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes, output_checks
-from cutlass_py_attn.runtime.launch import Bound, bind, portable_arch
+from cutlass_py_attn.runtime.binding import Bound, bind, portable_arch
 
 Kernels = Callable[[Build], Artifact]
 
@@ -102,11 +102,13 @@ def merge_states(
 ) -> tuple[Any, Any]:
     """Joins two partial results of attention, of the same queries over different keys, by their logsumexps.
 
-    output_a, output_b: (batch, num_queries, num_heads, head_dim_value) float16, bfloat16 or float32.
+    output_a, output_b: (batch, num_queries, num_heads, head_dim_value) float16, bfloat16 or float32, of one dtype.
+        output_a may also be float32 beside an output_b of 16 bits: a running total of many parts.
     logsumexp_a, logsumexp_b: (batch, num_heads, ceil32(num_queries)) float32, as `attention_forward` returns them.
     cu_seqlens_q, max_seqlen_q: of the `VariableLength` with which the partial results were computed. The outputs are
         then (1, tokens, num_heads, head_dim_value) and the logsumexps (count, num_heads, ceil32(max_seqlen_q)).
-    out: array for the output, with its shape and dtype, any strides and memory of its own; None allocates one.
+    out: array for the output, with its shape and dtype, any strides and memory of its own; None allocates one. Beside a
+        float32 total it may have output_b's dtype, which rounds the last result.
     stream, backend, kernels: as in `attention_forward`; "reference" computes on the CPU in NumPy float64.
 
     Returns output and logsumexp, of the shapes and dtypes of output_a and logsumexp_a, in the library of output_a. With
@@ -338,7 +340,7 @@ def _merge_on_host(call: _Call, stream: object) -> dict[str, Any]:
     given = _on_host(call, stream)
     target = given.pop("output", None)
     output, logsumexp = serving.merge(**given)
-    output = output.astype(given["output_a"].dtype)
+    output = output.astype(given["output_a"].dtype if target is None else target.dtype)
     if target is not None:
         np.copyto(target, output)
         output = target

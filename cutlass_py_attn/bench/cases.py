@@ -16,21 +16,28 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import ProblemSpec
-from cutlass_py_attn.problem.tensors import DIRECTIONS, ITEM_BYTES
+from cutlass_py_attn.problem.tensors import DIRECTIONS, OPERAND_BYTES
 from cutlass_py_attn.suggestions import did_you_mean
 
 
 def directions(spec: ProblemSpec) -> tuple[str, ...]:
-    """The directions that are measured: forward alone for few queries against many keys."""
-    return ("forward",) if _is_decode(spec) or spec.page_size else DIRECTIONS
+    """The directions that are measured: forward alone for few queries against many keys, caches and e4m3 codes."""
+    return ("forward",) if _is_decode(spec) or is_forward_only(spec) else DIRECTIONS
+
+
+def is_forward_only(spec: ProblemSpec) -> bool:
+    """Whether the problem has no backward: key and value are a cache, or operands are e4m3 codes."""
+    return spec.page_size > 0 or spec.value_in_key or spec.has_codes
 
 
 def bytes_read_once(spec: ProblemSpec) -> int:
     """Bytes of query, key, value and output in a forward of few queries, whose time they decide; 0 for other cases."""
     if not _is_decode(spec):
         return 0
-    names = ("query", "key", "value", "output")
-    return sum(math.prod(spec.shape.of(name)) for name in names) * ITEM_BYTES[spec.dtype]
+    problem = spec.problem("forward")
+    names = ("query", "key", "output") if spec.value_in_key else ("query", "key", "value", "output")
+    dtypes = {name: getattr(problem, name).dtype for name in names}
+    return sum(math.prod(spec.shape.of(name)) * OPERAND_BYTES[dtype] for name, dtype in dtypes.items())
 
 
 def _is_decode(spec: ProblemSpec) -> bool:
@@ -57,6 +64,12 @@ FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d512_s8192_b1_h16_full": "",
     "bf16_d512_s8192_b1_h16_causal": "",
     "f32_d256_s2048_b4_h8_full": "",
+    "e4m3_d64_s8192_b4_h32_full": "bf16_d64_s8192_b4_h32_full",
+    "e4m3_d64_s8192_b4_h32_causal": "bf16_d64_s8192_b4_h32_causal",
+    "e4m3_d128_s8192_b4_h16_full": "bf16_d128_s8192_b4_h16_full",
+    "e4m3_d128_s8192_b4_h16_causal": _CAUSAL,
+    "e4m3_d256_s8192_b4_h8_full": "bf16_d256_s8192_b4_h8_full",
+    "e4m3_d256_s8192_b4_h8_causal": "bf16_d256_s8192_b4_h8_causal",
     "bf16_d32_s8192_b4_h32_causal": "",
     "bf16_d96_s8192_b4_h16_full": "",
     "bf16_d96_s8192_b4_h16_causal": "",
@@ -91,6 +104,16 @@ FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d64_q1_s8192_b64_h32k8_full": "",
     "bf16_d256_q1_s8192_b32_h32k8_full": "",
     "f32_d128_q1_s8192_b16_h32k8_full": "",
+    "bf16_d128_q1_s8192_b64_h32k8_full_paged16": "",
+    "bf16_d128_q1_s8192_b64_h32k8_full_paged16_kv8": "",
+    "bf16_d128_q1_s1024_b256_h32k8_full_paged16": "",
+    "bf16_d128_q1_s1024_b256_h32k8_full_paged16_kv8": "",
+    "bf16_d128_q1_s131072_b1_h32k8_full_paged16": "",
+    "bf16_d128_q1_s131072_b1_h32k8_full_paged16_kv8": "",
+    "bf16_d128_q2048_s16384_b2_h32k8_causal_br_paged64": "",
+    "bf16_d576v512_q1_s8192_b64_h128k1_full_mla": "",
+    "bf16_d576v512_q1_s8192_b64_h128k1_full_paged64_mla": "",
+    "bf16_d576v512_q1_s4096_b132_h64k1_full_mla": "",
 }
 
 

@@ -29,12 +29,14 @@ from cutlass_py_attn.bench import timing
 from cutlass_py_attn.bench.timing import SAMPLES, Timed, sm_clock_mhz
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import arrays, driver, frameworks
-from cutlass_py_attn.runtime.launch import Bound, bind_problem
+from cutlass_py_attn.runtime.binding import Bound, bind_problem
 
 RANDOM_ELEMENTS: Final = 1 << 20  # the inputs repeat this many random values; other values take the same time
+CODE_SCALE: Final = 1.0  # of every e4m3 code
 RANDOM_INPUTS: Final = ("query", "key", "value", "grad_output", "bias", "sinks")
 SUSTAINED: Final = "measure after half a second of replays, at the clock to which their power lowers the GPU"
 PHILOX: Final = {"philox_seed": 1, "philox_offset": 0}
@@ -75,10 +77,12 @@ class Operands:
     """Every tensor of a case on the device, written once; peers read the same memory through DLPack."""
 
     def __init__(self, case: ProblemSpec, stream: int) -> None:
-        problem = case.problem("forward" if case.page_size else "backward")
+        problem = case.problem("forward" if bench_cases.is_forward_only(case) else "backward")
         self.arrays: dict[str, arrays.DeviceArray] = {}
         for name, tensor in {**problem.tensors(), **problem.vectors()}.items():
             self.arrays[name] = arrays.DeviceArray(*_storage(tensor), 0, stream)
+        if case.value_in_key:
+            self.arrays["value"] = self.arrays["key"]
         self.arrays["logsumexp"] = arrays.DeviceArray(case.shape.logsumexp, "float32", 0, stream)
         rng = np.random.default_rng(1)
         for name in RANDOM_INPUTS:
@@ -86,6 +90,9 @@ class Operands:
                 count = min(RANDOM_ELEMENTS, math.prod(self.arrays[name].shape))
                 values = rng.standard_normal(count, np.float32)
                 self._write(name, values.astype(frameworks.numpy_dtype(self.arrays[name].dtype)), stream)
+        for name in SCALES:
+            if name in self.arrays:
+                self._write(name, np.full(math.prod(self.arrays[name].shape), CODE_SCALE, np.float32), stream)
         if case.alibi:
             heads = np.arange(1, case.shape.num_heads + 1, dtype=np.float32)
             self._write("alibi_slopes", np.exp2(-8 * heads / case.shape.num_heads), stream)

@@ -16,6 +16,7 @@ from cutlass_py_attn.bench import flash4
 from cutlass_py_attn.bench.timing import Timed
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.spec import BATCH_BROADCAST, ProblemSpec
+from cutlass_py_attn.problem.tensors import FLOAT8
 
 BACKENDS: Final = {
     "mem_efficient": "EFFICIENT_ATTENTION",
@@ -73,7 +74,7 @@ class Measurement:
 
 def names(case: ProblemSpec) -> tuple[str, ...]:
     """Returns the peers with an operator for this case; only a run shows whether they have a kernel for it."""
-    if case.page_size:
+    if case.page_size or case.value_in_key or case.e4m3_cache:
         return ()
     return (*_torch_names(case), *((FLASH4,) if flash4.is_installed() and flash4.takes(case) else ()))
 
@@ -90,7 +91,9 @@ def _torch_names(case: ProblemSpec) -> tuple[str, ...]:
 
 def _is_unmapped(case: ProblemSpec) -> bool:
     """Whether the case has something that no call below passes to torch."""
-    has_option = case.softcap or case.alibi or case.sinks or case.deterministic or case.scale is not None
+    has_option = (
+        case.dtype == FLOAT8 or case.softcap or case.alibi or case.sinks or case.deterministic or case.scale is not None
+    )
     is_causal_of_rectangle = case.num_queries != case.num_keys and not isinstance(case.mask, Full)
     has_other_bias = case.bias not in ("", BATCH_BROADCAST)
     is_ragged = any(each.num_queries != each.num_keys or each.used_keys is not None for each in case.sequences)

@@ -23,10 +23,11 @@ from cutlass_py_attn.plan.expressions import Expression
 from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tiles import decode_tiles
-from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
+from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS, STANDARD
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
+from cutlass_py_attn.score_terms import registry
 
 ALWAYS: Final = "1"
 NEVER: Final = "0"
@@ -101,6 +102,7 @@ def order_key(build: Build) -> tuple[int | bool, ...]:
         -minor,
         build.tile_m,
         build.tile_n,
+        build.variant == STANDARD,  # takes every scale, and is slower than variant ds_registers
     )
 
 
@@ -158,24 +160,26 @@ class _Kind:
     head_dim: int
     head_dim_value: int
     is_paged: bool
+    has_codes: bool
     arch: str
 
     @staticmethod
     def of(build: Build) -> _Kind:
-        return _Kind(build.dtype, build.head_dim, build.head_dim_value, build.has("paged"), build.arch)
+        has_codes = build.has(registry.KV8)
+        return _Kind(build.dtype, build.head_dim, build.head_dim_value, build.has("paged"), has_codes, build.arch)
 
     @property
     def most_rows(self) -> int:
         """Query rows of a key head that some decode kernel takes."""
-        return decode.PERSISTENT_MAX_ROWS if self.is_paged else decode.MAX_ROWS
+        return decode.PERSISTENT_MAX_ROWS if self.is_paged or self.has_codes else decode.MAX_ROWS
 
 
 @functools.lru_cache(maxsize=4096)
 def _first_tile(kind: _Kind, rows: int, batch: int) -> str:
     """Returns the planner's first decode tile for this number of query rows of one key head; "" for none."""
     dims = f"{SHORT_NAMES[kind.dtype]}_d{kind.head_dim}v{kind.head_dim_value}"
-    paged = "_paged16" if kind.is_paged else ""
-    text = f"{dims}_q1_s{decode.MIN_KEYS}_b{batch}_h{rows}k1_full{paged}"
+    cache = ("_paged16" if kind.is_paged else "") + ("_kv8" if kind.has_codes else "")
+    text = f"{dims}_q1_s{decode.MIN_KEYS}_b{batch}_h{rows}k1_full{cache}"
     problem, limits = spec.parse(text).problem("forward"), architecture(kind.arch)
     for tile in decode_tiles(problem):
         build, objections = build_for(problem, kind.arch, tile, "decode")

@@ -22,13 +22,17 @@ from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import architecture, runs_on
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.merge import variant_of
 from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.plan.variants import STANDARD
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import path_objections, shown
+from cutlass_py_attn.problem.tensors import FLOAT8
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.launch import Bound, bind
+from cutlass_py_attn.runtime.binding import Bound, bind
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 # Headers that the sources include, which a file of that name would hide, and targets of CMake.
@@ -72,8 +76,9 @@ def export_library(
     pkg-config file and a Rust crate that build them; and what a bundle holds: <arch>/<symbol>.cubin, .ptx and .json,
     and manifest.json. The functions of the library have the prefix `name`, and choose among the kernels for each call.
     problems: a Problem, AppendProblem or MergeProblem each.
-    Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term, which
-    the fixed struct of a library's calls has no field for.
+    Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term and for
+    operands of e4m3 codes, which the fixed struct of a library's calls has no fields for, for keys that contain the
+    values, and for a MergeProblem with a float32 total beside other outputs, or without logsumexps.
     """
     return _export(folder, problems, archs, name, kernels, is_library=True)
 
@@ -183,7 +188,7 @@ class Bundle:
         """Binds the kernels of this direction on GPU `device`.
 
         problem: None for the exported one, or another problem that the kernels serve.
-        Stale: the bundle has no kernels for the problem or the GPU. Other errors as `launch.bind`.
+        Stale: the bundle has no kernels for the problem or the GPU. Other errors as `binding.bind`.
         """
         wanted = self.problem(direction) if problem is None else problem
         if reasons := _problem_objections(wanted):
@@ -239,7 +244,9 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
             "export_library (--library), or export the others apart"
         )
     if is_library:
-        reasons += _term_objections([problem for problem in problems if isinstance(problem, Problem)])
+        whole = [problem for problem in problems if isinstance(problem, Problem)]
+        reasons += [*_term_objections(whole), *_cache_objections(whole)]
+        reasons += _total_objections([problem for problem in problems if isinstance(problem, MergeProblem)])
     else:
         kinds = {type(problem).__name__ for problem in problems if not isinstance(problem, Problem)}
         reasons += [f"problems has {kind}: must be Problems; export a library of it with export_library (--library)"
@@ -258,13 +265,37 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
         raise NotSupported(reasons)
 
 
+def _cache_objections(problems: Sequence[Problem]) -> Iterator[str]:
+    """Yields why a library's calls cannot say that keys contain the values: it would take another value for them."""
+    if any(problem.value_in_key is True for problem in problems):
+        yield (
+            "value_in_key with a library: must be False, because its calls pass key and value apart; export a bundle "
+            "with export_bundle"
+        )
+
+
+def _total_objections(problems: Sequence[MergeProblem]) -> Iterator[str]:
+    """Yields why a library's calls cannot say that a merge has a float32 total, or adds."""
+    found = {variant_of(problem) for problem in problems if not problem.reasons()} - {STANDARD}
+    for variant in sorted(found):
+        yield (
+            f"a merge of variant {variant!r}: must have outputs of one dtype, and logsumexps, in a library, whose "
+            "calls say one dtype; pass output_a and output in the dtype of output_b"
+        )
+
+
 def _term_objections(problems: Sequence[Problem]) -> Iterator[str]:
-    """Yields why a library's calls cannot pass the score terms of a problem."""
+    """Yields why a library's calls cannot pass the score terms, or the scales of e4m3 codes, of a problem."""
     found = {name for problem in problems if not problem.reasons() for name, _ in problem.score_terms}
     for name in sorted(found):
         yield (
             f"score term {name!r}: is registered, and the struct of a library's calls has fields of built-in terms "
             "alone; export a bundle of this problem with export_bundle"
+        )
+    if any(has_codes(problem) for problem in problems if not problem.reasons()):
+        yield (
+            f"operands of {FLOAT8}: the struct of a library's calls has no scales; export a bundle of this problem "
+            "with export_bundle"
         )
 
 

@@ -34,7 +34,7 @@ from cutlass_py_attn.plan.decode_smem import combine_bytes
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
 from cutlass_py_attn.plan.preconditions import Condition, mapped
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import ITEM_BYTES
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES
 
 Json = dict[str, Any]
 
@@ -283,8 +283,8 @@ def _tensor_map(problem: AnyProblem, build: Build, name: str, recipe: TensorMap,
         _agree(rule, expressions.evaluate(rule, names), planned)
     return {
         "pointer": recipe.field,
-        "dtype": problem.dtype,
-        "item_bytes": ITEM_BYTES[problem.dtype],
+        "dtype": "uint8" if problem.dtype == FLOAT8 else problem.dtype,
+        "item_bytes": OPERAND_BYTES[problem.dtype],
         "sizes": list(recipe.sizes),
         "size_rules": list(sizes),
         "strides": list(recipe.strides),

@@ -9,6 +9,7 @@ from cutlass_py_attn.plan import abi, launch_rules
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.preconditions import EDGES
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import BATCH_HEAD, HEAD, ROW, SCALES, TENSOR, granularity
 from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, Tensor
 from cutlass_py_attn.runtime import params
 from cutlass_py_attn.score_terms import registry
@@ -74,6 +75,7 @@ _VECTORS: Final = {
     "cu_seqlens_k": "where the keys of each sequence start; the last entry is where they end",
     "seqused_k": "keys that each sequence uses",
     "page_table": "pages of each sequence in the order of its keys",
+    **{name: f"scales of {name.removesuffix('_scale')}'s e4m3 codes" for name in SCALES},
     "page_indptr": "where the entries of each sequence in page_table start; the last entry is where they end",
     "philox_seed": "key of the random numbers, in device memory",
     "philox_offset": "index of the first random word, in device memory",
@@ -90,6 +92,9 @@ def inputs(problem: Problem, build: Build) -> dict[str, Input]:
             found[axis] = Input("i64", int(given[axis]), meaning(axis))
     if problem.pages is not None:
         found["page_table_row"] = Input("i64", int(given["page_table_row"]), meaning("page_table_row"))
+    for name in problem.scales:
+        for axis in (axis for axis in _scale_axes(problem, name)[1] if axis != "1"):
+            found[axis] = Input("i64", int(given[axis]), meaning(axis))
     terms = registry.present(problem)
     for field in (term.vector.batch_field for term in terms if term.vector is not None):
         found |= {field: Input("i64", int(given[field]), meaning(field))} if field else {}
@@ -153,12 +158,29 @@ def _vector(problem: Problem, name: str, tensor: Tensor) -> Pointer:
     shapes |= dict.fromkeys(abi.SEED, ("1",))
     strides: tuple[str, ...] = ("page_table_row", "1")[-len(tensor.shape) :] if name == "page_table" else ("1",)
     meanings = _VECTORS
+    if name in SCALES:
+        shapes[name], strides = _scale_axes(problem, name)
     for term in registry.present(problem):
         if term.vector is not None and name in term.vectors(problem):
             shapes[name] = term.vector.axes_of(len(tensor.shape))
             strides = (term.vector.batch_field, "1")[-len(tensor.shape) :]
             meanings = {**_VECTORS, name: meaning(name)}
     return Pointer(tensor.dtype, shapes[name], strides, tensor.alignment, _access(problem, name), meanings[name])
+
+
+def _scale_axes(problem: Problem, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the shape of a scale of e4m3 codes, and the names of the inputs that are its strides; "1" for one."""
+    grain = granularity(problem.scales[name])
+    if grain == TENSOR:
+        return ("1",), ("1",)
+    first = launch_rules.batch_axis(problem, "key") if grain == ROW else "batch"
+    sizes = {
+        HEAD: ("num_heads_key",),
+        BATCH_HEAD: ("batch", "num_heads_key"),
+        ROW: launch_rules.shape(problem, "key")[:-1],
+    }[grain]
+    axes = (first, "row", "head") if grain == ROW else ("batch", "head")[-len(sizes) :]
+    return sizes, tuple(f"{name}_{axis}" for axis in axes)
 
 
 def _access(problem: Problem, name: str) -> str:

@@ -18,7 +18,7 @@ from cutlass_py_attn.plan.launch_rules import MAX_INT32, BufferRule
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.preconditions import Condition
-from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS, most_box_rows
+from cutlass_py_attn.plan.sm90_smem import RAGGED_STRIDE_BYTES, most_box_rows
 from cutlass_py_attn.problem import serialize, typed_json
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
@@ -93,7 +93,7 @@ def _ragged_maps(problem: Problem, build: Build) -> Iterator[Condition]:
         sizes, strides = launch_rules.tensor_map(problem, name)
         if len(sizes) == 5:
             row = f"{entry_points.mapped_field(name)}_row"
-            most = RAGGED_BYTES // RAGGED_ROWS // build.item_bytes
+            most = RAGGED_STRIDE_BYTES // build.item_bytes
             yield f"{strides[-1]} > 0", f"{row} must be less than {most} elements: a tensor map has 2^30 such rows"
 
 

@@ -18,7 +18,7 @@ from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, QUERY_HEADS, STANDARD
+from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, LAST, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
@@ -37,13 +37,25 @@ _SM90_DTYPES: Final = ("bf16", "f16")
 _VARIABLE_LENGTHS: Final = ("n128,100", "n128x128u100,100")
 _GROUPED_HEADS: Final = ("b1_h4k2", "b64_h4k2")  # few and many key tiles, for which sm90 backwards have two kernels
 _FORMS: Final = {"full": "no mask", "causal": "causal", "local": "window"}
-_WORDS: Final = {"varlen": "variable length", "seqused": "seqused_k", "grouped": "grouped heads", "alibi": "ALiBi"}
+_WORDS: Final = {
+    "varlen": "variable length",
+    "seqused": "seqused_k",
+    "grouped": "grouped heads",
+    "alibi": "ALiBi",
+    "float16_output": "float16 output",
+}
 _ROWS: Final = {
     ("append", STANDARD): "rows for a paged cache",
     ("append", E4M3): "rows for a paged e4m3 cache, by given scales",
     ("append", E4M3_ROW): "rows for a paged e4m3 cache, by a scale of each row",
     ("merge", STANDARD): "merge of two partial results",
+    ("merge", TOTAL): "merge of a partial result into a float32 total",
+    ("merge", LAST): "merge of a float32 total and the last partial result",
+    ("merge", SUM): "sum of a float32 total and a partial gradient",
+    ("merge", SUM_LAST): "sum of a float32 total and the last partial gradient",
 }
+# Forwards of e4m3 operands, of the sm90 family alone.
+_E4M3: Final = tuple(f"e4m3_{dims}" for dims in ("d64", "d128", "d192", "d192v128", "d256"))
 _OF_BACKWARD: Final = ("biasgrad", "biassum", "deterministic")
 
 
@@ -103,6 +115,9 @@ def _row_kernels(arch: str) -> Iterator[Plan]:
             yield plan_append(AppendProblem.dense((1, 1, head_dim), (1, 1), dtype, scales=scales), arch)
         yield plan_merge(MergeProblem.dense((1, 1, 1, head_dim), dtype), arch)
         yield plan_merge(MergeProblem.packed(1, 1, (1, 1, head_dim), dtype), arch)
+        for is_sum, is_last in product((False, True), (False, True)):
+            if dtype != "float32" or (is_sum and not is_last):  # others are the kernels above
+                yield plan_merge(MergeProblem.into_total((1, 1, 1, head_dim), dtype, is_sum, is_last), arch)
 
 
 def _specs(direction: str, is_sm90: bool) -> Iterator[ProblemSpec]:
@@ -119,6 +134,11 @@ def _specs(direction: str, is_sm90: bool) -> Iterator[ProblemSpec]:
             yield parse(f"{dtype}_{dims}_s{_LENGTH}_{heads}_{mask}")
         for variable in _VARIABLE_LENGTHS:
             yield parse(f"{dtype}_{dims}_{variable}_h1_{mask}")
+    if direction == "forward" and is_sm90:
+        for dims, mask in product(_E4M3, COMMON_MASKS):
+            yield parse(f"{dims}_s{_LENGTH}_b1_h1_{mask}")
+        for rest in ("s{length}_b1_h1_full_f16out", "s{length}_b1_h4k2_causal", "n128,100_h1_causal"):
+            yield parse(f"e4m3_d128_{rest.format(length=_LENGTH)}")
     if direction == "forward" and not is_sm90:
         for dtype, dims, heads in product(dtypes, HEAD_DIMS, ("h1", "h8k2")):
             for mask in ("full", "causal_br"):

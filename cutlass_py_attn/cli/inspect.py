@@ -27,7 +27,7 @@ from cutlass_py_attn.inspection.page import page
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.tensors import DIRECTIONS
-from cutlass_py_attn.runtime import launch
+from cutlass_py_attn.runtime import binding
 
 NO_SASS = f"No instruction counts: they need nvdisasm, {extras.remedy('inspect')}"
 
@@ -120,7 +120,7 @@ def _of_problem(name: str, direction: str | None, options: _Options) -> tuple[Pl
     is_file = name.endswith(".json")
     given = problems([name], (direction,) if direction else () if is_file else ("forward",))[0]
     found = plans_for(given, options.arch) if options.arch else plans_here(given)
-    return launch.first_available(found, _source(options.folder))
+    return binding.first_available(found, _source(options.folder))
 
 
 def _source(folder: Path | None) -> Callable[[Build], Artifact]:

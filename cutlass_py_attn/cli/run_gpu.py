@@ -23,7 +23,7 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.reference.numpy_reference import Array
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.launch import Bound, bind_problem
+from cutlass_py_attn.runtime.binding import Bound, bind_problem
 from cutlass_py_attn.testing import accuracy, guarded_check, inputs
 from cutlass_py_attn.testing.cases import Case
 

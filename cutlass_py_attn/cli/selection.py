@@ -125,4 +125,4 @@ def _problems_of(text: str, directions: tuple[str, ...]) -> list[AnyProblem]:
 def directions_of(spec: ProblemSpec) -> tuple[str, ...]:
     """Returns the directions that a problem is for: the forward alone for few queries against more keys (decode)."""
     is_decode = spec.num_queries <= MAX_QUERIES and spec.num_queries < spec.num_keys
-    return ("forward",) if is_decode or spec.page_size else DIRECTIONS
+    return ("forward",) if is_decode or spec.page_size or spec.value_in_key else DIRECTIONS

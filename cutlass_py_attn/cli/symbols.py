@@ -12,6 +12,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
 from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
+from cutlass_py_attn.plan.abi import FLOAT32_OUTPUTS
 from cutlass_py_attn.plan.append import SCALES_OF
 from cutlass_py_attn.plan.decode import MIN_KEYS
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
@@ -19,13 +20,13 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, VARIANTS
+from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, LAST, MLA, STANDARD, SUM, SUM_LAST, TOTAL, VARIANTS
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import GRADIENTS, ProblemSpec, SequenceLengths
-from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import OPERAND_NAMES, ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.suggestions import did_you_mean
 
@@ -37,20 +38,21 @@ _PAGE_SIZE = 16
 _SHORT_LENGTH = 128  # the plans of which have every tile, those for short sequences included
 _DROPOUT_P, _SOFTCAP = 0.5, 1.0
 
+_OPERANDS = {short: name for name, short in OPERAND_NAMES.items()}
 _FAMILY_DTYPE = rf"(?P<family>[a-z0-9]+)_(?P<dtype>{'|'.join(DTYPES)})"
 _TILE = r"(?:_(?P<tile_m>\d+)x(?P<tile_n>\d+))?"
 _VARIANTS = sorted({it.name for it in VARIANTS.values() if it.name})
 _DIMS = r"d(?P<dim>\d+)(?:v(?P<dim_value>\d+))?"
 # FEATURES stands for the layouts and the score terms, of which a user may register more.
 _FUSED = (
-    rf"(?P<kind>fwd|bwd)_{_FAMILY_DTYPE}_{_DIMS}_(?P<mask>{'|'.join(MASKS)})(?P<features>(?:_(?:FEATURES))*)"
+    rf"(?P<kind>fwd|bwd)_(?P<family>[a-z0-9]+)_(?P<dtype>{'|'.join(_OPERANDS)})_{_DIMS}_(?P<mask>{'|'.join(MASKS)})(?P<features>(?:_(?:FEATURES))*)"
     r"(?:_to_(?P<gradients>[qkvbs]+))?(?:_a(?P<access>\d+))?(?:_ba(?P<bias>\d+))?(?:_ga(?P<grad_bias>\d+))?"
     rf"(?:_sum_(?P<summed>none|[bhqk]+))?(?P<det>_det)?(?:_(?P<variant>{'|'.join(_VARIANTS)}))?{_TILE}"
 )
 _COMPONENT_GEMM = re.compile(rf"(?P<component_gemm>{'|'.join(COMPONENT_GEMMS)})_{_FAMILY_DTYPE}_{_DIMS}{_TILE}")
 _ROW_KERNEL = re.compile(
     rf"(?P<kind>append|merge)_sm80_(?P<dtype>{'|'.join(DTYPES)})_{_DIMS}(?P<varlen>_varlen)?(?:_a(?P<access>\d+))?"
-    rf"(?:_(?P<variant>{E4M3_ROW}|{E4M3}))?{_TILE}"
+    rf"(?:_(?P<variant>{E4M3_ROW}|{E4M3}|{TOTAL}|{LAST}|{SUM_LAST}|{SUM}))?{_TILE}"
 )
 _TILE_SUFFIX = re.compile(r"_\d+x\d+$")
 # The main entry, if there is one, is number 0; the entries of the gradients of bias and sinks have later numbers.
@@ -99,8 +101,17 @@ def _row_kernel_of(stem: str, arch: str) -> Plan | None:
         shape = _LENGTH, _HEADS, columns
         packed, dense = MergeProblem.packed(1, _LENGTH, shape, dtype), MergeProblem.dense((1, *shape), dtype)
         merged = packed if found["varlen"] else dense
-        return plans_for(replace(merged, output=replace(merged.output, alignment=alignment)), arch)[0]
-    scales, columns_value = SCALES_OF[found["variant"] or ""], int(found["dim_value"] or 0)
+        variant = found["variant"] or STANDARD
+        if variant not in FLOAT32_OUTPUTS:
+            return None
+        wide = {name: replace(getattr(merged, name), dtype="float32") for name in FLOAT32_OUTPUTS[variant]}
+        if variant in (SUM, SUM_LAST):
+            wide |= {"logsumexp_a": None, "logsumexp_b": None, "cu_seqlens_q": None, "max_seqlen_q": None}
+        part = replace(merged.output_b, alignment=alignment)
+        return plans_for(replace(merged, output_b=part, **wide), arch)[0]
+    if found["variant"] not in (None, *SCALES_OF):
+        return None
+    scales, columns_value = SCALES_OF[found["variant"] or STANDARD], int(found["dim_value"] or 0)
     sizes = (_LENGTH, _HEADS, columns), (1, _LENGTH)
     appended = AppendProblem.dense(*sizes, dtype, head_dim_value=columns_value, scales=scales)
     return plans_for(replace(appended, key=replace(appended.key, alignment=alignment)), arch)[0]
@@ -146,7 +157,7 @@ def _of_family(problem: Problem, arch: str, found: re.Match[str]) -> Plan:
 
 def _feature_pattern() -> str:
     """Returns the alternatives of a feature in a symbol; score terms may be registered at any time."""
-    return "|".join((*registry.LAYOUTS, registry.PAGED, *registry.names()))
+    return "|".join((*registry.LAYOUTS, *registry.OPTIONAL_LAYOUTS, *registry.names()))
 
 
 def _features(found: re.Match[str]) -> list[str]:
@@ -172,7 +183,7 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         sequences = (*sequences, SequenceLengths(queries - 1, keys))
     gradients = found["gradients"] or "qkv"
     return ProblemSpec(
-        DTYPES[found["dtype"]],
+        _OPERANDS[found["dtype"]],
         int(found["dim"]),
         num_queries=queries,
         num_keys=keys,
@@ -191,6 +202,10 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         sinks=has("sinks"),
         deterministic=found["det"] is not None,
         page_size=_PAGE_SIZE if has(registry.PAGED) else 0,
+        value_in_key=found["variant"] == MLA,
+        e4m3_cache=has(registry.KV8),
+        descale="row" if has(registry.KV8_ROW) else "",
+        float16_output=has(registry.FLOAT16_OUTPUT),
     )
 
 

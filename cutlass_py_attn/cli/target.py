@@ -13,7 +13,7 @@ from cutlass_py_attn.plan.arch import ARCHITECTURES
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.launch import portable_arch
+from cutlass_py_attn.runtime.binding import portable_arch
 
 DEFAULT_ARCH = "sm_90"  # without a GPU
 

@@ -179,10 +179,34 @@ def compile_trace(
     """Compiles any host function; see `compile_unchecked`.
 
     name: start of every error text. trace: function that returns the host function and its arguments.
+
+    The source location of each operation takes up to a third of the time of a trace, and without line info only error
+    texts have it. So a trace that fails is repeated with locations.
     """
+    if lines is None:
+        try:
+            return _compile_trace(name, arch, trace, register_usage_level, None, has_locations=False)
+        except CompileError:
+            pass
+    return _compile_trace(name, arch, trace, register_usage_level, lines, has_locations=True)
+
+
+def _compile_trace(
+    name: str,
+    arch: str,
+    trace: Callable[[], registry.Trace],
+    register_usage_level: int,
+    lines: AbstractContextManager[None] | None,
+    *,
+    has_locations: bool,
+) -> CompilerOutput:
     cute = _import_dsl(name)
     options = importlib.import_module("cutlass.base_dsl.compiler")
-    with _LOCK, tempfile.TemporaryDirectory(prefix="cutlass_py_attn.") as folder, _default_dsl_settings(arch):
+    with (
+        _LOCK,
+        tempfile.TemporaryDirectory(prefix="cutlass_py_attn.") as folder,
+        _default_dsl_settings(arch, has_locations),
+    ):
         ptxas_report = Path(folder, "ptxas.yaml")
         compile_options = (
             options.KeepPTX(True),
@@ -216,25 +240,31 @@ def _import_dsl(name: str) -> Any:
 
 
 @contextmanager
-def _default_dsl_settings(arch: str) -> Iterator[None]:
+def _default_dsl_settings(arch: str, has_locations: bool) -> Iterator[None]:
     """Context manager that gives the DSL its default settings, whatever CUTE_DSL_* variables the environment has.
+
+    has_locations: whether each operation gets its line of Python, as the DSL does wherever it keeps ptxas's report.
 
     The DSL reads its settings once, into an object. An object for a prefix that no variable has holds the defaults.
     The host's architecture is set to one other than the target, so that the DSL builds no engine to launch the kernel
     here. The DSL also reads -diagnostic, and abbreviations such as -d, from the program's command line.
     """
     dsl = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl()
+    base: Any = importlib.import_module("cutlass.base_dsl.dsl")
     preprocessor = importlib.import_module("cutlass.base_dsl.ast_preprocessor").DSLPreprocessor
     previous = dsl.envar, dsl.preprocessor, sys.argv
+    set_locations = base._set_enable_frame_filtering
     defaults = type(dsl.envar)("CUTLASS_PY_ATTN_UNSET")
     defaults.arch = "sm_80" if arch.startswith("sm_1") else "sm_100a"
     dsl.envar, dsl.preprocessor, sys.argv = defaults, preprocessor(dsl.package_name), sys.argv[:1]
+    base._set_enable_frame_filtering = lambda enable: set_locations(enable and has_locations)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         dsl.envar, dsl.preprocessor, sys.argv = previous
+        base._set_enable_frame_filtering = set_locations
 
 
 def _message(error: Exception) -> str:

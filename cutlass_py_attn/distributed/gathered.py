@@ -74,11 +74,6 @@ def backward(split: Split, operands: Arrays, gradients: tuple[str, ...]) -> Arra
     return targets
 
 
-def adds(split: Split, operands: Arrays, gradients: tuple[str, ...]) -> bool:
-    """Returns whether a call sums partial results. gradients: of a backward; empty for a forward."""
-    return any(name != "query" and not (name == "bias" and _has_rows(operands)) for name in gradients)
-
-
 def _has_rows(operands: Arrays) -> bool:
     """Returns whether each rank has rows of the bias of its own."""
     return bool(operands["bias"].shape[2] > 1)

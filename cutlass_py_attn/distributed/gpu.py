@@ -1,13 +1,11 @@
 """One GPU as a machine: kernels and copies on the caller's stream, exchanges on the group's.
 
-Sums of partial gradients, and the totals of merges, are float32 arrays of torch or CuPy: a call that needs some uses
-the caller's library, else the one that is installed. All memory between the steps comes from the stream's pool and
-goes back in stream order.
+Sums of partial gradients, and totals of merges, are float32, by the kernels of `merge_states`. All memory between the
+steps comes from the stream's pool and goes back in stream order.
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -15,24 +13,26 @@ from typing import Any, Final
 import numpy as np
 
 from cutlass_py_attn.api import attention
+from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import Options
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.distributed.communicator import Message
 from cutlass_py_attn.distributed.group import Group
-from cutlass_py_attn.distributed.machine import Arrays, Machine, as_options
+from cutlass_py_attn.distributed.machine import Arrays, Machine, along, as_options
 from cutlass_py_attn.distributed.views import View
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
-from cutlass_py_attn.problem.merge import MergeProblem
+from cutlass_py_attn.problem.merge import MAX_HEAD_DIM, OUTPUTS, MergeProblem
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes
-from cutlass_py_attn.runtime.frameworks import FRAMEWORKS, Framework, numpy_dtype
-from cutlass_py_attn.runtime.launch import Bound, bind, portable_arch
+from cutlass_py_attn.runtime.binding import Bound, bind, portable_arch
 
 _INFINITY: Final = 0x7F800000  # float32 bits
 _LARGEST_PITCH: Final = 2**31 - 1  # bytes between two rows of a copy; CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU
-_merges: dict[tuple[Any, ...], tuple[Bound, Any]] = {}  # with `kernels`, whose id is part of the key
+MAX_MERGES: Final = 256  # layouts of totals and parts, each with one source of kernels on one GPU
+_Kernels = Callable[[Build], Artifact]
+_merges: LruCache[tuple[Bound, _Kernels | None]] = LruCache(MAX_MERGES)  # with `kernels`, whose id is part of the key
 
 
 class CapturedStream(NotSupported):
@@ -42,7 +42,7 @@ class CapturedStream(NotSupported):
 class Gpu(Machine):
     """Computes on the group's GPU.
 
-    results: makes arrays in the caller's library, of that name. stream: handle of the caller's stream. kernels: as in
+    results: makes arrays in the caller's library. stream: handle of the caller's stream. kernels: as in
     the options of a call.
     """
 
@@ -50,15 +50,13 @@ class Gpu(Machine):
         self,
         group: Group,
         results: arrays.OutputArrays,
-        library: str,
         gpu: driver.Device,
         stream: int,
-        kernels: Callable[[Build], Artifact] | None,
+        kernels: _Kernels | None,
     ) -> None:
         super().__init__(group)
-        self._results, self._library, self._gpu, self.stream = results, library, gpu, stream
+        self._results, self._gpu, self.stream = results, gpu, stream
         self._kernels = kernels
-        self._framework: Framework | None = None
         self._constants: list[np.ndarray[Any, Any]] = []  # kept alive until the stream has read them
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> View:
@@ -129,26 +127,28 @@ class Gpu(Machine):
     def _merge(self, problem: MergeProblem) -> Bound:
         """Returns the bound kernel of a merge. Each of its threads reads a vector before it writes one there."""
         key = problem, self._gpu.ordinal, id(self._kernels)
-        if key not in _merges:
+        found = _merges.get(key)
+        if found is None:
             problem.check()
             plan = plan_merge(problem, portable_arch(self._gpu.compute_capability))
             artifact = (self._kernels or attention.default_kernels())(plan.build)
-            _merges[key] = bind(artifact, plan, device=self._gpu.ordinal), self._kernels
-        return _merges[key][0]
+            found = bind(artifact, plan, device=self._gpu.ordinal), self._kernels
+            _merges.put(key, found)
+        return found[0]
 
     def add(self, total: View, part: View, target: View | None = None) -> None:
-        framework = self._arithmetic()
-        with framework.use_stream(self.stream, self._gpu.ordinal):
-            add(framework, total, part, total if target is None else target)
+        columns = total.shape[-1]
+        for first in range(0, columns, MAX_HEAD_DIM):
+            index = along(len(total.shape) - 1, first, min(first + MAX_HEAD_DIM, columns))
+            self._add([view[index].as_rows() for view in (total, part, total if target is None else target)])
 
-    def expect_sums(self) -> None:
-        self._arithmetic()
-
-    def _arithmetic(self) -> Framework:
-        """Returns the library that adds; NotSupported if there is none."""
-        if self._framework is None:
-            self._framework = arithmetic(self._library)
-        return self._framework
+    def _add(self, views: list[View]) -> None:
+        """Stores the sum of the first two in the third; all are 4-D, with at most MAX_HEAD_DIM columns."""
+        one, other, target = (view.tensor for view in views)
+        problem = MergeProblem(one, other, target)
+        if not problem.is_empty:
+            pointers = {name: view.pointer for name, view in zip(OUTPUTS, views, strict=True)}
+            self._merge(problem)(pointers, self.stream)
 
     def start(self, sends: list[Message], receives: list[Message]) -> Callable[[], None]:
         stream = self.group.stream
@@ -181,7 +181,7 @@ def on_gpu(
         )
     gpu = driver.device(group.device)
     with gpu.current(), arrays.OutputArrays(query.library, gpu, stream, given_stream) as results:
-        machine = Gpu(group, results, query.library, gpu, stream, options.kernels)
+        machine = Gpu(group, results, gpu, stream, options.kernels)
         views = {
             name: View(
                 results.operand(name, array),
@@ -211,42 +211,6 @@ def _launch_stream(query: Any, given_stream: object) -> int:
             "exchanges; call it outside of the capture"
         )
     return stream
-
-
-def arithmetic(library: str) -> Framework:
-    """Returns the library that adds arrays: that of the caller, else one that is installed."""
-    for name in (library, "cupy", "torch"):
-        if name in FRAMEWORKS:
-            try:
-                importlib.import_module(name)
-            except ImportError:
-                continue
-            return FRAMEWORKS[name]
-    raise NotSupported(
-        "sums of partial results on the GPU: must be those of torch or CuPy, and neither is installed; run pip install "
-        "cupy-cuda13x, or pass context_strategy='ulysses'"
-    )
-
-
-def add(framework: Framework, total: View, part: View, target: View) -> None:
-    """Stores total + part, added in float32, on the library's current stream."""
-    if framework.library == "torch":
-        torch: Any = importlib.import_module("torch")
-        one, other, result = (torch.from_dlpack(view) for view in (total, part, target))
-        if target.dtype == "float32":
-            torch.add(one, other, out=result)
-        else:
-            result.copy_(one + other)
-        return
-    cupy: Any = importlib.import_module("cupy")
-
-    def array(view: View) -> Any:
-        memory = cupy.cuda.UnownedMemory(view.pointer, max(view.reach, 1), view.owner, view.device)
-        strides = tuple(stride * view.item_bytes for stride in view.strides)
-        return cupy.ndarray(view.shape, numpy_dtype(view.dtype), cupy.cuda.MemoryPointer(memory, 0), strides)
-
-    one, other, result = (array(view) for view in (total, part, target))
-    result[...] = (one + other.astype(cupy.float32)).astype(result.dtype)
 
 
 def copy(target: View, source: View, stream: int) -> None:

@@ -76,17 +76,6 @@ def backward(split: Split, operands: Arrays, gradients: tuple[str, ...]) -> Arra
     return targets
 
 
-def adds(split: Split, operands: Arrays, gradients: tuple[str, ...]) -> bool:
-    """Returns whether a call sums partial results. gradients: of a backward; empty for a forward."""
-    if _repeats(split, operands) > 1 and not {*OF_KEY}.isdisjoint(gradients):
-        return True
-    dropout = split.options.dropout
-    has_items = dropout is not None and dropout.is_active and operands["query"].shape[0] > 1
-    if "bias" in gradients and (operands["bias"].shape[1] == 1 or (has_items and operands["bias"].shape[0] == 1)):
-        return True
-    return has_items and "sinks" in gradients
-
-
 def _repeats(split: Split, operands: Arrays) -> int:
     """Returns how often each key head is repeated."""
     return repeats_of_key(operands["query"].shape[2], operands["key"].shape[2], split.size) or 1

@@ -58,9 +58,6 @@ class Host(Machine):
         target = total if target is None else target
         target[...] = (total.astype(np.float64) + part.astype(np.float64)).astype(target.dtype)
 
-    def expect_sums(self) -> None:
-        return
-
     def start(self, sends: list[Message], receives: list[Message]) -> Callable[[], None]:
         self.group.exchange(sends, receives)
         return lambda: None

@@ -65,16 +65,12 @@ class Machine(ABC):
     def merge(self, total: Any, logsumexp: Any, part: Any, logsumexp_part: Any) -> Any:
         """Merges a part into a total, in place, and returns the logsumexp of both.
 
-        total: float32, or the part's dtype
+        total: float32, or of the part's dtype
         """
 
     @abstractmethod
     def add(self, total: Any, part: Any, target: Any = None) -> None:
         """Adds a part to a float32 total. target: array for the sum, float32 or of the part's dtype; None for total."""
-
-    @abstractmethod
-    def expect_sums(self) -> None:
-        """Raises NotSupported if this machine cannot `add`."""
 
     @abstractmethod
     def start(self, sends: list[Message], receives: list[Message]) -> Callable[[], None]:

@@ -27,7 +27,7 @@ def forward(split: Split, operands: Arrays) -> Arrays:
     output, result = split.new_output(operands), split.new_logsumexp(operands)
     own = machine.forward(split.with_options(mask=ring.own_mask()), _own(split, operands), output)
     lines = own["logsumexp"]
-    is_merged_once = _is_merged_once(steps)
+    is_merged_once = sum(map(len, steps)) <= 1  # then there is one rounding, from two parts
     total = output if is_merged_once else machine.widened(output)
     for number, tiles in enumerate(steps, 1):
         given = coming
@@ -40,7 +40,7 @@ def forward(split: Split, operands: Arrays) -> Arrays:
             merged = machine.merge(
                 total[rows],
                 machine.rows_of_logsumexp(lines, tile.row, tile.rows, output.shape[1]),
-                part["output"] if is_merged_once else machine.widened(part["output"]),
+                part["output"],
                 part["logsumexp"],
             )
             machine.put_rows(lines, tile.row, merged, 0, tile.rows)
@@ -92,17 +92,6 @@ def backward(split: Split, operands: Arrays, gradients: tuple[str, ...]) -> Arra
             store = machine.sum_over_ranks if is_whole else machine.round_to
             store(totals[name], targets[name])
     return targets
-
-
-def adds(split: Split, operands: Arrays, gradients: tuple[str, ...]) -> bool:
-    """Returns whether a call sums partial results. gradients: of a backward; empty for a forward."""
-    steps = _steps(split, _ring(split, operands))
-    return not _is_merged_once(steps) if not gradients else bool(steps) or not set(gradients) <= {*OF_KEY}
-
-
-def _is_merged_once(steps: list[list[RingTile]]) -> bool:
-    """Returns whether an output is that of two parts at most, so that one rounding is left to its dtype."""
-    return sum(map(len, steps)) <= 1
 
 
 def _ring(split: Split, operands: Arrays) -> Ring:

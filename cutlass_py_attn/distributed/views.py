@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import weakref
 from dataclasses import dataclass
@@ -98,6 +99,12 @@ class View:
             shape[axis] = max(last - first, 0)
             pointer += first * self.strides[axis] * self.item_bytes
         return View(pointer, tuple(shape), self.strides, self.dtype, self.device, self.owner)
+
+    def as_rows(self) -> View:
+        """Returns the view with axes of size 1 in front, so that it has four."""
+        missing = 4 - len(self.shape)
+        strides = (self.strides[0] * self.shape[0] if self.shape else 1,) * missing
+        return dataclasses.replace(self, shape=(*(1,) * missing, *self.shape), strides=(*strides, *self.strides))
 
     def reshape(self, shape: tuple[int, ...]) -> View:
         """Returns a dense view with another shape."""

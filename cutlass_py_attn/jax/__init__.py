@@ -31,8 +31,9 @@ except ModuleNotFoundError as error:
 
 from cutlass_py_attn.api import options as api_options
 from cutlass_py_attn.api.declaration import implemented_by
-from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.api.options import MLA_HEAD_DIM_VALUE, VariableLength
 from cutlass_py_attn.api.paged import Paged
+from cutlass_py_attn.api.request import of_cache
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import (
@@ -55,9 +56,10 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
-from cutlass_py_attn.problem.scalars import SCALARS, shown
+from cutlass_py_attn.problem.quantization import SCALES
+from cutlass_py_attn.problem.scalars import SCALARS, integer_of, shown
 from cutlass_py_attn.problem.split_rows import ULYSSES
-from cutlass_py_attn.problem.tensors import OPERANDS
+from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
 from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.suggestions import did_you_mean
@@ -70,6 +72,7 @@ __all__ = [
     "dot_product_attention",
     "export_checks",
     "merge_states",
+    "mla_attention",
     "packed_sequences",
     "reorder",
     "restore",
@@ -87,6 +90,8 @@ class Options(TypedDict, total=False):
         is summed over that axis.
     alibi_slopes: (num_heads,) or (batch, num_heads) float32, not differentiable; a gradient of them is refused.
     sinks: (num_heads,) float32, differentiable.
+    query_scale, key_scale, value_scale: of e4m3 codes, float8_e4m3fn or uint8 for their bytes. Nothing of such a call
+        is differentiable.
     score_terms: {name: array} of terms that `score_terms.register` registered; like alibi_slopes not differentiable. A
         process that runs an exported program with such a term must register the term too.
     dropout_p: probability that a weight is dropped, from 0 to 1.
@@ -127,6 +132,9 @@ class Options(TypedDict, total=False):
     kernels: Callable[[Build], Artifact] | None
     arch: str | None
     backend: str
+    query_scale: Any
+    key_scale: Any
+    value_scale: Any
 
 
 def _attention(query: Any, key: Any, value: Any, **options: Unpack[Options]) -> Any:
@@ -163,6 +171,9 @@ def attention(
     kernels: Callable[[Build], Artifact] | None = None,
     arch: str | None = None,
     backend: str = "auto",
+    query_scale: Any = None,
+    key_scale: Any = None,
+    value_scale: Any = None,
 ) -> Any:
     """Computes softmax(scale Q K^T + bias, masked) V, differentiable in query, key, value, bias and sinks.
 
@@ -172,7 +183,8 @@ def attention(
     The options are keywords; `Options` describes each.
 
     The operands are float16, bfloat16 or float32, all of one dtype. Returns
-    (batch, num_queries, num_heads, head_dim_value) in the same dtype.
+    (batch, num_queries, num_heads, head_dim_value) in the same dtype. On sm_90a they may be float8_e4m3fn, which has no
+    derivative; the output is then bfloat16.
 
     The call is checked when it is traced. When the program is lowered, the call is planned, and its kernels compiled if
     `kernels` is None; so jax.eval_shape needs neither a GPU nor kernels. Under vmap, the new axis joins the batch. With
@@ -186,6 +198,49 @@ def attention(
     is lowered, NoDevice: there is no GPU, and `arch` is None; CompileError, Stale: there is no kernel.
     """
     raise NotImplementedError
+
+
+def mla_attention(
+    query: Any,
+    cache: Any,
+    *,
+    head_dim_value: int = MLA_HEAD_DIM_VALUE,
+    mask: Mask = Full(),  # noqa: B008
+    scale: float | None = None,
+    sequences: VariableLength | Paged | None = None,
+    return_logsumexp: bool = False,
+    kernels: Callable[[Build], Artifact] | None = None,
+    arch: str | None = None,
+    backend: str = "auto",
+) -> Any:
+    """Computes `attention` of keys that contain the values: the latent cache of multi-head latent attention.
+
+    query: (batch, num_queries, num_heads, head_dim).
+    cache: (batch, num_keys, num_heads_key, head_dim), or a pool (pages, page_size, num_heads_key, head_dim) with
+        `sequences=Paged(...)`. A row is a key, and its first head_dim_value columns are the value.
+    The other options are those of `attention`; `cutlass_py_attn.mla_attention_forward` says more about both.
+
+    Returns what `attention` returns, with head_dim_value columns; it is not differentiable. Splits over devices, vmap
+    and errors are those of `attention`.
+    """
+    columns = integer_of(head_dim_value)
+    if columns is None:
+        raise NotSupported(f"head_dim_value = {shown(head_dim_value)}: must be an int known at trace time; pass it")
+    options = Options(mask=mask, scale=scale, sequences=sequences, kernels=kernels, arch=arch, backend=backend)
+    try:
+        return _attend_to_cache(query, cache, columns, options, return_logsumexp)
+    except NotSupported as error:
+        raise of_cache(error) from error
+
+
+def _attend_to_cache(query: Any, cache: Any, columns: int, options: Options, return_logsumexp: bool) -> Any:
+    """Does `mla_attention` with options that are `Options`."""
+    call, operands = _prepare({"query": query, "key": cache}, options, return_logsumexp)
+    call = dataclasses.replace(call, head_dim_value=columns)
+    operands = _varying(
+        call, {"query": operands["query"], "key": operands["key"], "value": operands["key"], **operands}
+    )
+    return _with_rows_of_logsumexp(call, operands) if return_logsumexp else _traced(call, operands)
 
 
 def context_parallel_attention(
@@ -315,17 +370,30 @@ def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
     """Returns the output and the residuals. The keys of `wanted`, static in JAX, name the gradients to compute."""
     values = {name: operand.value for name, operand in operands.items()}
     differentiated = [name for name, operand in operands.items() if operand.perturbed]
-    constants = ("alibi_slopes", *(term.name for term in call.score_terms))
+    constants = ("alibi_slopes", *SCALES, *(term.name for term in call.score_terms))
     reasons = [
         f"{name} is differentiated: must be a constant here; pass jax.lax.stop_gradient({name})"
         for name in constants
         if name in differentiated
     ]
-    if call.paged is not None and differentiated:
-        names = ", ".join(differentiated)
+    coded = [name for name in OPERANDS if str(values[name].dtype) in E4M3]
+    if coded and differentiated:
         reasons.append(
-            f"{names} with pages is differentiated: must be a constant, because a cache has no gradients; pass "
+            f"{', '.join(differentiated)} with {', '.join(coded)} of e4m3 is differentiated: must be a constant, "
+            "because only the forward takes codes; pass jax.lax.stop_gradient of it, or differentiate attention of "
+            "16-bit operands"
+        )
+    if call.paged is not None and differentiated:
+        listed = ", ".join(differentiated)
+        reasons.append(
+            f"{listed} with pages is differentiated: must be a constant, because a cache has no gradients; pass "
             "jax.lax.stop_gradient of it"
+        )
+    if call.head_dim_value is not None and differentiated:
+        names = [name for name in differentiated if name != "value"]  # which is in the cache
+        reasons.append(
+            f"{', '.join(names)} with a latent cache is differentiated: must be a constant, because a cache "
+            "has no gradients; call `attention` with keys and values of their own"
         )
     if reasons:
         raise NotSupported(reasons)
@@ -401,6 +469,7 @@ def _prepare(
     except NotSupported as error:
         raise NotSupported([*reasons, *error.reasons]) from error
     given_arrays = operands | {name: given[name] for name in registry.array_options() if given.get(name) is not None}
+    given_arrays |= {name: given[name] for name in SCALES if given.get(name) is not None}
     given_arrays |= checked.score_terms
     sequences = None if checked.sequences is None else _with_numpy_lengths(checked.sequences)
     given_arrays |= {} if sequences is None else sequences.arrays()
@@ -441,7 +510,13 @@ def _prepare(
         context=split_rows.context_of(given),
     )
     if call.context is not None:
-        if isinstance(sequences, Paged):
+        coded = [name for name in OPERANDS if str(arrays[name].dtype) in E4M3]
+        if coded:
+            reasons = [
+                f"{', '.join(coded)} of e4m3 with context_axis: must have 16 or 32 bits, because rows that are split "
+                "over devices have no scales; dequantise, each code times its scale, or leave context_axis None"
+            ]
+        elif isinstance(sequences, Paged):
             reasons = [
                 "sequences = Paged(...) with context_axis: must be VariableLength or None, because the rows of a cache "
                 "in pages are not split over devices; leave context_axis None"

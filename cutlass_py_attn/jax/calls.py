@@ -22,6 +22,7 @@ from cutlass_py_attn.jax.rows import Context
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.tensors import BMHK, OPERANDS, Tensor
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms import registry
@@ -40,6 +41,7 @@ class Call:
     max_seqlens: max_seqlen_q and max_seqlen_k of the variable-length layout; None for other layouts.
     paged: max_seqlen_q, or None, and invariant of a cache in pages; None for other layouts.
     score_terms: the registered terms whose arrays are among the operands, each under its name.
+    head_dim_value: first columns of key that are the value, in the same memory; None if value is an array of its own.
     context: how the rows are split over a mesh axis inside shard_map; None if all rows are on this device.
     """
 
@@ -55,6 +57,7 @@ class Call:
     backend: str
     context: Context | None = None
     paged: tuple[int | None, bool] | None = None
+    head_dim_value: int | None = None
 
     def problem(self, operands: Mapping[str, Any], gradients: tuple[str, ...]) -> Problem:
         """Returns the validated problem of these operands, which XLA stores densely.
@@ -106,9 +109,13 @@ class Call:
             dropout=dropout,
             sequences=sequences,
             grad_logsumexp=operands.get("grad_logsumexp"),
+            query_scale=operands.get("query_scale"),
+            key_scale=operands.get("key_scale"),
+            value_scale=operands.get("value_scale"),
             gradients=gradients or OPERANDS,
             score_terms={term.name: operands[term.name] for term in self.score_terms},
             deterministic=self.deterministic and bool(gradients),
+            head_dim_value=self.head_dim_value,
             **score_arrays,
         )
 
@@ -166,8 +173,8 @@ def _joins_batch(call: Call, gradients: tuple[str, ...], batched: Mapping[str, b
     """Returns whether vmap's axis can join the batch axis.
 
     It cannot for variable lengths, which have no batch axis, for pages, whose pools have none, nor for sinks, seeds and
-    terms without a batch axis, which all batches share. A backward with dropout must draw the same numbers as its
-    forward, whose axis was joined exactly if its output is batched.
+    terms without a batch axis, which all batches share, nor for scales of e4m3 codes that differ. A backward with
+    dropout must draw the same numbers as its forward, whose axis was joined exactly if its output is batched.
     """
     if any(batched.get(term.name) and _term_rank(term) == 1 for term in call.score_terms):
         return False
@@ -175,6 +182,7 @@ def _joins_batch(call: Call, gradients: tuple[str, ...], batched: Mapping[str, b
         call.max_seqlens is not None
         or call.paged is not None
         or batched.get("sinks")
+        or any(batched.get(name) for name in SCALES)
         or "sinks" in gradients
         or batched.get(PHILOX)
     ):
@@ -193,11 +201,14 @@ def _join_batch(
 ) -> tuple[Arrays, int]:
     """Returns the operands with vmap's axis joined to the batch axis, and the batch size without it."""
     batch = operands["query"].shape[1 if batched["query"] else 0]
-    ranks = {"alibi_slopes": 2, "sinks": 1, PHILOX: 1, "logsumexp": 3, "grad_logsumexp": 3}
+    ranks = {"alibi_slopes": 2, "sinks": 1, PHILOX: 1, "logsumexp": 3, "grad_logsumexp": 3, **dict.fromkeys(SCALES, 2)}
     ranks |= {term.name: _term_rank(term) for term in call.score_terms}
 
     def join(name: str, array: Any) -> Any:
         per_batch = name in (*BMHK, "logsumexp", "grad_logsumexp") or (name == "bias" and "bias" in gradients)
+        if name in SCALES and array.ndim < 2:
+            return array
+        per_batch |= name in SCALES
         rank = ranks.get(name, 4)
         shape = array.shape[1:] if batched[name] else array.shape
         if not batched[name] and not per_batch and (len(shape) < rank or shape[0] == 1 or rank == 1):

@@ -19,7 +19,7 @@ from typing import Any, Final
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.jax.payload import Payload, unpack
 from cutlass_py_attn.runtime import driver, fill
-from cutlass_py_attn.runtime.launch import Bound, bind
+from cutlass_py_attn.runtime.binding import Bound, bind
 
 TARGET: Final = "cutlass_py_attn"
 KEY, PAYLOAD, PHILOX, WORKSPACE = "key", "payload", "philox", "workspace"

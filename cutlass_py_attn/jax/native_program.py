@@ -107,7 +107,7 @@ def _launches(call: handler.BoundPayload, offsets: dict[str, int]) -> Iterator[l
     first_map = 0
     shared = dict(plan.params)
     overridden = dict.fromkeys(name for launch in plan.launches for name, _ in launch.param_overrides)
-    for launch, function in zip(plan.launches, call.bound._kernels, strict=True):
+    for launch, function in zip(plan.launches, call.bound.kernels, strict=True):
         values = {name: shared.get(name, 0) for name in overridden} | dict(launch.param_overrides)
         yield [
             *(LAUNCH, function, *launch.grid, *launch.block, launch.shared_memory_bytes),

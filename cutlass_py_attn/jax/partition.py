@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.score_terms import registry
 
 Arrays = dict[str, Any]
@@ -51,7 +52,9 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     role = name if name in _AXES else name.removeprefix("grad_")
     vectors = {term.vector.name: term.vector for term in registry.terms() if term.vector is not None}
     if role in _AXES:
-        found = _AXES[role]
+        found = _AXES["key" if role == "value" and problem.value_in_key else role]
+    elif role in SCALES:
+        found = _axes_of_scale(role, shape, problem)
     elif role in vectors:
         found = tuple(vectors[role].axes_of(len(shape)))
     else:  # lengths of sequences, and where the random numbers start
@@ -63,6 +66,16 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     if problem.sequences is not None or problem.pages is not None:
         found = tuple("sequences" if axis == BATCH else axis for axis in found)
     return found
+
+
+def _axes_of_scale(role: str, shape: tuple[int, ...], problem: Problem) -> Axes:
+    """Returns the axes of a scale of e4m3 codes; that of all heads, and an axis of size 1, is not split."""
+    axes: Axes = {1: (HEADS_KEY,), 2: (BATCH, HEADS_KEY), 3: (BATCH, "num_keys", HEADS_KEY)}.get(len(shape), ())
+    if len(axes) == 3 and problem.pages is not None:
+        axes = ("pages", "page_rows", HEADS_KEY)
+    if shape == (1,) and problem.shape.num_heads_key > 1:
+        axes = (f"{role}_0",)
+    return axes
 
 
 @dataclass(frozen=True, slots=True)

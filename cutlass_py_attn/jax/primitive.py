@@ -27,7 +27,7 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
-from cutlass_py_attn.runtime import driver, launch
+from cutlass_py_attn.runtime import binding, driver
 from cutlass_py_attn.score_terms.term import ScoreTerm
 
 Arrays = dict[str, Any]
@@ -75,7 +75,7 @@ def kernels_of(
 def payload_of(kernels: Kernels) -> tuple[bytes, int]:
     """Returns the packed payload of the best plan that has kernels, and its workspace size (bytes)."""
     capability, num_sms = target_of(kernels.arch)
-    plan, artifact = launch.first_available(
+    plan, artifact = binding.first_available(
         planner.plans_on(kernels.problem, capability, num_sms), kernels.kernels or attention.default_kernels()
     )
     names = [name for name, _, _ in kernels.results]

@@ -101,7 +101,8 @@ def merge_states(
 ) -> tuple[Any, Any]:
     """Returns output and logsumexp of two partial results, as `cutlass_py_attn.merge_states` does.
 
-    output_a, output_b: (batch, num_queries, num_heads, head_dim_value) float16, bfloat16 or float32.
+    output_a, output_b: (batch, num_queries, num_heads, head_dim_value) float16, bfloat16 or float32, of one dtype.
+        output_a may also be float32 beside an output_b of 16 bits: a running total of many parts, as the output is.
     logsumexp_a, logsumexp_b: (batch, num_heads, ceil32(num_queries)) float32.
     cu_seqlens_q, max_seqlen_q: of packed outputs (1, tokens, num_heads, head_dim_value); max_seqlen_q is a number that
         is known at trace time.

@@ -12,8 +12,20 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.variants import PERSISTENT, QUERY_HEADS
-from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.plan.variants import (
+    E4M3,
+    LAST,
+    MLA,
+    PERSISTENT,
+    QUERY_HEADS,
+    SHARED_END,
+    STANDARD,
+    SUM,
+    SUM_LAST,
+    TOTAL,
+)
+from cutlass_py_attn.problem.quantization import CACHE_AXES, CACHE_SCALES, OPERAND_AXES, SCALES
+from cutlass_py_attn.problem.tensors import F32_BYTES, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
 from cutlass_py_attn.score_terms.dropout import PHILOX
@@ -146,6 +158,24 @@ QUERY_HEADS_FIELDS: Fields = (
     ("total_key_tiles", "i32"),
 )
 
+# Only in forwards with option shared_end. num_splits_key: blocks that share the keys of each of the last query tiles, 1
+# for none. partial_output: (shared tiles, tile_m, num_splits_key, columns) float32; partial_logsumexp: the same without
+# columns, in base 2. Both addresses are 0 when num_splits_key is 1.
+SHARED_END_FIELDS: Fields = (
+    ("partial_output", "i64"),
+    ("partial_logsumexp", "i64"),
+    ("num_splits_key", "i32"),
+)
+
+# Addresses of the scales of e4m3 codes, 0 for scales of 1, and their strides (elements), 0 along an axis that a scale
+# does not have: those of e4m3 operands, which have none along rows, and those of key and value of an e4m3 cache.
+OPERAND_SCALES: Fields = tuple(
+    (field, "i64") for name in SCALES for field in (name, *(f"{name}_{axis}" for axis in OPERAND_AXES))
+)
+E4M3_CACHE_SCALES: Fields = tuple(
+    (field, "i64") for name in CACHE_SCALES for field in (name, *(f"{name}_{axis}" for axis in CACHE_AXES))
+)
+
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
 COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
@@ -160,17 +190,24 @@ APPEND: Fields = (
 
 # Only in kernels that store e4m3. A stride is 0 along an axis that a scale does not have.
 APPEND_SCALES: Fields = tuple(
-    (field, "i64")
-    for name in ("key_scale", "value_scale")
-    for field in (name, f"{name}_page", f"{name}_row", f"{name}_head")
+    (field, "i64") for name in CACHE_SCALES for field in (name, f"{name}_page", f"{name}_row", f"{name}_head")
 )
 
-# num_rows: rows of all batches and heads. cu_seqlens_q: 0 if the outputs are not packed.
+# num_rows: rows of all batches and heads. cu_seqlens_q: 0 if the outputs are not packed. The logsumexps are 0 in a sum.
 MERGE: Fields = (
     *_strided("output_a", "output_b", "output"),
     *((name, "i64") for name in ("logsumexp_a", "logsumexp_b", "logsumexp", "cu_seqlens_q")),
     *((name, "i32") for name in ("num_heads", "num_queries", "num_rows")),
 )
+
+# Outputs of a merge that are float32 whatever the dtype of the build, by Build.variant.
+FLOAT32_OUTPUTS: Final[dict[str, tuple[str, ...]]] = {
+    STANDARD: (),
+    TOTAL: ("output_a", "output"),
+    LAST: ("output_a",),
+    SUM: ("output_a", "output"),
+    SUM_LAST: ("output_a",),
+}
 
 # By Build.kind, or by Build.family or Build.variant if it has a struct of its own.
 FIELDS: Final[dict[str, Fields]] = {
@@ -181,6 +218,7 @@ FIELDS: Final[dict[str, Fields]] = {
     "append": APPEND,
     "merge": MERGE,
     PERSISTENT: PERSISTENT_DECODE,
+    MLA: PERSISTENT_DECODE,
 }
 
 TENSOR_MAP_BYTES: Final = 128
@@ -191,12 +229,19 @@ def fields_of(build: Build) -> Fields:
     fields = next(FIELDS[key] for key in (build.variant, build.family, build.kind) if key in FIELDS)
     if build.variant == QUERY_HEADS:
         fields = (*fields, *QUERY_HEADS_FIELDS)
+    if SHARED_END in build.options:
+        fields = (*fields, *SHARED_END_FIELDS)
     if build.kind == "append" and build.variant:
         fields = (*fields, *APPEND_SCALES)
+    if build.kind == "forward" and build.variant == E4M3:
+        fields = (*fields, *OPERAND_SCALES)
     if build.has("varlen"):
         fields = (*fields, *VARLEN)
     if build.has("paged"):
-        fields = (*fields, *PAGED, *(PAGED_SM90 if build.family == "sm90" else ()))
+        maps_last_value = build.family == "sm90" and not build.reads_value_in_key
+        fields = (*fields, *PAGED, *(PAGED_SM90 if maps_last_value else ()))
+    if build.has(registry.KV8):
+        fields = (*fields, *E4M3_CACHE_SCALES)
     terms = registry.registered_among(build.features)
     if not terms:
         return fields
@@ -214,13 +259,18 @@ def address_alignments(build: Build) -> dict[str, int]:
     """
     if build.kind == "append":
         cached = build.vector_bytes // build.item_bytes if build.variant else build.vector_bytes
-        scales = dict.fromkeys(("key_scale", "value_scale"), 4) if build.variant else {}
+        scales = dict.fromkeys(CACHE_SCALES, 4) if build.variant else {}
         rows = dict.fromkeys(("key", "value"), build.vector_bytes) | dict.fromkeys(("key_cache", "value_cache"), cached)
         return {**rows, "slots": 8, **scales}
     if build.kind == "merge":
-        rows = dict.fromkeys(("output_a", "output_b", "output"), build.vector_bytes)
+        wide = build.vector_bytes // build.item_bytes * F32_BYTES
+        rows = {
+            name: wide if name in FLOAT32_OUTPUTS[build.variant] else build.vector_bytes
+            for name in ("output_a", "output_b", "output")
+        }
         lengths = {"cu_seqlens_q": 4} if build.has("varlen") else {}
-        return {**rows, **dict.fromkeys(("logsumexp_a", "logsumexp_b", "logsumexp"), 4), **lengths}
+        is_sum = build.variant in (SUM, SUM_LAST)
+        return {**rows, **dict.fromkeys(() if is_sum else ("logsumexp_a", "logsumexp_b", "logsumexp"), 4), **lengths}
     return {name: ROW_ALIGNMENT_BYTES for name, kind in fields_of(build) if kind == "i64"}
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan.variants import VARIANTS, WIDE, Variant
-from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, SHORT_NAMES
+from cutlass_py_attn.plan.variants import MLA, PERSISTENT, SHARED_END, VARIANTS, WIDE, Variant
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES, OPERAND_NAMES, OPERANDS, ROW_ALIGNMENT_BYTES
 
 COLUMN_MULTIPLE = 32  # head dims are padded to this inside the tile, never in global memory
 WIDE_COLUMN_MULTIPLE = 64  # the same in variant wide, whose tiles are strips of 128 bytes
+FLOAT8_COLUMN_MULTIPLE = 64  # the same of 8-bit operands, whose tiles are strips of 64 bytes at least
 F32_ROW_PADDING = 4  # elements added to a shared-memory row of float32, so that rows of a column use other banks
 ROW_KINDS = ("append", "merge")  # kernels that compute row by row, without a product
 
@@ -63,6 +64,8 @@ class Build:
     score_rows: query rows of one score product in the sm90 backward when a tile has too many; 0 for all rows
     key_stages: key tiles in flight per thread block of the sm90 backward. With two, the first scores of the next key
         tile are computed before the gradients of this one are stored.
+    options: how the body computes, names of `variants.OPTIONS` in their order; () for the standard way. No part of the
+        symbol: `tile_options` decides them by what the symbol names.
     """
 
     kind: str
@@ -96,6 +99,7 @@ class Build:
     head_dim_split: int = 0
     score_rows: int = 0
     key_stages: int = 1
+    options: tuple[str, ...] = ()
 
     @property
     def threads(self) -> int:
@@ -105,19 +109,28 @@ class Build:
     @property
     def item_bytes(self) -> int:
         """Bytes of one element."""
-        return ITEM_BYTES[self.dtype]
+        return OPERAND_BYTES[self.dtype]
 
     @property
     def columns(self) -> int:
         """head_dim padded inside the tile."""
-        return round_up(self.head_dim, WIDE_COLUMN_MULTIPLE if self.variant == WIDE else COLUMN_MULTIPLE)
+        if self.variant == WIDE and self.kind == "backward":  # two warpgroups have columns of dQ and of dK each
+            return max(round_up(self.head_dim, WIDE_COLUMN_MULTIPLE), 2 * WIDE_COLUMN_MULTIPLE)
+        return round_up(self.head_dim, self.column_multiple)
+
+    @property
+    def column_multiple(self) -> int:
+        """What head dims are padded to inside the tile."""
+        if self.variant == WIDE:
+            return WIDE_COLUMN_MULTIPLE
+        return FLOAT8_COLUMN_MULTIPLE if self.dtype == FLOAT8 else COLUMN_MULTIPLE
 
     @property
     def columns_value(self) -> int:
         """head_dim_value padded inside the tile; in variant wide to columns for each of two warpgroups at least."""
         if self.variant == WIDE:
             return max(round_up(self.head_dim_value, WIDE_COLUMN_MULTIPLE), 2 * WIDE_COLUMN_MULTIPLE)
-        return round_up(self.head_dim_value, COLUMN_MULTIPLE)
+        return round_up(self.head_dim_value, self.column_multiple)
 
     @property
     def block_columns(self) -> int:
@@ -144,6 +157,21 @@ class Build:
         """Whether the build has a main kernel: a backward for grad_bias or grad_sinks alone has none."""
         return self.kind != "backward" or self.grad_bias_mode == "main" or not set(self.gradients).isdisjoint(OPERANDS)
 
+    @property
+    def shares_chunks(self) -> bool:
+        """Whether blocks share chunks of the keys of all sequences, kernels/decode/chunk_schedule.py."""
+        return self.variant in (PERSISTENT, MLA)
+
+    @property
+    def has_combine(self) -> bool:
+        """Whether a second kernel joins the results of blocks that split the keys of a row."""
+        return self.family == "decode" or self.variant == MLA or SHARED_END in self.options
+
+    @property
+    def reads_value_in_key(self) -> bool:
+        """Whether the kernels read value as the first columns of key, and not through its own address and strides."""
+        return self.variant == MLA
+
     def has(self, feature: str) -> bool:
         """Returns whether the kernels have this feature."""
         return feature in self.features
@@ -167,10 +195,10 @@ class Build:
         """The symbol without its tile: what the kernel computes, and the variant."""
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_value}" if self.head_dim_value != self.head_dim else "")
         if self.kind == "component_gemm":
-            return "_".join([self.component_gemm, self.family, SHORT_NAMES[self.dtype], dims])
+            return "_".join([self.component_gemm, self.family, OPERAND_NAMES[self.dtype], dims])
         direction = {"forward": "fwd", "backward": "bwd"}.get(self.kind, self.kind)
         mask = [] if self.kind in ROW_KINDS else [self.mask]
-        words = [direction, self.family, SHORT_NAMES[self.dtype], dims, *mask, *self.features]
+        words = [direction, self.family, OPERAND_NAMES[self.dtype], dims, *mask, *self.features]
         if self.kind == "backward" and self.gradients != OPERANDS:
             words.append("to_" + "".join(name[0] for name in self.gradients))  # s: sinks
         if self.vector_bytes < ROW_ALIGNMENT_BYTES:
@@ -194,7 +222,7 @@ class Build:
 def build_from(data: Mapping[str, Any]) -> Build:
     """Returns the Build of a JSON object; ValueError names missing or unknown fields."""
     same_fields("build", data, Build)
-    pairs = {name: tuple(data[name]) for name in (*WARPS, "features", "gradients")}
+    pairs = {name: tuple(data[name]) for name in (*WARPS, "features", "gradients", "options")}
     buffers = tuple(Buffer(**item) for item in data["shared_memory"])
     return Build(**{**data, **pairs, "shared_memory": buffers})
 

@@ -11,9 +11,9 @@ from typing import Final
 
 from cutlass_py_attn.plan.arch import ARCHITECTURES
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.variants import VARIANTS
+from cutlass_py_attn.plan.variants import OPTIONS, VARIANTS
 from cutlass_py_attn.problem import masks, typed_json
-from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS
+from cutlass_py_attn.problem.tensors import OPERAND_BYTES, OPERANDS
 from cutlass_py_attn.score_terms import registry
 
 _SYMBOL: Final = re.compile(r"[a-z][a-z0-9_]*")
@@ -40,8 +40,9 @@ def _unknown_names(build: Build) -> Iterator[str]:
     known = (
         ("arch", build.arch, build.arch in ARCHITECTURES),
         ("kind, family, variant", body, body in VARIANTS),
-        ("dtype", build.dtype, build.dtype in ITEM_BYTES),
+        ("dtype", build.dtype, build.dtype in OPERAND_BYTES),
         ("mask", build.mask, build.mask in masks.FORMS),
+        ("options", build.options, {*OPTIONS}.issuperset(build.options)),
         ("gradients", build.gradients, {*OPERANDS, *registry.gradients()}.issuperset(build.gradients)),
     )
     return (f"{name} {value!r}" for name, value, is_known in known if not is_known)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from cutlass_py_attn.plan import decode, sm80, sm90, tile_rules
 from cutlass_py_attn.plan.build import Build
@@ -23,50 +24,71 @@ def build_for(problem: Problem, arch: str, tile: TileConfig, family: str) -> tup
     The Build has warps of each product and a shared-memory map only if the list is empty. Whether it then fits the
     target is what `resources.objections` says.
     """
+    return next(builds_for(problem, arch, (tile,), family))
+
+
+def builds_for(
+    problem: Problem, arch: str, tiles: Iterable[TileConfig], family: str
+) -> Iterator[tuple[Build, list[str]]]:
+    """Yields `build_for` of each tile; what the problem alone decides is computed once."""
+    decided = _decided_by(problem)
+    for tile in tiles:
+        build = Build(
+            family=family,
+            variant=tile.variant,
+            arch=arch,
+            tile_m=tile.tile_m,
+            tile_n=tile.tile_n,
+            warps=tile.warps,
+            query_stages=tile.query_stages,
+            grad_output_stages=tile.grad_output_stages,
+            register_usage_level=tile.register_usage_level,
+            head_dim_split=tile.head_dim_split,
+            score_rows=tile.score_rows,
+            key_stages=tile.key_stages,
+            options=tile.options,
+            **decided,
+        )
+        yield _finished(build)
+
+
+def _decided_by(problem: Problem) -> dict[str, Any]:
+    """Returns the fields of a Build that do not depend on the tile, and those that `_finished` replaces."""
     shape = problem.shape
-    is_forward = problem.direction == "forward"
-    widest = shape.head_dim_value if is_forward else max(shape.head_dim, shape.head_dim_value)
     none = (0, 0)
-    build = Build(
-        kind=problem.direction,
-        family=family,
-        variant=tile.variant,
-        arch=arch,
-        dtype=problem.dtype,
-        head_dim=shape.head_dim,
-        head_dim_value=shape.head_dim_value,
-        mask=problem.mask.form,
-        tile_m=tile.tile_m,
-        tile_n=tile.tile_n,
-        warps=tile.warps,
-        query_stages=tile.query_stages,
-        grad_output_stages=tile.grad_output_stages,
-        warps_scores=none,
-        warps_grad_v=none,
-        warps_grad_k=none,
-        warps_grad_q=none,
-        deterministic=problem.deterministic and not is_forward and problem.grad_query is not None,
-        register_usage_level=tile.register_usage_level,
-        min_blocks_per_sm=0,
-        component_gemm="",
-        shared_memory=(),
-        features=problem.features,
-        gradients=problem.gradients,
-        vector_bytes=row_vector_bytes(problem),
-        bias_vector_bytes=bias_vector_bytes(problem.bias),
-        grad_bias_vector_bytes=bias_vector_bytes(problem.grad_bias),
-        grad_bias_mode=grad_bias_mode(problem),
-        head_dim_split=tile.head_dim_split,
-        score_rows=tile.score_rows,
-        key_stages=tile.key_stages,
-    )
+    return {
+        "kind": problem.direction,
+        "dtype": problem.dtype,
+        "head_dim": shape.head_dim,
+        "head_dim_value": shape.head_dim_value,
+        "mask": problem.mask.form,
+        "warps_scores": none,
+        "warps_grad_v": none,
+        "warps_grad_k": none,
+        "warps_grad_q": none,
+        "deterministic": problem.deterministic and problem.direction != "forward" and problem.grad_query is not None,
+        "min_blocks_per_sm": 0,
+        "component_gemm": "",
+        "shared_memory": (),
+        "features": problem.features,
+        "gradients": problem.gradients,
+        "vector_bytes": row_vector_bytes(problem),
+        "bias_vector_bytes": bias_vector_bytes(problem.bias),
+        "grad_bias_vector_bytes": bias_vector_bytes(problem.grad_bias),
+        "grad_bias_mode": grad_bias_mode(problem),
+    }
+
+
+def _finished(build: Build) -> tuple[Build, list[str]]:
+    """Returns the Build with warps of each product and a shared-memory map, or why no kernel body can be built so."""
     objections = tile_rules.objections(build)
     if build.head_dim_split and not objections:
+        widest = build.head_dim_value if build.kind == "forward" else max(build.head_dim, build.head_dim_value)
         build = replace(build, head_dim_split=even_head_dim_split(build.head_dim_split, widest))
         objections = tile_rules.objections(build)
     if objections:
         return build, objections
-    build = FAMILIES[family].with_warps(build)
+    build = FAMILIES[build.family].with_warps(build)
     return replace(build, shared_memory=shared_memory_map(build)), []
 
 

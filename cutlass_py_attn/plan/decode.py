@@ -10,9 +10,10 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.decode_smem import CUT_WORDS, MAX_QUERIES, team_warps
 from cutlass_py_attn.plan.expressions import Expression, Grid
 from cutlass_py_attn.plan.tile_rules import DECODE_LEAST_COPY, DECODE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.variants import PERSISTENT, STANDARD, VARIANTS
+from cutlass_py_attn.plan.variants import MLA, PERSISTENT, STANDARD, VARIANTS
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, OPERANDS, WORD_BYTES, Shape
+from cutlass_py_attn.problem.tensors import F32_BYTES, FLOAT8, ITEM_BYTES, OPERANDS, WORD_BYTES, Shape
+from cutlass_py_attn.score_terms import registry
 
 MAX_ROWS: Final = 64  # queries of all heads of a group
 MIN_KEYS: Final = 256
@@ -23,29 +24,36 @@ LEAST_KEYS: Final = (
     256  # that a block computes, if there are so many: fewer cost more in partial results than they save
 )
 FIXED_CHUNK: Final = 1024  # keys of a chunk whose partial results no other sequence changes
+ALIGNED_TEAMS: Final = 1, 16  # of so many teams of variant mla, how many may idle so that the others have whole groups
 THREAD_REGISTERS: Final = 192  # that a thread of the persistent kernel has at most in most builds
 
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
     """Returns what the problem has that the decode kernels do not take; empty if they take it."""
-    shape, item_bytes = problem.shape, ITEM_BYTES[problem.dtype]
-    widest = DECODE_MAX_HEAD_DIM[item_bytes]
-    is_paged = problem.pages is not None
-    most_rows = PERSISTENT_MAX_ROWS if is_paged else MAX_ROWS
-    most_queries = PERSISTENT_MAX_ROWS if is_paged else MAX_QUERIES
+    shape, is_float8 = problem.shape, problem.dtype == FLOAT8
+    widest = DECODE_MAX_HEAD_DIM[ITEM_BYTES["float16" if is_float8 else problem.dtype]]
+    persistent = is_persistent(problem)
+    most_rows = PERSISTENT_MAX_ROWS if persistent else MAX_ROWS
+    most_queries = PERSISTENT_MAX_ROWS if persistent else MAX_QUERIES
     tensors = (getattr(problem, name) for name in (*OPERANDS, "output"))
     present = {
         "backward": problem.direction == "backward",
+        f"query of {FLOAT8}": is_float8,
         f"more than {most_queries} queries": shape.num_queries > most_queries,
-        f"fewer than {MIN_KEYS} keys": shape.num_keys < MIN_KEYS and not is_paged,
+        f"fewer than {MIN_KEYS} keys": shape.num_keys < MIN_KEYS and not persistent,
         f"more than {most_rows} queries of a group of heads": shape.num_queries * shape.group > most_rows,
         f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
         f"rows aligned to less than {DECODE_LEAST_COPY} bytes": min(t.vector_bytes for t in tensors)
         < DECODE_LEAST_COPY,
     }
-    features = VARIANTS["forward", "decode", PERSISTENT if is_paged else STANDARD].features
+    features = VARIANTS["forward", "decode", PERSISTENT if persistent else STANDARD].features
     found = [name for name in problem.features if name not in features]
     return (*found, *(name for name, is_present in present.items() if is_present))
+
+
+def is_persistent(problem: Problem) -> bool:
+    """Returns whether the persistent kernel is the decode kernel of a problem: caches in pages or of e4m3 codes."""
+    return problem.pages is not None or problem.has_e4m3_cache
 
 
 def is_decode_step(problem: Problem) -> bool:
@@ -102,14 +110,34 @@ def schedule(problem: Problem, build: Build) -> dict[str, Expression]:
         "rows": f"{row_tiles(build)} * num_heads_key",
         "team_rows": " + ".join(["1", *(f"(mod(rows, {width}) == 0) * {width // 2}" for width in TEAM_ROWS)]),
         "chunks": f"div(rows, team_rows) * batch * ({of_row})",
-        "num_teams": f"max(min(div(num_sms * {blocks_per_sm(build)}, team_rows), ceil_div(chunks, least_chunks)), 1)",
+        **_num_teams(build),
         "num_blocks": "num_teams * team_rows",
+    }
+
+
+def _num_teams(build: Build) -> dict[str, Expression]:
+    """Returns the number of teams that share the chunks, and in variant mla what it follows from.
+
+    Teams of variant mla are as many as share whole groups of rows, if hardly any block idles then: sequences of one
+    length have no partial results, which are 128 KiB for each cut of a tile of rows.
+    """
+    most = f"div(num_sms * {blocks_per_sm(build)}, team_rows)"
+    if build.variant != MLA:
+        return {"num_teams": f"max(min({most}, ceil_div(chunks, least_chunks)), 1)"}
+    idle, every = ALIGNED_TEAMS
+    is_even = f"(mod(groups, rounds) == 0) * ({every} * div(groups, rounds) >= {every - idle} * most_teams)"
+    return {
+        "most_teams": f"max({most}, 1)",
+        "groups": "div(rows, team_rows) * batch",
+        "rounds": "max(ceil_div(groups, most_teams), 1)",
+        "even_teams": f"most_teams + {is_even} * (div(groups, rounds) - most_teams)",
+        "num_teams": "max(min(even_teams, ceil_div(chunks, least_chunks)), 1)",
     }
 
 
 def combine_grid(build: Build) -> Grid:
     """Returns the grid of the combine kernel: a block for each row of the output, or for each that a team may cut."""
-    if build.variant != PERSISTENT:
+    if not build.shares_chunks:
         return "num_queries", "num_heads", "batch"
     of_team = f"min(num_queries * group, {build.tile_m})", "team_rows", "num_teams"
     of_output = "num_queries", "num_heads", "batch"
@@ -121,7 +149,7 @@ def combine_grid(build: Build) -> Grid:
 
 def main_grid(build: Build) -> Grid:
     """Returns the grid of the main kernel."""
-    if build.variant == PERSISTENT:
+    if build.shares_chunks:
         return "num_blocks", "1", "1"
     return f"{row_tiles(build)} * num_splits_key", "num_heads_key", "batch"
 
@@ -135,7 +163,7 @@ def workspace(build: Build) -> dict[str, Expression]:
     Of the persistent kernel they have rows for the tile of a slot, of which each block has two, or each chunk one.
     schedule: int32, where the start of each team cuts a row; with fixed chunks those before each sequence
     """
-    if build.variant == PERSISTENT:
+    if build.shares_chunks:
         slots = f"(fixed_chunks * chunks + (1 - fixed_chunks) * 2 * num_teams) * team_rows * {build.tile_m}"
         return {
             "partial_output": f"{slots} * {build.columns_value * F32_BYTES}",
@@ -153,11 +181,12 @@ def reason(shape: Shape, build: Build, splits: int) -> str:
     """Returns how the kernels of this plan divide the work; splits: blocks that share the keys."""
     rows = shape.num_queries * shape.group
     if build.variant == PERSISTENT:
-        return (
+        text = (
             f"persistent decode kernel (mma.sync, cp.async): {rows} query rows of a key head in tiles of "
-            f"{build.tile_m}, {splits} blocks share the keys of all sequences, whose pages and lengths they read on "
-            "the device"
+            f"{build.tile_m}, {splits} blocks share the keys of all sequences"
         )
+        text += ", whose pages and lengths they read on the device" if build.has(registry.PAGED) else ""
+        return text + (", and convert e4m3 codes to float16" if build.has(registry.KV8) else "")
     return (
         f"decode kernels (mma.sync, cp.async): {rows} query rows of a key head in tiles of {build.tile_m}, {splits} "
         "blocks share the keys of each"

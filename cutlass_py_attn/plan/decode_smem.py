@@ -13,6 +13,7 @@ from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.gemm_spec import MMA_ROWS
 from cutlass_py_attn.plan.smem import BUFFER_ALIGNMENT, stack, tile_bytes
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
+from cutlass_py_attn.score_terms import registry
 
 MAX_QUERIES: Final = 16
 WARP_OUTPUT: Final = {2: 4096, 4: 2048}  # elements of the output of one warp, by bytes per element of the operands
@@ -32,9 +33,18 @@ def team_keys(build: Build) -> int:
     return build.tile_n // build.warps_scores[1]
 
 
+def operand_dtype(build: Build) -> str:
+    """Returns the dtype of the operands of products: float16 with codes of e4m3, which converts to it exactly."""
+    return "float16" if build.has(registry.KV8) else build.dtype
+
+
 def stage_bytes(build: Build) -> tuple[int, int]:
-    """Returns (bytes of a team's keys, bytes of its values) in one pipeline stage."""
+    """Returns (bytes of a team's keys, bytes of its values) in one pipeline stage; with scales of rows, these too."""
     rows = team_keys(build)
+    if build.has(registry.KV8):
+        scales = 2 * F32_BYTES if build.has(registry.KV8_ROW) else 0
+        end = round_up(rows * (build.columns + build.columns_value + scales), STAGE_ALIGNMENT)
+        return rows * build.columns, end - rows * build.columns
     key, value = (
         round_up(tile_bytes(build.dtype, rows, columns), STAGE_ALIGNMENT)
         for columns in (build.columns, build.columns_value)

@@ -7,7 +7,7 @@ from typing import Final
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 _SUFFIXES: Final = {
@@ -39,6 +39,8 @@ LAST_VALUE: Final = "value_last"
 
 def tensor_maps(build: Build) -> tuple[str, ...]:
     """Returns the names of the main kernel's tensor maps, in the order of its parameters."""
+    if build.reads_value_in_key:
+        return ("key",)
     names = _TENSOR_MAPS.get((build.kind, build.family), ())
     return (*names, LAST_VALUE) if build.has("paged") and names else names
 
@@ -52,7 +54,7 @@ def entries(build: Build) -> dict[str, str]:
     """Returns the symbol of each entry of the build's cubin by its role, in the order of the plan's launches.
 
     main: the fused kernel; a backward for grad_bias or grad_sinks alone has none
-    combine: joins the splits of a decode; a plan with one split does not launch it
+    combine: joins the splits of a decode, or of shared query tiles; a plan with one split does not launch it
     delta: backward preprocess, the row statistics
     finish: backward postprocess, converts the float32 query gradient
     finish_kv: converts the float32 gradients of key and value, if several query heads add to them
@@ -60,12 +62,12 @@ def entries(build: Build) -> dict[str, str]:
     sinks: gradient of the sinks
     """
     if build.kind != "backward":
-        combine = {"combine": f"{build.symbol}_combine_1"} if build.family == "decode" else {}
+        combine = {"combine": f"{build.symbol}_combine_1"} if build.has_combine else {}
         return {"main": f"{build.symbol}_0", **combine}
     needed = {
         "main": build.has_main,
         "delta": True,
-        "finish": "query" in build.gradients and build.variant != PER_HEAD,
+        "finish": "query" in build.gradients and build.variant not in (PER_HEAD, WIDE),
         "finish_kv": build.variant == QUERY_HEADS,
         "bias": "bias" in build.gradients and build.grad_bias_mode != "main",
         "sinks": "sinks" in build.gradients,
@@ -89,9 +91,9 @@ def is_dependent_launch(build: Build, role: str) -> bool:
 def delta_clears_sums(build: Build) -> bool:
     """Returns whether the delta kernel sets the sums of dQ and the counters to zero, so that no memset has to.
 
-    The sums of dK and dV of variant query_heads have other tiles than the delta kernel.
+    The sums of dK and dV of variant query_heads have other tiles than the delta kernel. Variant wide has no sums.
     """
-    return build.family == "sm90" and build.kind == "backward" and build.variant not in (PER_HEAD, QUERY_HEADS)
+    return build.family == "sm90" and build.kind == "backward" and build.variant not in (PER_HEAD, QUERY_HEADS, WIDE)
 
 
 def entry_symbols(build: Build) -> tuple[str, ...]:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Final
 from cutlass_py_attn.plan import resources
 from cutlass_py_attn.plan.arch import Architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Buffer, Build
+from cutlass_py_attn.plan.sm90_e4m3 import part_columns
 from cutlass_py_attn.plan.smem_maps import STEPS
 from cutlass_py_attn.plan.split_d import blocks_per_tile
+from cutlass_py_attn.plan.variants import E4M3, SHARED_END
+from cutlass_py_attn.score_terms import registry
 
 if TYPE_CHECKING:
     from cutlass_py_attn.plan.plan import Launch, Plan, Workspace
@@ -47,11 +50,28 @@ def _explain_rows(plan: Plan) -> str:
     return "\n".join([*lines, "", f"reason: {plan.reason}", ""])
 
 
+def _code_rows(build: Build) -> Iterator[tuple[str, str]]:
+    """Yields what a kernel does with e4m3 codes."""
+    grain = "the operand, each key head, or each key head of a sequence; 1 without any"
+    if build.has(registry.KV8):
+        grain = "each row" if build.has(registry.KV8_ROW) else grain
+        dtype = "float16" if build.family == "decode" else build.dtype
+        yield "key and value", f"e4m3 codes, converted to {dtype}; scales of {grain}"
+    if build.kind == "forward" and build.variant == E4M3:
+        yield "operands", f"e4m3 codes; scales of {grain}"
+        yield "output", "float16" if build.has(registry.FLOAT16_OUTPUT) else "bfloat16"
+        columns = f"{part_columns(build)} of {build.columns_value} columns at a time"
+        yield "sums of O", f"each key tile apart, {columns}, added in float32"
+
+
 def _build_rows(build: Build) -> Iterator[tuple[str, str]]:
     yield "target", build.arch
     yield "family", build.family
     yield "variant", build.variant or "standard"
+    if build.options:
+        yield "options", ", ".join(build.options)
     yield "dtype, mask", f"{build.dtype}, {build.mask}"
+    yield from _code_rows(build)
     yield "head_dim", f"{build.head_dim} (padded to {build.columns})"
     yield "head_dim_value", f"{build.head_dim_value} (padded to {build.columns_value})"
     rows = "rows of queries and heads" if build.family == "decode" else "queries"
@@ -127,7 +147,8 @@ def _sharing_lines(plan: Plan) -> Iterator[str]:
             "table and lengths are read on the device"
         )
     if "num_teams" not in found:
-        yield f"num_splits_key: {plan.num_splits_key} blocks share one (batch, head)"
+        shared = "each of the last query tiles" if SHARED_END in plan.build.options else "one (batch, head)"
+        yield f"num_splits_key: {plan.num_splits_key} blocks share {shared}"
         return
     chunk = found["chunk_tiles"] * plan.build.tile_n
     partial = "each with partial results of its own" if found["fixed_chunks"] else "as equal shares"

@@ -23,11 +23,11 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import abi, decode, entry_points, sm80, sm90
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
-from cutlass_py_attn.plan.sm90_smem import RAGGED_BYTES, RAGGED_ROWS
+from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT, QUERY_HEADS
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, WORD_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, OPERAND_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.score_terms import registry
 
 LOG2_E: Final = math.log2(math.e)
@@ -61,14 +61,17 @@ def sizes(problem: Problem) -> dict[str, int]:
 
 
 def page_sizes(problem: Problem) -> dict[str, int]:
-    """Returns the sizes of a paged problem's pools and table by the names of their struct fields."""
+    """Returns the sizes of a paged problem's pools and table by the names of their struct fields.
+
+    Without pages in the pools the table has no entries for a kernel, so that wrong lengths of keys are not believed.
+    """
     pages = problem.pages
     assert pages is not None
     num_pages, page_size = problem.key.shape[:2]
     return {
         "page_size": page_size,
-        "max_pages": pages.max_pages,
-        "table_entries": pages.table_entries,
+        "max_pages": pages.max_pages if num_pages else 0,
+        "table_entries": pages.table_entries if num_pages else 0,
         "num_pages": num_pages,
     }
 
@@ -84,10 +87,12 @@ def values(problem: Problem, build: Build, num_sms: int) -> dict[str, int]:
 def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
     """Returns numbers that other expressions and struct fields name, each in terms of those before it."""
     found = {"group": "div(num_heads, max(num_heads_key, 1))"}
-    if build.variant == PERSISTENT:
+    if build.shares_chunks:
         found |= decode.schedule(problem, build)
     elif build.family == "decode":
         found["num_splits_key"] = decode.num_splits_key(build)
+    elif SHARED_END in build.options:
+        found |= sm90.shared_end(build)
     if build.kind == "backward":
         found |= {"num_splits_key": _num_splits_key(problem, build), **total_tiles(problem, build)}
     return found
@@ -133,7 +138,9 @@ def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[
         return {"main": (f"ceil_div(num_rows, {build.tile_m})", "1", "1")}
     main = _FAMILIES[build.family].main_grid(build)
     if build.kind == "forward":
-        combine = {"combine": decode.combine_grid(build)} if build.family == "decode" else {}
+        of_tiles = SHARED_END in build.options
+        combine_grid = sm90.combine_grid(build) if of_tiles else decode.combine_grid(build)
+        combine = {"combine": combine_grid} if build.has_combine else {}
         return {"main": main, **combine}
     finish_kv = {"finish_kv": sm90.finish_kv_grid(build)} if build.variant == QUERY_HEADS else {}
     query_tiles = f"ceil_div(num_queries, {build.tile_m})"
@@ -155,9 +162,9 @@ def grids_of(problem: Problem, build: Build) -> dict[str, Grid]:
 
 def launch_condition(build: Build, role: str) -> Expression:
     """Returns the condition for the launch of an entry."""
-    if build.family != "decode" or role != "combine":
+    if role != "combine":
         return ALWAYS
-    return "num_teams + fixed_chunks > 1" if build.variant == PERSISTENT else "num_splits_key > 1"
+    return "num_teams + fixed_chunks > 1" if build.shares_chunks else "num_splits_key > 1"
 
 
 def workspace(build: Build) -> tuple[BufferRule, ...]:
@@ -170,18 +177,21 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     tile_count_semaphore: int32 count of blocks or key tiles that have started
     delta, logsumexp_log2: (num_heads, total_tiles, tile_m) float32
 
-    With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed. Where
-    `entry_points.delta_clears_sums`, the delta kernel writes the zeros.
+    With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed. Variant wide has
+    no sums in memory. Where `entry_points.delta_clears_sums`, the delta kernel writes the zeros.
     """
-    if build.family == "decode":
-        condition = ALWAYS if build.variant == PERSISTENT else launch_condition(build, "combine")
-        return tuple(BufferRule(name, size, condition=condition) for name, size in decode.workspace(build).items())
+    if build.has_combine:
+        condition = ALWAYS if build.shares_chunks else launch_condition(build, "combine")
+        parts = sm90.shared_parts(build) if SHARED_END in build.options else decode.workspace(build)
+        return tuple(BufferRule(name, size, condition=condition) for name, size in parts.items())
     if build.kind == "forward":
         return ()
     rows = f"num_heads * total_tiles * {build.tile_m * F32_BYTES}"
     statistics = BufferRule("delta", rows), BufferRule("logsumexp_log2", rows)
     if build.variant == PER_HEAD:
         return BufferRule("grad_query_accum", sm90.per_head_accum_bytes(build)), *statistics
+    if build.variant == WIDE:
+        return statistics
     return *_accumulated(build), *statistics
 
 
@@ -255,7 +265,7 @@ def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tup
     elif is_pool or not problem.has_ragged_rows:
         return (columns, rows, heads, outer), strides
     row, head, _ = strides
-    around = f"{RAGGED_BYTES // RAGGED_ROWS // ITEM_BYTES[problem.dtype]} - {row}"
+    around = f"{RAGGED_STRIDE_BYTES // OPERAND_BYTES[problem.dtype]} - {row}"
     sizes = columns, str(RAGGED_ROWS), heads, f"{rows} + 1", str(RAGGED_ROWS + 1)
     return sizes, (row, head, row, around)
 
@@ -274,7 +284,11 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
         found |= {name: values[name] for name, _ in abi.VARLEN}
     if problem.pages is not None:
         found |= page_sizes(problem)
-        found |= {"value_page_rows": sm90.value_page_rows(problem)} if build.family == "sm90" else {}
+        found |= (
+            {"value_page_rows": sm90.value_page_rows(problem)}
+            if build.family == "sm90" and not build.reads_value_in_key
+            else {}
+        )
     for term in registry.in_struct(problem.features):
         found |= term.sizes(problem)
     if problem.direction == "backward":

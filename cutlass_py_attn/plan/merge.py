@@ -8,11 +8,19 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.append import row_build, row_plan, vector_elements
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import arch_objections
-from cutlass_py_attn.plan.variants import STANDARD
+from cutlass_py_attn.plan.variants import LAST, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.problem.merge import OUTPUTS, MergeProblem
 from cutlass_py_attn.problem.scalars import shown
 
-_REASON: Final = "each row is the mean of two, weighted by exp(logsumexp), in float32"
+_MERGED: Final = "each row is the mean of two, weighted by exp(logsumexp), in float32"
+_ADDED: Final = "each row is the sum of two, in float32"
+REASONS: Final = {
+    STANDARD: _MERGED,
+    TOTAL: f"{_MERGED}, into a float32 total",
+    LAST: f"{_MERGED}, of a float32 total and the last part",
+    SUM: f"{_ADDED}, into a float32 total",
+    SUM_LAST: f"{_ADDED}, of a float32 total and the last part",
+}
 
 
 def plan_merge(problem: MergeProblem, arch: str) -> Plan:
@@ -30,8 +38,9 @@ def plan_merge(problem: MergeProblem, arch: str) -> Plan:
     _, tokens, num_heads, columns = problem.output_a.shape
     tensors = [getattr(problem, name) for name in OUTPUTS]
     features = ("varlen",) if problem.is_packed else ()
-    dtype, vector = problem.output_a.dtype, vector_elements(*tensors)
-    build = row_build("merge", STANDARD, arch, dtype, (columns, columns), vector, features)
+    dtype, vector = problem.output_b.dtype, vector_elements(*tensors)
+    variant = variant_of(problem)
+    build = row_build("merge", variant, arch, dtype, (columns, columns), vector, features)
     strides = {
         f"{name}_{axis}": step
         for name, tensor in zip(OUTPUTS, tensors, strict=True)
@@ -44,4 +53,14 @@ def plan_merge(problem: MergeProblem, arch: str) -> Plan:
         ("num_rows", problem.num_rows),
         *((("tokens_q", tokens), ("tokens_k", 0)) if problem.is_packed else ()),
     )
-    return row_plan(build, problem.num_rows, problem.num_rows, params, _REASON)
+    return row_plan(build, problem.num_rows, problem.num_rows, params, REASONS[variant])
+
+
+def variant_of(problem: MergeProblem) -> str:
+    """Returns the variant of a problem: whether rows are merged or added, and where they are float32."""
+    is_last = problem.output.dtype != problem.output_a.dtype
+    if problem.is_sum:
+        return SUM_LAST if is_last else SUM
+    if problem.output_a.dtype == problem.output_b.dtype:
+        return STANDARD
+    return LAST if is_last else TOTAL

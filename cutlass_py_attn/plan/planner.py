@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -12,7 +12,7 @@ from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.plan import decode, entry_points, launch_rules, resources, sm80, sm90, tile_time
 from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture, targets
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.builder import FAMILIES, build_for
+from cutlass_py_attn.plan.builder import FAMILIES, build_for, builds_for
 from cutlass_py_attn.plan.decode_smem import combine_bytes
 from cutlass_py_attn.plan.expressions import evaluate
 from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build
@@ -24,6 +24,7 @@ from cutlass_py_attn.plan.tiles import decode_tiles, sm80_tiles, sm90_tiles
 from cutlass_py_attn.plan.variants import STANDARD, VARIANTS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.tensors import FLOAT8
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
 # Struct fields that the sizes of the device decide.
@@ -101,9 +102,31 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None, *, any_length
     any_length: leave out what is faster for the lengths of this problem alone, because others will be launched too
     """
     count = _check(problem, arch, num_sms)
+    found = _plans_of_target(problem, arch, count, any_length=any_length)
+    if not found:
+        raise NotSupported(_code_objections(problem, arch))
+    return found
+
+
+def _plans_of_target(problem: Problem, arch: str, count: int, *, any_length: bool) -> list[Plan]:
+    """Returns the plans of one target; none only for e4m3 codes, which not every family reads."""
     of_sm90 = _sm90_builds(problem, arch, count, any_length=any_length)
     found = *_decode_builds(problem, arch), *of_sm90, *_sm80_builds(problem, arch)
-    return [plan_of_build(problem, build, count) for build in found]
+    return _plans_of_builds(problem, found, count)
+
+
+def _code_objections(problem: Problem, arch: str) -> list[str]:
+    """Returns why no kernel of the target reads the e4m3 codes of a problem."""
+    is_cache = problem.has_e4m3_cache
+    family = "sm80" if is_cache else "sm90"
+    missing = _unsupported(problem, arch, family)
+    if not missing:
+        tiles = sm80_tiles(problem) if is_cache else sm90_tiles(problem)
+        return [_no_tile(arch, _tried(problem, arch, family, tiles))]
+    dequantise = "dequantise, each code times its scale"
+    if is_cache:
+        return [f"key and value of {FLOAT8}: no kernel takes {name}; {dequantise}" for name in missing]
+    return [f"operands of {FLOAT8}: the kernel of {arch} takes no {name}; {dequantise}" for name in missing]
 
 
 def plans_on(
@@ -115,10 +138,12 @@ def plans_on(
     """
     *own, portable = targets_of(compute_capability)
     count = _check(problem, portable, num_sms)
-    found = plans(problem, portable, num_sms, any_length=any_length)
+    found = _plans_of_target(problem, portable, count, any_length=any_length)
     num_decode = sum(plan.build.family == "decode" for plan in found)  # they come first
     of_sm90 = [build for arch in own for build in _sm90_builds(problem, arch, count, any_length=any_length)]
-    ours = [plan_of_build(problem, build, count) for build in of_sm90]
+    ours = _plans_of_builds(problem, of_sm90, count)
+    if not (found or ours):
+        raise NotSupported(_code_objections(problem, next(iter(own), portable)))
     return [*found[:num_decode], *ours, *found[num_decode:]]
 
 
@@ -150,6 +175,17 @@ def plan_of_build(problem: Problem, build: Build, num_sms: int) -> Plan:
 
     NotSupported lists every number that a field or a grid of the kernels does not hold.
     """
+    return _plans_of_builds(problem, (build,), num_sms)[0]
+
+
+def _plans_of_builds(problem: Problem, builds: Iterable[Build], num_sms: int) -> list[Plan]:
+    """Returns `plan_of_build` of each build; what the problem alone decides is found once."""
+    rejections: dict[str, str] = {}
+    return [_plan_of_build(problem, build, num_sms, rejections) for build in builds]
+
+
+def _plan_of_build(problem: Problem, build: Build, num_sms: int, rejections: dict[str, str]) -> Plan:
+    """Returns the plan; rejections: why faster families were not chosen, by the family that was, filled on use."""
     values = launch_rules.values(problem, build, num_sms)
     launches = () if problem.is_empty else tuple(_launches(problem, build, values))
     workspace = Workspace() if problem.is_empty else _workspace(build, values)
@@ -159,7 +195,7 @@ def plan_of_build(problem: Problem, build: Build, num_sms: int) -> Plan:
     launch_rules.expect_int32(
         (*params, *counted, *((f"blocks of {launch.symbol}", launch.grid[0]) for launch in launches))
     )
-    return Plan(build, launches, workspace, params, _reason(problem, build, values))
+    return Plan(build, launches, workspace, params, _reason(problem, build, values, rejections))
 
 
 def _check(
@@ -223,17 +259,24 @@ def _unsupported(problem: Problem, arch: str, family: str) -> tuple[str, ...]:
     if family == "sm90":
         targets_without = () if architecture(arch).has_wgmma else ("targets without wgmma",)
         return *targets_without, *sm90.unsupported_features(problem)
-    return ()
+    return sm80.unsupported_features(problem)
 
 
 def _sm80_builds(problem: Problem, arch: str) -> list[Build]:
-    """Returns the builds of the sm80 family, which takes every problem; NotSupported tells why none fits."""
+    """Returns the builds of the sm80 family; none for e4m3 codes, and NotSupported if no tile fits another problem."""
+    if _unsupported(problem, arch, "sm80"):
+        return []
     tried = _tried(problem, arch, "sm80", sm80_tiles(problem))
     fitting = [build for build, objections in tried if not objections]
     if not fitting:
-        found = tried[-1][1] if tried else ["the tile table has no tile for it"]
-        raise NotSupported(f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim")
+        raise NotSupported(_no_tile(arch, tried))
     return fitting
+
+
+def _no_tile(arch: str, tried: Sequence[tuple[Build, list[str]]]) -> str:
+    """Returns why no tile fits."""
+    found = tried[-1][1] if tried else ["the tile table has no tile for it"]
+    return f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim"
 
 
 def _decode_builds(problem: Problem, arch: str) -> list[Build]:
@@ -254,7 +297,7 @@ def _sm90_builds(problem: Problem, arch: str, num_sms: int, *, any_length: bool)
 def _tried(problem: Problem, arch: str, family: str, tiles: Iterable[TileConfig]) -> list[tuple[Build, list[str]]]:
     """Returns the build of each tile that is meant for the target, with every reason why it does not fit."""
     limits = architecture(arch)
-    tried = [build_for(problem, arch, tile, family) for tile in tiles if arch not in tile.not_on]
+    tried = builds_for(problem, arch, (tile for tile in tiles if arch not in tile.not_on), family)
     return [(build, found or resources.objections(build, limits)) for build, found in tried]
 
 
@@ -330,13 +373,15 @@ def _workspace(build: Build, values: Mapping[str, int]) -> Workspace:
     return Workspace(offset, zero_bytes, tuple(buffers))
 
 
-def _reason(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
-    """Returns why this kernel was chosen, and why a faster family was not."""
+def _reason(problem: Problem, build: Build, values: Mapping[str, int], rejections: dict[str, str]) -> str:
+    """Returns why this kernel was chosen, and why a faster family was not; rejections: as for `_plan_of_build`."""
     if build.family == "decode":
         return decode.reason(problem.shape, build, values.get("num_splits_key") or values["num_blocks"])
     reason = sm90.reason(build) if build.family == "sm90" else sm80.reason(build)
     if build.family == "sm90":
         reason += tile_time.reason(problem, TileConfig.of(build), sm90_tiles(problem), values["num_sms"])
-    unsupported = sm90.unsupported_features(problem) if build.family == "sm80" else ()
-    reason += f"; the sm90 family takes no {', '.join(unsupported)}" if unsupported else ""
-    return reason + decode.rejection_reason(problem)
+    if build.family not in rejections:
+        unsupported = sm90.unsupported_features(problem) if build.family == "sm80" else ()
+        words = f"; the sm90 family takes no {', '.join(unsupported)}" if unsupported else ""
+        rejections[build.family] = words + decode.rejection_reason(problem)
+    return reason + rejections[build.family]

@@ -24,12 +24,12 @@ from cutlass_py_attn.plan.launch_rules import (
     total_tiles,
     workspace,
 )
-from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS
+from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, starts_from_logsumexp
 from cutlass_py_attn.plan.variants import PERSISTENT
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE
-from cutlass_py_attn.problem.tensors import BIASES, BMHK
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, OPERAND_BYTES
 from cutlass_py_attn.problem.validation import LARGEST_SOFTCAP, MAX_LENGTH, MAX_RATIO, MAX_SCALE
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.softcap import MIN_SOFTCAP
@@ -61,8 +61,10 @@ def limits(problem: Problem, build: Build) -> list[Condition]:
     """Returns every condition on numbers that follow from the inputs, by the names of `launch_rules.definitions`."""
     slices = "call once for each slice"
     found: list[Condition] = []
-    if build.family == "decode":
-        found += _persistent_decode() if build.variant == PERSISTENT else _decode()
+    if build.shares_chunks:
+        found += _chunks(build)
+    elif build.family == "decode":
+        found += _decode()
     if build.kind == "backward":
         for name in total_tiles(problem, build):
             found.append((f"{name} <= {MAX_INT32}", f"{name} must be at most {MAX_INT32}; {slices}"))
@@ -97,7 +99,7 @@ def _sizes(problem: Problem, build: Build) -> Iterator[Condition]:
         yield "num_heads == num_heads_key", "num_heads must be num_heads_key; export a problem with grouped heads"
     if problem.pages is not None:
         yield from _page_sizes(problem)
-        yield from _page_maps() if build.family == "sm90" else ()
+        yield from _page_maps(build) if build.family == "sm90" else ()
     if problem.sequences is not None:
         yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"
         yield "num_keys <= tokens_k", "num_keys, of the longest sequence, must be at most tokens_k"
@@ -119,10 +121,12 @@ def _page_sizes(problem: Problem) -> Iterator[Condition]:
         yield f"tokens_q <= {MAX_LENGTH}", f"tokens_q must be at most {MAX_LENGTH}; cu_seqlens_q is 32-bit"
 
 
-def _page_maps() -> Iterator[Condition]:
+def _page_maps(build: Build) -> Iterator[Condition]:
     """Boxes of the tensor maps divide pages, and the map of the last tile counts the rows of value."""
     least = sm90.LEAST_PAGE_SIZE
     yield f"page_size >= {least}", f"page_size must be at least {least}: smaller pages need an sm80 kernel"
+    if build.reads_value_in_key:
+        return
     is_whole = "mod(step(num_pages, value_page, 0), max(value_row, 1)) == 0"
     yield is_whole, "value_page must be a multiple of value_row: a page starts at a whole number of rows"
     last_row = f"(num_pages - 1) * {VALUE_PAGE_ROWS} + page_size"
@@ -139,8 +143,10 @@ def _edges(build: Build) -> Iterator[Condition]:
 
 def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
     """Strides are multiples of the elements of one load, and above 0 along the axes of a tensor map."""
-    unit = build.vector_bytes // build.item_bytes
-    for name in (name for name in problem.tensors() if name in BMHK):
+    for name, tensor in problem.tensors().items():
+        if name not in BMHK:
+            continue
+        unit = build.vector_bytes // OPERAND_BYTES[tensor.dtype]
         axes = batch_axis(problem, name), "row", "head"
         for axis, size in zip(axes, shape(problem, name), strict=False):
             stride = f"{name}_{axis}"
@@ -150,7 +156,10 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
                 most = MAX_MAP_STRIDE_BYTES // build.item_bytes
                 yield f"step({size}, {stride}, 1) > 0", f"{stride} must be above 0: a tensor map steps forward"
                 yield f"step({size}, {stride}, 1) <= {most}", f"{stride} must be at most {most}, as in any tensor map"
-    if unit > 1 and problem.grad_output is not None:
+    if build.reads_value_in_key:
+        for axis in (batch_axis(problem, "key"), "row", "head"):
+            yield f"value_{axis} == key_{axis}", f"value_{axis} must be key_{axis}: value is the first columns of key"
+    if build.vector_bytes > build.item_bytes and problem.grad_output is not None:
         yield "grad_output_column == 1", "grad_output_column must be 1: rows are read several elements at a time"
 
 
@@ -187,6 +196,8 @@ def _factors(problem: Problem, build: Build) -> Iterator[Condition]:
         yield f"{name} <= {MAX_SCALE:.1f}", says
     if build.kind == "forward" and build.family == "sm90":
         yield "scale >= 0", "scale must not be below 0; export a problem with such a scale"
+    if starts_from_logsumexp(build):
+        yield "(scale == 0) == 0", "scale must not be 0; export a problem with such a scale"
     if build.has("softcap"):
         largest = LARGEST_SOFTCAP[problem.dtype]
         yield f"softcap >= {_number(MIN_SOFTCAP)}", "softcap must be above 0, and at least 2**-126"
@@ -224,9 +235,10 @@ def _overlaps(problem: Problem) -> Iterator[Condition]:
         yield f"distinct({', '.join(pairs)}) == 1", says
 
 
-def _persistent_decode() -> Iterator[Condition]:
-    most = decode.PERSISTENT_MAX_ROWS
-    yield f"num_queries * group <= {most}", f"num_queries * group must be at most {most}"
+def _chunks(build: Build) -> Iterator[Condition]:
+    if build.variant == PERSISTENT:
+        most = decode.PERSISTENT_MAX_ROWS
+        yield f"num_queries * group <= {most}", f"num_queries * group must be at most {most}"
     yield f"chunks <= {MAX_INT32}", f"the sequences would have more than {MAX_INT32} chunks; call once for each slice"
 
 

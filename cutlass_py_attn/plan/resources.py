@@ -9,10 +9,12 @@ from cutlass_py_attn.plan import tile_rules
 from cutlass_py_attn.plan.arch import Architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Build, Warps
 from cutlass_py_attn.plan.gemm_spec import MMA_COLUMNS, MMA_ROWS, WARP_THREADS
+from cutlass_py_attn.plan.sm90_e4m3 import consumer_registers
 from cutlass_py_attn.plan.sm90_smem import registers
-from cutlass_py_attn.plan.sm90_wide import value_columns
+from cutlass_py_attn.plan.sm90_wide import WARPGROUPS, value_columns
+from cutlass_py_attn.plan.sm90_wide_backward import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, result_columns
 from cutlass_py_attn.plan.split_d import splits_dk_dv
-from cutlass_py_attn.plan.variants import TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import E4M3, KEEPS_DS, MLA, TWO_CTA, WIDE
 
 
 def warp_grid(warps: int, m: int, n: int, item_bytes: int) -> Warps:
@@ -47,14 +49,24 @@ def accumulator_registers(build: Build) -> int:
 
 def _consumer_registers(build: Build) -> int:
     threads = build.warps_scores[0] * WARP_THREADS
+    if build.variant == WIDE and build.kind == "backward":
+        widest = max(max(result_columns(build, each)) for each in (GRAD_QUERY, GRAD_KEY, GRAD_VALUE))
+        return build.tile_m * (2 * build.tile_n + widest) // threads
     if build.variant == WIDE:
         return build.tile_m * (build.tile_n + build.tile_n // 2 + max(value_columns(build))) // threads
+    if build.variant == MLA:
+        return build.tile_m * (build.tile_n + build.tile_n // 2 + build.columns_value // WARPGROUPS) // threads
+    if build.variant == E4M3:
+        return consumer_registers(build, threads)
     if build.kind == "forward":
         return build.tile_m * (build.tile_n + build.tile_n // 2 + build.columns_value) // threads
     if build.variant == TWO_CTA:  # each warpgroup has one of both gradients
         widest = max(build.columns, build.columns_value)
         return build.tile_n * (build.tile_m + build.tile_m // 2 + widest) // threads
-    return build.tile_n * (2 * build.block_queries + build.columns + build.columns_value) // threads
+    scores = 2 * build.block_queries
+    if build.variant in KEEPS_DS:  # dP beside the 16-bit weights; the next S is multiplied after dS
+        scores = build.block_queries + build.block_queries // 2
+    return build.tile_n * (scores + build.columns + build.columns_value) // threads
 
 
 def accumulator_limit(build: Build, limits: Architecture) -> int:

@@ -1,4 +1,4 @@
-"""sm80 family (mma.sync, cp.async): warps of its products, grids, and key splits. It computes every problem."""
+"""sm80 family (mma.sync, cp.async): warps of its products, grids, and key splits. It multiplies no e4m3 codes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from cutlass_py_attn.plan.build import Build, Warps
 from cutlass_py_attn.plan.expressions import Expression, Grid, times
 from cutlass_py_attn.plan.resources import warp_grid
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, gradient_columns
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import has_codes
+from cutlass_py_attn.problem.tensors import OPERANDS
 
 SPLIT_WAVES: Final = 32  # blocks per SM beyond which more key splits of the backward no longer shorten the last wave
+MAX_HEAD_DIM_OF_CODES: Final = 256  # of an e4m3 cache, whose tiles have all columns
+LEAST_COPY_OF_CODES: Final = 4  # bytes: the least that cp.async copies
 
 
 def with_warps(build: Build) -> Build:
@@ -62,3 +67,18 @@ def num_splits_key(build: Build) -> Expression:
 def reason(build: Build) -> str:
     """Returns why the planner chose this tile of the family."""
     return f"sm80 family (mma.sync, cp.async): the first tile of the table that fits {build.arch}'s shared memory"
+
+
+def unsupported_features(problem: Problem) -> tuple[str, ...]:
+    """Returns what the problem has that the sm80 kernels do not take, which concerns e4m3 codes alone."""
+    if not has_codes(problem):
+        return ()
+    shape = problem.shape
+    present = {
+        "query of e4m3": not problem.has_e4m3_cache,
+        f"head dims beyond {MAX_HEAD_DIM_OF_CODES}": max(shape.head_dim, shape.head_dim_value) > MAX_HEAD_DIM_OF_CODES,
+        f"rows aligned to less than {LEAST_COPY_OF_CODES} bytes": min(
+            getattr(problem, name).vector_bytes for name in (*OPERANDS, "output")
+        ) < LEAST_COPY_OF_CODES,
+    }  # fmt: skip
+    return tuple(name for name, is_present in present.items() if is_present)

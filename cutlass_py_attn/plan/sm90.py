@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan import tile_order, tile_time
+from cutlass_py_attn.plan import decode, tile_order, tile_time
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import mapped_field
 from cutlass_py_attn.plan.expressions import Expression, Grid, times
@@ -16,6 +16,7 @@ from cutlass_py_attn.plan.sm90_smem import (
     DQ_WARPGROUPS,
     LOAD_WARPGROUPS,
     RAGGED_ROWS,
+    RAGGED_STRIDE_BYTES,
     WARPGROUP_ROWS,
     deals_last_rounds,
     most_box_rows,
@@ -25,10 +26,33 @@ from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.tiles import splits_score_rows
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, QUERY_HEADS, STANDARD, TWO_CTA, VARIANTS, WIDE
+from cutlass_py_attn.plan.tiles import is_mla, splits_score_rows
+from cutlass_py_attn.plan.variants import (
+    DS_REGISTERS,
+    E4M3,
+    KEEPS_DS,
+    KEY_REGISTERS,
+    MLA,
+    MULTICAST,
+    PER_HEAD,
+    QUERY_HEADS,
+    STANDARD,
+    TWO_CTA,
+    VARIANTS,
+    WIDE,
+)
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
+from cutlass_py_attn.problem.tensors import (
+    BIASES,
+    F32_BYTES,
+    FLOAT8,
+    ITEM_BYTES,
+    OPERAND_BYTES,
+    OPERANDS,
+    ROW_ALIGNMENT_BYTES,
+    Shape,
+    Tensor,
+)
 from cutlass_py_attn.score_terms import registry
 
 # Variant per_head: bytes of Q, dO and dQ sums that all blocks read at a time, which the L2 cache should hold, and how
@@ -43,6 +67,8 @@ LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled bl
 # Rounds at the end of a forward whose tiles the GPU deals to blocks, from so many queries and so many rounds on: a
 # block of its own costs a tile about 2 us.
 LAST_ROUNDS, LAST_ROUNDS_LENGTH, LAST_ROUNDS_LEAST = 3, 4096, 16
+LEAST_SHARED_TILES: Final = 2  # key tiles of each block that shares one of the last query tiles
+DV_FIRST_HEAD_DIM: Final = 96  # up to here variant ds_registers starts S^T from 0 and issues dV before dP^T
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
 SHORT_QUERIES: Final = 256  # of d 64, up to which backward tiles of 64 queries and keys are faster: 3 to 8 %
@@ -51,22 +77,24 @@ SHORT_QUERIES: Final = 256  # of d 64, up to which backward tiles of 64 queries 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
     """Returns what the problem has that the family does not take; empty if it takes the problem."""
     shape = problem.shape
-    backward = problem.direction == "backward"
-    is_2cta = backward and _needs_2cta(shape)
+    backward, has_latent_cache = problem.direction == "backward", is_mla(problem)
+    is_wide = not has_latent_cache and max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM
+    is_2cta = backward and not is_wide and _needs_2cta(shape)
     if backward and splits_score_rows(shape):
         features: tuple[str, ...] = (*registry.LAYOUTS, *registry.supported("sm90 backward score_rows"))
     else:
-        is_wide = not backward and max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM
-        variant = TWO_CTA if is_2cta else WIDE if is_wide else STANDARD
+        variant = TWO_CTA if is_2cta else MLA if has_latent_cache else WIDE if is_wide else STANDARD
+        variant = E4M3 if problem.dtype == FLOAT8 else variant
         features = VARIANTS[problem.direction, "sm90", variant].features
     missing = [name for name in problem.features if name not in features]
-    widest = SM90_MAX_HEAD_DIM if backward else WIDE_MAX_HEAD_DIM
+    widest = SM90_MAX_HEAD_DIM if problem.dtype == FLOAT8 else WIDE_MAX_HEAD_DIM
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
-        f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
+        f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest and not has_latent_cache,
+        "variable lengths of keys that contain the values": has_latent_cache and problem.sequences is not None,
         "deterministic gradients with these head dims": is_2cta and problem.deterministic,
         "rows aligned to less than 16 bytes": any(
             tensor.vector_bytes < ROW_ALIGNMENT_BYTES
@@ -77,6 +105,8 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         "strides of 0 or less": any(
             stride <= 0 for name in _tma_operands(problem) for stride in _strides(getattr(problem, name))
         ),
+        f"variable lengths with row strides of {RAGGED_STRIDE_BYTES} bytes or more": problem.has_ragged_rows
+        and any(_has_far_rows(getattr(problem, name)) for name in _ragged_operands(problem)),
     }
     return (*missing, *(name for name, is_present in present.items() if is_present), *_unsupported_pages(problem))
 
@@ -91,12 +121,12 @@ def _unsupported_pages(problem: Problem) -> tuple[str, ...]:
         return ()
     num_pages, page_size, *_ = problem.value.shape
     page, row, *_ = problem.value.strides
-    is_described = num_pages < 2 or row <= 0 or page % row == 0
+    is_described = num_pages < 2 or row <= 0 or page % row == 0 or is_mla(problem)
     last_row = (num_pages - 1) * value_page_rows(problem) + page_size
     present = {
         f"pages of fewer than {LEAST_PAGE_SIZE} rows": page_size < LEAST_PAGE_SIZE,
         "pages of value whose stride is no multiple of its row stride": not is_described,
-        "2^30 rows of value or more": is_described and last_row >= RAGGED_ROWS,
+        "2^30 rows of value or more": is_described and last_row >= RAGGED_ROWS and not is_mla(problem),
     }
     return tuple(name for name, is_present in present.items() if is_present)
 
@@ -114,6 +144,16 @@ def _needs_2cta(shape: Shape) -> bool:
 
 def _tma_operands(problem: Problem) -> tuple[str, ...]:
     return OPERANDS if problem.direction == "forward" else (*OPERANDS, "grad_output")
+
+
+def _ragged_operands(problem: Problem) -> tuple[str, ...]:
+    """Returns the operands whose rows belong to sequences of several lengths, rather than to pages."""
+    return _tma_operands(problem) if problem.pages is None else ("query",)
+
+
+def _has_far_rows(tensor: Tensor) -> bool:
+    """Returns whether the last axis of the tensor map of several lengths would have no step above 0."""
+    return tensor.shape[1] > 1 and tensor.strides[1] * OPERAND_BYTES[tensor.dtype] >= RAGGED_STRIDE_BYTES
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
@@ -250,6 +290,17 @@ def _query_heads_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> 
     return key_tiles * shape.num_heads_key < most * num_sms
 
 
+def _ds_registers_objection(problem: Problem, tile: TileConfig) -> str:
+    """The rules of a Build do not see the scale."""
+    is_wide = max(problem.shape.head_dim, problem.shape.head_dim_value) > DV_FIRST_HEAD_DIM
+    return "S starts from -logsumexp / scale, and the scale is 0" if is_wide and problem.scale_value == 0 else ""
+
+
+def _always_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
+    """Returns True: what is faster for some lengths is ahead of it in the table."""
+    return True
+
+
 def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
     features = VARIANTS["forward", "sm90", MULTICAST].features
     is_plain = {*problem.features} <= {*features} and problem.mask.form == "causal"
@@ -264,14 +315,21 @@ def _multicast_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
 _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
     ("backward", PER_HEAD): _Choice(_per_head_objection, _per_head_is_faster),
     ("backward", QUERY_HEADS): _Choice(_no_objection, _query_heads_is_faster),
+    ("backward", DS_REGISTERS): _Choice(_ds_registers_objection, _always_faster),
+    ("backward", KEY_REGISTERS): _Choice(_no_objection, _always_faster),
     ("forward", MULTICAST): _Choice(_multicast_objection, _multicast_is_faster),
 }
 
 
 def with_warps(build: Build) -> Build:
     """Returns the build with the warps of each product: warpgroups share rows of S, or of S^T, dV and dK."""
-    if build.variant == WIDE:  # the warpgroups compute S of alternate key tiles, and divide the columns of O
-        return replace(build, warps_scores=(WARPGROUP_WARPS, 1), warps_grad_q=(WARPGROUP_WARPS, WARPGROUPS))
+    if build.variant in (
+        WIDE,
+        MLA,
+    ):  # the warpgroups compute S of alternate tiles, and divide the columns of O, dQ, dK, dV
+        columns = WARPGROUP_WARPS, WARPGROUPS
+        build = replace(build, warps_scores=(WARPGROUP_WARPS, 1), warps_grad_q=columns)
+        return build if build.kind == "forward" else replace(build, warps_grad_v=columns, warps_grad_k=columns)
     if build.kind == "forward":
         return replace(build, warps_scores=(build.warps - LOAD_WARPGROUPS * WARPGROUP_WARPS, 1))
     key_warps = build.tile_n // WARPGROUP_ROWS * WARPGROUP_WARPS, 1
@@ -287,7 +345,8 @@ def with_warps(build: Build) -> Build:
 def main_grid(build: Build) -> Grid:
     """Returns the grid of the main kernel: persistent blocks, one for each SM, or whole clusters of them.
 
-    Variant wide has a cluster for each pair of query tiles instead.
+    Variant wide has a cluster for each pair of query tiles instead, and its backward two more for each pair of key
+    tiles.
 
     Work tiles are query tiles in the forward, key tiles in the backward, of every key head or every query head, and
     heads with one block per head. A cluster computes as many neighbouring tiles as it has blocks.
@@ -295,7 +354,11 @@ def main_grid(build: Build) -> Grid:
     """
     if build.variant == PER_HEAD:
         return _per_head_blocks(), "1", "1"
+    if build.shares_chunks:
+        return decode.main_grid(build)
     cluster = build.body.cluster
+    if build.variant == WIDE and build.kind == "backward":
+        return _wide_backward_grid(build)
     if build.variant == WIDE:
         return f"{cluster} * ceil_div(num_queries, {build.tile_m * cluster})", "num_heads", "batch"
     if build.kind == "forward":
@@ -309,6 +372,36 @@ def main_grid(build: Build) -> Grid:
     if cluster == 1:
         return f"max(min(num_sms, {work_tiles}), 1)", "1", "1"
     return f"{cluster} * max(min(div(num_sms, {cluster}), {work_tiles}), 1)", "1", "1"
+
+
+def _wide_backward_grid(build: Build) -> Grid:
+    """Returns the grid: for each key head a cluster for each pair of key tiles, twice, and for each of query tiles."""
+    cluster = build.body.cluster
+    key_pairs = f"ceil_div(num_keys, {cluster * build.tile_n})"
+    query_pairs = f"ceil_div(num_queries, {cluster * build.tile_m})"
+    return f"{cluster} * (2 * {key_pairs} + group * {query_pairs})", "num_heads_key", "batch"
+
+
+def shared_end(build: Build) -> dict[str, Expression]:
+    """Returns how many query tiles remain after the whole rounds, if blocks share them, and how many share each.
+
+    The remaining tiles would keep few SMs busy for as long as a whole round.
+    """
+    work_tiles = f"ceil_div(num_queries, {build.tile_m}) * num_heads * batch"
+    rest, keys = f"mod({work_tiles}, num_sms)", f"div(ceil_div(num_keys, {build.tile_n}), {LEAST_SHARED_TILES})"
+    splits = f"({work_tiles} > num_sms) * ({rest} > 0) * min(div(num_sms, max({rest}, 1)), {keys})"
+    return {"num_splits_key": f"max({splits}, 1)", "shared_tiles": f"(num_splits_key > 1) * {rest}"}
+
+
+def combine_grid(build: Build) -> Grid:
+    """Returns the grid of the kernel that joins the parts of shared query tiles: a block for each row."""
+    return times("shared_tiles", build.tile_m), "1", "1"
+
+
+def shared_parts(build: Build) -> dict[str, Expression]:
+    """Returns the bytes of the partial results of shared query tiles by their names."""
+    rows = f"shared_tiles * num_splits_key * {build.tile_m * F32_BYTES}"
+    return {"partial_output": times(rows, build.columns_value), "partial_logsumexp": rows}
 
 
 def finish_kv_grid(build: Build) -> Grid:
@@ -335,19 +428,33 @@ def reason(build: Build) -> str:
     """Returns what the warpgroups of a block do."""
     consumers = build.warps_scores[0] // WARPGROUP_WARPS
     computing = "one warpgroup computes" if consumers == 1 else f"{consumers} warpgroups compute"
-    if build.variant == WIDE:
+    if build.variant == WIDE and build.kind == "backward":
+        roles = (
+            "blocks of dQ keep Q and dO, blocks of dK keep K and V, blocks of dV keep K; two blocks of a cluster load "
+            "the other tiles for both: two warpgroups compute the scores of alternate tiles and half of the columns of "
+            "the gradient each, one warp loads"
+        )
+    elif build.variant == WIDE:
         roles = (
             "two blocks of a cluster load keys and values for both: two warpgroups compute S of alternate key tiles "
             "and half of the columns of O each, one warp loads"
         )
+    elif build.variant == MLA:
+        roles = (
+            "blocks share the keys of all sequences: two warpgroups compute S of alternate key tiles and half of the "
+            "columns of O each, one warp loads keys, whose first columns are the values"
+        )
     elif build.kind == "forward":
         how = "two blocks of a cluster load keys and values for both: " if build.variant == MULTICAST else ""
-        roles = f"{how}{computing} S and O, one warp loads"
+        loading = "one warp loads, two transpose values" if build.variant == E4M3 else "one warp loads"
+        roles = f"{how}{computing} S and O, {loading}"
     elif build.variant == TWO_CTA:
         roles = "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
     else:
         how = _work_tiles(build)
-        roles = f"{how}{computing} dK and dV, one computes dQ, one warp loads"
+        dk = "dK from dS in registers, and dV" if build.variant in KEEPS_DS else "dK and dV"
+        dq = "dQ from keys in registers" if build.variant == KEY_REGISTERS else "dQ"
+        roles = f"{how}{computing} {dk}, one computes {dq}, one warp loads"
     return f"sm90 family (wgmma, TMA): {roles}"
 
 
@@ -370,5 +477,5 @@ def tensor_map_box(build: Build, name: str, rank: int, page_size: int | None) ->
     rows, columns = tma_tiles(build)[field]
     if page_size is not None and field != "query":
         rows = min(page_size, most_box_rows(build))
-    swizzle = swizzle_bytes(columns)
-    return (swizzle // 2, rows, *([1] * (rank - 2))), swizzle
+    swizzle = swizzle_bytes(columns, build.item_bytes)
+    return (swizzle // build.item_bytes, rows, *([1] * (rank - 2))), swizzle

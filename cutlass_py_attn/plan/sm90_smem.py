@@ -2,7 +2,10 @@
 
 kernel            warpgroups
 forward           1 loads; 1, 2 or 3 compute S and O of 64 query rows each
+forward, MLA      1 loads; 2 compute S of every second key tile, and half of the columns of O, of 64 query rows
+forward, e4m3     1 loads and transposes values; 1, 2 or 3 compute S and O of 64 query rows each
 forward, wide     1 loads; 2 compute S of every second key tile, and some columns of O, of 64 query rows
+backward, wide    1 loads; 2 compute S and dP of every second tile, and some columns of dQ, dK or dV, of 64 rows
 backward          1 loads; 1 computes dQ; 1 or 2 compute S, dP, dV and dK of 64 keys each
 backward, 2-CTA   1 loads; 1 computes dQ of both blocks; 1 computes P and dV; 1 computes dS and dK
 """
@@ -15,7 +18,7 @@ from typing import Final
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.variants import PER_HEAD, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import DS_REGISTERS, E4M3, KEY_REGISTERS, MLA, PER_HEAD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 LOAD_WARPGROUPS: Final = 1
@@ -23,6 +26,9 @@ DQ_WARPGROUPS: Final = 1  # of the backward
 CONSUMER_WARPGROUPS: Final = 2  # most of the backward: they hold dK and dV of 64 keys each
 WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
 BARRIER_BYTES: Final = 8
+NARROW_COLUMNS: Final = 128  # most columns of a backward whose warpgroups have dK and dV both
+KEY_REGISTERS_PIECE: Final = (32, 64)  # (rows, columns) of dQ in one product of variant key_registers
+KEY_REGISTERS_STAGED: Final = 2  # of these pieces in the staging buffer; a query tile has a multiple of it
 ADDING_WARPS: Final = 2  # of a deterministic backward, which take turns to add dQ of a query tile
 WORK_TILE_WORDS: Final = 12  # int32 of the record of one work tile in the backward
 WORK_TILE_RECORDS: Final = 2  # for each stage of the key
@@ -32,9 +38,13 @@ DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES = 16, 64  # whose bits a warp of the bac
 # Registers per thread of the forward by tile_m: of the warpgroup that loads, of those that compute.
 FORWARD_REGISTERS: Final = {64: (24, 240), 128: (24, 240), 192: (32, 160)}
 WIDE_REGISTERS: Final = (24, 240)  # the same of variant wide
+MLA_REGISTERS: Final = (40, 232)  # the same of variant mla, whose producer finds pieces and pages
+# The same of variant e4m3, whose first warpgroup also transposes values.
+E4M3_REGISTERS: Final = {64: (56, 240), 128: (40, 232), 192: (32, 160)}
 SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
-# Tensor map over sequences of several lengths, see sm90.py: its rows per sequence, bytes of the whole address space.
-RAGGED_ROWS, RAGGED_BYTES = 1 << 30, 1 << 64
+# Tensor map over sequences of several lengths, see sm90.py: its rows per sequence.
+RAGGED_ROWS: Final = 1 << 30
+RAGGED_STRIDE_BYTES: Final = (1 << 64) // RAGGED_ROWS  # its last axis steps by this less a row
 
 
 def tma_tiles(build: Build) -> dict[str, tuple[int, int]]:
@@ -198,6 +208,10 @@ def registers(build: Build) -> tuple[int, ...]:
     """
     if build.variant == WIDE:
         return WIDE_REGISTERS
+    if build.variant == MLA:
+        return MLA_REGISTERS
+    if build.variant == E4M3:
+        return E4M3_REGISTERS[build.tile_m]
     if build.kind == "forward":
         return FORWARD_REGISTERS[build.tile_m]
     if build.variant == TWO_CTA:
@@ -206,10 +220,17 @@ def registers(build: Build) -> tuple[int, ...]:
         return 32, 120, 240
     if build.block_queries < build.tile_m:
         return 24, 56, 216
+    if build.variant == KEY_REGISTERS:  # the warpgroup of dQ has K^T
+        return 32, 80, 200
     accumulators = (build.columns + build.columns_value) // 2 + build.tile_m
     if accumulators <= 176:
         return 24, 104, 192
     return (24, 72, 208) if build.variant == PER_HEAD and not build.has("dropout") else (32, 64, 208)
+
+
+def starts_from_logsumexp(build: Build) -> bool:
+    """Returns whether S^T = K Q^T is added to -logsumexp / scale: 128 columns leave no registers for the logsumexp."""
+    return build.variant == DS_REGISTERS and build.columns == NARROW_COLUMNS
 
 
 def grad_query_piece(build: Build) -> tuple[int, int]:
@@ -217,6 +238,8 @@ def grad_query_piece(build: Build) -> tuple[int, int]:
 
     The columns are all columns, or as many as divide a swizzled strip of the key tile.
     """
+    if build.variant == KEY_REGISTERS:
+        return KEY_REGISTERS_PIECE
     dq_registers = registers(build)[1]
     if dq_registers >= build.columns // 2 + 40:
         return WARPGROUP_ROWS, build.columns
@@ -224,8 +247,9 @@ def grad_query_piece(build: Build) -> tuple[int, int]:
 
 
 def grad_query_bytes(build: Build) -> int:
-    """Returns the bytes of a staged float32 piece of dQ; 0 if score_rows or the 2-CTA body add from registers."""
+    """Returns the bytes of the staged float32 pieces of dQ; 0 if score_rows or the 2-CTA body add from registers."""
     if build.block_queries < build.tile_m or build.variant == TWO_CTA:
         return 0
     rows, columns = grad_query_piece(build)
-    return rows * columns * F32_BYTES
+    staged = KEY_REGISTERS_STAGED if build.variant == KEY_REGISTERS else 1
+    return staged * rows * columns * F32_BYTES

@@ -22,6 +22,7 @@ from cutlass_py_attn.problem.tensors import F32_BYTES
 WARPGROUPS: Final = 2  # that compute
 STATISTICS: Final = 3  # of a row: maximum, factor of O, sum; one of each for each warpgroup
 CHUNK_STRIPS: Final = 2  # of 64 columns in a chunk of keys or values
+BACKWARD_CHUNK_STRIPS: Final = 2  # of 64 columns in a chunk of the backward
 # If three strips are the columns of a warpgroup, one product of that width reads P once, and chunks are as wide.
 WIDE_CHUNK_STRIPS: Final = 3
 
@@ -47,23 +48,26 @@ def value_columns(build: Build) -> tuple[int, int]:
 
 def chunk_columns(build: Build) -> int:
     """Returns the columns of a stage of the ring; the last chunk of a tile may have fewer."""
+    if build.kind == "backward":
+        return WIDE_COLUMN_MULTIPLE * BACKWARD_CHUNK_STRIPS
     strips = value_columns(build)[0] // WIDE_COLUMN_MULTIPLE
     return WIDE_COLUMN_MULTIPLE * (WIDE_CHUNK_STRIPS if strips == WIDE_CHUNK_STRIPS else CHUNK_STRIPS)
 
 
 def key_chunks(build: Build) -> tuple[Chunk, ...]:
     """Returns the chunks of a key tile."""
-    return _chunks(0, build.columns, chunk_columns(build))
+    return chunks_of(0, build.columns, chunk_columns(build))
 
 
 def value_chunks(build: Build) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
     """Returns the chunks of a value tile for each warpgroup."""
     first, second = value_columns(build)
     width = chunk_columns(build)
-    return _chunks(0, first, width), _chunks(first, second, width)
+    return chunks_of(0, first, width), chunks_of(first, second, width)
 
 
-def _chunks(start: int, columns: int, width: int) -> tuple[Chunk, ...]:
+def chunks_of(start: int, columns: int, width: int) -> tuple[Chunk, ...]:
+    """Returns the chunks of columns [start, start + columns), each of up to `width` columns."""
     return tuple(Chunk(start + first, min(width, columns - first)) for first in range(0, columns, width))
 
 

@@ -8,20 +8,20 @@ from typing import TypeVar
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import F32_ROW_PADDING, Buffer, Build
-from cutlass_py_attn.problem.tensors import ITEM_BYTES
+from cutlass_py_attn.problem.tensors import OPERAND_BYTES
 
 Option = TypeVar("Option")
 
 SWIZZLES = (128, 64, 32)
-COPIED_BYTES = 128  # of a row of a tile that neighbouring threads copy together
+COPIED_BYTES = (128, 64, 32)  # of a row of a tile that neighbouring threads copy together; 32 of e4m3 codes alone
 TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
 BUFFER_ALIGNMENT = 128
 
 
-def swizzle_bytes(columns: int) -> int:
-    """Returns the swizzle width of a 16-bit tile with `columns` columns: the widest that divides a row."""
-    width = next((width for width in SWIZZLES if columns * 2 % width == 0), None)
-    assert width is not None, f"columns = {columns}: wgmma reads multiples of {SWIZZLES[-1] // 2}"
+def swizzle_bytes(columns: int, item_bytes: int = 2) -> int:
+    """Returns the swizzle width of a tile with `columns` columns, 16-bit unless said: the widest that divides a row."""
+    width = next((width for width in SWIZZLES if columns * item_bytes % width == 0), None)
+    assert width is not None, f"columns = {columns}: wgmma reads multiples of {SWIZZLES[-1] // item_bytes}"
     return width
 
 
@@ -32,12 +32,12 @@ def row_elements(dtype: str, columns: int) -> int:
 
 def tile_bytes(dtype: str, rows: int, columns: int) -> int:
     """Returns the bytes of one tile in shared memory."""
-    return rows * row_elements(dtype, columns) * ITEM_BYTES[dtype]
+    return rows * row_elements(dtype, columns) * OPERAND_BYTES[dtype]
 
 
 def threads_of_row(row_bytes: int, vector_bytes: int) -> int:
-    """Returns how many neighbouring threads copy 128 bytes of a row together, or 64 bytes if 128 do not divide it."""
-    return (COPIED_BYTES if row_bytes % COPIED_BYTES == 0 else COPIED_BYTES // 2) // vector_bytes
+    """Returns how many neighbouring threads copy 128 bytes of a row together, or as many as divide it: 64 or 32."""
+    return next(width for width in COPIED_BYTES if row_bytes % width == 0) // vector_bytes
 
 
 def rows_copied_at_once(threads: int, row_bytes: int, vector_bytes: int) -> int:

@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from cutlass_py_attn.plan import decode_smem, sm80_smem, sm90_smem, sm90_wide, split_d
+from cutlass_py_attn.plan import (
+    decode_smem,
+    sm80_smem,
+    sm90_e4m3,
+    sm90_mla,
+    sm90_smem,
+    sm90_wide,
+    sm90_wide_backward,
+    split_d,
+)
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.variants import (
+    DS_REGISTERS,
+    E4M3,
+    KEY_REGISTERS,
+    MLA,
     MULTICAST,
     PER_HEAD,
     PERSISTENT,
@@ -34,10 +47,15 @@ _MAPS: Final[dict[tuple[str, str, str], Callable[[Build], tuple[Buffer, ...]]]] 
     ("forward", "sm90", STANDARD): sm90_smem.forward_map,
     ("forward", "sm90", MULTICAST): sm90_smem.forward_map,
     ("forward", "sm90", WIDE): sm90_wide.forward_map,
+    ("forward", "sm90", E4M3): sm90_e4m3.forward_map,
+    ("forward", "sm90", MLA): sm90_mla.forward_map,
     ("backward", "sm90", STANDARD): sm90_smem.backward_map,
     ("backward", "sm90", PER_HEAD): sm90_smem.backward_map,
     ("backward", "sm90", QUERY_HEADS): sm90_smem.backward_map,
+    ("backward", "sm90", DS_REGISTERS): sm90_smem.backward_map,
+    ("backward", "sm90", KEY_REGISTERS): sm90_smem.backward_map,
     ("backward", "sm90", TWO_CTA): sm90_smem.backward_2cta_map,
+    ("backward", "sm90", WIDE): sm90_wide_backward.backward_map,
     ("forward", "decode", STANDARD): decode_smem.decode_map,
     ("forward", "decode", PERSISTENT): decode_smem.persistent_map,
 }

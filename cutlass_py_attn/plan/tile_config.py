@@ -1,4 +1,4 @@
-"""TileConfig: one tile of a fused kernel, and its text form such as 64x128x16:3,2@5k2+per_head."""
+"""TileConfig: one tile of a fused kernel, and its text form such as 64x128x16:3,2@5k2+per_head-option."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any, Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.variants import STANDARD
+from cutlass_py_attn.plan.variants import OPTIONS, STANDARD
 from cutlass_py_attn.problem.scalars import python_value, shown
 
 _TEXT: Final = re.compile(
-    r"(N)x(N)x(N)(?::(N)(?:,(N))?)?(?:@(N))?(?:c(N))?(?:q(N))?(?:k(N))?(?:\+(\w+))?".replace("N", "[0-9]{1,9}")
+    r"(N)x(N)x(N)(?::(N)(?:,(N))?)?(?:@(N))?(?:c(N))?(?:q(N))?(?:k(N))?(?:\+(\w+))?((?:-[a-z]\w*)*)".replace(
+        "N", "[0-9]{1,9}"
+    )
 )
 _INTEGERS: Final = (
     *("tile_m", "tile_n", "warps", "query_stages", "grad_output_stages", "register_usage_level"),
     *("head_dim_split", "score_rows", "key_stages"),
 )
-_FIELDS: Final = (*_INTEGERS, "variant")
+_FIELDS: Final = (*_INTEGERS, "variant", "options")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,10 @@ class TileConfig:
     score_rows: query rows of one score product in the sm90 backward; 0 for all rows of the tile
     key_stages: key tiles in flight per thread block of the sm90 backward
     variant: kernel body, a name of `variants.VARIANTS`; "" for the standard one
+    options: how the body computes, names of `variants.OPTIONS`
 
     The text form is {tile_m}x{tile_n}x{warps}[:{query_stages}[,{grad_output_stages}]][@{register_usage_level}]
-    [c{head_dim_split}][q{score_rows}][k{key_stages}][+{variant}]. `str` writes it and `parse` reads it.
+    [c{head_dim_split}][q{score_rows}][k{key_stages}][+{variant}][-{option}]... `str` writes it and `parse` reads it.
     """
 
     tile_m: int
@@ -51,6 +54,7 @@ class TileConfig:
     score_rows: int = 0
     key_stages: int = 1
     variant: str = STANDARD
+    options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (*_INTEGERS, "not_on"):
@@ -61,6 +65,7 @@ class TileConfig:
         options += f"q{self.score_rows}" if self.score_rows else ""
         options += f"k{self.key_stages}" if self.key_stages != 1 else ""
         options += f"+{self.variant}" if self.variant else ""
+        options += "".join(f"-{name}" for name in self.options)
         stages = f"{self.query_stages},{self.grad_output_stages}"
         return f"{self.tile_m}x{self.tile_n}x{self.warps}:{stages}@{self.register_usage_level}{options}"
 
@@ -83,10 +88,11 @@ class TileConfig:
             raise NotSupported(
                 f"tile {shown(text)}: must be like 64x128x16:3,2 or 64x64x8:3,3@5c256+split_d (tile_m, tile_n, warps, "
                 "query_stages, grad_output_stages, register usage level, head_dim_split, score_rows, key_stages, "
-                "variant); correct it"
+                "variant, options); correct it"
             )
         parts = {name: part for name, part in zip(_FIELDS, found.groups(), strict=True) if part is not None}
-        fields: dict[str, Any] = {name: part if name == "variant" else int(part) for name, part in parts.items()}
+        fields: dict[str, Any] = {name: int(part) for name, part in parts.items() if name in _INTEGERS}
+        fields |= {"variant": parts.get("variant", STANDARD), "options": tuple(parts["options"].split("-")[1:])}
         return TileConfig(**fields)
 
 
@@ -101,6 +107,12 @@ def tile_objections(tile: object) -> list[str]:
     ]
     if not isinstance(tile.variant, str):
         found.append(f"tile.variant = {shown(tile.variant)}: must be a str, {STANDARD!r} for the standard one; name it")
+    unknown = [name for name in tile.options if name not in OPTIONS] if isinstance(tile.options, tuple) else True
+    if unknown or list(tile.options) != [name for name in OPTIONS if name in tile.options]:
+        found.append(
+            f"tile.options = {shown(tile.options)}: must be a tuple of some of {', '.join(OPTIONS)}, in this order and "
+            "each once; correct it"
+        )
     if not isinstance(tile.not_on, tuple):
         found.append(f"tile.not_on = {shown(tile.not_on)}: must be a tuple of targets; pass () for none")
     return found

@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from cutlass_py_attn.plan import tile_options
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.decode_smem import team_warps
 from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.plan.sm90_e4m3 import TILE_N as E4M3_TILE_N
+from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
+from cutlass_py_attn.plan.sm90_mla import SLOTS
 from cutlass_py_attn.plan.sm90_smem import (
     CONSUMER_WARPGROUPS,
     DQ_WARPGROUPS,
+    E4M3_REGISTERS,
     FORWARD_REGISTERS,
     LOAD_WARPGROUPS,
     WARPGROUP_ROWS,
@@ -25,8 +30,14 @@ from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import rows_copied_at_once
 from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
 from cutlass_py_attn.plan.variants import (
+    DS_REGISTERS,
+    E4M3,
+    KEEPS_DS,
+    KEY_REGISTERS,
+    MLA,
     MULTICAST,
     PER_HEAD,
+    PERSISTENT,
     QUERY_HEADS,
     SPLIT_D,
     STANDARD,
@@ -34,7 +45,8 @@ from cutlass_py_attn.plan.variants import (
     VARIANTS,
     WIDE,
 )
-from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.problem.tensors import E4M3_BYTES, FLOAT8, OPERANDS, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.score_terms import registry
 
 REGISTER_USAGE_LEVELS: Final = range(11)  # that ptxas has
 SM80_TILE_M: Final = (32, 64, 128)
@@ -45,7 +57,8 @@ SPLIT_D_TILE_M: Final = {"forward": (64,), "backward": (32, 64)}
 SPLIT_D_TILE_N: Final = {"forward": (64, 128), "backward": (64,)}
 MAX_HEAD_DIM_SPLIT: Final = 512
 SM90_MAX_HEAD_DIM: Final = 256
-WIDE_MAX_HEAD_DIM: Final = 512  # of the sm90 forward of variant wide
+WIDE_MAX_HEAD_DIM: Final = 512  # of the sm90 kernels of variant wide
+KEEPS_DS_TILES: Final = {DS_REGISTERS: {32: 128, 96: 64, 128: 64}, KEY_REGISTERS: {64: 128}}  # tile_m by columns
 NARROW_HEAD_DIM: Final = 128  # beyond, the sm90 backward has no registers for the scores of a whole query tile
 SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value) with which score_rows leave registers
 SM90_BACKWARD_TILE_M: Final = (64, 128)
@@ -66,7 +79,7 @@ def objections(build: Build) -> list[str]:
     if found or build.kind in ("component_gemm", *ROW_KINDS):
         return found
     rules = _RULES[build.family, build.kind]
-    return [*_features(build), *_unused(build), *rules(build)]
+    return [*_features(build), *_unused(build), *tile_options.objections(build), *rules(build)]
 
 
 def _refuse(build: Build, field: str, reason: str) -> str:
@@ -170,9 +183,13 @@ def _sm80_tile(build: Build) -> Objections:
 
 def _copies(build: Build) -> Objections:
     """The threads of a block copy several rows of a tile at once, so a tile has a multiple of these rows."""
-    for columns in sorted({build.columns, build.columns_value}):
-        at_once = rows_copied_at_once(build.threads, columns * build.item_bytes, build.vector_bytes)
-        for field in ("tile_m", "tile_n"):
+    widths: list[tuple[int, tuple[str, ...]]]
+    widths = [(columns * build.item_bytes, ("tile_m", "tile_n")) for columns in (build.columns, build.columns_value)]
+    if build.has(registry.KV8):
+        widths += [(columns * E4M3_BYTES, ("tile_n",)) for columns in (build.columns, build.columns_value)]
+    for row_bytes, fields in sorted(set(widths)):
+        at_once = rows_copied_at_once(build.threads, row_bytes, build.vector_bytes)
+        for field in fields:
             # Fewer threads than one row needs copy no whole row; _sm80_tile refuses so few warps.
             if at_once and getattr(build, field) % at_once:
                 yield _refuse(
@@ -209,15 +226,19 @@ def _split_d(build: Build) -> Objections:
 def _sm90_operands(build: Build) -> Objections:
     if not architecture(build.arch).has_wgmma:
         yield _refuse(build, "arch", "has no wgmma; use sm_90a, or family sm80")
-    if build.item_bytes != 2:
-        yield _refuse(build, "dtype", "the sm90 kernels multiply 16-bit operands; use float16 or bfloat16")
+    if build.variant == E4M3 and build.dtype != FLOAT8:
+        yield _refuse(build, "dtype", f"variant {E4M3} multiplies {FLOAT8}; use it, or another variant")
+    elif build.variant != E4M3 and build.item_bytes != 2:
+        yield _refuse(build, "dtype", "the kernel multiplies 16-bit operands; use float16 or bfloat16")
     if build.vector_bytes < ROW_ALIGNMENT_BYTES:
         yield _refuse(build, "vector_bytes", f"TMA loads rows aligned to {ROW_ALIGNMENT_BYTES} bytes; align them")
+    if build.variant == MLA:
+        return
     if build.variant == WIDE:
         widest, kernels, other = WIDE_MAX_HEAD_DIM, f"variant {WIDE} ends", "family sm80"
     else:
         widest, kernels = SM90_MAX_HEAD_DIM, "the sm90 kernels of narrower heads end"
-        other = f"variant {WIDE} or family sm80" if build.kind == "forward" else "family sm80"
+        other = f"variant {WIDE} or family sm80"
     for field in ("head_dim", "head_dim_value"):
         if getattr(build, field) > widest:
             yield _refuse(build, field, f"{kernels} at {widest}; use {other}")
@@ -238,16 +259,21 @@ def _consumers(build: Build, others: int, allowed: tuple[int, ...]) -> Objection
 
 def _sm90_forward(build: Build) -> Objections:
     yield from _sm90_operands(build)
-    if build.variant == WIDE:
-        yield from _wide(build)
+    if build.variant in (WIDE, MLA):
+        yield from (_wide if build.variant == WIDE else _mla)(build)
         return
-    wrong_warps = [*_consumers(build, LOAD_WARPGROUPS, tuple(rows // WARPGROUP_ROWS for rows in FORWARD_REGISTERS))]
+    row_choices = E4M3_REGISTERS if build.variant == E4M3 else FORWARD_REGISTERS
+    wrong_warps = [*_consumers(build, LOAD_WARPGROUPS, tuple(rows // WARPGROUP_ROWS for rows in row_choices))]
     yield from wrong_warps
     rows = (build.warps // WARPGROUP_WARPS - LOAD_WARPGROUPS) * WARPGROUP_ROWS
     if not wrong_warps and build.tile_m != rows:
         yield _refuse(build, "tile_m", f"each warpgroup owns {WARPGROUP_ROWS} rows; use {rows}, or other warps")
     least, most = SM90_TILE_N
-    if build.tile_n % WGMMA_DEPTH or not least <= build.tile_n <= most:
+    if build.variant == E4M3:
+        if build.tile_n not in E4M3_TILE_N:
+            reason = f"a transposed value tile has whole strips; use {_listed(E4M3_TILE_N)}"
+            yield _refuse(build, "tile_n", reason)
+    elif build.tile_n % WGMMA_DEPTH or not least <= build.tile_n <= most:
         reason = f"wgmma sums over {WGMMA_DEPTH} keys at once; use a multiple of that from {least} to {most}"
         yield _refuse(build, "tile_n", reason)
     if build.has("dropout") and build.tile_n % WARPGROUP_ROWS:
@@ -269,15 +295,37 @@ def _wide(build: Build) -> Objections:
     yield from _consumers(build, LOAD_WARPGROUPS, (WARPGROUPS,))
     if build.query_stages < 2:
         yield _refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied; use 2 or more")
+    if build.kind == "backward" and build.grad_output_stages != build.query_stages:
+        reason = f"must be query_stages = {build.query_stages}: one ring has chunks of all tiles; set it so"
+        yield _refuse(build, "grad_output_stages", reason)
+    if build.key_stages != 1:
+        yield _refuse(build, "key_stages", "variant wide has no stages of the key tile; use 1")
+    if build.score_rows:
+        yield _refuse(build, "score_rows", "variant wide computes all rows of a tile at once; use 0")
     if max(build.head_dim, build.head_dim_value) <= SM90_MAX_HEAD_DIM:
         reason = f"variant wide is for head dims beyond {SM90_MAX_HEAD_DIM}; use the standard variant"
         yield _refuse(build, "head_dim", reason)
+
+
+def _mla(build: Build) -> Objections:
+    for field, reason in (("tile_m", "both warpgroups have the same queries"), ("tile_n", "one warpgroup has S of")):
+        if getattr(build, field) != WARPGROUP_ROWS:
+            yield _refuse(build, field, f"in variant mla {reason}, {WARPGROUP_ROWS} rows; use {WARPGROUP_ROWS}")
+    yield from _consumers(build, LOAD_WARPGROUPS, (WARPGROUPS,))
+    if build.query_stages != SLOTS:
+        yield _refuse(build, "query_stages", f"variant mla has a key tile for each warpgroup; use {SLOTS}")
+    for field, size in zip(("head_dim", "head_dim_value"), MLA_HEAD_DIMS, strict=True):
+        if getattr(build, field) != size:
+            yield _refuse(build, field, f"variant mla is for {size}; use the variant of these head dims")
 
 
 def _sm90_backward(build: Build) -> Objections:
     yield from _sm90_operands(build)
     if not {*OPERANDS} <= {*build.gradients}:
         yield _refuse(build, "gradients", f"the sm90 backward computes all of {', '.join(OPERANDS)}; use family sm80")
+    if build.variant == WIDE:
+        yield from _wide(build)
+        return
     with_one = build.variant == STANDARD and not build.score_rows and not build.has("dropout")
     allowed = (1, CONSUMER_WARPGROUPS) if with_one else (CONSUMER_WARPGROUPS,)
     yield from _consumers(build, LOAD_WARPGROUPS + DQ_WARPGROUPS, allowed)
@@ -319,6 +367,8 @@ def _sm90_standard_backward(build: Build) -> Objections:
             yield _refuse(build, field, f"dK and dV leave registers for scores up to {widest}; use variant 2cta")
     if build.variant == QUERY_HEADS:
         yield from _query_heads(build)
+    if build.variant in KEEPS_DS:
+        yield from _keeps_ds(build)
     if not build.score_rows:
         if max(build.head_dim, build.head_dim_value) > NARROW_HEAD_DIM:
             yield _refuse(
@@ -344,6 +394,27 @@ def _sm90_standard_backward(build: Build) -> Objections:
         yield _refuse(build, "key_stages", "with score_rows there is one key tile in flight; use 1")
     if build.has("dropout"):
         yield _refuse(build, "score_rows", "dropout bits are generated for whole tiles; use 0")
+
+
+def _keeps_ds(build: Build) -> Objections:
+    """Registers of these variants are counted for one tile of each number of columns."""
+    name = f"variant {build.variant}"
+    tiles = KEEPS_DS_TILES[build.variant]
+    for field, padded in (("head_dim", build.columns), ("head_dim_value", build.columns_value)):
+        if padded not in tiles or build.columns != build.columns_value:
+            both = " or ".join(map(str, tiles))
+            reason = f"{name} has {both} columns of both, and this is padded to {padded}; use the standard variant"
+            yield _refuse(build, field, reason)
+    if build.tile_m != (tile_m := tiles.get(build.columns, build.tile_m)):
+        yield _refuse(build, "tile_m", f"{name} has registers for scores of {tile_m} queries; use {tile_m}")
+    if build.score_rows:
+        yield _refuse(build, "score_rows", f"{name} computes all rows of a tile at once; use 0")
+    if build.deterministic:
+        yield _refuse(build, "deterministic", f"{name} adds dQ in any order; use the standard variant")
+    if (
+        build.variant == DS_REGISTERS and build.mask == "local" and build.columns == 128
+    ):  # in float16, ptxas spills 44 bytes
+        yield _refuse(build, "mask", f"{name} has no registers for the mask of a window; use the standard variant")
 
 
 def _query_heads(build: Build) -> Objections:
@@ -386,11 +457,27 @@ def _decode_forward(build: Build) -> Objections:
             f"each of {teams} teams has multiples of {MMA_ROWS} keys; use a multiple of {teams * MMA_ROWS}",
         )
         return
+    if build.variant == PERSISTENT and not (build.has(registry.PAGED) or build.has(registry.KV8)):
+        reason = "variant persistent reads caches in pages or of e4m3 codes; use the standard variant"
+        yield _refuse(build, "variant", reason)
+    if build.has(registry.KV8):
+        yield from _kv8(build, build.tile_n // teams)
+        return
     for columns in sorted({build.columns, build.columns_value}):
         threads = warps_of_team * WARP_THREADS
         at_once = rows_copied_at_once(threads, columns * build.item_bytes, build.vector_bytes)
         if build.tile_n // teams % at_once:
             yield _refuse(build, "tile_n", f"a team copies {at_once} rows at once; use a multiple of {teams * at_once}")
+
+
+def _kv8(build: Build, keys: int) -> Objections:
+    """An e4m3 cache; keys: of a team, of which each lane of a warp has the scales of one."""
+    if build.variant != PERSISTENT:
+        yield _refuse(build, "variant", "of the decode kernels, variant persistent alone reads e4m3 codes; use that")
+    if build.item_bytes != 2:
+        yield _refuse(build, "dtype", "the query of an e4m3 cache has 16 bits; use float16 or bfloat16")
+    if keys > WARP_THREADS:
+        yield _refuse(build, "tile_n", f"a team has at most {WARP_THREADS} keys; use fewer keys or more warps")
 
 
 _RULES: Final[dict[tuple[str, str], Callable[[Build], Objections]]] = {

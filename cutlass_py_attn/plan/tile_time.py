@@ -155,7 +155,9 @@ def _speeds(problem: Problem) -> dict[tuple[int, int], TileSpeed]:
     That is longer sequences, windows and score terms. Variable lengths were measured, and gain nothing.
     """
     shape = problem.shape
-    is_plain = {*problem.features} <= {"grouped"} and problem.mask.form != "local" and problem.dtype != "float32"
+    is_plain = (
+        {*problem.features} <= {"grouped"} and problem.mask.form != "local" and problem.dtype in ("float16", "bfloat16")
+    )
     if problem.direction != "forward" or not is_plain or problem.is_empty:
         return {}
     widest = max(shape.head_dim, shape.head_dim_value)

@@ -13,11 +13,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
 from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.tile_options import with_options
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.variants import MULTICAST, PER_HEAD, PERSISTENT, QUERY_HEADS, SPLIT_D, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import (
+    DS_REGISTERS,
+    E4M3,
+    KEY_REGISTERS,
+    MLA,
+    MULTICAST,
+    PER_HEAD,
+    PERSISTENT,
+    QUERY_HEADS,
+    SPLIT_D,
+    TWO_CTA,
+    WIDE,
+)
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.problem.tensors import FLOAT8, Shape
 from cutlass_py_attn.score_terms import registry
 
 _Table = Mapping[int, tuple[TileConfig, ...]]  # by the widest head dim that the tiles serve
@@ -170,17 +184,32 @@ _SM90_FORWARD_LOCAL: _Table = {
 }
 # By the wider head dim.
 _SM90_FORWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (TileConfig(64, 64, 12, 2, variant=WIDE),)}
+_SM90_FORWARD_MLA: _Table = {max(MLA_HEAD_DIMS): (TileConfig(64, 64, 12, 2, variant=MLA),)}
+# The later tiles are for features that leave the first too few registers.
+_SM90_FORWARD_E4M3: _Table = {
+    64: (TileConfig(192, 128, 16, 2, variant=E4M3), TileConfig(128, 128, 12, 2, variant=E4M3)),
+    192: (TileConfig(128, 128, 12, 2, variant=E4M3), TileConfig(128, 64, 12, 2, variant=E4M3)),
+    256: (TileConfig(128, 64, 12, 2, variant=E4M3), TileConfig(64, 64, 8, 2, variant=E4M3)),
+}
+_SM90_FORWARD_E4M3_LOCAL: _Table = {
+    64: (TileConfig(128, 128, 12, 2, variant=E4M3), TileConfig(128, 64, 12, 2, variant=E4M3)),
+    192: (TileConfig(128, 64, 12, 2, variant=E4M3), TileConfig(64, 64, 8, 2, variant=E4M3)),
+    256: _SM90_FORWARD_E4M3[256],
+}
 _SM90_BACKWARD: _Table = {
     64: (
         TileConfig(64, 64, 12, 4, 3),
         TileConfig(128, 64, 12, 3, 2),
         TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
+        TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=KEY_REGISTERS),
+        TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=DS_REGISTERS),
         TileConfig(128, 128, 16, 3, 2, key_stages=2),
     ),
     96: (
         TileConfig(64, 64, 12, 3, 2),
         TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
         TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
+        TileConfig(64, 128, 16, 3, 2, variant=DS_REGISTERS),
         TileConfig(64, 128, 16, 3, 2),
     ),
     128: (
@@ -189,12 +218,14 @@ _SM90_BACKWARD: _Table = {
         TileConfig(64, 128, 16, 3, 2, variant=PER_HEAD),
         TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=QUERY_HEADS),
         TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
+        TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=DS_REGISTERS),
         TileConfig(64, 128, 16, 3, 2, key_stages=2),
         TileConfig(64, 128, 16, 3, 2),
     ),
     192: (TileConfig(64, 64, 16, 3, 2, variant=TWO_CTA), TileConfig(64, 64, 16, 2, 2, variant=TWO_CTA)),
     256: (TileConfig(64, 64, 16, 2, 2, variant=TWO_CTA),),
 }
+_SM90_BACKWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (TileConfig(64, 64, 12, 2, 2, variant=WIDE),)}
 # With a mask, long rows of narrow heads are slower with two key stages; with dropout, the two stages leave
 # little shared memory for its bits.
 _SM90_BACKWARD_MASKED: _Table = {
@@ -202,6 +233,8 @@ _SM90_BACKWARD_MASKED: _Table = {
     64: (
         *_SM90_BACKWARD[64][:3],
         TileConfig(128, 128, 16, 3, 2, variant=QUERY_HEADS),
+        TileConfig(128, 128, 16, 3, 2, variant=KEY_REGISTERS),
+        TileConfig(128, 128, 16, 3, 2, variant=DS_REGISTERS),
         TileConfig(128, 128, 16, 3, 2),
     ),
 }
@@ -216,9 +249,13 @@ SM90: dict[str, _Table] = {
     "forward score_mod": _SM90_FORWARD_SCORE_MOD,
     "forward local": _SM90_FORWARD_LOCAL,
     "forward wide": _SM90_FORWARD_WIDE,
+    "forward mla": _SM90_FORWARD_MLA,
+    "forward e4m3": _SM90_FORWARD_E4M3,
+    "forward e4m3 local": _SM90_FORWARD_E4M3_LOCAL,
     "backward": _SM90_BACKWARD,
     "backward masked": _SM90_BACKWARD_MASKED,
     "backward score_rows": _SM90_BACKWARD_SCORE_ROWS,
+    "backward wide": _SM90_BACKWARD_WIDE,
 }
 # Decode kernels by the wider of both head dims; tile_m counts rows of queries and heads, stages are those of a team.
 _DECODE_16: _Table = {
@@ -266,6 +303,21 @@ _PERSISTENT: dict[bool, dict[int, _Table]] = {
     False: {16: _PERSISTENT_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
     True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
 }
+# With an e4m3 cache: a warp has 32 keys, whose conversions hide each other's latency.
+_KV8_16: _Table = {
+    64: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2)),
+    128: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 3)),
+    256: (TileConfig(16, 64, 4, 2), TileConfig(16, 32, 2, 2)),
+}
+_KV8_16_ROWS: _Table = {
+    64: (TileConfig(32, 128, 4, 3), TileConfig(32, 64, 4, 2)),
+    128: (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2)),
+}
+_KV8_16_MORE: _Table = {
+    64: (TileConfig(64, 128, 8, 5), TileConfig(64, 128, 8, 3), TileConfig(32, 64, 4, 2)),
+    128: (TileConfig(64, 64, 8, 3), TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2)),
+}
+_KV8: dict[int, _Table] = {16: _KV8_16, 32: _KV8_16_ROWS, 64: _KV8_16_MORE}
 
 
 def sm80_tiles(problem: Problem) -> tuple[TileConfig, ...]:
@@ -283,25 +335,38 @@ def sm80_tiles(problem: Problem) -> tuple[TileConfig, ...]:
 
 
 def sm90_tiles(problem: Problem) -> tuple[TileConfig, ...]:
-    """Returns the tiles of the sm90 family for this problem, the fastest first."""
+    """Returns the tiles of the sm90 family for this problem, the fastest first, with their options."""
     table, head_dim = table_key(problem)
-    return SM90[table][head_dim]
+    return tuple(with_options(problem, tile) for tile in SM90[table][head_dim])
 
 
 def table_key(problem: Problem) -> tuple[str, int]:
     """Returns the key of this problem's tiles in SM90: (name of the table, widest head dim that they serve)."""
-    if problem.direction == "backward":
+    widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
+    if is_mla(problem):
+        name, served = "forward mla", problem.shape.head_dim
+    elif problem.dtype == FLOAT8:
+        name = "forward e4m3 local" if problem.mask.form == "local" else "forward e4m3"
+        served = problem.shape.head_dim_value
+    elif widest > SM90_MAX_HEAD_DIM:
+        name, served = f"{problem.direction} wide", widest
+    elif problem.direction == "backward":
         is_masked = problem.mask.form != "full" or "dropout" in problem.features
         name, served = "backward masked" if is_masked else "backward", _accumulator_head_dim(problem)
         name = "backward score_rows" if splits_score_rows(problem.shape) else name
-    elif (widest := max(problem.shape.head_dim, problem.shape.head_dim_value)) > SM90_MAX_HEAD_DIM:
-        name, served = "forward wide", widest
     elif any(term.needs_registers_sm90 for term in registry.present(problem)):
         name, served = "forward score_mod", problem.shape.head_dim_value
     else:
         name = "forward local" if problem.mask.form == "local" else "forward"
         served = problem.shape.head_dim_value
     return name, min(size for size in SM90[name] if size >= served)
+
+
+def is_mla(problem: Problem) -> bool:
+    """Returns whether this is the forward of a latent cache that variant mla serves: value is in key, 576 / 512."""
+    dims = problem.shape.head_dim, problem.shape.head_dim_value
+    is_forward = problem.direction == "forward" and problem.dtype != FLOAT8
+    return is_forward and problem.value_in_key and dims == MLA_HEAD_DIMS
 
 
 def splits_score_rows(shape: Shape) -> bool:
@@ -316,8 +381,10 @@ def decode_tiles(problem: Problem) -> tuple[TileConfig, ...]:
     """Returns the tiles of the decode kernels for this problem, the fastest first."""
     shape = problem.shape
     widest = max(shape.head_dim, shape.head_dim_value)
-    is_persistent = problem.pages is not None
+    is_persistent = problem.pages is not None or problem.has_e4m3_cache
     tables = (_PERSISTENT if is_persistent else _DECODE)[problem.dtype == "float32"]
+    if problem.has_e4m3_cache:
+        tables = _KV8
     rows = shape.num_queries * shape.group
     table = next((table for most, table in tables.items() if rows <= most), tables[max(tables)])
     is_invariant = problem.pages is not None and problem.pages.invariant

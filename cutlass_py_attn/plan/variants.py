@@ -13,10 +13,23 @@ MULTICAST: Final = "multicast"
 PER_HEAD: Final = "per_head"
 QUERY_HEADS: Final = "query_heads"
 TWO_CTA: Final = "2cta"
+DS_REGISTERS: Final = "ds_registers"
+KEY_REGISTERS: Final = "key_registers"
 E4M3: Final = "e4m3"
 E4M3_ROW: Final = "e4m3_row"
 WIDE: Final = "wide"
 PERSISTENT: Final = "persistent"
+MLA: Final = "mla"
+TOTAL: Final = "total"
+LAST: Final = "last"
+SUM: Final = "sum"
+SUM_LAST: Final = "sum_last"
+KEEPS_DS: Final = (DS_REGISTERS, KEY_REGISTERS)  # of the sm90 backward: dS^T stays in registers for dK += dS^T Q
+# Options of a kernel body, which a tile names beside its variant; tile_options.py says when the planner has them.
+SPECULATIVE: Final = "speculative"
+HALVES: Final = "halves"
+SHARED_END: Final = "shared_end"
+OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 
@@ -59,7 +72,7 @@ _ALL: Final = (
         "sm80.forward",
         "one block per query tile",
         "sm80 forward",
-        layouts=(*registry.LAYOUTS, registry.PAGED),
+        layouts=(*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.KV8_ROW),
     ),
     Variant(
         "backward",
@@ -109,6 +122,14 @@ _ALL: Final = (
         cluster=CLUSTER,
     ),
     Variant(
+        "forward",
+        "sm90",
+        E4M3,
+        "sm90.e4m3_forward",
+        "persistent blocks over query tiles of 8-bit operands; two warps transpose every value tile",
+        layouts=(*registry.LAYOUTS, registry.FLOAT16_OUTPUT),
+    ),
+    Variant(
         "backward",
         "sm90",
         STANDARD,
@@ -138,11 +159,35 @@ _ALL: Final = (
     Variant(
         "backward",
         "sm90",
+        DS_REGISTERS,
+        "sm90.backward",
+        "persistent blocks over key tiles; dK is multiplied from dS in registers",
+    ),
+    Variant(
+        "backward",
+        "sm90",
+        KEY_REGISTERS,
+        "sm90.backward",
+        "persistent blocks over key tiles; dK is multiplied from dS in registers, dQ from the key tile in registers",
+    ),
+    Variant(
+        "backward",
+        "sm90",
         TWO_CTA,
         "sm90.backward_2cta",
         "clusters of two blocks over neighbouring key tiles; one warpgroup has dV, one dK, one dQ of both blocks",
         "sm90 backward 2cta",
         layouts=("grouped",),
+        cluster=CLUSTER,
+    ),
+    Variant(
+        "backward",
+        "sm90",
+        WIDE,
+        "sm90.wide_backward",
+        "head dims beyond 256: clusters of two blocks over neighbouring query tiles for dQ, and over neighbouring key "
+        "tiles for dK and for dV; each block loads half of every other tile, and two warpgroups divide the columns",
+        "sm90 backward wide",
         cluster=CLUSTER,
     ),
     Variant(
@@ -157,6 +202,10 @@ _ALL: Final = (
     Variant("append", "sm80", E4M3, "decode.append", "a few threads per row, which they scale", layouts=()),
     Variant("append", "sm80", E4M3_ROW, "decode.append", "a few threads per row, which find its scale", layouts=()),
     Variant("merge", "sm80", STANDARD, "decode.merge", "a few threads per row", layouts=("varlen",)),
+    Variant("merge", "sm80", TOTAL, "decode.merge", "a few threads per row, into a float32 total", layouts=("varlen",)),
+    Variant("merge", "sm80", LAST, "decode.merge", "a few threads per row, of a float32 total", layouts=("varlen",)),
+    Variant("merge", "sm80", SUM, "decode.merge", "a few threads per row, added to a float32 total", layouts=()),
+    Variant("merge", "sm80", SUM_LAST, "decode.merge", "a few threads per row, added and rounded", layouts=()),
     Variant(
         "forward",
         "decode",
@@ -164,6 +213,15 @@ _ALL: Final = (
         "decode.persistent",
         "persistent blocks over chunks of the keys of all sequences, whose lengths are in device memory",
         "decode persistent",
+        layouts=(*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.KV8_ROW),
+    ),
+    Variant(
+        "forward",
+        "sm90",
+        MLA,
+        "sm90_mla.decode",
+        "keys that contain the values: persistent blocks over chunks of the keys of all sequences, in which two "
+        "warpgroups compute S of alternate key tiles and divide the columns of O",
         layouts=("grouped", registry.PAGED, "varlen"),
     ),
     Variant("component_gemm", "sm80", STANDARD, "component_gemms.standalone_sm80", "one block per tile", layouts=()),

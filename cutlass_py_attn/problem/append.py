@@ -11,6 +11,7 @@ from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.overlap import overlaps_itself
+from cutlass_py_attn.problem.quantization import CACHE_SCALES
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.tensors import E4M3, E4M3_BYTES, F32_BYTES, ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.problem.validation import MAX_BYTES
@@ -20,7 +21,7 @@ MAX_ROWS: Final = 2**31 - 2**10  # rows of key, which the kernel counts in 32 bi
 MAX_SLOTS: Final = 2**31 - 1  # rows of the cache
 MAX_E4M3: Final = 448.0  # the largest finite e4m3 number
 CACHES: Final = ("key_cache", "value_cache")
-SCALES: Final = ("key_scale", "value_scale")
+SCALES: Final = CACHE_SCALES
 NO_SCALES, GIVEN_SCALES, ROW_SCALES = "none", "given", "row"
 _REQUIRED: Final = ("key", "value", *CACHES, "slots")
 _AXES: Final = {

@@ -1,4 +1,8 @@
-"""MergeProblem: two partial results of attention over different keys, joined by their logsumexps."""
+"""MergeProblem: two partial results of attention over different keys, joined by their logsumexps.
+
+Without logsumexps the two are added, as partial gradients are. A running total of many parts is float32 beside parts of
+16 bits, so that it is rounded once, at the end.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,18 @@ MAX_HEAD_DIM: Final = 1024
 MAX_ROWS: Final = 2**31 - 2**10  # counted in 32 bits up to the end of the last block
 OUTPUTS: Final = ("output_a", "output_b", "output")
 LOGSUMEXPS: Final = ("logsumexp_a", "logsumexp_b")
-_REQUIRED: Final = (*OUTPUTS, *LOGSUMEXPS)
 
 
 @dataclass(frozen=True, slots=True)
 class MergeProblem:
-    """The layouts of one `merge_states`.
+    """The layouts of one `merge_states`, or of one sum.
 
     output_a, output_b, output: (batch, num_queries, num_heads, head_dim_value), of one dtype: float16, bfloat16 or
-        float32; packed (1, tokens, num_heads, head_dim_value)
+        float32; packed (1, tokens, num_heads, head_dim_value). output_a may be a float32 total beside an output_b of 16
+        bits; output is then float32, or of output_b's dtype.
     logsumexp_a, logsumexp_b: (batch, num_heads, ceil32(num_queries)) float32, contiguous; packed
-        (count, num_heads, ceil32(max_seqlen_q)). The result has the same shape.
+        (count, num_heads, ceil32(max_seqlen_q)). The result has the same shape. None, both, for output = output_a +
+        output_b: output_a is float32 then, and nothing is packed.
     cu_seqlens_q: (count + 1,) int32 if the outputs are packed; else None
     max_seqlen_q: length of the longest sequence, or more, if the outputs are packed; else None
     """
@@ -35,8 +40,8 @@ class MergeProblem:
     output_a: Tensor
     output_b: Tensor
     output: Tensor
-    logsumexp_a: Tensor
-    logsumexp_b: Tensor
+    logsumexp_a: Tensor | None = None
+    logsumexp_b: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     max_seqlen_q: int | None = None
 
@@ -54,6 +59,19 @@ class MergeProblem:
         logsumexp = Tensor.contiguous((count, shape[1], round_up(max_seqlen_q, LSE_PADDING)), "float32")
         bounds = Tensor.contiguous((count + 1,), "int32")
         return MergeProblem(output, output, output, logsumexp, logsumexp, bounds, max_seqlen_q)
+
+    @staticmethod
+    def into_total(shape: tuple[int, int, int, int], dtype: str, is_sum: bool, is_last: bool) -> MergeProblem:
+        """Returns the problem of a float32 total and a part of `dtype`, both dense; the last result has `dtype`."""
+        total, part = Tensor.contiguous(shape, "float32"), Tensor.contiguous(shape, dtype)
+        logsumexp = Tensor.contiguous((shape[0], shape[2], round_up(shape[1], LSE_PADDING)), "float32")
+        logsumexps = (None, None) if is_sum else (logsumexp, logsumexp)
+        return MergeProblem(total, part, part if is_last else total, *logsumexps)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the rows are added."""
+        return self.logsumexp_a is None
 
     @property
     def is_packed(self) -> bool:
@@ -102,11 +120,16 @@ class MergeProblem:
 
 
 def _kinds(problem: MergeProblem) -> Iterator[str]:
-    for name in (*_REQUIRED, "cu_seqlens_q"):
+    for name in (*OUTPUTS, *LOGSUMEXPS, "cu_seqlens_q"):
         given = getattr(problem, name)
-        if not isinstance(given, Tensor) and (given is not None or name in _REQUIRED):
-            optional = "" if name in _REQUIRED else ", or None"
+        if not isinstance(given, Tensor) and (given is not None or name in OUTPUTS):
+            optional = "" if name in OUTPUTS else ", or None"
             yield f"{name} = {shown(given)}: must be a Tensor{optional}; create one with Tensor.contiguous"
+    if (problem.logsumexp_a is None) != (problem.logsumexp_b is None):
+        missing = "logsumexp_a" if problem.logsumexp_a is None else "logsumexp_b"
+        yield f"{missing} = None: must be a Tensor, or both None for a sum; pass both, or neither"
+    if problem.is_sum and problem.is_packed:
+        yield "cu_seqlens_q without logsumexps: must be None, for rows are added as they lie; leave it out"
     longest = problem.max_seqlen_q
     if longest is not None and (integer_of(longest) is None or longest < 0):
         yield f"max_seqlen_q = {shown(longest)}: must be an int of at least 0; pass the longest sequence's length"
@@ -122,7 +145,7 @@ def _ranks(problem: MergeProblem) -> Iterator[str]:
                 f"{name} has shape {getattr(problem, name).shape}: must be (batch, num_queries, num_heads, "
                 "head_dim_value); add the missing axes with size 1"
             )
-    for name in LOGSUMEXPS:
+    for name in LOGSUMEXPS if not problem.is_sum else ():
         if len(getattr(problem, name).shape) != 3:
             yield (
                 f"{name} has shape {getattr(problem, name).shape}: must be (batch, num_heads, ceil32(num_queries)), as "
@@ -138,7 +161,7 @@ def _shapes(problem: MergeProblem) -> Iterator[str]:
     for name in OUTPUTS[1:]:
         if getattr(problem, name).shape != shape:
             yield f"{name} has shape {getattr(problem, name).shape}: must be {shape} as output_a; reshape it"
-    for name in LOGSUMEXPS:
+    for name in LOGSUMEXPS if not problem.is_sum else ():
         if getattr(problem, name).shape != problem.logsumexp_shape:
             yield (
                 f"{name} has shape {getattr(problem, name).shape}: must be {problem.logsumexp_shape}, (batch, "
@@ -159,14 +182,16 @@ def _shapes(problem: MergeProblem) -> Iterator[str]:
 
 
 def _dtypes(problem: MergeProblem) -> Iterator[str]:
-    dtype = problem.output_a.dtype
+    dtype, total, result = problem.output_b.dtype, problem.output_a.dtype, problem.output.dtype
     if dtype not in ITEM_BYTES:
-        yield f"output_a has dtype {dtype}: must be one of {', '.join(ITEM_BYTES)}; cast it"
-    for name in OUTPUTS[1:]:
-        found = getattr(problem, name).dtype
-        if found != dtype:
-            yield f"{name} has dtype {found} but output_a has {dtype}: all must agree; cast one of them"
-    expected = dict.fromkeys(LOGSUMEXPS, "float32") | ({"cu_seqlens_q": "int32"} if problem.is_packed else {})
+        yield f"output_b has dtype {dtype}: must be one of {', '.join(ITEM_BYTES)}; cast it"
+    if total != "float32" and (problem.is_sum or total != dtype):
+        allowed = "float32" if problem.is_sum or dtype == "float32" else f"{dtype} as output_b, or float32"
+        yield f"output_a has dtype {total}: must be {allowed}; cast it"
+    elif result not in (total, dtype):
+        yield f"output has dtype {result}: must be {' or '.join(dict.fromkeys((total, dtype)))}; pass another array"
+    names = () if problem.is_sum else LOGSUMEXPS
+    expected = dict.fromkeys(names, "float32") | ({"cu_seqlens_q": "int32"} if problem.is_packed else {})
     for name, kind in expected.items():
         if getattr(problem, name).dtype != kind:
             yield f"{name} has dtype {getattr(problem, name).dtype}: must be {kind}; cast it"

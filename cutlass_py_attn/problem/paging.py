@@ -3,7 +3,7 @@
 Key and value are pools (pages, page_size, num_heads_key, head_dim) of any strides. Key j of sequence b is row
 j % page_size of page table[b, j // page_size]. The number of keys of each sequence is in device memory, so that a
 captured CUDA graph serves lengths that grow. Bounds follow from shapes: a sequence has at most max_pages * page_size
-keys.
+keys, and none if the pools have no pages.
 """
 
 from __future__ import annotations
@@ -146,9 +146,7 @@ def _table_objections(pages: Pages) -> Iterator[str]:
 
 
 def _pool_objections(problem: Problem) -> Iterator[str]:
-    pages, page_size = problem.key.shape[:2]
-    if pages < 1:
-        yield "key has no pages: the pools must have at least one; allocate them before the first call"
+    page_size = problem.key.shape[1]
     if page_size < 1 or page_size & (page_size - 1):
         yield (
             f"key has pages of {page_size} rows: the page size must be a power of two; pass key and value as "

@@ -11,8 +11,9 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.paging import FEATURE, Pages
+from cutlass_py_attn.problem.quantization import ROW, SCALES, granularity, output_dtype
 from cutlass_py_attn.problem.scalars import SCALARS, with_python_numbers
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, OPERANDS, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, E4M3, F32_BYTES, FLOAT8, OPERANDS, Sequences, Shape, Tensor
 from cutlass_py_attn.problem.validation import TENSORS, objections, score_terms_objections, shape_objections
 from cutlass_py_attn.score_terms import registry
 
@@ -36,9 +37,15 @@ class Problem:
     sequences: the variable-length layout; None when all sequences have the length of the tensors
     pages: the paged layout, in which key and value are pools (pages, page_size, num_heads_key, head_dim) and the
         lengths of key are in device memory; forward only. None for other layouts
+    value_in_key: whether value is the first head_dim_value columns of key, in the same memory: a latent cache (MLA);
+        forward only
     deterministic: whether the gradients of query, key and value have the same bits in every run
     num_splits_key: thread blocks that share one (batch, head) in the backward; None lets the planner choose
     score_terms: (name, array) of every term of `score_terms.register`, in alphabetical order
+    query_scale, key_scale, value_scale: float32, of e4m3 codes (float8_e4m3fn, or uint8 for their bytes), whose numbers
+        are code times scale: () or (1,), (num_heads_key,), or (batch, num_heads_key); of an e4m3 cache, whose query has
+        16 bits, also a scale of each row, (pages, page_size, num_heads_key) or (batch, num_keys, num_heads_key). None
+        for 1 and for other dtypes
 
     The backward reads output and logsumexp, and writes those of grad_query, grad_key, grad_value, grad_bias and
     grad_sinks that are given. logsumexp is (batch, num_heads, ceil32(num_queries)) float32, contiguous. So is
@@ -70,9 +77,13 @@ class Problem:
     philox_on_device: bool = False
     sequences: Sequences | None = None
     pages: Pages | None = None
+    value_in_key: bool = False
     deterministic: bool = False
     num_splits_key: int | None = None
     score_terms: tuple[tuple[str, Tensor], ...] = ()
+    query_scale: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._python_numbers():
@@ -106,7 +117,8 @@ class Problem:
         def tensor(name: str) -> Tensor:
             return Tensor.contiguous(shape.of(name), dtype)
 
-        query, key, value, output = (tensor(name) for name in (*OPERANDS, "output"))
+        query, key, value = (tensor(name) for name in OPERANDS)
+        output = Tensor.contiguous(shape.of("output"), output_dtype(dtype))
         operands = Problem(direction, query, key, value, output, mask=Full() if mask is None else mask)
         if shape.tokens is not None:
             operands = operands.replace(sequences=Sequences(shape.batch, shape.num_queries, shape.num_keys))
@@ -122,7 +134,8 @@ class Problem:
         num_keys, num_heads_key, head_dim_value = self.key.shape[1], self.key.shape[2], self.value.shape[3]
         given, pages = self.sequences, self.pages
         if pages is not None:
-            pool, most = self.key.shape[:2], pages.max_pages * self.key.shape[1]
+            pool = self.key.shape[:2]
+            most = pages.max_pages * pool[1] if pool[0] else 0
             queries = pages.max_seqlen_q if pages.cu_seqlens_q else num_queries
             lengths, tokens = (pages.batch, queries, most), (num_queries, 0) if pages.cu_seqlens_q else None
             return Shape(*lengths, num_heads, head_dim, head_dim_value, num_heads_key, tokens, (pool[0], pool[1]))
@@ -133,8 +146,12 @@ class Problem:
 
     @property
     def dtype(self) -> str:
-        """Element type of all tensors except logsumexp, alibi_slopes and sinks."""
-        return self.query.dtype
+        """Element type of query, float8_e4m3fn for its bytes too, and of all tensors that have none of their own.
+
+        logsumexp, alibi_slopes, sinks and the scales of e4m3 codes are float32. The output of e4m3 operands has 16
+        bits, and key and value of an e4m3 cache have 8.
+        """
+        return FLOAT8 if self.query.dtype in E4M3 else self.query.dtype
 
     @property
     def scale_value(self) -> float:
@@ -159,10 +176,23 @@ class Problem:
         return self.sequences is not None or (self.pages is not None and self.pages.cu_seqlens_q)
 
     @property
+    def has_e4m3_cache(self) -> bool:
+        """Whether key and value are e4m3 codes beside a query of 16 bits."""
+        return self.key.dtype in E4M3 and self.query.dtype not in E4M3
+
+    @property
+    def scales(self) -> dict[str, Tensor]:
+        """The scales of e4m3 codes that are given, by name."""
+        return {name: scale for name in SCALES if (scale := getattr(self, name)) is not None}
+
+    @property
     def features(self) -> tuple[str, ...]:
         """Score terms and layouts of the problem, in alphabetical order; a kernel without one has no code for it."""
         layouts = {
+            registry.FLOAT16_OUTPUT: self.dtype == FLOAT8 and self.output.dtype == "float16",
             "grouped": self.shape.group > 1,
+            registry.KV8: self.has_e4m3_cache,
+            registry.KV8_ROW: any(granularity(scale) == ROW for scale in self.scales.values()),
             FEATURE: self.pages is not None,
             "seqused": self.sequences is not None and self.sequences.seqused_k,
             "varlen": self.has_ragged_rows,
@@ -204,12 +234,18 @@ class Problem:
             found |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
             if self.sequences.seqused_k:
                 found["seqused_k"] = Tensor((self.sequences.count,), (1,), "int32", 4)
+        found |= {name: replace(scale, alignment=F32_BYTES) for name, scale in self.scales.items()}
         if self.grad_logsumexp is not None:
             found["grad_logsumexp"] = self.grad_logsumexp
         if self.pages is not None:
             found |= self.pages.arrays()
         scalars = [name for term in registry.terms() for name in term.device_scalars(self)]
         return found | {name: Tensor((1,), (1,), "int64", 8) for name in scalars}
+
+    def with_value_in_key(self) -> Problem:
+        """Returns the problem with the first head_dim_value columns of key as value."""
+        value = replace(self.key, shape=(*self.key.shape[:3], self.value.shape[3]))
+        return self.replace(value=value, value_in_key=True)
 
     def replace(self, **changes: object) -> Problem:
         """Returns a copy with some fields changed."""

@@ -142,6 +142,7 @@ SCALARS: Final[dict[str, Scalar]] = {
     "softcap": Scalar(number_of, "must be a number that float32 holds, or 0 to switch it off; pass a float", 0.0),
     "dropout_p": Scalar(number_of, "must be a probability from 0 to 1; pass a float", 0.0),
     "philox_on_device": Scalar(flag_of, _FLAG, False),
+    "value_in_key": Scalar(flag_of, _FLAG, False),
     "deterministic": Scalar(flag_of, _FLAG, False),
     "num_splits_key": Scalar(integer_of, SPLITS, None),
 }

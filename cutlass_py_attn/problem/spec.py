@@ -3,7 +3,7 @@
 Benchmark cases, GPU test cases, random problems and the command line share this grammar. Words are joined by `_` and
 may come in any order; `ProblemSpec.name` writes them in the order below. Words in brackets are optional.
 
-    bf16 | f16 | f32             dtype of the operands
+    bf16 | f16 | f32 | e4m3      dtype of the operands; e4m3 forward only
     d{D}[v{DV}]                  head_dim of query and key; head_dim_value if it differs
     [q{M}]                       queries of each batch element; as many as keys if absent
     s{N}                         keys of each batch element
@@ -29,6 +29,12 @@ may come in any order; `ProblemSpec.name` writes them in the order below. Words 
     [deviceseed]                 Philox seed and offset in device memory
     [gradlse]                    logsumexp has a gradient too
     [grads{LETTERS}]             gradients that the backward writes, of q, k, v, b (bias) and s (sinks); all if absent
+    [mla]                        value is the first head_dim_value columns of key, in the same memory: a latent cache;
+                                 forward only
+    [kv8]                        key and value of e4m3 beside a query of 16 bits; forward only
+    [descale{GRAIN}]             e4m3, kv8: scales of the codes; GRAIN is what has one, tensor, head (each key head),
+                                 batch (each key head of a sequence) or, of kv8, row. No scales if absent
+    [f16out]                     e4m3: the output is f16, not bf16
     [splits{N}]                  blocks that share one (batch, head) in the backward; the plan chooses if absent
 
 Examples: `bf16_d128_q1_s8192_b64_h32k8_full` (few-query decode),
@@ -50,15 +56,26 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.paging import Pages
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import SHORT_NAMES, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.quantization import (
+    BATCH_HEAD,
+    CACHE_SCALES,
+    HEAD,
+    ROW,
+    SCALES,
+    TENSOR,
+    output_dtype,
+    shapes,
+)
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_NAMES, Sequences, Shape, Tensor
 
 GRAMMAR: Final = (__doc__ or "").partition("\n\n")[2]
 EXAMPLE: Final = "bf16_d128_s8192_b4_h16_causal"
+GRAINS: Final = {"tensor": TENSOR, "head": HEAD, "batch": BATCH_HEAD, "row": ROW}  # of descale{GRAIN}
 GRADIENTS: Final = {"q": "query", "k": "key", "v": "value", "b": "bias", "s": "sinks"}  # letters of grads{LETTERS}
 BIAS_AXES: Final = "bhqk"
 BATCH_BROADCAST: Final = "1hqk"  # the axes of `bias` without AXES
 
-_DTYPES: Final = {short: name for name, short in SHORT_NAMES.items()}
+_DTYPES: Final = {short: name for name, short in OPERAND_NAMES.items()}
 _NUMBER: Final = r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _LENGTHS: Final = r"\d+(?:x\d+(?:u\d+)?)?"
 # No two patterns match the same word. A named group is the value of a field, or part of it.
@@ -90,12 +107,16 @@ _WORDS: Final = tuple(
         rf"grads(?P<gradients>[{''.join(GRADIENTS)}]+)",
         r"splits(?P<num_splits_key>\d+)",
         r"paged(?P<page_size>\d+)",
+        r"(?P<value_in_key>mla)",
+        r"(?P<e4m3_cache>kv8)",
+        rf"descale(?P<descale>{'|'.join(GRAINS)})",
+        r"(?P<float16_output>f16out)",
     )
 )
 _KNOWN: Final = (
     *_DTYPES, "d", "q", "s", "b", "t", "n", "h", "full", "causal", "br", "window", "left", "right", "bias", "biasgrad",
     "biassum", "dropout", "softcap", "alibi", "alibib", "sinks", "deterministic", "scale", "deviceseed", "gradlse",
-    "grads", "splits", "paged",
+    "grads", "splits", "paged", "mla", "kv", *(f"descale{grain}" for grain in GRAINS),
 )  # fmt: skip
 
 
@@ -126,6 +147,10 @@ class ProblemSpec:
     alibi: "h" (slopes by head), "bh" (by batch and head) or "" for none. scale: None for 1 / sqrt(head_dim).
     deterministic, grad_logsumexp, gradients and num_splits_key concern the backward alone.
     page_size: rows of a page of key and value; 0 for no pages.
+    value_in_key: whether value is the first head_dim_value columns of key.
+    e4m3_cache: whether key and value are e4m3 codes beside a query of 16 bits.
+    descale: what has a scale, a member of GRAINS; "" for codes without scales.
+    float16_output: whether the output of e4m3 operands is float16.
     """
 
     dtype: str
@@ -151,6 +176,10 @@ class ProblemSpec:
     grad_logsumexp: bool = False
     num_splits_key: int | None = None
     page_size: int = 0
+    value_in_key: bool = False
+    e4m3_cache: bool = False
+    descale: str = ""
+    float16_output: bool = False
 
     def __post_init__(self) -> None:
         """Writes every default out, so that equal problems are equal specs."""
@@ -196,7 +225,7 @@ class ProblemSpec:
         return "_".join(self._words())
 
     def _words(self) -> Iterator[str]:
-        yield SHORT_NAMES[self.dtype]
+        yield OPERAND_NAMES[self.dtype]
         yield f"d{self.head_dim}" + (f"v{self.head_dim_value}" if self.head_dim_value != self.head_dim else "")
         yield from self._size_words()
         yield f"h{self.num_heads}" + (f"k{self.num_heads_key}" if self.num_heads_key != self.num_heads else "")
@@ -223,6 +252,14 @@ class ProblemSpec:
             yield f"splits{self.num_splits_key}"
         if self.page_size:
             yield f"paged{self.page_size}"
+        if self.value_in_key:
+            yield "mla"
+        if self.e4m3_cache:
+            yield "kv8"
+        if self.descale:
+            yield f"descale{self.descale}"
+        if self.float16_output:
+            yield "f16out"
 
     def _size_words(self) -> Iterator[str]:
         if not self.sequences:
@@ -237,6 +274,11 @@ class ProblemSpec:
             yield f"t{tokens}"
         else:
             yield "n" + ",".join(each.word for each in self.sequences)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether key and value are e4m3 codes, and query too unless they are a cache."""
+        return self.e4m3_cache or self.dtype == FLOAT8
 
     @property
     def has_used_keys(self) -> bool:
@@ -292,8 +334,25 @@ class ProblemSpec:
         if backward and self.grad_logsumexp:
             changes["grad_logsumexp"] = Tensor.contiguous(shape.logsumexp, "float32")
         if self.page_size:
-            return self._paged(shape, unused_tokens[0], direction).replace(**changes)
-        return Problem.dense(direction, shape, self.dtype, self.mask).replace(**changes)
+            found = self._paged(shape, unused_tokens[0], direction)
+        else:
+            found = Problem.dense(direction, shape, self.dtype, self.mask)
+        if self.float16_output:
+            changes["output"] = Tensor.contiguous(found.output.shape, "float16")
+        found = self._with_codes(found).replace(**changes)
+        return found.with_value_in_key() if self.value_in_key else found
+
+    def _with_codes(self, problem: Problem) -> Problem:
+        """The problem with the e4m3 cache and the scales that the spec has."""
+        names = SCALES
+        if self.e4m3_cache:
+            names = CACHE_SCALES
+            key, value = (Tensor.contiguous(tensor.shape, FLOAT8) for tensor in (problem.key, problem.value))
+            problem = problem.replace(key=key, value=value)
+        if not self.descale:
+            return problem
+        scales = {name: shapes(problem, name)[GRAINS[self.descale]] or (1,) for name in names}
+        return problem.replace(**{name: Tensor.contiguous(shape, "float32") for name, shape in scales.items()})
 
     @property
     def has_ragged_queries(self) -> bool:
@@ -313,7 +372,8 @@ class ProblemSpec:
         pool = Shape(count, self.page_size, self.page_size, self.num_heads, *dims, self.num_heads_key)
         tokens = (self.num_tokens[0] + unused_queries, 0) if self.has_ragged_queries else None
         rows = dataclasses.replace(shape, tokens=tokens)
-        query, output = (Tensor.contiguous(rows.of(name), self.dtype) for name in ("query", "output"))
+        query = Tensor.contiguous(rows.of("query"), self.dtype)
+        output = Tensor.contiguous(rows.of("output"), output_dtype(self.dtype))
         key, value = (Tensor.contiguous(pool.of(name), self.dtype) for name in ("key", "value"))
         table = Tensor.contiguous((self.batch, self.max_pages), "int32")
         is_ragged = self.has_ragged_queries
@@ -419,7 +479,12 @@ def _unknown(word: str) -> str:
 
 
 def _contradictions(found: Mapping[str, str]) -> Iterator[str]:
-    needed = {"dtype": "bf16, f16 or f32", "head_dim": "d{D}", "num_heads": "h{H}", "mask": "full, causal or window"}
+    needed = {
+        "dtype": "bf16, f16, f32 or e4m3",
+        "head_dim": "d{D}",
+        "num_heads": "h{H}",
+        "mask": "full, causal or window",
+    }
     if "sequences" in found:
         for other in ("num_queries", "num_keys", "batch", "tokens"):
             if other in found:
@@ -445,11 +510,24 @@ def _contradictions(found: Mapping[str, str]) -> Iterator[str]:
         yield f"grads{letters} lacks b, but the bias has a gradient; add b or write bias without grad or sum"
     if letters and letters != "".join(sorted(set(letters), key=list(GRADIENTS).index)):
         yield f"grads{letters}: letters must be in the order {''.join(GRADIENTS)}, each once; reorder them"
+    yield from _code_contradictions(found)
     page_size = int(found.get("page_size", 1))
     if page_size < 1 or page_size & (page_size - 1):
         yield f"paged{page_size}: the page size must be a power of two; correct it"
     if float(found.get("dropout_p", 0)) < 0 or float(found.get("dropout_p", 0)) > 1:
         yield f"dropout{found['dropout_p']}: must be from 0 to 1; correct it"
+
+
+def _code_contradictions(found: Mapping[str, str]) -> Iterator[str]:
+    dtype, e4m3, is_cache = found.get("dtype"), OPERAND_NAMES[FLOAT8], "e4m3_cache" in found
+    if is_cache and dtype == e4m3:
+        yield f"kv8 is key and value of e4m3 beside a query of 16 bits, but the dtype is {e4m3}; leave one of both out"
+    if "float16_output" in found and dtype != e4m3:
+        yield f"f16out belongs to e4m3, but the dtype is {dtype}; write e4m3 or leave it out"
+    if "descale" in found and dtype != e4m3 and not is_cache:
+        yield f"descale{found['descale']} belongs to e4m3 or kv8, but the dtype is {dtype}; write one or leave it out"
+    if found.get("descale") == "row" and not is_cache:
+        yield "descalerow belongs to kv8; write kv8 beside a dtype of 16 bits, or descalebatch"
 
 
 def _mask_contradictions(found: Mapping[str, str]) -> Iterator[str]:
@@ -475,9 +553,11 @@ def _spec_of(found: Mapping[str, str]) -> ProblemSpec:
     for field in ("dropout_p", "softcap", "scale"):
         if field in found:
             values[field] = float(found[field])
-    for field in ("sinks", "deterministic", "philox_on_device", "grad_logsumexp"):
+    for field in (
+        "sinks", "deterministic", "philox_on_device", "grad_logsumexp", "value_in_key", "e4m3_cache", "float16_output",
+    ):  # fmt: skip
         values[field] = field in found
-    for field in ("bias_gradient", "gradients"):
+    for field in ("bias_gradient", "gradients", "descale"):
         values[field] = found.get(field, "")
     if "bias" in found:
         values["bias"] = found.get("bias_axes", BATCH_BROADCAST)

@@ -10,13 +10,15 @@ from cutlass_py_attn.integers import round_up
 ITEM_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 F32_BYTES = ITEM_BYTES["float32"]
 WORD_BYTES = 4  # bytes of a register
-E4M3 = ("float8_e4m3fn", "uint8")  # dtypes of arrays of 8-bit floats: their own, and their bytes
+FLOAT8 = "float8_e4m3fn"
+E4M3 = (FLOAT8, "uint8")  # dtypes of arrays of e4m3 codes: their own, and their bytes
 E4M3_BYTES = 1
+OPERAND_BYTES: dict[str, int] = {**ITEM_BYTES, **dict.fromkeys(E4M3, E4M3_BYTES)}  # of query, key and value
 SHORT_NAMES: dict[str, str] = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+OPERAND_NAMES: dict[str, str] = {**SHORT_NAMES, FLOAT8: "e4m3"}
 DIRECTIONS = ("forward", "backward")
 ROW_ALIGNMENT_BYTES = 16  # bytes of the widest load; rows aligned to less are loaded in smaller pieces
 LSE_PADDING = 32  # rows of logsumexp are padded to a multiple of this
-
 OPERANDS = ("query", "key", "value")
 BMHK = (*OPERANDS, "output", "grad_output", "grad_query", "grad_key", "grad_value")
 BIASES = ("bias", "grad_bias")
@@ -119,7 +121,7 @@ class Tensor:
 
         It is one element when the last axis is not contiguous.
         """
-        item = ITEM_BYTES[self.dtype]
+        item = OPERAND_BYTES[self.dtype]
         if self.shape[-1] > 1 and self.strides[-1] != 1:
             return item
         parts = (self.alignment, *(step * item for step in self.steps[:-1]), self.shape[-1] * item)

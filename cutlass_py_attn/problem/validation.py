@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
-from cutlass_py_attn.problem import masks, paging
+from cutlass_py_attn.problem import masks, paging, quantization
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.overlap import overlaps_itself
 from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, python_value, shown
@@ -18,7 +18,9 @@ from cutlass_py_attn.problem.tensors import (
     BMHK,
     DIRECTIONS,
     F32_BYTES,
+    FLOAT8,
     ITEM_BYTES,
+    OPERAND_BYTES,
     OPERANDS,
     Sequences,
     Shape,
@@ -39,7 +41,7 @@ MAX_BYTES = 2**63  # that the strides of a tensor reach: offsets are 64-bit inte
 LARGEST_SOFTCAP = {"float16": 2.0**100, "bfloat16": 2.0**100, "float32": 2.0**13}
 MAX_RATIO = 2.0**126  # of scale and softcap, and of softcap and scale: a normal float32
 _OF_TERMS: Final = (*registry.array_options(), *(f"grad_{name}" for name in registry.gradients()))
-TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS)
+TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES)
 _REQUIRED: Final = (*OPERANDS, "output")
 _EDGES: Final = {"window_left": "mask left", "window_right": "mask right"}  # what Mask.objections calls them
 _WRITTEN = ("grad_query", "grad_key", "grad_value", "grad_bias")
@@ -62,6 +64,7 @@ def objections(problem: Problem) -> list[str]:
         *_size_objections(sound),
         *_score_term_objections(sound),
         *_tensor_objections(sound),
+        *quantization.objections(sound),
         *kinds,
         *_option_objections(sound),
         *_gradient_objections(sound),
@@ -203,6 +206,25 @@ def _size_objections(problem: Problem) -> Iterator[str]:
             yield f"{label} = {size}: must be at most {MAX_LENGTH}; call once per slice"
     yield from _sequence_objections(problem)
     yield from paging.objections(problem)
+    yield from _value_in_key_objections(problem)
+
+
+def _value_in_key_objections(problem: Problem) -> Iterator[str]:
+    if not problem.value_in_key:
+        return
+    key, value = problem.key, problem.value
+    if problem.direction == "backward":
+        yield "value_in_key with direction 'backward': must be False, because gradients are separate; leave it out"
+    if value.shape[3] > key.shape[3]:
+        yield (
+            f"head_dim_value = {value.shape[3]} with value_in_key: must be at most the {key.shape[3]} columns of key; "
+            "lower it"
+        )
+    if value.strides != key.strides:
+        yield (
+            f"value_in_key with value {value.shape} of strides {value.strides} and key {key.shape} of strides "
+            f"{key.strides}: value must be the first columns of key; pass a view of key"
+        )
 
 
 def _sequence_objections(problem: Problem) -> Iterator[str]:
@@ -244,15 +266,18 @@ def _score_term_objections(problem: Problem) -> Iterator[str]:
 
 
 def _tensor_objections(problem: Problem) -> Iterator[str]:
+    coded = OPERANDS if quantization.has_codes(problem) else ()  # whose dtypes quantization.py checks
     for name, tensor in problem.tensors().items():
-        if tensor.dtype not in ITEM_BYTES:
-            yield f"{name} has dtype {tensor.dtype}: must be one of {', '.join(ITEM_BYTES)}; cast it"
+        if tensor.dtype not in (OPERAND_BYTES if name in coded else ITEM_BYTES):
+            if name not in coded:
+                yield f"{name} has dtype {tensor.dtype}: must be one of {', '.join(ITEM_BYTES)}; cast it"
             continue
-        if tensor.dtype != problem.dtype:
+        has_own_dtype = name in coded or (name == "output" and problem.dtype == FLOAT8)
+        if tensor.dtype != problem.dtype and not has_own_dtype:
             yield f"{name} has dtype {tensor.dtype} but query has {problem.dtype}: all must agree; cast one of them"
         if name in BMHK and name != "grad_output" and tensor.shape[3] > 1 and tensor.strides[3] != 1:
             yield f"{name} has last stride {tensor.strides[3]}: must be 1; make the head dimension contiguous"
-        item = ITEM_BYTES[tensor.dtype]
+        item = OPERAND_BYTES[tensor.dtype]
         if tensor.alignment < item:
             yield (
                 f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be aligned to its "

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.problem.masks import Mask
-from cutlass_py_attn.reference import numpy_reference
+from cutlass_py_attn.reference import numpy_reference, quantization
 from cutlass_py_attn.reference.numpy_reference import NO_SCORE_MOD, CuSeqlens, ReferenceScoreMod
 
 Array = npt.NDArray[Any]
@@ -54,10 +54,12 @@ def forward(
     scale: float | None = None,
     precision: str = "float64",
     score_mod: ReferenceScoreMod = NO_SCORE_MOD,
+    scales: tuple[Array | None, Array | None] | None = None,
 ) -> tuple[Array, Array]:
     """Returns output in the shape of query, with the channels of value, and logsumexp, as `numpy_reference.forward`.
 
     key, value: pools (pages, page_size, num_heads_key, channels). ValueError for sizes that do not fit together.
+    scales: of key and value of e4m3 codes, as Problem has them; None for other dtypes
     """
     count = len(table.seqused_k)
     rows = [table.rows(number, key.shape[1]) for number in range(count)]
@@ -80,10 +82,13 @@ def forward(
         max_seqlen_q=longest,
         max_seqlen_k=int(lengths.max(initial=0)),
     )
+    rows_of = [tensor[pages, places][None] for tensor in (key, value)]
+    if scales is not None:
+        found = [scale[pages, places][None] if scale is not None and scale.ndim == 3 else scale for scale in scales]
+        rows_of = [quantization.dequantise(*each, bounds.cu_seqlens_k) for each in zip(rows_of, found, strict=True)]
     output, logsumexp = numpy_reference.forward(
         packed,
-        key[pages, places][None],
-        value[pages, places][None],
+        *rows_of,
         mask=mask,
         scale=scale,
         precision=precision,

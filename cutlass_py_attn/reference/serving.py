@@ -1,6 +1,6 @@
 """NumPy reference of `append_to_cache` and `merge_states`.
 
-The append computes in float32, as the kernels do, and gives the same bytes. The merge computes in float64.
+The append computes in float32, as the kernels do, and gives the same bytes. Merges and sums compute in float64.
 """
 
 from __future__ import annotations
@@ -83,6 +83,12 @@ def merge(
         ]
         output[batch, start:end], logsumexp[number, :, : end - start] = _merge_rows(*parts)
     return output, logsumexp
+
+
+def add(output_a: Array, output_b: Array) -> Array:
+    """Returns the sum of two partial gradients, in float64."""
+    total: Array = output_a.astype(np.float64) + output_b.astype(np.float64)
+    return total
 
 
 @np.errstate(invalid="ignore", divide="ignore")

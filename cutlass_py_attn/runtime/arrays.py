@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from cutlass_py_attn.errors import AttentionError, DriverError, NoDevice, NotSupported
-from cutlass_py_attn.problem.tensors import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import OPERAND_BYTES, ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.runtime import cuda_interface, dlpack, driver, lifetimes
 from cutlass_py_attn.runtime.frameworks import CUPY, FRAMEWORKS, Framework, framework_of
 from cutlass_py_attn.runtime.frameworks import numpy_dtype as numpy_dtype
@@ -245,7 +245,7 @@ class DeviceArray:
         self.dtype = dtype
         self.device = device
         self.stream = stream
-        self.nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        self.nbytes = math.prod(shape) * OPERAND_BYTES[dtype]
         _free_deferred()
         # Not from the stream's memory pool: the array may outlive the stream, and be in use on streams that it does
         # not know. cuMemFree waits for all of them.

@@ -14,6 +14,7 @@ import numpy as np
 
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.plan import Plan, TensorMap
+from cutlass_py_attn.problem import quantization
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.runtime import tensor_maps
@@ -202,6 +203,7 @@ def numbers(problem: Problem) -> dict[str, float]:
         strides |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)}
     if problem.pages is not None:
         strides["page_table_row"] = problem.pages.table_row
+    strides |= quantization.strides(problem)
     if problem.grad_output is not None:
         strides["grad_output_column"] = problem.grad_output.steps[3]
     scale = problem.scale_value

@@ -13,7 +13,7 @@ from typing import Any, Final
 from cutlass_py_attn.errors import DriverError
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.plan import TensorMap
-from cutlass_py_attn.problem.tensors import ITEM_BYTES
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.driver_calls import c_function
 
@@ -36,7 +36,7 @@ def encode(slot: int, address: int, spec: TensorMap, dtype: str) -> None:
     dtype: element type of the array.
     """
     cuda = driver.bindings()
-    types = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32"}
+    types = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", FLOAT8: "UINT8"}
     element = getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{types[dtype]}")
     rank = len(spec.sizes)
     swizzle = f"{spec.swizzle_bytes}B" if spec.swizzle_bytes else "NONE"
@@ -46,7 +46,7 @@ def encode(slot: int, address: int, spec: TensorMap, dtype: str) -> None:
         rank,
         address,
         (ctypes.c_uint64 * rank)(*spec.sizes),
-        (ctypes.c_uint64 * (rank - 1))(*(stride * ITEM_BYTES[dtype] for stride in spec.strides)),
+        (ctypes.c_uint64 * (rank - 1))(*(stride * OPERAND_BYTES[dtype] for stride in spec.strides)),
         (ctypes.c_uint32 * rank)(*spec.box),
         (ctypes.c_uint32 * rank)(*(1 for _ in range(rank))),
         int(cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),

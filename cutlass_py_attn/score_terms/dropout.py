@@ -10,6 +10,7 @@ tiles at once (kernels/sm90/dropout_prefetch.py, dropout_transposed.py).
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class DropoutTerm(ScoreTerm):
         "sm90 wide forward",
         "sm90 backward score_rows",
         "sm90 backward 2cta",
+        "sm90 backward wide",
         "decode",
         "decode persistent",
     }
@@ -133,7 +135,11 @@ def threshold(dropout_p: float) -> int:
 
     Raises ValueError for dropout_p outside [0, 1].
     """
-    limit = _checked(dropout_p)
+    return _threshold(_checked(dropout_p))
+
+
+@functools.lru_cache(maxsize=256)
+def _threshold(limit: np.float32) -> int:
     found = bisect_left(range(2**32), True, key=lambda word: bool(uniforms(np.uint32(word)) > limit))
     return min(found, WORD_MASK)
 

@@ -31,9 +31,13 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
 # Words that symbols, problems or the parameter struct use for something else.
 LAYOUTS: Final = ("grouped", "seqused", "varlen")  # features of a Problem that are no score terms
 PAGED: Final = "paged"  # another one, which a kernel body has only if it says so
-RESERVED: Final = frozenset(
-    (*LAYOUTS, PAGED, "full", "causal", "local", "to", "sum", "det", "query", "key", "value", "output", "logsumexp")
-)
+KV8: Final = "kv8"  # key and value of e4m3 beside a query of 16 bits, likewise
+KV8_ROW: Final = "kv8row"  # with a scale of each row
+FLOAT16_OUTPUT: Final = "float16_output"  # of e4m3 operands, whose output is bfloat16 without it, likewise
+OPTIONAL_LAYOUTS: Final = (KV8_ROW, KV8, PAGED, FLOAT16_OUTPUT)  # a name before those that it begins with
+_UNREGISTERED: Final = frozenset((*LAYOUTS, *OPTIONAL_LAYOUTS, *(term.name for term in BUILT_IN)))
+_WORDS: Final = ("full", "causal", "local", "to", "sum", "det", "query", "key", "value", "output", "logsumexp")
+RESERVED: Final = frozenset((*LAYOUTS, *OPTIONAL_LAYOUTS, *_WORDS))
 
 _registered: dict[str, ScoreTerm] = {}
 
@@ -61,7 +65,7 @@ def unregister(name: str) -> ScoreTerm:
 
 def terms() -> tuple[ScoreTerm, ...]:
     """Returns every term, in the order in which they apply."""
-    return (*BUILT_IN, *registered_among(_registered))
+    return (*BUILT_IN, *(_registered[name] for name in registered()))
 
 
 def registered() -> tuple[str, ...]:
@@ -95,8 +99,7 @@ def registered_among(features: Collection[str]) -> tuple[ScoreTerm, ...]:
     The order decides the struct and the kernels, so that it must not depend on the order of registration. Raises
     NotSupported for a term that is not registered: a kernel without it would have the symbol of one with it.
     """
-    known = {*LAYOUTS, PAGED, *(term.name for term in BUILT_IN), *_registered}
-    if unknown := sorted(set(features) - known):
+    if unknown := sorted({name for name in features if name not in _UNREGISTERED and name not in _registered}):
         raise NotSupported(
             f"score terms {', '.join(unknown)}: must be registered before kernels with them are planned, compiled or "
             "launched; call score_terms.register first"

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-# Kernels by what they can do with score terms. "wide forward": the sm90 forward of head dims beyond 256; "backward
-# score_rows": the sm90 backward of wide heads, which computes the scores of a query tile in parts; "backward 2cta": the
-# sm90 backward of two CTAs per key tile.
+# Kernels by what they can do with score terms. "wide forward", "backward wide": the sm90 kernels of head dims
+# beyond 256; "backward score_rows": the sm90 backward that computes the scores of a query tile in parts; "backward
+# 2cta": the sm90 backward of two CTAs per key tile.
 KERNELS = (
     "sm80 forward",
     "sm80 backward",
@@ -30,6 +30,7 @@ KERNELS = (
     "sm90 backward",
     "sm90 backward score_rows",
     "sm90 backward 2cta",
+    "sm90 backward wide",
     "decode",
     "decode persistent",
 )

@@ -21,15 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import spec as specs
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths
-from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape
+from cutlass_py_attn.problem.tensors import DIRECTIONS, FLOAT8, Shape
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.reference.score_mod import SeqlenInfo
 from cutlass_py_attn.score_terms.dropout import Dropout, keeper
-from cutlass_py_attn.testing import inputs, layouts, paged_inputs
+from cutlass_py_attn.testing import e4m3_inputs, inputs, layouts, paged_inputs
 
 Array = npt.NDArray[Any]
 
@@ -129,7 +130,8 @@ class Case:
             if self.table == "csr":
                 pages = dataclasses.replace(pages, page_table=paged_inputs.csr_table(self.spec), page_indptr=True)
             changes["pages"] = pages
-        return problem.replace(**changes)
+        placed = problem.replace(**changes)
+        return placed.with_value_in_key() if self.spec.value_in_key else placed
 
     @property
     def needs_kernels(self) -> bool:
@@ -142,9 +144,19 @@ class Case:
         rng = np.random.default_rng(self.seed)
         problem = self.problem()
         if problem.pages is not None:
-            return self._paged_arrays(problem, rng) | self.feature_arrays(problem, rng)
-        operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.spec.mask, rng, self.sequences)
-        return dict(zip(inputs.NAMES, operands, strict=True)) | self.feature_arrays(problem, rng)
+            found = self._paged_arrays(problem, rng)
+        else:
+            operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.spec.mask, rng, self.sequences)
+            found = dict(zip(inputs.NAMES, operands, strict=True))
+        found = self._with_value(found)
+        found |= self.feature_arrays(problem, rng)
+        return found | e4m3_inputs.codes(problem, found)
+
+    def _with_value(self, arrays: dict[str, Array]) -> dict[str, Array]:
+        """Returns the arrays with value from key, if it is the first columns of key."""
+        if not self.spec.value_in_key:
+            return arrays
+        return arrays | {"value": arrays["key"][..., : self.spec.head_dim_value]}
 
     def _paged_arrays(self, problem: Problem, rng: np.random.Generator) -> dict[str, Array]:
         """Queries, pools and tables: the inputs of packed sequences, with their keys and values put into pages."""
@@ -223,8 +235,13 @@ class Case:
 
 
 def builds_of(cases: Iterable[Case], arch: str = ARCH) -> list[tuple[Build, ...]]:
-    """Every kernel that the cases need, once; each with the kernels to fall back to if ptxas spills."""
-    return list(dict.fromkeys(planner.builds(each.problem(), arch) for each in cases))
+    """Every kernel that the cases need, once; each with the kernels to fall back to if ptxas spills.
+
+    No kernel of a target without wgmma multiplies e4m3 operands.
+    """
+    has_float8 = architecture(arch).has_wgmma
+    found = (each for each in cases if has_float8 or each.spec.dtype != FLOAT8)
+    return list(dict.fromkeys(planner.builds(each.problem(), arch) for each in found))
 
 
 def _used_keys(lengths: SequenceLengths) -> int:

@@ -34,6 +34,7 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.score_terms.dropout import Dropout
 
 Split = tuple[str, str | None]  # strategy and load balance
+DTYPE: Final = "bfloat16"  # of the operands of all cases
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +130,30 @@ def builds(arch: str) -> list[tuple[Build, ...]]:
 
 
 def merges(arch: str) -> list[tuple[Build, ...]]:
-    """The kernels that merge outputs of the ring."""
-    shape = 1, 1, CASES[0].spec.num_heads, CASES[0].spec.head_dim
-    return [(plan_merge(MergeProblem.dense(shape, dtype), arch).build,) for dtype in ("float32", "bfloat16")]
+    """The kernels that merge outputs of the ring, and those that add gradients: of rows, of a bias and of sinks."""
+    found = [*merge_problems(CASES[0].spec.head_dim)]
+    for case in CASES:
+        if case.spec.bias:
+            chunk = case.rows // (2 * case.ranks[0])  # keys of a tile of the ring
+            found.append(MergeProblem.into_total((1, 1, 1, chunk), DTYPE, is_sum=True, is_last=False))
+            found.append(MergeProblem.into_total((1, 1, 1, case.rows), DTYPE, is_sum=True, is_last=True))
+        if case.spec.sinks:
+            found.append(MergeProblem.into_total((1, 1, 1, case.spec.num_heads), "float32", is_sum=True, is_last=False))
+    return [(plan_merge(problem, arch).build,) for problem in found]
+
+
+def merge_problems(head_dim: int) -> Iterator[MergeProblem]:
+    """Yields a problem of each kernel that merges or adds rows (..., head_dim) of bfloat16 calls.
+
+    Two outputs are merged in their own dtype, more into a float32 total. Gradients are added to a float32 total, which
+    is rounded with the last of them; totals of several ranks are added in float32.
+    """
+    shape = 1, 1, 1, head_dim
+    yield MergeProblem.dense(shape, DTYPE)
+    yield MergeProblem.into_total(shape, DTYPE, is_sum=False, is_last=False)
+    yield MergeProblem.into_total(shape, DTYPE, is_sum=True, is_last=False)
+    yield MergeProblem.into_total(shape, DTYPE, is_sum=True, is_last=True)
+    yield MergeProblem.into_total(shape, "float32", is_sum=True, is_last=False)
 
 
 def _gathered(case: ContextCase, size: int, rank: int, zigzag: bool) -> Iterator[ProblemSpec]:

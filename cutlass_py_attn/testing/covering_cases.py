@@ -148,8 +148,22 @@ WIDE: Final = _numbered(
     "f16_d40v264_q257_s129_b1_h2_causal_br",
     "bf16_d512v64_q65_s128_b1_h2_causal",
 )
+# The same of the backward: one to fourteen query and key tiles, clusters with one tile of keys, of queries, or of both.
+WIDE_BACKWARD: Final = _numbered(
+    "backward",
+    "bf16_d512_q203_s257_b2_h3_causal",
+    "f16_d320_q130_s200_b1_h2_full",
+    "bf16_d512_q1_s65_b2_h2_full",
+    "f16_d512_q129_s900_b1_h2_causal_br",
+    "bf16_d384_q64_s64_b1_h3_full",
+    "bf16_d384_q64_s129_b1_h3_full_deterministic",
+    "f16_d448_q799_s200_b1_h2_causal_window50",
+    "bf16_d264v392_q300_s350_b2_h1_window_left20_right10",
+    "f16_d40v264_q257_s129_b1_h2_causal_br",
+    "bf16_d512v64_q65_s128_b1_h2_causal",
+)
 FORWARD: Final = (*_all("forward"), *MULTICAST, *WIDE)
-BACKWARD: Final = (*_all("backward"), *ONE_BLOCK_PER_HEAD)
+BACKWARD: Final = (*_all("backward"), *ONE_BLOCK_PER_HEAD, *WIDE_BACKWARD)
 
 
 def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:

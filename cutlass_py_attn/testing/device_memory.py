@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import ITEM_BYTES, ROW_ALIGNMENT_BYTES, WORD_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import E4M3, FLOAT8, ITEM_BYTES, ROW_ALIGNMENT_BYTES, WORD_BYTES, Tensor
+from cutlass_py_attn.reference.serving import NAN_CODE
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import numpy_dtype
-from cutlass_py_attn.runtime.launch import Bound, bind, bind_problem
+from cutlass_py_attn.runtime.binding import Bound, bind, bind_problem
 from cutlass_py_attn.testing.check import Kernels
 from cutlass_py_attn.testing.component_gemms import product_shape
 
@@ -39,7 +40,8 @@ class GuardedBuffer:
         # A tensor of less than 16-byte alignment gets an address of exactly that alignment.
         item = numpy_dtype(tensor.dtype).itemsize
         self._guard = guard + (tensor.alignment // item if tensor.alignment < ROW_ALIGNMENT_BYTES else 0)
-        filler = np.nan if tensor.dtype in ITEM_BYTES else -1
+        has_nan = tensor.dtype in (*ITEM_BYTES, FLOAT8)
+        filler = np.nan if has_nan else NAN_CODE if tensor.dtype in E4M3 else -1
         self._host = np.full(max(extent, 1) + 2 * self._guard, filler, numpy_dtype(tensor.dtype))
         if values is not None:
             self._view(self._host)[...] = values

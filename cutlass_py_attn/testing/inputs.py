@@ -4,7 +4,8 @@
 two keys that matter, `one_key` a single one. `integers` makes every product exact. `gaussian_x3` sharpens the softmax.
 With `equal_keys` all weights of a row are equal and the query gradient cancels. With `zero_scores` query and key are
 zero, and value and grad_output are integers: a row with one visible key has an exact output. With `saturated` every
-score reaches the softcap, so that an error of the softcap changes the weights of the backward and logsumexp.
+score reaches the softcap, so that an error of the softcap changes the weights of the backward and logsumexp. `rising`
+has rows whose scores rise from key tile to key tile, in the order of a forward, by more than weights may exceed 1.
 
 A bias has families of its own: `gaussian` hides every tenth pair by -inf; `lowest` has the most negative finite number
 of the dtype beside ordinary keys, as frameworks hide keys; `hidden_rows` hides whole rows.
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.problem.masks import Mask
-from cutlass_py_attn.problem.tensors import ITEM_BYTES, Shape
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES, Shape
 from cutlass_py_attn.reference.numpy_reference import DTYPES
 from cutlass_py_attn.reference.score_mod import SeqlenInfo
 
@@ -37,6 +38,9 @@ ZERO_SHARE = 0.8
 NEEDLE_SCORE = 16.0
 NEEDLE_FACTOR = 2.0
 SATURATED_SCORE = 300.0  # ten times the largest softcap that random_cases.py draws; its tanh is 1 in float32
+RISING_STEP = 20.0  # least step between the scaled scores of neighbouring blocks; 24 in base 2 is 16.6
+RISING_KEYS, RISING_BLOCKS = 128, 8  # keys of a block, and blocks until the scores are the lowest again
+RISING_SHARE = 0.5  # of the rows
 HIDDEN_SHARE = 0.1  # pairs that a bias hides by -inf
 LOWEST_SHARE = 0.3  # keys that `lowest` gives the most negative number
 # The most negative finite number of each dtype, with which frameworks hide keys.
@@ -64,15 +68,17 @@ def draw(
     rng: np.random.Generator,
     sequences: Sequences = (),
 ) -> Tensors:
-    """Returns `make`'s tensors from the random numbers of `rng`.
+    """Returns `make`'s tensors from the random numbers of `rng`; in float32 for e4m3.
 
     sequences: rows of each sequence in the variable-length layout; () if every batch element is one sequence.
     """
     if family not in FAMILIES:
         raise ValueError(f"family {family!r}: must be one of {', '.join(FAMILIES)}")
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(ITEM_BYTES)}")
+    if dtype not in OPERAND_BYTES:
+        raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(OPERAND_BYTES)}")
     query, key, value, grad_output = FAMILIES[family](shape, mask, rng, sequences or _dense(shape))
+    if dtype == FLOAT8:  # `Case.arrays` quantises
+        return query, key, value, grad_output
     target = DTYPES[dtype]
     return query.astype(target), key.astype(target), value.astype(target), grad_output.astype(target)
 
@@ -199,6 +205,23 @@ def _saturated(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Se
     return query, np.full(shape.of("key"), size, np.float32), value, grad_output
 
 
+def _rising(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+    """Keys are one vector of signs, times the level of their block; the queries of some rows are that vector, enlarged.
+
+    A forward visits the last keys first. The scores of these rows are integers times the scale. The others are normal.
+    """
+    query, _, value, grad_output = _gaussian(shape, mask, rng, sequences)
+    signs = rng.choice(np.array([-1, 1], np.float32), shape.head_dim)
+    key = np.zeros(shape.of("key"), np.float32)
+    for each in sequences:
+        blocks = np.arange(each.num_keys) // RISING_KEYS
+        levels = RISING_BLOCKS - 1 - blocks % RISING_BLOCKS
+        key[each.batch, each.keys] = levels[:, None, None] * signs
+    rises = rng.random((*shape.of("query")[:3], 1)) < RISING_SHARE
+    factor = math.ceil(RISING_STEP / math.sqrt(shape.head_dim))
+    return np.where(rises, factor * signs, query), key, value, grad_output
+
+
 FAMILIES: dict[str, Callable[[Shape, Mask, np.random.Generator, Sequences], Tensors]] = {
     "gaussian": _gaussian,
     "gaussian_x3": _gaussian_x3,
@@ -208,6 +231,7 @@ FAMILIES: dict[str, Callable[[Shape, Mask, np.random.Generator, Sequences], Tens
     "one_key": _one_key,
     "zero_scores": _zero_scores,
     "saturated": _saturated,
+    "rising": _rising,
 }
 
 

@@ -9,13 +9,13 @@ from typing import Final
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec
-from cutlass_py_attn.problem.tensors import ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import OPERAND_BYTES, ROW_ALIGNMENT_BYTES, Tensor
 
 
 def _padded(tensor: Tensor) -> Tensor:
     """Gaps after every row, every head and every batch element, as small as alignment allows."""
     _, rows, heads, columns = tensor.shape
-    step = ROW_ALIGNMENT_BYTES // ITEM_BYTES[tensor.dtype]
+    step = ROW_ALIGNMENT_BYTES // OPERAND_BYTES[tensor.dtype]
     head = round_up(columns, step) + step
     row = heads * head + step
     return Tensor(tensor.shape, ((rows + 3) * row, row, head, 1), tensor.dtype)
@@ -36,7 +36,7 @@ def _packed(tensor: Tensor) -> Tensor:
 
 def _shifted(tensor: Tensor) -> Tensor:
     """Contiguous, from an address that is aligned to one element only."""
-    return replace(tensor, alignment=ITEM_BYTES[tensor.dtype])
+    return replace(tensor, alignment=OPERAND_BYTES[tensor.dtype])
 
 
 # Of a contiguous (batch, rows, heads, columns) tensor.

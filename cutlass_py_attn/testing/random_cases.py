@@ -17,6 +17,7 @@ import numpy as np
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Causal, Mask, Window
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse_mask
+from cutlass_py_attn.problem.tensors import FLOAT8
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
 from cutlass_py_attn.testing.guarded_check import is_exact
 
@@ -37,7 +38,7 @@ TINY_DROPOUT_SHARE: Final = 0.2  # of the float32 cases with dropout in which th
 # Problems that sm90 kernels take.
 SM90_SHARE: Final = 0.35
 SM90_DIMS: Final = (64, 64, 128, 128, 128, 72, 96, 192, 256)
-# Of these some are forwards of wide heads, with (head_dim, head_dim_value; 0 for the same).
+# Of these some are of wide heads, with (head_dim, head_dim_value; 0 for the same).
 WIDE_SHARE: Final = 0.3
 WIDE_DIMS: Final = ((512, 0), (512, 0), (320, 0), (384, 0), (448, 0), (264, 0), (512, 64), (40, 264), (328, 456))
 # Few queries against many keys: head dims and layouts that decode kernels take.
@@ -55,6 +56,23 @@ PAGED_KEYS: Final = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 250, 256, 300, 513, 1
 PAGED_ROWS: Final = (16, 16, 16, 32, 128)  # most query rows of a key head, which decide the tile
 PAGED_TERMS_SHARE: Final = 0.25  # of softcap, ALiBi and sinks each
 PAGED_MANY: Final = 150  # sequences of a large batch
+# Kernel numbers from here on are those of keys that contain the values.
+MLA_FROM: Final = 200_000
+MLA_DIMS: Final = (576, 512)
+MLA_HEADS: Final = (1, 2, 3, 16, 16, 20, 40, 64, 96, 128, 128)
+MLA_QUERIES: Final = (1, 1, 1, 2, 3, 5, 9)
+MLA_PAGES: Final = (16, 16, 32, 64, 64, 128, 256)
+MLA_LAYOUTS: Final = ("dense", "padded", "heads_first")
+# Kernel numbers from here on are those of e4m3 codes: every second of operands, the others of caches.
+E4M3_FROM: Final = 300_000
+E4M3_GRAINS: Final = ("", "tensor", "head", "batch", "batch")
+E4M3_DIMS: Final = ((64, 0), (64, 0), (128, 0), (128, 0), (128, 0), (256, 0), (256, 0), (96, 0), (192, 128), (80, 48))
+E4M3_LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed")
+E4M3_LENGTHS: Final = (1, 2, 31, 63, 64, 65, 127, 128, 129, 190, 257, 384, 513)
+CACHE_ROWS_SHARE: Final = 0.4  # of e4m3 caches with a scale of each row
+CACHE_DENSE_SHARE: Final = 0.35  # of those without pages
+CACHE_PROMPT_SHARE: Final = 0.3  # of those with more queries than decode kernels take
+CACHE_PROMPTS: Final = (129, 150, 200, 257)  # their queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +104,11 @@ class _Kernel:
 
 def draw(kernel: int, run: int) -> Case:
     """Case `run` of the kernel number `kernel`."""
+    if kernel >= E4M3_FROM:
+        draw_codes = _draw_e4m3_cache if (kernel - E4M3_FROM) % 2 else _draw_e4m3_operands
+        return draw_codes(np.random.default_rng(kernel), np.random.default_rng((kernel, run)))
+    if kernel >= MLA_FROM:
+        return _draw_mla(np.random.default_rng(kernel), np.random.default_rng((kernel, run)))
     if kernel >= PAGED_FROM:
         return _draw_paged(np.random.default_rng(kernel), np.random.default_rng((kernel, run)))
     drawn, rng = _draw_kernel(np.random.default_rng(kernel)), np.random.default_rng((kernel, run))
@@ -134,9 +157,11 @@ def _draw_kernel(rng: np.random.Generator) -> _Kernel:
 
 def _sm90_kernel(kernel: _Kernel, rng: np.random.Generator) -> _Kernel:
     """The kernel number's features, without those that no sm90 kernel of its direction has."""
-    has_bias = bool(kernel.bias) and kernel.direction == "forward"
-    is_wide = kernel.direction == "forward" and bool(rng.random() < WIDE_SHARE)
+    has_bias, is_wide = bool(kernel.bias) and kernel.direction == "forward", bool(rng.random() < WIDE_SHARE)
     head_dim, head_dim_value = _pick(rng, WIDE_DIMS) if is_wide else (_pick(rng, SM90_DIMS), 0)
+    gradients = kernel.gradients.replace("b", "") or "qkv"
+    if is_wide:  # the sm90 kernel of wide heads computes all of them
+        gradients = "qkvs" if "s" in gradients else "qkv"
     return dataclasses.replace(
         kernel,
         dtype=kernel.dtype if kernel.dtype != "float32" else "bfloat16",
@@ -145,7 +170,7 @@ def _sm90_kernel(kernel: _Kernel, rng: np.random.Generator) -> _Kernel:
         layout=kernel.layout if kernel.layout != "shifted" else "dense",
         bias=kernel.bias if has_bias else "",
         bias_layout=kernel.bias_layout if has_bias else "dense",
-        gradients=kernel.gradients.replace("b", "") or "qkv",
+        gradients=gradients,
         has_dropout=kernel.has_dropout and not is_wide,
     )
 
@@ -250,6 +275,40 @@ def _draw_case(kernel: _Kernel, rng: np.random.Generator) -> Case:
     )
 
 
+def _draw_e4m3_operands(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
+    """A forward of e4m3 operands. kernel: random numbers of what decides the machine code."""
+    dims, mask = _pick(kernel, E4M3_DIMS), str(_pick(kernel, MASKS))
+    is_grouped, is_ragged, has_used_keys = (bool(kernel.random() < share) for share in (0.4, 0.3, 0.4))
+    is_float16, layout = bool(kernel.random() < 0.25), str(_pick(kernel, E4M3_LAYOUTS))
+    group = int(_pick(rng, GROUPS)) if is_grouped else 1
+    heads = group * int(_pick(rng, (1, 2)))
+    queries, keys = (int(_pick(rng, E4M3_LENGTHS)) for _ in range(2))
+    sequences: tuple[SequenceLengths, ...] = ()
+    if is_ragged:
+        lengths = [(queries, keys), *((_some_length(rng), _some_length(rng)) for _ in range(int(rng.integers(1, 5))))]
+        sequences = tuple(
+            SequenceLengths(rows, columns, int(rng.integers(0, columns + 1)) if has_used_keys else None)
+            for rows, columns in lengths
+        )
+    spec = ProblemSpec(
+        FLOAT8,
+        int(dims[0]),
+        num_queries=queries,
+        num_keys=keys,
+        batch=int(_pick(rng, (1, 2, 3))),
+        num_heads=heads,
+        head_dim_value=int(dims[1]),
+        num_heads_key=heads // group,
+        mask=_mask_of_form(mask, rng),
+        sequences=sequences,
+        scale=float(_pick(rng, (0.0, 0.0, 0.1))) or None,
+        descale=str(_pick(rng, E4M3_GRAINS)),
+        float16_output=is_float16,
+    )
+    case = Case("forward", spec, layout=layout, seed=int(rng.integers(0, 2**31)))
+    return case.replace(inputs=str(_pick(rng, INPUTS)))
+
+
 def _draw_paged(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
     """A forward with key and value in pages. kernel: random numbers of what decides the machine code."""
     dtype = str(_pick(kernel, ("float16", "bfloat16", "bfloat16", "float32")))
@@ -296,6 +355,74 @@ def _draw_paged(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
         invariant=int(most_rows == min(PAGED_ROWS) and rng.random() < 0.2),
     )
     return _with_inputs(case, rng)
+
+
+def _draw_mla(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
+    """A forward of a latent cache, dense or in pages. kernel: random numbers of what decides the machine code."""
+    dtype, mask = str(_pick(kernel, ("float16", "bfloat16"))), str(_pick(kernel, MASKS))
+    is_paged, is_grouped = bool(kernel.random() < 0.7), bool(kernel.random() < 0.9)
+    is_ragged = is_paged and bool(kernel.random() < 0.4)
+    heads = int(_pick(rng, [number for number in MLA_HEADS if number > 1])) if is_grouped else 1
+    longest, count = int(_pick(rng, MLA_QUERIES)), int(rng.integers(1, 6))
+    lengths = []
+    for number in range(count):
+        keys = int(_pick(rng, PAGED_KEYS))
+        ragged = int(rng.integers(0, longest + 1)) if is_ragged and number else longest
+        lengths.append(SequenceLengths(ragged, keys + int(_pick(rng, (0, 0, 1, 40, 700))), keys))
+    if is_ragged and all(each.num_queries == longest for each in lengths):
+        lengths.append(SequenceLengths(longest - 1, 40, 7))
+    spec = ProblemSpec(
+        dtype,
+        MLA_DIMS[0],
+        num_queries=longest,
+        num_keys=max(int(_pick(rng, PAGED_KEYS)), 1),
+        batch=count,
+        num_heads=heads,
+        head_dim_value=MLA_DIMS[1],
+        num_heads_key=1,
+        mask=_mask_of_form(mask, rng),
+        sequences=tuple(lengths) if is_paged else (),
+        scale=float(_pick(rng, (0.0, 0.0, 0.07))) or None,
+        page_size=int(_pick(rng, MLA_PAGES)) if is_paged else 0,
+        value_in_key=True,
+    )
+    case = Case(
+        "forward",
+        spec,
+        layout=str(_pick(rng, MLA_LAYOUTS)),
+        seed=int(rng.integers(0, 2**31)),
+        table=str(_pick(rng, ("rows", "csr"))) if is_paged else "rows",
+        invariant=int(is_paged and rng.random() < 0.2),
+    )
+    return _with_inputs(case, rng)
+
+
+def _draw_e4m3_cache(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
+    """A forward with an e4m3 cache. kernel: random numbers of what decides the machine code."""
+    has_row_scales, is_dense = (bool(kernel.random() < share) for share in (CACHE_ROWS_SHARE, CACHE_DENSE_SHARE))
+    is_ragged = is_dense and bool(kernel.random() < 0.5)
+    is_prompt = not is_ragged and bool(kernel.random() < CACHE_PROMPT_SHARE)
+    case = _draw_paged(kernel, rng)
+    spec = case.spec
+    grain = "row" if has_row_scales else str(_pick(rng, E4M3_GRAINS))
+    dtype = spec.dtype if spec.dtype != "float32" else "bfloat16"
+    changes: dict[str, Any] = {"e4m3_cache": True, "descale": grain, "dtype": dtype}
+    queries, sequences = spec.num_queries, spec.sequences
+    if is_prompt:
+        queries, is_varied = int(_pick(rng, CACHE_PROMPTS)), spec.has_ragged_queries
+        counts = [queries - (number % 2 if is_varied else 0) for number in range(min(len(sequences), 5))]
+        sequences = tuple(
+            dataclasses.replace(each, num_queries=count) for each, count in zip(sequences, counts, strict=False)
+        )
+        changes |= {"sequences": sequences}
+        case = case.replace(invariant=0)
+    if is_dense:
+        changes |= {"page_size": 0}
+        case = case.replace(table="rows", invariant=0)
+    if is_dense and not is_ragged:
+        changes |= {"sequences": (), "batch": min(spec.batch, 5), "num_queries": queries}
+        changes |= {"num_keys": max(spec.num_keys, 1)}
+    return case.replace(**changes)
 
 
 def _with_inputs(case: Case, rng: np.random.Generator) -> Case:

@@ -15,17 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.integers import round_up
+from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.append import SCALES_OF, plan_append
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.plan.variants import LAST, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.problem.append import CACHES, SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.tensors import LSE_PADDING, Tensor
 from cutlass_py_attn.reference import serving
 from cutlass_py_attn.runtime import driver, fill
 from cutlass_py_attn.runtime.arrays import numpy_dtype
-from cutlass_py_attn.runtime.launch import Bound, bind
+from cutlass_py_attn.runtime.binding import Bound, bind
 from cutlass_py_attn.testing.check import Kernels
 
 Array = npt.NDArray[Any]
@@ -240,10 +242,15 @@ def _pools(
 
 @dataclass(frozen=True)
 class MergeCase:
-    """One `merge_states`: its arrays by name, results included."""
+    """One `merge_states`, or a sum: its arrays by name, results included."""
 
     arrays: Mapping[str, Placed]
     max_seqlen_q: int | None
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of the arrays that the kernel writes."""
+        return tuple(name for name in RESULTS if name in self.arrays)
 
     @property
     def problem(self) -> MergeProblem:
@@ -258,19 +265,18 @@ class MergeCase:
     def launch(self, kernels: Kernels, arch: str) -> RowLaunch:
         """Returns the bound kernel with copies of the arrays on the GPU."""
         cleared = self.problem.output if self.problem.is_packed else None
-        return RowLaunch(self.plan(arch), kernels, self.arrays, RESULTS, cleared)
+        return RowLaunch(self.plan(arch), kernels, self.arrays, self.results, cleared)
 
     def check(self, kernels: Kernels, arch: str) -> tuple[dict[str, float], list[str]]:
         """Runs the merge on the GPU. Returns error / allowed of each result, and what is wrong."""
         with self.launch(kernels, arch) as launch:
             found = launch.memories()
         inputs = {name: it.view() for name, it in self.arrays.items() if name not in RESULTS}
-        expected = serving.merge(**inputs)
-        output, logsumexp = (self.arrays[name].view(found[id(self.arrays[name].memory)]) for name in RESULTS)
-        ratios = {
-            "output": output_ratio(output, expected[0], inputs),
-            "logsumexp": logsumexp_ratio(logsumexp, expected[1]),
-        }
+        expected = [serving.add(**inputs)] if self.problem.is_sum else [*serving.merge(**inputs)]
+        results = [self.arrays[name].view(found[id(self.arrays[name].memory)]) for name in self.results]
+        ratios = {"output": output_ratio(results[0], expected[0], inputs)}
+        if not self.problem.is_sum:
+            ratios["logsumexp"] = logsumexp_ratio(results[1], expected[1])
         wrong = [f"{name}: error / allowed is {ratio}" for name, ratio in ratios.items() if not ratio <= 1]
         for name, placed in self.arrays.items():
             before, after = placed.memory.copy(), found[id(placed.memory)].copy()
@@ -318,13 +324,17 @@ def logsumexp_ratio(found: Array, expected: Array) -> float:
     return float(np.where(np.isnan(ratio), np.inf, ratio).max(initial=0.0))
 
 
+_MERGES: Final = (STANDARD, STANDARD, TOTAL, LAST, SUM, SUM_LAST)
+
+
 def merge_case(seed: int) -> MergeCase:
-    """Returns a random merge: dims, dtype, dense or packed, layout, rows without keys."""
+    """Returns a random merge: dims, dtype, dense or packed, layout, rows without keys; a float32 total, or a sum."""
     draw = _Draw(seed)
+    variant = str(np.random.default_rng((seed, 1)).choice(_MERGES))
     dtype, columns = draw.one_of(MERGE_DIMS)
     heads, longest = int(draw.rng.integers(1, 9)), None
     arrays: dict[str, Placed] = {}
-    if draw.rng.random() < 0.5:
+    if draw.rng.random() < 0.5 or variant in (SUM, SUM_LAST):
         batch, queries = int(draw.rng.integers(1, 5)), int(draw.one_of((1, 5, 31, 32, 70)))
         shape, lengths = (batch, queries, heads, columns), [queries] * batch
     else:
@@ -336,9 +346,13 @@ def merge_case(seed: int) -> MergeCase:
         arrays["cu_seqlens_q"] = draw.place((batch + 1,), "int32")
         arrays["cu_seqlens_q"].view()[...] = bounds
     for name in ("output_a", "output_b", "output"):
-        arrays[name] = draw.place(shape, dtype, draw.one_of(((0, 1, 2, 3), (0, 2, 1, 3))), draw.one_of((0, 16)))
+        kind = "float32" if name in abi.FLOAT32_OUTPUTS[variant] else dtype
+        arrays[name] = draw.place(shape, kind, draw.one_of(((0, 1, 2, 3), (0, 2, 1, 3))), draw.one_of((0, 16)))
     for name in ("output_a", "output_b"):
-        arrays[name].view()[...] = draw.rng.standard_normal(shape).astype(numpy_dtype(dtype))
+        view = arrays[name].view()
+        view[...] = draw.rng.standard_normal(shape).astype(view.dtype)
+    if variant in (SUM, SUM_LAST):
+        return MergeCase({name: _aligned(placed) for name, placed in arrays.items()}, None)
     for name in ("logsumexp_a", "logsumexp_b", "logsumexp"):
         arrays[name] = draw.place((batch, heads, round_up(queries, LSE_PADDING)), "float32")
     for name in ("logsumexp_a", "logsumexp_b"):

@@ -13,9 +13,12 @@ from cutlass_py_attn.testing import (
     context_cases,
     covering_cases,
     decode_cases,
+    kv8_cases,
     matrix,
+    mla_cases,
     paged_cases,
     paged_forward_cases,
+    random_cases,
     serving_cases,
 )
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
@@ -63,6 +66,20 @@ MANY_TILES: Final = _cases(
     )
 )
 
+# Variants ds_registers and key_registers: scales below 0, rows without keys, padded head dims, unused rows.
+DS_IN_REGISTERS: Final = _cases(
+    "backward bf16_d128_q400_s300_b2_h67_causal_br_scale-0.05",
+    "backward f16_d128_q200_s300_b2_h67_full_scale-0.05",
+    "backward bf16_d120v104_q200_s300_b2_h67_full layout=padded",
+    "backward bf16_d128_n70x200u30,130x190u190,0x40u40,257x300u290,65x0u0_h67_causal_scale-0.05",
+    "backward bf16_d128_s300_b2_h67_causal_gradlse inputs=needle",
+    "backward bf16_d64_q400_s300_b2_h67_causal_br_scale-0.05",
+    "backward f16_d64_q200_s300_b2_h67_window_left40_right20",
+    "backward f16_d48v40_q200_s300_b2_h67_full layout=padded",
+    "backward bf16_d64_n70x200u30,130x190u190,0x40u40,257x300u290,65x0u0_h134k67_full",
+    "backward bf16_d64_s300_b2_h67_full_gradlse inputs=needle",
+)
+
 # Fewer key tiles of 64 keys than multiprocessors, several for each head, and blocks that get none of several heads.
 FEW_TILES: Final = _cases(
     *(
@@ -91,6 +108,22 @@ VARIABLE_LENGTH: Final = _cases(
     f"backward bf16_d128_{_LENGTHS}_h2_causal_deterministic",
     f"backward f16_d64_{_LENGTHS}_h2_full_deterministic",
     f"backward bf16_d96_{_LENGTHS}_h4k2_causal_br_window50_deterministic",
+    f"backward bf16_d512_{_LENGTHS}_h4k2_causal_deterministic",
+    f"backward f16_d320v64_{_LENGTHS}_h2_causal_br_window50_deterministic",
+)
+
+# The backward of wide heads beside its dense cases: grouped heads, score terms and sequences, with several tiles of
+# queries and of keys, and more blocks than multiprocessors in the last one.
+WIDE_BACKWARD: Final = _cases(
+    "backward bf16_d512_q300_s515_b2_h8k2_causal",
+    "backward f16_d320_q515_s300_b1_h6k2_window_left200_right70",
+    "backward bf16_d512_q1_s300_b2_h8k2_causal_br",
+    "backward bf16_d448v512_q200_s330_b2_h4k1_causal_softcap4_alibi_sinks",
+    "backward f16_d384_q200_s330_b1_h2_full_softcap4",
+    "backward bf16_d264_q333_s200_b2_h2_causal_alibib",
+    f"backward bf16_d512_{_LENGTHS}_h8k4_causal_br",
+    f"backward f16_d40v512_{_LENGTHS}_h2_window_left40_right30_softcap30_alibi_sinks",
+    "backward bf16_d512_q700_s900_b2_h6_causal layout=packed",
 )
 
 # Launched with wrong lengths: every kernel that reads lengths, in every family. Sequences have several tiles, or none.
@@ -120,6 +153,7 @@ WRONG_LENGTHS: Final = _cases(
             f"bf16_d64_{_USED_LENGTHS}_h2_full_biassum_dropout0.2",
             f"f32_d64_{_USED_LENGTHS}_h2_causal_deterministic",
             f"bf16_d320_{_USED_LENGTHS}_h1_causal_deterministic",
+            f"bf16_d512_{_USED_LENGTHS}_h4k2_full",
             f"bf16_d320_{_USED_LENGTHS}_h1_full_biasgrad",
         )
     ),
@@ -130,11 +164,12 @@ CHANGED_LENGTHS: Final = _cases(
     *(f"{direction} f16_d64_n100x130u30,0x40u40,290x60u60,70x256u256_h2_causal" for direction in DIRECTIONS)
 )
 
-# All bitwise repeatable: a deterministic backward, and a 2-CTA backward with one tile of keys.
+# All bitwise repeatable: a deterministic backward, a 2-CTA backward with one tile of keys, and one of wide heads.
 LAUNCHERS: Final = {
     "forward": Case.parse("forward bf16_d128_q515_s640_b1_h2_causal seed=5"),
     "backward": Case.parse("backward bf16_d128_q515_s640_b1_h2_causal_deterministic seed=5"),
     "2-CTA backward": Case.parse("backward bf16_d192_q515_s64_b1_h2_causal seed=5"),
+    "wide backward": Case.parse("backward bf16_d512_q515_s640_b1_h2_causal seed=5"),
 }
 
 # Dropout over more tiles than the sm90 kernels hold mask bits for at once.
@@ -155,6 +190,36 @@ LAST_ROUNDS: Final = _cases(
     "forward bf16_d64_q4096_s128_b1_h96_causal",
     "forward bf16_d96_q4223_s200_b2_h48k16_causal",
     "forward f16_d64_q4096_s333_b3_h32_causal_br",
+)
+
+# Forwards with option speculative, of each tile and with several key tiles: rows whose scores exceed the maxima before
+# a key tile by far, in some tiles and some warpgroups. The last two repeat few tiles, or none.
+SPECULATIVE: Final = _cases(
+    *(
+        f"forward {name} inputs=rising"
+        for name in (
+            "bf16_d32_q700_s2300_b2_h4_full",
+            "bf16_d64_q2100_s2300_b2_h4_full",
+            "bf16_d64_q2100_s2300_b2_h4k2_causal_br",
+            "bf16_d96_q4200_s4300_b1_h2_causal",
+            "bf16_d96_q2200_s2300_b1_h4_full",
+            "bf16_d128_s2300_b2_h4k2_full",
+            "bf16_d128_q4200_s4400_b1_h2_causal_br",
+            "bf16_d128_n2200x2300,1500x900,64x1100_h4k2_causal_br",
+            "bf16_d64_n2200x2300,1500x900,64x1100_h4_causal",
+            "bf16_d128_q600_s2300_b2_h4k2_causal_br_paged16",
+        )
+    ),
+    "forward bf16_d64_q2100_s2300_b2_h4_full inputs=gaussian_x3",
+    "forward bf16_d128_q2300_s2300_b2_h4_causal inputs=needle",
+)
+
+# Forwards with option shared_end, of a round of 132 blocks and a few query tiles more: blocks share the keys of these.
+SHARED_END: Final = _cases(
+    "forward bf16_d128_q1100_s1500_b1_h16_full",
+    "forward bf16_d128_q1100_s1500_b2_h8k2_full inputs=rising layout=padded",
+    "forward f16_d128_q1057_s999_b1_h16k4_full inputs=needle",
+    "forward f16_d120_q1000_s520_b3_h6_full inputs=gaussian_x3",
 )
 
 # The problems of JAX programs whose rows are split over simulated devices (tests/gpu/hosts/test_jax_context.py).
@@ -236,6 +301,10 @@ LIBRARY: Final = tuple(
             "backward bf16_d128_q90_s257_b3_h8k2_causal_br seed=6",
         ),
         (
+            "forward bf16_d128_q515_s640_b2_h4k2_full seed=5",
+            "forward bf16_d128_q1100_s1500_b1_h16k4_full seed=6",
+        ),
+        (
             "forward bf16_d128_q1_s4096_b3_h16k4_full seed=5",
             "forward bf16_d128_q3_s999_b2_h8k2_full seed=6",
         ),
@@ -253,6 +322,25 @@ LIBRARY: Final = tuple(
         ),
     )
 )
+
+
+# Every weight that counts is the largest code of e4m3, so that only the rounding of the output remains.
+E4M3_EXACT: Final = _cases(
+    "forward e4m3_d128_s700_b1_h2_causal inputs=zero_scores",
+    "forward e4m3_d256_s300_b1_h2_full inputs=one_key",
+    "forward e4m3_d64_s513_b2_h4k2_window_left70_right9_descalebatch inputs=equal_keys",
+)
+E4M3_LONG: Final = _cases(
+    *(f"forward e4m3_d128_s{length}_b1_h1_{mask}_descalebatch" for length in (8192, 131072)
+      for mask in ("full", "causal", "window_left4096_right0"))
+)  # fmt: skip
+E4M3_KERNELS, E4M3_RUNS = 6, 4  # numbers of random e4m3 problems
+
+
+def e4m3_cases() -> list[Case]:
+    """Returns every case of the e4m3 forward."""
+    numbers = range(random_cases.E4M3_FROM, random_cases.E4M3_FROM + 2 * E4M3_KERNELS, 2)
+    return [*E4M3_EXACT, *E4M3_LONG, *random_cases.cases(numbers, E4M3_RUNS)]
 
 
 def library_builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
@@ -275,25 +363,32 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
     cases = (
         *MANY_HEADS,
         *MANY_TILES,
+        *DS_IN_REGISTERS,
         *FEW_TILES,
         *GROUPED,
+        *WIDE_BACKWARD,
         *lengths,
         *DECODE_BEYOND_GRID,
         *LAUNCHERS.values(),
         *LONG_DROPOUT,
         *LAST_ROUNDS,
+        *SPECULATIVE,
+        *SHARED_END,
         *SPLIT_ROWS,
     )
     parts = (
         covering_cases.builds(arch),
         matrix.builds(arch),
         decode_cases.builds(arch),
+        mla_cases.builds(arch),
         paged_cases.builds(arch),
+        kv8_cases.builds(arch),
         paged_forward_cases.builds(arch),
         torch_ops_builds(arch),
         serving_cases.builds(arch),
         library_builds(arch),
         context_cases.builds(arch),
         builds_of(cases, arch),
+        builds_of(e4m3_cases(), arch),
     )
     return list(dict.fromkeys(itertools.chain.from_iterable(parts)))

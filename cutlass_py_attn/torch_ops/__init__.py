@@ -8,7 +8,8 @@ or `attention_backward` and returns the operator's tuple; None stands for an und
     flash      bottom right            BMHK, MHK    (B, H, Mq); packed (H, total_q) with cum_seq_q
     cudnn      top left                BHMK, MHK    (B, H, Mq, 1); packed (total_q, H, 1) with cum_seq_q
 
-`flash_attn_with_kvcache` has the names of FlashAttention for a cache in pages.
+`flash_attn_with_kvcache` has the names of FlashAttention for a cache in pages, `flash_mla_with_kvcache` those of
+FlashMLA for a latent cache in pages.
 
 Arrays are NumPy, CuPy, torch or JAX arrays, all of one library and on one device. Every function also takes `stream`,
 `backend` and `kernels`, as `attention_forward` does. No random generator is involved: a forward reads philox_seed and
@@ -22,6 +23,7 @@ from cutlass_py_attn.torch_ops.cudnn import cudnn_attention_backward, cudnn_atte
 from cutlass_py_attn.torch_ops.efficient import efficient_attention_backward, efficient_attention_forward
 from cutlass_py_attn.torch_ops.flash import flash_attention_backward, flash_attention_forward
 from cutlass_py_attn.torch_ops.flash_kvcache import flash_attn_with_kvcache
+from cutlass_py_attn.torch_ops.flash_mla import flash_mla_with_kvcache
 from cutlass_py_attn.torch_ops.sdpa import (
     scaled_dot_product_efficient_attention,
     scaled_dot_product_efficient_attention_backward,
@@ -35,6 +37,7 @@ __all__ = [
     "flash_attention_backward",
     "flash_attention_forward",
     "flash_attn_with_kvcache",
+    "flash_mla_with_kvcache",
     "scaled_dot_product_efficient_attention",
     "scaled_dot_product_efficient_attention_backward",
 ]

@@ -26,7 +26,7 @@ from cutlass_py_attn.score_terms.dropout import Dropout
 
 _NAMESPACES: Final = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax.numpy", "jaxlib": "jax.numpy"}
 _OPTIONAL: Final = ("grad_out", "bias", "attn_bias", "alibi_slopes", "seqlen_k", "seqused_k", "cu_seqlens_q",
-                    "cu_seqlens_k", "cum_seq_q", "cum_seq_k")  # fmt: skip
+                    "cu_seqlens_k", "cum_seq_q", "cum_seq_k", "q_descale", "k_descale", "v_descale")  # fmt: skip
 _HOST_DEVICE_TYPES: Final = (1, 3)  # DLPack: kDLCPU, kDLCUDAHost
 _CUDA_DEVICE_TYPES: Final = (2, 13)  # DLPack: kDLCUDA, kDLCUDAManaged
 

@@ -23,6 +23,9 @@ _NAMES: Final = {
     "cu_seqlens_k": "cum_seq_k",
     "max_seqlen_q": "max_q",
     "max_seqlen_k": "max_k",
+    "query_scale": "q_descale",
+    "key_scale": "k_descale",
+    "value_scale": "v_descale",
     "mask left": "window_size_left",
     "mask right": "window_size_right",
 }
@@ -51,10 +54,14 @@ class FlashForward(ForwardCall):
     seqused_k: Any = None
     alibi_slopes: Any = None
     softcap: float = 0.0
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
 
     def ranks(self) -> dict[str, tuple[int, ...]]:
         """(B, M, H, K) tensors, or packed (tokens, H, K) tensors."""
-        return _ranks(self, *OPERANDS)
+        factors = dict.fromkeys(("q_descale", "k_descale", "v_descale"), (0, 1, 2))
+        return {**_ranks(self, *OPERANDS), **factors}
 
     def reasons(self) -> list[str]:
         """Concern the window, the sequences and return_debug_mask."""
@@ -116,6 +123,8 @@ def flash_attention_forward(call: FlashForward) -> tuple[Any, Any, Any, Any, Non
     - is_causal: same as window_size_right = 0
     - alibi_slopes: (H,) or (B or num_sequences, H) float32; None for none
     - softcap: bound of the scores, softcap * tanh(score / softcap); 0 for none
+    - q_descale, k_descale, v_descale: what a code of 1 is worth in float8_e4m3fn tensors, (B or num_sequences, Hk)
+      float32 as in FlashAttention, or fewer; the output is then bfloat16. None for 1
     - return_debug_mask: must be False
 
     Returns five values: output, the shape of query with Dv columns; logsumexp (B, H, Mq) float32, a view, or
@@ -130,6 +139,9 @@ def flash_attention_forward(call: FlashForward) -> tuple[Any, Any, Any, Any, Non
         query,
         key,
         value,
+        query_scale=call.q_descale,
+        key_scale=call.k_descale,
+        value_scale=call.v_descale,
         **_options(call),
     )
     if is_packed(call):

@@ -21,6 +21,9 @@ _NAMES: Final = {
     "key": "k_cache",
     "value": "v_cache",
     "seqused_k": "cache_seqlens",
+    "query_scale": "q_descale",
+    "key_scale": "k_descale",
+    "value_scale": "v_descale",
     "scale": "softmax_scale",
     "mask left": "window_size[0]",
     "mask right": "window_size[1]",
@@ -42,6 +45,9 @@ def flash_attn_with_kvcache(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     return_softmax_lse: bool = False,
     stream: object = None,
     backend: str = "auto",
@@ -58,10 +64,14 @@ def flash_attn_with_kvcache(
     causal: query i sees keys j <= i + keys - queries of its sequence. window_size: (left, right) from that diagonal;
         below 0 for no limit. softcap, alibi_slopes: as in `attention_forward`.
 
+    q_descale, k_descale, v_descale: (batch, num_heads_k) float32, or another shape of the scales of
+        `attention_forward`, for caches of e4m3 codes (float8_e4m3fn, or uint8 for their bytes). q has 16 bits, so that
+        q_descale must be None.
+
     Returns the output in the shape of q, and with return_softmax_lse also the logsumexp, (batch, num_heads, seqlen_q)
     or (num_heads, total_q) float32.
 
-    Not here are the arguments that write keys, turn them, or scale 8-bit caches: k, v, rotary_cos and others.
+    Not here are the arguments that write keys or turn them: k, v, rotary_cos and others.
     NotSupported lists every reason under the names of these arguments; see `attention_forward` for the other errors.
     """
     reasons = [
@@ -85,6 +95,9 @@ def flash_attn_with_kvcache(
             scale=softmax_scale,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            query_scale=q_descale,
+            key_scale=k_descale,
+            value_scale=v_descale,
             sequences=Paged(page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q),
             stream=stream,
             backend=backend,

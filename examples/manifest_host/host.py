@@ -21,7 +21,7 @@ INT64 = range(-(2**63), 2**63)
 PACKED = {"i64": "<q", "i32": "<i", "f32": "<f"}
 
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion and others of cuda.h.
-ELEMENT = {"float16": 6, "float32": 7, "bfloat16": 9}
+ELEMENT = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 SWIZZLE = {"NONE": 0, "32B": 1, "64B": 2, "128B": 3}
 L2_PROMOTION = {"NONE": 0, "64B": 1, "128B": 2, "256B": 3}
 MULTIPROCESSOR_COUNT, MAJOR, MINOR, SHARED_MEMORY_OPTIN = 16, 75, 76, 97

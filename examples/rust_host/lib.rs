@@ -310,7 +310,8 @@ impl Host {
         let small =
             |key: &str| -> Result<Vec<u32>, String> { Ok(values(key)?.iter().map(|size| *size as u32).collect()) };
         let (box_, steps) = (small("box_rules")?, small("element_strides")?);
-        let dtype = 6 + place("dtype", &["float16", "float32", "", "bfloat16"])?; // CUtensorMapDataType of cuda.h
+        let names = ["uint8", "", "", "", "", "", "float16", "float32", "", "bfloat16"];
+        let dtype = place("dtype", &names)?; // CUtensorMapDataType of cuda.h
         let swizzle = place("swizzle", &["NONE", "32B", "64B", "128B"])?;
         let promotion = place("l2_promotion", &["NONE", "64B", "128B", "256B"])?;
         let pointer = recipe.get("pointer")?.text();

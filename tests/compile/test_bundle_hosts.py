@@ -139,6 +139,21 @@ def test_rust_host_asks_what_the_package_asks(
         assert rust_calls(driver_log, rust, bundle, problem) == bound_calls(driver_log, bundle, problem)
 
 
+@pytest.mark.parametrize(
+    ("exported_case", "other"),
+    [
+        ("e4m3_d128_s200_b2_h4k2_causal_descalebatch", "e4m3_d128_s90_b3_h6k3_causal_descalebatch"),
+        ("bf16_d64_q2_s900_b2_h4k2_full_paged16_kv8", "bf16_d64_q1_s300_b3_h8k4_full_paged64_kv8"),
+        ("f16_d64_q200_s300_b2_h4k2_full_kv8_descalerow", "f16_d64_q90_s700_b3_h6k3_full_kv8_descalerow"),
+    ],
+)
+def test_e4m3_codes(driver_log: FakeDriver, rust: RustHost, tmp_path: Path, exported_case: str, other: str) -> None:
+    """Scales that are given, and none."""
+    first, second = (spec.parse(case).problem("forward") for case in (exported_case, other))
+    bundle = expect_one_launch(driver_log, tmp_path, (first, second))
+    assert rust_calls(driver_log, rust, bundle, second) == bound_calls(driver_log, bundle, second)
+
+
 def test_rust_host_refuses_in_the_manifest_s_words(driver_log: FakeDriver, rust: RustHost, tmp_path: Path) -> None:
     problem, _ = pair("Hopper", "backward")
     bundle = exported(tmp_path / "bundle", (problem,))
@@ -263,8 +278,8 @@ def test_header_names_what_fails(driver_log: FakeDriver, backward: tuple[Bundle,
     given = numbers_of(bundle, pair("Hopper", "backward")[0])
     with device(0).current():
         assert host.open(tmp_path) == -1
-        assert re.fullmatch(r".*bwd_sm90_bf16_d128_causal_64x128.cubin: cannot be read as the file of \d+ bytes; copy "
-                            "the whole folder of the export", host.error)  # fmt: skip
+        assert re.fullmatch(r".*bwd_sm90_bf16_d128_causal_ds_registers_64x128.cubin: cannot be read as the file of "
+                            r"\d+ bytes; copy the whole folder of the export", host.error)  # fmt: skip
         host.set({**given.inputs, **given.addresses})
         host.library.close_bundle(host.bundle)
         assert host.launch() == -1
@@ -277,7 +292,7 @@ def test_header_names_what_fails(driver_log: FakeDriver, backward: tuple[Bundle,
         assert host.error.startswith("cuTensorMapEncodeTiled of query: CUDA_ERROR_INVALID_HANDLE: ")
         driver_log.fail("cuLaunchKernelEx", 400)
         assert host.launch() == 400
-        assert host.error.startswith("cuLaunchKernelEx of bwd_sm90_bf16_d128_causal_64x128_delta_1: ")
+        assert host.error.startswith("cuLaunchKernelEx of bwd_sm90_bf16_d128_causal_ds_registers_64x128_delta_1: ")
         assert len(driver_log.of("cuLaunchKernelEx")) == 1, "nothing follows a launch that failed"
 
 
@@ -422,7 +437,9 @@ def test_header_loads_every_pass_or_none(driver_log: FakeDriver, tmp_path: Path)
         (bundle.path / bundle.manifest["problems"][1]["targets"][0]["cubin"]).unlink()
         driver_log.clear()
         assert host.open(bundle.path) == -1
-    assert host.error.startswith(f"{bundle.path}/sm_90a/bwd_sm90_bf16_d128_causal_64x128.cubin: cannot be read")
+    assert host.error.startswith(
+        f"{bundle.path}/sm_90a/bwd_sm90_bf16_d128_causal_ds_registers_64x128.cubin: cannot be read"
+    )
     assert [len(driver_log.of(f"cuLibrary{what}")) for what in ("LoadData", "Unload")] == [1, 1]
 
 

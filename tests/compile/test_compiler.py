@@ -118,6 +118,23 @@ def test_a_faulty_kernel_is_refused(fault: str, sentence: str) -> None:
         assert re.search(r"stack frame = \d+ bytes per thread: 0 allowed", str(caught.value))
 
 
+def test_source_locations_change_no_byte() -> None:
+    def compiled(has_locations: bool) -> compiling.CompilerOutput:
+        return compiling._compile_trace("toy", TOY.arch, trace, 5, None, has_locations=has_locations)
+
+    def trace() -> registry.Trace:
+        return registry.trace(TOY)
+
+    with_locations, without = compiled(True), compiled(False)
+    assert (without.ptx, without.cubin) == (with_locations.ptx, with_locations.cubin)
+    assert compiling.compile_trace("toy", TOY.arch, trace).cubin == without.cubin
+
+
+def test_an_error_of_the_assembler_names_the_line() -> None:
+    with pytest.raises(CompileError, match=r"toy_kernel\.py:\d+"):
+        compiling.compile_unchecked(replace(TOY, register_usage_level="none"))
+
+
 def test_too_many_registers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report.resources, "register_limit", lambda *_: 8)
     with pytest.raises(CompileError, match=r"registers = \d+ per thread: 8 allowed"):

@@ -15,11 +15,12 @@ from cutlass_py_attn.compilation.compiler import compile as compile_now
 from cutlass_py_attn.plan import decode, decode_smem, entry_points, planner, split_kv, tile_rules
 from cutlass_py_attn.plan.arch import ARCHITECTURES
 from cutlass_py_attn.plan.plan import Plan, Workspace
+from cutlass_py_attn.plan.smem import threads_of_row
 from cutlass_py_attn.plan.tile_order import tiles_of_split
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
-from cutlass_py_attn.runtime.launch import Bound, bind
+from cutlass_py_attn.runtime.binding import Bound, bind
 from cutlass_py_attn.testing import decode_cases
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
@@ -283,7 +284,8 @@ def test_the_gpu_cases_are_supported_and_their_symbols_are_unique() -> None:
 def test_machine_code(dtype: str, dim: int, mask: Mask, arch: str, queries: int) -> None:
     """The number of MMA and cp.async instructions. compile() itself rejects spills.
 
-    Each GEMM is issued in one place; the copies of a stage are issued before the loop and in it.
+    Each GEMM is issued in one place; the copies of a stage are issued in the loop and twice before it, once with those
+    of the queries.
     """
     plan = planner.plan(problem(dtype, mask, num_queries=queries, head_dim=dim, head_dim_value=dim), arch)
     build, made = plan.build, compile_now(plan)
@@ -293,4 +295,7 @@ def test_machine_code(dtype: str, dim: int, mask: Mask, arch: str, queries: int)
     products = times * (keys // 8 * dim // depth + dim // 8 * keys // depth)
     assert made.ptx.count("mma.sync.") == products * (build.tile_m // warps // 16)
     copies = 2 * keys * dim * build.item_bytes // 16 // (32 * warps)
-    assert made.ptx.count("cp.async.cg") == 2 * copies
+    row_threads = threads_of_row(dim * build.item_bytes, 16)
+    at_once = min(build.threads // row_threads, build.tile_m // warps)
+    queries_of_thread = build.tile_m * dim * build.item_bytes // 16 // (at_once * row_threads)
+    assert made.ptx.count("cp.async.cg") == 3 * copies + queries_of_thread

@@ -53,6 +53,7 @@ CASES = (
 FORWARDS = (
     "bf16_d128_q1_s8192_b4_h32k8_full",
     "f16_d128_q1_s8192_b4_h8_full",
+    "f16_d128_q1100_s1500_b1_h16_full",
     "bf16_d128_q1_s8192_b4_h32k8_full_paged16",
     "bf16_d128_q8_s8192_b4_h32k4_full_paged16",
     "bf16_d128_q512_s4096_b2_h32k8_causal_br_paged128",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import CausalBottomRight
+from cutlass_py_attn.problem.spec import parse
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
@@ -48,6 +50,46 @@ def test_tables_and_lengths_are_operands() -> None:
     )
     np.testing.assert_array_equal(compiled(QUERY, *POOLS, TABLE, shorter), again[0])
     assert compiled._cache_size() == 1  # one program serves all lengths
+
+
+CODES = [pool.astype(ml_dtypes.float8_e4m3fn) for pool in POOLS]
+SCALES = {
+    "key_scale": RNG.random((3, 2)).astype(np.float32),
+    "value_scale": RNG.random((2,)).astype(np.float32),
+}
+ROW_SCALES = {name: RNG.random((20, 4, 2)).astype(np.float32) for name in SCALES}
+
+
+@pytest.mark.parametrize("scales", [SCALES, ROW_SCALES], ids=["heads", "rows"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint8"])
+def test_scales_of_e4m3_codes_are_operands(dtype: str, scales: dict[str, Any]) -> None:
+    pools = CODES if dtype != "uint8" else [codes.view(np.uint8) for codes in CODES]
+    query = QUERY.astype(ml_dtypes.bfloat16)
+    given = {"mask": CausalBottomRight(), "backend": "reference"}
+
+    @jax.jit
+    def called(table: Any, lengths: Any, scales: Any) -> Any:
+        return attention(query, *pools, sequences=Paged(table, lengths), **given, **scales)
+
+    expected = attention_forward(query, *pools, sequences=Paged(TABLE, LENGTHS), **given, **scales)[0]
+    np.testing.assert_array_equal(called(TABLE, LENGTHS, scales), expected)
+
+
+def test_e4m3_caches_have_no_gradients() -> None:
+    def loss(query: Any) -> Any:
+        found = attention(query, *CODES, sequences=Paged(TABLE, LENGTHS), backend="reference", **SCALES)
+        return found.astype(jnp.float32).sum()
+
+    with pytest.raises(NotSupported, match="query with key, value of e4m3 is differentiated"):
+        jax.grad(loss)(jnp.asarray(QUERY, jnp.bfloat16))
+
+
+def test_heads_of_scales_may_be_split() -> None:
+    problem = parse("bf16_d64_q1_s64_b3_h8k2_full_paged16_kv8").problem("forward")
+    assert partition.axes_of("key_scale", (2,), problem) == ("num_heads_key",)
+    assert partition.axes_of("key_scale", (3, 2), problem) == ("sequences", "num_heads_key")
+    assert partition.axes_of("key_scale", (13, 16, 2), problem) == ("pages", "page_rows", "num_heads_key")
+    assert partition.axes_of("key_scale", (1,), problem) == ("key_scale_0",)
 
 
 def test_packed_queries_and_a_table_with_bounds() -> None:

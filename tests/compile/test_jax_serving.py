@@ -78,6 +78,15 @@ def test_merge_by_the_reference() -> None:
     np.testing.assert_array_equal(np.asarray(mapped[0][0]), expected[0])
 
 
+def test_merge_into_a_float32_total() -> None:
+    total, of_total, part, of_part = parts()
+    given = (total, of_total, part.astype(jnp.float16), of_part)
+    output, _ = merge_states(*given, backend="reference")
+    expected, _ = api.merge_states(*map(np.asarray, given), backend="reference")
+    assert output.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(output), expected)
+
+
 def test_packed_merge_by_the_reference() -> None:
     """Rows that belong to no sequence are 0."""
     outputs = [jnp.asarray(draw(seed, 1, 9, 3, 8)) for seed in range(2)]

@@ -21,7 +21,7 @@ from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, DIRECTIONS, Sequences, Shape, Tensor
-from cutlass_py_attn.runtime import launch
+from cutlass_py_attn.runtime import binding
 from cutlass_py_attn.runtime.driver import device
 from tests.support import fake_driver
 from tests.support.bundle_hosts import ADDRESSES, STREAM, WORKSPACE, bound_calls, compared
@@ -44,7 +44,10 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bf16_d128_q1_s8192_b4_h32k8_full": (("forward",), ("bf16_d128_q1_s300_b500_h32k8_full",)),
     "bf16_d128_q4_s8192_b1_h32k4_full": (("forward",), ("bf16_d128_q2_s8192_b1_h24k2_full",)),
     "bf16_d128_q8_s8192_b1_h32k4_full": (("forward",), ("bf16_d128_q16_s999_b1_h8k2_full",)),
-    "bf16_d128_s512_b2_h4k2_full": (("forward",), ("bf16_d128_q100_s300_b1_h8k2_full",)),
+    "bf16_d128_s512_b2_h4k2_full": (
+        ("forward",),
+        ("bf16_d128_q100_s300_b1_h8k2_full", "bf16_d128_q1100_s1500_b1_h16k4_full"),
+    ),
     "f16_d128_q1_s8192_b4_h8_full": (("forward",), ("f16_d128_q3_s256_b1_h1_full",)),
     "f16_d72_s512_b2_h4_window_left30_right9": (("forward",), ("f16_d72_s77_b2_h4_window_left30_right9",)),
     "bf16_d128_s8192_b1_h4_causal": (("forward",), ("bf16_d128_q4096_s5000_b3_h7_causal_br",)),
@@ -274,7 +277,7 @@ def by_library(log: FakeDriver, host: LibraryHost, opened: ctypes.c_void_p, call
 
 def by_package(log: FakeDriver, plan: Plan, problem: Problem, ordinal: int) -> Any:
     """What the plan's own launch asks of the driver."""
-    bound = launch.bind(artifact(plan.build), plan, problem, ordinal)
+    bound = binding.bind(artifact(plan.build), plan, problem, ordinal)
     given = {name: address for name, address in made_up(problem, ADDRESSES).items() if name in bound.tensor_names}
     seeds = dict(zip(("philox_seed", "philox_offset"), SEEDS, strict=True))
     log.clear()
@@ -326,7 +329,7 @@ def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle
         kinds.add(f"{plan.build.family} {plan.build.variant}".strip())
         if (choice.status, choice.symbol, choice.workspace) != ("OK", plan.symbol, plan.workspace.bytes):
             differing.append((problem, arch, num_sms, plan.symbol, plan.workspace.bytes, choice))
-        elif target in TARGETS[:2] and not any(launch._problem_mismatches(plan, problem)):
+        elif target in TARGETS[:2] and not any(binding._problem_mismatches(plan, problem)):
             ordinal = TARGETS.index(target)
             wanted = by_package(driver_log, plan, problem, ordinal)
             assert by_library(driver_log, host, opened[ordinal], call, choice.workspace) == wanted
@@ -338,7 +341,8 @@ def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle
     assert same_bytes > DRAWN // 5
     assert found["same"] > DRAWN // 2
     assert min(found.values()) > DRAWN // 100
-    assert kinds >= {"decode", "decode persistent", "sm80", "sm90", "sm90 multicast", "sm90 query_heads", "sm90 2cta"}
+    variants = ("multicast", "query_heads", "2cta", "ds_registers")
+    assert kinds >= {"decode", "decode persistent", "sm80", "sm90", *(f"sm90 {name}" for name in variants)}
 
 
 def other_plan(builds: set[Build], problem: Problem, symbol: str, arch: str, num_sms: int) -> Plan:
@@ -349,7 +353,7 @@ def other_plan(builds: set[Build], problem: Problem, symbol: str, arch: str, num
         if each.symbol == symbol and runs_on(architecture(each.arch), capability)
     )  # fmt: skip
     same = planner.plan_of_build(problem, build, num_sms)
-    mismatches = {text.split()[0] for text in launch._problem_mismatches(same, problem)}
+    mismatches = {text.split()[0] for text in binding._problem_mismatches(same, problem)}
     assert mismatches <= {"problem.features", "problem.vector_bytes", "problem.grad_bias_mode"}, mismatches
     assert {*build.features} - {*problem.features} <= {"grouped"}
     return same
@@ -409,7 +413,7 @@ def test_nothing_is_loaded_after_open(driver_log: FakeDriver, host: LibraryHost)
     [
         ("bf16_d128_s512_b2_h4_causal", "cuTensorMapEncodeTiled", "query"),
         ("f32_d96_s200_b2_h3_causal", "cuMemsetD8Async", "the workspace"),
-        ("bf16_d128_s512_b2_h4_causal", "cuLaunchKernelEx", "bwd_sm90_bf16_d128_causal_64x128_delta_1"),
+        ("bf16_d128_s512_b2_h4_causal", "cuLaunchKernelEx", "bwd_sm90_bf16_d128_causal_ds_registers_64x128_delta_1"),
     ],
 )
 def test_a_launch_names_the_driver_call_that_fails(

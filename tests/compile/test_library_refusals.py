@@ -17,8 +17,8 @@ from cutlass_py_attn.plan import abi, planner
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.overlap import Region, overlap
 from cutlass_py_attn.problem.tensors import DIRECTIONS, Tensor
+from cutlass_py_attn.runtime.binding import bind
 from cutlass_py_attn.runtime.driver import device
-from cutlass_py_attn.runtime.launch import bind
 from cutlass_py_attn.score_terms.dropout import keep_scale, threshold
 from tests.support import fake_driver
 from tests.support.bundle_hosts import ADDRESSES, STREAM, WORKSPACE, compared

@@ -13,15 +13,14 @@ from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.tensors import Tensor
+from cutlass_py_attn.runtime.binding import bind
 from cutlass_py_attn.runtime.driver import device
-from cutlass_py_attn.runtime.launch import bind
-from cutlass_py_attn.testing import serving_cases
 from cutlass_py_attn.testing.serving_cases import RowCase
 from tests.support import fake_driver
 from tests.support.bundle_hosts import ADDRESSES, STREAM, compared
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact
-from tests.support.library_host import SPACE, STATUS, LibraryHost, compiled, exported, filled_rows, target_of
+from tests.support.library_host import SPACE, STATUS, LibraryHost, compiled, exported, filled_rows, row_cases, target_of
 
 H200 = target_of("sm_90a")
 SEEDS = 60
@@ -33,15 +32,10 @@ DENSE = MergeProblem.dense((3, 5, 4, 128), "bfloat16")
 PACKED = MergeProblem.packed(3, 5, (14, 4, 128), "bfloat16")
 
 
-def cases() -> list[RowCase]:
-    """Random appends and merges: dims, dtypes, scales, layouts of the pools, alignments, packed rows."""
-    drawn = [make(seed) for seed in range(SEEDS) for make in (serving_cases.append_case, serving_cases.merge_case)]
-    return [case for case in drawn if not case.problem.is_empty]
-
-
 @pytest.fixture(scope="module")
 def drawn() -> list[RowCase]:
-    return cases()
+    """Dims, dtypes, scales, layouts of the pools, alignments, packed rows."""
+    return row_cases(SEEDS)
 
 
 @pytest.fixture(scope="module")

@@ -65,3 +65,14 @@ def test_merges(packed: bool) -> None:
     assert count(r"ld\.global\.b32", ptx) == (4 if packed else 2)
     assert count(r"cvt\.rn\.bf16x2\.f32", ptx) == 4
     assert not re.search(r"\.f64|\.local", ptx)
+
+
+@pytest.mark.parametrize(("is_sum", "is_last"), [(False, True), (True, False)])
+def test_float32_totals(is_sum: bool, is_last: bool) -> None:
+    """16 bytes of the total and 8 of the part; a sum reads no logsumexp."""
+    problem = MergeProblem.into_total((1, 50, 4, 128), "bfloat16", is_sum, is_last)
+    ptx = artifact_for(plan_merge(problem, "sm_90").build).ptx
+    assert (count(r"ld\.global\.v4\.b32", ptx), count(r"ld\.global\.v4\.b16", ptx)) == (1, 1)
+    assert count(r"st\.global\.v2\.b32" if is_last else r"st\.global\.v4\.b32", ptx) == 1
+    assert count(r"ld\.global\.b32", ptx) == (0 if is_sum else 2)
+    assert not re.search(r"\.f64|\.local", ptx)

@@ -14,10 +14,11 @@ from cutlass_py_attn.plan import tiles as plan_table
 from cutlass_py_attn.plan.arch import architecture, targets
 from cutlass_py_attn.plan.plan import Plan, TensorMap
 from cutlass_py_attn.plan.smem import swizzle_bytes
+from cutlass_py_attn.plan.variants import HALVES, SPECULATIVE
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
-from cutlass_py_attn.runtime import launch
+from cutlass_py_attn.runtime import binding
 from tests.support.fakes import expect_taken
 
 SHAPE = Shape(2, 200, 300, 4, 128, 128)
@@ -50,8 +51,8 @@ def test_supported_problems(changes: dict[str, Any], lacking: tuple[str, ...]) -
 def test_the_launch_rejects_a_negative_scale() -> None:
     """The scale is not part of a plan, so only the launch can check it."""
     plan, problem = planner.plan(forward(), "sm_90a"), forward().replace(scale=-0.1)
-    assert [line for line in launch._problem_mismatches(plan, problem) if "a scale below 0" in line]
-    assert not [*launch._problem_mismatches(plan, forward().replace(scale=0.1))]
+    assert [line for line in binding._problem_mismatches(plan, problem) if "a scale below 0" in line]
+    assert not [*binding._problem_mismatches(plan, forward().replace(scale=0.1))]
 
 
 def varlen(num_keys: int = 900, **changes: Any) -> Problem:
@@ -67,6 +68,15 @@ def test_variable_lengths_have_five_dimensional_maps() -> None:
     assert plan.build.family == "sm90"
     assert {len(recipe.sizes) for recipe in plan.launches[0].tensor_maps} == {5}
     assert sm90.unsupported_features(varlen(num_keys=0)) == ("axes without an index",)
+
+
+@pytest.mark.parametrize(("row", "family"), [(2**33 - 8, "sm90"), (2**33, "sm80")])
+def test_the_last_axis_of_variable_lengths_steps_forward(row: int, family: str) -> None:
+    """Its stride is 2^34 bytes less a row."""
+    rows = Tensor((1, 1000, 4, 128), (1000 * row, row, 128, 1), "bfloat16")
+    plan = planner.plan(varlen(query=rows), "sm_90a")
+    assert plan.build.family == family
+    assert all(stride > 0 for launch in plan.launches for each in launch.tensor_maps for stride in each.strides)
 
 
 @pytest.mark.parametrize(("dim", "queries", "tiles"), [(64, 2, 32), (128, 2, 16), (256, 1, 32)])
@@ -198,13 +208,13 @@ def test_machine_code_of_clusters() -> None:
     """Each block loads its own query tile, and every second strip of keys and values for both blocks.
 
     The loops over key tiles with and without a mask have both GEMMs; S is also issued before and after the loops, and
-    O += P V after them.
+    O += P V after them. Weights without a mask are speculative: S is issued again to repeat a tile.
     """
     made = compile_now(planner.plan(long_causal(), "sm_90a"))
     copies = re.findall(r"cp\.async\.bulk\.tensor\.4d\S*", made.ptx)
     shared = [copy for copy in copies if "multicast::cluster" in copy]
     assert (len(copies), len(shared)) == (4, 2)
-    assert re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx).count("128") == (2 + 2) * 8 + (2 + 1) * 8
+    assert re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx).count("128") == (2 + 1 + 2) * 8 + (2 + 1) * 8
 
 
 def test_tensor_maps_follow_strides() -> None:
@@ -227,6 +237,7 @@ CODE = [
     (forward(64, 64), 8, (128, 128)),
     (forward(mask=Causal()), 8, (128, 128)),
     (forward(96, 96), 8, (128, 128)),
+    (Problem.dense("forward", Shape(2, 3000, 3000, 4, 64, 64), "bfloat16", Full()), 132, (192, 128)),
     (LONG_96, 132, (192, 112)),
     (LONG_96.replace(mask=Causal()), 132, (192, 96)),
     (forward(256, 256), 8, (128, 64)),
@@ -252,11 +263,17 @@ def test_machine_code(problem: Problem, num_sms: int, tile: tuple[int, int]) -> 
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
     rows = build.tile_m // 64 // (build.warps // 4 - 1)
     # Each GEMM is issued in each loop over key tiles and either before or after the loops. If two query tiles fit, S of
-    # the next work tile is issued after the loops as well.
+    # the next work tile is issued after the loops as well. With option speculative, S is issued again to repeat a tile
+    # without a mask, with option halves in two parts.
     loops = 2 if build.mask == "causal" and sm90_smem.splits_key_loop(build) else 1
     times = loops + sm90_smem.num_stages(build)["query"]
-    scores, values = times * rows * build.columns // 16, (loops + 1) * rows * build.tile_n // 16
-    expected = [str(build.tile_n)] * scores + [str(build.columns_value)] * values
+    values = (loops + 1) * rows * build.tile_n // 16
+    whole, parts = 2 * (SPECULATIVE in build.options), 1 + (HALVES in build.options)
+    expected = [
+        *[str(build.tile_n)] * ((times - whole // 2) * rows * build.columns // 16),
+        *[str(build.tile_n // parts)] * (whole * parts * rows * build.columns // 16),
+        *[str(build.columns_value)] * values,
+    ]
     assert sorted(products) == sorted(expected)
     strips = sum(columns * 2 // swizzle_bytes(columns) for _, columns in sm90_smem.tma_tiles(build).values())
     axes = 5 if build.has("varlen") else 4

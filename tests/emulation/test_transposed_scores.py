@@ -80,7 +80,8 @@ def test_weights_and_gradients(
     dims: tuple[int, int], sizes: tuple[int, int], mask: Mask, softcap: float, alibi: bool
 ) -> None:
     shape = Shape(150, *sizes, 2, *dims)  # with fewer work tiles a block has 64 keys
-    changes = {"alibi_slopes": Tensor.contiguous((2,), "float32")} if alibi else {}
+    changes: dict[str, Any] = {"alibi_slopes": Tensor.contiguous((2,), "float32")} if alibi else {}
+    changes |= {"deterministic": True} if dims == (128, 128) else {}  # variant ds_registers has other statistics
     problem = Problem.dense("backward", shape, "bfloat16", mask).replace(softcap=softcap, **changes)
     rows, columns = TILES * {64: 128, 128: 64, 192: 32}[dims[0]], TILES * 128
     rng = np.random.default_rng(1)

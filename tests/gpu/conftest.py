@@ -19,7 +19,7 @@ import pytest
 
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.launch import portable_arch
+from cutlass_py_attn.runtime.binding import portable_arch
 from cutlass_py_attn.testing import check
 from tests.gpu.card import Card
 from tests.gpu.schedule import long_first

@@ -31,7 +31,7 @@ from cutlass_py_attn.errors import AttentionError, DriverError
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.launch import bind_problem
+from cutlass_py_attn.runtime.binding import bind_problem
 from cutlass_py_attn.testing import check, covering_cases, suite
 from cutlass_py_attn.testing.check import Array, Kernels, same_bits
 from tests.gpu.matrix_check import OnDevice, on_host

@@ -19,7 +19,7 @@ from cutlass_py_attn.problem.tensors import OPERANDS, Tensor
 from cutlass_py_attn.reference.numpy_reference import DTYPES
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import numpy_dtype
-from cutlass_py_attn.runtime.launch import bind_problem
+from cutlass_py_attn.runtime.binding import bind_problem
 from cutlass_py_attn.testing import check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Array, Kernels

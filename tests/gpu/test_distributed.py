@@ -10,6 +10,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,15 @@ def run(
     return {"output": output, **{name: getattr(found, name) for name in case.gradients}}
 
 
+def lengths_on_gpu(torch: Any, case: ContextCase) -> dict[str, Any]:
+    """Returns the lengths of packed sequences as a call of one GPU takes them: beside its operands, not on the host."""
+    packed = case.options().get("sequences")
+    if packed is None:
+        return {}
+    given = {name: torch.from_numpy(array).cuda() for name, array in packed.arrays().items()}
+    return {"sequences": replace(packed, **given)}
+
+
 def rows_of(torch: Any, case: ContextCase, name: str, array: Any, rank: int, size: int, order: str | None) -> Any:
     """Returns a rank's rows of an array of all rows."""
     if name in ("sinks", "alibi_slopes"):
@@ -97,7 +107,8 @@ def test_ranks_that_share_a_gpu(
 ) -> None:
     """And the same bits when it runs again."""
     given = draw(torch, case)
-    expected = run((attention_forward, attention_backward), case, given, kernels=kernels)
+    lengths = lengths_on_gpu(torch, case)
+    expected = run((attention_forward, attention_backward), case, given, kernels=kernels, **lengths)
     runs = [
         simulated.run(size, lambda group: of_group(torch, case, given, group, split, kernels), device=0)
         for _ in range(2)
@@ -122,7 +133,7 @@ def test_a_rank_that_refuses(torch: Any, kernels: Kernels) -> None:
 
 
 def test_copies_of_numpy_arrays(kernels: Kernels) -> None:
-    """Ulysses adds nothing, so that no array library is needed."""
+    """The bits of one GPU, whose heads Ulysses divides; no array library is needed."""
     rng = np.random.default_rng(1)
     query, key, value = (rng.standard_normal((1, 64, 4, 64), np.float32).astype(np.float16) for _ in range(3))
     expected, _ = attention_forward(query, key, value, mask=Causal(), kernels=kernels)

@@ -23,7 +23,7 @@ from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.runtime.launch import bind
+from cutlass_py_attn.runtime.binding import bind
 from cutlass_py_attn.testing import check, covering_cases, device_memory, suite
 from cutlass_py_attn.testing.cases import ARCH, PTX_ARCH, Case
 from cutlass_py_attn.testing.check import Array, Kernels, same_bits

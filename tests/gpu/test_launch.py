@@ -12,7 +12,7 @@ from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.errors import DriverError, NotSupported, Stale
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.launch import bind, bind_problem
+from cutlass_py_attn.runtime.binding import bind, bind_problem
 from cutlass_py_attn.testing import check, device_memory
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Array, Kernels

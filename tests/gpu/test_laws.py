@@ -10,7 +10,7 @@ import pytest
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.launch import bind_problem
+from cutlass_py_attn.runtime.binding import bind_problem
 from cutlass_py_attn.testing import check, covering_cases, device_memory, layouts
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Array, Kernels, same_bits

@@ -14,6 +14,8 @@ def test_many_heads(case: Case, kernels: Kernels) -> None:
     guarded_check.check_case(case, guarded_check.expect(case), kernels)
 
 
-@pytest.mark.parametrize("case", [*suite.MANY_TILES, *suite.FEW_TILES], ids=lambda case: case.line.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "case", [*suite.MANY_TILES, *suite.DS_IN_REGISTERS, *suite.FEW_TILES], ids=lambda case: case.line.replace(" ", "_")
+)
 def test_many_and_few_tiles(case: Case, kernels: Kernels) -> None:
     guarded_check.check_case(case, guarded_check.expect(case), kernels)

@@ -11,7 +11,7 @@ import pytest
 
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.tensors import Tensor
-from cutlass_py_attn.runtime import driver, launch
+from cutlass_py_attn.runtime import binding, driver
 from cutlass_py_attn.testing import check, covering_cases, device_memory
 from cutlass_py_attn.testing.cases import PTX_ARCH, Case
 from cutlass_py_attn.testing.check import Kernels
@@ -26,8 +26,8 @@ def test_ptx_of_an_older_target(
     plan = planner.plan(problem, PTX_ARCH, gpu.num_sms)
     made = kernels(plan.build)
     # bind takes cubins, which run on their own generation only; the driver takes PTX in the same place.
-    monkeypatch.setattr(launch, "_runs_on", lambda *_: True)
-    bound = launch.bind(replace(made, cubin=made.ptx.encode() + b"\0"), plan, problem)
+    monkeypatch.setattr(binding, "_runs_on", lambda *_: True)
+    bound = binding.bind(replace(made, cubin=made.ptx.encode() + b"\0"), plan, problem)
     arrays = case.arrays()
     operands = operands_of(case, arrays) if case.direction == "backward" else arrays
     tensors = {**problem.tensors(), "logsumexp": Tensor.contiguous(problem.shape.logsumexp, "float32")}

@@ -14,7 +14,7 @@ import pytest
 from cutlass_py_attn import torch_ops
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.runtime import driver, launch, lifetimes
+from cutlass_py_attn.runtime import binding, driver, lifetimes
 from cutlass_py_attn.runtime.arrays import DeviceArray
 from cutlass_py_attn.testing import check, device_memory
 from cutlass_py_attn.testing.cases import Case
@@ -265,14 +265,14 @@ def test_a_device_array_dies_in_a_capture(mode: str, flags: str, run: Callable[[
 @KINDS
 def test_calls_beside_a_capture(mode: str, flags: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are loaded, a launcher is created and dies, and results are allocated, on another stream."""
-    monkeypatch.setattr(launch, "_libraries", {})
+    monkeypatch.setattr(binding, "_libraries", {})
     arrays = CASE.arrays()
     with device_memory.stream() as stream:
         operands = [_device_array(arrays[name], stream) for name in check.OPERANDS]
         with captured(mode, flags):
             for _ in range(3):
                 attention_forward(*operands, mask=CASE.spec.mask, kernels=kernels, stream=stream)
-            bound = launch.bind_problem(CASE.problem(), kernels)
+            bound = binding.bind_problem(CASE.problem(), kernels)
             del bound
             gc.collect()
 

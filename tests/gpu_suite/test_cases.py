@@ -16,6 +16,7 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import plan_backward
+from cutlass_py_attn.plan.variants import KEEPS_DS, STANDARD
 from cutlass_py_attn.testing import component_gemms, covering_cases, layouts, suite
 from cutlass_py_attn.testing.cases import ARCH, SM90_ARCH, Case, builds_of
 from cutlass_py_attn.testing.grouped_cases import GROUPED
@@ -26,15 +27,13 @@ from tests.support import fakes
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (*covering_cases.FORWARD, *covering_cases.BACKWARD)
 LENGTHS = (*suite.VARIABLE_LENGTH, *suite.WRONG_LENGTHS, *suite.CHANGED_LENGTHS)
-TILES = (*suite.MANY_TILES, *suite.FEW_TILES, *suite.LAST_ROUNDS)
+TILES = (
+    *(*suite.MANY_TILES, *suite.DS_IN_REGISTERS, *suite.FEW_TILES),
+    *(*suite.LAST_ROUNDS, *suite.SPECULATIVE, *suite.SHARED_END),
+)
 SINGLE = (
-    *suite.MANY_HEADS,
-    *TILES,
-    *GROUPED,
-    *LENGTHS,
-    *suite.LAUNCHERS.values(),
-    *suite.LONG_DROPOUT,
-    *suite.SPLIT_ROWS,
+    *(*suite.MANY_HEADS, *TILES, *GROUPED, *suite.WIDE_BACKWARD, *LENGTHS),
+    *(*suite.LAUNCHERS.values(), *suite.LONG_DROPOUT, *suite.SPLIT_ROWS),
 )
 
 
@@ -49,9 +48,19 @@ def test_many_and_few_tiles_have_the_kernels_that_they_are_for() -> None:
     rows = {"forward": "tile_m", "backward": "tile_n"}
     for cases, allowed in ((suite.MANY_TILES, {128, 192}), (suite.FEW_TILES, {64})):
         builds = [planner.plans_on(case.problem(), (9, 0), 132)[0].build for case in cases]
-        plain = [build for build in builds if build.variant == ""]
+        plain = [build for build in builds if build.variant in (STANDARD, *KEEPS_DS)]
         assert len(plain) >= len(cases) - 2, "with grouped heads and a mask, a backward adds by query heads"
         assert {getattr(build, rows[build.kind]) for build in plain} <= allowed
+
+
+def test_cases_of_ds_in_registers_have_these_variants() -> None:
+    builds = [planner.plans_on(case.problem(), (9, 0), 132)[0].build for case in suite.DS_IN_REGISTERS]
+    assert [build.variant for build in builds] == ["ds_registers"] * 5 + ["key_registers"] * 5
+
+
+def test_backwards_of_wide_heads_have_kernels_of_variant_wide() -> None:
+    cases = (*covering_cases.WIDE_BACKWARD, *suite.WIDE_BACKWARD, suite.LAUNCHERS["wide backward"])
+    assert {planner.plan(case.problem(), SM90_ARCH).build.variant for case in cases} == {"wide"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import plans_on
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.reference.numpy_reference import DTYPES
-from cutlass_py_attn.runtime.launch import first_available
+from cutlass_py_attn.runtime.binding import first_available
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
 from cutlass_py_attn.testing.guarded_check import Expected

@@ -13,11 +13,15 @@ from cutlass_py_attn.bundle import interface, row_numbers, row_rules
 from cutlass_py_attn.bundle.files import Bundle, export_library
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, dtype_of, features_of
 from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.plan.merge import variant_of
+from cutlass_py_attn.plan.variants import STANDARD
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, BMHK
+from cutlass_py_attn.testing import serving_cases
+from cutlass_py_attn.testing.serving_cases import RowCase
 from tests.support.c_compiler import STRICT, build, compiler
 from tests.support.fakes import artifact
 
@@ -71,6 +75,17 @@ class Choice:
 def exported(folder: Path, problems: tuple[AnyProblem, ...], arch: str = "sm_90a") -> Bundle:
     """A library whose cubins are for the fake driver."""
     return export_library(folder, problems, arch.split(","), kernels=artifact)
+
+
+def row_cases(seeds: int) -> list[RowCase]:
+    """Random appends and merges of these seeds: those with rows, and with kernels that a library may have."""
+    makers = serving_cases.append_case, serving_cases.merge_case
+    drawn = [make(seed) for seed in range(seeds) for make in makers]
+    return [case for case in drawn if not case.problem.is_empty and _has_one_dtype(case.problem)]
+
+
+def _has_one_dtype(problem: AppendProblem | MergeProblem) -> bool:
+    return isinstance(problem, AppendProblem) or variant_of(problem) == STANDARD
 
 
 def compiled(bundle: Bundle, made: Path, *options: str, language: str = "c") -> Path:

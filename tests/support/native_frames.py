@@ -17,7 +17,7 @@ from cutlass_py_attn.jax import handler, native, native_library
 from cutlass_py_attn.jax.payload import Payload
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.runtime.launch import bind
+from cutlass_py_attn.runtime.binding import bind
 from cutlass_py_attn.score_terms.dropout import PHILOX
 from tests.support import fake_driver
 from tests.support.c_compiler import STRICT, build, compiler

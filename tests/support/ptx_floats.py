@@ -56,6 +56,8 @@ class FloatThreads(Threads):
             return (v[0] != 0).reshape(-1, WARP).any(axis=1).repeat(WARP)
         if kind == "max" and "NaN" in modifiers:
             return _bits(np.maximum(*map(_number, v)))
+        if kind == "min" and "NaN" in modifiers:
+            return _bits(np.minimum(*map(_number, v)))
         if kind in _FUNCTIONS and modifiers[-1] == "f32":
             with np.errstate(all="ignore"):
                 return _bits(_FUNCTIONS[kind](*map(_number, v)))

@@ -123,7 +123,7 @@ class Threads:
         """Executes one instruction for the active threads."""
         if op.startswith(("ld.", "st.")):
             self.move(op, operands, active)
-        elif op == "bar.warp.sync":  # `_next` has waited for the warp
+        elif op in ("bar.warp.sync", "bar.sync"):  # `_next` has waited for the warp, and for those behind it
             return
         elif op.startswith("mov.b") and "{" in "".join(operands):
             self.split_or_join(bits_of(op), operands, active)
@@ -137,7 +137,7 @@ class Threads:
         """Executes a load or a store; ld.param reads the struct parameter."""
         size = bits_of(op) // 8
         is_store = op.startswith("st")
-        names, place = re.findall(r"%\w+|\b\d+\b", operands[is_store]), operands[not is_store]
+        names, place = re.findall(r"%\w+|\b0f[0-9A-Fa-f]{8}\b|-?\b\d+\b", operands[is_store]), operands[not is_store]
         if op.startswith("ld.param"):
             start = int((re.search(r"\+(\d+)", place) or ["", "0"])[1])
             memory, addresses = self.parameters, np.full(len(self.counters), start)

@@ -17,7 +17,8 @@ from tests.support.requests import LENGTHS, called, lengths
 Refused = tuple[Callable[[], Problem], list[str]]
 
 FORWARD_OPTIONS = (
-    "mask, scale, bias, softcap, alibi_slopes, sinks, dropout, score_terms, sequences, backend, kernels, out, stream"
+    "mask, scale, bias, softcap, alibi_slopes, sinks, dropout, score_terms, sequences, backend, kernels, out, "
+    "query_scale, key_scale, value_scale, stream"
 )
 ALL_GRADIENTS = "must be some of query, key, value, bias, sinks in a tuple; name at least one"
 SPELLING = "must come together; pass {0} or do not name it"

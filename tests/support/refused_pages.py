@@ -41,10 +41,12 @@ def of_pages(*reasons: str, **changes: Any) -> Refused:
     return of_problem(*reasons, pages=replace(PAGES, **changes))
 
 
-def of_call(*reasons: str, table: Any = TABLE, lengths: Any = LENGTHS, query: Any = None, **options: Any) -> Refused:
+def of_call(
+    *reasons: str, table: Any = TABLE, lengths: Any = LENGTHS, query: Any = QUERY, pool: Any = POOLS, **options: Any
+) -> Refused:
     """Returns a forward with pages and the reasons that it raises."""
-    tensors = {name: TENSORS[name] for name in ("query", "key", "value")}
-    tensors |= {} if query is None else {"query": Tensor.contiguous(query, "float16")}
+    shapes = {"query": query, "key": pool, "value": pool}
+    tensors = {name: Tensor.contiguous(shape, "float16") for name, shape in shapes.items()}
     return (lambda: called(given=tensors, sequences=Paged(table, lengths, **options))), list(reasons)
 
 
@@ -98,9 +100,15 @@ ALL: dict[str, Refused] = {
         "[pages, page_size, heads, head_dim] by strides",
         key=tensor(POOL, 12, 2, 32, dtype="float16"), value=tensor(POOL, 12, 2, 32, dtype="float16"),
     ),
-    "pools without pages": of_problem(
-        "key has no pages: the pools must have at least one; allocate them before the first call",
-        key=tensor(0, PAGE_SIZE, 2, 32, dtype="float16"), value=tensor(0, PAGE_SIZE, 2, 32, dtype="float16"),
+    "pages without rows": of_problem(
+        "key has pages of 0 rows: the page size must be a power of two; pass key and value as "
+        "[pages, page_size, heads, head_dim] by strides",
+        key=tensor(POOL, 0, 2, 32, dtype="float16"), value=tensor(POOL, 0, 2, 32, dtype="float16"),
+    ),
+    "keys in pools without pages": of_call(
+        "seqused_k[0] = 80: must be from 0 to the 0 keys of the sequence's pages; correct it",
+        "seqused_k[2] = 33: must be from 0 to the 0 keys of the sequence's pages; correct it",
+        pool=(0, PAGE_SIZE, 2, 32),
     ),
     "pools of two sizes": of_problem(
         "value has shape (19, 16, 2, 32): must be (20, 16, 2, 32) to match query (3, 2, 4, 32), key (20, 16, 2, 32) "

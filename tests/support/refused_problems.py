@@ -144,6 +144,15 @@ SHAPES: dict[str, tuple[Callable[[], Problem], list[str]]] = {  # which no Probl
 }
 
 SIZES: dict[str, Refused] = {
+    "value that is not in key": (
+        dense("backward").replace(value_in_key=True),
+        [
+            "value_in_key with direction 'backward': must be False, because gradients are separate; leave it out",
+            "head_dim_value = 24 with value_in_key: must be at most the 16 columns of key; lower it",
+            "value_in_key with value (2, 50, 3, 24) of strides (3600, 72, 24, 1) and key (2, 50, 3, 16) of strides "
+            "(2400, 48, 16, 1): value must be the first columns of key; pass a view of key",
+        ],
+    ),
     "batch of key": shaped(
         "key", (3, 50, 3, 16), (2, 50, 3, 16), "query (2, 40, 3, 16), key (3, 50, 3, 16) and value (2, 50, 3, 24)"
     ),

@@ -52,11 +52,14 @@ def test_the_speed_of_an_exchange_is_that_of_the_slowest_rank(monkeypatch: pytes
 
 
 def test_every_part_has_its_kernel() -> None:
-    """One GPU, Ulysses with half of the heads, both diagonals, no mask, and the merges."""
+    """One GPU, Ulysses with half of the heads, both diagonals, no mask, and the merges and sums."""
     found = [build.symbol for build in bench_distributed.builds(2, (4096,))]
     assert {symbol.split("_")[0] for symbol in found} == {"fwd", "bwd", "merge"}
     assert {"full", "causal"} <= {word for symbol in found for word in symbol.split("_")}
-    assert len(found) == len(set(found)) <= 16
+    merges = {symbol.rpartition("_")[0] for symbol in found if symbol.startswith("merge")}
+    sums = {f"merge_sm80_bf16_d128_a8_{variant}" for variant in ("total", "sum", "sum_last")}
+    assert merges == {"merge_sm80_bf16_d128", "merge_sm80_f32_d128_sum", *sums}
+    assert len(found) == len(set(found)) <= 19
 
 
 class Process:

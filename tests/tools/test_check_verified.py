@@ -32,7 +32,7 @@ between
 <!-- features:end -->
 """
 SHAPE = Shape(1, 128, 128, 1, 64, 64)
-LAUNCH = "cutlass_py_attn/runtime/launch.py"
+LAUNCH = "cutlass_py_attn/runtime/binding.py"
 TODAY = {"kernels": "today", "launch": "today", "checks": "today"}
 
 

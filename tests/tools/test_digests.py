@@ -95,7 +95,7 @@ def test_other_files_count_with_every_byte(tmp_path: Path) -> None:
 
 def test_the_launch_covers_parameters_launchers_and_plans() -> None:
     found = digests.launch_files(ROOT)
-    names = ("params", "fill", "launch", "launchers", "kernel_launch", "driver_calls", "tensor_maps", "driver")
+    names = ("params", "fill", "binding", "plan_launchers", "kernel_launch", "driver_calls", "tensor_maps", "driver")
     assert {f"cutlass_py_attn/runtime/{name}.py" for name in names} <= set(found)
     plans = ("planner", "launch_rules", "abi", "entry_points", "tiles", "sm80", "sm90", "decode", "split_kv")
     assert {f"cutlass_py_attn/plan/{name}.py" for name in plans} <= set(found)
@@ -117,15 +117,15 @@ def test_the_checks_cover_the_verifier_the_random_cases_and_what_they_import() -
         ("cutlass_py_attn/testing/guarded_check.py", r"TIMES_LOW: Final = 4\.0", "TIMES_LOW: Final = 40.0", {"checks"}),
         ("cutlass_py_attn/runtime/fill.py", r"\Z", "\nCHANGED = 1\n", {"launch"}),
         (
-            "cutlass_py_attn/runtime/launchers.py",
+            "cutlass_py_attn/runtime/plan_launchers.py",
             r"MIN_GRAPH_LAUNCHES: Final = \d+",
             "MIN_GRAPH_LAUNCHES = 9",
             {"launch"},
         ),
-        ("cutlass_py_attn/kernels/decode/combine.py", r"\Z", "\nCHANGED = 1\n", {"kernels"}),
+        ("cutlass_py_attn/kernels/common/combine.py", r"\Z", "\nCHANGED = 1\n", {"kernels"}),
         ("cutlass_py_attn/testing/guarded_check.py", r"\Z", "\n# A comment.\n", set()),
         ("tools/release/verify_gpu.py", r'"""Verify GPU:', '"""Verifier:', set()),
-        ("cutlass_py_attn/kernels/decode/combine.py", r"\Z", "\n# A comment.\n", set()),
+        ("cutlass_py_attn/kernels/common/combine.py", r"\Z", "\n# A comment.\n", set()),
         ("cutlass_py_attn/api/results.py", r"\Z", "\nCHANGED = 1\n", set()),
     ],
 )

@@ -202,6 +202,15 @@ def test_the_record_counts_launches_by_family(hopper: dict[Build, float], monkey
     assert "| feature | forward bf16 |\n" in text, "a column without launches is left out"
 
 
+def test_every_drawn_dtype_has_a_column() -> None:
+    """Of the tables, and of the record's rows."""
+    for number in (0, random_cases.PAGED_FROM, random_cases.MLA_FROM, random_cases.E4M3_FROM):
+        for case in random_cases.cases([number], 2):
+            (row, *_) = features.tally([(case, builds_of(HOPPER)[0], 0.5)])
+            assert (row["feature"], row["problems"]) == ("any problem", 1)
+            assert (row["dtype"], row["direction"]) in features.COLUMNS
+
+
 def test_a_record_of_another_format_is_missing(tmp_path: Path) -> None:
     path = tmp_path / features.PATH
     path.parent.mkdir()
@@ -213,7 +222,9 @@ def test_a_record_of_another_format_is_missing(tmp_path: Path) -> None:
 
 def test_drawn_cases_have_every_input_family_dtype_and_few_queries() -> None:
     pages = range(random_cases.PAGED_FROM, random_cases.PAGED_FROM + fuzz.PAGED)
-    drawn = list(random_cases.cases([*range(fuzz.VARIANTS), *pages], 3))
+    latent = range(random_cases.MLA_FROM, random_cases.MLA_FROM + fuzz.MLA)
+    codes = range(random_cases.E4M3_FROM, random_cases.E4M3_FROM + fuzz.E4M3)
+    drawn = list(random_cases.cases([*range(fuzz.VARIANTS), *pages, *latent, *codes], 3))
     counts = Counter(name for case in drawn for name, has in features.FEATURES.items() if has(case))
     assert set(counts) == set(features.FEATURES), set(features.FEATURES) - set(counts)
     decode = Counter(SHORT_NAMES[c.spec.dtype] for c in drawn if features.FEATURES["few queries against many keys"](c))
@@ -247,3 +258,18 @@ def test_the_listing_has_both_families(monkeypatch: pytest.MonkeyPatch, capsys: 
     (name, last) = capsys.readouterr().out.splitlines()
     assert name.startswith("sm_90a/fwd_sm90_bf16_d64_causal")
     assert last == "1 kernel: 1 sm90"
+
+
+def test_the_numbers_of_e4m3_draw_enough_problems_of_every_kind() -> None:
+    """A default run has at least 300 of operands and of caches, all forwards that a kernel takes."""
+    of_both = list(random_cases.cases(range(random_cases.E4M3_FROM, random_cases.E4M3_FROM + fuzz.E4M3), 25))
+    drawn = [case for case in of_both if case.spec.dtype == "float8_e4m3fn"]
+    assert len(drawn) >= 300
+    assert len(of_both) - len(drawn) >= 300
+    assert all(case.spec.e4m3_cache != (case.spec.dtype == "float8_e4m3fn") for case in of_both)
+    assert {case.spec.descale for case in drawn} == {"", "tensor", "head", "batch"}
+    assert {case.spec.head_dim for case in drawn} >= {64, 128, 256}
+    assert {case.spec.mask.form for case in drawn} == {"full", "causal", "local"}
+    assert {bool(case.spec.sequences) for case in drawn} == {True, False}
+    assert all(case.needs_kernels for case in drawn)
+    assert all(Case.parse(case.line) == case for case in of_both[::20])

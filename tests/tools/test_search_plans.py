@@ -25,7 +25,7 @@ from tools.release import build_ptx, check_verified, record
 from tools.tuning import plan_rows, plan_space, plan_timing, search_plans
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL, WIDER = "bf16_d96_s200_b75_h2_causal", "bf16_d128_s64_b2_h2_causal"
+SMALL, WIDER = "bf16_d96v64_s200_b75_h2_causal", "bf16_d128_s64_b2_h2_causal"
 TAKEN, OTHER, SPILLED, UNFIT = "64x128x16:3,2@5", "64x128x16:2,2@5", "64x128x16:2,1@5", "128x128x16:2,1@5"
 
 
@@ -39,7 +39,7 @@ def problem_of(name: str, direction: str = "backward", family: str = "sm90") -> 
 @pytest.mark.parametrize(
     ("name", "direction", "family", "said"),
     [
-        ("bf16_d264_s64_b1_h2_full", "backward", "sm90", "takes no head dims beyond 256"),
+        ("bf16_d520_s64_b1_h2_full", "backward", "sm90", "takes no head dims beyond 512"),
         ("bf16_d64_q1_s8192_b64_h32k8_full", "backward", "sm80", "has no backward; search its forward"),
         ("bf16_d64_q1_s8192_b64_h32k8_full", "forward", "sm80", "decode kernels compute it"),
     ],
@@ -138,10 +138,10 @@ def test_build_keeps_every_tile_beside_the_others(folder: Path) -> None:
     ]
     made = {tile: search_plans.folder_of(folder, tile).all() for tile in (TAKEN, OTHER)}
     assert [one.build.query_stages for (one,) in made.values()] == [3, 2]
-    assert {one.build.symbol for (one,) in made.values()} == {"bwd_sm90_bf16_d96_causal_64x128"}
+    assert {one.build.symbol for (one,) in made.values()} == {"bwd_sm90_bf16_d96v64_causal_64x128"}
     assert all(one.ptx == "" for (one,) in made.values()), "nobody runs it"
     assert not search_plans.folder_of(folder, SPILLED).all()
-    assert list((folder / "forward" / "sm_90a").glob("fwd_sm90_bf16_d96_causal_*.cubin"))
+    assert list((folder / "forward" / "sm_90a").glob("fwd_sm90_bf16_d96v64_causal_*.cubin"))
     shown = search_plans.built(search).splitlines()
     assert shown[3:] == [f"  {SPILLED}          {SPILLED} spills", "  tiles that do not fit: 1; search.json says why"]
 

@@ -21,7 +21,7 @@ from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build, build_from
 from cutlass_py_attn.plan.plan import Launch
-from cutlass_py_attn.runtime import driver, kernel_launch, launch
+from cutlass_py_attn.runtime import binding, driver, kernel_launch
 from cutlass_py_attn.testing import component_gemms, guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
@@ -108,7 +108,7 @@ def played(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[
         gpu = Gpu(build, results)
         monkeypatch.setattr(kernel_launch, "KernelLaunch", gpu.starter)
         monkeypatch.setattr(
-            launch.Bound, "_create_launcher", lambda *_: None
+            binding.Bound, "_create_launcher", lambda *_: None
         )  # a launcher would launch the real kernels
         return gpu
 
@@ -264,7 +264,7 @@ def shown(stem: str) -> str:
 @pytest.mark.parametrize(
     "stem",
     [
-        "sm_90a/bwd_sm90_bf16_d128_causal", "sm_90a/fwd_sm90_f16_d64_full", "sm_90/bwd_sm80_f32_d64_full",
+        "sm_90a/bwd_sm90_bf16_d128_causal_ds_registers", "sm_90a/fwd_sm90_f16_d64_full", "sm_90/bwd_sm80_f32_d64_full",
         "sm_90/bwd_sm80_bf16_d128_causal_det", "sm_90/fwd_decode_bf16_d128_full_grouped",
         "sm_90a/bwd_sm90_bf16_d128_full_per_head",
     ],

@@ -23,7 +23,7 @@ from tools.release import record
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = record.read_manifest(ROOT)["kernels"]
-BACKWARD, FORWARD = "sm_90a/bwd_sm90_bf16_d128_causal_64x128", "sm_90a/fwd_sm90_bf16_d64_full_192x128"
+BACKWARD, FORWARD = "sm_90a/bwd_sm90_bf16_d128_causal_ds_registers_64x128", "sm_90a/fwd_sm90_bf16_d64_full_192x128"
 SM80, DECODE = "sm_90/bwd_sm80_f16_d64_full_128x128", "sm_90/fwd_decode_bf16_d128_full_grouped_16x128"
 COMPONENT_GEMM = "sm_90a/grad_v_sm90_bf16_d64_64x64"
 NAMES = (BACKWARD, FORWARD, SM80, DECODE, COMPONENT_GEMM)

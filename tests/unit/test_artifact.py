@@ -15,7 +15,7 @@ from cutlass_py_attn.artifact import Folder, NoPermission
 from cutlass_py_attn.errors import AttentionError, Stale
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.abi_digest import abi_digest
-from cutlass_py_attn.runtime.launch import bind
+from cutlass_py_attn.runtime.binding import bind
 from tests.support import crafted_json, fakes
 from tests.support.fake_driver import FakeDriver
 from tests.support.permissions import unreadable

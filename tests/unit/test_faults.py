@@ -30,9 +30,9 @@ from cutlass_py_attn.bundle import replacing
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.errors import AttentionError, NoDevice, Stale
 from cutlass_py_attn.problem.masks import Causal
-from cutlass_py_attn.runtime import driver, launch
+from cutlass_py_attn.runtime import binding, driver
 from cutlass_py_attn.runtime.arrays import DeviceArray
-from cutlass_py_attn.runtime.launch import Bound, bind
+from cutlass_py_attn.runtime.binding import Bound, bind
 from tests.support import fakes
 from tests.support.bundles import export, snapshot
 from tests.support.fake_driver import FakeDriver
@@ -116,7 +116,7 @@ def untouched(log: FakeDriver, arrays: list[np.ndarray[Any, Any]], failed_alloca
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     attention._prepared_calls.clear()
-    monkeypatch.setattr(launch, "_libraries", {})
+    monkeypatch.setattr(binding, "_libraries", {})
 
 
 @pytest.fixture(scope="module")

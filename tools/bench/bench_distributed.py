@@ -34,9 +34,9 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
-from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.testing import context_cases
 from tools.release import record
 
 HEADS, HEADS_KEY, HEAD_DIM = 32, 8, 128
@@ -236,10 +236,10 @@ def build(folder: Path, ranks: int, tokens: tuple[int, ...]) -> None:
 
 
 def builds(ranks: int, tokens: tuple[int, ...]) -> list[Build]:
-    """Returns the kernels of one GPU and of every part of a split, on an H200."""
+    """Returns the kernels of one GPU, of every part of a split, and of merges and sums, on an H200."""
     found = [planner.plans_on(problem, (9, 0), SMS)[0].build for problem in problems(ranks, tokens)]
-    merges = (MergeProblem.dense((1, 1, HEADS, HEAD_DIM), dtype) for dtype in ("float32", "bfloat16"))
-    return [*dict.fromkeys([*found, *(plan_merge(problem, "sm_90").build for problem in merges)])]
+    merges = (plan_merge(problem, "sm_90").build for problem in context_cases.merge_problems(HEAD_DIM))
+    return [*dict.fromkeys([*found, *merges])]
 
 
 def problems(ranks: int, tokens: tuple[int, ...]) -> Iterator[Problem]:

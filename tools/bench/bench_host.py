@@ -35,8 +35,8 @@ from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, Shape, Tensor
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray
-from cutlass_py_attn.runtime.launch import Bound, bind, bind_problem, portable_arch
-from cutlass_py_attn.runtime.launchers import GraphLauncher, Launcher, StreamLauncher
+from cutlass_py_attn.runtime.binding import Bound, bind, bind_problem, portable_arch
+from cutlass_py_attn.runtime.plan_launchers import GraphLauncher, Launcher, StreamLauncher
 from tools.release import build_ptx
 
 CALLS: Final = 40  # per sample

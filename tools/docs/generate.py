@@ -35,6 +35,7 @@ ORDER = (
     "jax",
     "paged",
     "serving",
+    "fp8",
     "several_gpus",
     "bundles",
     "c_library",

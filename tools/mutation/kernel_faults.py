@@ -48,6 +48,8 @@ FORWARD_SM90: Final = "sm90", "forward f16_d64_q200_s200_b2_h4k2_causal_sinks"
 FORWARD_WIDE: Final = "sm90", "forward bf16_d320_q200_s300_b2_h2_causal"
 # Rows of two keys with large scores: the maxima grow by more than a lazy softmax leaves alone.
 FORWARD_WIDE_NEEDLE: Final = "sm90", f"{FORWARD_WIDE[1]} inputs=gaussian_x3"
+BACKWARD_WIDE: Final = "sm90", "backward bf16_d320_q200_s300_b1_h2_causal"
+BACKWARD_WIDE_GROUPED: Final = "sm90", "backward bf16_d320_q200_s300_b1_h4k2_full"
 BACKWARD_SM90: Final = "sm90", "backward f16_d64_q150_s200_b2_h2_window_left40_right20_softcap4_alibi"
 BACKWARD_SM90_DROPOUT: Final = "sm90", "backward f16_d64_q200_s200_b2_h2_causal_dropout0.3"
 DECODE: Final = "decode", "forward f16_d64_q2_s600_b2_h8k2_causal_br"
@@ -220,8 +222,8 @@ FAULTS: Final = (
     Fault(
         "delta of another row, wgmma",
         f"{KERNELS}/sm90/transposed_scores.py",
-        "dp[element, row, pair] = weight * (grad - r_delta[element, pair])",
-        "dp[element, row, pair] = weight * (grad - r_delta[0, pair])",
+        "grad = grad - r_delta[element, pair]",
+        "grad = grad - r_delta[0, pair]",
         BACKWARD_SM90,
     ),
     Fault(
@@ -274,15 +276,36 @@ FAULTS: Final = (
         FORWARD_WIDE_NEEDLE,
     ),
     Fault(
+        "P or dS of the other tile in the backward of wide heads",
+        f"{KERNELS}/sm90/wide_gradient.py",
+        "Operands(own.p_ds.stage(owner), own.chunks[index].stage(stage))",
+        "Operands(own.p_ds.stage(1 - owner), own.chunks[index].stage(stage))",
+        BACKWARD_WIDE,
+    ),
+    Fault(
+        "logsumexp of the next queries in the backward of wide heads",
+        f"{KERNELS}/sm90/wide_scores.py",
+        "first = shared + (start + thread % 4 * PAIR)",
+        "first = shared + (start + (thread + 1) % 4 * PAIR)",
+        BACKWARD_WIDE,
+    ),
+    Fault(
+        "dK and dV of one query head of a group of wide heads",
+        f"{KERNELS}/sm90/wide_gradient.py",
+        "work.head * p.group + j // count, work.first + j % count",
+        "work.head * p.group, work.first + j % count",
+        BACKWARD_WIDE_GROUPED,
+    ),
+    Fault(
         "splits joined without their weights",
-        f"{KERNELS}/decode/combine.py",
+        f"{KERNELS}/common/combine.py",
         "found.store(found.load() + part.load() * weight)",
         "found.store(found.load() + part.load())",
         DECODE,
     ),
     Fault(
         "logsumexp of splits without the logarithm",
-        f"{KERNELS}/decode/combine.py",
+        f"{KERNELS}/common/combine.py",
         "lse = (maximum + cute.math.log2(total, fastmath=True)) * math.log(2.0)",
         "lse = (maximum + total) * math.log(2.0)",
         DECODE,

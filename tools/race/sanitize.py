@@ -17,7 +17,7 @@ from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.launch import portable_arch
+from cutlass_py_attn.runtime.binding import portable_arch
 from cutlass_py_attn.testing import check, component_gemms, covering_cases, decode_cases, device_memory, serving_cases
 from cutlass_py_attn.testing.cases import Case
 
@@ -44,8 +44,8 @@ SEVERAL_QUERY_TILES = {"batch": 2, "num_heads": 66, "num_queries": 250, "num_key
 NARROW = tuple(spec for spec in covering_cases.SHOWN if spec.head_dim == 64 and spec.dtype != "float32")
 NARROW_SIZES = {"num_heads": 1, "num_queries": LONG_LENGTH - 24, "num_keys": LONG_LENGTH - 24}
 
-# Forwards of wide heads, with chunks of two and of three strips.
-WIDE = covering_cases.WIDE[:2]
+# Wide heads: forwards with chunks of two and of three strips, and backwards.
+WIDE = (*covering_cases.WIDE[:2], *covering_cases.WIDE_BACKWARD[:2])
 
 # Long enough for multicast.
 LONG = Case("forward", parse(f"bf16_d128_s{MULTICAST_LENGTH}_b1_h1_causal"), seed=1)

@@ -36,7 +36,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray, numpy_dtype
-from cutlass_py_attn.runtime.launch import Bound, bind_problem
+from cutlass_py_attn.runtime.binding import Bound, bind_problem
 from cutlass_py_attn.testing import (
     check,
     covering_cases,

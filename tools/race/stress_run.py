@@ -68,6 +68,9 @@ FEATURES: Final = tuple(
             f"forward bf16_d512_q{QUERIES}_s{KEYS}_b2_h1_causal seed=28",
             f"forward f16_d320_q{QUERIES}_s{KEYS}_b2_h4k1_full_softcap4_alibi_sinks seed=29",
             f"forward bf16_d384v448_{_LENGTHS}_h1_causal_br_window150 seed=30",
+            f"forward e4m3_d128_q{QUERIES}_s{KEYS}_b2_h1_causal_descalehead seed=34",
+            f"forward e4m3_d256_q{QUERIES}_s{KEYS}_b2_h4k1_full_descalebatch_f16out seed=35",
+            f"forward bf16_d576v512_q2_s{KEYS}_b3_h64k1_causal_br_paged64_mla seed=36",
             f"backward bf16_d128_q{QUERIES}_s{KEYS}_b2_h4k1_causal_br_window150 seed=18",
             f"backward f16_d96_q{QUERIES}_s{KEYS}_b2_h1_window_left100_right30 seed=19",
             f"backward bf16_d80v40_q{QUERIES}_s{KEYS}_b2_h1_causal seed=20",
@@ -77,6 +80,9 @@ FEATURES: Final = tuple(
             f"backward bf16_d128_{_LENGTHS}_h1_causal seed=24",
             f"backward bf16_d256_q{QUERIES}_s{KEYS}_b2_h1_full seed=25",
             f"backward bf16_d192v128_q{QUERIES}_s{KEYS}_b2_h1_causal seed=26",
+            f"backward bf16_d512_q{QUERIES}_s{KEYS}_b2_h1_causal seed=31",
+            f"backward f16_d320_q{QUERIES}_s{KEYS}_b2_h4k1_full_softcap4_alibi_sinks seed=32",
+            f"backward bf16_d384v448_{_LENGTHS}_h1_causal_br_window150 seed=33",
         ),
     )
 )

@@ -18,7 +18,7 @@ from cutlass_py_attn.compilation import registry
 PACKAGE: Final = "cutlass_py_attn"
 # What a launch on a GPU runs on the host; errors and explanations decide no launch.
 LAUNCH_ENTRIES: Final = tuple(
-    f"{PACKAGE}/{name}.py" for name in ("runtime/launch", "runtime/fill", "plan/append", "plan/merge")
+    f"{PACKAGE}/{name}.py" for name in ("runtime/binding", "runtime/fill", "plan/append", "plan/merge")
 )
 NOT_LAUNCHING: Final = (f"{PACKAGE}/errors.py", f"{PACKAGE}/plan/explain.py")
 # What decides whether a result on a GPU passes: the tools, and of the package the folders of references and checks.

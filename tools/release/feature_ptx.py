@@ -52,6 +52,8 @@ _SM80_FORWARD: Final = (
     f"f16_d32_{_SIZES}_h2_causal layout=shifted",
     f"f16_d32_{_SIZES}_h2_causal_br_paged8",
     f"bf16_d32_{_PAGED}_h4k2_full_{_TERMS_OF_PAGES}_paged16",
+    f"bf16_d32_{_SIZES}_h4k2_full_kv8_descalehead",
+    f"f16_d32_{_PAGED}_h4k2_full_paged16_kv8_descalerow",
 )
 _SM80_BACKWARD: Final = (
     f"f16_d32_{_SIZES}_h2_causal_softcap4",
@@ -92,6 +94,9 @@ _SM90_FORWARD: Final = (
     f"bf16_d264v448_{_USED}_h4k2_full_{_TERMS_NO_DROPOUT}",
     f"f16_d64_{_SIZES}_h2_causal_br_paged16",
     f"bf16_d64_{_PAGED}_h4k2_full_{_TERMS_OF_PAGES}_paged64",
+    f"f16_d576v512_{_PAGED}_h4k1_causal_br_paged16_mla",
+    f"e4m3_d64_{_SIZES}_h2_causal",
+    f"e4m3_d64_{_USED}_h4k2_full_descalebatch_f16out",
 )
 _SM90_BACKWARD: Final = (
     f"f16_d64_{_SIZES}_h2_causal_softcap4",
@@ -99,13 +104,17 @@ _SM90_BACKWARD: Final = (
     f"f16_d64_{_SIZES}_h2_full_sinks",
     f"f16_d64_{_SIZES}_h2_causal_dropout0.3",
     f"f16_d64_{_SIZES}_h4k2_full_deterministic",
-    f"f16_d64_{_SIZES}_h2_window_left40_right20",
-    f"f16_d64_{_USED}_h2_causal_br",
+    f"f16_d96v64_{_SIZES}_h2_window_left40_right20",
+    f"f16_d96v64_{_USED}_h2_causal_br",
     f"bf16_d64_{_USED}_h4k2_causal_{_TERMS_NO_BIAS}",  # by query heads
     f"f16_d64_q200_s300_b8_h32k16_causal_{_TERMS_NO_BIAS}",  # so many heads run one block per head
+    f"bf16_d128_{_USED}_h1340k670_causal",  # so many heads need no sums of query heads: dS in registers
+    f"bf16_d64_{_USED}_h1340k670_window_left40_right20",  # the same with keys in registers
     "bf16_d192_q515_s64_b1_h4k2_causal",
     f"bf16_d192v64_{_USED}_h4k2_causal_softcap4_alibi_sinks_deterministic",  # scores of a part of a query tile
     f"bf16_d192v64_{_SIZES}_h4k2_causal",  # the same, by query heads
+    f"bf16_d512_{_SIZES}_h2_causal",
+    f"f16_d264v448_{_USED}_h4k2_window_left40_right20_{_TERMS_OF_PAGES}",
 )
 _DECODE: Final = (
     "f16_d64_q1_s600_b2_h4_full",
@@ -114,6 +123,8 @@ _DECODE: Final = (
     "bf16_d64_n1x400u300,1x300u256_h4k2_window_left90_right0",
     "f16_d64_q1_s600_b2_h4_full_paged16",
     f"bf16_d64_n2x400u300,1x300u256_h4k2_causal_br_{_TERMS_OF_PAGES}_paged1",
+    "bf16_d64_q1_s600_b2_h4_full_paged16_kv8_descalehead",
+    "f16_d64_n1x400u300,2x300u256_h4k2_full_kv8_descalerow",
 )
 _CASES: Final = (
     *((ARCH, f"forward {name}") for name in (*_SM80_FORWARD, _SPLIT_D, _SPLIT_D_PAGED, *_DECODE)),

@@ -14,7 +14,7 @@ from cutlass_py_attn.plan import decode
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.variants import SPLIT_D
 from cutlass_py_attn.problem.masks import Causal
-from cutlass_py_attn.problem.tensors import SHORT_NAMES
+from cutlass_py_attn.problem.tensors import OPERAND_NAMES
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.random_cases import RESIDENT_DIMS
 from tools.release import digests, record
@@ -23,7 +23,8 @@ Json = dict[str, Any]
 Passed = tuple[Case, Build, float]  # a case, the kernel that ran, and the worst error / allowed
 FORMAT: Final = 2
 FAMILIES: Final = ("sm90", "sm80", "sm80 split-D", "decode")
-COLUMNS: Final = tuple((dtype, direction) for direction in ("forward", "backward") for dtype in ("f16", "bf16", "f32"))
+DTYPES: Final = ("f16", "bf16", "f32", "e4m3")
+COLUMNS: Final = tuple((dtype, direction) for direction in ("forward", "backward") for dtype in DTYPES)
 PATH: Final = "ptx/features.json"
 REMEDY: Final = f"run python -m tools.release.fuzz --record {PATH} on a GPU"
 SUBJECTS: Final = {
@@ -67,6 +68,12 @@ FEATURES: Final[dict[str, Callable[[Case], bool]]] = {
     "pages by page_indptr": lambda c: c.table == "csr",
     "pages and variable length of query": lambda c: c.spec.page_size > 0 and c.spec.has_ragged_queries,
     "pages, the same bits in any batch": lambda c: c.invariant == 1,
+    "keys that contain the values (MLA)": lambda c: c.spec.value_in_key,
+    "e4m3 key/value cache": lambda c: c.spec.e4m3_cache,
+    "e4m3 codes without scales": lambda c: c.spec.has_codes and not c.spec.descale,
+    "e4m3 codes, a scale for each row": lambda c: c.spec.descale == "row",
+    "e4m3 codes, other scales": lambda c: c.spec.descale not in ("", "row"),
+    "e4m3 operands, float16 output": lambda c: c.spec.float16_output,
     "grouped heads (GQA, MQA)": lambda c: c.spec.num_heads_key != c.spec.num_heads,
     "bias": lambda c: bool(c.spec.bias),
     "bias that broadcasts": lambda c: "1" in c.spec.bias,
@@ -107,7 +114,7 @@ def tally(results: Iterable[Passed]) -> list[Json]:
     for case, build, worst in results:
         for name, has in FEATURES.items():
             if has(case):
-                key = family_of(build), name, SHORT_NAMES[case.spec.dtype], case.direction
+                key = family_of(build), name, OPERAND_NAMES[case.spec.dtype], case.direction
                 count, kernels, most = found.get(key, (0, set(), 0.0))
                 found[key] = count + 1, kernels | {build}, max(most, worst)
     order = [(f, name, *column) for f in FAMILIES for name in FEATURES for column in COLUMNS]

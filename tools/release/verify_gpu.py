@@ -17,7 +17,7 @@ from cutlass_py_attn.errors import AttentionError, Stale
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import ROW_KINDS, Build, build_from
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import (
     accuracy,
@@ -134,7 +134,7 @@ def only(build: Build, kernels: check.Kernels) -> check.Kernels:
 
 def unordered(build: Build) -> set[str]:
     """Returns the outputs that may differ from launch to launch: sums whose order the scheduler decides."""
-    is_ordered = build.kind == "forward" or build.deterministic or build.variant == PER_HEAD
+    is_ordered = build.kind == "forward" or build.deterministic or build.variant in (PER_HEAD, WIDE)
     if is_ordered:
         return set()
     return {"grad_query", "grad_key", "grad_value"} if build.variant == QUERY_HEADS else {"grad_query"}

@@ -21,11 +21,19 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
         "bf16_d128_s8192_b4_h16_causal",
         "bf16_d256_s8192_b4_h8_causal",
         "bf16_d512_s8192_b1_h16_full",
+        "bf16_d576v512_q1_s8192_b64_h128k1_full_mla",
         "bf16_d64_s4096_b4_h32_full_alibi",
         "bf16_d64_s16384_b2_h32_causal_window1024",
         "bf16_d96_s16384_b2_h16_causal_window1024",
+        "e4m3_d64_s8192_b4_h32_full",
+        "e4m3_d128_s8192_b4_h16_full",
+        "e4m3_d256_s8192_b4_h8_full",
+        "e4m3_d64_s16384_b2_h32_causal_window1024",
+        "e4m3_d128_s16384_b2_h16_causal_window1024",
     ),
     "backward": (
+        "bf16_d32_s8192_b4_h32_full",
+        "bf16_d32_s8192_b4_h32_causal",
         "bf16_d64_s8192_b4_h32_full",
         "bf16_d64_s8192_b4_h32_causal",
         "bf16_d64_s256_b1_h16_full",
@@ -49,6 +57,7 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
         "bf16_d192v128_s8192_b2_h32k4_causal",
         "bf16_d192_s8192_b4_h10_full",
         "bf16_d256_s8192_b4_h8_causal",
+        "bf16_d512_s8192_b1_h16_full",
     ),
 }
 REMEDY: Final = "run tools.tuning.search_plans on a GPU, with --record"
@@ -79,6 +88,7 @@ def states(lines: Iterable[record.Json], sources: str) -> dict[str, str]:
     sources: digest of the kernel sources of this checkout
 
     A tile is measured by a line with a timing, of a case whose table has the tile, in a run that timed another tile.
+    Its options may be any.
     """
     kept = [line for line in lines if line["family"] == "sm90" and line["median_ms"] is not None]
     runs: dict[tuple[str, str, str], int] = {}
@@ -88,7 +98,8 @@ def states(lines: Iterable[record.Json], sources: str) -> dict[str, str]:
     for line in kept:
         if runs[_run(line)] > 1:
             key = tile_tables.table_key(spec.parse(line["case"]).problem(line["direction"]))
-            compared[_identity(key), line["tile"]] = line
+            tile, _, _ = line["tile"].partition("-")
+            compared[_identity(key), tile] = line
     found = {}
     for key, tile in rows():
         last = compared.get((_identity(key), str(tile)))

@@ -14,9 +14,12 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.variants import SPLIT_D, STANDARD, TWO_CTA, WIDE
+from cutlass_py_attn.plan.tile_options import with_options
+from cutlass_py_attn.plan.tiles import is_mla
+from cutlass_py_attn.plan.variants import MLA, SPLIT_D, STANDARD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec
+from cutlass_py_attn.problem.tensors import FLOAT8
 
 FAMILIES: Final = ("sm90", "sm80")
 ARCHS: Final = {"sm90": "sm_90a", "sm80": "sm_90"}
@@ -49,6 +52,14 @@ _GRIDS: Final[dict[tuple[str, str, bool], Axes]] = {
         "key_stages": (1, 2),
         "variant": (STANDARD, TWO_CTA),
         "register_usage_level": _LEVELS,
+    },
+    ("sm90", "backward", True): {
+        "tile_m": (64,),
+        "tile_n": (64,),
+        "warps": (12,),
+        "query_stages": (2,),
+        "grad_output_stages": (2,),
+        "variant": (WIDE,),
     },
     ("sm80", "forward", False): {
         "tile_m": (64, 128),
@@ -84,6 +95,16 @@ _GRIDS: Final[dict[tuple[str, str, bool], Axes]] = {
 }
 
 
+_MLA_GRID: Final[Axes] = {  # keys that contain the values
+    "tile_m": (64,),
+    "tile_n": (64,),
+    "warps": (12,),
+    "query_stages": (2,),
+    "register_usage_level": _LEVELS,
+    "variant": (MLA,),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One tile for one direction of a case.
@@ -116,18 +137,22 @@ def searched(case: ProblemSpec, direction: str, family: str) -> Problem:
         raise NotSupported(
             f"case {case.name!r} {direction}: the sm90 family takes no {', '.join(unsupported)}; use --family sm80"
         )
-    if any(build.family == "decode" for build in planner.builds(problem, ARCHS["sm80"])):
+    has_sm80 = problem.dtype != FLOAT8  # else the sm90 family alone
+    if has_sm80 and any(build.family == "decode" for build in planner.builds(problem, ARCHS["sm80"])):
         raise NotSupported(f"case {case.name!r}: decode kernels compute it, whose tiles are not searched; leave it out")
     return problem
 
 
 def grid(problem: Problem, family: str) -> Iterator[TileConfig]:
-    """Yields every tile of the default grid."""
+    """Yields every tile of the default grid, with the options that the planner would have it with."""
     widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
     axes = _GRIDS[family, problem.direction, widest > MAX_HEAD_DIM]
+    if family == "sm90" and is_mla(problem):
+        axes = _MLA_GRID
     for values in product(*axes.values()):
         fields: dict[str, Any] = dict(zip(axes, values, strict=True))
-        yield TileConfig(**fields)
+        tile = TileConfig(**fields)
+        yield with_options(problem, tile) if family == "sm90" else tile
 
 
 def candidates(problem: Problem, family: str, arch: str, given: Sequence[TileConfig] = ()) -> list[Candidate]:

@@ -21,7 +21,7 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.spec import ProblemSpec
 from cutlass_py_attn.problem.tensors import OPERANDS
 from cutlass_py_attn.runtime import arrays, driver, frameworks
-from cutlass_py_attn.runtime.launch import Bound, bind, bind_problem
+from cutlass_py_attn.runtime.binding import Bound, bind, bind_problem
 from cutlass_py_attn.testing import accuracy
 
 Array = npt.NDArray[Any]

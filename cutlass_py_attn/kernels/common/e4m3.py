@@ -8,13 +8,17 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Uint8, Uint32
+import cutlass.experimental.primitives as prim
+from cutlass import Float8E4M3FN, Float32, Int8, Int32, Int64, Uint8, Uint32
 
+from cutlass_py_attn.kernels.common import params
 from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.problem.tensors import F32_BYTES
 
 MAX_E4M3 = 448.0
 INSTRUCTION_SINCE = (8, 9)  # compute capability with cvt.rn.satfinite.e4m3x2.f32
 NAN_CODE = 0x7F
+VECTOR_BYTES = 16  # of the widest cp.async
 LARGEST_BITS = 0x43E00000  # 448 in float32
 INFINITY_BITS = 0x7F800000
 LEAST_NORMAL_BITS = 0x3C800000  # 2**-6, the least normal e4m3 number, in float32
@@ -27,6 +31,66 @@ EXPONENT_SHIFT = (127 - 7) << 3  # difference of the exponents' biases, at e4m3'
 def has_instruction(arch: str) -> bool:
     """Returns whether the target converts to e4m3 by an instruction."""
     return architecture(arch).compute_capability >= INSTRUCTION_SINCE
+
+
+def to_f16(arch: str, word: Uint32) -> tuple[Uint32, Uint32]:
+    """Returns four codes of a word as two words of float16 pairs, the codes of the low half first. Every code is exact.
+
+    Earlier targets than sm_89 move the bits to where float16 has them and multiply by 256, the ratio of the exponents'
+    biases; NaN becomes 480 there.
+    """
+    if has_instruction(arch):
+        text = (
+            "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, low; "
+            "cvt.rn.f16x2.e4m3x2 {$w1}, high; }"
+        )
+    else:
+        text = (
+            "{ .reg .b32 low, high, sign, factor; mov.b32 factor, 0x5c005c00; "
+            "prmt.b32 low, {$r0}, 0, 0x1404; prmt.b32 high, {$r0}, 0, 0x3424; "
+            "and.b32 sign, low, 0x80008000; and.b32 low, low, 0x7f007f00; shr.u32 low, low, 1; or.b32 low, low, sign; "
+            "and.b32 sign, high, 0x80008000; and.b32 high, high, 0x7f007f00; shr.u32 high, high, 1; "
+            "or.b32 high, high, sign; mul.rn.f16x2 {$w0}, low, factor; mul.rn.f16x2 {$w1}, high, factor; }"
+        )
+    low, high = cute.arch.inline_ptx(text, write_only_types=[Uint32, Uint32], read_only_args=[word])
+    return Uint32(low), Uint32(high)
+
+
+def scale_offset(p: Any, name: str, sequence: Int32, key_head: Int32) -> Int64:
+    """Returns the offset (elements) of an operand's scale of a sequence and a key head, without its row."""
+    batch, head = (getattr(p, f"{name}_scale_{axis}") for axis in ("batch", "head"))
+    return Int64(sequence) * batch + Int64(key_head) * head
+
+
+def scale(p: Any, name: str, sequence: Int32, key_head: Int32) -> Float32:
+    """Returns an operand's scale of a sequence and a key head; 1 without scales."""
+    return _load_scale(getattr(p, f"{name}_scale"), scale_offset(p, name, sequence, key_head))
+
+
+@cute.jit
+def _load_scale(address: Int64, offset: Int64):
+    """Loads a scale, or returns 1 if the address is 0."""
+    found = Float32(1.0)
+    if address != 0:
+        found = params.load_scalar(address, Float32, offset)
+    return found
+
+
+@cute.jit
+def copy_scale(address: Int64, offset: Int64, target: Any, in_bounds: Any):
+    """Starts copying a scale to shared memory, 0 if out of bounds; stores 1 if the address is 0."""
+    if address != 0:
+        copy_async(address + offset * F32_BYTES, target, in_bounds, F32_BYTES)
+    else:
+        cute.make_tensor(cute.recast_ptr(target.align(F32_BYTES), dtype=Float32), cute.make_layout(1))[0] = Float32(1.0)
+
+
+def copy_async(address: Any, target: Any, in_bounds: Any, num_bytes: int) -> None:
+    """Starts copying 4, 8 or 16 bytes from global to shared memory; zeros if out of bounds."""
+    source = cute.make_ptr(Int8, address, cutlass.AddressSpace.gmem, assumed_align=num_bytes)
+    mode = prim.LoadCacheModifier.CG if num_bytes == VECTOR_BYTES else prim.LoadCacheModifier.CA
+    size = cutlass.select_(in_bounds, Int32(num_bytes), Int32(0))
+    prim.cp_async_shared_global(target.align(num_bytes), source, num_bytes, mode, cp_size=size)
 
 
 def codes(arch: str, values: cute.Tensor) -> cute.Tensor:

@@ -37,11 +37,15 @@ class PagedTile:
 
 
 def paged_tile(
-    build: Build, p: Any, name: str, seqlen: SeqlenInfo, head: Int32, first_row: Int32, columns: int
+    build: Build, p: Any, name: str, seqlen: SeqlenInfo, head: Int32, first_row: Int32, columns: int, dtype: Any = None
 ) -> PagedTile:
-    """Returns the tile of key or value `name` that starts at row `first_row` of a sequence."""
-    pool = params.pointer(getattr(p, name), DTYPES[build.dtype], build.vector_bytes)
-    vector = build.vector_bytes // build.item_bytes
+    """Returns the tile of key or value `name` that starts at row `first_row` of a sequence.
+
+    dtype: of its elements, None for that of the build.
+    """
+    dtype = DTYPES[build.dtype] if dtype is None else dtype
+    pool = params.pointer(getattr(p, name), dtype, build.vector_bytes)
+    vector = build.vector_bytes * 8 // dtype.width
     start = pool + params.assume_multiple(Int64(head) * params.stride(p, name, "head"), vector)
     strides = params.stride(p, name, "page"), params.stride(p, name, "row")
     pages, rows_left = paging.page_row(p, seqlen.index), seqlen.num_keys - first_row

@@ -5,15 +5,16 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.abi import Fields
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.tensors import FLOAT8
 
-DTYPES = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32}
+DTYPES = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32, FLOAT8: Float8E4M3FN}
 KINDS = {"i64": Int64, "i32": Int32, "f32": Float32}
 
 
@@ -63,17 +64,23 @@ def stride(p: Any, name: str, axis: str) -> Int64:
     return getattr(p, f"{name}_{axis}")
 
 
-def row_pointer(build: Build, p: Any, name: str, coordinates: RowCoordinates) -> cute.Pointer:
+def row_pointer(
+    build: Build, p: Any, name: str, coordinates: RowCoordinates, dtype: Any = None, alignment: int = 0
+) -> cute.Pointer:
     """Returns the pointer to a row of tensor `name`.
 
-    Every product of an index and a stride is 64 bits wide. Rows are aligned to the build's `vector_bytes`.
+    dtype: of its elements; None for that of the build.
+    alignment: of its rows (bytes); 0 for the build's `vector_bytes`.
+
+    Every product of an index and a stride is 64 bits wide.
     """
     offset = Int64(0)
     for index, axis in zip(coordinates, ("batch", "head", "row"), strict=True):
         if not (isinstance(index, int) and index == 0):
             offset = offset + Int64(index) * stride(p, name, axis)
-    base = pointer(getattr(p, name), DTYPES[build.dtype], build.vector_bytes)
-    return base + assume_multiple(offset, build.vector_bytes // build.item_bytes)
+    dtype, alignment = DTYPES[build.dtype] if dtype is None else dtype, alignment or build.vector_bytes
+    base = pointer(getattr(p, name), dtype, alignment)
+    return base + assume_multiple(offset, alignment * 8 // dtype.width)
 
 
 def assume_multiple(offset: Int64, elements: int) -> Int64:

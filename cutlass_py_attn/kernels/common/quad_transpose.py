@@ -10,6 +10,8 @@ words among the four threads gives each thread eight neighbouring columns of the
     3                     6, 7   14, 15   22, 23  30, 31   24 to 31
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
@@ -26,17 +28,44 @@ def store_rows(values: cute.Tensor, coordinates: cute.Tensor, target: GmemTile) 
 
     coordinates: (row, column) of each value in the target.
     """
-    words = cute.make_tensor(cute.recast_ptr(values.iterator, dtype=Uint32), cute.make_layout(cute.size(values) // 2))
-    lane = cute.arch.lane_idx() % QUAD
+    words, lane = _words_and_lane(values)
     for row in range(cute.size(values, mode=[0])):
         row_index = coordinates[row, 0][0]
         start = target.start + params.assume_multiple(Int64(row_index) * target.row_stride, VECTOR_ELEMENTS)
-        for first in range(0, cute.size(values, mode=[1]), 2 * QUAD):
-            indices = [cute.crd2idx((row, first + 2 * word), values.layout) // 2 for word in range(QUAD)]
-            vector = transpose_quad([words[index] for index in indices], lane)
-            column = first * QUAD + lane * VECTOR_ELEMENTS
-            in_bounds = (row_index < target.rows) & (column < target.columns)
-            _store_vector(start + params.assume_multiple(Int64(column), VECTOR_ELEMENTS), vector, in_bounds)
+        _store_row(words, lane, values.layout, row, start, (row_index, target.rows), target.columns)
+
+
+def store_row(values: cute.Tensor, row: int, start: cute.Pointer, place: tuple[Any, Any], columns: int) -> None:
+    """Stores a row of 16-bit `values`, (rows, columns), from `start` on. All threads of a warp call this.
+
+    place: (number of this thread's row, rows): a row from `rows` on is not stored. columns: how many are stored
+    """
+    _store_row(*_words_and_lane(values), values.layout, row, start, place, columns)
+
+
+def _words_and_lane(values: cute.Tensor) -> tuple[cute.Tensor, Int32]:
+    """Returns 16-bit values as words, and the number of this thread in its quad."""
+    words = cute.make_tensor(cute.recast_ptr(values.iterator, dtype=Uint32), cute.make_layout(cute.size(values) // 2))
+    return words, cute.arch.lane_idx() % QUAD
+
+
+def _store_row(
+    words: cute.Tensor,
+    lane: Int32,
+    layout: cute.Layout,
+    row: int,
+    start: cute.Pointer,
+    place: tuple[Any, Any],
+    columns: Any,
+) -> None:
+    """Stores a row of words, which has the place `layout` of 16-bit values."""
+    row_index, rows = place
+    for first in range(0, cute.size(layout, mode=[1]), 2 * QUAD):
+        indices = [cute.crd2idx((row, first + 2 * word), layout) // 2 for word in range(QUAD)]
+        vector = transpose_quad([words[index] for index in indices], lane)
+        column = first * QUAD + lane * VECTOR_ELEMENTS
+        in_bounds = (row_index < rows) & (column < columns)
+        _store_vector(start + params.assume_multiple(Int64(column), VECTOR_ELEMENTS), vector, in_bounds)
 
 
 def transpose_quad(words: list[Uint32], lane: Int32) -> list[Uint32]:

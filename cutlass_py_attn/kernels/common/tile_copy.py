@@ -75,11 +75,16 @@ class GmemTile:
     column_stride: Any = 1
 
 
-def gmem_tile(build: Build, p, name: str, coordinates: params.RowCoordinates, rows: Int32, columns: int) -> GmemTile:
-    """Returns tensor `name` from row `coordinates` on, of which `rows` rows and `columns` columns exist."""
+def gmem_tile(
+    build: Build, p, name: str, coordinates: params.RowCoordinates, rows: Int32, columns: int, dtype: Any = None
+) -> GmemTile:
+    """Returns tensor `name` from row `coordinates` on, of which `rows` rows and `columns` columns exist.
+
+    dtype: of its elements, None for that of the build.
+    """
     column_stride = params.stride(p, name, "column") if name == "grad_output" and copies_elements(build) else 1
     row_stride = params.stride(p, name, "row")
-    start = params.row_pointer(build, p, name, coordinates)
+    start = params.row_pointer(build, p, name, coordinates, dtype)
     return GmemTile(start, row_stride, rows, columns, build.vector_bytes, column_stride)
 
 

@@ -26,12 +26,13 @@ EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 
 def placeholder_map(p: Any, address: Int64, dtype, rows: int, columns: int) -> tensor_maps.TensorMap:
     """Returns a tensor map for tracing: the launch passes the map of the plan, and the kernel reads 128 bytes."""
-    width = swizzle_bytes(columns)
-    head = cute.assume(Int64(p.query_head), divby=8)
+    item_bytes = dtype.width // 8
+    width = swizzle_bytes(columns, item_bytes)
+    head = cute.assume(Int64(p.query_head), divby=16 // item_bytes)
     layout = cute.make_layout((p.batch, p.num_heads, p.num_queries, columns), stride=(head * 64, head, head * 8, 1))
     view = cute.make_tensor(params.pointer(address, dtype), layout)
     return tensor_maps.create_tensor_map_tiled_from_view(
-        view, box_dims=(1, 1, rows, width // 2), stride_order=(3, 2, 1, 0), swizzle=SWIZZLES[width]
+        view, box_dims=(1, 1, rows, width // item_bytes), stride_order=(3, 2, 1, 0), swizzle=SWIZZLES[width]
     )
 
 
@@ -63,7 +64,7 @@ class Strips:
     def create(build: Build, name: str, tile: tuple[int, int], stage: Int32) -> "Strips":
         """Returns the strips of a (rows, columns) tile."""
         rows, columns = tile
-        width = swizzle_bytes(columns)
+        width = swizzle_bytes(columns, build.item_bytes)
         offset = build.buffer(name).offset + stage * (rows * columns * build.item_bytes)
         return Strips(offset, rows, width, columns * build.item_bytes // width, build.item_bytes)
 

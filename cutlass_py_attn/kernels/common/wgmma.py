@@ -1,8 +1,8 @@
-"""wgmma: the loop over k of the sm90 family's GEMMs, for 16-bit operands on sm_90a.
+"""wgmma: the loop over k of the sm90 family's GEMMs, for 16-bit and e4m3 operands on sm_90a.
 
 One instruction of a warpgroup computes 64 rows of C and all of its columns; several warpgroups divide the rows.
-Descriptors name the operands in shared memory, so that no thread loads them. The same tile in shared memory is K-major
-as it is and MN-major as views.transposed.
+Descriptors name the operands in shared memory, so that no thread loads them. The same 16-bit tile in shared memory is
+K-major as it is and MN-major as views.transposed; operands of e4m3 must be K-major.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from cutlass_py_attn.kernels.common.mma_sync import Operands, RegisterOperand
 from cutlass_py_attn.kernels.common.params import DTYPES
@@ -18,7 +18,8 @@ from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS, GemmSpec
 from cutlass_py_attn.plan.smem import swizzle_bytes
 
 ATOM_BYTES = 1024  # tiles start at a multiple of it, because the swizzle is a function of the address
-ROWS, DEPTH = 64, 16  # m and k of one instruction
+ROWS = 64  # m of one instruction
+DEPTH_BYTES = 32  # bytes of k of one instruction
 
 _SWIZZLES = {
     128: warpgroup.SmemLayoutAtomKind.K_SW128,
@@ -35,7 +36,7 @@ def smem_layout(
     width: bytes of a strip and of its swizzle; 0 for `swizzle_bytes` of the columns.
     The inner part of the layout is the swizzle in bytes, which belongs in the pointer. The outer part is affine.
     """
-    atom = warpgroup.make_smem_layout_atom(_SWIZZLES[width or swizzle_bytes(columns)], dtype)
+    atom = warpgroup.make_smem_layout_atom(_SWIZZLES[width or swizzle_bytes(columns, dtype.width // 8)], dtype)
     if stages is None:
         return cute.tile_to_shape(atom, (rows, columns), (0, 1))
     return cute.tile_to_shape(atom, (rows, columns, stages), (0, 1, 2))
@@ -67,7 +68,8 @@ class Wgmma:
 
     def __init__(self, spec: GemmSpec, dtype: str) -> None:
         assert not spec.objections(), spec.objections()
-        assert spec.item_bytes == 2, f"dtype = {dtype}: wgmma supports 16-bit operands here"
+        assert spec.item_bytes in (1, 2), f"dtype = {dtype}: wgmma supports e4m3 and 16-bit operands here"
+        assert spec.item_bytes == 2 or not (spec.a_transposed or spec.b_transposed), "8-bit operands are K-major"
         self.spec = spec
         self.dtype = DTYPES[dtype]
         self.warpgroups = spec.threads // WARPGROUP_THREADS
@@ -95,6 +97,18 @@ class Wgmma:
         part = self._warpgroup_slice(thread)
         return DescriptorOperand(part.make_fragment_A(part.partition_A(tile)))
 
+    def a_registers(self, thread: Int32) -> cute.Tensor:
+        """Returns uninitialised registers for this thread's rows of A; `load_a` fills them."""
+        return cute.make_rmem_tensor(
+            self._tiled_mma(True).get_slice(thread).partition_shape_A((self.spec.m, self.spec.k)), self.dtype
+        )
+
+    def load_a(self, tile: cute.Tensor, registers: cute.Tensor, thread: Int32) -> None:
+        """Loads this thread's rows of A (m, k) from shared memory by ldmatrix. All threads of a warp call this."""
+        op = warp.LdMatrix8x8x16bOp(transpose=self.spec.a_transposed, num_matrices=4)
+        copy = cute.make_tiled_copy_A(cute.make_copy_atom(op, self.dtype), self._tiled_mma(True)).get_slice(thread)
+        cute.copy(copy, copy.partition_S(tile), copy.retile(registers))
+
     def b_operand(self, tile: cute.Tensor) -> "DescriptorOperand":
         """Returns B in shared memory as an operand, the same for every warpgroup."""
         part = self.mma.get_slice(0)
@@ -103,8 +117,11 @@ class Wgmma:
     def from_registers(self, values: cute.Tensor) -> RegisterOperand:
         """Returns registers of the operands' dtype as the A operand; they must not change before `wait`.
 
-        Their layout is that of the accumulator of another GEMM, whose n is this GEMM's k.
+        Their layout is that of the accumulator of another GEMM, whose n is this GEMM's k. 8-bit registers are in the
+        operand's own order.
         """
+        if self.spec.item_bytes == 1:
+            return RegisterOperand(values)
         return RegisterOperand(cute.make_tensor(values.iterator, as_a_operand(values.layout)))
 
     def register_operands(self, values: cute.Tensor, b: "DescriptorOperand") -> Operands:
@@ -120,7 +137,7 @@ class Wgmma:
         accumulating = self._tiled_mma(in_registers, True)
         first = accumulating if self.spec.accumulate else self._tiled_mma(in_registers, False)
         warpgroup.fence()
-        for k in range(self.spec.k // DEPTH):
+        for k in range(self.spec.k * self.spec.item_bytes // DEPTH_BYTES):
             mma = accumulating if k else first
             cute.gemm(mma, accumulator, operands.a.fragment(k), operands.b.fragment(k), accumulator)
         warpgroup.commit_group()
@@ -134,9 +151,12 @@ class Wgmma:
         # The accumulate flag is a traced value of the object. Setting it inside a run-time loop on an object created
         # outside of the loop does not compile, so each use creates its own; this adds no instruction.
         source = warpgroup.OperandSource.RMEM if in_registers else warpgroup.OperandSource.SMEM
-        shape = (ROWS, self.spec.n, DEPTH)
+        shape = (ROWS, self.spec.n, DEPTH_BYTES // self.spec.item_bytes)
         majors = (_major(self.spec.a_transposed), _major(self.spec.b_transposed))
-        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, *majors)
+        if self.spec.item_bytes == 1:
+            op = warpgroup.MmaF8Op(self.dtype, self.dtype, Float32, shape, source, *majors)
+        else:
+            op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, *majors)
         mma = cute.make_tiled_mma(cute.make_mma_atom(op), (self.warpgroups, 1, 1))
         mma.set(warpgroup.Field.ACCUMULATE, accumulate)
         return mma

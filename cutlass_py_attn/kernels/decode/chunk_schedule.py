@@ -18,12 +18,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cutlass_py_attn.integers import choose, larger
-from cutlass_py_attn.kernels.common import params, seqlen_info
+from cutlass_py_attn.integers import choose, larger, smaller
+from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
+from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.plan import chunk_shares, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.chunk_shares import Shares
-from cutlass_py_attn.plan.decode_smem import CUT_WORDS
+from cutlass_py_attn.plan.decode_smem import CUT_WORDS, SCHEDULE_WORDS
+from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 
 # What is stored of the start of a team: its first chunk, the first chunk of the row that this belongs to, the row's
 # sequence, group and number of chunks, and the chunks of all rows.
@@ -43,11 +45,51 @@ class Chunks:
     end_tile: Int32
 
 
+@dataclass(frozen=True)
+class Place:
+    """What a block has: the chunks [begin, end) of its team, of which it is member number `member`.
+
+    groups, row_tiles: those of a sequence, of `ChunkSchedule`
+    """
+
+    begin: Int32
+    end: Int32
+    team: Int32
+    member: Int32
+    groups: Int32
+    row_tiles: Int32
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a block computes at once: some key tiles of one row.
+
+    batch: number of the sequence. row0: first packed query row of the tile.
+    slot: place of its partial results. is_whole: whether it has all keys of the row, and no partial results.
+    is_first: whether it has the first keys of the row.
+    start_tile, end_tile: its key tiles [start, end). count: its chunks. of_sequence: those of a row of its sequence.
+    """
+
+    seqlen: SeqlenInfo
+    batch: Int32
+    head_key: Int32
+    row0: Int32
+    slot: Int64
+    is_whole: Any
+    is_first: Any
+    start_tile: Int32
+    end_tile: Int32
+    count: Int32
+    of_sequence: Int32
+
+
 class ChunkSchedule:
     """The schedule of the kernels of one Build."""
 
     def __init__(self, build: Build) -> None:
         self.build = build
+        # The element of the schedule's buffer with a block's first sequence; the sums of warps are before it.
+        self.found = SCHEDULE_WORDS - 2 if build.warps > SCHEDULE_WORDS // 2 else SCHEDULE_WORDS // 2
 
     def row_tiles(self, p: Any) -> Int32:
         """Returns the tiles of the query rows of one key head, for the most queries of a sequence."""
@@ -87,6 +129,83 @@ class ChunkSchedule:
         """Returns the slot of a piece that starts at a chunk, of a member of a team that starts at `begin`."""
         number = choose(p.fixed_chunks != 0, chunk, chunk_shares.slot_of_team(team, chunk == begin))
         return Int64(number) * p.team_rows + member
+
+    @cute.jit
+    def piece(self, p: Any, place: Any, chunk: Int32, batch: Int32, start: Int32):
+        """Returns the Piece of a block that starts at a chunk of a sequence.
+
+        start: chunks of a row of each sequence before this one
+        """
+        chunks = self.chunks(p, batch)
+        inside = chunk - start * place.groups
+        group = inside // chunks.count
+        first = inside - group * chunks.count
+        row = group * p.team_rows + place.member
+        count = smaller(place.end - chunk, chunks.count - first)
+        if p.fixed_chunks != 0:
+            count = Int32(1)
+        seqlen = seqlen_info.create(self.build, p, batch)
+        head_key, row0 = row // place.row_tiles, row % place.row_tiles * self.build.tile_m
+        slot = self.slot(p, place.begin, place.team, place.member, chunk)
+        is_whole, is_first = count == chunks.count, first == 0
+        tile = (chunks.first + first) * p.chunk_tiles
+        start_tile = larger(tile, chunks.start_tile)
+        end_tile = smaller(tile + count * p.chunk_tiles, chunks.end_tile)
+        return Piece(seqlen, batch, head_key, row0, slot, is_whole, is_first, start_tile, end_tile, count, chunks.count)
+
+    @cute.jit
+    def find_share(self, p: Any, block: Int32, team: Int32, thread: Int32):
+        """Returns the first chunk of a team and the one past its last; the first's sequence, and the chunks before
+        that sequence, and the chunks of all. With fixed chunks, block 0 stores the chunks before every sequence."""
+        build = self.build
+        layout = cute.make_layout(SCHEDULE_WORDS)
+        s_found = cute.make_tensor(tile_copy.smem_pointer(build, "schedule", Int32), layout)
+        starts = self.starts(p)
+        stores = (block == 0) & (p.fixed_chunks != 0)
+        lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
+        each = (p.batch + (build.threads - 1)) // build.threads  # consecutive sequences of a thread
+        own = Int32(0)
+        for i in cutlass.range(each, unroll=1):
+            batch = thread * each + i
+            if batch < p.batch:
+                own = own + self.chunks(p, batch).count
+        total = inclusive_sum(own, lane)
+        if lane == WARP_THREADS - 1:
+            s_found[warp] = total
+        cute.arch.sync_threads()
+        before, everything = Int32(0), Int32(0)
+        for i in cutlass.range_constexpr(build.warps):
+            before = before + cutlass.select_(warp > i, s_found[i], Int32(0))
+            everything = everything + s_found[i]
+        groups = self.groups(p)
+        shares = self.shares(p, everything * groups)
+        begin, end = shares.begin(team), shares.begin(team + 1)
+        start = before + total - own
+        for i in cutlass.range(each, unroll=1):
+            batch = thread * each + i
+            if batch < p.batch:
+                following = start + self.chunks(p, batch).count
+                if stores:
+                    starts[batch] = start
+                if (start * groups <= begin) & (begin < following * groups):
+                    s_found[self.found] = batch
+                    s_found[self.found + 1] = start
+                start = following
+        if stores & (thread == 0):
+            starts[p.batch] = everything
+        cute.arch.sync_threads()
+        return begin, end, s_found[self.found], s_found[self.found + 1], everything * groups
+
+    @cute.jit
+    def store_cut(self, p: Any, team: Int32, begin: Int32, end: Int32, batch: Int32, start: Int32, total: Int32):
+        """Stores for the combine kernel which row the start of a team cuts; none for a team without chunks."""
+        cut = self.cut(p, team)
+        cut[BEGIN], cut[ROW_BEGIN], cut[TOTAL] = begin, begin, total
+        if begin < end:
+            groups, count = self.groups(p), self.chunks(p, batch).count
+            group = (begin - start * groups) // count
+            cut[BATCH], cut[GROUP], cut[COUNT] = batch, group, count
+            cut[ROW_BEGIN] = start * groups + group * count
 
 
 @cute.jit

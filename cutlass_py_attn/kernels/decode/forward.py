@@ -17,22 +17,22 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.common import logsumexp, masking, params, seqlen_info, tile_copy
+from cutlass_py_attn.kernels.common.combine import Combine, PackedRow
 from cutlass_py_attn.kernels.common.dynamic_tiles import TILE_ALIGNMENT_BYTES, smem_tile_at
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, row_view
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.softmax import QUAD, OnlineSoftmax, multiply_rows, safe_scale
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
-from cutlass_py_attn.kernels.decode.combine import Combine, PackedRow
 from cutlass_py_attn.plan import abi, decode_smem, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.smem import tile_bytes
+from cutlass_py_attn.plan.smem import threads_of_row, tile_bytes
 
 
 class NamedBarrier(IntEnum):
@@ -87,7 +87,8 @@ class Decode:
 
     def __init__(self, build: Build) -> None:
         self.build = build
-        self.dtype = DTYPES[build.dtype]
+        operands = decode_smem.operand_dtype(build)
+        self.dtype = DTYPES[operands]
         self.launch_bounds = params.launch_bounds(build)
         self.keys = decode_smem.team_keys(build)
         self.team_warps, self.teams = build.warps_scores
@@ -102,8 +103,8 @@ class Decode:
         # The GEMMs of one warp: all columns of its rows.
         one_warp = (1, 1)
         qk = replace(matmul_qk.spec(build), m=self.rows, n=self.keys, warps=one_warp)
-        self.mma_qk = MmaSync(qk, build.dtype)
-        self.mma_pv = MmaSync(matmul_pv.spec(build, m=self.rows, k=self.keys, warps=one_warp), build.dtype)
+        self.mma_qk = MmaSync(qk, operands)
+        self.mma_pv = MmaSync(matmul_pv.spec(build, m=self.rows, k=self.keys, warps=one_warp), operands)
 
     @cute.jit
     def __call__(self, *values):
@@ -136,11 +137,14 @@ class Decode:
         first, end = tile_order.key_tile_start(*tiles), tile_order.key_tile_end(*tiles)
         start, stop = tile_order.tiles_of_split(first, end, split, p.num_splits_key)
 
-        # 0  start the first tiles, load the queries
-        for step in cutlass.range(stages - 1, unroll=1):
+        # 0  start the first tiles, with the first one the queries
+        self.load_step(p, work, warp, start, stop, Int32(0))
+        self.copy_queries(p, work, thread)
+        cute.arch.cp_async_commit_group()
+        for step in cutlass.range(1, stages - 1, unroll=1):
             self.load_step(p, work, warp, start + step, stop, step)
             cute.arch.cp_async_commit_group()
-        self.load_queries(p, work, thread)
+        cute.arch.cp_async_wait_group(stages - 2)
         cute.arch.sync_threads()
         s_q = self.query_tile(warp.first_row // self.rows)
 
@@ -230,23 +234,37 @@ class Decode:
             tile_copy.copy_g2s(warp.member, threads, values, s_v)
 
     @cute.jit
-    def load_queries(self, p: Any, work: Any, thread: Int32):
-        """Loads the rows of this block's tile, zeros past the last, element by element while keys are in flight."""
+    def copy_queries(self, p: Any, work: Any, thread: Int32):
+        """Starts copying the rows of this block's tile, zeros past the last, without commit."""
         build, seqlen, group = self.build, work.seqlen, seqlen_info.group_size(self.build, p)
-        for part in cutlass.range_constexpr(self.team_warps):
-            tile = self.query_tile(part)
-            for step in cutlass.range(self.rows * build.columns // build.threads, unroll=tile_copy.ELEMENT_UNROLL):
-                index = step * build.threads + thread
-                row, column = index // build.columns, index % build.columns
-                packed_row = work.row0 + part * self.rows + row
-                query = packed_row // group
-                value = self.dtype(0.0)
-                if (query < seqlen.num_queries) & (column < build.head_dim):
+        vector = build.vector_bytes // build.item_bytes
+        row_threads = threads_of_row(build.columns * build.item_bytes, build.vector_bytes)
+        at_once = min(build.threads // row_threads, self.rows)  # rows
+        atom = tile_copy.cp_async_atom(self.dtype, build.vector_bytes)
+        lanes = cute.make_layout((at_once, row_threads), stride=(row_threads, 1))
+        copy = cute.make_tiled_copy_tv(atom, lanes, cute.make_layout((1, vector))).get_slice(thread)
+        coordinates = copy.partition_S(cute.make_identity_tensor((self.rows, build.columns)))
+        if thread < at_once * row_threads:
+            for part in cutlass.range_constexpr(self.team_warps):
+                target = copy.partition_D(self.query_tile(part))
+                for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
+                    packed_row = work.row0 + part * self.rows + coordinates[(0, 0), i, 0][0]
+                    query = packed_row // group
                     head = work.head_key * group + (packed_row - query * group)
                     start = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
                     source = params.row_pointer(build, p, "query", start)
-                    value = cute.make_tensor(source + column, tile_copy.ONE)[0]
-                tile[row, column] = value
+                    for j in cutlass.range_constexpr(cute.size(target, mode=[2])):
+                        column = coordinates[(0, 0), i, j][1]
+                        in_bounds = cute.make_rmem_tensor(cute.make_layout(1), Boolean)
+                        in_bounds[0] = (query < seqlen.num_queries) & (column < build.head_dim)
+                        values = cute.make_tensor(
+                            source + params.assume_multiple(Int64(column), vector), cute.make_layout(((vector, 1),))
+                        )
+                        cute.copy(atom, values, target[None, i, j], pred=in_bounds)
+
+    def output_columns(self, column: Any) -> tuple[Any, Any]:
+        """Returns where two neighbouring columns of O are stored."""
+        return column, column + 1
 
     def mask_scores(self, p: Any, work: WorkTile, warp: Warp, band: Any, r_s: cute.Tensor, key_tile: Int32) -> None:
         """Sets this warp's masked scores to -inf."""
@@ -348,8 +366,8 @@ class Decode:
     ) -> None:
         """Adds two columns of a row over all teams to `values`."""
         for team, tile in enumerate(outputs):
-            for i in range(2):
-                values[i] = values[i] + factors[row, team] * tile[row, column + i]
+            for i, stored in enumerate(self.output_columns(column)):
+                values[i] = values[i] + factors[row, team] * tile[row, stored]
 
 
 def apply_softmax(softmax: OnlineSoftmax, r_s: cute.Tensor, r_o: cute.Tensor, scale_log2: Float32) -> None:

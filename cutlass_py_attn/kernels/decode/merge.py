@@ -1,4 +1,4 @@
-"""Merge: two partial results of attention joined by their logsumexps (plan/merge.py).
+"""Merge: two partial results of attention joined by their logsumexps, or two rows added (plan/merge.py).
 
 With m the larger of the logsumexps l_a and l_b of a row,
 
@@ -7,6 +7,15 @@ With m the larger of the logsumexps l_a and l_b of a row,
 
 in float32. A row of weight 0, such as one without keys, counts as nothing, whatever it holds. If both have none, O is 0
 and l is -inf.
+
+    variant    result        output_a   output
+    ""         the merge     dtype      dtype
+    total      the merge     float32    float32
+    last       the merge     float32    dtype
+    sum        O_a + O_b     float32    float32
+    sum_last   O_a + O_b     float32    dtype
+
+dtype is that of the build, and of output_b.
 """
 
 import math
@@ -21,6 +30,7 @@ from cutlass_py_attn.kernels.common import params, seqlen_info
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.variants import SUM, SUM_LAST
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -31,7 +41,10 @@ class Merge:
 
     def __init__(self, build: Build) -> None:
         self.build = build
-        self.dtype = DTYPES[build.dtype]
+        self.dtypes = {
+            name: Float32 if name in abi.FLOAT32_OUTPUTS[build.variant] else DTYPES[build.dtype]
+            for name in ("output_a", "output_b", "output")
+        }
         self.vector = build.vector_bytes // build.item_bytes
 
     @cute.jit
@@ -53,7 +66,9 @@ class Merge:
             head = number - row * p.num_heads
             sequence = row // p.num_queries
             query = row - sequence * p.num_queries
-            if cutlass.const_expr(build.has("varlen")):
+            if cutlass.const_expr(build.variant in (SUM, SUM_LAST)):
+                self.store(p, RowCoordinates(sequence, head, query), Float32(1.0), Float32(1.0), lane)
+            elif cutlass.const_expr(build.has("varlen")):
                 start, length = seqlen_info.query_rows(p, sequence)
                 self.row(p, RowCoordinates(Int32(0), head, start + query), sequence, query, length, lane)
             else:
@@ -104,20 +119,25 @@ class Merge:
         first, second = (self.load(p, name, at, column) for name in ("output_a", "output_b"))
         summed = cute.make_rmem_tensor(self.vector, Float32)
         for i in range(self.vector):
-            summed[i] = weighted(first[i], weight_a) + weighted(second[i], weight_b)
-        merged = cute.make_rmem_tensor(self.vector, self.dtype)
-        merged.store(summed.load().to(self.dtype))
+            if self.build.variant in (SUM, SUM_LAST):
+                summed[i] = Float32(first[i]) + Float32(second[i])
+            else:
+                summed[i] = weighted(first[i], weight_a) + weighted(second[i], weight_b)
+        merged = cute.make_rmem_tensor(self.vector, self.dtypes["output"])
+        merged.store(summed.load().to(self.dtypes["output"]))
         cute.autovec_copy(merged, self.vector_at(p, "output", at, column))
 
     def load(self, p: Any, name: str, at: RowCoordinates, column: Int32) -> cute.Tensor:
         """Returns one vector of a row, in registers."""
-        values = cute.make_rmem_tensor(self.vector, self.dtype)
+        values = cute.make_rmem_tensor(self.vector, self.dtypes[name])
         cute.autovec_copy(self.vector_at(p, name, at, column), values)
         return values
 
     def vector_at(self, p: Any, name: str, at: RowCoordinates, column: Int32) -> cute.Tensor:
         """Returns one vector of a row in global memory."""
-        start = params.row_pointer(self.build, p, name, at) + params.assume_multiple(column, self.vector)
+        dtype = self.dtypes[name]
+        start = params.row_pointer(self.build, p, name, at, dtype, self.vector * dtype.width // 8)
+        start = start + params.assume_multiple(column, self.vector)
         return cute.make_tensor(start, cute.make_layout(self.vector))
 
 

@@ -10,22 +10,22 @@ the table for a tile is read one step before the tile's copy starts.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cutlass_py_attn.integers import larger, smaller
+from cutlass_py_attn.integers import ceil_div, larger, smaller
 from cutlass_py_attn.kernels.common import logsumexp, paging, params, seqlen_info, tile_copy
-from cutlass_py_attn.kernels.common.mma_sync import row_view
+from cutlass_py_attn.kernels.common.combine import VECTOR, Combine
+from cutlass_py_attn.kernels.common.mma_sync import Operands, row_view
 from cutlass_py_attn.kernels.common.paged_copy import PagedCopy, PagedRows
 from cutlass_py_attn.kernels.common.params import RowCoordinates
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod, ScoreRow
-from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
-from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, exp2, finite, safe_scale
+from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, exp2, finite, multiply_rows, safe_scale
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.decode import e4m3_cache
 from cutlass_py_attn.kernels.decode.chunk_schedule import (
     BATCH,
     BEGIN,
@@ -34,38 +34,21 @@ from cutlass_py_attn.kernels.decode.chunk_schedule import (
     ROW_BEGIN,
     TOTAL,
     ChunkSchedule,
-    inclusive_sum,
+    Piece,
+    Place,
 )
-from cutlass_py_attn.kernels.decode.combine import VECTOR, Combine
+from cutlass_py_attn.kernels.decode.e4m3_cache import E4m3Cache
 from cutlass_py_attn.kernels.decode.forward import Decode, apply_softmax
 from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
+from cutlass_py_attn.plan.entry_points import COMBINE_WARPS, ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.sinks import SINKS
 
 LOG2_E = math.log2(math.e)
 PIECES_AT_ONCE = 8  # of a warp of the combine kernel, in flight at once
-FOUND = 8  # element of the schedule's buffer with a block's first sequence; sums of warps are before it
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a block computes at once: some key tiles of one row.
-
-    batch: number of the sequence. row0: first packed query row of the tile.
-    slot: place of its partial results. is_whole: whether it has all keys of the row, and no partial results.
-    is_first: whether it has the first keys of the row.
-    """
-
-    seqlen: SeqlenInfo
-    batch: Int32
-    head_key: Int32
-    row0: Int32
-    slot: Int64
-    is_whole: Any
-    is_first: Any
 
 
 class CombinePieces(Combine):
@@ -155,13 +138,14 @@ class CombinePieces(Combine):
         inverse = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
         self.add_pieces(p, slots, pieces, row, (maximum, inverse), s_sums, thread)
         cute.arch.sync_threads()
-        column = thread * 2
-        if column < build.columns_value:
-            values = cute.make_rmem_tensor(2, Float32)
-            for i in cutlass.range_constexpr(2):
-                values[i] = self.sum_over_warps(s_sums, column + i)
-            target = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
-            self.store_output(p, target, column, values)
+        for step in cutlass.range_constexpr(ceil_div(build.columns_value, 2 * ROW_THREADS)):
+            column = step * (2 * ROW_THREADS) + thread * 2
+            if column < build.columns_value:
+                values = cute.make_rmem_tensor(2, Float32)
+                for i in cutlass.range_constexpr(2):
+                    values[i] = self.sum_over_warps(s_sums, column + i)
+                target = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
+                self.store_output(p, target, column, values)
         if thread == 0:
             lse = (maximum + cute.math.log2(total, fastmath=True)) * math.log(2.0)
             logsumexp.store(p, RowCoordinates(batch, head, query), cutlass.select_(empty, -Float32.inf, lse))
@@ -207,7 +191,9 @@ class PersistentDecode(Decode):
         self.score_mod = ScoreMod(build)
         self.pieces = CombinePieces(build)
         self.has_dependent_launch = architecture(build.arch).compute_capability >= (9, 0)
-        self.paged_copy = PagedCopy(build, self.keys, self.team_warps * WARP_THREADS)
+        threads = self.team_warps * WARP_THREADS
+        self.paged_copy = PagedCopy(build, self.keys, threads) if build.has("paged") else None
+        self.e4m3 = E4m3Cache(build, self.keys, threads) if build.has(registry.KV8) else None
 
     @cute.kernel
     def combine_kernel(self, p: Any):
@@ -224,90 +210,18 @@ class PersistentDecode(Decode):
         warp = self.warp_of(thread)
         groups, row_tiles = self.schedule.groups(p), self.schedule.row_tiles(p)
         team, member = block // p.team_rows, block % p.team_rows
-        begin, end, batch, start, total = self.find_share(p, block, team, thread)
+        begin, end, batch, start, total = self.schedule.find_share(p, block, team, thread)
         if (p.fixed_chunks == 0) & (member == 0) & (thread == 0):
-            self.store_cut(p, team, begin, end, batch, start, total)
+            self.schedule.store_cut(p, team, begin, end, batch, start, total)
         chunk = begin
         while chunk < end:
-            chunks = self.schedule.chunks(p, batch)
-            inside = chunk - start * groups
-            group = inside // chunks.count
-            first = inside - group * chunks.count
-            row = group * p.team_rows + member
-            count = smaller(end - chunk, chunks.count - first)
-            if p.fixed_chunks != 0:
-                count = Int32(1)
-            piece = Piece(
-                seqlen_info.create(self.build, p, batch),
-                batch,
-                row // row_tiles,
-                row % row_tiles * self.build.tile_m,
-                self.schedule.slot(p, begin, team, member, chunk),
-                count == chunks.count,
-                first == 0,
-            )
-            tile = (chunks.first + first) * p.chunk_tiles
-            self.compute(p, piece, warp, larger(tile, chunks.start_tile),
-                         smaller(tile + count * p.chunk_tiles, chunks.end_tile), thread)  # fmt: skip
+            piece = self.schedule.piece(p, Place(begin, end, team, member, groups, row_tiles), chunk, batch, start)
+            self.compute(p, piece, warp, piece.start_tile, piece.end_tile, thread)
             cute.arch.sync_threads()  # the next piece overwrites the ring, which holds outputs
-            chunk = chunk + count
-            if chunk >= (start + chunks.count) * groups:
-                start = start + chunks.count
+            chunk = chunk + piece.count
+            if chunk >= (start + piece.of_sequence) * groups:
+                start = start + piece.of_sequence
                 batch = batch + 1
-
-    @cute.jit
-    def find_share(self, p: Any, block: Int32, team: Int32, thread: Int32):
-        """Returns the first chunk of a team and the one past its last; the first's sequence, and the chunks before
-        that sequence, and the chunks of all. With fixed chunks, block 0 stores the chunks before every sequence."""
-        build = self.build
-        layout = cute.make_layout(2 * FOUND)
-        s_found = cute.make_tensor(tile_copy.smem_pointer(build, "schedule", Int32), layout)
-        starts = self.schedule.starts(p)
-        stores = (block == 0) & (p.fixed_chunks != 0)
-        lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
-        each = (p.batch + (build.threads - 1)) // build.threads  # consecutive sequences of a thread
-        own = Int32(0)
-        for i in cutlass.range(each, unroll=1):
-            batch = thread * each + i
-            if batch < p.batch:
-                own = own + self.schedule.chunks(p, batch).count
-        total = inclusive_sum(own, lane)
-        if lane == WARP_THREADS - 1:
-            s_found[warp] = total
-        cute.arch.sync_threads()
-        before, everything = Int32(0), Int32(0)
-        for i in cutlass.range_constexpr(build.warps):
-            before = before + cutlass.select_(warp > i, s_found[i], Int32(0))
-            everything = everything + s_found[i]
-        groups = self.schedule.groups(p)
-        shares = self.schedule.shares(p, everything * groups)
-        begin, end = shares.begin(team), shares.begin(team + 1)
-        start = before + total - own
-        for i in cutlass.range(each, unroll=1):
-            batch = thread * each + i
-            if batch < p.batch:
-                following = start + self.schedule.chunks(p, batch).count
-                if stores:
-                    starts[batch] = start
-                if (start * groups <= begin) & (begin < following * groups):
-                    s_found[FOUND] = batch
-                    s_found[FOUND + 1] = start
-                start = following
-        if stores & (thread == 0):
-            starts[p.batch] = everything
-        cute.arch.sync_threads()
-        return begin, end, s_found[FOUND], s_found[FOUND + 1], everything * groups
-
-    @cute.jit
-    def store_cut(self, p: Any, team: Int32, begin: Int32, end: Int32, batch: Int32, start: Int32, total: Int32):
-        """Stores for the combine kernel which row the start of a team cuts; none for a team without chunks."""
-        cut = self.schedule.cut(p, team)
-        cut[BEGIN], cut[ROW_BEGIN], cut[TOTAL] = begin, begin, total
-        if begin < end:
-            groups, count = self.schedule.groups(p), self.schedule.chunks(p, batch).count
-            group = (begin - start * groups) // count
-            cut[BATCH], cut[GROUP], cut[COUNT] = batch, group, count
-            cut[ROW_BEGIN] = start * groups + group * count
 
     @cute.jit
     def compute(self, p: Any, piece: Any, warp: Any, start: Int32, stop: Int32, thread: Int32):
@@ -317,16 +231,21 @@ class PersistentDecode(Decode):
         band = seqlen_info.band(build, p, seqlen)
         if piece.row0 >= seqlen.num_queries * group:  # a sequence of fewer queries has no such rows
             stop = start
-        row, shift = paging.page_row(p, piece.batch), paging.page_shift(p)
+        row, shift = self.table_row(p, piece)
 
-        # 0  start the first tiles, load the queries
+        # 0  start the first tiles, with the first one the queries
         entry = self.entry(p, row, shift, seqlen, warp, start, stop)
         for step in cutlass.range_constexpr(stages - 1):
             following = self.entry(p, row, shift, seqlen, warp, start + (step + 1), stop)
             self.load_pages(p, piece, warp, start + step, stop, Int32(step), entry)
             entry = following
+            if cutlass.const_expr(step == 0 and self.e4m3 is None):
+                self.copy_queries(p, piece, thread)
             cute.arch.cp_async_commit_group()
-        self.load_queries(p, piece, thread)
+        if cutlass.const_expr(self.e4m3 is None):
+            cute.arch.cp_async_wait_group(stages - 2)
+        else:
+            self.load_queries(p, piece, thread)
         cute.arch.sync_threads()
         s_q = self.query_tile(warp.first_row // self.rows)
 
@@ -338,6 +257,8 @@ class PersistentDecode(Decode):
         scale_log2 = Float32(1.0) if cutlass.const_expr(has_terms) else safe_scale(p.scale_log2)
         operands = self.row_operands(p, piece, warp) if cutlass.const_expr(has_terms) else ()
 
+        scales = self.first_scales(p, piece)
+
         for key_tile in cutlass.range(start, stop, unroll=1):
             step = key_tile - start
             cute.arch.cp_async_wait_group(stages - 2)
@@ -346,11 +267,11 @@ class PersistentDecode(Decode):
             self.load_pages(p, piece, warp, key_tile + (stages - 1), stop, (step + stages - 1) % stages, entry)
             entry = following
             cute.arch.cp_async_commit_group()
-            s_k, s_v = self.stage(warp, step % stages)
+            keys, values = self.stage(warp, step % stages)
 
             # 1  S = Q K^T
             r_s = self.mma_qk.accumulator(warp.lane)
-            matmul_qk.issue(self.mma_qk, r_s, matmul_qk.operands(self.mma_qk, s_q, s_k, warp.lane))
+            self.multiply_keys(warp, s_q, keys, r_s, scales)
 
             # 2  score modification, mask, softmax
             if cutlass.const_expr(has_terms):
@@ -359,25 +280,119 @@ class PersistentDecode(Decode):
                 r_s.store(-r_s.load())
             if tile_order.needs_mask(band, Int32(0), key_tile, p.num_queries, build.tile_n):
                 self.mask_scores(p, piece, warp, band, r_s, key_tile)
-            apply_softmax(softmax, r_s, r_o, scale_log2)
+            self.apply_softmax(warp, softmax, r_s, r_o, scale_log2, values, scales)
 
             # 3  O += P V
-            v_operand = matmul_pv.v_operand(self.mma_pv, s_v, warp.lane)
-            matmul_pv.issue(self.mma_pv, r_o, self.mma_pv.from_accumulator(r_s), v_operand)
+            self.multiply_values(warp, r_s, values, r_o)
 
         # 4  join the teams, store the row, or this piece's partial results
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         statistics = self.row_statistics()
+        if cutlass.const_expr(self.e4m3 is not None):
+            # A sequence without keys may have any scale.
+            r_o.store(r_o.load() * cutlass.select_(start < stop, Float32(scales[1]), Float32(0.0)))
         self.store_team_results(warp, softmax, r_o, statistics)
         cute.arch.sync_threads()
         self.join_teams(p, piece, statistics, scale_log2, thread)
         cute.arch.sync_threads()
         self.store_piece(p, piece, statistics.factors, thread)
 
+    def table_row(self, p: Any, piece: Piece) -> tuple[Any, Any]:
+        """Returns the table's entries of a sequence, and log2 of the page size; None without pages."""
+        if self.paged_copy is None:
+            return None, None
+        return paging.page_row(p, piece.batch), paging.page_shift(p)
+
+    def first_scales(self, p: Any, piece: Piece) -> cute.Tensor | None:
+        """Returns the scales of keys and of values in registers; with scales of rows, the least unit of the values'."""
+        if self.e4m3 is None:
+            return None
+        found = cute.make_rmem_tensor(2, Float32)
+        found[0] = found[1] = Float32(e4m3_cache.LEAST_UNIT)
+        if not self.e4m3.has_row_scales:
+            found[0], found[1] = (self.e4m3.scale(p, name, piece) for name in e4m3_cache.NAMES)
+        return found
+
+    def stage(self, warp: Any, stage: Int32) -> tuple[Any, Any]:
+        """Returns the team's keys and values of a stage; of codes, where the stage starts, twice."""
+        if self.e4m3 is None:
+            return super().stage(warp, stage)
+        start = self.e4m3.stage_start(warp.team, stage)
+        return start, start
+
+    def multiply_keys(self, warp: Any, s_q: cute.Tensor, keys: Any, r_s: cute.Tensor, scales: Any) -> None:
+        """Computes S = Q K^T of the keys of a stage."""
+        if self.e4m3 is None:
+            matmul_qk.issue(self.mma_qk, r_s, matmul_qk.operands(self.mma_qk, s_q, keys, warp.lane))
+            return
+        q_operand = self.mma_qk.a_operand(s_q, warp.lane)
+        matmul_qk.issue(self.mma_qk, r_s, Operands(q_operand, self.e4m3.keys_operand(keys, warp.lane)))
+        self.e4m3.scale_scores(r_s, scales[0], keys, row_view(self.mma_qk.coordinates(warp.lane)))
+
+    def apply_softmax(
+        self,
+        warp: Any,
+        softmax: OnlineSoftmax,
+        r_s: cute.Tensor,
+        r_o: cute.Tensor,
+        scale_log2: Float32,
+        values: Any,
+        scales: Any,
+    ) -> None:
+        """Replaces scores by their weights, times the scales of the values' rows if there are any, and rescales O."""
+        if self.e4m3 is None or not self.e4m3.has_row_scales:
+            apply_softmax(softmax, r_s, r_o, scale_log2)
+            return
+        factors = softmax.weights(row_view(r_s), scale_log2)
+        coordinates = row_view(self.mma_qk.coordinates(warp.lane))
+        scales[1], shrink = self.e4m3.scale_weights(r_s, scales[1], values, coordinates)
+        multiply_rows(row_view(r_o), [factor * shrink for factor in factors])
+
+    def multiply_values(self, warp: Any, r_p: cute.Tensor, values: Any, r_o: cute.Tensor) -> None:
+        """Computes O += P V of the values of a stage."""
+        if self.e4m3 is None:
+            v_operand = matmul_pv.v_operand(self.mma_pv, values, warp.lane)
+        else:
+            v_operand = self.e4m3.values_operand(values, warp.lane)
+        matmul_pv.issue(self.mma_pv, r_o, self.mma_pv.from_accumulator(r_p), v_operand)
+
     @cute.jit
-    def entry(self, p: Any, row: Any, shift: Int32, seqlen: Any, warp: Any, key_tile: Int32, stop: Int32):
-        """Returns this lane's entry of the table for a key tile; 0 past the last tile."""
+    def load_queries(self, p: Any, work: Any, thread: Int32):
+        """Loads the rows of this block's tile, zeros past the last, in the order of columns that codes need.
+
+        They are loaded element by element, while keys are in flight.
+        """
+        build, seqlen, group = self.build, work.seqlen, seqlen_info.group_size(self.build, p)
+        for part in cutlass.range_constexpr(self.team_warps):
+            tile = self.query_tile(part)
+            for step in cutlass.range(self.rows * build.columns // build.threads, unroll=tile_copy.ELEMENT_UNROLL):
+                index = step * build.threads + thread
+                row, column = index // build.columns, index % build.columns
+                packed_row = work.row0 + part * self.rows + row
+                query = packed_row // group
+                value = self.dtype(0.0)
+                if (query < seqlen.num_queries) & (column < build.head_dim):
+                    head = work.head_key * group + (packed_row - query * group)
+                    start = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
+                    source = params.row_pointer(build, p, "query", start)
+                    value = self.dtype(cute.make_tensor(source + column, tile_copy.ONE)[0])
+                tile[row, e4m3_cache.query_column(build.columns, column)] = value
+
+    def output_columns(self, column: Any) -> tuple[Any, Any]:
+        if self.e4m3 is None:
+            return super().output_columns(column)
+        return e4m3_cache.output_column(column, 0), e4m3_cache.output_column(column, 1)
+
+    def entry(self, p: Any, row: Any, shift: Int32, seqlen: Any, warp: Any, key_tile: Int32, stop: Int32) -> Int32:
+        """Returns this lane's entry of the table for a key tile; 0 past the last tile, and without pages."""
+        if self.paged_copy is None:
+            return Int32(0)
+        return self.page_entry(p, row, shift, seqlen, warp, key_tile, stop)
+
+    @cute.jit
+    def page_entry(self, p: Any, row: Any, shift: Int32, seqlen: Any, warp: Any, key_tile: Int32, stop: Int32):
+        """Does `entry` for keys in pages."""
         found = Int32(0)
         if key_tile < stop:
             key0 = key_tile * self.build.tile_n + warp.team * self.keys
@@ -390,10 +405,13 @@ class PersistentDecode(Decode):
         build = self.build
         if key_tile < stop:
             key0 = key_tile * build.tile_n + warp.team * self.keys
-            rows = PagedRows(piece.head_key, key0, piece.seqlen.num_keys, entry)
-            s_k, s_v = self.stage(warp, stage)
-            self.paged_copy.copy(p, "key", warp.member, rows, build.head_dim, s_k)
-            self.paged_copy.copy(p, "value", warp.member, rows, build.head_dim_value, s_v)
+            if cutlass.const_expr(self.e4m3 is not None):
+                self.e4m3.load(p, piece, warp, key0, entry, self.stage(warp, stage)[0])
+            else:
+                rows = PagedRows(piece.head_key, key0, piece.seqlen.num_keys, entry)
+                s_k, s_v = self.stage(warp, stage)
+                self.paged_copy.copy(p, "key", warp.member, rows, build.head_dim, s_k)
+                self.paged_copy.copy(p, "value", warp.member, rows, build.head_dim_value, s_v)
 
     def packed_rows(self, piece: Piece, warp: Any, coordinates: cute.Tensor) -> list[Int32]:
         """Returns the packed query row of each row of this thread's scores."""

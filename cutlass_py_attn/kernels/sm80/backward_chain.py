@@ -18,7 +18,6 @@ import cutlass
 import cutlass.cute as cute
 
 from cutlass_py_attn.kernels.common import dependent_launch, params
-from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.sm80.backward_preprocess import BackwardPreprocess
 from cutlass_py_attn.kernels.sm80.grad_bias import GradBias
 from cutlass_py_attn.kernels.sm80.grad_sinks import GradSinks
@@ -47,12 +46,12 @@ class BackwardChain:
     """The host function of one backward Build.
 
     main: the body that computes the gradients of query, key and value
-    postprocess: the conversion of the dQ sums that `main` leaves; unused when the build has no such entry
+    postprocess: the conversion of the dQ sums that `main` leaves; None or unused when the build has no such entry
     postprocess_kv: the conversion of the sums of dK and dV; None when the build has no such entry
     """
 
     def __init__(
-        self, build: Build, main: MainKernel, postprocess: BackwardPostprocess, postprocess_kv: Postprocess | None
+        self, build: Build, main: MainKernel, postprocess: Postprocess | None, postprocess_kv: Postprocess | None
     ) -> None:
         self.build, self.main, self.postprocess, self.postprocess_kv = build, main, postprocess, postprocess_kv
         self.preprocess = BackwardPreprocess(build)
@@ -112,7 +111,7 @@ class BackwardChain:
 
 
 def trace(
-    build: Build, main: MainKernel, postprocess: BackwardPostprocess, postprocess_kv: Postprocess | None = None
+    build: Build, main: MainKernel, postprocess: Postprocess | None, postprocess_kv: Postprocess | None = None
 ) -> tuple[Any, tuple[Any, ...]]:
     """Returns the host function that launches this build's kernels, and arguments to compile it with."""
     return BackwardChain(build, main, postprocess, postprocess_kv), params.example_arguments(abi.fields_of(build))

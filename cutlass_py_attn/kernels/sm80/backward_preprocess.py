@@ -5,6 +5,9 @@ the gradient of logsumexp, whose address is 0 if there is none. DELTA_LANES thre
 vectors of it. Rows past the last query and rows without keys get a logsumexp of +inf, whether the forward left -inf or
 +inf there, so that their weights become exp2(-inf) = 0.
 
+The sm90 backward with dS^T in registers adds products to these numbers: it has -delta in place of delta, and variant
+ds_registers also -logsumexp / scale in place of logsumexp, which the factor scale turns to -inf in such rows.
+
 Where the main kernel of the sm90 family adds up dQ, each block also clears as many rows of the sums as it has rows, and
 the first blocks clear the counters.
 """
@@ -22,7 +25,9 @@ from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import DELTA_LANES, DELTA_ROWS, ROW_THREADS, delta_clears_sums
+from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
 from cutlass_py_attn.plan.split_d import dq_piece_columns, dq_pieces
+from cutlass_py_attn.plan.variants import KEEPS_DS
 
 VECTOR = 4  # float32 that a thread clears at once
 
@@ -72,12 +77,22 @@ class BackwardPreprocess:
                 total = total - params.load_scalar(p.grad_logsumexp, Float32, index)
             index = (Int64(head) * p.total_tiles + of.first_tile) * build.tile_m + row
             statistics = (
-                # Other libraries store NaN as the output of a row without keys.
-                (p.delta, cutlass.select_(is_empty, Float32(0.0), total)),
-                (p.logsumexp_log2, cutlass.select_(is_empty, Float32.inf, lse * math.log2(math.e))),
+                (p.delta, self.stored_delta(total, is_empty)),
+                (p.logsumexp_log2, self.stored_logsumexp(p, lse, is_empty)),
             )
             for address, value in statistics:
                 cute.make_tensor(params.pointer(address, Float32, 4) + index, cute.make_layout(1))[0] = value
+
+    def stored_delta(self, total: Float32, is_empty: cutlass.Boolean) -> Float32:
+        """Returns what is stored for delta; other libraries store NaN as the output of a row without keys."""
+        delta = cutlass.select_(is_empty, Float32(0.0), total)
+        return -delta if self.build.variant in KEEPS_DS else delta
+
+    def stored_logsumexp(self, p: Any, lse: Float32, is_empty: cutlass.Boolean) -> Float32:
+        """Returns what is stored for the logsumexp, in natural units in `lse`."""
+        if starts_from_logsumexp(self.build):
+            return -cutlass.select_(is_empty, Float32.inf, lse) / p.scale
+        return cutlass.select_(is_empty, Float32.inf, lse * math.log2(math.e))
 
     @cute.jit
     def clear_sums(self, p: Any, of: Any, block: Int32, head: Int32):

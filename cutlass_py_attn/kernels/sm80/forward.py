@@ -24,6 +24,7 @@ from cutlass_py_attn.kernels.common.score_mod import ScoreMod
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, safe_scale
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.sm80 import e4m3_tiles
 from cutlass_py_attn.kernels.sm80.score_inputs import ScoreInputs
 from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.build import Build
@@ -68,6 +69,7 @@ class ForwardSm80:
         self.mma_qk = MmaSync(matmul_qk.spec(build), build.dtype)
         self.mma_pv = MmaSync(matmul_pv.spec(build), build.dtype)
         self.score_inputs = ScoreInputs(build, self.mma_qk, "bias")
+        self.codes = e4m3_tiles.of(build)
 
     @cute.jit
     def __call__(self, *values):
@@ -104,6 +106,9 @@ class ForwardSm80:
         loop = MainloopState(OnlineSoftmax(rows, self.row_sums(rows, thread)), qk_operands, v_operand)
         scale_log2 = Float32(1.0) if cutlass.const_expr(self.score_mod.present) else safe_scale(p.scale_log2)
         operands = self.score_mod.load_operands(p, work.batch, work.head)
+        if cutlass.const_expr(self.codes is not None):
+            key_head = seqlen_info.key_head(build, p, work.head)
+            key_scale, value_scale = self.codes.operand_scales(p, seqlen.index, key_head, first < end)
 
         for i in cutlass.range(end - first, unroll=1):
             key_tile = end - 1 - i
@@ -116,15 +121,19 @@ class ForwardSm80:
             self.load_key_rows(p, "value", seqlen, now.head, key_tile, smem.value, thread)
             self.score_inputs.load_bias(p, seqlen, now.head, tile_origin, thread)
             cute.arch.cp_async_commit_group()
+            self.convert_codes("key", smem.key, thread)
 
             # 1  S = Q K^T
             r_s = self.mma_qk.accumulator(thread)
             matmul_qk.issue(self.mma_qk, r_s, loop.qk_operands)
+            if cutlass.const_expr(self.codes is not None):
+                self.codes.scale_scores(row_view(r_s), row_view(self.mma_qk.coordinates(thread)), key_scale)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             if key_tile > first:
                 self.load_key_rows(p, "key", seqlen, now.head, key_tile - 1, smem.key, thread)
             cute.arch.cp_async_commit_group()
+            self.convert_codes("value", smem.value, thread)
 
             # 2  score modification, mask, softmax, dropout
             coordinates = row_view(self.mma_qk.coordinates(params.read_register("tid.x")))
@@ -152,6 +161,8 @@ class ForwardSm80:
         lse = loop.softmax.finish(row_view(r_o), scale_log2)
         if cutlass.const_expr(build.has("dropout")):
             r_o.store(r_o.load() * p.keep_scale)
+        if cutlass.const_expr(self.codes is not None):
+            r_o.store(r_o.load() * value_scale)
         coordinates = row_view(self.mma_qk.coordinates(thread))
         row = RowCoordinates(now.batch, now.head, query0)
         logsumexp.store_tile(p, lse, coordinates, row, build.tile_m, seqlen.num_queries)
@@ -196,6 +207,9 @@ class ForwardSm80:
         """Starts copying key tile `key_tile` of key or value, for query head `head`."""
         build, key0 = self.build, key_tile * self.build.tile_n
         columns = build.head_dim if name == "key" else build.head_dim_value
+        if self.codes is not None:
+            self.codes.load(p, name, seqlen, head, key0, params.read_register("tid.x"))
+            return
         if build.has("paged"):
             key_head = seqlen_info.key_head(build, p, head)
             pages = paged_tile_copy.paged_tile(build, p, name, seqlen, key_head, key0, columns)
@@ -207,6 +221,12 @@ class ForwardSm80:
         start = RowCoordinates(seqlen.batch, seqlen_info.key_head(build, p, head), seqlen.key_start + key0)
         source = tile_copy.gmem_tile(build, p, name, start, seqlen.num_keys - key0, columns)
         tile_copy.copy_g2s(thread, build.threads, source, tile)
+
+    def convert_codes(self, name: str, tile: cute.Tensor, thread: Int32) -> None:
+        """Converts the e4m3 codes that have arrived to a tile of key or value, and waits for all threads."""
+        if self.codes is not None:
+            self.codes.convert(name, tile, thread)
+            cute.arch.sync_threads()
 
 
 def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:

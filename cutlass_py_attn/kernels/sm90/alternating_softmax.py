@@ -51,6 +51,11 @@ class AlternatingSoftmax:
         self.maximum.fill(-Float32.inf)
         self.sum.fill(0.0)
 
+    def clear_maximum(self) -> None:
+        """Leaves -inf as this warpgroup's row maxima, so that `weights` needs no `is_first`."""
+        for row in self.tile_rows:
+            _store(self.maxima, row, self.warpgroup, -Float32.inf)
+
     def weights(self, scores: cute.Tensor, is_first: bool) -> None:
         """Turns the scores (rows x columns) of a key tile into exp2((s - max) scale_log2).
 
@@ -105,10 +110,15 @@ class AlternatingSoftmax:
             shrink = exp2((self.maximum[index] - finite(self.maxima[row, last])) * self.scale_log2)
             _store(self.totals, row, self.warpgroup, total * shrink)
 
-    def finish(self, last: Int32, sink: Float32 | None) -> tuple[list[Float32], list[Float32]]:
-        """Returns the last factor of each row of O, 0 without keys, and the logsumexp (natural log), -inf without keys.
+    def finish(
+        self, last: Int32, sink: Float32 | None, unit: float = math.log(2.0)
+    ) -> tuple[list[Float32], list[Float32]]:
+        """Returns the last factor of each row of O, 0 without keys, and the logsumexp, -inf without keys.
 
-        Both warpgroups must have left their sums. sink: logit of a sink, in natural log; None for none
+        Both warpgroups must have left their sums.
+
+        sink: logit of a sink, in natural log; None for none
+        unit: factor of the logsumexp in base 2: that of the natural log, or 1.0
         """
         factors, logsumexps = [], []
         for row in self.tile_rows:
@@ -122,7 +132,7 @@ class AlternatingSoftmax:
                 total = total * shrink + SINKS.weight(exp2, sink_log2, base)
             is_empty = total == 0.0
             factors.append(cutlass.select_(is_empty, Float32(0.0), shrink * cute.arch.rcp_approx(total)))
-            lse = (maximum + cute.math.log2(total, fastmath=True)) * math.log(2.0)
+            lse = (maximum + cute.math.log2(total, fastmath=True)) * unit
             logsumexps.append(cutlass.select_(is_empty, -Float32.inf, lse))
         return factors, logsumexps
 

@@ -22,6 +22,22 @@ heads has all query heads of a group, or one of them, whose dK and dV are added 
                                                   64 threads of adding warps, at once
     value        TMA                              8 warps, after the last 3                1
 
+Variants ds_registers and key_registers keep dS^T in registers, and less is read from shared memory:
+
+    product           standard            ds_registers                      key_registers
+    1 S^T = K Q^T     K, Q from shared    the same; with 128 columns        as standard
+                      memory              added to -logsumexp / scale
+    3 dP^T = V dO^T   V, dO from shared   the same, added to -delta; with   as ds_registers, issued after 5
+                      memory              fewer columns issued after 5
+    5 dV += P^T dO    P^T from registers  as standard                       as standard
+    6 dK += dS^T Q    dS^T from shared    dS^T from registers               as ds_registers
+                      memory
+    7 dQ = dS K       dS, K from shared   as standard                       dQ^T = K^T dS^T, K^T from registers:
+                      memory                                                sm90/grad_query_transposed.py
+
+P^T and dS^T take turns in the same registers: 6 of the iteration before ends before P is converted, and 5 before dS is;
+where 5 is issued first, it ends with 3.
+
 Dropout's mask bits are generated for several query tiles at once: sm90/dropout_transposed.py.
 """
 
@@ -56,6 +72,7 @@ from cutlass_py_attn.kernels.sm90.dropout_transposed import TransposedDropout
 from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQuerySm90, warpgroup_gemm
 from cutlass_py_attn.kernels.sm90.grad_query_ordered import OrderedGradQuery
 from cutlass_py_attn.kernels.sm90.grad_query_per_head import GradQueryPerHead
+from cutlass_py_attn.kernels.sm90.grad_query_transposed import TransposedGradQuery, TransposedPostprocess
 from cutlass_py_attn.kernels.sm90.key_gradient_sums import KeyGradientPostprocess, KeyGradientSums
 from cutlass_py_attn.kernels.sm90.key_tile_scheduler import KeyTileScheduler, PerHeadScheduler, QueryHeadScheduler
 from cutlass_py_attn.kernels.sm90.named_barriers import BackwardBarrier
@@ -63,19 +80,22 @@ from cutlass_py_attn.kernels.sm90.pipelines import PipelineSpec, arrive, arrive_
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
-from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
+from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores, WeightOperands
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, STANDARD
+from cutlass_py_attn.plan.sm90_smem import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order, starts_from_logsumexp
+from cutlass_py_attn.plan.variants import KEEPS_DS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
-SCHEDULERS = {STANDARD: KeyTileScheduler, PER_HEAD: PerHeadScheduler, QUERY_HEADS: QueryHeadScheduler}
+SCHEDULERS = {PER_HEAD: PerHeadScheduler, QUERY_HEADS: QueryHeadScheduler}  # of variants with work tiles of their own
 
 
 @dataclass(frozen=True)
 class Gemms:
-    """The component GEMMs of the consumers, and their operands in shared memory. dV's A operand is in registers."""
+    """The component GEMMs of the consumers, and their operands in shared memory. dV's A operand is in registers.
+
+    dsq_parts: with dS^T in shared memory; dsq_b: Q alone, for dS^T in registers
+    """
 
     mma_qk: Wgmma
     mma_dov: Wgmma
@@ -85,6 +105,7 @@ class Gemms:
     dov_parts: Operands
     pdo_b: DescriptorOperand
     dsq_parts: Operands
+    dsq_b: DescriptorOperand
 
 
 class BackwardSm90:
@@ -96,11 +117,12 @@ class BackwardSm90:
         self.adds_in_order = adds_in_order(build)
         grad_query = GradQueryPerHead if build.variant == PER_HEAD else GradQuerySm90
         grad_query = OrderedGradQuery if self.adds_in_order else grad_query
+        grad_query = TransposedGradQuery if build.variant == KEY_REGISTERS else grad_query
         self.build = build
         self.consumers = build.threads - CONSUMER_START  # threads of the consumer warpgroups
         self.dtype = DTYPES[build.dtype]
         self.smem = BackwardSmem(build)
-        self.scheduler = SCHEDULERS[build.variant](build)
+        self.scheduler = SCHEDULERS.get(build.variant, KeyTileScheduler)(build)
         self.grad_query = grad_query(build, BackwardBarrier.GRAD_QUERY)
         self.tile_order = QueryTileOrder(build)
         self.block_order = QueryTileOrder(build, self.smem.blocks)
@@ -109,8 +131,12 @@ class BackwardSm90:
         self.key_gradients = KeyGradientSums(build) if build.variant == QUERY_HEADS else None
         self.overlaps_tiles = build.key_stages > 1  # the next key tile's first scores are issued before this one's end
         self.dropout = TransposedDropout(build, CONSUMER_START, self.consumers) if build.has("dropout") else None
+        self.keeps_ds = build.variant in KEEPS_DS  # dS^T stays in registers, and dP^T starts from -delta
+        self.starts_lse = starts_from_logsumexp(build)  # S^T starts from -logsumexp / scale
+        self.issues_dv_first = self.keeps_ds and not self.starts_lse  # 5 before 3
         # If a thread has registers for it, the logsumexp is read while S is multiplied.
-        self.reads_lse_early = build.block_queries <= 64 and not {"dropout", "softcap"} & {*build.features}
+        is_narrow = build.block_queries <= 64 and not {"dropout", "softcap"} & {*build.features}
+        self.reads_lse_early = is_narrow and not self.starts_lse
 
     def sync_barrier_init(self) -> None:
         """Makes the mbarriers visible to the block."""
@@ -246,11 +272,12 @@ class BackwardSm90:
         while key_tile >= 0:
             work_tile = self.scheduler.read_record(p, self.record(at_k))
             block = self.tile_order.first(p, work_tile)
+            keys = self.grad_query.gemm.key_operand(self.smem.key_tile(at_k), thread)
             for _ in cutlass.range(self.tile_order.num_tiles(p, work_tile), unroll=1):
                 target = self.grad_query.target(p, work_tile, block, thread, state)
                 pipes.ds.consumer_wait(at)
                 release = functools.partial(arrive, pipes.ds.sync_object_empty, at.index)
-                operands = DsK(s_ds[None, None, at.index], self.smem.key_tile(at_k))
+                operands = DsK(s_ds[None, None, at.index], keys)
                 state = self.grad_query.add_tile(p, target, operands, thread, release, state)
                 at.advance()
                 block = self.tile_order.next(work_tile, block)
@@ -293,29 +320,38 @@ class BackwardSm90:
                 self.dropout.load(p, stream, r_kept, work_tile, block, Int32(0), iterations)
             for iteration in cutlass.range(iterations, unroll=1):
                 # 2  P = exp2(S - logsumexp) in base 2
-                if cutlass.const_expr(not self.reads_lse_early):
+                if cutlass.const_expr(not self.reads_lse_early and not self.starts_lse):
                     self.statistics.read("logsumexp", at_q.index, thread, r_lse)
                 here = self.scores.thread(thread, CONSUMER_START)
                 score_tile = ScoreTile(work_tile.seqlen, work_tile.band, block.head, block.index, key_tile)
                 r_derivative = self.scores.apply_score_mod(p, gemms.mma_qk, r_s, score_tile, here)
                 self.scores.exponentiate(p, r_s, r_lse)
+                if cutlass.const_expr(self.keeps_ds):  # P takes the registers of the last dS
+                    self.finish_dk(pipes, at_q, iteration)
                 self.scores.mask(gemms.mma_qk, r_s, score_tile, here)
                 weights = self.scores.operands(r_s, r_derivative, r_kept)
-                # 3  dP^T = V dO^T, followed by 5  dV += P^T dO
+                # 3  dP^T = V dO^T, followed by 5  dV += P^T dO, or the other way round
                 pipes.do.consumer_wait(at)
-                r_dp = gemms.mma_dov.accumulator(thread)
-                doivj.issue(gemms.mma_dov, r_dp, gemms.dov_parts.stage(None, at.index))
-                pdo_parts = grad_v.register_operands(gemms.mma_pdo, weights.r_p, gemms.pdo_b.stage(at.index))
-                grad_v.issue(gemms.mma_pdo, r_dv, pdo_parts)
-                grad_k.wait(gemms.mma_dsq, 2)
-                if iteration > 0:
-                    arrive(pipes.q.sync_object_empty, previous_stage(at_q, build.query_stages))
-                doivj.wait(gemms.mma_dov, 1)
+                if cutlass.const_expr(self.issues_dv_first):
+                    self.issue_dv(gemms, at, weights, r_dv)
+                    r_dp = self.issue_dp(gemms, at, thread)
+                else:
+                    r_dp = self.issue_dp(gemms, at, thread)
+                    self.issue_dv(gemms, at, weights, r_dv)
+                if cutlass.const_expr(not self.keeps_ds):
+                    grad_k.wait(gemms.mma_dsq, 2)
+                    if iteration > 0:
+                        arrive(pipes.q.sync_object_empty, previous_stage(at_q, build.query_stages))
+                doivj.wait(gemms.mma_dov, 0 if self.issues_dv_first else 1)
                 if cutlass.const_expr(self.overlaps_tiles):
                     self.release_value(pipes, iteration + 1 == iterations)
                 # 4  dS = P (dP - delta), also for the warpgroup of dQ
-                self.statistics.read("delta", at.index, thread, r_delta)
+                if cutlass.const_expr(not self.keeps_ds):
+                    self.statistics.read("delta", at.index, thread, r_delta)
                 self.scores.gradient(p, r_dp, weights.r_factor, r_delta, r_kept)
+                if cutlass.const_expr(self.keeps_ds):  # dS takes the registers of P
+                    grad_v.wait(gemms.mma_pdo)
+                    arrive_all(pipes.do.sync_object_empty, at.index)
                 self.acquire_ds(pipes, at)
                 r_ds, s_ds = tile_copy.converted(r_dp, self.dtype), self.smem.ds_blocks()[None, None, at.index]
                 self.scores.store_ds(gemms.mma_qk, r_ds, s_ds, thread)
@@ -336,15 +372,20 @@ class BackwardSm90:
                 stage = cutlass.select_(has_next, at_q.index, last)
                 if has_next:
                     pipes.q.consumer_wait(at_q)
-                r_next = gemms.mma_qk.accumulator(thread)
+                r_next = self.scores_accumulator(gemms, stage, thread)
                 matmul_qk.issue(gemms.mma_qk, r_next, gemms.qk_parts.stage(key_stage, stage))
-                self.sync_warpgroup(warpgroup)
-                grad_k.issue(gemms.mma_dsq, r_dk, gemms.dsq_parts.stage(last_ds, last))
+                if cutlass.const_expr(self.keeps_ds):
+                    dsq_parts = grad_k.register_operands(gemms.mma_dsq, r_ds, gemms.dsq_b.stage(last))
+                else:
+                    self.sync_warpgroup(warpgroup)
+                    dsq_parts = gemms.dsq_parts.stage(last_ds, last)
+                grad_k.issue(gemms.mma_dsq, r_dk, dsq_parts)
                 if cutlass.const_expr(self.reads_lse_early):
                     self.statistics.read("logsumexp", stage, thread, r_lse)
-                grad_v.wait(gemms.mma_pdo, 2)
-                # Every thread has read delta of this stage.
-                arrive_all(pipes.do.sync_object_empty, previous_stage(at, build.grad_output_stages))
+                if cutlass.const_expr(not self.keeps_ds):
+                    grad_v.wait(gemms.mma_pdo, 2)
+                    # Every thread has read delta of this stage.
+                    arrive_all(pipes.do.sync_object_empty, previous_stage(at, build.grad_output_stages))
                 block = self.block_order.next(work_tile, block)
                 if cutlass.const_expr(self.dropout is not None):
                     self.dropout.load(p, stream, r_kept, work_tile, block, iteration + 1, iterations)
@@ -399,12 +440,39 @@ class BackwardSm90:
 
         If no work tile is left, it computes unused numbers.
         """
-        r_next = gemms.mma_qk.accumulator(thread)
+        r_next = self.scores_accumulator(gemms, at_q.index, thread)
         matmul_qk.issue(gemms.mma_qk, r_next, gemms.qk_parts.stage(self.smem.key_stage(at_k), at_q.index))
         if self.reads_lse_early:
             self.statistics.read("logsumexp", at_q.index, thread, r_lse)
         matmul_qk.wait(gemms.mma_qk)
         r_s.store(r_next.load())
+
+    def scores_accumulator(self, gemms: Gemms, stage: Int32, thread: Int32) -> cute.Tensor:
+        """Returns the accumulator of S^T of a query block; the stage has arrived, unless S^T is unused."""
+        r_s = gemms.mma_qk.accumulator(thread)
+        if self.starts_lse:
+            self.statistics.start("logsumexp", stage, thread, r_s)
+        return r_s
+
+    def issue_dp(self, gemms: Gemms, at: Any, thread: Int32) -> cute.Tensor:
+        """Starts 3  dP^T = V dO^T of a query block; returns its accumulator."""
+        r_dp = gemms.mma_dov.accumulator(thread)
+        if self.keeps_ds:
+            self.statistics.start("delta", at.index, thread, r_dp)
+        doivj.issue(gemms.mma_dov, r_dp, gemms.dov_parts.stage(None, at.index))
+        return r_dp
+
+    def issue_dv(self, gemms: Gemms, at: Any, weights: WeightOperands, r_dv: cute.Tensor) -> None:
+        """Starts 5  dV += P^T dO of a query block."""
+        parts = grad_v.register_operands(gemms.mma_pdo, weights.r_p, gemms.pdo_b.stage(at.index))
+        grad_v.issue(gemms.mma_pdo, r_dv, parts)
+
+    @cute.jit
+    def finish_dk(self, pipes: Pipelines, at_q: Any, iteration: Int32):
+        """Waits for 6 of the iteration before and releases its query block."""
+        Wgmma.wait(0)
+        if iteration > 0:
+            arrive(pipes.q.sync_object_empty, previous_stage(at_q, self.build.query_stages))
 
     @cute.jit
     def wait_for_query(self, pipes: Pipelines, at_q: Any, is_loaded: Any):
@@ -436,8 +504,9 @@ class BackwardSm90:
         build, rows = self.build, self.build.block_queries
         s_q, s_do, s_ds = self.smem.tiles("query"), self.smem.tiles("grad_output"), self.smem.ds_blocks()
         s_k, s_v = self.smem.tiles("key"), self.smem.tiles("value")
-        mma_qk = Wgmma(replace(matmul_qk.spec(build, swap_ab=True), n=rows), build.dtype)
-        mma_dov = Wgmma(replace(doivj.spec(build, swap_ab=True), n=rows), build.dtype)
+        spec_qk, spec_dov = (gemm.spec(build, swap_ab=True) for gemm in (matmul_qk, doivj))
+        mma_qk = Wgmma(replace(spec_qk, n=rows, accumulate=self.starts_lse), build.dtype)
+        mma_dov = Wgmma(replace(spec_dov, n=rows, accumulate=self.keeps_ds), build.dtype)
         mma_pdo = Wgmma(replace(grad_v.spec(build), k=rows), build.dtype)
         mma_dsq = Wgmma(replace(grad_k.spec(build), k=rows), build.dtype)
         return Gemms(
@@ -449,13 +518,15 @@ class BackwardSm90:
             dov_parts=doivj.operands(mma_dov, s_do, s_v, thread),
             pdo_b=grad_v.b_operand(mma_pdo, s_do),
             dsq_parts=grad_k.operands(mma_dsq, s_ds, s_q, thread),
+            dsq_b=grad_k.b_operand(mma_dsq, s_q),
         )
 
 
 def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:
     """Returns the host function that launches this build's kernels, and arguments to compile it with."""
     body = BackwardSm90(build)
-    postprocess = BackwardPostprocess(build, body.grad_query.accum, warpgroup_gemm)
+    conversion = TransposedPostprocess if build.variant == KEY_REGISTERS else BackwardPostprocess
+    postprocess = conversion(build, body.grad_query.accum, warpgroup_gemm)
     sums = body.key_gradients
     postprocess_kv = None if sums is None else KeyGradientPostprocess(build, sums)
     return backward_chain.trace(build, BackwardKernelSm90(build, body), postprocess, postprocess_kv)

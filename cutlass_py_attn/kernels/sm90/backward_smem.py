@@ -11,6 +11,7 @@ from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
 from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock
+from cutlass_py_attn.kernels.sm90.swap_ab import column_pairs, pair_coordinates
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.sm90_smem import tma_tiles
 
@@ -95,6 +96,15 @@ class RowStatistics:
         first = self._stages(name).iterator + (stage * rows + thread % (COLUMNS // QUAD_COLUMNS) * QUAD_COLUMNS)
         pairs = cute.make_layout((QUAD_COLUMNS, rows // COLUMNS), stride=(1, COLUMNS))
         cute.autovec_copy(cute.make_tensor(first.align(8), pairs), values)
+
+    def start(self, name: str, stage: Int32, thread: Int32, accumulator: cute.Tensor) -> None:
+        """Sets each column of a thread's accumulator of transposed scores to the statistic of its query."""
+        pairs = column_pairs(accumulator)
+        first = cute.make_tensor(pairs.iterator, cute.make_layout((2, cute.size(pairs, mode=[2])), stride=(1, 4)))
+        self.read(name, stage, thread, first)
+        for at in pair_coordinates(pairs):
+            if at.row:
+                pairs[at.element, at.row, at.pair] = pairs[at.element, 0, at.pair]
 
     def _stages(self, name: str) -> cute.Tensor:
         """Returns all stages of one statistic: (row, stage)."""

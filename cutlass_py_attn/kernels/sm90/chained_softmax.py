@@ -14,6 +14,8 @@ from cutlass import Boolean, Float32
 from cutlass_py_attn.kernels.common.softmax import QUAD, OnlineSoftmax, exp2, finite
 
 CHAINS = 4
+# Of the weights of a row that a thread adds, by the dtype of P: a weight, which is at most the sum, fits the dtype.
+LARGEST_SUM = {"bfloat16": 2.0**24, "float16": 2.0**15}
 GROWTH = 8.0  # how far scores may exceed a maximum that is not updated, in base 2: weights stay below 2^8
 
 
@@ -56,6 +58,40 @@ class ChainedSoftmax(OnlineSoftmax):
             scores[row, None].store(weights)
             sums[row] = sums[row] + self.row_sum(weights)
         return grows
+
+    def speculate(self, scores: cute.Tensor, scale_log2: Float32) -> list[Float32]:
+        """Turns scores, of a tile or of some of its columns, into weights with the maxima so far.
+
+        Returns this thread's sum of each row. The sums are not added to those of the rows: a score may exceed the
+        maximum, or a row may have none yet. `is_valid` says of the sums whether the weights may be used.
+        """
+        sums = []
+        for row in range(self.rows):
+            base = self.maximum[row] * scale_log2
+            weights = self.unbounded_exponentials(scores[row, None].load() * scale_log2 - base)
+            scores[row, None].store(weights)
+            sums.append(self.row_sum(weights))
+        return sums
+
+    def unbounded_exponentials(self, exponents: Any) -> Any:
+        """Returns 2 to the power of each; above 100 and for NaN either NaN or a number above any LARGEST_SUM."""
+        return self.exponentials(exponents)
+
+    def add_sums(self, sums: list[Float32]) -> None:
+        """Adds the sums of `speculate`."""
+        for row in range(self.rows):
+            self.sum[row] = self.sum[row] + sums[row]
+
+
+def is_valid(sums: list[Float32], dtype: str) -> Boolean:
+    """Returns whether the weights fit P of this dtype. A row without a maximum has weights of infinity or NaN.
+
+    Scores may exceed the maximum before their tile by 15 (float16) or 24 (bfloat16) in base 2.
+    """
+    found = Boolean(True)
+    for value in sums:
+        found = found & (value <= LARGEST_SUM[dtype])
+    return found
 
 
 def larger(a: Float32, b: Float32) -> Float32:

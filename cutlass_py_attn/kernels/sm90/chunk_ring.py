@@ -27,17 +27,21 @@ from cutlass_py_attn.plan.variants import CLUSTER
 
 
 class ChunkRing:
-    """The ring of one Build. Its barriers are the first of the plan's: full ones of each warpgroup, then empty ones."""
+    """The ring of one Build. Its barriers are the first of the plan's: full ones of each warpgroup, then empty ones.
 
-    def __init__(self, build: Build) -> None:
-        self.build = build
-        self.stages = sm90_wide.ring_stages(build)
+    start: where the stages begin in shared memory (bytes)
+    stages: their number
+    most_stages: for how many stages there are barriers; 0 for as many as there are stages
+    """
+
+    def __init__(self, build: Build, start: int, stages: int, most_stages: int = 0) -> None:
+        self.build, self.start, self.stages, self.most_stages = build, start, stages, most_stages or stages
         self.strip_bytes = build.tile_n * WIDE_COLUMN_MULTIPLE * build.item_bytes
         self.stage_bytes = build.tile_n * sm90_wide.chunk_columns(build) * build.item_bytes
 
     def create(self) -> None:
         """Initialises the barriers. One thread calls this."""
-        for stage in range(self.stages):
+        for stage in range(self.most_stages):
             for warpgroup in range(sm90_wide.WARPGROUPS):
                 cute.arch.mbarrier_init(self._full(stage, warpgroup), 1)
             cute.arch.mbarrier_init(self._empty(stage), WARPGROUP_WARPS * CLUSTER)
@@ -52,7 +56,7 @@ class ChunkRing:
         """Returns all stages in shared memory, (keys, columns of a chunk, stages)."""
         build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         shape = build.tile_n, sm90_wide.chunk_columns(build)
-        return smem_tile_at(base, build.buffer("ring").offset, DTYPES[build.dtype], shape, self.stages)
+        return smem_tile_at(base, self.start, DTYPES[build.dtype], shape, self.stages)
 
     @cute.jit
     def load(self, source: Any, chunks: cutlass.Constexpr, first: Int32, coordinates: tuple, reader: Int32):
@@ -72,7 +76,7 @@ class ChunkRing:
                 for pair in cutlass.range_constexpr(ceil_div(chunk.strips, CLUSTER)):
                     strip = CLUSTER * pair + rank
                     if strip < chunk.strips:
-                        offset = self.build.buffer("ring").offset + stage * self.stage_bytes + strip * self.strip_bytes
+                        offset = self.start + stage * self.stage_bytes + strip * self.strip_bytes
                         prim.cp_async_bulk_tensor_shared_cluster_global(
                             base + cute.assume(offset, divby=1024),
                             source.get_ptr(),
@@ -98,10 +102,10 @@ class ChunkRing:
 
     def next_barrier(self) -> cute.Pointer:
         """Returns the first of the plan's barriers behind those of the ring."""
-        return first_barrier(self.build) + (sm90_wide.WARPGROUPS + 1) * self.stages
+        return first_barrier(self.build) + (sm90_wide.WARPGROUPS + 1) * self.most_stages
 
     def _full(self, stage: Any, reader: Any) -> cute.Pointer:
-        return first_barrier(self.build) + (reader * self.stages + stage)
+        return first_barrier(self.build) + (reader * self.most_stages + stage)
 
     def _empty(self, stage: Any) -> cute.Pointer:
-        return first_barrier(self.build) + (sm90_wide.WARPGROUPS * self.stages + stage)
+        return first_barrier(self.build) + (sm90_wide.WARPGROUPS * self.most_stages + stage)

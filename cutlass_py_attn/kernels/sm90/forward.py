@@ -11,17 +11,24 @@ next work tile is in flight while the output is stored.
 Keys and values may be in pages: the producer warp then loads each tile page by page (paged_loads.py), and nothing else
 differs.
 
+With option speculative, the weights of a key tile that every row sees use the maxima before it, so that exponentials
+wait for no maximum of the tile. If a score exceeds its maximum by far, the warpgroup computes S again, then the maxima.
+With option halves, S of such a tile is two products, and the exponentials of the first half run during the second.
+
+With option shared_end, all blocks share the keys of the last query tiles (join_parts.py).
+
 For long causal sequences two blocks of a cluster compute neighbouring query tiles, and each loads half of every key and
 value tile for both. The first block skips tiles that only the second block reads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
+import cutlass.experimental.primitives as prim
 import cutlass.pipeline as pipeline
 from cutlass import Float32, GridConstant, Int32
 
@@ -33,9 +40,10 @@ from cutlass_py_attn.kernels.common.softmax import multiply_rows, safe_scale
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax
+from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax, is_valid
 from cutlass_py_attn.kernels.sm90.cluster import Cluster, SingleCta
 from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
+from cutlass_py_attn.kernels.sm90.join_parts import JoinParts
 from cutlass_py_attn.kernels.sm90.paged_loads import PagedKeyTile, PagedLoads
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
@@ -43,25 +51,30 @@ from cutlass_py_attn.kernels.sm90.tile_scheduler import (
     ClusterTileScheduler,
     Cursor,
     LastRoundsScheduler,
+    SharedEndScheduler,
     TileScheduler,
     WorkTile,
 )
 from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.plan.variants import MULTICAST
+from cutlass_py_attn.plan.variants import HALVES, MULTICAST, SPECULATIVE
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere
 
 
 class NamedBarrier(IntEnum):
-    """Named barriers; a warpgroup waits at its own until it may issue GEMMs."""
+    """Named barriers; a warpgroup waits at its own until it may issue GEMMs, or whether its weights are valid."""
 
     WARP_SCHEDULER_WG1 = 2
     WARP_SCHEDULER_WG2 = 3
     WARP_SCHEDULER_WG3 = 4
+    VALID_WG1 = 5
+    VALID_WG2 = 6
+    VALID_WG3 = 7
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,7 @@ class ConsumerState:
     thread: its index among the threads of all consumer warpgroups
     coordinates: (row, column) in a tile of each score that the thread holds
     qk_operands, p_operand, v_operand: operands of both GEMMs, all stages
+    parts: operands of S = Q K^T for each part of a key tile whose scores are multiplied apart
     r_p, r_o: P in the operands' dtype, and the accumulator of O
     softmax: the running softmax of the rows that the thread holds
     scale_log2: factor of the scores in the exponent
@@ -88,6 +102,7 @@ class ConsumerState:
     thread: Any
     coordinates: cute.Tensor
     qk_operands: Any
+    parts: tuple[Any, ...]
     p_operand: Any
     v_operand: Any
     r_p: cute.Tensor
@@ -107,6 +122,8 @@ class ForwardSm90:
         self.score_mod = ScoreModRegisters(build)
         is_cluster = build.variant == MULTICAST
         dense = LastRoundsScheduler if deals_last_rounds(build) else TileScheduler
+        dense = SharedEndScheduler if build.has_combine else dense
+        self.join = JoinParts(build, SharedEndScheduler(build)) if build.has_combine else None
         self.scheduler = ClusterTileScheduler(build) if is_cluster else dense(build)
         self.cluster = Cluster(build) if is_cluster else SingleCta(build)
         self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
@@ -115,9 +132,13 @@ class ForwardSm90:
             num_stages(build)["query"] > 1
         )  # the next query tile is loaded before the output is stored
         self.emulates_exp2 = build.columns + build.columns_value <= MAX_EMULATED_COLUMNS and build.dtype == "bfloat16"
-        # A float16 row that attends mostly to one key is more accurate with that key's weight at exactly 1.
+        # A float16 row that attends mostly to one key is more accurate with that key's weight at exactly 1. Option
+        # speculative gives that up where it gains more speed.
         is_narrow = self.consumers <= MAX_LAZY_WARPGROUPS * WARPGROUP_THREADS
         self.rescales_lazily = build.dtype == "bfloat16" and is_narrow
+        self.speculates = SPECULATIVE in build.options
+        self.num_parts = 2 if HALVES in build.options else 1
+        self.mma_part = Wgmma(replace(matmul_qk.spec(build), n=build.tile_n // self.num_parts), build.dtype)
 
     @cute.jit
     def __call__(self, *values):
@@ -126,9 +147,16 @@ class ForwardSm90:
         maps = self.placeholder_maps(p)
         params.set_entry_name(build, self.kernel)
         block, cluster_shape = (build.threads, 1, 1), (build.body.cluster, 1, 1)
-        self.kernel(*maps, p).launch(
-            grid=(p.num_queries, 1, 1), block=block, cluster=cluster_shape, min_blocks_per_mp=1
-        )
+        grid = p.num_queries, 1, 1
+        self.kernel(*maps, p).launch(grid=grid, block=block, cluster=cluster_shape, min_blocks_per_mp=1)
+        if cutlass.const_expr(build.has_combine):
+            params.set_entry_name(build, self.combine_kernel, "_combine")
+            # One struct for each launch: the DSL caches the fields that a launch has read in the struct.
+            self.combine_kernel(params.from_values(build, values)).launch(grid=grid, block=(ROW_THREADS, 1, 1))
+
+    @cute.kernel
+    def combine_kernel(self, p: Any):
+        self.join.run(p)
 
     def placeholder_maps(self, p: Any) -> tuple[Any, ...]:
         """Returns tensor maps for tracing, in the order of the kernel's parameters."""
@@ -289,11 +317,20 @@ class ForwardSm90:
         pipes.key.consumer_wait(k_state)
         self.warp_scheduler_sync(thread)
         r_s = self.mma_qk.accumulator(thread)
-        matmul_qk.issue(self.mma_qk, r_s, consumer.qk_operands.stage(q_state.index, k_state.index))
+        if cutlass.const_expr(self.speculates and is_whole):
+            self.issue_parts(consumer, r_s, q_state, k_state)
+        else:
+            matmul_qk.issue(self.mma_qk, r_s, consumer.qk_operands.stage(q_state.index, k_state.index))
         pipes.value.consumer_wait(v_state)
         matmul_pv.issue(self.mma_pv, consumer.r_o, consumer.p_operand, consumer.v_operand.stage(v_state.index))
         self.warp_scheduler_arrive(thread)
         dropout_bits, bias = self.score_inputs(p, work, key_tile, consumer)
+        if cutlass.const_expr(self.speculates and is_whole):
+            self.finish_speculative(pipes, consumer, r_s, q_state, k_state, v_state)
+            k_state.advance()
+            v_state.advance()
+            self.convert_weights(consumer.r_p, r_s, dropout_bits)
+            return k_state, v_state
         self.mma_qk.wait(1)
         self.cluster.release(pipes.key, k_state)
         k_state.advance()
@@ -311,6 +348,62 @@ class ForwardSm90:
         self.convert_weights(consumer.r_p, r_s, dropout_bits)
         return k_state, v_state
 
+    @cute.jit
+    def finish_speculative(self, pipes: Any, consumer: Any, r_s: cute.Tensor, q_state: Any, k_state: Any, v_state: Any):
+        """Turns S of a key tile into P with the maxima before it; computes both again if a score exceeds its maximum.
+
+        Waits for O += P V of the key tile before. Releases the key tile, and the value tile before.
+        """
+        # 2  softmax
+        sums = self.speculate(consumer, r_s)
+        repeats = self.any_of_warpgroup(consumer.thread, ~is_valid(sums, self.build.dtype))
+        self.mma_pv.wait()
+        self.cluster.release(pipes.value, v_state)
+        if repeats:
+            self.repeat(consumer, r_s, q_state, k_state)
+        else:
+            self.accept(consumer, sums)
+        self.cluster.release(pipes.key, k_state)
+
+    def speculate(self, consumer: ConsumerState, r_s: cute.Tensor) -> list[Float32]:
+        """Turns S into weights, part by part as they arrive; returns this thread's sum of each row."""
+        sums = [Float32(0.0)] * consumer.softmax.rows
+        for part in range(self.num_parts):
+            self.mma_part.wait(self.num_parts - part)
+            found = consumer.softmax.speculate(row_view(self.part_of(r_s, part)), consumer.scale_log2)
+            sums = [a + b for a, b in zip(sums, found, strict=True)] if part else found
+        return sums
+
+    def issue_parts(self, consumer: ConsumerState, r_s: cute.Tensor, q_state: Any, k_state: Any) -> None:
+        """Issues S = Q K^T of a key tile, each part as a wgmma group."""
+        for part, operands in enumerate(consumer.parts):
+            matmul_qk.issue(self.mma_part, self.part_of(r_s, part), operands.stage(q_state.index, k_state.index))
+
+    def repeat(self, consumer: ConsumerState, r_s: cute.Tensor, q_state: Any, k_state: Any) -> None:
+        """Computes S and P of a key tile again, with maxima that count it, and rescales the output."""
+        self.issue_parts(consumer, r_s, q_state, k_state)
+        self.mma_part.wait()
+        multiply_rows(row_view(consumer.r_o), consumer.softmax.weights(row_view(r_s), consumer.scale_log2))
+
+    def accept(self, consumer: ConsumerState, sums: list[Float32]) -> None:
+        """Adds the sums of weights that are valid."""
+        consumer.softmax.add_sums(sums)
+
+    def part_of(self, r_s: cute.Tensor, part: int) -> cute.Tensor:
+        """Returns the columns of a tile of S that are multiplied together."""
+        if self.num_parts == 1:
+            return r_s
+        (pair, rows, eights), m, n = r_s.layout.shape
+        layout = cute.make_layout(((pair, rows, eights // self.num_parts), m, n), stride=r_s.layout.stride)
+        return cute.make_tensor(r_s.iterator + part * (cute.size(r_s) // self.num_parts), layout)
+
+    def any_of_warpgroup(self, thread: Int32, condition: Any) -> Any:
+        """Returns whether the condition holds in any thread of the warpgroup."""
+        warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        barrier = NamedBarrier.VALID_WG1 + warpgroup
+        found = prim.barrier_cta_red_aligned(condition, barrier, "or", thread_count=WARPGROUP_THREADS)
+        return cute.arch.vote_any_sync(found)  # tells the compiler that the warp agrees
+
     def consumer_state(self, p: Any, thread: Int32) -> ConsumerState:
         """Returns what a consumer warpgroup uses for all tiles."""
         s_q, s_k, s_v = self.smem_stages()
@@ -322,6 +415,7 @@ class ForwardSm90:
             thread=thread,
             coordinates=coordinates,
             qk_operands=matmul_qk.operands(self.mma_qk, s_q, s_k, thread),
+            parts=tuple(self.part_operands(s_q, s_k, thread, part) for part in range(self.num_parts)),
             p_operand=self.mma_pv.from_registers(r_p),
             v_operand=matmul_pv.v_operand(self.mma_pv, s_v),
             r_p=r_p,
@@ -329,6 +423,12 @@ class ForwardSm90:
             softmax=kind(rows, cute.make_rmem_tensor(rows, Float32)),
             scale_log2=Float32(1.0) if self.score_mod.present else safe_scale(p.scale_log2),
         )
+
+    def part_operands(self, s_q: cute.Tensor, s_k: cute.Tensor, thread: Int32, part: int) -> Any:
+        """Returns the operands of S = Q K^T for the keys of a part of a key tile."""
+        rows, (columns, stages) = self.mma_part.spec.n, (self.build.columns, num_stages(self.build)["key"])
+        keys = cute.local_tile(s_k, (rows, columns, stages), (part, 0, 0))
+        return matmul_qk.operands(self.mma_part, s_q, keys, thread)
 
     def skip_key_tiles(self, p: Any, pipes: Pipelines, k_state: Any, wave: Int32, waves: Int32, cursor: Cursor) -> Any:
         """Returns the state of the key pipeline after the tiles of `wave` that only the other block reads."""
@@ -387,13 +487,24 @@ class ForwardSm90:
         """Normalises and stores the output tile, and stores the logsumexp."""
         build, r_o, coordinates = self.build, consumer.r_o, consumer.coordinates
         softmax, scale_log2 = consumer.softmax, consumer.scale_log2
-        seqlen, query0 = work.seqlen, work.tile * build.tile_m
         if cutlass.const_expr(build.has("sinks")):
             softmax.add_sink(row_view(r_o), params.load_scalar(p.sinks, Float32, work.head), scale_log2)
             scale_log2 = Float32(1.0)
         lse = softmax.finish(row_view(r_o), scale_log2)
+        if cutlass.const_expr(build.has_combine):
+            if work.part >= 0:
+                self.join.store_part(p, work.part, row_view(r_o), coordinates, lse)
+            else:
+                self.store_tile(p, work, consumer, lse)
+            return
         if cutlass.const_expr(build.has("dropout")):
             r_o.store(r_o.load() * p.keep_scale)
+        self.store_tile(p, work, consumer, lse)
+
+    def store_tile(self, p: Any, work: WorkTile, consumer: ConsumerState, lse: list[Float32]) -> None:
+        """Stores a normalised output tile and its logsumexp."""
+        build, r_o, coordinates = self.build, consumer.r_o, consumer.coordinates
+        seqlen, query0 = work.seqlen, work.tile * build.tile_m
         row = RowCoordinates(seqlen.index, work.head, query0)
         logsumexp.store_tile(p, lse, coordinates, row, build.tile_m, seqlen.num_queries)
         start = RowCoordinates(seqlen.batch, work.head, seqlen.query_start + query0)

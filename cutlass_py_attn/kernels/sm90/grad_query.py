@@ -29,10 +29,10 @@ from cutlass_py_attn.problem.tensors import F32_BYTES
 
 @dataclass(frozen=True)
 class DsK:
-    """The operands of dQ = dS K in shared memory: dS of a query tile, and the key tile."""
+    """The operands of dQ = dS K: dS of a query tile in shared memory, and the `key_operand` of the key tile."""
 
     s_ds: cute.Tensor
-    s_k: cute.Tensor
+    key: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,17 @@ class GradQueryGemm:
         """Returns the GEMM of one piece."""
         return replace(grad_q.spec(self.build), m=self.rows, n=self.columns)
 
+    def key_operand(self, s_k: cute.Tensor, thread: Int32) -> cute.Tensor:
+        """Returns a key tile in shared memory as `pieces` reads it; called once for each key tile."""
+        return s_k
+
     def pieces(self, operands: DsK, thread: Int32, release: Callable[[], None]) -> Iterator[Piece]:
         """Computes one piece after the other; calls `release` once dS has been read."""
         mma_dsk = warpgroup_gemm(self.spec(), self.build.dtype)
         for number in range(self.count):
             i, j = divmod(number, self.column_pieces)
             s_ds = cute.local_tile(operands.s_ds, (self.rows, self.build.tile_n), (i, 0))
-            s_k = cute.local_tile(operands.s_k, (self.build.tile_n, self.columns), (0, j))
+            s_k = cute.local_tile(operands.key, (self.build.tile_n, self.columns), (0, j))
             r_dq = mma_dsk.accumulator(thread)
             grad_q.issue(mma_dsk, r_dq, grad_q.operands(mma_dsk, s_ds, s_k, thread))
             grad_q.wait(mma_dsk)
@@ -109,12 +113,15 @@ class SumStaging:
         return tile_copy.smem_pointer(self.build, "staging", Float32)
 
     @cute.jit
-    def send(self, target: cute.Pointer, values: cute.Tensor, thread: Int32, is_first: Any):
-        """Copies a piece to its sum; the staging buffer must be free.
+    def send(
+        self, target: cute.Pointer, values: cute.Tensor, thread: Int32, is_first: Any, index: cutlass.Constexpr = 0
+    ):
+        """Copies a piece to its sum; its place in the staging buffer must be free.
 
         is_first: whether the sum has no value yet and the piece is stored, not added; None to add always
+        index: of the place
         """
-        stage = self.pointer()
+        stage = self.pointer() + index * cute.size(values) * self.accum.threads
         warp = cute.arch.make_warp_uniform(thread // WARP_THREADS)
         self.accum.store_shared(stage, values, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -146,14 +153,14 @@ class SumStaging:
         kind = prim.CpReduceType.F32
         prim.cp_reduce_async_bulk_global_shared_cta(target, stage, size, type=kind, l2_cache_hint=self.cache_hint)
 
-    def wait_read(self) -> None:
-        """Waits until the copies that this thread issued have read shared memory.
+    def wait_read(self, pending: int = 0) -> None:
+        """Waits until all but the last `pending` copies that this thread issued have read shared memory.
 
         All threads call this although one issues: in a branch, the wait would cost the whole kernel its uniform
         registers.
         """
         if self.is_used:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
     def wait_complete(self) -> None:
         """Waits until all copies are complete in global memory; syncs the warpgroup."""

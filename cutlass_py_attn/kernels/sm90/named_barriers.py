@@ -1,4 +1,4 @@
-"""Named barriers of the sm90 backward kernels and of the wide forward. Barrier 0 is that of `sync_threads`."""
+"""Named barriers of the sm90 backwards, the wide kernels and the MLA decode. Barrier 0 is that of `sync_threads`."""
 
 from enum import IntEnum
 
@@ -21,8 +21,8 @@ class Backward2CtaBarrier(IntEnum):
     GRAD_QUERY = 4  # the warpgroup of dQ
 
 
-class WideForwardBarrier(IntEnum):
-    """Named barriers of the wide forward; P of a key tile lies in the buffer of the warpgroup that computes it."""
+class WideBarrier(IntEnum):
+    """Named barriers of the wide kernels; P or dS of a tile lies in the buffer of the warpgroup that computes it."""
 
     P_FULL_0 = 1  # one for each buffer of P: its warpgroup arrives, the other waits
     P_FULL_1 = 2
@@ -31,3 +31,13 @@ class WideForwardBarrier(IntEnum):
     WARPGROUP_0 = 5  # one for each warpgroup alone
     WARPGROUP_1 = 6
     WARPGROUPS = 7  # both
+
+
+class MlaDecodeBarrier(IntEnum):
+    """Named barriers of the MLA decode; P of a latent tile lies in its slot, which one warpgroup computes."""
+
+    P_FULL_0 = 1  # one for each slot: its warpgroup arrives, the other waits
+    P_FULL_1 = 2
+    WARPGROUP_0 = 3  # one for each warpgroup alone
+    WARPGROUP_1 = 4
+    WARPGROUPS = 5  # both

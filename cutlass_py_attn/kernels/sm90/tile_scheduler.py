@@ -36,6 +36,7 @@ class WorkTile:
     head: query head; in the backward the head of key and value.
     tile: number of the tile in its sequence.
     first, end: its key tiles [first, end), at least one.
+    part: number of the part, if blocks share the key tiles of a query tile; -1 for all key tiles.
     """
 
     seqlen: seqlen_info.SeqlenInfo
@@ -44,6 +45,7 @@ class WorkTile:
     tile: Any
     first: Any
     end: Any
+    part: Any = -1
 
 
 class TileScheduler:
@@ -178,6 +180,47 @@ class LastRoundsScheduler(TileScheduler):
         block, row, _ = cute.arch.block_idx()
         blocks, rows, _ = cute.arch.grid_dim()
         return tile_order.BlockPlace(block, blocks, row, rows)
+
+
+class SharedEndScheduler(TileScheduler):
+    """Tile scheduler whose last query tiles, which are fewer than the blocks, are shared by all blocks.
+
+    Each of p.num_splits_key blocks computes some of a tile's keys. All sequences have one length, and no mask makes
+    tiles unequal.
+    """
+
+    def num_waves(self, p: Any) -> Int32:
+        """Returns the number of tiles, or parts of one, of this block."""
+        rounds, rest = self._rounds(p)
+        return rounds + cutlass.select_(self.worker()[0] < rest * p.num_splits_key, Int32(1), Int32(0))
+
+    def work_tile(self, p: Any, wave: Int32, cursor: Cursor) -> tuple[WorkTile, Cursor]:
+        """Returns this block's tile or part in `wave`, and the cursor."""
+        tile, cursor = super().work_tile(p, wave, cursor)
+        block, (rounds, rest) = self.worker()[0], self._rounds(p)
+        is_part = (wave >= rounds) & (p.num_splits_key > 1)
+        split = block // larger(rest, 1)
+        first, end = tile_order.tiles_of_split(tile.first, tile.end, split, p.num_splits_key)
+        return replace(
+            tile,
+            first=cutlass.select_(is_part, first, tile.first),
+            end=cutlass.select_(is_part, end, tile.end),
+            part=cutlass.select_(is_part, block % larger(rest, 1) * p.num_splits_key + split, Int32(-1)),
+        ), cursor
+
+    def shared_tile(self, p: Any, number: Int32, shared: Int32) -> WorkTile:
+        """Returns one of the `shared` tiles at the end, with all of its key tiles."""
+        return self._dense_tile(p, self.total(p) - shared + number)
+
+    def _rounds(self, p: Any) -> tuple[Int32, Int32]:
+        """Returns the rounds in which each block has a tile, and the tiles after them."""
+        total, blocks = self.total(p), self.worker()[1]
+        return total // blocks, total % blocks
+
+    def _number(self, p: Any, wave: Int32) -> Int32:
+        block, blocks = self.worker()
+        rounds, rest = self._rounds(p)
+        return wave * blocks + cutlass.select_(wave < rounds, block, block % larger(rest, 1))
 
 
 class ClusterTileScheduler(TileScheduler):

@@ -21,6 +21,8 @@ from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.swap_ab import PairCoordinate, column_pairs, pair_coordinates, swap_view
 from cutlass_py_attn.plan import tile_order
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
+from cutlass_py_attn.plan.variants import KEEPS_DS
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,15 @@ class TransposedScores:
         return None if derivative is None else tile_copy.converted(derivative, self.dtype)
 
     def exponentiate(self, p: Any, r_s: cute.Tensor, r_lse: cute.Tensor) -> None:
-        """Replaces S^T by P^T = exp2(S - logsumexp), in base 2."""
+        """Replaces S^T by P^T = exp2(S - logsumexp), in base 2.
+
+        With `starts_from_logsumexp`, r_s has S - logsumexp, and r_lse is not read.
+        """
         scores, scale_log2 = column_pairs(r_s), Float32(1.0) if self.score_mod.present else p.scale_log2
         for at in pair_coordinates(scores):
-            exponent = scores[at.element, at.row, at.pair] * scale_log2 - r_lse[at.element, at.pair]
+            exponent = scores[at.element, at.row, at.pair] * scale_log2
+            if not starts_from_logsumexp(self.build):
+                exponent = exponent - r_lse[at.element, at.pair]
             scores[at.element, at.row, at.pair] = cute.math.exp2(exponent, fastmath=True)
 
     @cute.jit
@@ -116,7 +123,10 @@ class TransposedScores:
     def gradient(
         self, p: Any, r_dp: cute.Tensor, r_factor: cute.Tensor, r_delta: cute.Tensor, r_kept: cute.Tensor | None
     ) -> None:
-        """Replaces dP^T by dS^T = P^T (dP^T - delta)."""
+        """Replaces dP^T by dS^T = P^T (dP^T - delta).
+
+        Variants ds_registers and key_registers have dP^T - delta in r_dp, and read no r_delta.
+        """
         dp, words = column_pairs(r_dp), _words(r_factor)
         for row, pair in [(row, pair) for pair in range(cute.size(dp, mode=[2])) for row in range(2)]:
             for element, weight in enumerate(tile_copy.unpack_float32(words[pair * 2 + row], self.dtype)):
@@ -124,7 +134,9 @@ class TransposedScores:
                 if r_kept is not None:
                     is_kept = dropout_transposed.is_kept(r_kept, PairCoordinate(element, row, pair))
                     grad = cutlass.select_(is_kept, grad, Float32(0.0)) * p.keep_scale
-                dp[element, row, pair] = weight * (grad - r_delta[element, pair])
+                if self.build.variant not in KEEPS_DS:
+                    grad = grad - r_delta[element, pair]
+                dp[element, row, pair] = weight * grad
 
     def store_ds(self, mma_qk: Wgmma, r_ds: cute.Tensor, s_ds: cute.Tensor, thread: Int32) -> None:
         """Stores dS^T, transposed back, to a (query, key) tile in shared memory where wgmma reads it."""

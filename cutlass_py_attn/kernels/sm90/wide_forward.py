@@ -38,7 +38,7 @@ from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm90.alternating_softmax import AlternatingSoftmax
 from cutlass_py_attn.kernels.sm90.chunk_ring import ChunkRing
 from cutlass_py_attn.kernels.sm90.cluster import Cluster
-from cutlass_py_attn.kernels.sm90.named_barriers import WideForwardBarrier
+from cutlass_py_attn.kernels.sm90.named_barriers import WideBarrier
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.plan import abi, sm90_wide, tile_order
@@ -95,7 +95,8 @@ class WideForwardSm90:
             [Wgmma(replace(output, n=chunk.columns), build.dtype) for chunk in chunks] for chunks in self.value_chunks
         ]
         self.score_mod = ScoreModRegisters(build)
-        self.cluster, self.ring = Cluster(build), ChunkRing(build)
+        self.cluster = Cluster(build)
+        self.ring = ChunkRing(build, build.buffer("ring").offset, sm90_wide.ring_stages(build))
         self.registers = registers(build)
         # A float16 row that attends mostly to one key is more accurate with that key's weight at exactly 1.
         self.rescales_lazily = build.dtype == "bfloat16"
@@ -241,7 +242,7 @@ class WideForwardSm90:
             r_s = self.mma_qk[0].accumulator(own.thread)
             bias = self.load_bias(p, work, key_tile, own)
             self.issue_scores(own, r_s, first_key)
-            self.wait_at(WideForwardBarrier.P_FULL_0 + owner)
+            self.wait_at(WideBarrier.P_FULL_0 + owner)
             # 3  O += P V of key tile j
             self.issue_output(own, Int32(owner), first_value)
             self.mma_qk[0].wait(len(own.outputs))
@@ -249,11 +250,11 @@ class WideForwardSm90:
             # 2  softmax of key tile j + 1
             self.compute_weights(p, work, key_tile, own, r_s, bias, False)
             if is_used:
-                self.wait_at(WideForwardBarrier.P_EMPTY_0 + own.index)
+                self.wait_at(WideBarrier.P_EMPTY_0 + own.index)
             self.store_weights(own, r_s)
             self.finish_output(own, first_value)
             if j + WARPGROUPS < work.end - work.first:
-                self.arrive_at(WideForwardBarrier.P_EMPTY_0 + owner)
+                self.arrive_at(WideBarrier.P_EMPTY_0 + owner)
         else:
             self.issue_output(own, Int32(owner), first_value)
             self.finish_output(own, first_value)
@@ -263,7 +264,7 @@ class WideForwardSm90:
         """Adds P V of the last key tile to O."""
         owner = (tiles - 1) % WARPGROUPS
         if owner != own.index:
-            self.wait_at(WideForwardBarrier.P_FULL_0 + owner)
+            self.wait_at(WideBarrier.P_FULL_0 + owner)
         first = sm90_wide.first_value_chunk(self.build, tiles - 1, own.index, is_last=True)
         self.issue_output(own, owner, first)
         self.mma_pv[0][0].wait()
@@ -326,9 +327,9 @@ class WideForwardSm90:
         tile = self.p_tiles()[None, None, own.index]
         tile_copy.copy_r2s(own.thread, self.mma_qk[0].mma, tile_copy.converted(r_s, self.dtype), tile, True)
         cute.arch.fence_proxy("async.shared", space="cta")
-        barrier = WideForwardBarrier.WARPGROUP_0 + own.index
+        barrier = WideBarrier.WARPGROUP_0 + own.index
         cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
-        self.arrive_at(WideForwardBarrier.P_FULL_0 + own.index)
+        self.arrive_at(WideBarrier.P_FULL_0 + own.index)
 
     def wait_at(self, barrier: Any) -> None:
         """Waits at a named barrier of both warpgroups."""
@@ -347,7 +348,7 @@ class WideForwardSm90:
         build, seqlen, softmax = self.build, work.seqlen, own.softmax
         query0 = work.tile * build.tile_m
         softmax.leave_sums(last)
-        self.wait_at(WideForwardBarrier.WARPGROUPS)
+        self.wait_at(WideBarrier.WARPGROUPS)
         sink = params.load_scalar(p.sinks, Float32, work.head) if cutlass.const_expr(build.has("sinks")) else None
         factors, lse = softmax.finish(last, sink)
         if cutlass.const_expr(own.index == 0):

@@ -24,7 +24,7 @@ from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, only_family, same_bits
 from cutlass_py_attn.testing.device_memory import GuardedLaunch
 from tests.gpu.test_launch import captured
-from tests.support.library_host import LibraryHost, Target, compiled, filled, filled_rows
+from tests.support.library_host import LibraryHost, Target, compiled, filled, filled_rows, row_cases
 
 pytest.importorskip("jinja2", reason="an export writes C sources with it")
 
@@ -125,8 +125,7 @@ def test_random_appends_and_merges(
     kernels: Kernels, arch: str, gpu: driver.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of tests/gpu/test_append.py and test_merge.py, launched by the library."""
-    makers = serving_cases.append_case, serving_cases.merge_case
-    cases = [case for seed in range(ROW_SEEDS) for make in makers if not (case := make(seed)).problem.is_empty]
+    cases = row_cases(ROW_SEEDS)
     with opened_library([case.problem for case in cases], kernels, tmp_path) as library:
 
         def launched(problem: RowProblem, pointers: Mapping[str, int]) -> None:

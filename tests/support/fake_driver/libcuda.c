@@ -427,7 +427,7 @@ static u64 copy_map(unsigned rank, const u64 *dims, const u64 *strides, const un
 /* The limits of cuTensorMapEncodeTiled without interleaving. */
 static int is_map(u64 map, int type, unsigned rank, u64 address, const u64 *dims, const u64 *strides, const unsigned *box,
                   const unsigned *steps, int swizzle) {
-    const u64 item = type == 7 ? 4 : 2; /* 7: float32 */
+    const u64 item = type == 7 ? 4 : type ? 2 : 1; /* 7: float32, 0: bytes */
     if (map % 64 || address % 16 || rank < 1 || rank > 5 || box[0] * item % 16) return 0;
     if (swizzle && box[0] * item > 16u << swizzle) return 0;
     for (unsigned i = 0; i < rank; i++) {

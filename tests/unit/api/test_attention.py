@@ -10,6 +10,7 @@ import pytest
 
 from cutlass_py_attn.api import attention
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.errors import NoDevice, NotSupported
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight
@@ -195,6 +196,17 @@ def test_empty_problems(driver_log: FakeDriver, num_queries: int, num_keys: int)
         assert not gradient.any()
     assert gradients.value.shape == (B, num_keys, H, DV)
     assert not driver_log.of("cuLaunchKernelEx")
+
+
+def test_pools_without_pages(driver_log: FakeDriver) -> None:
+    """A kernel writes the rows of sequences without keys; nothing of the pools is copied."""
+    pool = np.zeros((0, 16, 2, 32), np.float16)
+    sequences = Paged(np.zeros((3, 5), np.int32), np.zeros(3, np.int32))
+    output, logsumexp = attention_forward(
+        np.zeros((3, 2, 4, 32), np.float16), pool, pool, sequences=sequences, kernels=artifact
+    )
+    assert (output.shape, logsumexp.shape) == ((3, 2, 4, 32), (3, 4, 32))
+    assert [call.text.split("_")[1] for call in driver_log.of("cuLaunchKernelEx")][:1] == ["decode"]
 
 
 @pytest.mark.parametrize("backend", ["auto", "gpu"])

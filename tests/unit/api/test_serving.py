@@ -341,7 +341,7 @@ MERGE_REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]
     ),
     "dtype": (
         lambda given: {"output_b": given["output_b"].astype("f4")},
-        "output_b has dtype float32 but output_a has float16: all must agree; cast one of them",
+        "output_a has dtype float16: must be float32; cast it",
     ),
     "unpadded": (
         lambda given: {"logsumexp_a": given["logsumexp_a"][..., :40].copy()},

@@ -45,7 +45,7 @@ def test_files_of_a_bundle(tmp_path: Path) -> None:
     bundle = export(tmp_path / "made" / "bundle", archs=("sm_80", "sm_90a"))
     stems = [
         "sm_80/bwd_sm80_bf16_d64_causal_128x128", "sm_80/fwd_sm80_bf16_d64_causal_128x128",
-        "sm_90a/bwd_sm90_bf16_d64_causal_128x128", "sm_90a/fwd_sm90_bf16_d64_causal_192x128",
+        "sm_90a/bwd_sm90_bf16_d64_causal_key_registers_128x128", "sm_90a/fwd_sm90_bf16_d64_causal_192x128",
     ]  # fmt: skip
     kinds = ("cubin", "json", "ptx")
     expected = {"attention.h", MANIFEST, *(f"{stem}.{kind}" for stem in stems for kind in kinds)}
@@ -272,7 +272,7 @@ def test_loading_needs_no_compiler(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "('forward', 'backward') bwd_sm90_bf16_d64_causal_128x128 2\n"
+    assert done.stdout == "('forward', 'backward') bwd_sm90_bf16_d64_causal_key_registers_128x128 2\n"
 
 
 def test_bundle_gives_its_problem_and_plan_back(tmp_path: Path) -> None:
@@ -378,9 +378,12 @@ def test_command_exports_a_case(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     assert [line.split(";")[0].rpartition("_")[0] for line in lines[:-1]] == [
-        f"{direction} for {arch}: {direction[0]}wd_{family}_bf16_d64_causal"
-        for direction in DIRECTIONS
-        for arch, family in (("sm_90a", "sm90"), ("sm_100", "sm80"), ("sm_80", "sm80"))
+        "forward for sm_90a: fwd_sm90_bf16_d64_causal",
+        "forward for sm_100: fwd_sm80_bf16_d64_causal",
+        "forward for sm_80: fwd_sm80_bf16_d64_causal",
+        "backward for sm_90a: bwd_sm90_bf16_d64_causal_key_registers",
+        "backward for sm_100: bwd_sm80_bf16_d64_causal",
+        "backward for sm_80: bwd_sm80_bf16_d64_causal",
     ]
     assert lines[-1].startswith("20 files, ")
     assert load_bundle(tmp_path / "bundle").directions == DIRECTIONS

@@ -24,7 +24,7 @@ from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.serialize import from_json, to_json
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, Sequences, Shape, Tensor
-from cutlass_py_attn.runtime import launch
+from cutlass_py_attn.runtime import binding
 from cutlass_py_attn.testing.paged_forward_cases import PagedCase
 from tests.support import crafted_json
 from tests.support.any_problem import ARCHS, problems
@@ -121,7 +121,7 @@ def test_rules_are_the_planner(problem: Problem, arch: str, num_sms: int, data: 
         if allowed(problem, plan, problem, num_sms) or allowed(problem, plan, other, num_sms):
             continue
         same = planner.plan_of_build(other, plan.build, num_sms)
-        found = [text.split()[0] for text in launch._problem_mismatches(same, other)]
+        found = [text.split()[0] for text in binding._problem_mismatches(same, other)]
         # A sum over an axis with one index is planned as none, and is a sum all the same.
         assert found in ([], ["problem.grad_bias_mode"])
         assert plan.build.family != "decode" or not decode.unsupported_features(other)

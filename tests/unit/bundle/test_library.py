@@ -25,7 +25,9 @@ from cutlass_py_attn.plan import expressions, planner, sm90
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.tiles import sm90_tiles as tiles_of
 from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields, VectorOperand
@@ -194,6 +196,21 @@ def test_registered_terms_are_refused(tmp_path: Path) -> None:
             exported(tmp_path / "library", problem)
     finally:
         registry.unregister("distance")
+    assert not (tmp_path / "library").exists()
+
+
+def test_keys_that_contain_the_values_are_refused(tmp_path: Path) -> None:
+    problem = parse("bf16_d576v512_q1_s64_b2_h16k1_full_mla").problem("forward")
+    with pytest.raises(NotSupported, match=r"value_in_key with a library: must be False, .*; export a bundle"):
+        exported(tmp_path / "library", problem)
+    assert not (tmp_path / "library").exists()
+
+
+@pytest.mark.parametrize(("is_sum", "variant"), [(False, "last"), (True, "sum_last")])
+def test_float32_totals_are_refused(tmp_path: Path, is_sum: bool, variant: str) -> None:
+    problem = MergeProblem.into_total((1, 50, 4, 128), "bfloat16", is_sum, True)
+    with pytest.raises(NotSupported, match=f"a merge of variant '{variant}': must have outputs of one dtype, .*; pass"):
+        exported(tmp_path / "library", problem)
     assert not (tmp_path / "library").exists()
 
 

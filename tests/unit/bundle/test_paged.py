@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from cutlass_py_attn import export_library
+from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import expressions, planner
 from cutlass_py_attn.problem.spec import parse
-from tests.support import bundles
+from tests.support import bundles, fakes
 
 CASE = "bf16_d128_q1_s1000_b65_h32k8_full_paged8"
 PREFILL = "bf16_d128_n500x900,300x400_h8k2_causal_br_paged16"
@@ -36,6 +38,39 @@ def test_pools_and_table_are_named(tmp_path: Path) -> None:
     assert sources["page_table"]["pointer"] == "page_table"
     assert sources["page_size"]["rule"] == "page_size"
     assert sources["num_teams"]["value"] == target["plan"]["launches"][0]["grid"][0] // 8
+
+
+@pytest.mark.parametrize(
+    ("grain", "shape", "strides"),
+    [
+        ("tensor", ["1"], ["1"]),
+        ("head", ["num_heads_key"], ["key_scale_head"]),
+        ("batch", ["batch", "num_heads_key"], ["key_scale_batch", "key_scale_head"]),
+        (
+            "row",
+            ["num_pages", "page_size", "num_heads_key"],
+            ["key_scale_page", "key_scale_row", "key_scale_head"],
+        ),
+    ],
+)
+def test_scales_of_e4m3_codes_are_arrays(tmp_path: Path, grain: str, shape: list[str], strides: list[str]) -> None:
+    forward, target = target_of(tmp_path, f"{CASE}_kv8_descale{grain}")
+    found = forward["pointers"]["key_scale"]
+    assert (found["dtype"], found["shape"], found["strides"]) == ("float32", shape, strides)
+    assert forward["pointers"]["key"]["dtype"] == "float8_e4m3fn"
+    sources = {field["name"]: field for field in target["struct"]["fields"]}
+    assert sources["value_scale"]["pointer"] == "value_scale"
+    given = {name: sources[name]["rule"] for name in sources if name.startswith("key_scale_")}
+    assert given == {name: name if name in strides else "0" for name in given}
+    conditions = {condition["rule"] for condition in target["conditions"]}
+    assert "mod(step(num_pages, key_page, 0), 16) == 0" in conditions  # codes of one copy
+
+
+@pytest.mark.parametrize("case", [f"{CASE}_kv8", "e4m3_d64_s200_b1_h1_causal"])
+def test_a_library_has_no_scales(tmp_path: Path, case: str) -> None:
+    problem = bundles.problem_of("forward", case)
+    with pytest.raises(NotSupported, match="struct of a library's calls has no scales"):
+        export_library(tmp_path / "library", [problem], ("sm_90",), kernels=fakes.artifact)
 
 
 def test_packed_queries_have_bounds(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_every_listed_symbol_names_its_kernel() -> None:
 @pytest.mark.usefixtures("few_kernels")
 def test_patterns_choose_symbols_and_descriptions() -> None:
     assert {row["symbol"] for row in listed("bwd_sm90_*_full*", "bf16")} == {
-        "bwd_sm90_bf16_d128_full_64x128",
+        "bwd_sm90_bf16_d128_full_ds_registers_64x128",
         "bwd_sm90_bf16_d128_full_64x64",
         "bwd_sm90_bf16_d128_full_per_head_64x128",
     }
@@ -99,7 +99,9 @@ def test_patterns_choose_symbols_and_descriptions() -> None:
 def test_both_backwards_of_grouped_heads_are_listed() -> None:
     found = {row["symbol"]: row["serves"] for row in listed("bwd_sm90_bf16_d128_causal_grouped*")}
     assert found == {
-        "bwd_sm90_bf16_d128_causal_grouped_64x128": "backward, bfloat16, head dim 128, causal, grouped heads",
+        "bwd_sm90_bf16_d128_causal_grouped_ds_registers_64x128": (
+            "backward, bfloat16, head dim 128, causal, grouped heads"
+        ),
         "bwd_sm90_bf16_d128_causal_grouped_query_heads_64x128": (
             "backward, bfloat16, head dim 128, causal, grouped heads, few key tiles"
         ),

@@ -1,7 +1,7 @@
 """Tests of the GPU's part of split rows: views, copies, streams and memory, on the fake driver.
 
-Its device memory is host memory: the NumPy reference computes there in place of the kernels, and NumPy adds in place of
-torch or CuPy. So the results are those of one device, although no kernel runs.
+Its device memory is host memory: the NumPy reference computes there in place of the kernels. So the results are those
+of one device, although no kernel runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import sys
 from typing import Any
 
 import ml_dtypes
@@ -19,15 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutlass_py_attn.api import attention
+from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.distributed import Group, attention_backward, attention_forward, gpu, rows_of_rank, simulated
 from cutlass_py_attn.distributed.host import Host
 from cutlass_py_attn.distributed.views import View
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.reference import serving
 from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime.arrays import OutputArrays
 from cutlass_py_attn.runtime.frameworks import numpy_dtype
 from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.testing import context_cases
@@ -70,9 +72,6 @@ class Reference(gpu.Gpu):
         found = self.empty(logsumexp.shape, "float32")
         numpy_of(found)[...] = merged
         return found
-
-    def expect_sums(self) -> None:
-        return  # NumPy adds
 
     def add(self, total: View, part: View, target: View | None = None) -> None:
         numpy_of(total if target is None else target)[...] = numpy_of(total) + numpy_of(part)
@@ -243,26 +242,19 @@ def test_a_group_of_the_other_kind(fake: FakeDriver) -> None:
         attention_forward(*arrays, group=simulated.groups(1)[0])
 
 
-def test_no_library_that_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("torch", "cupy"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(NotSupported, match=r"must be those of torch or CuPy, and neither is installed; run pip"):
-        gpu.arithmetic("numpy")
-
-
-@pytest.mark.parametrize("strategy", ["all_gather", "ring"])
-def test_a_call_that_adds_is_refused_before_an_exchange(
-    strategy: str, driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("torch", "cupy"):
-        monkeypatch.setitem(sys.modules, name, None)
-    driver.call("cuCtxSetCurrent", 0xC0)
-    communicator = Recorder()
-    array, logsumexp = np.zeros((1, 64, 4, 64), np.float16), np.zeros((1, 4, 64), np.float32)
-    options = {"group": Group(communicator, check_calls=False), "context_strategy": strategy, "kernels": fakes.artifact}
-    with pytest.raises(NotSupported, match=r"must be those of torch or CuPy, and neither is installed"):
-        attention_backward(*[array] * 5, logsumexp, **options)
-    assert not communicator.streams
+def test_kernels_of_few_merges_are_kept(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The merge that was not used for the longest time is bound again."""
+    monkeypatch.setattr(gpu, "_merges", LruCache(2))
+    device, group = driver.device(0), Group(Recorder(), check_calls=False)
+    with device.current(), OutputArrays("numpy", device, 0, None) as results:
+        machine = gpu.Gpu(group, results, device, 0, fakes.artifact)
+        one, two, three = (MergeProblem.dense((1, rows, 2, 64), "float16") for rows in (1, 2, 3))
+        first, second = machine._merge(one), machine._merge(two)
+        assert machine._merge(one) is first
+        machine._merge(three)
+        assert machine._merge(one) is first
+        assert machine._merge(two) is not second
+    assert len(gpu._merges) == 2
 
 
 @pytest.mark.parametrize("strategy", ["all_gather", "ulysses", "ring"])
@@ -271,22 +263,20 @@ def test_kernels_are_launched(strategy: str, driver_log: FakeDriver) -> None:
     driver.call("cuCtxSetCurrent", 0xC0)
     operands = [np.zeros((1, 64, 4, 64), np.float16) for _ in range(3)]
     options = {"mask": Causal(), "kernels": fakes.artifact, "context_strategy": strategy, "load_balance": "zigzag"}
-    added: list[View] = []
 
     def of_rank(group: Group) -> None:
         output, logsumexp = attention_forward(*operands, group=group, **options)
         found = attention_backward(output, *operands, output, logsumexp, group=group, **options)
         assert [array.shape for array in (found.query, found.key, found.value)] == [operands[0].shape] * 3
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reference.__mro__[1], "add", lambda self, total, part, target=None: added.append(total))
-        patch.setattr(Reference.__mro__[1], "expect_sums", Reference.expect_sums)
-        simulated.run(2, of_rank, device=0, timeout=30.0)
+    simulated.run(2, of_rank, device=0, timeout=30.0)
     symbols = [call.text for call in driver_log.of("cuLaunchKernelEx")]
     assert any(symbol.startswith("fwd_") for symbol in symbols)
     assert any(symbol.startswith("bwd_") for symbol in symbols)
-    assert any(symbol.startswith("merge_") for symbol in symbols) == (strategy == "ring")
-    assert bool(added) == (strategy != "ulysses")
+    merges = {symbol.split("_a8_")[-1].partition("_")[0] for symbol in symbols if symbol.startswith("merge_")}
+    assert {"sum"} <= merges if strategy != "ulysses" else not merges
+    is_merged = any(symbol.startswith("merge_sm80_f16") and "_a8_" not in symbol for symbol in symbols)
+    assert is_merged == (strategy == "ring")
 
 
 class Neighbour:
@@ -371,11 +361,8 @@ def test_the_suite_has_every_kernel_of_the_ranks(case: context_cases.ContextCase
         more = {"gradients": case.gradients, "deterministic": True}
         attention_backward(own["grad_output"], *operands, *results, kernels=kernels, **more, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu.Gpu, "add", lambda *_: None)
-        patch.setattr(gpu.Gpu, "expect_sums", Reference.expect_sums)
-        for strategy, order in case.splits:
-            simulated.run(case.ranks[-1], lambda group, it=(strategy, order): of_rank(group, *it), device=0)
+    for strategy, order in case.splits:
+        simulated.run(case.ranks[-1], lambda group, it=(strategy, order): of_rank(group, *it), device=0)
     assert needed
     assert needed - built() == set()
 

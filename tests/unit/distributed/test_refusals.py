@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -393,6 +394,14 @@ def test_an_error_inside_of_a_group_aborts_it() -> None:
         attention_forward(*operands(), group=group, backend="reference", softcap=-1.0)
     with pytest.raises(PeerLost, match=r"the group was aborted: create a new one on all ranks"):
         attention_forward(*operands(), group=group, backend="reference")
+
+
+def test_codes_have_no_scales() -> None:
+    (group,) = simulated.groups(1)
+    query, *cache = operands()
+    given = [query, *(array.astype(ml_dtypes.float8_e4m3fn) for array in cache)]
+    with pytest.raises(NotSupported, match=r"key, value of e4m3 with a group: must have 16 or 32 bits, .*; dequantise"):
+        attention_forward(*given, group=group, backend="reference")
 
 
 def test_rows_of_rank() -> None:

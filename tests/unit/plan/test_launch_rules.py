@@ -70,6 +70,10 @@ GRIDS: dict[str, tuple[Plan, dict[str, tuple[int, int, int]]]] = {
         planned("backward", WIDE, "64x64x16:2,2+2cta", 132),
         {"delta_1": (16 * 4, 6, 2), "0": (2 * 8 * 3 * 2, 1, 1), "finish_2": (16, 6, 2)},
     ),
+    "sm90 wide backward": (
+        planned("backward", SPLIT, "64x64x12:2,2+wide"),
+        {"delta_1": (16 * 4, 6, 2), "0": (2 * (8 + 8 + 8), 6, 2)},
+    ),
     "decode": (planned("forward", DECODE, "16x128x8:2", 16), {"0": (4, 2, 2), "combine_1": (4, 8, 2)}),
     "decode without splits": (planned("forward", DECODE, "16x128x8:2", 1), {"0": (1, 2, 2)}),
 }
@@ -191,14 +195,14 @@ def test_key_tiles_that_no_field_holds_are_refused() -> None:
     [
         ({}, "query_heads", "a block computes a key tile of one query head and adds dK and dV in float32: 2 warp"),
         ({"deterministic": True}, "", "a block computes a key tile of all query heads of a group: 2 warp"),
-        ({"mask": Full()}, "", "a block computes a key tile of all query heads of a group: 2 warp"),
+        ({"mask": Full()}, "ds_registers", "a block computes a key tile of all query heads of a group: 2 warp"),
     ],
 )
 def test_which_grouped_backwards_add_by_query_heads(changes: dict[str, Any], variant: str, said: str) -> None:
     problem = Problem.dense("backward", LONG, "bfloat16", Causal()).replace(**changes)
     found = plan(problem, "sm_90a", 10)
     assert (found.build.variant, found.build.features) == (variant, ("grouped",))
-    assert ("_query_heads_" in found.symbol) == bool(variant)
+    assert (f"_{variant}_" in found.symbol) or not variant
     assert said in found.explain()
     assert Plan.from_json(found.to_json()) == found
 
@@ -215,7 +219,7 @@ def test_which_grouped_backwards_add_by_query_heads(changes: dict[str, Any], var
 def test_few_key_tiles_for_each_sm_are_computed_by_query_heads(shape: Shape, mask: Mask, fewest: int) -> None:
     problem = Problem.dense("backward", shape, "bfloat16", mask)
     variants = [plan(problem, "sm_90a", num_sms).build.variant for num_sms in (fewest - 1, fewest)]
-    assert variants == ["", "query_heads"]
+    assert variants == ["" if mask.form == "local" else "ds_registers", "query_heads"]
 
 
 def test_only_kernels_by_query_heads_have_the_fields_of_their_sums() -> None:

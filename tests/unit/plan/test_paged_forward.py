@@ -67,6 +67,16 @@ def test_what_tensor_maps_cannot_describe_is_for_the_sm80_family(problem: Proble
     assert reason in plan.reason.partition("the sm90 family takes no ")[2]
 
 
+def test_pools_without_pages_have_no_entries_for_a_kernel() -> None:
+    problem = with_pools(lambda pool: Tensor.contiguous((0, *pool.shape[1:]), pool.dtype))
+    plans = planner.plans(problem, "sm_90a")
+    assert {plan.build.family for plan in plans} == {"sm80"}
+    assert "axes without an index" in forward_plan(problem).reason
+    for plan in plans:
+        found = dict(plan.params)
+        assert [found[name] for name in ("num_pages", "max_pages", "table_entries", "num_keys")] == [0] * 4
+
+
 def test_one_page_may_have_any_page_stride() -> None:
     problem = with_pools(lambda pool: Tensor((1, *pool.shape[1:]), (7, *pool.strides[1:]), pool.dtype), 64)
     plan = forward_plan(problem)

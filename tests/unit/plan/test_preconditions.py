@@ -31,6 +31,7 @@ CASES: Final = {
     "read bias": ("forward", "f16_d64_s512_b2_h4_full_bias", "sm_80"),
     "broadcast bias": ("backward", "f16_d64_s512_b2_h4_full_biasbh11grad", "sm_80"),
     "key": ("backward", "f16_d64_s512_b2_h4_full_gradskv", "sm_80"),
+    "ds_registers": ("backward", "bf16_d128_s4096_b4_h16_full", "sm_90a"),
     "decode": ("forward", "bf16_d128_q4_s8192_b2_h8k2_full", "sm_90a"),
 }
 # Strides in elements, so large that other sizes fit between them.
@@ -129,6 +130,7 @@ FACTORS: list[Row] = [
     ("plain", {"scale": 2.0**128}, "scale must have a magnitude of at most 2**127"),
     ("plain", {"scale": -(2.0**128)}, "scale must have a magnitude of at most 2**127"),
     ("sm90", {"scale": -0.1}, "scale must not be below 0; export a problem with such a scale"),
+    ("ds_registers", {"scale": 0.0}, "scale must not be 0; export a problem with such a scale"),
     ("terms", {"softcap": 2.0**-127, "scale": 0.0}, "softcap must be above 0, and at least 2**-126"),
     ("terms", {"softcap": 2.0**101, "scale": 1.0}, "softcap must be at most 1.26765e+30 for float16"),
     *(

@@ -113,6 +113,42 @@ def test_merges() -> None:
     assert parse_symbol(packed.symbol, "sm_80").build == packed.build
 
 
+@pytest.mark.parametrize(
+    ("is_sum", "is_last", "name"),
+    [(False, False, "a8_total"), (False, True, "a8_last"), (True, False, "a8_sum"), (True, True, "a8_sum_last")],
+)
+def test_float32_totals(is_sum: bool, is_last: bool, name: str) -> None:
+    """Four elements at once: 16 bytes of the total, 8 of the part. A sum has no logsumexp."""
+    plan = plan_merge(MergeProblem.into_total((2, 40, 3, 64), "bfloat16", is_sum, is_last), "sm_90")
+    assert plan.symbol == f"merge_sm80_bf16_d64_{name}_8x16"
+    assert parse_symbol(plan.symbol, "sm_90").build == plan.build
+    alignments = abi.address_alignments(plan.build)
+    assert (alignments["output_a"], alignments["output_b"], alignments["output"]) == (16, 8, 8 if is_last else 16)
+    assert ("logsumexp" in alignments) == (not is_sum)
+    wide = plan_merge(MergeProblem.into_total((2, 40, 3, 64), "float32", is_sum, is_last), "sm_90")
+    assert wide.symbol == f"merge_sm80_f32_d64_{'sum_' if is_sum else ''}8x16"
+
+
+def test_totals_that_are_refused() -> None:
+    problem = MergeProblem.into_total((2, 40, 3, 64), "bfloat16", False, False)
+    part, total, lines = problem.output_b, problem.output_a, problem.logsumexp_a
+    for wrong, text in (
+        (MergeProblem(part, total, part), "output_a has dtype bfloat16: must be float32; cast it"),
+        (MergeProblem(part, part, part), "output_a has dtype bfloat16: must be float32; cast it"),
+        (
+            replace(problem, output=replace(part, dtype="float16")),
+            "output has dtype float16: must be float32 or bfloat16",
+        ),
+        (
+            replace(problem, output_a=replace(part, dtype="float16")),
+            "must be bfloat16 as output_b, or float32; cast it",
+        ),
+        (replace(problem, logsumexp_b=None), "logsumexp_b = None: must be a Tensor, or both None for a sum"),
+        (MergeProblem(total, part, total, cu_seqlens_q=lines), "cu_seqlens_q without logsumexps: must be None"),
+    ):
+        assert any(text in reason for reason in wrong.reasons()), text
+
+
 def test_nothing_to_launch() -> None:
     assert not plan_append(AppendProblem.dense((0, 8, 128), PAGES, "float16"), "sm_90").launches
     assert not plan_append(AppendProblem.dense((5, 8, 128), (0, 16), "float16"), "sm_90").launches
@@ -153,7 +189,7 @@ def test_refused() -> None:
 
 def test_the_catalogue_has_row_kernels_on_portable_targets() -> None:
     kinds = [plan.build.kind for plan in catalogue.plans("sm_90")]
-    assert (kinds.count("append"), kinds.count("merge")) == (27, 18)
+    assert (kinds.count("append"), kinds.count("merge")) == (27, 45)
     assert "append" not in {plan.build.kind for plan in catalogue.plans("sm_90a")}
     plans = {plan.symbol: plan for plan in catalogue.plans("sm_90")}
     serves = catalogue.serves(plans["append_sm80_bf16_d128_e4m3_row_8x16"].build)

@@ -20,14 +20,14 @@ def plans(name: str, num_sms: int = SMS, *, any_length: bool = False) -> list[Pl
     ("name", "num_sms", "keys", "variant"),
     [
         ("bf16_d64_s512_b1_h16_full", SMS, 64, ""),  # 128 key tiles of 64 keys
-        ("bf16_d64_s512_b1_h17_full", SMS, 128, ""),  # 136 are more than one for each SM
+        ("bf16_d64_s512_b1_h17_full", SMS, 128, "key_registers"),  # 136 are more than one for each SM
         ("bf16_d64_s512_b1_h17_full", 136, 64, ""),
         ("bf16_d64_s512_b1_h33_causal", SMS, 64, ""),  # 264 key tiles: two for each SM
-        ("bf16_d64_s512_b1_h34_causal", SMS, 128, ""),
+        ("bf16_d64_s512_b1_h34_causal", SMS, 128, "key_registers"),
         ("bf16_d128_s128_b1_h100_causal", SMS, 128, "per_head"),
         ("f16_d96_s512_b2_h8_causal", SMS, 64, ""),
         ("bf16_d128_s1024_b1_h8_full", SMS, 64, ""),
-        ("bf16_d128_s8192_b4_h16_causal", SMS, 128, ""),
+        ("bf16_d128_s8192_b4_h16_causal", SMS, 128, "ds_registers"),
         ("bf16_d128_s512_b1_h16_full_deterministic", SMS, 64, ""),
         ("bf16_d128_s512_b1_h16k4_full", SMS, 128, "query_heads"),
         ("bf16_d128_s512_b1_h16k4_full_deterministic", SMS, 64, ""),
@@ -38,9 +38,14 @@ def plans(name: str, num_sms: int = SMS, *, any_length: bool = False) -> list[Pl
         ("bf16_d64_s128_b1_h66_full", SMS, 64, ""),
         ("bf16_d64_s128_b1_h67_full", SMS, 128, "per_head"),
         ("bf16_d128_s2048_b1_h32k4_full", SMS, 128, "query_heads"),  # 64 key tiles of whole groups
-        ("bf16_d128_s2048_b1_h40k5_full", SMS, 128, ""),
+        ("bf16_d128_s2048_b1_h40k5_full", SMS, 128, "ds_registers"),
         ("bf16_d128_s512_b1_h16_full_dropout0.1", SMS, 128, ""),  # its bits are for two warpgroups
-        ("bf16_d128_n512,512_h8_causal", SMS, 128, ""),  # variable lengths, windows and terms were not measured
+        (
+            "bf16_d128_n512,512_h8_causal",
+            SMS,
+            128,
+            "ds_registers",
+        ),  # variable lengths, windows and terms were not measured
         ("bf16_d128_s512_b1_h16_causal_window64", SMS, 128, ""),
         ("bf16_d128_s512_b1_h16_full_alibi", SMS, 128, ""),
         ("bf16_d192v128_s512_b1_h4_causal", SMS, 128, ""),
@@ -50,6 +55,47 @@ def plans(name: str, num_sms: int = SMS, *, any_length: bool = False) -> list[Pl
 def test_the_keys_of_a_backward_tile(name: str, num_sms: int, keys: int, variant: str) -> None:
     first = plans(name, num_sms)[0]
     assert (first.build.tile_n, first.build.variant) == (keys, variant)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("bf16_d64_s8192_b4_h32_full", "key_registers"),
+        ("f16_d40v64_s8192_b4_h32k16_causal", "key_registers"),  # padded to 64
+        ("bf16_d64_s8192_b4_h32_causal_window1024_scale0", "key_registers"),
+        ("f16_d128_s8192_b4_h16_full", "ds_registers"),
+        ("f16_d104v120_n8192,4000_h16k8_causal_scale-0.1", "ds_registers"),  # padded to 128
+        ("f16_d128_s8192_b4_h16_full_scale0", ""),  # S cannot start from a quotient by the scale
+        ("bf16_d128_s8192_b4_h16_causal_window1024", ""),
+        ("f16_d32_s8192_b4_h16_full_scale0", "ds_registers"),
+        ("f16_d96_s8192_b4_h16_causal_window1024", "ds_registers"),
+        ("f16_d128v64_s8192_b4_h16_full", ""),
+        ("f16_d128v96_s8192_b4_h16_causal", ""),
+        ("bf16_d64_s8192_b4_h32_full_deterministic", ""),
+        ("bf16_d128_s8192_b4_h16_full_softcap4", ""),
+        ("bf16_d64_s8192_b4_h32_causal_alibi", ""),
+        ("bf16_d128_s8192_b4_h16_causal_sinks", ""),
+        ("bf16_d64_s8192_b4_h32_full_dropout0.1", ""),
+    ],
+)
+def test_long_plain_backwards_keep_ds_in_registers(name: str, variant: str) -> None:
+    assert plans(name)[0].build.variant == variant
+    assert plans(name)[-1].build.variant == "", "the standard variant is there if another spills"
+    assert plans(name, any_length=True)[0].build.variant == variant
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("bf16_d128_s8192_b4_h16_full", "2 warpgroups compute dK from dS in registers, and dV, one computes dQ, one"),
+        (
+            "bf16_d64_s8192_b4_h16_full",
+            "compute dK from dS in registers, and dV, one computes dQ from keys in registers",
+        ),
+    ],
+)
+def test_the_reason_says_what_is_in_registers(name: str, said: str) -> None:
+    assert said in plans(name)[0].explain()
 
 
 @pytest.mark.parametrize(

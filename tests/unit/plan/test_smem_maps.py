@@ -57,7 +57,8 @@ def test_the_sm80_backward_holds_its_tiles(name: str, bias: str) -> None:
         ("bf16_d96", 160, (24, 104, 192), 64 * 96),
         ("bf16_d128v96", 176, (24, 104, 192), 64 * 128),
         ("bf16_d128", 192, (32, 64, 208), 64 * 64),
-        ("f16_d64", 192, (32, 64, 208), 64 * 64),
+        ("bf16_d128v64", 160, (24, 104, 192), 64 * 128),
+        ("f16_d64", 192, (32, 80, 200), 2 * 32 * 64),  # K^T takes registers of dQ
     ],
 )
 def test_the_sm90_backward_divides_registers_and_stages_dq(

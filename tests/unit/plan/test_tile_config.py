@@ -24,6 +24,11 @@ from cutlass_py_attn.problem.tensors import Shape
         ("64x128x16:4,4q32", TileConfig(64, 128, 16, 4, 4, score_rows=32)),
         ("64x128x16:3,2k2+per_head", TileConfig(64, 128, 16, 3, 2, key_stages=2, variant="per_head")),
         ("128x128x12:2+multicast", TileConfig(128, 128, 12, 2, variant="multicast")),
+        ("128x128x12:2-speculative-halves", TileConfig(128, 128, 12, 2, options=("speculative", "halves"))),
+        (
+            "128x128x12:2+multicast-speculative",
+            TileConfig(128, 128, 12, 2, variant="multicast", options=("speculative",)),
+        ),
     ],
 )
 def test_a_tile_is_read_and_written(text: str, tile: TileConfig) -> None:
@@ -35,6 +40,14 @@ def test_a_tile_is_read_and_written(text: str, tile: TileConfig) -> None:
 def test_a_wrong_tile_is_refused_with_the_form(text: str) -> None:
     with pytest.raises(NotSupported, match="must be like 64x128x16:3,2"):
         TileConfig.parse(text)
+
+
+@pytest.mark.parametrize("options", [("halves", "speculative"), ("halves", "halves"), ("fast",), "halves"])
+def test_wrong_options_are_refused(options: object) -> None:
+    problem = Problem.dense("forward", Shape(2, 300, 300, 4, 64, 64), "bfloat16", Causal())
+    tile = dataclasses.replace(TileConfig(128, 128, 12, 2), options=options)  # type: ignore[arg-type]
+    with pytest.raises(NotSupported, match=r"tile.options = .*: must be a tuple of some of speculative, halves"):
+        plan_with_tile(problem, "sm_90a", tile)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -99,7 +99,19 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "forward", "64x64x16:2+wide", "warps = 16", {"head_dim": 512}),
     ("sm90", "forward", "64x64x12:1+wide", "query_stages = 1", {"head_dim": 512}),
     ("sm90", "forward", "64x64x12:2+wide", "head_dim = 256", {"head_dim": 256}),
-    ("sm90", "backward", "64x64x16:2,2+wide", "variant = 'wide'", {"head_dim": 256}),
+    ("sm90", "backward", "64x64x12:2,2+wide", "head_dim = 256", {"head_dim": 256}),
+    ("sm90", "backward", "128x64x12:2,2+wide", "tile_m = 128", {"head_dim": 512}),
+    ("sm90", "backward", "64x128x12:2,2+wide", "tile_n = 128", {"head_dim": 512}),
+    ("sm90", "backward", "64x64x16:2,2+wide", "warps = 16", {"head_dim": 512}),
+    ("sm90", "backward", "64x64x12:1,1+wide", "query_stages = 1", {"head_dim": 512}),
+    ("sm90", "backward", "64x64x12:2,3+wide", "grad_output_stages = 3", {"head_dim": 512}),
+    ("sm90", "backward", "64x64x12:2,2k2+wide", "key_stages = 2", {"head_dim": 512}),
+    ("sm90", "backward", "64x64x12:2,2q32+wide", "score_rows = 32", {"head_dim": 512}),
+    ("sm90", "forward", "64x64x12:2+mla", "head_dim = 128", {}),
+    ("sm90", "forward", "128x64x12:2+mla", "tile_m = 128", {}),
+    ("sm90", "forward", "64x128x12:2+mla", "tile_n = 128", {}),
+    ("sm90", "forward", "64x64x16:2+mla", "warps = 16", {}),
+    ("sm90", "forward", "64x64x12:3+mla", "query_stages = 3", {}),
     ("sm90", "backward", "64x64x16:2,2", "tile_n = 64", {}),
     ("sm90", "backward", "64x128x12:2,2", "tile_n = 128", {}),
     ("sm90", "backward", "64x64x8:2,2", "warps = 8", {}),
@@ -118,6 +130,17 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "backward", "64x128x16:4,4q32+per_head", "score_rows = 32", {}),
     ("sm90", "backward", "64x128x16:3,2+query_heads", "features = ()", {}),
     ("sm90", "backward", "64x128x16:3,2+query_heads", "deterministic = True", {**GROUPED, "deterministic": True}),
+    ("sm90", "backward", "64x64x12:2,2+ds_registers", "warps = 12", {}),
+    ("sm90", "backward", "128x128x16:2,2+ds_registers", "tile_m = 128", {}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "head_dim = 64", {"head_dim": 64}),
+    ("sm90", "backward", "64x128x16:4,4q32+ds_registers", "score_rows = 32", {}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "deterministic = True", {"deterministic": True}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "features = ('softcap',)", {"softcap": 9.0}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "mask = 'local'", {"mask": Window(64, 0)}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "variant = 'ds_registers': S starts from", {"scale": 0.0}),
+    ("sm90", "backward", "64x128x16:3,2+key_registers", "tile_m = 64", {"head_dim": 64}),
+    ("sm90", "backward", "128x128x16:2,2+key_registers", "head_dim = 128", {}),
+    ("sm90", "backward", "128x128x16:3,2+key_registers", "dropout", {"head_dim": 64, "dropout_p": 0.1}),
     ("sm90", "backward", "64x128x16:3,2+multicast", "variant = 'multicast'", {}),
     ("sm90", "backward", "64x128x16:3,2+split_d", "variant = 'split_d'", {}),
     ("sm90", "backward", "64x128x16:2,2", "score_rows = 0", {"head_dim": 160}),
@@ -128,6 +151,16 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "backward", "64x64x16:2,1+2cta", "grad_output_stages = 1", {"head_dim": 256}),
     ("sm90", "backward", "64x64x16:2,2k2+2cta", "key_stages = 2", {"head_dim": 256}),
     ("sm90", "backward", "64x64x16:2,2q32+2cta", "score_rows = 32", {"head_dim": 256}),
+    ("sm80", "forward", "128x96x4:1-speculative", "only the standard and the multicast sm90 forward", {"head_dim": 64}),
+    ("sm90", "backward", "64x128x16:3,2-speculative", "only the standard and the multicast sm90 forward", {}),
+    ("decode", "decode", "16x64x4:3-speculative", "only the standard and the multicast sm90 forward", {}),
+    ("sm90", "forward", "128x128x12:2-speculative", "is for scores without windows", {"dropout_p": 0.5}),
+    ("sm90", "forward", "128x128x12:2-speculative", "is for scores without windows", {"softcap": 30.0}),
+    ("sm90", "forward", "128x128x12:2-speculative", "is for scores without windows", {"mask": Window(100, 0)}),
+    ("sm90", "forward", "128x128x12:2-halves", "use both", {}),
+    ("sm90", "forward", "128x128x12:2-shared_end", "full masks", {}),
+    ("sm90", "forward", "128x128x12:2-shared_end", "full masks", {"mask": Full(), "softcap": 30.0}),
+    ("sm90", "forward", "128x112x12:2-speculative-halves", "tile_n = 112", {}),
     ("decode", "decode", "48x64x4:2", "tile_m = 48", {}),
     ("decode", "decode", "16x64x3:2", "warps = 3", {}),
     ("decode", "decode", "64x64x1:2", "warps = 1", {}),
@@ -190,7 +223,13 @@ VALID = [
     ("sm90", "backward", "64x128x16:4,4q32", {}),
     ("sm90", "backward", "64x128x16:3,2+per_head", {"length": 128}),
     ("sm90", "backward", "64x128x16:3,2+query_heads", GROUPED),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", {"head_dim": 104, "scale": -1.0}),
+    ("sm90", "backward", "128x128x16:3,2k2+key_registers", {"head_dim": 40, "scale": 0.0}),
     ("sm90", "backward", "64x64x16:3,2+2cta", {"head_dim": 192}),
+    ("sm90", "backward", "64x64x12:3,3+wide", {"head_dim": 320}),
+    ("sm90", "forward", "128x128x12:2-speculative-halves", {}),
+    ("sm90", "forward", "128x128x12:2+multicast-speculative", {}),
+    ("sm90", "forward", "128x128x12:2-speculative-shared_end", {"mask": Full()}),
     ("decode", "decode", "16x128x8:2", {}),
 ]
 
@@ -219,7 +258,7 @@ def test_the_family_is_that_of_the_variant_or_of_the_best_plan() -> None:
     ("problem", "arch", "family", "said"),
     [
         (problem_of("forward", 520), "sm_90a", "sm90", "takes no head dims beyond 512"),
-        (problem_of("backward", 512), "sm_90a", "sm90", "takes no head dims beyond 256"),
+        (problem_of("backward", 520), "sm_90a", "sm90", "takes no head dims beyond 512"),
         (problem_of("forward"), "sm_80", "sm90", "takes no targets without wgmma"),
         (problem_of("forward"), "sm_90a", "decode", "takes no more than 16 queries"),
         (problem_of("forward", scale=-1.0), "sm_90a", "sm90", "takes no a scale below 0"),
@@ -276,11 +315,14 @@ def test_every_tile_of_the_tables_passes_for_some_problem(family: str, direction
     dims = (256, 192, 160) if tile.variant == "2cta" or tile.score_rows else (32, 64, 96, 128, 256, 512)
     found = []
     for head_dim in dims:
-        for dtype in ("bfloat16", "float32"):
+        for dtype in ("float8_e4m3fn",) if tile.variant == "e4m3" else ("bfloat16", "float32"):
             heads_key = 2 if tile.variant == "query_heads" else 4
             problem = problem_of("decode" if family == "decode" else direction, head_dim, 512, dtype, heads_key)
             if tile.score_rows:
                 problem = Problem.dense(direction, Shape(2, 512, 512, 4, 192, 128, heads_key), dtype, Causal())
+            if tile.variant == "mla":
+                shape = Shape(2, 1, 512, 4, 576, 512, 1)
+                problem = Problem.dense(direction, shape, dtype).with_value_in_key()
             build, wrong = build_for(problem, ARCH_OF[family], tile, family)
             found.append(wrong or resources.objections(build, architecture(build.arch)))
     assert [] in found, found
@@ -305,7 +347,9 @@ TILES = st.builds(
     head_dim_split=st.sampled_from([0, 0, 32, 64, 128, 192, 512, 576]),
     score_rows=st.sampled_from([0, 0, 16, 24, 32, 64, 128]),
     key_stages=st.integers(0, 3),
-    variant=st.sampled_from(["", "", "split_d", "multicast", "per_head", "2cta", "other"]),
+    variant=st.sampled_from(
+        ["", "", "split_d", "multicast", "per_head", "ds_registers", "key_registers", "2cta", "other"]
+    ),
 )
 
 

@@ -16,7 +16,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.serialize import from_json, to_json
 from cutlass_py_attn.problem.spec import parse
-from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.reference import paged
 from tests.support import refused_pages
 from tests.support.refused_pages import BATCH, MAX_PAGES, PAGE_SIZE, POOL, paged_problem
@@ -49,6 +49,22 @@ def test_what_a_problem_derives() -> None:
     assert {name: tensor.shape for name, tensor in problem.vectors().items()} == {
         "page_table": (BATCH, MAX_PAGES), "seqused_k": (BATCH,),
     }  # fmt: skip
+
+
+def test_pools_without_pages() -> None:
+    """No sequence has keys, whatever the table's shape: output 0, logsumexp -inf, or the sink."""
+    empty = Tensor.contiguous((0, PAGE_SIZE, 2, 32), "float16")
+    problem = paged_problem(key=empty, value=empty)
+    assert problem.reasons() == []
+    assert problem.shape.num_keys == 0
+    assert not problem.is_empty
+    pool = np.ones(empty.shape, np.float16)
+    sequences = Paged(np.zeros((BATCH, MAX_PAGES), np.int32), np.zeros(BATCH, np.int32))
+    query = np.ones((BATCH, 2, 4, 32), np.float16)
+    output, logsumexp = attention_forward(query, pool, pool, sequences=sequences, backend="reference")
+    assert not output.any()
+    assert (logsumexp[:, :, :2] == -np.inf).all()
+    assert (logsumexp[:, :, 2:] == np.inf).all()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.errors import DriverError, NotSupported
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray
-from cutlass_py_attn.runtime.launch import bind
+from cutlass_py_attn.runtime.binding import bind
 from tests.support.fake_driver import FakeDriver
 from tests.support.fake_libraries import CUPY_STREAM, TORCH_STREAM, Tensor, ndarray
 from tests.support.fakes import InterfaceArray, addresses, aligned, artifact, plan_of

@@ -17,7 +17,7 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.masks import UNLIMITED, Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
-from cutlass_py_attn.runtime.launch import Bound, bind
+from cutlass_py_attn.runtime.binding import Bound, bind
 from cutlass_py_attn.score_terms.dropout import keep_scale
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import SHAPE, addresses, artifact, decode, plan_of

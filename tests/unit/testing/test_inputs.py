@@ -43,6 +43,18 @@ def test_a_needle_row_of_a_group_has_its_two_keys_in_its_sequence() -> None:
             assert (best >= 2.0 * 64 * 0.5).all(), "a visible key of its own sequence has the score of a needle"
 
 
+def test_rising_scores_exceed_those_of_the_next_keys_by_more_than_weights_may_exceed_1() -> None:
+    """In about half of the rows, at every border of blocks but where the levels start again."""
+    arrays = Case.parse("forward bf16_d96_n300x2300,200_h4k2_causal inputs=rising").arrays()
+    query, key = (arrays[name][0].astype(np.float64) for name in ("query", "key"))
+    borders = np.arange(128, 2300, 128)
+    scores = np.einsum("qhd,khd->hqk", query[:300], np.repeat(key[:2300], 2, axis=1)) / np.sqrt(96)
+    steps = scores[:, :, borders - 1] - scores[:, :, borders]
+    rises = (np.delete(steps, np.arange(7, len(borders), 8), axis=2) > 24 * np.log(2)).all(axis=2)
+    assert 0.4 < rises.mean() < 0.6
+    assert np.abs(scores).max() < 300
+
+
 @pytest.mark.parametrize("axes", ["bhqk", "1hqk", "bh1k", "bhq1", "1111"])
 @pytest.mark.parametrize("line", LINES)
 def test_every_row_with_the_most_negative_bias_has_an_ordinary_key(line: str, axes: str) -> None:

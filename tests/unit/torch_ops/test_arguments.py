@@ -48,7 +48,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[str, dict[str, Any]]] = {
     to.flash_attention_forward: (
         "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
         {"scale": None, "window_size_left": None, "window_size_right": None, "seqused_k": None, "alibi_slopes": None}
-        | {"softcap": 0.0}
+        | {"softcap": 0.0, "q_descale": None, "k_descale": None, "v_descale": None}
         | PHILOX,
     ),
     to.flash_attention_backward: (
@@ -318,6 +318,13 @@ def test_flash_map(recorder: Recorder, backward: bool, case: tuple[dict[str, Any
         assert recorder.operands[5].shape == (B, H, 32)
     else:
         assert found[1].shape == ((H, MQ) if is_packed else (B, H, MQ))
+
+
+def test_flash_factors(recorder: Recorder) -> None:
+    """FlashAttention's names of the factors of e4m3 operands."""
+    descale = zeros(B, H)
+    flash_call(False, q_descale=descale, v_descale=descale)
+    assert recorder.changed_options() == {"mask": Window(), "query_scale": descale, "value_scale": descale}
 
 
 def cudnn_call(backward: bool, **changes: Any) -> Any:

@@ -16,18 +16,19 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.arch import runs_on as _runs_on
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.plan import Launch, Plan
+from cutlass_py_attn.plan.variants import DS_REGISTERS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.runtime import driver, kernel_launch
-from cutlass_py_attn.runtime.launchers import (
+from cutlass_py_attn.runtime.params import KernelParams
+from cutlass_py_attn.runtime.plan_launchers import (
     MIN_GRAPH_LAUNCHES,
     GraphLauncher,
     Launcher,
     StreamLauncher,
     override_writers,
 )
-from cutlass_py_attn.runtime.params import KernelParams
 
 _ADDRESS_END: Final = 1 << 64
 _MAX_STREAMS: Final = 16  # streams whose launchers one Bound keeps
@@ -58,7 +59,7 @@ class Bound:
         use_graph = len(plan.launches) >= MIN_GRAPH_LAUNCHES
         self.launcher_type: type[Launcher] = GraphLauncher if use_graph else StreamLauncher
         self._problem = problem
-        self._kernels = kernels
+        self.kernels = kernels
         self._params, self._kernel_launches = self._create_launches()
         self._override_writers = tuple(override_writers(plan, self._params, launch) for launch in plan.launches)
         self.tensor_names = tuple(self._params.alignments)
@@ -71,7 +72,7 @@ class Bound:
     def _create_launches(self) -> tuple[KernelParams, tuple[kernel_launch.KernelLaunch, ...]]:
         """Creates kernel parameters, and the launches that read them."""
         params = KernelParams(self.plan, self._problem)
-        launches = zip(self._kernels, self.plan.launches, params.parameters, strict=True)
+        launches = zip(self.kernels, self.plan.launches, params.parameters, strict=True)
         return params, tuple(kernel_launch.KernelLaunch(*each) for each in launches)
 
     def __call__(self, pointers: Mapping[str, int], stream: object = None, *, workspace: int | None = None) -> None:
@@ -123,7 +124,7 @@ class Bound:
 
         launcher: the stream's launcher, which refused in the thread's own context; None for none.
         """
-        if not self._kernels:
+        if not self.kernels:
             return None
         with self._lock, self.device.current():
             if launcher is not None and launcher(addresses, workspace):
@@ -201,7 +202,7 @@ class Bound:
         reasons += [
             f"{name} = {_shown_address(address)}: must be a device address, {alignment}-byte aligned; copy it"
             for name, (address, alignment) in addresses.items()
-            if self._kernels and not (0 < (number := _number(address)) < _ADDRESS_END and number % alignment == 0)
+            if self.kernels and not (0 < (number := _number(address)) < _ADDRESS_END and number % alignment == 0)
         ]
         reasons += [
             f"{name} = {shown(number)}: must be an int from 0 to 2**64 - 1; correct it"
@@ -383,6 +384,8 @@ def _problem_mismatches(plan: Plan, problem: Problem | None) -> Iterator[str]:
             f"problem has {name}: the plan's kernel does not support it; plan this problem"
             for name in sm90.unsupported_features(problem)
         )
+    if build.variant == DS_REGISTERS and problem.scale_value == 0:
+        yield "problem.scale = 0: the plan's kernel divides by the scale; plan this problem"
     planned = dict(plan.params)
     pairs += [(name, size, planned.get(name)) for name, size in launch_rules.params(problem, build)]
     for name, given, expected in pairs:

@@ -14,8 +14,8 @@ from cutlass_py_attn.errors import DriverError, NotSupported
 from cutlass_py_attn.plan.plan import TensorMap
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.runtime import driver, tensor_maps
-from cutlass_py_attn.runtime.launch import Bound, bind
-from cutlass_py_attn.runtime.launchers import GraphLauncher, Launcher, StreamLauncher
+from cutlass_py_attn.runtime.binding import Bound, bind
+from cutlass_py_attn.runtime.plan_launchers import GraphLauncher, Launcher, StreamLauncher
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import SHAPE, addresses, aligned, artifact, decode, plan_of
 

@@ -17,7 +17,7 @@ from cutlass_py_attn.problem.masks import Causal, CausalBottomRight
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.runtime import driver, kernel_launch
-from cutlass_py_attn.runtime.launch import Bound, bind, first_available, portable_arch
+from cutlass_py_attn.runtime.binding import Bound, bind, first_available, portable_arch
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import SHAPE, addresses, aligned, artifact, decode, plan_of
 
@@ -308,6 +308,14 @@ def test_total_tiles_of_another_plan(driver_log: FakeDriver) -> None:
     (_, plan), (longer, _) = (plan_of("backward", shape=shape) for shape in shapes)
     with pytest.raises(Stale, match=r"problem.total_tiles = \d+: the plan has \d+; plan this problem"):
         bind(artifact(plan.build), plan, longer)
+
+
+def test_a_scale_of_0_by_which_the_kernel_would_divide(driver_log: FakeDriver) -> None:
+    problem = Problem.dense("backward", Shape(4, 4096, 4096, 16, 128, 128), "bfloat16")
+    plan = plans(problem, "sm_90a")[0]
+    assert plan.build.variant == "ds_registers"
+    with pytest.raises(Stale, match=r"problem.scale = 0: the plan's kernel divides by the scale; plan this problem"):
+        bind(artifact(plan.build), plan, problem.replace(scale=0.0))
 
 
 def test_wrong_pointers_are_all_named(driver_log: FakeDriver) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.launchers import GraphLauncher, Launcher, StreamLauncher
+from cutlass_py_attn.runtime.plan_launchers import GraphLauncher, Launcher, StreamLauncher
 from cutlass_py_attn.testing import device_memory, suite
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Array, Kernels

@@ -1,0 +1,94 @@
+"""Quantisation of query, key and value to e4m3 codes, of NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.quantization import GRANULARITIES
+from cutlass_py_attn.problem.scalars import flag_of, integer_of, shown
+from cutlass_py_attn.reference import quantization
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def quantize_e4m3(
+    array: Any,
+    *,
+    granularity: str = "batch_head",
+    num_heads_key: int | None = None,
+    cu_seqlens: Any = None,
+    rotate: bool = False,
+) -> tuple[Any, Any]:
+    """Rounds an operand to e4m3 codes and returns (codes, scales), such that codes * scales is about the operand.
+
+    array: (batch, rows, heads, columns) NumPy array of float16, bfloat16, float32 or float64; pools of a paged cache
+        are (pages, page_size, num_heads_key, columns).
+    granularity: elements that share a scale, the largest of their magnitudes / 448: "tensor", scales (1,); "head",
+        scales (num_heads_key,); "batch_head", scales (batch, num_heads_key); "row", which only key and value of an e4m3
+        cache may have, scales (batch, rows, num_heads_key).
+    num_heads_key: heads of key and value, for query; the query heads of one of these share its scale. None for the
+        heads of the array.
+    cu_seqlens: (count + 1,) integers, where sequences of variable length start; "batch_head" then gives scales
+        (count, num_heads_key). None for rows of one length.
+    rotate: whether rows are multiplied by an orthogonal matrix of signs, a randomised Hadamard transform. It spreads
+        a single large element over its row, so that the scale of its group grows less. It adds errors where a column
+        is large in all rows, which e4m3 holds as exactly as small ones. Rotate query and key, both or neither: of an
+        e4m3 cache, `rotate_rows` rotates the query.
+
+    codes are float8_e4m3fn, rounded to nearest even; scales are float32. Pass them to `attention_forward` as query and
+    query_scale, and so on. NotSupported lists every wrong argument.
+    """
+    heads = array.shape[2] if isinstance(array, np.ndarray) and array.ndim == 4 else 0
+    of_key = heads if num_heads_key is None else integer_of(num_heads_key)
+    reasons = _reasons(array, granularity, (num_heads_key, of_key), cu_seqlens, rotate)
+    if reasons:
+        raise NotSupported(reasons)
+    assert of_key is not None
+    starts = None if cu_seqlens is None else np.asarray(cu_seqlens)
+    numbers = quantization.rotate(array) if flag_of(rotate) else array
+    scales = quantization.scales_of(numbers, granularity, of_key, starts)
+    return quantization.quantise(numbers, scales, starts), scales
+
+
+def _reasons(array: Any, granularity: Any, heads: tuple[Any, int | None], cu_seqlens: Any, rotate: Any) -> list[str]:
+    """Returns why the arguments are refused. heads: num_heads_key as given, and as an int."""
+    if not isinstance(array, np.ndarray) or array.ndim != 4 or array.dtype.name not in _DTYPES:
+        allowed = f"a NumPy array (batch, rows, heads, columns) of {', '.join(_DTYPES)}"
+        return [f"array = {shown(array)}: must be {allowed}; convert it"]
+    reasons = []
+    given, of_key = heads
+    if granularity not in GRANULARITIES:
+        reasons.append(f"granularity = {shown(granularity)}: must be one of {', '.join(GRANULARITIES)}; choose one")
+    if of_key is None or of_key < 1 or array.shape[2] % of_key:
+        reasons.append(
+            f"num_heads_key = {shown(given)}: must be an int that divides the {array.shape[2]} heads of the array, or "
+            "None for all of them; correct it"
+        )
+    if flag_of(rotate) is None:
+        reasons.append(f"rotate = {shown(rotate)}: must be True or False; pass one of them")
+    if cu_seqlens is not None:
+        bounds = np.asarray(cu_seqlens)
+        is_list = bounds.ndim == 1 and bounds.size > 0 and bounds.dtype.kind in "iu" and array.shape[0] == 1
+        if not is_list or bounds[0] != 0 or (np.diff(bounds) < 0).any() or bounds[-1] > array.shape[1]:
+            reasons.append(
+                f"cu_seqlens = {shown(cu_seqlens)}: must be ascending integers from 0 to at most the {array.shape[1]} "
+                f"rows of an array with batch 1, which has batch {array.shape[0]}; correct it"
+            )
+    return reasons
+
+
+def rotate_rows(array: Any) -> Any:
+    """Returns the rows of an operand times the orthogonal matrix of `quantize_e4m3(rotate=True)`, in their dtype.
+
+    array: (..., columns) NumPy array of float16, bfloat16, float32 or float64.
+
+    Rotate query and key alike: their products stay, but for rounding. Keys are rotated before they are appended to an
+    e4m3 cache, and the query of 16 bits before each call. NotSupported: another array.
+    """
+    if not isinstance(array, np.ndarray) or array.ndim < 1 or array.dtype.name not in _DTYPES:
+        allowed = f"a NumPy array (..., columns) of {', '.join(_DTYPES)}"
+        raise NotSupported(f"array = {shown(array)}: must be {allowed}; convert it")
+    return quantization.rotate(array).astype(array.dtype)

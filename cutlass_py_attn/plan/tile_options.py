@@ -1,0 +1,97 @@
+"""Tile options: with which options the planner has a tile of the tables, and which builds can have them.
+
+docs/tuning.md says what each option gained, and which were slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.variants import HALVES, MULTICAST, SHARED_END, SPECULATIVE, STANDARD
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.score_terms import registry
+
+# Features with which scores are scaled products alone, and every key of a tile without a mask has its weight; sinks are
+# added when all keys are seen.
+PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED, "sinks"))
+HALVES_MULTIPLE: Final = 32  # keys of a tile, whose halves are operands of O = P V in steps of 16
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRule:
+    """The options of a tile that were measured to be faster.
+
+    tile_m, tile_n: the tile
+    columns: the head dims that it was measured with, more than the first and up to the second
+    options: as in `TileConfig.options`; of them the tile has those that are possible for the problem
+    """
+
+    tile_m: int
+    tile_n: int
+    columns: tuple[int, int]
+    options: tuple[str, ...]
+
+    def is_for(self, problem: Problem, tile: TileConfig) -> bool:
+        """Returns whether the planner has this tile with the options."""
+        least, most = self.columns
+        dims = problem.shape.head_dim, problem.shape.head_dim_value
+        is_tile = (tile.tile_m, tile.tile_n) == (self.tile_m, self.tile_n)
+        return is_tile and all(least < dim <= most for dim in dims)
+
+
+# Of bf16 and f16 forwards on an H200. Halves are slower than whole key tiles with 128 columns.
+RULES: Final = (
+    OptionRule(192, 128, (0, 32), (SPECULATIVE,)),
+    OptionRule(192, 128, (32, 64), (SPECULATIVE, HALVES)),
+    OptionRule(192, 112, (64, 96), (SPECULATIVE,)),
+    OptionRule(128, 128, (96, 128), (SPECULATIVE, SHARED_END)),
+)
+
+
+def with_options(problem: Problem, tile: TileConfig) -> TileConfig:
+    """Returns a tile of the sm90 family with the options that the planner has it with."""
+    if problem.direction != "forward" or tile.variant not in (STANDARD, MULTICAST):
+        return tile
+    decided = problem.features, problem.mask.form
+    possible = {SPECULATIVE: _may_speculate(*decided), HALVES: _may_speculate(*decided)}
+    possible[SHARED_END] = tile.variant == STANDARD and _has_equal_tiles(*decided)
+    options = next((rule.options for rule in RULES if rule.is_for(problem, tile)), ())
+    return replace(tile, options=tuple(name for name in options if possible[name]))
+
+
+def _may_speculate(features: tuple[str, ...], mask: str) -> bool:
+    """Returns whether weights may be computed with the maxima before a key tile."""
+    return PLAIN_FEATURES.issuperset(features) and mask != "local"
+
+
+def _has_equal_tiles(features: tuple[str, ...], mask: str) -> bool:
+    """Returns whether all query tiles take equally long, and the parts of one can be joined by their logsumexps."""
+    return {"grouped"}.issuperset(features) and mask == "full"
+
+
+def objections(build: Build) -> Iterator[str]:
+    """Yields every reason why no kernel body can be built with the options, as `tile_rules.objections` has them."""
+    what = f"options = {build.options!r}"
+    is_forward = (build.kind, build.family) == ("forward", "sm90") and build.variant in (STANDARD, MULTICAST)
+    if build.options and not is_forward:
+        yield f"{what}: only the standard and the multicast sm90 forward have options; use ()"
+        return
+    if SPECULATIVE in build.options and not _may_speculate(build.features, build.mask):
+        yield (
+            f"{what}: option {SPECULATIVE} is for scores without windows, dropout and score terms other than sinks; "
+            "use none of its options"
+        )
+    is_equal = build.variant == STANDARD and _has_equal_tiles(build.features, build.mask)
+    if SHARED_END in build.options and not is_equal:
+        yield (
+            f"{what}: option {SHARED_END} is for the standard variant, full masks and equal lengths, without score "
+            "terms, dropout and pages; use another option"
+        )
+    if HALVES in build.options and SPECULATIVE not in build.options:
+        yield f"{what}: option {HALVES} is part of option {SPECULATIVE}; use both"
+    if HALVES in build.options and build.tile_n % HALVES_MULTIPLE:
+        yield f"tile_n = {build.tile_n}: both halves have multiples of 16 keys; use a multiple of {HALVES_MULTIPLE}"

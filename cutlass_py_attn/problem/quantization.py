@@ -1,0 +1,115 @@
+"""Quantised operands: e4m3 codes, the scales that turn codes into numbers, and every reason to refuse these.
+
+A number is its code times its scale. Two kinds of problems have codes:
+
+    e4m3 operands   query, key and value; kernels multiply codes, and the output has 16 bits
+    e4m3 cache      key and value beside a query of 16 bits; kernels convert codes to 16 bits
+
+A scale is float32 and belongs to the whole operand, to a key head, to a key head of one batch element or sequence, or,
+in a cache, to a row: one key of one head. The scale of query belongs to the query heads that read the key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from cutlass_py_attn.problem.tensors import E4M3, F32_BYTES, FLOAT8, OPERANDS, Tensor
+
+if TYPE_CHECKING:
+    from cutlass_py_attn.problem.problem import Problem
+
+SCALES: Final = tuple(f"{name}_scale" for name in OPERANDS)
+CACHE_SCALES: Final = SCALES[1:]  # of an e4m3 cache
+# Along which a scale may have a stride: that of an e4m3 operand, that of an e4m3 cache.
+OPERAND_AXES: Final = ("batch", "head")
+CACHE_AXES: Final = ("batch", "page", "row", "head")
+TENSOR, HEAD, BATCH_HEAD, ROW = "tensor", "head", "batch_head", "row"
+GRANULARITIES: Final = (TENSOR, HEAD, BATCH_HEAD, ROW)  # what has a scale of its own, by the axes of the scales
+OUTPUT_DTYPES: Final = ("bfloat16", "float16")  # of the output of e4m3 operands; the first is the default
+QUERY_DTYPES: Final = ("float16", "bfloat16")  # of the query of an e4m3 cache
+
+
+def output_dtype(query: str) -> str:
+    """Returns the default dtype of the output, for the dtype of query."""
+    return OUTPUT_DTYPES[0] if query in E4M3 else query
+
+
+def has_codes(problem: Problem) -> bool:
+    """Returns whether an operand has e4m3 codes."""
+    return any(getattr(problem, name).dtype in E4M3 for name in OPERANDS)
+
+
+def granularity(scale: Tensor) -> str:
+    """Returns what has a scale of its own. (1,) may also be a scale of the only key head, which is the same."""
+    return TENSOR if scale.shape == (1,) else GRANULARITIES[min(len(scale.shape), len(GRANULARITIES) - 1)]
+
+
+def shapes(problem: Problem, name: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes that an operand's scale may have, by what has a scale of its own; () stands for (1,) too.
+
+    name: a member of SCALES.
+    """
+    heads = problem.shape.num_heads_key
+    found: dict[str, tuple[int, ...]] = {TENSOR: (), HEAD: (heads,), BATCH_HEAD: (problem.shape.batch, heads)}
+    if problem.has_e4m3_cache and name in CACHE_SCALES:
+        found[ROW] = problem.key.shape[:3]
+    return found
+
+
+def strides(problem: Problem) -> dict[str, int]:
+    """Returns the strides (elements) of the scales of e4m3 codes; 0 along an axis that a scale does not have."""
+    if not has_codes(problem):
+        return {}
+    names, axes = (CACHE_SCALES, CACHE_AXES) if problem.has_e4m3_cache else (SCALES, OPERAND_AXES)
+    first = "batch" if problem.pages is None else "page"
+    of_granularity = {TENSOR: (), HEAD: ("head",), BATCH_HEAD: ("batch", "head"), ROW: (first, "row", "head")}
+    found = {f"{name}_{axis}": 0 for name in names for axis in axes}
+    for name in (name for name in names if name in problem.scales):
+        scale = problem.scales[name]
+        steps = zip(of_granularity[granularity(scale)], scale.steps, strict=False)
+        found |= {f"{name}_{axis}": step for axis, step in steps}
+    return found
+
+
+def objections(problem: Problem) -> Iterator[str]:
+    """Yields every reason to refuse the dtypes of e4m3 codes and their scales."""
+    yield from _dtype_objections(problem)
+    coded = SCALES if problem.query.dtype in E4M3 else CACHE_SCALES if problem.has_e4m3_cache else ()
+    for name, operand in zip(SCALES, OPERANDS, strict=True):
+        if name in problem.scales and name not in coded:
+            dtype = getattr(problem, operand).dtype
+            yield f"{name} is given, but {operand} has dtype {dtype}: only e4m3 codes are scaled; leave it out"
+        elif name in problem.scales:
+            yield from _scale_objections(problem, name, problem.scales[name])
+
+
+def _dtype_objections(problem: Problem) -> Iterator[str]:
+    if not has_codes(problem):
+        return
+    query, key, value = (getattr(problem, name).dtype for name in OPERANDS)
+    if problem.direction != "forward":
+        yield (
+            f"direction = 'backward' with operands of {FLOAT8}: must be forward, because e4m3 codes have no gradients; "
+            "dequantise, each code times its scale"
+        )
+    if value != key:
+        yield f"value has dtype {value} but key has {key}: both must agree; cast one of them"
+    if query in E4M3 and key != query:
+        yield f"key has dtype {key} but query has {query}: all must agree; quantise key and value, or cast query"
+    if query not in E4M3 and query not in QUERY_DTYPES:
+        yield (
+            f"query has dtype {query} with key of {key}: must be {' or '.join(QUERY_DTYPES)}, or {FLOAT8} too; cast it"
+        )
+    if query in E4M3 and problem.output.dtype not in OUTPUT_DTYPES:
+        allowed = " or ".join(OUTPUT_DTYPES)
+        yield f"output has dtype {problem.output.dtype}: must be {allowed} for {FLOAT8} operands; pass such an array"
+
+
+def _scale_objections(problem: Problem, name: str, scale: Tensor) -> Iterator[str]:
+    allowed = shapes(problem, name)
+    if scale.dtype != "float32" or scale.shape not in ((1,), *allowed.values()):
+        listed = ", ".join(dict.fromkeys(map(str, ((), (1,), *allowed.values()))))
+        yield f"{name} has shape {scale.shape} and dtype {scale.dtype}: must be float32 {listed}; reshape or cast it"
+    elif scale.alignment < F32_BYTES:
+        yield f"{name} is {scale.alignment}-byte aligned: must be aligned to its {F32_BYTES}-byte elements; copy it"

@@ -1,0 +1,45 @@
+"""Backwards with dS in registers: their machine code executed, with copies and products that end at once or late.
+
+The delta kernel, the main kernel and the postprocess kernel run one after another. Persistent blocks have several key
+tiles; some query rows see no key, and one scale is below 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.testing import guarded_check
+from cutlass_py_attn.testing.cases import Case
+from tests.support.backward_block import BackwardBlock
+from tests.support.block_emulator import emulate
+from tests.support.gemm_emulator import compiled
+
+NUM_SMS = 1
+ERROR = 0.004  # relative L2 error of 16-bit operands
+GRADIENTS = ("grad_query", "grad_key", "grad_value")
+
+
+@pytest.mark.parametrize(
+    ("tile", "line", "is_eager"),
+    [
+        ("64x128x16:3,2k2+ds_registers", "backward bf16_d128_q150_s140_b1_h1_causal_br_scale-0.05 seed=1", False),
+        ("128x128x16:3,2+key_registers", "backward f16_d40v64_q150_s140_b1_h1_causal_br seed=2", True),
+    ],
+)
+def test_gradients(tile: str, line: str, is_eager: bool) -> None:
+    case = Case.parse(line)
+    plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse(tile), NUM_SMS)
+    arrays = case.arrays()
+    forward = guarded_check.by_reference(case, arrays, "float64")
+    arrays |= {"output": forward["output"].astype(arrays["query"].dtype), "logsumexp": forward["logsumexp"]}
+    truth = guarded_check.by_reference(case, arrays, "float64")
+    assert np.isinf(forward["logsumexp"][..., : case.spec.num_queries]).any()
+    found = emulate(
+        case, plan, compiled(plan).ptx, arrays, is_eager=is_eager, seed=7, block=BackwardBlock, outputs=GRADIENTS
+    )
+    for name in GRADIENTS:
+        error = found[name].astype(np.float64) - truth[name]
+        assert np.linalg.norm(error) < ERROR * np.linalg.norm(truth[name]), name

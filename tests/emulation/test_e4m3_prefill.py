@@ -1,0 +1,40 @@
+"""Kernels that read an e4m3 cache: the machine code of whole forwards, with copies that end at once or late."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.testing import guarded_check
+from cutlass_py_attn.testing.cases import Case
+from tests.support.block_emulator import emulate
+from tests.support.gemm_emulator import compiled
+from tests.support.mma_emulator import MmaBlock
+
+NUM_SMS = 1
+# The sm80 forward with several key tiles, pages and scales of rows, or no pages and a scale of each head; the
+# persistent decode kernel, whose second kernel joins the partial results of a row.
+RUNS = (
+    (
+        "64x32x4:1,0",
+        "forward f16_d40v36_q50_s70_b1_h1_window_left30_right9_paged4_kv8_descalerow seed=2 table=csr",
+        False,
+    ),
+    # 96 codes in a row, which 64 bytes do not divide.
+    ("128x64x4:1,0", "forward bf16_d80_q20_s70_b1_h1_causal_br_paged16_kv8_descalerow seed=3", False),
+    ("64x32x4:1,0", "forward bf16_d64_q20_s50_b1_h1_causal_br_kv8_descalehead seed=1 inputs=needle", True),
+    ("16x64x4:2,0+persistent", "forward f16_d40v36_q3_s140_b1_h2_full_paged4_kv8_descalebatch seed=5", False),
+)
+
+
+@pytest.mark.parametrize(("tile", "line", "is_eager"), RUNS)
+def test_forward(tile: str, line: str, is_eager: bool) -> None:
+    case = Case.parse(line)
+    expected = guarded_check.expect(case)
+    family = None if "+" in tile else "sm80"
+    plan = planner.plan_with_tile(case.problem(), "sm_90", TileConfig.parse(tile), NUM_SMS, family=family)
+    ptx = compiled(plan).ptx
+    found = emulate(case, plan, ptx, expected.arrays, is_eager=is_eager, seed=7, block=MmaBlock)
+    ratios = guarded_check.ratios(case, expected, found)
+    assert all(ratio <= 1 for ratio in ratios.values()), ratios

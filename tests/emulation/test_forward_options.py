@@ -1,0 +1,82 @@
+"""kernels/sm90/forward.py with options: its machine code, executed with all warp roles and barriers.
+
+The weights of a key tile use the maxima before it, and the tile is computed again where a score exceeds them by far.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.testing import guarded_check
+from cutlass_py_attn.testing.cases import Case
+from tests.support.block_emulator import EmulatedBlock, emulate
+from tests.support.gemm_emulator import compiled
+
+TILE = TileConfig.parse("64x128x8:2-speculative-halves")
+FULL = "forward bf16_d64_q64_s512_b1_h1_full seed=3"  # a query tile and four key tiles, of which three are in the loop
+
+
+class CountingBlock(EmulatedBlock):
+    """Keeps which key tiles of the last block were computed again."""
+
+    repeats: tuple[bool, ...] = ()
+
+    def run(self) -> None:
+        super().run()
+        CountingBlock.repeats = tuple(self.reductions)
+
+
+def run(case: Case, arrays: dict[str, Any], *, is_eager: bool) -> dict[str, Any]:
+    """Returns the results of the emulated kernel."""
+    plan = planner.plan_with_tile(case.problem(), "sm_90a", TILE, 1)
+    return emulate(case, plan, compiled(plan).ptx, arrays, is_eager=is_eager, seed=7, block=CountingBlock)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "is_eager", "repeats"),
+    [("gaussian", True, (False,) * 3), ("rising", True, (True,) * 3), ("rising", False, (True,) * 3)],
+)
+def test_forward(inputs: str, is_eager: bool, repeats: tuple[bool, ...]) -> None:
+    case = Case.parse(f"{FULL} inputs={inputs}")
+    expected = guarded_check.expect(case)
+    found = run(case, expected.arrays, is_eager=is_eager)
+    ratios = guarded_check.ratios(case, expected, found)
+    assert all(ratio <= 1 for ratio in ratios.values()), ratios
+    assert CountingBlock.repeats == repeats
+
+
+def test_scores_that_are_not_finite() -> None:
+    """Rows whose scores are -inf until the last key tile have no maximum until then; NaN and inf stay in their rows."""
+    case = Case.parse(FULL)
+    arrays = guarded_check.expect(case).arrays
+    query, key = arrays["query"], arrays["key"]
+    query[0, :, 0, 0] = np.abs(query[0, :, 0, 0]) + 1
+    query[0, 1:3, 0, 0] = np.inf, np.nan
+    key[0, TILE.tile_n :, 0, 0] = -np.inf
+    output = run(case, arrays, is_eager=True)["output"].astype(np.float64)[0, :, 0]
+    assert CountingBlock.repeats == (True,) * 3
+    seen = slice(0, TILE.tile_n)
+    scores = query[0, :, 0].astype(np.float64) @ key[0, seen, 0].astype(np.float64).T / np.sqrt(case.spec.head_dim)
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        truth = weights / weights.sum(axis=1, keepdims=True) @ arrays["value"][0, seen, 0].astype(np.float64)
+    is_wrong = np.isin(np.arange(len(output)), (1, 2))
+    assert np.isnan(output[is_wrong]).all()
+    assert np.abs(output - truth)[~is_wrong].max() < 0.01
+
+
+def test_blocks_share_the_last_query_tile() -> None:
+    """Two blocks have a tile each, then half of the keys of the third; a second kernel joins their results."""
+    case = Case.parse("forward bf16_d64_q130_s256_b1_h1_full seed=4 layout=padded")
+    expected = guarded_check.expect(case)
+    tile = TileConfig.parse("64x64x8:2-speculative-shared_end")
+    plan = planner.plan_with_tile(case.problem(), "sm_90a", tile, 2)
+    assert [launch.grid for launch in plan.launches] == [(2, 1, 1), (64, 1, 1)]
+    found = emulate(case, plan, compiled(plan).ptx, expected.arrays, is_eager=False, seed=7)
+    ratios = guarded_check.ratios(case, expected, found)
+    assert all(ratio <= 1 for ratio in ratios.values()), ratios

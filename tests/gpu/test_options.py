@@ -1,0 +1,14 @@
+"""Forwards with options of their tiles, against float64: key tiles computed again, query tiles that blocks share."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutlass_py_attn.testing import guarded_check, suite
+from cutlass_py_attn.testing.cases import Case
+from cutlass_py_attn.testing.check import Kernels
+
+
+@pytest.mark.parametrize("case", [*suite.SPECULATIVE, *suite.SHARED_END], ids=lambda case: case.line.replace(" ", "_"))
+def test_options(case: Case, kernels: Kernels) -> None:
+    guarded_check.check_case(case, guarded_check.expect(case), kernels)

@@ -1,0 +1,112 @@
+"""Block of an sm90 backward: the instructions beside those of the forward, of loads by rows and sums in memory.
+
+A bulk reduction is added when it is issued if copies end at once, else when its warp waits for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.support.block_emulator import EmulatedBlock
+from tests.support.ptx_threads import WARP, Array
+
+
+class BackwardBlock(EmulatedBlock):
+    """One thread block of a launch of one batch."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.special["%ctaid.z"] = np.zeros(len(self.counters), np.uint64)
+        self.sums: dict[int, deque[Callable[[], None]]] = defaultdict(deque)  # by warp: reductions that are not added
+
+    def run(self) -> None:
+        super().run()
+        for pending in self.sums.values():
+            while pending:
+                pending.popleft()()
+
+    def synchronising(self) -> dict[str, Callable[[str, list[str], Array], None]]:
+        return {
+            "griddepcontrol": lambda op, operands, active: None,
+            "cp.async.bulk.tensor": self.tma,
+            "cp.async.bulk.commit_group": lambda op, operands, active: None,
+            "cp.async.bulk.wait_group": self.wait_for_sums,
+            "cp.async.bulk.shared": self.load_rows,
+            "cp.reduce.async.bulk": self.reduce,
+            "atom": self.count,
+            **super().synchronising(),
+        }
+
+    def load_rows(self, op: str, operands: list[str], active: Array) -> None:
+        """Loads bytes to shared memory, and counts them at an mbarrier."""
+        (thread,) = np.flatnonzero(active)
+        target, source, barrier = (int(self.address(operands[place])[thread]) for place in (0, 1, 3))
+        size = int(self.value(operands[2])[thread])
+
+        def copy() -> None:
+            self.memory[target : target + size] = self.memory[source : source + size]
+            found = self.mbarriers[barrier]
+            found.bytes -= size
+            self.end_phase(found)
+
+        self.copies.append(copy)
+
+    def reduce(self, op: str, operands: list[str], active: Array) -> None:
+        """Adds float32 of shared memory to global memory; each reduction is a group of its own."""
+        assert ".add" in op
+        assert "f32" in op
+        (thread,) = np.flatnonzero(active)
+        target, source = (int(self.address(operands[place])[thread]) for place in (0, 1))
+        size = int(self.value(operands[2])[thread])
+
+        def add() -> None:
+            total = self.memory[target : target + size].view(np.float32)
+            total += self.memory[source : source + size].view(np.float32)
+
+        if self.is_eager:
+            add()
+        else:
+            self.sums[int(thread) // WARP].append(add)
+
+    def wait_for_sums(self, _: str, operands: list[str], active: Array) -> None:
+        for warp in self.warps_of(active):
+            while len(self.sums[int(warp)]) > int(operands[0]):
+                self.sums[int(warp)].popleft()()
+
+    def count(self, op: str, operands: list[str], active: Array) -> None:
+        """Adds to an int32 in global memory and returns what it was."""
+        assert ".add" in op
+        before = self.value(operands[0]).copy()
+        for thread in np.flatnonzero(active):
+            place = int(self.address(operands[1])[thread])
+            word = self.memory[place : place + 4].view(np.uint32)
+            before[thread] = int(word[0])
+            word += np.uint32(self.value(operands[2])[thread])
+        self.registers[operands[0]] = before
+
+    def stmatrix(self, op: str, operands: list[str], active: Array) -> None:
+        if ".trans" not in op:
+            super().stmatrix(op, operands, active)
+            return
+        warps, rows = self.rows_of_matrices(operands[0], active)
+        lane = np.arange(WARP)
+        for i, name in enumerate(re.findall(r"%\w+", operands[1])):
+            words = self.value(name).reshape(-1, WARP)[warps].astype(np.uint32)
+            matrix = np.zeros((len(warps), 8, 8), np.uint16)
+            for j in (0, 1):  # element (row g, column 2t + j) of the fragment becomes (row 2t + j, column g)
+                matrix[:, lane % 4 * 2 + j, lane // 4] = (words >> np.uint32(16 * j)).astype(np.uint16)
+            self.memory[rows[:, i, :, None] + np.arange(16)] = matrix.view(np.uint8).reshape(len(warps), 8, 16)
+
+    def result(self, op: str, v: list[Array]) -> Array:
+        kind, *modifiers = op.split(".")
+        if kind == "cvt" and modifiers[-2:] == ["f32", "bf16"]:
+            return (v[0] & np.uint64(0xFFFF)) << np.uint64(16)
+        if kind == "cvt" and modifiers[-2:] == ["f32", "f16"]:
+            halves = (v[0] & np.uint64(0xFFFF)).astype(np.uint16).view(np.float16)
+            return halves.astype(np.float32).view(np.uint32).astype(np.uint64)
+        return super().result(op, v)

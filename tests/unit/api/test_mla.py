@@ -1,0 +1,91 @@
+"""Tests of mla_attention_forward: one cache for keys and values, through every way to the kernels but a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.api.attention import attention_forward, mla_attention_forward
+from cutlass_py_attn.api.options import MlaOptions, Options, VariableLength, check_options
+from cutlass_py_attn.api.paged import Paged
+from cutlass_py_attn.api.request import problem_of
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.masks import CausalBottomRight
+from cutlass_py_attn.problem.tensors import Tensor
+from cutlass_py_attn.runtime.arrays import Array
+
+RNG = np.random.default_rng(0)
+QUERY = RNG.standard_normal((2, 2, 4, 576)).astype(np.float16)
+CACHE = RNG.standard_normal((2, 9, 1, 576)).astype(np.float16)
+TABLE, LENGTHS = np.array([[1, 0]]), np.array([11])
+
+
+@pytest.mark.parametrize("columns", [None, 512, 300])
+def test_the_first_columns_are_the_values(columns: int | None) -> None:
+    options: dict[str, Any] = {"mask": CausalBottomRight(), "scale": 0.05, "backend": "reference"}
+    chosen = {} if columns is None else {"head_dim_value": columns}
+    found = mla_attention_forward(QUERY, CACHE, **chosen, **options)
+    expected = attention_forward(QUERY, CACHE, CACHE[..., : columns or 512], **options)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_lengths_and_the_array_for_the_output() -> None:
+    out = np.zeros((1, 2, 4, 512), np.float16)
+    pool = RNG.standard_normal((3, 8, 1, 576)).astype(np.float16)
+    paged: dict[str, Any] = {"sequences": Paged(TABLE, LENGTHS), "backend": "reference"}
+    found, _ = mla_attention_forward(QUERY[:1], pool, out=out, **paged)
+    assert found is out
+    np.testing.assert_array_equal(out, attention_forward(QUERY[:1], pool, pool[..., :512], **paged)[0])
+    packed = {"sequences": VariableLength(np.array([0, 2]), np.array([0, 9]), 2, 9), "backend": "reference"}
+    found, _ = mla_attention_forward(QUERY[:1], CACHE[:1], **packed)
+    np.testing.assert_array_equal(found, mla_attention_forward(QUERY[:1], CACHE[:1], backend="reference")[0])
+
+
+def arrays(cache: Tensor) -> dict[str, Array]:
+    """Device arrays at any addresses."""
+    query = Tensor.contiguous((2, 1, 128, 576), "bfloat16")
+    return {
+        name: Array(4096, tensor.shape, tensor.strides, tensor.dtype, 0, "torch", None)
+        for name, tensor in (("query", query), ("key", cache))
+    }
+
+
+def test_value_has_the_strides_of_the_cache() -> None:
+    strided = Tensor((2, 70, 1, 576), (70 * 640, 640, 640, 1), "bfloat16")
+    problem, new = problem_of("forward", arrays(strided), Options(head_dim_value=512))
+    assert problem.value_in_key
+    assert (problem.value.shape, problem.value.strides) == ((2, 70, 1, 512), strided.strides)
+    assert new["output"].shape == (2, 1, 128, 512)
+
+
+def test_a_host_array_has_the_strides_of_its_copy() -> None:
+    given = {
+        name: array._replace(device=None) for name, array in arrays(Tensor.contiguous((2, 70, 1, 576), "x")).items()
+    }
+    given["key"] = given["key"]._replace(dtype="bfloat16", strides=(1, 2, 3, 4))
+    problem, _ = problem_of("forward", given, Options(head_dim_value=512))
+    assert problem.value.strides == (70 * 576, 576, 576, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"bias": 1}, "option 'bias' is unknown: must be one of mask, scale, sequences, backend, kernels, out, "),
+        ({"head_dim_value": 600}, "head_dim_value = 600 with value_in_key: must be at most the 576 columns of cache"),
+        ({"head_dim_value": 0}, "head_dim_value = 0: must be from 1 to 65536"),
+        ({"head_dim_value": None}, "head_dim_value = None: must be an int, the columns of the cache that are values"),
+        ({"sequences": 3}, "sequences = 3 (int): must be a VariableLength or Paged object, or None; create one"),
+    ],
+)
+def test_refused_options(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotSupported) as refused:
+        mla_attention_forward(QUERY, CACHE, backend="reference", **options)
+    assert any(text.startswith(reason) for text in refused.value.reasons), refused.value.reasons
+
+
+def test_the_columns_decide_what_is_prepared() -> None:
+    narrow, wide = (check_options({"head_dim_value": columns}, MlaOptions) for columns in (64, 512))
+    assert narrow.key != wide.key != Options().key

@@ -1,0 +1,149 @@
+"""Tests of e4m3 codes in a Problem: its dtypes and scales, and every reason to refuse them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.serialize import from_json, to_json
+from cutlass_py_attn.problem.spec import parse
+from cutlass_py_attn.problem.tensors import Tensor
+
+PAGED = parse("bf16_d64_q1_s64_b3_h8k2_full_paged16_kv8_descalehead").problem("forward")
+SHAPES = "(), (1,), (2,), (3, 2), (13, 16, 2)"
+
+
+def scale(*shape: int, dtype: str = "float32", alignment: int = 16) -> Tensor:
+    """A dense scale."""
+    return Tensor(shape, Tensor.contiguous(shape, dtype).strides, dtype, alignment)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (3, 2), (13, 16, 2)])
+def test_shapes_of_scales(shape: tuple[int, ...]) -> None:
+    problem = PAGED.replace(key_scale=scale(*shape))
+    assert problem.reasons() == []
+    assert ("kv8row" in problem.features) == (len(shape) == 3)
+    assert from_json(to_json(problem)) == problem
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint8"])
+def test_dtypes_of_codes(dtype: str) -> None:
+    key, value = (Tensor.contiguous(tensor.shape, dtype) for tensor in (PAGED.key, PAGED.value))
+    assert PAGED.replace(key=key, value=value).reasons() == []
+
+
+BF16 = {name: Tensor.contiguous(tensor.shape, "bfloat16") for name, tensor in PAGED.tensors().items()}
+QUERY = {name: Tensor.contiguous(BF16[name].shape, "float32") for name in ("query", "output")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({"key_scale": None, "value_scale": None}, []),
+        (
+            {"query_scale": scale(2)},
+            ["query_scale is given, but query has dtype bfloat16: only e4m3 codes are scaled; leave it out"],
+        ),
+        (
+            {"value_scale": scale(3)},
+            [f"value_scale has shape (3,) and dtype float32: must be float32 {SHAPES}; reshape or cast it"],
+        ),
+        (
+            {"value_scale": scale(2, dtype="float16")},
+            [f"value_scale has shape (2,) and dtype float16: must be float32 {SHAPES}; reshape or cast it"],
+        ),
+        (
+            {"key_scale": scale(2, alignment=2)},
+            ["key_scale is 2-byte aligned: must be aligned to its 4-byte elements; copy it"],
+        ),
+        (
+            {"value": BF16["value"]},
+            ["value has dtype bfloat16 but key has float8_e4m3fn: both must agree; cast one of them"],
+        ),
+        (
+            QUERY,
+            [
+                "query has dtype float32 with key of float8_e4m3fn: must be float16 or bfloat16, or float8_e4m3fn too; "
+                "cast it"
+            ],
+        ),
+        (
+            {"key": BF16["key"], "value": BF16["value"]},
+            [
+                f"{name}_scale is given, but {name} has dtype bfloat16: only e4m3 codes are scaled; leave it out"
+                for name in ("key", "value")
+            ],
+        ),
+    ],
+)
+def test_reasons(changes: dict[str, Any], reasons: list[str]) -> None:
+    assert PAGED.replace(**changes).reasons() == reasons
+
+
+OPERANDS = parse("e4m3_d64_s100_b3_h4k2_full_descalebatch").problem("forward")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint8"])
+def test_e4m3_operands(dtype: str) -> None:
+    problem = OPERANDS.replace(
+        **{name: Tensor.contiguous(getattr(OPERANDS, name).shape, dtype) for name in ("query", "key", "value")},
+        query_scale=scale(),
+        key_scale=Tensor((3, 2), (1, 3), "float32", 4),
+    )
+    assert problem.reasons() == []
+    assert (problem.dtype, problem.output.dtype, problem.has_e4m3_cache) == ("float8_e4m3fn", "bfloat16", False)
+    assert from_json(to_json(problem)) == problem
+
+
+def test_reasons_of_e4m3_operands() -> None:
+    allowed = "must be float32 (), (1,), (2,), (3, 2); reshape or cast it"
+    wrong = OPERANDS.replace(
+        key=Tensor.contiguous(OPERANDS.key.shape, "bfloat16"),
+        query_scale=scale(2, 3),
+        key_scale=None,
+        value_scale=scale(3, 100, 2),
+        output=Tensor.contiguous(OPERANDS.output.shape, "float32"),
+    )
+    assert wrong.reasons() == [
+        "value has dtype float8_e4m3fn but key has bfloat16: both must agree; cast one of them",
+        "key has dtype bfloat16 but query has float8_e4m3fn: all must agree; quantise key and value, or cast query",
+        "output has dtype float32: must be bfloat16 or float16 for float8_e4m3fn operands; pass such an array",
+        f"query_scale has shape (2, 3) and dtype float32: {allowed}",
+        f"value_scale has shape (3, 100, 2) and dtype float32: {allowed}",
+    ]
+
+
+@pytest.mark.parametrize("name", ["e4m3_d64_q4_s64_b3_h8k2_full", "bf16_d64_q4_s64_b3_h8k2_full_kv8_descalerow"])
+def test_a_backward_is_refused(name: str) -> None:
+    forward, dense = parse(name).problem("forward"), parse("bf16_d64_q4_s64_b3_h8k2_full").problem("backward")
+    changes = {name: getattr(forward, name) for name in ("query", "key", "value", "key_scale", "value_scale")}
+    said = "direction = 'backward' with operands of float8_e4m3fn: must be forward"
+    assert any(reason.startswith(said) for reason in dense.replace(**changes).reasons())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("e4m3_d64_s64_b1_h1_full_kv8", "but the dtype is e4m3; leave one of both out"),
+        ("bf16_d64_s64_b1_h1_full_f16out", "f16out belongs to e4m3, but the dtype is bf16"),
+        ("bf16_d64_s64_b1_h1_full_descalehead", "descalehead belongs to e4m3 or kv8, but the dtype is bf16"),
+        ("e4m3_d64_s64_b1_h1_full_descalerow", "descalerow belongs to kv8"),
+    ],
+)
+def test_contradictions_of_words(name: str, said: str) -> None:
+    with pytest.raises(NotSupported, match=said):
+        parse(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "e4m3_d64_s64_b1_h1_full_descaletensor_f16out",
+        "bf16_d64_s64_b1_h1_full_kv8",
+        "f16_d64_s64_b1_h1_full_kv8_descalerow",
+    ],
+)
+def test_words(name: str) -> None:
+    assert parse(name).name == name
