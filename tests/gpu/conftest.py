@@ -45,6 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.maxschedchunk = CHUNK
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str) -> None:
+    """Names a test that ended its worker at once: the summary of pytest-xdist comes too late if the run is cut off."""
+    sys.stderr.write(f"\nended its worker: {crashitem}\n")
+
+
 def _missing(config: pytest.Config) -> str:
     """Says in one line why no test here can run; empty if they can."""
     try:
