@@ -19,6 +19,7 @@ from cutlass_py_attn.testing.check import same_bits
 from cutlass_py_attn.testing.device_memory import guarded_launch, stream
 from tests.gpu.test_launch import captured
 from tests.gpu.test_paged import name_of
+from tests.support.guarded_case import guarded_case
 
 OF_CODES = 1e-2  # relative error of the output (norm): weights and products of 16 bits
 CHANGED = ("query", "key", "value", "key_scale", "value_scale", "page_table", "seqused_k")
@@ -34,8 +35,7 @@ def test_decode(case: Case, kernels: check.Kernels) -> None:
 def test_prefill(case: Case, kernels: check.Kernels) -> None:
     """The sm80 forward, twice with the same bits."""
     expected = guarded_check.expect(case)
-    philox = {"philox_seed": case.philox_seed, "philox_offset": case.philox_offset} if case.spec.dropout_p else None
-    with guarded_launch(case.problem(), expected.arrays, kernels, philox) as guarded:
+    with guarded_case(case, expected, kernels) as guarded:
         assert guarded.bound.plan.build.family == "sm80", case.line
         found, again = guarded.run(), guarded.run()
     assert all(same_bits(found[name], again[name]) for name in found), case.line

@@ -24,6 +24,7 @@ from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, only_family, same_bits
 from cutlass_py_attn.testing.device_memory import GuardedLaunch
 from tests.gpu.test_launch import captured
+from tests.support.guarded_case import guarded_case
 from tests.support.library_host import LibraryHost, Target, compiled, filled, filled_rows, row_cases
 
 pytest.importorskip("jinja2", reason="an export writes C sources with it")
@@ -84,11 +85,6 @@ def opened_library(problems: Sequence[AnyProblem], kernels: Kernels, folder: Pat
     assert (target.num_sms, target.shared_memory) == (gpu.num_sms, gpu.shared_memory_per_block)
     yield Opened(host, bundle, device, target)
     host.close(device)
-
-
-def guarded_case(case: Case, expected: guarded_check.Expected, kernels: Kernels) -> GuardedLaunch:
-    philox = {"philox_seed": case.philox_seed, "philox_offset": case.philox_offset} if case.spec.dropout_p else None
-    return device_memory.guarded_launch(case.problem(), expected.arrays, kernels, philox)
 
 
 @pytest.mark.parametrize("case", [*CASES, MHA], ids=lambda case: case.line.replace(" ", "_"))

@@ -133,6 +133,7 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "backward", "64x64x12:2,2+ds_registers", "warps = 12", {}),
     ("sm90", "backward", "128x128x16:2,2+ds_registers", "tile_m = 128", {}),
     ("sm90", "backward", "64x128x16:3,2+ds_registers", "head_dim = 64", {"head_dim": 64}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "head_dim_value = 64", {"head_dim": 64}),
     ("sm90", "backward", "64x128x16:4,4q32+ds_registers", "score_rows = 32", {}),
     ("sm90", "backward", "64x128x16:3,2+ds_registers", "deterministic = True", {"deterministic": True}),
     ("sm90", "backward", "64x128x16:3,2+ds_registers", "features = ('softcap',)", {"softcap": 9.0}),
