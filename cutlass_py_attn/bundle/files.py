@@ -16,7 +16,7 @@ from cutlass_py_attn.bundle.arguments import export_objections, listed
 from cutlass_py_attn.bundle.dispatch import NEVER, facts_of, family_order, order_key, preferred_when
 from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
 from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
-from cutlass_py_attn.bundle.replacing import objection, replace_folder
+from cutlass_py_attn.bundle.replacing import locked, objection, replace_folder
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, exported_plans, plans
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.plan import planner
@@ -114,8 +114,10 @@ def _export(
     made = library.render(described, files) if is_library else {f"{name}.h": header.render(described).encode()}
     described["files"] |= {file: {"bytes": len(data), "sha256": sha256(data)} for file, data in made.items()}
     files |= {**made, MANIFEST: json.dumps(sealed(described), indent=1).encode()}
-    replace_folder(path, files, reading.listed_files)
-    return load_bundle(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path):
+        replace_folder(path, files, reading.listed_files)
+        return load_bundle(folder)
 
 
 def _without_options(problem: AnyProblem) -> AnyProblem:
@@ -302,12 +304,13 @@ def _term_objections(problems: Sequence[Problem]) -> Iterator[str]:
 def _folder_objections(path: Path) -> Iterator[str]:
     """Yields why an export cannot replace what is at the path."""
     try:
-        if not path.exists():
-            return
-        if not path.is_dir():
-            yield f"folder {path}: is a file; name a new folder"
-        elif reason := objection(path, reading.listed_files(path)):
-            yield reason
+        with locked(path):
+            if not path.exists():
+                return
+            if not path.is_dir():
+                yield f"folder {path}: is a file; name a new folder"
+            elif reason := objection(path, reading.listed_files(path)):
+                yield reason
     except NoPermission:
         raise
     except PermissionError as error:

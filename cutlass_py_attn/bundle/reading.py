@@ -55,9 +55,20 @@ class Contents:
 def read(path: Path) -> Contents:
     """Returns the contents of a bundle's folder.
 
-    Stale names what is missing, damaged or of another version. NoPermission: this user may not read a file.
+    A folder that an export replaces meanwhile is read again. Stale names what is missing, damaged or of another
+    version. NoPermission: this user may not read a file.
     """
-    manifest = _manifest(path)
+    while True:
+        manifest = _manifest(path)
+        try:
+            return _contents(path, manifest)
+        except Stale:
+            if _manifest(path) == manifest:
+                raise
+
+
+def _contents(path: Path, manifest: Json) -> Contents:
+    """Returns what a manifest lists."""
     try:
         listed = _listed(manifest)
         problems = _problems(manifest)

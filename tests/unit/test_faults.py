@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from cutlass_py_attn import load_bundle
 from cutlass_py_attn.api import attention
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.artifact import Artifact, Folder
-from cutlass_py_attn.bundle import replacing
+from cutlass_py_attn.bundle import files, reading, replacing
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.errors import AttentionError, NoDevice, Stale
 from cutlass_py_attn.problem.masks import Causal
@@ -282,14 +283,18 @@ def made(ptx: str) -> Artifact:
 def forked(work: Callable[[], object]) -> Iterator[int]:
     """Context manager with a child that runs `work`: its process id. The child is gone on exit."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        warnings.simplefilter("ignore")  # of a fork beside threads
         child = os.fork()
     if not child:
         code = 1
         try:
             work()
             code = 0
+        except BaseException:
+            traceback.print_exc()
+            raise
         finally:
+            sys.stderr.flush()
             os._exit(code)
     try:
         yield child
@@ -423,15 +428,66 @@ def test_a_writer_waits_for_the_other(tmp_path: Path) -> None:
 
 
 def test_processes_that_export_the_same_bundle(tmp_path: Path, exported: Path) -> None:
+    """Each gets the bundle that it wrote, and the folder is that of one of them."""
     folder = tmp_path / "bundle"
     expected = [snapshot(exported / name) for name in ("forward", "backward")]
+
+    def export_often(name: str) -> None:
+        for _ in range(10):
+            assert export(folder, name).directions == (name,)
+
     with survived("processes write the same kernels or bundle at once"), contextlib.ExitStack() as children:
-        found = [children.enter_context(forked(lambda it=name: export(folder, it)))  # type: ignore[misc]
+        found = [children.enter_context(forked(lambda it=name: export_often(it)))  # type: ignore[misc]
                  for name in ("forward", "backward")]  # fmt: skip
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in found]
     assert codes == [0, 0]
     assert snapshot(folder) in expected
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+@pytest.mark.parametrize("step", ["check", "read"])
+def test_an_export_waits_for_another_one(
+    tmp_path: Path, exported: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Nobody replaces the folder while an export looks for other files in it, nor before it has read what it wrote."""
+    folder = Path(shutil.copytree(exported / "backward", tmp_path / "bundle"))
+    reader, writer = os.pipe()
+    module, name = (reading, "listed_files") if step == "check" else (files, "load_bundle")
+    original = getattr(module, name)
+
+    def slow(path: Path) -> Any:
+        found = original(path) if step == "check" else None
+        os.write(writer, b"1")
+        time.sleep(0.1)
+        return found or original(path)
+
+    def export_slowly() -> None:
+        monkeypatch.setattr(module, name, slow)
+        assert export(folder, "backward").directions == ("backward",)
+
+    with forked(export_slowly) as child:
+        os.read(reader, 1)
+        assert export(folder, "forward").directions == ("forward",)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_a_bundle_that_is_replaced_while_it_is_read(
+    tmp_path: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(exported / "forward", tmp_path / "bundle"))
+    original = reading._manifest
+
+    def replaced(path: Path) -> Any:
+        found = original(path)
+        monkeypatch.setattr(reading, "_manifest", original)
+        export(folder, "backward")
+        return found
+
+    monkeypatch.setattr(reading, "_manifest", replaced)
+    with survived("processes write the same kernels or bundle at once"):
+        assert load_bundle(folder).directions == ("backward",)
 
 
 class FullDisk:
