@@ -38,7 +38,8 @@ _FAMILIES: Final = ("decode", "sm90", "sm80")  # in the order in which they are 
 class Facts:
     """What the machine code of a kernel fixes.
 
-    features: sorted features of the Problem, and options of its pages that only the rules of launches have
+    features: sorted features of the Problem, options of its pages that only the rules of launches have, and
+        "value_in_key" of kernels that read value through key alone
     gradients: those that a backward writes
     grad_bias_axes: for each axis (batch, heads, queries, keys) whether grad_bias has it in full; () for no grad_bias
     num_splits_key: the caller's number of splits of a backward; 0 for the plan's
@@ -69,7 +70,7 @@ def facts_of(problem: AnyProblem, build: Build) -> Facts:
         build.head_dim,
         build.head_dim_value,
         build.mask,
-        (*build.features, *_of_pages(problem)),
+        (*build.features, *_of_pages(problem), *(("value_in_key",) if build.reads_value_in_key else ())),
         build.gradients if backward else (),
         build.deterministic,
         () if problem.grad_bias is None else tuple(size != 1 for size in problem.grad_bias.shape),
@@ -160,25 +161,25 @@ class _Kind:
     head_dim: int
     head_dim_value: int
     is_paged: bool
-    has_codes: bool
+    codes: str  # words of an e4m3 cache; "" for a cache of 16 bits
     arch: str
 
     @staticmethod
     def of(build: Build) -> _Kind:
-        has_codes = build.has(registry.KV8)
-        return _Kind(build.dtype, build.head_dim, build.head_dim_value, build.has("paged"), has_codes, build.arch)
+        codes = ("_kv8" if build.has(registry.KV8) else "") + ("_descalerow" if build.has(registry.KV8_ROW) else "")
+        return _Kind(build.dtype, build.head_dim, build.head_dim_value, build.has("paged"), codes, build.arch)
 
     @property
     def most_rows(self) -> int:
         """Query rows of a key head that some decode kernel takes."""
-        return decode.PERSISTENT_MAX_ROWS if self.is_paged or self.has_codes else decode.MAX_ROWS
+        return decode.PERSISTENT_MAX_ROWS if self.is_paged or self.codes else decode.MAX_ROWS
 
 
 @functools.lru_cache(maxsize=4096)
 def _first_tile(kind: _Kind, rows: int, batch: int) -> str:
     """Returns the planner's first decode tile for this number of query rows of one key head; "" for none."""
     dims = f"{SHORT_NAMES[kind.dtype]}_d{kind.head_dim}v{kind.head_dim_value}"
-    cache = ("_paged16" if kind.is_paged else "") + ("_kv8" if kind.has_codes else "")
+    cache = ("_paged16" if kind.is_paged else "") + kind.codes
     text = f"{dims}_q1_s{decode.MIN_KEYS}_b{batch}_h{rows}k1_full{cache}"
     problem, limits = spec.parse(text).problem("forward"), architecture(kind.arch)
     for tile in decode_tiles(problem):

@@ -28,9 +28,7 @@ from cutlass_py_attn.plan.variants import STANDARD
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import path_objections, shown
-from cutlass_py_attn.problem.tensors import FLOAT8
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.binding import Bound, bind
 
@@ -76,9 +74,9 @@ def export_library(
     pkg-config file and a Rust crate that build them; and what a bundle holds: <arch>/<symbol>.cubin, .ptx and .json,
     and manifest.json. The functions of the library have the prefix `name`, and choose among the kernels for each call.
     problems: a Problem, AppendProblem or MergeProblem each.
-    Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term and for
-    operands of e4m3 codes, which the fixed struct of a library's calls has no fields for, for keys that contain the
-    values, and for a MergeProblem with a float32 total beside other outputs, or without logsumexps.
+    Other arguments, and the errors, are those of `export_bundle`; NotSupported also for a registered score term, which
+    the fixed struct of a library's calls has no fields for, and for a MergeProblem with a float32 total beside other
+    outputs, or without logsumexps. Scales of e4m3 codes, given or not, are those of each call.
     """
     return _export(folder, problems, archs, name, kernels, is_library=True)
 
@@ -247,7 +245,7 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
         )
     if is_library:
         whole = [problem for problem in problems if isinstance(problem, Problem)]
-        reasons += [*_term_objections(whole), *_cache_objections(whole)]
+        reasons += _term_objections(whole)
         reasons += _total_objections([problem for problem in problems if isinstance(problem, MergeProblem)])
     else:
         kinds = {type(problem).__name__ for problem in problems if not isinstance(problem, Problem)}
@@ -267,15 +265,6 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
         raise NotSupported(reasons)
 
 
-def _cache_objections(problems: Sequence[Problem]) -> Iterator[str]:
-    """Yields why a library's calls cannot say that keys contain the values: it would take another value for them."""
-    if any(problem.value_in_key is True for problem in problems):
-        yield (
-            "value_in_key with a library: must be False, because its calls pass key and value apart; export a bundle "
-            "with export_bundle"
-        )
-
-
 def _total_objections(problems: Sequence[MergeProblem]) -> Iterator[str]:
     """Yields why a library's calls cannot say that a merge has a float32 total, or adds."""
     found = {variant_of(problem) for problem in problems if not problem.reasons()} - {STANDARD}
@@ -287,17 +276,12 @@ def _total_objections(problems: Sequence[MergeProblem]) -> Iterator[str]:
 
 
 def _term_objections(problems: Sequence[Problem]) -> Iterator[str]:
-    """Yields why a library's calls cannot pass the score terms, or the scales of e4m3 codes, of a problem."""
+    """Yields why a library's calls cannot pass the score terms of a problem."""
     found = {name for problem in problems if not problem.reasons() for name, _ in problem.score_terms}
     for name in sorted(found):
         yield (
             f"score term {name!r}: is registered, and the struct of a library's calls has fields of built-in terms "
             "alone; export a bundle of this problem with export_bundle"
-        )
-    if any(has_codes(problem) for problem in problems if not problem.reasons()):
-        yield (
-            f"operands of {FLOAT8}: the struct of a library's calls has no scales; export a bundle of this problem "
-            "with export_bundle"
         )
 
 

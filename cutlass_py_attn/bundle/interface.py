@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS
-from cutlass_py_attn.problem.append import CACHES, SCALES
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, ITEM_BYTES
+from cutlass_py_attn.problem.append import CACHES
+from cutlass_py_attn.problem.quantization import SCALES
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, FLOAT8, ITEM_BYTES
+from cutlass_py_attn.score_terms import registry
 
 ABI: Final = 1  # changes if a struct changes other than at its end, or a function goes
 ERROR_BYTES: Final = 512  # of the struct of an error
@@ -25,8 +27,8 @@ STATUSES: Final = (
     ("WRONG_ABI", "the program was compiled for another version of this header"),
     ("NO_MEMORY", "the host is out of memory"),
 )
-DTYPES: Final = tuple((number, {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}[name], name)
-                      for number, name in enumerate(ITEM_BYTES, 1))  # fmt: skip
+_DTYPE_WORDS: Final = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", FLOAT8: "E4M3"}
+DTYPES: Final = tuple((number, _DTYPE_WORDS[name], name) for number, name in enumerate((*ITEM_BYTES, FLOAT8), 1))
 MASKS: Final = ("full", "causal", "local")
 # Features that a program asks for by a flag. The others follow from numbers: grouped, softcap, dropout.
 FLAGS: Final = (
@@ -39,10 +41,13 @@ FLAGS: Final = (
     ("PAGED", 64, "paged", "key and value are pools of pages, found through page_table; seqused_k has the lengths"),
     ("INVARIANT", 128, "invariant", "PAGED: the bits of a sequence's results do not depend on the other sequences"),
     ("PAGE_INDPTR", 256, "page_indptr", "PAGED: page_table is a list, in which page_indptr says where sequences start"),
-    ("E4M3_CACHE", 512, "e4m3_cache", "APPEND: key_cache and value_cache hold e4m3 numbers, scaled by the scales"),
-    ("ROW_SCALES", 1024, "row_scales", "APPEND: the scale of each row is computed, and written to the scales"),
+    ("E4M3_CACHE", 512, "e4m3_cache", "e4m3 codes: in key_cache, value_cache of APPEND, in key and value of FORWARD"),
+    ("ROW_SCALES", 1024, "row_scales", "E4M3_CACHE: each row has a scale; APPEND computes it, and writes the scales"),
+    ("FLOAT16_OUTPUT", 2048, registry.FLOAT16_OUTPUT, "dtype E4M3: output is float16; it is bfloat16 without the flag"),
+    ("VALUE_IN_KEY", 4096, "value_in_key", "FORWARD: value is the first head_dim_value columns of key, not an array"),
 )  # fmt: skip
 DIRECTION_FLAGS: Final = {"append": ("E4M3_CACHE", "ROW_SCALES"), "merge": ("VARLEN",)}  # all that these may have
+FORWARD_FLAGS: Final = ("E4M3_CACHE", "ROW_SCALES", "FLOAT16_OUTPUT", "VALUE_IN_KEY")  # that a backward may not have
 DERIVED: Final = (
     ("grouped", 1 << 16),
     ("softcap", 1 << 17),
@@ -52,6 +57,8 @@ GRADIENTS: Final = (("QUERY", 1, "query"), ("KEY", 2, "key"), ("VALUE", 4, "valu
                     ("SINKS", 16, "sinks"))  # fmt: skip
 MOST_BYTES: Final = 1 << 16  # of the call of any version: one that says more was not initialised
 FEATURE_BITS: Final = {name: bit for _, bit, name, _ in FLAGS if name} | dict(DERIVED)
+# Features of attention problems whose flags are those of appends, which have other names for them.
+_CACHE_FEATURES: Final = {registry.KV8: "e4m3_cache", registry.KV8_ROW: "row_scales"}
 FIRST_BYTES: Final = 584  # of the call of this ABI's first version: a program that knows less than this is refused
 
 
@@ -74,7 +81,7 @@ CALL: Final = (
     Field("bytes", "u32", "of this struct as the program knows it"),
     Field("abi", "u32", "of the header that the program was compiled with"),
     Field("direction", "i32", "FORWARD, BACKWARD, APPEND or MERGE"),
-    Field("dtype", "i32", "F16, BF16 or F32: of all arrays of rows and of the biases"),
+    Field("dtype", "i32", "F16, BF16 or F32: of all rows and biases, or E4M3: of query, key and value of FORWARD"),
     Field("head_dim", "i32", "columns of query and key; MERGE does not read it"),
     Field("head_dim_value", "i32", "columns of value and output"),
     Field("flags", "u32", "a sum of the flags above"),
@@ -120,13 +127,14 @@ CALL: Final = (
     Field("key_cache", "array", "APPEND: pool to which the rows of key, [token, head, column], are stored"),
     Field("value_cache", "array", "APPEND: pool to which the rows of value are stored"),
     Field("slots", "u64", "APPEND: int64 [tokens_k] on the device, page * page_size + row; others are skipped"),
-    Field("key_scale", "array", "E4M3_CACHE: float32 of each [page, row, head]; strides of 0 where one serves all"),
-    Field("value_scale", "array", "E4M3_CACHE: likewise of value"),
+    Field("key_scale", "array", "E4M3_CACHE, E4M3: float32, see above; strides of 0 where one serves all"),
+    Field("value_scale", "array", "E4M3_CACHE, E4M3: likewise of value"),
     Field("output_a", "array", "MERGE: attention over some keys, as output"),
     Field("output_b", "array", "MERGE: attention over other keys, as output"),
     Field("logsumexp_a", "u64", "MERGE: logsumexp of output_a, laid out as logsumexp"),
     Field("logsumexp_b", "u64", "MERGE: logsumexp of output_b"),
     Field("grad_logsumexp", "u64", "backward: gradient of logsumexp, laid out as logsumexp; 0: none"),
+    Field("query_scale", "array", "E4M3: likewise of query, for the heads that read a head of key"),
 )  # fmt: skip
 C_TYPES: Final = {"u32": "uint32_t", "i32": "int32_t", "u64": "uint64_t", "i64": "int64_t", "f64": "double"}
 RUST_TYPES: Final = {
@@ -164,6 +172,11 @@ def field(name: str) -> str:
     if name == "grad_output_column" or name in {each.name for each in CALL}:
         return f"c->call.{name}"
     raise KeyError(f"{name}: the call of the library has no such field; add it to the end of CALL")
+
+
+def feature_bit(name: str) -> int:
+    """Returns the bit of a kernel's feature, or of an option of its launches, in the flags of a call."""
+    return FEATURE_BITS[_CACHE_FEATURES.get(name, name)]
 
 
 def direction_number(direction: str) -> int:

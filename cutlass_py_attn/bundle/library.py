@@ -7,7 +7,7 @@ computes and starts the launches of a kernel is shared with the header of a sing
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -15,11 +15,22 @@ import numpy as np
 from cutlass_py_attn import __version__
 from cutlass_py_attn.bundle import c_text, interface
 from cutlass_py_attn.bundle.dispatch import ALWAYS, Facts, facts_of, order_key
-from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, from_json
+from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, from_json
+from cutlass_py_attn.plan import launch_rules
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.masks import UNLIMITED
-from cutlass_py_attn.problem.tensors import BMHK, ITEM_BYTES, LSE_PADDING, WORD_BYTES
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import (
+    CACHE_AXES,
+    CACHE_SCALES,
+    OPERAND_AXES,
+    OUTPUT_DTYPES,
+    SCALES,
+    has_codes,
+)
+from cutlass_py_attn.problem.tensors import BMHK, ITEM_BYTES, LSE_PADDING, OPERAND_BYTES, WORD_BYTES
+from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import PHILOX
 
 Json = dict[str, Any]
@@ -86,12 +97,14 @@ def _constants() -> Json:
         "error_bytes": interface.ERROR_BYTES,
         "statuses": interface.STATUSES,
         "dtypes": interface.DTYPES,
-        "item_bytes": ITEM_BYTES,
+        "item_bytes": OPERAND_BYTES,
+        "output_bytes": ITEM_BYTES[OUTPUT_DTYPES[0]],
         "lse_padding": LSE_PADDING,
         "masks": interface.MASKS,
         "directions": ALL_DIRECTIONS,
         "flags": interface.FLAGS,
         "direction_flags": interface.DIRECTION_FLAGS,
+        "forward_flags": interface.FORWARD_FLAGS,
         "derived": interface.DERIVED,
         "gradients": interface.GRADIENTS,
         "feature_bits": sorted(interface.FEATURE_BITS.items()),
@@ -117,9 +130,11 @@ def _kernels(manifest: Mapping[str, Any]) -> tuple[list[Json], list[Build]]:
             launches = target["launches"]
             sizes = [each["shared_memory_bytes"] + each["static_shared_memory_bytes"] for each in launches]
             builds.append(build)
+            strides = _scale_strides(problem, build)
+            addresses = _optional_addresses(target, has_scales=bool(strides))
             kernels.append({
-                "item": {**item, "pointers": _aligned(item["pointers"], build)},
-                "target": _with_optional_addresses(target),
+                "item": _with_scales({**item, "pointers": _aligned(item["pointers"], build)}, strides),
+                "target": _with_sources(target, addresses, strides),
                 "facts": _numbers(facts_of(problem, build)),
                 "shared_memory": max(sizes),
                 "first_entry": first_entry,
@@ -137,13 +152,48 @@ def _aligned(pointers: Json, build: Build) -> Json:
     return {name: {**each, "alignment": loads.get(name, each["alignment"])} for name, each in pointers.items()}
 
 
-def _with_optional_addresses(target: Json) -> Json:
-    """Returns the target with a source for the addresses of seed, offset and grad_logsumexp, which any call may set."""
+def _scale_strides(problem: AnyProblem, build: Build) -> dict[str, str]:
+    """Returns the rule of each stride of the scales of e4m3 codes: its name, or "0" where a call's scales have no axis.
+
+    A call says by addresses and strides which scales it has, whichever were exported. A stride `batch` of its struct is
+    that of sequences, unless rows have scales: then it is that of the first axis of key.
+    """
+    if not isinstance(problem, Problem) or not has_codes(problem):
+        return {}
+    names, axes = (CACHE_SCALES, CACHE_AXES) if problem.has_e4m3_cache else (SCALES, OPERAND_AXES)
+    stepped: tuple[str, ...] = OPERAND_AXES
+    if build.has(registry.KV8_ROW):
+        first = launch_rules.batch_axis(problem, "key")
+        is_packed = first == "batch" and problem.has_ragged_rows  # all sequences in one
+        stepped = ("row", "head") if is_packed else (first, "row", "head")
+    strides = ((f"{name}_{axis}", axis in stepped) for name in names for axis in axes)
+    return {stride: stride if has_axis else "0" for stride, has_axis in strides}
+
+
+def _with_scales(item: Json, strides: Mapping[str, str]) -> Json:
+    """Returns a problem with these strides of scales as inputs. Its scales may be absent: their pointers go."""
+    if not strides:
+        return item
+    inputs = {name: {"type": "i64"} for name, rule in strides.items() if rule == name}
+    pointers = {name: each for name, each in item["pointers"].items() if name not in SCALES}
+    return {**item, "inputs": {**item["inputs"], **inputs}, "pointers": pointers}
+
+
+def _optional_addresses(target: Json, *, has_scales: bool) -> set[str]:
+    """Returns the addresses that any call may set: of grad_logsumexp, seed and offset, and scales of e4m3 codes."""
     fields = target["struct"]["fields"]
-    optional = {"grad_logsumexp"}
-    if any(each["rule"] in PHILOX for each in fields if "rule" in each):
-        optional |= {f"{name}_address" for name in PHILOX}
-    found = [{**each, "pointer": each["name"]} if each["name"] in optional else each for each in fields]
+    has_philox = any(each["rule"] in PHILOX for each in fields if "rule" in each)
+    seeds = [f"{name}_address" for name in PHILOX] if has_philox else []
+    return {"grad_logsumexp", *seeds, *(SCALES if has_scales else ())}
+
+
+def _with_sources(target: Json, addresses: Collection[str], strides: Mapping[str, str]) -> Json:
+    """Returns the target with these addresses, and the rules of these strides, as sources of its struct's fields."""
+    found = []
+    for each in target["struct"]["fields"]:
+        name = each["name"]
+        source = {"pointer": name} if name in addresses else {"rule": strides[name]} if name in strides else {}
+        found.append({**each, **source})
     return {**target, "struct": {**target["struct"], "fields": found}}
 
 
@@ -157,7 +207,7 @@ def _numbers(facts: Facts) -> list[int]:
         facts.head_dim,
         facts.head_dim_value,
         interface.MASKS.index(facts.mask),
-        sum(interface.FEATURE_BITS[name] for name in facts.features),
+        sum(map(interface.feature_bit, facts.features)),
         sum(gradients[name] for name in facts.gradients),
         int(facts.deterministic),
         facts.num_splits_key,

@@ -123,6 +123,6 @@ def _problems_of(text: str, directions: tuple[str, ...]) -> list[AnyProblem]:
 
 
 def directions_of(spec: ProblemSpec) -> tuple[str, ...]:
-    """Returns the directions that a problem is for: the forward alone for few queries against more keys (decode)."""
+    """Returns the directions of a problem: the forward alone for few queries against more keys, and for e4m3 codes."""
     is_decode = spec.num_queries <= MAX_QUERIES and spec.num_queries < spec.num_keys
-    return ("forward",) if is_decode or spec.page_size or spec.value_in_key else DIRECTIONS
+    return ("forward",) if is_decode or spec.page_size or spec.value_in_key or spec.has_codes else DIRECTIONS

@@ -44,6 +44,10 @@ PAGED = (
     "bf16_d128_q1_s8192_b8_h32k8_full_paged16",
     "bf16_d128_q4_s8192_b8_h32k8_causal_br_paged16",
 )
+CODES = (
+    "bf16_d128_q1_s8192_b8_h32k8_full_paged16_kv8_descalerow",
+    "bf16_d576v512_q1_s64_b2_h16k1_full_mla",
+)
 ROWS = ("append_bf16_d128", "merge_bf16_d128")
 MORE_ROWS = ("append_bf16_d128_e4m3_row", "merge_bf16_d128_varlen")
 COMPILERS = tuple(name for name in ("gcc", "clang") if shutil.which(name))
@@ -183,7 +187,7 @@ CHOSEN = "fwd_decode_bf16_d128_full_grouped_16x128"
 
 
 def problems() -> tuple[AnyProblem, ...]:
-    cases = (*CASES, *((case, ("forward",)) for case in PAGED))
+    cases = (*CASES, *((case, ("forward",)) for case in (*PAGED, *CODES)))
     found = (spec.parse(case).problem(direction) for case, directions in cases for direction in directions)
     return *found, *map(row_spec.parse, (*ROWS, *MORE_ROWS))
 
@@ -607,7 +611,7 @@ def test_the_call_that_the_page_shows_compiles(bundle: Bundle, tmp_path: Path) -
     block = "".join(re.findall(r"```c\n(.*?)```", page, re.DOTALL))
     names = (
         *("query", "key", "value", "output", "logsumexp", "workspace", "page_table", "seqused_k"),
-        *("key_pool", "value_pool", "slots"),
+        *("key_pool", "value_pool", "slots", "key_scale", "value_scale", "cache"),
         *("output_of_prefix", "logsumexp_of_prefix", "output_of_rest", "logsumexp_of_rest"),
     )
     addresses = ", ".join(f"uint64_t {name}" for name in names)

@@ -29,6 +29,7 @@ from tests.support.library_host import STATUS, Call, LibraryHost, compiled, expo
 CASE = "bf16_d128_s512_b2_h4k2_causal"
 DECODE = "bf16_d128_q1_s8192_b4_h32k8_full"
 H200 = target_of("sm_90a")
+ANY_DTYPE = "must be ATTENTION_F16, ATTENTION_BF16, ATTENTION_F32, or of a forward ATTENTION_E4M3; choose one"
 OVERLAP = "its strides must be those of an array of these sizes; set them with the sizes"
 
 
@@ -71,8 +72,8 @@ def test_a_new_call_has_defaults(host: LibraryHost) -> None:
 WRONG: tuple[tuple[str, Any, str, str], ...] = (
     ("direction", 4, "INVALID", "direction = 4: must be ATTENTION_FORWARD, ATTENTION_BACKWARD, ATTENTION_APPEND or "
                                 "ATTENTION_MERGE; choose one"),
-    ("dtype", 0, "INVALID", "dtype = 0: must be ATTENTION_F16, ATTENTION_BF16, ATTENTION_F32; choose one"),
-    ("dtype", 4, "INVALID", "dtype = 4: must be"),
+    ("dtype", 0, "INVALID", f"dtype = 0: {ANY_DTYPE}"),
+    ("dtype", 4, "INVALID", f"dtype = 4: {ANY_DTYPE}"),
     ("dtype", 1, "NO_KERNEL", "no kernel of this library for backward, float16, head_dim 128, head_dim_value 128, mask "
                               "causal, features: grouped, gradients 0x7; export such a problem too"),
     ("head_dim", 0, "INVALID", "head_dim = 0: must be at least 1; set it"),
@@ -107,7 +108,7 @@ WRONG: tuple[tuple[str, Any, str, str], ...] = (
     ("flags", 64, "NO_KERNEL", "features: grouped paged"),
     ("flags", 66, "INVALID", "flags has ATTENTION_SEQUSED and ATTENTION_PAGED, which has seqused_k anyway; clear the"),
     ("flags", 128, "INVALID", "flags has ATTENTION_INVARIANT or ATTENTION_PAGE_INDPTR without ATTENTION_PAGED"),
-    ("flags", 2048, "INVALID", "flags = 0x800: has bits that this library does not know; clear them, or update"),
+    ("flags", 8192, "INVALID", "flags = 0x2000: has bits that this library does not know; clear them, or update"),
     ("page_size", 16, "INVALID", "page_size = 16, max_pages = 0, num_pages = 0, and flags has no ATTENTION_PAGED; set"),
     ("page_table", 4096, "INVALID", "page_table has an address, and flags has no ATTENTION_PAGED; set the flag"),
     ("softcap", 30.0, "NO_KERNEL", "features: grouped softcap"),
@@ -174,8 +175,8 @@ def test_every_objection_to_the_fields_at_once(host: LibraryHost) -> None:
     call.dtype, call.dropout_p, call.bottom_right = 9, -1.0, 3
     text = host.chosen(call, H200).text
     assert text == (
-        "dtype = 9: must be ATTENTION_F16, ATTENTION_BF16, ATTENTION_F32; choose one; bottom_right = 3: must be 0 or "
-        "1; correct it; dropout_p = -1: must be a probability from 0 to 1; correct it"
+        f"dtype = 9: {ANY_DTYPE}; bottom_right = 3: must be 0 or 1; correct it; "
+        "dropout_p = -1: must be a probability from 0 to 1; correct it"
     )
     for field in ("direction", "head_dim", "head_dim_value", "reserved", "window_left", "window_right", "flags"):
         put(call, field, -7 if field not in ("reserved", "flags") else 2**32 - 1)

@@ -19,7 +19,9 @@ from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import OPERAND_AXES, ROW, SCALES, granularity
 from cutlass_py_attn.problem.tensors import BIASES, BMHK
+from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.testing import serving_cases
 from cutlass_py_attn.testing.serving_cases import RowCase
 from tests.support.c_compiler import STRICT, build, compiler
@@ -36,7 +38,9 @@ PUBLIC = ("abi", "call_init", "choose", "close", "launch", "open", "packed", "ta
 SPACE = 2**48  # bytes between made-up addresses: no array reaches the next one
 STATUS = {word: number for number, (word, _) in enumerate(interface.STATUSES)}
 FLAGS = {word: bit for word, bit, _, _ in interface.FLAGS}
-FLAG_OF = {feature: bit for _, bit, feature, _ in interface.FLAGS if feature}
+FLAG_OF = {feature: bit for _, bit, feature, _ in interface.FLAGS if feature} | {
+    feature: interface.feature_bit(feature) for feature in (registry.KV8, registry.KV8_ROW)
+}
 GRADIENT_OF = {name: bit for _, bit, name in interface.GRADIENTS}
 DTYPE_OF = {name: number for number, _, name in interface.DTYPES}
 
@@ -165,7 +169,8 @@ def made_up(problem: Problem, first: int) -> dict[str, int]:
     tensors = problem.tensors()
     names = [*tensors, "logsumexp", *problem.vectors()]
     odd = {name: tensor.alignment % 16 for name, tensor in tensors.items()}
-    return {name: first + SPACE * number + odd.get(name, 0) for number, name in enumerate(names, 1)}
+    found = {name: first + SPACE * number + odd.get(name, 0) for number, name in enumerate(names, 1)}
+    return {**found, "value": found["key"]} if problem.value_in_key else found
 
 
 def filled(call: Any, problem: Problem, *, first_address: int = 0, addresses: Mapping[str, int] | None = None) -> Any:
@@ -179,6 +184,7 @@ def filled(call: Any, problem: Problem, *, first_address: int = 0, addresses: Ma
     call.dtype = DTYPE_OF[problem.dtype]
     call.flags = sum(bit for feature, bit in FLAG_OF.items() if feature in problem.features)
     call.flags |= FLAGS["DETERMINISTIC"] if problem.deterministic else 0
+    call.flags |= FLAGS["VALUE_IN_KEY"] if problem.value_in_key else 0
     call.gradients = sum(GRADIENT_OF[name] for name in problem.gradients) if backward else 7
     for name in ("batch", "num_queries", "num_keys", "num_heads", "num_heads_key", "head_dim", "head_dim_value"):
         setattr(call, name, getattr(shape, name))
@@ -205,10 +211,16 @@ def filled(call: Any, problem: Problem, *, first_address: int = 0, addresses: Ma
             array.column = column
         elif name == "grad_output":
             call.grad_output_column = tensor.steps[3]
-        array.address = given.get(name, 0)
+        array.address = given.get("key" if name == "value" and problem.value_in_key else name, 0)
     if problem.grad_bias is not None:
         call.grad_bias_axes = sum(1 << axis for axis, size in enumerate(problem.grad_bias.shape) if size != 1)
-    for name in ("logsumexp", *problem.vectors()):
+    for name, scale in problem.scales.items():
+        axes = ("batch", "row", "head") if granularity(scale) == ROW else OPERAND_AXES[-len(scale.shape) :]
+        array = getattr(call, name)
+        array.address = given.get(name, 0)
+        for axis, step in zip(axes, scale.steps, strict=False):
+            setattr(array, axis, step)
+    for name in (each for each in ("logsumexp", *problem.vectors()) if each not in SCALES):
         setattr(call, f"{name}_address" if name.startswith("philox") else name, given.get(name, 0))
     if problem.alibi_slopes is not None:
         call.alibi_batch = shape.num_heads if len(problem.alibi_slopes.shape) > 1 else 0

@@ -18,8 +18,17 @@ from cutlass_py_attn.bundle.row_rules import RowProblem
 from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.plan.arch import targets
+from cutlass_py_attn.problem.tensors import FLOAT8
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import device_memory, guarded_check, paged_forward_cases, serving_cases, suite
+from cutlass_py_attn.testing import (
+    device_memory,
+    guarded_check,
+    kv8_cases,
+    mla_cases,
+    paged_forward_cases,
+    serving_cases,
+    suite,
+)
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, only_family, same_bits
 from cutlass_py_attn.testing.device_memory import GuardedLaunch
@@ -31,6 +40,8 @@ pytest.importorskip("jinja2", reason="an export writes C sources with it")
 
 CASES = [case for pair in suite.LIBRARY for case in pair]
 EXPORTED = [exported for exported, _ in suite.LIBRARY]
+# Scales of every kind, prompts over e4m3 caches, and keys that contain the values: by kernels of their own tests.
+CODES = [*suite.E4M3_EXACT, *kv8_cases.DECODE[::4], *kv8_cases.PREFILL[:3], *mla_cases.CASES[1::6]]
 GRAPHED = EXPORTED[2]
 MHA = Case.parse("forward bf16_d128_q200_s300_b2_h3_causal seed=7")  # by the kernels of grouped heads
 REPLAYS = 10
@@ -95,6 +106,28 @@ def test_library_is_right(case: Case, opened: Opened, kernels: Kernels, gpu: dri
     with guarded_case(case, expected, source) as guarded:
         guarded.reset()
         opened.launch(case, guarded)
+        driver.synchronise(0)
+        found = guarded_check.ratios(case, expected, guarded.read())
+    assert all(ratio <= 1 for ratio in found.values()), found
+
+
+@pytest.fixture(scope="module")
+def opened_codes(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    """The library of CODES; without e4m3 operands where the GPU has no kernels for them."""
+    known = [case for case in CODES if case.spec.dtype != FLOAT8 or driver.device(0).compute_capability == (9, 0)]
+    with opened_library([case.problem() for case in known], kernels, tmp_path_factory.mktemp("codes")) as found:
+        yield found
+
+
+@pytest.mark.parametrize("case", CODES, ids=lambda case: case.line.replace(" ", "_"))
+def test_codes_and_latent_caches_are_right(case: Case, opened_codes: Opened, gpu: driver.Device) -> None:
+    """As `test_library_is_right`."""
+    if case.spec.dtype == FLOAT8 and gpu.compute_capability != (9, 0):
+        pytest.skip(f"{gpu.name} does not run the kernels of e4m3 operands")
+    expected = guarded_check.expect(case)
+    with guarded_case(case, expected, opened_codes.bundle) as guarded:
+        guarded.reset()
+        opened_codes.launch(case, guarded)
         driver.synchronise(0)
         found = guarded_check.ratios(case, expected, guarded.read())
     assert all(ratio <= 1 for ratio in found.values()), found

@@ -17,6 +17,8 @@ def test_only_the_forward_is_measured_without_peers() -> None:
         assert cases.directions(spec) == ("forward",)
         assert directions_of(spec) == ("forward",)
         assert peers.names(spec) == ()
+    for case in ("e4m3_d128_s512_b2_h4_causal", "bf16_d128_s512_b2_h4_causal_kv8"):
+        assert directions_of(parse(case)) == ("forward",)
 
 
 def test_bytes_are_those_of_the_dense_case() -> None:

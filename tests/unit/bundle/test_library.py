@@ -27,7 +27,6 @@ from cutlass_py_attn.plan.tiles import sm90_tiles as tiles_of
 from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields, VectorOperand
@@ -199,11 +198,18 @@ def test_registered_terms_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "library").exists()
 
 
-def test_keys_that_contain_the_values_are_refused(tmp_path: Path) -> None:
-    problem = parse("bf16_d576v512_q1_s64_b2_h16k1_full_mla").problem("forward")
-    with pytest.raises(NotSupported, match=r"value_in_key with a library: must be False, .*; export a bundle"):
-        exported(tmp_path / "library", problem)
-    assert not (tmp_path / "library").exists()
+@pytest.mark.parametrize("case", ["e4m3_d64_s200_b2_h4k2_causal", "bf16_d64_q1_s300_b2_h4k2_full_paged16_kv8"])
+def test_scales_are_those_of_each_call(tmp_path: Path, case: str) -> None:
+    """A kernel is exported once, whichever scales the problems have; the manifest has the first problem."""
+    problems = tuple(problem_of("forward", f"{case}{grain}") for grain in ("_descaletensor", "", "_descalebatch"))
+    bundle = exported(tmp_path / "library", *problems)
+    assert bundle.problems == problems[:1]
+    text = (bundle.path / "attention.c").read_text()
+    for name in ("key_scale", "value_scale"):
+        assert f"(int64_t)c->call.{name}.address); /* {name} */" in text
+        for axis in ("batch", "head"):
+            assert f"c->call.{name}.{axis}); /* {name}_{axis} */" in text
+        assert f"/* {name}_row */" not in text
 
 
 @pytest.mark.parametrize(("is_sum", "variant"), [(False, "last"), (True, "sum_last")])

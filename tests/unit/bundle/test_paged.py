@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn import export_library
-from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import expressions, planner
 from cutlass_py_attn.problem.spec import parse
-from tests.support import bundles, fakes
+from tests.support import bundles
 
 CASE = "bf16_d128_q1_s1000_b65_h32k8_full_paged8"
 PREFILL = "bf16_d128_n500x900,300x400_h8k2_causal_br_paged16"
@@ -64,13 +62,6 @@ def test_scales_of_e4m3_codes_are_arrays(tmp_path: Path, grain: str, shape: list
     assert given == {name: name if name in strides else "0" for name in given}
     conditions = {condition["rule"] for condition in target["conditions"]}
     assert "mod(step(num_pages, key_page, 0), 16) == 0" in conditions  # codes of one copy
-
-
-@pytest.mark.parametrize("case", [f"{CASE}_kv8", "e4m3_d64_s200_b1_h1_causal"])
-def test_a_library_has_no_scales(tmp_path: Path, case: str) -> None:
-    problem = bundles.problem_of("forward", case)
-    with pytest.raises(NotSupported, match="struct of a library's calls has no scales"):
-        export_library(tmp_path / "library", [problem], ("sm_90",), kernels=fakes.artifact)
 
 
 def test_packed_queries_have_bounds(tmp_path: Path) -> None:
