@@ -161,10 +161,11 @@ def adds_in_order(build: Build) -> bool:
     """Returns whether warps of their own add the staged dQ to its sums, in an order that semaphores keep.
 
     With one block per head the order is that of the block's key tiles. With 128 queries a tile and one stage of K the
-    dQ warpgroup adds, which is 2 % faster.
+    dQ warpgroup adds, which is 2 % faster; so it does in variant key_registers, which would spill with adding warps.
     """
     is_faster = build.tile_m == WARPGROUP_ROWS or build.key_stages > 1
-    return build.deterministic and build.variant != PER_HEAD and grad_query_bytes(build) > 0 and is_faster
+    needs_order = build.deterministic and build.variant not in (PER_HEAD, KEY_REGISTERS)
+    return needs_order and grad_query_bytes(build) > 0 and is_faster
 
 
 def backward_2cta_map(build: Build) -> tuple[Buffer, ...]:
@@ -251,5 +252,9 @@ def grad_query_bytes(build: Build) -> int:
     if build.block_queries < build.tile_m or build.variant == TWO_CTA:
         return 0
     rows, columns = grad_query_piece(build)
-    staged = KEY_REGISTERS_STAGED if build.variant == KEY_REGISTERS else 1
-    return staged * rows * columns * F32_BYTES
+    return staged_pieces(build) * rows * columns * F32_BYTES
+
+
+def staged_pieces(build: Build) -> int:
+    """Returns how many pieces of dQ the staging buffer holds."""
+    return KEY_REGISTERS_STAGED if build.variant == KEY_REGISTERS else 1

@@ -58,7 +58,8 @@ SPLIT_D_TILE_N: Final = {"forward": (64, 128), "backward": (64,)}
 MAX_HEAD_DIM_SPLIT: Final = 512
 SM90_MAX_HEAD_DIM: Final = 256
 WIDE_MAX_HEAD_DIM: Final = 512  # of the sm90 kernels of variant wide
-KEEPS_DS_TILES: Final = {DS_REGISTERS: {32: 128, 96: 64, 128: 64}, KEY_REGISTERS: {64: 128}}  # tile_m by columns
+# tile_m by columns
+KEEPS_DS_TILES: Final = {DS_REGISTERS: {32: 128, 64: 128, 96: 64, 128: 64}, KEY_REGISTERS: {64: 128}}
 NARROW_HEAD_DIM: Final = 128  # beyond, the sm90 backward has no registers for the scores of a whole query tile
 SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value) with which score_rows leave registers
 SM90_BACKWARD_TILE_M: Final = (64, 128)
@@ -409,8 +410,6 @@ def _keeps_ds(build: Build) -> Objections:
         yield _refuse(build, "tile_m", f"{name} has registers for scores of {tile_m} queries; use {tile_m}")
     if build.score_rows:
         yield _refuse(build, "score_rows", f"{name} computes all rows of a tile at once; use 0")
-    if build.deterministic:
-        yield _refuse(build, "deterministic", f"{name} adds dQ in any order; use the standard variant")
     if (
         build.variant == DS_REGISTERS and build.mask == "local" and build.columns == 128
     ):  # in float16, ptxas spills 44 bytes

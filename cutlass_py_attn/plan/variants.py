@@ -162,6 +162,7 @@ _ALL: Final = (
         DS_REGISTERS,
         "sm90.backward",
         "persistent blocks over key tiles; dK is multiplied from dS in registers",
+        "sm90 backward ds_registers",
     ),
     Variant(
         "backward",
@@ -169,6 +170,7 @@ _ALL: Final = (
         KEY_REGISTERS,
         "sm90.backward",
         "persistent blocks over key tiles; dK is multiplied from dS in registers, dQ from the key tile in registers",
+        "sm90 backward ds_registers",
     ),
     Variant(
         "backward",
