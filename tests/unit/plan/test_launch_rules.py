@@ -194,7 +194,7 @@ def test_key_tiles_that_no_field_holds_are_refused() -> None:
     ("changes", "variant", "said"),
     [
         ({}, "query_heads", "a block computes a key tile of one query head and adds dK and dV in float32: 2 warp"),
-        ({"deterministic": True}, "", "a block computes a key tile of all query heads of a group: 2 warp"),
+        ({"deterministic": True}, "ds_registers", "a block computes a key tile of all query heads of a group: 2 warp"),
         ({"mask": Full()}, "ds_registers", "a block computes a key tile of all query heads of a group: 2 warp"),
     ],
 )
