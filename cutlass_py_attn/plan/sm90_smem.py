@@ -18,7 +18,7 @@ from typing import Final
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.variants import DS_REGISTERS, E4M3, KEY_REGISTERS, MLA, PER_HEAD, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import DS_REGISTERS, E4M3, KEY_REGISTERS, MLA, PER_HEAD, SPECULATIVE, TWO_CTA, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 LOAD_WARPGROUPS: Final = 1
@@ -104,8 +104,10 @@ def splits_key_loop(build: Build) -> bool:
     Against the version before, which had one loop and no chains, it was slower with a window (TFLOP/s on an H200, bf16
     d 64, window 1024: 346, before 365) and, in wide heads, with ALiBi (d 128: 545, before 584) or softcap (545, before
     554). In heads of 64 columns these are faster with it (378, before 368; 363, before 351). So is a bias in both
-    (d 64: 251, before 243; d 128: 425, before 421).
+    (d 64: 251, before 243; d 128: 425, before 421). Option speculative needs the loop.
     """
+    if SPECULATIVE in build.options:
+        return True
     is_wide = max(build.columns, build.columns_value) > SPLIT_WITH_TERMS_COLUMNS
     return build.mask != "local" and not (is_wide and (build.has("alibi") or build.has("softcap")))
 

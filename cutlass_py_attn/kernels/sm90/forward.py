@@ -12,8 +12,9 @@ Keys and values may be in pages: the producer warp then loads each tile page by 
 differs.
 
 With option speculative, the weights of a key tile that every row sees use the maxima before it, so that exponentials
-wait for no maximum of the tile. If a score exceeds its maximum by far, the warpgroup computes S again, then the maxima.
-With option halves, S of such a tile is two products, and the exponentials of the first half run during the second.
+wait for no maximum of the tile. The masked key tiles of a window come before and after these. If a score exceeds its
+maximum by far, the warpgroup computes S again, then the maxima. With option halves, S of such a tile is two products,
+and the exponentials of the first half run during the second.
 
 With option shared_end, all blocks share the keys of the last query tiles (join_parts.py).
 
