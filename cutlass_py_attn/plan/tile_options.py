@@ -11,13 +11,15 @@ from typing import Final
 
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.variants import HALVES, MULTICAST, SHARED_END, SPECULATIVE, STANDARD
+from cutlass_py_attn.plan.variants import BITS, HALVES, HIDDEN, MULTICAST, SHARED_END, SPECULATIVE, STANDARD
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.score_terms import registry
 
 # Features with which scores are scaled products alone, and every key of a tile without a mask has its weight; sinks are
 # added when all keys are seen.
 PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED, "sinks"))
+WARPGROUP_ROWS: Final = 64  # query rows of a tile that a warpgroup computes
+MOST_BITS_KEYS: Final = 128  # keys of a tile, of which a thread holds a quarter of each row: a bit of a word each
 HALVES_MULTIPLE: Final = 32  # keys of a tile, whose halves are operands of O = P V in steps of 16
 
 
@@ -97,6 +99,10 @@ def objections(build: Build) -> Iterator[str]:
             f"{what}: option {SHARED_END} is for the standard variant, full masks and equal lengths, without score "
             "terms, dropout and pages; use another option"
         )
+    if HIDDEN in build.options and (build.mask == "full" or build.tile_m == WARPGROUP_ROWS):
+        yield f"{what}: option {HIDDEN} is for masks and tiles of several warpgroups; use another option"
+    if BITS in build.options and (build.mask != "causal" or build.tile_n > MOST_BITS_KEYS):
+        yield f"{what}: option {BITS} is for causal masks and tiles of up to {MOST_BITS_KEYS} keys; use another option"
     if HALVES in build.options and SPECULATIVE not in build.options:
         yield f"{what}: option {HALVES} is part of option {SPECULATIVE}; use both"
     if HALVES in build.options and build.tile_n % HALVES_MULTIPLE:

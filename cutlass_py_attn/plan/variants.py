@@ -29,7 +29,9 @@ KEEPS_DS: Final = (DS_REGISTERS, KEY_REGISTERS)  # of the sm90 backward: dS^T st
 SPECULATIVE: Final = "speculative"
 HALVES: Final = "halves"
 SHARED_END: Final = "shared_end"
-OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END)
+HIDDEN: Final = "hidden"
+BITS: Final = "bits"
+OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, HIDDEN, BITS)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 

@@ -60,8 +60,15 @@ from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.plan.variants import HALVES, MULTICAST, SPECULATIVE
+from cutlass_py_attn.plan.sm90_smem import (
+    WARPGROUP_ROWS,
+    deals_last_rounds,
+    num_stages,
+    registers,
+    splits_key_loop,
+    tma_tiles,
+)
+from cutlass_py_attn.plan.variants import BITS, HALVES, HIDDEN, MULTICAST, SPECULATIVE
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere
@@ -138,6 +145,8 @@ class ForwardSm90:
         is_narrow = self.consumers <= MAX_LAZY_WARPGROUPS * WARPGROUP_THREADS
         self.rescales_lazily = build.dtype == "bfloat16" and is_narrow
         self.speculates = SPECULATIVE in build.options
+        self.skips_hidden = HIDDEN in build.options
+        self.masks_by_bits = BITS in build.options
         self.num_parts = 2 if HALVES in build.options else 1
         self.mma_part = Wgmma(replace(matmul_qk.spec(build), n=build.tile_n // self.num_parts), build.dtype)
 
@@ -259,10 +268,7 @@ class ForwardSm90:
                 self.release_first(pipes, k_state, True)
                 k_state.advance()
             # 2  softmax
-            self.modify_scores(p, work, last, r_s, consumer, operands, bias)
-            self.mask_if_needed(work, last, r_s, consumer)
-            consumer.softmax.weights(row_view(r_s), consumer.scale_log2)
-            self.convert_weights(consumer.r_p, r_s, dropout_bits)
+            self.first_weights(p, work, last, r_s, consumer, (operands, bias, dropout_bits))
             # Most key tiles are whole, and their loop has neither a mask nor a branch around one.
             splits = splits_key_loop(build)
             spans = tile_order.key_tile_spans(
@@ -474,10 +480,38 @@ class ForwardSm90:
             self.score_mod.apply(p, row_view(r_s), consumer.coordinates, origin, work.band, (operands, bias))
 
     @cute.jit
+    def first_weights(self, p: Any, work: Any, key_tile: Int32, r_s: cute.Tensor, consumer: Any, inputs: tuple):
+        """Turns S of a work tile's last key tile into P.
+
+        inputs: operands of the score modification, bias and dropout bits. With option hidden, a warpgroup none of whose
+        rows sees a key of the tile only sets P to zero.
+        """
+        if cutlass.const_expr(self.skips_hidden):
+            warpgroup = cute.arch.make_warp_uniform(consumer.thread // WARPGROUP_THREADS)
+            row0, key0 = self.tile_origin(work, key_tile)
+            if work.band.key_end(row0 + (warpgroup + 1) * WARPGROUP_ROWS - 1) > key0:
+                self.first_seen_weights(p, work, key_tile, r_s, consumer, inputs)
+            else:
+                consumer.r_p.fill(0.0)
+        else:
+            self.first_seen_weights(p, work, key_tile, r_s, consumer, inputs)
+
+    def first_seen_weights(
+        self, p: Any, work: WorkTile, key_tile: Int32, r_s: cute.Tensor, consumer: ConsumerState, inputs: tuple
+    ) -> None:
+        """Does `first_weights` for rows that may see a key of the tile."""
+        operands, bias, dropout_bits = inputs
+        self.modify_scores(p, work, key_tile, r_s, consumer, operands, bias)
+        self.mask_if_needed(work, key_tile, r_s, consumer)
+        consumer.softmax.weights(row_view(r_s), consumer.scale_log2)
+        self.convert_weights(consumer.r_p, r_s, dropout_bits)
+
+    @cute.jit
     def mask_if_needed(self, work: Any, key_tile: Int32, r_s: cute.Tensor, consumer: Any):
         """Masks a tile of S that has a masked pair."""
         if tile_order.needs_mask(work.band, work.tile, key_tile, self.build.tile_m, self.build.tile_n):
-            masking.mask_scores(work.band, row_view(r_s), consumer.coordinates, self.tile_origin(work, key_tile))
+            mask = masking.mask_by_bits if self.masks_by_bits else masking.mask_scores
+            mask(work.band, row_view(r_s), consumer.coordinates, self.tile_origin(work, key_tile))
 
     def tile_origin(self, work: WorkTile, key_tile: Int32) -> tuple[Int32, Int32]:
         """Returns the first query and the first key of a tile of S."""
