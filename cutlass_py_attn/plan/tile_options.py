@@ -101,8 +101,8 @@ def objections(build: Build) -> Iterator[str]:
         )
     if HIDDEN in build.options and (build.mask == "full" or build.tile_m == WARPGROUP_ROWS):
         yield f"{what}: option {HIDDEN} is for masks and tiles of several warpgroups; use another option"
-    if BITS in build.options and (build.mask != "causal" or build.tile_n > MOST_BITS_KEYS):
-        yield f"{what}: option {BITS} is for causal masks and tiles of up to {MOST_BITS_KEYS} keys; use another option"
+    if BITS in build.options and (build.mask == "full" or build.tile_n > MOST_BITS_KEYS):
+        yield f"{what}: option {BITS} is for masks and tiles of up to {MOST_BITS_KEYS} keys; use another option"
     if HALVES in build.options and SPECULATIVE not in build.options:
         yield f"{what}: option {HALVES} is part of option {SPECULATIVE}; use both"
     if HALVES in build.options and build.tile_n % HALVES_MULTIPLE:
