@@ -65,7 +65,7 @@ def with_options(problem: Problem, tile: TileConfig) -> TileConfig:
     if problem.direction != "forward" or tile.variant not in (STANDARD, MULTICAST):
         return tile
     decided = problem.features, problem.mask.form
-    possible = {SPECULATIVE: _may_speculate(problem.features), HALVES: _may_speculate(problem.features)}
+    possible = dict.fromkeys((SPECULATIVE, HALVES), _may_speculate(problem.features))
     possible[SHARED_END] = tile.variant == STANDARD and _has_equal_tiles(*decided)
     options = next((rule.options for rule in RULES if rule.is_for(problem, tile)), ())
     return replace(tile, options=tuple(name for name in options if possible[name]))

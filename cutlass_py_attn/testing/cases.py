@@ -169,6 +169,13 @@ class Case:
         return {"query": operands[0].reshape(problem.query.shape), **found}
 
     @property
+    def philox(self) -> dict[str, int]:
+        """The numbers philox_seed and philox_offset; none without dropout, or if they are in device memory."""
+        if not self.spec.dropout_p or self.spec.philox_on_device:
+            return {}
+        return {"philox_seed": self.philox_seed, "philox_offset": self.philox_offset}
+
+    @property
     def sequences(self) -> list[SeqlenInfo]:
         """The rows of each sequence, and of each batch element of dense tensors."""
         spec = self.spec

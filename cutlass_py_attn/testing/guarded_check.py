@@ -22,7 +22,7 @@ from cutlass_py_attn.reference import numpy_reference, paged
 from cutlass_py_attn.testing import e4m3_inputs, paged_inputs
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, same_bits
-from cutlass_py_attn.testing.device_memory import guarded_launch
+from cutlass_py_attn.testing.device_memory import GuardedLaunch, guarded_launch
 
 Array = npt.NDArray[Any]
 
@@ -104,12 +104,14 @@ def by_reference(case: Case, arrays: dict[str, Array], precision: str) -> dict[s
     return found
 
 
+def guarded_case(case: Case, expected: Expected, kernels: Kernels) -> GuardedLaunch:
+    """Returns the kernels of a case bound to guarded buffers."""
+    return guarded_launch(case.problem(), expected.arrays, kernels, case.philox)
+
+
 def launch(case: Case, expected: Expected, kernels: Kernels) -> Launched:
     """Returns the results of one launch and the kernel that ran; AssertionError if a guard element changed."""
-    philox = {}
-    if case.spec.dropout_p and not case.spec.philox_on_device:
-        philox = {"philox_seed": case.philox_seed, "philox_offset": case.philox_offset}
-    with guarded_launch(case.problem(), expected.arrays, kernels, philox) as guarded:
+    with guarded_case(case, expected, kernels) as guarded:
         return Launched(guarded.run(), guarded.bound.plan.build)
 
 
@@ -124,7 +126,7 @@ def check_decode(case: Case, kernels: Kernels) -> dict[str, float]:
     """Returns `ratios` of a decode case; AssertionError if one is above 1, bits differ between two launches, or
     another kernel served it."""
     expected = expect(case)
-    with guarded_launch(case.problem(), expected.arrays, kernels) as guarded:
+    with guarded_case(case, expected, kernels) as guarded:
         assert guarded.bound.plan.build.family == "decode", case.line
         found, again = guarded.run(), guarded.run()
     assert all(same_bits(found[name], again[name]) for name in found), case.line
@@ -134,7 +136,7 @@ def check_decode(case: Case, kernels: Kernels) -> dict[str, float]:
 def check_repeated(case: Case, kernels: Kernels) -> Build:
     """Returns the kernel that served a case; AssertionError if bits differ between launches or one is inaccurate."""
     expected = expect(case)
-    with guarded_launch(case.problem(), expected.arrays, kernels) as guarded:
+    with guarded_case(case, expected, kernels) as guarded:
         found, again, build = guarded.run(), guarded.run(), guarded.bound.plan.build
     assert all(same_bits(found[name], again[name]) for name in found), case.line
     _assert_accurate(case, expected, found)

@@ -17,9 +17,9 @@ from cutlass_py_attn.testing import check, guarded_check, kv8_cases, paged_cases
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import same_bits
 from cutlass_py_attn.testing.device_memory import guarded_launch, stream
+from cutlass_py_attn.testing.guarded_check import guarded_case
 from tests.gpu.test_launch import captured
 from tests.gpu.test_paged import name_of
-from tests.support.guarded_case import guarded_case
 
 OF_CODES = 1e-2  # relative error of the output (norm): weights and products of 16 bits
 CHANGED = ("query", "key", "value", "key_scale", "value_scale", "page_table", "seqused_k")

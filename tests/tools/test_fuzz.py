@@ -14,7 +14,7 @@ import pytest
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.errors import DriverError, Stale
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.planner import plans_on
+from cutlass_py_attn.plan.planner import plan, plans_on
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
 from cutlass_py_attn.testing import guarded_check, random_cases
 from cutlass_py_attn.testing.cases import Case
@@ -273,3 +273,16 @@ def test_the_numbers_of_e4m3_draw_enough_problems_of_every_kind() -> None:
     assert {bool(case.spec.sequences) for case in drawn} == {True, False}
     assert all(case.needs_kernels for case in drawn)
     assert all(Case.parse(case.line) == case for case in of_both[::20])
+
+
+def test_the_numbers_of_shared_ends_draw_problems_whose_last_query_tiles_blocks_share() -> None:
+    """And others, with tiles for whole rounds or with few keys."""
+    numbers = range(random_cases.SHARED_END_FROM, random_cases.SHARED_END_FROM + fuzz.SHARED_END)
+    drawn = list(random_cases.cases(numbers, 25))
+    splits = [dict(plan(case.problem(), "sm_90a").params).get("num_splits_key", 1) for case in drawn]
+    shared = [case for case, parts in zip(drawn, splits, strict=True) if parts > 1]
+    assert 30 <= len(shared) <= len(drawn) - 30
+    assert {(case.spec.dtype, case.spec.head_dim) for case in shared} == {
+        ("bfloat16", 128), ("float16", 256), ("bfloat16", 192), ("float16", 104),
+    }  # fmt: skip
+    assert "rising" in {case.inputs for case in shared}

@@ -104,13 +104,11 @@ class BoundJob:
     def run(self, stream: int) -> Iterator[Results]:
         assert self._expected is not None
         assert self._bound is not None
-        problem, philox = self.case.problem(), {}
-        if self.case.spec.dropout_p and not self.case.spec.philox_on_device:
-            philox = {"philox_seed": self.case.philox_seed, "philox_offset": self.case.philox_offset}
+        problem = self.case.problem()
         tensors = tensors_of(self.case)
         written = {"output", "logsumexp"} if problem.direction == "forward" else set()
         given = {name: array for name, array in self._expected.arrays.items() if name in tensors.keys() - written}
-        with device_memory.GuardedLaunch(self._bound, tensors, given, philox) as guarded:
+        with device_memory.GuardedLaunch(self._bound, tensors, given, self.case.philox) as guarded:
             for _ in range(LAUNCHES):
                 guarded.reset()
                 guarded.launch(stream)

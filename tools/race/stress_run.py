@@ -258,10 +258,9 @@ def resident(plan: Plan, artifact: Artifact) -> int:
 def fused(base: Case, times: int, build: Build) -> Workload:
     """Returns the workload of a fused kernel with `times` as many heads."""
     case, expected = with_heads(base, times), expect(base, times)
-    philox = {"philox_seed": case.philox_seed, "philox_offset": case.philox_offset} if case.spec.dropout_p else {}
     return Workload(
         case.line,
-        lambda chosen: device_memory.guarded_launch(case.problem(), expected.arrays, chosen, philox),
+        lambda chosen: guarded_check.guarded_case(case, expected, chosen),
         lambda found: guarded_check.ratios(case, expected, found),
         frozenset(unordered(build)),
     )

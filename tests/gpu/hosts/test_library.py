@@ -32,8 +32,8 @@ from cutlass_py_attn.testing import (
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, only_family, same_bits
 from cutlass_py_attn.testing.device_memory import GuardedLaunch
+from cutlass_py_attn.testing.guarded_check import guarded_case
 from tests.gpu.test_launch import captured
-from tests.support.guarded_case import guarded_case
 from tests.support.library_host import LibraryHost, Target, compiled, filled, filled_rows, row_cases
 
 pytest.importorskip("jinja2", reason="an export writes C sources with it")
