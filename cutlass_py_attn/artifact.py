@@ -244,7 +244,7 @@ class Folder:
             raise NotSupported(f"artifact = {shown(artifact)}: must be an Artifact; pass what `compile` returns")
         try:
             (self.path / artifact.build.arch).mkdir(parents=True, exist_ok=True)
-            with _lock(self.path / artifact.build.arch):
+            with locked(self.path / artifact.build.arch):
                 for name, data in artifact.files().items():
                     _write(self.path / name, data)
         except PermissionError as error:
@@ -264,9 +264,19 @@ class Folder:
 def _read(description: Path) -> Artifact:
     """Returns the artifact of a description and the two files beside it.
 
-    FileNotFoundError: there is no description. Other OSErrors: a file cannot be read. ValueError: they are damaged, of
-    another version, or of another kernel than their name says.
+    Files that differ from each other are read again when no process writes to the folder. FileNotFoundError: there is
+    no description. Other OSErrors: a file cannot be read. ValueError: they are damaged, of another version, or of
+    another kernel than their name says.
     """
+    try:
+        return _from_files(description)
+    except ValueError:
+        with locked(description.parent):
+            return _from_files(description)
+
+
+def _from_files(description: Path) -> Artifact:
+    """As `_read`, of the files as they are."""
     text = description.read_bytes()
     try:
         ptx, cubin = (description.with_name(f"{description.stem}.{kind}").read_bytes() for kind in ("ptx", "cubin"))
@@ -294,15 +304,17 @@ def unreadable(path: str | os.PathLike[str]) -> NoPermission:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Context manager that one process at a time enters for this folder; the system ends it with the process."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
+def locked(folder: Path) -> Iterator[None]:
+    """Context manager that one process at a time enters for this folder; the system ends it with the process.
+
+    Every process enters if this user cannot read the folder, and on a file system without locks.
+    """
+    with contextlib.ExitStack() as cleanup:
+        with contextlib.suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            cleanup.callback(os.close, handle)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(handle)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from cutlass_py_attn.artifact import Artifact, NoPermission, unreadable
+from cutlass_py_attn.artifact import Artifact, NoPermission, locked, unreadable
 from cutlass_py_attn.bundle import header, library, reading
 from cutlass_py_attn.bundle.arguments import export_objections, listed
 from cutlass_py_attn.bundle.dispatch import NEVER, facts_of, family_order, order_key, preferred_when
 from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
 from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
-from cutlass_py_attn.bundle.replacing import locked, objection, replace_folder
+from cutlass_py_attn.bundle.replacing import objection, replace_folder
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, exported_plans, plans
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.plan import planner
@@ -113,7 +113,7 @@ def _export(
     described["files"] |= {file: {"bytes": len(data), "sha256": sha256(data)} for file, data in made.items()}
     files |= {**made, MANIFEST: json.dumps(sealed(described), indent=1).encode()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path):
+    with locked(path.parent):
         replace_folder(path, files, reading.listed_files)
         return load_bundle(folder)
 
@@ -288,7 +288,7 @@ def _term_objections(problems: Sequence[Problem]) -> Iterator[str]:
 def _folder_objections(path: Path) -> Iterator[str]:
     """Yields why an export cannot replace what is at the path."""
     try:
-        with locked(path):
+        with locked(path.parent):
             if not path.exists():
                 return
             if not path.is_dir():
