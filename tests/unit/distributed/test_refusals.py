@@ -410,7 +410,7 @@ def test_rows_of_rank() -> None:
         rows_of_rank(0, 4, 36, "zigzag")
     with pytest.raises(NotSupported, match=r"rank = 4 \(int\): must be an int from 0 to 3"):
         rows_of_rank(4, 4, 32)
-    with pytest.raises(NotSupported, match=r"size = 0 \(int\): must be an int of at least 1"):
+    with pytest.raises(NotSupported, match=r"size = 0 \(int\): must be an int from 1 to 2147483647"):
         connect(0, 0, "host:1")
     with pytest.raises(NotSupported, match=r"timeout = True: must be a number of seconds greater than 0"):
         connect(0, 1, "host:1", timeout=True)
