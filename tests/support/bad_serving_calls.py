@@ -28,11 +28,11 @@ from tests.support.bad_calls import (
 from tests.support.fakes import artifact
 
 APPEND = {
-    "key": np.zeros((1, 3, 2, 8), "f2"),
-    "value": np.zeros((1, 3, 2, 8), "f2"),
+    "key": np.zeros((3, 2, 8), "f2"),
+    "value": np.zeros((3, 2, 8), "f2"),
     "key_cache": np.zeros((4, 4, 2, 8), "f2"),
     "value_cache": np.zeros((4, 4, 2, 8), "f2"),
-    "slots": np.zeros((1, 3), "i8"),
+    "slots": np.zeros(3, "i8"),
 }
 MERGE = {"output_a": QUERY, "logsumexp_a": LSE, "output_b": QUERY, "logsumexp_b": LSE}
 CODED = np.zeros((1, 4, 2, 16), "f4")
