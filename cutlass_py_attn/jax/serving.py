@@ -253,6 +253,7 @@ def payload_of(call: _Call) -> bytes:
     problem = call.problem
     plan = plan_append(problem, arch) if isinstance(problem, AppendProblem) else plan_merge(problem, arch)
     artifact = (call.kernels or attention.default_kernels())(plan.build)
+    primitive.expect_artifact(plan.build, artifact)
     return Payload(None, plan, artifact, call.operands, tuple(call.results)).pack()
 
 
