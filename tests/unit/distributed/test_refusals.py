@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -355,9 +356,10 @@ def test_a_rank_that_dies(checks: bool) -> None:
 
     simulated.run(4, of_rank, timeout=0.6)
     assert sorted(found) == [0, 1, 3]
-    assert any(
-        "rank 2 sent nothing for 0.6 s: the group is aborted; restart all ranks" in text for text in found.values()
-    )
+    # Without the comparison, a rank may give up first that waits for a rank that waits for rank 2.
+    lost = "2" if checks else "[0-3]"
+    text = rf"rank {lost} sent nothing for 0.6 s: the group is aborted; restart all ranks"
+    assert any(re.fullmatch(text, each) for each in found.values()), found
 
 
 def test_an_error_of_one_rank_ends_the_others() -> None:
