@@ -9,6 +9,7 @@ import numpy.typing as npt
 from cutlass_py_attn.api.options import dropout_reasons, option_value
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.validation import MAX_LENGTH
 from cutlass_py_attn.score_terms import dropout as score_term
 from cutlass_py_attn.score_terms.dropout import Dropout
 
@@ -24,9 +25,9 @@ def dropout_mask(dropout: Dropout, batch: int, num_heads: int, num_queries: int,
     numbers = {name: integer_of(size) for name, size in sizes.items()}
     given = option_value("dropout", dropout)
     reasons = _reasons(given) + [
-        f"{name} = {shown(sizes[name])}: must be an int of at least 0; correct it"
+        f"{name} = {shown(sizes[name])}: must be an int from 0 to {MAX_LENGTH}; correct it"
         for name, number in numbers.items()
-        if number is None or number < 0
+        if number is None or not 0 <= number <= MAX_LENGTH
     ]
     if reasons:
         raise NotSupported(reasons)

@@ -490,7 +490,10 @@ _PHILOX: Final = "must be an int from 0 to 2**64 - 1, or an int64 array on the d
 
 
 def _is_array(value: object) -> bool:
-    return any(hasattr(value, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__"))
+    try:
+        return any(hasattr(value, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__"))
+    except Exception:  # an attribute that raises whatever it likes
+        return False
 
 
 def _kernels_reasons(kernels: object) -> list[str]:

@@ -117,6 +117,8 @@ class Paged:
                 )
         if not _is_on_host(table) or not _is_on_host(lengths):
             return found
+        if table.ndim != (2 if indptr is None else 1) or lengths.ndim != 1:  # `Problem` refuses these shapes
+            return found
         if indptr is None:
             rows = list(table.astype(np.int64))
         else:

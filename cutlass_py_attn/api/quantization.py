@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from cutlass_py_attn.problem.scalars import flag_of, integer_of, shown
 from cutlass_py_attn.reference import quantization
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
+_UNMASKED = " without a mask"
 
 
 def quantize_e4m3(
@@ -55,12 +57,14 @@ def quantize_e4m3(
 
 def _reasons(array: Any, granularity: Any, heads: tuple[Any, int | None], cu_seqlens: Any, rotate: Any) -> list[str]:
     """Returns why the arguments are refused. heads: num_heads_key as given, and as an int."""
-    if not isinstance(array, np.ndarray) or array.ndim != 4 or array.dtype.name not in _DTYPES:
-        allowed = f"a NumPy array (batch, rows, heads, columns) of {', '.join(_DTYPES)}"
+    if not _is_array_of(array, 4):
+        allowed = f"a NumPy array (batch, rows, heads, columns) of {', '.join(_DTYPES)}{_UNMASKED}"
         return [f"array = {shown(array)}: must be {allowed}; convert it"]
+    if not array.size:
+        return [f"array has shape {array.shape}: must have an element, for a scale is of the largest; pass rows"]
     reasons = []
     given, of_key = heads
-    if granularity not in GRANULARITIES:
+    if not isinstance(granularity, str) or granularity not in GRANULARITIES:
         reasons.append(f"granularity = {shown(granularity)}: must be one of {', '.join(GRANULARITIES)}; choose one")
     if of_key is None or of_key < 1 or array.shape[2] % of_key:
         reasons.append(
@@ -70,7 +74,7 @@ def _reasons(array: Any, granularity: Any, heads: tuple[Any, int | None], cu_seq
     if flag_of(rotate) is None:
         reasons.append(f"rotate = {shown(rotate)}: must be True or False; pass one of them")
     if cu_seqlens is not None:
-        bounds = np.asarray(cu_seqlens)
+        bounds = _bounds_of(cu_seqlens)
         is_list = bounds.ndim == 1 and bounds.size > 0 and bounds.dtype.kind in "iu" and array.shape[0] == 1
         if not is_list or bounds[0] != 0 or (np.diff(bounds) < 0).any() or bounds[-1] > array.shape[1]:
             reasons.append(
@@ -78,6 +82,21 @@ def _reasons(array: Any, granularity: Any, heads: tuple[Any, int | None], cu_seq
                 f"rows of an array with batch 1, which has batch {array.shape[0]}; correct it"
             )
     return reasons
+
+
+def _is_array_of(array: Any, axes: int | None = None) -> bool:
+    """Whether this is a plain NumPy array of a known dtype. axes: their number; None for at least one."""
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray) or array.dtype.name not in _DTYPES:
+        return False
+    return array.ndim == axes or (axes is None and array.ndim > 0)
+
+
+def _bounds_of(cu_seqlens: Any) -> np.ndarray[Any, Any]:
+    """Returns the lengths as a NumPy array, an empty one for what is none or has a mask."""
+    with contextlib.suppress(Exception):  # the library of an array decides the type of its errors
+        if not isinstance(cu_seqlens, np.ma.MaskedArray):
+            return np.asarray(cu_seqlens)
+    return np.empty(0)
 
 
 def rotate_rows(array: Any) -> Any:
@@ -88,7 +107,7 @@ def rotate_rows(array: Any) -> Any:
     Rotate query and key alike: their products stay, but for rounding. Keys are rotated before they are appended to an
     e4m3 cache, and the query of 16 bits before each call. NotSupported: another array.
     """
-    if not isinstance(array, np.ndarray) or array.ndim < 1 or array.dtype.name not in _DTYPES:
-        allowed = f"a NumPy array (..., columns) of {', '.join(_DTYPES)}"
+    if not _is_array_of(array):
+        allowed = f"a NumPy array (..., columns) of {', '.join(_DTYPES)}{_UNMASKED}"
         raise NotSupported(f"array = {shown(array)}: must be {allowed}; convert it")
-    return quantization.rotate(array).astype(array.dtype)
+    return quantization.rotate(array).astype(array.dtype) if array.size else array.copy()

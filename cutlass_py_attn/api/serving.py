@@ -81,7 +81,7 @@ def append_to_cache(
     if results is not None:
         return
     call = _Append(given, backend, kernels)
-    if backend == "reference":
+    if call.is_on_host:
         _append_on_host(call, stream)
     else:
         _launch(call, stream, key_of_call)
@@ -133,14 +133,14 @@ def merge_states(
         return (repeated[0], repeated[1]) if out is None else (out, repeated[0])
     number = None if max_seqlen_q is None else integer_of(max_seqlen_q)
     call = _Merge(given, backend, kernels, max_seqlen_q if number is None else number)
-    results = _merge_on_host(call, stream) if backend == "reference" else _launch(call, stream, key_of_call)
+    results = _merge_on_host(call, stream) if call.is_on_host else _launch(call, stream, key_of_call)
     return results["output"], results["logsumexp"]
 
 
 class _Call(ABC):
     """One call: the caller's arrays by name, and what decides its kernel.
 
-    first: name of the operand whose library gets the results.
+    first: name of the operand whose library gets the results. is_on_host: whether the CPU backend computes it.
     reasons: why the options are refused. key: what decides the problem beside the layouts of the arrays.
     """
 
@@ -151,7 +151,9 @@ class _Call(ABC):
         self.kernels = kernels
         self.key: Hashable = type(self)
         self.reasons = [f"{name} is None: must be an array; pass it" for name, array in given.items() if array is None]
-        if not isinstance(backend, str) or backend not in BACKENDS:
+        is_known = isinstance(backend, str) and backend in BACKENDS
+        self.is_on_host = is_known and backend == "reference"
+        if not is_known:
             self.reasons.append(f"backend = {shown(backend)}: must be one of {', '.join(BACKENDS)}; choose one")
         if kernels is not None and not callable(kernels):
             self.reasons.append(

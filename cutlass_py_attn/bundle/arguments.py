@@ -15,7 +15,10 @@ from cutlass_py_attn.problem.scalars import path_objections, shown
 def listed(items: Any) -> tuple[Any, ...]:
     """Returns the items of an iterable; what is no list of items as it is, for `export_objections` to refuse."""
     is_list = isinstance(items, Iterable) and not isinstance(items, (str, bytes, Mapping))
-    return tuple(items) if is_list else items
+    try:
+        return tuple(items) if is_list else items
+    except TypeError:  # an array without axes
+        return items
 
 
 def export_objections(folder: object, problems: object, archs: object, name: object, kernels: object) -> list[str]:

@@ -42,6 +42,7 @@ from cutlass_py_attn.problem.split_rows import (
     strategy_objections,
 )
 from cutlass_py_attn.problem.tensors import E4M3, OPERANDS, Tensor
+from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms.dropout import Dropout
 
@@ -215,6 +216,7 @@ def _call(direction: str, operands: dict[str, Any], options: Mapping[str, Any]) 
             name: array for name in ("bias", "alibi_slopes", "sinks") if (array := getattr(checked, name)) is not None
         }
         if checked.backend == "reference":
+            driver.stream_handle(stream)  # refused if it is no stream, as on the GPU
             return _on_host(group, operands, compute)
         return on_gpu(group, operands, checked, stream, compute)
     except CapturedStream:  # to tell the others would end the capture

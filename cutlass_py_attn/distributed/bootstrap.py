@@ -11,6 +11,7 @@ in FILE.RANK. Rank 0 removes the files.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -246,25 +247,34 @@ def _hello_of(connection: socket.socket, ranks: dict[int, socket.socket], size: 
 
 def _ask(place: tuple[str, int], address: str, rank: int, size: int, limit: float) -> bytes:
     """Returns the identifier from rank 0's port."""
-    last: OSError | None = None
-    while time.monotonic() <= limit:
+    while True:  # at least once, however little time is left
+        refused: OSError | None = None
         try:
             with socket.create_connection(place, timeout=_left(limit)) as connection:
+                _expect_another_side(connection)
                 connection.sendall(_MAGIC + rank.to_bytes(8, "little") + size.to_bytes(8, "little"))
                 head = _receive(connection, _HEAD_BYTES, limit)
                 count = int.from_bytes(head[2:], "little")
                 content = _receive(connection, min(count, _MOST_BYTES), limit)
+            if len(head) == _HEAD_BYTES and len(content) == count:
+                if head.startswith(b"ok"):
+                    return content
+                if head.startswith(b"no"):
+                    raise NotSupported(content.decode(errors="replace"))
         except OSError as error:  # nobody listens yet, or rank 0 has ended
-            last = error
-            time.sleep(_POLL_SECONDS)
-            continue
-        if len(head) == _HEAD_BYTES and len(content) == count:
-            if head.startswith(b"ok"):
-                return content
-            if head.startswith(b"no"):
-                raise NotSupported(content.decode(errors="replace"))
+            refused = error
+        if time.monotonic() > limit:
+            raise _no_answer(rank, address, refused)
         time.sleep(_POLL_SECONDS)
-    raise _no_answer(rank, address, last)
+
+
+def _expect_another_side(connection: socket.socket) -> None:
+    """Raises ConnectionRefusedError if a connection to a port where nobody listens was made with itself.
+
+    TCP does so where the system gives the connecting side that very port, as it may for a port of its dynamic range.
+    """
+    if connection.getsockname() == connection.getpeername():
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 def _receive(connection: socket.socket, count: int, limit: float) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.scalars import number_of, shown
 
 DEFAULT_TIMEOUT: Final = 60.0  # seconds that ranks wait for each other
 Message = tuple[int, Any]  # rank of the other side, and a contiguous array
@@ -57,7 +57,8 @@ class Communicator(Protocol):
 
 def timeout_objections(timeout: object) -> list[str]:
     """Returns why a time limit is refused."""
-    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout > 0:
+    seconds = number_of(timeout) if isinstance(timeout, (int, float)) else None
+    if seconds is not None and seconds > 0:
         return []
     return [f"timeout = {shown(timeout)}: must be a number of seconds greater than 0; pass one"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Final
 
 from cutlass_py_attn.distributed import bootstrap, nccl
 from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, timeout_objections
@@ -13,6 +13,8 @@ from cutlass_py_attn.problem import split_rows
 from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.split_rows import ZIGZAG, order_objections
 from cutlass_py_attn.runtime import driver
+
+_MOST_RANKS: Final = 2**31 - 1  # NCCL counts ranks by ints
 
 
 def connect(
@@ -69,8 +71,8 @@ def rows_of_rank(rank: int, size: int, num_rows: int, load_balance: str | None =
 
 def _rank_reasons(rank: Any, size: Any) -> list[str]:
     count, number = integer_of(size), integer_of(rank)
-    if count is None or count < 1:
-        return [f"size = {shown(size)}: must be an int of at least 1, the number of processes; pass it"]
+    if count is None or not 1 <= count <= _MOST_RANKS:
+        return [f"size = {shown(size)}: must be an int from 1 to {_MOST_RANKS}, the number of processes; pass it"]
     if number is None or not 0 <= number < count:
         return [f"rank = {shown(rank)}: must be an int from 0 to {count - 1}, another one in each process; pass it"]
     return []

@@ -16,10 +16,12 @@ from typing import Any, Final, TypeVar
 from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, Message, PeerLost
 from cutlass_py_attn.distributed.group import Group
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.runtime import driver
 
 Result = TypeVar("Result")
 
+_MOST_RANKS: Final = 1024  # a queue for each pair of them
 _POLL_SECONDS: Final = 0.02  # between two looks at whether another rank has aborted
 
 
@@ -92,10 +94,15 @@ class SimulatedCommunicator:
 def groups(size: int, device: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> list[Group]:
     """Returns a group for each of `size` ranks, each to be used in a thread of its own.
 
+    size: at most 1024
     device: ordinal of the GPU that all ranks share; None for host memory, with backend="reference"
     """
-    mailboxes = _Mailboxes(size)
-    ranks = (SimulatedCommunicator(mailboxes, rank, size, device) for rank in range(size))
+    count = integer_of(size)
+    if count is None or not 1 <= count <= _MOST_RANKS:
+        raise NotSupported(f"size = {shown(size)}: must be an int from 1 to {_MOST_RANKS}, a thread each; correct it")
+    ordinal = None if device is None else driver.checked_ordinal(device)
+    mailboxes = _Mailboxes(count)
+    ranks = (SimulatedCommunicator(mailboxes, rank, count, ordinal) for rank in range(count))
     return [Group(rank, timeout=timeout) for rank in ranks]
 
 
@@ -117,8 +124,9 @@ def run(
             group.abort()
             raise
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(of_rank, group) for group in groups(size, device, timeout)]
+    ranks = groups(size, device, timeout)
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures = [pool.submit(of_rank, group) for group in ranks]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])

@@ -223,9 +223,11 @@ def mla_attention(
     Returns what `attention` returns, with head_dim_value columns; it is not differentiable. Splits over devices, vmap
     and errors are those of `attention`.
     """
-    columns = integer_of(head_dim_value)
+    reasons, columns = split_rows.option_objections("return_logsumexp", return_logsumexp), integer_of(head_dim_value)
     if columns is None:
-        raise NotSupported(f"head_dim_value = {shown(head_dim_value)}: must be an int known at trace time; pass it")
+        reasons.append(f"head_dim_value = {shown(head_dim_value)}: must be an int known at trace time; pass it")
+    if reasons or columns is None:
+        raise NotSupported(reasons)
     options = Options(mask=mask, scale=scale, sequences=sequences, kernels=kernels, arch=arch, backend=backend)
     try:
         return _attend_to_cache(query, cache, columns, options, return_logsumexp)
@@ -317,6 +319,8 @@ def dot_product_attention(
     reasons = [
         f"{name} = {shown(options[name])}: must be {remedy}" for name, remedy in others.items() if name in options
     ]
+    if not isinstance(return_residual, bool):
+        reasons.append(f"return_residual = {shown(return_residual)}: must be True or False; pass one of them")
     if reasons:
         raise NotSupported(reasons)
     call = given.translate()
@@ -563,7 +567,7 @@ def _arrays(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             if value is None:
                 raise TypeError("None has no elements")
             arrays[name] = jnp.asarray(value)
-        except (TypeError, ValueError, OverflowError) as error:
+        except Exception as error:  # the library of an array decides its type
             reasons.append(f"{name} = {shown(value)}: must be an array that JAX takes ({error}); convert it")
     return arrays, reasons
 

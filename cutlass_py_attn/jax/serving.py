@@ -139,7 +139,7 @@ def _read(given: Mapping[str, Any], kernels: object, arch: object, backend: obje
             if value is None:
                 raise TypeError("None has no elements")
             arrays[name] = jnp.asarray(value)
-        except (TypeError, ValueError, OverflowError) as error:
+        except Exception as error:  # the library of an array decides its type
             reasons.append(f"{name} = {shown(value)}: must be an array that JAX takes ({error}); convert it")
     if not isinstance(backend, str) or backend not in BACKENDS:
         reasons.append(f"backend = {shown(backend)}: must be one of {', '.join(BACKENDS)}; choose one")
@@ -253,6 +253,7 @@ def payload_of(call: _Call) -> bytes:
     problem = call.problem
     plan = plan_append(problem, arch) if isinstance(problem, AppendProblem) else plan_merge(problem, arch)
     artifact = (call.kernels or attention.default_kernels())(plan.build)
+    primitive.expect_artifact(plan.build, artifact)
     return Payload(None, plan, artifact, call.operands, tuple(call.results)).pack()
 
 

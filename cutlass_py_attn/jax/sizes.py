@@ -11,10 +11,19 @@ import numpy as np
 def objections(arrays: Mapping[str, Any]) -> Iterator[str]:
     """Yields why arrays with symbolic sizes, such as those of jax.export.symbolic_shape, are refused."""
     for name, array in arrays.items():
-        shape = getattr(array, "shape", ())
+        shape = _shape_of(array)
         symbolic = [str(size) for size in shape if not isinstance(size, (int, np.integer))]
         if symbolic:
             yield (
                 f"{name} has shape ({', '.join(map(str, shape))}): must have no symbolic size, {', '.join(symbolic)}, "
                 "for a call is planned for its sizes; export a program for each of them"
             )
+
+
+def _shape_of(array: Any) -> tuple[Any, ...]:
+    """Returns the shape of an array; () for what has none, which is refused where it is read."""
+    try:
+        shape = getattr(array, "shape", ())
+    except Exception:  # an attribute that raises whatever it likes
+        return ()
+    return shape if isinstance(shape, tuple) else ()

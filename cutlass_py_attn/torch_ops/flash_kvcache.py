@@ -82,13 +82,19 @@ def flash_attn_with_kvcache(
     edges = tuple(map(integer_of, window_size)) if isinstance(window_size, (tuple, list)) else ()
     if len(edges) != 2 or None in edges:
         reasons.append(f"window_size = {shown(window_size)}: must be two ints, below 0 for no limit; correct it")
+    is_packed = cu_seqlens_q is not None
+    query = q
+    if is_packed:
+        try:
+            query = q[None]
+        except Exception:  # the library of an array decides the type of its errors
+            reasons.append(f"q = {shown(q)}: must take indices with cu_seqlens_q, as a torch tensor does; pass one")
     if reasons:
         raise NotSupported(reasons)
     left, right = (None if edge is None or edge < 0 else edge for edge in edges)
-    is_packed = cu_seqlens_q is not None
     try:
         output, logsumexp = attention_forward(
-            q[None] if is_packed else q,
+            query,
             k_cache,
             v_cache,
             mask=Window(left, 0 if causal else right),

@@ -67,7 +67,7 @@ def start(folder: Path, call: str, *arguments: str, **environment: str) -> subpr
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=250)
     assert process.returncode == 0
     return output
 

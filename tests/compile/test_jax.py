@@ -40,7 +40,7 @@ jax.config.update("jax_disable_most_optimizations", True)  # XLA compiles in hal
 jnp = jax.numpy
 
 import cutlass_py_attn.jax as attention_module  # noqa: E402
-from cutlass_py_attn.jax import attention, calls, export_checks, handler, payload, primitive  # noqa: E402
+from cutlass_py_attn.jax import attention, calls, export_checks, handler, merge_states, payload, primitive  # noqa: E402
 
 B, MQ, MK, H, D = 2, 13, 17, 4, 8
 KEY = jax.random.key(0)
@@ -290,6 +290,16 @@ def test_errors_of_a_missing_kernel_are_those_of_the_package() -> None:
 
     with pytest.raises(Stale, match="not in the folder"):
         jax.jit(functools.partial(attention, kernels=kernels, arch="sm_90")).lower(*operands())
+
+
+def test_kernels_that_are_none_are_refused() -> None:
+    """Those that `kernels` returns, when a program is lowered."""
+    with pytest.raises(NotSupported, match=r"kernels\(fwd_sm\w+\) = None: must be an Artifact; pass a function"):
+        jax.jit(functools.partial(attention, kernels=lambda build: None, arch="sm_90")).lower(*operands())
+    output, logsumexp = jnp.zeros((1, 4, 2, 8)), jnp.zeros((1, 2, 32))
+    merge = functools.partial(merge_states, kernels=lambda build: 5, arch="sm_90")
+    with pytest.raises(NotSupported, match=r"kernels\(merge_sm\w+\) = 5 \(int\): must be an Artifact; pass a"):
+        jax.jit(merge).lower(output, logsumexp, output, logsumexp)
 
 
 @pytest.mark.parametrize("options", [{}, {"backend": "reference"}], ids=["kernels", "reference"])

@@ -13,6 +13,7 @@ import pytest
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.errors import NotSupported
 from tests.support import fakes
+from tests.support.bad_calls import Unreadable
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jax.config.update("jax_num_cpu_devices", 8)  # as in test_jax.py, which may share the process
@@ -168,6 +169,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "split rows": ({"context_axis": "x"}, "context_axis = 'x' (str): must be absent here; call `attention`"),
     "logsumexp": ({"return_logsumexp": True}, "return_logsumexp = True: must be return_residual here; rename it"),
+    "residual": ({"return_residual": "no"}, "return_residual = 'no' (str): must be True or False; pass one of them"),
+    "residual array": ({"return_residual": np.ones(2)}, "return_residual = array of shape (2,) and dtype float64"),
+    "an operand that raises": ({"key": Unreadable("shape")}, "key = "),
+    "a module": ({"value": np}, "value = <module 'numpy'"),
     "implementation": ({"implementation": "xla"}, "option 'implementation' is unknown"),
 }
 

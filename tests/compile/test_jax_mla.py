@@ -9,6 +9,7 @@ from cutlass_py_attn import Paged
 from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import CausalBottomRight
+from tests.support.bad_calls import Unreadable
 
 jax = pytest.importorskip("jax")
 
@@ -50,3 +51,10 @@ def test_what_is_refused() -> None:
         mla_attention(QUERY, CACHE, backend="reference")
     with pytest.raises(NotSupported, match=r"head_dim_value = 'a' .str.: must be an int known at trace time"):
         mla_attention(QUERY, CACHE, head_dim_value="a")
+    with pytest.raises(NotSupported) as caught:
+        mla_attention(QUERY, CACHE, head_dim_value="a", return_logsumexp=np.ones(2))
+    assert [reason.split(" = ")[0] for reason in caught.value.reasons] == ["return_logsumexp", "head_dim_value"]
+    with pytest.raises(NotSupported, match=r"return_logsumexp = 'no' .str.: must be True or False; pass one of them"):
+        mla_attention(QUERY, CACHE, head_dim_value=64, return_logsumexp="no", backend="reference")
+    with pytest.raises(NotSupported, match=r"query = .*: must be an array that JAX takes \(no __array__\); convert it"):
+        mla_attention(Unreadable("__array__"), CACHE, head_dim_value=64)

@@ -146,6 +146,9 @@ def test_values_of_numpy_arrays_are_checked() -> None:
         paged(QUERY, *POOLS, TABLE, LENGTHS + 1)
     with pytest.raises(NotSupported, match="page_table has dtype float32: must be int32"):
         paged(QUERY, *POOLS, jnp.zeros((3, 5)), LENGTHS)
+    for table, lengths in ((TABLE[0, 0], LENGTHS), (TABLE[0], LENGTHS), (TABLE, LENGTHS[0]), (TABLE, LENGTHS[None])):
+        with pytest.raises(NotSupported, match=r"page_table has shape .*: must|seqused_k has shape .*: must"):
+            paged(QUERY, *POOLS, np.asarray(table), np.asarray(lengths))
 
 
 def test_heads_alone_may_be_split_over_devices() -> None:

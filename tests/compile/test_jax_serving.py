@@ -13,6 +13,7 @@ import pytest
 
 from cutlass_py_attn.api import serving as api
 from cutlass_py_attn.errors import NotSupported
+from tests.support.bad_calls import Unreadable
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact, decode
 
@@ -215,6 +216,7 @@ REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[str,
             "slots has dtype int16: must be int64",
         ),
     ),
+    "raises": (lambda given: {"slots": Unreadable("__array__")}, ("slots = ",)),
     "scales": (
         lambda given: {"key_scale": jnp.ones(2)},
         ("key_scale is given, but key_cache has dtype float16: only an e4m3 cache has scales",),

@@ -56,6 +56,7 @@ def test_head_dims_that_fit_no_other_kernel_are_split() -> None:
         assert plan_backward(problem("backward", dims, dtype), arch).build.head_dim_split
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 300))
 def test_grid_x_counts_tiles_and_column_blocks(tiles: int, column_blocks: int) -> None:
     first, last = tiles * column_blocks, (tiles + 1) * column_blocks
@@ -63,6 +64,7 @@ def test_grid_x_counts_tiles_and_column_blocks(tiles: int, column_blocks: int) -
     assert found == [(tiles, 0), (tiles, column_blocks - 1), (tiles + 1, 0)]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2048).map(lambda thirty_twos: 32 * thirty_twos), st.sampled_from([32, 64, 128, 256]))
 def test_even_chunks_cover_the_head_dim_with_the_fewest_steps(columns: int, widest: int) -> None:
     chunk = even_chunk(columns, widest)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from cutlass_py_attn.errors import DriverError
-from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
@@ -100,18 +99,34 @@ class FakeJob:
         return self.may_differ
 
 
-def sample(start: float, calls: int) -> Sample:
-    return Sample(time.monotonic() - start, calls, 1, 1, 1)
+@dataclass
+class Clock:
+    """The time of a run: a second for each sample, of which a run has as many however slow the machine is.
+
+    It stands still until there were some calls.
+    """
+
+    now: float = 0.0
+    least_calls: int = 20
+
+    def sample(self, start: float, calls: int) -> Sample:
+        self.now += calls >= self.least_calls
+        return Sample(self.now - start, calls, 1, 1, 1)
+
+    def run(self, *jobs: soak.Job, seconds: float = 30, threads: int = 2) -> soak.Outcome:
+        return soak.soak(jobs, seconds, threads, interval=0.005, sample=self.sample)
 
 
-def run(*jobs: FakeJob, seconds: float = 0.3, threads: int = 2) -> soak.Outcome:
-    driver.device(0)  # outside of the time
-    return soak.soak(jobs, seconds, threads, interval=0.005, sample=sample)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
 
 
-def test_right_results_pass(driver_log: FakeDriver) -> None:
+def test_right_results_pass(clock: Clock, driver_log: FakeDriver) -> None:
     jobs = [FakeJob(f"job {number}") for number in range(5)]
-    outcome = run(*jobs)
+    outcome = clock.run(*jobs)
     line = outcome.line()
     assert outcome.has_passed
     assert all(job.prepared == 1 and job.calls for job in jobs)
@@ -121,19 +136,18 @@ def test_right_results_pass(driver_log: FakeDriver) -> None:
     assert json.loads(json.dumps(line)) == line
 
 
-def test_other_bits_end_the_run(driver_log: FakeDriver) -> None:
-    outcome = run(FakeJob(wrong_from=5), seconds=30)
+def test_other_bits_end_the_run(clock: Clock, driver_log: FakeDriver) -> None:
+    outcome = clock.run(FakeJob(wrong_from=5))
     assert not outcome.has_passed
     assert outcome.ended_by == "a failure"
     assert outcome.progress.failures[0] == "job: AssertionError: output: other bits than the first call"
     assert outcome.seconds < 20
 
 
-def test_a_driver_that_fails_at_a_sample_ends_the_run_with_a_record(driver_log: FakeDriver) -> None:
+def test_a_driver_that_fails_at_a_sample_ends_the_run_with_a_record(clock: Clock, driver_log: FakeDriver) -> None:
     def broken(start: float, calls: int) -> Sample:
         raise DriverError("cuMemGetInfo(): CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    driver.device(0)
     outcome = soak.soak([FakeJob()], 30, 2, interval=0.005, sample=broken)
     assert outcome.ended_by == "a failure"
     (failure,) = outcome.progress.failures
@@ -142,20 +156,21 @@ def test_a_driver_that_fails_at_a_sample_ends_the_run_with_a_record(driver_log: 
     assert outcome.seconds < 20
 
 
-def test_sums_in_any_order_are_compared_with_float64(driver_log: FakeDriver) -> None:
-    assert run(FakeJob(wrong_from=5, may_differ={"output"})).has_passed
-    outcome = run(FakeJob(ratio=1.5), seconds=30)
+def test_sums_in_any_order_are_compared_with_float64(clock: Clock, driver_log: FakeDriver) -> None:
+    assert clock.run(FakeJob(wrong_from=5, may_differ={"output"})).has_passed
+    outcome = clock.run(FakeJob(ratio=1.5))
     assert "error / allowed {'output': 1.5}" in outcome.progress.failures[0]
 
 
-def test_sigterm_ends_the_run_early(driver_log: FakeDriver) -> None:
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+def test_sigterm_ends_the_run_early(clock: Clock, driver_log: FakeDriver) -> None:
+    def killed(start: float, calls: int) -> Sample:
+        os.kill(os.getpid(), signal.SIGTERM)  # while the run handles it: before, it would end this process
+        return clock.sample(start, calls)
+
     before = signal.getsignal(signal.SIGTERM)
-    timer.start()
-    outcome = run(FakeJob(), seconds=60)
-    line = outcome.line()
+    line = soak.soak([FakeJob()], 60, 2, interval=0.005, sample=killed).line()
     assert (line["ended_early"], line["ended_by"], line["requested_seconds"]) == (True, "SIGTERM", 60)
-    assert 0.05 < line["seconds"] < 30
+    assert line["seconds"] < 30
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -167,10 +182,10 @@ class UncheckedJob(soak.BoundJob):
         return {}
 
 
-def test_a_short_run_on_the_fake_driver_frees_all_it_allocates(driver_log: FakeDriver) -> None:
+def test_a_short_run_on_the_fake_driver_frees_all_it_allocates(clock: Clock, driver_log: FakeDriver) -> None:
     lines = ("forward bf16_d64_q20_s30_b1_h2_causal", "backward f16_d64_q20_s30_b1_h2_full_deterministic")
     jobs = [UncheckedJob(Case.parse(line), "sm80", fakes.artifact) for line in lines]
-    outcome = soak.soak(jobs, 0.2, 2, interval=0.005, sample=sample)
+    outcome = clock.run(*jobs, seconds=10)
     assert outcome.progress.failures == []
     assert set(outcome.progress.calls) == {job.name for job in jobs}
     allocated, freed = (len(driver_log.of(name)) for name in ("cuMemAlloc", "cuMemFree"))
@@ -179,11 +194,12 @@ def test_a_short_run_on_the_fake_driver_frees_all_it_allocates(driver_log: FakeD
     assert created == destroyed == 2
 
 
-def test_the_table_has_a_row_for_each_run(driver_log: FakeDriver, tmp_path: Path) -> None:
+def test_the_table_has_a_row_for_each_run(clock: Clock, driver_log: FakeDriver, tmp_path: Path) -> None:
     assert soak_table.table(tmp_path) == soak_table.NOT_RUN
     about = {"gpu": "GPU", "date": "2026-01-02T03:04:05+00:00", "commit": "0123456789abcdef"}
     for is_shared, job in ((False, FakeJob()), (True, FakeJob(wrong_from=5))):
-        record.append(tmp_path / soak_table.RECORD, [{**about, "is_shared": is_shared, **run(job, threads=1).line()}])
+        line = clock.run(job, threads=1).line()
+        record.append(tmp_path / soak_table.RECORD, [{**about, "is_shared": is_shared, **line}])
     _, _, right, wrong = [line.split(" | ") for line in soak_table.table(tmp_path).splitlines()]
     assert right[0] == "| GPU, 2026-01-02, commit 0123456789ab"
     assert (right[3], right[5], right[6]) == ("1", "0", "0.50")

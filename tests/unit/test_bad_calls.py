@@ -8,10 +8,11 @@ import pytest
 
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.runtime import driver
-from tests.support.bad_calls import BadCall, all_calls
+from tests.support import bad_calls, bad_serving_calls
+from tests.support.bad_calls import BadCall
 from tests.support.fake_driver import FakeDriver
 
-CALLS = all_calls()
+CALLS = [*bad_calls.all_calls(), *bad_serving_calls.all_calls()]
 # What was given, what is allowed and what to do.
 REASON = re.compile(r"(?s).+?(: | must ).+; .+")
 

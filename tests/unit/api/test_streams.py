@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.api.attention import attention_backward, attention_forward
+from cutlass_py_attn.api.attention import attention_backward, attention_forward, mla_attention_forward
+from cutlass_py_attn.api.serving import append_to_cache, merge_states
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime import driver, lifetimes
 from cutlass_py_attn.runtime.arrays import DeviceArray
 from cutlass_py_attn.torch_ops.efficient import efficient_attention_forward
 from tests.support import fake_libraries
@@ -58,6 +59,56 @@ def test_without_a_stream_the_library_s_is_used(log: FakeDriver, make: Any, stre
     assert {call.numbers[1] for call in log.of("cuMemAllocAsync")} <= {stream}
     assert type(output) in (make if isinstance(make, type) else object, Tensor, DeviceArray, np.ndarray)
     assert logsumexp.shape == (2, 3, 32)
+
+
+def appended(stream: Any = None) -> list[Tensor]:
+    """Stores rows in a cache of torch and returns the operands."""
+    operands = [Tensor((5, 2, 8)) for _ in range(2)] + [Tensor((4, 4, 2, 8)) for _ in range(2)]
+    operands.append(Tensor((5,), "int64"))
+    append_to_cache(*operands, **OPTIONS, stream=stream)
+    return operands
+
+
+def merged(stream: Any = None) -> list[Tensor]:
+    """Merges partial results of torch and returns the operands."""
+    operands = [Tensor(shape) for _ in range(2) for shape in (SHAPE, (2, 3, 32))]
+    merge_states(*operands, **OPTIONS, stream=stream)
+    return operands
+
+
+def attended_to_latent_cache(stream: Any = None) -> list[Tensor]:
+    """Attends to a latent cache of torch and returns the operands."""
+    operands = [Tensor((1, 5, 2, 24)), Tensor((1, 9, 1, 24))]
+    mla_attention_forward(*operands, head_dim_value=16, **OPTIONS, stream=stream)
+    return operands
+
+
+OTHER_CALLS = (appended, merged, attended_to_latent_cache)
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS)
+def test_other_functions_use_the_current_stream(log: FakeDriver, call: Callable[[Any], list[Tensor]]) -> None:
+    for stream, expected in ((None, TORCH_STREAM), (None, TORCH_STREAM), (0x99, 0x99), (0, 0)):
+        log.clear()
+        call(stream)
+        assert {each.stream for each in log.of("cuLaunchKernelEx")} == {expected}
+        assert {each.numbers[1] for each in log.of("cuMemAllocAsync")} <= {expected}
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS)
+def test_other_functions_keep_every_operand(log: FakeDriver, call: Callable[[Any], list[Tensor]]) -> None:
+    """Torch is told of its stream; for a handle, this package keeps the operands. Also when a call is repeated."""
+    for _ in range(3):
+        operands = call(fake_libraries.Stream(0x99))
+        assert [each.recorded for each in operands] == [[0x99]] * len(operands)
+        assert not any(each.recorded for each in call(None))
+        assert lifetimes.kept == []
+        log.busy(True)
+        operands = call(0x99)
+        (kept,) = lifetimes.kept
+        assert {id(each) for each in operands} <= {id(each) for each in kept.operands}
+        log.busy(False)
+        lifetimes.release()
 
 
 @pytest.mark.parametrize("make", [Tensor, ndarray], ids=["torch", "cupy"])

@@ -34,6 +34,7 @@ BY_QUERY_HEADS = next(
 COUNTS = st.tuples(st.integers(1, 9), st.integers(1, 20), st.integers(1, 30))  # key tiles, heads, fitting ones
 
 
+@settings(deadline=None)
 @given(st.sampled_from(FORMS), COUNTS)
 def test_every_key_tile_of_every_head_is_computed_once(form: str, counts: tuple[int, int, int]) -> None:
     tiles, heads, fitting = counts
@@ -62,6 +63,7 @@ def test_a_key_tile_has_its_query_tiles_or_one_that_sees_nothing(mask: Mask, num
         assert (first, last) == (start, end) if start < end else last == first + 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 30), st.integers(1, 12))
 def test_one_block_per_head(tiles: int, heads: int, blocks: int) -> None:
     taken = []
@@ -161,11 +163,13 @@ def test_blocks_finish_at_about_the_same_time(heads: int, tiles: int, fitting: i
     assert max(done_at) <= 1.07 * work / blocks
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 70), st.integers(0, 140), st.integers(1, 140))
 def test_heads_counted_are_some_and_at_most_all(fitting: int, heads: int, tiles: int, blocks: int) -> None:
     assert 1 <= tile_order.dynamic_group_heads(fitting, heads, tiles, blocks) <= heads
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 2), st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 6)))
 def test_every_query_block_of_every_head_is_visited_once(
     group: int, blocks: int, of_tile: tuple[int, int, int]
@@ -181,6 +185,7 @@ def test_every_query_block_of_every_head_is_visited_once(
     assert visited == [QueryBlock(head, block) for head in heads for block in rows]
 
 
+@settings(deadline=None)
 @given(st.integers(2, 5), st.integers(1, 2), st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 6)))
 def test_work_tiles_of_query_heads_visit_one_head(group: int, blocks: int, of_tile: tuple[int, int, int]) -> None:
     first, count, head = of_tile
@@ -193,6 +198,7 @@ def test_work_tiles_of_query_heads_visit_one_head(group: int, blocks: int, of_ti
     assert visited == [QueryBlock(head, block) for block in range(first * blocks, (first + count) * blocks)]
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(GROUPED_BUILDS)), st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=6))
 def test_two_adding_warps_take_turns_at_query_tiles(group: int, key_tiles: list[tuple[int, int]]) -> None:
     order, p = QueryTileOrder(GROUPED_BUILDS[group]), SimpleNamespace(group=group)

@@ -259,6 +259,7 @@ def test_no_sum_leaves_32_bits(mask: Mask, num_queries: int, num_keys: int, tile
             assert first >= 0 <= end
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 50))
 def test_longest_first_reaches_every_tile_of_every_head_once(tiles: int, heads: int, at_once: int) -> None:
     """Of as many heads as are read at once, later tiles come first."""
@@ -271,6 +272,7 @@ def test_longest_first_reaches_every_tile_of_every_head_once(tiles: int, heads: 
         assert all(other >= tile for other in earlier)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 50))
 def test_few_heads_that_are_left_over_go_with_the_group_before(tiles: int, heads: int, at_once: int) -> None:
     order = [tile_order.longest_first_in_groups(number, tiles, heads, at_once) for number in range(tiles * heads)]
@@ -289,6 +291,7 @@ def test_mixed_heads() -> None:
     assert tile_order.heads_of_mixed_lengths(5, 3) == 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 70))
 def test_pairs_reach_every_tile_of_every_head_once(tiles: int, heads: int, blocks: int) -> None:
     """A block's next two items are a long tile and the short one that makes up for it, of one of the next heads, until
@@ -317,6 +320,7 @@ def test_heads_dealt() -> None:
     assert tile_order.static_group_heads(3, 9, 5) == 3
 
 
+@settings(deadline=None)
 @given(st.integers(0, 400), st.integers(1, 20))
 def test_blocks_take_every_item_once(total: int, blocks: int) -> None:
     taken = [
@@ -327,6 +331,7 @@ def test_blocks_take_every_item_once(total: int, blocks: int) -> None:
     assert sorted(taken) == list(range(total))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 400), st.integers(1, 20), st.integers(1, 5))
 def test_blocks_of_the_last_rounds_take_what_is_left(total: int, blocks: int, rows: int) -> None:
     places = [tile_order.BlockPlace(block, blocks, row, rows) for row in range(rows) for block in range(blocks)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.api.attention import attention_forward
+from cutlass_py_attn.api.serving import merge_states
 from cutlass_py_attn.errors import DriverError
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray
@@ -55,6 +56,24 @@ def test_the_previous_context_is_restored_after_an_error(driver_log: FakeDriver)
         assert current() == 0
 
     in_fresh_thread(fail)
+
+
+def merged_on(ordinal: int) -> None:
+    sizes = [(SHAPE, "float32"), ((2, 3, 32), "float32")]
+    parts = [DeviceArray(*size, ordinal, 0) for _ in range(2) for size in sizes]
+    merge_states(*parts, kernels=artifact, stream=0x77)
+
+
+def test_no_context_is_current_after_a_merge_on_the_second_gpu(driver_log: FakeDriver) -> None:
+    def work() -> None:
+        for _ in range(3):
+            merged_on(1)
+            assert current() == 0
+        gc.collect()
+        assert current() == 0, "arrays were freed"
+
+    in_fresh_thread(work)
+    assert {launch.numbers[9] for launch in driver_log.of("cuLaunchKernelEx")} == {0xC1}
 
 
 def test_numpy_arrays_stay_on_the_first_gpu_after_arrays_of_the_second(driver_log: FakeDriver) -> None:

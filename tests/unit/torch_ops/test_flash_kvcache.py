@@ -58,6 +58,8 @@ def test_packed_queries() -> None:
         ({"k_cache": CACHE[0][:, :3]}, "k_cache has pages of 3 rows: the page size must be a power of two"),
         ({"window_size": 5}, "window_size = 5 (int): must be two ints, below 0 for no limit; correct it"),
         ({"window_size": (1, "2")}, "window_size = (1, '2') (tuple): must be two ints"),
+        ({"q": [1.0], "cu_seqlens_q": TABLE[0]}, "q = [1.0] (list): must take indices with cu_seqlens_q"),
+        ({"q": None, "cu_seqlens_q": TABLE[0]}, "q = None: must take indices with cu_seqlens_q, as a torch tensor"),
         ({"causal": "yes"}, "causal = 'yes' (str): must be True or False; pass one of them"),
         ({"softmax_scale": 1e-40}, "softmax_scale = 1e-40 (float): must be 0, a number with a magnitude"),
     ],
