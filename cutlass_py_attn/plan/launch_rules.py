@@ -28,6 +28,7 @@ from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_p
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, OPERAND_BYTES, WORD_BYTES, Tensor
+from cutlass_py_attn.problem.validation import MAX_LENGTH
 from cutlass_py_attn.score_terms import registry
 
 LOG2_E: Final = math.log2(math.e)
@@ -101,7 +102,7 @@ def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
 def _num_splits_key(problem: Problem, build: Build) -> Expression:
     """Returns the blocks that share one (batch, key head) of a backward: the caller's number, else the family's."""
     if problem.num_splits_key is not None:
-        return f"max(min({problem.num_splits_key}, ceil_div(num_keys, {build.tile_n})), 1)"
+        return f"max(min({min(problem.num_splits_key, MAX_LENGTH)}, ceil_div(num_keys, {build.tile_n})), 1)"
     return f"max({(sm90 if build.family == 'sm90' else sm80).num_splits_key(build)}, 1)"
 
 

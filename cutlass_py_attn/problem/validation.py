@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cutlass_py_attn.problem import masks, paging, quantization
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.overlap import overlaps_itself
-from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, python_value, shown
+from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, digits, python_value, shown
 from cutlass_py_attn.problem.tensors import (
     BIASES,
     BMHK,
@@ -155,7 +155,7 @@ def _rank_objections(problem: Problem) -> Iterator[str]:
             )
     vectors = (item for term in registry.terms() for item in term.vectors(problem).items())
     for name, tensor in vectors:
-        if len(tensor.shape) != len(tensor.strides):
+        if isinstance(tensor, Tensor) and len(tensor.shape) != len(tensor.strides):
             given = f"{name} has shape {tensor.shape} and strides {tensor.strides}"
             yield f"{given}: must have a stride for each axis; add the missing strides, or leave some out"
 
@@ -184,8 +184,8 @@ def _size_objections(problem: Problem) -> Iterator[str]:
     shape = problem.shape
     if shape.num_heads_key and shape.num_heads % shape.num_heads_key:
         yield (
-            f"query has {shape.num_heads} heads and key {shape.num_heads_key}: query's must be a multiple of key's; "
-            "repeat or drop heads"
+            f"query has {digits(shape.num_heads)} heads and key {digits(shape.num_heads_key)}: query's must be a "
+            "multiple of key's; repeat or drop heads"
         )
     for name, tensor in problem.tensors().items():
         wanted = (problem.query.shape[0], *shape.of(name)[1:])
@@ -199,11 +199,11 @@ def _size_objections(problem: Problem) -> Iterator[str]:
     for label, size in (("head_dim", shape.head_dim), ("head_dim_value", shape.head_dim_value)):
         if not 1 <= size <= MAX_HEAD_DIM:
             remedy = "split the head" if size > MAX_HEAD_DIM else "give every row at least one element"
-            yield f"{label} = {size}: must be from 1 to {MAX_HEAD_DIM}; {remedy}"
+            yield f"{label} = {digits(size)}: must be from 1 to {MAX_HEAD_DIM}; {remedy}"
     for label in ("num_queries", "num_keys", "batch", "num_heads"):
         size = getattr(shape, label)
         if size > MAX_LENGTH:
-            yield f"{label} = {size}: must be at most {MAX_LENGTH}; call once per slice"
+            yield f"{label} = {digits(size)}: must be at most {MAX_LENGTH}; call once per slice"
     yield from _sequence_objections(problem)
     yield from paging.objections(problem)
     yield from _value_in_key_objections(problem)
@@ -217,8 +217,8 @@ def _value_in_key_objections(problem: Problem) -> Iterator[str]:
         yield "value_in_key with direction 'backward': must be False, because gradients are separate; leave it out"
     if value.shape[3] > key.shape[3]:
         yield (
-            f"head_dim_value = {value.shape[3]} with value_in_key: must be at most the {key.shape[3]} columns of key; "
-            "lower it"
+            f"head_dim_value = {digits(value.shape[3])} with value_in_key: must be at most the {key.shape[3]} columns "
+            "of key; lower it"
         )
     if value.strides != key.strides:
         yield (
@@ -238,7 +238,8 @@ def _sequence_objections(problem: Problem) -> Iterator[str]:
         ("max_seqlen_k", given.max_seqlen_k, shape.tokens[1]),
     ):
         if not 0 <= longest <= tokens:
-            yield f"{label} = {longest}: must be from 0 to the {tokens} tokens; pass the longest sequence's length"
+            given_length = digits(longest)
+            yield f"{label} = {given_length}: must be from 0 to the {tokens} tokens; pass the longest sequence's length"
     for name, tokens in zip(("query", "key"), shape.tokens, strict=True):
         if tokens > MAX_LENGTH:
             yield (
@@ -286,8 +287,8 @@ def _tensor_objections(problem: Problem) -> Iterator[str]:
         reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True))
         if reach * item >= MAX_BYTES:
             yield (
-                f"{name} has shape {tensor.shape} and strides {tensor.strides}: must reach fewer than 2**63 bytes; "
-                "use smaller strides"
+                f"{name} has shape {digits(tensor.shape)} and strides {digits(tensor.strides)}: must reach fewer than "
+                "2**63 bytes; use smaller strides"
             )
         if name in _WRITTEN or (name == "output" and problem.direction == "forward"):
             yield from _overlap_objections(name, tensor)

@@ -270,9 +270,16 @@ def first_available(plans: Sequence[Plan], kernels: Callable[[Build], Artifact])
     first_error: CompileError | Stale | None = None
     for plan in plans:
         try:
-            return plan, kernels(plan.build)
+            artifact = kernels(plan.build)
         except (CompileError, Stale) as error:
             first_error = first_error or error
+            continue
+        if not isinstance(artifact, Artifact):
+            raise NotSupported(
+                f"kernels({plan.build.symbol}) = {shown(artifact)}: must be an Artifact; pass a function that returns "
+                "what `compile` does, such as Folder(path)"
+            )
+        return plan, artifact
     if first_error is None:
         raise ValueError("plans is empty: at least one is needed")
     raise first_error
