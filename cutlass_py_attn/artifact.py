@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,17 @@ def artifact_from_files(description: bytes, ptx: bytes, cubin: bytes) -> Artifac
     if digests != _Digests(_sha256(ptx), _sha256(cubin)):
         raise ValueError("PTX or cubin are not those of the description")
     return artifact
+
+
+def artifact_of(build: Build, kernels: Callable[[Build], object]) -> Artifact:
+    """Returns the artifact that `kernels` returns for a build; NotSupported if that is something else."""
+    found = kernels(build)
+    if not isinstance(found, Artifact):
+        raise NotSupported(
+            f"kernels({build.symbol}) = {shown(found)}: must be an Artifact; pass a function that returns what "
+            "`compile` does, such as Folder(path)"
+        )
+    return found
 
 
 def _texts(description: _Description) -> Iterator[str]:

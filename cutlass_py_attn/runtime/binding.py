@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
-from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.artifact import Artifact, artifact_of
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
 from cutlass_py_attn.plan import abi, builder, launch_rules, planner, sm90
 from cutlass_py_attn.plan.abi_digest import abi_digest
@@ -270,16 +270,9 @@ def first_available(plans: Sequence[Plan], kernels: Callable[[Build], Artifact])
     first_error: CompileError | Stale | None = None
     for plan in plans:
         try:
-            artifact = kernels(plan.build)
+            return plan, artifact_of(plan.build, kernels)
         except (CompileError, Stale) as error:
             first_error = first_error or error
-            continue
-        if not isinstance(artifact, Artifact):
-            raise NotSupported(
-                f"kernels({plan.build.symbol}) = {shown(artifact)}: must be an Artifact; pass a function that returns "
-                "what `compile` does, such as Folder(path)"
-            )
-        return plan, artifact
     if first_error is None:
         raise ValueError("plans is empty: at least one is needed")
     raise first_error
