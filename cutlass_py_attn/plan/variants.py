@@ -29,7 +29,8 @@ KEEPS_DS: Final = (DS_REGISTERS, KEY_REGISTERS)  # of the sm90 backward: dS^T st
 SPECULATIVE: Final = "speculative"
 HALVES: Final = "halves"
 SHARED_END: Final = "shared_end"
-OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END)
+LATE_WAIT: Final = "late_wait"
+OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, LATE_WAIT)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 
