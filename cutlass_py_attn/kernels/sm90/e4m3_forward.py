@@ -306,7 +306,7 @@ class ForwardE4m3Sm90(ForwardSm90):
         self.cluster.release(pipes.key, k_state)
 
     def speculate_in_range(self, consumer: E4m3Consumer, r_s: cute.Tensor, scale_log2: Float32) -> Any:
-        """Turns S into weights, part by part as they arrive; returns this thread's sums, and whether its weights fit."""
+        """Turns S into weights, part by part as they arrive; returns this thread's sums and whether its weights fit."""
         sums, fit = [Float32(0.0)] * consumer.softmax.rows, Boolean(True)
         for part in range(self.num_parts):
             self.mma_part.wait(self.num_parts - part)

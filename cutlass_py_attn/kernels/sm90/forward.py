@@ -30,7 +30,7 @@ import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
 import cutlass.experimental.primitives as prim
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Float32, GridConstant, Int32
+from cutlass import Float32, GridConstant, Int32
 
 from cutlass_py_attn.integers import larger
 from cutlass_py_attn.kernels.common import logsumexp, masking, paging, params, seqlen_info, tile_copy, tma
@@ -545,9 +545,10 @@ class ForwardSm90:
         ptxas moves the wait, which has no operands, before the exponentials, which then do not overlap P V. It moves
         nothing over a branch, here one on the sums of the weights that is never taken.
         """
-        if cutlass.const_expr(LATE_WAIT in self.build.options):
-            if self.any_of_warpgroup(thread, (sums[0] < 0.0) | (sums[1] < 0.0)):
-                sums.fill(float("nan"))
+        if cutlass.const_expr(LATE_WAIT not in self.build.options):
+            return
+        if self.any_of_warpgroup(thread, (sums[0] < 0.0) | (sums[1] < 0.0)):
+            sums.fill(float("nan"))
 
     def convert_weights(self, r_p: cute.Tensor, r_s: cute.Tensor, dropout_bits: cute.Tensor | None) -> None:
         """Converts P to the operands' dtype, in the registers that the next GEMM reads, after dropout."""
