@@ -4,8 +4,9 @@ A weight is 2^(x - max + WEIGHT_BITS), so that the largest is 256, below e4m3's 
 to zero is 2^-18 of the largest. The factor is in the row sums too, and cancels; the logsumexp subtracts it.
 
 Weights that are computed with the maxima before their key tile have SPECULATIVE_BITS instead. They fit e4m3 if no
-GROUP of them adds up to more than LARGEST, which costs few comparisons: GROUP times 2^SPECULATIVE_BITS is 256, so that
-equal scores fit, and a score may exceed the maximum by 2.8 in base 2.
+GROUP of them adds up to more than LARGEST, which costs few comparisons: GROUP times 2^SPECULATIVE_BITS is 128, so that
+equal scores fit, and a score may exceed the maximum by 3.7 in base 2. The least weight that is not rounded to zero is
+then 2^-15 of the largest.
 """
 
 import math
@@ -17,7 +18,7 @@ from cutlass import Boolean, Float8E4M3FN, Float32
 from cutlass_py_attn.kernels.common.softmax import QUAD, exp2, finite
 from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax
 
-WEIGHT_BITS, SPECULATIVE_BITS = 8.0, 6.0
+WEIGHT_BITS, SPECULATIVE_BITS = 8.0, 5.0
 GROUP = 4  # weights of a row that a thread adds before their sum is compared
 LARGEST = 448.0  # of e4m3
 
