@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
 import cutlass.pipeline as pipeline
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint8
+from cutlass import BFloat16, Boolean, Float16, Float32, Int16, Int32, Int64, Uint8
 
 from cutlass_py_attn.kernels.common import e4m3, logsumexp, params, seqlen_info, tma
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
@@ -31,7 +31,15 @@ from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.cluster import SingleCta
-from cutlass_py_attn.kernels.sm90.e4m3_softmax import SPECULATIVE_BITS, WEIGHT_BITS, E4m3Softmax, a_operand, convert
+from cutlass_py_attn.kernels.sm90.e4m3_softmax import (
+    SPECULATIVE_BITS,
+    WEIGHT_BITS,
+    E4m3Softmax,
+    a_operand,
+    convert,
+    convert_pairs,
+    pack,
+)
 from cutlass_py_attn.kernels.sm90.forward import ForwardSm90
 from cutlass_py_attn.kernels.sm90.tile_scheduler import LastRoundsScheduler, TileScheduler, WorkTile
 from cutlass_py_attn.kernels.sm90.value_transpose import ValueTranspose
@@ -253,7 +261,6 @@ class ForwardE4m3Sm90(ForwardSm90):
             self.finish_e4m3_speculative(pipes, consumer, r_s, scale_log2, q_state, k_state, v_state)
             k_state.advance()
             v_state.advance()
-            convert(r_s, consumer.r_p)
             return k_state, v_state
         self.mma_qk.wait(1)
         self.cluster.release(pipes.key, k_state)
@@ -282,12 +289,14 @@ class ForwardE4m3Sm90(ForwardSm90):
         k_state: Any,
         v_state: Any,
     ):
-        """Turns S of a key tile into weights with the maxima before it; computes both again if one does not fit e4m3.
+        """Turns S of a key tile into P with the maxima before it; computes both again if a weight does not fit e4m3.
 
         Adds P V of the key tile before to O. Releases the key tile, and the value tile before.
         """
         # 2  softmax
         sums, fit = self.speculate_in_range(consumer, r_s, scale_log2)
+        pairs = cute.make_rmem_tensor(cute.size(consumer.r_p) // 2, Int16)
+        convert_pairs(r_s, pairs)
         # With one part, the barrier keeps the wait for P V behind the exponentials; several are issued between them.
         has_parts = len(consumer.outputs) > 1
         if cutlass.const_expr(has_parts):
@@ -300,10 +309,12 @@ class ForwardE4m3Sm90(ForwardSm90):
             self.issue_parts(consumer, r_s, q_state, k_state)
             self.mma_part.wait()
             self.next_factors(consumer, r_s, scale_log2)
+            convert_pairs(r_s, pairs)
         else:
             consumer.softmax.add_sums(sums)
             consumer.factors.fill(1.0)
         self.cluster.release(pipes.key, k_state)
+        pack(pairs, consumer.r_p)
 
     def speculate_in_range(self, consumer: E4m3Consumer, r_s: cute.Tensor, scale_log2: Float32) -> Any:
         """Turns S into weights, part by part as they arrive; returns this thread's sums and whether its weights fit."""
