@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.sm90_e4m3 import ONE_PART_COLUMNS
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.variants import E4M3, HALVES, MULTICAST, SHARED_END, SPECULATIVE, STANDARD
+from cutlass_py_attn.plan.variants import DEFERRED, E4M3, HALVES, MULTICAST, SHARED_END, SPECULATIVE, STANDARD
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.score_terms import registry
 
@@ -90,6 +91,11 @@ def objections(build: Build) -> Iterator[str]:
         yield (
             f"{what}: option {SHARED_END} is for the standard variant, full masks and equal lengths, without score "
             "terms, dropout and pages; use another option"
+        )
+    if DEFERRED in build.options and (build.variant != E4M3 or build.columns_value > ONE_PART_COLUMNS):
+        yield (
+            f"{what}: option {DEFERRED} is for variant {E4M3} and head_dim_value up to {ONE_PART_COLUMNS}; use another "
+            "option"
         )
     if HALVES in build.options and SPECULATIVE not in build.options:
         yield f"{what}: option {HALVES} is part of option {SPECULATIVE}; use both"

@@ -30,7 +30,8 @@ SPECULATIVE: Final = "speculative"
 HALVES: Final = "halves"
 SHARED_END: Final = "shared_end"
 LATE_WAIT: Final = "late_wait"
-OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, LATE_WAIT)
+DEFERRED: Final = "deferred"
+OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, LATE_WAIT, DEFERRED)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 

@@ -48,7 +48,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_e4m3 import FIRST_TRANSPOSING_WARP, TRANSPOSING_WARPS, part_columns
 from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.plan.variants import HALVES, SPECULATIVE
+from cutlass_py_attn.plan.variants import DEFERRED, HALVES, SPECULATIVE
 
 STORED_ELEMENTS = 4  # neighbouring columns of the output that a thread has
 ROW_ELEMENTS = 8  # a multiple of this is from one row of the output to the next
@@ -77,6 +77,7 @@ class E4m3Consumer:
     outputs: O in float32, one tensor for each part of its columns
     part: accumulator of a part of the columns, over one key tile
     factors: by which O is multiplied before the next sum is added
+    part_factors: with option deferred, by which O is multiplied before `part` is added
     softmax: the running softmax of the rows that the thread holds
     """
 
@@ -90,6 +91,7 @@ class E4m3Consumer:
     outputs: list[cute.Tensor]
     part: cute.Tensor
     factors: cute.Tensor
+    part_factors: cute.Tensor
     softmax: E4m3Softmax
 
 
@@ -110,6 +112,7 @@ class ForwardE4m3Sm90(ForwardSm90):
         self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
         self.overlaps_epilogue = num_stages(build)["query"] > 1
         self.speculates = SPECULATIVE in build.options
+        self.defers = DEFERRED in build.options
         self.num_parts = 2 if HALVES in build.options else 1
         self.mma_part = Wgmma(replace(matmul_qk.spec(build), n=build.tile_n // self.num_parts), build.dtype)
 
@@ -187,6 +190,9 @@ class ForwardE4m3Sm90(ForwardSm90):
             consumer.softmax.reset()
             for index in cutlass.range_constexpr(len(consumer.outputs)):
                 consumer.outputs[index].fill(0.0)
+            if cutlass.const_expr(self.defers):
+                consumer.part.fill(0.0)
+                consumer.part_factors.fill(1.0)
             last = work.end - 1
             # 1  S = Q K^T of the last key tile, unless it was issued at the end of the work tile before
             if cutlass.const_expr(not self.overlaps_epilogue):
@@ -220,6 +226,8 @@ class ForwardE4m3Sm90(ForwardSm90):
                 next_q_state.advance()
                 self.warp_scheduler_arrive(thread)
             self.add_parts(consumer, v_state, 1 if self.overlaps_epilogue else 0)
+            if cutlass.const_expr(self.defers):
+                self.add_part(consumer, consumer.outputs[0], consumer.part_factors)
             pipelines.arrive(pipes.value_transposed.sync_object_empty, v_state.index)
             v_state.advance()
             # 4  normalise, store the logsumexp and the output tile
@@ -333,11 +341,16 @@ class ForwardE4m3Sm90(ForwardSm90):
             consumer.factors[row] = factor
 
     def issue_part(self, consumer: E4m3Consumer, v_state: Any, index: int) -> None:
-        """Issues P V of some columns into their accumulator."""
+        """Issues P V of some columns into their accumulator. With option deferred, adds what is there before."""
+        if self.defers:
+            self.add_part(consumer, consumer.outputs[index], consumer.part_factors)
+            consumer.part_factors.store(consumer.factors.load())
         matmul_pv.issue(self.mma_pv, consumer.part, consumer.p_operand, consumer.values[index].stage(v_state.index))
 
     def add_parts(self, consumer: E4m3Consumer, v_state: Any, pending: int) -> None:
         """Waits for P V of the first columns and adds it to O, then computes and adds the others.
+
+        With option deferred, only waits: `issue_part` adds, while S of the next key tile is multiplied.
 
         pending: wgmma groups that may stay in flight while the first columns are added
         """
@@ -345,9 +358,14 @@ class ForwardE4m3Sm90(ForwardSm90):
             if index:
                 self.issue_part(consumer, v_state, index)
             self.mma_pv.wait(0 if index else pending)
-            rows, added = row_view(output), row_view(consumer.part)
-            for row in range(cute.size(rows, mode=[0])):
-                rows[row, None].store(rows[row, None].load() * consumer.factors[row] + added[row, None].load())
+            if not self.defers:
+                self.add_part(consumer, output, consumer.factors)
+
+    def add_part(self, consumer: E4m3Consumer, output: cute.Tensor, factors: cute.Tensor) -> None:
+        """Multiplies some columns of O by the factors of their rows, and adds the sum of a key tile."""
+        rows, added = row_view(output), row_view(consumer.part)
+        for row in range(cute.size(rows, mode=[0])):
+            rows[row, None].store(rows[row, None].load() * factors[row] + added[row, None].load())
 
     def consumer_state(self, p: Any, thread: Int32) -> E4m3Consumer:
         """Returns what a consumer warpgroup uses for all tiles."""
@@ -375,6 +393,7 @@ class ForwardE4m3Sm90(ForwardSm90):
             outputs=[self.mma_pv.accumulator(thread) for _ in parts],
             part=self.mma_pv.accumulator(thread),
             factors=cute.make_rmem_tensor(rows, Float32),
+            part_factors=cute.make_rmem_tensor(rows, Float32),
             softmax=E4m3Softmax(rows, cute.make_rmem_tensor(rows, Float32), weight_bits),
         )
 

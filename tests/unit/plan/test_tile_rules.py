@@ -163,6 +163,8 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "forward", "128x128x12:2-shared_end", "full masks", {"mask": Full(), "softcap": 30.0}),
     ("sm90", "forward", "128x112x12:2-speculative-halves", "tile_n = 112", {}),
     ("sm90", "forward", "128x128x12:2+e4m3-shared_end", "full masks", {"dtype": "float8_e4m3fn"}),
+    ("sm90", "forward", "128x128x12:2-deferred", "is for variant e4m3", {}),
+    ("sm90", "forward", "128x64x12:2+e4m3-deferred", "up to 128", {"head_dim": 256, "dtype": "float8_e4m3fn"}),
     ("sm90", "forward", "64x64x12:2+wide-late_wait", "only the standard, the multicast", {"head_dim": 512}),
     ("decode", "decode", "48x64x4:2", "tile_m = 48", {}),
     ("decode", "decode", "16x64x3:2", "warps = 3", {}),
@@ -234,7 +236,7 @@ VALID = [
     ("sm90", "forward", "128x128x12:2+multicast-speculative", {}),
     ("sm90", "forward", "128x128x12:2-speculative-shared_end", {"mask": Full()}),
     ("sm90", "forward", "128x128x12:2-late_wait", {"mask": Window(100, 0)}),
-    ("sm90", "forward", "128x128x12:2+e4m3-speculative-halves-late_wait", {"dtype": "float8_e4m3fn"}),
+    ("sm90", "forward", "128x128x12:2+e4m3-speculative-halves-late_wait-deferred", {"dtype": "float8_e4m3fn"}),
     ("decode", "decode", "16x128x8:2", {}),
 ]
 
