@@ -303,12 +303,14 @@ class ForwardE4m3Sm90(ForwardSm90):
         """
         # 2  softmax
         sums, fit = self.speculate_in_range(consumer, r_s, scale_log2)
-        pairs = cute.make_rmem_tensor(cute.size(consumer.r_p) // 2, Int16)
-        convert_pairs(r_s, pairs)
-        # With one part, the barrier keeps the wait for P V behind the exponentials; several are issued between them.
+        # With one part, the barrier keeps the wait for P V behind exponentials and conversions. Several parts are
+        # issued between the exponentials; named conversions would keep those behind the last part.
         has_parts = len(consumer.outputs) > 1
+        pairs = cute.make_rmem_tensor(cute.size(consumer.r_p) // 2, Int16)
         if cutlass.const_expr(has_parts):
             self.add_parts(consumer, v_state, 0)
+        else:
+            convert_pairs(r_s, pairs)
         repeats = self.any_of_warpgroup(consumer.thread, ~fit)
         if cutlass.const_expr(not has_parts):
             self.add_parts(consumer, v_state, 0)
@@ -317,12 +319,16 @@ class ForwardE4m3Sm90(ForwardSm90):
             self.issue_parts(consumer, r_s, q_state, k_state)
             self.mma_part.wait()
             self.next_factors(consumer, r_s, scale_log2)
-            convert_pairs(r_s, pairs)
+            if cutlass.const_expr(not has_parts):
+                convert_pairs(r_s, pairs)
         else:
             consumer.softmax.add_sums(sums)
             consumer.factors.fill(1.0)
         self.cluster.release(pipes.key, k_state)
-        pack(pairs, consumer.r_p)
+        if cutlass.const_expr(has_parts):
+            convert(r_s, consumer.r_p)
+        else:
+            pack(pairs, consumer.r_p)
 
     def speculate_in_range(self, consumer: E4m3Consumer, r_s: cute.Tensor, scale_log2: Float32) -> Any:
         """Turns S into weights, part by part as they arrive; returns this thread's sums and whether its weights fit."""
