@@ -10,14 +10,25 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.sm90_e4m3 import ONE_PART_COLUMNS
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.variants import BITS, HALVES, HIDDEN, MULTICAST, SHARED_END, SPECULATIVE, STANDARD
+from cutlass_py_attn.plan.variants import (
+    BITS,
+    DEFERRED,
+    E4M3,
+    HALVES,
+    HIDDEN,
+    MULTICAST,
+    SHARED_END,
+    SPECULATIVE,
+    STANDARD,
+)
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.score_terms import registry
 
 # Features with which scores are scaled products alone, and every key of a tile without a mask has its weight; sinks are
 # added when all keys are seen.
-PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED, "sinks"))
+PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED, registry.FLOAT16_OUTPUT, "sinks"))
 WARPGROUP_ROWS: Final = 64  # query rows of a tile that a warpgroup computes
 MOST_BITS_KEYS: Final = 128  # keys of a tile, of which a thread holds a quarter of each row: a bit of a word each
 HALVES_MULTIPLE: Final = 32  # keys of a tile, whose halves are operands of O = P V in steps of 16
@@ -84,9 +95,9 @@ def _has_equal_tiles(features: tuple[str, ...], mask: str) -> bool:
 def objections(build: Build) -> Iterator[str]:
     """Yields every reason why no kernel body can be built with the options, as `tile_rules.objections` has them."""
     what = f"options = {build.options!r}"
-    is_forward = (build.kind, build.family) == ("forward", "sm90") and build.variant in (STANDARD, MULTICAST)
+    is_forward = (build.kind, build.family) == ("forward", "sm90") and build.variant in (STANDARD, MULTICAST, E4M3)
     if build.options and not is_forward:
-        yield f"{what}: only the standard and the multicast sm90 forward have options; use ()"
+        yield f"{what}: only the standard, the multicast and the e4m3 sm90 forward have options; use ()"
         return
     if SPECULATIVE in build.options and not _may_speculate(build.features):
         yield (
@@ -99,10 +110,18 @@ def objections(build: Build) -> Iterator[str]:
             f"{what}: option {SHARED_END} is for the standard variant, full masks and equal lengths, without score "
             "terms, dropout and pages; use another option"
         )
-    if HIDDEN in build.options and (build.mask == "full" or build.tile_m == WARPGROUP_ROWS):
-        yield f"{what}: option {HIDDEN} is for masks and tiles of several warpgroups; use another option"
+    if HIDDEN in build.options and (build.variant == E4M3 or build.mask == "full" or build.tile_m == WARPGROUP_ROWS):
+        yield (
+            f"{what}: option {HIDDEN} is for masks and tiles of several warpgroups, and not for variant {E4M3}; use "
+            "another option"
+        )
     if BITS in build.options and (build.mask == "full" or build.tile_n > MOST_BITS_KEYS):
         yield f"{what}: option {BITS} is for masks and tiles of up to {MOST_BITS_KEYS} keys; use another option"
+    if DEFERRED in build.options and (build.variant != E4M3 or build.columns_value > ONE_PART_COLUMNS):
+        yield (
+            f"{what}: option {DEFERRED} is for variant {E4M3} and head_dim_value up to {ONE_PART_COLUMNS}; use another "
+            "option"
+        )
     if HALVES in build.options and SPECULATIVE not in build.options:
         yield f"{what}: option {HALVES} is part of option {SPECULATIVE}; use both"
     if HALVES in build.options and build.tile_n % HALVES_MULTIPLE:

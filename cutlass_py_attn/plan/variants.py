@@ -31,7 +31,9 @@ HALVES: Final = "halves"
 SHARED_END: Final = "shared_end"
 HIDDEN: Final = "hidden"
 BITS: Final = "bits"
-OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, HIDDEN, BITS)
+LATE_WAIT: Final = "late_wait"
+DEFERRED: Final = "deferred"
+OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, HIDDEN, BITS, LATE_WAIT, DEFERRED)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 

@@ -68,7 +68,7 @@ from cutlass_py_attn.plan.sm90_smem import (
     splits_key_loop,
     tma_tiles,
 )
-from cutlass_py_attn.plan.variants import BITS, HALVES, HIDDEN, MULTICAST, SPECULATIVE
+from cutlass_py_attn.plan.variants import BITS, HALVES, HIDDEN, LATE_WAIT, MULTICAST, SPECULATIVE
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere
@@ -347,6 +347,7 @@ class ForwardSm90:
             self.mask_if_needed(work, key_tile, r_s, consumer)
         factors = cute.make_rmem_tensor(consumer.softmax.rows, Float32)
         rescales = self.next_weights(consumer, row_view(r_s), factors)
+        self.wait_late(consumer.thread, consumer.softmax.sum)
         self.mma_pv.wait()
         self.cluster.release(pipes.value, v_state)
         v_state.advance()
@@ -571,6 +572,18 @@ class ForwardSm90:
         following = cutlass.select_(is_last, Int32(0), warpgroup + 1)
         barrier = NamedBarrier.WARP_SCHEDULER_WG1 + following
         cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)
+
+    @cute.jit
+    def wait_late(self, thread: Int32, sums: cute.Tensor):
+        """Keeps the wait for P V that follows behind the weights, with option late_wait.
+
+        ptxas moves the wait, which has no operands, before the exponentials, which then do not overlap P V. It moves
+        nothing over a branch, here one on the sums of the weights that is never taken.
+        """
+        if cutlass.const_expr(LATE_WAIT not in self.build.options):
+            return
+        if self.any_of_warpgroup(thread, (sums[0] < 0.0) | (sums[1] < 0.0)):
+            sums.fill(float("nan"))
 
     def convert_weights(self, r_p: cute.Tensor, r_s: cute.Tensor, dropout_bits: cute.Tensor | None) -> None:
         """Converts P to the operands' dtype, in the registers that the next GEMM reads, after dropout."""
