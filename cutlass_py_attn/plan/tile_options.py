@@ -11,13 +11,13 @@ from typing import Final
 
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.variants import HALVES, MULTICAST, SHARED_END, SPECULATIVE, STANDARD
+from cutlass_py_attn.plan.variants import E4M3_CACHE, HALVES, MULTICAST, SHARED_END, SPECULATIVE, STANDARD
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.score_terms import registry
 
 # Features with which scores are scaled products alone, and every key of a tile without a mask has its weight; sinks are
 # added when all keys are seen.
-PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED, "sinks"))
+PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED, registry.KV8, "sinks"))
 HALVES_MULTIPLE: Final = 32  # keys of a tile, whose halves are operands of O = P V in steps of 16
 
 
@@ -76,14 +76,15 @@ def _has_equal_tiles(features: tuple[str, ...], mask: str) -> bool:
 def objections(build: Build) -> Iterator[str]:
     """Yields every reason why no kernel body can be built with the options, as `tile_rules.objections` has them."""
     what = f"options = {build.options!r}"
-    is_forward = (build.kind, build.family) == ("forward", "sm90") and build.variant in (STANDARD, MULTICAST)
+    variants = STANDARD, MULTICAST, E4M3_CACHE
+    is_forward = (build.kind, build.family) == ("forward", "sm90") and build.variant in variants
     if build.options and not is_forward:
-        yield f"{what}: only the standard and the multicast sm90 forward have options; use ()"
+        yield f"{what}: only the standard, the multicast and the e4m3_cache sm90 forward have options; use ()"
         return
     if SPECULATIVE in build.options and not _may_speculate(build.features, build.mask):
         yield (
-            f"{what}: option {SPECULATIVE} is for scores without windows, dropout and score terms other than sinks; "
-            "use none of its options"
+            f"{what}: option {SPECULATIVE} is for scores without windows, dropout, scales of rows and score terms "
+            "other than sinks; use none of its options"
         )
     is_equal = build.variant == STANDARD and _has_equal_tiles(build.features, build.mask)
     if SHARED_END in build.options and not is_equal:
