@@ -91,7 +91,7 @@ def attention_forward(
     They may be e4m3 codes (float8_e4m3fn, or uint8 for their bytes), with query_scale, key_scale and value_scale. All
     three on sm_90a, with head dims that are multiples of 16 up to 256; the output is then bfloat16, or float16 in a
     float16 `out`. Or key and value alone, an e4m3 cache, beside a query of 16 bits: the decode kernels read it with up
-    to 128 queries of a group of heads, in float16, in which a query beyond 65504 overflows; the sm80 kernels with more.
+    to 128 queries of a group of heads, in float16, in which a query beyond 65504 overflows; the forwards with more.
 
     Returns output (batch, num_queries, num_heads, head_dim_value) in the operands' dtype, and logsumexp
     (batch, num_heads, ceil32(num_queries)) float32, both in the library of query. logsumexp is a natural logarithm;

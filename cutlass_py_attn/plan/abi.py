@@ -238,8 +238,7 @@ def fields_of(build: Build) -> Fields:
     if build.has("varlen"):
         fields = (*fields, *VARLEN)
     if build.has("paged"):
-        maps_last_value = build.family == "sm90" and not build.reads_value_in_key
-        fields = (*fields, *PAGED, *(PAGED_SM90 if maps_last_value else ()))
+        fields = (*fields, *PAGED, *(PAGED_SM90 if build.maps_value else ()))
     if build.has(registry.KV8):
         fields = (*fields, *E4M3_CACHE_SCALES)
     terms = registry.registered_among(build.features)

@@ -7,7 +7,7 @@ from typing import Final
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
+from cutlass_py_attn.plan.variants import E4M3_CACHE, PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 _SUFFIXES: Final = {
@@ -41,6 +41,8 @@ def tensor_maps(build: Build) -> tuple[str, ...]:
     """Returns the names of the main kernel's tensor maps, in the order of its parameters."""
     if build.reads_value_in_key:
         return ("key",)
+    if build.variant == E4M3_CACHE:  # threads load the codes of key and value
+        return ("query",)
     names = _TENSOR_MAPS.get((build.kind, build.family), ())
     return (*names, LAST_VALUE) if build.has("paged") and names else names
 

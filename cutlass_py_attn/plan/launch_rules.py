@@ -285,11 +285,7 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
         found |= {name: values[name] for name, _ in abi.VARLEN}
     if problem.pages is not None:
         found |= page_sizes(problem)
-        found |= (
-            {"value_page_rows": sm90.value_page_rows(problem)}
-            if build.family == "sm90" and not build.reads_value_in_key
-            else {}
-        )
+        found |= {"value_page_rows": sm90.value_page_rows(problem)} if build.maps_value else {}
     for term in registry.in_struct(problem.features):
         found |= term.sizes(problem)
     if problem.direction == "backward":

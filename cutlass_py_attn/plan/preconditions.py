@@ -99,7 +99,7 @@ def _sizes(problem: Problem, build: Build) -> Iterator[Condition]:
         yield "num_heads == num_heads_key", "num_heads must be num_heads_key; export a problem with grouped heads"
     if problem.pages is not None:
         yield from _page_sizes(problem)
-        yield from _page_maps(build) if build.family == "sm90" else ()
+        yield from _page_maps(build) if "key" in mapped(build) else ()
     if problem.sequences is not None:
         yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"
         yield "num_keys <= tokens_k", "num_keys, of the longest sequence, must be at most tokens_k"

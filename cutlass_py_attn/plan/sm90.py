@@ -30,6 +30,7 @@ from cutlass_py_attn.plan.tiles import is_mla, splits_score_rows
 from cutlass_py_attn.plan.variants import (
     DS_REGISTERS,
     E4M3,
+    E4M3_CACHE,
     KEEPS_DS,
     KEY_REGISTERS,
     MLA,
@@ -42,6 +43,7 @@ from cutlass_py_attn.plan.variants import (
     WIDE,
 )
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.tensors import (
     BIASES,
     F32_BYTES,
@@ -85,9 +87,10 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     else:
         variant = TWO_CTA if is_2cta else MLA if has_latent_cache else WIDE if is_wide else STANDARD
         variant = E4M3 if problem.dtype == FLOAT8 else variant
+        variant = E4M3_CACHE if problem.has_e4m3_cache and not has_latent_cache else variant
         features = VARIANTS[problem.direction, "sm90", variant].features
     missing = [name for name in problem.features if name not in features]
-    widest = SM90_MAX_HEAD_DIM if problem.dtype == FLOAT8 else WIDE_MAX_HEAD_DIM
+    widest = SM90_MAX_HEAD_DIM if has_codes(problem) else WIDE_MAX_HEAD_DIM
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
@@ -117,7 +120,7 @@ def _unsupported_pages(problem: Problem) -> tuple[str, ...]:
     The map of the tile with the last key counts the rows of value from its first page on, so that a page starts at a
     whole number of rows.
     """
-    if problem.pages is None:
+    if problem.pages is None or problem.has_e4m3_cache:  # threads load the codes of a cache
         return ()
     num_pages, page_size, *_ = problem.value.shape
     page, row, *_ = problem.value.strides
@@ -143,6 +146,8 @@ def _needs_2cta(shape: Shape) -> bool:
 
 
 def _tma_operands(problem: Problem) -> tuple[str, ...]:
+    if problem.has_e4m3_cache:
+        return ("query",)
     return OPERANDS if problem.direction == "forward" else (*OPERANDS, "grad_output")
 
 
@@ -312,6 +317,11 @@ def _multicast_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
     return min(problem.shape.num_queries, problem.shape.num_keys) >= MULTICAST_LENGTH
 
 
+# What the first warpgroup of a forward does, by variant, if it is more than one warp that loads.
+_LOADING: Final = {
+    E4M3: "one warp loads, two transpose values",
+    E4M3_CACHE: "one loads keys and values and converts them to 16 bits",
+}
 _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
     ("backward", PER_HEAD): _Choice(_per_head_objection, _per_head_is_faster),
     ("backward", QUERY_HEADS): _Choice(_no_objection, _query_heads_is_faster),
@@ -446,7 +456,7 @@ def reason(build: Build) -> str:
         )
     elif build.kind == "forward":
         how = "two blocks of a cluster load keys and values for both: " if build.variant == MULTICAST else ""
-        loading = "one warp loads, two transpose values" if build.variant == E4M3 else "one warp loads"
+        loading = _LOADING.get(build.variant, "one warp loads")
         roles = f"{how}{computing} S and O, {loading}"
     elif build.variant == TWO_CTA:
         roles = "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"

@@ -4,6 +4,7 @@ kernel            warpgroups
 forward           1 loads; 1, 2 or 3 compute S and O of 64 query rows each
 forward, MLA      1 loads; 2 compute S of every second key tile, and half of the columns of O, of 64 query rows
 forward, e4m3     1 loads and transposes values; 1, 2 or 3 compute S and O of 64 query rows each
+e4m3 cache        1 loads and converts keys and values; 1, 2 or 3 compute S and O of 64 query rows each
 forward, wide     1 loads; 2 compute S of every second key tile, and some columns of O, of 64 query rows
 backward, wide    1 loads; 2 compute S and dP of every second tile, and some columns of dQ, dK or dV, of 64 rows
 backward          1 loads; 1 computes dQ; 1 or 2 compute S, dP, dV and dK of 64 keys each
@@ -17,9 +18,21 @@ from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import Buffer, Build
+from cutlass_py_attn.plan.sm90_e4m3_cache import registers as e4m3_cache_registers
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.variants import DS_REGISTERS, E4M3, KEY_REGISTERS, MLA, PER_HEAD, SPECULATIVE, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import (
+    DS_REGISTERS,
+    E4M3,
+    E4M3_CACHE,
+    KEY_REGISTERS,
+    MLA,
+    PER_HEAD,
+    SPECULATIVE,
+    TWO_CTA,
+    WIDE,
+)
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
+from cutlass_py_attn.score_terms import registry
 
 LOAD_WARPGROUPS: Final = 1
 DQ_WARPGROUPS: Final = 1  # of the backward
@@ -87,12 +100,18 @@ def forward_map(build: Build) -> tuple[Buffer, ...]:
 
 
 def _forward_with(build: Build, query_stages: int, dropout_tiles: int) -> tuple[Buffer, ...]:
-    """Places the stages of query, key and value, the dropout bits, and a full and an empty barrier for each stage."""
+    """Places the stages of query, key and value, the dropout bits, and a full and an empty barrier for each stage.
+
+    With scales of rows also those of the keys and values of each stage.
+    """
     dtype, tile_m, tile_n, stages = build.dtype, build.tile_m, build.tile_n, build.query_stages
+    scales = stages * tile_n * F32_BYTES if build.has(registry.KV8_ROW) else 0
     return stack(
         ("query", query_stages * tile_bytes(dtype, tile_m, build.columns), 0, 1),
         ("key", stages * tile_bytes(dtype, tile_n, build.columns), 0, 1),
         ("value", stages * tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("key_scales", scales, 0, 1),
+        ("value_scales", scales, 0, 0),
         ("dropout_bits", dropout_tiles * dropout_tile_bytes(build), 0, 2),
         ("barriers", 2 * BARRIER_BYTES * (query_stages + 2 * stages), 0, 4),
     )
@@ -215,6 +234,8 @@ def registers(build: Build) -> tuple[int, ...]:
         return MLA_REGISTERS
     if build.variant == E4M3:
         return E4M3_REGISTERS[build.tile_m]
+    if build.variant == E4M3_CACHE:
+        return e4m3_cache_registers(build)
     if build.kind == "forward":
         return FORWARD_REGISTERS[build.tile_m]
     if build.variant == TWO_CTA:

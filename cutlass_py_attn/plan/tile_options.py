@@ -16,6 +16,7 @@ from cutlass_py_attn.plan.variants import (
     BITS,
     DEFERRED,
     E4M3,
+    E4M3_CACHE,
     HALVES,
     HIDDEN,
     MULTICAST,
@@ -28,9 +29,10 @@ from cutlass_py_attn.score_terms import registry
 
 # Features with which scores are scaled products alone, and every key of a tile without a mask has its weight; sinks are
 # added when all keys are seen.
-PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED, registry.FLOAT16_OUTPUT, "sinks"))
+PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.FLOAT16_OUTPUT, "sinks"))
 WARPGROUP_ROWS: Final = 64  # query rows of a tile that a warpgroup computes
 MOST_BITS_KEYS: Final = 128  # keys of a tile, of which a thread holds a quarter of each row: a bit of a word each
+VARIANTS_WITH_OPTIONS: Final = (STANDARD, MULTICAST, E4M3, E4M3_CACHE)
 HALVES_MULTIPLE: Final = 32  # keys of a tile, whose halves are operands of O = P V in steps of 16
 
 
@@ -95,14 +97,14 @@ def _has_equal_tiles(features: tuple[str, ...], mask: str) -> bool:
 def objections(build: Build) -> Iterator[str]:
     """Yields every reason why no kernel body can be built with the options, as `tile_rules.objections` has them."""
     what = f"options = {build.options!r}"
-    is_forward = (build.kind, build.family) == ("forward", "sm90") and build.variant in (STANDARD, MULTICAST, E4M3)
+    is_forward = (build.kind, build.family) == ("forward", "sm90") and build.variant in VARIANTS_WITH_OPTIONS
     if build.options and not is_forward:
-        yield f"{what}: only the standard, the multicast and the e4m3 sm90 forward have options; use ()"
+        yield f"{what}: only the standard, multicast, {E4M3} and {E4M3_CACHE} sm90 forwards have options; use ()"
         return
     if SPECULATIVE in build.options and not _may_speculate(build.features):
         yield (
-            f"{what}: option {SPECULATIVE} is for scores without dropout and score terms other than sinks; "
-            "use none of its options"
+            f"{what}: option {SPECULATIVE} is for scores without dropout, scales of rows and score terms other than "
+            "sinks; use none of its options"
         )
     is_equal = build.variant == STANDARD and _has_equal_tiles(build.features, build.mask)
     if SHARED_END in build.options and not is_equal:

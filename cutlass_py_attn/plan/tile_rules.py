@@ -14,8 +14,10 @@ from cutlass_py_attn.plan import tile_options
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.decode_smem import team_warps
-from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_e4m3 import TILE_N as E4M3_TILE_N
+from cutlass_py_attn.plan.sm90_e4m3_cache import MOST_VECTORS, rows_at_once, vectors_of_tile
+from cutlass_py_attn.plan.sm90_e4m3_cache import REGISTERS as E4M3_CACHE_REGISTERS
 from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
 from cutlass_py_attn.plan.sm90_mla import SLOTS
 from cutlass_py_attn.plan.sm90_smem import (
@@ -32,6 +34,7 @@ from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
 from cutlass_py_attn.plan.variants import (
     DS_REGISTERS,
     E4M3,
+    E4M3_CACHE,
     KEEPS_DS,
     KEY_REGISTERS,
     MLA,
@@ -70,6 +73,7 @@ DECODE_WARPS: Final = (2, 4, 8)  # more would leave threads without an element o
 DECODE_SHARED_ROWS: Final = 32  # of a warp that shares a team: the outputs of 16 rows would not be aligned
 DECODE_MAX_HEAD_DIM: Final = {2: 256, 4: 128}  # by bytes per element
 DECODE_LEAST_COPY: Final = 4  # bytes: the least that cp.async copies
+_CODE_TILE_M: Final = {E4M3: tuple(E4M3_REGISTERS), E4M3_CACHE: tuple(E4M3_CACHE_REGISTERS)}
 
 Objections = Iterator[str]
 
@@ -263,7 +267,7 @@ def _sm90_forward(build: Build) -> Objections:
     if build.variant in (WIDE, MLA):
         yield from (_wide if build.variant == WIDE else _mla)(build)
         return
-    row_choices = E4M3_REGISTERS if build.variant == E4M3 else FORWARD_REGISTERS
+    row_choices = _CODE_TILE_M.get(build.variant, tuple(FORWARD_REGISTERS))
     wrong_warps = [*_consumers(build, LOAD_WARPGROUPS, tuple(rows // WARPGROUP_ROWS for rows in row_choices))]
     yield from wrong_warps
     rows = (build.warps // WARPGROUP_WARPS - LOAD_WARPGROUPS) * WARPGROUP_ROWS
@@ -281,12 +285,28 @@ def _sm90_forward(build: Build) -> Objections:
         yield _refuse(
             build, "tile_n", f"each thread has whole words of dropout bits; use a multiple of {WARPGROUP_ROWS}"
         )
+    if build.variant == E4M3_CACHE:
+        yield from _e4m3_cache(build)
     if build.query_stages < 2:
         yield _refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied; use 2 or more")
     if build.variant == MULTICAST and build.mask != "causal":
         yield _refuse(build, "mask", "variant multicast is built for causal masks; use the standard variant")
     if build.variant == MULTICAST and build.tile_m != 2 * WARPGROUP_ROWS:
         yield _refuse(build, "tile_m", f"variant multicast has two warpgroups that compute; use {2 * WARPGROUP_ROWS}")
+
+
+def _e4m3_cache(build: Build) -> Objections:
+    if not build.has(registry.KV8):
+        reason = f"variant {E4M3_CACHE} converts keys and values of e4m3 codes; use the standard variant"
+        yield _refuse(build, "variant", reason)
+    at_once, most = rows_at_once(build), MOST_VECTORS
+    if build.tile_n % at_once:
+        yield _refuse(build, "tile_n", f"a warpgroup converts {at_once} rows at once; use a multiple of that")
+    elif build.tile_n > WARPGROUP_THREADS:
+        yield _refuse(build, "tile_n", f"each of {WARPGROUP_THREADS} threads copies the scales of one row; use fewer")
+    elif vectors_of_tile(build) > most:
+        reason = f"a thread has registers for {most} vectors of codes, not {vectors_of_tile(build)}; use fewer keys"
+        yield _refuse(build, "tile_n", reason)
 
 
 def _wide(build: Build) -> Objections:

@@ -17,6 +17,7 @@ DS_REGISTERS: Final = "ds_registers"
 KEY_REGISTERS: Final = "key_registers"
 E4M3: Final = "e4m3"
 E4M3_ROW: Final = "e4m3_row"
+E4M3_CACHE: Final = "e4m3_cache"
 WIDE: Final = "wide"
 PERSISTENT: Final = "persistent"
 MLA: Final = "mla"
@@ -132,6 +133,15 @@ _ALL: Final = (
         "sm90.e4m3_forward",
         "persistent blocks over query tiles of 8-bit operands; two warps transpose every value tile",
         layouts=(*registry.LAYOUTS, registry.FLOAT16_OUTPUT),
+    ),
+    Variant(
+        "forward",
+        "sm90",
+        E4M3_CACHE,
+        "sm90.e4m3_cache_forward",
+        "persistent blocks over query tiles; one warpgroup converts every key and value tile of e4m3 codes to 16 bits",
+        "sm90 forward",
+        layouts=(*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.KV8_ROW),
     ),
     Variant(
         "backward",

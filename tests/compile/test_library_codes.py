@@ -17,7 +17,7 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.expressions import evaluate
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.variants import E4M3, MLA
+from cutlass_py_attn.plan.variants import E4M3, E4M3_CACHE, MLA
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import GRANULARITIES, SCALES, granularity
@@ -118,7 +118,7 @@ def test_library_chooses_and_launches_what_the_planner_plans(
     compare_launches(driver_log, host, pairs)
     assert refused < len(pairs) // 2
     kinds = {f"{plan.build.family} {plan.build.variant}".strip() for _, plan in pairs}
-    assert kinds == {"decode persistent", "sm80", f"sm90 {E4M3}", f"sm90 {MLA}"}
+    assert kinds == {"decode persistent", f"sm90 {E4M3}", f"sm90 {E4M3_CACHE}", f"sm90 {MLA}"}
     grains = {(each.has_e4m3_cache, granularity(scale)) for each, _ in pairs for scale in each.scales.values()}
     assert len(grains) == 2 * len(GRANULARITIES) - 1, "only caches have scales of rows"
 

@@ -431,6 +431,12 @@ class EmulatedBlock(FloatThreads):
 
     def result(self, op: str, v: list[Array]) -> Array:
         kind, *modifiers = op.split(".")
+        if kind == "cvt" and modifiers[-1] == "e4m3x2":
+            codes = np.stack([v[0] & np.uint64(0xFF), v[0] >> np.uint64(8) & np.uint64(0xFF)]).astype(np.uint8)
+            low, high = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float16).view(np.uint16).astype(np.uint64)
+            return high << np.uint64(16) | low
+        if kind == "cvt" and modifiers[-2:] == ["f32", "f16"]:
+            return v[0].astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32).astype(np.uint64)
         if kind == "cvt" and "e4m3x2" in modifiers:
             with np.errstate(invalid="ignore"):
                 numbers = [np.clip(x.astype(np.uint32).view(np.float32), -448, 448) for x in v]

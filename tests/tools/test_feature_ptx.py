@@ -68,7 +68,8 @@ def test_a_feature_without_a_case_is_missing_from_each_body_that_has_it(feature:
 def test_a_new_feature_of_a_body_needs_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of what the committed features are compared with, the registry and the variants, is read from them."""
     monkeypatch.setattr(registry, "supported", lambda kernels: ("temperature",) if kernels == "sm90 forward" else ())
-    assert feature_ptx.missing(BUILDS.values()) == ["sm90 forward: no case has temperature"]
+    bodies = "sm90 forward", "sm90 forward e4m3_cache"
+    assert feature_ptx.missing(BUILDS.values()) == [f"{name}: no case has temperature" for name in bodies]
 
 
 def test_same_kernels_give_no_line(recorded: Path) -> None:

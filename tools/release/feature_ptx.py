@@ -97,6 +97,9 @@ _SM90_FORWARD: Final = (
     f"f16_d576v512_{_PAGED}_h4k1_causal_br_paged16_mla",
     f"e4m3_d64_{_SIZES}_h2_causal",
     f"e4m3_d64_{_USED}_h4k2_full_descalebatch_f16out",
+    f"f16_d64_{_SIZES}_h2_causal_br_paged16_kv8_descalehead",
+    f"f16_d64_{_PAGED}_h2_window_left40_right20_paged16_kv8_descalerow",
+    f"bf16_d64_{_USED}_h4k2_full_{_TERMS}_kv8_descalerow",
 )
 _SM90_BACKWARD: Final = (
     f"f16_d64_{_SIZES}_h2_causal_softcap4",

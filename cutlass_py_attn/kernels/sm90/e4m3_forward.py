@@ -26,7 +26,6 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int16, Int32, Int64, Ui
 
 from cutlass_py_attn.kernels.common import e4m3, logsumexp, params, seqlen_info, tma
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
-from cutlass_py_attn.kernels.common.softmax import TINY
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
@@ -415,8 +414,7 @@ class ForwardE4m3Sm90(ForwardSm90):
         """
         factor = self.dequantisation(p, work, "query") * self.dequantisation(p, work, "key")
         found = p.scale_log2 * Float32(cutlass.select_(work.seqlen.num_keys > 0, factor, Float32(1.0)))
-        positive = cute.arch.fmax(found, Float32(TINY), nan=True)
-        return Float32(cutlass.select_(found < 0.0, Float32(float("nan")), positive))
+        return e4m3.exponent_scale(found)
 
     def dequantisation(self, p: Any, work: WorkTile, name: str) -> Float32:
         """Returns the scale of an operand's codes for the batch and the key head of a work tile; 1 if it has none."""

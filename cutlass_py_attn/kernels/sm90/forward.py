@@ -247,11 +247,13 @@ class ForwardSm90:
             k_state = self.skip_key_tiles(p, pipes, k_state, Int32(0), waves, cursor)
             self.issue_first(pipes, consumer, r_s, next_q_state, k_state, waves > 0)
             self.mma_qk.wait()
+            self.scale_keys(r_s, consumer, k_state)
             self.release_first(pipes, k_state, waves > 0)
             next_q_state.advance()
             k_state.advance()
         for wave in cutlass.range(waves, unroll=1):
             work, cursor = self.scheduler.work_tile(p, wave, cursor)
+            scaled = self.with_scales(p, work, consumer)
             operands = self.score_mod.load_operands(p, work.seqlen.index, work.head)
             consumer.softmax.reset()
             r_o.fill(0.0)
@@ -265,10 +267,11 @@ class ForwardSm90:
             dropout_bits, bias = self.score_inputs(p, work, last, consumer)
             if cutlass.const_expr(not self.overlaps_epilogue):
                 self.mma_qk.wait()
+                self.scale_keys(r_s, consumer, k_state)
                 self.release_first(pipes, k_state, True)
                 k_state.advance()
             # 2  softmax
-            self.first_weights(p, work, last, r_s, consumer, (operands, bias, dropout_bits))
+            self.first_weights(p, work, last, r_s, scaled, (operands, bias, dropout_bits))
             # Most key tiles are whole, and their loop has neither a mask nor a branch around one.
             splits = splits_key_loop(build)
             spans = tile_order.key_tile_spans(
@@ -278,7 +281,7 @@ class ForwardSm90:
                 span = spans[index]
                 for i in cutlass.range(span.end - span.first, unroll=1):
                     k_state, v_state = self.mma_key_tile(
-                        p, pipes, consumer, (work, span.end - 1 - i), operands, span.is_whole, q_state, k_state, v_state
+                        p, pipes, scaled, (work, span.end - 1 - i), operands, span.is_whole, q_state, k_state, v_state
                     )
             pipes.query.consumer_release(q_state)
             q_state.advance()
@@ -296,9 +299,10 @@ class ForwardSm90:
             self.cluster.release(pipes.value, v_state)
             v_state.advance()
             # 4  normalise, store the logsumexp and the output tile
-            self.store(p, work, consumer)
+            self.store(p, work, scaled)
             if cutlass.const_expr(self.overlaps_epilogue):
                 self.mma_qk.wait()
+                self.scale_keys(r_s, consumer, k_state)
                 self.release_first(pipes, k_state, wave + 1 < waves)
                 k_state.advance()
 
@@ -339,6 +343,7 @@ class ForwardSm90:
             self.convert_weights(consumer.r_p, r_s, dropout_bits)
             return k_state, v_state
         self.mma_qk.wait(1)
+        self.scale_keys(r_s, consumer, k_state)
         self.cluster.release(pipes.key, k_state)
         k_state.advance()
         # 2  softmax
@@ -431,6 +436,16 @@ class ForwardSm90:
             softmax=kind(rows, cute.make_rmem_tensor(rows, Float32)),
             scale_log2=Float32(1.0) if self.score_mod.present else safe_scale(p.scale_log2),
         )
+
+    def with_scales(self, p: Any, work: WorkTile, consumer: ConsumerState) -> ConsumerState:
+        """Returns the state with the scales of a work tile's keys and values; 16-bit operands have none."""
+        return consumer
+
+    def scale_keys(self, r_s: cute.Tensor, consumer: ConsumerState, k_state: Any) -> None:
+        """Multiplies S by the scales of the key tile of `k_state`, before it is released; 16-bit keys have none."""
+
+    def scale_output(self, r_o: cute.Tensor, consumer: ConsumerState) -> None:
+        """Multiplies O by the scale of a work tile's values; 16-bit values have none."""
 
     def part_operands(self, s_q: cute.Tensor, s_k: cute.Tensor, thread: Int32, part: int) -> Any:
         """Returns the operands of S = Q K^T for the keys of a part of a key tile."""
@@ -535,6 +550,7 @@ class ForwardSm90:
             return
         if cutlass.const_expr(build.has("dropout")):
             r_o.store(r_o.load() * p.keep_scale)
+        self.scale_output(r_o, consumer)
         self.store_tile(p, work, consumer, lse)
 
     def store_tile(self, p: Any, work: WorkTile, consumer: ConsumerState, lse: list[Float32]) -> None:

@@ -97,7 +97,7 @@ def test_what_no_kernel_takes_has_a_remedy(name: str, reason: str) -> None:
     assert said == f"key and value of float8_e4m3fn: no kernel takes {reason}; dequantise, each code times its scale"
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize(
     "name",
     [

@@ -21,6 +21,7 @@ from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.variants import VARIANTS
 from cutlass_py_attn.problem.masks import Causal, Full, Window
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Shape
 from tests.support.any_problem import ARCHS, problems
 
@@ -151,9 +152,9 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "backward", "64x64x16:2,1+2cta", "grad_output_stages = 1", {"head_dim": 256}),
     ("sm90", "backward", "64x64x16:2,2k2+2cta", "key_stages = 2", {"head_dim": 256}),
     ("sm90", "backward", "64x64x16:2,2q32+2cta", "score_rows = 32", {"head_dim": 256}),
-    ("sm80", "forward", "128x96x4:1-speculative", "only the standard, the multicast and the e4m3", {"head_dim": 64}),
-    ("sm90", "backward", "64x128x16:3,2-speculative", "only the standard, the multicast and the e4m3", {}),
-    ("decode", "decode", "16x64x4:3-speculative", "only the standard, the multicast and the e4m3", {}),
+    ("sm80", "forward", "128x96x4:1-speculative", "have options; use ()", {"head_dim": 64}),
+    ("sm90", "backward", "64x128x16:3,2-speculative", "have options; use ()", {}),
+    ("decode", "decode", "16x64x4:3-speculative", "have options; use ()", {}),
     ("sm90", "forward", "128x128x12:2-speculative", "is for scores without dropout", {"dropout_p": 0.5}),
     ("sm90", "forward", "128x128x12:2-speculative", "is for scores without dropout", {"softcap": 30.0}),
     ("sm90", "forward", "128x128x12:2-halves", "use both", {}),
@@ -168,7 +169,7 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "forward", "128x128x12:2+e4m3-shared_end", "full masks", {"dtype": "float8_e4m3fn"}),
     ("sm90", "forward", "128x128x12:2-deferred", "is for variant e4m3", {}),
     ("sm90", "forward", "128x64x12:2+e4m3-deferred", "up to 128", {"head_dim": 256, "dtype": "float8_e4m3fn"}),
-    ("sm90", "forward", "64x64x12:2+wide-late_wait", "only the standard, the multicast", {"head_dim": 512}),
+    ("sm90", "forward", "64x64x12:2+wide-late_wait", "have options; use ()", {"head_dim": 512}),
     ("decode", "decode", "48x64x4:2", "tile_m = 48", {}),
     ("decode", "decode", "16x64x3:2", "warps = 3", {}),
     ("decode", "decode", "64x64x1:2", "warps = 1", {}),
@@ -336,6 +337,8 @@ def test_every_tile_of_the_tables_passes_for_some_problem(family: str, direction
             problem = problem_of("decode" if family == "decode" else direction, head_dim, 512, dtype, heads_key)
             if tile.score_rows:
                 problem = Problem.dense(direction, Shape(2, 512, 512, 4, 192, 128, heads_key), dtype, Causal())
+            if tile.variant == "e4m3_cache":
+                problem = parse(f"bf16_d{head_dim}_s512_b2_h4_causal_kv8").problem("forward")
             if tile.variant == "mla":
                 shape = Shape(2, 1, 512, 4, 576, 512, 1)
                 problem = Problem.dense(direction, shape, dtype).with_value_in_key()
