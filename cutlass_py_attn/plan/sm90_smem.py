@@ -20,6 +20,7 @@ from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
 from cutlass_py_attn.plan.variants import DS_REGISTERS, E4M3, KEY_REGISTERS, MLA, PER_HEAD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
+from cutlass_py_attn.score_terms import registry
 
 LOAD_WARPGROUPS: Final = 1
 DQ_WARPGROUPS: Final = 1  # of the backward
@@ -39,6 +40,7 @@ DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES = 16, 64  # whose bits a warp of the bac
 FORWARD_REGISTERS: Final = {64: (24, 240), 128: (24, 240), 192: (32, 160)}
 WIDE_REGISTERS: Final = (24, 240)  # the same of variant wide
 MLA_REGISTERS: Final = (40, 232)  # the same of variant mla, whose producer finds pieces and pages
+MLA_CODES_REGISTERS: Final = (72, 216)  # the same of an e4m3 cache, whose codes the producer converts
 # The same of variant e4m3, whose first warpgroup also transposes values.
 E4M3_REGISTERS: Final = {64: (56, 240), 128: (40, 232), 192: (32, 160)}
 SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
@@ -209,7 +211,7 @@ def registers(build: Build) -> tuple[int, ...]:
     if build.variant == WIDE:
         return WIDE_REGISTERS
     if build.variant == MLA:
-        return MLA_REGISTERS
+        return MLA_CODES_REGISTERS if build.has(registry.KV8_TILE) else MLA_REGISTERS
     if build.variant == E4M3:
         return E4M3_REGISTERS[build.tile_m]
     if build.kind == "forward":
