@@ -33,7 +33,6 @@ P_STRIP: Final = STRIPS - 1
 ROPE_COLUMNS: Final = HEAD_DIMS[0] - HEAD_DIMS[1]  # of the rotary embedding, which have 16 bits
 ROPE_CHUNK: Final = len(CHUNKS) - 1
 WARP_ROWS: Final = 16  # of a latent tile that one warp of the producer converts
-CODES_AHEAD: Final = 8  # of 16 loads of a lane for a tile, how many are on their way
 # Chunks of each half of each slot, in the order of their loads and their use: warpgroup i releases half i.
 HALVES: Final = (((0, 1), (2, 3, 4)), ((0, 1, 4), (2, 3)))
 STATISTICS: Final = 3  # of a row: maximum, factor of O, sum; one of each for each warpgroup

@@ -70,9 +70,10 @@ def strides(problem: Problem) -> dict[str, int]:
     """Returns the strides (elements) of the scales of e4m3 codes; 0 along an axis that a scale does not have."""
     if not has_codes(problem):
         return {}
-    names, axes = (CACHE_SCALES, CACHE_AXES) if problem.has_e4m3_cache else (SCALES, OPERAND_AXES)
-    if problem.key_rope is not None:
-        names, axes = CACHE_SCALES[:1], TILE_AXES
+    names: tuple[str, ...] = SCALES
+    axes: tuple[str, ...] = OPERAND_AXES
+    if problem.has_e4m3_cache:
+        names, axes = (CACHE_SCALES, CACHE_AXES) if problem.key_rope is None else (CACHE_SCALES[:1], TILE_AXES)
     first = "batch" if problem.pages is None else "page"
     of_granularity = {TENSOR: (), HEAD: ("head",), BATCH_HEAD: ("batch", "head"), ROW: (first, "row", "head")}
     of_granularity[TILE] = (first, "row", "head", "tile")
@@ -130,8 +131,8 @@ def _rope_objections(problem: Problem, rope: Tensor) -> Iterator[str]:
     wanted = (*rows, max(shape.head_dim - columns, 0))
     if rope.shape != wanted:
         yield (
-            f"key_rope has shape {rope.shape}: must be {wanted}, the rows of key {problem.key.shape} and the columns of "
-            f"query {problem.query.shape} behind those of key; slice or reshape it"
+            f"key_rope has shape {rope.shape}: must be {wanted}, the rows of key {problem.key.shape} and the columns "
+            f"of query {problem.query.shape} behind those of key; slice or reshape it"
         )
     if not problem.value_in_key or not problem.has_e4m3_cache:
         yield (
@@ -141,8 +142,8 @@ def _rope_objections(problem: Problem, rope: Tensor) -> Iterator[str]:
         )
     elif problem.key_scale is None:
         yield (
-            f"key_scale is missing with key_rope: must be float32 {shapes(problem, 'key_scale')[TILE]}, a scale of each "
-            f"{SCALE_COLUMNS} columns; pass it, of ones for codes without scales"
+            f"key_scale is missing with key_rope: must be float32 {shapes(problem, 'key_scale')[TILE]}, a scale of "
+            f"each {SCALE_COLUMNS} columns; pass it, of ones for codes without scales"
         )
 
 

@@ -33,8 +33,9 @@ may come in any order; `ProblemSpec.name` writes them in the order below. Words 
                                  forward only
     [kv8]                        key and value of e4m3 beside a query of 16 bits; forward only
     [descale{GRAIN}]             e4m3, kv8: scales of the codes; GRAIN is what has one, tensor, head (each key head),
-                                 batch (each key head of a sequence) or, of kv8, row; of mla with kv8, tile: the value's
-                                 columns are codes with a scale of each 128, the others have 16 bits. No scales if absent
+                                 batch (each key head of a sequence) or, of kv8, row; of mla with kv8, tile (each 128
+                                 columns of a row: those of value are codes, the others have 16 bits). No scales if
+                                 absent
     [f16out]                     e4m3: the output is f16, not bf16
     [splits{N}]                  blocks that share one (batch, head) in the backward; the plan chooses if absent
 

@@ -54,7 +54,16 @@ from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS
-from cutlass_py_attn.plan.sm90_mla import CHUNKS, HALVES, ROPE_COLUMNS, SLOTS, STRIP_COLUMNS, VALUE_CHUNKS, WARP_ROWS, WARPGROUPS
+from cutlass_py_attn.plan.sm90_mla import (
+    CHUNKS,
+    HALVES,
+    ROPE_COLUMNS,
+    SLOTS,
+    STRIP_COLUMNS,
+    VALUE_CHUNKS,
+    WARP_ROWS,
+    WARPGROUPS,
+)
 from cutlass_py_attn.plan.sm90_smem import registers
 from cutlass_py_attn.score_terms import registry
 
@@ -140,9 +149,7 @@ class MlaDecodeSm90:
         warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
-            if cutlass.const_expr(self.codes is not None):
-                self.load_pieces(p, latent, place, batch, start)
-            elif warp == 0:
+            if cutlass.const_expr(self.codes is not None) or warp == 0:
                 self.load_pieces(p, latent, place, batch, start)
         else:
             cute.arch.setmaxregister_increase(self.registers[-1])

@@ -29,7 +29,6 @@ from cutlass_py_attn.kernels.sm90_mla.latent_ring import ROW_BYTES, VECTOR_BYTES
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.plan.sm90_mla import (
-    CODES_AHEAD,
     P_STRIP,
     ROPE_CHUNK,
     SLOTS,
@@ -48,7 +47,7 @@ HALF_COLUMNS = HALF_STRIPS * STRIP_COLUMNS
 HALF_SCALES = HALF_COLUMNS // SCALE_COLUMNS
 STEP_ROWS = 2  # that a warp loads at a time
 HALF_STEPS = WARP_ROWS // STEP_ROWS
-STEPS = WARPGROUPS * HALF_STEPS
+CODES_AHEAD = HALF_STEPS  # loads of a lane that are on their way: half of a tile
 WORDS = LANE_CODES // WORD_CODES
 
 
@@ -77,50 +76,54 @@ class LatentCodes:
     @cute.jit
     def load(self, p: Any, rope: Any, piece: Any, first: Int32, tiles: Int32, uses0: Int32, uses1: Int32):
         """Loads the latent tiles of a piece; uses0, uses1: tiles that each slot has had before."""
-        build, seqlen = self.build, piece.seqlen
-        row = first * build.tile_n + cute.arch.warp_idx() * WARP_ROWS
+        tile_n, num_keys = self.build.tile_n, piece.seqlen.num_keys
+        row = first * tile_n + cute.arch.warp_idx() * WARP_ROWS
         words = cute.make_rmem_tensor(CODES_AHEAD * WORDS, Uint32)
-        page, next_page = self.page(p, piece, row), self.page(p, piece, row + build.tile_n)
-        count = seqlen.num_keys - row
-        start = self.codes_start(p, piece, LatentRows(row, page, count))
+        page, next_page = self.page(p, piece, row), self.page(p, piece, row + tile_n)
+        rows = LatentRows(row, page, num_keys - row)
+        start = self.codes_start(p, piece, rows)
         for step in cutlass.range_constexpr(CODES_AHEAD):
-            self.load_step(p, start, count, step, words)
-        scale0, scale1 = self.load_scales(p, piece, LatentRows(row, page, count))
-        self.prefetch(p, piece, LatentRows(row + build.tile_n, next_page, choose(tiles > 1, count - build.tile_n, 0)))
+            self.load_step(p, start, rows.count, step, words)
+        scale0, scale1 = self.load_scales(p, piece, rows)
+        self.prefetch(p, piece, LatentRows(row + tile_n, next_page, choose(tiles > 1, num_keys - row - tile_n, 0)))
         for number in cutlass.range(tiles, unroll=1):
             slot = number % SLOTS
             use = choose(slot == 0, uses0, uses1) + number // SLOTS
-            next_row = row + build.tile_n
-            far_page = self.page(p, piece, next_row + build.tile_n)
-            far_count = choose(number + 2 < tiles, seqlen.num_keys - next_row - build.tile_n, 0)
-            self.prefetch(p, piece, LatentRows(next_row + build.tile_n, far_page, far_count))
-            next_count = choose(number + 1 < tiles, seqlen.num_keys - next_row, 0)
-            next_rows = LatentRows(next_row, next_page, next_count)
-            next_start = self.codes_start(p, piece, next_rows)
+            far_row = row + 2 * tile_n
+            far_page = self.page(p, piece, far_row)
+            self.prefetch(p, piece, LatentRows(far_row, far_page, choose(number + 2 < tiles, num_keys - far_row, 0)))
+            self.ring.wait_empty(slot, 0, use)
+            if slot == 1:
+                self.load_rope(p, rope, piece, slot, row, page)
+            for i in cutlass.range_constexpr(HALF_STEPS):
+                self.store_step(slot, i, words, self.scale_of(i, scale0, scale1))
+                self.load_step(p, start, num_keys - row, i + HALF_STEPS, words)
+            self.mark_full(slot, 0)
+            next_row = row + tile_n
+            next_rows = LatentRows(next_row, next_page, choose(number + 1 < tiles, num_keys - next_row, 0))
+            start = self.codes_start(p, piece, next_rows)
             next0, next1 = self.load_scales(p, piece, next_rows)
-            for half in cutlass.range_constexpr(WARPGROUPS):
-                self.ring.wait_empty(slot, half, use)
-                if slot == WARPGROUPS - 1 - half:
-                    self.load_rope(p, rope, piece, slot, row, page)
-                for i in cutlass.range_constexpr(HALF_STEPS):
-                    step = half * HALF_STEPS + i
-                    self.store_step(slot, step, words, self.scale_of(step, scale0, scale1))
-                    if cutlass.const_expr(step + CODES_AHEAD < STEPS):
-                        self.load_step(p, start, count, step + CODES_AHEAD, words)
-                    else:
-                        self.load_step(p, next_start, next_count, step + CODES_AHEAD - STEPS, words)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_warp()
-                for chunk in VALUE_CHUNKS[half]:
-                    self.ring.mark_full(slot, chunk)
-            row, page, count, start, scale0, scale1 = next_row, next_page, next_count, next_start, next0, next1
-            next_page = far_page
+            self.ring.wait_empty(slot, 1, use)
+            if slot == 0:
+                self.load_rope(p, rope, piece, slot, row, page)
+            for i in cutlass.range_constexpr(HALF_STEPS):
+                self.store_step(slot, HALF_STEPS + i, words, self.scale_of(HALF_STEPS + i, scale0, scale1))
+                self.load_step(p, start, next_rows.count, i, words)
+            self.mark_full(slot, 1)
+            row, page, next_page, scale0, scale1 = next_row, next_page, far_page, next0, next1
+
+    def mark_full(self, slot: Int32, half: int) -> None:
+        """Marks this warp's rows of the chunks of a half full, after its stores."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        for chunk in VALUE_CHUNKS[half]:
+            self.ring.mark_full(slot, chunk)
 
     @cute.jit
     def page(self, p: Any, piece: Any, row: Int32):
         """Returns the page of the rows from `row` of a sequence on. The table is not read behind the last key."""
         found = Int32(NO_PAGE)
-        if cutlass.const_expr(self.is_paged):
+        if cutlass.const_expr(self.is_paged):  # noqa: SIM102
             if row < piece.seqlen.num_keys:
                 found = paging.entry(p, paging.page_row(p, piece.batch), row >> paging.page_shift(p))
         return found
