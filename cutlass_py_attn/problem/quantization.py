@@ -148,11 +148,10 @@ def _rope_objections(problem: Problem, rope: Tensor) -> Iterator[str]:
 
 
 def _scale_objections(problem: Problem, name: str, scale: Tensor) -> Iterator[str]:
-    allowed = shapes(problem, name)
-    if TILE not in allowed:
-        allowed["one element"] = (1,)
-    if scale.dtype != "float32" or scale.shape not in allowed.values():
-        listed = ", ".join(dict.fromkeys(map(str, sorted(allowed.values(), key=len))))
+    first, *others = shapes(problem, name).values()
+    allowed = [first, *([(1,)] if first == () else []), *others]
+    if scale.dtype != "float32" or scale.shape not in allowed:
+        listed = ", ".join(dict.fromkeys(map(str, allowed)))
         yield f"{name} has shape {scale.shape} and dtype {scale.dtype}: must be float32 {listed}; reshape or cast it"
     elif scale.alignment < F32_BYTES:
         yield f"{name} is {scale.alignment}-byte aligned: must be aligned to its {F32_BYTES}-byte elements; copy it"
