@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
@@ -22,12 +23,18 @@ RUNS = (
 )
 
 
+def case_and_plan(line: str) -> tuple[Case, Plan]:
+    case = Case.parse(f"forward bf16_d576v512_{line}")
+    return case, planner.plan_with_tile(case.problem(), "sm_90a", TILE, NUM_SMS)
+
+
 @pytest.mark.parametrize(("line", "is_eager"), RUNS)
 def test_decode(line: str, is_eager: bool) -> None:
-    case = Case.parse(f"forward bf16_d576v512_{line}")
+    case, plan = case_and_plan(line)
+    _, of_kernel = case_and_plan(RUNS[0][0])
+    assert plan.build == of_kernel.build
     expected = guarded_check.expect(case)
-    plan = planner.plan_with_tile(case.problem(), "sm_90a", TILE, NUM_SMS)
-    found = emulate(case, plan, compiled(plan).ptx, expected.arrays, is_eager=is_eager, seed=7)
+    found = emulate(case, plan, compiled(of_kernel).ptx, expected.arrays, is_eager=is_eager, seed=7)
     ratios = guarded_check.ratios(case, expected, found)
     assert all(ratio <= 1 for ratio in ratios.values()), ratios
     assert np.isfinite(found["output"].astype(np.float32)).all()
