@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem import quantization
 from cutlass_py_attn.problem.serialize import from_json, to_json
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Tensor
