@@ -206,6 +206,15 @@ def test_keys_that_contain_the_values_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "library").exists()
 
 
+def test_latent_caches_of_codes_are_refused(tmp_path: Path) -> None:
+    problem = parse("bf16_d576v512_q1_s64_b2_h16k1_full_mla_kv8_descaletile").problem("forward")
+    with pytest.raises(
+        NotSupported, match=r"key_rope with a bundle: must be None, .*; export a latent cache of 16 bits"
+    ):
+        exported(tmp_path / "library", problem)
+    assert not (tmp_path / "library").exists()
+
+
 @pytest.mark.parametrize(("is_sum", "variant"), [(False, "last"), (True, "sum_last")])
 def test_float32_totals_are_refused(tmp_path: Path, is_sum: bool, variant: str) -> None:
     problem = MergeProblem.into_total((1, 50, 4, 128), "bfloat16", is_sum, True)
