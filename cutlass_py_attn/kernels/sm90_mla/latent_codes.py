@@ -89,7 +89,9 @@ class LatentCodes:
         for number in cutlass.range(tiles, unroll=1):
             slot = number % SLOTS
             use = choose(slot == 0, uses0, uses1) + number // SLOTS
-            far_page = self.page(p, piece, row + 2 * tile_n)
+            far_row = row + 2 * tile_n
+            far_page = self.page(p, piece, far_row)
+            self.prefetch(p, piece, LatentRows(far_row, far_page, choose(number + 2 < tiles, num_keys - far_row, 0)))
             self.ring.wait_empty(slot, 0, use)
             if slot == 1:
                 self.load_rope(p, rope, piece, slot, row, page)
@@ -108,8 +110,6 @@ class LatentCodes:
                 self.store_step(slot, HALF_STEPS + i, words, self.scale_of(HALF_STEPS + i, scale0, scale1))
                 self.load_step(p, start, next_rows.count, i, words)
             self.mark_full(slot, 1)
-            far_row = next_row + tile_n  # whose page has come by now
-            self.prefetch(p, piece, LatentRows(far_row, far_page, choose(number + 2 < tiles, num_keys - far_row, 0)))
             row, page, next_page, scale0, scale1 = next_row, next_page, far_page, next0, next1
 
     def mark_full(self, slot: Int32, half: int) -> None:
