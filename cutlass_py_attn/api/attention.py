@@ -133,6 +133,8 @@ def mla_attention_forward(
     cache: Any,
     *,
     head_dim_value: int = MLA_HEAD_DIM_VALUE,
+    cache_scale: Any = None,
+    cache_rope: Any = None,
     mask: Mask = Full(),  # noqa: B008
     scale: float | None = None,
     sequences: VariableLength | Paged | None = None,
@@ -150,6 +152,11 @@ def mla_attention_forward(
     head_dim_value: 512 in DeepSeek's models, whose head_dim is 576.
     The options are keywords; `MlaOptions` describes each. The scale is usually not that of 576 columns, but
     1 / sqrt(192), that of the query before its absorption: pass it.
+
+    The cache may be e4m3 codes (float8_e4m3fn, or uint8 for their bytes) of the columns of the value, with their scales
+    in cache_scale and the other columns in cache_rope. Each of the three has strides of its own, so that they may be
+    views of packed rows. A number is code times scale, rounded to the dtype of query, float16 or bfloat16. Only the
+    kernel of sm_90a reads such a cache, with head dims 576 and 512.
 
     With head dims 576 and 512 of 16-bit operands, sm_90a has a kernel that shares the keys of all sequences among all
     multiprocessors. Other head dims and targets are computed by the kernels of `attention_forward`.

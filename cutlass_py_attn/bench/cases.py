@@ -13,10 +13,12 @@ from itertools import product
 from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
 from cutlass_py_attn.problem.spec import ProblemSpec
-from cutlass_py_attn.problem.tensors import DIRECTIONS, OPERAND_BYTES
+from cutlass_py_attn.problem.tensors import DIRECTIONS, F32_BYTES, OPERAND_BYTES
 from cutlass_py_attn.suggestions import did_you_mean
 
 
@@ -35,6 +37,11 @@ def bytes_read_once(spec: ProblemSpec) -> int:
     if not _is_decode(spec):
         return 0
     problem = spec.problem("forward")
+    if spec.has_rope:  # codes, their scales, and columns of 16 bits
+        rows, rope = math.prod(spec.shape.of("key")[:3]), spec.head_dim - spec.head_dim_value
+        item = OPERAND_BYTES[spec.dtype]
+        of_row = spec.head_dim_value + ceil_div(spec.head_dim_value, SCALE_COLUMNS) * F32_BYTES + rope * item
+        return rows * of_row + item * sum(math.prod(spec.shape.of(name)) for name in ("query", "output"))
     names = ("query", "key", "output") if spec.value_in_key else ("query", "key", "value", "output")
     dtypes = {name: getattr(problem, name).dtype for name in names}
     return sum(math.prod(spec.shape.of(name)) * OPERAND_BYTES[dtype] for name, dtype in dtypes.items())

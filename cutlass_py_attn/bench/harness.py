@@ -37,7 +37,7 @@ from cutlass_py_attn.runtime.binding import Bound, bind_problem
 
 RANDOM_ELEMENTS: Final = 1 << 20  # the inputs repeat this many random values; other values take the same time
 CODE_SCALE: Final = 1.0  # of every e4m3 code
-RANDOM_INPUTS: Final = ("query", "key", "value", "grad_output", "bias", "sinks")
+RANDOM_INPUTS: Final = ("query", "key", "value", "key_rope", "grad_output", "bias", "sinks")
 SUSTAINED: Final = "measure after half a second of replays, at the clock to which their power lowers the GPU"
 PHILOX: Final = {"philox_seed": 1, "philox_offset": 0}
 

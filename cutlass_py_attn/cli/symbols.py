@@ -204,7 +204,7 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         page_size=_PAGE_SIZE if has(registry.PAGED) else 0,
         value_in_key=found["variant"] == MLA,
         e4m3_cache=has(registry.KV8),
-        descale="row" if has(registry.KV8_ROW) else "",
+        descale="tile" if has(registry.KV8_TILE) else "row" if has(registry.KV8_ROW) else "",
         float16_output=has(registry.FLOAT16_OUTPUT),
     )
 

@@ -24,8 +24,8 @@ from cutlass_py_attn.plan.variants import (
     SUM_LAST,
     TOTAL,
 )
-from cutlass_py_attn.problem.quantization import CACHE_AXES, CACHE_SCALES, OPERAND_AXES, SCALES
-from cutlass_py_attn.problem.tensors import F32_BYTES, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.problem.quantization import CACHE_AXES, CACHE_SCALES, OPERAND_AXES, SCALES, TILE_AXES
+from cutlass_py_attn.problem.tensors import F32_BYTES, KEY_ROPE, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
 from cutlass_py_attn.score_terms.dropout import PHILOX
@@ -176,6 +176,15 @@ E4M3_CACHE_SCALES: Fields = tuple(
     (field, "i64") for name in CACHE_SCALES for field in (name, *(f"{name}_{axis}" for axis in CACHE_AXES))
 )
 
+# The columns of a latent cache behind its codes, and the scales of the codes' tiles of columns, with their strides
+# (elements). key_rope_page: of a pool; key_rope_batch: of other caches.
+LATENT_CODES: Fields = (
+    *_strided(KEY_ROPE),
+    (f"{KEY_ROPE}_page", "i64"),
+    ("key_scale", "i64"),
+    *((f"key_scale_{axis}", "i64") for axis in TILE_AXES),
+)
+
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
 COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
@@ -239,7 +248,9 @@ def fields_of(build: Build) -> Fields:
         fields = (*fields, *VARLEN)
     if build.has("paged"):
         fields = (*fields, *PAGED, *(PAGED_SM90 if build.maps_value else ()))
-    if build.has(registry.KV8):
+    if build.has(registry.KV8_TILE):
+        fields = (*fields, *LATENT_CODES)
+    elif build.has(registry.KV8):
         fields = (*fields, *E4M3_CACHE_SCALES)
     terms = registry.registered_among(build.features)
     if not terms:

@@ -27,7 +27,7 @@ from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, OPERAND_BYTES, WORD_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import BIASES, CACHED, F32_BYTES, OPERAND_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.problem.validation import MAX_LENGTH
 from cutlass_py_attn.score_terms import registry
 
@@ -226,7 +226,7 @@ def shape(problem: Problem, name: str) -> tuple[Expression, ...]:
     tensor = problem.tensors()[name]
     if name in BIASES:
         return bias_axes(tensor)
-    of_key = name.removeprefix("grad_") in ("key", "value")
+    of_key = name.removeprefix("grad_") in CACHED
     batch, rows = "batch", "num_keys" if of_key else "num_queries"
     if of_key and problem.pages is not None:
         batch, rows = "num_pages", "page_size"
@@ -237,7 +237,7 @@ def shape(problem: Problem, name: str) -> tuple[Expression, ...]:
 
 def batch_axis(problem: Problem, name: str) -> str:
     """Returns the name of a tensor's first axis and its stride: "page" of a pool, else "batch"."""
-    return "page" if problem.pages is not None and name in ("key", "value") else "batch"
+    return "page" if problem.pages is not None and name in CACHED else "batch"
 
 
 def bias_axes(tensor: Tensor) -> tuple[Expression, ...]:

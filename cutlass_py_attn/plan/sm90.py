@@ -12,6 +12,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import mapped_field
 from cutlass_py_attn.plan.expressions import Expression, Grid, times
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
+from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS, WARP_ROWS
 from cutlass_py_attn.plan.sm90_smem import (
     DQ_WARPGROUPS,
     LOAD_WARPGROUPS,
@@ -49,6 +50,7 @@ from cutlass_py_attn.problem.tensors import (
     F32_BYTES,
     FLOAT8,
     ITEM_BYTES,
+    KEY_ROPE,
     OPERAND_BYTES,
     OPERANDS,
     ROW_ALIGNMENT_BYTES,
@@ -97,6 +99,11 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
         f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest and not has_latent_cache,
+        "e4m3 codes of keys that contain the values without key_rope": has_latent_cache
+        and problem.has_e4m3_cache
+        and problem.key_rope is None,
+        f"key_rope of other than {ROPE_COLUMNS} columns": problem.key_rope is not None
+        and problem.key_rope.shape[3] != ROPE_COLUMNS,
         "variable lengths of keys that contain the values": has_latent_cache and problem.sequences is not None,
         "deterministic gradients with these head dims": is_2cta and problem.deterministic,
         "rows aligned to less than 16 bytes": any(
@@ -120,7 +127,8 @@ def _unsupported_pages(problem: Problem) -> tuple[str, ...]:
     The map of the tile with the last key counts the rows of value from its first page on, so that a page starts at a
     whole number of rows.
     """
-    if problem.pages is None or problem.has_e4m3_cache:  # threads load the codes of a cache
+    loads_codes = problem.has_e4m3_cache and problem.key_rope is None  # threads load these
+    if problem.pages is None or loads_codes:
         return ()
     num_pages, page_size, *_ = problem.value.shape
     page, row, *_ = problem.value.strides
@@ -146,7 +154,9 @@ def _needs_2cta(shape: Shape) -> bool:
 
 
 def _tma_operands(problem: Problem) -> tuple[str, ...]:
-    if problem.has_e4m3_cache:
+    if problem.key_rope is not None:
+        return (*OPERANDS, KEY_ROPE)
+    if problem.has_e4m3_cache:  # threads load its codes
         return ("query",)
     return OPERANDS if problem.direction == "forward" else (*OPERANDS, "grad_output")
 
@@ -454,6 +464,8 @@ def reason(build: Build) -> str:
             "blocks share the keys of all sequences: two warpgroups compute S of alternate key tiles and half of the "
             "columns of O each, one warp loads keys, whose first columns are the values"
         )
+        if build.has(registry.KV8_TILE):
+            roles = roles.replace("one warp loads keys,", "four warps load keys and convert their e4m3 codes,")
     elif build.kind == "forward":
         how = "two blocks of a cluster load keys and values for both: " if build.variant == MULTICAST else ""
         loading = _LOADING.get(build.variant, "one warp loads")
@@ -484,8 +496,8 @@ def tensor_map_box(build: Build, name: str, rank: int, page_size: int | None) ->
     page_size: rows of a page; None for no pages
     """
     field = mapped_field(name)
-    rows, columns = tma_tiles(build)[field]
-    if page_size is not None and field != "query":
+    rows, columns = (WARP_ROWS, ROPE_COLUMNS) if field == KEY_ROPE else tma_tiles(build)[field]
+    if page_size is not None and field in ("key", "value"):
         rows = min(page_size, most_box_rows(build))
     swizzle = swizzle_bytes(columns, build.item_bytes)
     return (swizzle // build.item_bytes, rows, *([1] * (rank - 2))), swizzle

@@ -52,6 +52,7 @@ DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES = 16, 64  # whose bits a warp of the bac
 FORWARD_REGISTERS: Final = {64: (24, 240), 128: (24, 240), 192: (32, 160)}
 WIDE_REGISTERS: Final = (24, 240)  # the same of variant wide
 MLA_REGISTERS: Final = (40, 232)  # the same of variant mla, whose producer finds pieces and pages
+MLA_CODES_REGISTERS: Final = (72, 216)  # the same of an e4m3 cache, whose codes the producer converts
 # The same of variant e4m3, whose first warpgroup also transposes values.
 E4M3_REGISTERS: Final = {64: (56, 240), 128: (40, 232), 192: (32, 160)}
 SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
@@ -231,7 +232,7 @@ def registers(build: Build) -> tuple[int, ...]:
     if build.variant == WIDE:
         return WIDE_REGISTERS
     if build.variant == MLA:
-        return MLA_REGISTERS
+        return MLA_CODES_REGISTERS if build.has(registry.KV8_TILE) else MLA_REGISTERS
     if build.variant == E4M3:
         return E4M3_REGISTERS[build.tile_m]
     if build.variant == E4M3_CACHE:

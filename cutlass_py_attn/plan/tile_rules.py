@@ -329,6 +329,9 @@ def _wide(build: Build) -> Objections:
 
 
 def _mla(build: Build) -> Objections:
+    if build.has(registry.KV8) != build.has(registry.KV8_TILE):
+        reason = f"variant mla reads e4m3 codes with scales of tiles of columns; use {registry.KV8_TILE} beside "
+        yield _refuse(build, "features", reason + registry.KV8)
     for field, reason in (("tile_m", "both warpgroups have the same queries"), ("tile_n", "one warpgroup has S of")):
         if getattr(build, field) != WARPGROUP_ROWS:
             yield _refuse(build, field, f"in variant mla {reason}, {WARPGROUP_ROWS} rows; use {WARPGROUP_ROWS}")

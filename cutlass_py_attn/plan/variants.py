@@ -238,7 +238,7 @@ _ALL: Final = (
         "sm90_mla.decode",
         "keys that contain the values: persistent blocks over chunks of the keys of all sequences, in which two "
         "warpgroups compute S of alternate key tiles and divide the columns of O",
-        layouts=("grouped", registry.PAGED, "varlen"),
+        layouts=("grouped", registry.PAGED, "varlen", registry.KV8, registry.KV8_TILE),
     ),
     Variant("component_gemm", "sm80", STANDARD, "component_gemms.standalone_sm80", "one block per tile", layouts=()),
     Variant("component_gemm", "sm90", STANDARD, "component_gemms.standalone_sm90", "one block per tile", layouts=()),

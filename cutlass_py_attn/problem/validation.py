@@ -20,6 +20,7 @@ from cutlass_py_attn.problem.tensors import (
     F32_BYTES,
     FLOAT8,
     ITEM_BYTES,
+    KEY_ROPE,
     OPERAND_BYTES,
     OPERANDS,
     Sequences,
@@ -41,7 +42,7 @@ MAX_BYTES = 2**63  # that the strides of a tensor reach: offsets are 64-bit inte
 LARGEST_SOFTCAP = {"float16": 2.0**100, "bfloat16": 2.0**100, "float32": 2.0**13}
 MAX_RATIO = 2.0**126  # of scale and softcap, and of softcap and scale: a normal float32
 _OF_TERMS: Final = (*registry.array_options(), *(f"grad_{name}" for name in registry.gradients()))
-TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES)
+TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE)
 _REQUIRED: Final = (*OPERANDS, "output")
 _EDGES: Final = {"window_left": "mask left", "window_right": "mask right"}  # what Mask.objections calls them
 _WRITTEN = ("grad_query", "grad_key", "grad_value", "grad_bias")
@@ -143,7 +144,7 @@ def _rank_objections(problem: Problem) -> Iterator[str]:
         yield f"direction = {shown(problem.direction)}: must be one of {', '.join(DIRECTIONS)}; choose one"
     if direction == "backward" and problem.grad_output is None:
         yield "grad_output is missing: the backward needs it; pass a tensor of the matching BMHK shape"
-    for name in (*BMHK, *BIASES):
+    for name in (*BMHK, KEY_ROPE, *BIASES):
         tensor = getattr(problem, name)
         if isinstance(tensor, Tensor) and any(
             isinstance(sizes, tuple) and len(sizes) != 4 for sizes in (tensor.shape, tensor.strides)
@@ -191,6 +192,8 @@ def _size_objections(problem: Problem) -> Iterator[str]:
         wanted = (problem.query.shape[0], *shape.of(name)[1:])
         if problem.pages is not None and name in ("key", "value"):
             wanted = shape.of(name)
+        if problem.key_rope is not None and name == "key":  # whose last columns are those of key_rope
+            wanted = (*wanted[:3], max(wanted[3] - problem.key_rope.shape[3], 0))
         if name in BMHK and tensor.shape != wanted:
             yield (
                 f"{name} has shape {tensor.shape}: must be {wanted} to match query {problem.query.shape}, "
@@ -276,7 +279,7 @@ def _tensor_objections(problem: Problem) -> Iterator[str]:
         has_own_dtype = name in coded or (name == "output" and problem.dtype == FLOAT8)
         if tensor.dtype != problem.dtype and not has_own_dtype:
             yield f"{name} has dtype {tensor.dtype} but query has {problem.dtype}: all must agree; cast one of them"
-        if name in BMHK and name != "grad_output" and tensor.shape[3] > 1 and tensor.strides[3] != 1:
+        if name in (*BMHK, KEY_ROPE) and name != "grad_output" and tensor.shape[3] > 1 and tensor.strides[3] != 1:
             yield f"{name} has last stride {tensor.strides[3]}: must be 1; make the head dimension contiguous"
         item = OPERAND_BYTES[tensor.dtype]
         if tensor.alignment < item:

@@ -244,10 +244,10 @@ class Case:
 def builds_of(cases: Iterable[Case], arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that the cases need, once; each with the kernels to fall back to if ptxas spills.
 
-    No kernel of a target without wgmma multiplies e4m3 operands.
+    No kernel of a target without wgmma multiplies e4m3 operands, or reads a latent cache of e4m3 codes.
     """
-    has_float8 = architecture(arch).has_wgmma
-    found = (each for each in cases if has_float8 or each.spec.dtype != FLOAT8)
+    has_wgmma = architecture(arch).has_wgmma
+    found = (each for each in cases if has_wgmma or not (each.spec.dtype == FLOAT8 or each.spec.has_rope))
     return list(dict.fromkeys(planner.builds(each.problem(), arch) for each in found))
 
 

@@ -42,6 +42,7 @@ EXACT: Final = 3e-7
 RARE_DROPOUT: Final = 1e-5
 E4M3_TERMS: Final = 32  # products that 8-bit wgmma adds at once
 TRUNCATION: Final = 2.0**-12  # share of a score that each of these sums may be off: it is truncated to 14 bits
+ROUNDED: Final = {"float16": 2.0**-12, "bfloat16": 2.0**-9}  # share of a number that code times scale is off
 HARDWARE_TANH: Final = 2.0**-11  # largest relative error of the tanh that kernels of 16-bit operands use
 
 
@@ -268,6 +269,8 @@ def _logsumexp_allowance(case: Case, expected: Expected) -> float:
         rows = int(np.isfinite(expected.truth["logsumexp"]).sum())
         largest = _score_size(case, expected) * float(np.sqrt(2 * np.log(max(rows, 3))))
         return TRUNCATION * ceil_div(case.spec.head_dim, E4M3_TERMS) * largest
+    if case.spec.has_rope:
+        return 4 * ROUNDED[case.spec.dtype] * _score_size(case, expected)
     return 0.0 if case.spec.dtype == "float32" else _tanh_error(case, expected)
 
 

@@ -65,6 +65,7 @@ MLA_HEADS: Final = (1, 2, 3, 16, 16, 20, 40, 64, 96, 128, 128)
 MLA_QUERIES: Final = (1, 1, 1, 2, 3, 5, 9)
 MLA_PAGES: Final = (16, 16, 32, 64, 64, 128, 256)
 MLA_LAYOUTS: Final = ("dense", "padded", "heads_first")
+MLA_CODES_SHARE: Final = 0.4  # of latent caches with e4m3 codes
 # Kernel numbers from here on are those of e4m3 codes: every second of operands, the others of caches.
 E4M3_FROM: Final = 300_000
 E4M3_GRAINS: Final = ("", "tensor", "head", "batch", "batch")
@@ -424,7 +425,8 @@ def _draw_mla(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
         table=str(_pick(rng, ("rows", "csr"))) if is_paged else "rows",
         invariant=int(is_paged and rng.random() < 0.2),
     )
-    return _with_inputs(case, rng)
+    case = _with_inputs(case, rng)
+    return case.replace(e4m3_cache=True, descale="tile") if kernel.random() < MLA_CODES_SHARE else case
 
 
 def _draw_e4m3_cache(kernel: np.random.Generator, rng: np.random.Generator) -> Case:

@@ -39,6 +39,12 @@ class FloatThreads(Threads):
 
     def result(self, op: str, v: list[Array]) -> Array:
         kind, *modifiers = op.split(".")
+        if kind == "cvt" and modifiers[-1] == "e4m3x2":
+            codes = (v[0].astype(np.uint16) >> shift for shift in (np.uint16(8), np.uint16(0)))
+            high, low = (_half_bits(each.astype(np.uint8).view(ml_dtypes.float8_e4m3fn)) for each in codes)
+            return high << np.uint64(16) | low
+        if kind == "cvt" and modifiers[-2:] == ["f32", "f16"]:
+            return _bits(v[0].astype(np.uint16).view(np.float16))
         if kind == "cvt" and modifiers[1] in _PAIRS:
             high, low = (_number(x).astype(_PAIRS[modifiers[1]]).view(np.uint16).astype(np.uint64) for x in v)
             return high << np.uint64(16) | low
@@ -66,6 +72,10 @@ class FloatThreads(Threads):
 
 def _number(bits: Array) -> Array:
     return bits.astype(np.uint32).view(np.float32)
+
+
+def _half_bits(numbers: Array) -> Array:
+    return numbers.astype(np.float16).view(np.uint16).astype(np.uint64)
 
 
 def _bits(numbers: Array) -> Array:

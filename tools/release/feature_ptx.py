@@ -95,6 +95,7 @@ _SM90_FORWARD: Final = (
     f"f16_d64_{_SIZES}_h2_causal_br_paged16",
     f"bf16_d64_{_PAGED}_h4k2_full_{_TERMS_OF_PAGES}_paged64",
     f"f16_d576v512_{_PAGED}_h4k1_causal_br_paged16_mla",
+    f"bf16_d576v512_{_PAGED}_h4k1_full_paged16_mla_kv8_descaletile",
     f"e4m3_d64_{_SIZES}_h2_causal",
     f"e4m3_d64_{_USED}_h4k2_full_descalebatch_f16out",
     f"f16_d64_{_SIZES}_h2_causal_br_paged16_kv8_descalehead",

@@ -27,6 +27,7 @@ from cutlass_py_attn.plan.tiles import sm90_tiles as tiles_of
 from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields, VectorOperand
@@ -210,6 +211,15 @@ def test_scales_are_those_of_each_call(tmp_path: Path, case: str) -> None:
         for axis in ("batch", "head"):
             assert f"c->call.{name}.{axis}); /* {name}_{axis} */" in text
         assert f"/* {name}_row */" not in text
+
+
+def test_latent_caches_of_codes_are_refused(tmp_path: Path) -> None:
+    problem = parse("bf16_d576v512_q1_s64_b2_h16k1_full_mla_kv8_descaletile").problem("forward")
+    with pytest.raises(
+        NotSupported, match=r"key_rope with a bundle: must be None, .*; export a latent cache of 16 bits"
+    ):
+        exported(tmp_path / "library", problem)
+    assert not (tmp_path / "library").exists()
 
 
 @pytest.mark.parametrize(("is_sum", "variant"), [(False, "last"), (True, "sum_last")])
