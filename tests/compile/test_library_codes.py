@@ -52,7 +52,8 @@ def drawn(run: int) -> list[Problem]:
     """Run `run` of each kernel number: e4m3 operands, e4m3 caches, and keys that contain the values."""
     numbers = [first + number for first, count in KERNELS.items() for number in range(count)]
     found = [random_cases.draw(number, run).problem() for number in numbers]
-    return [each for each in found if each.shape.num_keys > 0 and not (each.is_empty or each.reasons())]
+    taken = [each for each in found if each.key_rope is None]  # a library's calls have no such array
+    return [each for each in taken if each.shape.num_keys > 0 and not (each.is_empty or each.reasons())]
 
 
 @pytest.fixture(scope="module")

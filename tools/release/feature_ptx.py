@@ -106,6 +106,8 @@ _SM90_BACKWARD: Final = (
     f"f16_d64_{_SIZES}_h2_causal_softcap4",
     f"f16_d64_{_SIZES}_h2_causal_alibi",
     f"f16_d64_{_SIZES}_h2_full_sinks",
+    f"f16_d128_{_SIZES}_h2_full_sinks",
+    f"f16_d96v64_{_SIZES}_h2_full_sinks",
     f"f16_d64_{_SIZES}_h2_causal_dropout0.3",
     f"f16_d64_{_SIZES}_h4k2_full_deterministic",
     f"f16_d96v64_{_SIZES}_h2_window_left40_right20",

@@ -47,7 +47,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_e4m3 import FIRST_TRANSPOSING_WARP, TRANSPOSING_WARPS, part_columns
 from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.plan.variants import DEFERRED, HALVES, SPECULATIVE
+from cutlass_py_attn.plan.variants import BITS, DEFERRED, HALVES, SPECULATIVE
 
 STORED_ELEMENTS = 4  # neighbouring columns of the output that a thread has
 ROW_ELEMENTS = 8  # a multiple of this is from one row of the output to the next
@@ -110,6 +110,7 @@ class ForwardE4m3Sm90(ForwardSm90):
         self.transpose = ValueTranspose(build)
         self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
         self.overlaps_epilogue = num_stages(build)["query"] > 1
+        self.masks_by_bits = BITS in build.options
         self.speculates = SPECULATIVE in build.options
         self.defers = DEFERRED in build.options
         self.num_parts = 2 if HALVES in build.options else 1
