@@ -496,6 +496,16 @@ def _is_array(value: object) -> bool:
         return False
 
 
+def checked_artifact(build: Build, found: object) -> Artifact:
+    """Returns what the caller's `kernels` returned for a build; NotSupported if that is no Artifact."""
+    if not isinstance(found, Artifact):
+        raise NotSupported(
+            f"kernels({build.symbol}) = {shown(found)}: must be an Artifact; pass a function that returns what "
+            "`compile` does, such as Folder(path)"
+        )
+    return found
+
+
 def _kernels_reasons(kernels: object) -> list[str]:
     """Returns what is wrong with the option kernels."""
     if kernels is None or callable(kernels):

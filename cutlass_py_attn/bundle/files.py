@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from cutlass_py_attn.api.options import checked_artifact
 from cutlass_py_attn.artifact import Artifact, NoPermission, unreadable
 from cutlass_py_attn.bundle import header, library, reading
 from cutlass_py_attn.bundle.arguments import export_objections, listed
@@ -309,21 +310,13 @@ def _best(problem: AnyProblem, arch: str, kernels: Callable[[Build], Artifact]) 
     first: CompileError | Stale | None = None
     for plan in exported_plans(problem, arch):
         try:
-            return Target(problem, plan, _artifact(kernels, plan.build), architecture(plan.build.arch).num_sms)
+            return Target(
+                problem, plan, checked_artifact(plan.build, kernels(plan.build)), architecture(plan.build.arch).num_sms
+            )
         except (CompileError, Stale) as error:
             first = first or error
     assert first is not None
     raise first
-
-
-def _artifact(kernels: Callable[[Build], Artifact], build: Build) -> Artifact:
-    found = kernels(build)
-    if not isinstance(found, Artifact):
-        raise NotSupported(
-            f"kernels({build.symbol}) = {shown(found)}: must be an Artifact; pass a function that returns what "
-            "`compile` does, such as Folder(path)"
-        )
-    return found
 
 
 def _for_its_lengths(problem: AnyProblem, arch: str, kernels: Callable[[Build], Artifact]) -> Iterator[Target]:
@@ -332,7 +325,7 @@ def _for_its_lengths(problem: AnyProblem, arch: str, kernels: Callable[[Build], 
     for plan in planner.plans(problem, arch) if isinstance(problem, Problem) and not limits.is_portable else ():
         if plan.build.body.lengths != "any" and preferred_when(plan.build) != NEVER:
             with contextlib.suppress(CompileError, Stale):
-                yield Target(problem, plan, _artifact(kernels, plan.build), limits.num_sms)
+                yield Target(problem, plan, checked_artifact(plan.build, kernels(plan.build)), limits.num_sms)
                 return
 
 

@@ -18,15 +18,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
 from cutlass_py_attn.api import attention
+from cutlass_py_attn.api.options import checked_artifact
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.errors import NoDevice, NotSupported
+from cutlass_py_attn.errors import NoDevice
 from cutlass_py_attn.jax.handler import KEY, PAYLOAD, TARGET, WORKSPACE
 from cutlass_py_attn.jax.payload import Payload, key_of
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import binding, driver
 from cutlass_py_attn.score_terms.term import ScoreTerm
@@ -79,20 +79,11 @@ def payload_of(kernels: Kernels) -> tuple[bytes, int]:
     plan, artifact = binding.first_available(
         planner.plans_on(kernels.problem, capability, num_sms), kernels.kernels or attention.default_kernels()
     )
-    expect_artifact(plan.build, artifact)
+    checked_artifact(plan.build, artifact)
     names = [name for name, _, _ in kernels.results]
     names += [WORKSPACE] if plan.workspace.bytes else []
     payload = Payload(kernels.problem, plan, artifact, kernels.operands, tuple(names))
     return payload.pack(), plan.workspace.bytes
-
-
-def expect_artifact(build: Build, found: object) -> None:
-    """Raises NotSupported if the caller's `kernels` returned no Artifact for a build."""
-    if not isinstance(found, Artifact):
-        raise NotSupported(
-            f"kernels({build.symbol}) = {shown(found)}: must be an Artifact; pass a function that returns what "
-            "`compile` does, such as Folder(path)"
-        )
 
 
 def target_of(arch: str | None) -> tuple[tuple[int, int], int | None]:

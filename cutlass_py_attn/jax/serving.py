@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
 from cutlass_py_attn.api import attention
-from cutlass_py_attn.api.options import BACKENDS
+from cutlass_py_attn.api.options import BACKENDS, checked_artifact
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import calls, primitive
@@ -252,8 +252,7 @@ def payload_of(call: _Call) -> bytes:
     arch = planner.targets_of(primitive.target_of(call.arch)[0])[-1]
     problem = call.problem
     plan = plan_append(problem, arch) if isinstance(problem, AppendProblem) else plan_merge(problem, arch)
-    artifact = (call.kernels or attention.default_kernels())(plan.build)
-    primitive.expect_artifact(plan.build, artifact)
+    artifact = checked_artifact(plan.build, (call.kernels or attention.default_kernels())(plan.build))
     return Payload(None, plan, artifact, call.operands, tuple(call.results)).pack()
 
 
