@@ -13,7 +13,7 @@ from cutlass_py_attn.problem.scalars import flag_of, integer_of, shown
 from cutlass_py_attn.reference import quantization
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
-_UNMASKED = " without a mask"
+_ALLOWED = f"of {', '.join(_DTYPES)} without a mask"
 
 
 def quantize_e4m3(
@@ -58,7 +58,7 @@ def quantize_e4m3(
 def _reasons(array: Any, granularity: Any, heads: tuple[Any, int | None], cu_seqlens: Any, rotate: Any) -> list[str]:
     """Returns why the arguments are refused. heads: num_heads_key as given, and as an int."""
     if not _is_array_of(array, 4):
-        allowed = f"a NumPy array (batch, rows, heads, columns) of {', '.join(_DTYPES)}{_UNMASKED}"
+        allowed = f"a NumPy array (batch, rows, heads, columns) {_ALLOWED}"
         return [f"array = {shown(array)}: must be {allowed}; convert it"]
     if not array.size:
         return [f"array has shape {array.shape}: must have an element, for a scale is of the largest; pass rows"]
@@ -108,6 +108,6 @@ def rotate_rows(array: Any) -> Any:
     e4m3 cache, and the query of 16 bits before each call. NotSupported: another array.
     """
     if not _is_array_of(array):
-        allowed = f"a NumPy array (..., columns) of {', '.join(_DTYPES)}{_UNMASKED}"
+        allowed = f"a NumPy array (..., columns) {_ALLOWED}"
         raise NotSupported(f"array = {shown(array)}: must be {allowed}; convert it")
     return quantization.rotate(array).astype(array.dtype) if array.size else array.copy()

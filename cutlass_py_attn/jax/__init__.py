@@ -223,7 +223,7 @@ def mla_attention(
     Returns what `attention` returns, with head_dim_value columns; it is not differentiable. Splits over devices, vmap
     and errors are those of `attention`.
     """
-    reasons, columns = split_rows.option_objections("return_logsumexp", return_logsumexp), integer_of(head_dim_value)
+    reasons, columns = split_rows.flag_objections("return_logsumexp", return_logsumexp), integer_of(head_dim_value)
     if columns is None:
         reasons.append(f"head_dim_value = {shown(head_dim_value)}: must be an int known at trace time; pass it")
     if reasons or columns is None:
@@ -319,8 +319,7 @@ def dot_product_attention(
     reasons = [
         f"{name} = {shown(options[name])}: must be {remedy}" for name, remedy in others.items() if name in options
     ]
-    if not isinstance(return_residual, bool):
-        reasons.append(f"return_residual = {shown(return_residual)}: must be True or False; pass one of them")
+    reasons += split_rows.flag_objections("return_residual", return_residual)
     if reasons:
         raise NotSupported(reasons)
     call = given.translate()

@@ -35,9 +35,14 @@ def option_objections(name: str, value: Any) -> list[str]:
         return strategy_objections(value)
     if name == "load_balance":
         return order_objections(value)
-    if name == "return_logsumexp" and not isinstance(value, bool):
-        return [f"{name} = {shown(value)}: must be True or False; pass one of them"]
+    if name == "return_logsumexp":
+        return flag_objections(name, value)
     return []
+
+
+def flag_objections(name: str, value: Any) -> list[str]:
+    """Returns why a value that decides what a call returns is refused."""
+    return [] if isinstance(value, bool) else [f"{name} = {shown(value)}: must be True or False; pass one of them"]
 
 
 def unused_objections(options: Mapping[str, Any]) -> list[str]:
