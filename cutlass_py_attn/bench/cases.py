@@ -63,6 +63,7 @@ def plain_cases() -> tuple[str, ...]:
 
 _CAUSAL: Final = "bf16_d128_s8192_b4_h16_causal"
 _FULL_4096: Final = "bf16_d128_s4096_b4_h16_full"
+_LATENT: Final = "bf16_d576v512_q1_s8192_b64_h128k1_full_paged64_mla"
 # Every other case, with the baseline whose rate in the same run its rate is divided by; "" for none.
 FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d256_s8192_b4_h8_full": "",
@@ -118,9 +119,12 @@ FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d128_q1_s131072_b1_h32k8_full_paged16": "",
     "bf16_d128_q1_s131072_b1_h32k8_full_paged16_kv8": "",
     "bf16_d128_q2048_s16384_b2_h32k8_causal_br_paged64": "",
+    "bf16_d128_q2048_s16384_b2_h32k8_causal_br_paged64_kv8": "bf16_d128_q2048_s16384_b2_h32k8_causal_br_paged64",
     "bf16_d576v512_q1_s8192_b64_h128k1_full_mla": "",
-    "bf16_d576v512_q1_s8192_b64_h128k1_full_paged64_mla": "",
+    _LATENT: "",
+    f"{_LATENT}_kv8_descaletile": _LATENT,
     "bf16_d576v512_q1_s4096_b132_h64k1_full_mla": "",
+    "bf16_d576v512_q1_s4096_b132_h64k1_full_mla_kv8_descaletile": "bf16_d576v512_q1_s4096_b132_h64k1_full_mla",
 }
 
 
