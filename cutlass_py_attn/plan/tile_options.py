@@ -5,7 +5,7 @@ docs/tuning.md says what each option gained, and which were slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -19,6 +19,7 @@ from cutlass_py_attn.plan.variants import (
     E4M3_CACHE,
     HALVES,
     HIDDEN,
+    LATE_WAIT,
     MULTICAST,
     SHARED_END,
     SPECULATIVE,
@@ -43,18 +44,20 @@ class OptionRule:
     tile_m, tile_n: the tile
     columns: the head dims that it was measured with, more than the first and up to the second
     options: as in `TileConfig.options`; of them the tile has those that are possible for the problem
+    variants: of the tile
     """
 
     tile_m: int
     tile_n: int
     columns: tuple[int, int]
     options: tuple[str, ...]
+    variants: tuple[str, ...] = (STANDARD, MULTICAST)
 
     def is_for(self, problem: Problem, tile: TileConfig) -> bool:
         """Returns whether the planner has this tile with the options."""
         least, most = self.columns
         dims = problem.shape.head_dim, problem.shape.head_dim_value
-        is_tile = (tile.tile_m, tile.tile_n) == (self.tile_m, self.tile_n)
+        is_tile = (tile.tile_m, tile.tile_n) == (self.tile_m, self.tile_n) and tile.variant in self.variants
         return is_tile and all(least < dim <= most for dim in dims)
 
 
@@ -73,25 +76,96 @@ RULES: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What decides which options a forward kernel of the sm90 family can have; the fields are those of a Build."""
+
+    variant: str
+    features: tuple[str, ...]
+    mask: str
+    tile_m: int
+    tile_n: int
+    head_dim_value: int
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """Whether weights may be computed with the maxima before a key tile."""
+        return PLAIN_FEATURES.issuperset(self.features)
+
+    @property
+    def has_equal_tiles(self) -> bool:
+        """Whether all query tiles take equally long, and the parts of one can be joined by their logsumexps."""
+        return self.variant == STANDARD and {"grouped"}.issuperset(self.features) and self.mask == "full"
+
+    @property
+    def has_hidden_rows(self) -> bool:
+        """Whether a mask can hide a key tile from all rows of a warpgroup, but not from all rows of the tile."""
+        return self.variant != E4M3 and self.mask != "full" and self.tile_m > WARPGROUP_ROWS
+
+    @property
+    def has_mask_words(self) -> bool:
+        """Whether a word has a bit for each masked key of a row that a thread holds."""
+        return self.mask != "full" and self.tile_n <= MOST_BITS_KEYS
+
+    @property
+    def has_parts_of_output(self) -> bool:
+        """Whether O gets P V of a key tile by an addition: that of one tile can be deferred to the next."""
+        return self.variant == E4M3 and self.head_dim_value <= ONE_PART_COLUMNS
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether both halves of a key tile are operands of O += P V."""
+        return self.tile_n % HALVES_MULTIPLE == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Which bodies can have an option, and with which other option; needs: "" for none."""
+
+    allows: Callable[[Body], bool]
+    allowed: str
+    needs: str = ""
+
+
+LIMITS: Final = {
+    SPECULATIVE: Limit(
+        lambda body: body.has_plain_scores,
+        "is for scores without dropout, scales of rows and score terms other than sinks; use none of its options",
+    ),
+    HALVES: Limit(
+        lambda body: body.has_halves, f"is for tiles of a multiple of {HALVES_MULTIPLE} keys; use another", SPECULATIVE
+    ),
+    SHARED_END: Limit(
+        lambda body: body.has_equal_tiles,
+        "is for the standard variant, full masks and equal lengths, without score terms, dropout and pages; use "
+        "another option",
+    ),
+    HIDDEN: Limit(
+        lambda body: body.has_hidden_rows,
+        f"is for masks and tiles of several warpgroups, and not for variant {E4M3}; use another option",
+    ),
+    BITS: Limit(
+        lambda body: body.has_mask_words,
+        f"is for masks and tiles of up to {MOST_BITS_KEYS} keys; use another option",
+    ),
+    LATE_WAIT: Limit(lambda body: True, "is for every body"),
+    DEFERRED: Limit(
+        lambda body: body.has_parts_of_output,
+        f"is for variant {E4M3} and head_dim_value up to {ONE_PART_COLUMNS}; use another option",
+    ),
+}
+
+
 def with_options(problem: Problem, tile: TileConfig) -> TileConfig:
     """Returns a tile of the sm90 family with the options that the planner has it with."""
-    if problem.direction != "forward" or tile.variant not in (STANDARD, MULTICAST):
+    if problem.direction != "forward":
         return tile
-    decided = problem.features, problem.mask.form
-    possible = dict.fromkeys((SPECULATIVE, HALVES), _may_speculate(problem.features))
-    possible[SHARED_END] = tile.variant == STANDARD and _has_equal_tiles(*decided)
+    shape = problem.shape
+    body = Body(tile.variant, problem.features, problem.mask.form, tile.tile_m, tile.tile_n, shape.head_dim_value)
     options = next((rule.options for rule in RULES if rule.is_for(problem, tile)), ())
-    return replace(tile, options=tuple(name for name in options if possible[name]))
-
-
-def _may_speculate(features: tuple[str, ...]) -> bool:
-    """Returns whether weights may be computed with the maxima before a key tile."""
-    return PLAIN_FEATURES.issuperset(features)
-
-
-def _has_equal_tiles(features: tuple[str, ...], mask: str) -> bool:
-    """Returns whether all query tiles take equally long, and the parts of one can be joined by their logsumexps."""
-    return {"grouped"}.issuperset(features) and mask == "full"
+    possible = {name for name in options if LIMITS[name].allows(body)}
+    needed = {"", *possible}
+    return replace(tile, options=tuple(name for name in options if name in possible and LIMITS[name].needs in needed))
 
 
 def objections(build: Build) -> Iterator[str]:
@@ -101,30 +175,10 @@ def objections(build: Build) -> Iterator[str]:
     if build.options and not is_forward:
         yield f"{what}: only the standard, multicast, {E4M3} and {E4M3_CACHE} sm90 forwards have options; use ()"
         return
-    if SPECULATIVE in build.options and not _may_speculate(build.features):
-        yield (
-            f"{what}: option {SPECULATIVE} is for scores without dropout, scales of rows and score terms other than "
-            "sinks; use none of its options"
-        )
-    is_equal = build.variant == STANDARD and _has_equal_tiles(build.features, build.mask)
-    if SHARED_END in build.options and not is_equal:
-        yield (
-            f"{what}: option {SHARED_END} is for the standard variant, full masks and equal lengths, without score "
-            "terms, dropout and pages; use another option"
-        )
-    if HIDDEN in build.options and (build.variant == E4M3 or build.mask == "full" or build.tile_m == WARPGROUP_ROWS):
-        yield (
-            f"{what}: option {HIDDEN} is for masks and tiles of several warpgroups, and not for variant {E4M3}; use "
-            "another option"
-        )
-    if BITS in build.options and (build.mask == "full" or build.tile_n > MOST_BITS_KEYS):
-        yield f"{what}: option {BITS} is for masks and tiles of up to {MOST_BITS_KEYS} keys; use another option"
-    if DEFERRED in build.options and (build.variant != E4M3 or build.columns_value > ONE_PART_COLUMNS):
-        yield (
-            f"{what}: option {DEFERRED} is for variant {E4M3} and head_dim_value up to {ONE_PART_COLUMNS}; use another "
-            "option"
-        )
-    if HALVES in build.options and SPECULATIVE not in build.options:
-        yield f"{what}: option {HALVES} is part of option {SPECULATIVE}; use both"
-    if HALVES in build.options and build.tile_n % HALVES_MULTIPLE:
-        yield f"tile_n = {build.tile_n}: both halves have multiples of 16 keys; use a multiple of {HALVES_MULTIPLE}"
+    body = Body(build.variant, build.features, build.mask, build.tile_m, build.tile_n, build.head_dim_value)
+    for name in build.options:
+        limit = LIMITS[name]
+        if not limit.allows(body):
+            yield f"{what}: option {name} {limit.allowed}"
+        if limit.needs and limit.needs not in build.options:
+            yield f"{what}: option {name} is part of option {limit.needs}; use both"

@@ -165,7 +165,7 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "forward", "128x208x12:2-bits", "tiles of up to 128 keys", {"head_dim": 64}),
     ("sm90", "forward", "128x128x12:2-shared_end", "full masks", {}),
     ("sm90", "forward", "128x128x12:2-shared_end", "full masks", {"mask": Full(), "softcap": 30.0}),
-    ("sm90", "forward", "128x112x12:2-speculative-halves", "tile_n = 112", {}),
+    ("sm90", "forward", "128x112x12:2-speculative-halves", "tiles of a multiple of 32 keys", {}),
     ("sm90", "forward", "128x128x12:2+e4m3-shared_end", "full masks", {"dtype": "float8_e4m3fn"}),
     ("sm90", "forward", "128x128x12:2-deferred", "is for variant e4m3", {}),
     ("sm90", "forward", "128x64x12:2+e4m3-deferred", "up to 128", {"head_dim": 256, "dtype": "float8_e4m3fn"}),
