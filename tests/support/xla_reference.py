@@ -18,6 +18,7 @@ from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.jax import handler
 from cutlass_py_attn.jax.payload import Payload, unpack
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.score_terms.dropout import Dropout
 
@@ -92,7 +93,8 @@ def _options(problem: Problem, given: dict[str, Any]) -> Options:
         gradients=problem.gradients or ("query", "key", "value"),
         score_terms={name: given[name] for name, _ in problem.score_terms},
         deterministic=problem.deterministic,
-        **{name: given.get(name) for name in ("bias", "alibi_slopes", "sinks")},
+        head_dim_value=problem.shape.head_dim_value if problem.value_in_key else None,
+        **{name: given.get(name) for name in ("bias", "alibi_slopes", "sinks", *SCALES)},
     )
 
 
