@@ -49,7 +49,8 @@ FLAGS: Final = (
      "128; key_rope has the other columns of key"),
 )  # fmt: skip
 DIRECTION_FLAGS: Final = {"append": ("E4M3_CACHE", "ROW_SCALES"), "merge": ("VARLEN",)}  # all that these may have
-FORWARD_FLAGS: Final = ("E4M3_CACHE", "ROW_SCALES", "FLOAT16_OUTPUT", "VALUE_IN_KEY", "TILE_SCALES")  # of no backward
+# That a backward may not have.
+FORWARD_FLAGS: Final = ("E4M3_CACHE", "ROW_SCALES", "FLOAT16_OUTPUT", "VALUE_IN_KEY", "TILE_SCALES")
 DERIVED: Final = (
     ("grouped", 1 << 16),
     ("softcap", 1 << 17),
@@ -59,7 +60,7 @@ GRADIENTS: Final = (("QUERY", 1, "query"), ("KEY", 2, "key"), ("VALUE", 4, "valu
                     ("SINKS", 16, "sinks"))  # fmt: skip
 MOST_BYTES: Final = 1 << 16  # of the call of any version: one that says more was not initialised
 FEATURE_BITS: Final = {name: bit for _, bit, name, _ in FLAGS if name} | dict(DERIVED)
-# Features of attention problems whose flags are those of appends, which have other names for them.
+# Features of attention problems whose flags, which appends may have too, have other names.
 _CACHE_FEATURES: Final = {
     registry.KV8: "e4m3_cache",
     registry.KV8_ROW: "row_scales",

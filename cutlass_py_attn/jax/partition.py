@@ -53,6 +53,7 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     """
     role = name if name in _AXES else name.removeprefix("grad_")
     vectors = {term.vector.name: term.vector for term in registry.terms() if term.vector is not None}
+    found: Axes
     if role in ("key", "value") and problem.key_rope is not None:
         found = _CODES
     elif role in _AXES:

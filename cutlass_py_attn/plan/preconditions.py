@@ -124,11 +124,8 @@ def _page_sizes(problem: Problem) -> Iterator[Condition]:
 def _page_maps(build: Build) -> Iterator[Condition]:
     """Boxes of the tensor maps divide pages, and the map of the last tile counts the rows of value."""
     least = sm90.LEAST_PAGE_SIZE
-    others = (
-        "no kernel reads smaller pages of such a cache"
-        if build.has(registry.KV8_TILE)
-        else ("smaller pages need an sm80 kernel")
-    )
+    is_latent = build.has(registry.KV8_TILE)
+    others = "no kernel reads smaller pages of such a cache" if is_latent else "smaller pages need an sm80 kernel"
     yield f"page_size >= {least}", f"page_size must be at least {least}: {others}"
     if build.reads_value_in_key:
         return

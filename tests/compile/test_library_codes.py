@@ -344,7 +344,7 @@ def test_results_have_memory_apart_from_codes_of_a_latent_cache(
 
 
 def test_rows_of_a_latent_cache_may_be_packed(driver_log: FakeDriver, host: LibraryHost) -> None:
-    """Codes, scales and columns of 16 bits of a row behind each other, 656 bytes, as other libraries store them."""
+    """Codes, scales and columns of 16 bits of a row one after another, 656 bytes, as other libraries store them."""
     problem = parsed(CODES)
     assert problem.key_scale is not None
     assert problem.key_rope is not None

@@ -27,7 +27,6 @@ from cutlass_py_attn.plan.tiles import sm90_tiles as tiles_of
 from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields, VectorOperand
