@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.api.quantization import quantize_e4m3
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
 from cutlass_py_attn.reference import quantization
@@ -249,6 +250,18 @@ def test_codes_of_a_latent_cache_are_split(how: str, heads_key: int, kind: Any) 
     parts = (B // sizes[0] if how != "heads" else B, H // sizes[-1] if how != "batch" else H)
     assert parts_computed() == {parts}
     assert all(problem.key_rope is not None for problem in xla_reference.computed)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "batch_head"])
+def test_scales_are_those_of_a_device_s_key_head(granularity: str) -> None:
+    """Of two key heads that four devices read."""
+    arrays = [np.asarray(draw(number, B, M, heads, 32)) for number, heads in ((1, H), (2, 2), (3, 2))]
+    given = [quantize_e4m3(array, granularity=granularity, num_heads_key=2) for array in arrays]
+    codes = [code for code, _ in given]
+    scales = {f"{name}_scale": scale for name, (_, scale) in zip(("query", "key", "value"), given, strict=True)}
+    found, _ = run_split(lambda *codes: ours(*codes, **scales), mesh_of(EXPLICIT, 4), codes, (HEADS, P(), P()))
+    np.testing.assert_array_equal(found, ours(*codes, **scales, backend="reference"))
+    assert parts_computed() == {(B, H // 4)}
 
 
 def test_a_device_has_its_own_codes_inside_shard_map() -> None:

@@ -614,7 +614,7 @@ def test_the_call_that_the_page_shows_compiles(bundle: Bundle, tmp_path: Path) -
     block = "".join(re.findall(r"```c\n(.*?)```", page, re.DOTALL))
     names = (
         *("query", "key", "value", "output", "logsumexp", "workspace", "page_table", "seqused_k"),
-        *("key_pool", "value_pool", "slots", "key_scale", "value_scale", "cache"),
+        *("key_pool", "value_pool", "slots", "key_scale", "value_scale", "cache", "codes", "scales", "rope"),
         *("output_of_prefix", "logsumexp_of_prefix", "output_of_rest", "logsumexp_of_rest"),
     )
     addresses = ", ".join(f"uint64_t {name}" for name in names)
