@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.quantization import quantize_e4m3
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
@@ -250,6 +251,23 @@ def test_codes_of_a_latent_cache_are_split(how: str, heads_key: int, kind: Any) 
     parts = (B // sizes[0] if how != "heads" else B, H // sizes[-1] if how != "batch" else H)
     assert parts_computed() == {parts}
     assert all(problem.key_rope is not None for problem in xla_reference.computed)
+
+
+@KINDS
+def test_pages_of_codes_are_on_every_device(kind: Any) -> None:
+    query, cache = draw(1, B, 2, H, 576).astype("bfloat16"), latent_cache(1)
+    pools = {name: array[:, :8].reshape(2, 16, 1, -1) for name, array in cache.items()}  # pages of 16 rows
+    names, table, lengths = tuple(pools), jnp.array([[1, 0], [0, 1], [1, 1], [0, 0]]), jnp.array([32, 17, 0, 3])
+
+    def paged(query: Any, table: Any, lengths: Any, *given: Any, **options: Any) -> Any:
+        sequences = Paged(table, lengths)
+        return latent(query, dict(zip(names, given, strict=True)), sequences=sequences, **options)
+
+    arrays = query, table, lengths, *pools.values()
+    found, gathered = run_split(paged, mesh_of(kind, 4), arrays, (HEADS, *(P() for _ in arrays[1:])))
+    np.testing.assert_array_equal(found, paged(*arrays, backend="reference"))
+    assert gathered == []
+    assert parts_computed() == {(B, H // 4)}
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head", "batch_head"])

@@ -15,6 +15,7 @@ import numpy as np
 
 from cutlass_py_attn.api import cpu_backend
 from cutlass_py_attn.api.options import Options, VariableLength
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.jax import handler
 from cutlass_py_attn.jax.payload import Payload, unpack
 from cutlass_py_attn.problem.problem import Problem
@@ -76,7 +77,8 @@ def _compute(payload: Payload, addresses: list[int], results: list[int]) -> None
 
 
 def _options(problem: Problem, given: dict[str, Any]) -> Options:
-    dropout = sequences = None
+    dropout = None
+    sequences: VariableLength | Paged | None = None
     if handler.PHILOX in given:
         seed, offset = (int(number) for number in given[handler.PHILOX].view(np.uint64))
         dropout = Dropout(problem.dropout_p, seed, offset)
@@ -84,6 +86,10 @@ def _options(problem: Problem, given: dict[str, Any]) -> Options:
         bounds = (given.get(name) for name in _LENGTHS)
         first, second, used = bounds
         sequences = VariableLength(first, second, problem.sequences.max_seqlen_q, problem.sequences.max_seqlen_k, used)
+    if problem.pages is not None:
+        starts = given.get("cu_seqlens_q")
+        longest = None if starts is None else problem.pages.max_seqlen_q
+        sequences = Paged(given["page_table"], given["seqused_k"], starts, longest, given.get("page_indptr"))
     return Options(
         mask=problem.mask,
         scale=problem.scale,
