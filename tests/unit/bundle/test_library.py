@@ -134,6 +134,19 @@ def test_order_of_the_kernels(tmp_path: Path) -> None:
     assert archs == ["sm_86", "sm_80"]
 
 
+def test_rules_of_decode_kernels_for_few_and_for_many_sequences() -> None:
+    """The rules change where the planner's tile of a cache in pages does: at 128 key heads of all sequences."""
+    problems = {
+        batch: problem_of("forward", f"bf16_d128_q1_s8192_b{batch}_h32k8_full_paged16") for batch in (1, 15, 16, 17, 64)
+    }
+    chosen = {batch: planner.builds(problem, "sm_90")[0] for batch, problem in problems.items()}
+    assert chosen[1] == chosen[16] != chosen[17] == chosen[64]
+    for build in {chosen[1], chosen[64]}:
+        for batch, of_batch in chosen.items():
+            names = {"num_queries": 1, "group": 4, "num_heads_key": 8, "batch": batch}
+            assert expressions.evaluate(preferred_when(build), names) == (build == of_batch), batch
+
+
 def test_rules_of_decode_kernels_for_their_rows() -> None:
     for case, rows in ((DECODE, (1, 16)), (MORE_ROWS, (17, 32))):
         build = planner.builds(problem_of("forward", case), "sm_90")[0]
