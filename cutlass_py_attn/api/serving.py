@@ -214,7 +214,7 @@ class _Append(_Call):
         return AppendProblem(**tensors)
 
     def outputs(self, found: Mapping[str, arrays.Array]) -> tuple[str, ...]:
-        return (*CACHES, *(name for name in SCALES if name in found and len(found[name].shape) == 3))
+        return (*CACHES, *(name for name in SCALES if name in found and len(found[name].shape) > 2))
 
     def new_outputs(self, found: Mapping[str, arrays.Array]) -> dict[str, Tensor]:
         return {}

@@ -25,7 +25,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import variant_of
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.variants import STANDARD
-from cutlass_py_attn.problem.append import AppendProblem
+from cutlass_py_attn.problem.append import TILE_SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import path_objections, shown
@@ -265,6 +265,11 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
         reasons.append(
             f"{KEY_ROPE} with a bundle: must be None, because its calls have no such array; export a latent cache of "
             "16 bits, or call mla_attention_forward"
+        )
+    if any(isinstance(problem, AppendProblem) and problem.scales == TILE_SCALES for problem in problems):
+        reasons.append(
+            "an append to a latent cache of e4m3 codes: must not be in a library, whose calls have no scales of tiles; "
+            "export an append of 16-bit rows, or call append_to_cache"
         )
     reasons += [reason for arch in archs for reason in planner.arch_objections(arch)]
     if reasons:
