@@ -51,6 +51,7 @@ LATENT_DIMS: Final = (
     ("float16", 512, 64),
     ("float32", 512, 64),
     ("bfloat16", 200, 40),
+    ("bfloat16", 300, 6),
     ("float16", 7, 3),
 )
 MERGE_DIMS: Final = (("bfloat16", 128), ("float16", 64), ("bfloat16", 40), ("float16", 7), ("float32", 96))
