@@ -304,6 +304,8 @@ def test_a_program_of_the_first_version_is_served(driver_log: FakeDriver, host: 
         ("append_f16_d72v40_e4m3", AppendProblem.dense((1, 1, 72), (1, 1), "float16", head_dim_value=40,
                                                        scales="given")),
         ("append_f32_d64_e4m3_row", AppendProblem.dense((1, 1, 64), (1, 1), "float32", scales="row")),
+        ("append_bf16_d512v64_e4m3_tile", AppendProblem.dense((1, 1, 512), (1, 1), "bfloat16", head_dim_value=64,
+                                                              scales="tile")),
         ("merge_bf16_d128", MergeProblem.dense((1, 1, 1, 128), "bfloat16")),
         ("merge_f16_d96_varlen", MergeProblem.packed(1, 1, (1, 1, 96), "float16")),
     ],

@@ -222,6 +222,13 @@ def test_latent_caches_of_codes_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "library").exists()
 
 
+def test_appends_to_latent_caches_of_codes_are_refused(tmp_path: Path) -> None:
+    problem = row_spec.parse("append_bf16_d512v64_e4m3_tile")
+    with pytest.raises(NotSupported, match=r"latent cache of e4m3 codes: must not be in a library, .*; export an"):
+        exported(tmp_path / "library", problem)
+    assert not (tmp_path / "library").exists()
+
+
 @pytest.mark.parametrize(("is_sum", "variant"), [(False, "last"), (True, "sum_last")])
 def test_float32_totals_are_refused(tmp_path: Path, is_sum: bool, variant: str) -> None:
     problem = MergeProblem.into_total((1, 50, 4, 128), "bfloat16", is_sum, True)
