@@ -69,7 +69,7 @@ def append_to_cache(
 
     A latent cache (MLA) of e4m3 codes, as `mla_attention_forward` reads it, has codes in key_cache and the columns of
     the rotary embedding, in the dtype of value, in value_cache. key has the compressed rows and value those columns,
-    whose bits are stored. The three caches may be views of one pool of packed rows.
+    whose bits are stored. Caches and scales may be views of one pool of packed rows.
 
     e4m3 rounds to nearest even. Magnitudes beyond 448, infinities too, become 448; NaN becomes 0x7F. A computed scale
     ignores NaN, counts an infinity as float32's largest number, and is at least 2**-100 / 448.
