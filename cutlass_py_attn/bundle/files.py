@@ -29,7 +29,6 @@ from cutlass_py_attn.problem.append import TILE_SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import path_objections, shown
-from cutlass_py_attn.problem.tensors import KEY_ROPE
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.binding import Bound, bind
 
@@ -261,11 +260,6 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
     if name in _RESERVED:
         reasons.append(f"name = {name!r}: must be none of {', '.join(_RESERVED)}, which C or CMake has; choose another")
     reasons += _folder_objections(path)
-    if any(getattr(problem, KEY_ROPE, None) is not None for problem in problems):
-        reasons.append(
-            f"{KEY_ROPE} with a bundle: must be None, because its calls have no such array; export a latent cache of "
-            "16 bits, or call mla_attention_forward"
-        )
     if any(isinstance(problem, AppendProblem) and problem.scales == TILE_SCALES for problem in problems):
         reasons.append(
             "an append to a latent cache of e4m3 codes: must not be in a library, whose calls have no scales of tiles; "

@@ -58,6 +58,9 @@ FORWARDS = (
     "bf16_d128_q8_s8192_b4_h32k4_full_paged16",
     "bf16_d128_q512_s4096_b2_h32k8_causal_br_paged128",
     "bf16_d128_n512x512,256_h32k8_causal_br_paged16",
+    "bf16_d576v512_q1_s640_b4_h16k1_full_mla",
+    "bf16_d576v512_q1_s640_b4_h16k1_full_mla_kv8_descaletile",
+    "f16_d576v512_q2_s640_b4_h16k1_causal_br_paged64_mla_kv8_descaletile",
 )
 
 

@@ -10,10 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.reference import quantization
+from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing.check import Kernels
 
 SHAPE = 2, 203, 3, 128
@@ -87,6 +91,32 @@ def test_programs_that_xla_records_give_the_same_bits(jax: Any, attend: Callable
     assert difference(first, program(query)) < 0.02, "XLA fuses what eager calls round in between"
     kept = [run(query + 0) for _ in range(20)]
     assert all(bool((found == first).all()) for found in kept)
+
+
+@pytest.mark.parametrize("has_pages", [False, True], ids=["dense", "pages"])
+def test_a_latent_cache_of_codes(jax: Any, kernels: Kernels, gpu: driver.Device, has_pages: bool) -> None:
+    """By the kernel of sm_90a, in a compiled program whose table and lengths are operands."""
+    if gpu.compute_capability != (9, 0):
+        pytest.skip(f"{gpu.name} does not run the kernel of latent caches of e4m3 codes")
+    module = importlib.import_module("cutlass_py_attn.jax")
+    rng = np.random.default_rng(0)
+    query, latent = (rng.standard_normal(shape, np.float32) for shape in ((3, 1, 16, 576), (36, 16, 1, 576)))
+    codes, scale = quantization.quantise_latent(latent[..., :512])
+    cache = {"cache": codes, "cache_scale": scale, "cache_rope": latent[..., 512:].astype(ml_dtypes.bfloat16)}
+    if not has_pages:
+        cache = {name: array.reshape(3, 192, 1, -1) for name, array in cache.items()}
+    table, lengths = rng.permutation(36).reshape(3, 12).astype(np.int32), np.array([192, 0, 77], np.int32)
+
+    def attend(backend: str, query: Any, cache: dict[str, Any], table: Any, lengths: Any) -> Any:
+        sequences = Paged(table, lengths) if has_pages else None
+        options = {"scale": 192**-0.5, "sequences": sequences, "backend": backend, "kernels": kernels}
+        return module.mla_attention(query, **cache, return_logsumexp=True, **options)
+
+    given = jax.device_put((query.astype(ml_dtypes.bfloat16), cache, table, lengths))
+    output, logsumexp = jax.jit(functools.partial(attend, "gpu"))(*given)
+    expected = attend("reference", *given)
+    assert difference(output, expected[0]) < ALLOWED["bfloat16"]
+    np.testing.assert_allclose(logsumexp, expected[1], atol=1e-3)
 
 
 @pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])

@@ -27,7 +27,6 @@ from cutlass_py_attn.plan.tiles import sm90_tiles as tiles_of
 from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape, Tensor
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields, VectorOperand
@@ -213,12 +212,34 @@ def test_scales_are_those_of_each_call(tmp_path: Path, case: str) -> None:
         assert f"/* {name}_row */" not in text
 
 
-def test_latent_caches_of_codes_are_refused(tmp_path: Path) -> None:
-    problem = parse("bf16_d576v512_q1_s64_b2_h16k1_full_mla_kv8_descaletile").problem("forward")
-    with pytest.raises(
-        NotSupported, match=r"key_rope with a bundle: must be None, .*; export a latent cache of 16 bits"
-    ):
-        exported(tmp_path / "library", problem)
+@pytest.mark.parametrize(("pages", "first"), [("", "batch"), ("_paged64", "page")])
+def test_codes_of_a_latent_cache_have_three_arrays(tmp_path: Path, pages: str, first: str) -> None:
+    """Each with strides of its own; value has none of its own, nor scales."""
+    problem = problem_of("forward", f"bf16_d576v512_q1_s64_b2_h16k1_full{pages}_mla_kv8_descaletile")
+    bundle = exported(tmp_path / "library", problem, archs=("sm_90a",))
+    assert bundle.problems == (problem,)
+    text = (bundle.path / "attention.c").read_text()
+    for name in ("key", "key_scale", "key_rope"):
+        assert f"(int64_t)c->call.{name}.address); /* {name} */" in text
+        assert f"c->call.{name}.batch); /* {name}_{first} */" in text
+        for axis in ("row", "head"):
+            assert f"c->call.{name}.{axis}); /* {name}_{axis} */" in text
+    assert "c->call.key_scale_tile); /* key_scale_tile */" in text
+    assert "/* value_scale */" not in text
+    pointers = bundle.manifest["problems"][0]["pointers"]
+    rows = pointers["key"]["shape"][:3]
+    assert {name: (each["dtype"], each["shape"]) for name, each in pointers.items() if name.startswith("key")} == {
+        "key": ("float8_e4m3fn", [*rows, "512"]),
+        "key_scale": ("float32", [*rows, "4"]),
+        "key_rope": ("bfloat16", [*rows, "64"]),
+    }
+    assert pointers["key_scale"]["strides"] == [f"key_scale_{axis}" for axis in (first, "row", "head", "tile")]
+
+
+def test_codes_of_a_latent_cache_are_for_sm_90a_alone(tmp_path: Path) -> None:
+    problem = problem_of("forward", "bf16_d576v512_q1_s64_b2_h16k1_full_mla_kv8_descaletile")
+    with pytest.raises(NotSupported, match="no kernel takes head dims beyond 256"):
+        exported(tmp_path / "library", problem, archs=("sm_86",))
     assert not (tmp_path / "library").exists()
 
 
