@@ -25,7 +25,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import variant_of
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.variants import STANDARD
-from cutlass_py_attn.problem.append import TILE_SCALES, AppendProblem
+from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import path_objections, shown
@@ -260,11 +260,6 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
     if name in _RESERVED:
         reasons.append(f"name = {name!r}: must be none of {', '.join(_RESERVED)}, which C or CMake has; choose another")
     reasons += _folder_objections(path)
-    if any(isinstance(problem, AppendProblem) and problem.scales == TILE_SCALES for problem in problems):
-        reasons.append(
-            "an append to a latent cache of e4m3 codes: must not be in a library, whose calls have no scales of tiles; "
-            "export an append of 16-bit rows, or call append_to_cache"
-        )
     reasons += [reason for arch in archs for reason in planner.arch_objections(arch)]
     if reasons:
         raise NotSupported(reasons)

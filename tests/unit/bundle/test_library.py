@@ -243,13 +243,6 @@ def test_codes_of_a_latent_cache_are_for_sm_90a_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "library").exists()
 
 
-def test_appends_to_latent_caches_of_codes_are_refused(tmp_path: Path) -> None:
-    problem = row_spec.parse("append_bf16_d512v64_e4m3_tile")
-    with pytest.raises(NotSupported, match=r"latent cache of e4m3 codes: must not be in a library, .*; export an"):
-        exported(tmp_path / "library", problem)
-    assert not (tmp_path / "library").exists()
-
-
 @pytest.mark.parametrize(("is_sum", "variant"), [(False, "last"), (True, "sum_last")])
 def test_float32_totals_are_refused(tmp_path: Path, is_sum: bool, variant: str) -> None:
     problem = MergeProblem.into_total((1, 50, 4, 128), "bfloat16", is_sum, True)
@@ -363,7 +356,10 @@ def test_command_exports_a_library(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_compiler")
 def test_command_exports_appends_and_merges(tmp_path: Path) -> None:
     """Beside attention; with one word each, which a bundle of one problem refuses."""
-    words = "append_bf16_d128", "append_f16_d64v32_e4m3", "append_f32_d96_e4m3_row", "merge_bf16_d128_varlen"
+    words = (
+        "append_bf16_d128", "append_f16_d64v32_e4m3", "append_f32_d96_e4m3_row", "append_bf16_d512v64_e4m3_tile",
+        "merge_bf16_d128_varlen",
+    )  # fmt: skip
     named = [option for word in (*words, DECODE) for option in ("--problem", word)]
     folder = tmp_path / "library"
     done = CliRunner().invoke(group, ["export", "--library", *named, "--arch", "sm_90a", "-o", str(folder)])
@@ -372,6 +368,7 @@ def test_command_exports_appends_and_merges(tmp_path: Path) -> None:
         "append for sm_90: append_sm80_bf16_d128_8x16",
         "append for sm_90: append_sm80_f16_d64v32_e4m3_16x8",
         "append for sm_90: append_sm80_f32_d96_e4m3_row_4x32",
+        "append for sm_90: append_sm80_bf16_d512v64_e4m3_tile_4x32",
         "merge for sm_90: merge_sm80_bf16_d128_varlen_8x16",
     ]
     bundle = load_bundle(folder)
