@@ -118,7 +118,8 @@ class AppendProblem:
     @property
     def scales(self) -> str:
         """NO_SCALES, or for a cache of e4m3 codes GIVEN_SCALES or ROW_SCALES, or TILE_SCALES if it is a latent one."""
-        if self.key_cache.dtype in E4M3 and self.value_cache.dtype == self.value.dtype:
+        value = self.value_cache.dtype
+        if self.key_cache.dtype in E4M3 and value not in E4M3 and value == self.value.dtype:
             return TILE_SCALES
         if self.key_scale is None:
             return NO_SCALES
