@@ -156,7 +156,7 @@ def mla_attention_forward(
     The cache may be e4m3 codes (float8_e4m3fn, or uint8 for their bytes) of the columns of the value, with their scales
     in cache_scale and the other columns in cache_rope. Each of the three has strides of its own, so that they may be
     views of packed rows. A number is code times scale, rounded to the dtype of query, float16 or bfloat16. Only the
-    kernel of sm_90a reads such a cache, with head dims 576 and 512.
+    kernel of sm_90a reads such a cache, with head dims 576 and 512. `append_to_cache` writes it.
 
     With head dims 576 and 512 of 16-bit operands, sm_90a has a kernel that shares the keys of all sequences among all
     multiprocessors. Other head dims and targets are computed by the kernels of `attention_forward`.

@@ -45,10 +45,11 @@ FLAGS: Final = (
     ("ROW_SCALES", 1024, "row_scales", "E4M3_CACHE: each row has a scale; APPEND computes it, and writes the scales"),
     ("FLOAT16_OUTPUT", 2048, registry.FLOAT16_OUTPUT, "dtype E4M3: output is float16; it is bfloat16 without the flag"),
     ("VALUE_IN_KEY", 4096, "value_in_key", "FORWARD: value is the first head_dim_value columns of key, not an array"),
-    ("TILE_SCALES", 8192, "tile_scales", "E4M3_CACHE, VALUE_IN_KEY: codes of the columns of value, with scales of each "
-     "128; key_rope has the other columns of key"),
+    ("TILE_SCALES", 8192, "tile_scales", "E4M3_CACHE: scales of each 128 columns of codes. FORWARD: VALUE_IN_KEY too; "
+     "key_rope has the columns of key without codes. APPEND: computes the scales; value_cache has no codes"),
 )  # fmt: skip
-DIRECTION_FLAGS: Final = {"append": ("E4M3_CACHE", "ROW_SCALES"), "merge": ("VARLEN",)}  # all that these may have
+# All that these may have.
+DIRECTION_FLAGS: Final = {"append": ("E4M3_CACHE", "ROW_SCALES", "TILE_SCALES"), "merge": ("VARLEN",)}
 # That a backward may not have.
 FORWARD_FLAGS: Final = ("E4M3_CACHE", "ROW_SCALES", "FLOAT16_OUTPUT", "VALUE_IN_KEY", "TILE_SCALES")
 DERIVED: Final = (

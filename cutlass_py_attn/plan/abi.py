@@ -14,6 +14,7 @@ import numpy as np
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.variants import (
     E4M3,
+    E4M3_TILE,
     LAST,
     MLA,
     PERSISTENT,
@@ -202,6 +203,12 @@ APPEND_SCALES: Fields = tuple(
     (field, "i64") for name in CACHE_SCALES for field in (name, f"{name}_page", f"{name}_row", f"{name}_head")
 )
 
+# Only in kernels that store a latent cache.
+APPEND_TILE_SCALES: Fields = (
+    ("key_scale", "i64"),
+    *((f"key_scale_{axis}", "i64") for axis in ("page", "row", "head", "tile")),
+)
+
 # num_rows: rows of all batches and heads. cu_seqlens_q: 0 if the outputs are not packed. The logsumexps are 0 in a sum.
 MERGE: Fields = (
     *_strided("output_a", "output_b", "output"),
@@ -241,7 +248,7 @@ def fields_of(build: Build) -> Fields:
     if SHARED_END in build.options:
         fields = (*fields, *SHARED_END_FIELDS)
     if build.kind == "append" and build.variant:
-        fields = (*fields, *APPEND_SCALES)
+        fields = (*fields, *(APPEND_TILE_SCALES if build.variant == E4M3_TILE else APPEND_SCALES))
     if build.kind == "forward" and build.variant == E4M3:
         fields = (*fields, *OPERAND_SCALES)
     if build.has("varlen"):
@@ -268,10 +275,10 @@ def address_alignments(build: Build) -> dict[str, int]:
     These are the kinds "component_gemm", "append" and "merge". Their other i64 fields are among the plan's params.
     """
     if build.kind == "append":
-        cached = build.vector_bytes // build.item_bytes if build.variant else build.vector_bytes
-        scales = dict.fromkeys(CACHE_SCALES, 4) if build.variant else {}
-        rows = dict.fromkeys(("key", "value"), build.vector_bytes) | dict.fromkeys(("key_cache", "value_cache"), cached)
-        return {**rows, "slots": 8, **scales}
+        rows = dict.fromkeys(("key", "value", "key_cache", "value_cache"), build.vector_bytes)
+        coded = [] if not build.variant else ["key"] if build.variant == E4M3_TILE else ["key", "value"]
+        codes = {f"{name}_cache": build.vector_bytes // build.item_bytes for name in coded}
+        return {**rows, **codes, "slots": 8, **{f"{name}_scale": F32_BYTES for name in coded}}
     if build.kind == "merge":
         wide = build.vector_bytes // build.item_bytes * F32_BYTES
         rows = {

@@ -17,6 +17,7 @@ DS_REGISTERS: Final = "ds_registers"
 KEY_REGISTERS: Final = "key_registers"
 E4M3: Final = "e4m3"
 E4M3_ROW: Final = "e4m3_row"
+E4M3_TILE: Final = "e4m3_tile"
 E4M3_CACHE: Final = "e4m3_cache"
 WIDE: Final = "wide"
 PERSISTENT: Final = "persistent"
@@ -217,6 +218,14 @@ _ALL: Final = (
     Variant("append", "sm80", STANDARD, "decode.append", "a few threads per row", layouts=()),
     Variant("append", "sm80", E4M3, "decode.append", "a few threads per row, which they scale", layouts=()),
     Variant("append", "sm80", E4M3_ROW, "decode.append", "a few threads per row, which find its scale", layouts=()),
+    Variant(
+        "append",
+        "sm80",
+        E4M3_TILE,
+        "decode.append",
+        "a few threads per row, which find the scales of its tiles of columns; the row of value is copied",
+        layouts=(),
+    ),
     Variant("merge", "sm80", STANDARD, "decode.merge", "a few threads per row", layouts=("varlen",)),
     Variant("merge", "sm80", TOTAL, "decode.merge", "a few threads per row, into a float32 total", layouts=("varlen",)),
     Variant("merge", "sm80", LAST, "decode.merge", "a few threads per row, of a float32 total", layouts=("varlen",)),

@@ -50,7 +50,7 @@ CODES = (
 )
 LATENT_CODES = "bf16_d576v512_q1_s64_b2_h16k1_full_paged16_mla_kv8_descaletile"  # for sm_90a alone
 ROWS = ("append_bf16_d128", "merge_bf16_d128")
-MORE_ROWS = ("append_bf16_d128_e4m3_row", "merge_bf16_d128_varlen")
+MORE_ROWS = ("append_bf16_d128_e4m3_row", "append_bf16_d512v64_e4m3_tile", "merge_bf16_d128_varlen")
 COMPILERS = tuple(name for name in ("gcc", "clang") if shutil.which(name))
 INT64 = range(-(2**63), 2**63)
 POWERS = (0, 4, 16, 29, 31, 32, 33, 40, 47, 61, 62, 63)

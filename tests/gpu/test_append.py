@@ -27,6 +27,13 @@ def test_random_appends(first: int, kernels: Kernels, arch: str) -> None:
         assert not serving_cases.append_case(seed).check(kernels, arch)[1], f"seed {seed}"
 
 
+@pytest.mark.parametrize("first", range(0, serving_cases.SEEDS, GROUP))
+def test_random_appends_to_latent_caches(first: int, kernels: Kernels, arch: str) -> None:
+    """Codes with computed scales of tiles, beside columns as they are; packed rows and pages, and arrays apart."""
+    for seed in range(first, first + GROUP):
+        assert not serving_cases.latent_append_case(seed).check(kernels, arch)[1], f"seed {seed}"
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.37, 3.0])
 def test_every_bfloat16_number(scale: float, kernels: Kernels, arch: str) -> None:
     """All 65536 bit patterns, NaN and infinities among them, as e4m3."""
@@ -107,6 +114,28 @@ def test_torch(kernels: Kernels) -> None:
         assert (torch_bits(e4m3[name]) == expected[name]).all()
     for name in scales:
         assert (made[name].cpu().numpy() == expected[name]).all()
+
+
+def test_a_latent_cache_of_packed_rows(kernels: Kernels) -> None:
+    """Codes, scales and other columns are views of one torch pool of 656 bytes a row."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(5)
+    dims = {"key": 512, "value": 64}
+    given = {name: rng.standard_normal((100, 1, dims[name]), np.float32).astype(BF16) for name in dims}
+    given["slots"] = inputs()["slots"]
+    host = np.zeros((16, 16, 1, 656), np.uint8)
+    caches = host[..., :512], host[..., 512:528].view(np.float32), host[..., 528:].view(BF16)
+    names = "key_cache", "key_scale", "value_cache"
+    append_to_cache(**given, **dict(zip(names, caches, strict=True)), backend="reference")
+    pool = torch.zeros(16, 16, 1, 656, dtype=torch.uint8, device="cuda")
+    parts = pool[..., :512], pool[..., 512:528], pool[..., 528:]
+    dtypes = torch.float8_e4m3fn, torch.float32, torch.bfloat16
+    views = {name: part.view(dtype) for name, part, dtype in zip(names, parts, dtypes, strict=True)}
+    arrays = {name: torch_array(torch, array) for name, array in given.items()}
+    for _ in range(3):  # the call is checked, then repeated
+        append_to_cache(**arrays, **views, kernels=kernels)
+        assert (pool.cpu().numpy() == host).all()
+        pool.zero_()
 
 
 def test_cupy_and_a_stream(kernels: Kernels) -> None:

@@ -83,7 +83,7 @@ def exported(folder: Path, problems: tuple[AnyProblem, ...], arch: str = "sm_90a
 
 def row_cases(seeds: int) -> list[RowCase]:
     """Random appends and merges of these seeds: those with rows, and with kernels that a library may have."""
-    makers = serving_cases.append_case, serving_cases.merge_case
+    makers = serving_cases.append_case, serving_cases.latent_append_case, serving_cases.merge_case
     drawn = [make(seed) for seed in range(seeds) for make in makers]
     return [case for case in drawn if not case.problem.is_empty and _has_one_dtype(case.problem)]
 
@@ -253,7 +253,9 @@ def filled_rows(
     call.head_dim_value = problem.value.shape[-1] if isinstance(problem, AppendProblem) else columns.shape[-1]
     for stride, value in row_numbers.inputs(problem).items():
         name, _, axis = stride.rpartition("_")
-        if name in row_rules.shapes(problem):
+        if axis == "tile":
+            setattr(call, stride, value.value)
+        elif name in row_rules.shapes(problem):
             setattr(getattr(call, name), "batch" if axis == "page" else axis, value.value)
     for name in names:
         array = getattr(call, name)

@@ -13,12 +13,14 @@ import numpy as np
 from tests.support.ptx_threads import COMPARISONS, WARP, Array, Threads, as_type
 
 _PAIRS = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
+_SHORT = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 _FUNCTIONS = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
     "div": np.divide,
     "max": np.fmax,
+    "min": np.fmin,
     "neg": np.negative,
     "abs": np.abs,
     "ex2": np.exp2,
@@ -64,6 +66,10 @@ class FloatThreads(Threads):
             return _bits(np.maximum(*map(_number, v)))
         if kind == "min" and "NaN" in modifiers:
             return _bits(np.minimum(*map(_number, v)))
+        if kind in ("abs", "max") and modifiers[-1] in _SHORT:
+            dtype = _SHORT[modifiers[-1]]
+            numbers = (x.astype(np.uint16).view(dtype).astype(np.float32) for x in v)
+            return _FUNCTIONS[kind](*numbers).astype(dtype).view(np.uint16).astype(np.uint64)
         if kind in _FUNCTIONS and modifiers[-1] == "f32":
             with np.errstate(all="ignore"):
                 return _bits(_FUNCTIONS[kind](*map(_number, v)))

@@ -106,7 +106,7 @@ class Threads:
             return self.special[text]
         if text.startswith("%"):
             return self.registers.setdefault(text, np.full(len(self.counters), UNINITIALISED, np.uint64))
-        return np.full(len(self.counters), int(text, 0) % 2**64, np.uint64)
+        return np.full(len(self.counters), int(text.removesuffix("U"), 0) % 2**64, np.uint64)
 
     def write(self, name: str, values: Array, bits: int, active: Array) -> None:
         """Sets a register of the active threads."""

@@ -369,7 +369,10 @@ def test_command_exports_a_library(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_compiler")
 def test_command_exports_appends_and_merges(tmp_path: Path) -> None:
     """Beside attention; with one word each, which a bundle of one problem refuses."""
-    words = "append_bf16_d128", "append_f16_d64v32_e4m3", "append_f32_d96_e4m3_row", "merge_bf16_d128_varlen"
+    words = (
+        "append_bf16_d128", "append_f16_d64v32_e4m3", "append_f32_d96_e4m3_row", "append_bf16_d512v64_e4m3_tile",
+        "merge_bf16_d128_varlen",
+    )  # fmt: skip
     named = [option for word in (*words, DECODE) for option in ("--problem", word)]
     folder = tmp_path / "library"
     done = CliRunner().invoke(group, ["export", "--library", *named, "--arch", "sm_90a", "-o", str(folder)])
@@ -378,6 +381,7 @@ def test_command_exports_appends_and_merges(tmp_path: Path) -> None:
         "append for sm_90: append_sm80_bf16_d128_8x16",
         "append for sm_90: append_sm80_f16_d64v32_e4m3_16x8",
         "append for sm_90: append_sm80_f32_d96_e4m3_row_4x32",
+        "append for sm_90: append_sm80_bf16_d512v64_e4m3_tile_4x32",
         "merge for sm_90: merge_sm80_bf16_d128_varlen_8x16",
     ]
     bundle = load_bundle(folder)
