@@ -314,6 +314,23 @@ def test_a_pool_may_be_part_of_another_array(driver_log: FakeDriver) -> None:
         append_to_cache(**given, kernels=artifact)
 
 
+def test_computed_scales_are_results(driver_log: FakeDriver) -> None:
+    """Read-only ones are refused, while scales that are given may be read-only."""
+    for scale, is_result in (((), False), ((HEADS,), False), ((PAGES, PAGE, HEADS), True)):
+        scales = {name: aligned(scale, np.float32) for name in ("key_scale", "value_scale")}
+        for array in scales.values():
+            array.flags.writeable = False
+        given = {**rows(), **pools(E4M3), **scales}
+        if not is_result:
+            append_to_cache(**given, kernels=artifact)
+            continue
+        with pytest.raises(NotSupported) as caught:
+            append_to_cache(**given, kernels=artifact)
+        assert [reason.split(":")[0] for reason in caught.value.reasons] == [
+            f"{name} is a read-only array" for name in scales
+        ]
+
+
 def test_overlap_of_known_layouts(driver_log: FakeDriver) -> None:
     """A call of layouts that were sound is refused when its arrays overlap, each time."""
     key = aligned((2 * TOKENS, HEADS, D), BF16)
