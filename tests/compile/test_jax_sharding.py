@@ -605,3 +605,17 @@ def test_the_parts_of_a_mesh_axis_are_few() -> None:
     assert list(auto._refinements((4096, 12))) == [((2,) * 12, order) for order in ((2, 2, 3), (2, 3, 2), (3, 2, 2))]
     assert list(auto._refinements((1, 6))) == [((), (2, 3)), ((), (3, 2))]
     assert time.monotonic() - start < 20, "12! orders take minutes"
+
+
+@pytest.mark.parametrize(
+    ("starts", "axes"),
+    [
+        ([[0, 2], [4, 6]], ("x", "y")),
+        ([[0, 4], [2, 6]], ("y", "x")),
+        ([[0, 4], [0, 4]], ("y",)),
+        ([[0, 0], [0, 0]], ()),
+        ([[0, 2], [6, 4]], None),
+    ],
+)
+def test_axes_along_which_parts_start(starts: list[list[int]], axes: tuple[str, ...] | None) -> None:
+    assert auto._axes_that_split(np.array(starts), ("x", "y")) == axes
