@@ -163,7 +163,15 @@ class Trials:
             part = self.map_file.with_name("part.json")
             with self.copy() as copy:
                 environment = _environment(copy) | {"MUTATION_MAP": str(part)}
-                subprocess.run(_pytest(stale), cwd=copy, env=environment, stdout=subprocess.DEVNULL, check=False)
+                # With the limit of a mutant's run: a test that needs more is left out, and kills none.
+                subprocess.run(
+                    _pytest(stale),
+                    cwd=copy,
+                    env=environment,
+                    stdout=subprocess.DEVNULL,
+                    preexec_fn=_limit_memory,
+                    check=False,
+                )
             known = _merged(known, json.loads(part.read_text()), digests, stale)
             self.map_file.write_text(json.dumps(known))
         return TestMap.read(self.map_file)
