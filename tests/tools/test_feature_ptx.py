@@ -109,7 +109,7 @@ def test_the_hash_is_of_the_compiled_ptx(recorded: Path, monkeypatch: pytest.Mon
 
 def test_another_plan_is_seen_without_compiling(recorded: Path) -> None:
     path = recorded / feature_ptx.PATH
-    path.write_text(path.read_text().replace("full_sinks_to_qkvs_64x128", "full_sinks_to_qkvs_64x64"))
+    path.write_text(path.read_text().replace("f16_d32_full_sinks_to_qkvs_64x128", "f16_d32_full_sinks_to_qkvs_64x64"))
     (line,) = feature_ptx.objections(recorded, None)
     assert "full_sinks_to_qkvs_64x64: the plan now selects sm_90/bwd_sm80_f16_d32_full_sinks_to_qkvs_64x128" in line
 
