@@ -65,7 +65,7 @@ MLA_HEADS: Final = (1, 2, 3, 16, 16, 20, 40, 64, 96, 128, 128)
 MLA_QUERIES: Final = (1, 1, 1, 2, 3, 5, 9)
 MLA_PAGES: Final = (16, 16, 32, 64, 64, 128, 256)
 MLA_LAYOUTS: Final = ("dense", "padded", "heads_first")
-MLA_CODES_SHARE: Final = 0.4  # of latent caches with e4m3 codes
+MLA_CODES_SHARE: Final = 0.45  # of latent caches with e4m3 codes
 # Kernel numbers from here on are those of e4m3 codes: every second of operands, the others of caches.
 E4M3_FROM: Final = 300_000
 E4M3_GRAINS: Final = ("", "tensor", "head", "batch", "batch")
@@ -82,6 +82,8 @@ SHARED_END_DIMS: Final = ((128, 0), (256, 0), (192, 128), (104, 0))
 SHARED_END_BATCH_HEADS: Final = (67, 80, 98, 132, 133, 150)
 SHARED_END_QUERIES: Final = (100, 128, 129, 250)
 SHARED_END_KEYS: Final = (257, 513, 520, 640)
+# Kernel numbers from here on are those of e4m3 caches with more queries than decode kernels take.
+PROMPTS_FROM: Final = 500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ class _Kernel:
 
 def draw(kernel: int, run: int) -> Case:
     """Case `run` of the kernel number `kernel`."""
+    if kernel >= PROMPTS_FROM:
+        return _draw_e4m3_cache(np.random.default_rng(kernel), np.random.default_rng((kernel, run)), are_prompts=True)
     if kernel >= SHARED_END_FROM:
         return _draw_shared_end(kernel - SHARED_END_FROM, np.random.default_rng((kernel, run)))
     if kernel >= E4M3_FROM:
@@ -429,11 +433,14 @@ def _draw_mla(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
     return case.replace(e4m3_cache=True, descale="tile") if kernel.random() < MLA_CODES_SHARE else case
 
 
-def _draw_e4m3_cache(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
-    """A forward with an e4m3 cache. kernel: random numbers of what decides the machine code."""
+def _draw_e4m3_cache(kernel: np.random.Generator, rng: np.random.Generator, *, are_prompts: bool = False) -> Case:
+    """A forward with an e4m3 cache. kernel: random numbers of what decides the machine code.
+
+    are_prompts: with more queries than decode kernels take, always; else in a share of the kernels
+    """
     has_row_scales, is_dense = (bool(kernel.random() < share) for share in (CACHE_ROWS_SHARE, CACHE_DENSE_SHARE))
-    is_ragged = is_dense and bool(kernel.random() < 0.5)
-    is_prompt = not is_ragged and bool(kernel.random() < CACHE_PROMPT_SHARE)
+    is_ragged = is_dense and not are_prompts and bool(kernel.random() < 0.5)
+    is_prompt = are_prompts or (not is_ragged and bool(kernel.random() < CACHE_PROMPT_SHARE))
     case = _draw_paged(kernel, rng)
     spec = case.spec
     grain = "row" if has_row_scales else str(_pick(rng, E4M3_GRAINS))
