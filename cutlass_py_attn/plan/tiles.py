@@ -239,8 +239,8 @@ _SM90_BACKWARD: _Table = {
     256: (TileConfig(64, 64, 16, 2, 2, variant=TWO_CTA),),
 }
 _SM90_BACKWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (TileConfig(64, 64, 12, 2, 2, variant=WIDE),)}
-# With a mask, long rows of narrow heads are slower with two key stages; with dropout, the two stages leave
-# little shared memory for its bits.
+# With a mask, long rows of narrow heads are slower with two key stages, unless their gradients are deterministic; with
+# dropout, the two stages leave little shared memory for its bits.
 _SM90_BACKWARD_MASKED: _Table = {
     **_SM90_BACKWARD,
     64: (
@@ -369,7 +369,7 @@ def table_key(problem: Problem) -> tuple[str, int]:
     elif widest > SM90_MAX_HEAD_DIM:
         name, served = f"{problem.direction} wide", widest
     elif problem.direction == "backward":
-        is_masked = problem.mask.form != "full" or "dropout" in problem.features
+        is_masked = (problem.mask.form != "full" and not problem.deterministic) or "dropout" in problem.features
         name, served = "backward masked" if is_masked else "backward", _accumulator_head_dim(problem)
         name = "backward score_rows" if splits_score_rows(problem.shape) else name
     elif any(term.needs_registers_sm90 for term in registry.present(problem)):

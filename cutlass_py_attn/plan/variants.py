@@ -31,11 +31,8 @@ KEEPS_DS: Final = (DS_REGISTERS, KEY_REGISTERS)  # of the sm90 backward: dS^T st
 SPECULATIVE: Final = "speculative"
 HALVES: Final = "halves"
 SHARED_END: Final = "shared_end"
-HIDDEN: Final = "hidden"
 BITS: Final = "bits"
-LATE_WAIT: Final = "late_wait"
-DEFERRED: Final = "deferred"
-OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, HIDDEN, BITS, LATE_WAIT, DEFERRED)
+OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, BITS)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 

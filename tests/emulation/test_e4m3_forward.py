@@ -42,12 +42,10 @@ class CountingBlock(EmulatedBlock):
 
 
 # A query tile and four key tiles, of which three are in the loop; the tile, the options and the key tiles that repeat.
-SPECULATIVE = "64x128x8:2+e4m3-speculative-halves"
-LATE = "64x64x8:2+e4m3-late_wait-deferred"
+SPECULATIVE = "64x128x8:2+e4m3-speculative"
 OPTIONS = (
     ("q64_s512", "gaussian", SPECULATIVE, True, (False,) * 3),
     ("q64_s512", "rising", SPECULATIVE, False, (True,) * 3),
-    ("q64_s256", "rising", LATE, False, (False,) * 3),
 )
 
 

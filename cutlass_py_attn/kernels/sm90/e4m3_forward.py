@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
 import cutlass.pipeline as pipeline
-from cutlass import BFloat16, Boolean, Float16, Float32, Int16, Int32, Int64, Uint8
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
 
 from cutlass_py_attn.kernels.common import e4m3, logsumexp, params, seqlen_info, tma
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
@@ -30,15 +30,7 @@ from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.cluster import SingleCta
-from cutlass_py_attn.kernels.sm90.e4m3_softmax import (
-    SPECULATIVE_BITS,
-    WEIGHT_BITS,
-    E4m3Softmax,
-    a_operand,
-    convert,
-    convert_pairs,
-    pack,
-)
+from cutlass_py_attn.kernels.sm90.e4m3_softmax import SPECULATIVE_BITS, WEIGHT_BITS, E4m3Softmax, a_operand, convert
 from cutlass_py_attn.kernels.sm90.forward import ForwardSm90
 from cutlass_py_attn.kernels.sm90.tile_scheduler import LastRoundsScheduler, TileScheduler, WorkTile
 from cutlass_py_attn.kernels.sm90.value_transpose import ValueTranspose
@@ -47,7 +39,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_e4m3 import FIRST_TRANSPOSING_WARP, TRANSPOSING_WARPS, part_columns
 from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.plan.variants import BITS, DEFERRED, HALVES, SPECULATIVE
+from cutlass_py_attn.plan.variants import BITS, SPECULATIVE
 
 STORED_ELEMENTS = 4  # neighbouring columns of the output that a thread has
 ROW_ELEMENTS = 8  # a multiple of this is from one row of the output to the next
@@ -70,13 +62,11 @@ class E4m3Consumer:
     thread: its index among the threads of all consumer warpgroups
     coordinates: (row, column) in a tile of each score that the thread holds
     qk_operands, p_operand: operands of both GEMMs, all stages of query and key
-    parts: operands of S = Q K^T for each part of a key tile whose scores are multiplied apart
     values: all stages of the transposed values as operands, one for each part of the columns of O
     r_p: P as e4m3
     outputs: O in float32, one tensor for each part of its columns
     part: accumulator of a part of the columns, over one key tile
     factors: by which O is multiplied before the next sum is added
-    part_factors: with option deferred, by which O is multiplied before `part` is added
     softmax: the running softmax of the rows that the thread holds
     """
 
@@ -84,13 +74,11 @@ class E4m3Consumer:
     coordinates: cute.Tensor
     qk_operands: Any
     p_operand: Any
-    parts: tuple[Any, ...]
     values: list[Any]
     r_p: cute.Tensor
     outputs: list[cute.Tensor]
     part: cute.Tensor
     factors: cute.Tensor
-    part_factors: cute.Tensor
     softmax: E4m3Softmax
 
 
@@ -112,9 +100,7 @@ class ForwardE4m3Sm90(ForwardSm90):
         self.overlaps_epilogue = num_stages(build)["query"] > 1
         self.masks_by_bits = BITS in build.options
         self.speculates = SPECULATIVE in build.options
-        self.defers = DEFERRED in build.options
-        self.num_parts = 2 if HALVES in build.options else 1
-        self.mma_part = Wgmma(replace(matmul_qk.spec(build), n=build.tile_n // self.num_parts), build.dtype)
+        self.orders_warpgroups = self.consumers > WARPGROUP_THREADS and not self.speculates
 
     def placeholder_maps(self, p: Any) -> tuple[tensor_maps.TensorMap, ...]:
         """Returns tensor maps for tracing, in the order of the kernel's parameters; their elements are bytes."""
@@ -190,9 +176,6 @@ class ForwardE4m3Sm90(ForwardSm90):
             consumer.softmax.reset()
             for index in cutlass.range_constexpr(len(consumer.outputs)):
                 consumer.outputs[index].fill(0.0)
-            if cutlass.const_expr(self.defers):
-                consumer.part.fill(0.0)
-                consumer.part_factors.fill(1.0)
             last = work.end - 1
             # 1  S = Q K^T of the last key tile, unless it was issued at the end of the work tile before
             if cutlass.const_expr(not self.overlaps_epilogue):
@@ -226,8 +209,6 @@ class ForwardE4m3Sm90(ForwardSm90):
                 next_q_state.advance()
                 self.warp_scheduler_arrive(thread)
             self.add_parts(consumer, v_state, 1 if self.overlaps_epilogue else 0)
-            if cutlass.const_expr(self.defers):
-                self.add_part(consumer, consumer.outputs[0], consumer.part_factors)
             pipelines.arrive(pipes.value_transposed.sync_object_empty, v_state.index)
             v_state.advance()
             # 4  normalise, store the logsumexp and the output tile
@@ -258,26 +239,24 @@ class ForwardE4m3Sm90(ForwardSm90):
         pipes.key.consumer_wait(k_state)
         self.warp_scheduler_sync(thread)
         r_s = self.mma_qk.accumulator(thread)
-        if cutlass.const_expr(self.speculates and is_whole):
-            self.issue_parts(consumer, r_s, q_state, k_state)
-        else:
-            matmul_qk.issue(self.mma_qk, r_s, consumer.qk_operands.stage(q_state.index, k_state.index))
+        qk_operands = consumer.qk_operands.stage(q_state.index, k_state.index)
+        matmul_qk.issue(self.mma_qk, r_s, qk_operands)
         pipes.value_transposed.consumer_wait(v_state)
         self.issue_part(consumer, v_state, 0)
         self.warp_scheduler_arrive(thread)
+        self.mma_qk.wait(1)
         if cutlass.const_expr(self.speculates and is_whole):
-            self.finish_e4m3_speculative(pipes, consumer, r_s, scale_log2, q_state, k_state, v_state)
+            self.finish_e4m3_speculative(pipes, consumer, r_s, scale_log2, qk_operands, k_state, v_state)
             k_state.advance()
             v_state.advance()
+            convert(r_s, consumer.r_p)
             return k_state, v_state
-        self.mma_qk.wait(1)
         self.cluster.release(pipes.key, k_state)
         k_state.advance()
         # 2  softmax
         if cutlass.const_expr(not is_whole):
             self.mask_if_needed(work, key_tile, r_s, consumer)
         factors = consumer.softmax.weights(row_view(r_s), scale_log2)
-        self.wait_late(consumer.thread, consumer.softmax.sum)
         self.add_parts(consumer, v_state, 0)
         pipelines.arrive(pipes.value_transposed.sync_object_empty, v_state.index)
         v_state.advance()
@@ -293,53 +272,32 @@ class ForwardE4m3Sm90(ForwardSm90):
         consumer: Any,
         r_s: cute.Tensor,
         scale_log2: Float32,
-        q_state: Any,
+        qk_operands: Any,
         k_state: Any,
         v_state: Any,
     ):
-        """Turns S of a key tile into P with the maxima before it; computes both again if a weight does not fit e4m3.
+        """Turns S of a key tile into weights with the maxima before it; computes both again if one does not fit e4m3.
 
         Adds P V of the key tile before to O. Releases the key tile, and the value tile before.
         """
         # 2  softmax
-        sums, fit = self.speculate_in_range(consumer, r_s, scale_log2)
-        # With one part, the barrier keeps the wait for P V behind exponentials and conversions. Several parts are
-        # issued between the exponentials; named conversions would keep those behind the last part.
+        sums, fit = consumer.softmax.speculate_in_range(row_view(r_s), scale_log2)
+        # With one part, the barrier keeps the wait for P V behind the exponentials; several are issued between them.
         has_parts = len(consumer.outputs) > 1
-        pairs = cute.make_rmem_tensor(cute.size(consumer.r_p) // 2, Int16)
         if cutlass.const_expr(has_parts):
             self.add_parts(consumer, v_state, 0)
-        else:
-            convert_pairs(r_s, pairs)
         repeats = self.any_of_warpgroup(consumer.thread, ~fit)
         if cutlass.const_expr(not has_parts):
             self.add_parts(consumer, v_state, 0)
         pipelines.arrive(pipes.value_transposed.sync_object_empty, v_state.index)
         if repeats:
-            self.issue_parts(consumer, r_s, q_state, k_state)
-            self.mma_part.wait()
+            matmul_qk.issue(self.mma_qk, r_s, qk_operands)
+            self.mma_qk.wait()
             self.next_factors(consumer, r_s, scale_log2)
-            if cutlass.const_expr(not has_parts):
-                convert_pairs(r_s, pairs)
         else:
             consumer.softmax.add_sums(sums)
             consumer.factors.fill(1.0)
         self.cluster.release(pipes.key, k_state)
-        if cutlass.const_expr(has_parts):
-            convert(r_s, consumer.r_p)
-        else:
-            pack(pairs, consumer.r_p)
-
-    def speculate_in_range(self, consumer: E4m3Consumer, r_s: cute.Tensor, scale_log2: Float32) -> Any:
-        """Turns S into weights, part by part as they arrive; returns this thread's sums and whether its weights fit."""
-        sums, fit = [Float32(0.0)] * consumer.softmax.rows, Boolean(True)
-        for part in range(self.num_parts):
-            self.mma_part.wait(self.num_parts - part)
-            scores = row_view(self.part_of(r_s, part))
-            found, is_in_range = consumer.softmax.speculate_in_range(scores, scale_log2)
-            sums = [a + b for a, b in zip(sums, found, strict=True)] if part else found
-            fit = fit & is_in_range
-        return sums, fit
 
     def next_factors(self, consumer: E4m3Consumer, r_s: cute.Tensor, scale_log2: Float32) -> None:
         """Replaces the scores by their weights, and sets the factors of the next sum."""
@@ -347,16 +305,11 @@ class ForwardE4m3Sm90(ForwardSm90):
             consumer.factors[row] = factor
 
     def issue_part(self, consumer: E4m3Consumer, v_state: Any, index: int) -> None:
-        """Issues P V of some columns into their accumulator. With option deferred, adds what is there before."""
-        if self.defers:
-            self.add_part(consumer, consumer.outputs[index], consumer.part_factors)
-            consumer.part_factors.store(consumer.factors.load())
+        """Issues P V of some columns into their accumulator."""
         matmul_pv.issue(self.mma_pv, consumer.part, consumer.p_operand, consumer.values[index].stage(v_state.index))
 
     def add_parts(self, consumer: E4m3Consumer, v_state: Any, pending: int) -> None:
         """Waits for P V of the first columns and adds it to O, then computes and adds the others.
-
-        With option deferred, only waits: `issue_part` adds, while S of the next key tile is multiplied.
 
         pending: wgmma groups that may stay in flight while the first columns are added
         """
@@ -364,14 +317,9 @@ class ForwardE4m3Sm90(ForwardSm90):
             if index:
                 self.issue_part(consumer, v_state, index)
             self.mma_pv.wait(0 if index else pending)
-            if not self.defers:
-                self.add_part(consumer, output, consumer.factors)
-
-    def add_part(self, consumer: E4m3Consumer, output: cute.Tensor, factors: cute.Tensor) -> None:
-        """Multiplies some columns of O by the factors of their rows, and adds the sum of a key tile."""
-        rows, added = row_view(output), row_view(consumer.part)
-        for row in range(cute.size(rows, mode=[0])):
-            rows[row, None].store(rows[row, None].load() * factors[row] + added[row, None].load())
+            rows, added = row_view(output), row_view(consumer.part)
+            for row in range(cute.size(rows, mode=[0])):
+                rows[row, None].store(rows[row, None].load() * consumer.factors[row] + added[row, None].load())
 
     def consumer_state(self, p: Any, thread: Int32) -> E4m3Consumer:
         """Returns what a consumer warpgroup uses for all tiles."""
@@ -392,14 +340,12 @@ class ForwardE4m3Sm90(ForwardSm90):
             thread=thread,
             coordinates=coordinates,
             qk_operands=matmul_qk.operands(self.mma_qk, s_q, s_k, thread),
-            parts=tuple(self.part_operands(s_q, s_k, thread, part) for part in range(self.num_parts)),
             p_operand=self.mma_pv.from_registers(r_p),
             values=[self.mma_pv.b_operand(self.part_of_values(s_v, part)) for part in parts],
             r_p=r_p,
             outputs=[self.mma_pv.accumulator(thread) for _ in parts],
             part=self.mma_pv.accumulator(thread),
             factors=cute.make_rmem_tensor(rows, Float32),
-            part_factors=cute.make_rmem_tensor(rows, Float32),
             softmax=E4m3Softmax(rows, cute.make_rmem_tensor(rows, Float32), weight_bits),
         )
 

@@ -13,7 +13,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float8E4M3FN, Float32, Int16, Int32
+from cutlass import Boolean, Float8E4M3FN, Float32
 
 from cutlass_py_attn.kernels.common.softmax import QUAD, exp2, finite
 from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax
@@ -31,7 +31,7 @@ class E4m3Softmax(ChainedSoftmax):
         self.weight_bits = weight_bits
 
     def speculate_in_range(self, scores: cute.Tensor, scale_log2: Float32) -> tuple[list[Float32], Boolean]:
-        """Turns scores, of a tile or of some of its columns, into weights with the maxima so far.
+        """Turns scores into weights with the maxima so far.
 
         Returns this thread's sum of each row, and whether its weights fit e4m3. They do not if one is NaN or infinite,
         as those of a row without a maximum are. The sums are not added to those of the rows.
@@ -87,38 +87,12 @@ def convert(accumulator: cute.Tensor, operand: cute.Tensor) -> None:
     Byte 2 b + e of thread t of a quad is the number of column 8 b + 2 t + e of 16, which is where
     `value_transpose` stores the key of that column: no thread needs another's numbers.
     """
-    source = in_operand_order(accumulator)
-    held = cute.make_rmem_tensor(cute.size(operand), Float32)
-    for index in range(cute.size(held)):
-        held[index] = source[index]
-    cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))).store(held.load().to(Float8E4M3FN))
-
-
-def in_operand_order(accumulator: cute.Tensor) -> cute.Tensor:
-    """Returns the accumulator ((2, 2, N / 8), 1, 1) in the order of `a_operand`."""
     (pair, rows, eights), _, _ = accumulator.layout.shape
     pair_stride, row_stride, eight_stride = accumulator.layout.stride[0]
     shape = ((pair, 2), rows, 2, eights // 4)
     stride = ((pair_stride, eight_stride), row_stride, 2 * eight_stride, 4 * eight_stride)
-    return cute.make_tensor(accumulator.iterator, cute.make_layout(shape, stride=stride))
-
-
-def convert_pairs(accumulator: cute.Tensor, pairs: cute.Tensor) -> None:
-    """Does `convert` into pairs of codes (Int16), while a GEMM reads the operand, which `pack` then makes of them.
-
-    The instruction is named, so that the compiler leaves it where it stands: before the wait for the GEMM.
-    """
-    source, text = in_operand_order(accumulator), "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};"
-    for index in range(cute.size(pairs)):
-        values = [source[2 * index], source[2 * index + 1]]
-        pairs[index] = cute.arch.inline_ptx(text, write_only_types=[Int16], read_only_args=values)
-
-
-def pack(pairs: cute.Tensor, operand: cute.Tensor) -> None:
-    """Stores the pairs of codes of `convert_pairs` in an operand."""
-    words = cute.recast_tensor(operand, Int32)
-    for index in range(cute.size(words)):
-        values = [pairs[2 * index], pairs[2 * index + 1]]
-        words[index] = cute.arch.inline_ptx(
-            "mov.b32 {$w0}, {{$r0}, {$r1}};", write_only_types=[Int32], read_only_args=values
-        )
+    source = cute.make_tensor(accumulator.iterator, cute.make_layout(shape, stride=stride))
+    held = cute.make_rmem_tensor(cute.size(operand), Float32)
+    for index in range(cute.size(held)):
+        held[index] = source[index]
+    cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))).store(held.load().to(Float8E4M3FN))

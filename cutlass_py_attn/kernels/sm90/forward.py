@@ -60,15 +60,8 @@ from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import (
-    WARPGROUP_ROWS,
-    deals_last_rounds,
-    num_stages,
-    registers,
-    splits_key_loop,
-    tma_tiles,
-)
-from cutlass_py_attn.plan.variants import BITS, HALVES, HIDDEN, LATE_WAIT, MULTICAST, SPECULATIVE
+from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
+from cutlass_py_attn.plan.variants import BITS, HALVES, MULTICAST, SPECULATIVE
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere
@@ -145,8 +138,8 @@ class ForwardSm90:
         is_narrow = self.consumers <= MAX_LAZY_WARPGROUPS * WARPGROUP_THREADS
         self.rescales_lazily = build.dtype == "bfloat16" and is_narrow
         self.speculates = SPECULATIVE in build.options
-        self.skips_hidden = HIDDEN in build.options
         self.masks_by_bits = BITS in build.options
+        self.orders_warpgroups = self.consumers > WARPGROUP_THREADS
         self.num_parts = 2 if HALVES in build.options else 1
         self.mma_part = Wgmma(replace(matmul_qk.spec(build), n=build.tile_n // self.num_parts), build.dtype)
 
@@ -271,7 +264,10 @@ class ForwardSm90:
                 self.release_first(pipes, k_state, True)
                 k_state.advance()
             # 2  softmax
-            self.first_weights(p, work, last, r_s, scaled, (operands, bias, dropout_bits))
+            self.modify_scores(p, work, last, r_s, scaled, operands, bias)
+            self.mask_if_needed(work, last, r_s, scaled)
+            scaled.softmax.weights(row_view(r_s), scaled.scale_log2)
+            self.convert_weights(scaled.r_p, r_s, dropout_bits)
             # Most key tiles are whole, and their loop has neither a mask nor a branch around one.
             splits = splits_key_loop(build)
             spans = tile_order.key_tile_spans(
@@ -352,7 +348,6 @@ class ForwardSm90:
             self.mask_if_needed(work, key_tile, r_s, consumer)
         factors = cute.make_rmem_tensor(consumer.softmax.rows, Float32)
         rescales = self.next_weights(consumer, row_view(r_s), factors)
-        self.wait_late(consumer.thread, consumer.softmax.sum)
         self.mma_pv.wait()
         self.cluster.release(pipes.value, v_state)
         v_state.advance()
@@ -496,33 +491,6 @@ class ForwardSm90:
             self.score_mod.apply(p, row_view(r_s), consumer.coordinates, origin, work.band, (operands, bias))
 
     @cute.jit
-    def first_weights(self, p: Any, work: Any, key_tile: Int32, r_s: cute.Tensor, consumer: Any, inputs: tuple):
-        """Turns S of a work tile's last key tile into P.
-
-        inputs: operands of the score modification, bias and dropout bits. With option hidden, a warpgroup none of whose
-        rows sees a key of the tile only sets P to zero.
-        """
-        if cutlass.const_expr(self.skips_hidden):
-            warpgroup = cute.arch.make_warp_uniform(consumer.thread // WARPGROUP_THREADS)
-            row0, key0 = self.tile_origin(work, key_tile)
-            if work.band.key_end(row0 + (warpgroup + 1) * WARPGROUP_ROWS - 1) > key0:
-                self.first_seen_weights(p, work, key_tile, r_s, consumer, inputs)
-            else:
-                consumer.r_p.fill(0.0)
-        else:
-            self.first_seen_weights(p, work, key_tile, r_s, consumer, inputs)
-
-    def first_seen_weights(
-        self, p: Any, work: WorkTile, key_tile: Int32, r_s: cute.Tensor, consumer: ConsumerState, inputs: tuple
-    ) -> None:
-        """Does `first_weights` for rows that may see a key of the tile."""
-        operands, bias, dropout_bits = inputs
-        self.modify_scores(p, work, key_tile, r_s, consumer, operands, bias)
-        self.mask_if_needed(work, key_tile, r_s, consumer)
-        consumer.softmax.weights(row_view(r_s), consumer.scale_log2)
-        self.convert_weights(consumer.r_p, r_s, dropout_bits)
-
-    @cute.jit
     def mask_if_needed(self, work: Any, key_tile: Int32, r_s: cute.Tensor, consumer: Any):
         """Masks a tile of S that has a masked pair."""
         if tile_order.needs_mask(work.band, work.tile, key_tile, self.build.tile_m, self.build.tile_n):
@@ -572,8 +540,8 @@ class ForwardSm90:
         return True
 
     def warp_scheduler_sync(self, thread: Int32) -> None:
-        """Waits until the previous warpgroup has issued its GEMMs; a single warpgroup waits for nobody."""
-        if self.consumers == WARPGROUP_THREADS:
+        """Waits until the previous warpgroup has issued its GEMMs, if warpgroups issue them in order."""
+        if not self.orders_warpgroups:
             return
         warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         barrier = NamedBarrier.WARP_SCHEDULER_WG1 + warpgroup
@@ -581,25 +549,13 @@ class ForwardSm90:
 
     def warp_scheduler_arrive(self, thread: Int32) -> None:
         """Lets the next warpgroup issue its GEMMs; the first follows the last."""
-        if self.consumers == WARPGROUP_THREADS:
+        if not self.orders_warpgroups:
             return
         warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         is_last = warpgroup == self.consumers // WARPGROUP_THREADS - 1
         following = cutlass.select_(is_last, Int32(0), warpgroup + 1)
         barrier = NamedBarrier.WARP_SCHEDULER_WG1 + following
         cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)
-
-    @cute.jit
-    def wait_late(self, thread: Int32, sums: cute.Tensor):
-        """Keeps the wait for P V that follows behind the weights, with option late_wait.
-
-        ptxas moves the wait, which has no operands, before the exponentials, which then do not overlap P V. It moves
-        nothing over a branch, here one on the sums of the weights that is never taken.
-        """
-        if cutlass.const_expr(LATE_WAIT not in self.build.options):
-            return
-        if self.any_of_warpgroup(thread, (sums[0] < 0.0) | (sums[1] < 0.0)):
-            sums.fill(float("nan"))
 
     def convert_weights(self, r_p: cute.Tensor, r_s: cute.Tensor, dropout_bits: cute.Tensor | None) -> None:
         """Converts P to the operands' dtype, in the registers that the next GEMM reads, after dropout."""

@@ -85,13 +85,10 @@ class LatentCodes:
         for step in cutlass.range_constexpr(CODES_AHEAD):
             self.load_step(p, start, rows.count, step, words)
         scale0, scale1 = self.load_scales(p, piece, rows)
-        self.prefetch(p, piece, LatentRows(row + tile_n, next_page, choose(tiles > 1, num_keys - row - tile_n, 0)))
         for number in cutlass.range(tiles, unroll=1):
             slot = number % SLOTS
             use = choose(slot == 0, uses0, uses1) + number // SLOTS
-            far_row = row + 2 * tile_n
-            far_page = self.page(p, piece, far_row)
-            self.prefetch(p, piece, LatentRows(far_row, far_page, choose(number + 2 < tiles, num_keys - far_row, 0)))
+            far_page = self.page(p, piece, row + 2 * tile_n)
             self.ring.wait_empty(slot, 0, use)
             if slot == 1:
                 self.load_rope(p, rope, piece, slot, row, page)
@@ -219,16 +216,6 @@ class LatentCodes:
                 [Int32(0), *map(Int32, coordinates)],
                 barrier,
                 l2_cache_hint=EVICT_FIRST,
-            )
-
-    @cute.jit
-    def prefetch(self, p: Any, piece: Any, rows: Any):
-        """Asks for the codes of a tile to be in the L2 cache."""
-        lane = cute.arch.lane_idx()
-        if (lane < WARP_ROWS) & (lane < rows.count):
-            start = p.key + self.row_offset(p, "key", piece, rows) + Int64(lane) * p.key_row
-            cute.arch.inline_ptx(
-                f"cp.async.bulk.prefetch.L2.global [{{$r0}}], {VALUE_STRIPS * STRIP_COLUMNS};", read_only_args=[start]
             )
 
 
