@@ -108,7 +108,7 @@ def test_every_kernel_is_built_once_and_no_case_needs_another() -> None:
     assert len(set(names)) == len(names), "a folder holds one kernel of a name"
     assert {planner.builds(case.problem(), ARCH) for case in ALL} <= set(builds)
     whole = set(suite.builds())
-    assert set(builds) | {planner.builds(case.problem(), ARCH) for case in SINGLE} <= whole
+    assert {*builds, *builds_of(SINGLE, ARCH)} <= whole
 
 
 def test_the_suite_has_the_kernels_of_the_torch_operators() -> None:
