@@ -56,7 +56,7 @@ class OptionRule:
         return is_tile and all(least < dim <= most for dim in dims)
 
 
-# Halves are slower than whole key tiles with 128 columns.
+# Halves are slower than whole key tiles with 128 columns. float16 has shared_end alone.
 RULES: Final = (
     OptionRule(192, 128, (0, 32), (SPECULATIVE,)),
     OptionRule(192, 128, (32, 64), (SPECULATIVE, HALVES)),
@@ -79,6 +79,7 @@ RULES: Final = (
 class Body:
     """What decides which options a forward kernel of the sm90 family can have; the fields are those of a Build."""
 
+    dtype: str
     variant: str
     features: tuple[str, ...]
     mask: str
@@ -87,8 +88,12 @@ class Body:
 
     @property
     def has_plain_scores(self) -> bool:
-        """Whether weights may be computed with the maxima before a key tile."""
-        return PLAIN_FEATURES.issuperset(self.features)
+        """Whether weights may be computed with the maxima before a key tile.
+
+        The largest weight of a row is then no power of two, and is rounded with P. Beside the rounding of a float16
+        output, this exceeds xFormers' tolerance in rows of one large weight.
+        """
+        return self.dtype != "float16" and PLAIN_FEATURES.issuperset(self.features)
 
     @property
     def has_equal_tiles(self) -> bool:
@@ -118,7 +123,8 @@ class Limit:
 LIMITS: Final = {
     SPECULATIVE: Limit(
         lambda body: body.has_plain_scores,
-        "is for scores without dropout, scales of rows and score terms other than sinks; use none of its options",
+        "is for bfloat16 and e4m3, and for scores without dropout, scales of rows and score terms other than sinks; "
+        "use none of its options",
     ),
     HALVES: Limit(
         lambda body: body.has_halves,
@@ -142,7 +148,7 @@ def with_options(problem: Problem, tile: TileConfig) -> TileConfig:
     """Returns a tile of the sm90 family with the options that the planner has it with."""
     if problem.direction != "forward":
         return tile
-    body = Body(tile.variant, problem.features, problem.mask.form, tile.tile_m, tile.tile_n)
+    body = Body(problem.dtype, tile.variant, problem.features, problem.mask.form, tile.tile_m, tile.tile_n)
     options = next((rule.options for rule in RULES if rule.is_for(problem, tile)), ())
     possible = {name for name in options if LIMITS[name].allows(body)}
     needed = {"", *possible}
@@ -156,7 +162,7 @@ def objections(build: Build) -> Iterator[str]:
     if build.options and not is_forward:
         yield f"{what}: only the standard, multicast, {E4M3} and {E4M3_CACHE} sm90 forwards have options; use ()"
         return
-    body = Body(build.variant, build.features, build.mask, build.tile_m, build.tile_n)
+    body = Body(build.dtype, build.variant, build.features, build.mask, build.tile_m, build.tile_n)
     for name in build.options:
         limit = LIMITS[name]
         if not limit.allows(body):

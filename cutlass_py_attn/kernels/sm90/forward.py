@@ -133,8 +133,7 @@ class ForwardSm90:
             num_stages(build)["query"] > 1
         )  # the next query tile is loaded before the output is stored
         self.emulates_exp2 = build.columns + build.columns_value <= MAX_EMULATED_COLUMNS and build.dtype == "bfloat16"
-        # A float16 row that attends mostly to one key is more accurate with that key's weight at exactly 1. Option
-        # speculative gives that up where it gains more speed.
+        # A float16 row that attends mostly to one key is more accurate with that key's weight at exactly 1.
         is_narrow = self.consumers <= MAX_LAZY_WARPGROUPS * WARPGROUP_THREADS
         self.rescales_lazily = build.dtype == "bfloat16" and is_narrow
         self.speculates = SPECULATIVE in build.options
@@ -364,7 +363,7 @@ class ForwardSm90:
         """
         # 2  softmax
         sums = self.speculate(consumer, r_s)
-        repeats = self.any_of_warpgroup(consumer.thread, ~is_valid(sums, self.build.dtype))
+        repeats = self.any_of_warpgroup(consumer.thread, ~is_valid(sums))
         self.mma_pv.wait()
         self.cluster.release(pipes.value, v_state)
         if repeats:
