@@ -86,6 +86,10 @@ def _share(fields: dict[str, object]) -> Share:
 
 
 def _is_alive(process: int) -> bool:
+    """Whether the process runs. One that ended, but was not waited for, still takes signals, and its state is Z."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -60,7 +60,7 @@ def test_a_large_share_waits_and_is_not_passed_over(card: Card) -> None:
 
 
 def test_shares_of_another_process(card: Card) -> None:
-    """They count while the process lives, and not after it was killed."""
+    """They count while the process lives, and not after it was killed, even before its parent waits for it."""
     command = [sys.executable, "-c", HOLDER, str(card.path), "6"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
@@ -68,14 +68,14 @@ def test_shares_of_another_process(card: Card) -> None:
         with card.share(4):
             assert shares(card) == [(6, True), (4, True)]
         mine = card.share(5)
-        waiting = threading.Thread(target=mine.__enter__)
+        waiting = threading.Thread(target=mine.__enter__, daemon=True)
         waiting.start()
         while len(shares(card)) < 2:
             pass
         assert shares(card) == [(6, True), (5, False)]
         other.kill()
-        other.wait()
-        waiting.join()
+        waiting.join(timeout=30)
+        assert not waiting.is_alive()
     assert shares(card) == [(5, True)]
     mine.__exit__(None, None, None)
 
