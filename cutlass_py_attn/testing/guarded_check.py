@@ -41,6 +41,7 @@ LOGSUMEXP: Final = 2e-4
 EXACT: Final = 3e-7
 RARE_DROPOUT: Final = 1e-5
 E4M3_TERMS: Final = 32  # products that 8-bit wgmma adds at once
+LAST_BIT: Final = 2.0**-13  # of such a sum, which has 14 bits, as a share of it
 TRUNCATION: Final = 2.0**-12  # share of a score that each of these sums may be off: it is truncated to 14 bits
 ROUNDED: Final = {"float16": 2.0**-12, "bfloat16": 2.0**-9}  # share of a number that code times scale is off
 HARDWARE_TANH: Final = 2.0**-11  # largest relative error of the tanh that kernels of 16-bit operands use
@@ -266,11 +267,10 @@ def _sees_few_keys(case: Case) -> bool:
 def _logsumexp_allowance(case: Case, expected: Expected) -> float:
     if case.spec.dtype == FLOAT8:
         # The logsumexp of a row with few keys is a score. The largest of n normal numbers is about sqrt(2 ln n).
-        # A row of `rising` has products of one sign, whose sum grows up to the score.
         finite = expected.truth["logsumexp"][np.isfinite(expected.truth["logsumexp"])]
+        if case.inputs == "rising":  # products of one sign, each truncated where the last bit of their sum is
+            return LAST_BIT * case.spec.head_dim * float(np.abs(finite).max(initial=0.0))
         largest = _score_size(case, expected) * float(np.sqrt(2 * np.log(max(finite.size, 3))))
-        if case.inputs == "rising":
-            largest = max(largest, float(np.abs(finite).max(initial=0.0)))
         return TRUNCATION * ceil_div(case.spec.head_dim, E4M3_TERMS) * largest
     if case.spec.has_rope:
         return 4 * ROUNDED[case.spec.dtype] * _score_size(case, expected)
