@@ -148,7 +148,7 @@ def test_an_exported_call_has_its_kernel() -> None:
     data = serving.payload_of(serving._Call(problem, artifact, "sm_90", False))
     found = payload.unpack(data)
     assert found.problem is None
-    assert found.plan.build.symbol == "append_sm80_f16_d16_64x2"
+    assert (found.plan.build.arch, found.plan.build.symbol) == ("sm_90", "append_sm80_f16_d16_64x2")
     assert found.pack() == data
 
 

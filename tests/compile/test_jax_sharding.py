@@ -6,10 +6,12 @@ Four host devices run the custom call of each device's part: the NumPy reference
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.quantization import quantize_e4m3
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
+from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.reference import quantization
 from cutlass_py_attn.testing.distance_squared import distance_squared
 from tests.support import fakes
@@ -619,3 +622,31 @@ def test_the_parts_of_a_mesh_axis_are_few() -> None:
 )
 def test_axes_along_which_parts_start(starts: list[list[int]], axes: tuple[str, ...] | None) -> None:
     assert auto._axes_that_split(np.array(starts), ("x", "y")) == axes
+
+
+@pytest.mark.parametrize(
+    ("name", "is_split"),
+    [
+        ("bf16_d64_q20_s30_b2_h4_causal_dropout0.3", True),
+        ("bf16_d64_n30x30,20_h4_causal", True),
+        ("bf16_d64_n30x30_h4_causal_dropout0.3", True),
+        ("bf16_d64_n30x30,20_h4_causal_dropout0.3", False),
+    ],
+)
+def test_only_dropout_of_several_sequences_has_heads_whole(name: str, is_split: bool) -> None:
+    problem = parse(name).problem("forward")
+    operands = {tensor: getattr(problem, tensor).shape for tensor in ("query", "key", "value")}
+    text, options = auto.rule(problem, operands, {"output": problem.output.shape})
+    heads = text.split(", ")[0].split()[2]
+    assert (heads not in options["need_replication_factors"]) == is_split
+
+
+def test_the_digest_of_sources_is_that_of_the_package_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "__file__", str(tmp_path / "package" / "jax" / "auto.py"))
+    inside, outside = tmp_path / "package" / "kernel.py", tmp_path / "other.py"
+    (tmp_path / "package" / "jax").mkdir(parents=True)
+    found = []
+    for path, text in ((inside, "1"), (outside, "1"), (outside, "2"), (inside, "2")):
+        path.write_text(text)
+        found.append(auto._sources.__wrapped__())
+    assert [one == other for one, other in itertools.pairwise(found)] == [True, True, False]

@@ -172,6 +172,13 @@ def test_wide_loads_are_tried_before_narrow_ones() -> None:
     assert facts_of(problem, one) == facts_of(narrow, other)
 
 
+def test_full_axes_of_grad_bias_are_bits() -> None:
+    problem = problem_of("backward")
+    facts = facts_of(problem, planner.builds(problem, "sm_80")[0])
+    assert library._numbers(facts)[-1] == 0
+    assert library._numbers(dataclasses.replace(facts, grad_bias_axes=(True, False, True, True)))[-1] == 1 + 4 + 8
+
+
 # What a library gives back
 
 

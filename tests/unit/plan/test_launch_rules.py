@@ -9,7 +9,7 @@ import pytest
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.launch_rules import MAX_INT32
+from cutlass_py_attn.plan.launch_rules import MAX_INT32, expect_int32
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan, plan_with_tile
 from cutlass_py_attn.plan.tile_config import TileConfig
@@ -182,6 +182,13 @@ def test_numbers_that_no_field_holds_are_refused(arch: str) -> None:
         plan(huge, arch)
     most = Problem.dense("backward", Shape(65535, 2**20, 64, 1, 8, 8), "bfloat16")
     assert dict(plan(most, arch).params)["total_tiles"] <= MAX_INT32
+
+
+def test_fields_hold_32_bits_with_a_sign() -> None:
+    expect_int32([("least", -(2**31)), ("most", 2**31 - 1)])
+    for number in (-(2**31) - 1, 2**31):
+        with pytest.raises(NotSupported, match=f"other = {number}: must be at most"):
+            expect_int32([("most", 2**31 - 1), ("other", number)])
 
 
 def test_key_tiles_that_no_field_holds_are_refused() -> None:

@@ -61,6 +61,13 @@ def test_plans(name: str, symbol: str) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_a_thread_has_the_vectors_of_the_wider_operand() -> None:
+    """64 rows of 192 and of 128 columns: four threads of 128 have a row, so that each has two rows."""
+    build = plan_of("bf16_d192v128_q300_s900_b1_h4_full_kv8").build
+    assert rows_at_once(build) == 32
+    assert vectors_of_tile(build) == 2 * 3
+
+
 def test_few_rows_have_a_decode_kernel() -> None:
     for name in (PREFILL.replace("q512", "q32"), PREFILL.replace("q512", "q1").replace("paged16_", "")):
         assert plan_of(name).build.family == "decode"
