@@ -170,8 +170,9 @@ class WideGradient:
         if (tiles - 1) % WARPGROUPS == 1:
             self.step(p, work, own, 0, tiles - 2, tiles > WARPGROUPS)
         self.last_step(own, tiles)
-        # 8  scale and store the rows of the gradient
-        self.store(p, work, own)
+        # 8  scale and store the rows of the gradient, whose place is read again: it had no registers beside the tiles
+        seqlen = seqlen_info.create(self.build, p, work.seqlen.index)
+        self.store(p, replace(work, seqlen=seqlen), own)
 
     @cute.jit
     def first_step(self, p: Any, work: Any, own: Any):
