@@ -170,9 +170,11 @@ class WideGradient:
         if (tiles - 1) % WARPGROUPS == 1:
             self.step(p, work, own, 0, tiles - 2, tiles > WARPGROUPS)
         self.last_step(own, tiles)
-        # 8  scale and store the rows of the gradient, whose place is read again: it had no registers beside the tiles
-        seqlen = seqlen_info.create(self.build, p, work.seqlen.index)
-        self.store(p, replace(work, seqlen=seqlen), own)
+        # 8  scale and store the rows of the gradient
+        if cutlass.const_expr(self.build.has("seqused")):
+            # Beside used lengths their place has no registers during the tiles, and is read again.
+            work = replace(work, seqlen=seqlen_info.create(self.build, p, work.seqlen.index))
+        self.store(p, work, own)
 
     @cute.jit
     def first_step(self, p: Any, work: Any, own: Any):
