@@ -5,17 +5,31 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
-from typing import Final
+from importlib import metadata
 
 import pytest
 
 from cutlass_py_attn.runtime import lifetimes
 from tests.support import fake_driver
 
-# JAX programs are tiny here and run once: XLA's fusion emitters would take half of their compilation.
-XLA_FLAGS: Final = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+def xla_flags() -> str:
+    """The flags of XLA for the installed jaxlib, or for none; read without importing JAX.
+
+    JAX programs are tiny here and run once: XLA's fusion emitters would take half of their compilation. From 0.11.1 on
+    jaxlib has no flag against them, and XLA ends the process at a flag that it does not know.
+    """
+    flags = ["--xla_cpu_parallel_codegen_split_count=1"]
+    try:
+        jaxlib = metadata.version("jaxlib")
+    except metadata.PackageNotFoundError:
+        return flags[0]
+    if [int(number) for number in re.findall(r"\d+", jaxlib)[:3]] < [0, 11, 1]:
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    return " ".join(flags)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     The BLAS of each worker gets one thread, because the workers share the cores.
     """
-    os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
+    os.environ.setdefault("XLA_FLAGS", xla_flags())
     if getattr(config.option, "numprocesses", None):
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ.setdefault(variable, "1")

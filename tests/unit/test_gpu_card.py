@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import conftest
 from tests.gpu.card import Card
 from tests.gpu.schedule import long_first
 
@@ -93,19 +91,3 @@ def test_long_tests_are_at_the_head_of_chunks() -> None:
     found = long_first(named, lambda item: item[1], 3)
     assert [number for number, _ in found] == [5, 0, 1, 2, 3, 4, 6]
     assert long_first(named[:2], lambda item: item[1], 3) == named[:2]
-
-
-def test_blas_of_a_worker_has_one_thread(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    """Workers are started after this, so it counts before they load NumPy."""
-    variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        assert all(os.environ[name] for name in variables)
-    for name in variables:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pytestconfig.option, "numprocesses", 2, raising=False)
-    conftest.pytest_configure(pytestconfig)
-    assert [os.environ[name] for name in variables] == ["1", "1", "1"]
-    for name in variables:
-        monkeypatch.setenv(name, "3")
-    conftest.pytest_configure(pytestconfig)
-    assert os.environ["OMP_NUM_THREADS"] == "3", "what the user sets stays"
