@@ -266,10 +266,17 @@ class Folder:
     def _descriptions(self) -> list[Path]:
         """Returns the path of every description, sorted."""
         try:
-            folders = [path for path in self.path.iterdir() if path.is_dir()] if self.path.exists() else []
-            return sorted(path for folder in folders for path in folder.iterdir() if path.suffix == ".json")
+            return sorted(path for folder in self._folders() for path in folder.iterdir() if path.suffix == ".json")
         except PermissionError as error:
             raise _unusable(Path(error.filename), error, "") from error
+
+    def _folders(self) -> list[Path]:
+        """Returns the folders of all targets; PermissionError, which Path.is_dir hides from Python 3.14 on."""
+        try:
+            with os.scandir(self.path) as entries:
+                return [self.path / entry.name for entry in entries if entry.is_dir()]
+        except FileNotFoundError:
+            return []
 
 
 def _read(description: Path) -> Artifact:

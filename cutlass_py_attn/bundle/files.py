@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -289,9 +290,11 @@ def _folder_objections(path: Path) -> Iterator[str]:
     """Yields why an export cannot replace what is at the path."""
     try:
         with locked(path.parent):
-            if not path.exists():
+            try:
+                mode = path.stat().st_mode  # from Python 3.14 on, Path.exists hides that this user may not ask
+            except (FileNotFoundError, NotADirectoryError):
                 return
-            if not path.is_dir():
+            if not stat.S_ISDIR(mode):
                 yield f"folder {path}: is a file; name a new folder"
             elif reason := objection(path, reading.listed_files(path)):
                 yield reason

@@ -77,6 +77,13 @@ def test_a_permission_error_names_the_file(folder: Folder, monkeypatch: pytest.M
     assert str(caught.value).startswith(f"{cubin}: this user may not read it")
 
 
+def test_a_folder_below_one_that_may_not_be_entered(folder: Folder) -> None:
+    """It is not taken for an empty one."""
+    for read in (lambda: folder(PLAN.build), folder.all):
+        with unreadable(folder.path.parent), pytest.raises(NoPermission, match="this user may not read it"):
+            read()
+
+
 def test_an_unwritable_folder_says_so(folder: Folder) -> None:
     with unreadable(folder.path), pytest.raises(NoPermission, match="may not write there; write to another folder"):
         folder.put(ARTIFACT)
