@@ -154,7 +154,7 @@ def measure_with(timed: Timed, case: ProblemSpec, kernels: Kernels, calls: int =
         stack.callback(driver.destroy_stream, stream)
         operands = Operands(case, stream)
         for direction in bench_cases.directions(case):
-            flops = case.flops(direction)
+            flops = bench_cases.flops(case, direction)
             bound = bind_problem(case.problem(direction), kernels)
             ours, clock = _ours(bound, operands, stream, timed, calls)
             alone = Row(
@@ -273,7 +273,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         peer = f"{row.peer_tflops:7.1f} {row.ratio:6.2f}" if row.peer_tflops is not None else f"{'':14}"
         baseline = f"{row.baseline_ratio:.2f} {row.baseline}" if row.baseline_ratio is not None else ""
-        rate = f"{row.ours_gb_s:.0f} GB/s" if row.ours_gb_s else baseline
+        rate = f"{row.ours_gb_s:.0f} GB/s  {baseline}" if row.ours_gb_s else baseline
         line = f"{row.case:<46} {row.direction:<9} {row.ours_tflops:7.1f} {peer}  {row.peer or '-':<13}  {rate}"
         lines.append(line.rstrip())
     notes = (
