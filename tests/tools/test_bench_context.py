@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,8 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 jax.config.update("jax_num_cpu_devices", 8)  # as in tests/compile/test_jax.py, which may share the process
 
 from cutlass_py_attn import Causal  # noqa: E402
-from cutlass_py_attn.jax import attention  # noqa: E402
+from cutlass_py_attn.jax import attention, primitive  # noqa: E402
+from tests.support import fakes, xla_reference  # noqa: E402
 
 
 def test_the_share_is_that_of_a_perfect_split() -> None:
@@ -43,6 +46,39 @@ def test_every_function_is_traced() -> None:
             output, gradients = jax.eval_shape(bench_context.both(jax, function), *described)
             assert output.shape == (1, 256, 32, 128)
             assert [array.shape for array in gradients] == [array.shape for array in described[:3]]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Attention by the NumPy reference, and small sizes."""
+    xla_reference.register()
+    monkeypatch.setattr(primitive, "TARGET", xla_reference.TARGET)
+    sizes = {"HEADS": 4, "HEADS_KEY": 2, "HEAD_DIM": 8, "SHARDED_TOKENS": 16, "SECONDS": 0}
+    for name, size in sizes.items():
+        monkeypatch.setattr(bench_context, name, size)
+    return functools.partial(attention, mask=Causal(), kernels=fakes.artifact, arch="sm_90")
+
+
+def test_rows_and_batch_and_heads_are_measured(small: Callable[..., Any]) -> None:
+    """On the CPU, which has no cuDNN: its rows say so, and the others have times and memory."""
+    rows = bench_context.rows(jax, small, 16, 2)
+    assert [row["name"] for row in rows if row["forward"]] == [
+        "one GPU",
+        "all_gather, zigzag",
+        "ulysses",
+        "ring, zigzag",
+    ]
+    sharded = bench_context.sharded_rows(jax, small, 2)
+    names = ["one GPU", "batch, Auto", "batch, Explicit", "heads, Auto", "heads, Explicit"]
+    assert [row["name"] for row in sharded if row["forward"]] == names
+    assert all((row["batch"], row["tokens"]) == (4, 16) for row in sharded)
+    for row in (*rows, *sharded):
+        if "cuDNN" in row["name"]:
+            assert (row["forward"], row["both"]) == (None, None)
+            assert row["error"]
+        else:
+            assert row["both"] > 0
+            assert row["memory_mib"] >= 0
 
 
 def test_a_function_that_is_refused_has_no_time() -> None:
