@@ -80,6 +80,8 @@ _LATENT: Final = "bf16_d576v512_q1_s8192_b64_h128k1_full_paged64_mla"
 FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d256_s8192_b4_h8_full": "",
     "bf16_d256_s8192_b4_h8_causal": "",
+    "bf16_d320_s8192_b1_h16_full": "",
+    "bf16_d384_s8192_b1_h16_full": "",
     "bf16_d512_s4096_b2_h8_full": "",
     "bf16_d512_s8192_b1_h16_full": "",
     "bf16_d512_s8192_b1_h16_causal": "",
@@ -145,6 +147,7 @@ FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d576v512_q1_s8192_b64_h128k1_full_mla": "",
     _LATENT: "",
     f"{_LATENT}_kv8_descaletile": _LATENT,
+    "bf16_d576v512_q1_s8192_b64_h16k1_full_mla": "",
     "bf16_d576v512_q1_s4096_b132_h64k1_full_mla": "",
     "bf16_d576v512_q1_s4096_b132_h64k1_full_mla_kv8_descaletile": "bf16_d576v512_q1_s4096_b132_h64k1_full_mla",
 }

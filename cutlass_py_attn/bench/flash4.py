@@ -82,15 +82,17 @@ def version() -> str:
 
 
 def takes(case: ProblemSpec) -> bool:
-    """Whether its functions have an argument for everything in the case; a call shows whether it has the kernel.
+    """Whether `prepare` has an argument for everything in the case; a call shows whether the package has the kernel.
 
-    Its masks end in the bottom-right corner, as ours do in square problems.
+    Its masks end in the bottom-right corner, as ours do in square problems. Caches are not passed: no page table, no
+    keys that contain the values, no codes beside a query of 16 bits.
     """
     has_other_term = bool(case.bias or case.alibi or case.dropout_p)
     lengths = case.sequences or (case,)
     is_square = all(each.num_queries == each.num_keys for each in lengths)
     has_its_mask = is_square or case.mask.form == "full" or case.mask.bottom_right
-    return not has_other_term and has_its_mask and not case.has_used_keys
+    is_cache = bool(case.page_size or case.value_in_key or case.e4m3_cache)
+    return not (has_other_term or is_cache or case.has_used_keys) and has_its_mask
 
 
 def prepare(torch: Any, case: ProblemSpec, given: Mapping[str, Any]) -> Flash4Call:
