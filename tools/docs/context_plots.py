@@ -198,11 +198,11 @@ def _sharding(found: record.Json) -> list[str]:
     if SHARDING not in found:
         return []
     rows = found[SHARDING]["rows"]
-    one, other = (next((row for row in rows if row["name"] == name), {}) for name in ("one GPU", "one GPU, cuDNN"))
+    named = {row["name"]: row for row in rows if _gpus(row) == 1}
     lines = ["| tokens | batch | GPUs | | forward, ms (times as fast) | forward + backward, ms (times as fast) |"]
     lines.append(f"|{' --- |' * 6}")
     for row in rows:
-        alone = other if "cuDNN" in row["name"] else one
+        alone = named.get("one GPU, cuDNN" if "cuDNN" in row["name"] else "one GPU", {})
         cells = [str(row["tokens"]), str(row["batch"]), str(_gpus(row)), row["name"]]
         for part in TITLES:
             time, before = row.get(part), alone.get(part)
