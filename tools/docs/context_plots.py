@@ -25,7 +25,8 @@ from tools.release import record
 RESULTS: Final = ("tools/bench/results/h200_x2.json", "tools/bench/results/h100_x2.json")  # the first that is there
 NOT_MEASURED: Final = (
     "No recorded run yet: on a machine with two GPUs `python -m tools.bench.bench_context` and\n"
-    f"`python -m tools.bench.bench_distributed`, each with `--kernels FOLDER --record {RESULTS[0]}`."
+    f"`python -m tools.bench.bench_distributed`, each with `--kernels FOLDER --record {RESULTS[0]}`, and\n"
+    f"`python -m tools.bench.bench_jax --kernels FOLDER --host {RESULTS[0]}` with each handler."
 )
 SHARDING: Final = "sharding"
 HANDLERS: Final = ("python", "native")
