@@ -48,6 +48,41 @@ def test_every_function_is_traced() -> None:
             assert [array.shape for array in gradients] == [array.shape for array in described[:3]]
 
 
+def largest(jaxpr: Any, is_inside: bool = False) -> int:
+    """Returns the bytes of the largest array of a device in the shard_map of a program, loops and branches included."""
+    found = 0
+    for equation in jaxpr.eqns:
+        inside = is_inside or equation.primitive.name == "shard_map"
+        for parameter in equation.params.values():
+            for each in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                each = getattr(each, "jaxpr", each)
+                if hasattr(each, "eqns"):
+                    found = max(found, largest(each, inside))
+        if is_inside:
+            avals = (variable.aval for variable in equation.outvars)
+            found = max(found, *(aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval, "size")))
+    return found
+
+
+def test_no_array_grows_with_the_whole_sequence() -> None:
+    """With as many rows on each device, 2 to 8 devices; only all-gather has all rows of keys and values."""
+    call, rows = functools.partial(attention, mask=Causal(), arch="sm_90a"), 256
+    sizes: dict[str, list[int]] = {}
+    for devices in (2, 4, 8):
+        _, named = bench_context.functions(jax, call, devices)
+        described = jax.eval_shape(lambda devices=devices: bench_context.operands(jax, rows * devices, None))
+        for name, function in named.items():
+            if "cuDNN" not in name:
+                program = jax.make_jaxpr(bench_context.both(jax, function))(*described)
+                sizes.setdefault(name, []).append(largest(program.jaxpr))
+    of_query = 4 * rows * bench_context.HEADS * bench_context.HEAD_DIM  # in float32
+    assert sizes["ring, zigzag"] == [of_query] * 3
+    assert sizes["ulysses"] == sizes["ulysses"][:1] * 3
+    assert sizes["ulysses"][0] <= of_query
+    first = sizes["all_gather, zigzag"][0]
+    assert sizes["all_gather, zigzag"] == [first, 2 * first, 4 * first]
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Attention by the NumPy reference, and small sizes."""

@@ -25,7 +25,8 @@ from tools.release import record
 RESULTS: Final = ("tools/bench/results/h200_x2.json", "tools/bench/results/h100_x2.json")  # the first that is there
 NOT_MEASURED: Final = (
     "No recorded run yet: on a machine with two GPUs `python -m tools.bench.bench_context` and\n"
-    f"`python -m tools.bench.bench_distributed`, each with `--kernels FOLDER --record {RESULTS[0]}`."
+    f"`python -m tools.bench.bench_distributed`, each with `--kernels FOLDER --record {RESULTS[0]}`, and\n"
+    f"`python -m tools.bench.bench_jax --kernels FOLDER --host {RESULTS[0]}` with each handler."
 )
 SHARDING: Final = "sharding"
 HANDLERS: Final = ("python", "native")
@@ -198,11 +199,11 @@ def _sharding(found: record.Json) -> list[str]:
     if SHARDING not in found:
         return []
     rows = found[SHARDING]["rows"]
-    one, other = (next((row for row in rows if row["name"] == name), {}) for name in ("one GPU", "one GPU, cuDNN"))
+    named = {row["name"]: row for row in rows if _gpus(row) == 1}
     lines = ["| tokens | batch | GPUs | | forward, ms (times as fast) | forward + backward, ms (times as fast) |"]
     lines.append(f"|{' --- |' * 6}")
     for row in rows:
-        alone = other if "cuDNN" in row["name"] else one
+        alone = named.get("one GPU, cuDNN" if "cuDNN" in row["name"] else "one GPU", {})
         cells = [str(row["tokens"]), str(row["batch"]), str(_gpus(row)), row["name"]]
         for part in TITLES:
             time, before = row.get(part), alone.get(part)

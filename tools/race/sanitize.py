@@ -1,4 +1,4 @@
-"""Sanitize: launches small cases of every shown kernel in one process, to be run under compute-sanitizer.
+"""Sanitize: launches small cases of every shown kernel, and of kernels with features, under compute-sanitizer.
 
 compute-sanitizer --tool memcheck python -m tools.race.sanitize --kernels FOLDER
 """
@@ -18,8 +18,17 @@ from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.binding import portable_arch
-from cutlass_py_attn.testing import check, component_gemms, covering_cases, decode_cases, device_memory, serving_cases
+from cutlass_py_attn.testing import (
+    check,
+    component_gemms,
+    covering_cases,
+    decode_cases,
+    device_memory,
+    guarded_check,
+    serving_cases,
+)
 from cutlass_py_attn.testing.cases import Case
+from tools.race import stress_run
 
 NUM_QUERIES = 130
 # Keys of each direction, around the tiles. With one key tile the sm90 backward runs one block per head.
@@ -72,8 +81,8 @@ def cases() -> list[Case]:
 
 
 def launches(kernels: check.Kernels) -> Iterator[tuple[str, device_memory.GuardedLaunch | serving_cases.RowLaunch]]:
-    """Yields a name and the bound kernels of each case in every family of this GPU, of each decode case, of each shown
-    component GEMM, and of each shown append and merge."""
+    """Yields a name and the bound kernels of each case in every family of this GPU, of each decode case, of the
+    features of stress_run.py, of each shown component GEMM, and of each shown append and merge."""
     for case in cases():
         arrays = case.arrays()
         logsumexp = np.zeros(case.shape.logsumexp, np.float32) + 9
@@ -84,6 +93,8 @@ def launches(kernels: check.Kernels) -> Iterator[tuple[str, device_memory.Guarde
     for case in decode_cases.SHOWN:
         if case.spec.batch == 1:
             yield case.line, device_memory.guarded_launch(case.problem(), case.arrays(), kernels)
+    for case in stress_run.FEATURES:
+        yield case.line, guarded_check.guarded_case(case, guarded_check.expect(case), kernels)
     for component_gemm in component_gemms.SHOWN_COMPONENT_GEMMS:
         if component_gemm.arch in planner.targets_of(driver.device(0).compute_capability):
             plan = component_gemm.plan(COMPONENT_GEMM_TILES)
