@@ -1,4 +1,5 @@
-"""Sanitize: launches small cases of every shown kernel in one process, to be run under compute-sanitizer.
+"""Sanitize: launches small cases of every shown kernel, and of kernels of wide heads, e4m3 codes and caches, in one
+process, to be run under compute-sanitizer.
 
 compute-sanitizer --tool memcheck python -m tools.race.sanitize --kernels FOLDER
 """
@@ -47,6 +48,21 @@ NARROW_SIZES = {"num_heads": 1, "num_queries": LONG_LENGTH - 24, "num_keys": LON
 # Wide heads: forwards with chunks of two and of three strips, and backwards.
 WIDE = (*covering_cases.WIDE[:2], *covering_cases.WIDE_BACKWARD[:2])
 
+# e4m3 codes, latent caches, and caches of codes.
+CODES_AND_CACHES = tuple(
+    map(
+        Case.parse,
+        (
+            "forward e4m3_d128_q130_s200_b2_h1_causal_descalehead seed=1",
+            "forward e4m3_d256_q130_s200_b2_h1_full seed=2",
+            "forward bf16_d576v512_q1_s200_b3_h128k1_full_paged64_mla seed=3",
+            "forward bf16_d576v512_q2_s200_b3_h64k1_causal_br_paged64_mla_kv8_descaletile seed=4",
+            "forward bf16_d128_q130_s200_b2_h4k1_causal_br_paged64_kv8_descalehead seed=5",
+            "forward bf16_d128_q1_s200_b3_h32k8_full_paged16_kv8 seed=6",
+        ),
+    )
+)
+
 # Long enough for multicast.
 LONG = Case("forward", parse(f"bf16_d128_s{MULTICAST_LENGTH}_b1_h1_causal"), seed=1)
 
@@ -72,8 +88,8 @@ def cases() -> list[Case]:
 
 
 def launches(kernels: check.Kernels) -> Iterator[tuple[str, device_memory.GuardedLaunch | serving_cases.RowLaunch]]:
-    """Yields a name and the bound kernels of each case in every family of this GPU, of each decode case, of each shown
-    component GEMM, and of each shown append and merge."""
+    """Yields a name and the bound kernels of each case in every family of this GPU, of decode, of codes, of caches, of
+    each shown component GEMM, and of each shown append and merge."""
     for case in cases():
         arrays = case.arrays()
         logsumexp = np.zeros(case.shape.logsumexp, np.float32) + 9
@@ -81,11 +97,12 @@ def launches(kernels: check.Kernels) -> Iterator[tuple[str, device_memory.Guarde
         for family in check.families(case):
             of_family = check.only_family(kernels, family, case.direction)
             yield f"{case.line} {family}", device_memory.guarded_launch(case.problem(), operands, of_family)
-    for case in decode_cases.SHOWN:
-        if case.spec.batch == 1:
-            yield case.line, device_memory.guarded_launch(case.problem(), case.arrays(), kernels)
+    decode = (case for case in decode_cases.SHOWN if case.spec.batch == 1)
+    targets = planner.targets_of(driver.device(0).compute_capability)
+    for case in (*decode, *(CODES_AND_CACHES if "sm_90a" in targets else ())):
+        yield case.line, device_memory.guarded_launch(case.problem(), case.arrays(), kernels)
     for component_gemm in component_gemms.SHOWN_COMPONENT_GEMMS:
-        if component_gemm.arch in planner.targets_of(driver.device(0).compute_capability):
+        if component_gemm.arch in targets:
             plan = component_gemm.plan(COMPONENT_GEMM_TILES)
             operands = component_gemms.operands(plan, "gaussian", 1)
             yield str(component_gemm), device_memory.guarded_component_gemm(plan, operands, kernels)
