@@ -458,12 +458,14 @@ def test_no_launches_are_no_test(
 
 
 def test_every_shown_kernel_is_sanitized(driver_log: FakeDriver) -> None:
-    found = set()
+    found, variants = set(), set()
     with driver.device(0).current():
         for _, guarded in sanitize.launches(fakes.artifact):
             with guarded:
                 found.add(record.name_of(guarded.bound.plan.build))
+                variants.add(guarded.bound.plan.build.variant)
     assert set(SHOWN) - found == set()
+    assert {"wide", "e4m3", "mla", "e4m3_cache", "persistent"} <= variants
 
 
 def test_strict_says_which_kernels_have_a_line(tmp_path: Path) -> None:
