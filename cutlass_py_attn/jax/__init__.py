@@ -588,9 +588,7 @@ class _SharedOptions(TypedDict, total=False):
     backend: str
 
 
-_native = native_library.choice().library
+_native = None if (_library := native_library.choice().library) is None else native.NativeHandler(_library)
 handler.register(
-    jax.ffi.register_ffi_target,
-    jax.ffi.pycapsule,
-    None if _native is None else native.NativeHandler(_native).function,
-)
+    jax.ffi.register_ffi_target, jax.ffi.pycapsule, None if _native is None else _native.function
+)  # the C function calls functions in Python that live as long as _native
