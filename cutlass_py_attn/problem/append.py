@@ -18,7 +18,7 @@ from cutlass_py_attn.problem.overlap import overlaps_itself
 from cutlass_py_attn.problem.quantization import CACHE_SCALES, SCALE_COLUMNS
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.tensors import E4M3, E4M3_BYTES, F32_BYTES, ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.problem.validation import MAX_BYTES
+from cutlass_py_attn.problem.validation import MAX_BYTES, stride_objections
 
 MAX_HEAD_DIM: Final = 1024  # a few threads hold a whole row
 MAX_ROWS: Final = 2**31 - 2**10  # rows of key, which the kernel counts in 32 bits up to the end of the last block
@@ -159,6 +159,7 @@ def _ranks(problem: AppendProblem) -> Iterator[str]:
         shape = getattr(problem, name).shape
         if len(shape) != axes.count(",") + (name != "slots"):
             yield f"{name} has shape {shape}: must be {axes}; reshape it"
+    yield from stride_objections(problem.tensors())
 
 
 def _dtypes(problem: AppendProblem) -> Iterator[str]:

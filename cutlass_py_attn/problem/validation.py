@@ -5,7 +5,7 @@ The conditions of a score term are in its own file, score_terms/<term>.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
@@ -154,8 +154,13 @@ def _rank_objections(problem: Problem) -> Iterator[str]:
                 f"{name} has shape {tensor.shape} and strides {tensor.strides}: must be 4-D "
                 f"{axes}; add the missing axes with size 1"
             )
-    vectors = (item for term in registry.terms() for item in term.vectors(problem).items())
-    for name, tensor in vectors:
+    for term in registry.terms():
+        yield from stride_objections(term.vectors(problem))
+
+
+def stride_objections(tensors: Mapping[str, Any]) -> Iterator[str]:
+    """Yields which of these tensors have another number of strides than of axes; None stands for no tensor."""
+    for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and len(tensor.shape) != len(tensor.strides):
             given = f"{name} has shape {tensor.shape} and strides {tensor.strides}"
             yield f"{given}: must have a stride for each axis; add the missing strides, or leave some out"

@@ -211,6 +211,12 @@ def test_refused() -> None:
         plan_append(replace(appended(), key=None), "sm_90")  # type: ignore[arg-type]
     with pytest.raises(NotSupported, match=r"batch \* num_queries \* num_heads = 2147483648: must be at most"):
         plan_merge(MergeProblem.dense((2**16, 2**11, 16, 8), "float16"), "sm_90")
+    short = r"has shape \(.*\) and strides \(.*\): must have a stride for each axis; add the missing strides"
+    append, merge = appended(), MergeProblem.dense((1, 8, 2, 8), "float16")
+    with pytest.raises(NotSupported, match=f"key_cache {short}"):
+        plan_append(replace(append, key_cache=replace(append.key_cache, strides=(8, 1))), "sm_90")
+    with pytest.raises(NotSupported, match=f"output_b {short}"):
+        plan_merge(replace(merge, output_b=replace(merge.output_b, strides=(8, 1))), "sm_90")
 
 
 def test_the_catalogue_has_row_kernels_on_portable_targets() -> None:
