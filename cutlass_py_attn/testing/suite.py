@@ -262,6 +262,15 @@ SPLIT_ROWS: Final = _cases(
     )
 )
 
+# The problems of the programs that both handlers of JAX run (tests/gpu/hosts/test_jax_native.py).
+JAX_HANDLERS: Final = _cases(
+    *(
+        f"{direction} {name}_deterministic"
+        for direction in DIRECTIONS
+        for name in ("bf16_d128_s203_b2_h4_causal", "bf16_d128_n90,110_h4_causal")
+    )
+)
+
 # A quarter of a million tokens, whose sampled rows are compared (tests/gpu/long/test_long.py).
 LONG: Final = _cases(
     "backward bf16_d128_s262144_b1_h2_causal seed=1",
@@ -399,6 +408,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *SPECULATIVE,
         *SHARED_END,
         *SPLIT_ROWS,
+        *JAX_HANDLERS,
     )
     parts = (
         covering_cases.builds(arch),

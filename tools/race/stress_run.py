@@ -52,7 +52,7 @@ FURTHER: Final = 1.5  # factor of the last checked distance from which a launch 
 HEAD_AXES: Final = {
     **dict.fromkeys(("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value"), 2),
     "key_rope": 2,
-    **{"logsumexp": 1, "bias": 1, "alibi_slopes": 0, "sinks": 0},
+    **{"logsumexp": 1, "bias": 1, "grad_bias": 1, "alibi_slopes": 0, "sinks": 0, "grad_sinks": 0},
 }
 
 _LENGTHS: Final = "n260x520,0x70,129,300x10"
@@ -98,12 +98,13 @@ FEATURES: Final = tuple(
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A problem of one kernel. launch: binds kernels to guarded buffers; ratios: error / allowed of each result; free:
-    results that need not repeat."""
+    results that need not repeat; extents: elements of each operand with gaps, from the first to the last."""
 
     line: str
     launch: Callable[[check.Kernels], device_memory.GuardedLaunch]
     ratios: Callable[[dict[str, Array]], dict[str, float]]
     free: frozenset[str] = frozenset()
+    extents: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -242,6 +243,8 @@ def _exponent(base: Case, name: str, number: int) -> int:
         "grad_value": grad,
         "grad_query": grad + value - query,
         "grad_key": grad + value + query,
+        "grad_bias": grad + value,
+        "grad_sinks": grad + value,
     }.get(name.removesuffix("_scale"), 0)
 
 
@@ -287,7 +290,19 @@ def fused(base: Case, times: int, build: Build) -> Workload:
         lambda chosen: guarded_check.guarded_case(case, expected, chosen),
         lambda found: guarded_check.ratios(case, expected, found),
         frozenset(unordered(build)),
+        _extents(case.problem()),
     )
+
+
+def _extents(problem: Problem) -> dict[str, int]:
+    """Returns the extents of a workload. The values of a latent cache have gaps: they are the first columns of its
+    keys."""
+    operands = {name: getattr(problem, name) for name in OPERANDS}
+    return {
+        name: 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
+        for name, tensor in operands.items()
+        if not tensor.is_contiguous
+    }
 
 
 def _component_gemm(artifact: Artifact, gpu: driver.Device) -> Workload:
@@ -313,7 +328,10 @@ class Repeater:
         self.guarded = guarded
         self._workload, self._tools = workload, tools
         self._stream, self._noise_stream = streams
-        self._sizes = {name: buffer.read().nbytes for name, buffer in guarded.buffers.items()}
+        found = {name: buffer.read() for name, buffer in guarded.buffers.items()}
+        self._sizes = {
+            name: workload.extents.get(name, array.size) * array.itemsize for name, array in found.items()
+        }  # bytes, with the gaps
         self._operands: dict[str, int] = {}  # addresses of the copies
         self._expected: dict[str, tuple[int, Array]] = {}
         self._farthest = dict.fromkeys(workload.free, 0.0)
@@ -330,7 +348,7 @@ class Repeater:
         """Copies operands and expected results to the device, until the stack closes."""
         for name, buffer in self.guarded.buffers.items():
             if not buffer.is_output:
-                self._operands[name] = stack.enter_context(_on_device(buffer.read()))
+                self._operands[name] = stack.enter_context(_on_device(_bytes_at(buffer.address, self._sizes[name])))
         for name, values in expected.items():
             self._expected[name] = stack.enter_context(_on_device(values)), values
 
@@ -445,6 +463,14 @@ def _fill_with_ones(address: int, size: int, stream: int) -> None:
     """Sets every bit: NaN in every float type, and not zero in any counter."""
     if size:
         driver.memset_words(address, size, device_memory.ALL_ONES, size // 4, 1, stream)
+
+
+def _bytes_at(address: int, size: int) -> Array:
+    """Returns the bytes at an address on the device."""
+    found = np.empty(size, np.uint8)
+    driver.copy_to_host(found.ctypes.data, address, size, 0)
+    driver.synchronise(0)
+    return found
 
 
 @contextmanager

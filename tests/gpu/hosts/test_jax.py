@@ -10,18 +10,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.problem.masks import Causal
-from cutlass_py_attn.reference import quantization
 from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.testing import guarded_check
+from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
 
 SHAPE = 2, 203, 3, 128
 ALLOWED = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-5}  # relative, of the whole array
+LATENT_CACHES = {
+    "dense": Case.parse("forward bf16_d576v512_q1_s192_b3_h16k1_full_scale0.07_mla_kv8_descaletile"),
+    "pages": Case.parse(
+        "forward bf16_d576v512_n1x192u192,1x192u0,1x192u77_h16k1_full_scale0.07_paged16_mla_kv8_descaletile"
+    ),
+}
 LOADER = """
 import sys, jax, numpy, cutlass_py_attn.jax
 program = jax.export.deserialize(open(sys.argv[1], "rb").read())
@@ -93,30 +99,34 @@ def test_programs_that_xla_records_give_the_same_bits(jax: Any, attend: Callable
     assert all(bool((found == first).all()) for found in kept)
 
 
-@pytest.mark.parametrize("has_pages", [False, True], ids=["dense", "pages"])
-def test_a_latent_cache_of_codes(jax: Any, kernels: Kernels, gpu: driver.Device, has_pages: bool) -> None:
-    """By the kernel of sm_90a, in a compiled program whose table and lengths are operands."""
+def latent_results(jax: Any, case: Case, arrays: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Returns output and logsumexp of a latent cache of codes, by a compiled program whose table and lengths are
+    operands."""
+    module = importlib.import_module("cutlass_py_attn.jax")
+    names = {"cache": "key", "cache_scale": "key_scale", "cache_rope": "key_rope"}
+    cache = {name: arrays[given] for name, given in names.items()}
+    pages = [arrays[name] for name in ("page_table", "seqused_k") if name in arrays]
+
+    def attend(query: Any, cache: dict[str, Any], pages: list[Any]) -> Any:
+        sequences = Paged(*pages) if pages else None
+        given = {**cache, "scale": case.spec.scale, "sequences": sequences, "return_logsumexp": True, **options}
+        return module.mla_attention(query, **given)
+
+    output, logsumexp = jax.jit(attend)(*jax.device_put((arrays["query"], cache, pages)))
+    padded = np.full(case.shape.logsumexp, np.inf, np.float32)
+    padded[..., : logsumexp.shape[2]] = logsumexp
+    return {"output": np.asarray(output), "logsumexp": padded}
+
+
+@pytest.mark.parametrize("case", LATENT_CACHES.values(), ids=LATENT_CACHES)
+def test_a_latent_cache_of_codes(jax: Any, kernels: Kernels, gpu: driver.Device, case: Case) -> None:
+    """By the kernel of sm_90a, which rounds every product of a code and its scale to bfloat16."""
     if gpu.compute_capability != (9, 0):
         pytest.skip(f"{gpu.name} does not run the kernel of latent caches of e4m3 codes")
-    module = importlib.import_module("cutlass_py_attn.jax")
-    rng = np.random.default_rng(0)
-    query, latent = (rng.standard_normal(shape, np.float32) for shape in ((3, 1, 16, 576), (36, 16, 1, 576)))
-    codes, scale = quantization.quantise_latent(latent[..., :512])
-    cache = {"cache": codes, "cache_scale": scale, "cache_rope": latent[..., 512:].astype(ml_dtypes.bfloat16)}
-    if not has_pages:
-        cache = {name: array.reshape(3, 192, 1, -1) for name, array in cache.items()}
-    table, lengths = rng.permutation(36).reshape(3, 12).astype(np.int32), np.array([192, 0, 77], np.int32)
-
-    def attend(backend: str, query: Any, cache: dict[str, Any], table: Any, lengths: Any) -> Any:
-        sequences = Paged(table, lengths) if has_pages else None
-        options = {"scale": 192**-0.5, "sequences": sequences, "backend": backend, "kernels": kernels}
-        return module.mla_attention(query, **cache, return_logsumexp=True, **options)
-
-    given = jax.device_put((query.astype(ml_dtypes.bfloat16), cache, table, lengths))
-    output, logsumexp = jax.jit(functools.partial(attend, "gpu"))(*given)
-    expected = attend("reference", *given)
-    assert difference(output, expected[0]) < ALLOWED["bfloat16"]
-    np.testing.assert_allclose(logsumexp, expected[1], atol=1e-3)
+    expected = guarded_check.expect(case)
+    found = latent_results(jax, case, expected.arrays, backend="gpu", kernels=kernels)
+    ratios = guarded_check.ratios(case, expected, found)
+    assert max(ratios.values()) <= 1, ratios
 
 
 @pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
