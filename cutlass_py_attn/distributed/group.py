@@ -16,6 +16,7 @@ from cutlass_py_attn.distributed.communicator import (
     Message,
     PeerLost,
     not_in_time,
+    pause,
     timeout_objections,
 )
 from cutlass_py_attn.distributed.views import View
@@ -24,7 +25,6 @@ from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.runtime import driver
 
 _METHODS: Final = ("exchange", "failure", "abort", "close")
-_SHORTEST_WAIT, _LONGEST_WAIT = 2e-5, 1e-3  # seconds between two looks at an event
 _DRAIN_SECONDS: Final = 5.0  # that an abort waits for the exchanges which it ends
 
 
@@ -156,16 +156,15 @@ class Group:
                 driver.destroy_event(event)
 
     def _wait_for(self, event: int) -> None:
-        limit, wait = time.monotonic() + self.timeout, _SHORTEST_WAIT
+        start = time.monotonic()
         while not driver.has_passed(event):
             if reason := self.communicator.failure():
                 self.abort()
                 raise PeerLost(f"{reason}: the group is aborted; restart all ranks")
-            if time.monotonic() > limit:
+            if time.monotonic() - start > self.timeout:
                 self.abort()
                 raise not_in_time(self.communicator, f"{self.timeout:g} s", "group")
-            time.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT)
+            pause(start)
 
     def abort(self) -> None:
         """Ends the exchanges that wait for other ranks. Every later call raises PeerLost."""
@@ -196,9 +195,9 @@ class Group:
         if self._stream is None or self.device is None:
             return
         with contextlib.suppress(AttentionError), driver.device(self.device).current():
-            event, limit = driver.record_event(self._stream), time.monotonic() + _DRAIN_SECONDS
-            while not driver.has_passed(event) and time.monotonic() < limit:
-                time.sleep(_LONGEST_WAIT)
+            event, start = driver.record_event(self._stream), time.monotonic()
+            while not driver.has_passed(event) and time.monotonic() - start < _DRAIN_SECONDS:
+                pause(start)
             driver.destroy_event(event)
 
     def _drop_stream(self) -> None:
