@@ -12,6 +12,7 @@ from tools.bench import bench_context
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jax.config.update("jax_num_cpu_devices", 8)  # as in tests/compile/test_jax.py, which may share the process
+jax.config.update("jax_disable_most_optimizations", True)  # XLA compiles in half the time
 
 from cutlass_py_attn import Causal  # noqa: E402
 from cutlass_py_attn.jax import attention, primitive  # noqa: E402
