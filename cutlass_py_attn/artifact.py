@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,17 @@ def artifact_from_files(description: bytes, ptx: bytes, cubin: bytes) -> Artifac
     return artifact
 
 
+def artifact_of(build: Build, kernels: Callable[[Build], object]) -> Artifact:
+    """Returns the artifact that `kernels` returns for a build; NotSupported if that is something else."""
+    found = kernels(build)
+    if not isinstance(found, Artifact):
+        raise NotSupported(
+            f"kernels({build.symbol}) = {shown(found)}: must be an Artifact; pass a function that returns what "
+            "`compile` does, such as Folder(path)"
+        )
+    return found
+
+
 def _texts(description: _Description) -> Iterator[str]:
     yield from (description.toolchain, description.allocation, description.abi)
     for kernel in description.kernels:
@@ -244,7 +255,7 @@ class Folder:
             raise NotSupported(f"artifact = {shown(artifact)}: must be an Artifact; pass what `compile` returns")
         try:
             (self.path / artifact.build.arch).mkdir(parents=True, exist_ok=True)
-            with _lock(self.path / artifact.build.arch):
+            with locked(self.path / artifact.build.arch):
                 for name, data in artifact.files().items():
                     _write(self.path / name, data)
         except PermissionError as error:
@@ -255,18 +266,35 @@ class Folder:
     def _descriptions(self) -> list[Path]:
         """Returns the path of every description, sorted."""
         try:
-            folders = [path for path in self.path.iterdir() if path.is_dir()] if self.path.exists() else []
-            return sorted(path for folder in folders for path in folder.iterdir() if path.suffix == ".json")
+            return sorted(path for folder in self._folders() for path in folder.iterdir() if path.suffix == ".json")
         except PermissionError as error:
             raise _unusable(Path(error.filename), error, "") from error
+
+    def _folders(self) -> list[Path]:
+        """Returns the folders of all targets; PermissionError, which Path.is_dir hides from Python 3.14 on."""
+        try:
+            with os.scandir(self.path) as entries:
+                return [self.path / entry.name for entry in entries if entry.is_dir()]
+        except FileNotFoundError:
+            return []
 
 
 def _read(description: Path) -> Artifact:
     """Returns the artifact of a description and the two files beside it.
 
-    FileNotFoundError: there is no description. Other OSErrors: a file cannot be read. ValueError: they are damaged, of
-    another version, or of another kernel than their name says.
+    Files that differ from each other are read again when no process writes to the folder. FileNotFoundError: there is
+    no description. Other OSErrors: a file cannot be read. ValueError: they are damaged, of another version, or of
+    another kernel than their name says.
     """
+    try:
+        return _from_files(description)
+    except ValueError:
+        with locked(description.parent):
+            return _from_files(description)
+
+
+def _from_files(description: Path) -> Artifact:
+    """As `_read`, of the files as they are."""
     text = description.read_bytes()
     try:
         ptx, cubin = (description.with_name(f"{description.stem}.{kind}").read_bytes() for kind in ("ptx", "cubin"))
@@ -294,15 +322,17 @@ def unreadable(path: str | os.PathLike[str]) -> NoPermission:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Context manager that one process at a time enters for this folder; the system ends it with the process."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
+def locked(folder: Path) -> Iterator[None]:
+    """Context manager that one process at a time enters for this folder; the system ends it with the process.
+
+    Every process enters if this user cannot read the folder, and on a file system without locks.
+    """
+    with contextlib.ExitStack() as cleanup:
+        with contextlib.suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            cleanup.callback(os.close, handle)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(handle)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cutlass_py_attn import Causal, attention_backward, attention_forward, distributed
+from cutlass_py_attn import Causal, Folder, attention_backward, attention_forward, distributed
 from cutlass_py_attn.distributed import simulated
 
 TOKENS, HEADS, HEADS_KEY, HEAD_DIM = 128, 8, 2, 64
@@ -68,6 +68,7 @@ def main() -> None:
     )
     parser.add_argument("--device", type=int, default=0, help="this rank's GPU")
     parser.add_argument("--simulated", type=int, metavar="RANKS", help="run as many threads on the CPU")
+    parser.add_argument("--kernels", help="folder of prebuilt kernels; without it they are compiled")
     given = parser.parse_args()
     if given.simulated:
 
@@ -78,8 +79,10 @@ def main() -> None:
         return
     import cupy
 
+    kernels = Folder(given.kernels) if given.kernels else None
+
     def on_gpu(group: distributed.Group, strategy: str) -> float:
-        return step(group, strategy, cupy, np.float16)
+        return step(group, strategy, cupy, np.float16, kernels=kernels)
 
     with distributed.connect(given.rank, given.size, given.address, device=given.device) as group:
         cupy.cuda.Device(given.device).use()

@@ -91,7 +91,7 @@ def attention_forward(
     They may be e4m3 codes (float8_e4m3fn, or uint8 for their bytes), with query_scale, key_scale and value_scale. All
     three on sm_90a, with head dims that are multiples of 16 up to 256; the output is then bfloat16, or float16 in a
     float16 `out`. Or key and value alone, an e4m3 cache, beside a query of 16 bits: the decode kernels read it with up
-    to 128 queries of a group of heads, in float16, in which a query beyond 65504 overflows; the sm80 kernels with more.
+    to 128 queries of a group of heads, in float16, in which a query beyond 65504 overflows; the forwards with more.
 
     Returns output (batch, num_queries, num_heads, head_dim_value) in the operands' dtype, and logsumexp
     (batch, num_heads, ceil32(num_queries)) float32, both in the library of query. logsumexp is a natural logarithm;
@@ -133,6 +133,8 @@ def mla_attention_forward(
     cache: Any,
     *,
     head_dim_value: int = MLA_HEAD_DIM_VALUE,
+    cache_scale: Any = None,
+    cache_rope: Any = None,
     mask: Mask = Full(),  # noqa: B008
     scale: float | None = None,
     sequences: VariableLength | Paged | None = None,
@@ -150,6 +152,11 @@ def mla_attention_forward(
     head_dim_value: 512 in DeepSeek's models, whose head_dim is 576.
     The options are keywords; `MlaOptions` describes each. The scale is usually not that of 576 columns, but
     1 / sqrt(192), that of the query before its absorption: pass it.
+
+    The cache may be e4m3 codes (float8_e4m3fn, or uint8 for their bytes) of the columns of the value, with their scales
+    in cache_scale and the other columns in cache_rope. Each of the three has strides of its own, so that they may be
+    views of packed rows. A number is code times scale, rounded to the dtype of query, float16 or bfloat16. Only the
+    kernel of sm_90a reads such a cache, with head dims 576 and 512. `append_to_cache` writes it.
 
     With head dims 576 and 512 of 16-bit operands, sm_90a has a kernel that shares the keys of all sequences among all
     multiprocessors. Other head dims and targets are computed by the kernels of `attention_forward`.

@@ -16,7 +16,7 @@ from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
+from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, OPERANDS
 from cutlass_py_attn.reference import numpy_reference, paged, quantization
 from cutlass_py_attn.runtime import arrays, output_checks
 from cutlass_py_attn.score_terms.dropout import keeper
@@ -26,6 +26,9 @@ from cutlass_py_attn.score_terms.dropout import keeper
 def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
     """Returns output in the dtype of query, and logsumexp in float32."""
     problem = _problem("forward", operands, options)
+    if problem.key_rope is not None:
+        latent = (operands[name] for name in ("key", "key_scale", KEY_ROPE))
+        operands = {**operands, "key": quantization.dequantise_latent(*latent)}
     if options.head_dim_value is not None:
         operands = {**operands, "value": operands["key"][..., : options.head_dim_value]}
     terms: dict[str, Any] = {"mask": problem.mask, "scale": problem.scale_value}
@@ -39,7 +42,8 @@ def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
             max_seqlen_q=given.max_seqlen_q or 0,
             page_indptr=given.page_indptr,
         )
-        scales = (options.key_scale, options.value_scale) if problem.has_e4m3_cache else None
+        has_codes = operands["key"].dtype.name in E4M3
+        scales = (options.key_scale, options.value_scale) if has_codes else None
         query, key, value = (operands[name] for name in OPERANDS)
         output, logsumexp = paged.forward(query, key, value, table, scales=scales, **terms)
     else:

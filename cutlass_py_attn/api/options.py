@@ -19,7 +19,7 @@ from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.scalars import PACKED, SCALARS, Scalar, integer_of, is_on_host, shown, with_python_numbers
-from cutlass_py_attn.problem.tensors import OPERANDS, Sequences
+from cutlass_py_attn.problem.tensors import KEY_ROPE, OPERANDS, Sequences
 from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -183,9 +183,15 @@ class MlaOptions(TypedDict, total=False):
     """Options of `mla_attention_forward`. Those without a description are the options of `attention_forward`.
 
     head_dim_value: columns of a row of the cache that are its value, from the first on.
+    cache_scale: float32 (..., num_heads_key, 4), of a cache of e4m3 codes: a scale of each 128 columns of a row, which
+        is what a code of 1 is worth. None for a cache of numbers.
+    cache_rope: (..., num_heads_key, 64) in the dtype of query, of a cache of e4m3 codes: the columns of a row behind
+        its codes. None for a cache of numbers, which has them itself.
     """
 
     head_dim_value: int
+    cache_scale: Any
+    cache_rope: Any
     mask: Mask
     scale: float | None
     sequences: VariableLength | Paged | None
@@ -245,6 +251,8 @@ class Options:
     query_scale: Any = None
     key_scale: Any = None
     value_scale: Any = None
+    cache_scale: Any = None
+    cache_rope: Any = None
 
     @property
     def dropout_p(self) -> float:
@@ -267,6 +275,8 @@ class Options:
         """Returns the arrays among the options by their names in a Problem."""
         found = {name: value for name in registry.array_options() if (value := getattr(self, name)) is not None}
         found |= {name: value for name in SCALES if (value := getattr(self, name)) is not None}
+        of_cache = {"key_scale": self.cache_scale, KEY_ROPE: self.cache_rope}
+        found |= {name: value for name, value in of_cache.items() if value is not None}
         found |= self.score_terms
         if self.grad_logsumexp is not None:
             found["grad_logsumexp"] = self.grad_logsumexp
@@ -494,16 +504,6 @@ def _is_array(value: object) -> bool:
         return any(hasattr(value, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__"))
     except Exception:  # an attribute that raises whatever it likes
         return False
-
-
-def checked_artifact(build: Build, found: object) -> Artifact:
-    """Returns what the caller's `kernels` returned for a build; NotSupported if that is no Artifact."""
-    if not isinstance(found, Artifact):
-        raise NotSupported(
-            f"kernels({build.symbol}) = {shown(found)}: must be an Artifact; pass a function that returns what "
-            "`compile` does, such as Folder(path)"
-        )
-    return found
 
 
 def _kernels_reasons(kernels: object) -> list[str]:

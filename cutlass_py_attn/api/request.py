@@ -20,7 +20,7 @@ from cutlass_py_attn.problem.validation import logsumexp_objections
 from cutlass_py_attn.runtime import arrays
 from cutlass_py_attn.score_terms import registry
 
-_KEY: Final = re.compile(r"\bkey\b")
+_KEY: Final = re.compile(r"\bkey(?=\b|_scale\b|_rope\b)")
 
 
 def problem_of(

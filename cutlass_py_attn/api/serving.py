@@ -51,13 +51,15 @@ def append_to_cache(
     key: (tokens, num_heads_key, head_dim) float16, bfloat16 or float32.
     value: (tokens, num_heads_key, head_dim_value), of the same dtype.
     key_cache: (num_pages, page_size, num_heads_key, head_dim).
-    value_cache: (num_pages, page_size, num_heads_key, head_dim_value), of the same dtype.
+    value_cache: (num_pages, page_size, num_heads_key, head_dim_value), of the same dtype; of a latent cache in that of
+        value.
     slots: (tokens,) int64: token t is stored in row slots[t] % page_size of page slots[t] // page_size. A token whose
         slot is negative, or beyond the cache, is skipped. Slots that are stored must differ: of two tokens with one
         slot, either may win.
     key_scale, value_scale: for an e4m3 cache alone, both; float32. () or (1,), one scale; (num_heads_key,), one of each
         head: a row is multiplied by 1 / scale and rounded. (num_pages, page_size, num_heads_key): the scale of each
-        stored row, its largest magnitude / 448, is computed and written there.
+        stored row, its largest magnitude / 448, is computed and written there. For a latent cache key_scale alone:
+        (num_pages, page_size, num_heads_key, ceil(head_dim / 128)), the computed scale of each 128 columns of a row.
     stream, backend, kernels: as in `attention_forward`; "reference" computes on the CPU in NumPy.
 
     A cache has the dtype of key, whose bits are stored, or float8_e4m3fn, or uint8 for the bytes of e4m3 numbers. Its
@@ -65,8 +67,12 @@ def append_to_cache(
     pool is passed with its axes exchanged, and key and value may be parts of one pool. All arrays are of one device, or
     NumPy arrays. No value is read on the host, so that a CUDA graph may hold the call.
 
-    e4m3 rounds to nearest even. Magnitudes beyond 448, infinities too, become 448; NaN becomes 0x7F. A row's computed
-    scale ignores NaN, counts an infinity as float32's largest number, and is at least 2**-100 / 448.
+    A latent cache (MLA) of e4m3 codes, as `mla_attention_forward` reads it, has codes in key_cache and the columns of
+    the rotary embedding, in the dtype of value, in value_cache. key has the compressed rows and value those columns,
+    whose bits are stored. Caches and scales may be views of one pool of packed rows.
+
+    e4m3 rounds to nearest even. Magnitudes beyond 448, infinities too, become 448; NaN becomes 0x7F. A computed scale
+    ignores NaN, counts an infinity as float32's largest number, and is at least 2**-100 / 448.
 
     NotSupported lists every reason before a kernel is launched, among them read-only caches, and caches or scales that
     share memory with each other or another operand. NoDevice: there is no GPU. CompileError, Stale: there is no kernel.
@@ -214,7 +220,7 @@ class _Append(_Call):
         return AppendProblem(**tensors)
 
     def outputs(self, found: Mapping[str, arrays.Array]) -> tuple[str, ...]:
-        return (*CACHES, *(name for name in SCALES if name in found and len(found[name].shape) == 3))
+        return (*CACHES, *(name for name in SCALES if name in found and len(found[name].shape) > 2))
 
     def new_outputs(self, found: Mapping[str, arrays.Array]) -> dict[str, Tensor]:
         return {}

@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
 from cutlass_py_attn.problem.spec import ProblemSpec
-from cutlass_py_attn.problem.tensors import DIRECTIONS, OPERAND_BYTES
+from cutlass_py_attn.problem.tensors import DIRECTIONS, F32_BYTES, OPERAND_BYTES
 from cutlass_py_attn.suggestions import did_you_mean
 
 
@@ -35,9 +38,23 @@ def bytes_read_once(spec: ProblemSpec) -> int:
     if not _is_decode(spec):
         return 0
     problem = spec.problem("forward")
+    if spec.has_rope:  # codes, their scales, and columns of 16 bits
+        rows, rope = math.prod(spec.shape.of("key")[:3]), spec.head_dim - spec.head_dim_value
+        item = OPERAND_BYTES[spec.dtype]
+        of_row = spec.head_dim_value + ceil_div(spec.head_dim_value, SCALE_COLUMNS) * F32_BYTES + rope * item
+        return rows * of_row + item * sum(math.prod(spec.shape.of(name)) for name in ("query", "output"))
     names = ("query", "key", "output") if spec.value_in_key else ("query", "key", "value", "output")
     dtypes = {name: getattr(problem, name).dtype for name in names}
     return sum(math.prod(spec.shape.of(name)) * OPERAND_BYTES[dtype] for name, dtype in dtypes.items())
+
+
+def flops(spec: ProblemSpec, direction: str) -> int:
+    """`ProblemSpec.flops` of the keys that each sequence uses: the space behind them takes no work."""
+    used = tuple(
+        replace(each, num_keys=each.num_keys if each.used_keys is None else each.used_keys, used_keys=None)
+        for each in spec.sequences
+    )
+    return replace(spec, sequences=used).flops(direction)
 
 
 def _is_decode(spec: ProblemSpec) -> bool:
@@ -56,10 +73,15 @@ def plain_cases() -> tuple[str, ...]:
 
 _CAUSAL: Final = "bf16_d128_s8192_b4_h16_causal"
 _FULL_4096: Final = "bf16_d128_s4096_b4_h16_full"
+_DECODE: Final = "bf16_d128_q1_s8192_b64_h32k8_full"
+_CHUNK: Final = "bf16_d128_q2048_s16384_b2_h32k8_causal_br"  # of long prompts
+_LATENT: Final = "bf16_d576v512_q1_s8192_b64_h128k1_full_paged64_mla"
 # Every other case, with the baseline whose rate in the same run its rate is divided by; "" for none.
 FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d256_s8192_b4_h8_full": "",
     "bf16_d256_s8192_b4_h8_causal": "",
+    "bf16_d320_s8192_b1_h16_full": "",
+    "bf16_d384_s8192_b1_h16_full": "",
     "bf16_d512_s4096_b2_h8_full": "",
     "bf16_d512_s8192_b1_h16_full": "",
     "bf16_d512_s8192_b1_h16_causal": "",
@@ -95,7 +117,7 @@ FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d128_s8192_b4_h16_full_deterministic": "bf16_d128_s8192_b4_h16_full",
     f"{_CAUSAL}_deterministic": _CAUSAL,
     "bf16_d64_s8192_b4_h32_causal_deterministic": "bf16_d64_s8192_b4_h32_causal",
-    "bf16_d128_q1_s8192_b64_h32k8_full": "",
+    _DECODE: "",
     "bf16_d128_q1_s8192_b8_h32k8_full": "",
     "bf16_d128_q1_s8192_b1_h32k8_full": "",
     "bf16_d128_q1_s131072_b1_h32k8_full": "",
@@ -104,16 +126,30 @@ FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d64_q1_s8192_b64_h32k8_full": "",
     "bf16_d256_q1_s8192_b32_h32k8_full": "",
     "f32_d128_q1_s8192_b16_h32k8_full": "",
-    "bf16_d128_q1_s8192_b64_h32k8_full_paged16": "",
-    "bf16_d128_q1_s8192_b64_h32k8_full_paged16_kv8": "",
+    f"{_DECODE}_paged16": _DECODE,
+    f"{_DECODE}_paged1": f"{_DECODE}_paged16",
+    f"{_DECODE}_paged16_kv8": f"{_DECODE}_paged16",
+    "bf16_d128_q1_s8192_b8_h32k8_full_paged16": "bf16_d128_q1_s8192_b8_h32k8_full",
+    "bf16_d128_q1_s8192_b1_h32k8_full_paged16": "bf16_d128_q1_s8192_b1_h32k8_full",
+    f"bf16_d128_n{','.join(['1x131072u8192'] * 8)}_h32k8_full_paged16": "bf16_d128_q1_s8192_b8_h32k8_full_paged16",
     "bf16_d128_q1_s1024_b256_h32k8_full_paged16": "",
-    "bf16_d128_q1_s1024_b256_h32k8_full_paged16_kv8": "",
-    "bf16_d128_q1_s131072_b1_h32k8_full_paged16": "",
-    "bf16_d128_q1_s131072_b1_h32k8_full_paged16_kv8": "",
-    "bf16_d128_q2048_s16384_b2_h32k8_causal_br_paged64": "",
+    "bf16_d128_q1_s1024_b256_h32k8_full_paged16_kv8": "bf16_d128_q1_s1024_b256_h32k8_full_paged16",
+    "bf16_d128_q1_s131072_b1_h32k8_full_paged16": "bf16_d128_q1_s131072_b1_h32k8_full",
+    "bf16_d128_q1_s131072_b1_h32k8_full_paged16_kv8": "bf16_d128_q1_s131072_b1_h32k8_full_paged16",
+    "bf16_d128_q4_s8192_b64_h32k8_causal_br_paged16": "",
+    "bf16_d128_q8_s8192_b64_h32k8_causal_br_paged16": "",
+    "bf16_d128_q16_s8192_b64_h32k8_causal_br_paged16": "",
+    _CHUNK: "",
+    f"{_CHUNK}_paged128": _CHUNK,
+    f"{_CHUNK}_paged64": _CHUNK,
+    f"{_CHUNK}_paged16": _CHUNK,
+    f"{_CHUNK}_paged64_kv8": f"{_CHUNK}_paged64",
     "bf16_d576v512_q1_s8192_b64_h128k1_full_mla": "",
-    "bf16_d576v512_q1_s8192_b64_h128k1_full_paged64_mla": "",
+    _LATENT: "",
+    f"{_LATENT}_kv8_descaletile": _LATENT,
+    "bf16_d576v512_q1_s8192_b64_h16k1_full_mla": "",
     "bf16_d576v512_q1_s4096_b132_h64k1_full_mla": "",
+    "bf16_d576v512_q1_s4096_b132_h64k1_full_mla_kv8_descaletile": "bf16_d576v512_q1_s4096_b132_h64k1_full_mla",
 }
 
 

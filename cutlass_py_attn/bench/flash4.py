@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
-from cutlass_py_attn.problem.tensors import OPERANDS
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERANDS
 
 DISTRIBUTION: Final = "flash-attn-4"
 INTERFACE: Final = "flash_attn.cute.interface"
@@ -82,15 +82,18 @@ def version() -> str:
 
 
 def takes(case: ProblemSpec) -> bool:
-    """Whether its functions have an argument for everything in the case; a call shows whether it has the kernel.
+    """Whether `prepare` has an argument for everything in the case; a call shows whether the package has the kernel.
 
-    Its masks end in the bottom-right corner, as ours do in square problems.
+    Its masks end in the bottom-right corner, as ours do in square problems. Caches are not passed: no page table, no
+    keys that contain the values, no codes beside a query of 16 bits. Nor are operands of e4m3 codes.
     """
     has_other_term = bool(case.bias or case.alibi or case.dropout_p)
     lengths = case.sequences or (case,)
     is_square = all(each.num_queries == each.num_keys for each in lengths)
     has_its_mask = is_square or case.mask.form == "full" or case.mask.bottom_right
-    return not has_other_term and has_its_mask and not case.has_used_keys
+    is_cache = bool(case.page_size or case.value_in_key or case.e4m3_cache)
+    is_unknown = has_other_term or is_cache or case.dtype == FLOAT8 or case.has_used_keys
+    return not is_unknown and has_its_mask
 
 
 def prepare(torch: Any, case: ProblemSpec, given: Mapping[str, Any]) -> Flash4Call:

@@ -37,7 +37,7 @@ from cutlass_py_attn.runtime.binding import Bound, bind_problem
 
 RANDOM_ELEMENTS: Final = 1 << 20  # the inputs repeat this many random values; other values take the same time
 CODE_SCALE: Final = 1.0  # of every e4m3 code
-RANDOM_INPUTS: Final = ("query", "key", "value", "grad_output", "bias", "sinks")
+RANDOM_INPUTS: Final = ("query", "key", "value", "key_rope", "grad_output", "bias", "sinks")
 SUSTAINED: Final = "measure after half a second of replays, at the clock to which their power lowers the GPU"
 PHILOX: Final = {"philox_seed": 1, "philox_offset": 0}
 
@@ -154,7 +154,7 @@ def measure_with(timed: Timed, case: ProblemSpec, kernels: Kernels, calls: int =
         stack.callback(driver.destroy_stream, stream)
         operands = Operands(case, stream)
         for direction in bench_cases.directions(case):
-            flops = case.flops(direction)
+            flops = bench_cases.flops(case, direction)
             bound = bind_problem(case.problem(direction), kernels)
             ours, clock = _ours(bound, operands, stream, timed, calls)
             alone = Row(
@@ -273,7 +273,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         peer = f"{row.peer_tflops:7.1f} {row.ratio:6.2f}" if row.peer_tflops is not None else f"{'':14}"
         baseline = f"{row.baseline_ratio:.2f} {row.baseline}" if row.baseline_ratio is not None else ""
-        rate = f"{row.ours_gb_s:.0f} GB/s" if row.ours_gb_s else baseline
+        rate = f"{row.ours_gb_s:.0f} GB/s  {baseline}" if row.ours_gb_s else baseline
         line = f"{row.case:<46} {row.direction:<9} {row.ours_tflops:7.1f} {peer}  {row.peer or '-':<13}  {rate}"
         lines.append(line.rstrip())
     notes = (

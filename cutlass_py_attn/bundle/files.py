@@ -6,18 +6,18 @@ import contextlib
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from cutlass_py_attn.api.options import checked_artifact
-from cutlass_py_attn.artifact import Artifact, NoPermission, unreadable
+from cutlass_py_attn.artifact import Artifact, NoPermission, artifact_of, locked, unreadable
 from cutlass_py_attn.bundle import header, library, reading
 from cutlass_py_attn.bundle.arguments import export_objections, listed
 from cutlass_py_attn.bundle.dispatch import NEVER, facts_of, family_order, order_key, preferred_when
 from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
 from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
-from cutlass_py_attn.bundle.replacing import locked, objection, replace_folder
+from cutlass_py_attn.bundle.replacing import objection, replace_folder
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, exported_plans, plans
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.plan import planner
@@ -114,7 +114,7 @@ def _export(
     described["files"] |= {file: {"bytes": len(data), "sha256": sha256(data)} for file, data in made.items()}
     files |= {**made, MANIFEST: json.dumps(sealed(described), indent=1).encode()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path):
+    with locked(path.parent):
         replace_folder(path, files, reading.listed_files)
         return load_bundle(folder)
 
@@ -289,10 +289,12 @@ def _term_objections(problems: Sequence[Problem]) -> Iterator[str]:
 def _folder_objections(path: Path) -> Iterator[str]:
     """Yields why an export cannot replace what is at the path."""
     try:
-        with locked(path):
-            if not path.exists():
+        with locked(path.parent):
+            try:
+                mode = path.stat().st_mode  # from Python 3.14 on, Path.exists hides that this user may not ask
+            except (FileNotFoundError, NotADirectoryError):
                 return
-            if not path.is_dir():
+            if not stat.S_ISDIR(mode):
                 yield f"folder {path}: is a file; name a new folder"
             elif reason := objection(path, reading.listed_files(path)):
                 yield reason
@@ -310,9 +312,7 @@ def _best(problem: AnyProblem, arch: str, kernels: Callable[[Build], Artifact]) 
     first: CompileError | Stale | None = None
     for plan in exported_plans(problem, arch):
         try:
-            return Target(
-                problem, plan, checked_artifact(plan.build, kernels(plan.build)), architecture(plan.build.arch).num_sms
-            )
+            return Target(problem, plan, artifact_of(plan.build, kernels), architecture(plan.build.arch).num_sms)
         except (CompileError, Stale) as error:
             first = first or error
     assert first is not None
@@ -325,7 +325,7 @@ def _for_its_lengths(problem: AnyProblem, arch: str, kernels: Callable[[Build], 
     for plan in planner.plans(problem, arch) if isinstance(problem, Problem) and not limits.is_portable else ():
         if plan.build.body.lengths != "any" and preferred_when(plan.build) != NEVER:
             with contextlib.suppress(CompileError, Stale):
-                yield Target(problem, plan, checked_artifact(plan.build, kernels(plan.build)), limits.num_sms)
+                yield Target(problem, plan, artifact_of(plan.build, kernels), limits.num_sms)
                 return
 
 

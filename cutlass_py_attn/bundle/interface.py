@@ -12,7 +12,7 @@ from typing import Final
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS
 from cutlass_py_attn.problem.append import CACHES
 from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, FLOAT8, ITEM_BYTES
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, FLOAT8, ITEM_BYTES, KEY_ROPE
 from cutlass_py_attn.score_terms import registry
 
 ABI: Final = 1  # changes if a struct changes other than at its end, or a function goes
@@ -45,9 +45,13 @@ FLAGS: Final = (
     ("ROW_SCALES", 1024, "row_scales", "E4M3_CACHE: each row has a scale; APPEND computes it, and writes the scales"),
     ("FLOAT16_OUTPUT", 2048, registry.FLOAT16_OUTPUT, "dtype E4M3: output is float16; it is bfloat16 without the flag"),
     ("VALUE_IN_KEY", 4096, "value_in_key", "FORWARD: value is the first head_dim_value columns of key, not an array"),
+    ("TILE_SCALES", 8192, "tile_scales", "E4M3_CACHE: scales of each 128 columns of codes. FORWARD: VALUE_IN_KEY too; "
+     "key_rope has the columns of key without codes. APPEND: computes the scales; value_cache has no codes"),
 )  # fmt: skip
-DIRECTION_FLAGS: Final = {"append": ("E4M3_CACHE", "ROW_SCALES"), "merge": ("VARLEN",)}  # all that these may have
-FORWARD_FLAGS: Final = ("E4M3_CACHE", "ROW_SCALES", "FLOAT16_OUTPUT", "VALUE_IN_KEY")  # that a backward may not have
+# All that these may have.
+DIRECTION_FLAGS: Final = {"append": ("E4M3_CACHE", "ROW_SCALES", "TILE_SCALES"), "merge": ("VARLEN",)}
+# That a backward may not have.
+FORWARD_FLAGS: Final = ("E4M3_CACHE", "ROW_SCALES", "FLOAT16_OUTPUT", "VALUE_IN_KEY", "TILE_SCALES")
 DERIVED: Final = (
     ("grouped", 1 << 16),
     ("softcap", 1 << 17),
@@ -57,8 +61,12 @@ GRADIENTS: Final = (("QUERY", 1, "query"), ("KEY", 2, "key"), ("VALUE", 4, "valu
                     ("SINKS", 16, "sinks"))  # fmt: skip
 MOST_BYTES: Final = 1 << 16  # of the call of any version: one that says more was not initialised
 FEATURE_BITS: Final = {name: bit for _, bit, name, _ in FLAGS if name} | dict(DERIVED)
-# Features of attention problems whose flags are those of appends, which have other names for them.
-_CACHE_FEATURES: Final = {registry.KV8: "e4m3_cache", registry.KV8_ROW: "row_scales"}
+# Features of attention problems whose flags, which appends may have too, have other names.
+_CACHE_FEATURES: Final = {
+    registry.KV8: "e4m3_cache",
+    registry.KV8_ROW: "row_scales",
+    registry.KV8_TILE: "tile_scales",
+}
 FIRST_BYTES: Final = 584  # of the call of this ABI's first version: a program that knows less than this is refused
 
 
@@ -135,6 +143,8 @@ CALL: Final = (
     Field("logsumexp_b", "u64", "MERGE: logsumexp of output_b"),
     Field("grad_logsumexp", "u64", "backward: gradient of logsumexp, laid out as logsumexp; 0: none"),
     Field("query_scale", "array", "E4M3: likewise of query, for the heads that read a head of key"),
+    Field("key_rope", "array", "TILE_SCALES: the head_dim - head_dim_value columns of key behind its codes, of dtype"),
+    Field("key_scale_tile", "i64", "TILE_SCALES: elements from one scale of a row to the next", "1"),
 )  # fmt: skip
 C_TYPES: Final = {"u32": "uint32_t", "i32": "int32_t", "u64": "uint64_t", "i64": "int64_t", "f64": "double"}
 RUST_TYPES: Final = {
@@ -151,7 +161,7 @@ RUST_TYPES: Final = {
 _REQUEST: Final = ("window_left", "window_right", "dropout_threshold", "keep_scale", "table_entries")
 _CAST: Final = ("philox_seed", "philox_offset")
 _AXES: Final = {
-    **dict.fromkeys((*BMHK, *CACHES, *SCALES, "output_a", "output_b"), ("batch", "row", "head")),
+    **dict.fromkeys((*BMHK, KEY_ROPE, *CACHES, *SCALES, "output_a", "output_b"), ("batch", "row", "head")),
     **dict.fromkeys(BIASES, ("batch", "head", "row", "column")),
 }
 

@@ -26,10 +26,11 @@ from cutlass_py_attn.problem.quantization import (
     CACHE_SCALES,
     OPERAND_AXES,
     OUTPUT_DTYPES,
+    SCALE_COLUMNS,
     SCALES,
     has_codes,
 )
-from cutlass_py_attn.problem.tensors import BMHK, ITEM_BYTES, LSE_PADDING, OPERAND_BYTES, WORD_BYTES
+from cutlass_py_attn.problem.tensors import BMHK, ITEM_BYTES, KEY_ROPE, LSE_PADDING, OPERAND_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import PHILOX
 
@@ -100,6 +101,7 @@ def _constants() -> Json:
         "item_bytes": OPERAND_BYTES,
         "output_bytes": ITEM_BYTES[OUTPUT_DTYPES[0]],
         "lse_padding": LSE_PADDING,
+        "scale_columns": SCALE_COLUMNS,
         "masks": interface.MASKS,
         "directions": ALL_DIRECTIONS,
         "flags": interface.FLAGS,
@@ -147,7 +149,7 @@ def _aligned(pointers: Json, build: Build) -> Json:
     """Returns the pointers with the alignments (bytes) of the kernel's loads in place of the exported problem's."""
     if build.kind in ROW_KINDS:
         return pointers
-    loads = dict.fromkeys(BMHK, build.vector_bytes)
+    loads = dict.fromkeys((*BMHK, KEY_ROPE), build.vector_bytes)
     loads |= {"page_table": WORD_BYTES, "bias": build.bias_vector_bytes, "grad_bias": build.grad_bias_vector_bytes}
     return {name: {**each, "alignment": loads.get(name, each["alignment"])} for name, each in pointers.items()}
 
@@ -156,9 +158,10 @@ def _scale_strides(problem: AnyProblem, build: Build) -> dict[str, str]:
     """Returns the rule of each stride of the scales of e4m3 codes: its name, or "0" where a call's scales have no axis.
 
     A call says by addresses and strides which scales it has, whichever were exported. A stride `batch` of its struct is
-    that of sequences, unless rows have scales: then it is that of the first axis of key.
+    that of sequences, unless rows have scales: then it is that of the first axis of key. Scales of tiles of columns
+    have all axes, and no other kernel takes them: their rules are those of the exported problem.
     """
-    if not isinstance(problem, Problem) or not has_codes(problem):
+    if not isinstance(problem, Problem) or not has_codes(problem) or build.has(registry.KV8_TILE):
         return {}
     names, axes = (CACHE_SCALES, CACHE_AXES) if problem.has_e4m3_cache else (SCALES, OPERAND_AXES)
     stepped: tuple[str, ...] = OPERAND_AXES

@@ -9,8 +9,8 @@ from cutlass_py_attn.plan import abi, launch_rules
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.preconditions import EDGES
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.quantization import BATCH_HEAD, HEAD, ROW, SCALES, TENSOR, granularity
-from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, Tensor
+from cutlass_py_attn.problem.quantization import BATCH_HEAD, HEAD, ROW, SCALES, TENSOR, TILE, granularity
+from cutlass_py_attn.problem.tensors import BIASES, KEY_ROPE, LSE_PADDING, Tensor
 from cutlass_py_attn.runtime import params
 from cutlass_py_attn.score_terms import registry
 
@@ -46,6 +46,7 @@ _OTHERS: Final = {
     "window_right": "visible keys after the diagonal; 0 is causal",
     "bottom_right": "1: the diagonal ends in the last query and key; 0: it starts in the first",
     "scale": "factor of Q K^T",
+    KEY_ROPE: "columns of key behind its e4m3 codes, in the dtype of query",
 }
 _WORKSPACE: Final = {
     "grad_query_accum": "float32 sum of the query gradient, in the kernel's own order",
@@ -173,13 +174,14 @@ def _scale_axes(problem: Problem, name: str) -> tuple[tuple[str, ...], tuple[str
     grain = granularity(problem.scales[name])
     if grain == TENSOR:
         return ("1",), ("1",)
-    first = launch_rules.batch_axis(problem, "key") if grain == ROW else "batch"
+    rows, first = launch_rules.shape(problem, "key")[:-1], launch_rules.batch_axis(problem, "key")
     sizes = {
         HEAD: ("num_heads_key",),
         BATCH_HEAD: ("batch", "num_heads_key"),
-        ROW: launch_rules.shape(problem, "key")[:-1],
+        ROW: rows,
+        TILE: (*rows, str(problem.scales[name].shape[-1])),
     }[grain]
-    axes = (first, "row", "head") if grain == ROW else ("batch", "head")[-len(sizes) :]
+    axes = (first, "row", "head", "tile")[: len(sizes)] if grain in (ROW, TILE) else ("batch", "head")[-len(sizes) :]
     return sizes, tuple(f"{name}_{axis}" for axis in axes)
 
 
@@ -209,7 +211,7 @@ def meaning(name: str) -> str:
     if name.endswith("_address"):
         return f"address of {name.removesuffix('_address')}, which is in device memory"
     tensor, _, axis = name.rpartition("_")
-    if axis in ("batch", "page", "row", "head", "column"):
+    if axis in ("batch", "page", "row", "head", "column", "tile"):
         return f"elements from one {axis} of {tensor} to the next"
     gradient = name.removeprefix("grad_")
     return f"gradient of {gradient}" if gradient != name else name

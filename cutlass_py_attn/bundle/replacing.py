@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
 import tempfile
@@ -28,9 +27,9 @@ def replace_folder(path: Path, files: Mapping[str, bytes], known: Known) -> None
     """Writes `files` into the folder `path` and removes the known files of it: completely, or not at all.
 
     known: returns the files of a folder that an earlier call wrote.
-    The new files are written to a folder beside `path`, which then takes its place; the caller holds `locked(path)`.
-    NotSupported: there are other files in the folder. OSError: the disk is full, for example. The folder then is as it
-    was.
+    The new files are written to a folder beside `path`, which then takes its place. The caller holds the lock of the
+    folder above. NotSupported: there are other files in the folder. OSError: the disk is full, for example. The folder
+    then is as it was.
     """
     staged = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     made = staged / "new"
@@ -49,21 +48,6 @@ def replace_folder(path: Path, files: Mapping[str, bytes], known: Known) -> None
     finally:
         with contextlib.suppress(OSError):
             staged.rmdir()
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Context manager that one process at a time enters for what lies beside `path`.
-
-    The lock is on the folder above, as `path` itself is replaced; the system ends it with the process. Without a
-    folder above, or on a file system without locks, every process enters.
-    """
-    with contextlib.ExitStack() as cleanup:
-        with contextlib.suppress(OSError):
-            handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            cleanup.callback(os.close, handle)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def objection(path: Path, old: Collection[str], shown: Path | None = None) -> str:

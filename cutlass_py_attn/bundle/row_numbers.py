@@ -77,6 +77,6 @@ def pointers(problem: RowProblem, build: Build) -> dict[str, Pointer]:
             strides = tuple(" * ".join(shape[axis + 1 :]) or "1" for axis in range(len(shape)))
         else:
             dtype, shape = problem.tensors()[name].dtype, shapes[name]
-            strides = (*row_rules.stride_names(problem, name), "1")
+            strides = (*row_rules.stride_names(problem, name), "1")[: len(shape)]
         found[name] = Pointer(dtype, shape, strides, alignment, access, _POINTERS[name])
     return found

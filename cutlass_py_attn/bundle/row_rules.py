@@ -17,13 +17,27 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import Expression
 from cutlass_py_attn.plan.preconditions import Condition
 from cutlass_py_attn.problem import append, merge
-from cutlass_py_attn.problem.append import CACHES, GIVEN_SCALES, NO_SCALES, ROW_SCALES, SCALES, AppendProblem
+from cutlass_py_attn.problem.append import (
+    CACHES,
+    GIVEN_SCALES,
+    NO_SCALES,
+    ROW_SCALES,
+    SCALES,
+    TILE_SCALES,
+    AppendProblem,
+)
 from cutlass_py_attn.problem.merge import OUTPUTS, MergeProblem
 
 RowProblem = AppendProblem | MergeProblem
 
 DIRECTIONS: Final = ("append", "merge")
 _SLICES: Final = "call once for each slice"
+_FEATURES: Final[dict[str, tuple[str, ...]]] = {
+    NO_SCALES: (),
+    GIVEN_SCALES: ("e4m3_cache",),
+    ROW_SCALES: ("e4m3_cache", "row_scales"),
+    TILE_SCALES: ("e4m3_cache", "tile_scales"),
+}
 _PAGE_AXES: Final = ("page", "row", "head")
 _PAGE_SIZES: Final = ("num_pages", "page_size", "num_heads_key")
 
@@ -39,10 +53,10 @@ def dtype_of(problem: RowProblem) -> str:
 
 
 def features_of(problem: RowProblem) -> tuple[str, ...]:
-    """Returns what a kernel has besides its dtype and columns: "e4m3_cache", "row_scales", or "varlen" if packed."""
+    """Returns what a kernel has besides its dtype and columns: how an append scales, or "varlen" of a packed merge."""
     if isinstance(problem, MergeProblem):
         return ("varlen",) if problem.is_packed else ()
-    return {NO_SCALES: (), GIVEN_SCALES: ("e4m3_cache",), ROW_SCALES: ("e4m3_cache", "row_scales")}[problem.scales]
+    return _FEATURES[problem.scales]
 
 
 def sizes(problem: RowProblem) -> dict[str, int]:
@@ -65,22 +79,27 @@ def sizes(problem: RowProblem) -> dict[str, int]:
 
 
 def shapes(problem: RowProblem) -> dict[str, tuple[Expression, ...]]:
-    """Returns the sizes of each array of rows by its name, columns last. Scales of an e4m3 cache have one column."""
+    """Returns the sizes of each array of rows by its name, columns last.
+
+    Scales of an e4m3 cache have one column, or the tiles of a row as columns.
+    """
     if isinstance(problem, AppendProblem):
         columns = {"key": str(problem.key.shape[2]), "value": str(problem.value.shape[2])}
         rows = {name: ("tokens_k", "num_heads_key", columns[name]) for name in ("key", "value")}
         pools = {name: (*_PAGE_SIZES, columns[name.removesuffix("_cache")]) for name in CACHES}
-        return {**rows, **pools, **({} if problem.scales == NO_SCALES else dict.fromkeys(SCALES, (*_PAGE_SIZES, "1")))}
+        tiles = str(problem.key_scale.shape[-1]) if problem.key_scale and problem.scales == TILE_SCALES else "1"
+        return {**rows, **pools, **{name: (*_PAGE_SIZES, tiles) for name in SCALES if name in problem.tensors()}}
     outer = ("1", "tokens_q") if problem.is_packed else ("batch", "num_queries")
     return dict.fromkeys(OUTPUTS, (*outer, "num_heads", str(problem.output.shape[3])))
 
 
 def stride_names(problem: RowProblem, name: str) -> tuple[str, ...]:
-    """Returns the names of an array's strides, without that of its contiguous columns."""
+    """Returns the names of an array's strides, without that of contiguous columns."""
     if isinstance(problem, MergeProblem):
         axes: tuple[str, ...] = ("batch", "row", "head")
     else:
         axes = _PAGE_AXES if name in (*CACHES, *SCALES) else ("row", "head")
+        axes += ("tile",) if name in SCALES and problem.scales == TILE_SCALES else ()
     return tuple(f"{name}_{axis}" for axis in axes)
 
 
@@ -125,12 +144,8 @@ def _strides(problem: RowProblem, build: Build) -> Iterator[Condition]:
 
 def _overlaps(problem: RowProblem) -> Iterator[Condition]:
     """No two indices of an array that is written have the same element."""
-    if isinstance(problem, AppendProblem):
-        written: tuple[str, ...] = (*CACHES, *SCALES) if problem.scales == ROW_SCALES else CACHES
-    else:
-        written = ("output",)
-    for name in written:
+    for name in problem.outputs if isinstance(problem, AppendProblem) else ("output",):
         strides = (*stride_names(problem, name), "1")
-        pairs = (f"{size}, {stride}" for size, stride in zip(shapes(problem)[name], strides, strict=True))
+        pairs = (f"{size}, {stride}" for size, stride in zip(shapes(problem)[name], strides, strict=False))
         says = f"rows of {name} overlap: its strides must be those of an array of these sizes; set them with the sizes"
         yield f"distinct({', '.join(pairs)}) == 1", says

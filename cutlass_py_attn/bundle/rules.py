@@ -23,7 +23,7 @@ from cutlass_py_attn.problem import serialize, typed_json
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import DIRECTIONS
+from cutlass_py_attn.problem.tensors import DIRECTIONS, KEY_ROPE
 
 AnyProblem = Problem | AppendProblem | MergeProblem
 
@@ -98,8 +98,11 @@ def _ragged_maps(problem: Problem, build: Build) -> Iterator[Condition]:
 
 
 def tensor_map_box(problem: Problem, build: Build, name: str, box: Sequence[int]) -> tuple[Expression, ...]:
-    """Returns the box of an operand's tensor map: the plan's, with at most the rows of a page if it maps a pool."""
-    if launch_rules.batch_axis(problem, entry_points.mapped_field(name)) != "page":
+    """Returns the box of an operand's tensor map: the plan's, with at most the rows of a page if it maps a pool.
+
+    That of key_rope has as many rows with pages of any size.
+    """
+    if name == KEY_ROPE or launch_rules.batch_axis(problem, entry_points.mapped_field(name)) != "page":
         return tuple(map(str, box))
     columns, _, *others = box
     return str(columns), f"min(page_size, {most_box_rows(build)})", *map(str, others)

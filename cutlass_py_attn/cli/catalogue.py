@@ -9,7 +9,7 @@ from typing import Final
 
 from cutlass_py_attn.cli.selection import SIZES, component_gemms
 from cutlass_py_attn.plan import planner, sm90
-from cutlass_py_attn.plan.append import SCALES_OF, plan_append
+from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.decode import MIN_KEYS
@@ -18,8 +18,8 @@ from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, LAST, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
-from cutlass_py_attn.problem.append import AppendProblem
+from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
+from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, TILE_SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS, OPERANDS, SHORT_NAMES
@@ -27,6 +27,7 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS, OPERANDS, SHORT_NAMES
 HEAD_DIMS: Final = ("d32", "d64", "d96", "d128", "d192", "d192v128", "d256", "d512")
 COMPONENT_GEMM_HEAD_DIMS: Final = (32, 64, 96, 128, 192, 256)
 ROW_HEAD_DIMS: Final = (64, 128, 256)
+LATENT_DIMS: Final = (512, 64)  # columns of a latent row that are codes, and those of the rotary embedding
 FEATURE_HEAD_DIMS: Final = ("d64", "d128")
 COMMON_MASKS: Final = ("full", "causal", "causal_window64")  # one for each form of a mask in kernels
 FEATURES: Final = ("bias", "biasgrad", "biassum", "dropout0.5", "softcap30", "alibi", "sinks", "deterministic")
@@ -48,6 +49,7 @@ _ROWS: Final = {
     ("append", STANDARD): "rows for a paged cache",
     ("append", E4M3): "rows for a paged e4m3 cache, by given scales",
     ("append", E4M3_ROW): "rows for a paged e4m3 cache, by a scale of each row",
+    ("append", E4M3_TILE): "rows for a paged latent cache of e4m3 codes, by a scale of each 128 columns",
     ("merge", STANDARD): "merge of two partial results",
     ("merge", TOTAL): "merge of a partial result into a float32 total",
     ("merge", LAST): "merge of a float32 total and the last partial result",
@@ -111,13 +113,17 @@ def _component_gemms(arch: str) -> Iterator[Plan]:
 def _row_kernels(arch: str) -> Iterator[Plan]:
     """Yields the kernels that append to a cache and merge partial results."""
     for dtype, head_dim in product(SHORT_NAMES, ROW_HEAD_DIMS):
-        for scales in SCALES_OF.values():
+        for scales in (NO_SCALES, GIVEN_SCALES, ROW_SCALES):
             yield plan_append(AppendProblem.dense((1, 1, head_dim), (1, 1), dtype, scales=scales), arch)
         yield plan_merge(MergeProblem.dense((1, 1, 1, head_dim), dtype), arch)
         yield plan_merge(MergeProblem.packed(1, 1, (1, 1, head_dim), dtype), arch)
         for is_sum, is_last in product((False, True), (False, True)):
             if dtype != "float32" or (is_sum and not is_last):  # others are the kernels above
                 yield plan_merge(MergeProblem.into_total((1, 1, 1, head_dim), dtype, is_sum, is_last), arch)
+    codes, columns = LATENT_DIMS
+    for dtype in SHORT_NAMES:
+        latent = AppendProblem.dense((1, 1, codes), (1, 1), dtype, head_dim_value=columns, scales=TILE_SCALES)
+        yield plan_append(latent, arch)
 
 
 def _specs(direction: str, is_sm90: bool) -> Iterator[ProblemSpec]:

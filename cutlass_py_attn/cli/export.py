@@ -21,8 +21,8 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS
 @click.command()
 @click.option("--problem", "names", multiple=True, required=True, metavar="NAME|FILE.json",
               help="A name, like bf16_d128_s4096_b2_h16_causal (words: bench --help), or a JSON file. Of a library "
-              "also append_bf16_d128, append_bf16_d128_e4m3, append_bf16_d128_e4m3_row, merge_bf16_d128 and "
-              "merge_bf16_d128_varlen.")  # fmt: skip
+              "also append_bf16_d128, append_bf16_d128_e4m3, append_bf16_d128_e4m3_row, append_bf16_d512v64_e4m3_tile, "
+              "merge_bf16_d128 and merge_bf16_d128_varlen.")  # fmt: skip
 @click.option("--direction", "directions", type=Choice(DIRECTIONS), multiple=True,
               help="Default: both; the forward alone for few queries.")  # fmt: skip
 @click.option("--arch", "archs", type=Archs(), multiple=True, required=True, metavar="ARCH[,ARCH...]",

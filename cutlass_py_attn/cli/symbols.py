@@ -20,7 +20,7 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, LAST, MLA, STANDARD, SUM, SUM_LAST, TOTAL, VARIANTS
+from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, MLA, STANDARD, SUM, SUM_LAST, TOTAL, VARIANTS
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
@@ -52,7 +52,7 @@ _FUSED = (
 _COMPONENT_GEMM = re.compile(rf"(?P<component_gemm>{'|'.join(COMPONENT_GEMMS)})_{_FAMILY_DTYPE}_{_DIMS}{_TILE}")
 _ROW_KERNEL = re.compile(
     rf"(?P<kind>append|merge)_sm80_(?P<dtype>{'|'.join(DTYPES)})_{_DIMS}(?P<varlen>_varlen)?(?:_a(?P<access>\d+))?"
-    rf"(?:_(?P<variant>{E4M3_ROW}|{E4M3}|{TOTAL}|{LAST}|{SUM_LAST}|{SUM}))?{_TILE}"
+    rf"(?:_(?P<variant>{E4M3_ROW}|{E4M3_TILE}|{E4M3}|{TOTAL}|{LAST}|{SUM_LAST}|{SUM}))?{_TILE}"
 )
 _TILE_SUFFIX = re.compile(r"_\d+x\d+$")
 # The main entry, if there is one, is number 0; the entries of the gradients of bias and sinks have later numbers.
@@ -204,7 +204,7 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         page_size=_PAGE_SIZE if has(registry.PAGED) else 0,
         value_in_key=found["variant"] == MLA,
         e4m3_cache=has(registry.KV8),
-        descale="row" if has(registry.KV8_ROW) else "",
+        descale="tile" if has(registry.KV8_TILE) else "row" if has(registry.KV8_ROW) else "",
         float16_output=has(registry.FLOAT16_OUTPUT),
     )
 

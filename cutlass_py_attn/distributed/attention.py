@@ -51,6 +51,10 @@ _MESSAGE_BYTES: Final = 1024  # about a call, which all ranks compare
 _CALL, _REFUSAL = b"c", b"r"  # first byte of a message
 
 
+class CallsDiffer(NotSupported):
+    """The ranks of a group make different calls. Every rank raises it before it exchanges an array."""
+
+
 class ContextOptions(AttentionOptions, total=False):
     """Options of a forward whose rows are split.
 
@@ -193,18 +197,19 @@ def _call(direction: str, operands: dict[str, Any], options: Mapping[str, Any]) 
     def compute(machine: Machine, arrays: Arrays) -> Arrays:
         nonlocal is_agreed
         split = Split(machine, context["context_strategy"], context["load_balance"] == ZIGZAG, checked)
-        _expect_supported(split, direction, arrays)
+        message = _supported_call(split, direction, arrays)
         module = _COMPUTE[split.strategy]
         is_agreed = True
-        if group.check_calls and group.size > 1:
-            _expect_same_call(split, direction, arrays)
         with _abort_on_error(group):
+            if group.check_calls and group.size > 1:
+                machine.agree = _agreement(machine, message)
             given = {**arrays, **_lengths(machine, checked)} if split.strategy == ULYSSES else arrays
             if direction == "forward":
                 found: Arrays = module.forward(split, given)
             else:
                 gradients = module.backward(split, given, tuple(checked.gradients))
                 found = {f"grad_{name}": array for name, array in gradients.items()}
+            machine.agree()
             group.finish()
         return found
 
@@ -244,6 +249,8 @@ def _abort_on_error(group: Group) -> Iterator[None]:
     """Aborts the group if this rank fails in the middle of a call, for the others wait for what it does not send."""
     try:
         yield
+    except CallsDiffer:
+        raise
     except BaseException:
         group.abort()
         raise
@@ -299,28 +306,31 @@ def _lengths(machine: Machine, options: Options) -> Arrays:
     return {name: machine.constant(array) for name, array in options.sequences.arrays().items()}
 
 
-def _expect_supported(split: Split, direction: str, arrays: Arrays) -> None:
-    """Raises NotSupported with every reason why the rows of this call cannot be split.
+def _supported_call(split: Split, direction: str, arrays: Arrays) -> bytes:
+    """Returns the message about a call that all ranks compare.
 
-    A call like an earlier one is not looked at again, but for lengths of sequences, whose values count.
+    NotSupported lists every reason why the rows of this call cannot be split. A call like an earlier one is not looked
+    at again, but for lengths of sequences and seeds of dropout, whose values count.
     """
     layouts = tuple((name, tuple(array.shape), str(array.dtype)) for name, array in arrays.items())
     key = direction, split.strategy, split.zigzag, split.size, layouts, split.options.key
-    is_cached = split.options.sequences is None
+    is_cached = split.options.sequences is None and split.options.dropout is None
     try:
-        if is_cached and _supported.get(key):
-            return
+        if is_cached and (found := _supported.get(key)):
+            return found
     except TypeError:  # an option without a hash
         is_cached = False
-    _expect_new_supported(split, direction, arrays)
+    _expect_supported(split, direction, arrays)
+    message = _message(_CALL, _describe(split, direction, arrays))
     if is_cached:
-        _supported.put(key, True)
+        _supported.put(key, message)
+    return message
 
 
-_supported: LruCache[bool] = LruCache(256)
+_supported: LruCache[bytes] = LruCache(256)  # messages about calls
 
 
-def _expect_new_supported(split: Split, direction: str, arrays: Arrays) -> None:
+def _expect_supported(split: Split, direction: str, arrays: Arrays) -> None:
     coded = [name for name in OPERANDS if str(arrays[name].dtype) in E4M3]
     if coded:
         raise NotSupported(
@@ -409,16 +419,30 @@ def _describe(split: Split, direction: str, arrays: Arrays) -> str:
     )
 
 
-def _expect_same_call(split: Split, direction: str, arrays: Arrays) -> None:
-    """Raises NotSupported on every rank if the ranks make different calls, or one refuses its call."""
-    texts = split.machine.group.share(_message(_CALL, _describe(split, direction, arrays)))
+def _agreement(machine: Machine, message: bytes) -> Callable[[], None]:
+    """Starts to compare a call with those of the other ranks. The function that it returns waits for them, once.
+
+    It raises CallsDiffer on every rank if the ranks make different calls, or one refuses its call. What a rank computes
+    of its own arrays alone need not wait.
+    """
+    wait = machine.group.start_sharing(message)
+
+    def agree() -> None:
+        machine.agree = lambda: None
+        _expect_same_calls(wait())
+
+    return agree
+
+
+def _expect_same_calls(texts: list[bytes]) -> None:
+    """Raises CallsDiffer if the messages of the ranks differ, or one is that of a refusal."""
     refusals = [f"rank {rank} refuses it, {_text(text)}" for rank, text in enumerate(texts) if text[:1] != _CALL]
     if refusals:
-        raise NotSupported(f"a call that not all ranks make, {'; '.join(refusals)}: must be one for all; correct it")
-    others = [rank for rank in range(split.size) if texts[rank] != texts[0]]
+        raise CallsDiffer(f"a call that not all ranks make, {'; '.join(refusals)}: must be one for all; correct it")
+    others = [rank for rank in range(len(texts)) if texts[rank] != texts[0]]
     if others:
         calls = "; ".join(f"rank {rank}: {_text(texts[rank])}" for rank in (0, others[0]))
-        raise NotSupported(f"the ranks make different calls, {calls}: must be the same on all ranks; correct one")
+        raise CallsDiffer(f"the ranks make different calls, {calls}: must be the same on all ranks; correct one")
 
 
 def _tell_others(group: Group, error: Exception) -> None:

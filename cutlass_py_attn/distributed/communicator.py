@@ -6,6 +6,7 @@ MPI, needs these few methods.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -13,6 +14,8 @@ from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.problem.scalars import number_of, shown
 
 DEFAULT_TIMEOUT: Final = 60.0  # seconds that ranks wait for each other
+_POLL_SECONDS: Final = 2e-3  # of a wait that looks again at once
+_LONGEST_PAUSE: Final = 1e-3
 Message = tuple[int, Any]  # rank of the other side, and a contiguous array
 
 
@@ -61,6 +64,16 @@ def timeout_objections(timeout: object) -> list[str]:
     if seconds is not None and seconds > 0:
         return []
     return [f"timeout = {shown(timeout)}: must be a number of seconds greater than 0; pass one"]
+
+
+def pause(start: float) -> None:
+    """Lets other threads run between two looks at what a rank waits for since `start`, a time of time.monotonic().
+
+    A short wait, such as that for an exchange inside of a call, looks again at once: a sleep takes longer than it is
+    asked to. Later the pauses are a sixteenth of the time waited so far, at most _LONGEST_PAUSE.
+    """
+    waited = time.monotonic() - start
+    time.sleep(0.0 if waited < _POLL_SECONDS else min(waited / 16, _LONGEST_PAUSE))
 
 
 def not_in_time(communicator: Communicator, waited: str, aborted: str) -> PeerLost:

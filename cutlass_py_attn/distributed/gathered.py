@@ -53,8 +53,8 @@ def backward(split: Split, operands: Arrays, gradients: tuple[str, ...]) -> Arra
         for name in gradients
         if name != "query" and not (name == "bias" and _has_rows(operands))
     }
-    for name in targets.keys() - totals.keys():
-        machine.copy(targets[name], machine.zeros(tuple(targets[name].shape), str(targets[name].dtype)))
+    if "bias" in targets and "bias" not in totals:  # a run of rows does not see all keys
+        machine.copy(targets["bias"], machine.zeros(tuple(targets["bias"].shape), str(targets["bias"].dtype)))
     for number, chunk in enumerate(_chunks(split, operands)):
         options, given, (first, last) = _of_chunk(split, whole, chunk, number)
         rows = chunk.first, chunk.first + chunk.count
@@ -66,10 +66,9 @@ def backward(split: Split, operands: Arrays, gradients: tuple[str, ...]) -> Arra
             else:
                 total = totals[name][along(1, first, last)] if name in OF_KEY else totals[name]
                 machine.add(block(total, rows, (first, last)) if name == "bias" else total, part)
+    _reduce(split, [(totals[name], targets[name]) for name in gradients if name in OF_KEY])
     for name in gradients:
-        if name in OF_KEY:
-            _reduce(split, totals[name], targets[name])
-        elif name in totals:
+        if name in totals and name not in OF_KEY:
             machine.sum_over_ranks(totals[name], targets[name])
     return targets
 
@@ -97,20 +96,30 @@ def _with_all_keys(split: Split, operands: Arrays) -> Arrays:
     return whole
 
 
-def _reduce(split: Split, total: Any, target: Any) -> None:
-    """Stores the sum of all ranks' gradients of this rank's keys, added in the order of the ranks."""
-    machine, rows = split.machine, target.shape[1]
-    sends, receives, pieces = [], [], []
-    for rank in range(split.size):
-        for theirs, own in zip(split.chunks(rows, rank), split.chunks(rows, split.rank), strict=True):
-            shape = (target.shape[0], own.count, *target.shape[2:])
-            pieces.append((own, machine.empty(shape, "float32")))
-            sends.append((rank, total[along(1, theirs.start, theirs.start + theirs.count)]))
-            receives.append((rank, pieces[-1][1]))
+def _reduce(split: Split, pairs: list[tuple[Any, Any]]) -> None:
+    """Stores sums of all ranks' gradients of this rank's keys, added in the order of the ranks.
+
+    pairs: the rank's own gradients of all keys, and the array for the sum
+    """
+    machine = split.machine
+    sends, receives = [], []
+    sums: list[tuple[list[Any], Any]] = []  # pieces of all ranks, and the array for their sum
+    for total, target in pairs:
+        rows = target.shape[1]
+        owns = split.chunks(rows, split.rank)
+        pieces: list[list[Any]] = [[] for _ in owns]
+        for rank in range(split.size):
+            for theirs, own, of_chunk in zip(split.chunks(rows, rank), owns, pieces, strict=True):
+                of_chunk.append(machine.empty((target.shape[0], own.count, *target.shape[2:]), "float32"))
+                sends.append((rank, total[along(1, theirs.start, theirs.start + theirs.count)]))
+                receives.append((rank, of_chunk[-1]))
+        sums += [
+            (of_chunk, target[along(1, own.first, own.first + own.count)])
+            for own, of_chunk in zip(owns, pieces, strict=True)
+        ]
     machine.exchange(sends, receives)()
-    for own in split.chunks(rows, split.rank):
-        of_chunk = [piece for chunk, piece in pieces if chunk == own]
-        machine.add_all(of_chunk, target[along(1, own.first, own.first + own.count)])
+    for of_chunk, target in sums:
+        machine.add_all(of_chunk, target)
 
 
 def _chunks(split: Split, operands: Arrays) -> list[Chunk]:

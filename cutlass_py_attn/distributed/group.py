@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from cutlass_py_attn.distributed.communicator import (
     Message,
     PeerLost,
     not_in_time,
+    pause,
     timeout_objections,
 )
 from cutlass_py_attn.distributed.views import View
@@ -24,7 +25,6 @@ from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.runtime import driver
 
 _METHODS: Final = ("exchange", "failure", "abort", "close")
-_SHORTEST_WAIT, _LONGEST_WAIT = 2e-5, 1e-3  # seconds between two looks at an event
 _DRAIN_SECONDS: Final = 5.0  # that an abort waits for the exchanges which it ends
 
 
@@ -113,17 +113,31 @@ class Group:
 
     def share(self, text: bytes) -> list[bytes]:
         """Returns the texts of all ranks, each as long as this one."""
+        return self.start_sharing(text)()
+
+    def start_sharing(self, text: bytes) -> Callable[[], list[bytes]]:
+        """Starts `share`; the function that it returns waits for the texts. No other may be shared in between."""
         own = np.frombuffer(text, np.uint8)
         found = np.empty((self.size, len(text)), np.uint8)
         if self.device is None:
             self._exchange_texts(own, [found[rank] for rank in range(self.size)])
         else:
             with driver.device(self.device).current():
-                self._share_on_device(own, found)
-        found[self.rank] = own
-        return [row.tobytes() for row in found]
+                texts = self._start_on_device(own)
 
-    def _share_on_device(self, own: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:
+        def wait() -> list[bytes]:
+            if self.device is not None:
+                with driver.device(self.device).current():
+                    self.finish()
+                    driver.copy_to_host(found.ctypes.data, texts.pointer, found.nbytes, self.stream)
+                    driver.synchronise(self.stream)
+            found[self.rank] = own
+            return [row.tobytes() for row in found]
+
+        return wait
+
+    def _start_on_device(self, own: np.ndarray[Any, Any]) -> View:
+        """Starts the exchange of the texts, and returns where those of all ranks arrive."""
         assert self.device is not None
         shape = self.size + 1, own.size
         if self._texts is not None and self._texts.shape != shape:
@@ -135,9 +149,7 @@ class Group:
         mine, texts = self._texts[:1,], self._texts[1:,]
         driver.copy_to_device(mine.pointer, own.ctypes.data, own.nbytes, self.stream)
         self._exchange_texts(mine, [texts[rank : rank + 1,] for rank in range(self.size)])
-        self.finish()
-        driver.copy_to_host(found.ctypes.data, texts.pointer, found.nbytes, self.stream)
-        driver.synchronise(self.stream)
+        return texts
 
     def _exchange_texts(self, own: Any, places: list[Any]) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -156,16 +168,15 @@ class Group:
                 driver.destroy_event(event)
 
     def _wait_for(self, event: int) -> None:
-        limit, wait = time.monotonic() + self.timeout, _SHORTEST_WAIT
+        start = time.monotonic()
         while not driver.has_passed(event):
             if reason := self.communicator.failure():
                 self.abort()
                 raise PeerLost(f"{reason}: the group is aborted; restart all ranks")
-            if time.monotonic() > limit:
+            if time.monotonic() - start > self.timeout:
                 self.abort()
                 raise not_in_time(self.communicator, f"{self.timeout:g} s", "group")
-            time.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT)
+            pause(start)
 
     def abort(self) -> None:
         """Ends the exchanges that wait for other ranks. Every later call raises PeerLost."""
@@ -196,9 +207,9 @@ class Group:
         if self._stream is None or self.device is None:
             return
         with contextlib.suppress(AttentionError), driver.device(self.device).current():
-            event, limit = driver.record_event(self._stream), time.monotonic() + _DRAIN_SECONDS
-            while not driver.has_passed(event) and time.monotonic() < limit:
-                time.sleep(_LONGEST_WAIT)
+            event, start = driver.record_event(self._stream), time.monotonic()
+            while not driver.has_passed(event) and time.monotonic() - start < _DRAIN_SECONDS:
+                pause(start)
             driver.destroy_event(event)
 
     def _drop_stream(self) -> None:

@@ -64,15 +64,19 @@ def backward(split: Split, operands: Arrays, gradients: tuple[str, ...]) -> Arra
                 found.setdefault(name, machine.empty(tuple(whole[name].shape), str(part.dtype)))
                 machine.copy(found[name][along(0, item, item + 1)], part)
     targets = {name: split.new_gradient(operands, name) for name in gradients}
+    sends: list[Message] = []
+    receives: list[Message] = []
     for name in gradients:
         if name == "sinks":
             _share_heads(split, found[name], targets[name], 0)
         elif name == "bias":
             _bias_to_rows(split, found[name], targets[name])
         elif name == "query" or _repeats(split, operands) == 1:
-            machine.exchange(*_to_rows(split, found[name], targets[name]))()
+            outgoing, incoming = _to_rows(split, found[name], targets[name])
+            sends, receives = [*sends, *outgoing], [*receives, *incoming]
         else:
             _add_copies(split, found[name], targets[name])
+    machine.exchange(sends, receives)()
     return targets
 
 

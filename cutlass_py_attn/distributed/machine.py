@@ -28,6 +28,7 @@ class Machine(ABC):
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self.agree: Callable[[], None] = lambda: None  # waits until all ranks are known to make this call
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
@@ -105,6 +106,7 @@ class Machine(ABC):
                 buffer = array if is_dense(array) else self.empty(tuple(array.shape), str(array.dtype))
                 incoming.append((source, buffer))
                 pairs += [] if buffer is array else [(array, buffer)]
+        self.agree()
         wait = self.start(outgoing, incoming) if outgoing or incoming else lambda: None
 
         def finish() -> None:
@@ -151,9 +153,12 @@ class Machine(ABC):
         self.copy(target[everything, everything, at : at + count], source)
 
     def add_all(self, pieces: list[Any], target: Any) -> None:
-        """Stores the sum of arrays of one dtype, added in float32 in their order, in an array of any dtype."""
-        total = self.zeros(tuple(target.shape), "float32")
-        for piece in pieces:
+        """Stores the sum of arrays of one dtype, added in float32 in their order, in an array of any dtype.
+
+        The first array is changed.
+        """
+        total = pieces[0] if str(pieces[0].dtype) == "float32" else self.widened(pieces[0])
+        for piece in pieces[1:]:
             self.add(total, piece)
         self.round_to(total, target)
 
@@ -172,5 +177,6 @@ def along(axis: int, first: int, last: int) -> tuple[slice, ...]:
 
 def as_options(options: Options, operands: Mapping[str, Any], **changes: Any) -> Options:
     """Returns options with the arrays that are among the operands, and changes."""
-    found: dict[str, Any] = {name: operands.get(name) for name in registry.array_options()}
-    return dataclasses.replace(options, **found, **changes)
+    found: dict[str, Any] = {name: operands.get(name) for name in registry.array_options()} | changes
+    found = {name: value for name, value in found.items() if value is not getattr(options, name)}
+    return dataclasses.replace(options, **found) if found else options

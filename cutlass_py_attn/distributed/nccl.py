@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from cutlass_py_attn import extras
-from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, Message, PeerLost, not_in_time
+from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, Message, PeerLost, not_in_time, pause
 from cutlass_py_attn.errors import DriverError, NoDevice, NotSupported
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.runtime import driver
@@ -45,7 +45,6 @@ NAMES: Final = (
 )
 _BYTES: Final = 0  # ncclInt8
 _IN_PROGRESS: Final = 7  # ncclInProgress
-_POLL_SECONDS: Final = 1e-4
 
 
 @functools.cache
@@ -146,12 +145,12 @@ class NcclCommunicator:
 
     def _settle(self, name: str, timeout: float) -> None:
         """Waits until NCCL has finished a call: connected to the other ranks and enqueued the work."""
-        limit = time.monotonic() + timeout
+        start = time.monotonic()
         while (state := self._state()) == _IN_PROGRESS:
-            if time.monotonic() > limit:
+            if time.monotonic() - start > timeout:
                 self.abort()
                 raise not_in_time(self, f"{timeout:g} s in {name}", "communicator")
-            time.sleep(_POLL_SECONDS)
+            pause(start)
         if state:
             text = f"{name}: {self.failure()}"
             self.abort()

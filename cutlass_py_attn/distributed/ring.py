@@ -21,21 +21,16 @@ def forward(split: Split, operands: Arrays) -> Arrays:
     machine, ring = split.machine, _ring(split, operands)
     steps = _steps(split, ring)
     coming = {name: operands[name] for name in OF_KEY}
-    if steps:
-        coming, wait = _turn(split, coming, 1)
-        wait()
     output, result = split.new_output(operands), split.new_logsumexp(operands)
     own = machine.forward(split.with_options(mask=ring.own_mask()), _own(split, operands), output)
     lines = own["logsumexp"]
     is_merged_once = sum(map(len, steps)) <= 1  # then there is one rounding, from two parts
     total = output if is_merged_once else machine.widened(output)
-    for number, tiles in enumerate(steps, 1):
-        given = coming
-        if number < len(steps):
-            coming, wait = _turn(split, coming, 1)
-            wait()
+    for tiles in steps:
+        coming, wait = _turn(split, coming, 1)
+        wait()
         for tile in tiles:
-            part = machine.forward(_options(split, tile), _operands(split, tile, operands, given))
+            part = machine.forward(_options(split, tile), _operands(split, tile, operands, coming))
             rows = along(1, tile.row, tile.row + tile.rows)
             merged = machine.merge(
                 total[rows],

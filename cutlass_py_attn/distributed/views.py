@@ -93,11 +93,13 @@ class View:
 
     def __getitem__(self, index: tuple[slice, ...]) -> View:
         """Returns the view of ranges along the leading axes. The slices have a step of 1."""
-        pointer, shape = self.pointer, list(self.shape)
+        elements, shape = 0, list(self.shape)
         for axis, part in enumerate(index):
-            first, last, _ = part.indices(shape[axis])
-            shape[axis] = max(last - first, 0)
-            pointer += first * self.strides[axis] * self.item_bytes
+            if part.start is not None or part.stop is not None:
+                first, last, _ = part.indices(shape[axis])
+                shape[axis] = max(last - first, 0)
+                elements += first * self.strides[axis]
+        pointer = self.pointer + elements * self.item_bytes
         return View(pointer, tuple(shape), self.strides, self.dtype, self.device, self.owner)
 
     def as_rows(self) -> View:

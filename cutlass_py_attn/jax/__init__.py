@@ -59,7 +59,7 @@ from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.scalars import SCALARS, integer_of, shown
 from cutlass_py_attn.problem.split_rows import ULYSSES
-from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
+from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, OPERANDS
 from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.suggestions import did_you_mean
@@ -205,6 +205,8 @@ def mla_attention(
     cache: Any,
     *,
     head_dim_value: int = MLA_HEAD_DIM_VALUE,
+    cache_scale: Any = None,
+    cache_rope: Any = None,
     mask: Mask = Full(),  # noqa: B008
     scale: float | None = None,
     sequences: VariableLength | Paged | None = None,
@@ -218,6 +220,9 @@ def mla_attention(
     query: (batch, num_queries, num_heads, head_dim).
     cache: (batch, num_keys, num_heads_key, head_dim), or a pool (pages, page_size, num_heads_key, head_dim) with
         `sequences=Paged(...)`. A row is a key, and its first head_dim_value columns are the value.
+    cache_scale, cache_rope: of a cache of e4m3 codes (..., num_heads_key, 512): the float32 scales of each 128 columns,
+        (..., num_heads_key, 4), and the columns behind the codes in the dtype of query, (..., num_heads_key, 64). JAX
+        stores each of the three densely.
     The other options are those of `attention`; `cutlass_py_attn.mla_attention_forward` says more about both.
 
     Returns what `attention` returns, with head_dim_value columns; it is not differentiable. Splits over devices, vmap
@@ -229,15 +234,17 @@ def mla_attention(
     if reasons or columns is None:
         raise NotSupported(reasons)
     options = Options(mask=mask, scale=scale, sequences=sequences, kernels=kernels, arch=arch, backend=backend)
+    of_codes = {"key_scale": cache_scale, KEY_ROPE: cache_rope}
+    arrays = {"query": query, "key": cache, **{name: each for name, each in of_codes.items() if each is not None}}
     try:
-        return _attend_to_cache(query, cache, columns, options, return_logsumexp)
+        return _attend_to_cache(arrays, columns, options, return_logsumexp)
     except NotSupported as error:
         raise of_cache(error) from error
 
 
-def _attend_to_cache(query: Any, cache: Any, columns: int, options: Options, return_logsumexp: bool) -> Any:
-    """Does `mla_attention` with options that are `Options`."""
-    call, operands = _prepare({"query": query, "key": cache}, options, return_logsumexp)
+def _attend_to_cache(arrays: dict[str, Any], columns: int, options: Options, return_logsumexp: bool) -> Any:
+    """Does `mla_attention` with options that are `Options`. arrays: by their names in a Problem, without value."""
+    call, operands = _prepare(arrays, options, return_logsumexp)
     call = dataclasses.replace(call, head_dim_value=columns)
     operands = _varying(
         call, {"query": operands["query"], "key": operands["key"], "value": operands["key"], **operands}
@@ -380,7 +387,7 @@ def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
         if name in differentiated
     ]
     coded = [name for name in OPERANDS if str(values[name].dtype) in E4M3]
-    if coded and differentiated:
+    if coded and differentiated and call.head_dim_value is None:
         reasons.append(
             f"{', '.join(differentiated)} with {', '.join(coded)} of e4m3 is differentiated: must be a constant, "
             "because only the forward takes codes; pass jax.lax.stop_gradient of it, or differentiate attention of "
@@ -581,9 +588,7 @@ class _SharedOptions(TypedDict, total=False):
     backend: str
 
 
-_native = native_library.choice().library
+_native = None if (_library := native_library.choice().library) is None else native.NativeHandler(_library)
 handler.register(
-    jax.ffi.register_ffi_target,
-    jax.ffi.pycapsule,
-    None if _native is None else native.NativeHandler(_native).function,
-)
+    jax.ffi.register_ffi_target, jax.ffi.pycapsule, None if _native is None else _native.function
+)  # the C function calls functions in Python that live as long as _native

@@ -23,7 +23,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.tensors import BMHK, OPERANDS, Tensor
+from cutlass_py_attn.problem.tensors import BMHK, KEY_ROPE, OPERANDS, Tensor
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -205,7 +205,8 @@ def _join_batch(
     ranks |= {term.name: _term_rank(term) for term in call.score_terms}
 
     def join(name: str, array: Any) -> Any:
-        per_batch = name in (*BMHK, "logsumexp", "grad_logsumexp") or (name == "bias" and "bias" in gradients)
+        per_batch = name in (*BMHK, KEY_ROPE, "logsumexp", "grad_logsumexp")
+        per_batch |= name == "bias" and "bias" in gradients
         if name in SCALES and array.ndim < 2:
             return array
         per_batch |= name in SCALES

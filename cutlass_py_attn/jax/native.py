@@ -34,7 +34,10 @@ _REPORT: Final = ctypes.CFUNCTYPE(_pointer, _pointer, ctypes.c_int, ctypes.c_int
 
 
 class NativeHandler:
-    """The handler of a loaded library. function: the XLA_FFI_Handler for CUDA. Never freed: XLA keeps the function."""
+    """The handler of a loaded library. function: the XLA_FFI_Handler for CUDA, which XLA keeps.
+
+    Keep the object as long as the process lives: `function` calls functions in Python that it owns.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.function = library.cutlass_py_attn_execute

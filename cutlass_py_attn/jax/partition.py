@@ -20,6 +20,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import SCALES
+from cutlass_py_attn.problem.tensors import CACHED, KEY_ROPE
 from cutlass_py_attn.score_terms import registry
 
 Arrays = dict[str, Any]
@@ -34,13 +35,14 @@ _AXES: Final = {
     "query": _QUERY,
     "key": (BATCH, "num_keys", HEADS_KEY, "head_dim"),
     "value": (BATCH, "num_keys", HEADS_KEY, "head_dim_value"),
+    KEY_ROPE: (BATCH, "num_keys", HEADS_KEY, "rope_columns"),
     "output": _OUTPUT,
     "grad_output": _OUTPUT,
     "logsumexp": (BATCH, HEADS, "padded_queries"),
     "grad_logsumexp": (BATCH, HEADS, "padded_queries"),
     "bias": (BATCH, HEADS, "num_queries", "num_keys"),
 }
-_OF_KEY: Final = ("key", "value")
+_CODES: Final = (BATCH, "num_keys", HEADS_KEY, "code_columns")  # key and value of a latent cache with key_rope
 
 
 def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
@@ -51,7 +53,10 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     """
     role = name if name in _AXES else name.removeprefix("grad_")
     vectors = {term.vector.name: term.vector for term in registry.terms() if term.vector is not None}
-    if role in _AXES:
+    found: Axes
+    if role in ("key", "value") and problem.key_rope is not None:
+        found = _CODES
+    elif role in _AXES:
         found = _AXES["key" if role == "value" and problem.value_in_key else role]
     elif role in SCALES:
         found = _axes_of_scale(role, shape, problem)
@@ -61,7 +66,7 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
         found = tuple(f"{role}_{axis}" for axis in range(len(shape)))
     if role == "bias":
         found = tuple(f"bias_{axis}" if size == 1 else axis for axis, size in zip(found, shape, strict=True))
-    if problem.pages is not None and role in _OF_KEY:
+    if problem.pages is not None and role in CACHED:
         found = ("pages", "page_rows", *found[2:])
     if problem.sequences is not None or problem.pages is not None:
         found = tuple("sequences" if axis == BATCH else axis for axis in found)
@@ -70,9 +75,13 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
 
 def _axes_of_scale(role: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     """Returns the axes of a scale of e4m3 codes; that of all heads, and an axis of size 1, is not split."""
-    axes: Axes = {1: (HEADS_KEY,), 2: (BATCH, HEADS_KEY), 3: (BATCH, "num_keys", HEADS_KEY)}.get(len(shape), ())
-    if len(axes) == 3 and problem.pages is not None:
-        axes = ("pages", "page_rows", HEADS_KEY)
+    of_rows: Axes = ("pages", "page_rows") if problem.pages is not None else (BATCH, "num_keys")
+    axes: Axes = {
+        1: (HEADS_KEY,),
+        2: (BATCH, HEADS_KEY),
+        3: (*of_rows, HEADS_KEY),
+        4: (*of_rows, HEADS_KEY, "tiles"),
+    }.get(len(shape), ())
     if shape == (1,) and problem.shape.num_heads_key > 1:
         axes = (f"{role}_0",)
     return axes
@@ -151,8 +160,12 @@ class Split:
         first = self._first_key_head(operands["key"].shape[2])
         if first is None:
             return operands
-        own = {name: jax.lax.dynamic_slice_in_dim(operands[name], first, 1, axis=2) for name in _OF_KEY}
-        return {**operands, **own}
+        own = dict(operands)
+        for name, array in operands.items():
+            axes = axes_of(name, array.shape, self.problem)
+            if HEADS_KEY in axes:
+                own[name] = jax.lax.dynamic_slice_in_dim(array, first, 1, axis=axes.index(HEADS_KEY))
+        return own
 
     def _first_key_head(self, number: int) -> Any:
         """Returns which of a device's `number` key heads its query heads read; None if they read all."""
@@ -208,7 +221,7 @@ class Split:
         if operand == name:  # output and logsumexp
             return part
         shape = shapes[operand]
-        if operand in _OF_KEY:
+        if operand in CACHED:
             number = shape[2] // self.count(self.heads_key)
             first = self._first_key_head(number)
             if first is not None:
@@ -271,7 +284,7 @@ def explicit(problem: Problem, operands: Arrays) -> Split:
     ]
     of_heads = found[HEADS_KEY] | found[HEADS]
     for axes, name in of_heads.items():
-        if axes != heads and (name not in _OF_KEY or axes != heads[: len(axes)]):
+        if axes != heads and (name not in (*CACHED, *SCALES) or axes != heads[: len(axes)]):
             reasons.append(_must_agree("heads", axes, name, heads, of_heads))
     if shared := sorted(set(batch) & set(heads)):
         reasons.append(

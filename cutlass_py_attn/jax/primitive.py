@@ -18,7 +18,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
 from cutlass_py_attn.api import attention
-from cutlass_py_attn.api.options import checked_artifact
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NoDevice
 from cutlass_py_attn.jax.handler import KEY, PAYLOAD, TARGET, WORKSPACE
@@ -79,7 +78,6 @@ def payload_of(kernels: Kernels) -> tuple[bytes, int]:
     plan, artifact = binding.first_available(
         planner.plans_on(kernels.problem, capability, num_sms), kernels.kernels or attention.default_kernels()
     )
-    checked_artifact(plan.build, artifact)
     names = [name for name, _, _ in kernels.results]
     names += [WORKSPACE] if plan.workspace.bytes else []
     payload = Payload(kernels.problem, plan, artifact, kernels.operands, tuple(names))

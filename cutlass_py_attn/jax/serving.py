@@ -21,8 +21,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
 from cutlass_py_attn.api import attention
-from cutlass_py_attn.api.options import BACKENDS, checked_artifact
-from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.api.options import BACKENDS
+from cutlass_py_attn.artifact import Artifact, artifact_of
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import calls, primitive
 from cutlass_py_attn.jax.handler import KEY, PAYLOAD, TARGET
@@ -59,11 +59,13 @@ def append_to_cache(
     key: (tokens, num_heads_key, head_dim) float16, bfloat16 or float32.
     value: (tokens, num_heads_key, head_dim_value), of the same dtype.
     key_cache, value_cache: (num_pages, page_size, num_heads_key, columns) in the dtype of key, float8_e4m3fn or uint8.
+        value_cache of a latent cache has the dtype of value.
     slots: (tokens,) int32 or int64; a token whose slot is negative, or beyond the cache, is skipped.
     key_scale, value_scale: as in `cutlass_py_attn.append_to_cache`.
     kernels, arch, backend: as in `attention`.
 
-    Returns (key_cache, value_cache); with a scale for each row, (key_cache, value_cache, key_scale, value_scale).
+    Returns (key_cache, value_cache); with a scale for each row, (key_cache, value_cache, key_scale, value_scale); of a
+    latent cache (key_cache, value_cache, key_scale).
     `cutlass_py_attn.append_to_cache` says what is stored. On several devices, call it inside jax.shard_map. It has no
     derivative.
 
@@ -252,7 +254,7 @@ def payload_of(call: _Call) -> bytes:
     arch = planner.targets_of(primitive.target_of(call.arch)[0])[-1]
     problem = call.problem
     plan = plan_append(problem, arch) if isinstance(problem, AppendProblem) else plan_merge(problem, arch)
-    artifact = checked_artifact(plan.build, (call.kernels or attention.default_kernels())(plan.build))
+    artifact = artifact_of(plan.build, call.kernels or attention.default_kernels())
     return Payload(None, plan, artifact, call.operands, tuple(call.results)).pack()
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.variants import (
     E4M3,
+    E4M3_TILE,
     LAST,
     MLA,
     PERSISTENT,
@@ -24,8 +25,8 @@ from cutlass_py_attn.plan.variants import (
     SUM_LAST,
     TOTAL,
 )
-from cutlass_py_attn.problem.quantization import CACHE_AXES, CACHE_SCALES, OPERAND_AXES, SCALES
-from cutlass_py_attn.problem.tensors import F32_BYTES, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.problem.quantization import CACHE_AXES, CACHE_SCALES, OPERAND_AXES, SCALES, TILE_AXES
+from cutlass_py_attn.problem.tensors import F32_BYTES, KEY_ROPE, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
 from cutlass_py_attn.score_terms.dropout import PHILOX
@@ -176,6 +177,15 @@ E4M3_CACHE_SCALES: Fields = tuple(
     (field, "i64") for name in CACHE_SCALES for field in (name, *(f"{name}_{axis}" for axis in CACHE_AXES))
 )
 
+# The columns of a latent cache behind its codes, and the scales of the codes' tiles of columns, with their strides
+# (elements). key_rope_page: of a pool; key_rope_batch: of other caches.
+LATENT_CODES: Fields = (
+    *_strided(KEY_ROPE),
+    (f"{KEY_ROPE}_page", "i64"),
+    ("key_scale", "i64"),
+    *((f"key_scale_{axis}", "i64") for axis in TILE_AXES),
+)
+
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
 COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
@@ -191,6 +201,12 @@ APPEND: Fields = (
 # Only in kernels that store e4m3. A stride is 0 along an axis that a scale does not have.
 APPEND_SCALES: Fields = tuple(
     (field, "i64") for name in CACHE_SCALES for field in (name, f"{name}_page", f"{name}_row", f"{name}_head")
+)
+
+# Only in kernels that store a latent cache.
+APPEND_TILE_SCALES: Fields = (
+    ("key_scale", "i64"),
+    *((f"key_scale_{axis}", "i64") for axis in ("page", "row", "head", "tile")),
 )
 
 # num_rows: rows of all batches and heads. cu_seqlens_q: 0 if the outputs are not packed. The logsumexps are 0 in a sum.
@@ -232,15 +248,16 @@ def fields_of(build: Build) -> Fields:
     if SHARED_END in build.options:
         fields = (*fields, *SHARED_END_FIELDS)
     if build.kind == "append" and build.variant:
-        fields = (*fields, *APPEND_SCALES)
+        fields = (*fields, *(APPEND_TILE_SCALES if build.variant == E4M3_TILE else APPEND_SCALES))
     if build.kind == "forward" and build.variant == E4M3:
         fields = (*fields, *OPERAND_SCALES)
     if build.has("varlen"):
         fields = (*fields, *VARLEN)
     if build.has("paged"):
-        maps_last_value = build.family == "sm90" and not build.reads_value_in_key
-        fields = (*fields, *PAGED, *(PAGED_SM90 if maps_last_value else ()))
-    if build.has(registry.KV8):
+        fields = (*fields, *PAGED, *(PAGED_SM90 if build.maps_value else ()))
+    if build.has(registry.KV8_TILE):
+        fields = (*fields, *LATENT_CODES)
+    elif build.has(registry.KV8):
         fields = (*fields, *E4M3_CACHE_SCALES)
     terms = registry.registered_among(build.features)
     if not terms:
@@ -258,10 +275,10 @@ def address_alignments(build: Build) -> dict[str, int]:
     These are the kinds "component_gemm", "append" and "merge". Their other i64 fields are among the plan's params.
     """
     if build.kind == "append":
-        cached = build.vector_bytes // build.item_bytes if build.variant else build.vector_bytes
-        scales = dict.fromkeys(CACHE_SCALES, 4) if build.variant else {}
-        rows = dict.fromkeys(("key", "value"), build.vector_bytes) | dict.fromkeys(("key_cache", "value_cache"), cached)
-        return {**rows, "slots": 8, **scales}
+        rows = dict.fromkeys(("key", "value", "key_cache", "value_cache"), build.vector_bytes)
+        coded = [] if not build.variant else ["key"] if build.variant == E4M3_TILE else ["key", "value"]
+        codes = {f"{name}_cache": build.vector_bytes // build.item_bytes for name in coded}
+        return {**rows, **codes, "slots": 8, **{f"{name}_scale": F32_BYTES for name in coded}}
     if build.kind == "merge":
         wide = build.vector_bytes // build.item_bytes * F32_BYTES
         rows = {

@@ -15,19 +15,30 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.plan.plan import Launch, Plan, Workspace
 from cutlass_py_attn.plan.planner import arch_objections
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, STANDARD
-from cutlass_py_attn.problem.append import CACHES, GIVEN_SCALES, NO_SCALES, ROW_SCALES, SCALES, AppendProblem
+from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, E4M3_TILE, STANDARD
+from cutlass_py_attn.problem.append import (
+    CACHES,
+    GIVEN_SCALES,
+    NO_SCALES,
+    ROW_SCALES,
+    SCALES,
+    TILE_SCALES,
+    AppendProblem,
+)
+from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
 
 WARPS: Final = 4
 _NONE: Final = (0, 0)  # warps of a product that the kernel does not have
-_VARIANTS: Final = {NO_SCALES: STANDARD, GIVEN_SCALES: E4M3, ROW_SCALES: E4M3_ROW}
+_VARIANTS: Final = {NO_SCALES: STANDARD, GIVEN_SCALES: E4M3, ROW_SCALES: E4M3_ROW, TILE_SCALES: E4M3_TILE}
 SCALES_OF: Final = {variant: scales for scales, variant in _VARIANTS.items()}
 _REASONS: Final = {
     NO_SCALES: "rows are copied as they are",
     GIVEN_SCALES: "rows are divided by scales from the device and rounded to e4m3",
     ROW_SCALES: "rows are divided by a scale of their own, their largest magnitude / 448, and rounded to e4m3",
+    TILE_SCALES: f"each {SCALE_COLUMNS} columns of a row of key are divided by a scale of their own, their largest "
+    "magnitude / 448, and rounded to e4m3; rows of value are copied as they are",
 }
 
 
@@ -66,11 +77,13 @@ def _strides(problem: AppendProblem) -> tuple[tuple[str, int], ...]:
     }
     for name in CACHES:
         found |= {f"{name}_{axis}": step for axis, step in _axes(name, problem, ("page", "row", "head"))}
-    for name in SCALES if problem.scales != NO_SCALES else ():
-        tensor: Tensor = getattr(problem, name)
-        axes = ("page", "row", "head")[-len(tensor.shape) :] if tensor.shape else ()
-        found |= {f"{name}_{axis}": 0 for axis in ("page", "row", "head")}
-        found |= {f"{name}_{axis}": step for axis, step in zip(axes, tensor.steps, strict=True)}
+    of_scales = ("page", "row", "head", *(("tile",) if problem.scales == TILE_SCALES else ()))
+    for name in SCALES:
+        tensor: Tensor | None = getattr(problem, name)
+        if tensor is not None:
+            axes = of_scales[-len(tensor.shape) :] if tensor.shape else ()
+            found |= {f"{name}_{axis}": 0 for axis in of_scales}
+            found |= {f"{name}_{axis}": step for axis, step in zip(axes, tensor.steps, strict=True)}
     return tuple(found.items())
 
 

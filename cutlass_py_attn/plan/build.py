@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan.variants import MLA, PERSISTENT, SHARED_END, VARIANTS, WIDE, Variant
+from cutlass_py_attn.plan.variants import E4M3_CACHE, MLA, PERSISTENT, SHARED_END, VARIANTS, WIDE, Variant
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES, OPERAND_NAMES, OPERANDS, ROW_ALIGNMENT_BYTES
 
 COLUMN_MULTIPLE = 32  # head dims are padded to this inside the tile, never in global memory
@@ -171,6 +171,11 @@ class Build:
     def reads_value_in_key(self) -> bool:
         """Whether the kernels read value as the first columns of key, and not through its own address and strides."""
         return self.variant == MLA
+
+    @property
+    def maps_value(self) -> bool:
+        """Whether the kernels of the sm90 family read value through a tensor map of its own."""
+        return self.family == "sm90" and self.variant not in (MLA, E4M3_CACHE)
 
     def has(self, feature: str) -> bool:
         """Returns whether the kernels have this feature."""

@@ -7,8 +7,9 @@ from typing import Final
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
-from cutlass_py_attn.problem.tensors import F32_BYTES
+from cutlass_py_attn.plan.variants import E4M3_CACHE, PER_HEAD, QUERY_HEADS, WIDE
+from cutlass_py_attn.problem.tensors import F32_BYTES, KEY_ROPE
+from cutlass_py_attn.score_terms import registry
 
 _SUFFIXES: Final = {
     "main": "",
@@ -40,7 +41,9 @@ LAST_VALUE: Final = "value_last"
 def tensor_maps(build: Build) -> tuple[str, ...]:
     """Returns the names of the main kernel's tensor maps, in the order of its parameters."""
     if build.reads_value_in_key:
-        return ("key",)
+        return (KEY_ROPE,) if build.has(registry.KV8_TILE) else ("key",)
+    if build.variant == E4M3_CACHE:  # threads load the codes of key and value
+        return ("query",)
     names = _TENSOR_MAPS.get((build.kind, build.family), ())
     return (*names, LAST_VALUE) if build.has("paged") and names else names
 

@@ -13,6 +13,7 @@ from cutlass_py_attn.plan.sm90_e4m3 import part_columns
 from cutlass_py_attn.plan.smem_maps import STEPS
 from cutlass_py_attn.plan.split_d import blocks_per_tile
 from cutlass_py_attn.plan.variants import E4M3, SHARED_END
+from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
 from cutlass_py_attn.score_terms import registry
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def _code_rows(build: Build) -> Iterator[tuple[str, str]]:
     grain = "the operand, each key head, or each key head of a sequence; 1 without any"
     if build.has(registry.KV8):
         grain = "each row" if build.has(registry.KV8_ROW) else grain
+        grain = f"each {SCALE_COLUMNS} columns of a row" if build.has(registry.KV8_TILE) else grain
         dtype = "float16" if build.family == "decode" else build.dtype
         yield "key and value", f"e4m3 codes, converted to {dtype}; scales of {grain}"
     if build.kind == "forward" and build.variant == E4M3:

@@ -27,7 +27,8 @@ from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, OPERAND_BYTES, WORD_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import BIASES, CACHED, F32_BYTES, OPERAND_BYTES, WORD_BYTES, Tensor
+from cutlass_py_attn.problem.validation import MAX_LENGTH
 from cutlass_py_attn.score_terms import registry
 
 LOG2_E: Final = math.log2(math.e)
@@ -101,7 +102,7 @@ def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
 def _num_splits_key(problem: Problem, build: Build) -> Expression:
     """Returns the blocks that share one (batch, key head) of a backward: the caller's number, else the family's."""
     if problem.num_splits_key is not None:
-        return f"max(min({problem.num_splits_key}, ceil_div(num_keys, {build.tile_n})), 1)"
+        return f"max(min({min(problem.num_splits_key, MAX_LENGTH)}, ceil_div(num_keys, {build.tile_n})), 1)"
     return f"max({(sm90 if build.family == 'sm90' else sm80).num_splits_key(build)}, 1)"
 
 
@@ -225,7 +226,7 @@ def shape(problem: Problem, name: str) -> tuple[Expression, ...]:
     tensor = problem.tensors()[name]
     if name in BIASES:
         return bias_axes(tensor)
-    of_key = name.removeprefix("grad_") in ("key", "value")
+    of_key = name.removeprefix("grad_") in CACHED
     batch, rows = "batch", "num_keys" if of_key else "num_queries"
     if of_key and problem.pages is not None:
         batch, rows = "num_pages", "page_size"
@@ -236,7 +237,7 @@ def shape(problem: Problem, name: str) -> tuple[Expression, ...]:
 
 def batch_axis(problem: Problem, name: str) -> str:
     """Returns the name of a tensor's first axis and its stride: "page" of a pool, else "batch"."""
-    return "page" if problem.pages is not None and name in ("key", "value") else "batch"
+    return "page" if problem.pages is not None and name in CACHED else "batch"
 
 
 def bias_axes(tensor: Tensor) -> tuple[Expression, ...]:
@@ -284,11 +285,7 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
         found |= {name: values[name] for name, _ in abi.VARLEN}
     if problem.pages is not None:
         found |= page_sizes(problem)
-        found |= (
-            {"value_page_rows": sm90.value_page_rows(problem)}
-            if build.family == "sm90" and not build.reads_value_in_key
-            else {}
-        )
+        found |= {"value_page_rows": sm90.value_page_rows(problem)} if build.maps_value else {}
     for term in registry.in_struct(problem.features):
         found |= term.sizes(problem)
     if problem.direction == "backward":

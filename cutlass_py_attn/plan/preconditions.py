@@ -29,7 +29,7 @@ from cutlass_py_attn.plan.variants import PERSISTENT
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, OPERAND_BYTES
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, KEY_ROPE, OPERAND_BYTES
 from cutlass_py_attn.problem.validation import LARGEST_SOFTCAP, MAX_LENGTH, MAX_RATIO, MAX_SCALE
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.softcap import MIN_SOFTCAP
@@ -99,7 +99,7 @@ def _sizes(problem: Problem, build: Build) -> Iterator[Condition]:
         yield "num_heads == num_heads_key", "num_heads must be num_heads_key; export a problem with grouped heads"
     if problem.pages is not None:
         yield from _page_sizes(problem)
-        yield from _page_maps(build) if build.family == "sm90" else ()
+        yield from _page_maps(build) if {"key", KEY_ROPE} & {*mapped(build)} else ()
     if problem.sequences is not None:
         yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"
         yield "num_keys <= tokens_k", "num_keys, of the longest sequence, must be at most tokens_k"
@@ -124,7 +124,9 @@ def _page_sizes(problem: Problem) -> Iterator[Condition]:
 def _page_maps(build: Build) -> Iterator[Condition]:
     """Boxes of the tensor maps divide pages, and the map of the last tile counts the rows of value."""
     least = sm90.LEAST_PAGE_SIZE
-    yield f"page_size >= {least}", f"page_size must be at least {least}: smaller pages need an sm80 kernel"
+    is_latent = build.has(registry.KV8_TILE)
+    others = "no kernel reads smaller pages of such a cache" if is_latent else "smaller pages need an sm80 kernel"
+    yield f"page_size >= {least}", f"page_size must be at least {least}: {others}"
     if build.reads_value_in_key:
         return
     is_whole = "mod(step(num_pages, value_page, 0), max(value_row, 1)) == 0"
@@ -144,7 +146,7 @@ def _edges(build: Build) -> Iterator[Condition]:
 def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
     """Strides are multiples of the elements of one load, and above 0 along the axes of a tensor map."""
     for name, tensor in problem.tensors().items():
-        if name not in BMHK:
+        if name not in (*BMHK, KEY_ROPE):
             continue
         unit = build.vector_bytes // OPERAND_BYTES[tensor.dtype]
         axes = batch_axis(problem, name), "row", "head"

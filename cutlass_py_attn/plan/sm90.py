@@ -12,6 +12,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import mapped_field
 from cutlass_py_attn.plan.expressions import Expression, Grid, times
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
+from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS, WARP_ROWS
 from cutlass_py_attn.plan.sm90_smem import (
     DQ_WARPGROUPS,
     LOAD_WARPGROUPS,
@@ -30,6 +31,7 @@ from cutlass_py_attn.plan.tiles import is_mla, splits_score_rows
 from cutlass_py_attn.plan.variants import (
     DS_REGISTERS,
     E4M3,
+    E4M3_CACHE,
     KEEPS_DS,
     KEY_REGISTERS,
     MLA,
@@ -42,11 +44,13 @@ from cutlass_py_attn.plan.variants import (
     WIDE,
 )
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.tensors import (
     BIASES,
     F32_BYTES,
     FLOAT8,
     ITEM_BYTES,
+    KEY_ROPE,
     OPERAND_BYTES,
     OPERANDS,
     ROW_ALIGNMENT_BYTES,
@@ -85,15 +89,21 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     else:
         variant = TWO_CTA if is_2cta else MLA if has_latent_cache else WIDE if is_wide else STANDARD
         variant = E4M3 if problem.dtype == FLOAT8 else variant
+        variant = E4M3_CACHE if problem.has_e4m3_cache and not has_latent_cache else variant
         features = VARIANTS[problem.direction, "sm90", variant].features
     missing = [name for name in problem.features if name not in features]
-    widest = SM90_MAX_HEAD_DIM if problem.dtype == FLOAT8 else WIDE_MAX_HEAD_DIM
+    widest = SM90_MAX_HEAD_DIM if has_codes(problem) else WIDE_MAX_HEAD_DIM
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
         f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest and not has_latent_cache,
+        "e4m3 codes of keys that contain the values without key_rope": has_latent_cache
+        and problem.has_e4m3_cache
+        and problem.key_rope is None,
+        f"key_rope of other than {ROPE_COLUMNS} columns": problem.key_rope is not None
+        and problem.key_rope.shape[3] != ROPE_COLUMNS,
         "variable lengths of keys that contain the values": has_latent_cache and problem.sequences is not None,
         "deterministic gradients with these head dims": is_2cta and problem.deterministic,
         "rows aligned to less than 16 bytes": any(
@@ -117,7 +127,8 @@ def _unsupported_pages(problem: Problem) -> tuple[str, ...]:
     The map of the tile with the last key counts the rows of value from its first page on, so that a page starts at a
     whole number of rows.
     """
-    if problem.pages is None:
+    loads_codes = problem.has_e4m3_cache and problem.key_rope is None  # threads load these
+    if problem.pages is None or loads_codes:
         return ()
     num_pages, page_size, *_ = problem.value.shape
     page, row, *_ = problem.value.strides
@@ -143,6 +154,10 @@ def _needs_2cta(shape: Shape) -> bool:
 
 
 def _tma_operands(problem: Problem) -> tuple[str, ...]:
+    if problem.key_rope is not None:
+        return (*OPERANDS, KEY_ROPE)
+    if problem.has_e4m3_cache:  # threads load its codes
+        return ("query",)
     return OPERANDS if problem.direction == "forward" else (*OPERANDS, "grad_output")
 
 
@@ -312,6 +327,11 @@ def _multicast_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
     return min(problem.shape.num_queries, problem.shape.num_keys) >= MULTICAST_LENGTH
 
 
+# What the first warpgroup of a forward does, by variant, if it is more than one warp that loads.
+_LOADING: Final = {
+    E4M3: "one warp loads, two transpose values",
+    E4M3_CACHE: "one loads keys and values and converts them to 16 bits",
+}
 _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
     ("backward", PER_HEAD): _Choice(_per_head_objection, _per_head_is_faster),
     ("backward", QUERY_HEADS): _Choice(_no_objection, _query_heads_is_faster),
@@ -444,9 +464,11 @@ def reason(build: Build) -> str:
             "blocks share the keys of all sequences: two warpgroups compute S of alternate key tiles and half of the "
             "columns of O each, one warp loads keys, whose first columns are the values"
         )
+        if build.has(registry.KV8_TILE):
+            roles = roles.replace("one warp loads keys,", "four warps load keys and convert their e4m3 codes,")
     elif build.kind == "forward":
         how = "two blocks of a cluster load keys and values for both: " if build.variant == MULTICAST else ""
-        loading = "one warp loads, two transpose values" if build.variant == E4M3 else "one warp loads"
+        loading = _LOADING.get(build.variant, "one warp loads")
         roles = f"{how}{computing} S and O, {loading}"
     elif build.variant == TWO_CTA:
         roles = "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
@@ -474,8 +496,8 @@ def tensor_map_box(build: Build, name: str, rank: int, page_size: int | None) ->
     page_size: rows of a page; None for no pages
     """
     field = mapped_field(name)
-    rows, columns = tma_tiles(build)[field]
-    if page_size is not None and field != "query":
+    rows, columns = (WARP_ROWS, ROPE_COLUMNS) if field == KEY_ROPE else tma_tiles(build)[field]
+    if page_size is not None and field in ("key", "value"):
         rows = min(page_size, most_box_rows(build))
     swizzle = swizzle_bytes(columns, build.item_bytes)
     return (swizzle // build.item_bytes, rows, *([1] * (rank - 2))), swizzle

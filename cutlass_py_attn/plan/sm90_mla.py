@@ -29,6 +29,10 @@ VALUE_STRIPS: Final = HEAD_DIMS[1] // STRIP_COLUMNS
 CHUNKS: Final = ((0, 1), (2, 3), (4, 5), (6, 7), (8,))  # strips with one full barrier
 VALUE_CHUNKS: Final = ((0, 1), (2, 3))  # of the columns of O of each warpgroup
 P_STRIP: Final = STRIPS - 1
+# An e4m3 cache: kernels/sm90_mla/latent_codes.py.
+ROPE_COLUMNS: Final = HEAD_DIMS[0] - HEAD_DIMS[1]  # of the rotary embedding, which have 16 bits
+ROPE_CHUNK: Final = len(CHUNKS) - 1
+WARP_ROWS: Final = 16  # of a latent tile that one warp of the producer converts
 # Chunks of each half of each slot, in the order of their loads and their use: warpgroup i releases half i.
 HALVES: Final = (((0, 1), (2, 3, 4)), ((0, 1, 4), (2, 3)))
 STATISTICS: Final = 3  # of a row: maximum, factor of O, sum; one of each for each warpgroup

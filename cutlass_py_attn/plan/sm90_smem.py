@@ -4,6 +4,7 @@ kernel            warpgroups
 forward           1 loads; 1, 2 or 3 compute S and O of 64 query rows each
 forward, MLA      1 loads; 2 compute S of every second key tile, and half of the columns of O, of 64 query rows
 forward, e4m3     1 loads and transposes values; 1, 2 or 3 compute S and O of 64 query rows each
+e4m3 cache        1 loads and converts keys and values; 1, 2 or 3 compute S and O of 64 query rows each
 forward, wide     1 loads; 2 compute S of every second key tile, and some columns of O, of 64 query rows
 backward, wide    1 loads; 2 compute S and dP of every second tile, and some columns of dQ, dK or dV, of 64 rows
 backward          1 loads; 1 computes dQ; 1 or 2 compute S, dP, dV and dK of 64 keys each
@@ -17,9 +18,21 @@ from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import Buffer, Build
+from cutlass_py_attn.plan.sm90_e4m3_cache import registers as e4m3_cache_registers
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.variants import DS_REGISTERS, E4M3, KEY_REGISTERS, MLA, PER_HEAD, TWO_CTA, WIDE
+from cutlass_py_attn.plan.variants import (
+    DS_REGISTERS,
+    E4M3,
+    E4M3_CACHE,
+    KEY_REGISTERS,
+    MLA,
+    PER_HEAD,
+    SPECULATIVE,
+    TWO_CTA,
+    WIDE,
+)
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
+from cutlass_py_attn.score_terms import registry
 
 LOAD_WARPGROUPS: Final = 1
 DQ_WARPGROUPS: Final = 1  # of the backward
@@ -39,6 +52,7 @@ DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES = 16, 64  # whose bits a warp of the bac
 FORWARD_REGISTERS: Final = {64: (24, 240), 128: (24, 240), 192: (32, 160)}
 WIDE_REGISTERS: Final = (24, 240)  # the same of variant wide
 MLA_REGISTERS: Final = (40, 232)  # the same of variant mla, whose producer finds pieces and pages
+MLA_CODES_REGISTERS: Final = (72, 216)  # the same of an e4m3 cache, whose codes the producer converts
 # The same of variant e4m3, whose first warpgroup also transposes values.
 E4M3_REGISTERS: Final = {64: (56, 240), 128: (40, 232), 192: (32, 160)}
 SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
@@ -87,12 +101,18 @@ def forward_map(build: Build) -> tuple[Buffer, ...]:
 
 
 def _forward_with(build: Build, query_stages: int, dropout_tiles: int) -> tuple[Buffer, ...]:
-    """Places the stages of query, key and value, the dropout bits, and a full and an empty barrier for each stage."""
+    """Places the stages of query, key and value, the dropout bits, and a full and an empty barrier for each stage.
+
+    With scales of rows also those of the keys and values of each stage.
+    """
     dtype, tile_m, tile_n, stages = build.dtype, build.tile_m, build.tile_n, build.query_stages
+    scales = stages * tile_n * F32_BYTES if build.has(registry.KV8_ROW) else 0
     return stack(
         ("query", query_stages * tile_bytes(dtype, tile_m, build.columns), 0, 1),
         ("key", stages * tile_bytes(dtype, tile_n, build.columns), 0, 1),
         ("value", stages * tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("key_scales", scales, 0, 1),
+        ("value_scales", scales, 0, 0),
         ("dropout_bits", dropout_tiles * dropout_tile_bytes(build), 0, 2),
         ("barriers", 2 * BARRIER_BYTES * (query_stages + 2 * stages), 0, 4),
     )
@@ -104,8 +124,10 @@ def splits_key_loop(build: Build) -> bool:
     Against the version before, which had one loop and no chains, it was slower with a window (TFLOP/s on an H200, bf16
     d 64, window 1024: 346, before 365) and, in wide heads, with ALiBi (d 128: 545, before 584) or softcap (545, before
     554). In heads of 64 columns these are faster with it (378, before 368; 363, before 351). So is a bias in both
-    (d 64: 251, before 243; d 128: 425, before 421).
+    (d 64: 251, before 243; d 128: 425, before 421). Option speculative needs the loop.
     """
+    if SPECULATIVE in build.options:
+        return True
     is_wide = max(build.columns, build.columns_value) > SPLIT_WITH_TERMS_COLUMNS
     return build.mask != "local" and not (is_wide and (build.has("alibi") or build.has("softcap")))
 
@@ -161,10 +183,11 @@ def adds_in_order(build: Build) -> bool:
     """Returns whether warps of their own add the staged dQ to its sums, in an order that semaphores keep.
 
     With one block per head the order is that of the block's key tiles. With 128 queries a tile and one stage of K the
-    dQ warpgroup adds, which is 2 % faster.
+    dQ warpgroup adds, which is 2 % faster; so it does in variant key_registers, which would spill with adding warps.
     """
     is_faster = build.tile_m == WARPGROUP_ROWS or build.key_stages > 1
-    return build.deterministic and build.variant != PER_HEAD and grad_query_bytes(build) > 0 and is_faster
+    needs_order = build.deterministic and build.variant not in (PER_HEAD, KEY_REGISTERS)
+    return needs_order and grad_query_bytes(build) > 0 and is_faster
 
 
 def backward_2cta_map(build: Build) -> tuple[Buffer, ...]:
@@ -209,9 +232,11 @@ def registers(build: Build) -> tuple[int, ...]:
     if build.variant == WIDE:
         return WIDE_REGISTERS
     if build.variant == MLA:
-        return MLA_REGISTERS
+        return MLA_CODES_REGISTERS if build.has(registry.KV8_TILE) else MLA_REGISTERS
     if build.variant == E4M3:
         return E4M3_REGISTERS[build.tile_m]
+    if build.variant == E4M3_CACHE:
+        return e4m3_cache_registers(build)
     if build.kind == "forward":
         return FORWARD_REGISTERS[build.tile_m]
     if build.variant == TWO_CTA:
@@ -251,5 +276,9 @@ def grad_query_bytes(build: Build) -> int:
     if build.block_queries < build.tile_m or build.variant == TWO_CTA:
         return 0
     rows, columns = grad_query_piece(build)
-    staged = KEY_REGISTERS_STAGED if build.variant == KEY_REGISTERS else 1
-    return staged * rows * columns * F32_BYTES
+    return staged_pieces(build) * rows * columns * F32_BYTES
+
+
+def staged_pieces(build: Build) -> int:
+    """Returns how many pieces of dQ the staging buffer holds."""
+    return KEY_REGISTERS_STAGED if build.variant == KEY_REGISTERS else 1

@@ -19,6 +19,7 @@ from cutlass_py_attn.plan.build import Buffer, Build
 from cutlass_py_attn.plan.variants import (
     DS_REGISTERS,
     E4M3,
+    E4M3_CACHE,
     KEY_REGISTERS,
     MLA,
     MULTICAST,
@@ -48,6 +49,7 @@ _MAPS: Final[dict[tuple[str, str, str], Callable[[Build], tuple[Buffer, ...]]]] 
     ("forward", "sm90", MULTICAST): sm90_smem.forward_map,
     ("forward", "sm90", WIDE): sm90_wide.forward_map,
     ("forward", "sm90", E4M3): sm90_e4m3.forward_map,
+    ("forward", "sm90", E4M3_CACHE): sm90_smem.forward_map,
     ("forward", "sm90", MLA): sm90_mla.forward_map,
     ("backward", "sm90", STANDARD): sm90_smem.backward_map,
     ("backward", "sm90", PER_HEAD): sm90_smem.backward_map,

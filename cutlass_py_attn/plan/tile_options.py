@@ -5,19 +5,30 @@ docs/tuning.md says what each option gained, and which were slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.variants import HALVES, MULTICAST, SHARED_END, SPECULATIVE, STANDARD
+from cutlass_py_attn.plan.variants import (
+    BITS,
+    E4M3,
+    E4M3_CACHE,
+    HALVES,
+    MULTICAST,
+    SHARED_END,
+    SPECULATIVE,
+    STANDARD,
+)
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.score_terms import registry
 
 # Features with which scores are scaled products alone, and every key of a tile without a mask has its weight; sinks are
 # added when all keys are seen.
-PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED, "sinks"))
+PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.FLOAT16_OUTPUT, "sinks"))
+MOST_BITS_KEYS: Final = 128  # keys of a tile, of which a thread holds a quarter of each row: a bit of a word each
+VARIANTS_WITH_OPTIONS: Final = (STANDARD, MULTICAST, E4M3, E4M3_CACHE)
 HALVES_MULTIPLE: Final = 32  # keys of a tile, whose halves are operands of O = P V in steps of 16
 
 
@@ -28,70 +39,133 @@ class OptionRule:
     tile_m, tile_n: the tile
     columns: the head dims that it was measured with, more than the first and up to the second
     options: as in `TileConfig.options`; of them the tile has those that are possible for the problem
+    variants: of the tile
     """
 
     tile_m: int
     tile_n: int
     columns: tuple[int, int]
     options: tuple[str, ...]
+    variants: tuple[str, ...] = (STANDARD, MULTICAST)
 
     def is_for(self, problem: Problem, tile: TileConfig) -> bool:
         """Returns whether the planner has this tile with the options."""
         least, most = self.columns
         dims = problem.shape.head_dim, problem.shape.head_dim_value
-        is_tile = (tile.tile_m, tile.tile_n) == (self.tile_m, self.tile_n)
+        is_tile = (tile.tile_m, tile.tile_n) == (self.tile_m, self.tile_n) and tile.variant in self.variants
         return is_tile and all(least < dim <= most for dim in dims)
 
 
-# Of bf16 and f16 forwards on an H200. Halves are slower than whole key tiles with 128 columns.
+# Halves are slower than whole key tiles with 128 columns. float16 has shared_end alone.
 RULES: Final = (
     OptionRule(192, 128, (0, 32), (SPECULATIVE,)),
     OptionRule(192, 128, (32, 64), (SPECULATIVE, HALVES)),
     OptionRule(192, 112, (64, 96), (SPECULATIVE,)),
-    OptionRule(128, 128, (96, 128), (SPECULATIVE, SHARED_END)),
+    OptionRule(192, 96, (64, 96), (SPECULATIVE, BITS)),
+    OptionRule(128, 128, (0, 96), (SPECULATIVE, BITS)),
+    OptionRule(128, 128, (96, 192), (SPECULATIVE, BITS, SHARED_END)),
+    OptionRule(128, 64, (128, 256), (SPECULATIVE, BITS, SHARED_END)),
+    OptionRule(64, 128, (0, 128), (SPECULATIVE,)),
+    OptionRule(64, 64, (128, 256), (SPECULATIVE,)),
+    OptionRule(192, 128, (0, 64), (SPECULATIVE,), (E4M3,)),
+    OptionRule(128, 128, (0, 192), (SPECULATIVE, BITS), (E4M3,)),
+    OptionRule(128, 64, (192, 256), (SPECULATIVE, BITS), (E4M3,)),
+    OptionRule(192, 96, (32, 64), (SPECULATIVE,), (E4M3_CACHE,)),
+    OptionRule(128, 128, (64, 128), (SPECULATIVE,), (E4M3_CACHE,)),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What decides which options a forward kernel of the sm90 family can have; the fields are those of a Build."""
+
+    dtype: str
+    variant: str
+    features: tuple[str, ...]
+    mask: str
+    tile_m: int
+    tile_n: int
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """Whether weights may be computed with the maxima before a key tile.
+
+        The largest weight of a row is then no power of two, and is rounded with P. Beside the rounding of a float16
+        output, this exceeds xFormers' tolerance in rows of one large weight.
+        """
+        return self.dtype != "float16" and PLAIN_FEATURES.issuperset(self.features)
+
+    @property
+    def has_equal_tiles(self) -> bool:
+        """Whether all query tiles take equally long, and the parts of one can be joined by their logsumexps."""
+        return self.variant == STANDARD and {"grouped"}.issuperset(self.features) and self.mask == "full"
+
+    @property
+    def has_mask_words(self) -> bool:
+        """Whether a word has a bit for each masked key of a row that a thread holds."""
+        return self.mask == "local" and self.tile_n <= MOST_BITS_KEYS
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether both halves of a key tile are operands of O += P V, and S has a product for each."""
+        return self.variant != E4M3 and self.tile_n % HALVES_MULTIPLE == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Which bodies can have an option, and with which other option; needs: "" for none."""
+
+    allows: Callable[[Body], bool]
+    allowed: str
+    needs: str = ""
+
+
+LIMITS: Final = {
+    SPECULATIVE: Limit(
+        lambda body: body.has_plain_scores,
+        "is for bfloat16 and e4m3, and for scores without dropout, scales of rows and score terms other than sinks; "
+        "use none of its options",
+    ),
+    HALVES: Limit(
+        lambda body: body.has_halves,
+        f"is for tiles of a multiple of {HALVES_MULTIPLE} keys, and not for variant {E4M3}; use another option",
+        SPECULATIVE,
+    ),
+    SHARED_END: Limit(
+        lambda body: body.has_equal_tiles,
+        "is for the standard variant, full masks and equal lengths, without score terms, dropout and pages; use "
+        "another option",
+    ),
+    BITS: Limit(
+        lambda body: body.has_mask_words,
+        f"is for windows and tiles of up to {MOST_BITS_KEYS} keys; use another option",
+        SPECULATIVE,
+    ),
+}
 
 
 def with_options(problem: Problem, tile: TileConfig) -> TileConfig:
     """Returns a tile of the sm90 family with the options that the planner has it with."""
-    if problem.direction != "forward" or tile.variant not in (STANDARD, MULTICAST):
+    if problem.direction != "forward":
         return tile
-    decided = problem.features, problem.mask.form
-    possible = {SPECULATIVE: _may_speculate(*decided), HALVES: _may_speculate(*decided)}
-    possible[SHARED_END] = tile.variant == STANDARD and _has_equal_tiles(*decided)
+    body = Body(problem.dtype, tile.variant, problem.features, problem.mask.form, tile.tile_m, tile.tile_n)
     options = next((rule.options for rule in RULES if rule.is_for(problem, tile)), ())
-    return replace(tile, options=tuple(name for name in options if possible[name]))
-
-
-def _may_speculate(features: tuple[str, ...], mask: str) -> bool:
-    """Returns whether weights may be computed with the maxima before a key tile."""
-    return PLAIN_FEATURES.issuperset(features) and mask != "local"
-
-
-def _has_equal_tiles(features: tuple[str, ...], mask: str) -> bool:
-    """Returns whether all query tiles take equally long, and the parts of one can be joined by their logsumexps."""
-    return {"grouped"}.issuperset(features) and mask == "full"
+    possible = {name for name in options if LIMITS[name].allows(body)}
+    needed = {"", *possible}
+    return replace(tile, options=tuple(name for name in options if name in possible and LIMITS[name].needs in needed))
 
 
 def objections(build: Build) -> Iterator[str]:
     """Yields every reason why no kernel body can be built with the options, as `tile_rules.objections` has them."""
     what = f"options = {build.options!r}"
-    is_forward = (build.kind, build.family) == ("forward", "sm90") and build.variant in (STANDARD, MULTICAST)
+    is_forward = (build.kind, build.family) == ("forward", "sm90") and build.variant in VARIANTS_WITH_OPTIONS
     if build.options and not is_forward:
-        yield f"{what}: only the standard and the multicast sm90 forward have options; use ()"
+        yield f"{what}: only the standard, multicast, {E4M3} and {E4M3_CACHE} sm90 forwards have options; use ()"
         return
-    if SPECULATIVE in build.options and not _may_speculate(build.features, build.mask):
-        yield (
-            f"{what}: option {SPECULATIVE} is for scores without windows, dropout and score terms other than sinks; "
-            "use none of its options"
-        )
-    is_equal = build.variant == STANDARD and _has_equal_tiles(build.features, build.mask)
-    if SHARED_END in build.options and not is_equal:
-        yield (
-            f"{what}: option {SHARED_END} is for the standard variant, full masks and equal lengths, without score "
-            "terms, dropout and pages; use another option"
-        )
-    if HALVES in build.options and SPECULATIVE not in build.options:
-        yield f"{what}: option {HALVES} is part of option {SPECULATIVE}; use both"
-    if HALVES in build.options and build.tile_n % HALVES_MULTIPLE:
-        yield f"tile_n = {build.tile_n}: both halves have multiples of 16 keys; use a multiple of {HALVES_MULTIPLE}"
+    body = Body(build.dtype, build.variant, build.features, build.mask, build.tile_m, build.tile_n)
+    for name in build.options:
+        limit = LIMITS[name]
+        if not limit.allows(body):
+            yield f"{what}: option {name} {limit.allowed}"
+        if limit.needs and limit.needs not in build.options:
+            yield f"{what}: option {name} is part of option {limit.needs}; use both"

@@ -70,16 +70,20 @@ def key_tile_spans(
 
     last: the last key tile, which is in no span because the forward visits it before its loops. The spans are in the
         order of the visit, and each is visited from its last tile to its first. A span may have no tile.
-    splits: whether tiles that every row sees completely are a span of their own; not for a window. Else all key tiles
-        are one span that is not whole.
+    splits: whether tiles that every row sees completely are a span of their own. Else all key tiles are one span that
+        is not whole.
     """
     if not splits:
         return (KeyTileSpan(first, last, is_whole=False),)
     if band.form == "full":  # only the last key tile may have keys past the end
         return (KeyTileSpan(first, last, is_whole=True),)
-    _, whole_end = whole_key_tiles(band, query_tile, tile_m, tile_n)
+    whole_first, whole_end = whole_key_tiles(band, query_tile, tile_m, tile_n)
     end = smaller(larger(whole_end, first), last)
-    return KeyTileSpan(end, last, is_whole=False), KeyTileSpan(first, end, is_whole=True)
+    if band.form == "causal":
+        return KeyTileSpan(end, last, is_whole=False), KeyTileSpan(first, end, is_whole=True)
+    start = smaller(larger(whole_first, first), end)
+    whole = KeyTileSpan(start, end, is_whole=True)
+    return KeyTileSpan(end, last, is_whole=False), whole, KeyTileSpan(first, start, is_whole=False)
 
 
 def query_tile_start(band: Band, key_tile: Any, tile_m: int, tile_n: int) -> Any:

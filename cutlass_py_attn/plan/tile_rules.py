@@ -14,8 +14,10 @@ from cutlass_py_attn.plan import tile_options
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.decode_smem import team_warps
-from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_e4m3 import TILE_N as E4M3_TILE_N
+from cutlass_py_attn.plan.sm90_e4m3_cache import MOST_VECTORS, rows_at_once, vectors_of_tile
+from cutlass_py_attn.plan.sm90_e4m3_cache import REGISTERS as E4M3_CACHE_REGISTERS
 from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
 from cutlass_py_attn.plan.sm90_mla import SLOTS
 from cutlass_py_attn.plan.sm90_smem import (
@@ -32,6 +34,7 @@ from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
 from cutlass_py_attn.plan.variants import (
     DS_REGISTERS,
     E4M3,
+    E4M3_CACHE,
     KEEPS_DS,
     KEY_REGISTERS,
     MLA,
@@ -58,7 +61,8 @@ SPLIT_D_TILE_N: Final = {"forward": (64, 128), "backward": (64,)}
 MAX_HEAD_DIM_SPLIT: Final = 512
 SM90_MAX_HEAD_DIM: Final = 256
 WIDE_MAX_HEAD_DIM: Final = 512  # of the sm90 kernels of variant wide
-KEEPS_DS_TILES: Final = {DS_REGISTERS: {32: 128, 96: 64, 128: 64}, KEY_REGISTERS: {64: 128}}  # tile_m by columns
+# tile_m by columns
+KEEPS_DS_TILES: Final = {DS_REGISTERS: {32: 128, 64: 128, 96: 64, 128: 64}, KEY_REGISTERS: {64: 128}}
 NARROW_HEAD_DIM: Final = 128  # beyond, the sm90 backward has no registers for the scores of a whole query tile
 SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value) with which score_rows leave registers
 SM90_BACKWARD_TILE_M: Final = (64, 128)
@@ -69,6 +73,7 @@ DECODE_WARPS: Final = (2, 4, 8)  # more would leave threads without an element o
 DECODE_SHARED_ROWS: Final = 32  # of a warp that shares a team: the outputs of 16 rows would not be aligned
 DECODE_MAX_HEAD_DIM: Final = {2: 256, 4: 128}  # by bytes per element
 DECODE_LEAST_COPY: Final = 4  # bytes: the least that cp.async copies
+_CODE_TILE_M: Final = {E4M3: tuple(E4M3_REGISTERS), E4M3_CACHE: tuple(E4M3_CACHE_REGISTERS)}
 
 Objections = Iterator[str]
 
@@ -262,7 +267,7 @@ def _sm90_forward(build: Build) -> Objections:
     if build.variant in (WIDE, MLA):
         yield from (_wide if build.variant == WIDE else _mla)(build)
         return
-    row_choices = E4M3_REGISTERS if build.variant == E4M3 else FORWARD_REGISTERS
+    row_choices = _CODE_TILE_M.get(build.variant, tuple(FORWARD_REGISTERS))
     wrong_warps = [*_consumers(build, LOAD_WARPGROUPS, tuple(rows // WARPGROUP_ROWS for rows in row_choices))]
     yield from wrong_warps
     rows = (build.warps // WARPGROUP_WARPS - LOAD_WARPGROUPS) * WARPGROUP_ROWS
@@ -280,12 +285,28 @@ def _sm90_forward(build: Build) -> Objections:
         yield _refuse(
             build, "tile_n", f"each thread has whole words of dropout bits; use a multiple of {WARPGROUP_ROWS}"
         )
+    if build.variant == E4M3_CACHE:
+        yield from _e4m3_cache(build)
     if build.query_stages < 2:
         yield _refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied; use 2 or more")
     if build.variant == MULTICAST and build.mask != "causal":
         yield _refuse(build, "mask", "variant multicast is built for causal masks; use the standard variant")
     if build.variant == MULTICAST and build.tile_m != 2 * WARPGROUP_ROWS:
         yield _refuse(build, "tile_m", f"variant multicast has two warpgroups that compute; use {2 * WARPGROUP_ROWS}")
+
+
+def _e4m3_cache(build: Build) -> Objections:
+    if not build.has(registry.KV8):
+        reason = f"variant {E4M3_CACHE} converts keys and values of e4m3 codes; use the standard variant"
+        yield _refuse(build, "variant", reason)
+    at_once, most = rows_at_once(build), MOST_VECTORS
+    if build.tile_n % at_once:
+        yield _refuse(build, "tile_n", f"a warpgroup converts {at_once} rows at once; use a multiple of that")
+    elif build.tile_n > WARPGROUP_THREADS:
+        yield _refuse(build, "tile_n", f"each of {WARPGROUP_THREADS} threads copies the scales of one row; use fewer")
+    elif vectors_of_tile(build) > most:
+        reason = f"a thread has registers for {most} vectors of codes, not {vectors_of_tile(build)}; use fewer keys"
+        yield _refuse(build, "tile_n", reason)
 
 
 def _wide(build: Build) -> Objections:
@@ -308,6 +329,9 @@ def _wide(build: Build) -> Objections:
 
 
 def _mla(build: Build) -> Objections:
+    if build.has(registry.KV8) != build.has(registry.KV8_TILE):
+        reason = f"variant mla reads e4m3 codes with scales of tiles of columns; use {registry.KV8_TILE} beside "
+        yield _refuse(build, "features", reason + registry.KV8)
     for field, reason in (("tile_m", "both warpgroups have the same queries"), ("tile_n", "one warpgroup has S of")):
         if getattr(build, field) != WARPGROUP_ROWS:
             yield _refuse(build, field, f"in variant mla {reason}, {WARPGROUP_ROWS} rows; use {WARPGROUP_ROWS}")
@@ -409,11 +433,8 @@ def _keeps_ds(build: Build) -> Objections:
         yield _refuse(build, "tile_m", f"{name} has registers for scores of {tile_m} queries; use {tile_m}")
     if build.score_rows:
         yield _refuse(build, "score_rows", f"{name} computes all rows of a tile at once; use 0")
-    if build.deterministic:
-        yield _refuse(build, "deterministic", f"{name} adds dQ in any order; use the standard variant")
-    if (
-        build.variant == DS_REGISTERS and build.mask == "local" and build.columns == 128
-    ):  # in float16, ptxas spills 44 bytes
+    # In float16, ptxas spills 44 bytes.
+    if build.variant == DS_REGISTERS and build.mask == "local" and build.columns == NARROW_HEAD_DIM:
         yield _refuse(build, "mask", f"{name} has no registers for the mask of a window; use the standard variant")
 
 

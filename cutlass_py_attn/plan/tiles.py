@@ -20,6 +20,7 @@ from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIM
 from cutlass_py_attn.plan.variants import (
     DS_REGISTERS,
     E4M3,
+    E4M3_CACHE,
     KEY_REGISTERS,
     MLA,
     MULTICAST,
@@ -196,6 +197,18 @@ _SM90_FORWARD_E4M3_LOCAL: _Table = {
     192: (TileConfig(128, 64, 12, 2, variant=E4M3), TileConfig(64, 64, 8, 2, variant=E4M3)),
     256: _SM90_FORWARD_E4M3[256],
 }
+# By the wider head dim, whose codes of a tile a warpgroup has in registers. Windows and score terms leave the other
+# warpgroups registers for fewer keys.
+_SM90_FORWARD_E4M3_CACHE: _Table = {
+    64: (TileConfig(192, 96, 16, 2, variant=E4M3_CACHE), TileConfig(128, 128, 12, 2, variant=E4M3_CACHE)),
+    128: (TileConfig(128, 128, 12, 2, variant=E4M3_CACHE), TileConfig(128, 64, 12, 2, variant=E4M3_CACHE)),
+    256: (TileConfig(128, 64, 12, 2, variant=E4M3_CACHE), TileConfig(64, 64, 8, 2, variant=E4M3_CACHE)),
+}
+_SM90_FORWARD_E4M3_CACHE_TERMS: _Table = {
+    64: (TileConfig(128, 128, 12, 2, variant=E4M3_CACHE), TileConfig(128, 64, 12, 2, variant=E4M3_CACHE)),
+    128: (TileConfig(128, 64, 12, 2, variant=E4M3_CACHE), TileConfig(64, 64, 8, 2, variant=E4M3_CACHE)),
+    256: _SM90_FORWARD_E4M3_CACHE[256],
+}
 _SM90_BACKWARD: _Table = {
     64: (
         TileConfig(64, 64, 12, 4, 3),
@@ -226,8 +239,8 @@ _SM90_BACKWARD: _Table = {
     256: (TileConfig(64, 64, 16, 2, 2, variant=TWO_CTA),),
 }
 _SM90_BACKWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (TileConfig(64, 64, 12, 2, 2, variant=WIDE),)}
-# With a mask, long rows of narrow heads are slower with two key stages; with dropout, the two stages leave
-# little shared memory for its bits.
+# With a mask, long rows of narrow heads are slower with two key stages, unless their gradients are deterministic; with
+# dropout, the two stages leave little shared memory for its bits.
 _SM90_BACKWARD_MASKED: _Table = {
     **_SM90_BACKWARD,
     64: (
@@ -251,6 +264,8 @@ SM90: dict[str, _Table] = {
     "forward wide": _SM90_FORWARD_WIDE,
     "forward mla": _SM90_FORWARD_MLA,
     "forward e4m3": _SM90_FORWARD_E4M3,
+    "forward e4m3 cache": _SM90_FORWARD_E4M3_CACHE,
+    "forward e4m3 cache terms": _SM90_FORWARD_E4M3_CACHE_TERMS,
     "forward e4m3 local": _SM90_FORWARD_E4M3_LOCAL,
     "backward": _SM90_BACKWARD,
     "backward masked": _SM90_BACKWARD_MASKED,
@@ -343,15 +358,18 @@ def sm90_tiles(problem: Problem) -> tuple[TileConfig, ...]:
 def table_key(problem: Problem) -> tuple[str, int]:
     """Returns the key of this problem's tiles in SM90: (name of the table, widest head dim that they serve)."""
     widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
+    needs_registers = problem.mask.form == "local" or any(t.needs_registers_sm90 for t in registry.present(problem))
     if is_mla(problem):
         name, served = "forward mla", problem.shape.head_dim
     elif problem.dtype == FLOAT8:
         name = "forward e4m3 local" if problem.mask.form == "local" else "forward e4m3"
         served = problem.shape.head_dim_value
+    elif problem.has_e4m3_cache:
+        name, served = "forward e4m3 cache terms" if needs_registers else "forward e4m3 cache", widest
     elif widest > SM90_MAX_HEAD_DIM:
         name, served = f"{problem.direction} wide", widest
     elif problem.direction == "backward":
-        is_masked = problem.mask.form != "full" or "dropout" in problem.features
+        is_masked = (problem.mask.form != "full" and not problem.deterministic) or "dropout" in problem.features
         name, served = "backward masked" if is_masked else "backward", _accumulator_head_dim(problem)
         name = "backward score_rows" if splits_score_rows(problem.shape) else name
     elif any(term.needs_registers_sm90 for term in registry.present(problem)):

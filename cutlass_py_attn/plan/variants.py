@@ -17,6 +17,8 @@ DS_REGISTERS: Final = "ds_registers"
 KEY_REGISTERS: Final = "key_registers"
 E4M3: Final = "e4m3"
 E4M3_ROW: Final = "e4m3_row"
+E4M3_TILE: Final = "e4m3_tile"
+E4M3_CACHE: Final = "e4m3_cache"
 WIDE: Final = "wide"
 PERSISTENT: Final = "persistent"
 MLA: Final = "mla"
@@ -29,7 +31,8 @@ KEEPS_DS: Final = (DS_REGISTERS, KEY_REGISTERS)  # of the sm90 backward: dS^T st
 SPECULATIVE: Final = "speculative"
 HALVES: Final = "halves"
 SHARED_END: Final = "shared_end"
-OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END)
+BITS: Final = "bits"
+OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, BITS)
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 
 
@@ -130,6 +133,15 @@ _ALL: Final = (
         layouts=(*registry.LAYOUTS, registry.FLOAT16_OUTPUT),
     ),
     Variant(
+        "forward",
+        "sm90",
+        E4M3_CACHE,
+        "sm90.e4m3_cache_forward",
+        "persistent blocks over query tiles; one warpgroup converts every key and value tile of e4m3 codes to 16 bits",
+        "sm90 forward",
+        layouts=(*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.KV8_ROW),
+    ),
+    Variant(
         "backward",
         "sm90",
         STANDARD,
@@ -162,6 +174,7 @@ _ALL: Final = (
         DS_REGISTERS,
         "sm90.backward",
         "persistent blocks over key tiles; dK is multiplied from dS in registers",
+        "sm90 backward ds_registers",
     ),
     Variant(
         "backward",
@@ -169,6 +182,7 @@ _ALL: Final = (
         KEY_REGISTERS,
         "sm90.backward",
         "persistent blocks over key tiles; dK is multiplied from dS in registers, dQ from the key tile in registers",
+        "sm90 backward ds_registers",
     ),
     Variant(
         "backward",
@@ -201,6 +215,14 @@ _ALL: Final = (
     Variant("append", "sm80", STANDARD, "decode.append", "a few threads per row", layouts=()),
     Variant("append", "sm80", E4M3, "decode.append", "a few threads per row, which they scale", layouts=()),
     Variant("append", "sm80", E4M3_ROW, "decode.append", "a few threads per row, which find its scale", layouts=()),
+    Variant(
+        "append",
+        "sm80",
+        E4M3_TILE,
+        "decode.append",
+        "a few threads per row, which find the scales of its tiles of columns; the row of value is copied",
+        layouts=(),
+    ),
     Variant("merge", "sm80", STANDARD, "decode.merge", "a few threads per row", layouts=("varlen",)),
     Variant("merge", "sm80", TOTAL, "decode.merge", "a few threads per row, into a float32 total", layouts=("varlen",)),
     Variant("merge", "sm80", LAST, "decode.merge", "a few threads per row, of a float32 total", layouts=("varlen",)),
@@ -222,7 +244,7 @@ _ALL: Final = (
         "sm90_mla.decode",
         "keys that contain the values: persistent blocks over chunks of the keys of all sequences, in which two "
         "warpgroups compute S of alternate key tiles and divide the columns of O",
-        layouts=("grouped", registry.PAGED, "varlen"),
+        layouts=("grouped", registry.PAGED, "varlen", registry.KV8, registry.KV8_TILE),
     ),
     Variant("component_gemm", "sm80", STANDARD, "component_gemms.standalone_sm80", "one block per tile", layouts=()),
     Variant("component_gemm", "sm90", STANDARD, "component_gemms.standalone_sm90", "one block per tile", layouts=()),

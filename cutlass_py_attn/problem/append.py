@@ -1,6 +1,9 @@
 """AppendProblem: key and value rows of new tokens, stored in the pages of a cache, in its dtype or as scaled e4m3.
 
 Slot s is row s % page_size of page s // page_size. A token whose slot is negative, or beyond the cache, is not stored.
+
+In a latent cache of e4m3 codes, key_cache has the codes and value_cache the columns of the rotary embedding, in the
+dtype of the rows. Its scales belong to each 128 columns of a row of key.
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.problem.overlap import overlaps_itself
-from cutlass_py_attn.problem.quantization import CACHE_SCALES
+from cutlass_py_attn.problem.quantization import CACHE_SCALES, SCALE_COLUMNS
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.tensors import E4M3, E4M3_BYTES, F32_BYTES, ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.problem.validation import MAX_BYTES
+from cutlass_py_attn.problem.validation import MAX_BYTES, stride_objections
 
 MAX_HEAD_DIM: Final = 1024  # a few threads hold a whole row
 MAX_ROWS: Final = 2**31 - 2**10  # rows of key, which the kernel counts in 32 bits up to the end of the last block
@@ -22,7 +26,7 @@ MAX_SLOTS: Final = 2**31 - 1  # rows of the cache
 MAX_E4M3: Final = 448.0  # the largest finite e4m3 number
 CACHES: Final = ("key_cache", "value_cache")
 SCALES: Final = CACHE_SCALES
-NO_SCALES, GIVEN_SCALES, ROW_SCALES = "none", "given", "row"
+NO_SCALES, GIVEN_SCALES, ROW_SCALES, TILE_SCALES = "none", "given", "row", "tile"
 _REQUIRED: Final = ("key", "value", *CACHES, "slots")
 _AXES: Final = {
     "key": "(tokens, num_heads_key, head_dim)",
@@ -41,10 +45,13 @@ class AppendProblem:
     value: (tokens, num_heads_key, head_dim_value), of the same dtype
     key_cache: (num_pages, page_size, num_heads_key, head_dim) in the dtype of key, or float8_e4m3fn, or uint8 for the
         bytes of e4m3 numbers
-    value_cache: (num_pages, page_size, num_heads_key, head_dim_value), of the dtype of key_cache
+    value_cache: (num_pages, page_size, num_heads_key, head_dim_value), of the dtype of key_cache; in the dtype of value
+        beside an e4m3 key_cache it belongs to a latent cache
     slots: (tokens,) int64
     key_scale, value_scale: float32, for an e4m3 cache alone. () or (1,), one scale, or (num_heads_key,), one of each
-        head: they are read. (num_pages, page_size, num_heads_key), one of each stored row: they are written.
+        head: they are read. (num_pages, page_size, num_heads_key), one of each stored row: they are written. A latent
+        cache has key_scale alone: (num_pages, page_size, num_heads_key, ceil(head_dim / 128)), one of each 128 columns
+        of a stored row, the last of which may be fewer: they are written.
     """
 
     key: Tensor
@@ -68,20 +75,25 @@ class AppendProblem:
 
         key: its shape (tokens, num_heads_key, head_dim). pages: (num_pages, page_size).
         head_dim_value: columns of value; 0 for head_dim.
-        scales: NO_SCALES for a cache of `dtype`; GIVEN_SCALES, of each head, or ROW_SCALES for an e4m3 cache.
+        scales: NO_SCALES for a cache of `dtype`; GIVEN_SCALES, of each head, or ROW_SCALES for an e4m3 cache;
+            TILE_SCALES for a latent cache.
         """
         tokens, heads, head_dim = key
-        cache = dtype if scales == NO_SCALES else E4M3[0]
-        shapes = {NO_SCALES: None, GIVEN_SCALES: (heads,), ROW_SCALES: (*pages, heads)}
+        tiles = (*pages, heads, ceil_div(head_dim, SCALE_COLUMNS))
+        shapes = {NO_SCALES: None, GIVEN_SCALES: (heads,), ROW_SCALES: (*pages, heads), TILE_SCALES: tiles}
         if scales not in shapes:
             raise NotSupported(f"scales = {shown(scales)}: must be one of {', '.join(shapes)}; choose one")
         shape = shapes[scales]
         scale = None if shape is None else Tensor.contiguous(shape, "float32")
         dims = head_dim, head_dim_value or head_dim
+        caches = dtype if scales == NO_SCALES else E4M3[0], dtype if scales in (NO_SCALES, TILE_SCALES) else E4M3[0]
         key_rows, value_rows = (Tensor.contiguous((tokens, heads, columns), dtype) for columns in dims)
-        key_cache, value_cache = (Tensor.contiguous((*pages, heads, columns), cache) for columns in dims)
+        key_cache, value_cache = (
+            Tensor.contiguous((*pages, heads, columns), cache) for columns, cache in zip(dims, caches, strict=True)
+        )
         slots = Tensor.contiguous((tokens,), "int64")
-        return AppendProblem(key_rows, value_rows, key_cache, value_cache, slots, scale, scale)
+        value_scale = None if scales == TILE_SCALES else scale
+        return AppendProblem(key_rows, value_rows, key_cache, value_cache, slots, scale, value_scale)
 
     @property
     def tokens(self) -> int:
@@ -105,7 +117,10 @@ class AppendProblem:
 
     @property
     def scales(self) -> str:
-        """NO_SCALES for a 16-bit or float32 cache; GIVEN_SCALES or ROW_SCALES for an e4m3 cache."""
+        """NO_SCALES, or for a cache of e4m3 codes GIVEN_SCALES or ROW_SCALES, or TILE_SCALES if it is a latent one."""
+        value = self.value_cache.dtype
+        if self.key_cache.dtype in E4M3 and value not in E4M3 and value == self.value.dtype:
+            return TILE_SCALES
         if self.key_scale is None:
             return NO_SCALES
         return ROW_SCALES if len(self.key_scale.shape) == 3 else GIVEN_SCALES
@@ -113,7 +128,8 @@ class AppendProblem:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the arrays that are written."""
-        return (*CACHES, *SCALES) if self.scales == ROW_SCALES else CACHES
+        scales = {ROW_SCALES: SCALES, TILE_SCALES: ("key_scale",)}
+        return (*CACHES, *scales.get(self.scales, ()))
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that the problem has, by name."""
@@ -143,6 +159,7 @@ def _ranks(problem: AppendProblem) -> Iterator[str]:
         shape = getattr(problem, name).shape
         if len(shape) != axes.count(",") + (name != "slots"):
             yield f"{name} has shape {shape}: must be {axes}; reshape it"
+    yield from stride_objections(problem.tensors())
 
 
 def _dtypes(problem: AppendProblem) -> Iterator[str]:
@@ -156,7 +173,12 @@ def _dtypes(problem: AppendProblem) -> Iterator[str]:
             f"key_cache has dtype {cache}: must be {key} as key, {E4M3[0]}, or uint8 for the bytes of e4m3 numbers; "
             "cast key and value, or allocate another cache"
         )
-    if problem.value_cache.dtype != cache:
+    if cache in E4M3 and problem.value_cache.dtype not in (cache, value):
+        yield (
+            f"value_cache has dtype {problem.value_cache.dtype}: must be {cache} as key_cache, or {value} as value for "
+            "a latent cache; allocate another cache"
+        )
+    elif cache not in E4M3 and problem.value_cache.dtype != cache:
         yield (
             f"value_cache has dtype {problem.value_cache.dtype} but key_cache has {cache}: both must agree; allocate "
             "one of them anew"
@@ -203,6 +225,9 @@ def _scales(problem: AppendProblem) -> Iterator[str]:
                 "leave it out"
             )
         return
+    if problem.scales == TILE_SCALES:
+        yield from _tile_scales(problem)
+        return
     heads = problem.num_heads_key
     row_shape = (*problem.key_cache.shape[:2], heads)
     allowed = f"(), (1,), ({heads},) for given scales, or {row_shape} for computed ones"
@@ -217,6 +242,20 @@ def _scales(problem: AppendProblem) -> Iterator[str]:
     if not wrong and len({len(tensor.shape) == 3 for tensor in given.values()}) == 2:
         shapes = " and ".join(f"{name} {tensor.shape}" for name, tensor in given.items())
         yield f"{shapes}: must both be given, or both be computed for each row; pass two of a kind"
+
+
+def _tile_scales(problem: AppendProblem) -> Iterator[str]:
+    """Yields why the scales are not those of a latent cache."""
+    shape = (*problem.key_cache.shape[:2], problem.num_heads_key, ceil_div(problem.key.shape[2], SCALE_COLUMNS))
+    allowed = f"float32 {shape}, a computed scale of each {SCALE_COLUMNS} columns of a row"
+    scale, dtype = problem.key_scale, problem.value_cache.dtype
+    if scale is None:
+        yield f"key_scale is missing: an e4m3 key_cache beside a value_cache of {dtype} needs {allowed}; pass it"
+    elif scale.dtype != "float32" or scale.shape != shape:
+        found = f"key_scale has shape {scale.shape} and dtype {scale.dtype}"
+        yield f"{found}: must be {allowed}, beside a value_cache of {dtype}; reshape or cast it"
+    if problem.value_scale is not None:
+        yield f"value_scale is given, but value_cache has dtype {dtype}: only e4m3 codes have scales; leave it out"
 
 
 def _memory(problem: AppendProblem) -> Iterator[str]:

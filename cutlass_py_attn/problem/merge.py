@@ -15,7 +15,7 @@ from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.problem.overlap import overlaps_itself
 from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, LSE_PADDING, Tensor
-from cutlass_py_attn.problem.validation import MAX_BYTES
+from cutlass_py_attn.problem.validation import MAX_BYTES, stride_objections
 
 MAX_HEAD_DIM: Final = 1024
 MAX_ROWS: Final = 2**31 - 2**10  # counted in 32 bits up to the end of the last block
@@ -154,6 +154,7 @@ def _ranks(problem: MergeProblem) -> Iterator[str]:
     lengths = problem.cu_seqlens_q
     if lengths is not None and (len(lengths.shape) != 1 or lengths.shape[0] < 1):
         yield f"cu_seqlens_q has shape {lengths.shape}: must be (count + 1,); pass [0] for no sequence"
+    yield from stride_objections(problem.tensors())
 
 
 def _shapes(problem: MergeProblem) -> Iterator[str]:

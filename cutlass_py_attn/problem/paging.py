@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.scalars import digits, shown
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.score_terms import registry
 
@@ -88,8 +88,9 @@ def kind_objections(pages: Any) -> Iterator[str]:
     if not isinstance(table, Tensor):
         yield f"page_table = {shown(table)}: must be a Tensor; create one with Tensor.contiguous"
         return
-    rank = 1 if pages.page_indptr else 2
-    axes = "(entries,) with page_indptr" if pages.page_indptr else "(batch, max_pages)"
+    has_bounds = pages.page_indptr is True
+    rank = 1 if has_bounds else 2
+    axes = "(entries,) with page_indptr" if has_bounds else "(batch, max_pages)"
     if len(table.shape) != rank or len(table.strides) != rank:
         yield (f"page_table has shape {table.shape} and strides {table.strides}: must be {rank}-D, {axes}; reshape it")
 
@@ -117,13 +118,13 @@ def objections(problem: Problem) -> Iterator[str]:
             )
         if not 0 <= pages.max_seqlen_q <= tokens:
             yield (
-                f"max_seqlen_q = {pages.max_seqlen_q}: must be from 0 to the {tokens} queries; pass the most queries "
-                "of a sequence"
+                f"max_seqlen_q = {digits(pages.max_seqlen_q)}: must be from 0 to the {tokens} queries; pass the most "
+                "queries of a sequence"
             )
     elif batch != pages.batch:
         yield (
-            f"query has batch {batch} and seqused_k {pages.batch} lengths: must be equal without cu_seqlens_q; pass a "
-            "length for each sequence"
+            f"query has batch {batch} and seqused_k {digits(pages.batch)} lengths: must be equal without "
+            "cu_seqlens_q; pass a length for each sequence"
         )
     for name in _REFUSED:
         if name in problem.features:
@@ -140,8 +141,8 @@ def _table_objections(pages: Pages) -> Iterator[str]:
         yield f"page_table has last stride {table.strides[-1]}: must be 1; copy it"
     if not pages.page_indptr and table.shape[0] != pages.batch:
         yield (
-            f"page_table has shape {table.shape}: must have one row for each of the {pages.batch} lengths of "
-            "seqused_k; slice it"
+            f"page_table has shape {table.shape}: must have one row for each of the {digits(pages.batch)} lengths "
+            "of seqused_k; slice it"
         )
 
 

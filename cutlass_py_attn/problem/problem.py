@@ -13,7 +13,18 @@ from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.paging import FEATURE, Pages
 from cutlass_py_attn.problem.quantization import ROW, SCALES, granularity, output_dtype
 from cutlass_py_attn.problem.scalars import SCALARS, with_python_numbers
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, E4M3, F32_BYTES, FLOAT8, OPERANDS, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.tensors import (
+    BIASES,
+    BMHK,
+    E4M3,
+    F32_BYTES,
+    FLOAT8,
+    KEY_ROPE,
+    OPERANDS,
+    Sequences,
+    Shape,
+    Tensor,
+)
 from cutlass_py_attn.problem.validation import TENSORS, objections, score_terms_objections, shape_objections
 from cutlass_py_attn.score_terms import registry
 
@@ -46,6 +57,10 @@ class Problem:
         are code times scale: () or (1,), (num_heads_key,), or (batch, num_heads_key); of an e4m3 cache, whose query has
         16 bits, also a scale of each row, (pages, page_size, num_heads_key) or (batch, num_keys, num_heads_key). None
         for 1 and for other dtypes
+    key_rope: the last columns of a latent cache whose first columns are e4m3 codes: (pages, page_size, num_heads_key,
+        columns) or (batch, num_keys, num_heads_key, columns) in the dtype of query, which has the columns of key and
+        then those of key_rope. key_scale then has a scale of each 128 columns of a row, (..., num_heads_key, tiles),
+        and value none of its own. None for other problems
 
     The backward reads output and logsumexp, and writes those of grad_query, grad_key, grad_value, grad_bias and
     grad_sinks that are given. logsumexp is (batch, num_heads, ceil32(num_queries)) float32, contiguous. So is
@@ -84,6 +99,7 @@ class Problem:
     query_scale: Tensor | None = None
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
+    key_rope: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._python_numbers():
@@ -192,6 +208,7 @@ class Problem:
             registry.FLOAT16_OUTPUT: self.dtype == FLOAT8 and self.output.dtype == "float16",
             "grouped": self.shape.group > 1,
             registry.KV8: self.has_e4m3_cache,
+            registry.KV8_TILE: self.key_rope is not None,
             registry.KV8_ROW: any(granularity(scale) == ROW for scale in self.scales.values()),
             FEATURE: self.pages is not None,
             "seqused": self.sequences is not None and self.sequences.seqused_k,
@@ -223,7 +240,7 @@ class Problem:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every strided tensor that this direction reads or writes, by name."""
-        names = (*BMHK, *BIASES)
+        names = (*BMHK, KEY_ROPE, *BIASES)
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     def vectors(self) -> dict[str, Tensor]:

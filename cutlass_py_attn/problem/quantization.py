@@ -5,8 +5,11 @@ A number is its code times its scale. Two kinds of problems have codes:
     e4m3 operands   query, key and value; kernels multiply codes, and the output has 16 bits
     e4m3 cache      key and value beside a query of 16 bits; kernels convert codes to 16 bits
 
+In a latent cache, whose values are in its keys, the columns of the rotary embedding may have 16 bits: key_rope.
+
 A scale is float32 and belongs to the whole operand, to a key head, to a key head of one batch element or sequence, or,
-in a cache, to a row: one key of one head. The scale of query belongs to the query heads that read the key head.
+in a cache, to a row: one key of one head. In a latent cache with key_rope it belongs to each 128 columns of a row. The
+scale of query belongs to the query heads that read the key head.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.problem.tensors import E4M3, F32_BYTES, FLOAT8, OPERANDS, Tensor
 
 if TYPE_CHECKING:
@@ -24,8 +28,11 @@ CACHE_SCALES: Final = SCALES[1:]  # of an e4m3 cache
 # Along which a scale may have a stride: that of an e4m3 operand, that of an e4m3 cache.
 OPERAND_AXES: Final = ("batch", "head")
 CACHE_AXES: Final = ("batch", "page", "row", "head")
+TILE_AXES: Final = (*CACHE_AXES, "tile")  # of key_scale of a latent cache with key_rope
+SCALE_COLUMNS: Final = 128  # of a latent row that share a scale
 TENSOR, HEAD, BATCH_HEAD, ROW = "tensor", "head", "batch_head", "row"
 GRANULARITIES: Final = (TENSOR, HEAD, BATCH_HEAD, ROW)  # what has a scale of its own, by the axes of the scales
+TILE: Final = "tile"  # of columns, of a row of a latent cache
 OUTPUT_DTYPES: Final = ("bfloat16", "float16")  # of the output of e4m3 operands; the first is the default
 QUERY_DTYPES: Final = ("float16", "bfloat16")  # of the query of an e4m3 cache
 
@@ -42,7 +49,7 @@ def has_codes(problem: Problem) -> bool:
 
 def granularity(scale: Tensor) -> str:
     """Returns what has a scale of its own. (1,) may also be a scale of the only key head, which is the same."""
-    return TENSOR if scale.shape == (1,) else GRANULARITIES[min(len(scale.shape), len(GRANULARITIES) - 1)]
+    return TENSOR if scale.shape == (1,) else (*GRANULARITIES, TILE)[min(len(scale.shape), len(GRANULARITIES))]
 
 
 def shapes(problem: Problem, name: str) -> dict[str, tuple[int, ...]]:
@@ -50,6 +57,8 @@ def shapes(problem: Problem, name: str) -> dict[str, tuple[int, ...]]:
 
     name: a member of SCALES.
     """
+    if problem.key_rope is not None and name in CACHE_SCALES:
+        return {TILE: (*problem.key.shape[:3], ceil_div(problem.key.shape[3], SCALE_COLUMNS))}
     heads = problem.shape.num_heads_key
     found: dict[str, tuple[int, ...]] = {TENSOR: (), HEAD: (heads,), BATCH_HEAD: (problem.shape.batch, heads)}
     if problem.has_e4m3_cache and name in CACHE_SCALES:
@@ -61,9 +70,13 @@ def strides(problem: Problem) -> dict[str, int]:
     """Returns the strides (elements) of the scales of e4m3 codes; 0 along an axis that a scale does not have."""
     if not has_codes(problem):
         return {}
-    names, axes = (CACHE_SCALES, CACHE_AXES) if problem.has_e4m3_cache else (SCALES, OPERAND_AXES)
+    names: tuple[str, ...] = SCALES
+    axes: tuple[str, ...] = OPERAND_AXES
+    if problem.has_e4m3_cache:
+        names, axes = (CACHE_SCALES, CACHE_AXES) if problem.key_rope is None else (CACHE_SCALES[:1], TILE_AXES)
     first = "batch" if problem.pages is None else "page"
     of_granularity = {TENSOR: (), HEAD: ("head",), BATCH_HEAD: ("batch", "head"), ROW: (first, "row", "head")}
+    of_granularity[TILE] = (first, "row", "head", "tile")
     found = {f"{name}_{axis}": 0 for name in names for axis in axes}
     for name in (name for name in names if name in problem.scales):
         scale = problem.scales[name]
@@ -76,9 +89,15 @@ def objections(problem: Problem) -> Iterator[str]:
     """Yields every reason to refuse the dtypes of e4m3 codes and their scales."""
     yield from _dtype_objections(problem)
     coded = SCALES if problem.query.dtype in E4M3 else CACHE_SCALES if problem.has_e4m3_cache else ()
+    if problem.key_rope is not None:
+        yield from _rope_objections(problem, problem.key_rope)
+        coded = ("key_scale",)
     for name, operand in zip(SCALES, OPERANDS, strict=True):
         if name in problem.scales and name not in coded:
             dtype = getattr(problem, operand).dtype
+            if problem.key_rope is not None and name == "value_scale":
+                yield "value_scale is given with key_rope: must be absent, because value is in key; leave it out"
+                continue
             yield f"{name} is given, but {operand} has dtype {dtype}: only e4m3 codes are scaled; leave it out"
         elif name in problem.scales:
             yield from _scale_objections(problem, name, problem.scales[name])
@@ -106,10 +125,33 @@ def _dtype_objections(problem: Problem) -> Iterator[str]:
         yield f"output has dtype {problem.output.dtype}: must be {allowed} for {FLOAT8} operands; pass such an array"
 
 
+def _rope_objections(problem: Problem, rope: Tensor) -> Iterator[str]:
+    """Yields why key and key_rope are no latent cache of e4m3 codes."""
+    shape, (*rows, columns) = problem.shape, problem.key.shape
+    wanted = (*rows, max(shape.head_dim - columns, 0))
+    if rope.shape != wanted:
+        yield (
+            f"key_rope has shape {rope.shape}: must be {wanted}, the rows of key {problem.key.shape} and the columns "
+            f"of query {problem.query.shape} behind those of key; slice or reshape it"
+        )
+    if not problem.value_in_key or not problem.has_e4m3_cache:
+        yield (
+            f"key_rope is given with key of {problem.key.dtype} and query of {problem.query.dtype}, value_in_key = "
+            f"{problem.value_in_key}: belongs to a latent cache of {FLOAT8} beside a query of 16 bits; leave it out, "
+            "with its columns in key"
+        )
+    elif problem.key_scale is None:
+        yield (
+            f"key_scale is missing with key_rope: must be float32 {shapes(problem, 'key_scale')[TILE]}, a scale of "
+            f"each {SCALE_COLUMNS} columns; pass it, of ones for codes without scales"
+        )
+
+
 def _scale_objections(problem: Problem, name: str, scale: Tensor) -> Iterator[str]:
-    allowed = shapes(problem, name)
-    if scale.dtype != "float32" or scale.shape not in ((1,), *allowed.values()):
-        listed = ", ".join(dict.fromkeys(map(str, ((), (1,), *allowed.values()))))
+    first, *others = shapes(problem, name).values()
+    allowed = [first, *([(1,)] if first == () else []), *others]
+    if scale.dtype != "float32" or scale.shape not in allowed:
+        listed = ", ".join(dict.fromkeys(map(str, allowed)))
         yield f"{name} has shape {scale.shape} and dtype {scale.dtype}: must be float32 {listed}; reshape or cast it"
     elif scale.alignment < F32_BYTES:
         yield f"{name} is {scale.alignment}-byte aligned: must be aligned to its {F32_BYTES}-byte elements; copy it"

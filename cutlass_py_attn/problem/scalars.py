@@ -95,9 +95,19 @@ def shown(value: object) -> str:
     return f"{text} ({name})"
 
 
+def digits(number: int | tuple[int, ...]) -> str:
+    """Returns an integer or a tuple of them as text. Python refuses to print one of thousands of digits."""
+    try:
+        return str(number)
+    except ValueError:
+        return "a number that cannot be printed"
+
+
 def path_objections(name: str, value: object) -> list[str]:
     """Returns why this is no path of a file or a folder."""
-    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    path: object = None
+    with contextlib.suppress(Exception):  # __fspath__ is the caller's
+        path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and "\0" not in path:
         return []
     return [f"{name} = {shown(value)}: must be a path, such as a str or a pathlib.Path; pass one"]

@@ -33,7 +33,9 @@ may come in any order; `ProblemSpec.name` writes them in the order below. Words 
                                  forward only
     [kv8]                        key and value of e4m3 beside a query of 16 bits; forward only
     [descale{GRAIN}]             e4m3, kv8: scales of the codes; GRAIN is what has one, tensor, head (each key head),
-                                 batch (each key head of a sequence) or, of kv8, row. No scales if absent
+                                 batch (each key head of a sequence) or, of kv8, row; of mla with kv8, tile (each 128
+                                 columns of a row: those of value are codes, the others have 16 bits). No scales if
+                                 absent
     [f16out]                     e4m3: the output is f16, not bf16
     [splits{N}]                  blocks that share one (batch, head) in the backward; the plan chooses if absent
 
@@ -63,6 +65,7 @@ from cutlass_py_attn.problem.quantization import (
     ROW,
     SCALES,
     TENSOR,
+    TILE,
     output_dtype,
     shapes,
 )
@@ -70,7 +73,7 @@ from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_NAMES, Sequences, Sh
 
 GRAMMAR: Final = (__doc__ or "").partition("\n\n")[2]
 EXAMPLE: Final = "bf16_d128_s8192_b4_h16_causal"
-GRAINS: Final = {"tensor": TENSOR, "head": HEAD, "batch": BATCH_HEAD, "row": ROW}  # of descale{GRAIN}
+GRAINS: Final = {"tensor": TENSOR, "head": HEAD, "batch": BATCH_HEAD, "row": ROW, "tile": TILE}  # of descale{GRAIN}
 GRADIENTS: Final = {"q": "query", "k": "key", "v": "value", "b": "bias", "s": "sinks"}  # letters of grads{LETTERS}
 BIAS_AXES: Final = "bhqk"
 BATCH_BROADCAST: Final = "1hqk"  # the axes of `bias` without AXES
@@ -281,6 +284,11 @@ class ProblemSpec:
         return self.e4m3_cache or self.dtype == FLOAT8
 
     @property
+    def has_rope(self) -> bool:
+        """Whether the columns of a latent cache that are no value have 16 bits beside codes: key_rope."""
+        return self.e4m3_cache and GRAINS.get(self.descale) == TILE
+
+    @property
     def has_used_keys(self) -> bool:
         """Whether seqused_k says how many keys each sequence uses."""
         return bool(self.sequences) and self.sequences[0].used_keys is not None
@@ -345,7 +353,12 @@ class ProblemSpec:
     def _with_codes(self, problem: Problem) -> Problem:
         """The problem with the e4m3 cache and the scales that the spec has."""
         names = SCALES
-        if self.e4m3_cache:
+        if self.has_rope:
+            names, rows = CACHE_SCALES[:1], problem.key.shape[:3]
+            rope = Tensor.contiguous((*rows, self.head_dim - self.head_dim_value), self.dtype)
+            codes = Tensor.contiguous((*rows, self.head_dim_value), FLOAT8)
+            problem = problem.replace(key=codes, value=codes, key_rope=rope)
+        elif self.e4m3_cache:
             names = CACHE_SCALES
             key, value = (Tensor.contiguous(tensor.shape, FLOAT8) for tensor in (problem.key, problem.value))
             problem = problem.replace(key=key, value=value)
@@ -526,6 +539,10 @@ def _code_contradictions(found: Mapping[str, str]) -> Iterator[str]:
         yield f"f16out belongs to e4m3, but the dtype is {dtype}; write e4m3 or leave it out"
     if "descale" in found and dtype != e4m3 and not is_cache:
         yield f"descale{found['descale']} belongs to e4m3 or kv8, but the dtype is {dtype}; write one or leave it out"
+    is_latent = is_cache and "value_in_key" in found
+    columns, of_value = (int(found.get(name, 0)) for name in ("head_dim", "head_dim_value"))
+    if found.get("descale") == "tile" and not (is_latent and 0 < of_value < columns):
+        yield "descaletile belongs to mla with kv8 and a narrower value, d{D}v{V}; write them, or another descale"
     if found.get("descale") == "row" and not is_cache:
         yield "descalerow belongs to kv8; write kv8 beside a dtype of 16 bits, or descalebatch"
 

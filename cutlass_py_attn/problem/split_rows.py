@@ -36,15 +36,15 @@ class Chunk:
 
 def strategy_objections(value: object) -> list[str]:
     """Returns why a value of context_strategy is refused."""
-    if value in STRATEGIES:
+    if isinstance(value, str) and value in STRATEGIES:
         return []
-    remedy = did_you_mean(str(value), STRATEGIES, "choose one")
+    remedy = did_you_mean(value, STRATEGIES, "choose one") if isinstance(value, str) else "choose one"
     return [f"context_strategy = {shown(value)}: must be one of {', '.join(STRATEGIES)}; {remedy}"]
 
 
 def order_objections(value: object) -> list[str]:
     """Returns why a value of load_balance is refused."""
-    if value in (None, ZIGZAG):
+    if value is None or (isinstance(value, str) and value == ZIGZAG):
         return []
     return [f"load_balance = {shown(value)}: must be {ZIGZAG!r}, or None for the natural order; choose one"]
 

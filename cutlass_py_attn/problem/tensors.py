@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from cutlass_py_attn.integers import round_up
+from cutlass_py_attn.problem.scalars import integer_of
 
 ITEM_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 F32_BYTES = ITEM_BYTES["float32"]
@@ -22,6 +23,8 @@ LSE_PADDING = 32  # rows of logsumexp are padded to a multiple of this
 OPERANDS = ("query", "key", "value")
 BMHK = (*OPERANDS, "output", "grad_output", "grad_query", "grad_key", "grad_value")
 BIASES = ("bias", "grad_bias")
+KEY_ROPE = "key_rope"  # the columns of key that have 16 bits, of a latent cache of e4m3 codes
+CACHED = ("key", "value", KEY_ROPE)  # rows of a cache, which may be in pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ class Shape:
     pool: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_heads_key", self.num_heads_key or self.num_heads)
+        if integer_of(self.num_heads_key) == 0:
+            object.__setattr__(self, "num_heads_key", self.num_heads)
 
     @property
     def group(self) -> int:

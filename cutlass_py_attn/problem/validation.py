@@ -5,14 +5,14 @@ The conditions of a score term are in its own file, score_terms/<term>.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from cutlass_py_attn.problem import masks, paging, quantization
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.overlap import overlaps_itself
-from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, python_value, shown
+from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, digits, python_value, shown
 from cutlass_py_attn.problem.tensors import (
     BIASES,
     BMHK,
@@ -20,6 +20,7 @@ from cutlass_py_attn.problem.tensors import (
     F32_BYTES,
     FLOAT8,
     ITEM_BYTES,
+    KEY_ROPE,
     OPERAND_BYTES,
     OPERANDS,
     Sequences,
@@ -41,7 +42,7 @@ MAX_BYTES = 2**63  # that the strides of a tensor reach: offsets are 64-bit inte
 LARGEST_SOFTCAP = {"float16": 2.0**100, "bfloat16": 2.0**100, "float32": 2.0**13}
 MAX_RATIO = 2.0**126  # of scale and softcap, and of softcap and scale: a normal float32
 _OF_TERMS: Final = (*registry.array_options(), *(f"grad_{name}" for name in registry.gradients()))
-TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES)
+TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE)
 _REQUIRED: Final = (*OPERANDS, "output")
 _EDGES: Final = {"window_left": "mask left", "window_right": "mask right"}  # what Mask.objections calls them
 _WRITTEN = ("grad_query", "grad_key", "grad_value", "grad_bias")
@@ -143,7 +144,7 @@ def _rank_objections(problem: Problem) -> Iterator[str]:
         yield f"direction = {shown(problem.direction)}: must be one of {', '.join(DIRECTIONS)}; choose one"
     if direction == "backward" and problem.grad_output is None:
         yield "grad_output is missing: the backward needs it; pass a tensor of the matching BMHK shape"
-    for name in (*BMHK, *BIASES):
+    for name in (*BMHK, KEY_ROPE, *BIASES):
         tensor = getattr(problem, name)
         if isinstance(tensor, Tensor) and any(
             isinstance(sizes, tuple) and len(sizes) != 4 for sizes in (tensor.shape, tensor.strides)
@@ -153,9 +154,14 @@ def _rank_objections(problem: Problem) -> Iterator[str]:
                 f"{name} has shape {tensor.shape} and strides {tensor.strides}: must be 4-D "
                 f"{axes}; add the missing axes with size 1"
             )
-    vectors = (item for term in registry.terms() for item in term.vectors(problem).items())
-    for name, tensor in vectors:
-        if len(tensor.shape) != len(tensor.strides):
+    for term in registry.terms():
+        yield from stride_objections(term.vectors(problem))
+
+
+def stride_objections(tensors: Mapping[str, Any]) -> Iterator[str]:
+    """Yields which of these tensors have another number of strides than of axes; None stands for no tensor."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and len(tensor.shape) != len(tensor.strides):
             given = f"{name} has shape {tensor.shape} and strides {tensor.strides}"
             yield f"{given}: must have a stride for each axis; add the missing strides, or leave some out"
 
@@ -184,13 +190,15 @@ def _size_objections(problem: Problem) -> Iterator[str]:
     shape = problem.shape
     if shape.num_heads_key and shape.num_heads % shape.num_heads_key:
         yield (
-            f"query has {shape.num_heads} heads and key {shape.num_heads_key}: query's must be a multiple of key's; "
-            "repeat or drop heads"
+            f"query has {digits(shape.num_heads)} heads and key {digits(shape.num_heads_key)}: query's must be a "
+            "multiple of key's; repeat or drop heads"
         )
     for name, tensor in problem.tensors().items():
         wanted = (problem.query.shape[0], *shape.of(name)[1:])
         if problem.pages is not None and name in ("key", "value"):
             wanted = shape.of(name)
+        if problem.key_rope is not None and name == "key":  # whose last columns are those of key_rope
+            wanted = (*wanted[:3], max(wanted[3] - problem.key_rope.shape[3], 0))
         if name in BMHK and tensor.shape != wanted:
             yield (
                 f"{name} has shape {tensor.shape}: must be {wanted} to match query {problem.query.shape}, "
@@ -199,11 +207,11 @@ def _size_objections(problem: Problem) -> Iterator[str]:
     for label, size in (("head_dim", shape.head_dim), ("head_dim_value", shape.head_dim_value)):
         if not 1 <= size <= MAX_HEAD_DIM:
             remedy = "split the head" if size > MAX_HEAD_DIM else "give every row at least one element"
-            yield f"{label} = {size}: must be from 1 to {MAX_HEAD_DIM}; {remedy}"
+            yield f"{label} = {digits(size)}: must be from 1 to {MAX_HEAD_DIM}; {remedy}"
     for label in ("num_queries", "num_keys", "batch", "num_heads"):
         size = getattr(shape, label)
         if size > MAX_LENGTH:
-            yield f"{label} = {size}: must be at most {MAX_LENGTH}; call once per slice"
+            yield f"{label} = {digits(size)}: must be at most {MAX_LENGTH}; call once per slice"
     yield from _sequence_objections(problem)
     yield from paging.objections(problem)
     yield from _value_in_key_objections(problem)
@@ -217,8 +225,8 @@ def _value_in_key_objections(problem: Problem) -> Iterator[str]:
         yield "value_in_key with direction 'backward': must be False, because gradients are separate; leave it out"
     if value.shape[3] > key.shape[3]:
         yield (
-            f"head_dim_value = {value.shape[3]} with value_in_key: must be at most the {key.shape[3]} columns of key; "
-            "lower it"
+            f"head_dim_value = {digits(value.shape[3])} with value_in_key: must be at most the {key.shape[3]} columns "
+            "of key; lower it"
         )
     if value.strides != key.strides:
         yield (
@@ -238,7 +246,8 @@ def _sequence_objections(problem: Problem) -> Iterator[str]:
         ("max_seqlen_k", given.max_seqlen_k, shape.tokens[1]),
     ):
         if not 0 <= longest <= tokens:
-            yield f"{label} = {longest}: must be from 0 to the {tokens} tokens; pass the longest sequence's length"
+            given_length = digits(longest)
+            yield f"{label} = {given_length}: must be from 0 to the {tokens} tokens; pass the longest sequence's length"
     for name, tokens in zip(("query", "key"), shape.tokens, strict=True):
         if tokens > MAX_LENGTH:
             yield (
@@ -275,7 +284,7 @@ def _tensor_objections(problem: Problem) -> Iterator[str]:
         has_own_dtype = name in coded or (name == "output" and problem.dtype == FLOAT8)
         if tensor.dtype != problem.dtype and not has_own_dtype:
             yield f"{name} has dtype {tensor.dtype} but query has {problem.dtype}: all must agree; cast one of them"
-        if name in BMHK and name != "grad_output" and tensor.shape[3] > 1 and tensor.strides[3] != 1:
+        if name in (*BMHK, KEY_ROPE) and name != "grad_output" and tensor.shape[3] > 1 and tensor.strides[3] != 1:
             yield f"{name} has last stride {tensor.strides[3]}: must be 1; make the head dimension contiguous"
         item = OPERAND_BYTES[tensor.dtype]
         if tensor.alignment < item:
@@ -286,8 +295,8 @@ def _tensor_objections(problem: Problem) -> Iterator[str]:
         reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True))
         if reach * item >= MAX_BYTES:
             yield (
-                f"{name} has shape {tensor.shape} and strides {tensor.strides}: must reach fewer than 2**63 bytes; "
-                "use smaller strides"
+                f"{name} has shape {digits(tensor.shape)} and strides {digits(tensor.strides)}: must reach fewer than "
+                "2**63 bytes; use smaller strides"
             )
         if name in _WRITTEN or (name == "output" and problem.direction == "forward"):
             yield from _overlap_objections(name, tensor)

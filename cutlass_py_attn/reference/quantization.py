@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.problem.append import MAX_E4M3
-from cutlass_py_attn.problem.quantization import BATCH_HEAD, HEAD, ROW, TENSOR
+from cutlass_py_attn.problem.quantization import BATCH_HEAD, HEAD, ROW, SCALE_COLUMNS, TENSOR
 from cutlass_py_attn.reference.serving import LEAST, e4m3_codes
 
 Array = npt.NDArray[Any]
@@ -31,6 +31,34 @@ def dequantise(codes: Array, scale: Array | None, first_rows: Array | None = Non
     """
     numbers = codes.view(DTYPE).astype(np.float64)
     return numbers if scale is None else numbers * of_rows(scale, codes.shape, first_rows)
+
+
+def dequantise_latent(codes: Array, scale: Array, rope: Array) -> Array:
+    """Returns the rows of a latent cache in float64: codes times the scale of their tile of columns, then rope.
+
+    codes: (batch, rows, num_heads_key, columns); scale: the same with tiles of 128 columns, the last may be narrower;
+    rope: the same with the columns behind the codes.
+    """
+    numbers = codes.view(DTYPE).astype(np.float64) * of_tiles(scale, codes.shape[-1])
+    return np.concatenate([numbers, rope.astype(np.float64)], axis=-1)
+
+
+def quantise_latent(rows: Array) -> tuple[Array, Array]:
+    """Returns the e4m3 codes of latent rows, and the float32 scales of their tiles of columns.
+
+    A scale is the largest magnitude of its tile / 448; infinities count as float32's largest number, NaN as nothing.
+    """
+    starts = range(0, rows.shape[-1], SCALE_COLUMNS)
+    tiles = [scales_of(rows[..., first : first + SCALE_COLUMNS], ROW, rows.shape[2]) for first in starts]
+    scale = np.stack(tiles, axis=-1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        numbers = rows.astype(np.float32) / of_tiles(scale, rows.shape[-1]).astype(np.float32)
+    return e4m3_codes(numbers).view(DTYPE), scale
+
+
+def of_tiles(scale: Array, columns: int) -> Array:
+    """Returns the scale of each column in float64, from those of tiles of columns."""
+    return np.repeat(np.asarray(scale, np.float64), SCALE_COLUMNS, axis=-1)[..., :columns]
 
 
 def quantise(array: Array, scale: Array | None, first_rows: Array | None = None) -> Array:

@@ -13,6 +13,7 @@ import numpy as np
 
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.problem.append import MAX_E4M3
+from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
 from cutlass_py_attn.problem.tensors import LSE_PADDING
 
 Array = np.ndarray[Any, Any]
@@ -38,7 +39,8 @@ def append(rows: Array, cache: Array, slots: Array, scale: Array | None) -> None
 
     slots: (tokens,); those outside of the cache are skipped.
     scale: None to store the rows as they are. (), (1,) or (num_heads_key,) float32 to divide by, or
-        (num_pages, page_size, num_heads_key) float32 that receives each row's largest magnitude / 448.
+        (num_pages, page_size, num_heads_key) float32 that receives each row's largest magnitude / 448; with a fourth
+        axis, of tiles, that of each 128 columns of a row.
     """
     pages, page_size = cache.shape[:2]
     stored = (slots >= 0) & (slots < pages * page_size)
@@ -48,14 +50,16 @@ def append(rows: Array, cache: Array, slots: Array, scale: Array | None) -> None
         cache[place] = rows
         return
     numbers = rows.astype(np.float32)
-    if scale.ndim == 3:
-        largest = np.fmax.reduce(np.abs(numbers), axis=-1, initial=LEAST)
-        largest = np.minimum(largest, np.finfo(np.float32).max)
-        scale[place] = largest / np.float32(MAX_E4M3)
-        factor = np.float32(MAX_E4M3) / largest
+    if scale.ndim < 3:
+        factor = np.broadcast_to(np.float32(1) / scale, rows.shape[1:2])[..., None]
     else:
-        factor = np.broadcast_to(np.float32(1) / scale, rows.shape[1:2])
-    cache.view(np.uint8)[place] = e4m3_codes(numbers * factor[..., None])
+        columns = rows.shape[2]
+        width = columns if scale.ndim == 3 else SCALE_COLUMNS
+        largest = np.fmax(np.fmax.reduceat(np.abs(numbers), np.arange(0, columns, width), axis=-1), LEAST)
+        largest = np.minimum(largest, np.finfo(np.float32).max)
+        scale[place] = (largest / np.float32(MAX_E4M3)).reshape(largest.shape[: scale.ndim - 1])
+        factor = np.repeat(np.float32(MAX_E4M3) / largest, width, axis=-1)[..., :columns]
+    cache.view(np.uint8)[place] = e4m3_codes(numbers * factor)
 
 
 def merge(

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
-from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.artifact import Artifact, artifact_of
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
 from cutlass_py_attn.plan import abi, builder, launch_rules, planner, sm90
 from cutlass_py_attn.plan.abi_digest import abi_digest
@@ -16,7 +16,7 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.arch import runs_on as _runs_on
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.variants import DS_REGISTERS
+from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
@@ -270,7 +270,7 @@ def first_available(plans: Sequence[Plan], kernels: Callable[[Build], Artifact])
     first_error: CompileError | Stale | None = None
     for plan in plans:
         try:
-            return plan, kernels(plan.build)
+            return plan, artifact_of(plan.build, kernels)
         except (CompileError, Stale) as error:
             first_error = first_error or error
     if first_error is None:
@@ -384,7 +384,7 @@ def _problem_mismatches(plan: Plan, problem: Problem | None) -> Iterator[str]:
             f"problem has {name}: the plan's kernel does not support it; plan this problem"
             for name in sm90.unsupported_features(problem)
         )
-    if build.variant == DS_REGISTERS and problem.scale_value == 0:
+    if starts_from_logsumexp(build) and problem.scale_value == 0:
         yield "problem.scale = 0: the plan's kernel divides by the scale; plan this problem"
     planned = dict(plan.params)
     pairs += [(name, size, planned.get(name)) for name, size in launch_rules.params(problem, build)]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported
-from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.scalars import digits, integer_of, shown
 
 CAPTURE_ERRORS: Final = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to ..._WRONG_THREAD
 LOST_CONTEXT_ERRORS: Final = (4, 709)  # CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_CONTEXT_IS_DESTROYED
@@ -244,7 +244,7 @@ def device(ordinal: int) -> Device:
     count = device_count()
     if not 0 <= ordinal < count:
         visible = "1 visible GPU" if count == 1 else f"{count} visible GPUs"
-        raise NoDevice(f"device = {ordinal}: this machine has {visible}, numbered from 0; pass one of them")
+        raise NoDevice(f"device = {digits(ordinal)}: this machine has {visible}, numbered from 0; pass one of them")
     handle = int(call("cuDeviceGet", ordinal))
     kinds = bindings().CUdevice_attribute
 
@@ -513,11 +513,15 @@ def stream_handle(stream: object) -> int:
     stream: None for the legacy default stream (0), an int handle, an object with `__cuda_stream__` (cuda.core), or
         one with the handle in `ptr` (CuPy), `cuda_stream` (torch) or `handle` (Numba).
     """
-    handle: Any = getattr(stream, "cuda_stream", stream)  # fast path for torch streams and ints
-    if type(handle) is int and 0 <= handle <= _LAST_HANDLE:
-        return handle
-    handle = 0 if stream is None else stream
-    if hasattr(handle, "__cuda_stream__"):
+    try:
+        handle: Any = getattr(stream, "cuda_stream", stream)  # fast path for torch streams and ints
+        if type(handle) is int and 0 <= handle <= _LAST_HANDLE:
+            return handle
+        handle = 0 if stream is None else stream
+        has_protocol = hasattr(handle, "__cuda_stream__")
+    except Exception as error:  # an attribute that raises whatever it likes
+        raise NotSupported(f"stream = {shown(stream)}: {error}: must be a stream; pass one, or None") from error
+    if has_protocol:
         protocol = handle.__cuda_stream__
         try:
             handle = (protocol() if callable(protocol) else protocol)[1]

@@ -16,7 +16,7 @@ from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.plan import Plan, TensorMap
 from cutlass_py_attn.problem import quantization
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.problem.tensors import BIASES, CACHED, F32_BYTES, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.runtime import tensor_maps
 from cutlass_py_attn.score_terms import registry
 
@@ -198,7 +198,7 @@ def numbers(problem: Problem) -> dict[str, float]:
     for name, tensor in problem.tensors().items():
         axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head")
         steps = tensor.steps if name in BIASES else tensor.strides
-        if problem.pages is not None and name in ("key", "value"):
+        if problem.pages is not None and name in CACHED:
             axes = ("page", "row", "head")
         strides |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)}
     if problem.pages is not None:

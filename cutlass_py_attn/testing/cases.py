@@ -169,6 +169,13 @@ class Case:
         return {"query": operands[0].reshape(problem.query.shape), **found}
 
     @property
+    def philox(self) -> dict[str, int]:
+        """The numbers philox_seed and philox_offset; none without dropout, or if they are in device memory."""
+        if not self.spec.dropout_p or self.spec.philox_on_device:
+            return {}
+        return {"philox_seed": self.philox_seed, "philox_offset": self.philox_offset}
+
+    @property
     def sequences(self) -> list[SeqlenInfo]:
         """The rows of each sequence, and of each batch element of dense tensors."""
         spec = self.spec
@@ -237,10 +244,10 @@ class Case:
 def builds_of(cases: Iterable[Case], arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that the cases need, once; each with the kernels to fall back to if ptxas spills.
 
-    No kernel of a target without wgmma multiplies e4m3 operands.
+    No kernel of a target without wgmma multiplies e4m3 operands, or reads a latent cache of e4m3 codes.
     """
-    has_float8 = architecture(arch).has_wgmma
-    found = (each for each in cases if has_float8 or each.spec.dtype != FLOAT8)
+    has_wgmma = architecture(arch).has_wgmma
+    found = (each for each in cases if has_wgmma or not (each.spec.dtype == FLOAT8 or each.spec.has_rope))
     return list(dict.fromkeys(planner.builds(each.problem(), arch) for each in found))
 
 

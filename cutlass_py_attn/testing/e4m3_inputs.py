@@ -25,6 +25,8 @@ def codes(problem: Problem, arrays: dict[str, Array]) -> dict[str, Array]:
     arrays: the operands as numbers, NaN in unused rows of pages, and the arrays that say which rows a sequence has.
     """
     found: dict[str, Array] = {}
+    if problem.key_rope is not None:
+        return _latent_codes(problem, arrays)
     for name in _coded(problem):
         rows = arrays[name]
         if name != "query" and problem.has_e4m3_cache and (unused := _unused(problem, arrays)) is not None:
@@ -38,11 +40,23 @@ def codes(problem: Problem, arrays: dict[str, Array]) -> dict[str, Array]:
 
 def dequantised(problem: Problem, arrays: dict[str, Array]) -> dict[str, Array]:
     """Returns the arrays with the numbers of the operands in float64 in place of their codes."""
+    if problem.key_rope is not None:
+        key = quantization.dequantise_latent(arrays["key"], arrays["key_scale"], arrays["key_rope"])
+        return arrays | {"key": key, "value": key[..., : problem.shape.head_dim_value]}
     found = {
         name: quantization.dequantise(arrays[name], _by_row(problem, name, arrays.get(f"{name}_scale"), arrays))
         for name in _coded(problem)
     }
     return arrays | found
+
+
+def _latent_codes(problem: Problem, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Returns the codes and scales of a latent cache, and its columns of 16 bits. A scale of unused rows is NaN."""
+    rows, columns = arrays["key"], problem.key.shape[3]
+    found, scale = quantization.quantise_latent(rows[..., :columns])
+    unused = np.isnan(rows.astype(np.float32)).all(axis=3)
+    scale[unused] = np.nan
+    return {"key": found, "value": found, "key_scale": scale, "key_rope": rows[..., columns:]}
 
 
 def _coded(problem: Problem) -> list[str]:

@@ -22,7 +22,7 @@ from cutlass_py_attn.reference import numpy_reference, paged
 from cutlass_py_attn.testing import e4m3_inputs, paged_inputs
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, same_bits
-from cutlass_py_attn.testing.device_memory import guarded_launch
+from cutlass_py_attn.testing.device_memory import GuardedLaunch, guarded_launch
 
 Array = npt.NDArray[Any]
 
@@ -41,7 +41,9 @@ LOGSUMEXP: Final = 2e-4
 EXACT: Final = 3e-7
 RARE_DROPOUT: Final = 1e-5
 E4M3_TERMS: Final = 32  # products that 8-bit wgmma adds at once
+LAST_BIT: Final = 2.0**-13  # of such a sum, which has 14 bits, as a share of it
 TRUNCATION: Final = 2.0**-12  # share of a score that each of these sums may be off: it is truncated to 14 bits
+ROUNDED: Final = {"float16": 2.0**-12, "bfloat16": 2.0**-9}  # share of a number that code times scale is off
 HARDWARE_TANH: Final = 2.0**-11  # largest relative error of the tanh that kernels of 16-bit operands use
 
 
@@ -104,12 +106,14 @@ def by_reference(case: Case, arrays: dict[str, Array], precision: str) -> dict[s
     return found
 
 
+def guarded_case(case: Case, expected: Expected, kernels: Kernels) -> GuardedLaunch:
+    """Returns the kernels of a case bound to guarded buffers."""
+    return guarded_launch(case.problem(), expected.arrays, kernels, case.philox)
+
+
 def launch(case: Case, expected: Expected, kernels: Kernels) -> Launched:
     """Returns the results of one launch and the kernel that ran; AssertionError if a guard element changed."""
-    philox = {}
-    if case.spec.dropout_p and not case.spec.philox_on_device:
-        philox = {"philox_seed": case.philox_seed, "philox_offset": case.philox_offset}
-    with guarded_launch(case.problem(), expected.arrays, kernels, philox) as guarded:
+    with guarded_case(case, expected, kernels) as guarded:
         return Launched(guarded.run(), guarded.bound.plan.build)
 
 
@@ -124,7 +128,7 @@ def check_decode(case: Case, kernels: Kernels) -> dict[str, float]:
     """Returns `ratios` of a decode case; AssertionError if one is above 1, bits differ between two launches, or
     another kernel served it."""
     expected = expect(case)
-    with guarded_launch(case.problem(), expected.arrays, kernels) as guarded:
+    with guarded_case(case, expected, kernels) as guarded:
         assert guarded.bound.plan.build.family == "decode", case.line
         found, again = guarded.run(), guarded.run()
     assert all(same_bits(found[name], again[name]) for name in found), case.line
@@ -134,7 +138,7 @@ def check_decode(case: Case, kernels: Kernels) -> dict[str, float]:
 def check_repeated(case: Case, kernels: Kernels) -> Build:
     """Returns the kernel that served a case; AssertionError if bits differ between launches or one is inaccurate."""
     expected = expect(case)
-    with guarded_launch(case.problem(), expected.arrays, kernels) as guarded:
+    with guarded_case(case, expected, kernels) as guarded:
         found, again, build = guarded.run(), guarded.run(), guarded.bound.plan.build
     assert all(same_bits(found[name], again[name]) for name in found), case.line
     _assert_accurate(case, expected, found)
@@ -263,9 +267,13 @@ def _sees_few_keys(case: Case) -> bool:
 def _logsumexp_allowance(case: Case, expected: Expected) -> float:
     if case.spec.dtype == FLOAT8:
         # The logsumexp of a row with few keys is a score. The largest of n normal numbers is about sqrt(2 ln n).
-        rows = int(np.isfinite(expected.truth["logsumexp"]).sum())
-        largest = _score_size(case, expected) * float(np.sqrt(2 * np.log(max(rows, 3))))
+        finite = expected.truth["logsumexp"][np.isfinite(expected.truth["logsumexp"])]
+        if case.inputs == "rising":  # products of one sign, each truncated where the last bit of their sum is
+            return LAST_BIT * case.spec.head_dim * float(np.abs(finite).max(initial=0.0))
+        largest = _score_size(case, expected) * float(np.sqrt(2 * np.log(max(finite.size, 3))))
         return TRUNCATION * ceil_div(case.spec.head_dim, E4M3_TERMS) * largest
+    if case.spec.has_rope:
+        return 4 * ROUNDED[case.spec.dtype] * _score_size(case, expected)
     return 0.0 if case.spec.dtype == "float32" else _tanh_error(case, expected)
 
 

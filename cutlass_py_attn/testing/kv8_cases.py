@@ -46,7 +46,7 @@ DECODE: Final = tuple(
     )
 )
 
-# Prompts over a cache, and terms that the decode kernels do not have: the sm80 forward.
+# Prompts over a cache, and terms that the decode kernels do not have: the forwards.
 PREFILL: Final = tuple(
     map(
         Case.parse,

@@ -34,6 +34,21 @@ CASES: Final = tuple(
             "forward bf16_d576v512_n3x900u333,1x64u0,0x20u20,2x5u2,3x2000u1999_h20k1_causal_br_paged32_mla seed=13",
             "forward f16_d576v512_n2x700u1,2x700u65,2x700u700_h128k1_causal_br_paged128_mla seed=14 inputs=equal_keys",
             "forward f16_d576v512_q2_s400_b3_h16k1_window_left70_right0_paged16_mla seed=15 layout=packed table=csr",
+            *(
+                f"forward bf16_d576v512_q1_s{keys}_b3_h128k1_full_mla_kv8_descaletile seed={keys}"
+                for keys in (1, 64, 65, 129, 300, 1000)
+            ),
+            "forward bf16_d576v512_q1_s300_b2_h8k2_full_mla_kv8_descaletile seed=1 layout=padded",
+            "forward f16_d576v512_q4_s333_b2_h100k1_causal_br_mla_kv8_descaletile seed=2 inputs=gaussian_x3",
+            "forward bf16_d576v512_q1_s1000_b5_h128k1_full_paged64_mla_kv8_descaletile seed=3",
+            "forward bf16_d576v512_q1_s1000_b5_h16k1_full_paged16_mla_kv8_descaletile seed=3 table=csr",
+            "forward bf16_d576v512_q1_s130_b150_h16k1_full_paged64_mla_kv8_descaletile seed=4 layout=padded",
+            "forward bf16_d576v512_n2x900u900,2x70u0,2x4000u3999,2x20u1_h64k1_full_paged256_mla_kv8_descaletile seed=5 "
+            "invariant=1",
+            "forward bf16_d576v512_n3x900u333,1x64u0,0x20u20,2x5u2,3x2000u1999_h20k1_causal_br_paged32_mla_kv8_"
+            "descaletile seed=6",
+            "forward bf16_d576v512_q2_s400_b3_h16k1_window_left70_right0_paged16_mla_kv8_descaletile seed=7 "
+            "inputs=needle layout=heads_first",
         ),
     )
 )

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Causal, Mask, Window
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse_mask
@@ -30,6 +31,7 @@ GROUPS: Final = (2, 3, 4)
 LENGTHS: Final = (1, 2, 15, 31, 32, 63, 64, 65, 100, 127, 128, 129, 190, 257)
 INPUTS: Final = (
     *("gaussian",) * 6, "gaussian_x3", "gaussian_x3", "integers", "needle", "equal_keys", "one_key", "zero_scores",
+    "rising",
 )  # fmt: skip
 BIAS_INPUTS: Final = ("gaussian", "gaussian", "gaussian", "lowest", "hidden_rows")
 SATURATED_SHARE: Final = 0.3  # of the cases with a softcap, see inputs.py
@@ -63,6 +65,7 @@ MLA_HEADS: Final = (1, 2, 3, 16, 16, 20, 40, 64, 96, 128, 128)
 MLA_QUERIES: Final = (1, 1, 1, 2, 3, 5, 9)
 MLA_PAGES: Final = (16, 16, 32, 64, 64, 128, 256)
 MLA_LAYOUTS: Final = ("dense", "padded", "heads_first")
+MLA_CODES_SHARE: Final = 0.45  # of latent caches with e4m3 codes
 # Kernel numbers from here on are those of e4m3 codes: every second of operands, the others of caches.
 E4M3_FROM: Final = 300_000
 E4M3_GRAINS: Final = ("", "tensor", "head", "batch", "batch")
@@ -73,6 +76,14 @@ CACHE_ROWS_SHARE: Final = 0.4  # of e4m3 caches with a scale of each row
 CACHE_DENSE_SHARE: Final = 0.35  # of those without pages
 CACHE_PROMPT_SHARE: Final = 0.3  # of those with more queries than decode kernels take
 CACHE_PROMPTS: Final = (129, 150, 200, 257)  # their queries
+# Kernel numbers from here on are those of forwards whose last query tiles blocks share: an H200 has 132 SMs.
+SHARED_END_FROM: Final = 400_000
+SHARED_END_DIMS: Final = ((128, 0), (256, 0), (192, 128), (104, 0))
+SHARED_END_BATCH_HEADS: Final = (67, 80, 98, 132, 133, 150)
+SHARED_END_QUERIES: Final = (100, 128, 129, 250)
+SHARED_END_KEYS: Final = (257, 513, 520, 640)
+# Kernel numbers from here on are those of e4m3 caches with more queries than decode kernels take.
+PROMPTS_FROM: Final = 500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +115,10 @@ class _Kernel:
 
 def draw(kernel: int, run: int) -> Case:
     """Case `run` of the kernel number `kernel`."""
+    if kernel >= PROMPTS_FROM:
+        return _draw_e4m3_cache(np.random.default_rng(kernel), np.random.default_rng((kernel, run)), are_prompts=True)
+    if kernel >= SHARED_END_FROM:
+        return _draw_shared_end(kernel - SHARED_END_FROM, np.random.default_rng((kernel, run)))
     if kernel >= E4M3_FROM:
         draw_codes = _draw_e4m3_cache if (kernel - E4M3_FROM) % 2 else _draw_e4m3_operands
         return draw_codes(np.random.default_rng(kernel), np.random.default_rng((kernel, run)))
@@ -309,6 +324,26 @@ def _draw_e4m3_operands(kernel: np.random.Generator, rng: np.random.Generator) -
     return case.replace(inputs=str(_pick(rng, INPUTS)))
 
 
+def _draw_shared_end(number: int, rng: np.random.Generator) -> Case:
+    """A forward without a mask, with about as many query tiles as there are SMs, or more. number: of the kernel."""
+    head_dim, head_dim_value = SHARED_END_DIMS[number % len(SHARED_END_DIMS)]
+    dtype, is_grouped, layout = ("bfloat16", "float16")[number % 2], number % 4 > 1, LAYOUTS[number % len(LAYOUTS)]
+    group = int(_pick(rng, GROUPS)) if is_grouped else 1
+    heads = group * int(_pick(rng, (1, 2, 8)))
+    spec = ProblemSpec(
+        dtype,
+        head_dim,
+        num_queries=int(_pick(rng, SHARED_END_QUERIES)),
+        num_keys=int(_pick(rng, SHARED_END_KEYS)),
+        batch=ceil_div(int(_pick(rng, SHARED_END_BATCH_HEADS)), heads),
+        num_heads=heads,
+        head_dim_value=head_dim_value,
+        num_heads_key=heads // group,
+        scale=float(_pick(rng, (0.0, 0.0, 0.1, -0.05))) or None,
+    )
+    return _with_inputs(Case("forward", spec, layout=layout, seed=int(rng.integers(0, 2**31))), rng)
+
+
 def _draw_paged(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
     """A forward with key and value in pages. kernel: random numbers of what decides the machine code."""
     dtype = str(_pick(kernel, ("float16", "bfloat16", "bfloat16", "float32")))
@@ -394,14 +429,18 @@ def _draw_mla(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
         table=str(_pick(rng, ("rows", "csr"))) if is_paged else "rows",
         invariant=int(is_paged and rng.random() < 0.2),
     )
-    return _with_inputs(case, rng)
+    case = _with_inputs(case, rng)
+    return case.replace(e4m3_cache=True, descale="tile") if kernel.random() < MLA_CODES_SHARE else case
 
 
-def _draw_e4m3_cache(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
-    """A forward with an e4m3 cache. kernel: random numbers of what decides the machine code."""
+def _draw_e4m3_cache(kernel: np.random.Generator, rng: np.random.Generator, *, are_prompts: bool = False) -> Case:
+    """A forward with an e4m3 cache. kernel: random numbers of what decides the machine code.
+
+    are_prompts: with more queries than decode kernels take, always; else in a share of the kernels
+    """
     has_row_scales, is_dense = (bool(kernel.random() < share) for share in (CACHE_ROWS_SHARE, CACHE_DENSE_SHARE))
-    is_ragged = is_dense and bool(kernel.random() < 0.5)
-    is_prompt = not is_ragged and bool(kernel.random() < CACHE_PROMPT_SHARE)
+    is_ragged = is_dense and not are_prompts and bool(kernel.random() < 0.5)
+    is_prompt = are_prompts or (not is_ragged and bool(kernel.random() < CACHE_PROMPT_SHARE))
     case = _draw_paged(kernel, rng)
     spec = case.spec
     grain = "row" if has_row_scales else str(_pick(rng, E4M3_GRAINS))

@@ -14,16 +14,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn.integers import round_up
+from cutlass_py_attn.integers import ceil_div, round_up
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.append import SCALES_OF, plan_append
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.variants import LAST, STANDARD, SUM, SUM_LAST, TOTAL
-from cutlass_py_attn.problem.append import CACHES, SCALES, AppendProblem
+from cutlass_py_attn.problem.append import CACHES, SCALES, TILE_SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
-from cutlass_py_attn.problem.tensors import LSE_PADDING, Tensor
+from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
+from cutlass_py_attn.problem.tensors import E4M3, LSE_PADDING, ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.reference import serving
 from cutlass_py_attn.runtime import driver, fill
 from cutlass_py_attn.runtime.arrays import numpy_dtype
@@ -44,9 +45,20 @@ APPEND_DIMS: Final = (
     ("float16", 7, 3),
     ("float32", 96, 32),
 )
+# The same of latent caches of e4m3 codes: their rows, and rows whose last tile has fewer columns.
+LATENT_DIMS: Final = (
+    ("bfloat16", 512, 64),
+    ("float16", 512, 64),
+    ("float32", 512, 64),
+    ("bfloat16", 200, 40),
+    ("bfloat16", 300, 6),
+    ("float16", 7, 3),
+)
 MERGE_DIMS: Final = (("bfloat16", 128), ("float16", 64), ("bfloat16", 40), ("float16", 7), ("float32", 96))
 SCALE_FORMS: Final = ("none", "tensor", "head", "row")
 LAYOUTS: Final = ("nhd", "hnd", "interleaved", "halves", "gaps")
+# rows, pages: the codes of each row or page come first, then its scales, then its other columns.
+LATENT_LAYOUTS: Final = ("nhd", "hnd", "gaps", "rows", "pages")
 PAGE_SIZES: Final = (1, 2, 16, 64, 12)
 
 
@@ -166,9 +178,8 @@ def append_case(seed: int) -> AppendCase:
     dtype, head_dim, head_dim_value = draw.one_of(APPEND_DIMS)
     form = draw.one_of(SCALE_FORMS)
     cache = dtype if form == "none" else draw.one_of(("uint8", "float8_e4m3fn"))
-    heads, page_size = int(draw.rng.integers(1, 9)), draw.one_of(PAGE_SIZES)
-    tokens = int(draw.one_of((1, 3, 17, 64, 200)))
-    pages = int(draw.rng.integers(1, 8)) + (tokens // page_size if draw.rng.random() < 0.7 else 0)
+    heads = int(draw.rng.integers(1, 9))
+    tokens, pages, page_size = _sizes(draw)
     dims = {"key": head_dim, "value": head_dim_value}
     layout = draw.one_of(LAYOUTS if head_dim == head_dim_value else ("nhd", "hnd", "gaps"))
     arrays = _fused_rows(draw, dtype, tokens, heads, dims)
@@ -187,6 +198,27 @@ def append_case(seed: int) -> AppendCase:
         if form != "row":
             arrays[name].view()[...] = draw.rng.uniform(0.001, 0.1, shapes[form])
     return AppendCase({name: _aligned(placed) for name, placed in arrays.items()})
+
+
+def latent_append_case(seed: int) -> AppendCase:
+    """Returns a random append to a latent cache of e4m3 codes: dims, dtype, layout of the pools, page size, slots."""
+    draw = _Draw(seed)
+    dtype, *columns = draw.one_of(LATENT_DIMS)
+    heads = int(draw.one_of((1, 1, 1, 2)))
+    tokens, pages, page_size = _sizes(draw)
+    dims = dict(zip(("key", "value"), columns, strict=True))
+    arrays = _fused_rows(draw, dtype, tokens, heads, dims)
+    arrays |= _latent_pools(draw, draw.one_of(LATENT_LAYOUTS), dtype, (pages, page_size, heads), dims)
+    arrays["slots"] = draw.place((tokens,), "int64")
+    arrays["slots"].view()[...] = _slots(draw, tokens, pages * page_size)
+    return AppendCase({name: _aligned(placed) for name, placed in arrays.items()})
+
+
+def _sizes(draw: _Draw) -> tuple[int, int, int]:
+    """Returns the tokens, the pages and the page size of an append."""
+    page_size, tokens = draw.one_of(PAGE_SIZES), int(draw.one_of((1, 3, 17, 64, 200)))
+    pages = int(draw.rng.integers(1, 8)) + (tokens // page_size if draw.rng.random() < 0.7 else 0)
+    return tokens, pages, page_size
 
 
 def _slots(draw: _Draw, tokens: int, capacity: int) -> Array:
@@ -238,6 +270,34 @@ def _pools(
     return {
         f"{name}_cache": draw.place((pages, page_size, heads, width), dtype, order, gap) for name, width in dims.items()
     }
+
+
+def _latent_pools(
+    draw: _Draw, layout: str, dtype: str, sizes: tuple[int, int, int], dims: Mapping[str, int]
+) -> dict[str, Placed]:
+    """Returns the caches and the scales of a latent cache in one of LATENT_LAYOUTS."""
+    pages, page_size, heads = sizes
+    codes = draw.one_of(E4M3)
+    parts = {
+        "key_cache": (dims["key"], codes),
+        "key_scale": (ceil_div(dims["key"], SCALE_COLUMNS), "float32"),
+        "value_cache": (dims["value"], dtype),
+    }
+    if layout not in ("rows", "pages"):
+        order = (0, 2, 1, 3) if layout == "hnd" else (0, 1, 2, 3)
+        gap = 16 if layout == "gaps" else 0
+        return {name: draw.place((*sizes, columns), kind, order, gap) for name, (columns, kind) in parts.items()}
+    rows = 1 if layout == "rows" else page_size * heads  # that follow each other in a part
+    items = {name: numpy_dtype(kind).itemsize for name, (_, kind) in parts.items()}
+    widths = {name: round_up(columns * items[name], ROW_ALIGNMENT_BYTES) for name, (columns, _) in parts.items()}
+    of_page = page_size * heads * sum(widths.values())
+    whole, found, first = draw.place((pages, of_page), "uint8"), {}, 0
+    for name, (columns, kind) in parts.items():
+        row = of_page // (page_size * heads) if layout == "rows" else widths[name]
+        strides = tuple(step // items[name] for step in (of_page, row * heads, row))
+        found[name] = Placed(whole.memory, Tensor((*sizes, columns), (*strides, 1), kind), whole.offset + first)
+        first += rows * widths[name]
+    return found
 
 
 @dataclass(frozen=True)
@@ -447,9 +507,10 @@ RowCase = AppendCase | MergeCase
 
 
 def cases() -> Iterator[RowCase]:
-    """Yields the random problems of both kinds."""
+    """Yields the random problems of every kind."""
     for seed in range(SEEDS):
         yield append_case(seed)
+        yield latent_append_case(seed)
     for seed in range(SEEDS):
         yield merge_case(seed)
 
@@ -467,7 +528,10 @@ def of_build(build: Build) -> list[RowCase]:
 def shown_plans(arch: str) -> list[Plan]:
     """Returns a plan of each kernel that ptx/ shows."""
     key = (1, 1, SHOWN_HEAD_DIM)
-    appends = (AppendProblem.dense(key, (1, 1), SHOWN_DTYPE, scales=scales) for scales in SCALES_OF.values())
+    of_one_dtype = (scales for scales in SCALES_OF.values() if scales != TILE_SCALES)
+    appends = [AppendProblem.dense(key, (1, 1), SHOWN_DTYPE, scales=scales) for scales in of_one_dtype]
+    dtype, codes, columns = LATENT_DIMS[0]
+    appends.append(AppendProblem.dense((1, 1, codes), (1, 1), dtype, head_dim_value=columns, scales=TILE_SCALES))
     merges = (
         MergeProblem.dense((1, 1, 1, SHOWN_HEAD_DIM), SHOWN_DTYPE),
         MergeProblem.packed(1, 1, (1, 1, SHOWN_HEAD_DIM), SHOWN_DTYPE),

@@ -193,7 +193,7 @@ LAST_ROUNDS: Final = _cases(
 )
 
 # Forwards with option speculative, of each tile and with several key tiles: rows whose scores exceed the maxima before
-# a key tile by far, in some tiles and some warpgroups. The last two repeat few tiles, or none.
+# a key tile by far, in some tiles and some warpgroups. The last four repeat few tiles, or none.
 SPECULATIVE: Final = _cases(
     *(
         f"forward {name} inputs=rising"
@@ -208,10 +208,34 @@ SPECULATIVE: Final = _cases(
             "bf16_d128_n2200x2300,1500x900,64x1100_h4k2_causal_br",
             "bf16_d64_n2200x2300,1500x900,64x1100_h4_causal",
             "bf16_d128_q600_s2300_b2_h4k2_causal_br_paged16",
+            "bf16_d64_s1000_b1_h8_causal",
+            "bf16_d128_s1000_b1_h8_causal",
+            "bf16_d256_s1000_b1_h8_causal",
+            "bf16_d192v128_q4200_s4400_b1_h2_causal_br",
+            "bf16_d192v128_q2100_s2300_b1_h4_full",
+            "bf16_d192_q1100_s2300_b1_h4_full",
+            "bf16_d256_q1100_s2300_b1_h4_causal_br",
+            "bf16_d64_q2200_s2300_b1_h4k2_causal_br_window700",
+            "bf16_d96_q2200_s2300_b1_h4_causal_br_window700",
+            "bf16_d128_q2200_s2300_b1_h4_causal_br_window700",
+            "bf16_d128_q2200_s2300_b1_h4_causal_br_window700_sinks",
+            "bf16_d256_q1200_s2300_b1_h4_causal_br_window700",
+            "bf16_d64_q600_s2300_b2_h4k2_causal_br_paged16_kv8_descalehead",
+            "bf16_d128_q600_s2300_b2_h4k2_causal_br_paged16_kv8_descalehead",
+            "e4m3_d64_q2100_s2300_b1_h4_full",
+            "e4m3_d64_q2100_s2300_b1_h4_causal_br",
+            "e4m3_d64_q2200_s2300_b1_h4_causal_br_window700",
+            "e4m3_d128_q2100_s2300_b1_h4_full",
+            "e4m3_d128_q2100_s2300_b1_h4k2_causal_br",
+            "e4m3_d192_q2100_s2300_b1_h4_causal_br",
+            "e4m3_d256_q2100_s2300_b1_h4_full",
+            "e4m3_d256_q2100_s2300_b1_h4_causal_br_window700",
         )
     ),
     "forward bf16_d64_q2100_s2300_b2_h4_full inputs=gaussian_x3",
     "forward bf16_d128_q2300_s2300_b2_h4_causal inputs=needle",
+    "forward e4m3_d128_q2100_s2300_b2_h4_full inputs=gaussian_x3",
+    "forward e4m3_d256_q1100_s2300_b1_h4_causal inputs=needle",
 )
 
 # Forwards with option shared_end, of a round of 132 blocks and a few query tiles more: blocks share the keys of these.
@@ -235,6 +259,15 @@ SPLIT_ROWS: Final = _cases(
             "bf16_d128_s1024_b2_h8k4_causal_window200_sinks",
             "bf16_d128_s199_b8_h8k4_window_left0",
         )
+    )
+)
+
+# The problems of the programs that both handlers of JAX run (tests/gpu/hosts/test_jax_native.py).
+JAX_HANDLERS: Final = _cases(
+    *(
+        f"{direction} {name}_deterministic"
+        for direction in DIRECTIONS
+        for name in ("bf16_d128_s203_b2_h4_causal", "bf16_d128_n90,110_h4_causal")
     )
 )
 
@@ -375,6 +408,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *SPECULATIVE,
         *SHARED_END,
         *SPLIT_ROWS,
+        *JAX_HANDLERS,
     )
     parts = (
         covering_cases.builds(arch),

@@ -53,8 +53,8 @@ def flash_mla_with_kvcache(
     float32. A row without keys has output 0 and logsumexp -inf.
 
     Not here are tile_scheduler_metadata and num_splits, because the kernel finds both on the device, and the arguments
-    of FlashMLA's 8-bit and sparse caches. NotSupported lists every reason under the names of these arguments; see
-    `mla_attention_forward` for the other errors.
+    of FlashMLA's 8-bit and sparse caches; `mla_attention_forward` reads packed 8-bit rows through views. NotSupported
+    lists every reason under the names of these arguments; see `mla_attention_forward` for the other errors.
     """
     if flag_of(causal) is None:
         raise NotSupported(f"causal = {shown(causal)}: must be True or False; pass one of them")

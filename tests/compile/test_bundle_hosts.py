@@ -145,6 +145,14 @@ def test_rust_host_asks_what_the_package_asks(
         ("e4m3_d128_s200_b2_h4k2_causal_descalebatch", "e4m3_d128_s90_b3_h6k3_causal_descalebatch"),
         ("bf16_d64_q2_s900_b2_h4k2_full_paged16_kv8", "bf16_d64_q1_s300_b3_h8k4_full_paged64_kv8"),
         ("f16_d64_q200_s300_b2_h4k2_full_kv8_descalerow", "f16_d64_q90_s700_b3_h6k3_full_kv8_descalerow"),
+        (
+            "bf16_d576v512_q1_s640_b4_h16k1_full_paged64_mla_kv8_descaletile",
+            "bf16_d576v512_q3_s300_b2_h20k2_full_paged16_mla_kv8_descaletile",
+        ),
+        (
+            "f16_d576v512_q1_s640_b4_h16k1_causal_br_mla_kv8_descaletile",
+            "f16_d576v512_q2_s90_b3_h100k1_causal_br_mla_kv8_descaletile",
+        ),
     ],
 )
 def test_e4m3_codes(driver_log: FakeDriver, rust: RustHost, tmp_path: Path, exported_case: str, other: str) -> None:

@@ -39,6 +39,7 @@ CASES = {
     "sm90, sequences": ("bf16_d128_s700_t5000_h2_full", DIRECTIONS),
     "sm80, sequences": ("f32_d64_s700_t5000_h2_full_deterministic", DIRECTIONS),
     "decode": ("bf16_d128_q4_s8192_b1_h8k2_full", ("forward",)),
+    "latent codes": ("bf16_d576v512_q1_s640_b4_h16k1_full_mla_kv8_descaletile", ("forward",)),
 }
 DRAWN = 600  # calls of each pass with several numbers changed
 SMS = 132  # of the fake driver's GPU 0

@@ -737,6 +737,24 @@ def test_the_benchmark_records_what_it_prints(
     assert all(line.count("refused") == 1 for line in printed[6:])
 
 
+def test_the_small_programs_are_a_part_of_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the handler of the process; without a file they are printed alone."""
+    bench_jax = importlib.import_module("tools.bench.bench_jax")
+    host = {"program": "forward", "gpus": 2, "busy_threads": 1, "ours_ms": 0.25, "cudnn_ms": None}
+    monkeypatch.setattr(bench_jax, "host_rows", lambda _: iter([host]))
+    monkeypatch.setattr(bench_jax, "row", lambda *_: pytest.fail("the first table was measured"))
+    monkeypatch.setattr(bench_jax.record, "about_run", lambda: {"gpu": "none"})
+    path = tmp_path / "two.json"
+    path.write_text('{"jax": 1}')
+    chosen = importlib.import_module("cutlass_py_attn.jax.native_library").choice().name
+    for arguments in (["--host"], ["--host", str(path)]):
+        monkeypatch.setattr(sys, "argv", ["bench_jax", *arguments])
+        assert bench_jax.main() == 0
+    found = json.loads(path.read_text())
+    assert found.keys() == {"jax", f"{chosen} handler"}
+    assert (found[f"{chosen} handler"]["handler"], found[f"{chosen} handler"]["host"]) == (chosen, [host])
+
+
 def lengths(q: Any, k: Any, longest: tuple[int, int] = (412, 412), used: Any = None) -> VariableLength:
     return VariableLength(q, k, *longest, used)
 

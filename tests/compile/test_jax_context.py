@@ -115,7 +115,7 @@ CASES = {
     "causal, bias of rows": Case(Causal(), {"bias": (1, H, ROWS, 1)}),
     "window 5": Case(Causal(5), {"sinks": (H,)}, balanced=("all_gather", "ulysses")),
     "window 3, bias": Case(CausalBottomRight(3), {"bias": (1, H, ROWS, ROWS)}, balanced=("all_gather", "ulysses")),
-    "window 1": Case(Causal(1), balanced=("all_gather", "ulysses")),
+    "window 1, bias of keys": Case(Causal(1), {"bias": (B, 1, 1, ROWS)}, balanced=("all_gather", "ulysses")),
     "window both sides": Case(Window(3, 2), {"sinks": (H,)}, only=("all_gather", "ulysses"), balanced=("all_gather",)),
     "window right, bias": Case(Window(None, 6), {"bias": (1, H, ROWS, ROWS)}, only=("all_gather", "ulysses")),
     "ALiBi": Case(Causal(), {}, ALIBI, only=("all_gather", "ulysses")),
@@ -579,7 +579,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "context_strategy = 'rign' (str): must be one of all_gather, ulysses, ring",
     ),
     "load_balance": ({"load_balance": True}, "load_balance = True: must be 'zigzag', or None"),
-    "axis": ({"context_axis": "y"}, "context_axis = 'y' (str): must be the name of a mesh axis of the jax.shard_map"),
+    "axis": (
+        {"context_axis": "y"},
+        "context_axis = 'y' (str): must be the name of a mesh axis of the jax.shard_map around the call, 'x'; call",
+    ),
     "logsumexp": ({"return_logsumexp": 1}, "return_logsumexp = 1 (int): must be True or False"),
     "ring, ALiBi": ({**RING, **ALIBI}, "alibi_slopes with ring: must be None"),
     "ring, dropout": ({**RING, **DROPOUT}, "dropout_p = 0.4 with ring: must be 0"),
@@ -637,6 +640,8 @@ def test_options_without_an_axis_are_refused() -> None:
         "context_strategy = 'ring' (str) without context_axis",
         "load_balance = 'zigzag' (str) without context_axis",
     ]
+    with pytest.raises(NotSupported, match=r"the jax\.shard_map around the call, of which there is none here; call"):
+        attention(*arrays, context_axis="x")
     plain = {"context_axis": None, "context_strategy": "all_gather", "load_balance": None}
     expect_close(attention(*arrays, **FIXED, **plain), attention(*arrays, **FIXED))
 

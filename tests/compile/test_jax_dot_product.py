@@ -77,6 +77,13 @@ def test_results_are_those_of_jax(options: dict[str, Any]) -> None:
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [(0, 0), (0, 5), (5, 0)])
+def test_windows_that_end_at_the_diagonal(window: tuple[int, int]) -> None:
+    query, key, value = operands()
+    found, expected = (each(query, key[:, :T], value[:, :T], local_window_size=window) for each in (ours, theirs))
+    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-5, atol=1e-5)
+
+
 def test_lengths_are_not_repacked() -> None:
     """The kernels get the padded arrays as they lie, with the lengths beside them."""
     built = []
@@ -156,6 +163,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "lengths of another type": ({"key_value_seq_lengths": jnp.ones(2)}, "must be an integer array of shape (2,)"),
     "lengths str": ({"key_value_seq_lengths": "x"}, "key_value_seq_lengths = 'x' (str): must be an integer array"),
     "window": ({"local_window_size": -1}, "local_window_size = -1 (int): must be an int of at least 0"),
+    "window with one wrong edge": ({"local_window_size": (4, -1)}, "local_window_size = (4, -1) (tuple): must be an"),
     "window of three": ({"local_window_size": (1, 2, 3)}, "local_window_size = (1, 2, 3) (tuple): must be"),
     "window beside the diagonal": (
         {"local_window_size": (1, 2)},

@@ -58,6 +58,9 @@ FORWARDS = (
     "bf16_d128_q8_s8192_b4_h32k4_full_paged16",
     "bf16_d128_q512_s4096_b2_h32k8_causal_br_paged128",
     "bf16_d128_n512x512,256_h32k8_causal_br_paged16",
+    "bf16_d576v512_q1_s640_b4_h16k1_full_mla",
+    "bf16_d576v512_q1_s640_b4_h16k1_full_mla_kv8_descaletile",
+    "f16_d576v512_q2_s640_b4_h16k1_causal_br_paged64_mla_kv8_descaletile",
 )
 
 
@@ -154,6 +157,7 @@ ROWS = (
         value_cache=tensor(3, 4, 2, 16),
         slots=tensor(5, dtype="int64"),
     ),
+    AppendProblem.dense((5, 1, 160), (3, 4), "float16", head_dim_value=16, scales="tile"),
     MergeProblem(
         output_a=tensor(2, 5, 3, 8),
         logsumexp_a=tensor(2, 3, 32, dtype="float32"),
@@ -164,9 +168,9 @@ ROWS = (
 )
 
 
-@pytest.mark.parametrize("problem", ROWS, ids=lambda problem: type(problem).__name__)
+@pytest.mark.parametrize("problem", ROWS, ids=("append", "latent append", "merge"))
 def test_appends_and_merges(log: FakeDriver, by_python: list[int], problem: AppendProblem | MergeProblem) -> None:
-    """Their plans have no problem; a cache is operand and result."""
+    """Their plans have no problem; a cache is operand and result, and so are the scales of a latent cache."""
     call = Call(unpack(serving.payload_of(serving._Call(problem, artifact, "sm_90", False))))
     expect_the_same(log, call, by_python)
 

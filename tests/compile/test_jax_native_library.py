@@ -8,6 +8,7 @@ import shutil
 import stat
 import struct
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -284,3 +285,17 @@ def test_malformed_programs_are_refused(programs: list[list[int]], tmp_path: Pat
 
 def test_threads_call_while_programs_are_added(programs: list[list[int]], tmp_path: Path) -> None:
     assert fuzz(tmp_path / "threads", "thread", programs * 5, "threads") == []
+
+
+def test_the_functions_in_python_live_as_long_as_the_process() -> None:
+    """XLA keeps the C function alone, which calls the object's functions in Python at the first launch of a call."""
+    program = """
+import gc
+import cutlass_py_attn.jax
+from cutlass_py_attn.jax.native import NativeHandler
+gc.collect()
+print(sum(isinstance(each, NativeHandler) for each in gc.get_objects()))
+"""
+    environment = {**os.environ, VARIABLE: native_library.NATIVE}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"]

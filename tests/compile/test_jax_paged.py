@@ -90,6 +90,11 @@ def test_heads_of_scales_may_be_split() -> None:
     assert partition.axes_of("key_scale", (3, 2), problem) == ("sequences", "num_heads_key")
     assert partition.axes_of("key_scale", (13, 16, 2), problem) == ("pages", "page_rows", "num_heads_key")
     assert partition.axes_of("key_scale", (1,), problem) == ("key_scale_0",)
+    latent = parse("bf16_d576v512_q1_s64_b3_h8k2_full_paged16_mla_kv8_descaletile").problem("forward")
+    rows = ("pages", "page_rows", "num_heads_key")
+    assert partition.axes_of("key_scale", (13, 16, 2, 4), latent) == (*rows, "tiles")
+    assert partition.axes_of("key_rope", (13, 16, 2, 64), latent) == (*rows, "rope_columns")
+    assert partition.axes_of("key", (13, 16, 2, 512), latent) == (*rows, "code_columns")
 
 
 def test_packed_queries_and_a_table_with_bounds() -> None:

@@ -71,9 +71,26 @@ def test_sequences_are_an_argument_of_a_jitted_function() -> None:
     assert len(leaves) == 2
 
 
+def test_split_rows_take_known_bounds_of_queries_with_traced_ones_of_keys() -> None:
+    arrays = [draw(number).reshape(1, B * T, H, D) for number in range(3)]
+    starts = np.array([0, 12, 20], np.int32)
+    rows = jax.sharding.PartitionSpec(None, "x")
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+
+    @jax.jit
+    def run(arrays: Any, bounds: Any) -> Any:
+        sequences = VariableLength(starts, bounds, 12, 12)
+        split = functools.partial(attend, sequences=sequences, context_axis="x")
+        return jax.shard_map(split, mesh=mesh, in_specs=rows, out_specs=rows)(*arrays)
+
+    expected = attend(*arrays, sequences=VariableLength(starts, starts, 12, 12))
+    np.testing.assert_allclose(run(arrays, jnp.asarray(starts)), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_more_runs_than_allowed() -> None:
     with pytest.raises(NotSupported, match=re.escape("segment_ids have 4 runs in 2 rows: must be at most 2")):
         packed_sequences(IDS, 1)
+    assert packed_sequences(IDS, 2).cu_seqlens_q.tolist() == [0, 3, 7, 10, 20], "as many as allowed"
     bounds = jax.jit(lambda ids: packed_sequences(ids, 1).cu_seqlens_q)(IDS)
     assert bounds.tolist() == [0, 3, 7]
 

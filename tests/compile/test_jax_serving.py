@@ -38,6 +38,16 @@ def operands(dtype: str = "float16") -> dict[str, Any]:
     return {**rows, **caches, "slots": jnp.asarray(SLOTS)}
 
 
+def latent_operands() -> dict[str, Any]:
+    """Returns rows, slots, caches and scales of a latent cache of e4m3 codes."""
+    dims, arrays = {"key": 160, "value": D}, {}
+    for seed, (name, columns) in enumerate(dims.items()):
+        arrays[name] = jnp.asarray(draw(seed, TOKENS, 1, columns))
+    caches = {"key_cache": (160, "float8_e4m3fn"), "value_cache": (D, "float16"), "key_scale": (2, "float32")}
+    arrays |= {name: jnp.ones((PAGES, PAGE, 1, columns), dtype) for name, (columns, dtype) in caches.items()}
+    return {**arrays, "slots": jnp.asarray(SLOTS)}
+
+
 def parts() -> list[Any]:
     """Returns two partial results of (2, 5, 3, 8) queries."""
     shapes = ((2, 5, 3, 8), (2, 3, 32))
@@ -66,6 +76,15 @@ def test_append_by_the_reference(dtype: str) -> None:
     for name, array in zip(names, found, strict=True):
         assert array.dtype == given[name].dtype
         assert np.asarray(array).tobytes() == expected[name].tobytes(), name
+
+
+def test_append_to_a_latent_cache_by_the_reference() -> None:
+    """Codes, 16-bit columns and the scales of tiles of 128 and of 32 columns."""
+    given = latent_operands()
+    found = jax.jit(functools.partial(append_to_cache, backend="reference"))(**given)
+    expected = on_host(given)
+    for name, array in zip(("key_cache", "value_cache", "key_scale"), found, strict=True):
+        assert np.asarray(array).tobytes() == expected[name].tobytes() != np.asarray(given[name]).tobytes(), name
 
 
 def test_merge_by_the_reference() -> None:
@@ -129,7 +148,7 @@ def test_an_exported_call_has_its_kernel() -> None:
     data = serving.payload_of(serving._Call(problem, artifact, "sm_90", False))
     found = payload.unpack(data)
     assert found.problem is None
-    assert found.plan.build.symbol == "append_sm80_f16_d16_64x2"
+    assert (found.plan.build.arch, found.plan.build.symbol) == ("sm_90", "append_sm80_f16_d16_64x2")
     assert found.pack() == data
 
 
@@ -148,24 +167,27 @@ def _registered() -> None:
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler._handlers["CUDA"]), platform="cpu")
 
 
-def test_donated_caches_are_written_in_place(on_fake_driver: FakeDriver) -> None:
-    """The kernel gets the memory of the donated caches, which the results have too."""
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_donated_caches_are_written_in_place(on_fake_driver: FakeDriver, is_latent: bool) -> None:
+    """The kernel gets the memory of the donated caches, which the results have too; scales of tiles are one of them."""
     builds: list[Any] = []
 
     def kernels(build: Any) -> Any:
         builds.append(build)
         return artifact(build)
 
-    step = jax.jit(functools.partial(append_to_cache, kernels=kernels), donate_argnames=("key_cache", "value_cache"))
-    given = operands()
-    before = [given[name].unsafe_buffer_pointer() for name in ("key_cache", "value_cache")]
+    names = ("key_cache", "value_cache", *(("key_scale",) if is_latent else ()))
+    step = jax.jit(functools.partial(append_to_cache, kernels=kernels), donate_argnames=names)
+    given = latent_operands() if is_latent else operands()
+    before = [given[name].unsafe_buffer_pointer() for name in names]
     found = step(**given)
     jax.block_until_ready(found)
     (launch,) = on_fake_driver.of("cuLaunchKernelEx")
     struct = decode(builds[0], launch.parameters)
-    assert [struct[name] for name in ("key_cache", "value_cache")] == before
+    assert [struct[name] for name in names] == before
     assert [array.unsafe_buffer_pointer() for array in found] == before
-    assert (struct["num_rows"], struct["num_slots"], struct["page_size"]) == (TOKENS * HEADS, PAGES * PAGE, PAGE)
+    rows = TOKENS * (1 if is_latent else HEADS)
+    assert (struct["num_rows"], struct["num_slots"], struct["page_size"]) == (rows, PAGES * PAGE, PAGE)
     assert launch.stream == 0x77
 
 

@@ -6,18 +6,24 @@ Four host devices run the custom call of each device's part: the NumPy reference
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.api.paged import Paged
+from cutlass_py_attn.api.quantization import quantize_e4m3
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
+from cutlass_py_attn.problem.spec import parse
+from cutlass_py_attn.reference import quantization
 from cutlass_py_attn.testing.distance_squared import distance_squared
 from tests.support import fakes
 
@@ -26,7 +32,15 @@ jax.config.update("jax_num_cpu_devices", 8)  # as in test_jax.py, which may shar
 jax.config.update("jax_disable_most_optimizations", True)
 jnp = jax.numpy
 
-from cutlass_py_attn.jax import attention, auto, export_checks, handler, partition, primitive  # noqa: E402
+from cutlass_py_attn.jax import (  # noqa: E402
+    attention,
+    auto,
+    export_checks,
+    handler,
+    mla_attention,
+    partition,
+    primitive,
+)
 from tests.support import xla_reference  # noqa: E402
 
 P, NamedSharding, AxisType = jax.sharding.PartitionSpec, jax.sharding.NamedSharding, jax.sharding.AxisType
@@ -206,6 +220,76 @@ def test_lengths_of_sequences_are_on_every_device(kind: Any) -> None:
     expect_close(found, jax.jit(gradients)(*arrays))
     assert gathered == []
     assert parts_computed() >= {(3, H // 4)}
+
+
+def latent_cache(heads_key: int) -> dict[str, Any]:
+    """Returns a latent cache of e4m3 codes: its three arrays."""
+    rows = np.random.default_rng(7).standard_normal((B, M, heads_key, 576), np.float32).astype("bfloat16")
+    codes, scale = quantization.quantise_latent(rows[..., :512])
+    return {"cache": codes, "cache_scale": scale, "cache_rope": rows[..., 512:]}
+
+
+def latent(query: Any, cache: dict[str, Any], **options: Any) -> Any:
+    """Attention to a latent cache by the custom call."""
+    return mla_attention(query, **cache, **{"scale": 0.05, "kernels": kernels, "arch": "sm_90", **options})
+
+
+@KINDS
+@pytest.mark.parametrize("heads_key", [1, 2])
+@pytest.mark.parametrize("how", SPLITS)
+def test_codes_of_a_latent_cache_are_split(how: str, heads_key: int, kind: Any) -> None:
+    """Whole over the heads of query that share a key head, with scales and columns of 16 bits beside the codes."""
+    spec, sizes = SPLITS[how]
+    query, cache = draw(1, B, 2, H, 576).astype("bfloat16"), latent_cache(heads_key)
+    names, of_cache = tuple(cache), spec if how == "batch" else P("x") if how == "both" else P()
+    arrays = query, *cache.values()
+    found, gathered = run_split(
+        lambda query, *given: latent(query, dict(zip(names, given, strict=True))),
+        mesh_of(kind, *sizes),
+        arrays,
+        (spec, *(of_cache for _ in names)),
+    )
+    np.testing.assert_array_equal(found, latent(query, cache, backend="reference"))
+    assert gathered == []
+    parts = (B // sizes[0] if how != "heads" else B, H // sizes[-1] if how != "batch" else H)
+    assert parts_computed() == {parts}
+    assert all(problem.key_rope is not None for problem in xla_reference.computed)
+
+
+@KINDS
+def test_pages_of_codes_are_on_every_device(kind: Any) -> None:
+    query, cache = draw(1, B, 2, H, 576).astype("bfloat16"), latent_cache(1)
+    pools = {name: array[:, :8].reshape(2, 16, 1, -1) for name, array in cache.items()}  # pages of 16 rows
+    names, table, lengths = tuple(pools), jnp.array([[1, 0], [0, 1], [1, 1], [0, 0]]), jnp.array([32, 17, 0, 3])
+
+    def paged(query: Any, table: Any, lengths: Any, *given: Any, **options: Any) -> Any:
+        sequences = Paged(table, lengths)
+        return latent(query, dict(zip(names, given, strict=True)), sequences=sequences, **options)
+
+    arrays = query, table, lengths, *pools.values()
+    found, gathered = run_split(paged, mesh_of(kind, 4), arrays, (HEADS, *(P() for _ in arrays[1:])))
+    np.testing.assert_array_equal(found, paged(*arrays, backend="reference"))
+    assert gathered == []
+    assert parts_computed() == {(B, H // 4)}
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "batch_head"])
+def test_scales_are_those_of_a_device_s_key_head(granularity: str) -> None:
+    """Of two key heads that four devices read."""
+    arrays = [np.asarray(draw(number, B, M, heads, 32)) for number, heads in ((1, H), (2, 2), (3, 2))]
+    given = [quantize_e4m3(array, granularity=granularity, num_heads_key=2) for array in arrays]
+    codes = [code for code, _ in given]
+    scales = {f"{name}_scale": scale for name, (_, scale) in zip(("query", "key", "value"), given, strict=True)}
+    found, _ = run_split(lambda *codes: ours(*codes, **scales), mesh_of(EXPLICIT, 4), codes, (HEADS, P(), P()))
+    np.testing.assert_array_equal(found, ours(*codes, **scales, backend="reference"))
+    assert parts_computed() == {(B, H // 4)}
+
+
+def test_a_device_has_its_own_codes_inside_shard_map() -> None:
+    query, cache = draw(1, B, 2, H, 576).astype("bfloat16"), latent_cache(1)
+    mesh = mesh_of(AUTO, 2)
+    split = jax.shard_map(latent, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    np.testing.assert_array_equal(split(query, cache), latent(query, cache, backend="reference"))
 
 
 @KINDS
@@ -524,3 +608,45 @@ def test_the_parts_of_a_mesh_axis_are_few() -> None:
     assert list(auto._refinements((4096, 12))) == [((2,) * 12, order) for order in ((2, 2, 3), (2, 3, 2), (3, 2, 2))]
     assert list(auto._refinements((1, 6))) == [((), (2, 3)), ((), (3, 2))]
     assert time.monotonic() - start < 20, "12! orders take minutes"
+
+
+@pytest.mark.parametrize(
+    ("starts", "axes"),
+    [
+        ([[0, 2], [4, 6]], ("x", "y")),
+        ([[0, 4], [2, 6]], ("y", "x")),
+        ([[0, 4], [0, 4]], ("y",)),
+        ([[0, 0], [0, 0]], ()),
+        ([[0, 2], [6, 4]], None),
+    ],
+)
+def test_axes_along_which_parts_start(starts: list[list[int]], axes: tuple[str, ...] | None) -> None:
+    assert auto._axes_that_split(np.array(starts), ("x", "y")) == axes
+
+
+@pytest.mark.parametrize(
+    ("name", "is_split"),
+    [
+        ("bf16_d64_q20_s30_b2_h4_causal_dropout0.3", True),
+        ("bf16_d64_n30x30,20_h4_causal", True),
+        ("bf16_d64_n30x30_h4_causal_dropout0.3", True),
+        ("bf16_d64_n30x30,20_h4_causal_dropout0.3", False),
+    ],
+)
+def test_only_dropout_of_several_sequences_has_heads_whole(name: str, is_split: bool) -> None:
+    problem = parse(name).problem("forward")
+    operands = {tensor: getattr(problem, tensor).shape for tensor in ("query", "key", "value")}
+    text, options = auto.rule(problem, operands, {"output": problem.output.shape})
+    heads = text.split(", ")[0].split()[2]
+    assert (heads not in options["need_replication_factors"]) == is_split
+
+
+def test_the_digest_of_sources_is_that_of_the_package_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "__file__", str(tmp_path / "package" / "jax" / "auto.py"))
+    inside, outside = tmp_path / "package" / "kernel.py", tmp_path / "other.py"
+    (tmp_path / "package" / "jax").mkdir(parents=True)
+    found = []
+    for path, text in ((inside, "1"), (outside, "1"), (outside, "2"), (inside, "2")):
+        path.write_text(text)
+        found.append(auto._sources.__wrapped__())
+    assert [one == other for one, other in itertools.pairwise(found)] == [True, True, False]

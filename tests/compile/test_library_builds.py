@@ -48,8 +48,9 @@ CODES = (
     "bf16_d128_q1_s8192_b8_h32k8_full_paged16_kv8_descalerow",
     "bf16_d576v512_q1_s64_b2_h16k1_full_mla",
 )
+LATENT_CODES = "bf16_d576v512_q1_s64_b2_h16k1_full_paged16_mla_kv8_descaletile"  # for sm_90a alone
 ROWS = ("append_bf16_d128", "merge_bf16_d128")
-MORE_ROWS = ("append_bf16_d128_e4m3_row", "merge_bf16_d128_varlen")
+MORE_ROWS = ("append_bf16_d128_e4m3_row", "append_bf16_d512v64_e4m3_tile", "merge_bf16_d128_varlen")
 COMPILERS = tuple(name for name in ("gcc", "clang") if shutil.which(name))
 INT64 = range(-(2**63), 2**63)
 POWERS = (0, 4, 16, 29, 31, 32, 33, 40, 47, 61, 62, 63)
@@ -297,7 +298,7 @@ def test_a_name_of_one_s_own(tmp_path: Path) -> None:
 # Sanitizers
 
 
-def fuzzed() -> list[bytes]:
+def fuzzed(problems: tuple[AnyProblem, ...]) -> list[bytes]:
     """Calls: those of the problems; each field with every extreme value; several fields; and any bytes."""
     draw = random.Random(0)
     found = []
@@ -319,7 +320,7 @@ def fuzzed() -> list[bytes]:
         size = struct.calcsize(kind)
         return (number % 2 ** (8 * size)).to_bytes(size, "little")
 
-    for problem in problems():
+    for problem in problems:
         call = Call(
             bytes=ctypes.sizeof(Call), abi=1, bottom_right=1, grad_output_column=1, window_right=-1, grad_bias_axes=15
         )
@@ -341,11 +342,13 @@ def fuzzed() -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_any_call_is_refused_or_launched(bundle: Bundle, tmp_path: Path) -> None:
+def test_any_call_is_refused_or_launched(tmp_path: Path) -> None:
     """With the sanitizers of undefined behaviour and of addresses: no arithmetic overflows, no read is outside."""
     names = "undefined,float-cast-overflow,address"
     if not has_sanitizer(names):
         pytest.skip("the C compiler has no sanitizers")
+    known = (*problems(), spec.parse(LATENT_CODES).problem("forward"))
+    bundle = exported(tmp_path / "made", known, "sm_90a")
     text = PROGRAM.replace("int main(", f"{DECLARED}\nint main(").replace(
         "    if (attention_open",
         "    void *context; fake_driver_without_memory(1);\n"
@@ -357,7 +360,7 @@ def test_any_call_is_refused_or_launched(bundle: Bundle, tmp_path: Path) -> None
     files = (str(source), str(bundle.path / "attention.c"), str(fake_driver.library()))
     made = tmp_path / "program"
     build([compiler("c"), *options, *files, "-o", str(made), "-ldl", "-lpthread"])
-    calls = fuzzed()
+    calls = fuzzed(known)
     done = run([str(made), str(ctypes.sizeof(Call))], input=b"".join(calls), env=with_driver())
     assert (done.stderr.decode(), done.returncode) == ("", 0), done.stdout[-300:]
     rows = [tuple(map(int, line.split())) for line in done.stdout.decode().splitlines()]
@@ -611,7 +614,7 @@ def test_the_call_that_the_page_shows_compiles(bundle: Bundle, tmp_path: Path) -
     block = "".join(re.findall(r"```c\n(.*?)```", page, re.DOTALL))
     names = (
         *("query", "key", "value", "output", "logsumexp", "workspace", "page_table", "seqused_k"),
-        *("key_pool", "value_pool", "slots", "key_scale", "value_scale", "cache"),
+        *("key_pool", "value_pool", "slots", "key_scale", "value_scale", "cache", "codes", "scales", "rope"),
         *("output_of_prefix", "logsumexp_of_prefix", "output_of_rest", "logsumexp_of_rest"),
     )
     addresses = ", ".join(f"uint64_t {name}" for name in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.expressions import evaluate
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.variants import E4M3, MLA
+from cutlass_py_attn.plan.variants import E4M3, E4M3_CACHE, MLA
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import GRANULARITIES, SCALES, granularity
@@ -32,7 +33,7 @@ from tests.support.library_host import FLAGS, STATUS, Call, LibraryHost, compile
 from tests.support.library_launches import by_library, by_package, expected_plan, other_plan
 
 H200 = target_of("sm_90a")
-KERNELS = {random_cases.E4M3_FROM: 12, random_cases.MLA_FROM: 4}  # numbers of the random cases' kernels
+KERNELS = {random_cases.E4M3_FROM: 12, random_cases.MLA_FROM: 5}  # numbers of the random cases' kernels
 RUNS = 6
 OPERANDS = "e4m3_d128_s512_b2_h4k2_causal_descalebatch"
 FLOAT16 = "e4m3_d128_s512_b2_h4k2_causal_f16out"
@@ -40,7 +41,8 @@ CACHE = "bf16_d128_q1_s8192_b4_h32k8_full_paged16_kv8_descalehead"
 ROWS = "bf16_d128_q1_s8192_b4_h32k8_full_paged16_kv8_descalerow"
 PROMPT = "bf16_d128_q300_s700_b4_h32k8_causal_br_kv8"
 LATENT = "bf16_d576v512_q1_s640_b4_h16k1_full_paged64_mla"
-CASES = (OPERANDS, FLOAT16, CACHE, ROWS, PROMPT, LATENT)
+CODES = "bf16_d576v512_q1_s640_b4_h16k1_full_paged64_mla_kv8_descaletile"
+CASES = (OPERANDS, FLOAT16, CACHE, ROWS, PROMPT, LATENT, CODES)
 SHARED = "share memory, and what is written must not: give each its own, or equal strides in one array"
 
 
@@ -49,7 +51,7 @@ def parsed(case: str) -> Problem:
 
 
 def drawn(run: int) -> list[Problem]:
-    """Run `run` of each kernel number: e4m3 operands, e4m3 caches, and keys that contain the values."""
+    """Run `run` of each kernel number: e4m3 operands, e4m3 caches, and keys that contain the values, some as codes."""
     numbers = [first + number for first, count in KERNELS.items() for number in range(count)]
     found = [random_cases.draw(number, run).problem() for number in numbers]
     return [each for each in found if each.shape.num_keys > 0 and not (each.is_empty or each.reasons())]
@@ -118,9 +120,10 @@ def test_library_chooses_and_launches_what_the_planner_plans(
     compare_launches(driver_log, host, pairs)
     assert refused < len(pairs) // 2
     kinds = {f"{plan.build.family} {plan.build.variant}".strip() for _, plan in pairs}
-    assert kinds == {"decode persistent", "sm80", f"sm90 {E4M3}", f"sm90 {MLA}"}
+    assert kinds == {"decode persistent", f"sm90 {E4M3}", f"sm90 {E4M3_CACHE}", f"sm90 {MLA}"}
     grains = {(each.has_e4m3_cache, granularity(scale)) for each, _ in pairs for scale in each.scales.values()}
-    assert len(grains) == 2 * len(GRANULARITIES) - 1, "only caches have scales of rows"
+    assert len(grains) == 2 * len(GRANULARITIES), "only caches have scales of rows, and of tiles of columns"
+    assert {each.pages is None for each, _ in pairs if each.key_rope is not None} == {True, False}
 
 
 def test_a_kernel_takes_scales_of_every_kind(driver_log: FakeDriver, host: LibraryHost) -> None:
@@ -197,7 +200,11 @@ def test_other_kernels_take_keys_that_contain_the_values(host: LibraryHost) -> N
 
 # Refusals
 
-IN_FORWARD = "ATTENTION_E4M3_CACHE, ATTENTION_ROW_SCALES, ATTENTION_FLOAT16_OUTPUT and ATTENTION_VALUE_IN_KEY"
+IN_FORWARD = (
+    "ATTENTION_E4M3_CACHE, ATTENTION_ROW_SCALES, ATTENTION_FLOAT16_OUTPUT, ATTENTION_VALUE_IN_KEY and "
+    "ATTENTION_TILE_SCALES"
+)
+ALL_THREE = "flags has ATTENTION_TILE_SCALES without ATTENTION_E4M3_CACHE and ATTENTION_VALUE_IN_KEY; set all three"
 ANY_DTYPE = "must be ATTENTION_F16, ATTENTION_BF16, ATTENTION_F32, or of a forward ATTENTION_E4M3; choose one"
 # A case, the fields that are wrong, the text.
 WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -229,8 +236,24 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
      "head_dim_value = 640 with ATTENTION_VALUE_IN_KEY: must be at most head_dim, 576; lower it, or clear the flag"),
     (LATENT, {"value.address": 4096},
      "value.address = 0x1000 with ATTENTION_VALUE_IN_KEY: must be that of key, or 0; clear it, or the flag"),
-    (LATENT, {"direction": 2}, "flags = 0x1040: ATTENTION_APPEND takes ATTENTION_E4M3_CACHE and ATTENTION_ROW_SCALES"),
-    (LATENT, {"flags": 8192}, "flags = 0x2000: has bits that this library does not know; clear them, or update"),
+    (LATENT, {"direction": 2}, "flags = 0x1040: ATTENTION_APPEND takes ATTENTION_E4M3_CACHE, ATTENTION_ROW_SCALES"),
+    (LATENT, {"flags": 16384}, "flags = 0x4000: has bits that this library does not know; clear them, or update"),
+    (CODES, {"flags": 64 | 512 | 8192}, ALL_THREE),
+    (CODES, {"flags": 64 | 4096 | 8192, "key_scale.address": 0}, ALL_THREE),
+    (CODES, {"flags": 64 | 512 | 1024 | 4096 | 8192},
+     "flags has ATTENTION_TILE_SCALES and ATTENTION_ROW_SCALES; clear the latter"),
+    (CODES, {"flags": 64 | 512 | 4096},
+     "key_rope has an address, and flags has no ATTENTION_TILE_SCALES; set the flag, or clear the address"),
+    (CODES, {"direction": 1}, f"flags = 0x3240: {IN_FORWARD} are for ATTENTION_FORWARD alone; clear them"),
+    (CODES, {"value_scale.address": 4096},
+     "value_scale has an address with ATTENTION_TILE_SCALES: must be 0, because value is in key; clear it"),
+    (CODES, {"key_scale.address": 4098}, "key_scale: must be a 4-byte aligned device address; correct it"),
+    (CODES, {"key_rope.address": 4104}, "forward: key_rope must be a device address, 16-byte aligned"),
+    (CODES, {"key_rope.row": 68}, "forward: key_rope_row must be a multiple of 8 elements"),
+    (CODES, {"key_rope.batch": -64}, "forward: key_rope_page must be above 0: a tensor map steps forward"),
+    (CODES, {"key.row": 520}, "forward: key_row must be a multiple of 16 elements"),
+    (CODES, {"page_size": 8, "num_keys": 80},
+     "forward: page_size must be at least 16: no kernel reads smaller pages of such a cache"),
 )  # fmt: skip
 
 
@@ -273,9 +296,11 @@ def test_calls_without_a_kernel_are_named(host: LibraryHost, case: str, changes:
     assert choice.text == f"no kernel of this library for {text}, gradients 0x0; export such a problem too"
 
 
-@pytest.mark.parametrize(("case", "name"), [(OPERANDS, "query_scale"), (CACHE, "key_scale"), (ROWS, "value_scale")])
+@pytest.mark.parametrize(
+    ("case", "name"), [(OPERANDS, "query_scale"), (CACHE, "key_scale"), (ROWS, "value_scale"), (CODES, "key_scale")]
+)
 def test_results_have_memory_apart_from_scales(host: LibraryHost, case: str, name: str) -> None:
-    """Of all batches and heads, or of all rows of the pool."""
+    """Of all batches and heads, or of all rows of the pool, or of their tiles of columns."""
     call = call_of(host, case)
     size = 4 * math.prod(parsed(case).scales[name].shape)
     start = getattr(call, name).address
@@ -298,6 +323,80 @@ def test_results_of_codes_have_two_bytes(host: LibraryHost) -> None:
     assert host.chosen(call, H200).status == "OK", host.text
     call.output.address -= 16
     assert host.chosen(call, H200).text == f"forward: value and output {SHARED}"
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "both"), [("key", 512, "key and output"), ("key_rope", 2 * 64, "output and key_rope")]
+)
+def test_results_have_memory_apart_from_codes_of_a_latent_cache(
+    host: LibraryHost, name: str, columns: int, both: str
+) -> None:
+    """columns: bytes of a row. Codes are those of the columns of value."""
+    call, problem = call_of(host, CODES), parsed(CODES)
+    end = getattr(call, name).address + math.prod(problem.key.shape[:3]) * columns
+    call.output.address = end
+    assert host.chosen(call, H200).status == "OK", host.text
+    call.output.address = end - 16
+    assert host.chosen(call, H200).text.startswith(f"forward: {both} {SHARED}")
+
+
+# A latent cache of e4m3 codes
+
+
+def test_rows_of_a_latent_cache_may_be_packed(driver_log: FakeDriver, host: LibraryHost) -> None:
+    """Codes, scales and columns of 16 bits of a row one after another, 656 bytes, as other libraries store them."""
+    problem = parsed(CODES)
+    assert problem.key_scale is not None
+    assert problem.key_rope is not None
+    arrays = {"key": problem.key, "value": problem.value, "key_scale": problem.key_scale, "key_rope": problem.key_rope}
+    steps = {name: 656 // (4 if name == "key_scale" else 2 if name == "key_rope" else 1) for name in arrays}
+    packed = {
+        name: replace(array, strides=(64 * steps[name], steps[name], steps[name], 1)) for name, array in arrays.items()
+    }
+    tiles = replace(problem.key_scale, strides=(4 * 64 * 5, 4 * 5, 4 * 5, 5))
+    changed = [problem.replace(**packed), problem.replace(key_scale=tiles)]
+    compare_launches(driver_log, host, [(each, planner.plans(each, "sm_90a", 132)[0]) for each in changed])
+
+
+def test_scales_and_columns_of_16_bits_beside_codes_are_needed(driver_log: FakeDriver, host: LibraryHost) -> None:
+    with device(0).current():
+        _, opened = host.opened()
+        driver_log.without_memory(True)
+        for name, alignment in (("key_scale", 4), ("key_rope", 16)):
+            call = call_of(host, CODES)
+            getattr(call, name).address = 0
+            assert host.launched(opened, call, 2**45, 2**40) == STATUS["INVALID"]
+            assert host.text == f"forward: {name} must be a device address, {alignment}-byte aligned"
+        driver_log.without_memory(False)
+        host.close(opened)
+
+
+def test_no_kernel_of_numbers_takes_codes(host: LibraryHost) -> None:
+    """Nor does one of codes take numbers: of another mask there is no kernel of codes."""
+    call = call_of(host, CODES)
+    call.window_right = 0
+    choice = host.chosen(call, H200)
+    assert choice.status == "NO_KERNEL"
+    assert "features: e4m3_cache grouped paged tile_scales value_in_key, gradients 0x0" in choice.text
+
+
+@pytest.mark.parametrize("case", [CODES, "bf16_d576v512_q3_s90_b2_h16k2_full_mla_kv8_descaletile"])
+def test_packed_strides_of_codes_are_those_of_contiguous_arrays(host: LibraryHost, case: str) -> None:
+    wanted, found = (filled(host.new_call(), parsed(case)) for _ in range(2))
+    names = [f"{name}.{axis}" for name in ("key", "key_scale", "key_rope") for axis in ("batch", "row", "head")]
+    for name in (*names, "key_scale_tile"):
+        put(found, name, -1)
+    assert host.pack(found) == 0
+    heads = parsed(case).shape.num_heads_key
+    for name in (*names, "key_scale_tile"):
+        if heads > 1 or name != "key_scale.head":  # along which nothing steps
+            assert get(found, name) == get(wanted, name), name
+
+
+def get(call: Any, name: str) -> int:
+    """A field, or one of an array: `key_scale.row`."""
+    found: int = functools.reduce(getattr, name.split("."), call)
+    return found
 
 
 # Strides, and programs of other versions

@@ -64,7 +64,7 @@ def test_a_new_call_has_defaults(host: LibraryHost) -> None:
     assert set_fields.pop("scale") != 0  # not a number
     assert set_fields == {
         "bytes": ctypes.sizeof(Call), "abi": 1, "gradients": 7, "window_left": -1, "window_right": -1,
-        "bottom_right": 1, "grad_bias_axes": 15, "grad_output_column": 1,
+        "bottom_right": 1, "grad_bias_axes": 15, "grad_output_column": 1, "key_scale_tile": 1,
     }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ WRONG: tuple[tuple[str, Any, str, str], ...] = (
     ("flags", 64, "NO_KERNEL", "features: grouped paged"),
     ("flags", 66, "INVALID", "flags has ATTENTION_SEQUSED and ATTENTION_PAGED, which has seqused_k anyway; clear the"),
     ("flags", 128, "INVALID", "flags has ATTENTION_INVARIANT or ATTENTION_PAGE_INDPTR without ATTENTION_PAGED"),
-    ("flags", 8192, "INVALID", "flags = 0x2000: has bits that this library does not know; clear them, or update"),
+    ("flags", 16384, "INVALID", "flags = 0x4000: has bits that this library does not know; clear them, or update"),
     ("page_size", 16, "INVALID", "page_size = 16, max_pages = 0, num_pages = 0, and flags has no ATTENTION_PAGED; set"),
     ("page_table", 4096, "INVALID", "page_table has an address, and flags has no ATTENTION_PAGED; set the flag"),
     ("softcap", 30.0, "NO_KERNEL", "features: grouped softcap"),

@@ -28,8 +28,10 @@ OVERLAP = "its strides must be those of an array of these sizes; set them with t
 SHARED = "share memory, and what is written must not: give each its own, or equal strides in one array"
 POOLS = AppendProblem.dense((5, 8, 128), (10, 16), "bfloat16")
 SCALED = AppendProblem.dense((5, 8, 128), (10, 16), "bfloat16", scales="row")
+LATENT = AppendProblem.dense((5, 2, 512), (10, 16), "bfloat16", head_dim_value=64, scales="tile")
 DENSE = MergeProblem.dense((3, 5, 4, 128), "bfloat16")
 PACKED = MergeProblem.packed(3, 5, (14, 4, 128), "bfloat16")
+PROBLEMS = {"pools": POOLS, "scaled": SCALED, "latent": LATENT, "dense": DENSE, "packed": PACKED}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def drawn() -> list[RowCase]:
 def bundle(tmp_path_factory: pytest.TempPathFactory, drawn: list[RowCase]) -> Bundle:
     if fake_driver.compiler() is None:
         pytest.skip("no C compiler to build the library with")
-    problems = (*(case.problem for case in drawn), POOLS, SCALED, DENSE, PACKED)
+    problems = (*(case.problem for case in drawn), POOLS, SCALED, LATENT, DENSE, PACKED)
     return exported(tmp_path_factory.mktemp("rows") / "made", problems, "sm_86,sm_90a")
 
 
@@ -124,8 +126,8 @@ WRONG: tuple[tuple[AppendProblem | MergeProblem, str, Any, str], ...] = (
     (POOLS, "num_heads_key", 9, f"append: rows of key_cache overlap: {OVERLAP}"),
     (POOLS, "key_cache.address", ADDRESSES + 2**36 + 8, "append: key_cache must be a device address, 16-byte aligned"),
     (POOLS, "slots", 12, "append: slots must be a device address, 8-byte aligned"),
-    (POOLS, "flags", 64, "flags = 0x40: ATTENTION_APPEND takes ATTENTION_E4M3_CACHE and ATTENTION_ROW_SCALES alone; "
-                         "clear the others"),
+    (POOLS, "flags", 64, "flags = 0x40: ATTENTION_APPEND takes ATTENTION_E4M3_CACHE, ATTENTION_ROW_SCALES and "
+                         "ATTENTION_TILE_SCALES alone; clear the others"),
     (POOLS, "flags", 1024, "flags has ATTENTION_ROW_SCALES without ATTENTION_E4M3_CACHE; set both"),
     (POOLS, "key_scale.address", 4096, "key_scale has an address, and flags has no ATTENTION_E4M3_CACHE; set the flag, "
                                        "or clear the address"),
@@ -135,6 +137,14 @@ WRONG: tuple[tuple[AppendProblem | MergeProblem, str, Any, str], ...] = (
                             "ATTENTION_MERGE; choose one"),
     (SCALED, "key_scale.row", 0, f"append: rows of key_scale overlap: {OVERLAP}"),
     (SCALED, "value_scale.address", 4098, "append: value_scale must be a device address, 4-byte aligned"),
+    (LATENT, "flags", 8192, "flags has ATTENTION_TILE_SCALES without ATTENTION_E4M3_CACHE; set both"),
+    (LATENT, "flags", 512 + 1024 + 8192, "flags has ATTENTION_TILE_SCALES and ATTENTION_ROW_SCALES; clear the latter"),
+    (LATENT, "value_scale.address", 4096, "value_scale has an address with ATTENTION_TILE_SCALES: must be 0, because "
+                                          "value_cache has no codes; clear it"),
+    (LATENT, "key_scale_tile", 0, f"append: rows of key_scale overlap: {OVERLAP}"),
+    (LATENT, "key_scale.row", 2, f"append: rows of key_scale overlap: {OVERLAP}"),
+    (LATENT, "key_scale.address", 4098, "append: key_scale must be a device address, 4-byte aligned"),
+    (LATENT, "value_cache.address", 4104, "append: value_cache must be a device address, 16-byte aligned"),
     (DENSE, "batch", 0, "merge: batch must be at least 1; with none there is nothing to launch"),
     (DENSE, "output.row", 0, f"merge: rows of output overlap: {OVERLAP}"),
     (DENSE, "output_b.head", 4, "merge: output_b_head must be a multiple of 8 elements"),
@@ -166,7 +176,7 @@ def test_wrong_calls_are_refused(
         host.close(opened)
 
 
-@pytest.mark.parametrize("problem", [POOLS, SCALED, DENSE, PACKED], ids=["pools", "scaled", "dense", "packed"])
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_a_launch_needs_every_address(driver_log: FakeDriver, host: LibraryHost, problem: Any) -> None:
     names = [*problem.tensors(), *(("logsumexp",) if isinstance(problem, MergeProblem) else ())]
     with device(0).current():
@@ -250,6 +260,22 @@ def test_scales_may_be_in_the_rows_of_a_pool(host: LibraryHost) -> None:
     assert host.chosen(call, H200).text == f"append: key_cache and key_scale {SHARED}"
 
 
+@pytest.mark.parametrize("of_page", [False, True], ids=["rows", "pages"])
+def test_latent_rows_of_656_bytes(host: LibraryHost, of_page: bool) -> None:
+    """Each row of a head, or each page, has its codes, its scales and its columns of 16 bits."""
+    call, count = call_of(host, LATENT), 32 if of_page else 1
+    parts = {"key_cache": (512, 1), "key_scale": (16, 4), "value_cache": (128, 2)}
+    first = ADDRESSES
+    for name, (width, item) in parts.items():
+        row = (width if of_page else 656) // item
+        for field, value in {"batch": 32 * 656 // item, "row": 2 * row, "head": row, "address": first}.items():
+            put(call, f"{name}.{field}", value)
+        first += count * width
+    assert host.chosen(call, H200).status == "OK", host.text
+    call.key_scale.address -= 4
+    assert host.chosen(call, H200).text == f"append: key_cache and key_scale {SHARED}"
+
+
 @pytest.mark.parametrize("name", ["output_a.address", "logsumexp_b"])
 def test_a_merge_writes_memory_of_its_own(host: LibraryHost, name: str) -> None:
     call = call_of(host, DENSE)
@@ -261,14 +287,16 @@ def test_a_merge_writes_memory_of_its_own(host: LibraryHost, name: str) -> None:
 # Strides
 
 
-@pytest.mark.parametrize("problem", [POOLS, SCALED, DENSE, PACKED], ids=["pools", "scaled", "dense", "packed"])
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_packed_strides_are_those_of_contiguous_arrays(host: LibraryHost, problem: Any) -> None:
     wanted, found = (filled_rows(host.new_call(), problem) for _ in range(2))
     arrays = [name for name in problem.tensors() if not isinstance(getattr(found, name), int)]
     for name in arrays:
         for axis in ("row", "head"):
             put(found, f"{name}.{axis}", -1)
+    found.key_scale_tile = -1
     assert host.pack(found) == 0
+    assert found.key_scale_tile == (1 if problem is LATENT else -1)
     for name in arrays:
         pairs = [(getattr(getattr(call, name), axis)) for axis in ("row", "head") for call in (wanted, found)]
         assert pairs[::2] == pairs[1::2], name
@@ -304,6 +332,8 @@ def test_a_program_of_the_first_version_is_served(driver_log: FakeDriver, host: 
         ("append_f16_d72v40_e4m3", AppendProblem.dense((1, 1, 72), (1, 1), "float16", head_dim_value=40,
                                                        scales="given")),
         ("append_f32_d64_e4m3_row", AppendProblem.dense((1, 1, 64), (1, 1), "float32", scales="row")),
+        ("append_bf16_d512v64_e4m3_tile", AppendProblem.dense((1, 1, 512), (1, 1), "bfloat16", head_dim_value=64,
+                                                              scales="tile")),
         ("merge_bf16_d128", MergeProblem.dense((1, 1, 1, 128), "bfloat16")),
         ("merge_f16_d96_varlen", MergeProblem.packed(1, 1, (1, 1, 96), "float16")),
     ],

@@ -9,7 +9,7 @@ import pytest
 from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.plan.merge import plan_merge
-from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, AppendProblem
+from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, TILE_SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 
 
@@ -33,6 +33,19 @@ def test_rows_are_copied_by_16_bytes(scales: str, arch: str) -> None:
     assert count(stores, ptx) == 2
     assert not re.search(r"\.f64|\.local", ptx)
     assert count(r"shfl\.sync", ptx) == (8 if scales == ROW_SCALES else 0)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_a_latent_row(arch: str) -> None:
+    """A warp has a row: 16 bytes of key twice and of value once, four scales of 16 threads each; no spills."""
+    problem = AppendProblem.dense((100, 1, 512), (40, 16), "bfloat16", head_dim_value=64, scales=TILE_SCALES)
+    made = artifact_for(plan_append(problem, arch).build)
+    assert count(r"ld\.global\.v4\.b32", made.ptx) == 3
+    assert count(r"st\.global\.v(?:2\.b32|4\.b16)", made.ptx) == 2
+    assert count(r"st\.global\.v4\.b32", made.ptx) == 1
+    assert count(r"shfl\.sync", made.ptx) == 2 * 4
+    assert not re.search(r"\.f64|\.local", made.ptx)
+    assert (made.registers <= 64, made.main.spill_bytes) == (True, 0)
 
 
 @pytest.mark.parametrize("scales", [GIVEN_SCALES, ROW_SCALES])

@@ -265,7 +265,7 @@ def test_machine_code(problem: Problem, num_sms: int, tile: tuple[int, int]) -> 
     # Each GEMM is issued in each loop over key tiles and either before or after the loops. If two query tiles fit, S of
     # the next work tile is issued after the loops as well. With option speculative, S is issued again to repeat a tile
     # without a mask, with option halves in two parts.
-    loops = 2 if build.mask == "causal" and sm90_smem.splits_key_loop(build) else 1
+    loops = {"full": 1, "causal": 2, "local": 3}[build.mask] if sm90_smem.splits_key_loop(build) else 1
     times = loops + sm90_smem.num_stages(build)["query"]
     values = (loops + 1) * rows * build.tile_n // 16
     whole, parts = 2 * (SPECULATIVE in build.options), 1 + (HALVES in build.options)

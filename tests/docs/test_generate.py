@@ -55,8 +55,21 @@ def test_charts_label_every_case_and_name_flash_attention_2() -> None:
     rows = json.loads((ROOT / benchmark_plots.BENCHMARK).read_text())
     for name, bars in benchmark_plots.charts(rows):
         texts = re.findall(r">([^<>]+)</text>", (PICTURES / f"{name}.svg").read_text())
-        assert set(texts) >= {case for case, _ in bars.groups}
+        assert set(texts) >= {benchmark_plots.tick_label(case) for case, _ in bars.groups}
         assert ("FlashAttention-2 (torch)" in texts) == ("flash" in bars.implementations)
+
+
+def test_tick_labels_count_equal_sequences() -> None:
+    label = benchmark_plots.tick_label
+    assert label("f16_d64_n1x64u8,1x64u8,2x64_h8_full_paged16") == "f16_d64_n2 x (1x64u8),2x64_h8_full_paged16"
+    assert label("bf16_d128_s8192_b4_h16_causal") == "bf16_d128_s8192_b4_h16_causal"
+
+
+def test_chunks_of_prompts_are_not_among_the_decode_steps() -> None:
+    groups = dict(benchmark_plots.charts(json.loads((ROOT / benchmark_plots.BENCHMARK).read_text())))
+    queries = [int(found) for case, _ in groups["decode"].groups for found in re.findall(r"_q(\d+)_", case)]
+    assert max(queries) <= benchmark_plots.FEW_QUERIES
+    assert any("_q2048_" in case for case, _ in groups["forward_features"].groups)
 
 
 def test_charts_show_flash_attention_4_and_versions_where_a_record_has_them() -> None:

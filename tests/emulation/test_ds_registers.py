@@ -27,6 +27,8 @@ GRADIENTS = ("grad_query", "grad_key", "grad_value")
     [
         ("64x128x16:3,2k2+ds_registers", "backward bf16_d128_q150_s140_b1_h1_causal_br_scale-0.05 seed=1", False),
         ("128x128x16:3,2+key_registers", "backward f16_d40v64_q150_s140_b1_h1_causal_br seed=2", True),
+        ("64x128x16:3,2k2+ds_registers", "backward bf16_d128_s140_b1_h1_causal_deterministic_sinks seed=3", True),
+        ("128x128x16:3,2+key_registers", "backward f16_d64_s140_b1_h1_causal_deterministic_sinks seed=4", False),
     ],
 )
 def test_gradients(tile: str, line: str, is_eager: bool) -> None:
@@ -36,10 +38,12 @@ def test_gradients(tile: str, line: str, is_eager: bool) -> None:
     forward = guarded_check.by_reference(case, arrays, "float64")
     arrays |= {"output": forward["output"].astype(arrays["query"].dtype), "logsumexp": forward["logsumexp"]}
     truth = guarded_check.by_reference(case, arrays, "float64")
-    assert np.isinf(forward["logsumexp"][..., : case.spec.num_queries]).any()
+    has_sinks = "sinks" in case.problem().features
+    assert np.isinf(forward["logsumexp"][..., : case.spec.num_queries]).any() != has_sinks
+    gradients = (*GRADIENTS, "grad_sinks") if has_sinks else GRADIENTS
     found = emulate(
-        case, plan, compiled(plan).ptx, arrays, is_eager=is_eager, seed=7, block=BackwardBlock, outputs=GRADIENTS
+        case, plan, compiled(plan).ptx, arrays, is_eager=is_eager, seed=7, block=BackwardBlock, outputs=gradients
     )
-    for name in GRADIENTS:
+    for name in gradients:
         error = found[name].astype(np.float64) - truth[name]
         assert np.linalg.norm(error) < ERROR * np.linalg.norm(truth[name]), name

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
-from tests.support.block_emulator import emulate
+from tests.support.block_emulator import EmulatedBlock, emulate
 from tests.support.gemm_emulator import compiled
 
 NUM_SMS = 1  # so that a block computes several work tiles
@@ -28,3 +29,45 @@ def test_forward(line: str, is_eager: bool) -> None:
     ratios = guarded_check.ratios(case, expected, found)
     assert all(ratio <= 1 for ratio in ratios.values()), ratios
     assert np.isfinite(found["output"].astype(np.float32)).all()
+
+
+class CountingBlock(EmulatedBlock):
+    """Keeps which key tiles of the last block were computed again."""
+
+    repeats: tuple[bool, ...] = ()
+
+    def run(self) -> None:
+        super().run()
+        CountingBlock.repeats = tuple(self.reductions)
+
+
+# A query tile and four key tiles, of which three are in the loop; the tile, the options and the key tiles that repeat.
+SPECULATIVE = "64x128x8:2+e4m3-speculative"
+OPTIONS = (
+    ("q64_s512", "gaussian", SPECULATIVE, True, (False,) * 3),
+    ("q64_s512", "rising", SPECULATIVE, False, (True,) * 3),
+)
+
+
+@pytest.mark.parametrize(("lengths", "inputs", "tile", "is_eager", "repeats"), OPTIONS)
+def test_options(lengths: str, inputs: str, tile: str, is_eager: bool, repeats: tuple[bool, ...]) -> None:
+    case = Case.parse(f"forward e4m3_d64_{lengths}_b1_h1_full seed=3 inputs={inputs}")
+    expected = guarded_check.expect(case)
+    plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse(tile), NUM_SMS)
+    ptx = compiled(plan).ptx
+    found = emulate(case, plan, ptx, expected.arrays, is_eager=is_eager, seed=7, block=CountingBlock)
+    ratios = guarded_check.ratios(case, expected, found)
+    assert all(ratio <= 1 for ratio in ratios.values()), ratios
+    assert CountingBlock.repeats == repeats
+
+
+def test_codes_that_are_not_finite() -> None:
+    """Rows of NaN have NaN, and no other row has."""
+    case = Case.parse("forward e4m3_d64_q64_s512_b1_h1_full seed=3")
+    expected = guarded_check.expect(case)
+    expected.arrays["query"][0, 5, 0, 0] = np.nan
+    plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse(SPECULATIVE), NUM_SMS)
+    found = emulate(case, plan, compiled(plan).ptx, expected.arrays, is_eager=True, seed=7, block=CountingBlock)
+    assert CountingBlock.repeats == (True,) * 3
+    is_nan = np.isnan(found["output"].astype(np.float32)[0, :, 0]).any(axis=1)
+    assert np.flatnonzero(is_nan).tolist() == [5]

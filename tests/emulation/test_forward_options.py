@@ -31,9 +31,9 @@ class CountingBlock(EmulatedBlock):
         CountingBlock.repeats = tuple(self.reductions)
 
 
-def run(case: Case, arrays: dict[str, Any], *, is_eager: bool) -> dict[str, Any]:
+def run(case: Case, arrays: dict[str, Any], *, is_eager: bool, tile: TileConfig = TILE) -> dict[str, Any]:
     """Returns the results of the emulated kernel."""
-    plan = planner.plan_with_tile(case.problem(), "sm_90a", TILE, 1)
+    plan = planner.plan_with_tile(case.problem(), "sm_90a", tile, 1)
     return emulate(case, plan, compiled(plan).ptx, arrays, is_eager=is_eager, seed=7, block=CountingBlock)
 
 
@@ -45,6 +45,24 @@ def test_forward(inputs: str, is_eager: bool, repeats: tuple[bool, ...]) -> None
     case = Case.parse(f"{FULL} inputs={inputs}")
     expected = guarded_check.expect(case)
     found = run(case, expected.arrays, is_eager=is_eager)
+    ratios = guarded_check.ratios(case, expected, found)
+    assert all(ratio <= 1 for ratio in ratios.values()), ratios
+    assert CountingBlock.repeats == repeats
+
+
+@pytest.mark.parametrize(
+    ("name", "tile", "repeats"),
+    [
+        ("bf16_d64_q64_s448_b1_h1_causal_br_window300", "64x64x8:2-speculative", (True, False, True)),
+        ("bf16_d192v128_q64_s400_b1_h1_causal_br", "64x128x8:2-speculative", (True, True)),
+        ("bf16_d256_q64_s320_b1_h1_full", "64x64x8:2-speculative-halves", (True, False, True, False)),
+    ],
+)
+def test_windows_and_wide_heads(name: str, tile: str, repeats: tuple[bool, ...]) -> None:
+    """Key tiles that every row sees have masked ones before them, and in a window after them."""
+    case = Case.parse(f"forward {name} seed=3 inputs=rising")
+    expected = guarded_check.expect(case)
+    found = run(case, expected.arrays, is_eager=False, tile=TileConfig.parse(tile))
     ratios = guarded_check.ratios(case, expected, found)
     assert all(ratio <= 1 for ratio in ratios.values()), ratios
     assert CountingBlock.repeats == repeats

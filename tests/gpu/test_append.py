@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from cutlass_py_attn.api.attention import mla_attention_forward
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.serving import append_to_cache
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.tensors import Tensor
+from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import serving_cases
 from cutlass_py_attn.testing.check import Kernels
 from cutlass_py_attn.testing.serving_cases import AppendCase, Array, Placed
@@ -25,6 +28,13 @@ def test_random_appends(first: int, kernels: Kernels, arch: str) -> None:
     """Dims, dtypes, scales, layouts of the pools, page sizes and skipped slots."""
     for seed in range(first, first + GROUP):
         assert not serving_cases.append_case(seed).check(kernels, arch)[1], f"seed {seed}"
+
+
+@pytest.mark.parametrize("first", range(0, serving_cases.SEEDS, GROUP))
+def test_random_appends_to_latent_caches(first: int, kernels: Kernels, arch: str) -> None:
+    """Codes with computed scales of tiles, beside columns as they are; packed rows and pages, and arrays apart."""
+    for seed in range(first, first + GROUP):
+        assert not serving_cases.latent_append_case(seed).check(kernels, arch)[1], f"seed {seed}"
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.37, 3.0])
@@ -107,6 +117,44 @@ def test_torch(kernels: Kernels) -> None:
         assert (torch_bits(e4m3[name]) == expected[name]).all()
     for name in scales:
         assert (made[name].cpu().numpy() == expected[name]).all()
+
+
+def test_a_latent_cache_of_packed_rows(kernels: Kernels, gpu: driver.Device) -> None:
+    """Codes, scales and other columns are views of one torch pool of 656 bytes a row, which a decode then reads."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(5)
+    dims = {"key": 512, "value": 64}
+    given = {name: rng.standard_normal((100, 1, dims[name]), np.float32).astype(BF16) for name in dims}
+    given["slots"] = inputs()["slots"]
+    host = np.zeros((16, 16, 1, 656), np.uint8)
+    caches = host[..., :512], host[..., 512:528].view(np.float32), host[..., 528:].view(BF16)
+    names = "key_cache", "key_scale", "value_cache"
+    append_to_cache(**given, **dict(zip(names, caches, strict=True)), backend="reference")
+    pool = torch.zeros(16, 16, 1, 656, dtype=torch.uint8, device="cuda")
+    parts = pool[..., :512], pool[..., 512:528], pool[..., 528:]
+    dtypes = torch.float8_e4m3fn, torch.float32, torch.bfloat16
+    views = {name: part.view(dtype) for name, part, dtype in zip(names, parts, dtypes, strict=True)}
+    arrays = {name: torch_array(torch, array) for name, array in given.items()}
+    for _ in range(3):  # the call is checked, then repeated
+        pool.zero_()
+        append_to_cache(**arrays, **views, kernels=kernels)
+        assert (pool.cpu().numpy() == host).all()
+    if gpu.compute_capability != (9, 0):
+        return  # no kernel of another GPU reads latent caches of codes
+    query = rng.standard_normal((2, 1, 16, 576), np.float32).astype(BF16)
+    table, lengths = np.arange(16, dtype=np.int32).reshape(2, 8)[:, ::-1].copy(), np.array([100, 37], np.int32)
+    expected = decoded(query, table, lengths, caches, backend="reference")[0].astype(np.float32)
+    on_gpu = (torch.from_numpy(array).cuda() for array in (table, lengths))
+    output = decoded(torch_array(torch, query), *on_gpu, views.values(), kernels=kernels)[0].float().cpu().numpy()
+    assert np.abs(output - expected).max() < 0.02
+
+
+def decoded(query: Any, table: Any, lengths: Any, caches: Iterable[Any], **options: Any) -> Any:
+    """Returns the output and the logsumexp of a decode of a latent cache: codes, scales and other columns."""
+    codes, scale, rope = caches
+    sequences = Paged(table, lengths)
+    cached = {"cache_scale": scale, "cache_rope": rope}
+    return mla_attention_forward(query, codes, **cached, scale=192**-0.5, sequences=sequences, **options)
 
 
 def test_cupy_and_a_stream(kernels: Kernels) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from cutlass_py_attn.problem.tensors import FLOAT8
+from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import guarded_check, suite
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
 
 
 @pytest.mark.parametrize("case", [*suite.SPECULATIVE, *suite.SHARED_END], ids=lambda case: case.line.replace(" ", "_"))
-def test_options(case: Case, kernels: Kernels) -> None:
+def test_options(case: Case, kernels: Kernels, gpu: driver.Device) -> None:
+    if case.spec.dtype == FLOAT8 and gpu.compute_capability != (9, 0):
+        pytest.skip(f"{gpu.name} has no wgmma of e4m3 operands")
     guarded_check.check_case(case, guarded_check.expect(case), kernels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import combinations, product
 from pathlib import Path
@@ -17,11 +18,13 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import plan_backward
 from cutlass_py_attn.plan.variants import KEEPS_DS, STANDARD
+from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.testing import component_gemms, covering_cases, layouts, suite
 from cutlass_py_attn.testing.cases import ARCH, SM90_ARCH, Case, builds_of
 from cutlass_py_attn.testing.grouped_cases import GROUPED
 from tests.gpu import test_torch_ops
-from tests.gpu.hosts import test_jax_context
+from tests.gpu.hosts import test_jax_context, test_jax_native
 from tests.support import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +36,7 @@ TILES = (
 )
 SINGLE = (
     *(*suite.MANY_HEADS, *TILES, *GROUPED, *suite.WIDE_BACKWARD, *LENGTHS),
-    *(*suite.LAUNCHERS.values(), *suite.LONG_DROPOUT, *suite.SPLIT_ROWS),
+    *(*suite.LAUNCHERS.values(), *suite.LONG_DROPOUT, *suite.SPLIT_ROWS, *suite.JAX_HANDLERS),
 )
 
 
@@ -108,7 +111,7 @@ def test_every_kernel_is_built_once_and_no_case_needs_another() -> None:
     assert len(set(names)) == len(names), "a folder holds one kernel of a name"
     assert {planner.builds(case.problem(), ARCH) for case in ALL} <= set(builds)
     whole = set(suite.builds())
-    assert set(builds) | {planner.builds(case.problem(), ARCH) for case in SINGLE} <= whole
+    assert {*builds, *builds_of(SINGLE, ARCH)} <= whole
 
 
 def test_the_suite_has_the_kernels_of_the_torch_operators() -> None:
@@ -119,6 +122,25 @@ def test_the_suite_has_the_kernels_of_the_torch_operators() -> None:
 def test_the_suite_has_the_kernels_of_split_rows_on_one_gpu() -> None:
     """The first choice of every problem, not one that a missing kernel falls back to."""
     jax = pytest.importorskip("jax")
+    needed = needed_by(partial(test_jax_context.lower_for_one_gpu, jax))
+    assert len(needed) >= 10
+    assert needed <= {first for arch in (ARCH, SM90_ARCH) for first, *_ in builds_of(suite.SPLIT_ROWS, arch)}
+
+
+def test_the_suite_has_the_kernels_of_both_handlers_of_jax() -> None:
+    jax = pytest.importorskip("jax")
+
+    def lower(attend: Any) -> None:
+        for program in test_jax_native.programs(jax, partial(attend, mask=Causal(), deterministic=True)):
+            program.trace(*test_jax_native.operands(jax)).lower(lowering_platforms=("cuda",))
+
+    needed = needed_by(lower)
+    assert {(build.kind, build.has("varlen")) for build in needed} == set(product(DIRECTIONS, (False, True)))
+    assert needed <= {first for arch in (ARCH, SM90_ARCH) for first, *_ in builds_of(suite.JAX_HANDLERS, arch)}
+
+
+def needed_by(lower: Callable[[Any], None]) -> set[Build]:
+    """Returns the kernels that JAX programs take for an H100 or H200; `lower` lowers them with the given attention."""
     from cutlass_py_attn.jax import attention
 
     needed = set()
@@ -127,9 +149,8 @@ def test_the_suite_has_the_kernels_of_split_rows_on_one_gpu() -> None:
         needed.add(build)
         return fakes.artifact(build)
 
-    test_jax_context.lower_for_one_gpu(jax, partial(attention, kernels=kernels, arch=SM90_ARCH))
-    assert len(needed) >= 10
-    assert needed <= {first for arch in (ARCH, SM90_ARCH) for first, *_ in builds_of(suite.SPLIT_ROWS, arch)}
+    lower(partial(attention, kernels=kernels, arch=SM90_ARCH))
+    return needed
 
 
 def test_splits_of_a_deterministic_case_are_allowed() -> None:

@@ -39,6 +39,7 @@ class BackwardBlock(EmulatedBlock):
             "cp.async.bulk.shared": self.load_rows,
             "cp.reduce.async.bulk": self.reduce,
             "atom": self.count,
+            "red.release": self.add,
             **super().synchronising(),
         }
 
@@ -88,6 +89,14 @@ class BackwardBlock(EmulatedBlock):
             before[thread] = int(word[0])
             word += np.uint32(self.value(operands[2])[thread])
         self.registers[operands[0]] = before
+
+    def add(self, op: str, operands: list[str], active: Array) -> None:
+        """Adds to an int32 in global memory."""
+        assert ".add" in op
+        for thread in np.flatnonzero(active):
+            place = int(self.address(operands[0])[thread])
+            word = self.memory[place : place + 4].view(np.uint32)
+            word += np.uint32(self.value(operands[1])[thread])
 
     def stmatrix(self, op: str, operands: list[str], active: Array) -> None:
         if ".trans" not in op:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -106,6 +107,16 @@ def given(name: str, value: Any) -> str:
     if len(text) > 80:
         return f"{name} = {text[:70]}"
     return f"{name} = {text} ({kind.__qualname__ if kind.__module__ == 'builtins' else ''}".rstrip("(")
+
+
+class UnreadablePath(os.PathLike[str]):
+    """A path that raises when it is read."""
+
+    def __fspath__(self) -> str:
+        raise OSError("no path")
+
+    def __repr__(self) -> str:
+        return "UnreadablePath()"
 
 
 def forward(**changes: Any) -> Any:
@@ -293,6 +304,13 @@ def calls_of_problems() -> Iterator[BadCall]:
                           given(f"shape.{name}", size))  # fmt: skip
         call = functools.partial(shaped, num_heads_key=0, **{name: -1})
         yield BadCall(f"Shape {name} negative", call, "-1")
+        call = functools.partial(shaped, **{name: UNPRINTABLE})
+        yield BadCall(f"Shape {name} unprintable", call, "a number that cannot be printed")
+    for kind, size in {"str": "4", "float": 0.0, "array": np.zeros(2), "bool": False}.items():
+        yield BadCall(f"Shape num_heads_key {kind}", functools.partial(shaped, num_heads_key=size),
+                      given("shape.num_heads_key", size))  # fmt: skip
+    for kind, array in {"int": 3, "array": np.ones(2)}.items():
+        yield BadCall(f"Problem alibi_slopes {kind}", functools.partial(checked, alibi_slopes=array), "alibi_slopes")
     yield BadCall("Shape tokens", lambda: shaped(tokens=5), "shape.tokens = 5 (int):")
     yield BadCall("Shape tokens of one", lambda: shaped(tokens=(5,)), "shape.tokens = (5,) (tuple):")
     for kind, shape in {"tuple": (1, 2), "None": None, "array": QUERY}.items():
@@ -359,7 +377,7 @@ def calls_of_kernels() -> Iterator[BadCall]:
         yield BadCall(f"compile {kind}", functools.partial(attn.compile, value), given("plan_or_build", value))
         yield BadCall(f"artifact_for {kind}", functools.partial(attn.artifact_for, value), given("build", value))
     yield BadCall("artifact_for plan", lambda: attn.artifact_for(plan), "build = Plan(")  # type: ignore[arg-type]
-    for kind, path in {"int": 5, "list": ["a"], "bytes": b"a", "null": "a\0b"}.items():
+    for kind, path in {"int": 5, "list": ["a"], "bytes": b"a", "null": "a\0b", "raises": UnreadablePath()}.items():
         call = functools.partial(attn.artifact_for, plan.build, path)
         yield BadCall(f"artifact_for folder {kind}", call, given("folder", path))
         yield BadCall(f"Folder {kind}", functools.partial(attn.Folder, path), given("path", path))
@@ -381,7 +399,8 @@ def calls_of_kernels() -> Iterator[BadCall]:
             call = functools.partial(attn.bind, **{**arguments, name: value})
             fragment = f"{name} = {repr(value)[:60]}"
             yield BadCall(f"bind {name} {str(value)[:20]}", call, fragment)
-    yield BadCall("kernels that return no artifact", lambda: forward(kernels=lambda build: build), "artifact = Build(")
+    yield BadCall("kernels that return no artifact", lambda: forward(kernels=lambda build: build),
+                  "kernels(fwd_sm90_f16_d8_full_64x64) = Build(")  # fmt: skip
     yield BadCall("kernels that are a class", lambda: forward(kernels=attn.Folder), "path = Build(")
 
 

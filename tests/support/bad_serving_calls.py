@@ -34,6 +34,14 @@ APPEND = {
     "value_cache": np.zeros((4, 4, 2, 8), "f2"),
     "slots": np.zeros(3, "i8"),
 }
+LATENT = {
+    "key": np.zeros((3, 1, 160), "f2"),
+    "value": np.zeros((3, 1, 8), "f2"),
+    "key_cache": np.zeros((4, 4, 1, 160), "u1"),
+    "value_cache": np.zeros((4, 4, 1, 8), "f2"),
+    "slots": np.zeros(3, "i8"),
+    "key_scale": np.zeros((4, 4, 1, 2), "f4"),
+}
 MERGE = {"output_a": QUERY, "logsumexp_a": LSE, "output_b": QUERY, "logsumexp_b": LSE}
 CODED = np.zeros((1, 4, 2, 16), "f4")
 MASKED = np.ma.masked_array(CODED, CODED == 1)
@@ -41,6 +49,10 @@ MASKED = np.ma.masked_array(CODED, CODED == 1)
 
 def append(**changes: Any) -> Any:
     return attn.append_to_cache(**{"kernels": artifact, **APPEND, **changes})
+
+
+def append_latent(**changes: Any) -> Any:
+    return attn.append_to_cache(**{"kernels": artifact, **LATENT, **changes})
 
 
 def merge(**changes: Any) -> Any:
@@ -65,7 +77,7 @@ def calls_of_caches() -> Iterator[BadCall]:
     for kind, value in NOT_INTS.items():
         yield BadCall(f"merge max_seqlen_q {kind}", functools.partial(packed, max_seqlen_q=value), "max_seqlen_q = ")
     yield from option("head_dim_value", NOT_INTS, mla)
-    for function, arrays in ((append, APPEND), (merge, MERGE)):
+    for function, arrays in ((append, APPEND), (append_latent, LATENT), (merge, MERGE)):
         for name in arrays:
             values = {"None": None, "list": [0.0], "str": "x", "masked": np.ma.masked_array(arrays[name])}
             for kind, value in values.items():

@@ -13,6 +13,7 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -31,12 +32,17 @@ SHARED = 4096  # start of the emulated shared memory, before the global arrays; 
 WARPGROUP = 128
 GUARD = 512  # elements of NaN before and after every array
 NAN = 0x7FC00000
-DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
+DTYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+}
 _INLINE = re.compile(r"// begin inline asm(.*?)// end inline asm", re.DOTALL)
 _STATEMENT = re.compile(
     r"(?:@(?P<negated>!?)(?P<predicate>%\w+)\s+)?(?P<op>[a-z][\w.:]*)\s*(?P<operands>.*)$", re.DOTALL
 )
-_IGNORED = ("fence", "setmaxnreg", "cvta", "wgmma.fence", "bar.warp.sync")
+_IGNORED = ("fence", "setmaxnreg", "cvta", "wgmma.fence", "bar.warp.sync", "cp.async.bulk.prefetch")
 
 
 class Deadlock(Exception):
@@ -75,11 +81,13 @@ class EmulatedBlock(FloatThreads):
         super().__init__(ptx, launch.grid[:2], launch.block[0], memory, parameters)
         threads = launch.block[0]
         grid = launch.grid[0] * launch.grid[1]
+        layer, block = divmod(block, grid)
         # The base class numbers the threads of a whole grid; here they are those of one block.
         self.special = {name: values[block * threads : (block + 1) * threads] for name, values in self.special.items()}
+        self.special["%ctaid.z"] = np.full(threads, layer, np.uint64)
         self.special["%nctaid.y"] = np.full(threads, launch.grid[1], np.uint64)
         self.special["%warpid"] = np.arange(threads, dtype=np.uint64) // np.uint64(WARP)
-        assert block < grid
+        assert layer < launch.grid[2]
         self.counters = np.zeros(threads, np.int64)
         self.collective = np.array([op.startswith("wgmma") for _, _, op, _ in self.statements])
         self.waiting = np.zeros(threads // WARP, np.bool_)  # warps that sleep until a barrier changes
@@ -293,19 +301,19 @@ class EmulatedBlock(FloatThreads):
 
     def tma(self, op: str, operands: list[str], active: Array) -> None:
         assert ".shared::cta" in op, f"{op}: not emulated"
-        (thread,) = np.flatnonzero(active)
-        target, barrier = (int(self.address(operands[place])[thread]) for place in (0, 2))
-        which, *coordinates = (
-            int(as_type(self.value(name), "s32")[thread]) for name in re.findall(r"%\w+", operands[1])
-        )
+        for thread in np.flatnonzero(active):
+            target, barrier = (int(self.address(operands[place])[thread]) for place in (0, 2))
+            which, *coordinates = (
+                int(as_type(self.value(name), "s32")[thread]) for name in re.findall(r"%\w+", operands[1])
+            )
+            self.copies.append(partial(self.copy, which, coordinates, target, barrier))
 
-        def copy() -> None:
-            size = self.copy_box(*self.maps[which], coordinates, target)
-            found = self.mbarriers[barrier]
-            found.bytes -= size
-            self.end_phase(found)
-
-        self.copies.append(copy)
+    def copy(self, which: int, coordinates: list[int], target: int, barrier: int) -> None:
+        """Ends a copy of TMA: writes the box, and counts its bytes at the barrier."""
+        size = self.copy_box(*self.maps[which], coordinates, target)
+        found = self.mbarriers[barrier]
+        found.bytes -= size
+        self.end_phase(found)
 
     def copy_box(self, spec: TensorMap, start: int, coordinates: list[int], target: int) -> int:
         """Copies a box with its swizzle, zeros where it is outside of the array; returns its bytes."""
@@ -431,7 +439,7 @@ class EmulatedBlock(FloatThreads):
 
     def result(self, op: str, v: list[Array]) -> Array:
         kind, *modifiers = op.split(".")
-        if kind == "cvt" and "e4m3x2" in modifiers:
+        if kind == "cvt" and "e4m3x2" in modifiers[:-1]:
             with np.errstate(invalid="ignore"):
                 numbers = [np.clip(x.astype(np.uint32).view(np.float32), -448, 448) for x in v]
             high, low = (x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).astype(np.uint64) for x in numbers)

@@ -19,8 +19,8 @@ from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.quantization import OPERAND_AXES, ROW, SCALES, granularity
-from cutlass_py_attn.problem.tensors import BIASES, BMHK
+from cutlass_py_attn.problem.quantization import OPERAND_AXES, ROW, SCALES, TILE, granularity
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, KEY_ROPE
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.testing import serving_cases
 from cutlass_py_attn.testing.serving_cases import RowCase
@@ -39,7 +39,7 @@ SPACE = 2**48  # bytes between made-up addresses: no array reaches the next one
 STATUS = {word: number for number, (word, _) in enumerate(interface.STATUSES)}
 FLAGS = {word: bit for word, bit, _, _ in interface.FLAGS}
 FLAG_OF = {feature: bit for _, bit, feature, _ in interface.FLAGS if feature} | {
-    feature: interface.feature_bit(feature) for feature in (registry.KV8, registry.KV8_ROW)
+    feature: interface.feature_bit(feature) for feature in (registry.KV8, registry.KV8_ROW, registry.KV8_TILE)
 }
 GRADIENT_OF = {name: bit for _, bit, name in interface.GRADIENTS}
 DTYPE_OF = {name: number for number, _, name in interface.DTYPES}
@@ -83,7 +83,7 @@ def exported(folder: Path, problems: tuple[AnyProblem, ...], arch: str = "sm_90a
 
 def row_cases(seeds: int) -> list[RowCase]:
     """Random appends and merges of these seeds: those with rows, and with kernels that a library may have."""
-    makers = serving_cases.append_case, serving_cases.merge_case
+    makers = serving_cases.append_case, serving_cases.latent_append_case, serving_cases.merge_case
     drawn = [make(seed) for seed in range(seeds) for make in makers]
     return [case for case in drawn if not case.problem.is_empty and _has_one_dtype(case.problem)]
 
@@ -215,16 +215,19 @@ def filled(call: Any, problem: Problem, *, first_address: int = 0, addresses: Ma
     if problem.grad_bias is not None:
         call.grad_bias_axes = sum(1 << axis for axis, size in enumerate(problem.grad_bias.shape) if size != 1)
     for name, scale in problem.scales.items():
-        axes = ("batch", "row", "head") if granularity(scale) == ROW else OPERAND_AXES[-len(scale.shape) :]
+        of_rows = granularity(scale) in (ROW, TILE)
+        axes = ("batch", "row", "head") if of_rows else OPERAND_AXES[-len(scale.shape) :]
         array = getattr(call, name)
         array.address = given.get(name, 0)
         for axis, step in zip(axes, scale.steps, strict=False):
             setattr(array, axis, step)
+        if granularity(scale) == TILE:
+            call.key_scale_tile = scale.steps[3]
     for name in (each for each in ("logsumexp", *problem.vectors()) if each not in SCALES):
         setattr(call, f"{name}_address" if name.startswith("philox") else name, given.get(name, 0))
     if problem.alibi_slopes is not None:
         call.alibi_batch = shape.num_heads if len(problem.alibi_slopes.shape) > 1 else 0
-    assert {*BMHK, *BIASES} >= {*problem.tensors()}
+    assert {*BMHK, KEY_ROPE, *BIASES} >= {*problem.tensors()}
     return call
 
 
@@ -250,7 +253,9 @@ def filled_rows(
     call.head_dim_value = problem.value.shape[-1] if isinstance(problem, AppendProblem) else columns.shape[-1]
     for stride, value in row_numbers.inputs(problem).items():
         name, _, axis = stride.rpartition("_")
-        if name in row_rules.shapes(problem):
+        if axis == "tile":
+            setattr(call, stride, value.value)
+        elif name in row_rules.shapes(problem):
             setattr(getattr(call, name), "batch" if axis == "page" else axis, value.value)
     for name in names:
         array = getattr(call, name)

@@ -109,13 +109,6 @@ class MmaBlock(EmulatedBlock):
 
     def result(self, op: str, v: list[Array]) -> Array:
         kind, *modifiers = op.split(".")
-        if kind == "cvt" and modifiers[-1] == "e4m3x2":
-            codes = np.stack([v[0] & np.uint64(0xFF), v[0] >> np.uint64(8) & np.uint64(0xFF)]).astype(np.uint8)
-            low, high = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float16).view(np.uint16).astype(np.uint64)
-            return high << np.uint64(16) | low
-        if kind == "cvt" and modifiers[-2:] == ["f32", "f16"]:
-            numbers = v[0].astype(np.uint16).view(np.float16).astype(np.float32)
-            return numbers.view(np.uint32).astype(np.uint64)
         if kind == "cvt" and modifiers[-2:] in (["f16", "f32"], ["bf16", "f32"]):
             with np.errstate(over="ignore"):
                 rounded = v[0].astype(np.uint32).view(np.float32).astype(_NUMBERS[modifiers[-2]])

@@ -13,12 +13,14 @@ import numpy as np
 from tests.support.ptx_threads import COMPARISONS, WARP, Array, Threads, as_type
 
 _PAIRS = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
+_SHORT = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 _FUNCTIONS = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
     "div": np.divide,
     "max": np.fmax,
+    "min": np.fmin,
     "neg": np.negative,
     "abs": np.abs,
     "ex2": np.exp2,
@@ -39,6 +41,12 @@ class FloatThreads(Threads):
 
     def result(self, op: str, v: list[Array]) -> Array:
         kind, *modifiers = op.split(".")
+        if kind == "cvt" and modifiers[-1] == "e4m3x2":
+            codes = (v[0].astype(np.uint16) >> shift for shift in (np.uint16(8), np.uint16(0)))
+            high, low = (_half_bits(each.astype(np.uint8).view(ml_dtypes.float8_e4m3fn)) for each in codes)
+            return high << np.uint64(16) | low
+        if kind == "cvt" and modifiers[-2:] == ["f32", "f16"]:
+            return _bits(v[0].astype(np.uint16).view(np.float16))
         if kind == "cvt" and modifiers[1] in _PAIRS:
             high, low = (_number(x).astype(_PAIRS[modifiers[1]]).view(np.uint16).astype(np.uint64) for x in v)
             return high << np.uint64(16) | low
@@ -58,6 +66,10 @@ class FloatThreads(Threads):
             return _bits(np.maximum(*map(_number, v)))
         if kind == "min" and "NaN" in modifiers:
             return _bits(np.minimum(*map(_number, v)))
+        if kind in ("abs", "max") and modifiers[-1] in _SHORT:
+            dtype = _SHORT[modifiers[-1]]
+            numbers = (x.astype(np.uint16).view(dtype).astype(np.float32) for x in v)
+            return _FUNCTIONS[kind](*numbers).astype(dtype).view(np.uint16).astype(np.uint64)
         if kind in _FUNCTIONS and modifiers[-1] == "f32":
             with np.errstate(all="ignore"):
                 return _bits(_FUNCTIONS[kind](*map(_number, v)))
@@ -66,6 +78,10 @@ class FloatThreads(Threads):
 
 def _number(bits: Array) -> Array:
     return bits.astype(np.uint32).view(np.float32)
+
+
+def _half_bits(numbers: Array) -> Array:
+    return numbers.astype(np.float16).view(np.uint16).astype(np.uint64)
 
 
 def _bits(numbers: Array) -> Array:

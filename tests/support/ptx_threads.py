@@ -106,7 +106,7 @@ class Threads:
             return self.special[text]
         if text.startswith("%"):
             return self.registers.setdefault(text, np.full(len(self.counters), UNINITIALISED, np.uint64))
-        return np.full(len(self.counters), int(text, 0) % 2**64, np.uint64)
+        return np.full(len(self.counters), int(text.removesuffix("U"), 0) % 2**64, np.uint64)
 
     def write(self, name: str, values: Array, bits: int, active: Array) -> None:
         """Sets a register of the active threads."""
@@ -209,10 +209,13 @@ def _shifted_right(kind: str, values: Array, count: Array) -> Array:
 
 
 def _partner(way: str, lanes: Array) -> Array:
-    """Returns the thread that each thread reads in a shuffle, by XOR or by lane."""
+    """Returns the thread that each thread reads in a shuffle, by XOR, by lane or by distance."""
     threads = np.arange(len(lanes))
     if way == "bfly":
         return threads ^ lanes.astype(np.int64)
+    if way == "up":
+        lane = threads % WARP - lanes.astype(np.int64)
+        return np.where(lane < 0, threads, threads // WARP * WARP + lane)
     assert way == "idx", f"{way}: not emulated"
     return threads // WARP * WARP + lanes.astype(np.int64) % WARP
 

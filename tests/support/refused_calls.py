@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from cutlass_py_attn.api.options import checked_artifact
 from cutlass_py_attn.api.results import Gradients
-from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.score_terms.dropout import Dropout
-from tests.support.requests import LENGTHS, called, dense, lengths
+from tests.support.requests import LENGTHS, called, lengths
 
-Refused = tuple[Callable[[], object], list[str]]
+Refused = tuple[Callable[[], Problem], list[str]]
 
 FORWARD_OPTIONS = (
     "mask, scale, bias, softcap, alibi_slopes, sinks, dropout, score_terms, sequences, backend, kernels, out, "
@@ -27,7 +26,6 @@ PHILOX = "must be an int from 0 to 2**64 - 1, or an int64 array on the device"
 BOUNDS = "must start with 0, never fall and end at most at the {0} tokens; correct it"
 INT32 = "must be a contiguous int32 array of shape {0}; convert it"
 SEED = Tensor((1,), (1,), "int64", 8)
-BUILD = plan(dense(), "sm_90").build
 GRADS = {name: Tensor.contiguous(LENGTHS.of(name), "float16") for name in ("query", "key", "value")}
 
 
@@ -86,13 +84,6 @@ OPTIONS: dict[str, Refused] = {
         "kernels = 5 (int): must be a function from a Build to its Artifact, such as Folder(path), or None to compile "
         "them; pass one",
         direction="backward", packed=1, kernels=5,
-    ),
-    "what kernels returns": (
-        lambda: checked_artifact(BUILD, None),
-        [
-            f"kernels({BUILD.symbol}) = None: must be an Artifact; pass a function that returns what `compile` does, "
-            "such as Folder(path)"
-        ],
     ),
     "seed and offset of other arrays": call(
         "philox_seed has shape (1,) and dtype int32: must be one int64; convert it",

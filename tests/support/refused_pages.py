@@ -152,6 +152,11 @@ ALL: dict[str, Refused] = {
         "convert it",
         table=tensor(BATCH, MAX_PAGES), lengths=tensor(3, 1, dtype="int64"),
     ),
+    "lengths of any strides": of_call(
+        "seqused_k has shape (3,), strides (2,) and dtype int32: must be a contiguous int32 array of shape (3,); "
+        "convert it",
+        table=tensor(BATCH, MAX_PAGES), lengths=Tensor((3,), (2,), "int32"),
+    ),
     "lengths beyond the table": of_call(
         f"seqused_k[0] = 81: must be from 0 to the 80 keys of the sequence's pages; {CORRECT}",
         f"seqused_k[1] = -1: must be from 0 to the 80 keys of the sequence's pages; {CORRECT}",

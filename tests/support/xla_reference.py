@@ -15,9 +15,11 @@ import numpy as np
 
 from cutlass_py_attn.api import cpu_backend
 from cutlass_py_attn.api.options import Options, VariableLength
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.jax import handler
 from cutlass_py_attn.jax.payload import Payload, unpack
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.score_terms.dropout import Dropout
 
@@ -75,7 +77,8 @@ def _compute(payload: Payload, addresses: list[int], results: list[int]) -> None
 
 
 def _options(problem: Problem, given: dict[str, Any]) -> Options:
-    dropout = sequences = None
+    dropout = None
+    sequences: VariableLength | Paged | None = None
     if handler.PHILOX in given:
         seed, offset = (int(number) for number in given[handler.PHILOX].view(np.uint64))
         dropout = Dropout(problem.dropout_p, seed, offset)
@@ -83,6 +86,10 @@ def _options(problem: Problem, given: dict[str, Any]) -> Options:
         bounds = (given.get(name) for name in _LENGTHS)
         first, second, used = bounds
         sequences = VariableLength(first, second, problem.sequences.max_seqlen_q, problem.sequences.max_seqlen_k, used)
+    if problem.pages is not None:
+        starts = given.get("cu_seqlens_q")
+        longest = None if starts is None else problem.pages.max_seqlen_q
+        sequences = Paged(given["page_table"], given["seqused_k"], starts, longest, given.get("page_indptr"))
     return Options(
         mask=problem.mask,
         scale=problem.scale,
@@ -92,7 +99,8 @@ def _options(problem: Problem, given: dict[str, Any]) -> Options:
         gradients=problem.gradients or ("query", "key", "value"),
         score_terms={name: given[name] for name, _ in problem.score_terms},
         deterministic=problem.deterministic,
-        **{name: given.get(name) for name in ("bias", "alibi_slopes", "sinks")},
+        head_dim_value=problem.shape.head_dim_value if problem.value_in_key else None,
+        **{name: given.get(name) for name in ("bias", "alibi_slopes", "sinks", *SCALES)},
     )
 
 

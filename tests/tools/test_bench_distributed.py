@@ -51,6 +51,19 @@ def test_the_speed_of_an_exchange_is_that_of_the_slowest_rank(monkeypatch: pytes
     assert bench_distributed.exchange_speed(Torch, alone) == 0
 
 
+def test_the_peer_is_last_and_runs_in_the_same_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After all of ours, so that nothing of ours waits for it; one rank has none."""
+    monkeypatch.setattr(bench_distributed, "measured", lambda torch, group, tokens, kernels: [(tokens, "ours")])
+    monkeypatch.setattr(bench_distributed, "of_peer", lambda torch, group, ring, tokens, kernels: (tokens, ring))
+    monkeypatch.setattr(bench_distributed.torch_ring, "connected", lambda torch, *_: "ring")
+    torch = argparse.Namespace(distributed=argparse.Namespace(destroy_process_group=lambda: None))
+    given = argparse.Namespace(tokens=(8, 16), address="/id", device=0)
+    for size, expected in ((1, []), (2, [(8, "ring"), (16, "ring")])):
+        group = argparse.Namespace(rank=0, size=size)
+        found = list(bench_distributed.all_rows(torch, group, given, None))
+        assert found == [(8, "ours"), (16, "ours"), *expected]
+
+
 def test_every_part_has_its_kernel() -> None:
     """One GPU, Ulysses with half of the heads, both diagonals, no mask, and the merges and sums."""
     found = [build.symbol for build in bench_distributed.builds(2, (4096,))]

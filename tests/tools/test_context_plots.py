@@ -134,9 +134,62 @@ def test_the_table_has_measured_and_modelled_times() -> None:
         "of memory (assumed)."
     )
     assert lines[4] == "| 64 | 2 | all_gather, JAX | 0.8 | 0.501 |  |  |"
-    assert len([line for line in lines if line.startswith("| ")]) == 2 + len(context_plots.points(found))
+    of_model = lines[: next(i for i, line in enumerate(lines) if line.startswith("!["))]
+    assert len([line for line in of_model if line.startswith("| ")]) == 2 + len(context_plots.points(found))
     del found[NCCL]
     assert "264 GB/s within a host (measured before)" in context_plots.block(found)
+
+
+def test_the_peers_of_the_run_are_beside_ours() -> None:
+    found = made_up()
+    found[JAX]["rows"][0]["memory_mib"] = 12.4
+    peer = row(NCCL, "torch ring, zigzag", 128, 2, 4.2, 16.8) | {"error": 0.003}
+    found[NCCL]["rows"].append(peer)
+    text = context_plots.block(found)
+    for line in (
+        "| 64 | 1 | one GPU, JAX | 1 | 4 | 12 |  |",
+        "| 64 | 2 | all_gather, zigzag, JAX | 0.8 (0.62) | refused |  |  |",
+        "| 64 | 2 | cuDNN, all-gather, JAX | 2 (0.25) | 8 (0.25) |  |  |",
+        "| 128 | 2 | torch ring, zigzag, NCCL, a process each | 4.2 (0.50) | 16.8 (0.50) |  | 3.0e-03 |",
+    ):
+        assert line in text.splitlines()
+    assert "Batch and heads" not in text
+    assert "handler" not in text
+
+
+def test_batch_and_heads_and_both_handlers_are_shown() -> None:
+    found = made_up()
+    names = {
+        "one GPU": (1.0, 4.0),
+        "one GPU, cuDNN": (2.0, 8.0),
+        "batch, Auto": (0.5, 2.5),
+        "heads, cuDNN": (1.0, None),
+    }
+    rows = [row(JAX, name, 64, 1 if "one" in name else 2, *times) | {"batch": 4} for name, times in names.items()]
+    found["sharding"] = {**ABOUT, "rows": rows}
+    host = {"program": "forward", "gpus": 2, "busy_threads": 1, "cudnn_ms": None}
+    found["python handler"] = {**ABOUT, "host": [{**host, "ours_ms": 21.0}]}
+    assert "small program" not in context_plots.block(found)
+    found["native handler"] = {**ABOUT, "host": [{**host, "ours_ms": 0.25}]}
+    lines = context_plots.block(found).splitlines()
+    for line in (
+        "| 64 | 4 | 2 | batch, Auto | 0.5 (2.00) | 2.5 (1.60) |",
+        "| 64 | 4 | 2 | heads, cuDNN | 1 (2.00) | refused |",
+        "| forward, 2 GPUs, beside a busy thread | 21.000 | 0.250 | refused |",
+    ):
+        assert line in lines
+
+
+def test_the_record_and_the_memory_are_those_of_the_gpu(tmp_path: Path) -> None:
+    """The first name that is there; the assumed memory is that of the GPU which the record names."""
+    for name, speed in zip(reversed(context_plots.RESULTS), ("2.8", "4"), strict=True):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        gpu = "NVIDIA H100 80GB HBM3" if "h100" in name else "NVIDIA H200"
+        path.write_text(json.dumps({entry: {**part, "gpu": gpu} for entry, part in made_up().items()}))
+        text = context_plots.block(context_plots.read(tmp_path))
+        assert text.startswith(f"JAX: {gpu} (")
+        assert f"{speed} TB/s of memory (assumed)" in text
 
 
 def test_a_record_has_a_part_of_each_benchmark(tmp_path: Path) -> None:

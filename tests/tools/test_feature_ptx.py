@@ -68,7 +68,8 @@ def test_a_feature_without_a_case_is_missing_from_each_body_that_has_it(feature:
 def test_a_new_feature_of_a_body_needs_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of what the committed features are compared with, the registry and the variants, is read from them."""
     monkeypatch.setattr(registry, "supported", lambda kernels: ("temperature",) if kernels == "sm90 forward" else ())
-    assert feature_ptx.missing(BUILDS.values()) == ["sm90 forward: no case has temperature"]
+    bodies = "sm90 forward", "sm90 forward e4m3_cache"
+    assert feature_ptx.missing(BUILDS.values()) == [f"{name}: no case has temperature" for name in bodies]
 
 
 def test_same_kernels_give_no_line(recorded: Path) -> None:
@@ -108,7 +109,7 @@ def test_the_hash_is_of_the_compiled_ptx(recorded: Path, monkeypatch: pytest.Mon
 
 def test_another_plan_is_seen_without_compiling(recorded: Path) -> None:
     path = recorded / feature_ptx.PATH
-    path.write_text(path.read_text().replace("full_sinks_to_qkvs_64x128", "full_sinks_to_qkvs_64x64"))
+    path.write_text(path.read_text().replace("f16_d32_full_sinks_to_qkvs_64x128", "f16_d32_full_sinks_to_qkvs_64x64"))
     (line,) = feature_ptx.objections(recorded, None)
     assert "full_sinks_to_qkvs_64x64: the plan now selects sm_90/bwd_sm80_f16_d32_full_sinks_to_qkvs_64x128" in line
 

@@ -14,7 +14,8 @@ import pytest
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.errors import DriverError, Stale
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.planner import plans_on
+from cutlass_py_attn.plan.planner import builds_on, plan, plans_on
+from cutlass_py_attn.plan.variants import E4M3_CACHE
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
 from cutlass_py_attn.testing import guarded_check, random_cases
 from cutlass_py_attn.testing.cases import Case
@@ -273,3 +274,29 @@ def test_the_numbers_of_e4m3_draw_enough_problems_of_every_kind() -> None:
     assert {bool(case.spec.sequences) for case in drawn} == {True, False}
     assert all(case.needs_kernels for case in drawn)
     assert all(Case.parse(case.line) == case for case in of_both[::20])
+
+
+def test_the_numbers_of_prompts_and_of_latent_codes_draw_enough_problems() -> None:
+    """A default run has at least 300 problems of the sm90 kernels of e4m3 caches, and of latent caches of codes."""
+    prompts = list(random_cases.cases(range(random_cases.PROMPTS_FROM, random_cases.PROMPTS_FROM + fuzz.PROMPTS), 9))
+    assert all(case.spec.e4m3_cache and case.needs_kernels for case in prompts)
+    chosen = [builds_on(case.problem(), (9, 0))[0] for case in prompts]
+    kernels = [build for build in chosen if build.variant == E4M3_CACHE]
+    assert len(kernels) / len(prompts) * fuzz.PROMPTS * fuzz.RUNS >= 300
+    assert {build.has("kv8row") for build in kernels} == {build.has("paged") for build in kernels} == {True, False}
+    latent = list(random_cases.cases(range(random_cases.MLA_FROM, random_cases.MLA_FROM + fuzz.MLA), 1))
+    counts = Counter(case.spec.e4m3_cache for case in latent)
+    assert min(counts[False], counts[True]) * fuzz.RUNS >= 300
+
+
+def test_the_numbers_of_shared_ends_draw_problems_whose_last_query_tiles_blocks_share() -> None:
+    """And others, with tiles for whole rounds or with few keys."""
+    numbers = range(random_cases.SHARED_END_FROM, random_cases.SHARED_END_FROM + fuzz.SHARED_END)
+    drawn = list(random_cases.cases(numbers, 25))
+    splits = [dict(plan(case.problem(), "sm_90a").params).get("num_splits_key", 1) for case in drawn]
+    shared = [case for case, parts in zip(drawn, splits, strict=True) if parts > 1]
+    assert 30 <= len(shared) <= len(drawn) - 30
+    assert {(case.spec.dtype, case.spec.head_dim) for case in shared} == {
+        ("bfloat16", 128), ("float16", 256), ("bfloat16", 192), ("float16", 104),
+    }  # fmt: skip
+    assert "rising" in {case.inputs for case in shared}

@@ -20,10 +20,15 @@ def test_rows_below_the_best_peer_in_order() -> None:
         row("alone", 500, "fa4", None),
     ]
     sustained = [row("slow for long", 450, "fa4", 500), row("fast", 450, "cudnn", 400)]
-    first, _, _, _, *rows = slower_rows.table(bursts, sustained).splitlines()
-    assert first == "3 of 4 rows, TFLOP/s:"
+    bursts.append(row("old peer", 400, "flash", 100))
+    mean, first, _, _, _, *rows = slower_rows.table(bursts, sustained).splitlines()
+    assert mean == (
+        "The geometric mean of ours / best peer is 1.15 in the 5 rows that a peer takes and 0.85 in the 4 that "
+        "FlashAttention-4 or cuDNN takes. 2 rows are below 1 in bursts."
+    )
+    assert first == "With the rates at the power limit 3 are, TFLOP/s:"
     assert rows == [
-        "| `slower` | backward | 300 | 600 (fa4) | 0.50 |  |",
-        "| `slow` | forward | 500 | 625 (fa4) | 0.80 |  |",
-        "| `slow for long` | forward | 500 | 490 (fa4) | 1.02 | 0.90 of fa4 |",
+        "| `slower` | backward | 300 | 600 (fa4) | 0.500 |  |",
+        "| `slow` | forward | 500 | 625 (fa4) | 0.800 |  |",
+        "| `slow for long` | forward | 500 | 490 (fa4) | 1.020 | 0.900 of fa4 |",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import time
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.errors import DriverError
+from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
 from tools.race import soak, soak_table
-from tools.race.soak_samples import BOUNDS_MIB, LEAST_SAMPLES, Sample, memory_of, resident_mib
+from tools.race.soak_samples import BOUNDS_MIB, LEAST_SAMPLES, MIB, Sample, memory_of, resident_mib
 from tools.release import record
 
 
@@ -56,8 +58,16 @@ def test_used_memory_of_a_shared_gpu_says_nothing() -> None:
     assert not memory_of(samples, is_shared=False).is_steady
     memory = memory_of(samples, is_shared=True)
     assert memory.is_steady
-    assert set(memory.bounds) == {"pool", "host"}
-    assert memory.growth["device"] > 64
+    assert set(memory.bounds) == set(memory.growth) == {"arrays", "pool", "host"}
+    assert not memory_of(series(180, device=5.0, arrays=0.07), is_shared=True).is_steady
+
+
+def test_the_warm_up_lasts_until_every_problem_was_called() -> None:
+    samples = series(180, warm=600)
+    assert not memory_of(samples, is_shared=False).is_steady
+    memory = memory_of(samples, is_shared=False, prepared=600)
+    assert memory.is_steady
+    assert memory.warm_up_seconds == 600
 
 
 def test_too_few_samples_are_no_proof() -> None:
@@ -67,10 +77,12 @@ def test_too_few_samples_are_no_proof() -> None:
 
 
 def test_resident_memory() -> None:
-    before = resident_mib()
-    kept = np.ones(64 << 17)
-    assert 60 < resident_mib() - before < 70
-    assert kept.any()
+    """Of new pages: an allocator may reuse those that the process has already."""
+    with mmap.mmap(-1, 64 << 20) as pages:
+        before = resident_mib()
+        for first in range(0, len(pages), mmap.PAGESIZE):
+            pages[first] = 1
+        assert 60 < resident_mib() - before < 70
 
 
 @dataclass
@@ -109,9 +121,9 @@ class Clock:
     now: float = 0.0
     least_calls: int = 20
 
-    def sample(self, start: float, calls: int) -> Sample:
+    def sample(self, start: float, calls: int, arrays: int) -> Sample:
         self.now += calls >= self.least_calls
-        return Sample(self.now - start, calls, 1, 1, 1)
+        return Sample(self.now - start, calls, 1, arrays / MIB, 1, 1)
 
     def run(self, *jobs: soak.Job, seconds: float = 30, threads: int = 2) -> soak.Outcome:
         return soak.soak(jobs, seconds, threads, interval=0.005, sample=self.sample)
@@ -145,12 +157,12 @@ def test_other_bits_end_the_run(clock: Clock, driver_log: FakeDriver) -> None:
 
 
 def test_a_driver_that_fails_at_a_sample_ends_the_run_with_a_record(clock: Clock, driver_log: FakeDriver) -> None:
-    def broken(start: float, calls: int) -> Sample:
+    def broken(start: float, calls: int, arrays: int) -> Sample:
         raise DriverError("cuMemGetInfo(): CUDA_ERROR_ILLEGAL_ADDRESS")
 
     outcome = soak.soak([FakeJob()], 30, 2, interval=0.005, sample=broken)
     assert outcome.ended_by == "a failure"
-    (failure,) = outcome.progress.failures
+    failure = outcome.progress.failures[0]
     assert failure == "sample of the memory: DriverError: cuMemGetInfo(): CUDA_ERROR_ILLEGAL_ADDRESS"
     assert not outcome.has_passed
     assert outcome.seconds < 20
@@ -162,10 +174,38 @@ def test_sums_in_any_order_are_compared_with_float64(clock: Clock, driver_log: F
     assert "error / allowed {'output': 1.5}" in outcome.progress.failures[0]
 
 
+@dataclass
+class KeepingJob(FakeJob):
+    """Keeps a MiB of each call."""
+
+    kept: list[int] = field(default_factory=list)
+
+    def run(self, stream: int) -> Iterator[soak.Results]:
+        self.kept.append(driver.allocate_now(MIB, "an array"))
+        yield from super().run(stream)
+
+
+def test_arrays_that_stay_on_the_gpu_fail(clock: Clock, driver_log: FakeDriver) -> None:
+    job = KeepingJob()
+    outcome = clock.run(job, threads=1)
+    assert outcome.progress.failures == [f"{len(job.kept)} MiB of arrays are left on the GPU"]
+    assert outcome.samples[-1].arrays > outcome.samples[0].arrays
+    assert not outcome.has_passed
+    for address in job.kept:
+        driver.free_now(address)
+
+
+def test_a_run_that_ends_before_every_problem_was_called_fails(clock: Clock, driver_log: FakeDriver) -> None:
+    clock.least_calls = 1
+    slow = [FakeJob(f"job {number}") for number in range(10_000)]
+    outcome = clock.run(*slow, seconds=10, threads=1)
+    assert outcome.progress.failures == ["the run ended before every problem was called"]
+
+
 def test_sigterm_ends_the_run_early(clock: Clock, driver_log: FakeDriver) -> None:
-    def killed(start: float, calls: int) -> Sample:
+    def killed(start: float, calls: int, arrays: int) -> Sample:
         os.kill(os.getpid(), signal.SIGTERM)  # while the run handles it: before, it would end this process
-        return clock.sample(start, calls)
+        return clock.sample(start, calls, arrays)
 
     before = signal.getsignal(signal.SIGTERM)
     line = soak.soak([FakeJob()], 60, 2, interval=0.005, sample=killed).line()
@@ -197,12 +237,13 @@ def test_a_short_run_on_the_fake_driver_frees_all_it_allocates(clock: Clock, dri
 def test_the_table_has_a_row_for_each_run(clock: Clock, driver_log: FakeDriver, tmp_path: Path) -> None:
     assert soak_table.table(tmp_path) == soak_table.NOT_RUN
     about = {"gpu": "GPU", "date": "2026-01-02T03:04:05+00:00", "commit": "0123456789abcdef"}
-    for is_shared, job in ((False, FakeJob()), (True, FakeJob(wrong_from=5))):
+    for is_shared, job in ((False, FakeJob()), (True, FakeJob(wrong_from=5))):  # the second one fails
         line = clock.run(job, threads=1).line()
         record.append(tmp_path / soak_table.RECORD, [{**about, "is_shared": is_shared, **line}])
     _, _, right, wrong = [line.split(" | ") for line in soak_table.table(tmp_path).splitlines()]
     assert right[0] == "| GPU, 2026-01-02, commit 0123456789ab"
     assert (right[3], right[5], right[6]) == ("1", "0", "0.50")
-    assert right[7] == "device 0.0, host 0.0, pool 0.0 |"
-    assert wrong[1].endswith(", shared GPU")
+    assert right[1] == "30"
+    assert right[7] == "arrays 0.0, device 0.0, host 0.0, pool 0.0 |"
+    assert wrong[1].endswith(", ended by a failure before 30, shared GPU, failed")
     assert wrong[5] == "1"  # of two threads both may fail

@@ -163,5 +163,5 @@ def test_wrong_rows_fail_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_shown_row_kernel_has_cases() -> None:
     shown = [plan.build for plan in build_ptx.committed_plans() if plan.build.kind in ("append", "merge")]
-    assert len(shown) == 5
+    assert len(shown) == 6
     assert all(len(serving_cases.of_build(build)) >= 5 for build in shown)

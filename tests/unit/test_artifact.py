@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -60,6 +61,27 @@ def test_a_permission_error_says_permission(folder: Folder, name: str) -> None:
             read()
     assert not issubclass(NoPermission, Stale)
     assert folder(PLAN.build) == ARTIFACT
+
+
+def test_a_permission_error_names_the_file(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    cubin, read = folder.path / DESCRIPTION.with_suffix(".cubin"), Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path == cubin:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(NoPermission) as caught:
+        folder(PLAN.build)
+    assert str(caught.value).startswith(f"{cubin}: this user may not read it")
+
+
+def test_a_folder_below_one_that_may_not_be_entered(folder: Folder) -> None:
+    """It is not taken for an empty one."""
+    for read in (lambda: folder(PLAN.build), folder.all):
+        with unreadable(folder.path.parent), pytest.raises(NoPermission, match="this user may not read it"):
+            read()
 
 
 def test_an_unwritable_folder_says_so(folder: Folder) -> None:

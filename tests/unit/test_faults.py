@@ -427,6 +427,27 @@ def test_a_writer_waits_for_the_other(tmp_path: Path) -> None:
     assert folder(first.build) == second
 
 
+def test_a_reader_waits_for_a_writer_between_two_files(tmp_path: Path) -> None:
+    folder, first, second = Folder(tmp_path / "kernels"), made("// first"), made("// second")
+    folder.put(first)
+    reader, writer = os.pipe()
+    replace = Path.replace
+
+    def slow(self: Path, target: Path) -> Path:
+        found = replace(self, target)
+        os.write(writer, b"1")
+        time.sleep(0.03)
+        return found
+
+    def write_slowly() -> None:
+        Path.replace = slow  # type: ignore[method-assign, assignment]
+        folder.put(second)
+
+    with forked(write_slowly):
+        os.read(reader, 1)  # the first file is of the other kernel, the description is not yet
+        assert folder(first.build) == second
+
+
 def test_processes_that_export_the_same_bundle(tmp_path: Path, exported: Path) -> None:
     """Each gets the bundle that it wrote, and the folder is that of one of them."""
     folder = tmp_path / "bundle"

@@ -1,11 +1,14 @@
-"""Context parallelism on several GPUs of one process: forward and backward beside one GPU, and beside cuDNN.
+"""Split attention on several GPUs of one process: forward and backward beside one GPU, and beside cuDNN.
 
     python -m tools.bench.bench_context --kernels FOLDER [--record FILE]     on a machine with two GPUs or more
     python -m tools.bench.bench_context --build FOLDER                       compiles the kernels without a GPU
 
 Times are milliseconds of the forward, and of forward and backward together: medians. The share is that of a perfect
 split: one GPU's time / devices / time. cuDNN is jax.nn.dot_product_attention(implementation="cudnn") on one GPU, and on
-all with keys, values and queries gathered, because it has no causal mask that starts at another row.
+all with keys, values and queries gathered, because it has no causal mask that starts at another row. The memory is MiB
+of temporary buffers that the program of forward and backward takes on each device, beside operands and results.
+
+Rows of the sequence come first, then batch and heads, which a mesh splits whose axis is Auto or Explicit.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ SPLITS: Final = (
     ("ulysses", None),
     ("ring", "zigzag"),
 )
+SHARDED_BATCH, SHARDED_TOKENS = 4, 4096
+SHARDED: Final = {"batch": ("x",), "heads": (None, None, "x")}  # what a mesh axis splits, and its PartitionSpec
 SECONDS: Final = 0.25  # of measuring one function
 ARGUMENT = argparse.ArgumentParser(description="attention whose rows are split over GPUs, in milliseconds")
 
@@ -62,12 +67,12 @@ def forward(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda query, key, value, _: function(query, key, value)
 
 
-def operands(jax: Any, tokens: int, sharding: Any) -> tuple[Any, ...]:
+def operands(jax: Any, tokens: int, sharding: Any, batch: int = 1) -> tuple[Any, ...]:
     """Returns query, key, value and the gradient of the output, created where they are needed."""
 
     def create() -> tuple[Any, ...]:
         keys = jax.random.split(jax.random.key(0), 4)
-        shapes = [(1, tokens, heads, HEAD_DIM) for heads in (HEADS, HEADS_KEY, HEADS_KEY, HEADS)]
+        shapes = [(batch, tokens, heads, HEAD_DIM) for heads in (HEADS, HEADS_KEY, HEADS_KEY, HEADS)]
         return tuple(jax.random.normal(key, shape, "bfloat16") for key, shape in zip(keys, shapes, strict=True))
 
     found: tuple[Any, ...] = jax.jit(create, out_shardings=sharding)()
@@ -76,7 +81,7 @@ def operands(jax: Any, tokens: int, sharding: Any) -> tuple[Any, ...]:
 
 def functions(jax: Any, attention: Callable[..., Any], devices: int) -> tuple[Any, dict[str, Callable[..., Any]]]:
     """Returns the mesh, and by name every function of query, key and value that splits their rows."""
-    mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = mesh_of(jax, devices, "Auto")
     spec = jax.sharding.PartitionSpec(None, "x")
     sharded = functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
     found = {}
@@ -106,17 +111,62 @@ def rows(jax: Any, attention: Callable[..., Any], tokens: int, devices: int) -> 
     for sharding, named in ((alone, {"one GPU": attention, "one GPU, cuDNN": cudnn(jax)}), (of_rows, split)):
         arrays = operands(jax, tokens, sharding)
         for name, function in named.items():
-            row: dict[str, Any] = {"tokens": tokens, "devices": 1 if sharding is alone else devices, "name": name}
-            for field, timed in (("forward", forward(function)), ("both", both(jax, function))):
-                try:
-                    row[field] = round(measure(jax, jax.jit(timed), *arrays), 3)
-                except Exception as error:  # a peer that does not support the problem, or lacks memory
-                    row[field] = None
-                    row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
-            found.append(row)
-            print(text(row, found[0]), flush=True)
+            row = {"tokens": tokens, "devices": 1 if sharding is alone else devices, "name": name}
+            found.append(row | timed(jax, function, arrays))
+            print(text(found[-1], found[0]), flush=True)
         del arrays
     return found
+
+
+def sharded_rows(jax: Any, attention: Callable[..., Any], devices: int) -> list[dict[str, Any]]:
+    """Returns a row for one GPU, and for each way to split batch or heads, and prints it."""
+    alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    arrays = operands(jax, SHARDED_TOKENS, alone, SHARDED_BATCH)
+    about = {"tokens": SHARDED_TOKENS, "batch": SHARDED_BATCH}
+    found: list[dict[str, Any]] = []
+    for name, function in (("one GPU", attention), ("one GPU, cuDNN", cudnn(jax))):
+        found.append(about | {"devices": 1, "name": name} | timed(jax, function, arrays))
+        print(text(found[-1], found[0]), flush=True)
+    for split, spec in SHARDED.items():
+        for name, kind, function in (
+            (f"{split}, Auto", "Auto", attention),
+            (f"{split}, Explicit", "Explicit", attention),
+            (f"{split}, cuDNN", "Auto", cudnn(jax)),
+        ):
+            mesh = mesh_of(jax, devices, kind)
+            sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+            placed = [jax.device_put(array, sharding) for array in arrays]
+            with jax.set_mesh(mesh):
+                found.append(about | {"devices": devices, "name": name} | timed(jax, function, placed))
+            print(text(found[-1], found[0]), flush=True)
+    return found
+
+
+def mesh_of(jax: Any, devices: int, kind: str) -> Any:
+    """Returns a mesh of one axis, x, of a type by its name."""
+    types = (getattr(jax.sharding.AxisType, kind),)
+    return jax.make_mesh((devices,), ("x",), axis_types=types, devices=jax.devices()[:devices])
+
+
+def timed(jax: Any, function: Callable[..., Any], arrays: Any) -> dict[str, Any]:
+    """Returns the times, and the memory; a time is None if the peer does not support the problem, or lacks memory."""
+    row: dict[str, Any] = {}
+    for field, run in (("forward", forward(function)), ("both", both(jax, function))):
+        try:
+            compiled = jax.jit(run).lower(*arrays).compile()
+            if field == "both":
+                row["memory_mib"] = temporary_mib(compiled)
+            row[field] = round(measure(jax, compiled, *arrays), 3)
+        except Exception as error:
+            row[field] = None
+            row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+    return row
+
+
+def temporary_mib(compiled: Any) -> float | None:
+    """Returns MiB of the temporary buffers on each device; None if XLA does not say."""
+    found = compiled.memory_analysis()
+    return None if found is None else round(found.temp_size_in_bytes / 2**20, 1)
 
 
 def text(row: dict[str, Any], one: dict[str, Any]) -> str:
@@ -124,8 +174,12 @@ def text(row: dict[str, Any], one: dict[str, Any]) -> str:
     words = [f"{row['tokens']:>7} {row['name']:<22}"]
     for field in ("forward", "both"):
         number = row[field]
-        share = "" if number is None or row is one else f"{one[field] / row['devices'] / number:5.2f}"
+        share = (
+            "" if row is one or number is None or one[field] is None else f"{one[field] / row['devices'] / number:5.2f}"
+        )
         words.append(f"{field} {'refused' if number is None else f'{number:9.3f}'} {share:5}")
+    if row.get("memory_mib") is not None:
+        words.append(f"{row['memory_mib']:9.1f} MiB")
     return " ".join(words) + (f" {row['error']}" if "error" in row else "")
 
 
@@ -146,6 +200,19 @@ def build(folder: Path, devices: int) -> None:
         for name, function in named.items():
             if "cuDNN" not in name:
                 jax.jit(both(jax, function)).trace(*described).lower(lowering_platforms=("cuda",))
+    build_sharded(jax, attend, devices)
+
+
+def build_sharded(jax: Any, attend: Callable[..., Any], devices: int) -> None:
+    """Compiles the kernels of one GPU, and of parts of batch and heads, which an Explicit mesh splits in the trace."""
+    described = jax.eval_shape(lambda: operands(jax, SHARDED_TOKENS, None, SHARDED_BATCH))
+    jax.jit(both(jax, attend)).trace(*described).lower(lowering_platforms=("cuda",))
+    mesh = mesh_of(jax, devices, "Explicit")
+    for spec in SHARDED.values():
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        placed = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding) for array in described]
+        with jax.set_mesh(mesh):
+            jax.jit(both(jax, attend)).trace(*placed).lower(lowering_platforms=("cuda",))
 
 
 def expect_gpus(jax: Any, count: int) -> None:
@@ -161,7 +228,9 @@ def main() -> int:
     ARGUMENT.add_argument("--build", type=Path, metavar="FOLDER", help="compile the kernels into FOLDER and stop")
     ARGUMENT.add_argument("--devices", type=int, default=2)
     ARGUMENT.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
-    ARGUMENT.add_argument("--record", type=Path, metavar="FILE", help='write the run to FILE, as its part "jax"')
+    ARGUMENT.add_argument(
+        "--record", type=Path, metavar="FILE", help='write the run to FILE, as its parts "jax" and "sharding"'
+    )
     given = ARGUMENT.parse_args()
     if given.build:
         build(given.build, given.devices)
@@ -177,10 +246,17 @@ def main() -> int:
 
     kernels = Folder(given.kernels) if given.kernels else None
     attend = functools.partial(attention, mask=Causal(), kernels=kernels)
-    found = [row for tokens in given.tokens for row in rows(jax, attend, tokens, given.devices)]
-    if given.record:
-        about = {**record.about_run(), "commit": harness.commit(), "jax": jax.__version__}
-        record.put_part(given.record, "jax", {**about, "rows": found})
+    about = {**record.about_run(), "commit": harness.commit(), "jax": jax.__version__}
+
+    def put(part: str, found: list[dict[str, Any]]) -> None:
+        if given.record:
+            record.put_part(given.record, part, {**about, "rows": found})
+
+    found: list[dict[str, Any]] = []
+    for tokens in given.tokens:
+        found += rows(jax, attend, tokens, given.devices)
+        put("jax", found)
+    put("sharding", sharded_rows(jax, attend, given.devices))
     return 0
 
 

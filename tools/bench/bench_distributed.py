@@ -37,12 +37,14 @@ from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.testing import context_cases
+from tools.bench import torch_ring
 from tools.release import record
 
 HEADS, HEADS_KEY, HEAD_DIM = 32, 8, 128
 SMS: Final = 132  # multiprocessors of an H200
 TOKENS: Final = (8192, 32768, 131072)
 SPLITS: Final = (("all_gather", "zigzag"), ("ulysses", None), ("ring", "zigzag"))
+PEER: Final = "torch ring, zigzag"
 CHECKED: Final = 32768  # tokens; one GPU's results are compared up to this
 ALLOWED: Final = 0.01  # relative error
 SAMPLES: Final = 7
@@ -94,6 +96,16 @@ def split(given: Arrays, kernels: Any, with_backward: bool, **context: Any) -> A
         gradients = distributed.attention_backward(**operands, **options)
         found |= {name: getattr(gradients, name) for name in ("query", "key", "value")}
     return found
+
+
+def split_by_peer(given: Arrays, ring: torch_ring.Ring, with_backward: bool) -> Arrays:
+    """Returns output, and gradients, of a rank's rows by the peer."""
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    output, logsumexp = ring.forward(query, key, value)
+    if not with_backward:
+        return {"output": output}
+    gradients = ring.backward(given["grad_output"], query, key, value, output, logsumexp)
+    return {"output": output, **dict(zip(("query", "key", "value"), gradients, strict=True))}
 
 
 def median(torch: Any, function: Callable[[], Any]) -> float:
@@ -150,18 +162,34 @@ def measured(torch: Any, group: Any, tokens: int, kernels: Any) -> Iterator[dict
         for field in ("forward", "both")
     }
     yield {"tokens": tokens, "ranks": 1, "name": "one GPU", **alone}
-    expected = one_gpu(whole, kernels, True) if tokens <= CHECKED else {}
     for strategy, order in SPLITS:
-        own = {name: rows(torch, array, group, order) for name, array in whole.items()}
         context = {"group": group, "context_strategy": strategy, "load_balance": order}
-        row = {"tokens": tokens, "ranks": group.size, "name": f"{strategy}{', zigzag' if order else ''}"}
-        for field in ("forward", "both"):
-            row[field] = slowest(
-                group, median(torch, functools.partial(split, own, kernels, field == "both", **context))
-            )
-        if expected:
-            row["error"] = error_of(torch, split(own, kernels, True, **context), expected, group, order)
-        yield row
+        of_ranks = functools.partial(split, kernels=kernels, **context)
+        name = f"{strategy}{', zigzag' if order else ''}"
+        yield {"tokens": tokens, "name": name, **timed(torch, group, whole, kernels, order, of_ranks)}
+
+
+def timed(
+    torch: Any, group: Any, whole: Arrays, kernels: Any, order: str | None, of_ranks: Callable[..., Arrays]
+) -> dict[str, Any]:
+    """Returns the times of a function of a rank's rows, and its error.
+
+    of_ranks: takes the arrays of these rows, and `with_backward`
+    """
+    own = {name: rows(torch, array, group, order) for name, array in whole.items()}
+    row: dict[str, Any] = {"ranks": group.size}
+    for field in ("forward", "both"):
+        row[field] = slowest(group, median(torch, functools.partial(of_ranks, own, with_backward=field == "both")))
+    if whole["query"].shape[1] <= CHECKED:
+        expected = one_gpu(whole, kernels, True)
+        row["error"] = error_of(torch, of_ranks(own, with_backward=True), expected, group, order)
+    return row
+
+
+def of_peer(torch: Any, group: Any, ring: torch_ring.Ring, tokens: int, kernels: Any) -> dict[str, Any]:
+    """Returns the row of the peer."""
+    of_ranks = functools.partial(split_by_peer, ring=ring)
+    return {"tokens": tokens, "name": PEER, **timed(torch, group, draw(torch, tokens), kernels, "zigzag", of_ranks)}
 
 
 def text(row: dict[str, Any], one: dict[str, Any]) -> str:
@@ -173,6 +201,17 @@ def text(row: dict[str, Any], one: dict[str, Any]) -> str:
     return " ".join(words) + (f" error {row['error']:.1e}" if "error" in row else "")
 
 
+def all_rows(torch: Any, group: Any, given: argparse.Namespace, kernels: Any) -> Iterator[dict[str, Any]]:
+    """Yields every row: ours for each number of tokens, then those of the peer."""
+    for tokens in given.tokens:
+        yield from measured(torch, group, tokens, kernels)
+    if group.size > 1:
+        ring = torch_ring.connected(torch, group.rank, group.size, given.address, given.device)
+        for tokens in given.tokens:
+            yield of_peer(torch, group, ring, tokens, kernels)
+        torch.distributed.destroy_process_group()
+
+
 def run_rank(given: argparse.Namespace) -> int:
     """Measures as one rank; rank 0 prints and records. Returns 1 if the results are wrong."""
     import torch
@@ -180,20 +219,20 @@ def run_rank(given: argparse.Namespace) -> int:
     torch.cuda.set_device(given.device)
     kernels = Folder(given.kernels) if given.kernels else None
     found: list[dict[str, Any]] = []
+    alone: dict[int, dict[str, Any]] = {}  # rows of one GPU, by tokens
     with distributed.connect(given.rank, given.ranks, given.address, device=given.device) as group:
         speed = exchange_speed(torch, group)
+        about = {**record.about_run(), "commit": harness.commit(), "torch": torch.__version__}
+        about |= {"exchange_gb_s": round(speed, 1)}
         if given.rank == 0:
             print(f"exchange of {EXCHANGED // 2**20} MiB both ways: {speed:.1f} GB/s", flush=True)
-        for tokens in given.tokens:
-            one: dict[str, Any] = {}
-            for row in measured(torch, group, tokens, kernels):
-                one = one or row
-                found.append(row)
-                if given.rank == 0:
-                    print(text(row, one), flush=True)
-    if given.record and given.rank == 0:
-        about = {**record.about_run(), "commit": harness.commit(), "torch": torch.__version__}
-        record.put_part(given.record, "nccl", {**about, "exchange_gb_s": round(speed, 1), "rows": found})
+        for row in all_rows(torch, group, given, kernels):
+            found.append(row)
+            one = alone.setdefault(row["tokens"], row)
+            if given.rank == 0:
+                print(text(row, one), flush=True)
+                if given.record:  # after each row: a run that is cut off has those before it
+                    record.put_part(given.record, "nccl", {**about, "rows": found})
     wrong = [row for row in found if row.get("error", 0.0) > ALLOWED]
     for row in wrong:
         print(

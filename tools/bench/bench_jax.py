@@ -1,6 +1,7 @@
 """JAX benchmark: attention inside jax.jit beside jax.nn.dot_product_attention on cuDNN; needs a GPU and jax[cuda].
 
 python -m tools.bench.bench_jax [--kernels FOLDER] [--record FILE]
+python -m tools.bench.bench_jax [--kernels FOLDER] --host [FILE]    the second table alone, for a record of two GPUs
 
 The second table has the time of small programs, in which host time dominates, alone and beside a thread that executes
 Python. CUTLASS_PY_ATTN_JAX_HANDLER chooses the handler of our calls (docs/jax.md); the table names it.
@@ -185,14 +186,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="attention inside jax.jit beside cuDNN's, in milliseconds")
     parser.add_argument("--kernels", type=Path, help="use the kernels of this folder of a `cutlass-py-attn build`")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the run to FILE as JSON")
+    parser.add_argument(
+        "--host", type=Path, nargs="?", const=Path(), metavar="FILE", help="measure small programs alone; write to FILE"
+    )
     given = parser.parse_args()
     kernels = Folder(given.kernels) if given.kernels else None
     rows = []
-    for heading in jax_table.HEADINGS:
-        print(heading)
-    for case in CASES:
-        rows.append(row(case, kernels))
-        print(jax_table.row(rows[-1]), flush=True)
+    if given.host is None:
+        for heading in jax_table.HEADINGS:
+            print(heading)
+        for case in CASES:
+            rows.append(row(case, kernels))
+            print(jax_table.row(rows[-1]), flush=True)
     name = native_library.choice().name
     host = []
     for heading in jax_table.host_headings(name):
@@ -200,9 +205,12 @@ def main() -> int:
     for found in host_rows(kernels):
         host.append(found)
         print(jax_table.host_row(found), flush=True)
-    if given.record:
-        run = {**record.about_run(), "commit": harness.commit(), "jax": jax.__version__, "rows": rows}
-        run |= {"handler": name, "host": host}
+    run = {**record.about_run(), "commit": harness.commit(), "jax": jax.__version__, "handler": name, "host": host}
+    if given.host is not None:
+        if given.host.name:
+            record.put_part(given.host, f"{name} handler", run)
+    elif given.record:
+        run |= {"rows": rows}
         given.record.write_text(json.dumps(run, indent=1) + "\n")
     return 0
 

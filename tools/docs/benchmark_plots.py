@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,7 @@ COLORS: Final = {
 DIRECTIONS: Final = ("forward", "backward")
 LEGEND_COLUMNS: Final = 4
 DTYPES: Final = ("bf16", "f16", "f32")
+FEW_QUERIES: Final = 128  # the most of a case whose time is that of reading its keys
 PLAIN_PARTS: Final = 6  # of a case's name without features: dtype, head dim, length, batch, heads, mask
 # One model size, so many sequences that each batch has 32768 tokens: the sweep that attention papers show.
 SWEEP: Final = {
@@ -77,7 +79,7 @@ def charts(rows: Sequence[record.Json]) -> Iterator[tuple[str, Bars]]:
     """Yields (name, data) of each bar chart; together they show every rate of the benchmark."""
     gpu, shown = rows[0]["gpu"], labels(rows)
     for direction in DIRECTIONS:
-        of_direction = [row for row in rows if row["direction"] == direction and not row["ours_gb_s"]]
+        of_direction = [row for row in rows if row["direction"] == direction and not _is_decode(row)]
         for dtype in DTYPES:
             chosen = [row for row in of_direction if _is_plain(row) and row["case"].startswith(f"{dtype}_")]
             yield (
@@ -87,7 +89,7 @@ def charts(rows: Sequence[record.Json]) -> Iterator[tuple[str, Bars]]:
         chosen = [row for row in of_direction if not _is_plain(row)]
         title = f"{direction}, features and other shapes, {gpu}"
         yield f"{direction}_features", Bars(title, "TFLOP/s", _groups(chosen, "tflops"), shown)
-    chosen = [row for row in rows if row["ours_gb_s"]]
+    chosen = [row for row in rows if _is_decode(row)]
     yield "decode", Bars(f"decode: few queries, many keys, {gpu}", "GB/s", _groups(chosen, "gb_s"), shown)
 
 
@@ -154,18 +156,36 @@ def _draw_bars(figure: Figure, bars: Bars) -> None:
         drawn = axis.barh([y for y, _ in found], [rate for _, rate in found], 0.9, color=COLORS[name],
                           label=bars.labels[name])  # fmt: skip
         axis.bar_label(drawn, fmt="%.0f", padding=3, fontsize=7.5, color=GRAY)
-    axis.set_yticks(ticks, [label for label, _ in bars.groups])
+    axis.set_yticks(ticks, [tick_label(case) for case, _ in bars.groups])
     axis.set_ylim(at - 0.9, -0.7)
     axis.set_xlabel(f"{bars.unit}, higher is better")
     axis.grid(axis="x")
     _legend(figure, bars.title, loc="outside upper center", ncols=_columns(places))
 
 
+def tick_label(case: str) -> str:
+    """Returns a case's name; equal sequences that follow one another are written once, with their number."""
+    first, *others = case.split(",")
+    head, mark, sequence = first.rpartition("_n")
+    if not mark:
+        return case
+    *sequences, last = sequence, *others
+    last, _, rest = last.partition("_")
+    counted = [(each, len(list(group))) for each, group in itertools.groupby([*sequences, last])]
+    return f"{head}_n{','.join(f'{count} x ({each})' if count > 1 else each for each, count in counted)}_{rest}"
+
+
+def _is_decode(row: record.Json) -> bool:
+    """Whether a case has a rate in GB/s and few queries; a chunk of a prompt has the rate, and a time of its FLOPs."""
+    queries = [int(part[1:]) for part in row["case"].split("_") if part[0] == "q" and part[1:].isdigit()]
+    return bool(row["ours_gb_s"]) and queries[0] <= FEW_QUERIES
+
+
 def _is_plain(row: record.Json) -> bool:
-    """Whether a case is masked attention alone, of the shapes that every dtype is measured with."""
+    """Whether a case is masked attention alone, of the shapes that each of DTYPES is measured with."""
     parts = row["case"].split("_")
     is_shaped = len(parts) == PLAIN_PARTS and parts[1] in ("d64", "d128") and parts[2] in ("s2048", "s8192")
-    return is_shaped and parts[3].startswith("b") and "k" not in parts[4]
+    return parts[0] in DTYPES and is_shaped and parts[3].startswith("b") and "k" not in parts[4]
 
 
 def _groups(rows: Sequence[record.Json], what: str) -> tuple[tuple[str, dict[str, float]], ...]:

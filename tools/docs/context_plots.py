@@ -1,13 +1,14 @@
 """Context plots: measured times of split rows beside the model, and the model alone for more GPUs, from one record.
 
 The record has a part for each entry: "jax" by tools/bench/bench_context.py, "nccl" by tools/bench/bench_distributed.py.
-Markers are measured; lines are the model's, and shaded where nothing was measured.
+Markers are measured; lines are the model's, and shaded where nothing was measured. The record has further parts:
+"sharding" by bench_context, and one for each handler of XLA's calls by tools/bench/bench_jax.py.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,15 +17,19 @@ from typing import Any, Final
 from matplotlib.figure import Figure
 
 from tools.bench import bench_context
+from tools.docs import jax_table
 from tools.docs.context_model import BOTH, FORWARD, JAX, NCCL, STRATEGIES, Model
 from tools.docs.figures import GRAY, PALE, svg
 from tools.release import record
 
-RESULTS: Final = "tools/bench/results/h200_x2.json"
+RESULTS: Final = ("tools/bench/results/h200_x2.json", "tools/bench/results/h100_x2.json")  # the first that is there
 NOT_MEASURED: Final = (
     "No recorded run yet: on a machine with two GPUs `python -m tools.bench.bench_context` and\n"
-    f"`python -m tools.bench.bench_distributed`, each with `--kernels FOLDER --record {RESULTS}`."
+    f"`python -m tools.bench.bench_distributed`, each with `--kernels FOLDER --record {RESULTS[0]}`, and\n"
+    f"`python -m tools.bench.bench_jax --kernels FOLDER --host {RESULTS[0]}` with each handler."
 )
+SHARDING: Final = "sharding"
+HANDLERS: Final = ("python", "native")
 TITLES: Final = {FORWARD: "forward", BOTH: "forward + backward"}
 ENTRIES: Final = {JAX: "JAX", NCCL: "NCCL, a process each"}
 COLORS: Final = {"all_gather": "#4477aa", "ulysses": "#228833", "ring": "#ee6677"}
@@ -35,7 +40,7 @@ UNMEASURED_TOKENS: Final = 1048576
 # What no benchmark of this repository measures.
 HOST: Final = 264e9  # NVLink of two H200, 128 MiB sent and received at once, 2026-11-22; a record may have its own
 NETWORK: Final = 45e9  # assumed: a 400 Gbit/s adapter for each GPU
-MEMORY: Final = 4e12  # assumed: of an H200's 4.8 TB/s
+MEMORY: Final = {"H200": 4e12, "H100": 2.8e12}  # assumed: of 4.8 TB/s, and of 3.35 TB/s
 GPUS_OF_HOST: Final = 8
 
 
@@ -57,8 +62,8 @@ class Point:
 
 def read(root: Path) -> record.Json:
     """Returns the record; {} if nothing was measured."""
-    path = root / RESULTS
-    found: record.Json = json.loads(path.read_text()) if path.is_file() else {}
+    paths = [root / name for name in RESULTS if (root / name).is_file()]
+    found: record.Json = json.loads(paths[0].read_text()) if paths else {}
     return found
 
 
@@ -91,7 +96,12 @@ def model(found: record.Json, entry: str) -> Model:
     rows = [row for row in found[entry]["rows"] if row["name"] == "one GPU"]
     alone = {(part, row["tokens"]): time for row in rows for part, time in _times(row).items()}
     sizes = bench_context.HEADS, bench_context.HEADS_KEY, bench_context.HEAD_DIM
-    return Model(*sizes, alone, _host(found)[0], NETWORK, GPUS_OF_HOST, MEMORY)
+    return Model(*sizes, alone, _host(found)[0], NETWORK, GPUS_OF_HOST, _memory(found[entry]))
+
+
+def _memory(part: record.Json) -> float:
+    """Returns the bytes in a second of a GPU's memory that are assumed."""
+    return next((speed for name, speed in MEMORY.items() if name in part["gpu"]), min(MEMORY.values()))
 
 
 def _host(found: record.Json) -> tuple[float, str]:
@@ -120,7 +130,7 @@ def block(found: record.Json) -> str:
     host, source = _host(found)
     abouts.append(
         f"Model: {host / 1e9:.0f} GB/s within a host ({source}), {NETWORK / 1e9:.0f} GB/s between hosts and "
-        f"{MEMORY / 1e12:g} TB/s of memory (assumed)."
+        f"{_memory(found[measured[0].entry]) / 1e12:g} TB/s of memory (assumed)."
     )
     lines = [
         " ".join(abouts),
@@ -139,7 +149,82 @@ def block(found: record.Json) -> str:
     picture = (
         "![share of a perfect split by number of GPUs: measured points, and the model](pictures/context_parallel.svg)"
     )
-    return "\n".join([*lines, "", picture])
+    tables = _peers(found), _sharding(found), _handlers(found)
+    return "\n".join([*lines, "", picture, *(line for table in tables if table for line in ("", *table))])
+
+
+def _time(row: record.Json, part: str, one: record.Json | None) -> str:
+    """Returns a measured time, with the share of a perfect split for several GPUs; "refused" if there is none."""
+    time = row.get(part)
+    if time is None:
+        return "refused"
+    alone = (one or {}).get(part)
+    return f"{time:.3g}" + (f" ({alone / _gpus(row) / time:.2f})" if alone and _gpus(row) > 1 else "")
+
+
+def _table(rows: Iterable[record.Json], ones: Mapping[int, record.Json], places: Mapping[int, str]) -> Iterator[str]:
+    """Yields the lines of a table. ones: the row of one GPU by its tokens; places: the entry of each row by its id."""
+    yield "| tokens | GPUs | | forward, ms (share) | forward + backward, ms (share) | memory, MiB | error |"
+    yield f"|{' --- |' * 7}"
+    for row in rows:
+        name = f"{row['name']}{places.get(id(row), '')}"
+        memory, error = row.get("memory_mib"), row.get("error")
+        cells = [
+            str(row["tokens"]),
+            str(_gpus(row)),
+            name,
+            *(_time(row, part, ones.get(row["tokens"])) for part in TITLES),
+        ]
+        cells += ["" if memory is None else f"{memory:.0f}", f"{error:.1e}" if isinstance(error, float) else ""]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _peers(found: record.Json) -> list[str]:
+    """Returns the table of every row beside the peers of the same run."""
+    lines: list[str] = []
+    for entry in (name for name in ENTRIES if name in found):
+        rows = sorted(found[entry]["rows"], key=lambda row: row["tokens"])
+        ones = {row["tokens"]: row for row in rows if row["name"] == "one GPU"}
+        places = {id(row): f", {ENTRIES[entry]}" for row in rows}
+        lines += list(_table(rows, ones, places))[2 if lines else 0 :]
+    heading = (
+        "These runs with their peers. The memory is that of temporary buffers on each device, of forward and backward. "
+        "The error is the largest relative one (rms) beside one GPU's results."
+    )
+    return [heading, "", *lines]
+
+
+def _sharding(found: record.Json) -> list[str]:
+    """Returns the table of batch and heads; [] if they were not measured."""
+    if SHARDING not in found:
+        return []
+    rows = found[SHARDING]["rows"]
+    named = {row["name"]: row for row in rows if _gpus(row) == 1}
+    lines = ["| tokens | batch | GPUs | | forward, ms (times as fast) | forward + backward, ms (times as fast) |"]
+    lines.append(f"|{' --- |' * 6}")
+    for row in rows:
+        alone = named.get("one GPU, cuDNN" if "cuDNN" in row["name"] else "one GPU", {})
+        cells = [str(row["tokens"]), str(row["batch"]), str(_gpus(row)), row["name"]]
+        for part in TITLES:
+            time, before = row.get(part), alone.get(part)
+            speedup = f" ({before / time:.2f})" if time and before and _gpus(row) > 1 else ""
+            cells.append("refused" if time is None else f"{time:.3g}{speedup}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return [f"Batch and heads, JAX, {found[SHARDING]['gpu']}:", "", *lines]
+
+
+def _handlers(found: record.Json) -> list[str]:
+    """Returns the table of small programs by each handler; [] if not both were measured."""
+    runs = [found.get(f"{name} handler") for name in HANDLERS]
+    if not all(runs):
+        return []
+    lines = [f"| small program, times in ms | {' | '.join(f'{name} handler' for name in HANDLERS)} | cuDNN |"]
+    lines.append(f"|{' --- |' * 4}")
+    for rows in zip(*(run["host"] for run in runs if run), strict=True):
+        numbers = [row["ours_ms"] for row in rows] + [rows[-1]["cudnn_ms"]]
+        cells = [jax_table.program(rows[0]), *("refused" if it is None else f"{it:.3f}" for it in numbers)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return ["Small programs in one process, in which host time dominates, by the handler of our calls:", "", *lines]
 
 
 def _draw(figure: Figure, found: record.Json, measured: list[Point]) -> None:

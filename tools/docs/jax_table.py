@@ -27,12 +27,17 @@ def host_headings(handler: str) -> tuple[str, str]:
     return f"| small program, times in ms | ours ({handler} handler) | cuDNN |", "| --- | --- | --- |"
 
 
-def host_row(found: record.Json) -> str:
-    """Returns the row of one small program."""
+def program(found: record.Json) -> str:
+    """Returns the name of one small program, with its GPUs and what runs beside it."""
     place = "" if found["gpus"] == 1 else f", {found['gpus']} GPUs"
     beside = ", beside a busy thread" if found["busy_threads"] else ""
+    return f"{found['program']}{place}{beside}"
+
+
+def host_row(found: record.Json) -> str:
+    """Returns the row of one small program."""
     numbers = ("refused" if found[name] is None else f"{found[name]:.3f}" for name in ("ours_ms", "cudnn_ms"))
-    return f"| {found['program']}{place}{beside} | {' | '.join(numbers)} |"
+    return f"| {program(found)} | {' | '.join(numbers)} |"
 
 
 def table(run: record.Json) -> str:

@@ -117,8 +117,8 @@ FAULTS: Final = (
     Fault(
         "sign of the sinks' gradient",
         f"{KERNELS}/sm80/grad_sinks.py",
-        "cute.make_tensor(target, cute.make_layout(1))[0] = -total",
-        "cute.make_tensor(target, cute.make_layout(1))[0] = total",
+        "[0] = total if has_minus_delta else -total",
+        "[0] = -total if has_minus_delta else total",
         BACKWARD_SM80,
     ),
     Fault(

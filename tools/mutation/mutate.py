@@ -46,7 +46,7 @@ FILES: Final = (
     "cutlass_py_attn/compilation/cache*.py",
     "cutlass_py_attn/artifact.py",
 )
-TESTS: Final = ("tests/unit", "tests/compile/test_jax.py")
+TESTS: Final = ("tests/unit/**/test_*.py", "tests/compile/test_jax*.py")
 MEMORY_BYTES: Final = 12 << 30
 FIRST_FILES: Final = 3  # test files of a mutant's first run; most mutants need no second
 TESTS_SECONDS: Final = 60.0  # of a run, as the map has them; the slowest tests that exceed it are left out
@@ -77,7 +77,8 @@ class TestMap:
         if mutant.at_import:
             numbers |= self._users(mutant, root)
         package, _, module = mutant.file.removeprefix("cutlass_py_attn/").rpartition("/")
-        own = "/".join(filter(None, ("tests/unit", package, f"test_{module}"))), f"tests/compile/test_{package}.py"
+        unit = "/".join(filter(None, ("tests/unit", package, f"test_{module}")))
+        own = unit, f"tests/compile/test_{package}.py", f"tests/compile/test_{package}_{module}"
         numbers |= {number for number, (name, _) in enumerate(self.tests) if name.partition("::")[0] in own}
         return [name for name, _ in sorted((self.tests[number] for number in numbers), key=lambda test: test[1])]
 
@@ -154,15 +155,23 @@ class Trials:
         known = json.loads(self.map_file.read_text()) if self.map_file.exists() else _NO_MAP
         digests = {
             path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-            for name in TESTS
-            for path in ([ROOT / name] if name.endswith(".py") else sorted((ROOT / name).rglob("test_*.py")))
+            for pattern in TESTS
+            for path in sorted(ROOT.glob(pattern))
         }
         stale = [file for file, digest in digests.items() if known["digests"].get(file) != digest]
         if stale:
             part = self.map_file.with_name("part.json")
             with self.copy() as copy:
                 environment = _environment(copy) | {"MUTATION_MAP": str(part)}
-                subprocess.run(_pytest(stale), cwd=copy, env=environment, stdout=subprocess.DEVNULL, check=False)
+                # With the limit of a mutant's run: a test that needs more is left out, and kills none.
+                subprocess.run(
+                    _pytest(stale),
+                    cwd=copy,
+                    env=environment,
+                    stdout=subprocess.DEVNULL,
+                    preexec_fn=_limit_memory,
+                    check=False,
+                )
             known = _merged(known, json.loads(part.read_text()), digests, stale)
             self.map_file.write_text(json.dumps(known))
         return TestMap.read(self.map_file)

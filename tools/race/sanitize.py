@@ -1,4 +1,4 @@
-"""Sanitize: launches small cases of every shown kernel in one process, to be run under compute-sanitizer.
+"""Sanitize: launches small cases of every shown kernel, and of kernels with features, under compute-sanitizer.
 
 compute-sanitizer --tool memcheck python -m tools.race.sanitize --kernels FOLDER
 """
@@ -6,20 +6,36 @@ compute-sanitizer --tool memcheck python -m tools.race.sanitize --kernels FOLDER
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from cutlass_py_attn.errors import DriverError
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.binding import portable_arch
-from cutlass_py_attn.testing import check, component_gemms, covering_cases, decode_cases, device_memory, serving_cases
+from cutlass_py_attn.testing import (
+    check,
+    component_gemms,
+    covering_cases,
+    decode_cases,
+    device_memory,
+    guarded_check,
+    serving_cases,
+)
 from cutlass_py_attn.testing.cases import Case
+from tools.race import stress_run
+
+Results = dict[str, npt.NDArray[Any]]
 
 NUM_QUERIES = 130
 # Keys of each direction, around the tiles. With one key tile the sm90 backward runs one block per head.
@@ -71,49 +87,99 @@ def cases() -> list[Case]:
     return found
 
 
-def launches(kernels: check.Kernels) -> Iterator[tuple[str, device_memory.GuardedLaunch | serving_cases.RowLaunch]]:
-    """Yields a name and the bound kernels of each case in every family of this GPU, of each decode case, of each shown
-    component GEMM, and of each shown append and merge."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A named case. launch: binds its kernels to guarded buffers; wrong: names of the results that are wrong."""
+
+    name: str
+    launch: Callable[[], device_memory.GuardedLaunch | serving_cases.RowLaunch]
+    wrong: Callable[[Results], list[str]]
+
+
+def unwritten(found: Results) -> list[str]:
+    """Returns the results that have NaN, of cases whose kernels write every element."""
+    return [name for name, array in found.items() if np.isnan(array).any()]
+
+
+def with_features(case: Case, kernels: check.Kernels) -> Launch:
+    """Returns a case whose results are compared with float64: rows of no sequence stay NaN."""
+    expected = functools.cache(lambda: guarded_check.expect(case))
+
+    def wrong(found: Results) -> list[str]:
+        ratios = guarded_check.ratios(case, expected(), found)
+        return [name for name, ratio in ratios.items() if not ratio <= 1]
+
+    return Launch(case.line, lambda: guarded_check.guarded_case(case, expected(), kernels), wrong)
+
+
+def launches(kernels: check.Kernels) -> Iterator[Launch]:
+    """Yields each case in every family of this GPU, each decode case, the features of stress_run.py, each shown
+    component GEMM, and each shown append and merge."""
     for case in cases():
-        arrays = case.arrays()
-        logsumexp = np.zeros(case.shape.logsumexp, np.float32) + 9
-        operands = {**arrays, "output": arrays["grad_output"], "logsumexp": logsumexp}
         for family in check.families(case):
             of_family = check.only_family(kernels, family, case.direction)
-            yield f"{case.line} {family}", device_memory.guarded_launch(case.problem(), operands, of_family)
+            yield Launch(f"{case.line} {family}", functools.partial(_synthetic, case, of_family), unwritten)
     for case in decode_cases.SHOWN:
         if case.spec.batch == 1:
-            yield case.line, device_memory.guarded_launch(case.problem(), case.arrays(), kernels)
+            yield Launch(case.line, functools.partial(_synthetic, case, kernels), unwritten)
+    for case in stress_run.FEATURES:
+        yield with_features(case, kernels)
     for component_gemm in component_gemms.SHOWN_COMPONENT_GEMMS:
         if component_gemm.arch in planner.targets_of(driver.device(0).compute_capability):
             plan = component_gemm.plan(COMPONENT_GEMM_TILES)
             operands = component_gemms.operands(plan, "gaussian", 1)
-            yield str(component_gemm), device_memory.guarded_component_gemm(plan, operands, kernels)
+            bind = functools.partial(device_memory.guarded_component_gemm, plan, operands, kernels)
+            yield Launch(str(component_gemm), bind, unwritten)
     arch = portable_arch(driver.device(0).compute_capability)
     for plan in serving_cases.shown_plans(arch):
         for row_case in serving_cases.of_build(plan.build)[:ROW_CASES]:
-            yield plan.symbol, row_case.launch(kernels, arch)
+            yield Launch(plan.symbol, functools.partial(row_case.launch, kernels, arch), unwritten)
+
+
+def _synthetic(case: Case, kernels: check.Kernels) -> device_memory.GuardedLaunch:
+    """Returns the kernels of a case; a backward gets a synthetic output and logsumexp."""
+    arrays = case.arrays()
+    if case.direction == "backward":
+        arrays |= {"output": arrays["grad_output"], "logsumexp": np.zeros(case.shape.logsumexp, np.float32) + 9}
+    return device_memory.guarded_launch(case.problem(), arrays, kernels)
+
+
+def wrong_results(case: Launch) -> list[str]:
+    """Launches a case once through Bound, and returns the names of the results that are wrong."""
+    with case.launch() as guarded:
+        guarded.reset()
+        # The workspace comes from the pool, so that initcheck sees one that was never written.
+        guarded.bound(guarded.pointers)
+        driver.synchronise(0)
+        return case.wrong(guarded.read())
 
 
 def main() -> int:
-    """Launches each case once through Bound; exit code 1 if an output has NaN."""
+    """Launches the cases; exit code 1 if a result is wrong, an error ended the run, or no case ran."""
     parser = argparse.ArgumentParser(prog="sanitize", description=__doc__)
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
-    kernels = check.kernels_from(parser.parse_args().kernels)
-    launched, wrong = 0, []
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose line contains TEXT")
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="skip cases 1 to N, after case N ended a run")
+    given = parser.parse_args()
+    kernels = check.kernels_from(given.kernels)
+    launched, wrong, end = 0, [], ""
     with driver.device(0).current():
-        for name, guarded in launches(kernels):
-            with guarded:
-                guarded.reset()
-                # The workspace comes from the pool, so that initcheck sees one that was never written.
-                guarded.bound(guarded.pointers)
-                driver.synchronise(0)
-                found = guarded.read()
+        for number, case in enumerate(launches(kernels), 1):
+            if number <= given.skip or given.only not in case.name:
+                continue
+            print(f"{number} {case.name}", flush=True)
+            try:
+                names = wrong_results(case)
+            except AssertionError as error:  # of a guard
+                names = [str(error)]
+            except DriverError as error:  # after which every call of the driver fails
+                first = error.__context__ if isinstance(error.__context__, DriverError) else error
+                end = f"; case {number} ended the run ({first}); the cases after it run with --skip {number}"
+                break
             launched += 1
-            if any(np.isnan(array).any() for array in found.values()):
-                wrong.append(name)
-    print("\n".join([*wrong, f"sanitize: {launched} cases, {len(wrong)} with unwritten outputs"]))
-    return 1 if wrong else 0
+            wrong += [f"wrong: {case.name}: {', '.join(names)}"] if names else []
+    print("\n".join([*wrong, f"sanitize: {launched} cases, {len(wrong)} wrong{end}"]))
+    return 1 if wrong or end or not launched else 0
 
 
 if __name__ == "__main__":

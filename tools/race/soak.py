@@ -7,14 +7,18 @@ on a stream of its own: by attention_forward and attention_backward with NumPy a
 arrays between guards, which replays CUDA graphs. The first result of a problem is compared with float64, each later one
 with the first, bit for bit; sums whose order the scheduler decides are compared with float64 each time.
 
-Memory is sampled every 10 s (soak_samples.py). --record appends a line to a log, of which soak_table.py makes the table
-of docs/testing.md. --shared says that other programs use the GPU at the same time. SIGTERM and Ctrl-C end the run
-early: the record says so.
+Memory is sampled every 10 s (soak_samples.py), and a line on stderr says how far the run is. At the end no array of the
+process may be left on the GPU. --record appends a line to a log, of which soak_table.py makes the table of
+docs/testing.md. --shared says that other programs use the GPU at the same time. SIGTERM and Ctrl-C end the run early:
+the record and the table say so.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
+import math
 import signal
 import sys
 import threading
@@ -25,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any, Final, Protocol
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +64,8 @@ STEP: Final = 13  # every 13th covering case: head dims, masks and dtypes altern
 LAUNCHES: Final = 4  # of a Bound job on the same arrays: the stream's launcher serves all but the first
 INTERVAL_SECONDS: Final = 10.0
 POLL_SECONDS: Final = 0.05
+M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
+RETURNED_BYTES: Final = 1 << 20  # arrays of this size go back to the system when they are freed
 HOST, DEVICE = "NumPy arrays", "device arrays"
 
 
@@ -104,13 +111,11 @@ class BoundJob:
     def run(self, stream: int) -> Iterator[Results]:
         assert self._expected is not None
         assert self._bound is not None
-        problem, philox = self.case.problem(), {}
-        if self.case.spec.dropout_p and not self.case.spec.philox_on_device:
-            philox = {"philox_seed": self.case.philox_seed, "philox_offset": self.case.philox_offset}
+        problem = self.case.problem()
         tensors = tensors_of(self.case)
         written = {"output", "logsumexp"} if problem.direction == "forward" else set()
         given = {name: array for name, array in self._expected.arrays.items() if name in tensors.keys() - written}
-        with device_memory.GuardedLaunch(self._bound, tensors, given, philox) as guarded:
+        with device_memory.GuardedLaunch(self._bound, tensors, given, self.case.philox) as guarded:
             for _ in range(LAUNCHES):
                 guarded.reset()
                 guarded.launch(stream)
@@ -219,8 +224,10 @@ class Draw:
     """Hands out the jobs to the threads: each of them once, then any of those that were called."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
+        self.prepared_at = math.inf  # when the last of them was called for the first time
         self._fresh = iter(jobs)
         self._called: list[Job] = []
+        self._count = len(jobs)
         self._lock = threading.Lock()
 
     def next(self, random: Random) -> tuple[Job | None, bool]:
@@ -235,6 +242,44 @@ class Draw:
         """Adds a job that was called once."""
         with self._lock:
             self._called.append(job)
+            if len(self._called) == self._count:
+                self.prepared_at = time.monotonic()
+
+
+class Arrays:
+    """Counts the bytes of this process that cuMemAlloc gave and cuMemFree has not taken back."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._allocate, self._free = driver.allocate_now, driver.free_now
+
+    @property
+    def bytes(self) -> int:
+        """Returns the bytes of this moment."""
+        return sum(self._sizes.copy().values())
+
+    def allocate(self, size: int, purpose: str) -> int:
+        """Does what driver.allocate_now does."""
+        address = self._allocate(size, purpose)
+        self._sizes[address] = size
+        return address
+
+    def free(self, address: int) -> None:
+        """Does what driver.free_now does. The address may belong to another thread as soon as it is free."""
+        size = self._sizes.pop(address, 0)
+        try:
+            self._free(address)
+        except AttentionError:
+            self._sizes[address] = size
+            raise
+
+
+@contextmanager
+def counted_arrays() -> Iterator[Arrays]:
+    """Context manager that counts the arrays that are allocated in it."""
+    found = Arrays()
+    with mock.patch.object(driver, "allocate_now", found.allocate), mock.patch.object(driver, "free_now", found.free):
+        yield found
 
 
 @dataclass
@@ -317,22 +362,34 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
-def sample_now(start: float, calls: int) -> Sample:
-    """Returns the memory of this moment."""
+def sample_now(start: float, calls: int, arrays: int) -> Sample:
+    """Returns the memory of this moment. arrays: the bytes of Arrays."""
     free, total = driver.call("cuMemGetInfo")
     pool = driver.call("cuDeviceGetDefaultMemPool", driver.device(0).handle)
     kind = driver.bindings().CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
     reserved = int(driver.call("cuMemPoolGetAttribute", pool, kind))
     used = (int(total) - int(free)) / MIB
-    return Sample(time.monotonic() - start, calls, used, reserved / MIB, resident_mib())
+    return Sample(time.monotonic() - start, calls, used, arrays / MIB, reserved / MIB, resident_mib())
+
+
+def return_freed_arrays() -> None:
+    """Makes malloc return large arrays to the system when they are freed, so that resident memory is what is in use.
+
+    By default glibc keeps freed blocks of up to 32 MiB in the heap of each thread.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run. ended_by: "" if it ran for all of `requested` seconds, else a signal or "a failure"."""
+    """A run. ended_by: "" if it ran for all of `requested` seconds, else a signal or "a failure". prepared: seconds
+    until every job was called once."""
 
     requested: float
     seconds: float
+    prepared: float
     threads: int
     ended_by: str
     progress: Progress
@@ -341,8 +398,8 @@ class Outcome:
 
     @property
     def has_passed(self) -> bool:
-        """Whether there were calls, every result was right and memory was steady."""
-        return bool(self.progress.calls) and not self.progress.failures and self.memory.is_steady
+        """Whether every job was called, every result was right, and memory was steady and all of it freed."""
+        return not self.progress.failures and self.memory.is_steady
 
     def line(self) -> dict[str, Any]:
         """Returns the fields for the record."""
@@ -351,6 +408,7 @@ class Outcome:
             "passed": self.has_passed,
             "requested_seconds": self.requested,
             "seconds": round(self.seconds, 1),
+            "prepared_seconds": round(self.prepared, 1),
             "ended_early": bool(self.ended_by),
             "ended_by": self.ended_by,
             "threads": self.threads,
@@ -370,30 +428,38 @@ def soak(
     *,
     interval: float = INTERVAL_SECONDS,
     is_shared: bool = False,
-    sample: Callable[[float, int], Sample] = sample_now,
+    sample: Callable[[float, int, int], Sample] = sample_now,
 ) -> Outcome:
     """Runs the jobs from `threads` threads for `seconds`, and samples the memory every `interval` seconds."""
     progress, stop, samples = Progress(), threading.Event(), list[Sample]()
     start = time.monotonic()
-    with stopped_by_signals(stop) as signals:
-        draw = Draw(jobs)
+    draw = Draw(jobs)
+    with stopped_by_signals(stop) as signals, counted_arrays() as arrays:
         workers = [threading.Thread(target=work, args=(draw, progress, stop, seed)) for seed in range(threads)]
         for worker in workers:
             worker.start()
         while not stop.is_set() and (left := start + seconds - time.monotonic()) > 0:
             stop.wait(min(interval, left))
             try:
-                samples.append(sample(start, progress.total))
+                samples.append(sample(start, progress.total, arrays.bytes))
+                print(f"soak: {rounded(samples[-1])}", file=sys.stderr, flush=True)
             except AttentionError as error:  # a kernel's fault fails every call to the driver, this one too
                 progress.fail(f"sample of the memory: {type(error).__name__}: {error}")
                 break
         stop.set()
         for worker in workers:
             worker.join()
+        gc.collect()
+        left = arrays.bytes
     run = time.monotonic() - start
     ended_by = signals[0] if signals else "a failure" if progress.failures else ""
-    memory = memory_of(samples, is_shared=is_shared)
-    return Outcome(seconds, run, threads, ended_by, progress, tuple(samples), memory)
+    prepared = min(draw.prepared_at - start, run)
+    if not math.isfinite(draw.prepared_at):
+        progress.fail("the run ended before every problem was called")
+    if left:
+        progress.fail(f"{left / MIB:g} MiB of arrays are left on the GPU")
+    memory = memory_of(samples, is_shared=is_shared, prepared=prepared)
+    return Outcome(seconds, run, prepared, threads, ended_by, progress, tuple(samples), memory)
 
 
 def main() -> int:
@@ -412,6 +478,7 @@ def main() -> int:
     for name in ("seconds", "threads"):
         if not getattr(given, name) > 0:
             parser.error(f"--{name} = {getattr(given, name)}: must be above 0")
+    return_freed_arrays()
     with driver.device(0).current():
         jobs = jobs_of(check.kernels_from(given.kernels))
         print(f"soak: {len(jobs)} jobs", file=sys.stderr, flush=True)

@@ -14,26 +14,28 @@ WARM_UP_SECONDS: Final = 300.0  # at most
 LEAST_SAMPLES: Final = 8  # after the warm-up
 MIB: Final = 1 << 20
 # Growth after the warm-up that is allowed. A call that keeps 1 KiB grows by far more in half an hour.
-BOUNDS_MIB: Final = {"device": 64.0, "pool": 64.0, "host": 64.0}
+BOUNDS_MIB: Final = {"device": 64.0, "arrays": 64.0, "pool": 64.0, "host": 64.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """Memory in MiB at a time (seconds since the start), and the calls until then.
 
-    device: used on the whole GPU, by all processes. pool: reserved by this process's memory pool. host: resident.
+    device: used on the whole GPU, by all processes. arrays: of this process by cuMemAlloc. pool: reserved by this
+    process's memory pool. host: resident.
     """
 
     seconds: float
     calls: int
     device: float
+    arrays: float
     pool: float
     host: float
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Growth of each number in MiB after the warm-up; objections are empty if memory is steady."""
+    """Growth in MiB of each number that is compared, after the warm-up; objections are empty if memory is steady."""
 
     warm_up_seconds: float
     samples: int
@@ -51,20 +53,21 @@ class Memory:
         return {**asdict(self), "objections": list(self.objections), "is_steady": self.is_steady}
 
 
-def memory_of(samples: Sequence[Sample], *, is_shared: bool) -> Memory:
+def memory_of(samples: Sequence[Sample], *, is_shared: bool, prepared: float = 0.0) -> Memory:
     """Compares the median of the last quarter of the samples after the warm-up with that of the first quarter.
 
     is_shared: other processes use the GPU too, so that its used memory says nothing about this one.
+    prepared: seconds until every problem was called once, before which the warm-up does not end.
     """
     seconds = samples[-1].seconds if samples else 0.0
-    warm_up = min(WARM_UP_SECONDS, seconds * WARM_UP_SHARE)
+    warm_up = max(prepared, min(WARM_UP_SECONDS, seconds * WARM_UP_SHARE))
     later = [sample for sample in samples if sample.seconds >= warm_up]
     bounds = {name: bound for name, bound in BOUNDS_MIB.items() if not (is_shared and name == "device")}
     if len(later) < LEAST_SAMPLES:
         missing = f"{len(later)} samples after the warm-up of {warm_up:.0f} s: must be {LEAST_SAMPLES} or more"
         return Memory(warm_up, len(later), {}, bounds, (missing,))
     quarter = len(later) // 4
-    growth = {name: _median(later[-quarter:], name) - _median(later[:quarter], name) for name in BOUNDS_MIB}
+    growth = {name: _median(later[-quarter:], name) - _median(later[:quarter], name) for name in bounds}
     grown = tuple(
         f"{name} memory grew by {growth[name]:.1f} MiB after a warm-up of {warm_up:.0f} s: must be {bound} MiB or less"
         for name, bound in bounds.items()

@@ -27,7 +27,7 @@ def _row(line: record.Json) -> str:
     grown = ", ".join(f"{name} {growth[name]:.1f}" for name in sorted(growth)) or "too short"
     cells = [
         f"{line['gpu']}, {line['date'][:10]}, commit {line['commit'][:12]}",
-        f"{line['seconds']:.0f}{', shared GPU' if line['is_shared'] else ''}",
+        ", ".join([f"{line['seconds']:.0f}", *_notes(line)]),
         line["threads"],
         len(line["jobs"]),
         line["calls"],
@@ -36,3 +36,11 @@ def _row(line: record.Json) -> str:
         grown,
     ]
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def _notes(line: record.Json) -> list[str]:
+    """Returns what a reader must know of the run beside its numbers."""
+    early = f"ended by {line['ended_by']} before {line['requested_seconds']:.0f}" if line["ended_early"] else ""
+    shared = "shared GPU" if line["is_shared"] else ""
+    failed = "" if line["passed"] else "failed"
+    return list(filter(None, (early, shared, failed)))

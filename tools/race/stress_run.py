@@ -26,7 +26,10 @@ from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.variants import PER_HEAD
 from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.quantization import SCALES, TENSOR, granularity
 from cutlass_py_attn.problem.spec import ProblemSpec
+from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import check, component_gemms, decode_cases, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case
@@ -48,7 +51,8 @@ FURTHER: Final = 1.5  # factor of the last checked distance from which a launch 
 # The axis of the heads in each tensor that has one.
 HEAD_AXES: Final = {
     **dict.fromkeys(("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value"), 2),
-    **{"logsumexp": 1, "bias": 1, "alibi_slopes": 0, "sinks": 0},
+    "key_rope": 2,
+    **{"logsumexp": 1, "bias": 1, "grad_bias": 1, "alibi_slopes": 0, "sinks": 0, "grad_sinks": 0},
 }
 
 _LENGTHS: Final = "n260x520,0x70,129,300x10"
@@ -71,6 +75,9 @@ FEATURES: Final = tuple(
             f"forward e4m3_d128_q{QUERIES}_s{KEYS}_b2_h1_causal_descalehead seed=34",
             f"forward e4m3_d256_q{QUERIES}_s{KEYS}_b2_h4k1_full_descalebatch_f16out seed=35",
             f"forward bf16_d576v512_q2_s{KEYS}_b3_h64k1_causal_br_paged64_mla seed=36",
+            f"forward bf16_d128_q{QUERIES}_s{KEYS}_b2_h4k1_causal_br_paged64_kv8_descalehead seed=37",
+            f"forward bf16_d128_q1_s{KEYS}_b3_h8k2_full_paged16_kv8_descalerow seed=38",
+            f"forward bf16_d576v512_q2_s{KEYS}_b3_h64k1_causal_br_paged64_mla_kv8_descaletile seed=39",
             f"backward bf16_d128_q{QUERIES}_s{KEYS}_b2_h4k1_causal_br_window150 seed=18",
             f"backward f16_d96_q{QUERIES}_s{KEYS}_b2_h1_window_left100_right30 seed=19",
             f"backward bf16_d80v40_q{QUERIES}_s{KEYS}_b2_h1_causal seed=20",
@@ -91,12 +98,13 @@ FEATURES: Final = tuple(
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A problem of one kernel. launch: binds kernels to guarded buffers; ratios: error / allowed of each result; free:
-    results that need not repeat."""
+    results that need not repeat; extents: elements of each operand with gaps, from the first to the last."""
 
     line: str
     launch: Callable[[check.Kernels], device_memory.GuardedLaunch]
     ratios: Callable[[dict[str, Array]], dict[str, float]]
     free: frozenset[str] = frozenset()
+    extents: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -124,7 +132,7 @@ class Findings:
 
 def feature_builds() -> dict[Build, Case]:
     """Returns the kernels of FEATURES with their cases."""
-    return {planner.builds(case.problem(), "sm_90a")[0]: case for case in FEATURES}
+    return {planner.builds_on(case.problem(), (9, 0))[0]: case for case in FEATURES}
 
 
 def workloads(artifact: Artifact, gpu: driver.Device) -> list[Workload]:
@@ -133,10 +141,11 @@ def workloads(artifact: Artifact, gpu: driver.Device) -> list[Workload]:
     build = artifact.build
     if build.kind == "component_gemm":
         return [_component_gemm(artifact, gpu)]
-    base = feature_builds().get(build) or _base(build)
+    base = feature_builds().get(build)
     if build.family == "decode":
-        base = decode_cases.of_build(build)[0].replace(layout="dense")
+        base = base or decode_cases.of_build(build)[0].replace(layout="dense")
         return [fused(base, 1, build), fused(base, _times(base, artifact, gpu), build)]
+    base = base or _base(build)
     return [fused(base, _times(base, artifact, gpu), build)]
 
 
@@ -188,38 +197,55 @@ def expect(base: Case, times: int) -> guarded_check.Expected:
     The reference would be slow for all heads, and equal heads would hide a tile of another head. With dropout, which
     depends on the head's index, the reference computes all heads.
     """
-    if base.spec.dropout_p:
-        return guarded_check.expect(with_heads(base, times))
+    whole = with_heads(base, times)
+    if base.spec.dropout_p or _has_common_scale(whole.problem()):
+        return guarded_check.expect(whole)
     found = guarded_check.expect(base)
-    parts = ({name: _copies(name, array, times) for name, array in part.items()} for part in _parts(found))
+    parts = ({name: _copies(base, name, array, times) for name, array in part.items()} for part in _parts(found))
     return guarded_check.Expected(*parts)
+
+
+def _has_common_scale(problem: Problem) -> bool:
+    """Returns whether heads of e4m3 codes have one scale: then a head cannot be scaled without rounding its codes."""
+    coded = [name for name in OPERANDS if getattr(problem, name).dtype in E4M3]
+    scales = [problem.scales.get(f"{name}_scale") for name in coded if name != "value" or not problem.value_in_key]
+    return any(scale is None or granularity(scale) == TENSOR for scale in scales)
 
 
 def _parts(found: guarded_check.Expected) -> tuple[dict[str, Array], ...]:
     return found.arrays, found.truth, found.low
 
 
-def _copies(name: str, array: Array, times: int) -> Array:
-    if name not in HEAD_AXES:
+def _copies(base: Case, name: str, array: Array, times: int) -> Array:
+    if name in SCALES:
+        axis = min(array.ndim, 3) - 1  # the head is the last axis, but for the scale of each tile of columns
+    elif name in HEAD_AXES:
+        axis = HEAD_AXES[name]
+    else:
         return array
-    copies = [array * array.dtype.type(2.0 ** _exponent(name, number)) for number in range(times)]
-    return np.concatenate(copies, HEAD_AXES[name])
+    exponents = (0 if str(array.dtype) in E4M3 else _exponent(base, name, number) for number in range(times))
+    return np.concatenate([array * array.dtype.type(2.0**exponent) for exponent in exponents], axis)
 
 
-def _exponent(name: str, number: int) -> int:
+def _exponent(base: Case, name: str, number: int) -> int:
     """Returns the exponent of a copy's factor. Q K^T is the same in all copies, V and dO differ; no two neighbours are
-    equal."""
+    equal. In a latent cache the factor of V is that of K. The factor of e4m3 codes is that of their scales."""
     query, value, grad = (count % 3 - 1 for count in (number, number + number // 3, 2 * number))
+    if base.spec.value_in_key:
+        value = -query
     return {
         "query": query,
         "key": -query,
+        "key_rope": -query,
         "value": value,
         "output": value,
         "grad_output": grad,
         "grad_value": grad,
         "grad_query": grad + value - query,
         "grad_key": grad + value + query,
-    }.get(name, 0)
+        "grad_bias": grad + value,
+        "grad_sinks": grad + value,
+    }.get(name.removesuffix("_scale"), 0)
 
 
 def plan_of(case: Case, build: Build, gpu: driver.Device) -> Plan:
@@ -233,9 +259,10 @@ def plan_of(case: Case, build: Build, gpu: driver.Device) -> Plan:
 
 def blocks_of(plan: Plan, case: Case) -> int:
     """Returns the blocks of the main kernel; for a persistent kernel its work tiles."""
-    build = plan.build
+    build, shape = plan.build, case.shape
+    if build.shares_chunks:
+        return ceil_div(shape.num_queries * shape.group, build.tile_m) * shape.num_heads_key * shape.batch
     if build.family == "sm90":
-        shape = case.shape
         rows, tile = (shape.num_queries, build.tile_m) if build.kind == "forward" else (shape.num_keys, build.tile_n)
         heads = shape.num_heads if build.kind == "forward" else shape.num_heads_key
         return ceil_div(rows, tile) * heads * shape.batch
@@ -258,13 +285,24 @@ def resident(plan: Plan, artifact: Artifact) -> int:
 def fused(base: Case, times: int, build: Build) -> Workload:
     """Returns the workload of a fused kernel with `times` as many heads."""
     case, expected = with_heads(base, times), expect(base, times)
-    philox = {"philox_seed": case.philox_seed, "philox_offset": case.philox_offset} if case.spec.dropout_p else {}
     return Workload(
         case.line,
-        lambda chosen: device_memory.guarded_launch(case.problem(), expected.arrays, chosen, philox),
+        lambda chosen: guarded_check.guarded_case(case, expected, chosen),
         lambda found: guarded_check.ratios(case, expected, found),
         frozenset(unordered(build)),
+        _extents(case.problem()),
     )
+
+
+def _extents(problem: Problem) -> dict[str, int]:
+    """Returns the extents of a workload. The values of a latent cache have gaps: they are the first columns of its
+    keys."""
+    operands = {name: getattr(problem, name) for name in OPERANDS}
+    return {
+        name: 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
+        for name, tensor in operands.items()
+        if not tensor.is_contiguous
+    }
 
 
 def _component_gemm(artifact: Artifact, gpu: driver.Device) -> Workload:
@@ -290,7 +328,10 @@ class Repeater:
         self.guarded = guarded
         self._workload, self._tools = workload, tools
         self._stream, self._noise_stream = streams
-        self._sizes = {name: buffer.read().nbytes for name, buffer in guarded.buffers.items()}
+        found = {name: buffer.read() for name, buffer in guarded.buffers.items()}
+        self._sizes = {
+            name: workload.extents.get(name, array.size) * array.itemsize for name, array in found.items()
+        }  # bytes, with the gaps
         self._operands: dict[str, int] = {}  # addresses of the copies
         self._expected: dict[str, tuple[int, Array]] = {}
         self._farthest = dict.fromkeys(workload.free, 0.0)
@@ -307,7 +348,7 @@ class Repeater:
         """Copies operands and expected results to the device, until the stack closes."""
         for name, buffer in self.guarded.buffers.items():
             if not buffer.is_output:
-                self._operands[name] = stack.enter_context(_on_device(buffer.read()))
+                self._operands[name] = stack.enter_context(_on_device(_bytes_at(buffer.address, self._sizes[name])))
         for name, values in expected.items():
             self._expected[name] = stack.enter_context(_on_device(values)), values
 
@@ -422,6 +463,14 @@ def _fill_with_ones(address: int, size: int, stream: int) -> None:
     """Sets every bit: NaN in every float type, and not zero in any counter."""
     if size:
         driver.memset_words(address, size, device_memory.ALL_ONES, size // 4, 1, stream)
+
+
+def _bytes_at(address: int, size: int) -> Array:
+    """Returns the bytes at an address on the device."""
+    found = np.empty(size, np.uint8)
+    driver.copy_to_host(found.ctypes.data, address, size, 0)
+    driver.synchronise(0)
+    return found
 
 
 @contextmanager

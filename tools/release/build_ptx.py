@@ -2,17 +2,20 @@
 
 --features writes the PTX hashes of kernels with features instead (feature_ptx.py).
 --suite and --bench compile the kernels of tests/gpu or of the benchmark into a folder for a machine without a compiler.
+Where JAX is installed, --suite also compiles those of its programs on two GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -37,6 +40,9 @@ HOPPER = (9, 0)  # compute capability
 DTYPES = ("bf16", "f16", "f32")
 HEAD_DIMS = (64, 128)
 MASKS = ("full", "causal")
+FAMILIES = ("sm80", "sm90")
+# They compile their kernels into a folder, by lowering their programs in a process of its own with two host devices.
+TWO_GPU_PROGRAMS = ("tests.gpu.hosts.test_jax_sharding", "tests.gpu.hosts.test_jax_context")
 
 Choices = tuple[Build, ...]  # one kernel and its fallbacks; the first that ptxas compiles without spills is used
 
@@ -147,7 +153,7 @@ def main() -> int:
         help=f"write {feature_ptx.PATH} alone; after fuzz.py --record has run on a GPU",
     )
     parser.add_argument("--suite", type=Path, metavar="FOLDER", help="compile what tests/gpu needs into FOLDER")
-    parser.add_argument("--family", choices=("sm80", "sm90"), default="sm80", help="family of the --suite kernels")
+    parser.add_argument("--family", choices=FAMILIES, help="family of the --suite kernels; everything without it")
     parser.add_argument("--bench", type=Path, metavar="FOLDER", help="compile what the benchmark needs into FOLDER")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="also write the committed cubins to FOLDER")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree whose ptx/ is written or checked")
@@ -160,9 +166,7 @@ def main() -> int:
     if given.features:
         return write_features(given.root)
     if given.suite:
-        if given.family == "sm80":
-            build_new_term(given.suite)
-        return build_into(given.suite, of_family(given.family, suite.builds))
+        return build_suite(given.suite, given.family)
     if given.bench:
         measured = map(spec.parse, bench_cases.default_cases())
         needed = bench_cases.builds(measured, HOPPER)
@@ -200,6 +204,22 @@ def build_into(folder: Path, needed: Sequence[Choices]) -> int:
     """Compiles the needed kernels into the folder, without PTX unless a test loads the PTX; exit code 0."""
     artifacts = compile_all(needed, fresh=False)
     return _into_folder((a if a.build.arch == PTX_ARCH else replace(a, ptx="") for a in artifacts), folder)
+
+
+def build_suite(folder: Path, family: str | None) -> int:
+    """Compiles what tests/gpu needs of a family, or all of it, into the folder; exit code 0."""
+    families = (family,) if family else FAMILIES
+    if "sm80" in families:
+        build_new_term(folder)
+    build_into(folder, list(dict.fromkeys(chain.from_iterable(of_family(each, suite.builds) for each in families))))
+    if family:
+        return 0
+    if importlib.util.find_spec("jax") is None:
+        print("JAX is not installed: without the kernels of its programs on two GPUs")
+        return 0
+    for module in TWO_GPU_PROGRAMS:
+        subprocess.run([sys.executable, "-m", module, str(folder.resolve())], cwd=ROOT, check=True)
+    return 0
 
 
 def build_new_term(folder: Path) -> None:

@@ -70,6 +70,7 @@ FEATURES: Final[dict[str, Callable[[Case], bool]]] = {
     "pages, the same bits in any batch": lambda c: c.invariant == 1,
     "keys that contain the values (MLA)": lambda c: c.spec.value_in_key,
     "e4m3 key/value cache": lambda c: c.spec.e4m3_cache,
+    "e4m3 latent cache with scales of tiles of columns": lambda c: c.spec.has_rope,
     "e4m3 codes without scales": lambda c: c.spec.has_codes and not c.spec.descale,
     "e4m3 codes, a scale for each row": lambda c: c.spec.descale == "row",
     "e4m3 codes, other scales": lambda c: c.spec.descale not in ("", "row"),

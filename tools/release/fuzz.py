@@ -37,6 +37,8 @@ RUNS: Final = 72
 PAGED: Final = 28
 MLA: Final = 12
 E4M3: Final = 26
+SHARED_END: Final = 4
+PROMPTS: Final = 8
 FAMILIES: Final = ("sm80", "sm90")  # of --build; decode and split-D kernels are built with the sm80 kernels
 SHRUNK: Final = 3  # failures that are reduced
 TRIES_WHEN_COMPILING: Final = 40
@@ -52,6 +54,15 @@ def main() -> int:
     parser.add_argument("--paged", type=int, default=PAGED, help=f"kernel numbers of caches in pages to draw ({PAGED})")
     parser.add_argument("--mla", type=int, default=MLA, help=f"kernel numbers of latent caches to draw ({MLA})")
     parser.add_argument("--e4m3", type=int, default=E4M3, help=f"kernel numbers of e4m3 codes to draw ({E4M3})")
+    parser.add_argument(
+        "--shared-end",
+        type=int,
+        default=SHARED_END,
+        help=f"kernel numbers of forwards whose last query tiles blocks share to draw ({SHARED_END})",
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=PROMPTS, help=f"kernel numbers of prompts over e4m3 caches to draw ({PROMPTS})"
+    )
     parser.add_argument("--first", type=int, default=0, help="the first kernel number")
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
     parser.add_argument("--processes", type=int, help="processes that run cases; all cores, or 1 with the compiler")
@@ -64,7 +75,9 @@ def main() -> int:
     pages = range(random_cases.PAGED_FROM, random_cases.PAGED_FROM + given.paged)
     latent = range(random_cases.MLA_FROM, random_cases.MLA_FROM + given.mla)
     codes = range(random_cases.E4M3_FROM, random_cases.E4M3_FROM + given.e4m3)
-    numbers = [*range(given.first, given.first + given.variants), *pages, *latent, *codes]
+    shared = range(random_cases.SHARED_END_FROM, random_cases.SHARED_END_FROM + given.shared_end)
+    prompts = range(random_cases.PROMPTS_FROM, random_cases.PROMPTS_FROM + given.prompts)
+    numbers = [*range(given.first, given.first + given.variants), *pages, *latent, *codes, *shared, *prompts]
     if given.build or given.list:
         return _build(given.build, needed(numbers, given.runs, (given.family,) if given.family else FAMILIES))
     if given.case:

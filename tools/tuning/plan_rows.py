@@ -30,6 +30,11 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
         "e4m3_d256_s8192_b4_h8_full",
         "e4m3_d64_s16384_b2_h32_causal_window1024",
         "e4m3_d128_s16384_b2_h16_causal_window1024",
+        "bf16_d64_q2048_s8192_b8_h32k8_causal_br_paged16_kv8_descalehead",
+        "bf16_d128_q2048_s8192_b8_h32k8_causal_br_paged16_kv8_descalehead",
+        "bf16_d256_q2048_s8192_b4_h16k4_causal_br_paged16_kv8_descalehead",
+        "bf16_d64_q2048_s8192_b8_h32k8_causal_br_window1024_paged16_kv8_descalehead",
+        "bf16_d128_q2048_s8192_b8_h32k8_causal_br_window1024_paged16_kv8_descalehead",
     ),
     "backward": (
         "bf16_d32_s8192_b4_h32_full",

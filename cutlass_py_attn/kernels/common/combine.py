@@ -82,35 +82,40 @@ class Combine:
         query, head, batch = cute.arch.block_idx()
         head, batch = head + p.first_head, batch + p.first_batch
         seqlen = seqlen_info.create(build, p, batch)
-        lane = thread % WARP_THREADS
         head_key = head // group
         row = PackedRow(batch, head_key, query * group + (head - head_key * group))
+        if query < seqlen.num_queries:
+            target = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
+            self.join(p, row, target, RowCoordinates(batch, head, query), thread)
+        if query == 0:
+            logsumexp.store_padding(p, batch, head, seqlen.num_queries, thread)
+
+    @cute.jit
+    def join(self, p: Any, row: Any, target: Any, statistics: Any, thread: Int32):
+        """Joins the splits of a row, and stores the output at row `target` and the logsumexp at row `statistics`."""
+        build, lane = self.build, thread % WARP_THREADS
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         layout = cute.make_layout((COMBINE_WARPS, build.columns_value), stride=(build.columns_value, 1))
         s_sums = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
-        if query < seqlen.num_queries:
-            first = params.pointer(p.partial_logsumexp, Float32, 4) + self.partial_index(p, row, 0)
-            maximum = self.maximum(first, p.num_splits_key, lane)
-            # a row without a visible key subtracts 0, so that (-inf) - (-inf) never arises
-            maximum = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
-            total = self.sum_of_weights(first, maximum, p.num_splits_key, lane)
-            empty = total == 0.0
-            inverse_sum = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
-            self.add_splits(p, row, SplitWeights(first, maximum, inverse_sum), s_sums, thread)
-            cute.arch.sync_threads()
-            column = thread * 2
-            if column < build.columns_value:
-                values = cute.make_rmem_tensor(2, Float32)
-                for i in cutlass.range_constexpr(2):
-                    values[i] = self.sum_over_warps(s_sums, column + i)
-                target = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
-                self.store_output(p, target, column, values)
-            lse = (maximum + cute.math.log2(total, fastmath=True)) * math.log(2.0)
-            lse = cutlass.select_(empty, -Float32.inf, lse)
-            if thread == 0:
-                logsumexp.store(p, RowCoordinates(batch, head, query), lse)
-        if query == 0:
-            logsumexp.store_padding(p, batch, head, seqlen.num_queries, thread)
+        first = params.pointer(p.partial_logsumexp, Float32, 4) + self.partial_index(p, row, 0)
+        maximum = self.maximum(first, p.num_splits_key, lane)
+        # a row without a visible key subtracts 0, so that (-inf) - (-inf) never arises
+        maximum = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
+        total = self.sum_of_weights(first, maximum, p.num_splits_key, lane)
+        empty = total == 0.0
+        inverse_sum = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
+        self.add_splits(p, row, SplitWeights(first, maximum, inverse_sum), s_sums, thread)
+        cute.arch.sync_threads()
+        column = thread * 2
+        if column < build.columns_value:
+            values = cute.make_rmem_tensor(2, Float32)
+            for i in cutlass.range_constexpr(2):
+                values[i] = self.sum_over_warps(s_sums, column + i)
+            self.store_output(p, target, column, values)
+        lse = (maximum + cute.math.log2(total, fastmath=True)) * math.log(2.0)
+        lse = cutlass.select_(empty, -Float32.inf, lse)
+        if thread == 0:
+            logsumexp.store(p, statistics, lse)
 
     @cute.jit
     def maximum(self, first: cute.Pointer, splits: Int32, lane: Int32):

@@ -9,9 +9,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.primitives as prim
-from cutlass import Float8E4M3FN, Float32, Int8, Int32, Int64, Uint8, Uint32
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int8, Int32, Int64, Uint8, Uint32
 
-from cutlass_py_attn.kernels.common import params
+from cutlass_py_attn.kernels.common import params, tile_copy
+from cutlass_py_attn.kernels.common.softmax import TINY
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
@@ -54,6 +55,27 @@ def to_f16(arch: str, word: Uint32) -> tuple[Uint32, Uint32]:
         )
     low, high = cute.arch.inline_ptx(text, write_only_types=[Uint32, Uint32], read_only_args=[word])
     return Uint32(low), Uint32(high)
+
+
+def rounded(pair: Uint32, dtype: type[cutlass.Numeric], scale: Any = None) -> Uint32:
+    """Returns two float16 numbers, times a scale if there is one, as two numbers of a 16-bit dtype."""
+    if dtype is Float16 and scale is None:
+        return pair
+    low, high = tile_copy.unpack_float32(pair, Float16)
+    if scale is not None:
+        low, high = low * scale, high * scale
+    kind = "bf16x2" if dtype is BFloat16 else "f16x2"
+    text = f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};"
+    return Uint32(cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[high, low]))
+
+
+def exponent_scale(scale_log2: Float32) -> Float32:
+    """Returns a factor of the scores in the exponent that has scales of codes: never zero, see `softmax.TINY`.
+
+    One below 0 becomes NaN.
+    """
+    positive = cute.arch.fmax(scale_log2, Float32(TINY), nan=True)
+    return Float32(cutlass.select_(scale_log2 < 0.0, Float32(float("nan")), positive))
 
 
 def scale_offset(p: Any, name: str, sequence: Int32, key_head: Int32) -> Int64:

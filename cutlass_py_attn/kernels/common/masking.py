@@ -7,10 +7,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from cutlass_py_attn.integers import larger, smaller
 from cutlass_py_attn.kernels.common import dropout
 from cutlass_py_attn.kernels.common.mma_sync import row_view
 from cutlass_py_attn.problem.masks import Band
 from cutlass_py_attn.score_terms.dropout import DROPOUT
+
+WORD_BITS = 32
 
 
 def mask_scores(band: Band, scores: cute.Tensor, coordinates: cute.Tensor, tile_origin: tuple[Int32, Int32]) -> None:
@@ -20,6 +23,30 @@ def mask_scores(band: Band, scores: cute.Tensor, coordinates: cute.Tensor, tile_
     tile_origin: first query and first key of the tile
     """
     _replace_masked(band, scores, coordinates, tile_origin, -Float32.inf)
+
+
+def mask_by_bits(band: Band, scores: cute.Tensor, coordinates: cute.Tensor, tile_origin: tuple[Int32, Int32]) -> None:
+    """Does `mask_scores` with a word for each row, which has a bit for each of its up to 32 columns.
+
+    A thread of wgmma holds pairs of neighbouring columns, one pair of every eight columns.
+    """
+    query0, key0 = tile_origin
+    first = key0 + coordinates[0, 0][1]
+    for row in range(cute.size(scores, mode=[0])):
+        query = query0 + coordinates[row, 0][0]
+        seen = _bits_before(band.key_end(query) - first)
+        if band.form == "local":
+            seen = seen & ~_bits_before(band.key_start(query) - first)
+        for column in range(cute.size(scores, mode=[1])):
+            bit = seen & Uint32(1 << column)
+            scores[row, column] = cutlass.select_(bit != Uint32(0), scores[row, column], -Float32.inf)
+
+
+def _bits_before(end: Int32) -> Uint32:
+    """Returns a word with a bit for each column of a thread that is less than `end` columns after its first."""
+    end = larger(end, 0)
+    count = end // 8 * 2 + smaller(end % 8, 2)
+    return cutlass.select_(count < WORD_BITS, (Uint32(1) << Uint32(count)) - 1, Uint32(0xFFFFFFFF))
 
 
 def mask_packed_scores(

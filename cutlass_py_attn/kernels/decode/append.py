@@ -3,10 +3,11 @@
 The threads of a row load its key and its value before they read the token's slot, so that many loads are in flight. A
 row is stored only if its slot is in the cache: slots are in device memory, where no host checks them.
 
-    variant   stored
-    ""        the row's bits
-    e4m3      e4m3(row * (1 / scale)), by a scale per head, in float32
-    e4m3_row  e4m3(row * (448 / largest)), scale = largest / 448 of each row; largest from LEAST to float32's largest
+    variant    stored
+    ""         the row's bits
+    e4m3       e4m3(row * (1 / scale)), by a scale per head, in float32
+    e4m3_row   e4m3(row * (448 / largest)), scale = largest / 448 of each row; largest from LEAST to float32's largest
+    e4m3_tile  key: the same of each 128 columns of a row, its tiles; value, the columns of the rotary embedding: bits
 
 `common/e4m3.py` has the rule by which e4m3 rounds and saturates.
 """
@@ -24,7 +25,9 @@ from cutlass_py_attn.kernels.common.e4m3 import MAX_E4M3
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.variants import E4M3_ROW, STANDARD
+from cutlass_py_attn.plan.variants import E4M3, E4M3_TILE, STANDARD
+from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
+from cutlass_py_attn.problem.tensors import F32_BYTES
 
 LEAST = 2.0**-100  # a smaller row has this one's scale: scale and 448 / largest stay normal float32 numbers
 FLOAT32_MAX = 3.4028234663852886e38
@@ -119,21 +122,22 @@ class Append:
             + Int64(target.row) * getattr(p, f"{name}_cache_row")
             + Int64(target.head) * getattr(p, f"{name}_cache_head")
         )
-        dtype = self.dtype if build.variant == STANDARD else Uint8
+        has_codes = self.has_codes(name)
+        dtype = Uint8 if has_codes else self.dtype
         start = params.pointer(getattr(p, f"{name}_cache"), dtype, vector * dtype.width // 8)
         start = start + params.assume_multiple(offset, vector)
-        factor = Float32(1.0)
-        if cutlass.const_expr(build.variant != STANDARD):
-            factor = self.factor(p, name, values, target, lane)
+        factors = [Float32(1.0)] * self.steps(name)
+        if cutlass.const_expr(has_codes):
+            factors = self.factors(p, name, values, target, lane)
         for step in cutlass.range_constexpr(self.steps(name)):
             column = (step * build.tile_n + lane) * vector
             stored = cute.make_rmem_tensor(vector, dtype)
-            if cutlass.const_expr(build.variant == STANDARD):
-                cute.autovec_copy(values[None, step], stored)
-            else:
+            if cutlass.const_expr(has_codes):
                 scaled = cute.make_rmem_tensor(vector, Float32)
-                scaled.store(values[None, step].load().to(Float32) * factor)
+                scaled.store(values[None, step].load().to(Float32) * factors[step])
                 cute.autovec_copy(e4m3.codes(build.arch, scaled), stored)
+            else:
+                cute.autovec_copy(values[None, step], stored)
             if cutlass.const_expr(self.in_row(name, column) is True):
                 if target.is_stored:
                     cute.autovec_copy(stored, self.vector_at(start, column))
@@ -141,27 +145,50 @@ class Append:
                 if target.is_stored & (column < self.columns[name]):
                     cute.autovec_copy(stored, self.vector_at(start, column))
 
+    def has_codes(self, name: str) -> bool:
+        """Returns whether the rows are stored as e4m3 codes."""
+        return self.build.variant != STANDARD and (self.build.variant, name) != (E4M3_TILE, "value")
+
     @cute.jit
-    def factor(self, p: Any, name: cutlass.Constexpr, values: cute.Tensor, target: CacheRow, lane: Int32):
-        """Returns the factor of a row before it is rounded; stores the row's scale if it is computed."""
+    def factors(self, p: Any, name: cutlass.Constexpr, values: cute.Tensor, target: CacheRow, lane: Int32):
+        """Returns the factor of each vector of a row before it is rounded; stores the scales if they are computed."""
+        build, steps = self.build, self.steps(name)
         scale = f"{name}_scale"
         offset = (
             Int64(target.page) * getattr(p, f"{scale}_page")
             + Int64(target.row) * getattr(p, f"{scale}_row")
             + Int64(target.head) * getattr(p, f"{scale}_head")
         )
-        if cutlass.const_expr(self.build.variant != E4M3_ROW):
-            return Float32(1.0) / params.load_scalar(getattr(p, scale), Float32, offset)
-        largest = Float32(LEAST)
-        for i in cutlass.range_constexpr(cute.size(values)):
+        if cutlass.const_expr(build.variant == E4M3):
+            return [Float32(1.0) / params.load_scalar(getattr(p, scale), Float32, offset)] * steps
+        # A scale is that of `threads` neighbours in `together` steps: of the whole row, or of a tile of its columns.
+        threads, together = build.tile_n, steps
+        if cutlass.const_expr(build.variant == E4M3_TILE):
+            vectors = SCALE_COLUMNS // self.vector
+            threads, together = min(vectors, build.tile_n), ceil_div(vectors, build.tile_n)
+        factors = []
+        for first in cutlass.range_constexpr(0, steps, together):
+            count = min(together, steps - first)
+            largest = self.largest(values, range(first * self.vector, (first + count) * self.vector), threads)
+            place, is_first = offset, lane == 0
+            if cutlass.const_expr(build.variant == E4M3_TILE):
+                column = (first * build.tile_n + lane) * self.vector
+                place = offset + Int64(column // SCALE_COLUMNS) * p.key_scale_tile
+                is_first = (lane % threads == 0) & self.in_row(name, column)
+            if target.is_stored & is_first:
+                start = params.pointer(getattr(p, scale), Float32, F32_BYTES) + place
+                cute.make_tensor(start, cute.make_layout(1))[0] = largest / Float32(MAX_E4M3)
+            factors += [Float32(MAX_E4M3) / largest] * count
+        return factors
+
+    def largest(self, values: cute.Tensor, places: range, threads: int) -> Float32:
+        """Returns the largest magnitude in these places of neighbouring threads, or LEAST; NaN counts as nothing."""
+        found = Float32(LEAST)
+        for i in places:
             number = Float32(values[i])
-            largest = cute.arch.fmax(largest, cute.arch.fmax(number, -number))  # NaN counts as nothing
-        largest = cute.arch.warp_reduction_max(largest, threads_in_group=self.build.tile_n)
-        largest = cute.arch.fmin(largest, Float32(FLOAT32_MAX))
-        if target.is_stored & (lane == 0):
-            start = params.pointer(getattr(p, scale), Float32, 4) + offset
-            cute.make_tensor(start, cute.make_layout(1))[0] = largest / Float32(MAX_E4M3)
-        return Float32(MAX_E4M3) / largest
+            found = cute.arch.fmax(found, cute.arch.fmax(number, -number))
+        found = cute.arch.warp_reduction_max(found, threads_in_group=threads)
+        return cute.arch.fmin(found, Float32(FLOAT32_MAX))
 
 
 def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int8, Int32, Int64, Uint8, Uint32
+from cutlass import Float32, Int8, Int32, Int64, Uint8, Uint32
 
 from cutlass_py_attn.kernels.common import e4m3, paged_tile_copy, paging, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
@@ -102,20 +102,9 @@ class E4m3Tiles:
         for word in range(CODES // 4):
             halves = e4m3.to_f16(self.build.arch, Uint32(words[word]))
             for number, half in enumerate(halves):
-                pairs[2 * word + number] = self.rounded(half, scale)
+                pairs[2 * word + number] = e4m3.rounded(half, self.dtype, scale)
         target = cute.local_tile(tile, (1, CODES), (row, column))
         cute.autovec_copy(found, cute.make_tensor(target.iterator.align(2 * CODES), cute.make_layout(CODES)))
-
-    def rounded(self, pair: Uint32, scale: Any) -> Uint32:
-        """Returns two float16 numbers, times a scale if there is one, in the dtype of query."""
-        if self.dtype is Float16 and scale is None:
-            return pair
-        low, high = tile_copy.unpack_float32(pair, Float16)
-        if scale is not None:
-            low, high = low * scale, high * scale
-        kind = "bf16x2" if self.dtype is BFloat16 else "f16x2"
-        text = f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};"
-        return Uint32(cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[high, low]))
 
     def scale_scores(self, scores: cute.Tensor, coordinates: cute.Tensor, scale: Any) -> None:
         """Multiplies products of the codes of key by their scales.

@@ -1,7 +1,8 @@
 """Sinks gradient: grad_sinks[h] = -sum exp(sink_h - logsumexp) delta, over all query rows of head h.
 
 A block sums the row statistics of one head, which the preprocess left in the workspace, four rows at a time and in a
-fixed order. A row without keys or past the last query has a logsumexp of +inf there and adds nothing.
+fixed order. A row without keys or past the last query has a logsumexp of +inf there and adds nothing. The sm90 backward
+with dS^T in registers leaves -delta, and variant ds_registers may leave -logsumexp / scale; both are converted.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from cutlass_py_attn.kernels.common.softmax import exp2
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
+from cutlass_py_attn.plan.variants import KEEPS_DS
 from cutlass_py_attn.score_terms.sinks import SINKS
 
 FOUR = 4  # float32 of one 16-byte load
@@ -52,11 +55,15 @@ class GradSinks:
             rows = self.row_range(p, index)
             for four in cutlass.range(thread % threads, rows.count // FOUR, threads, unroll=LOADS_IN_FLIGHT):
                 row = start + rows.first + four * FOUR
-                total = total + self.sum_rows(self.load(p.logsumexp_log2, row), self.load(p.delta, row), sink)
+                logsumexp, delta = self.load(p.logsumexp_log2, row), self.load(p.delta, row)
+                if cutlass.const_expr(starts_from_logsumexp(self.build)):
+                    logsumexp.store(logsumexp.load() * -p.scale_log2)
+                total = total + self.sum_rows(logsumexp, delta, sink)
         total = self.sum_block(total, thread)
         if thread == 0:
             target = params.pointer(p.grad_sinks, Float32, 4) + head
-            cute.make_tensor(target, cute.make_layout(1))[0] = -total
+            has_minus_delta = cutlass.const_expr(self.build.variant in KEEPS_DS)
+            cute.make_tensor(target, cute.make_layout(1))[0] = total if has_minus_delta else -total
 
     def num_ranges(self, p: Any) -> Any:
         """Returns the ranges of one head's workspace: with varlen a sequence each, because of the gaps between them."""

@@ -14,8 +14,7 @@ from cutlass import Boolean, Float32
 from cutlass_py_attn.kernels.common.softmax import QUAD, OnlineSoftmax, exp2, finite
 
 CHAINS = 4
-# Of the weights of a row that a thread adds, by the dtype of P: a weight, which is at most the sum, fits the dtype.
-LARGEST_SUM = {"bfloat16": 2.0**24, "float16": 2.0**15}
+LARGEST_SUM = 2.0**24  # of the weights of a row that a thread adds: bfloat16 holds them, and float32 the sum of all
 GROWTH = 8.0  # how far scores may exceed a maximum that is not updated, in base 2: weights stay below 2^8
 
 
@@ -74,7 +73,7 @@ class ChainedSoftmax(OnlineSoftmax):
         return sums
 
     def unbounded_exponentials(self, exponents: Any) -> Any:
-        """Returns 2 to the power of each; above 100 and for NaN either NaN or a number above any LARGEST_SUM."""
+        """Returns 2 to the power of each; above 100 and for NaN either NaN or a number above LARGEST_SUM."""
         return self.exponentials(exponents)
 
     def add_sums(self, sums: list[Float32]) -> None:
@@ -83,14 +82,14 @@ class ChainedSoftmax(OnlineSoftmax):
             self.sum[row] = self.sum[row] + sums[row]
 
 
-def is_valid(sums: list[Float32], dtype: str) -> Boolean:
-    """Returns whether the weights fit P of this dtype. A row without a maximum has weights of infinity or NaN.
+def is_valid(sums: list[Float32]) -> Boolean:
+    """Returns whether the weights may be used. A row without a maximum has weights of infinity or NaN.
 
-    Scores may exceed the maximum before their tile by 15 (float16) or 24 (bfloat16) in base 2.
+    Scores may exceed the maximum before their tile by 24 in base 2.
     """
     found = Boolean(True)
     for value in sums:
-        found = found & (value <= LARGEST_SUM[dtype])
+        found = found & (value <= LARGEST_SUM)
     return found
 
 

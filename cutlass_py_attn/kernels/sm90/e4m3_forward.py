@@ -26,12 +26,11 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
 
 from cutlass_py_attn.kernels.common import e4m3, logsumexp, params, seqlen_info, tma
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
-from cutlass_py_attn.kernels.common.softmax import TINY
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.cluster import SingleCta
-from cutlass_py_attn.kernels.sm90.e4m3_softmax import E4m3Softmax, a_operand, convert
+from cutlass_py_attn.kernels.sm90.e4m3_softmax import SPECULATIVE_BITS, WEIGHT_BITS, E4m3Softmax, a_operand, convert
 from cutlass_py_attn.kernels.sm90.forward import ForwardSm90
 from cutlass_py_attn.kernels.sm90.tile_scheduler import LastRoundsScheduler, TileScheduler, WorkTile
 from cutlass_py_attn.kernels.sm90.value_transpose import ValueTranspose
@@ -40,6 +39,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_e4m3 import FIRST_TRANSPOSING_WARP, TRANSPOSING_WARPS, part_columns
 from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
+from cutlass_py_attn.plan.variants import BITS, SPECULATIVE
 
 STORED_ELEMENTS = 4  # neighbouring columns of the output that a thread has
 ROW_ELEMENTS = 8  # a multiple of this is from one row of the output to the next
@@ -98,6 +98,9 @@ class ForwardE4m3Sm90(ForwardSm90):
         self.transpose = ValueTranspose(build)
         self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
         self.overlaps_epilogue = num_stages(build)["query"] > 1
+        self.masks_by_bits = BITS in build.options
+        self.speculates = SPECULATIVE in build.options
+        self.orders_warpgroups = self.consumers > WARPGROUP_THREADS and not self.speculates
 
     def placeholder_maps(self, p: Any) -> tuple[tensor_maps.TensorMap, ...]:
         """Returns tensor maps for tracing, in the order of the kernel's parameters; their elements are bytes."""
@@ -236,11 +239,18 @@ class ForwardE4m3Sm90(ForwardSm90):
         pipes.key.consumer_wait(k_state)
         self.warp_scheduler_sync(thread)
         r_s = self.mma_qk.accumulator(thread)
-        matmul_qk.issue(self.mma_qk, r_s, consumer.qk_operands.stage(q_state.index, k_state.index))
+        qk_operands = consumer.qk_operands.stage(q_state.index, k_state.index)
+        matmul_qk.issue(self.mma_qk, r_s, qk_operands)
         pipes.value_transposed.consumer_wait(v_state)
         self.issue_part(consumer, v_state, 0)
         self.warp_scheduler_arrive(thread)
         self.mma_qk.wait(1)
+        if cutlass.const_expr(self.speculates and is_whole):
+            self.finish_e4m3_speculative(pipes, consumer, r_s, scale_log2, qk_operands, k_state, v_state)
+            k_state.advance()
+            v_state.advance()
+            convert(r_s, consumer.r_p)
+            return k_state, v_state
         self.cluster.release(pipes.key, k_state)
         k_state.advance()
         # 2  softmax
@@ -254,6 +264,40 @@ class ForwardE4m3Sm90(ForwardSm90):
             consumer.factors[row] = factors[row]
         convert(r_s, consumer.r_p)
         return k_state, v_state
+
+    @cute.jit
+    def finish_e4m3_speculative(
+        self,
+        pipes: Any,
+        consumer: Any,
+        r_s: cute.Tensor,
+        scale_log2: Float32,
+        qk_operands: Any,
+        k_state: Any,
+        v_state: Any,
+    ):
+        """Turns S of a key tile into weights with the maxima before it; computes both again if one does not fit e4m3.
+
+        Adds P V of the key tile before to O. Releases the key tile, and the value tile before.
+        """
+        # 2  softmax
+        sums, fit = consumer.softmax.speculate_in_range(row_view(r_s), scale_log2)
+        # With one part, the barrier keeps the wait for P V behind the exponentials; several are issued between them.
+        has_parts = len(consumer.outputs) > 1
+        if cutlass.const_expr(has_parts):
+            self.add_parts(consumer, v_state, 0)
+        repeats = self.any_of_warpgroup(consumer.thread, ~fit)
+        if cutlass.const_expr(not has_parts):
+            self.add_parts(consumer, v_state, 0)
+        pipelines.arrive(pipes.value_transposed.sync_object_empty, v_state.index)
+        if repeats:
+            matmul_qk.issue(self.mma_qk, r_s, qk_operands)
+            self.mma_qk.wait()
+            self.next_factors(consumer, r_s, scale_log2)
+        else:
+            consumer.softmax.add_sums(sums)
+            consumer.factors.fill(1.0)
+        self.cluster.release(pipes.key, k_state)
 
     def next_factors(self, consumer: E4m3Consumer, r_s: cute.Tensor, scale_log2: Float32) -> None:
         """Replaces the scores by their weights, and sets the factors of the next sum."""
@@ -291,6 +335,7 @@ class ForwardE4m3Sm90(ForwardSm90):
         r_p = a_operand(self.mma_qk.accumulator(thread))
         coordinates = row_view(self.mma_qk.coordinates(thread))
         rows = cute.size(coordinates, mode=[0])
+        weight_bits = SPECULATIVE_BITS if self.speculates else WEIGHT_BITS
         return E4m3Consumer(
             thread=thread,
             coordinates=coordinates,
@@ -301,7 +346,7 @@ class ForwardE4m3Sm90(ForwardSm90):
             outputs=[self.mma_pv.accumulator(thread) for _ in parts],
             part=self.mma_pv.accumulator(thread),
             factors=cute.make_rmem_tensor(rows, Float32),
-            softmax=E4m3Softmax(rows, cute.make_rmem_tensor(rows, Float32)),
+            softmax=E4m3Softmax(rows, cute.make_rmem_tensor(rows, Float32), weight_bits),
         )
 
     def part_of_values(self, s_v: cute.Tensor, part: int) -> cute.Tensor:
@@ -316,8 +361,7 @@ class ForwardE4m3Sm90(ForwardSm90):
         """
         factor = self.dequantisation(p, work, "query") * self.dequantisation(p, work, "key")
         found = p.scale_log2 * Float32(cutlass.select_(work.seqlen.num_keys > 0, factor, Float32(1.0)))
-        positive = cute.arch.fmax(found, Float32(TINY), nan=True)
-        return Float32(cutlass.select_(found < 0.0, Float32(float("nan")), positive))
+        return e4m3.exponent_scale(found)
 
     def dequantisation(self, p: Any, work: WorkTile, name: str) -> Float32:
         """Returns the scale of an operand's codes for the batch and the key head of a work tile; 1 if it has none."""

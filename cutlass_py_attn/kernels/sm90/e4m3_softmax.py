@@ -2,29 +2,61 @@
 
 A weight is 2^(x - max + WEIGHT_BITS), so that the largest is 256, below e4m3's 448, and the least that is not rounded
 to zero is 2^-18 of the largest. The factor is in the row sums too, and cancels; the logsumexp subtracts it.
+
+Weights that are computed with the maxima before their key tile have SPECULATIVE_BITS instead. They fit e4m3 if no
+GROUP of them adds up to more than LARGEST, which costs few comparisons: GROUP times 2^SPECULATIVE_BITS is 128, so that
+equal scores fit, and a score may exceed the maximum by 3.7 in base 2. The least weight that is not rounded to zero is
+then 2^-15 of the largest.
 """
 
 import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32
+from cutlass import Boolean, Float8E4M3FN, Float32
 
 from cutlass_py_attn.kernels.common.softmax import QUAD, exp2, finite
 from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax
 
-WEIGHT_BITS = 8.0
+WEIGHT_BITS, SPECULATIVE_BITS = 8.0, 5.0
+GROUP = 4  # weights of a row that a thread adds before their sum is compared
+LARGEST = 448.0  # of e4m3
 
 
 class E4m3Softmax(ChainedSoftmax):
-    """ChainedSoftmax whose weights are 2^WEIGHT_BITS times as large."""
+    """ChainedSoftmax whose weights are 2^weight_bits times as large."""
+
+    def __init__(self, rows: int, sums: cute.Tensor, weight_bits: float) -> None:
+        super().__init__(rows, sums)
+        self.weight_bits = weight_bits
+
+    def speculate_in_range(self, scores: cute.Tensor, scale_log2: Float32) -> tuple[list[Float32], Boolean]:
+        """Turns scores into weights with the maxima so far.
+
+        Returns this thread's sum of each row, and whether its weights fit e4m3. They do not if one is NaN or infinite,
+        as those of a row without a maximum are. The sums are not added to those of the rows.
+        """
+        sums, fit = [], Boolean(True)
+        for row in range(self.rows):
+            base = self.maximum[row] * scale_log2 - Float32(self.weight_bits)
+            weights = self.exponentials(scores[row, None].load() * scale_log2 - base)
+            scores[row, None].store(weights)
+            held = cute.make_rmem_tensor(weights.shape, Float32)
+            held.store(weights)
+            total = Float32(0.0)
+            for first in range(0, cute.size(held), GROUP):
+                group = (held[first] + held[first + 1]) + (held[first + 2] + held[first + 3])
+                fit = fit & (group <= LARGEST)
+                total = total + group if first else group
+            sums.append(total)
+        return sums, fit
 
     def _weights_of(self, row: int, scores: cute.Tensor, sums: cute.Tensor, scale_log2: Float32) -> Float32:
         values = scores[row, None].load()
         maximum = self.row_maximum(values, self.maximum[row])
         base = finite(maximum)
         shrink = exp2((self.maximum[row] - base) * scale_log2)
-        weights = self.exponentials(values * scale_log2 - (base * scale_log2 - Float32(WEIGHT_BITS)))
+        weights = self.exponentials(values * scale_log2 - (base * scale_log2 - Float32(self.weight_bits)))
         scores[row, None].store(weights)
         sums[row] = sums[row] * shrink + self.row_sum(weights)
         self.maximum[row] = maximum
@@ -37,7 +69,7 @@ class E4m3Softmax(ChainedSoftmax):
             total = cute.arch.warp_reduction_sum(self.sum[row], threads_in_group=QUAD)
             empty = total == 0.0
             factors.append(Float32(cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))))
-            log2_sum = cute.math.log2(total, fastmath=True) - Float32(WEIGHT_BITS)
+            log2_sum = cute.math.log2(total, fastmath=True) - Float32(self.weight_bits)
             lse = (self.maximum[row] * scale_log2 + log2_sum) * math.log(2.0)
             logsumexps.append(Float32(cutlass.select_(empty, -Float32.inf, lse)))
         return factors, logsumexps

@@ -12,8 +12,9 @@ Keys and values may be in pages: the producer warp then loads each tile page by 
 differs.
 
 With option speculative, the weights of a key tile that every row sees use the maxima before it, so that exponentials
-wait for no maximum of the tile. If a score exceeds its maximum by far, the warpgroup computes S again, then the maxima.
-With option halves, S of such a tile is two products, and the exponentials of the first half run during the second.
+wait for no maximum of the tile. The masked key tiles of a window come before and after these. If a score exceeds its
+maximum by far, the warpgroup computes S again, then the maxima. With option halves, S of such a tile is two products,
+and the exponentials of the first half run during the second.
 
 With option shared_end, all blocks share the keys of the last query tiles (join_parts.py).
 
@@ -60,7 +61,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.plan.variants import HALVES, MULTICAST, SPECULATIVE
+from cutlass_py_attn.plan.variants import BITS, HALVES, MULTICAST, SPECULATIVE
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere
@@ -132,11 +133,12 @@ class ForwardSm90:
             num_stages(build)["query"] > 1
         )  # the next query tile is loaded before the output is stored
         self.emulates_exp2 = build.columns + build.columns_value <= MAX_EMULATED_COLUMNS and build.dtype == "bfloat16"
-        # A float16 row that attends mostly to one key is more accurate with that key's weight at exactly 1. Option
-        # speculative gives that up where it gains more speed.
+        # A float16 row that attends mostly to one key is more accurate with that key's weight at exactly 1.
         is_narrow = self.consumers <= MAX_LAZY_WARPGROUPS * WARPGROUP_THREADS
         self.rescales_lazily = build.dtype == "bfloat16" and is_narrow
         self.speculates = SPECULATIVE in build.options
+        self.masks_by_bits = BITS in build.options
+        self.orders_warpgroups = self.consumers > WARPGROUP_THREADS
         self.num_parts = 2 if HALVES in build.options else 1
         self.mma_part = Wgmma(replace(matmul_qk.spec(build), n=build.tile_n // self.num_parts), build.dtype)
 
@@ -237,11 +239,13 @@ class ForwardSm90:
             k_state = self.skip_key_tiles(p, pipes, k_state, Int32(0), waves, cursor)
             self.issue_first(pipes, consumer, r_s, next_q_state, k_state, waves > 0)
             self.mma_qk.wait()
+            self.scale_keys(r_s, consumer, k_state)
             self.release_first(pipes, k_state, waves > 0)
             next_q_state.advance()
             k_state.advance()
         for wave in cutlass.range(waves, unroll=1):
             work, cursor = self.scheduler.work_tile(p, wave, cursor)
+            scaled = self.with_scales(p, work, consumer)
             operands = self.score_mod.load_operands(p, work.seqlen.index, work.head)
             consumer.softmax.reset()
             r_o.fill(0.0)
@@ -255,13 +259,14 @@ class ForwardSm90:
             dropout_bits, bias = self.score_inputs(p, work, last, consumer)
             if cutlass.const_expr(not self.overlaps_epilogue):
                 self.mma_qk.wait()
+                self.scale_keys(r_s, consumer, k_state)
                 self.release_first(pipes, k_state, True)
                 k_state.advance()
             # 2  softmax
-            self.modify_scores(p, work, last, r_s, consumer, operands, bias)
-            self.mask_if_needed(work, last, r_s, consumer)
-            consumer.softmax.weights(row_view(r_s), consumer.scale_log2)
-            self.convert_weights(consumer.r_p, r_s, dropout_bits)
+            self.modify_scores(p, work, last, r_s, scaled, operands, bias)
+            self.mask_if_needed(work, last, r_s, scaled)
+            scaled.softmax.weights(row_view(r_s), scaled.scale_log2)
+            self.convert_weights(scaled.r_p, r_s, dropout_bits)
             # Most key tiles are whole, and their loop has neither a mask nor a branch around one.
             splits = splits_key_loop(build)
             spans = tile_order.key_tile_spans(
@@ -271,7 +276,7 @@ class ForwardSm90:
                 span = spans[index]
                 for i in cutlass.range(span.end - span.first, unroll=1):
                     k_state, v_state = self.mma_key_tile(
-                        p, pipes, consumer, (work, span.end - 1 - i), operands, span.is_whole, q_state, k_state, v_state
+                        p, pipes, scaled, (work, span.end - 1 - i), operands, span.is_whole, q_state, k_state, v_state
                     )
             pipes.query.consumer_release(q_state)
             q_state.advance()
@@ -289,9 +294,10 @@ class ForwardSm90:
             self.cluster.release(pipes.value, v_state)
             v_state.advance()
             # 4  normalise, store the logsumexp and the output tile
-            self.store(p, work, consumer)
+            self.store(p, work, scaled)
             if cutlass.const_expr(self.overlaps_epilogue):
                 self.mma_qk.wait()
+                self.scale_keys(r_s, consumer, k_state)
                 self.release_first(pipes, k_state, wave + 1 < waves)
                 k_state.advance()
 
@@ -332,6 +338,7 @@ class ForwardSm90:
             self.convert_weights(consumer.r_p, r_s, dropout_bits)
             return k_state, v_state
         self.mma_qk.wait(1)
+        self.scale_keys(r_s, consumer, k_state)
         self.cluster.release(pipes.key, k_state)
         k_state.advance()
         # 2  softmax
@@ -356,7 +363,7 @@ class ForwardSm90:
         """
         # 2  softmax
         sums = self.speculate(consumer, r_s)
-        repeats = self.any_of_warpgroup(consumer.thread, ~is_valid(sums, self.build.dtype))
+        repeats = self.any_of_warpgroup(consumer.thread, ~is_valid(sums))
         self.mma_pv.wait()
         self.cluster.release(pipes.value, v_state)
         if repeats:
@@ -424,6 +431,16 @@ class ForwardSm90:
             scale_log2=Float32(1.0) if self.score_mod.present else safe_scale(p.scale_log2),
         )
 
+    def with_scales(self, p: Any, work: WorkTile, consumer: ConsumerState) -> ConsumerState:
+        """Returns the state with the scales of a work tile's keys and values; 16-bit operands have none."""
+        return consumer
+
+    def scale_keys(self, r_s: cute.Tensor, consumer: ConsumerState, k_state: Any) -> None:
+        """Multiplies S by the scales of the key tile of `k_state`, before it is released; 16-bit keys have none."""
+
+    def scale_output(self, r_o: cute.Tensor, consumer: ConsumerState) -> None:
+        """Multiplies O by the scale of a work tile's values; 16-bit values have none."""
+
     def part_operands(self, s_q: cute.Tensor, s_k: cute.Tensor, thread: Int32, part: int) -> Any:
         """Returns the operands of S = Q K^T for the keys of a part of a key tile."""
         rows, (columns, stages) = self.mma_part.spec.n, (self.build.columns, num_stages(self.build)["key"])
@@ -476,7 +493,8 @@ class ForwardSm90:
     def mask_if_needed(self, work: Any, key_tile: Int32, r_s: cute.Tensor, consumer: Any):
         """Masks a tile of S that has a masked pair."""
         if tile_order.needs_mask(work.band, work.tile, key_tile, self.build.tile_m, self.build.tile_n):
-            masking.mask_scores(work.band, row_view(r_s), consumer.coordinates, self.tile_origin(work, key_tile))
+            mask = masking.mask_by_bits if self.masks_by_bits else masking.mask_scores
+            mask(work.band, row_view(r_s), consumer.coordinates, self.tile_origin(work, key_tile))
 
     def tile_origin(self, work: WorkTile, key_tile: Int32) -> tuple[Int32, Int32]:
         """Returns the first query and the first key of a tile of S."""
@@ -499,6 +517,7 @@ class ForwardSm90:
             return
         if cutlass.const_expr(build.has("dropout")):
             r_o.store(r_o.load() * p.keep_scale)
+        self.scale_output(r_o, consumer)
         self.store_tile(p, work, consumer, lse)
 
     def store_tile(self, p: Any, work: WorkTile, consumer: ConsumerState, lse: list[Float32]) -> None:
@@ -520,8 +539,8 @@ class ForwardSm90:
         return True
 
     def warp_scheduler_sync(self, thread: Int32) -> None:
-        """Waits until the previous warpgroup has issued its GEMMs; a single warpgroup waits for nobody."""
-        if self.consumers == WARPGROUP_THREADS:
+        """Waits until the previous warpgroup has issued its GEMMs, if warpgroups issue them in order."""
+        if not self.orders_warpgroups:
             return
         warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         barrier = NamedBarrier.WARP_SCHEDULER_WG1 + warpgroup
@@ -529,7 +548,7 @@ class ForwardSm90:
 
     def warp_scheduler_arrive(self, thread: Int32) -> None:
         """Lets the next warpgroup issue its GEMMs; the first follows the last."""
-        if self.consumers == WARPGROUP_THREADS:
+        if not self.orders_warpgroups:
             return
         warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         is_last = warpgroup == self.consumers // WARPGROUP_THREADS - 1

@@ -23,7 +23,7 @@ from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.plan import tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS, GemmSpec
-from cutlass_py_attn.plan.sm90_smem import grad_query_bytes, grad_query_piece
+from cutlass_py_attn.plan.sm90_smem import grad_query_bytes, grad_query_piece, staged_pieces
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 
@@ -177,12 +177,17 @@ class GradQuerySm90:
     """The additions of one Build to dq_accum, in the order of one warpgroup's accumulator.
 
     Between tiles it carries one Int32: the index of the sum whose semaphore must still be released; below 0 for none.
+
+    gemm_type: the GEMM of its pieces
     """
+
+    gemm_type = GradQueryGemm
 
     def __init__(self, build: Build, barrier: int) -> None:
         self.build = build
         self.accum = GradQueryAccum(build, WARPGROUP_THREADS)
-        self.gemm = GradQueryGemm(build)
+        self.gemm = self.gemm_type(build)
+        self.staged = staged_pieces(build)
         self.staging = SumStaging(build, self.accum, barrier)
 
     def initial_state(self) -> Int32:
@@ -214,7 +219,7 @@ class GradQuerySm90:
                 self.release_semaphore(p, state, thread)
                 self.acquire_semaphore(p, Int32(target.index), target.num_before, thread)
             offset = piece.number * (cute.size(piece.r_dq) * self.accum.threads)
-            self.add_piece(start + offset, piece.r_dq, thread, acquires)
+            self.add_piece(start + offset, piece, thread, acquires)
         if not build.deterministic:
             return state
         # A query tile that does not see the key tile has no place in the order; zeros are added to it.
@@ -235,17 +240,17 @@ class GradQuerySm90:
         """Waits until the last copies have read shared memory."""
         self.staging.wait_read()
 
-    def add_piece(self, target: cute.Pointer, r_dq: cute.Tensor, thread: Int32, acquired: bool) -> None:
+    def add_piece(self, target: cute.Pointer, piece: Piece, thread: Int32, acquired: bool) -> None:
         """Adds a piece to its sum. acquired: warp 0 alone knows that the tile before is complete."""
         if self.staging.is_used:
             if not acquired:
-                self.staging.wait_read()
+                self.staging.wait_read(self.staged - 1)
                 self.staging.sync()
-            self.staging.send(target, r_dq, thread, is_first=None)
+            self.staging.send(target, piece.r_dq, thread, None, piece.number % self.staged)
             return
         if acquired:
             self.staging.sync()
-        self.accum.add(target, r_dq, thread)
+        self.accum.add(target, piece.r_dq, thread)
         self.staging.sync()  # the compiler would move the additions past the next GEMM
 
     @cute.jit

@@ -22,10 +22,9 @@ from cutlass_py_attn.kernels.common.wgmma import Wgmma, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import grad_q
 from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
-from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQueryGemm, GradQuerySm90, Piece, SumTarget, warpgroup_gemm
+from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQueryGemm, GradQuerySm90, Piece, warpgroup_gemm
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import GemmSpec
-from cutlass_py_attn.plan.sm90_smem import KEY_REGISTERS_STAGED
 
 
 class TransposedGradQueryGemm(GradQueryGemm):
@@ -62,21 +61,7 @@ class TransposedGradQueryGemm(GradQueryGemm):
 class TransposedGradQuery(GradQuerySm90):
     """The additions of one Build to dq_accum, in the order of the accumulators of dQ^T."""
 
-    def __init__(self, build: Build, barrier: int) -> None:
-        super().__init__(build, barrier)
-        self.gemm = TransposedGradQueryGemm(build)
-
-    def add_tile(
-        self, p: Any, target: SumTarget, operands: DsK, thread: Int32, release: Callable[[], None], state: Int32
-    ) -> Int32:
-        """Computes 7  dQ^T of one query tile and adds it to its sum; several pieces are staged at a time."""
-        start = self.accum.pointer(p, target.index)
-        for piece in self.gemm.pieces(operands, thread, release):
-            self.staging.wait_read(KEY_REGISTERS_STAGED - 1)
-            self.staging.sync()
-            place = start + piece.number * self.gemm.elements
-            self.staging.send(place, piece.r_dq, thread, None, piece.number % KEY_REGISTERS_STAGED)
-        return state
+    gemm_type = TransposedGradQueryGemm
 
 
 class TransposedPostprocess(BackwardPostprocess):

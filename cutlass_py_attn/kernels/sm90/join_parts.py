@@ -6,17 +6,15 @@ There is one block for each query row of a shared tile, as in the combine kernel
 import math
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.kernels.common import logsumexp, params, tile_copy
-from cutlass_py_attn.kernels.common.combine import Combine, PackedRow, SplitWeights
+from cutlass_py_attn.kernels.common.combine import Combine, PackedRow
 from cutlass_py_attn.kernels.common.params import RowCoordinates
 from cutlass_py_attn.kernels.common.softmax import QUAD
 from cutlass_py_attn.kernels.sm90.tile_scheduler import SharedEndScheduler
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 
@@ -64,28 +62,8 @@ class JoinParts(Combine):
         work = self.scheduler.shared_tile(p, number // build.tile_m, rows // build.tile_m)
         seqlen, query = work.seqlen, work.tile * build.tile_m + number % build.tile_m
         row = PackedRow(0, 0, number)
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-        layout = cute.make_layout((COMBINE_WARPS, build.columns_value), stride=(build.columns_value, 1))
-        s_sums = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
         if query < seqlen.num_queries:
-            first = params.pointer(p.partial_logsumexp, Float32, F32_BYTES) + self.partial_index(p, row, 0)
-            maximum = self.maximum(first, p.num_splits_key, thread % 32)
-            maximum = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
-            total = self.sum_of_weights(first, maximum, p.num_splits_key, thread % 32)
-            empty = total == 0.0
-            inverse_sum = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
-            self.add_splits(p, row, SplitWeights(first, maximum, inverse_sum), s_sums, thread)
-            cute.arch.sync_threads()
-            column = thread * 2
-            if column < build.columns_value:
-                values = cute.make_rmem_tensor(2, Float32)
-                for i in cutlass.range_constexpr(2):
-                    values[i] = self.sum_over_warps(s_sums, column + i)
-                target = RowCoordinates(seqlen.batch, work.head, seqlen.query_start + query)
-                self.store_output(p, target, column, values)
-            lse = (maximum + cute.math.log2(total, fastmath=True)) * math.log(2.0)
-            lse = cutlass.select_(empty, -Float32.inf, lse)
-            if thread == 0:
-                logsumexp.store(p, RowCoordinates(seqlen.index, work.head, query), lse)
+            target = RowCoordinates(seqlen.batch, work.head, seqlen.query_start + query)
+            self.join(p, row, target, RowCoordinates(seqlen.index, work.head, query), thread)
         if query == seqlen.num_queries - 1:
             logsumexp.store_padding(p, seqlen.index, work.head, seqlen.num_queries, query + 1 + thread)

@@ -30,7 +30,8 @@ class WideBarrier(IntEnum):
     P_EMPTY_1 = 4
     WARPGROUP_0 = 5  # one for each warpgroup alone
     WARPGROUP_1 = 6
-    WARPGROUPS = 7  # both
+    SUMS_0 = 7  # one for each warpgroup's row sums: it arrives, the other waits
+    SUMS_1 = 8
 
 
 class MlaDecodeBarrier(IntEnum):

@@ -15,6 +15,8 @@ from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.plan.sm90_smem import WARPGROUP_ROWS
 from cutlass_py_attn.plan.variants import CLUSTER
 from cutlass_py_attn.problem.masks import Band
+from cutlass_py_attn.problem.tensors import E4M3_BYTES
+from cutlass_py_attn.score_terms import registry
 
 # Far more tiles than fit in memory, for every 32nd sequence. Sequences with wrong bounds may overlap, and many long
 # ones have more tiles than 32 bits count.
@@ -59,7 +61,8 @@ class TileScheduler:
     def __init__(self, build: Build) -> None:
         self.build = build
         self.rows = build.tile_m * build.body.cluster  # query rows that a worker computes in a wave
-        self.bytes_of_key = build.item_bytes * (build.head_dim + build.head_dim_value)
+        item_bytes = E4M3_BYTES if build.has(registry.KV8) else build.item_bytes
+        self.bytes_of_key = item_bytes * (build.head_dim + build.head_dim_value)
 
     def initial_cursor(self) -> Cursor:
         """Returns the cursor of the first tile."""

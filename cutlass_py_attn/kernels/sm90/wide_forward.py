@@ -348,7 +348,9 @@ class WideForwardSm90:
         build, seqlen, softmax = self.build, work.seqlen, own.softmax
         query0 = work.tile * build.tile_m
         softmax.leave_sums(last)
-        self.wait_at(WideBarrier.WARPGROUPS)
+        # Not one barrier at which both wait: compute-sanitizer takes waits at two instructions for divergence.
+        self.arrive_at(WideBarrier.SUMS_0 + own.index)
+        self.wait_at(WideBarrier.SUMS_0 + 1 - own.index)
         sink = params.load_scalar(p.sinks, Float32, work.head) if cutlass.const_expr(build.has("sinks")) else None
         factors, lse = softmax.finish(last, sink)
         if cutlass.const_expr(own.index == 0):

@@ -171,6 +171,9 @@ class WideGradient:
             self.step(p, work, own, 0, tiles - 2, tiles > WARPGROUPS)
         self.last_step(own, tiles)
         # 8  scale and store the rows of the gradient
+        if cutlass.const_expr(self.build.has("seqused")):
+            # Beside used lengths their place has no registers during the tiles, and is read again.
+            work = replace(work, seqlen=seqlen_info.create(self.build, p, work.seqlen.index))
         self.store(p, work, own)
 
     @cute.jit

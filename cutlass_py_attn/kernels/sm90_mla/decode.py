@@ -17,7 +17,7 @@ rows to the other through shared memory. A latent tile is loaded once, for S and
     1       S = Q K^T of slot 0, the next tile
 
 One producer warp loads latent tiles; the warpgroups that compute load the query tile themselves, because its rows may
-be anywhere.
+be anywhere. With an e4m3 cache, all warps of the producer's warpgroup load and convert latent tiles (latent_codes.py).
 """
 
 import math
@@ -48,13 +48,24 @@ from cutlass_py_attn.kernels.decode.persistent import CombinePieces
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.alternating_softmax import AlternatingSoftmax
 from cutlass_py_attn.kernels.sm90.named_barriers import MlaDecodeBarrier
+from cutlass_py_attn.kernels.sm90_mla.latent_codes import LatentCodes
 from cutlass_py_attn.kernels.sm90_mla.latent_ring import ROW_BYTES, VECTOR_BYTES, LatentRing, LatentTile
 from cutlass_py_attn.plan import abi, tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS
-from cutlass_py_attn.plan.sm90_mla import CHUNKS, HALVES, SLOTS, STRIP_COLUMNS, VALUE_CHUNKS, WARPGROUPS
+from cutlass_py_attn.plan.sm90_mla import (
+    CHUNKS,
+    HALVES,
+    ROPE_COLUMNS,
+    SLOTS,
+    STRIP_COLUMNS,
+    VALUE_CHUNKS,
+    WARP_ROWS,
+    WARPGROUPS,
+)
 from cutlass_py_attn.plan.sm90_smem import registers
+from cutlass_py_attn.score_terms import registry
 
 QUERY_LOADS = 6  # vectors of the query tile that a thread has in flight
 
@@ -97,6 +108,7 @@ class MlaDecodeSm90:
         ]
         self.mma_pv = Wgmma(output, build.dtype)
         self.schedule, self.ring, self.pieces = ChunkSchedule(build), LatentRing(build), CombinePieces(build)
+        self.codes = LatentCodes(build, self.ring) if build.has(registry.KV8) else None
         self.registers = registers(build)
         # A float16 row that attends mostly to one key is more accurate with that key's weight at exactly 1.
         self.rescales_lazily = build.dtype == "bfloat16"
@@ -106,7 +118,10 @@ class MlaDecodeSm90:
         build = self.build
         p = params.from_values(build, values)
         grid = p.num_queries, 1, 1
-        latent = tma.placeholder_map(p, p.key, self.dtype, build.tile_n, build.columns)
+        if cutlass.const_expr(self.codes is None):
+            latent = tma.placeholder_map(p, p.key, self.dtype, build.tile_n, build.columns)
+        else:
+            latent = tma.placeholder_map(p, p.key_rope, self.dtype, WARP_ROWS, ROPE_COLUMNS)
         params.set_entry_name(build, self.kernel)
         self.kernel(latent, p).launch(grid=grid, block=(build.threads, 1, 1), min_blocks_per_mp=1)
         params.set_entry_name(build, self.combine_kernel, "_combine")
@@ -134,7 +149,7 @@ class MlaDecodeSm90:
         warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
-            if warp == 0:
+            if cutlass.const_expr(self.codes is not None) or warp == 0:
                 self.load_pieces(p, latent, place, batch, start)
         else:
             cute.arch.setmaxregister_increase(self.registers[-1])
@@ -151,13 +166,16 @@ class MlaDecodeSm90:
 
     @cute.jit
     def load_pieces(self, p: Any, latent: Any, place: Any, batch: Int32, start: Int32):
-        """Producer warp: loads the latent tiles of all pieces of this block."""
+        """Producer: loads the latent tiles of all pieces of this block. latent: tensor map that it reads through."""
         chunk = place.begin
         uses0, uses1 = Int32(0), Int32(0)  # tiles that each slot has had
         while chunk < place.end:
             piece = self.schedule.piece(p, place, chunk, batch, start)
             first, tiles = self.tiles_of(p, piece)
-            self.load(p, latent, piece, first, tiles, uses0, uses1)
+            if cutlass.const_expr(self.codes is not None):
+                self.codes.load(p, latent, piece, first, tiles, uses0, uses1)
+            else:
+                self.load(p, latent, piece, first, tiles, uses0, uses1)
             uses0, uses1 = uses0 + (tiles + 1) // SLOTS, uses1 + tiles // SLOTS
             chunk = chunk + piece.count
             if chunk >= (start + piece.of_sequence) * place.groups:
@@ -319,8 +337,8 @@ class MlaDecodeSm90:
 
     @cute.jit
     def clear_if_needed(self, piece: Any, slot: cutlass.Constexpr, thread: Int32, tile: Int32):
-        """Clears the rows of a latent tile in pages that are behind the last key."""
-        if cutlass.const_expr(self.build.has("paged")):
+        """Clears the rows of a latent tile in pages that are behind the last key; those of codes are zeros."""
+        if cutlass.const_expr(self.build.has("paged") and self.codes is None):
             rows = piece.seqlen.num_keys - tile * self.build.tile_n
             if rows < self.build.tile_n:
                 self.ring.clear_rows(slot, larger(rows, 0), thread)

@@ -1,5 +1,7 @@
 """Latent ring: both slots of latent tiles in shared memory, which one warp fills by TMA.
 
+An e4m3 cache is converted on its way: the warps of latent_codes.py fill the slots, each its rows of every chunk.
+
 Chunks of a tile have a full barrier each, so that S starts with the first columns. The halves of a slot have an empty
 barrier each, so that the next tile's first columns are on their way while the other half is still multiplied.
 """
@@ -29,6 +31,7 @@ from cutlass_py_attn.plan.sm90_mla import (
     VALUE_STRIPS,
     WARPGROUPS,
 )
+from cutlass_py_attn.score_terms import registry
 
 ROW_BYTES = 128  # of a row of a strip
 VECTOR_BYTES = 16
@@ -51,13 +54,14 @@ class LatentRing:
         self.strip_bytes = build.tile_n * ROW_BYTES
         self.slot_bytes = build.tile_n * build.columns * build.item_bytes
         self.is_paged = build.has("paged")
+        self.full_arrivals = WARPGROUP_WARPS if build.has(registry.KV8) else 1  # warps that fill a chunk
         self.paged_loads = PagedLoads(build)
 
     def create(self) -> None:
         """Initialises the barriers. One thread calls this."""
         for slot in range(SLOTS):
             for chunk in range(len(CHUNKS)):
-                cute.arch.mbarrier_init(self._full(slot, chunk), 1)
+                cute.arch.mbarrier_init(self.full(slot, chunk), self.full_arrivals)
             for half in range(WARPGROUPS):
                 cute.arch.mbarrier_init(self._empty(slot, half), WARPGROUP_WARPS)
 
@@ -89,7 +93,7 @@ class LatentRing:
             with cute.arch.elect_one():
                 for chunk in cutlass.range_constexpr(len(chunks)):
                     count = len(CHUNKS[chunks[chunk]]) * self.strip_bytes
-                    cute.arch.mbarrier_arrive_and_expect_tx(self._full(slot, chunks[chunk]), count)
+                    cute.arch.mbarrier_arrive_and_expect_tx(self.full(slot, chunks[chunk]), count)
             if cutlass.const_expr(self.is_paged):
                 for box in cutlass.range(boxes.count, unroll=1):
                     page = cute.arch.shuffle_sync(tile.page, box)
@@ -113,13 +117,22 @@ class LatentRing:
                     base + cute.assume(offset + row * ROW_BYTES, divby=1024),
                     source.get_ptr(),
                     [Int32(strip * STRIP_COLUMNS), *map(Int32, coordinates)],
-                    self._full(slot, chunk),
+                    self.full(slot, chunk),
                     l2_cache_hint=EVICT_FIRST,  # a step reads the cache once
                 )
 
     def wait(self, slot: int, chunk: int, use: Int32) -> None:
         """Waits for a chunk of the tile that is number `use` of its slot."""
-        cute.arch.mbarrier_wait(self._full(slot, chunk), use & 1)
+        cute.arch.mbarrier_wait(self.full(slot, chunk), use & 1)
+
+    def wait_empty(self, slot: Int32, half: int, use: Int32) -> None:
+        """Waits until a half of a slot is empty. use: how many tiles the slot has had before."""
+        cute.arch.mbarrier_wait(self._empty(slot, half), (use & 1) ^ 1)
+
+    def mark_full(self, slot: Int32, chunk: int) -> None:
+        """Marks a chunk full for the rows of one warp. All its threads call this, after a fence and `sync_warp`."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.full(slot, chunk))
 
     def release(self, slot: int, half: int) -> None:
         """Releases a half of a slot. All threads of a warpgroup call this."""
@@ -144,8 +157,9 @@ class LatentRing:
             place = cute.recast_ptr((base + offset).align(VECTOR_BYTES), dtype=Uint32)
             cute.autovec_copy(zeros, cute.make_tensor(place, cute.make_layout(VECTOR_BYTES // 4)))
 
-    def _full(self, slot: int, chunk: int) -> cute.Pointer:
+    def full(self, slot: Any, chunk: int) -> cute.Pointer:
+        """Returns the full barrier of a chunk of a slot."""
         return first_barrier(self.build) + (slot * len(CHUNKS) + chunk)
 
-    def _empty(self, slot: int, half: int) -> cute.Pointer:
+    def _empty(self, slot: Any, half: int) -> cute.Pointer:
         return first_barrier(self.build) + (SLOTS * len(CHUNKS) + slot * WARPGROUPS + half)

@@ -13,11 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.testing import guarded_check
+from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
 
 SHAPE = 2, 203, 3, 128
 ALLOWED = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-5}  # relative, of the whole array
+LATENT_CACHES = {
+    "dense": Case.parse("forward bf16_d576v512_q1_s192_b3_h16k1_full_scale0.07_mla_kv8_descaletile"),
+    "pages": Case.parse(
+        "forward bf16_d576v512_n1x192u192,1x192u0,1x192u77_h16k1_full_scale0.07_paged16_mla_kv8_descaletile"
+    ),
+}
 LOADER = """
 import sys, jax, numpy, cutlass_py_attn.jax
 program = jax.export.deserialize(open(sys.argv[1], "rb").read())
@@ -89,6 +99,36 @@ def test_programs_that_xla_records_give_the_same_bits(jax: Any, attend: Callable
     assert all(bool((found == first).all()) for found in kept)
 
 
+def latent_results(jax: Any, case: Case, arrays: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Returns output and logsumexp of a latent cache of codes, by a compiled program whose table and lengths are
+    operands."""
+    module = importlib.import_module("cutlass_py_attn.jax")
+    names = {"cache": "key", "cache_scale": "key_scale", "cache_rope": "key_rope"}
+    cache = {name: arrays[given] for name, given in names.items()}
+    pages = [arrays[name] for name in ("page_table", "seqused_k") if name in arrays]
+
+    def attend(query: Any, cache: dict[str, Any], pages: list[Any]) -> Any:
+        sequences = Paged(*pages) if pages else None
+        given = {**cache, "scale": case.spec.scale, "sequences": sequences, "return_logsumexp": True, **options}
+        return module.mla_attention(query, **given)
+
+    output, logsumexp = jax.jit(attend)(*jax.device_put((arrays["query"], cache, pages)))
+    padded = np.full(case.shape.logsumexp, np.inf, np.float32)
+    padded[..., : logsumexp.shape[2]] = logsumexp
+    return {"output": np.asarray(output), "logsumexp": padded}
+
+
+@pytest.mark.parametrize("case", LATENT_CACHES.values(), ids=LATENT_CACHES)
+def test_a_latent_cache_of_codes(jax: Any, kernels: Kernels, gpu: driver.Device, case: Case) -> None:
+    """By the kernel of sm_90a, which rounds every product of a code and its scale to bfloat16."""
+    if gpu.compute_capability != (9, 0):
+        pytest.skip(f"{gpu.name} does not run the kernel of latent caches of e4m3 codes")
+    expected = guarded_check.expect(case)
+    found = latent_results(jax, case, expected.arrays, backend="gpu", kernels=kernels)
+    ratios = guarded_check.ratios(case, expected, found)
+    assert max(ratios.values()) <= 1, ratios
+
+
 @pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
 def test_shard_map_gives_each_gpu_its_part(jax: Any, attend: Callable[..., Any], axis: int) -> None:
     devices = jax.devices()[:2]
@@ -100,16 +140,17 @@ def test_shard_map_gives_each_gpu_its_part(jax: Any, attend: Callable[..., Any],
     mesh = jax.sharding.Mesh(np.array(devices), ("x",))
     spread = jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)
 
-    def gradient(function: Callable[..., Any]) -> Any:
-        def loss(query: Any) -> Any:
-            return (function(query, key, value).astype("float32") ** 2).sum()
+    def gradients(function: Callable[..., Any]) -> Any:
+        def loss(*arrays: Any) -> Any:
+            return (function(*arrays).astype("float32") ** 2).sum()
 
-        return jax.jit(jax.grad(loss))(query)
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(query, key, value)
 
     found = jax.jit(spread)(query, key, value)
     assert found.sharding.device_set == set(devices)
     assert (np.asarray(found) == np.asarray(jax.jit(attend)(query, key, value))).all()
-    assert difference(gradient(spread), gradient(attend)) < ALLOWED["bfloat16"]
+    for one, other in zip(gradients(spread), gradients(attend), strict=True):
+        assert difference(one, other) < ALLOWED["bfloat16"]
 
 
 def test_exported_program_runs_in_another_process(jax: Any, attend: Callable[..., Any], tmp_path: Path) -> None:

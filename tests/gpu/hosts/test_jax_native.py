@@ -84,12 +84,16 @@ def run(handler: str, programs: list[Path]) -> dict[str, Any]:
     return found
 
 
-def test_both_handlers_give_the_same_bits(jax: Any, kernels: Kernels, tmp_path: Path) -> None:
-    """Forward, both directions, packed sequences, and eight calls that XLA records in a graph."""
-    module = importlib.import_module("cutlass_py_attn.jax")
-    attend = functools.partial(module.attention, mask=Causal(), kernels=kernels, deterministic=True)
+def programs(jax: Any, attend: Callable[..., Any]) -> list[Any]:
+    """Forward, both directions, packed sequences, and eight calls that XLA records in a graph; each jitted.
+
+    attend: causal, deterministic attention
+    """
     starts = jax.numpy.array([0, 90, 200], "int32")
     packed = importlib.import_module("cutlass_py_attn").VariableLength(starts, starts, 110, 110)
+
+    def forward(query: Any, key: Any, value: Any, _: Any) -> Any:
+        return attend(query, key, value)
 
     def both(query: Any, key: Any, value: Any, grad_output: Any) -> Any:
         output, pull = jax.vjp(attend, query, key, value)
@@ -104,11 +108,20 @@ def test_both_handlers_give_the_same_bits(jax: Any, kernels: Kernels, tmp_path: 
         output, pull = jax.vjp(functools.partial(attend, sequences=packed), query[:1], key[:1], value[:1])
         return output, pull(grad_output[:1])
 
-    functions: tuple[Callable[..., Any], ...] = (lambda q, k, v, _: attend(q, k, v), both, eight, in_sequences)
-    shape = jax.ShapeDtypeStruct(SHAPE, "bfloat16")
+    return [jax.jit(function) for function in (forward, both, eight, in_sequences)]
+
+
+def operands(jax: Any) -> list[Any]:
+    """Returns the shapes of the operands of each program."""
+    return [jax.ShapeDtypeStruct(SHAPE, "bfloat16")] * 4
+
+
+def test_both_handlers_give_the_same_bits(jax: Any, kernels: Kernels, tmp_path: Path) -> None:
+    module = importlib.import_module("cutlass_py_attn.jax")
+    attend = functools.partial(module.attention, mask=Causal(), kernels=kernels, deterministic=True)
     paths = []
-    for number, function in enumerate(functions):
-        program = jax.export.export(jax.jit(function), disabled_checks=module.export_checks())(*[shape] * 4)
+    for number, jitted in enumerate(programs(jax, attend)):
+        program = jax.export.export(jitted, disabled_checks=module.export_checks())(*operands(jax))
         paths.append(tmp_path / f"{number}.program")
         paths[-1].write_bytes(program.serialize())
     native, python = (run(handler, paths) for handler in ("native", "python"))

@@ -42,12 +42,23 @@ def operands(jax: Any, dtype: str) -> dict[str, Any]:
     return {**rows, **caches, "slots": jax.numpy.asarray(slots)}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def latent_operands(jax: Any) -> dict[str, Any]:
+    """Returns 100 tokens, a latent cache of e4m3 codes with its scales, and slots."""
+    given, pages = operands(jax, "bfloat16"), CACHE[:2]
+    rows = {"key": given["key"].reshape(200, 1, 512)[:100], "value": given["value"].reshape(1600, 1, 64)[:100]}
+    caches = {"key_cache": (512, "float8_e4m3fn"), "value_cache": (64, "bfloat16"), "key_scale": (4, "float32")}
+    made = {name: jax.numpy.ones((*pages, 1, columns), dtype) for name, (columns, dtype) in caches.items()}
+    return {**rows, **made, "slots": given["slots"]}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "latent"])
 def test_donated_caches_have_the_bytes_of_the_reference(jax: Any, serving: Any, kernels: Kernels, dtype: str) -> None:
     """Two appends in a loop of a compiled program; the caches stay where they are."""
-    given = operands(jax, dtype)
+    given = latent_operands(jax) if dtype == "latent" else operands(jax, dtype)
     names = ["key_cache", "value_cache"]
-    if dtype != "bfloat16":
+    if dtype == "latent":
+        names.append("key_scale")
+    elif dtype != "bfloat16":
         names += ["key_scale", "value_scale"]
         given |= {name: jax.numpy.ones(CACHE[:3], "float32") for name in names[2:]}
 

@@ -20,13 +20,13 @@ import pytest
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.testing import check
+from tools.bench import bench_context
 
 ALLOWED = 0.01  # relative, of a whole bfloat16 array
 SHAPES = {"small": (4, 203, 8, 4), "large": (4, 4096, 32, 8)}  # batch, tokens, heads, key heads
 HEAD_DIM = 128
 COLLECTIVES = re.compile(r"= (?:\(.*?\)|\S+) (all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 WANTED_SPEEDUP = 1.9
-CALLS, SAMPLES = 20, 7
 
 
 def draw(jax: Any, number: int, *shape: int, dtype: str = "bfloat16") -> Any:
@@ -127,16 +127,14 @@ def test_two_gpus_give_the_results_of_one(
 def test_two_gpus_are_almost_twice_as_fast(
     jax: Any, attend: Callable[..., Any], spec: tuple[Any, ...], kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Forward and backward of 4096 tokens."""
-    bench_jax: Any = importlib.import_module("tools.bench.bench_jax")  # which imports jax
-    measure = functools.partial(bench_jax.measure, samples=SAMPLES, calls=CALLS)
+    """Forward and backward of 4096 tokens, by functions of jax.jit, as a program calls them."""
     arrays = [jax.device_put(array, jax.devices()[0]) for array in operands(jax, "large")]
     function = both(attend, jax)
-    one = measure(jax.jit(function), *arrays)
+    one = bench_context.measure(jax, jax.jit(function), *arrays)
     mesh, sharding = on_two(jax, kind, spec)
     placed = [jax.device_put(array, sharding) for array in arrays]
     with jax.set_mesh(mesh):
-        two = measure(jax.jit(function).lower(*placed).compile(), *placed)
+        two = bench_context.measure(jax, jax.jit(function), *placed)
     with capsys.disabled():
         sys.stdout.write(f"\n{kind}, {spec}: one GPU {one:.3f} ms, two {two:.3f} ms, {one / two:.2f} times as fast\n")
     assert one / two >= WANTED_SPEEDUP

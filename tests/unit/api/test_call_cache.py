@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.api import attention, call_cache, options
-from cutlass_py_attn.api.attention import attention_backward, attention_forward
+from cutlass_py_attn.api.attention import attention_backward, attention_forward, mla_attention_forward
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, Full, Window
@@ -119,6 +119,17 @@ def test_a_cached_forward_launches_new_addresses(
         assert [struct[name] for name in ("query", "key", "value", "output", "logsumexp")] == addresses, number
         assert [type(array) for array in arrays] == [make] * 5
         assert [array.shape for array in arrays[3:]] == [SHAPE, (2, 3, 32)]
+    assert validated == ["forward"]
+
+
+def test_a_cached_call_of_a_latent_cache_is_not_validated(log: FakeDriver, validated: list[str]) -> None:
+    for _ in range(3):
+        log.clear()
+        driver.call("cuCtxSetCurrent", 0xC0)
+        query, cache = Tensor((2, 5, 3, 32)), Tensor((2, 7, 1, 32))
+        output, logsumexp = mla_attention_forward(query, cache, head_dim_value=16, kernels=artifact, stream=STREAM)
+        assert (output.shape, logsumexp.shape) == ((2, 5, 3, 16), (2, 3, 32))
+        assert len(log.of("cuLaunchKernelEx")) == 1
     assert validated == ["forward"]
 
 

@@ -19,6 +19,11 @@ def test_a_mask_of_a_dropout() -> None:
     assert (found.shape, found.any(), found.all()) == ((2, 3, 4, 5), True, False)
 
 
+@pytest.mark.parametrize(("probability", "kept"), [(0.0, True), (1.0, False)])
+def test_a_mask_that_keeps_all_or_nothing(probability: float, kept: bool) -> None:
+    assert (cutlass_py_attn.dropout_mask(Dropout(probability, 1), 1, 2, 3, 4) == kept).all()
+
+
 @pytest.mark.parametrize(
     ("dropout", "reasons"),
     [

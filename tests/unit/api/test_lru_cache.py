@@ -25,6 +25,13 @@ def test_the_entry_that_was_not_used_for_longest_is_dropped() -> None:
         cache.get(["unhashable"])
 
 
+def test_an_entry_that_is_stored_again_was_used_last() -> None:
+    cache: LruCache[str] = LruCache(2)
+    for key, entry in (("a", "A"), ("b", "B"), ("a", "C"), ("c", "D")):
+        cache.put(key, entry)
+    assert cache.values() == ["C", "D"]
+
+
 def test_a_destructor_may_use_the_cache() -> None:
     cache: LruCache[Any] = LruCache(1)
 

@@ -14,6 +14,7 @@ from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import CausalBottomRight
 from cutlass_py_attn.problem.tensors import Tensor
+from cutlass_py_attn.reference import quantization
 from cutlass_py_attn.runtime.arrays import Array
 
 RNG = np.random.default_rng(0)
@@ -68,6 +69,71 @@ def test_a_host_array_has_the_strides_of_its_copy() -> None:
     given["key"] = given["key"]._replace(dtype="bfloat16", strides=(1, 2, 3, 4))
     problem, _ = problem_of("forward", given, Options(head_dim_value=512))
     assert problem.value.strides == (70 * 576, 576, 576, 1)
+
+
+POOL = RNG.standard_normal((3, 8, 1, 576)).astype(np.float16)
+CODES, SCALE = quantization.quantise_latent(POOL[..., :512])
+ROPE = np.ascontiguousarray(POOL[..., 512:])
+
+
+@pytest.mark.parametrize("has_pages", [True, False])
+@pytest.mark.parametrize("has_bytes", [True, False])
+def test_codes_stand_for_code_times_scale(has_pages: bool, has_bytes: bool) -> None:
+    options: dict[str, Any] = {"scale": 0.05, "backend": "reference"}
+    query = QUERY[:1] if has_pages else np.tile(QUERY, (2, 1, 1, 1))[:3]
+    options["sequences"] = Paged(TABLE, LENGTHS) if has_pages else None
+    numbers = CODES.astype(np.float64).reshape(3, 8, 1, 4, 128) * SCALE[..., None]
+    cache = np.concatenate([numbers.reshape(3, 8, 1, 512), ROPE], axis=-1).astype(np.float32)
+    codes = CODES.view(np.uint8) if has_bytes else CODES
+    output, logsumexp = mla_attention_forward(query, codes, cache_scale=SCALE, cache_rope=ROPE, **options)
+    expected = attention_forward(query.astype(np.float32), cache, cache[..., :512], **options)
+    assert output.dtype == query.dtype
+    np.testing.assert_allclose(output, expected[0], rtol=2e-3, atol=1e-4)
+    np.testing.assert_allclose(logsumexp, expected[1], rtol=1e-5)
+
+
+def test_views_of_packed_rows_are_a_cache() -> None:
+    packed = np.zeros((3, 8, 1, 656), np.uint8)
+    codes, scale, rope = packed[..., :512], packed[..., 512:528].view(np.float32), packed[..., 528:].view(np.float16)
+    codes[...], scale[...], rope[...] = CODES.view(np.uint8), SCALE, ROPE
+    options: dict[str, Any] = {"sequences": Paged(TABLE, LENGTHS), "backend": "reference"}
+    found = mla_attention_forward(QUERY[:1], codes, cache_scale=scale, cache_rope=rope, **options)
+    apart = mla_attention_forward(QUERY[:1], CODES, cache_scale=SCALE, cache_rope=ROPE, **options)
+    np.testing.assert_array_equal(found[0], apart[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"cache_scale": None},
+            "cache_scale is missing with cache_rope: must be float32 (3, 8, 1, 4), a scale of each 128",
+        ),
+        ({"cache_rope": None}, "cache has shape (3, 8, 1, 512): must be (3, 8, 1, 576) to match query (1, 2, 4, 576)"),
+        (
+            {"cache_scale": SCALE[..., :3]},
+            "cache_scale has shape (3, 8, 1, 3) and dtype float32: must be float32 (3, 8, 1, 4)",
+        ),
+        (
+            {"cache_scale": SCALE.astype(np.float16)},
+            "cache_scale has shape (3, 8, 1, 4) and dtype float16: must be float32",
+        ),
+        (
+            {"cache_rope": ROPE[..., :32]},
+            "cache_rope has shape (3, 8, 1, 32): must be (3, 8, 1, 64), the rows of cache",
+        ),
+        ({"cache_rope": ROPE.astype(np.float32)}, "cache_rope has dtype float32 but query has float16: all must agree"),
+        (
+            {"cache": POOL},
+            "cache_rope is given with cache of float16 and query of float16, value_in_key = True: belongs to",
+        ),
+    ],
+)
+def test_refused_codes(changes: dict[str, Any], reason: str) -> None:
+    given = {"cache": CODES, "cache_scale": SCALE, "cache_rope": ROPE, "sequences": Paged(TABLE, LENGTHS)} | changes
+    with pytest.raises(NotSupported) as refused:
+        mla_attention_forward(QUERY[:1], backend="reference", **given)
+    assert any(text.startswith(reason) for text in refused.value.reasons), refused.value.reasons
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from cutlass_py_attn import Causal, Full, NotSupported, VariableLength, attention_forward, quantize_e4m3, rotate_rows
 from cutlass_py_attn.reference import numpy_reference, quantization
+
+Array = npt.NDArray[Any]
+Round = Callable[[Array], Array]
 
 RNG = np.random.default_rng(3)
 SHAPE = 2, 30, 4, 48
@@ -179,6 +184,61 @@ def test_errors_of_outliers_and_needles(kind: str, errors: tuple[float, ...]) ->
     """Those of docs/fp8.md."""
     found = [error_of(kind, of, rotate=rotate) for of in ("operands", "head") for rotate in (False, True)]
     np.testing.assert_allclose([*found, error_of(kind, "row")], errors, atol=1e-3)
+
+
+def by_head(array: Array) -> Array:
+    """The numbers that the e4m3 codes of one head mean."""
+    scale = np.abs(array).max() / 448
+    return (array / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(float) * scale
+
+
+def by_tile(array: Array) -> Array:
+    """The same with a scale for each tile of 64 x 128."""
+    tiles = [
+        [by_head(tile) for tile in np.split(rows, len(array) // 128, 1)] for rows in np.split(array, len(array) // 64)
+    ]
+    return np.block(tiles)
+
+
+def by_row(array: Array) -> Array:
+    """The same with 256 for the largest element of a row."""
+    largest = array.max(1, keepdims=True) / 256
+    return (array / largest).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(float) * largest
+
+
+def to_bfloat16(array: Array) -> Array:
+    return array.astype(np.float32).astype(ml_dtypes.bfloat16).astype(float)
+
+
+def unrounded(array: Array) -> Array:
+    return array
+
+
+@pytest.mark.parametrize(
+    ("operand", "weights", "grad_scores", "errors"),
+    [
+        (by_head, by_row, by_tile, (0.066, 0.066, 0.053)),
+        (unrounded, by_row, by_tile, (0.026, 0.026, 0.024)),
+        (to_bfloat16, to_bfloat16, to_bfloat16, (0.004, 0.004, 0.003)),
+    ],
+)
+def test_errors_of_gradients(operand: Round, weights: Round, grad_scores: Round, errors: tuple[float, ...]) -> None:
+    """Those of docs/fp8.md, of gradients from rounded operands, P and dS."""
+    inputs = np.random.default_rng(0).standard_normal((4, 1024, 128))
+
+    def gradients(operands: Sequence[Array], weights: Round, grad_scores: Round) -> list[Array]:
+        query, key, value, grad_output = operands
+        scores = query @ key.T / np.sqrt(128)
+        probabilities = np.exp(scores - np.log(np.exp(scores).sum(1, keepdims=True)))
+        grad_probabilities = grad_output @ value.T
+        delta = (probabilities * grad_probabilities).sum(1, keepdims=True)
+        rounded = grad_scores(probabilities * (grad_probabilities - delta))
+        return [rounded @ key, rounded.T @ query, weights(probabilities).T @ grad_output]
+
+    truth = gradients(list(inputs), unrounded, unrounded)
+    found = gradients([operand(each) for each in inputs], weights, grad_scores)
+    measured = [np.linalg.norm(one - other) / np.linalg.norm(other) for one, other in zip(found, truth, strict=True)]
+    np.testing.assert_allclose(measured, errors, atol=1e-3)
 
 
 def test_rotated_rows_keep_their_dtype_and_products() -> None:

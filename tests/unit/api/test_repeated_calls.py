@@ -106,6 +106,25 @@ def test_two_parts_of_one_pool_are_checked_once(driver_log: FakeDriver, reads: l
         append_to_cache(**given, kernels=artifact)
 
 
+def test_packed_rows_of_a_latent_cache_are_checked_once(driver_log: FakeDriver, reads: list[Any]) -> None:
+    """Codes, scales and other columns of each row follow each other: three extents overlap, and no element does."""
+    parts = {"key_cache": (512, "u1", 0), "key_scale": (4, "f4", 512), "value_cache": (64, "f2", 528)}
+    given = {"key": ndarray((TOKENS, 1, 512), "f2"), "value": ndarray((TOKENS, 1, 64), "f2")}
+    given |= {"slots": ndarray((TOKENS,), "i8")}
+    for pool in [ndarray((PAGES, PAGE, 1, 656), "u1") for _ in range(3)]:
+        for name, (columns, dtype, first) in parts.items():
+            part = moved(ndarray((PAGES, PAGE, 1, columns), dtype), pool.data.ptr + first)
+            part.strides = (*pool.strides[:3], part.strides[3])
+            given[name] = part
+        append_to_cache(**given, kernels=artifact)
+    assert len(driver_log.of("cuLaunchKernelEx")) == 3
+    assert len(reads) == 1
+    scale = given["key_scale"]
+    given["key_scale"] = moved(scale, scale.data.ptr - 16)
+    with pytest.raises(NotSupported, match="key_cache shares memory with key_scale"):
+        append_to_cache(**given, kernels=artifact)
+
+
 def test_another_stream_or_alignment_is_validated(driver_log: FakeDriver, reads: list[Any]) -> None:
     given = operands()
     for options in ({}, {"stream": 0x77}, {"stream": 0x77}):

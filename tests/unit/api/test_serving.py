@@ -11,10 +11,12 @@ import numpy.typing as npt
 import pytest
 
 from cutlass_py_attn.api import repeated_calls, serving
-from cutlass_py_attn.api.attention import attention_forward
+from cutlass_py_attn.api.attention import attention_forward, mla_attention_forward
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.serving import append_to_cache, merge_states
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.reference.quantization import dequantise_latent
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import InterfaceArray, aligned, artifact, decode
 
@@ -111,6 +113,33 @@ def test_scales(driver_log: FakeDriver, dtype: Any, scale: tuple[int, ...], vari
     assert struct["key_scale"] == scales["key_scale"].ctypes.data
 
 
+def packed_pool(pages: int = PAGES) -> dict[str, Array]:
+    """Returns the caches and the scales of a latent cache as views of rows of 656 bytes, which are 7."""
+    pool = aligned((pages, PAGE, 1, 656), np.uint8)
+    pool[...] = 7
+    views = {"key_cache": pool[..., :512].view(E4M3), "key_scale": pool[..., 512:528].view(np.float32)}
+    return {**views, "value_cache": pool[..., 528:].view(BF16)}
+
+
+def latent_rows() -> dict[str, Array]:
+    """Returns compressed rows, their columns of the rotary embedding, and slots; the tokens 1 and 4 are skipped."""
+    given = {"key": aligned((TOKENS, 1, 512), BF16, 1), "value": aligned((TOKENS, 1, 64), BF16, 2)}
+    return {**given, "slots": rows()["slots"]}
+
+
+def test_a_latent_cache(driver_log: FakeDriver) -> None:
+    """Codes, scales of tiles and 16-bit columns are views of one pool, and are written where they are."""
+    given, kernels = {**latent_rows(), **packed_pool()}, Kernels()
+    append_to_cache(**on_device(given), kernels=kernels)
+    (build,) = kernels.builds
+    (launch,) = driver_log.of("cuLaunchKernelEx")
+    struct = decode(build, launch.parameters)
+    assert build.symbol == "append_sm80_bf16_d512v64_e4m3_tile_4x32"
+    assert {name: struct[name] for name in given} == {name: array.ctypes.data for name, array in given.items()}
+    assert [struct[f"key_scale_{axis}"] for axis in ("page", "row", "head", "tile")] == [PAGE * 164, 164, 0, 1]
+    assert "value_scale" not in struct
+
+
 def test_numpy_pools_are_copied_back(driver_log: FakeDriver) -> None:
     """Caches go to the device and back, because most of their rows keep their values; rows only go there."""
     append_to_cache(**rows(), **pools(), kernels=artifact)
@@ -166,6 +195,42 @@ APPEND_REFUSALS: dict[str, tuple[Callable[[dict[str, Array]], dict[str, Any]], s
     "scale of 16 bits": (
         lambda given: {"key_scale": np.ones(2, np.float32)},
         "key_scale is given, but key_cache has dtype bfloat16: only an e4m3 cache has scales; leave it out",
+    ),
+    "dtype of the other cache": (
+        lambda given: {
+            "key_cache": pools(E4M3)["key_cache"],
+            "value_cache": given["value_cache"].astype(np.float16),
+            **row_scales(),
+        },
+        "value_cache has dtype float16: must be float8_e4m3fn as key_cache, or bfloat16 as value for a latent cache; "
+        "allocate another cache",
+    ),
+    "no scale of a latent cache": (
+        lambda given: {"key_cache": pools(E4M3)["key_cache"]},
+        "key_scale is missing: an e4m3 key_cache beside a value_cache of bfloat16 needs float32 (3, 4, 2, 1), a "
+        "computed scale of each 128 columns of a row; pass it",
+    ),
+    "shape of the scale of a latent cache": (
+        lambda given: {"key_cache": pools(E4M3)["key_cache"], "key_scale": row_scales()["key_scale"]},
+        "key_scale has shape (3, 4, 2) and dtype float32: must be float32 (3, 4, 2, 1), a computed scale of each 128 "
+        "columns of a row, beside a value_cache of bfloat16; reshape or cast it",
+    ),
+    "scale of 16-bit columns": (
+        lambda given: {
+            "key_cache": pools(E4M3)["key_cache"],
+            "key_scale": row_scales()["key_scale"][..., None],
+            "value_scale": row_scales()["value_scale"],
+        },
+        "value_scale is given, but value_cache has dtype bfloat16: only e4m3 codes have scales; leave it out",
+    ),
+    "scales of tiles of two caches": (
+        lambda given: {
+            **pools(E4M3),
+            **{name: scale[..., None] for name, scale in row_scales().items() if name == "key_scale"},
+            "value_scale": row_scales()["value_scale"],
+        },
+        "key_scale has shape (3, 4, 2, 1) and dtype float32: must be float32 (), (1,), (2,) for given scales, or "
+        "(3, 4, 2) for computed ones; reshape or cast it",
     ),
     "no scale": (
         lambda given: {**pools(E4M3), "value_scale": np.ones(2, np.float32)},
@@ -249,6 +314,23 @@ def test_a_pool_may_be_part_of_another_array(driver_log: FakeDriver) -> None:
         append_to_cache(**given, kernels=artifact)
 
 
+def test_computed_scales_are_results(driver_log: FakeDriver) -> None:
+    """Read-only ones are refused, while scales that are given may be read-only."""
+    for scale, is_result in (((), False), ((HEADS,), False), ((PAGES, PAGE, HEADS), True)):
+        scales = {name: aligned(scale, np.float32) for name in ("key_scale", "value_scale")}
+        for array in scales.values():
+            array.flags.writeable = False
+        given = {**rows(), **pools(E4M3), **scales}
+        if not is_result:
+            append_to_cache(**given, kernels=artifact)
+            continue
+        with pytest.raises(NotSupported) as caught:
+            append_to_cache(**given, kernels=artifact)
+        assert [reason.split(":")[0] for reason in caught.value.reasons] == [
+            f"{name} is a read-only array" for name in scales
+        ]
+
+
 def test_overlap_of_known_layouts(driver_log: FakeDriver) -> None:
     """A call of layouts that were sound is refused when its arrays overlap, each time."""
     key = aligned((2 * TOKENS, HEADS, D), BF16)
@@ -289,6 +371,37 @@ def test_reference_scales() -> None:
         kept = np.ones((PAGES, PAGE), bool)
         kept[[0, 2, 0], [3, 3, 0]] = False
         assert (scales[f"{name}_scale"][kept] == before[f"{name}_scale"][kept]).all()
+
+
+def test_reference_of_a_latent_cache() -> None:
+    """What is appended is what mla_attention_forward reads; every byte of other rows keeps its value."""
+    given, caches = latent_rows(), packed_pool()
+    given["key"][0, 0, 128:256] *= 1000  # a scale of its own
+    given["key"][2, 0, 300:302] = np.nan, np.inf
+    append_to_cache(**given, **caches, backend="reference")
+    flat = {name: cache.reshape(1, PAGES * PAGE, 1, -1) for name, cache in caches.items()}
+    for token, slot in ((0, 3), (2, 11), (3, 0)):
+        row = given["key"][token, 0].astype("f4")
+        largest = np.nanmax(np.minimum(np.abs(row), np.finfo("f4").max).reshape(4, 128), axis=1)
+        np.testing.assert_array_equal(flat["key_scale"][0, slot, 0], largest / np.float32(448))
+        assert (flat["value_cache"][0, slot] == given["value"][token]).all()
+    numbers = dequantise_latent(flat["key_cache"], flat["key_scale"], flat["value_cache"])
+    for token, slot in ((0, 3), (3, 0)):
+        row, scale = given["key"][token, 0].astype("f4"), np.repeat(flat["key_scale"][0, slot, 0], 128)
+        assert (np.abs(numbers[0, slot, 0, :512] - row) <= np.abs(row) / 16 + scale * 2**-10).all()
+    codes = caches["key_cache"].view(np.uint8).reshape(PAGES * PAGE, 512)
+    assert codes[11, 300:302].tolist() == [0x7F, 0x7E]
+    for name, cache in packed_pool().items():
+        width = cache.shape[-1] * cache.itemsize
+        before, after = (each.view(np.uint8).reshape(-1, width) for each in (cache, caches[name]))
+        np.testing.assert_array_equal(*(np.delete(each, (3, 11, 0), axis=0) for each in (before, after)))
+    query = aligned((1, 1, 4, 576), BF16, 3)
+    paged = Paged(np.array([[0]], np.int32), np.array([1], np.int32))
+    arrays = {"cache_scale": caches["key_scale"], "cache_rope": caches["value_cache"]}
+    output, _ = mla_attention_forward(
+        query, caches["key_cache"], **arrays, scale=0.05, sequences=paged, backend="reference"
+    )
+    np.testing.assert_allclose(output[0, 0, 0].astype("f4"), numbers[0, 0, 0, :512], rtol=2**-7)
 
 
 def partial(dtype: Any = np.float16, queries: int = 40) -> list[Array]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from cutlass_py_attn.bench import cases, harness
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Shape
@@ -22,12 +24,30 @@ def test_few_queries_are_a_forward_by_its_bytes() -> None:
     assert choices[0].family == "decode"
 
 
+def test_space_behind_the_keys_is_no_work() -> None:
+    roomy, tight = parse("bf16_d128_n1x4096u512,1x4096u512_h8k2_full_paged16"), parse("bf16_d128_q1_s512_b2_h8k2_full")
+    assert cases.flops(roomy, "forward") == cases.flops(tight, "forward") == tight.flops("forward")
+    ragged = parse("bf16_d128_n70x200,130_h8k2_causal_br")
+    assert cases.flops(ragged, "backward") == ragged.flops("backward")
+
+
+def test_serving_rows_name_the_case_that_they_are_divided_by() -> None:
+    """Pages by the dense cache, pages of one row by pages of 16, and codes by 16 bits."""
+    found = {name: base for name, base in cases.FEATURE_CASES.items() if base and parse(name).page_size}
+    for name, base in found.items():
+        case, other = parse(name), parse(base)
+        assert case.has_codes or cases.flops(case, "forward") == cases.flops(other, "forward")
+        assert case.has_codes == (case.page_size == other.page_size and not case.sequences), name
+
+
 def test_a_case_of_few_queries_has_one_row_with_its_bandwidth(graphs: FakeDriver) -> None:
     (row,) = harness.measure(parse(DECODE), fakes.artifact, 5)
     assert (row.direction, row.ours_ms, row.ours_gb_s) == (
         "forward", 1.25, round(cases.bytes_read_once(parse(DECODE)) / 1.25e6, 1)
     )  # fmt: skip
     assert harness.table([row]).splitlines()[1].endswith(f"{row.ours_gb_s:.0f} GB/s")
+    beside = dataclasses.replace(row, baseline="dense", baseline_ratio=0.98)
+    assert harness.table([beside]).splitlines()[1].endswith(f"{row.ours_gb_s:.0f} GB/s  0.98 dense")
 
 
 def test_benchmark_table_shows_the_bandwidth_of_few_queries() -> None:

@@ -148,6 +148,10 @@ def test_lengths_have_packed_tensors(interface: FakeInterface) -> None:
     ("bf16_d64_q8_s512_b2_h4_causal", False),  # its diagonal would be another one
     ("bf16_d64_n8x16,16_h4_causal", False),
     ("bf16_d64_n8x16u4,16_h4_full", False),
+    ("bf16_d64_s512_b2_h4_full_paged16", False),
+    ("bf16_d64_s512_b2_h4_full_kv8", False),
+    ("e4m3_d64_s512_b2_h4_full", False),
+    ("bf16_d576v512_q1_s512_b2_h16k1_full_mla", False),
     (f"{DENSE}_bias", False),
     (f"{DENSE}_alibi", False),
     (f"{DENSE}_dropout0.1", False),

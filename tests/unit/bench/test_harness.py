@@ -137,7 +137,7 @@ def test_builds_are_listed_once_and_have_names_of_their_own() -> None:
 
 def test_published_builds_can_all_be_planned_and_share_a_folder() -> None:
     found = cases.builds(map(parse, default_cases()), (9, 0))
-    names = [record.name_of(first) for first, *_ in found]
+    names = [record.name_of(first) for first in dict.fromkeys(first for first, *_ in found)]
     assert len(set(names)) == len(names), "a folder holds one kernel of a name"
 
 

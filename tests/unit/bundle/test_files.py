@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from cutlass_py_attn import export_bundle, load_bundle
 from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.artifact import Artifact, Folder
-from cutlass_py_attn.bundle import header
+from cutlass_py_attn.bundle import header, numbers
 from cutlass_py_attn.bundle.files import MANIFEST
 from cutlass_py_attn.bundle.manifest import SEAL, sealed, sha256
 from cutlass_py_attn.cli import artifacts
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_files_of_a_bundle(tmp_path: Path) -> None:
-    bundle = export(tmp_path / "made" / "bundle", archs=("sm_80", "sm_90a"))
+    bundle = export(tmp_path / "new" / "made" / "bundle", archs=("sm_80", "sm_90a"))
     stems = [
         "sm_80/bwd_sm80_bf16_d64_causal_128x128", "sm_80/fwd_sm80_bf16_d64_causal_128x128",
         "sm_90a/bwd_sm90_bf16_d64_causal_key_registers_128x128", "sm_90a/fwd_sm90_bf16_d64_causal_192x128",
@@ -132,6 +132,20 @@ def test_plan_that_does_not_compile_leaves_the_turn_to_the_next(tmp_path: Path) 
     with pytest.raises(CompileError, match="fwd_sm90_bf16_d64_causal_192x128 spills"):
         export(tmp_path / "b", kernels=none)
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("query_row", "elements from one row of query to the next"),
+        ("key_scale_tile", "elements from one tile of key_scale to the next"),
+        ("grad_value", "gradient of value"),
+        ("counter_address", "address of counter, which is in device memory"),
+        ("counter", "counter"),
+    ],
+)
+def test_meanings_of_names_that_no_table_has(name: str, meaning: str) -> None:
+    assert numbers.meaning(name) == meaning
 
 
 NAMED = ("inputs", "pointers", "files")  # objects whose keys are names

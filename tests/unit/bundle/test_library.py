@@ -134,6 +134,19 @@ def test_order_of_the_kernels(tmp_path: Path) -> None:
     assert archs == ["sm_86", "sm_80"]
 
 
+def test_rules_of_decode_kernels_for_few_and_for_many_sequences() -> None:
+    """The rules change where the planner's tile of a cache in pages does: at 128 key heads of all sequences."""
+    problems = {
+        batch: problem_of("forward", f"bf16_d128_q1_s8192_b{batch}_h32k8_full_paged16") for batch in (1, 15, 16, 17, 64)
+    }
+    chosen = {batch: planner.builds(problem, "sm_90")[0] for batch, problem in problems.items()}
+    assert chosen[1] == chosen[16] != chosen[17] == chosen[64]
+    for build in {chosen[1], chosen[64]}:
+        for batch, of_batch in chosen.items():
+            names = {"num_queries": 1, "group": 4, "num_heads_key": 8, "batch": batch}
+            assert expressions.evaluate(preferred_when(build), names) == (build == of_batch), batch
+
+
 def test_rules_of_decode_kernels_for_their_rows() -> None:
     for case, rows in ((DECODE, (1, 16)), (MORE_ROWS, (17, 32))):
         build = planner.builds(problem_of("forward", case), "sm_90")[0]
@@ -157,6 +170,13 @@ def test_wide_loads_are_tried_before_narrow_ones() -> None:
     assert (one.vector_bytes, other.vector_bytes) == (16, 8)
     assert order_key(one) < order_key(other)
     assert facts_of(problem, one) == facts_of(narrow, other)
+
+
+def test_full_axes_of_grad_bias_are_bits() -> None:
+    problem = problem_of("backward")
+    facts = facts_of(problem, planner.builds(problem, "sm_80")[0])
+    assert library._numbers(facts)[-1] == 0
+    assert library._numbers(dataclasses.replace(facts, grad_bias_axes=(True, False, True, True)))[-1] == 1 + 4 + 8
 
 
 # What a library gives back
@@ -210,6 +230,37 @@ def test_scales_are_those_of_each_call(tmp_path: Path, case: str) -> None:
         for axis in ("batch", "head"):
             assert f"c->call.{name}.{axis}); /* {name}_{axis} */" in text
         assert f"/* {name}_row */" not in text
+
+
+@pytest.mark.parametrize(("pages", "first"), [("", "batch"), ("_paged64", "page")])
+def test_codes_of_a_latent_cache_have_three_arrays(tmp_path: Path, pages: str, first: str) -> None:
+    """Each with strides of its own; value has none of its own, nor scales."""
+    problem = problem_of("forward", f"bf16_d576v512_q1_s64_b2_h16k1_full{pages}_mla_kv8_descaletile")
+    bundle = exported(tmp_path / "library", problem, archs=("sm_90a",))
+    assert bundle.problems == (problem,)
+    text = (bundle.path / "attention.c").read_text()
+    for name in ("key", "key_scale", "key_rope"):
+        assert f"(int64_t)c->call.{name}.address); /* {name} */" in text
+        assert f"c->call.{name}.batch); /* {name}_{first} */" in text
+        for axis in ("row", "head"):
+            assert f"c->call.{name}.{axis}); /* {name}_{axis} */" in text
+    assert "c->call.key_scale_tile); /* key_scale_tile */" in text
+    assert "/* value_scale */" not in text
+    pointers = bundle.manifest["problems"][0]["pointers"]
+    rows = pointers["key"]["shape"][:3]
+    assert {name: (each["dtype"], each["shape"]) for name, each in pointers.items() if name.startswith("key")} == {
+        "key": ("float8_e4m3fn", [*rows, "512"]),
+        "key_scale": ("float32", [*rows, "4"]),
+        "key_rope": ("bfloat16", [*rows, "64"]),
+    }
+    assert pointers["key_scale"]["strides"] == [f"key_scale_{axis}" for axis in (first, "row", "head", "tile")]
+
+
+def test_codes_of_a_latent_cache_are_for_sm_90a_alone(tmp_path: Path) -> None:
+    problem = problem_of("forward", "bf16_d576v512_q1_s64_b2_h16k1_full_mla_kv8_descaletile")
+    with pytest.raises(NotSupported, match="no kernel takes head dims beyond 256"):
+        exported(tmp_path / "library", problem, archs=("sm_86",))
+    assert not (tmp_path / "library").exists()
 
 
 @pytest.mark.parametrize(("is_sum", "variant"), [(False, "last"), (True, "sum_last")])
@@ -325,7 +376,10 @@ def test_command_exports_a_library(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_compiler")
 def test_command_exports_appends_and_merges(tmp_path: Path) -> None:
     """Beside attention; with one word each, which a bundle of one problem refuses."""
-    words = "append_bf16_d128", "append_f16_d64v32_e4m3", "append_f32_d96_e4m3_row", "merge_bf16_d128_varlen"
+    words = (
+        "append_bf16_d128", "append_f16_d64v32_e4m3", "append_f32_d96_e4m3_row", "append_bf16_d512v64_e4m3_tile",
+        "merge_bf16_d128_varlen",
+    )  # fmt: skip
     named = [option for word in (*words, DECODE) for option in ("--problem", word)]
     folder = tmp_path / "library"
     done = CliRunner().invoke(group, ["export", "--library", *named, "--arch", "sm_90a", "-o", str(folder)])
@@ -334,6 +388,7 @@ def test_command_exports_appends_and_merges(tmp_path: Path) -> None:
         "append for sm_90: append_sm80_bf16_d128_8x16",
         "append for sm_90: append_sm80_f16_d64v32_e4m3_16x8",
         "append for sm_90: append_sm80_f32_d96_e4m3_row_4x32",
+        "append for sm_90: append_sm80_bf16_d512v64_e4m3_tile_4x32",
         "merge for sm_90: merge_sm80_bf16_d128_varlen_8x16",
     ]
     bundle = load_bundle(folder)

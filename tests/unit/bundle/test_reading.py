@@ -145,6 +145,13 @@ def test_a_permission_error_says_permission(tmp_path: Path, name: str) -> None:
     assert load_bundle(bundle.path).manifest == before
 
 
+def test_a_bundle_below_a_folder_that_may_not_be_entered(tmp_path: Path) -> None:
+    path = export(tmp_path / "own" / "bundle", "forward").path
+    for use in (load_bundle, export):
+        with unreadable(path.parent), pytest.raises(NoPermission, match="this user may not read it"):
+            use(path)
+
+
 def test_a_deep_manifest_is_stale(tmp_path: Path) -> None:
     folder = export(tmp_path / "bundle", "forward").path
     (folder / MANIFEST).write_text(crafted_json.DEEP)

@@ -175,6 +175,7 @@ def test_a_narrow_terminal_shows_whole_symbols(tmp_path: Path, monkeypatch: pyte
     [
         ("append_bf16_d64", "append_sm80_bf16_d64_16x8"),
         ("append_f32_d64_e4m3_row", "append_sm80_f32_d64_e4m3_row_8x16"),
+        ("append_bf16_d512v64_e4m3_tile", "append_sm80_bf16_d512v64_e4m3_tile_4x32"),
         ("merge_f16_d64_varlen", "merge_sm80_f16_d64_varlen_16x8"),
     ],
 )

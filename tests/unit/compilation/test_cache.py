@@ -308,6 +308,8 @@ def test_the_objection_to_a_folder(folder: Path, tmp_path: Path, monkeypatch: py
     assert cache_folder.objection(tmp_path / "new") == ""
     (tmp_path / "file").write_text("in the way")
     assert f"not cached in {tmp_path}/file/below: " in cache_folder.objection(tmp_path / "file" / "below")
+    (tmp_path / "link").symlink_to(folder)
+    assert "it is a symbolic link" in cache_folder.objection(tmp_path / "link"), "though one can write to it"
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import socket
@@ -15,9 +16,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from cutlass_py_attn.distributed import Group, NcclCommunicator, PeerLost, bootstrap, connect, gpu, nccl
+from cutlass_py_attn.distributed import (
+    Group,
+    NcclCommunicator,
+    PeerLost,
+    attention_forward,
+    bootstrap,
+    connect,
+    gpu,
+    nccl,
+)
 from cutlass_py_attn.distributed import group as group_module
 from cutlass_py_attn.errors import DriverError, NoDevice, NotSupported
 from cutlass_py_attn.problem.masks import Causal
@@ -62,6 +73,42 @@ def test_attention_over_nccl(size: int, fake: fake_nccl.FakeNccl, tmp_path: Path
     case.expect(found, "zigzag")
     assert fake.calls.count("destroy") == size
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("strategy", "groups"), [("all_gather", 5), ("ulysses", 6), ("ring", 5)])
+def test_exchanges_of_a_forward_and_a_backward(strategy: str, groups: int, fake: fake_nccl.FakeNccl) -> None:
+    """One that compares the calls in each of them; keys and values, and their gradients, share one."""
+    pairs = pair()
+
+    def of_rank(rank: int) -> Any:
+        group = Group(pairs[rank])
+        case.rank(group, strategy, "zigzag", backend="gpu")
+        group.close()
+
+    case = Case()
+    assert together(2, of_rank) == [None, None]
+    assert fake.calls.count("group") == 2 * groups
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses", "ring"])
+def test_ranks_that_differ_exchange_no_array(strategy: str, fake: fake_nccl.FakeNccl) -> None:
+    """Every rank refuses the call, whatever it has computed by then, and the group can be used afterwards."""
+    pairs = pair()
+    given = [np.zeros((1, 8, 4, 16), np.float32) for _ in range(3)]
+
+    def of_rank(rank: int) -> Any:
+        group = Group(pairs[rank], timeout=20.0)
+        call = functools.partial(attention_forward, *given, group=group, context_strategy=strategy, mask=Causal())
+        with pytest.raises(NotSupported, match=r"the ranks make different calls, rank 0: .*; rank 1: "):
+            call(scale=1.0 + rank)
+        before = fake.calls.count("group")
+        output, _ = call()
+        assert group.is_open
+        return before, np.asarray(output).shape
+
+    found = together(2, of_rank)
+    assert [shape for _, shape in found] == [given[0].shape] * 2
+    assert min(before for before, _ in found) <= 2  # a rank may be ahead of the other
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cutlass_py_attn.plan import decode
-from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
+from cutlass_py_attn.plan.decode_smem import MAX_QUERIES, team_output_bytes
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.plan.split_kv import MAX_SPLITS, fewest_splits
 from cutlass_py_attn.problem.spec import parse
@@ -40,3 +40,14 @@ def test_decode_steps_are_forwards_of_few_queries_and_many_keys(
 )  # fmt: skip
 def test_splits_are_the_fewest_that_share_the_work(row_blocks: int, key_tiles: int, num_sms: int, splits: int) -> None:
     assert fewest_splits(row_blocks, key_tiles, num_sms) == splits
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [("f16_d64_q1_s600_b2_h2_full", 9 * 512), ("bf16_d128_q1_s8192_b64_h32k8_full_paged16", 17 * 512)],
+)
+def test_the_output_of_a_team_is_aligned_like_a_stage(name: str, output: int) -> None:
+    """16 rows of float32, each padded by 16 bytes, in whole pieces of 512 bytes."""
+    build = plan(parse(name).problem("forward"), "sm_90").build
+    assert (build.family, build.tile_m) == ("decode", 16)
+    assert team_output_bytes(build) == output

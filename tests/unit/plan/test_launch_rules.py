@@ -9,7 +9,7 @@ import pytest
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.launch_rules import MAX_INT32
+from cutlass_py_attn.plan.launch_rules import MAX_INT32, expect_int32
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan, plan_with_tile
 from cutlass_py_attn.plan.tile_config import TileConfig
@@ -184,6 +184,13 @@ def test_numbers_that_no_field_holds_are_refused(arch: str) -> None:
     assert dict(plan(most, arch).params)["total_tiles"] <= MAX_INT32
 
 
+def test_fields_hold_32_bits_with_a_sign() -> None:
+    expect_int32([("least", -(2**31)), ("most", 2**31 - 1)])
+    for number in (-(2**31) - 1, 2**31):
+        with pytest.raises(NotSupported, match=f"other = {number}: must be at most"):
+            expect_int32([("most", 2**31 - 1), ("other", number)])
+
+
 def test_key_tiles_that_no_field_holds_are_refused() -> None:
     huge = Problem.dense("backward", Shape(65535, 64, 2**29, 2, 8, 8, num_heads_key=1), "bfloat16")
     with pytest.raises(NotSupported, match=r"total_key_tiles = \d+: must be at most 2147483647; call once for each"):
@@ -194,7 +201,7 @@ def test_key_tiles_that_no_field_holds_are_refused() -> None:
     ("changes", "variant", "said"),
     [
         ({}, "query_heads", "a block computes a key tile of one query head and adds dK and dV in float32: 2 warp"),
-        ({"deterministic": True}, "", "a block computes a key tile of all query heads of a group: 2 warp"),
+        ({"deterministic": True}, "ds_registers", "a block computes a key tile of all query heads of a group: 2 warp"),
         ({"mask": Full()}, "ds_registers", "a block computes a key tile of all query heads of a group: 2 warp"),
     ],
 )

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from cutlass_py_attn.plan import resources, split_d
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan import planner, resources, split_d
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.spec import parse
@@ -90,3 +91,21 @@ def test_dk_and_dv_are_split_only_when_both_do_not_fit() -> None:
     fitting, wider = (dataclasses.replace(build, tile_n=tile_n) for tile_n in (most, most + 1))
     assert not split_d.splits_dk_dv(fitting)
     assert split_d.splits_dk_dv(wider)
+
+
+@pytest.mark.parametrize("grid", ["warps_scores", "warps_grad_v", "warps_grad_k", "warps_grad_q"])
+def test_warps_that_do_not_divide_a_product_of_the_backward_are_refused(grid: str) -> None:
+    limits = architecture("sm_80")
+    build = plan(parse("bf16_d128_q200_s300_b2_h2_causal").problem("backward"), limits.name).build
+    assert (build.warps, build.tile_m, build.tile_n, getattr(build, grid)) == (8, 64, 128, (2, 4))
+    assert resources.objections(build, limits) == []
+    for warps, reason in (((1, 4), "must have 8 warps in all"), ((1, 8), ""), ((16, 1), "must have 8 warps in all")):
+        found = resources.objections(dataclasses.replace(build, **{grid: warps}), limits)
+        assert [each.split(": ")[0] for each in found] == [f"{grid} = {warps[0]} x {warps[1]}"] * bool(reason)
+        assert all(reason in each for each in found)
+
+
+def test_a_problem_that_no_tile_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "sm80_tiles", lambda problem: ())
+    with pytest.raises(NotSupported, match="no tile fits sm_80: the tile table has no tile for it; use a smaller head"):
+        plan(parse("bf16_d128_q200_s300_b2_h2_causal").problem("forward"), "sm_80")

@@ -15,7 +15,7 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.launch_rules import grid
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, AppendProblem
+from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, TILE_SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.tensors import Tensor
 
@@ -40,6 +40,9 @@ def appended(dims: tuple[int, int] = (128, 128), dtype: str = "bfloat16", scales
         ((7, 3), "float16", NO_SCALES, "append_sm80_f16_d7v3_a2_16x8", 2),
         ((1, 1), "float32", NO_SCALES, "append_sm80_f32_d1_a4_128x1", 4),
         ((1024, 1024), "bfloat16", ROW_SCALES, "append_sm80_bf16_d1024_e4m3_row_4x32", 16),
+        ((512, 64), "bfloat16", TILE_SCALES, "append_sm80_bf16_d512v64_e4m3_tile_4x32", 16),
+        ((512, 64), "float32", TILE_SCALES, "append_sm80_f32_d512v64_e4m3_tile_4x32", 16),
+        ((7, 3), "float16", TILE_SCALES, "append_sm80_f16_d7v3_a2_e4m3_tile_16x8", 2),
     ],
 )
 def test_the_kernel_of_an_append(dims: tuple[int, int], dtype: str, scales: str, symbol: str, vector: int) -> None:
@@ -94,9 +97,30 @@ def test_the_struct_of_an_append() -> None:
     assert params["key_scale_head"] == 0
 
 
+def test_packed_rows_of_a_latent_cache() -> None:
+    """512 codes, 4 scales and 64 columns of 16 bits are 656 bytes: 8 elements at once, with 8 bytes of codes."""
+    dense = AppendProblem.dense((100, 1, 512), PAGES, "bfloat16", head_dim_value=64, scales=TILE_SCALES)
+    assert (dense.outputs, dense.value_scale) == (("key_cache", "value_cache", "key_scale"), None)
+    parts = {"key_cache": (512, 656), "key_scale": (4, 164), "value_cache": (64, 328)}
+    caches = {
+        name: Tensor((*PAGES, 1, columns), (16 * row, row, row, 1), getattr(dense, name).dtype)
+        for name, (columns, row) in parts.items()
+    }
+    problem = replace(dense, **caches)
+    assert problem.reasons() == []
+    plan = plan_append(problem, "sm_90")
+    params = dict(plan.params)
+    assert [params[f"key_scale_{axis}"] for axis in ("page", "row", "head", "tile")] == [16 * 164, 164, 0, 1]
+    assert [params[f"value_cache_{axis}"] for axis in ("page", "row", "head")] == [16 * 328, 328, 0]
+    assert plan.build == plan_append(dense, "sm_90").build
+    alignments = abi.address_alignments(plan.build)
+    assert [alignments[name] for name in parts] == [8, 4, 16]
+    assert "value_scale" not in alignments
+
+
 def test_every_field_has_a_value_or_an_address() -> None:
     """The struct of each kernel has the params of its plan, the addresses of its arrays, and no more."""
-    problems = [appended(scales=scales) for scales in (NO_SCALES, GIVEN_SCALES, ROW_SCALES)]
+    problems = [appended(scales=scales) for scales in (NO_SCALES, GIVEN_SCALES, ROW_SCALES, TILE_SCALES)]
     plans = [plan_append(problem, "sm_90") for problem in problems]
     plans += [plan_merge(MergeProblem.packed(3, 20, (50, 4, 64), "float16"), "sm_90")]
     for plan in plans:
@@ -165,6 +189,8 @@ def test_a_plan_survives_json_and_explains_itself() -> None:
     assert "grid 100 x 1 x 1, block 128 x 1 x 1" in text
     assert "their largest magnitude / 448, and rounded to e4m3" in text
     assert "num_splits_key" not in text
+    text = plan_append(appended((512, 64), scales=TILE_SCALES), "sm_80").explain()
+    assert "each 128 columns of a row of key are divided by a scale of their own" in text
 
 
 def test_refused() -> None:
@@ -175,7 +201,7 @@ def test_refused() -> None:
         plan_append("append", "sm_90")  # type: ignore[arg-type]
     with pytest.raises(NotSupported, match=r"problem = None: must be a MergeProblem; create one"):
         plan_merge(None, "sm_90")  # type: ignore[arg-type]
-    with pytest.raises(NotSupported, match=r"scales = 'rows' \(str\): must be one of none, given, row"):
+    with pytest.raises(NotSupported, match=r"scales = 'rows' \(str\): must be one of none, given, row, tile;"):
         appended(scales="rows")
     with pytest.raises(NotSupported, match=r"head_dim = 1025: must be from 1 to 1024"):
         plan_append(appended((1025, 8)), "sm_90")
@@ -185,12 +211,20 @@ def test_refused() -> None:
         plan_append(replace(appended(), key=None), "sm_90")  # type: ignore[arg-type]
     with pytest.raises(NotSupported, match=r"batch \* num_queries \* num_heads = 2147483648: must be at most"):
         plan_merge(MergeProblem.dense((2**16, 2**11, 16, 8), "float16"), "sm_90")
+    short = r"has shape \(.*\) and strides \(.*\): must have a stride for each axis; add the missing strides"
+    append, merge = appended(), MergeProblem.dense((1, 8, 2, 8), "float16")
+    with pytest.raises(NotSupported, match=f"key_cache {short}"):
+        plan_append(replace(append, key_cache=replace(append.key_cache, strides=(8, 1))), "sm_90")
+    with pytest.raises(NotSupported, match=f"output_b {short}"):
+        plan_merge(replace(merge, output_b=replace(merge.output_b, strides=(8, 1))), "sm_90")
 
 
 def test_the_catalogue_has_row_kernels_on_portable_targets() -> None:
     kinds = [plan.build.kind for plan in catalogue.plans("sm_90")]
-    assert (kinds.count("append"), kinds.count("merge")) == (27, 45)
+    assert (kinds.count("append"), kinds.count("merge")) == (30, 45)
     assert "append" not in {plan.build.kind for plan in catalogue.plans("sm_90a")}
     plans = {plan.symbol: plan for plan in catalogue.plans("sm_90")}
     serves = catalogue.serves(plans["append_sm80_bf16_d128_e4m3_row_8x16"].build)
     assert serves == "rows for a paged e4m3 cache, by a scale of each row, bfloat16, head dim 128"
+    latent = catalogue.serves(plans["append_sm80_f16_d512v64_e4m3_tile_4x32"].build)
+    assert latent.startswith("rows for a paged latent cache of e4m3 codes, by a scale of each 128 columns, float16")

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import abi, entry_points, launch_rules, planner, preconditions, resources, sm90
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan import abi, entry_points, launch_rules, planner, preconditions, resources, sm90, sm90_smem
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.expressions import evaluate
 from cutlass_py_attn.plan.plan import Plan
@@ -374,3 +375,43 @@ def _strides(problem: Problem) -> dict[str, int]:
         tensor: Tensor = getattr(problem, name)
         found |= {f"{name}_{axis}": stride for axis, stride in zip(axes, tensor.strides, strict=False)}
     return found
+
+
+CODES = f"{PAGED}_kv8_descaletile"
+
+
+def test_a_cache_of_codes_has_the_map_of_its_16_bit_columns() -> None:
+    plan, of_numbers = plan_of(CODES), plan_of(PAGED)
+    main = plan.launches[0]
+    (rope,) = main.tensor_maps
+    assert (rope.field, rope.box, rope.swizzle_bytes) == ("key_rope", (64, 16, 1, 1), 128)
+    assert rope.sizes[:2] == (64, 64)
+    assert plan.build.shared_memory == of_numbers.build.shared_memory
+    assert plan.build.features == ("grouped", "kv8", "kv8tile", "paged")
+    assert main.grid == of_numbers.launches[0].grid
+    names = [name for name, _ in abi.fields_of(plan.build)]
+    assert {"key_scale_tile", "key_scale_page", "key_rope_head"} <= {*names}
+    assert "value_scale" not in names
+    assert sum(sm90_smem.registers(plan.build)[side] * count for side, count in ((0, 1), (-1, 2))) == 504
+    assert "scales of each 128 columns of a row" in plan.explain()
+    assert "four warps load keys and convert their e4m3 codes" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (f"{PAGED}_kv8_descalehead", "e4m3 codes of keys that contain the values without key_rope"),
+        (CODES.replace("paged64", "paged8"), "pages of fewer than 16 rows"),
+        (CODES.replace("d576v512", "d640v512"), "kv8tile"),
+    ],
+)
+def test_refused_codes(name: str, reason: str) -> None:
+    problem = parse(name).problem("forward")
+    assert reason in sm90.unsupported_features(problem)
+    with pytest.raises(NotSupported):
+        planner.plan(problem, ARCH)
+
+
+def test_other_targets_refuse_codes() -> None:
+    with pytest.raises(NotSupported, match="dequantise, each code times its scale"):
+        planner.plan(parse(CODES).problem("forward"), "sm_80")

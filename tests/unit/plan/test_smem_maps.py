@@ -7,8 +7,8 @@ import pytest
 from cutlass_py_attn.plan import sm90_smem
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import plan
-from cutlass_py_attn.plan.split_d import even_chunk, forward_split
-from cutlass_py_attn.plan.variants import PER_HEAD
+from cutlass_py_attn.plan.split_d import even_chunk, forward_split, tile_and_column_block
+from cutlass_py_attn.plan.variants import PER_HEAD, TWO_CTA
 from cutlass_py_attn.problem.spec import parse
 
 NAMES = ("f16_d64", "f16_d64v128", "bf16_d128v64", "f32_d64v32", "f16_d33v17")
@@ -29,6 +29,7 @@ def test_the_sm80_forward_holds_its_tiles(name: str, bias: str) -> None:
     assert found["value"] >= n * problem.shape.head_dim_value * item
     assert found.get("bias", 0) >= (m * n * item if bias else 0)
     assert found["sums"] == 4 * m * 4
+    assert not {"key_codes", "value_codes", "key_scales", "value_scales"} & found.keys(), "those of e4m3 caches"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,3 +116,39 @@ def test_the_split_d_forward_holds_its_query_or_loads_it_with_the_keys(name: str
 )
 def test_chunks_are_as_few_as_possible_and_even(columns: int, widest: int, chunk: int) -> None:
     assert even_chunk(columns, widest) == chunk
+
+
+def test_blocks_of_a_tile_are_neighbours() -> None:
+    assert [tile_and_column_block(block, 2) for block in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+
+
+def test_the_sm90_forward_holds_its_tiles_and_two_barriers_of_each_stage() -> None:
+    build = plan(parse("bf16_d128v64_q500_s600_b2_h2_full").problem("forward"), "sm_90a").build
+    found, stages = sizes(build), build.query_stages
+    query_stages = found["query"] // (build.tile_m * 128 * 2)
+    assert query_stages == 2
+    assert found == {
+        "query": 2 * build.tile_m * 128 * 2,
+        "key": stages * build.tile_n * 128 * 2,
+        "value": stages * build.tile_n * 64 * 2,
+        "barriers": 2 * (query_stages + 2 * stages) * 8,
+    }
+
+
+def test_a_block_of_the_2cta_backward_holds_its_tiles() -> None:
+    """Half of dQ's columns are of this block, and there are two stages of P and dS."""
+    build = plan(parse("bf16_d256v128_q4000_s4096_b2_h2_causal").problem("backward"), "sm_90a").build
+    assert (build.variant, build.tile_m, build.tile_n) == (TWO_CTA, 64, 64)
+    assert (build.query_stages, build.grad_output_stages) == (3, 2)
+    assert sizes(build) == {
+        "key": 64 * 256 * 2,
+        "value": 64 * 128 * 2,
+        "other_key": 64 * 128 * 2,
+        "query": 3 * 64 * 256 * 2,
+        "grad_output": 2 * 64 * 128 * 2,
+        "p_ds": 2 * 64 * 64 * 2,
+        "other_ds": 2 * 64 * 64 * 2,
+        "logsumexp": 3 * 64 * 4,
+        "delta": 2 * 64 * 4,
+        "barriers": 2 * 8 * (3 + 2 + 2 + 2),
+    }

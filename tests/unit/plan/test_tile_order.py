@@ -107,8 +107,6 @@ def test_spans_are_all_key_tiles_but_the_last_and_separate_the_complete_ones(cas
         first, end = (f(band, m, tile_m, tile_n) for f in (tile_order.key_tile_start, tile_order.key_tile_end))
         last = max(end, first + 1) - 1
         assert tile_order.key_tile_spans(band, m, first, last, tile_m, tile_n, splits=False) == ((first, last, False),)
-        if band.form == "local":
-            continue
         spans = tile_order.key_tile_spans(band, m, first, last, tile_m, tile_n, splits=True)
         assert [n for span in spans for n in reversed(range(span.first, span.end))] == [*reversed(range(first, last))]
         for span in spans:
@@ -120,6 +118,8 @@ def test_spans_are_all_key_tiles_but_the_last_and_separate_the_complete_ones(cas
     [
         (Full(), [(0, 5, True)]),
         (Causal(), [(4, 5, False), (0, 4, True)]),
+        (Causal(200), [(4, 5, False), (3, 4, True), (0, 3, False)]),
+        (Causal(50), [(4, 5, False), (4, 4, True), (3, 4, False)]),
     ],
 )
 def test_spans_of_a_tile(mask: Mask, spans: list[tuple[int, int, bool]]) -> None:
@@ -134,8 +134,10 @@ def test_spans_of_a_tile(mask: Mask, spans: list[tuple[int, int, bool]]) -> None
     ("spec", "splits"),
     [
         ("bf16_d64_s1024_b1_h2_full", True),
-        ("bf16_d64_s1024_b1_h2_causal_window64", False),
+        ("bf16_d64_s1024_b1_h2_causal_window64", True),
+        ("bf16_d128_s1024_b1_h2_causal_window64", True),
         ("f16_d128_s1024_b1_h2_causal_window64", False),
+        ("bf16_d64_s1024_b1_h2_causal_window64_alibi", False),
         ("bf16_d64_s1024_b1_h2_causal_alibi", True),
         ("bf16_d64_s1024_b1_h2_full_softcap30", True),
         ("bf16_d96_s1024_b1_h2_causal_softcap30", False),
@@ -146,7 +148,7 @@ def test_spans_of_a_tile(mask: Mask, spans: list[tuple[int, int, bool]]) -> None
         ("bf16_d128_s1024_b1_h2_causal_dropout0.5", True),
     ],
 )
-def test_windows_and_some_score_terms_of_wide_heads_keep_one_loop(spec: str, splits: bool) -> None:
+def test_some_score_terms_of_windows_and_wide_heads_keep_one_loop(spec: str, splits: bool) -> None:
     build = planner.plan(parse(spec).problem("forward"), "sm_90a", 132).build
     assert build.family == "sm90"
     assert sm90_smem.splits_key_loop(build) is splits

@@ -21,6 +21,7 @@ from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.variants import VARIANTS
 from cutlass_py_attn.problem.masks import Causal, Full, Window
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Shape
 from tests.support.any_problem import ARCHS, problems
 
@@ -132,10 +133,9 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "backward", "64x128x16:3,2+query_heads", "deterministic = True", {**GROUPED, "deterministic": True}),
     ("sm90", "backward", "64x64x12:2,2+ds_registers", "warps = 12", {}),
     ("sm90", "backward", "128x128x16:2,2+ds_registers", "tile_m = 128", {}),
-    ("sm90", "backward", "64x128x16:3,2+ds_registers", "head_dim = 64", {"head_dim": 64}),
-    ("sm90", "backward", "64x128x16:3,2+ds_registers", "head_dim_value = 64", {"head_dim": 64}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "tile_m = 64", {"head_dim": 64}),
+    ("sm90", "backward", "64x128x16:3,2+ds_registers", "head_dim = 136", {"head_dim": 136}),
     ("sm90", "backward", "64x128x16:4,4q32+ds_registers", "score_rows = 32", {}),
-    ("sm90", "backward", "64x128x16:3,2+ds_registers", "deterministic = True", {"deterministic": True}),
     ("sm90", "backward", "64x128x16:3,2+ds_registers", "features = ('softcap',)", {"softcap": 9.0}),
     ("sm90", "backward", "64x128x16:3,2+ds_registers", "mask = 'local'", {"mask": Window(64, 0)}),
     ("sm90", "backward", "64x128x16:3,2+ds_registers", "variant = 'ds_registers': S starts from", {"scale": 0.0}),
@@ -152,16 +152,23 @@ INVALID: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("sm90", "backward", "64x64x16:2,1+2cta", "grad_output_stages = 1", {"head_dim": 256}),
     ("sm90", "backward", "64x64x16:2,2k2+2cta", "key_stages = 2", {"head_dim": 256}),
     ("sm90", "backward", "64x64x16:2,2q32+2cta", "score_rows = 32", {"head_dim": 256}),
-    ("sm80", "forward", "128x96x4:1-speculative", "only the standard and the multicast sm90 forward", {"head_dim": 64}),
-    ("sm90", "backward", "64x128x16:3,2-speculative", "only the standard and the multicast sm90 forward", {}),
-    ("decode", "decode", "16x64x4:3-speculative", "only the standard and the multicast sm90 forward", {}),
-    ("sm90", "forward", "128x128x12:2-speculative", "is for scores without windows", {"dropout_p": 0.5}),
-    ("sm90", "forward", "128x128x12:2-speculative", "is for scores without windows", {"softcap": 30.0}),
-    ("sm90", "forward", "128x128x12:2-speculative", "is for scores without windows", {"mask": Window(100, 0)}),
+    ("sm80", "forward", "128x96x4:1-speculative", "have options; use ()", {"head_dim": 64}),
+    ("sm90", "backward", "64x128x16:3,2-speculative", "have options; use ()", {}),
+    ("decode", "decode", "16x64x4:3-speculative", "have options; use ()", {}),
+    ("sm90", "forward", "128x128x12:2-speculative", "for scores without dropout", {"dropout_p": 0.5}),
+    ("sm90", "forward", "128x128x12:2-speculative", "for scores without dropout", {"softcap": 30.0}),
+    ("sm90", "forward", "128x128x12:2-speculative", "is for bfloat16 and e4m3", {"dtype": "float16"}),
     ("sm90", "forward", "128x128x12:2-halves", "use both", {}),
+    ("sm90", "forward", "128x128x12:2-speculative-bits", "is for windows", {"mask": Full()}),
+    ("sm90", "forward", "128x128x12:2-speculative-bits", "is for windows", {}),
+    ("sm90", "forward", "128x208x12:2-speculative-bits", "up to 128", {"head_dim": 64, "mask": Window(100, 0)}),
+    ("sm90", "forward", "128x128x12:2-bits", "use both", {"mask": Window(100, 0)}),
+    ("sm90", "forward", "128x128x12:2+e4m3-speculative-halves", "not for variant e4m3", {"dtype": "float8_e4m3fn"}),
     ("sm90", "forward", "128x128x12:2-shared_end", "full masks", {}),
     ("sm90", "forward", "128x128x12:2-shared_end", "full masks", {"mask": Full(), "softcap": 30.0}),
-    ("sm90", "forward", "128x112x12:2-speculative-halves", "tile_n = 112", {}),
+    ("sm90", "forward", "128x112x12:2-speculative-halves", "tiles of a multiple of 32 keys", {}),
+    ("sm90", "forward", "128x128x12:2+e4m3-shared_end", "full masks", {"dtype": "float8_e4m3fn"}),
+    ("sm90", "forward", "64x64x12:2+wide-speculative", "have options; use ()", {"head_dim": 512}),
     ("decode", "decode", "48x64x4:2", "tile_m = 48", {}),
     ("decode", "decode", "16x64x3:2", "warps = 3", {}),
     ("decode", "decode", "64x64x1:2", "warps = 1", {}),
@@ -225,12 +232,19 @@ VALID = [
     ("sm90", "backward", "64x128x16:3,2+per_head", {"length": 128}),
     ("sm90", "backward", "64x128x16:3,2+query_heads", GROUPED),
     ("sm90", "backward", "64x128x16:3,2+ds_registers", {"head_dim": 104, "scale": -1.0}),
+    ("sm90", "backward", "64x128x16:3,2k2+ds_registers", {"deterministic": True}),
+    ("sm90", "backward", "128x128x16:3,2k2+ds_registers", {"head_dim": 64, "deterministic": True}),
     ("sm90", "backward", "128x128x16:3,2k2+key_registers", {"head_dim": 40, "scale": 0.0}),
+    ("sm90", "backward", "128x128x16:3,2+key_registers", {"head_dim": 64, "deterministic": True}),
     ("sm90", "backward", "64x64x16:3,2+2cta", {"head_dim": 192}),
     ("sm90", "backward", "64x64x12:3,3+wide", {"head_dim": 320}),
     ("sm90", "forward", "128x128x12:2-speculative-halves", {}),
     ("sm90", "forward", "128x128x12:2+multicast-speculative", {}),
+    ("sm90", "forward", "192x128x16:2-speculative-halves", {"head_dim": 64}),
+    ("sm90", "forward", "128x128x12:2-speculative-halves-bits", {"mask": Window(100, 0)}),
+    ("sm90", "forward", "128x128x12:2-speculative", {"mask": Window(100, 0)}),
     ("sm90", "forward", "128x128x12:2-speculative-shared_end", {"mask": Full()}),
+    ("sm90", "forward", "128x128x12:2+e4m3-speculative-bits", {"dtype": "float8_e4m3fn", "mask": Window(100, 0)}),
     ("decode", "decode", "16x128x8:2", {}),
 ]
 
@@ -321,6 +335,8 @@ def test_every_tile_of_the_tables_passes_for_some_problem(family: str, direction
             problem = problem_of("decode" if family == "decode" else direction, head_dim, 512, dtype, heads_key)
             if tile.score_rows:
                 problem = Problem.dense(direction, Shape(2, 512, 512, 4, 192, 128, heads_key), dtype, Causal())
+            if tile.variant == "e4m3_cache":
+                problem = parse(f"bf16_d{head_dim}_s512_b2_h4_causal_kv8").problem("forward")
             if tile.variant == "mla":
                 shape = Shape(2, 1, 512, 4, 576, 512, 1)
                 problem = Problem.dense(direction, shape, dtype).with_value_in_key()

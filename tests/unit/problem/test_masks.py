@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -126,3 +128,13 @@ def test_names() -> None:
     for name in ("diagonal", "window"):
         with pytest.raises(ValueError, match=f"mask '{name}': must be one of full, causal, causal_br"):
             masks.from_name(name)
+
+
+def test_edges_are_integers_of_at_least_0() -> None:
+    assert Window(0, None).objections() == []
+    edges: tuple[Any, ...] = -1, 1.5, True, "2"
+    for edge in edges:
+        assert Window(edge, 3).objections() == [
+            f"mask left = {edge!r}: must be an int of at least 0, or None for no limit; correct it"
+        ]
+        assert [each.split()[1] for each in Window(edge, edge).objections()] == ["left", "right"]

@@ -20,6 +20,7 @@ from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.reference import paged
 from tests.support import refused_pages
 from tests.support.refused_pages import BATCH, MAX_PAGES, PAGE_SIZE, POOL, paged_problem
+from tests.support.requests import called
 from tests.unit.problem.test_problem import objections_of
 
 
@@ -159,3 +160,10 @@ def test_the_reference_is_a_backend() -> None:
     np.testing.assert_allclose(logsumexp[:1, :, :1], one[1][:, :, :1], rtol=1e-6)
     assert (output[1] == 0).all()
     assert (logsumexp[1, :, 0] == 0).all()  # the sink alone
+
+
+def test_one_length_may_have_any_stride() -> None:
+    lengths = Tensor((1,), (7,), "int32")
+    shapes = {"query": (1, 2, 4, 32), "key": (POOL, PAGE_SIZE, 2, 32), "value": (POOL, PAGE_SIZE, 2, 32)}
+    given = {name: Tensor.contiguous(shape, "float16") for name, shape in shapes.items()}
+    assert called(given=given, sequences=Paged(Tensor.contiguous((1, MAX_PAGES), "int32"), lengths)).reasons() == []

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem import quantization
 from cutlass_py_attn.problem.serialize import from_json, to_json
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Tensor
@@ -113,6 +114,58 @@ def test_reasons_of_e4m3_operands() -> None:
         f"query_scale has shape (2, 3) and dtype float32: {allowed}",
         f"value_scale has shape (3, 100, 2) and dtype float32: {allowed}",
     ]
+
+
+LATENT = parse("bf16_d576v512_q1_s100_b3_h16k1_full_paged16_mla_kv8_descaletile").problem("forward")
+
+
+@pytest.mark.parametrize("pages", ["", "_paged16"])
+def test_latent_caches_with_columns_of_16_bits(pages: str) -> None:
+    problem = parse(f"f16_d576v512_q1_s100_b3_h16k1_full{pages}_mla_kv8_descaletile").problem("forward")
+    rows = problem.key.shape[:3]
+    assert problem.reasons() == []
+    assert problem.key_rope == Tensor.contiguous((*rows, 64), "float16")
+    assert problem.key == problem.value == Tensor.contiguous((*rows, 512), "float8_e4m3fn")
+    assert problem.key_scale == Tensor.contiguous((*rows, 4), "float32")
+    assert problem.shape.head_dim == 576
+    assert quantization.strides(problem)["key_scale_tile"] == 1
+    assert from_json(to_json(problem)) == problem
+    packed = problem.replace(  # rows of 656 bytes
+        key=Tensor(problem.key.shape, (656 * rows[1], 656, 656, 1), "uint8"),
+        key_rope=Tensor((*rows, 64), (328 * rows[1], 328, 328, 1), "float16"),
+        key_scale=Tensor((*rows, 4), (164 * rows[1], 164, 164, 1), "float32"),
+    ).with_value_in_key()
+    assert packed.reasons() == []
+    assert quantization.strides(packed)["key_scale_row"] == 164
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"key_scale": None},
+            "key_scale is missing with key_rope: must be float32 (22, 16, 1, 4), a scale of each 128",
+        ),
+        (
+            {"key_scale": scale(22, 16, 1)},
+            "key_scale has shape (22, 16, 1) and dtype float32: must be float32 (22, 16, 1, 4)",
+        ),
+        ({"value_scale": scale()}, "value_scale is given with key_rope: must be absent, because value is in key"),
+        (
+            {"value_in_key": False},
+            "key_rope is given with key of float8_e4m3fn and query of bfloat16, value_in_key = False",
+        ),
+        (
+            {"key_rope": Tensor.contiguous((22, 16, 1, 32), "bfloat16")},
+            "key_rope has shape (22, 16, 1, 32): must be (22",
+        ),
+        ({"key_rope": Tensor.contiguous((22, 16, 64), "bfloat16")}, "key_rope has shape (22, 16, 64) and strides"),
+        ({"key_rope": 3}, "key_rope = 3 (int): must be a Tensor, or None"),
+    ],
+)
+def test_reasons_of_latent_caches(changes: dict[str, Any], reason: str) -> None:
+    found = LATENT.replace(**changes).reasons()
+    assert any(text.startswith(reason) for text in found), found
 
 
 @pytest.mark.parametrize("name", ["e4m3_d64_q4_s64_b3_h8k2_full", "bf16_d64_q4_s64_b3_h8k2_full_kv8_descalerow"])

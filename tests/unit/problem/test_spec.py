@@ -182,3 +182,9 @@ def test_tokens_without_keys_have_one_objection() -> None:
 def test_a_mask_of_other_words_is_refused() -> None:
     with pytest.raises(NotSupported, match="is no word of a mask"):
         parse_mask("causal_dropout0.1")
+
+
+@pytest.mark.parametrize(("keys", "pages"), [(0, 0), (1, 1), (16, 1), (17, 2), (33, 3)])
+def test_pages_hold_the_keys(keys: int, pages: int) -> None:
+    spec = parse(f"bf16_d64_q1_s{keys}_b3_h2_full_paged16")
+    assert (spec.max_pages, spec.problem("forward").key.shape[0]) == (pages, 3 * pages + 1)

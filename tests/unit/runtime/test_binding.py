@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported, Stale
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.plan import abi, planner
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace
 from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Shape, Tensor
-from cutlass_py_attn.runtime import driver, kernel_launch
+from cutlass_py_attn.runtime import binding, driver, kernel_launch
 from cutlass_py_attn.runtime.binding import Bound, bind, first_available, portable_arch
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import SHAPE, addresses, aligned, artifact, decode, plan_of
@@ -379,3 +380,12 @@ def test_generic_arch(compute_capability: tuple[int, int], arch: str) -> None:
 def test_no_arch(compute_capability: tuple[int, int]) -> None:
     with pytest.raises(NotSupported, match=r"no target runs on it; allowed are sm_80, .*use another GPU"):
         portable_arch(compute_capability)
+
+
+@pytest.mark.parametrize("name", ["bf16_d32_s8192_b4_h32_causal_scale0", "bf16_d96_s8192_b4_h16_full_scale0"])
+def test_a_plan_takes_its_own_scale_of_0(name: str) -> None:
+    """Variant ds_registers divides by the scale with 128 columns alone."""
+    problem = parse(name).problem("backward")
+    plan = planner.plan(problem, "sm_90a", 132)
+    assert plan.build.variant == "ds_registers"
+    assert not [*binding._problem_mismatches(plan, problem)]

@@ -12,6 +12,7 @@ import pytest
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.runtime import cuda_interface
 from cutlass_py_attn.runtime.arrays import DeviceArray, read_operands
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import InterfaceArray, aligned, artifact
@@ -26,6 +27,14 @@ class Exporter:
         self.array = aligned(SHAPE, "f2")
         entries = {**InterfaceArray(self.array).__cuda_array_interface__, **changes}
         self.__cuda_array_interface__ = {key: value for key, value in entries.items() if value != "left out"}
+
+
+class Raises:
+    """An array that cannot export itself."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise RuntimeError("it requires grad")
 
 
 def reasons_of(value: Any) -> list[str]:
@@ -73,11 +82,6 @@ def test_every_wrong_entry_is_listed(driver_log: FakeDriver) -> None:
 
 
 def test_interface_that_is_no_dictionary_or_raises(driver_log: FakeDriver) -> None:
-    class Raises:
-        @property
-        def __cuda_array_interface__(self) -> Any:
-            raise RuntimeError("it requires grad")
-
     (reason,) = reasons_of(SimpleNamespace(__cuda_array_interface__=[1]))
     assert "__cuda_array_interface__ = [1] (list): must be a dict" in reason
     (reason,) = reasons_of(Raises())
@@ -106,6 +110,15 @@ def test_cupy_strides_are_not_rounded(driver_log: FakeDriver, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=ndarray, cuda=cuda))
     (reason,) = reasons_of(ndarray(strides=(240, 48, 33, 2)))
     assert "x has strides (240, 48, 33, 2) in bytes: must be multiples of its 2-byte elements; copy it" in reason
+
+
+@pytest.mark.parametrize(
+    ("value", "is_read_only"),
+    [(Exporter(data=(4096, True)), True), (Exporter(data=(4096, False)), False), (Raises(), False), (object(), False)],
+    ids=["read-only", "writable", "raises", "no interface"],
+)
+def test_only_an_interface_makes_an_array_read_only(value: Any, is_read_only: bool) -> None:
+    assert cuda_interface.is_read_only(value) == is_read_only
 
 
 def test_numpy_masked_arrays(driver_log: FakeDriver) -> None:

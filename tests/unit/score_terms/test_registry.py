@@ -47,6 +47,7 @@ def test_names_are_those_of_the_features() -> None:
         ("sm80 backward", set()),
         ("sm90 forward", set()),
         ("sm90 backward", {"bias"}),
+        ("sm90 backward ds_registers", ALL - {"sinks"}),
         ("sm90 backward score_rows", {"bias", "dropout"}),
         ("sm90 backward 2cta", ALL),
         ("decode", ALL),

@@ -10,6 +10,7 @@ import pytest
 
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.problem.append import TILE_SCALES
 from cutlass_py_attn.reference import serving
 from cutlass_py_attn.testing import serving_cases
 from cutlass_py_attn.testing.serving_cases import logsumexp_ratio, output_ratio
@@ -26,9 +27,9 @@ def test_every_case_is_sound_and_most_store_rows() -> None:
             after = case.expected()
             caches = [placed for name, placed in case.arrays.items() if name.endswith("cache")]
             stored += all((after[id(cache.memory)] != cache.memory).any() for cache in caches)
-    assert len(builds) == 49
+    assert len(builds) == 55
     assert min(builds.values()) >= 2
-    assert stored > 0.9 * serving_cases.SEEDS
+    assert stored > 0.9 * 2 * serving_cases.SEEDS
 
 
 def test_the_cases_cover_the_layouts() -> None:
@@ -38,6 +39,11 @@ def test_the_cases_cover_the_layouts() -> None:
     assert 0.1 < np.mean(shared) < 0.9
     ranks = Counter(len(it.arrays["key_scale"].tensor.shape) if "key_scale" in it.arrays else -1 for it in appends)
     assert set(ranks) == {-1, 0, 1, 3}
+    latent = [serving_cases.latent_append_case(seed) for seed in range(serving_cases.SEEDS)]
+    assert {it.problem.scales for it in latent} == {TILE_SCALES}
+    assert 0.2 < np.mean([it.arrays["key_cache"].memory is it.arrays["key_scale"].memory for it in latent]) < 0.6
+    packed = [it.arrays["key_cache"].tensor for it in latent if it.problem.key.shape[2] == 512]
+    assert 656 in {it.strides[1] for it in packed}
     slots = np.concatenate([it.arrays["slots"].view() for it in appends])
     assert (slots < 0).any()
     assert (slots == 2**32).any()
