@@ -236,6 +236,12 @@ class Decode:
     @cute.jit
     def copy_queries(self, p: Any, work: Any, thread: Int32):
         """Starts copying the rows of this block's tile, zeros past the last, without commit."""
+        for part in cutlass.range_constexpr(self.team_warps):
+            self.copy_query_part(p, work, part, thread)
+
+    @cute.jit
+    def copy_query_part(self, p: Any, work: Any, part: Any, thread: Int32):
+        """Starts copying the rows that warp `part` of each team computes."""
         build, seqlen, group = self.build, work.seqlen, seqlen_info.group_size(self.build, p)
         vector = build.vector_bytes // build.item_bytes
         row_threads = threads_of_row(build.columns * build.item_bytes, build.vector_bytes)
@@ -245,22 +251,21 @@ class Decode:
         copy = cute.make_tiled_copy_tv(atom, lanes, cute.make_layout((1, vector))).get_slice(thread)
         coordinates = copy.partition_S(cute.make_identity_tensor((self.rows, build.columns)))
         if thread < at_once * row_threads:
-            for part in cutlass.range_constexpr(self.team_warps):
-                target = copy.partition_D(self.query_tile(part))
-                for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
-                    packed_row = work.row0 + part * self.rows + coordinates[(0, 0), i, 0][0]
-                    query = packed_row // group
-                    head = work.head_key * group + (packed_row - query * group)
-                    start = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
-                    source = params.row_pointer(build, p, "query", start)
-                    for j in cutlass.range_constexpr(cute.size(target, mode=[2])):
-                        column = coordinates[(0, 0), i, j][1]
-                        in_bounds = cute.make_rmem_tensor(cute.make_layout(1), Boolean)
-                        in_bounds[0] = (query < seqlen.num_queries) & (column < build.head_dim)
-                        values = cute.make_tensor(
-                            source + params.assume_multiple(Int64(column), vector), cute.make_layout(((vector, 1),))
-                        )
-                        cute.copy(atom, values, target[None, i, j], pred=in_bounds)
+            target = copy.partition_D(self.query_tile(part))
+            for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
+                packed_row = work.row0 + part * self.rows + coordinates[(0, 0), i, 0][0]
+                query = packed_row // group
+                head = work.head_key * group + (packed_row - query * group)
+                start = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
+                source = params.row_pointer(build, p, "query", start)
+                for j in cutlass.range_constexpr(cute.size(target, mode=[2])):
+                    column = coordinates[(0, 0), i, j][1]
+                    in_bounds = cute.make_rmem_tensor(cute.make_layout(1), Boolean)
+                    in_bounds[0] = (query < seqlen.num_queries) & (column < build.head_dim)
+                    values = cute.make_tensor(
+                        source + params.assume_multiple(Int64(column), vector), cute.make_layout(((vector, 1),))
+                    )
+                    cute.copy(atom, values, target[None, i, j], pred=in_bounds)
 
     def output_columns(self, column: Any) -> tuple[Any, Any]:
         """Returns where two neighbouring columns of O are stored."""

@@ -358,6 +358,12 @@ class PersistentDecode(Decode):
         matmul_pv.issue(self.mma_pv, r_o, self.mma_pv.from_accumulator(r_p), v_operand)
 
     @cute.jit
+    def copy_queries(self, p: Any, work: Any, thread: Int32):
+        # Not unrolled: with the addresses of all rows at once, tiles of 64 rows spill.
+        for part in cutlass.range(self.team_warps, unroll=1):
+            self.copy_query_part(p, work, part, thread)
+
+    @cute.jit
     def load_queries(self, p: Any, work: Any, thread: Int32):
         """Loads the rows of this block's tile, zeros past the last, in the order of columns that codes need.
 
