@@ -41,4 +41,11 @@ class MlaDecodeBarrier(IntEnum):
     P_FULL_1 = 2
     WARPGROUP_0 = 3  # one for each warpgroup alone
     WARPGROUP_1 = 4
-    WARPGROUPS = 5  # both
+    # A pair for each place where both wait for each other: a warpgroup arrives at its own, and the other waits there.
+    # One pair is not enough: a warpgroup may pass the next place before the other has waited at this one.
+    QUERY_EMPTY_0 = 5
+    QUERY_EMPTY_1 = 6
+    QUERY_FULL_0 = 7
+    QUERY_FULL_1 = 8
+    SUMS_0 = 9
+    SUMS_1 = 10

@@ -327,9 +327,13 @@ class WideForwardSm90:
         tile = self.p_tiles()[None, None, own.index]
         tile_copy.copy_r2s(own.thread, self.mma_qk[0].mma, tile_copy.converted(r_s, self.dtype), tile, True)
         cute.arch.fence_proxy("async.shared", space="cta")
-        barrier = WideBarrier.WARPGROUP_0 + own.index
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
+        self.sync_warpgroup(own.index)
         self.arrive_at(WideBarrier.P_FULL_0 + own.index)
+
+    def sync_warpgroup(self, warpgroup: int) -> None:
+        """Waits for the other threads of the warpgroup."""
+        barrier = WideBarrier.WARPGROUP_0 + warpgroup
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
 
     def wait_at(self, barrier: Any) -> None:
         """Waits at a named barrier of both warpgroups."""
@@ -348,7 +352,9 @@ class WideForwardSm90:
         build, seqlen, softmax = self.build, work.seqlen, own.softmax
         query0 = work.tile * build.tile_m
         softmax.leave_sums(last)
-        # Not one barrier at which both wait: compute-sanitizer takes waits at two instructions for divergence.
+        # Not one barrier where both wait: compute-sanitizer takes that for divergence while the producer's warps wait
+        # for the other block of the cluster. It follows what an arrival orders behind a barrier of the own warpgroup.
+        self.sync_warpgroup(own.index)
         self.arrive_at(WideBarrier.SUMS_0 + own.index)
         self.wait_at(WideBarrier.SUMS_0 + 1 - own.index)
         sink = params.load_scalar(p.sinks, Float32, work.head) if cutlass.const_expr(build.has("sinks")) else None

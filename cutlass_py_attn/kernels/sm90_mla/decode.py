@@ -235,11 +235,12 @@ class MlaDecodeSm90:
         uses0, uses1: tiles that each slot has had before
         """
         own = self.create_warpgroup(p, warpgroup, thread)
-        self.wait_at(MlaDecodeBarrier.WARPGROUPS)  # the query tile and the statistics of the last piece are done with
+        # The query tile and the statistics of the last piece are done with.
+        self.sync_warpgroups(warpgroup, MlaDecodeBarrier.QUERY_EMPTY_0)
         own.softmax.clear_maximum()
         self.load_queries(p, piece, warpgroup * WARPGROUP_THREADS + thread)
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.wait_at(MlaDecodeBarrier.WARPGROUPS)
+        self.sync_warpgroups(warpgroup, MlaDecodeBarrier.QUERY_FULL_0)
         r_s = self.mma_qk[0].accumulator(thread)
         if cutlass.const_expr(warpgroup == 0):
             for half in cutlass.range_constexpr(WARPGROUPS):
@@ -320,8 +321,7 @@ class MlaDecodeSm90:
         r_p = tile_copy.converted(r_s, self.dtype)
         tile_copy.copy_r2s(own.thread, self.mma_qk[0].mma, r_p, self.ring.p_tile(own.index), True)
         cute.arch.fence_proxy("async.shared", space="cta")
-        barrier = MlaDecodeBarrier.WARPGROUP_0 + own.index
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
+        self.sync_warpgroup(own.index)
         self.arrive_at(MlaDecodeBarrier.P_FULL_0 + own.index)
         return r_p
 
@@ -342,6 +342,21 @@ class MlaDecodeSm90:
             rows = piece.seqlen.num_keys - tile * self.build.tile_n
             if rows < self.build.tile_n:
                 self.ring.clear_rows(slot, larger(rows, 0), thread)
+
+    def sync_warpgroups(self, warpgroup: int, pair: int) -> None:
+        """Waits for the other warpgroup; afterwards its writes to shared memory are visible.
+
+        pair: the first of two named barriers. compute-sanitizer takes one barrier, where the code of each warpgroup
+        waits, for divergence, and follows what an arrival orders only behind a barrier of the warpgroup's own.
+        """
+        self.sync_warpgroup(warpgroup)
+        self.arrive_at(pair + warpgroup)
+        self.wait_at(pair + 1 - warpgroup)
+
+    def sync_warpgroup(self, warpgroup: int) -> None:
+        """Waits for the other threads of the warpgroup."""
+        barrier = MlaDecodeBarrier.WARPGROUP_0 + warpgroup
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP_THREADS)
 
     def wait_at(self, barrier: Any) -> None:
         """Waits at a named barrier of both warpgroups."""
@@ -389,7 +404,7 @@ class MlaDecodeSm90:
         build, seqlen, softmax = self.build, piece.seqlen, own.softmax
         group = seqlen_info.group_size(build, p)
         softmax.leave_sums(last)
-        self.wait_at(MlaDecodeBarrier.WARPGROUPS)
+        self.sync_warpgroups(own.index, MlaDecodeBarrier.SUMS_0)
         factors, logsumexps = softmax.finish(last, None, unit=1.0)
         values = row_view(own.output)
         multiply_rows(values, factors)
