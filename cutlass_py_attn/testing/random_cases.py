@@ -84,6 +84,8 @@ SHARED_END_QUERIES: Final = (100, 128, 129, 250)
 SHARED_END_KEYS: Final = (257, 513, 520, 640)
 # Kernel numbers from here on are those of e4m3 caches with more queries than decode kernels take.
 PROMPTS_FROM: Final = 500_000
+# Kernel numbers from here on are those of forwards of wide heads.
+WIDE_FROM: Final = 600_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,9 @@ class _Kernel:
 
 def draw(kernel: int, run: int) -> Case:
     """Case `run` of the kernel number `kernel`."""
+    if kernel >= WIDE_FROM:
+        drawn, rng = _draw_wide(np.random.default_rng(kernel)), np.random.default_rng((kernel, run))
+        return _with_inputs(_draw_case(drawn, rng), rng)
     if kernel >= PROMPTS_FROM:
         return _draw_e4m3_cache(np.random.default_rng(kernel), np.random.default_rng((kernel, run)), are_prompts=True)
     if kernel >= SHARED_END_FROM:
@@ -167,12 +172,18 @@ def _draw_kernel(rng: np.random.Generator) -> _Kernel:
     )
     if chance(DECODE_SHARE):
         return _decode_kernel(kernel, rng)
-    return _sm90_kernel(kernel, rng) if chance(SM90_SHARE) else kernel
+    return _sm90_kernel(kernel, rng, is_wide=chance(WIDE_SHARE)) if chance(SM90_SHARE) else kernel
 
 
-def _sm90_kernel(kernel: _Kernel, rng: np.random.Generator) -> _Kernel:
+def _draw_wide(rng: np.random.Generator) -> _Kernel:
+    """A forward of wide heads, which has no bias."""
+    kernel = dataclasses.replace(_draw_kernel(rng), direction="forward", bias="", deterministic=False, is_decode=False)
+    return _sm90_kernel(kernel, rng, is_wide=True)
+
+
+def _sm90_kernel(kernel: _Kernel, rng: np.random.Generator, *, is_wide: bool) -> _Kernel:
     """The kernel number's features, without those that no sm90 kernel of its direction has."""
-    has_bias, is_wide = bool(kernel.bias) and kernel.direction == "forward", bool(rng.random() < WIDE_SHARE)
+    has_bias = bool(kernel.bias) and kernel.direction == "forward"
     head_dim, head_dim_value = _pick(rng, WIDE_DIMS) if is_wide else (_pick(rng, SM90_DIMS), 0)
     gradients = kernel.gradients.replace("b", "") or "qkv"
     if is_wide:  # the sm90 kernel of wide heads computes all of them

@@ -15,7 +15,7 @@ from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.errors import DriverError, Stale
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import builds_on, plan, plans_on
-from cutlass_py_attn.plan.variants import E4M3_CACHE
+from cutlass_py_attn.plan.variants import E4M3_CACHE, WIDE
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
 from cutlass_py_attn.testing import guarded_check, random_cases
 from cutlass_py_attn.testing.cases import Case
@@ -287,6 +287,17 @@ def test_the_numbers_of_prompts_and_of_latent_codes_draw_enough_problems() -> No
     latent = list(random_cases.cases(range(random_cases.MLA_FROM, random_cases.MLA_FROM + fuzz.MLA), 1))
     counts = Counter(case.spec.e4m3_cache for case in latent)
     assert min(counts[False], counts[True]) * fuzz.RUNS >= 300
+
+
+def test_the_numbers_of_wide_heads_draw_enough_forwards() -> None:
+    """A default run has at least 300 problems of the sm90 forward of wide heads."""
+    drawn = list(random_cases.cases(range(random_cases.WIDE_FROM, random_cases.WIDE_FROM + fuzz.WIDE), 9))
+    assert all(case.direction == "forward" and Case.parse(case.line) == case for case in drawn)
+    kernels = [builds_on(case.problem(), (9, 0))[0] for case in drawn if case.needs_kernels]
+    wide = {build for build in kernels if build.variant == WIDE}
+    assert sum(build in wide for build in kernels) / len(drawn) * fuzz.WIDE * fuzz.RUNS >= 300
+    assert {build.dtype for build in wide} == {"bfloat16", "float16"}
+    assert len({build.mask for build in wide}) > 1
 
 
 def test_the_numbers_of_shared_ends_draw_problems_whose_last_query_tiles_blocks_share() -> None:

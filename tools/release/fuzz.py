@@ -39,6 +39,7 @@ MLA: Final = 12
 E4M3: Final = 26
 SHARED_END: Final = 4
 PROMPTS: Final = 8
+WIDE: Final = 6
 FAMILIES: Final = ("sm80", "sm90")  # of --build; decode and split-D kernels are built with the sm80 kernels
 SHRUNK: Final = 3  # failures that are reduced
 TRIES_WHEN_COMPILING: Final = 40
@@ -63,6 +64,9 @@ def main() -> int:
     parser.add_argument(
         "--prompts", type=int, default=PROMPTS, help=f"kernel numbers of prompts over e4m3 caches to draw ({PROMPTS})"
     )
+    parser.add_argument(
+        "--wide", type=int, default=WIDE, help=f"kernel numbers of forwards of wide heads to draw ({WIDE})"
+    )
     parser.add_argument("--first", type=int, default=0, help="the first kernel number")
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
     parser.add_argument("--processes", type=int, help="processes that run cases; all cores, or 1 with the compiler")
@@ -77,7 +81,8 @@ def main() -> int:
     codes = range(random_cases.E4M3_FROM, random_cases.E4M3_FROM + given.e4m3)
     shared = range(random_cases.SHARED_END_FROM, random_cases.SHARED_END_FROM + given.shared_end)
     prompts = range(random_cases.PROMPTS_FROM, random_cases.PROMPTS_FROM + given.prompts)
-    numbers = [*range(given.first, given.first + given.variants), *pages, *latent, *codes, *shared, *prompts]
+    wide = range(random_cases.WIDE_FROM, random_cases.WIDE_FROM + given.wide)
+    numbers = [*range(given.first, given.first + given.variants), *pages, *latent, *codes, *shared, *prompts, *wide]
     if given.build or given.list:
         return _build(given.build, needed(numbers, given.runs, (given.family,) if given.family else FAMILIES))
     if given.case:
