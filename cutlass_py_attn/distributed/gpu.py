@@ -19,12 +19,11 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.distributed.communicator import Message
 from cutlass_py_attn.distributed.group import Group
 from cutlass_py_attn.distributed.machine import Arrays, Machine, along, as_options
-from cutlass_py_attn.distributed.views import View
+from cutlass_py_attn.distributed.views import View, dense_strides
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.problem.merge import MAX_HEAD_DIM, OUTPUTS, MergeProblem
-from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes
 from cutlass_py_attn.runtime.binding import Bound, bind, portable_arch
 
@@ -77,7 +76,7 @@ class Gpu(Machine):
 
     def result(self, name: str, shape: tuple[int, ...], dtype: str) -> View:
         pointer = self._results.allocate(name, shape, dtype)
-        return View(pointer, shape, Tensor.contiguous(shape, dtype).strides, dtype, self._gpu.ordinal, self._results)
+        return View(pointer, shape, dense_strides(shape), dtype, self._gpu.ordinal, self._results)
 
     def copy(self, target: View, source: View) -> None:
         copy(target, source, self.stream)

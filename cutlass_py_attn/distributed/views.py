@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import weakref
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class View:
         size = math.prod(shape) * numpy_dtype(dtype).itemsize
         memory = Memory(size, device, stream, f"an array {shape} {dtype}") if size else None
         pointer = 0 if memory is None else memory.pointer
-        return View(pointer, shape, Tensor.contiguous(shape, dtype).strides, dtype, device, memory)
+        return View(pointer, shape, dense_strides(shape), dtype, device, memory)
 
     @property
     def item_bytes(self) -> int:
@@ -105,18 +106,24 @@ class View:
     def as_rows(self) -> View:
         """Returns the view with axes of size 1 in front, so that it has four."""
         missing = 4 - len(self.shape)
+        if not missing:
+            return self
         strides = (self.strides[0] * self.shape[0] if self.shape else 1,) * missing
         return dataclasses.replace(self, shape=(*(1,) * missing, *self.shape), strides=(*strides, *self.strides))
 
     def reshape(self, shape: tuple[int, ...]) -> View:
         """Returns a dense view with another shape."""
-        return View(
-            self.pointer, shape, Tensor.contiguous(shape, self.dtype).strides, self.dtype, self.device, self.owner
-        )
+        return View(self.pointer, shape, dense_strides(shape), self.dtype, self.device, self.owner)
+
+
+@functools.lru_cache(maxsize=1024)
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides (elements) of an array whose elements follow each other in row-major order."""
+    return Tensor.contiguous(shape, "uint8").strides
 
 
 def is_dense(array: Any) -> bool:
     """Returns whether the elements of a View or a NumPy array follow each other in row-major order."""
     if not isinstance(array, View):
         return bool(array.flags.c_contiguous)
-    return array.tensor.is_contiguous
+    return array.strides == dense_strides(array.shape) or array.tensor.is_contiguous
