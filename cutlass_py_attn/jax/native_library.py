@@ -63,9 +63,7 @@ def choice() -> Choice:
 
     NotSupported: the variable has another value, or demands a native handler that cannot be compiled.
     """
-    given = os.environ.get(VARIABLE)
-    if not given:
-        return Choice(PYTHON, f"{VARIABLE} is not set")
+    given = os.environ.get(VARIABLE) or AUTO
     if given not in HANDLERS:
         remedy = did_you_mean(given, HANDLERS, "unset it")
         raise NotSupported(f"{VARIABLE} = {given!r}: must be one of {', '.join(HANDLERS)}; {remedy}")
