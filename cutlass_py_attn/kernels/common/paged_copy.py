@@ -26,7 +26,7 @@ BLOCK_ROWS = 16
 class PagedRows:
     """Rows [key0, num_keys) of a sequence and a key head that a team copies.
 
-    entry: this lane's entry of the table, see `PagedCopy.entry`.
+    entry: this lane's entry of the table, see `PagedCopy.entry`, clamped to the pool.
     """
 
     head_key: Int32
@@ -43,20 +43,15 @@ class PagedCopy:
         assert rows % BLOCK_ROWS == 0, f"rows = {rows}: must be whole blocks of {BLOCK_ROWS} rows"
         self.build, self.num_rows, self.threads = build, rows, threads
 
-    @cute.jit
-    def entry(self, p: Any, row: PageRow, shift: Int32, key0: Int32, num_keys: Int32, lane: Int32):
-        """Returns this lane's entry for rows from key0 on; 0 if its row is behind the last key.
+    def entry(self, p: Any, row: PageRow, shift: Int32, key0: Int32, end: Int32, lane: Int32) -> Int32:
+        """Starts loading this lane's entry for rows from key0 on; it may be anything if its row is not before `end`.
 
-        shift: log2 of the page size.
+        shift: log2 of the page size. The entry is not clamped: see `paging.start_entry`.
         """
         row_of_lane = lane % self.num_rows
-        if p.page_size >= BLOCK_ROWS:
-            row_of_lane = row_of_lane // BLOCK_ROWS * BLOCK_ROWS
-        key = key0 + row_of_lane
-        found = Int32(0)
-        if key < num_keys:
-            found = paging.entry(p, row, key >> shift)
-        return found
+        of_block = row_of_lane // BLOCK_ROWS * BLOCK_ROWS
+        key = key0 + cutlass.select_(p.page_size >= BLOCK_ROWS, of_block, row_of_lane)
+        return paging.start_entry(p, row, key >> shift, key < end)
 
     @cute.jit
     def copy(self, p: Any, name: cutlass.Constexpr, member: Int32, rows: Any, columns: cutlass.Constexpr, tile: Any):

@@ -13,6 +13,7 @@ from cutlass import Int32, Int64
 
 from cutlass_py_attn.integers import larger, smaller
 from cutlass_py_attn.kernels.common import params
+from cutlass_py_attn.problem.tensors import WORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,22 @@ def num_keys(p: Any, index: Int32) -> Int32:
 
 def entry(p: Any, row: PageRow, number: Int32) -> Int32:
     """Returns page `number` of a sequence, clamped to the pool; it has that page."""
-    found = params.load_scalar(p.page_table, Int32, row.start + number)
-    return smaller(larger(found, 0), p.num_pages - 1)
+    return clamped(p, params.load_scalar(p.page_table, Int32, row.start + number))
+
+
+def start_entry(p: Any, row: PageRow, number: Int32, is_needed: Any) -> Int32:
+    """Starts loading page `number` of a sequence, which has that page if it is needed; else it may be anything.
+
+    It is not clamped, see `clamped`, so that nothing waits for it before its use.
+    """
+    address = p.page_table + (row.start + number) * Int64(WORD_BYTES)
+    (found,) = params.load_words(address, is_needed, 1, has_zeros=False)
+    return Int32(found)
+
+
+def clamped(p: Any, page: Int32) -> Int32:
+    """Returns a page clamped to the pool."""
+    return smaller(larger(page, 0), p.num_pages - 1)
 
 
 def offset(p: Any, name: str, page: Int32, row: Int32, head: Int32) -> Int64:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 
@@ -92,6 +92,23 @@ def load_scalar(address: Int64, dtype: Any, index: Any = 0) -> Any:
     """Loads element `index` of an array in global memory."""
     size = dtype.width // 8
     return cute.make_tensor(pointer(address, dtype, size) + Int64(index), cute.make_layout(1))[0]
+
+
+def load_words(address: Int64, is_valid: Any, count: int, *, has_zeros: bool = True) -> list[Uint32]:
+    """Starts loading one word, or a vector of four words, from global memory, if `is_valid`.
+
+    has_zeros: whether words that are not loaded are zeros; else they may be anything
+    """
+    places = [f"{{$w{index}}}" for index in range(count)]
+    vector, target = (".v4", "{" + ", ".join(places) + "}") if count > 1 else ("", places[0])
+    zeros = " ".join(f"@!valid mov.b32 {place}, 0;" for place in places if has_zeros)
+    text = (
+        f"{{ .reg .pred valid; setp.ne.s32 valid, {{$r1}}, 0; @valid ld.global{vector}.b32 {target}, [{{$r0}}]; "
+        f"{zeros} }}"
+    )
+    flag = Int32(cutlass.select_(is_valid, Int32(1), Int32(0)))
+    found: Any = cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=[Int64(address), flag])
+    return [Uint32(word) for word in (found if count > 1 else (found,))]
 
 
 def launch_bounds(build: Build) -> dict[str, int]:

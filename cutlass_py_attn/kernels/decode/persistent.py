@@ -234,11 +234,9 @@ class PersistentDecode(Decode):
         row, shift = self.table_row(p, piece)
 
         # 0  start the first tiles, with the first one the queries
-        entry = self.entry(p, row, shift, seqlen, warp, start, stop)
+        entries = [self.entry(p, row, shift, seqlen, warp, start + step, stop) for step in range(stages)]
         for step in cutlass.range_constexpr(stages - 1):
-            following = self.entry(p, row, shift, seqlen, warp, start + (step + 1), stop)
-            self.load_pages(p, piece, warp, start + step, stop, Int32(step), entry)
-            entry = following
+            self.load_pages(p, piece, warp, start + step, stop, Int32(step), entries[step])
             if cutlass.const_expr(step == 0 and self.e4m3 is None):
                 self.copy_queries(p, piece, thread)
             cute.arch.cp_async_commit_group()
@@ -259,6 +257,7 @@ class PersistentDecode(Decode):
 
         scales = self.first_scales(p, piece)
 
+        entry = entries[stages - 1]
         for key_tile in cutlass.range(start, stop, unroll=1):
             step = key_tile - start
             cute.arch.cp_async_wait_group(stages - 2)
@@ -391,19 +390,12 @@ class PersistentDecode(Decode):
         return e4m3_cache.output_column(column, 0), e4m3_cache.output_column(column, 1)
 
     def entry(self, p: Any, row: Any, shift: Int32, seqlen: Any, warp: Any, key_tile: Int32, stop: Int32) -> Int32:
-        """Returns this lane's entry of the table for a key tile; 0 past the last tile, and without pages."""
+        """Starts loading this lane's entry of the table for a key tile before `stop`; none without pages."""
         if self.paged_copy is None:
             return Int32(0)
-        return self.page_entry(p, row, shift, seqlen, warp, key_tile, stop)
-
-    @cute.jit
-    def page_entry(self, p: Any, row: Any, shift: Int32, seqlen: Any, warp: Any, key_tile: Int32, stop: Int32):
-        """Does `entry` for keys in pages."""
-        found = Int32(0)
-        if key_tile < stop:
-            key0 = key_tile * self.build.tile_n + warp.team * self.keys
-            found = self.paged_copy.entry(p, row, shift, key0, seqlen.num_keys, warp.lane)
-        return found
+        key0 = key_tile * self.build.tile_n + warp.team * self.keys
+        end = cutlass.select_(key_tile < stop, seqlen.num_keys, Int32(0))
+        return self.paged_copy.entry(p, row, shift, key0, end, warp.lane)
 
     @cute.jit
     def load_pages(self, p: Any, piece: Any, warp: Any, key_tile: Int32, stop: Int32, stage: Int32, entry: Int32):
@@ -411,6 +403,8 @@ class PersistentDecode(Decode):
         build = self.build
         if key_tile < stop:
             key0 = key_tile * build.tile_n + warp.team * self.keys
+            if cutlass.const_expr(self.paged_copy is not None):
+                entry = paging.clamped(p, entry)
             if cutlass.const_expr(self.e4m3 is not None):
                 self.e4m3.load(p, piece, warp, key0, entry, self.stage(warp, stage)[0])
             else:

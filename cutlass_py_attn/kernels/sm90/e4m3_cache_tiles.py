@@ -105,7 +105,7 @@ class E4m3CacheTiles:
         for number in range(self.rows):
             row = self.row_of(first, number)
             place = rows.pages.start + (row >> paging.page_shift(p))
-            (entry,) = load_words(p.page_table + place * Int64(4), row < end, 1)
+            (entry,) = params.load_words(p.page_table + place * Int64(4), row < end, 1)
             entries[number] = Int32(entry)
 
     def load(self, p: Any, rows: CachedRows, tile: CodedTile, held: cute.Tensor) -> None:
@@ -215,7 +215,7 @@ class E4m3CacheTiles:
         is_valid, width = row < tile.end, self.widths[tile.name]
         is_padded = self.columns[tile.name] != width
         is_valid = is_valid & (column < width) if is_padded else is_valid
-        words = load_words(getattr(p, tile.name) + offset + Int64(column), is_valid, WORDS, has_zeros=is_padded)
+        words = params.load_words(getattr(p, tile.name) + offset + Int64(column), is_valid, WORDS, has_zeros=is_padded)
         for index, word in enumerate(words):
             held[index, vector, number] = word
 
@@ -249,23 +249,6 @@ class E4m3CacheTiles:
 def _page(p: Any, entry: Int32) -> Int32:
     """Returns the page of an entry of the table, clamped to the pool."""
     return smaller(larger(entry, 0), p.num_pages - 1)
-
-
-def load_words(address: Int64, is_valid: Any, count: int, *, has_zeros: bool = True) -> list[Uint32]:
-    """Starts loading one word, or a vector of four words, from global memory, if `is_valid`.
-
-    has_zeros: whether words that are not loaded are zeros; else they may be anything
-    """
-    places = [f"{{$w{index}}}" for index in range(count)]
-    vector, target = (".v4", "{" + ", ".join(places) + "}") if count > 1 else ("", places[0])
-    zeros = " ".join(f"@!valid mov.b32 {place}, 0;" for place in places if has_zeros)
-    text = (
-        f"{{ .reg .pred valid; setp.ne.s32 valid, {{$r1}}, 0; @valid ld.global{vector}.b32 {target}, [{{$r0}}]; "
-        f"{zeros} }}"
-    )
-    flag = Int32(cutlass.select_(is_valid, Int32(1), Int32(0)))
-    found: Any = cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=[Int64(address), flag])
-    return [Uint32(word) for word in (found if count > 1 else (found,))]
 
 
 def store_words(address: Int32, words: list[Uint32]) -> None:
