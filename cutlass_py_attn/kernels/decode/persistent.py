@@ -234,16 +234,17 @@ class PersistentDecode(Decode):
         row, shift = self.table_row(p, piece)
 
         # 0  start the first tiles, with the first one the queries
+        scales = self.first_scales(p, piece)
         entries = [self.entry(p, row, shift, seqlen, warp, start + step, stop) for step in range(stages)]
         for step in cutlass.range_constexpr(stages - 1):
             self.load_pages(p, piece, warp, start + step, stop, Int32(step), entries[step])
-            if cutlass.const_expr(step == 0 and self.e4m3 is None):
-                self.copy_queries(p, piece, thread)
+            if cutlass.const_expr(step == 0):
+                queries = self.start_queries(p, piece, thread)
             cute.arch.cp_async_commit_group()
         if cutlass.const_expr(self.e4m3 is None):
             cute.arch.cp_async_wait_group(stages - 2)
         else:
-            self.load_queries(p, piece, thread)
+            self.store_queries(queries, thread)
         cute.arch.sync_threads()
         s_q = self.query_tile(warp.first_row // self.rows)
 
@@ -254,8 +255,6 @@ class PersistentDecode(Decode):
         has_terms = self.score_mod.present
         scale_log2 = Float32(1.0) if cutlass.const_expr(has_terms) else safe_scale(p.scale_log2)
         operands = self.row_operands(p, piece, warp) if cutlass.const_expr(has_terms) else ()
-
-        scales = self.first_scales(p, piece)
 
         entry = entries[stages - 1]
         for key_tile in cutlass.range(start, stop, unroll=1):
@@ -362,27 +361,54 @@ class PersistentDecode(Decode):
         for part in cutlass.range(self.team_warps, unroll=1):
             self.copy_query_part(p, work, part, thread)
 
+    def start_queries(self, p: Any, work: Any, thread: Int32) -> cute.Tensor | None:
+        """Starts copying the rows of this block's tile, without commit; for codes into the registers that it returns.
+
+        cp.async cannot store their columns in the order that codes need.
+        """
+        if self.e4m3 is None:
+            self.copy_queries(p, work, thread)
+            return None
+        return self.load_queries(p, work, thread)
+
+    def query_vectors(self) -> tuple[int, int, int]:
+        """Returns (elements of a vector, vectors of a row, vectors of a thread) of the tile of queries."""
+        build = self.build
+        vector = build.vector_bytes // build.item_bytes
+        of_row = build.columns // vector
+        return vector, of_row, ceil_div(build.tile_m * of_row, build.threads)
+
     @cute.jit
     def load_queries(self, p: Any, work: Any, thread: Int32):
-        """Loads the rows of this block's tile, zeros past the last, in the order of columns that codes need.
-
-        They are loaded element by element, while keys are in flight.
-        """
+        """Starts loading this thread's vectors of the rows of this block's tile, zeros past the last."""
         build, seqlen, group = self.build, work.seqlen, seqlen_info.group_size(self.build, p)
-        for part in cutlass.range_constexpr(self.team_warps):
-            tile = self.query_tile(part)
-            for step in cutlass.range(self.rows * build.columns // build.threads, unroll=tile_copy.ELEMENT_UNROLL):
-                index = step * build.threads + thread
-                row, column = index // build.columns, index % build.columns
-                packed_row = work.row0 + part * self.rows + row
-                query = packed_row // group
-                value = self.dtype(0.0)
-                if (query < seqlen.num_queries) & (column < build.head_dim):
-                    head = work.head_key * group + (packed_row - query * group)
-                    start = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
-                    source = params.row_pointer(build, p, "query", start)
-                    value = self.dtype(cute.make_tensor(source + column, tile_copy.ONE)[0])
-                tile[row, e4m3_cache.query_column(build.columns, column)] = value
+        vector, of_row, count = self.query_vectors()
+        loaded = cute.make_rmem_tensor((vector, count), params.DTYPES[build.dtype])
+        loaded.fill(0.0)
+        for number in cutlass.range_constexpr(count):
+            index = number * build.threads + thread
+            packed_row, column = work.row0 + index // of_row, index % of_row * vector
+            query = packed_row // group
+            if (index < build.tile_m * of_row) & (query < seqlen.num_queries) & (column < build.head_dim):
+                head = work.head_key * group + (packed_row - query * group)
+                start = RowCoordinates(seqlen.batch, head, seqlen.query_start + query)
+                source = params.row_pointer(build, p, "query", start) + params.assume_multiple(Int64(column), vector)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(vector)), loaded[None, number])
+        return loaded
+
+    @cute.jit
+    def store_queries(self, loaded: cute.Tensor, thread: Int32):
+        """Stores the vectors of queries in the order of columns that codes need."""
+        build = self.build
+        vector, of_row, count = self.query_vectors()
+        for number in cutlass.range_constexpr(count):
+            index = number * build.threads + thread
+            row, column = index // of_row, index % of_row * vector
+            if index < build.tile_m * of_row:
+                tile = self.query_tile(row // self.rows)
+                for i in cutlass.range_constexpr(vector):
+                    target = row % self.rows, e4m3_cache.query_column(build.columns, column + i)
+                    tile[target] = self.dtype(loaded[i, number])
 
     def output_columns(self, column: Any) -> tuple[Any, Any]:
         if self.e4m3 is None:
