@@ -48,7 +48,7 @@ from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.sinks import SINKS
 
 LOG2_E = math.log2(math.e)
-PIECES_AT_ONCE = 8  # of a warp of the combine kernel, in flight at once
+PIECES_AT_ONCE = 6  # of a warp of the combine kernel, in flight at once: as registers beside two blocks of codes allow
 
 
 class CombinePieces(Combine):
@@ -119,6 +119,10 @@ class CombinePieces(Combine):
         layout = cute.make_layout((COMBINE_WARPS, build.columns_value), stride=(build.columns_value, 1))
         base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
         s_sums = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
+        first = thread // WARP_THREADS
+        parts = cute.make_rmem_tensor((VECTOR, PIECES_AT_ONCE), Float32)
+        logsumexps = cute.make_rmem_tensor(PIECES_AT_ONCE, Float32)
+        self.load_pieces(p, slots, pieces, row, first, lane * VECTOR, parts, logsumexps)
         maximum = -Float32.inf
         for piece in cutlass.range(lane, pieces, WARP_THREADS, unroll=1):
             maximum = cute.arch.fmax(maximum, self.slot_logsumexp(p, self.number(slots, piece, row))[0])
@@ -136,7 +140,14 @@ class CombinePieces(Combine):
             total = total + SINKS.weight(exp2, sink, maximum)
         empty = total == 0.0
         inverse = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
-        self.add_pieces(p, slots, pieces, row, (maximum, inverse), s_sums, thread)
+        for step in cutlass.range_constexpr(ceil_div(build.columns_value, WARP_THREADS * VECTOR)):
+            column = (step * WARP_THREADS + lane) * VECTOR
+            if cutlass.const_expr(step > 0):
+                self.load_pieces(p, slots, pieces, row, first, column, parts, logsumexps)
+            found = self.sum_of_pieces(p, slots, pieces, row, first, column, parts, logsumexps, maximum)
+            if column < build.columns_value:
+                for i in cutlass.range_constexpr(VECTOR):
+                    s_sums[first, column + i] = found[i] * inverse
         cute.arch.sync_threads()
         for step in cutlass.range_constexpr(ceil_div(build.columns_value, 2 * ROW_THREADS)):
             column = step * (2 * ROW_THREADS) + thread * 2
@@ -157,29 +168,53 @@ class CombinePieces(Combine):
         return self.partial_row(slot, row)
 
     @cute.jit
-    def add_pieces(self, p: Any, slots: tuple, pieces: Int32, row: Int32, weight: tuple, s_sums: Any, thread: Int32):
-        """Adds this warp's pieces with their weights, into shared memory (warps, columns)."""
-        columns, lane, warp = self.build.columns_value, thread % WARP_THREADS, thread // WARP_THREADS
-        maximum, inverse = weight
-        for step in cutlass.range_constexpr((columns + WARP_THREADS * VECTOR - 1) // (WARP_THREADS * VECTOR)):
-            column = (step * WARP_THREADS + lane) * VECTOR
-            if column < columns:
-                found = cute.make_rmem_tensor(VECTOR, Float32)
-                found.fill(0.0)
-                for first in cutlass.range(warp, pieces, COMBINE_WARPS * PIECES_AT_ONCE, unroll=1):
-                    for i in cutlass.range_constexpr(
-                        PIECES_AT_ONCE
-                    ):  # without a branch, so that all loads are in flight
-                        piece = first + i * COMBINE_WARPS
-                        number = self.number(slots, smaller(piece, pieces - 1), row)
-                        factor = exp2(self.slot_logsumexp(p, number)[0] - maximum)
-                        factor = cutlass.select_(piece < pieces, factor, Float32(0.0))
-                        part = cute.make_rmem_tensor(VECTOR, Float32)
-                        source = self.slot_output(p, number) + cute.assume(column, divby=VECTOR)
-                        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), part)
-                        found.store(found.load() + part.load() * factor)
-                for i in cutlass.range_constexpr(VECTOR):
-                    s_sums[warp, column + i] = found[i] * inverse
+    def load_pieces(
+        self,
+        p: Any,
+        slots: tuple,
+        pieces: Int32,
+        row: Int32,
+        first: Int32,
+        column: Int32,
+        parts: cute.Tensor,
+        logsumexps: cute.Tensor,
+    ):
+        """Starts loading the columns and logsumexps of this warp's pieces from `first` on.
+
+        Past the last piece and column they are those of the last, without a branch, so that all loads are in flight.
+        """
+        column = smaller(column, self.build.columns_value - VECTOR)
+        for i in cutlass.range_constexpr(PIECES_AT_ONCE):
+            number = self.number(slots, smaller(first + i * COMBINE_WARPS, pieces - 1), row)
+            logsumexps[i] = self.slot_logsumexp(p, number)[0]
+            source = self.slot_output(p, number) + cute.assume(column, divby=VECTOR)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), parts[None, i])
+
+    @cute.jit
+    def sum_of_pieces(
+        self,
+        p: Any,
+        slots: tuple,
+        pieces: Int32,
+        row: Int32,
+        first: Int32,
+        column: Int32,
+        parts: cute.Tensor,
+        logsumexps: cute.Tensor,
+        maximum: Float32,
+    ):
+        """Returns the sum of this warp's pieces with their weights; the first ones are loaded."""
+        found = cute.make_rmem_tensor(VECTOR, Float32)
+        found.fill(0.0)
+        for start in cutlass.range(first, pieces, COMBINE_WARPS * PIECES_AT_ONCE, unroll=1):
+            for i in cutlass.range_constexpr(PIECES_AT_ONCE):
+                factor = exp2(logsumexps[i] - maximum)
+                factor = cutlass.select_(start + i * COMBINE_WARPS < pieces, factor, Float32(0.0))
+                found.store(found.load() + parts[None, i].load() * factor)
+            following = start + COMBINE_WARPS * PIECES_AT_ONCE
+            if following < pieces:
+                self.load_pieces(p, slots, pieces, row, following, column, parts, logsumexps)
+        return found
 
 
 class PersistentDecode(Decode):
