@@ -97,10 +97,11 @@ def schedule(problem: Problem, build: Build) -> dict[str, Expression]:
     """Returns the numbers of the persistent kernel's schedule, kernels/decode/chunk_schedule.py.
 
     rows: tiles of query rows of all key heads of a sequence. team_rows: the largest power of two up to 8 that divides
-    them. chunks: the most chunks that all groups of rows can have; a sequence without keys has one.
+    them. chunk_tiles: a power of two. chunks: the most chunks that all groups of rows can have; a sequence without keys
+    has one.
     """
     is_fixed = problem.pages is not None and problem.pages.invariant
-    chunk_tiles = max(FIXED_CHUNK // build.tile_n, 1) if is_fixed else 1
+    chunk_tiles = 1 << (max(FIXED_CHUNK // build.tile_n, 1).bit_length() - 1) if is_fixed else 1
     least = 1 if is_fixed else max(LEAST_KEYS // build.tile_n, 1)
     of_row = f"ceil_div(num_keys, {chunk_tiles * build.tile_n}) + 1"
     return {

@@ -81,6 +81,8 @@ class Piece:
     end_tile: Int32
     count: Int32
     of_sequence: Int32
+    group: Int32
+    first: Int32
 
 
 class ChunkSchedule:
@@ -99,7 +101,11 @@ class ChunkSchedule:
     def groups(self, p: Any) -> Int32:
         """Returns the groups of rows of a sequence."""
         heads_key = p.num_heads // seqlen_info.group_size(self.build, p)
-        return heads_key * self.row_tiles(p) // p.team_rows
+        return (heads_key * self.row_tiles(p)) >> log2(p.team_rows)
+
+    def place_of(self, p: Any, block: Int32) -> tuple[Int32, Int32]:
+        """Returns the team of a block, and which member of it the block is."""
+        return block >> log2(p.team_rows), block & (p.team_rows - 1)
 
     def chunks(self, p: Any, batch: Int32) -> Chunks:
         """Returns the chunks of a sequence."""
@@ -108,8 +114,9 @@ class ChunkSchedule:
         band = seqlen_info.band(build, p, seqlen)
         tiles = band, Int32(0), p.num_queries, build.tile_n
         start, end = tile_order.key_tile_start(*tiles), tile_order.key_tile_end(*tiles)
-        first = start // p.chunk_tiles
-        count = larger((end + (p.chunk_tiles - 1)) // p.chunk_tiles - first, 1)
+        shift = log2(p.chunk_tiles)
+        first = start >> shift
+        count = larger(((end + (p.chunk_tiles - 1)) >> shift) - first, 1)
         return Chunks(first, count, start, end)
 
     def shares(self, p: Any, total: Int32) -> Shares:
@@ -151,7 +158,8 @@ class ChunkSchedule:
         tile = (chunks.first + first) * p.chunk_tiles
         start_tile = larger(tile, chunks.start_tile)
         end_tile = smaller(tile + count * p.chunk_tiles, chunks.end_tile)
-        return Piece(seqlen, batch, head_key, row0, slot, is_whole, is_first, start_tile, end_tile, count, chunks.count)
+        keys = start_tile, end_tile
+        return Piece(seqlen, batch, head_key, row0, slot, is_whole, is_first, *keys, count, chunks.count, group, first)
 
     @cute.jit
     def find_share(self, p: Any, block: Int32, team: Int32, thread: Int32):
@@ -197,15 +205,22 @@ class ChunkSchedule:
         return begin, end, s_found[self.found], s_found[self.found + 1], everything * groups
 
     @cute.jit
-    def store_cut(self, p: Any, team: Int32, begin: Int32, end: Int32, batch: Int32, start: Int32, total: Int32):
-        """Stores for the combine kernel which row the start of a team cuts; none for a team without chunks."""
+    def store_cut(self, p: Any, place: Any, total: Int32, piece: Any):
+        """Stores for the combine kernel which row the start of a team cuts. piece: its first one."""
+        cut = self.cut(p, place.team)
+        cut[BEGIN], cut[ROW_BEGIN], cut[TOTAL] = place.begin, place.begin - piece.first, total
+        cut[BATCH], cut[GROUP], cut[COUNT] = piece.batch, piece.group, piece.of_sequence
+
+    @cute.jit
+    def store_no_cut(self, p: Any, team: Int32, begin: Int32):
+        """Stores for the combine kernel that a team has no chunks."""
         cut = self.cut(p, team)
-        cut[BEGIN], cut[ROW_BEGIN], cut[TOTAL] = begin, begin, total
-        if begin < end:
-            groups, count = self.groups(p), self.chunks(p, batch).count
-            group = (begin - start * groups) // count
-            cut[BATCH], cut[GROUP], cut[COUNT] = batch, group, count
-            cut[ROW_BEGIN] = start * groups + group * count
+        cut[BEGIN], cut[ROW_BEGIN] = begin, begin
+
+
+def log2(power: Int32) -> Int32:
+    """Returns the logarithm of a power of two, to shift by: divisions would delay the first loads of a block."""
+    return Int32(31) - Int32(cute.arch.clz(power))
 
 
 @cute.jit

@@ -244,13 +244,17 @@ class PersistentDecode(Decode):
         block, _, _ = cute.arch.block_idx()
         warp = self.warp_of(thread)
         groups, row_tiles = self.schedule.groups(p), self.schedule.row_tiles(p)
-        team, member = block // p.team_rows, block % p.team_rows
+        team, member = self.schedule.place_of(p, block)
         begin, end, batch, start, total = self.schedule.find_share(p, block, team, thread)
-        if (p.fixed_chunks == 0) & (member == 0) & (thread == 0):
-            self.schedule.store_cut(p, team, begin, end, batch, start, total)
+        place = Place(begin, end, team, member, groups, row_tiles)
+        stores = (p.fixed_chunks == 0) & (member == 0) & (thread == 0)
+        if stores & (begin >= end):
+            self.schedule.store_no_cut(p, team, begin)
         chunk = begin
         while chunk < end:
-            piece = self.schedule.piece(p, Place(begin, end, team, member, groups, row_tiles), chunk, batch, start)
+            piece = self.schedule.piece(p, place, chunk, batch, start)
+            if stores & (chunk == begin):
+                self.schedule.store_cut(p, place, total, piece)
             self.compute(p, piece, warp, piece.start_tile, piece.end_tile, thread)
             cute.arch.sync_threads()  # the next piece overwrites the ring, which holds outputs
             chunk = chunk + piece.count

@@ -141,11 +141,14 @@ class MlaDecodeSm90:
             with cute.arch.elect_one():
                 self.ring.create()
         pipelines.sync_barrier_init()
-        team, member = block // p.team_rows, block % p.team_rows
+        team, member = self.schedule.place_of(p, block)
         begin, end, batch, start, total = self.schedule.find_share(p, block, team, thread)
-        if (p.fixed_chunks == 0) & (member == 0) & (thread == 0):
-            self.schedule.store_cut(p, team, begin, end, batch, start, total)
         place = Place(begin, end, team, member, self.schedule.groups(p), self.schedule.row_tiles(p))
+        if (p.fixed_chunks == 0) & (member == 0) & (thread == 0):
+            if begin < end:
+                self.schedule.store_cut(p, place, total, self.schedule.piece(p, place, begin, batch, start))
+            else:
+                self.schedule.store_no_cut(p, team, begin)
         warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
