@@ -35,6 +35,16 @@ def choose(condition: Any, a: Any, b: Any) -> Any:
     return cutlass.select_(condition, a, b)
 
 
+def log2(power: Any) -> Any:
+    """Returns the logarithm of a power of two, signed: what is shifted by an unsigned number is unsigned afterwards."""
+    if isinstance(power, int):
+        return power.bit_length() - 1
+    import cutlass
+    from cutlass import cute
+
+    return cutlass.Int32(31) - cutlass.Int32(cute.arch.clz(power))
+
+
 def ceil_div(a: Any, b: int) -> Any:
     """Returns ceil(a / b) for a >= 0 and a positive Python int b."""
     return (a + (b - 1)) // b

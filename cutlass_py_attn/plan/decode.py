@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from cutlass_py_attn.integers import log2
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.decode_smem import CUT_WORDS, MAX_QUERIES, team_warps
@@ -101,7 +102,7 @@ def schedule(problem: Problem, build: Build) -> dict[str, Expression]:
     has one.
     """
     is_fixed = problem.pages is not None and problem.pages.invariant
-    chunk_tiles = 1 << (max(FIXED_CHUNK // build.tile_n, 1).bit_length() - 1) if is_fixed else 1
+    chunk_tiles = 1 << log2(max(FIXED_CHUNK // build.tile_n, 1)) if is_fixed else 1
     least = 1 if is_fixed else max(LEAST_KEYS // build.tile_n, 1)
     of_row = f"ceil_div(num_keys, {chunk_tiles * build.tile_n}) + 1"
     return {

@@ -11,7 +11,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cutlass_py_attn.integers import larger, smaller
+from cutlass_py_attn.integers import larger, log2, smaller
 from cutlass_py_attn.kernels.common import params
 from cutlass_py_attn.problem.tensors import WORD_BYTES
 
@@ -73,5 +73,5 @@ def offset(p: Any, name: str, page: Int32, row: Int32, head: Int32) -> Int64:
 
 
 def page_shift(p: Any) -> Int32:
-    """Returns log2 of the page size, signed: rows shifted by an unsigned number would be unsigned, and compared so."""
-    return Int32(31) - Int32(cute.arch.clz(p.page_size))
+    """Returns log2 of the page size, to shift rows by."""
+    return log2(p.page_size)

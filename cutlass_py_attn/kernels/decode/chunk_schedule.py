@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cutlass_py_attn.integers import choose, larger, smaller
+from cutlass_py_attn.integers import choose, larger, log2, smaller
 from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.plan import chunk_shares, tile_order
@@ -99,7 +99,7 @@ class ChunkSchedule:
         return (rows + (self.build.tile_m - 1)) // self.build.tile_m
 
     def groups(self, p: Any) -> Int32:
-        """Returns the groups of rows of a sequence."""
+        """Returns the groups of rows of a sequence. Shifts: divisions would delay the first loads of a block."""
         heads_key = p.num_heads // seqlen_info.group_size(self.build, p)
         return (heads_key * self.row_tiles(p)) >> log2(p.team_rows)
 
@@ -216,11 +216,6 @@ class ChunkSchedule:
         """Stores for the combine kernel that a team has no chunks."""
         cut = self.cut(p, team)
         cut[BEGIN], cut[ROW_BEGIN] = begin, begin
-
-
-def log2(power: Int32) -> Int32:
-    """Returns the logarithm of a power of two, to shift by: divisions would delay the first loads of a block."""
-    return Int32(31) - Int32(cute.arch.clz(power))
 
 
 @cute.jit

@@ -18,7 +18,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int8, Int32, Int64, Uint32
 
-from cutlass_py_attn.integers import larger, smaller
 from cutlass_py_attn.kernels.common import e4m3, paging, params, tile_copy
 from cutlass_py_attn.kernels.common.paging import PageRow
 from cutlass_py_attn.kernels.common.params import DTYPES
@@ -175,7 +174,7 @@ class E4m3CacheTiles:
         if rows.pages is None:
             offset = offset + Int64(rows.seqlen.key_start + row) * row_step
         else:
-            offset = offset + Int64(_page(p, entry)) * page_step + Int64(row & (p.page_size - 1)) * row_step
+            offset = offset + Int64(paging.clamped(p, entry)) * page_step + Int64(row & (p.page_size - 1)) * row_step
         target = cute.recast_ptr(self.scales(name, stage).iterator, dtype=Int8) + place * F32_BYTES
         e4m3.copy_scale(getattr(p, f"{name}_scale"), offset, target, row < rows.seqlen.num_keys)
 
@@ -201,7 +200,9 @@ class E4m3CacheTiles:
     def row_offset(self, p: Any, rows: CachedRows, tile: CodedTile, row: Int32, number: int) -> Int64:
         """Returns where a row starts in its tensor (bytes)."""
         if rows.pages is not None:
-            return paging.offset(p, tile.name, _page(p, tile.entries[number]), row & (p.page_size - 1), rows.head)
+            return paging.offset(
+                p, tile.name, paging.clamped(p, tile.entries[number]), row & (p.page_size - 1), rows.head
+            )
         batch, head, step = (params.stride(p, tile.name, axis) for axis in ("batch", "head", "row"))
         start = Int64(rows.seqlen.batch) * batch + Int64(rows.head) * head
         return start + Int64(rows.seqlen.key_start + row) * step
@@ -244,11 +245,6 @@ class E4m3CacheTiles:
         pairs = [e4m3.rounded(half, self.dtype, scale) for word in words for half in e4m3.to_f16(self.build.arch, word)]
         store_words(start, pairs[:WORDS])
         store_words(start ^ 16, pairs[WORDS:])
-
-
-def _page(p: Any, entry: Int32) -> Int32:
-    """Returns the page of an entry of the table, clamped to the pool."""
-    return smaller(larger(entry, 0), p.num_pages - 1)
 
 
 def store_words(address: Int32, words: list[Uint32]) -> None:
