@@ -62,6 +62,18 @@ def test_boxes_read_the_rows_of_their_page(pool: str, page_size: int, row: int) 
 
 
 @pytest.mark.parametrize("name", [NAME, "bf16_d96_h2_full", "f16_d256_h2_full"])
+def test_each_number_of_boxes_has_code(name: str) -> None:
+    """The producer has a branch for each page size, and leaves a tile of an unknown number of boxes empty."""
+    from cutlass_py_attn.kernels.sm90 import paged_loads
+    from cutlass_py_attn.plan.sm90_smem import most_box_rows
+
+    build = build_of(PagedCase(name, 16), "sm90")
+    loads, tile_n = paged_loads.PagedLoads(build), tma_tiles(build)["key"][0]
+    assert set(loads.counts) == {tile_n // min(most_box_rows(build), 2**shift) for shift in range(4, 13)}
+    assert all(2**4 * count <= tile_n for count in loads.counts)
+
+
+@pytest.mark.parametrize("name", [NAME, "bf16_d96_h2_full", "f16_d256_h2_full"])
 def test_lanes_have_a_box_each(name: str) -> None:
     """Lane i of the producer warp reads the entry of box i."""
     from cutlass_py_attn.plan.sm90_smem import most_box_rows

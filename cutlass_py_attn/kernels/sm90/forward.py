@@ -33,8 +33,7 @@ import cutlass.experimental.primitives as prim
 import cutlass.pipeline as pipeline
 from cutlass import Float32, GridConstant, Int32
 
-from cutlass_py_attn.integers import larger
-from cutlass_py_attn.kernels.common import logsumexp, masking, paging, params, seqlen_info, tile_copy, tma
+from cutlass_py_attn.kernels.common import logsumexp, masking, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.softmax import multiply_rows, safe_scale
@@ -45,7 +44,7 @@ from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax, is_vali
 from cutlass_py_attn.kernels.sm90.cluster import Cluster, SingleCta
 from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
 from cutlass_py_attn.kernels.sm90.join_parts import JoinParts
-from cutlass_py_attn.kernels.sm90.paged_loads import PagedKeyTile, PagedLoads
+from cutlass_py_attn.kernels.sm90.paged_loads import PagedLoads
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
 from cutlass_py_attn.kernels.sm90.tile_scheduler import (
@@ -598,28 +597,25 @@ class PagedForwardSm90(ForwardSm90):
     def load(self, p: Any, pipes: Any, maps: tuple):
         """Producer warp: loads the query tile and its key and value tiles, one work tile after the other.
 
-        Each lane reads the table's entry of its box one key tile ahead, while the warp waits for empty stages.
+        Each number of boxes that a tile can have has code of its own, without branches between the loads of a tile.
         """
+        boxes = self.loads.boxes(p)
+        for index in cutlass.range_constexpr(len(self.loads.counts)):
+            if boxes.count == self.loads.counts[index]:
+                self.load_with(p, pipes, maps, boxes, self.loads.counts[index])
+
+    @cute.jit
+    def load_with(self, p: Any, pipes: Any, maps: tuple, boxes: Any, count: cutlass.Constexpr):
+        """`load` with `count` boxes a tile of key and value."""
         build = self.build
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
-        boxes, cursor = self.loads.boxes(p), self.scheduler.initial_cursor()
+        cursor = self.scheduler.initial_cursor()
         for wave in cutlass.range(self.scheduler.num_waves(p), unroll=1):
             work, cursor = self.scheduler.work_tile(p, wave, cursor)
-            seqlen, key_head = work.seqlen, seqlen_info.key_head(build, p, work.head)
-            pages = paging.page_row(p, seqlen.index)
-            page = self.loads.lane_page(p, pages, seqlen, boxes, work.end - 1)
-            coordinates = tma.tile_coordinates(build, work.tile * build.tile_m, work.head, seqlen, "query")
+            coordinates = tma.tile_coordinates(build, work.tile * build.tile_m, work.head, work.seqlen, "query")
             pipelines.load(build, pipes.query, q_state, "query", maps[0], coordinates)
             q_state.advance()
-            for i in cutlass.range(work.end - work.first, unroll=1):
-                key_tile = work.end - 1 - i
-                next_page = self.loads.lane_page(p, pages, seqlen, boxes, larger(key_tile - 1, 0))
-                tile = PagedKeyTile(key_head, key_tile * build.tile_n, seqlen.num_keys, page)
-                self.loads.load_key(p, pipes.key, k_state, maps[1], boxes, tile)
-                k_state.advance()
-                self.loads.load_value(p, pipes.value, v_state, maps[2:], boxes, tile)
-                v_state.advance()
-                page = next_page
+            k_state, v_state = self.loads.load_tiles(p, pipes, maps[1:], k_state, v_state, work, boxes, count)
         pipes.key.producer_tail(k_state)
         pipes.value.producer_tail(v_state)
 
