@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cutlass_py_attn.plan import abi, entry_points, planner, sm90
+from cutlass_py_attn.plan import abi, entry_points, planner, sm90, sm90_smem
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
@@ -152,6 +152,12 @@ def test_parameters_of_the_entry() -> None:
     small = forward_plan(PagedCase(NAME, 1, LENGTHS).problem()).build
     assert "value_page_rows" not in dict(abi.fields_of(small))
     assert entry_points.tensor_maps(small) == ()
+
+
+@pytest.mark.parametrize(("name", "stages"), [(NAME, (2, 3, 2)), ("bf16_d192v128_h2_full", (1, 2, 2))])
+def test_keys_have_a_stage_more_where_it_fits(name: str, stages: tuple[int, int, int]) -> None:
+    build = forward_plan(PagedCase(name, 16, LENGTHS).problem()).build
+    assert tuple(sm90_smem.num_stages(build).values()) == stages
 
 
 def test_a_problem_without_pages_has_three_maps() -> None:
