@@ -154,8 +154,10 @@ def test_parameters_of_the_entry() -> None:
     assert entry_points.tensor_maps(small) == ()
 
 
-@pytest.mark.parametrize(("name", "stages"), [(NAME, (2, 3, 2)), ("bf16_d192v128_h2_full", (1, 2, 2))])
-def test_keys_have_a_stage_more_where_it_fits(name: str, stages: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "stages"), [(NAME, (1, 3, 3)), ("bf16_d64_h2_full", (2, 3, 3)), ("bf16_d192v128_h2_full", (1, 2, 2))]
+)
+def test_keys_and_values_have_a_stage_more_where_it_fits(name: str, stages: tuple[int, int, int]) -> None:
     build = forward_plan(PagedCase(name, 16, LENGTHS).problem()).build
     assert tuple(sm90_smem.num_stages(build).values()) == stages
 
