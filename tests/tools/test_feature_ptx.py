@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cutlass_py_attn.compilation import compiler
+from cutlass_py_attn.compilation import registry as compilation_registry
+from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.variants import VARIANTS
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.score_terms import registry
+from tests.compile.test_compiler import TOY
 from tests.tools.test_check_verified import TODAY, run, tree  # noqa: F401
 from tools.release import build_ptx, digests, feature_ptx, features, record
 
 BUILDS = feature_ptx.builds()
 PTX = {key: f"// header\n.entry {build.symbol}_0(\n)\nmma.sync.a;\n" for key, build in BUILDS.items()}
-SINKS = "sm_90 backward f16_d32_q200_s200_b2_h2_full_sinks"
+SINKS = "sm_90a backward f16_d64_q200_s200_b2_h2_full_sinks"
+KERNEL = BUILDS[SINKS].symbol
 
 
 def entries(changes: Mapping[str, str] | None = None) -> dict[str, record.Json]:
@@ -80,7 +85,7 @@ def test_same_kernels_give_no_line(recorded: Path) -> None:
 def test_a_changed_kernel_gives_one_line(recorded: Path) -> None:
     made = entries({SINKS: PTX[SINKS].replace("mma.sync.a", "mma.sync.b")})
     (line,) = feature_ptx.objections(recorded, made)
-    assert f"DRIFTED: {SINKS}: sm_90/bwd_sm80_f16_d32_full_sinks_to_qkvs_64x128: its PTX changed" in line
+    assert f"DRIFTED: {SINKS}: sm_90a/{KERNEL}: its PTX changed" in line
     assert "fuzz --record ptx/features.json on a GPU" in line
     assert "build_ptx --features" in line
     assert feature_ptx.objections(recorded, None) == [], "seen by compiling alone"
@@ -93,7 +98,7 @@ def test_a_kernel_that_does_not_compile_gives_one_line(recorded: Path, monkeypat
     monkeypatch.setattr(compiler, "compile_unchecked", fails)
     made = entries() | {SINKS: feature_ptx.compiled_entry(BUILDS[SINKS])}
     (line,) = feature_ptx.objections(recorded, made)
-    assert f"DRIFTED: {SINKS}: does not compile: bwd_sm80_f16_d32_full_sinks_to_qkvs_64x128 for sm_90: no such" in line
+    assert f"DRIFTED: {SINKS}: does not compile: {KERNEL} for sm_90a: no such" in line
     before = (recorded / feature_ptx.PATH).read_text()
     fuzz(recorded, 2)
     (line,) = feature_ptx.write(recorded, made)
@@ -104,14 +109,30 @@ def test_a_kernel_that_does_not_compile_gives_one_line(recorded: Path, monkeypat
 def test_the_hash_is_of_the_compiled_ptx(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = compiler.CompilerOutput(PTX[SINKS], b"", "")
     monkeypatch.setattr(compiler, "compile_unchecked", lambda build: output)
+    monkeypatch.setattr(feature_ptx, "keep", lambda build, output: None)
     assert feature_ptx.compiled_entry(BUILDS[SINKS]) == entries()[SINKS]
+
+
+@pytest.mark.parametrize(("kernel", "is_sound"), [("toy", True), ("local_array", False)])
+def test_sound_kernels_are_cached(kernel: str, is_sound: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy_kernel = pytest.importorskip("tests.support.toy_kernel")
+    monkeypatch.setattr(compilation_registry, "trace", toy_kernel.trace)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build = replace(TOY, component_gemm=kernel)
+    made = feature_ptx.compiled_entry(build)
+    kept = Cache().get(build, compiler.toolchain())
+    assert (kept is not None) == is_sound
+    if kept is not None:
+        assert kept == compiler.compile(build)
+        assert made == feature_ptx.entry(build, kept.ptx)
 
 
 def test_another_plan_is_seen_without_compiling(recorded: Path) -> None:
     path = recorded / feature_ptx.PATH
-    path.write_text(path.read_text().replace("f16_d32_full_sinks_to_qkvs_64x128", "f16_d32_full_sinks_to_qkvs_64x64"))
+    other = KERNEL.replace("128x128", "64x64")
+    path.write_text(path.read_text().replace(KERNEL, other))
     (line,) = feature_ptx.objections(recorded, None)
-    assert "full_sinks_to_qkvs_64x64: the plan now selects sm_90/bwd_sm80_f16_d32_full_sinks_to_qkvs_64x128" in line
+    assert f"{other}: the plan now selects sm_90a/{KERNEL}" in line
 
 
 def test_added_and_removed_cases_are_reported(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
