@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutlass_py_attn.cli.symbols import parse_symbol
-from cutlass_py_attn.compilation.compiler import compile as compile_now
+from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.plan import decode, decode_smem, entry_points, planner, split_kv, tile_rules
 from cutlass_py_attn.plan.arch import ARCHITECTURES
 from cutlass_py_attn.plan.plan import Plan, Workspace
@@ -288,7 +288,7 @@ def test_machine_code(dtype: str, dim: int, mask: Mask, arch: str, queries: int)
     of the queries.
     """
     plan = planner.plan(problem(dtype, mask, num_queries=queries, head_dim=dim, head_dim_value=dim), arch)
-    build, made = plan.build, compile_now(plan)
+    build, made = plan.build, artifact_for(plan.build)
     assert [kernel.symbol for kernel in made.kernels] == list(entry_points.entry_symbols(build))
     keys, warps = decode_smem.team_keys(build), build.warps_scores[0]
     depth, times = (8, 3) if dtype == "float32" else (16, 1)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cutlass_py_attn.compilation.compiler import compile as compile_now
+from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.sm90_e4m3_cache import VECTOR_CODES, registers, rows_of_thread, vectors_of_row
 from cutlass_py_attn.problem.spec import parse
@@ -26,7 +26,7 @@ def test_machine_code(name: str) -> None:
     tile alone.
     """
     plan = planner.plan(parse(name).problem("forward"), "sm_90a", 132)
-    build, made = plan.build, compile_now(plan)
+    build, made = plan.build, artifact_for(plan.build)
     (kernel,) = made.kernels
     assert kernel.spill_bytes == kernel.frame_bytes == 0
     assert [int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", made.ptx)] == [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.compilation.compiler import compile as compile_now
+from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.plan import entry_points, planner, sm90, sm90_smem
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.plan import Plan, TensorMap
@@ -17,6 +17,7 @@ from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
 from tests.support.fakes import expect_taken
+from tools.release import feature_ptx
 
 BY_HEAD = Tensor.contiguous((4,), "float32")
 BIAS = Tensor.contiguous((2, 4, 200, 300), "bfloat16")
@@ -304,8 +305,8 @@ def test_columns_of_dq_are_shared_in_whole_pieces(columns: int, shared: int) -> 
 @pytest.mark.parametrize(("dims", "mask"), [((192, 192), Causal()), ((256, 256), Full())])
 def test_2cta_machine_code(dims: tuple[int, int], mask: Mask) -> None:
     """compile() itself refuses spills and ptxas remarks, which say that wgmma groups wait for each other."""
-    plan = planner.plan(backward(*dims, mask), "sm_90a")
-    build, made = plan.build, compile_now(plan)
+    plan = planner.plan(backward(*dims, mask, heads_key=2), "sm_90a")
+    build, made = plan.build, artifact_for(plan.build)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
     # S^T and dP^T stand before their loops and in them; dQ is added to in a loop over pieces, of both blocks' keys.
     scores = 2 * (build.columns + build.columns_value) // 16
@@ -322,33 +323,27 @@ def test_2cta_machine_code(dims: tuple[int, int], mask: Mask) -> None:
 
 CODE = [
     backward(64, 64),
-    backward(mask=Causal(50)),
     of_lengths(mask=Causal(50), sequences=Sequences(3, 400, 300, True), deterministic=True),
-    backward(64, 64).replace(dropout_p=0.1),
     backward(128, 128, Causal(50), heads_key=2).replace(dropout_p=0.1),
-    of_lengths(sequences=Sequences(3, 400, 300, True), dropout_p=0.1, deterministic=True),
-    backward(96, 96, Causal()).replace(alibi_slopes=BY_HEAD, sinks=BY_HEAD),
-    backward(64, 64, Causal(), heads_key=2),
-    backward(96, 96, heads_key=2),
-    backward(192, 128, Causal(), heads_key=2),
-    of_lengths(heads_key=2),
-    backward(192, 128, Causal()),
     backward(136, 64, Causal(50), heads_key=2).replace(deterministic=True),
     backward(192, 128, Causal(50)).replace(alibi_slopes=BY_HEAD, softcap=2.0),
 ]
-
-
-FEW_TILES = [backward(64, 64), backward(96, 96, Causal()), backward(mask=Causal()).replace(deterministic=True)]
+OTHER_BODIES = ("2cta", "per_head", "wide")
 PLANS = [
     *(planner.plan(problem, "sm_90a", 12) for problem in CODE),  # so few multiprocessors that all are busy
-    *(planner.plan(problem, "sm_90a") for problem in FEW_TILES),
+    planner.plan(backward(64, 64), "sm_90a"),
+    *(
+        plan
+        for plan in feature_ptx.plans().values()
+        if plan.build.kind == "backward" and plan.build.family == "sm90" and plan.build.variant not in OTHER_BODIES
+    ),
 ]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.symbol)
 def test_machine_code(plan: Plan) -> None:
     """compile() itself refuses spills and ptxas remarks, which say that wgmma groups wait for each other."""
-    build, made = plan.build, compile_now(plan)
+    build, made = plan.build, artifact_for(plan.build)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
     rows, columns = grad_query_piece(build)
     # S^T stands before the loop and in it, dP^T in it; dV and dK; dQ in pieces of 64 rows.
@@ -383,7 +378,7 @@ def test_machine_code(plan: Plan) -> None:
 def test_machine_code_of_one_block_per_head() -> None:
     """A piece of dQ is stored, added, or added to the loaded sum and written from registers; no entry converts it."""
     plan = planner.plan(many(512), "sm_90a")
-    build, made = plan.build, compile_now(plan)
+    build, made = plan.build, artifact_for(plan.build)
     pieces = build.columns // grad_query_piece(build)[1]
     assert len(re.findall(r"\.visible \.entry", made.ptx)) == 2
     assert len(re.findall(r"cp\.reduce\.async\.bulk", made.ptx)) == pieces

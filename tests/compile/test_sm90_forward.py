@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.compilation.compiler import compile as compile_now
+from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.plan import planner, sm90, sm90_smem
 from cutlass_py_attn.plan import tiles as plan_table
 from cutlass_py_attn.plan.arch import architecture, targets
@@ -210,7 +210,7 @@ def test_machine_code_of_clusters() -> None:
     The loops over key tiles with and without a mask have both GEMMs; S is also issued before and after the loops, and
     O += P V after them. Weights without a mask are speculative: S is issued again to repeat a tile.
     """
-    made = compile_now(planner.plan(long_causal(), "sm_90a"))
+    made = artifact_for(planner.plan(long_causal(), "sm_90a").build)
     copies = re.findall(r"cp\.async\.bulk\.tensor\.4d\S*", made.ptx)
     shared = [copy for copy in copies if "multicast::cluster" in copy]
     assert (len(copies), len(shared)) == (4, 2)
@@ -259,7 +259,7 @@ def test_machine_code(problem: Problem, num_sms: int, tile: tuple[int, int]) -> 
     """
     plan = planner.plan(problem, "sm_90a", num_sms)
     assert (plan.build.tile_m, plan.build.tile_n) == tile
-    build, made = plan.build, compile_now(plan)
+    build, made = plan.build, artifact_for(plan.build)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
     rows = build.tile_m // 64 // (build.warps // 4 - 1)
     # Each GEMM is issued in each loop over key tiles and either before or after the loops. If two query tiles fit, S of

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cutlass_py_attn.compilation.compiler import compile as compile_now
+from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.compilation.cubin import read
 from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward
@@ -22,7 +22,7 @@ SHAPE = Shape(1, 200, 300, 2, 64, 64)
 def test_fused_kernels_of_a_target(arch: str, direction: str) -> None:
     problem = Problem.dense(direction, SHAPE, "bfloat16", Causal())
     plan = plan_forward(problem, arch) if direction == "forward" else plan_backward(problem, arch)
-    made = compile_now(plan)
+    made = artifact_for(plan.build)
     limits = architecture(arch)
     assert read(made.cubin).sm == int("".join(map(str, limits.compute_capability)))
     assert re.search(rf"\.target {arch}\b", made.ptx)

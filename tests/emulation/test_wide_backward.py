@@ -36,9 +36,9 @@ STORED_WORDS = 64 * 64 // 128 // 2 // 4  # stmatrix.x4 of P or dS of a tile, by 
 @functools.cache
 def compiled(build: Build) -> Artifact:
     pytest.importorskip("cutlass.cute")
-    from cutlass_py_attn.compilation.compiler import compile
+    from cutlass_py_attn.compilation.compiler import artifact_for
 
-    return compile(build)
+    return artifact_for(build)
 
 
 def statistics(case: Case, arrays: dict[str, Array], total_tiles: int) -> dict[str, Array]:

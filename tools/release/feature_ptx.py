@@ -6,6 +6,7 @@ committed. A kernel whose hash changed is no longer what the random cases of too
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.compilation.cubin import read as read_cubin
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.plan.variants import SPLIT_D, STANDARD, VARIANTS, Variant
 from cutlass_py_attn.problem.masks import FORMS
@@ -93,9 +95,9 @@ _SM90_BACKWARD: Final = (
     f"f16_d64_q200_s300_b8_h32k16_causal_{_TERMS_NO_BIAS}",  # so many heads run one block per head
     "bf16_d192_q515_s64_b1_h4k2_causal",
     f"bf16_d192v64_{_USED}_h4k2_causal_softcap4_alibi_sinks_deterministic",  # scores of a part of a query tile
-    f"bf16_d192v64_{_SIZES}_h4k2_causal",  # the same, by query heads
+    f"bf16_d192v128_{_SIZES}_h4k2_causal",  # the same, by query heads
     "f16_d8v264_q70_s200_b1_h2k1_causal",
-    f"f16_d264v448_{_USED}_h4k2_window_left40_right20_{_TERMS_OF_PAGES}",
+    f"f16_d264v8_{_USED}_h4k2_window_left40_right20_{_TERMS_OF_PAGES}",
 )
 _DECODE: Final = (
     "f16_d64_q1_s600_b2_h4_full",
@@ -113,9 +115,15 @@ _CASES: Final = (
 )
 
 
+@functools.cache
+def plans() -> Mapping[str, Plan]:
+    """Returns the plans of the cases, each by its target and the case's line."""
+    return {f"{arch} {line}": plan(Case.parse(line).problem(), arch) for arch, line in _CASES}
+
+
 def builds() -> dict[str, Build]:
     """Returns the kernels, each by its target and the line of its case."""
-    return {f"{arch} {line}": plan(Case.parse(line).problem(), arch).build for arch, line in _CASES}
+    return {key: each.build for key, each in plans().items()}
 
 
 def missing(found: Iterable[Build]) -> list[str]:
