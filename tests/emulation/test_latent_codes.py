@@ -7,25 +7,23 @@ import pytest
 
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.support.block_emulator import emulate
 from tests.support.gemm_emulator import compiled
 
 NUM_SMS = 2  # so that blocks share the keys of a sequence
-TILE = TileConfig.parse("64x64x12:2@3+mla")  # the register usage level at which ptxas does not spill
 # All of one kernel: sequences of an odd and an even number of tiles, of one key and of none, with NaN in every row that
 # is not used; and whether asynchronous work ends at once.
 RUNS = (
-    ("n1x150u129,1x70u0,1x80u70_h3k1_full_paged16_mla_kv8_descaletile seed=3 layout=padded", False),
-    ("n1x70u65,1x64u1_h5k1_full_paged32_mla_kv8_descaletile seed=4 inputs=needle table=csr", True),
+    ("n2x150u129,1x70u0,1x80u70_h3k1_full_paged16_mla_kv8_descaletile seed=3 layout=padded", False),
+    ("n1x70u65,3x64u1_h5k1_full_paged32_mla_kv8_descaletile seed=4 inputs=needle table=csr", True),
 )
 
 
 def case_and_plan(line: str) -> tuple[Case, Plan]:
     case = Case.parse(f"forward bf16_d576v512_{line}")
-    return case, planner.plan_with_tile(case.problem(), "sm_90a", TILE, NUM_SMS)
+    return case, planner.plan(case.problem(), "sm_90a", NUM_SMS)
 
 
 @pytest.mark.parametrize(("line", "is_eager"), RUNS)
@@ -37,4 +35,4 @@ def test_decode(line: str, is_eager: bool) -> None:
     found = emulate(case, plan, compiled(of_kernel).ptx, expected.arrays, is_eager=is_eager, seed=7)
     ratios = guarded_check.ratios(case, expected, found)
     assert all(ratio <= 1 for ratio in ratios.values()), ratios
-    assert np.isfinite(found["output"].astype(np.float32)).all()
+    assert np.isfinite(found["output"][:, : case.spec.num_tokens[0]].astype(np.float32)).all()
