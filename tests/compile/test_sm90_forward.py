@@ -12,14 +12,16 @@ from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.plan import planner, sm90, sm90_smem
 from cutlass_py_attn.plan import tiles as plan_table
 from cutlass_py_attn.plan.arch import architecture, targets
+from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan, TensorMap
 from cutlass_py_attn.plan.smem import swizzle_bytes
-from cutlass_py_attn.plan.variants import HALVES, SPECULATIVE
+from cutlass_py_attn.plan.variants import HALVES, SPECULATIVE, STANDARD, VARIANTS
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
 from cutlass_py_attn.runtime import binding
 from tests.support.fakes import expect_taken
+from tools.release import feature_ptx
 
 SHAPE = Shape(2, 200, 300, 4, 128, 128)
 
@@ -230,7 +232,6 @@ def test_tensor_maps_follow_strides() -> None:
     )
 
 
-BIAS = Tensor.contiguous((1, 4, 200, 304), "bfloat16")
 LONG_96 = Problem.dense("forward", Shape(2, 3000, 3000, 4, 96, 96), "bfloat16", Full())
 # problem, multiprocessors, and the tile
 CODE = [
@@ -241,25 +242,34 @@ CODE = [
     (LONG_96, 132, (192, 112)),
     (LONG_96.replace(mask=Causal()), 132, (192, 96)),
     (forward(256, 256), 8, (128, 64)),
-    (forward(mask=Causal(50)), 132, (128, 128)),
-    (forward(mask=Causal()).replace(dropout_p=0.1), 132, (128, 128)),
-    (Problem.dense("forward", Shape(2, 200, 304, 4, 128, 128), "bfloat16", Full()).replace(bias=BIAS), 132, (128, 128)),
     (varlen(softcap=3.0), 132, (128, 128)),
-    (forward(64, 64), 132, (64, 64)),
     (forward(mask=Causal()), 132, (64, 128)),
     (forward(256, 256), 132, (64, 64)),
 ]
 
 
-@pytest.mark.parametrize(("problem", "num_sms", "tile"), CODE, ids=lambda value: getattr(value, "features", value))
-def test_machine_code(problem: Problem, num_sms: int, tile: tuple[int, int]) -> None:
+def test_tiles_of_the_machine_code() -> None:
+    builds = [planner.plan(problem, "sm_90a", num_sms).build for problem, num_sms, _ in CODE]
+    assert [(build.tile_m, build.tile_n) for build in builds] == [tile for *_, tile in CODE]
+
+
+BUILDS = [
+    *(planner.plan(problem, "sm_90a", num_sms).build for problem, num_sms, _ in CODE),
+    *(
+        build
+        for build in feature_ptx.builds().values()
+        if build.body == VARIANTS["forward", "sm90", STANDARD] and not build.has("paged")
+    ),
+]
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.symbol)
+def test_machine_code(build: Build) -> None:
     """The number of wgmma, TMA and setmaxnreg instructions.
 
     compile() itself rejects spills, and ptxas remarks that wgmma instructions are serialised.
     """
-    plan = planner.plan(problem, "sm_90a", num_sms)
-    assert (plan.build.tile_m, plan.build.tile_n) == tile
-    build, made = plan.build, artifact_for(plan.build)
+    made = artifact_for(build)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
     rows = build.tile_m // 64 // (build.warps // 4 - 1)
     # Each GEMM is issued in each loop over key tiles and either before or after the loops. If two query tiles fit, S of

@@ -26,7 +26,6 @@ def problem_of(dims: tuple[int, int], dtype: str = "bfloat16", mask: Mask | None
 
 SLOPES = Tensor.contiguous((4,), "float32")
 CASES = (
-    problem_of((384, 384)),
     problem_of((512, 64), sinks=SLOPES),
     problem_of((8, 264), mask=Causal(), bias=Tensor.contiguous((2, 4, 200, 304), "bfloat16")),
 )
