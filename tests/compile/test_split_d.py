@@ -15,9 +15,11 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward, plans
 from cutlass_py_attn.plan.smem import tile_bytes
 from cutlass_py_attn.plan.split_d import even_chunk, tile_and_column_block
+from cutlass_py_attn.plan.variants import SPLIT_D
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, Shape, Tensor
+from tools.release import feature_ptx
 
 ANY = st.integers(1, 65536)
 WIDE = st.integers(257, 65536)
@@ -175,21 +177,21 @@ def test_blocks_share_every_gradient_once(
     assert all(list(ends) == sorted(ends) and ends[0] == cut.key.steps for ends in steps)
 
 
-@pytest.mark.parametrize(
-    ("direction", "dims", "dtype", "arch"),
-    [
-        ("forward", (512, 512), "bfloat16", "sm_90"),
-        ("forward", (8, 1024), "float32", "sm_80"),
-        ("forward", (300, 40), "float16", "sm_86"),
-        ("backward", (300, 40), "bfloat16", "sm_86"),
-        pytest.param("backward", (512, 512), "bfloat16", "sm_90", marks=pytest.mark.slow),
-        pytest.param("backward", (256, 256), "float32", "sm_90", marks=pytest.mark.slow),
-    ],
-)
-def test_kernels_compile_within_their_registers(direction: str, dims: tuple[int, int], dtype: str, arch: str) -> None:
+BUILDS = [
+    planned("forward", (512, 512), "bfloat16", "sm_90").build,
+    planned("forward", (8, 1024), "float32", "sm_80").build,
+    planned("forward", (300, 40), "float16", "sm_86").build,
+    planned("backward", (300, 40), "bfloat16", "sm_86").build,
+    planned("backward", (256, 256), "float32", "sm_90").build,
+    *(build for build in feature_ptx.builds().values() if build.variant == SPLIT_D),
+]
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.symbol)
+def test_kernels_compile_within_their_registers(build: Build) -> None:
     pytest.importorskip("cutlass.cute")
     from cutlass_py_attn.compilation.compiler import artifact_for
 
-    artifact = artifact_for(planned(direction, dims, dtype, arch).build)
+    artifact = artifact_for(build)
     assert artifact.build.head_dim_split
     assert all(kernel.registers <= 255 for kernel in artifact.kernels)
