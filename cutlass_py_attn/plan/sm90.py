@@ -311,6 +311,11 @@ def _ds_registers_objection(problem: Problem, tile: TileConfig) -> str:
     return "S starts from -logsumexp / scale, and the scale is 0" if is_wide and problem.scale_value == 0 else ""
 
 
+def _key_stages_are_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
+    """Two key stages are faster, but were not measured with windows, unless their gradients are deterministic."""
+    return tile.key_stages == 1 or problem.mask.form != "local" or problem.deterministic
+
+
 def _always_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
     """Returns True: what is faster for some lengths is ahead of it in the table."""
     return True
@@ -336,7 +341,7 @@ _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
     ("backward", PER_HEAD): _Choice(_per_head_objection, _per_head_is_faster),
     ("backward", QUERY_HEADS): _Choice(_no_objection, _query_heads_is_faster),
     ("backward", DS_REGISTERS): _Choice(_ds_registers_objection, _always_faster),
-    ("backward", KEY_REGISTERS): _Choice(_no_objection, _always_faster),
+    ("backward", KEY_REGISTERS): _Choice(_no_objection, _key_stages_are_faster),
     ("forward", MULTICAST): _Choice(_multicast_objection, _multicast_is_faster),
 }
 

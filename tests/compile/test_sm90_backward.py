@@ -13,7 +13,7 @@ from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.plan import Plan, TensorMap
 from cutlass_py_attn.plan.sm90_smem import first_cta_columns, grad_query_piece
 from cutlass_py_attn.plan.smem import swizzle_bytes
-from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
 from tests.support.fakes import expect_taken
@@ -218,7 +218,8 @@ def test_one_block_per_head_needs_no_memset_and_no_postprocess() -> None:
     ("dim", "mask", "stages", "variant"),
     [
         (64, Full(), 2, "key_registers"),
-        (64, Causal(), 1, "key_registers"),
+        (64, Causal(), 2, "key_registers"),
+        (64, Window(50, 0), 1, "key_registers"),
         (96, Full(), 1, "ds_registers"),
         (128, Causal(), 2, "ds_registers"),
     ],

@@ -26,7 +26,7 @@ GRADIENTS = ("grad_query", "grad_key", "grad_value")
     ("tile", "line", "is_eager"),
     [
         ("64x128x16:3,2k2+ds_registers", "backward bf16_d128_q150_s140_b1_h1_causal_br_scale-0.05 seed=1", False),
-        ("128x128x16:3,2+key_registers", "backward f16_d40v64_q150_s140_b1_h1_causal_br seed=2", True),
+        ("128x128x16:3,2k2+key_registers", "backward f16_d40v64_q150_s140_b1_h1_causal_br seed=2", True),
         ("64x128x16:3,2k2+ds_registers", "backward bf16_d128_s140_b1_h1_causal_deterministic_sinks seed=3", True),
         ("128x128x16:3,2+key_registers", "backward f16_d64_s140_b1_h1_causal_deterministic_sinks seed=4", False),
     ],

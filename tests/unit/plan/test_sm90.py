@@ -89,6 +89,22 @@ def test_long_plain_backwards_keep_ds_in_registers(name: str, variant: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("bf16_d64_s2048_b16_h32_causal", 2),  # 452 instead of 424 TFLOP/s with one
+        ("bf16_d64_s16384_b2_h32_causal", 2),  # 606 instead of 596
+        ("f16_d64_s8192_b4_h32_causal", 2),  # 572 instead of 561
+        ("bf16_d64_s8192_b4_h32_causal_window1024", 1),  # two were not measured
+        ("bf16_d64_s8192_b4_h32_causal_deterministic", 2),
+        ("bf16_d64_s8192_b4_h32_full", 2),  # 621 instead of 607
+    ],
+)
+def test_key_tiles_in_flight_with_keys_in_registers(name: str, stages: int) -> None:
+    build = plans(name)[0].build
+    assert (build.variant, build.key_stages) == ("key_registers", stages)
+
+
+@pytest.mark.parametrize(
     ("name", "said"),
     [
         ("bf16_d128_s8192_b4_h16_full", "2 warpgroups compute dK from dS in registers, and dV, one computes dQ, one"),
