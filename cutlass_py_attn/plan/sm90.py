@@ -279,6 +279,11 @@ def _per_head_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> boo
     shape = problem.shape
     if problem.is_empty:
         return False
+    # Of narrow heads, tiles of 64 queries were measured with one tile a head alone.
+    is_narrow = max(shape.head_dim, shape.head_dim_value) <= WARPGROUP_ROWS
+    has_one_tile = shape.num_queries <= tile.tile_m and shape.num_keys <= tile.tile_n
+    if is_narrow and tile.tile_m == WARPGROUP_ROWS and not has_one_tile:
+        return False
     heads, key_tiles = shape.batch * shape.num_heads_key, ceil_div(shape.num_keys, tile.tile_n)
     busiest, shared = ceil_div(heads, num_sms) * key_tiles, ceil_div(heads * key_tiles, num_sms)
     width = shape.head_dim * F32_BYTES + (shape.head_dim + shape.head_dim_value) * ITEM_BYTES[problem.dtype]

@@ -213,6 +213,7 @@ _SM90_BACKWARD: _Table = {
     64: (
         TileConfig(64, 64, 12, 4, 3),
         TileConfig(128, 64, 12, 3, 2),
+        TileConfig(64, 128, 16, 4, 3, key_stages=2, variant=PER_HEAD),
         TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
         TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=KEY_REGISTERS),
         TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=DS_REGISTERS),
@@ -244,7 +245,7 @@ _SM90_BACKWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (TileConfig(64, 64, 12, 2, 2, 
 _SM90_BACKWARD_MASKED: _Table = {
     **_SM90_BACKWARD,
     64: (
-        *_SM90_BACKWARD[64][:3],
+        *_SM90_BACKWARD[64][:4],
         TileConfig(128, 128, 16, 3, 2, variant=QUERY_HEADS),
         TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=KEY_REGISTERS),
         TileConfig(128, 128, 16, 3, 2, variant=KEY_REGISTERS),

@@ -1,4 +1,4 @@
-"""Backwards with dS in registers: their machine code executed, with copies and products that end at once or late.
+"""Backwards with dS in registers, or of one block per head: their machine code executed, with late copies and products.
 
 The delta kernel, the main kernel and the postprocess kernel run one after another. Persistent blocks have several key
 tiles; some query rows see no key, and one scale is below 0.
@@ -29,6 +29,7 @@ GRADIENTS = ("grad_query", "grad_key", "grad_value")
         ("128x128x16:3,2k2+key_registers", "backward f16_d40v64_q150_s140_b1_h1_causal_br seed=2", True),
         ("64x128x16:3,2k2+ds_registers", "backward bf16_d128_s140_b1_h1_causal_deterministic_sinks seed=3", True),
         ("128x128x16:3,2+key_registers", "backward f16_d64_s140_b1_h1_causal_deterministic_sinks seed=4", False),
+        ("64x128x16:4,3k2+per_head", "backward bf16_d64_q64_s60_b1_h2_causal_br seed=6", True),
     ],
 )
 def test_gradients(tile: str, line: str, is_eager: bool) -> None:

@@ -41,6 +41,8 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
         "bf16_d32_s8192_b4_h32_causal",
         "bf16_d64_s8192_b4_h32_full",
         "bf16_d64_s8192_b4_h32_causal",
+        "bf16_d64_s64_b64_h16_full",
+        "bf16_d64_s64_b64_h16_causal",
         "bf16_d64_s256_b1_h16_full",
         "bf16_d64_s256_b1_h16_causal",
         "bf16_d64_s512_b1_h16_full",

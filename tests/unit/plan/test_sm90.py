@@ -105,6 +105,24 @@ def test_key_tiles_in_flight_with_keys_in_registers(name: str, stages: int) -> N
 
 
 @pytest.mark.parametrize(
+    ("name", "queries"),
+    [
+        ("bf16_d64_s64_b64_h4_full", 64),  # 10.9 us; 15.0 with 128 queries
+        ("bf16_d64_s64_b64_h16_causal", 64),  # 34.1 us; 50.4 with 128 queries
+        ("bf16_d64_q64_s128_b64_h4_full", 64),
+        ("bf16_d64_q65_s128_b64_h4_full", 128),
+        ("bf16_d64_q64_s129_b64_h4_full", 128),
+        ("bf16_d64_s64_b64_h16k4_full", 64),
+        ("bf16_d96_s256_b64_h16_full", 64),
+    ],
+)
+def test_the_queries_of_a_tile_with_one_block_per_head(name: str, queries: int) -> None:
+    first = plans(name)[0]
+    assert (first.build.tile_m, first.build.tile_n, first.build.variant) == (queries, 128, "per_head")
+    assert "per_head" not in {plan.build.variant for plan in plans(name, any_length=True)}
+
+
+@pytest.mark.parametrize(
     ("name", "said"),
     [
         ("bf16_d128_s8192_b4_h16_full", "2 warpgroups compute dK from dS in registers, and dV, one computes dQ, one"),
