@@ -433,9 +433,11 @@ def _keeps_ds(build: Build) -> Objections:
         yield _refuse(build, "tile_m", f"{name} has registers for scores of {tile_m} queries; use {tile_m}")
     if build.score_rows:
         yield _refuse(build, "score_rows", f"{name} computes all rows of a tile at once; use 0")
-    # In float16, ptxas spills 44 bytes.
-    if build.variant == DS_REGISTERS and build.mask == "local" and build.columns == NARROW_HEAD_DIM:
-        yield _refuse(build, "mask", f"{name} has no registers for the mask of a window; use the standard variant")
+    # ptxas spills 44 bytes.
+    is_f16_window = build.dtype == "float16" and build.mask == "local"
+    if build.variant == DS_REGISTERS and is_f16_window and build.columns == NARROW_HEAD_DIM:
+        reason = f"{name} has no registers for the mask of a window in float16; use the standard variant"
+        yield _refuse(build, "mask", reason)
 
 
 def _query_heads(build: Build) -> Objections:

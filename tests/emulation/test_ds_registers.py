@@ -29,6 +29,7 @@ GRADIENTS = ("grad_query", "grad_key", "grad_value")
         ("128x128x16:3,2k2+key_registers", "backward f16_d40v64_q150_s140_b1_h1_causal_br seed=2", True),
         ("64x128x16:3,2k2+ds_registers", "backward bf16_d128_s140_b1_h1_causal_deterministic_sinks seed=3", True),
         ("128x128x16:3,2+key_registers", "backward f16_d64_s140_b1_h1_causal_deterministic_sinks seed=4", False),
+        ("64x128x16:3,2k2+ds_registers", "backward bf16_d128_q150_s140_b1_h1_causal_br_window50 seed=5", True),
         ("64x128x16:4,3k2+per_head", "backward bf16_d64_q64_s60_b1_h2_causal_br seed=6", True),
     ],
 )

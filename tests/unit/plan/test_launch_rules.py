@@ -226,7 +226,7 @@ def test_which_grouped_backwards_add_by_query_heads(changes: dict[str, Any], var
 def test_few_key_tiles_for_each_sm_are_computed_by_query_heads(shape: Shape, mask: Mask, fewest: int) -> None:
     problem = Problem.dense("backward", shape, "bfloat16", mask)
     variants = [plan(problem, "sm_90a", num_sms).build.variant for num_sms in (fewest - 1, fewest)]
-    assert variants == ["" if mask.form == "local" else "ds_registers", "query_heads"]
+    assert variants == ["ds_registers", "query_heads"]
 
 
 def test_only_kernels_by_query_heads_have_the_fields_of_their_sums() -> None:

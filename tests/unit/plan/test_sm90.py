@@ -46,7 +46,7 @@ def plans(name: str, num_sms: int = SMS, *, any_length: bool = False) -> list[Pl
             128,
             "ds_registers",
         ),  # variable lengths, windows and terms were not measured
-        ("bf16_d128_s512_b1_h16_causal_window64", SMS, 128, ""),
+        ("bf16_d128_s512_b1_h16_causal_window64", SMS, 128, "ds_registers"),
         ("bf16_d128_s512_b1_h16_full_alibi", SMS, 128, ""),
         ("bf16_d192v128_s512_b1_h4_causal", SMS, 128, ""),
         ("bf16_d256_s512_b1_h4_causal", SMS, 64, "2cta"),
@@ -66,7 +66,8 @@ def test_the_keys_of_a_backward_tile(name: str, num_sms: int, keys: int, variant
         ("f16_d128_s8192_b4_h16_full", "ds_registers"),
         ("f16_d104v120_n8192,4000_h16k8_causal_scale-0.1", "ds_registers"),  # padded to 128
         ("f16_d128_s8192_b4_h16_full_scale0", ""),  # S cannot start from a quotient by the scale
-        ("bf16_d128_s8192_b4_h16_causal_window1024", ""),
+        ("bf16_d128_s8192_b4_h16_causal_window1024", "ds_registers"),  # 1.031 times as fast as the standard variant
+        ("f16_d128_s8192_b4_h16_causal_window1024", ""),  # ptxas spills
         ("f16_d32_s8192_b4_h16_full_scale0", "ds_registers"),
         ("f16_d96_s8192_b4_h16_causal_window1024", "ds_registers"),
         ("f16_d128v64_s8192_b4_h16_full", ""),
@@ -74,7 +75,8 @@ def test_the_keys_of_a_backward_tile(name: str, num_sms: int, keys: int, variant
         ("bf16_d64_s8192_b4_h32_full_deterministic", "key_registers"),
         ("bf16_d128_s8192_b4_h16_full_deterministic", "ds_registers"),
         ("bf16_d96_s8192_b4_h16_causal_deterministic_sinks", "ds_registers"),
-        ("bf16_d128_s8192_b4_h16_causal_window1024_deterministic", ""),
+        ("bf16_d128_s8192_b4_h16_causal_window1024_deterministic", "ds_registers"),
+        ("f16_d128_s8192_b4_h16_causal_window1024_deterministic", ""),
         ("bf16_d128_s8192_b4_h16_full_softcap4", ""),
         ("bf16_d64_s8192_b4_h32_causal_alibi", ""),
         ("bf16_d128_s8192_b4_h16_causal_sinks", "ds_registers"),
