@@ -75,7 +75,8 @@ LEAST_SHARED_TILES: Final = 2  # key tiles of each block that shares one of the 
 DV_FIRST_HEAD_DIM: Final = 96  # up to here variant ds_registers starts S^T from 0 and issues dV before dP^T
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
-SHORT_QUERIES: Final = 256  # of d 64, up to which backward tiles of 64 queries and keys are faster: 3 to 8 %
+# Queries of d 64 by mask, up to which backward tiles of 64 queries and keys are faster: 3 to 8 %; causal, s 384: 15 %.
+SHORT_QUERIES: Final = {"full": 256, "causal": 384}
 
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
@@ -250,7 +251,7 @@ def _few_keys_are_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
     if {*problem.features} - {"grouped"} or problem.mask.form == "local":
         return False
     is_narrow = max(shape.head_dim, shape.head_dim_value) <= WARPGROUP_ROWS
-    if is_narrow and tile.tile_m == WARPGROUP_ROWS and shape.num_queries > SHORT_QUERIES:
+    if is_narrow and tile.tile_m == WARPGROUP_ROWS and shape.num_queries > SHORT_QUERIES[problem.mask.form]:
         return False
     tiles = shape.batch * shape.num_heads_key * ceil_div(shape.num_keys, WARPGROUP_ROWS)
     if shape.group > 1 and _query_heads_is_faster(problem, replace(tile, tile_n=2 * WARPGROUP_ROWS), num_sms):
