@@ -46,6 +46,12 @@ MANY_HEADS: Final = _cases(
     "backward bf16_d128_s300_b8_h16_causal layout=packed",
     "backward f16_d128_q129_s200_b16_h16k8_causal",
     "backward bf16_d128_q65_s129_b24_h16_full",  # several heads for each block
+    # Up to 64 queries of narrow heads, whose tile is smaller.
+    "backward bf16_d64_q64_s60_b24_h16_causal_br",
+    "backward f16_d64_q60_s128_b8_h16_full",
+    "backward bf16_d64_s64_b8_h16_causal_deterministic",
+    "backward bf16_d64_q64_s100_b8_h16_causal_softcap4_alibi_sinks",
+    "backward f16_d40v64_q33_s100_b8_h16_window_left40_right20_dropout0.3 philox_seed=3",
 )
 
 # As many work tiles as multiprocessors or more: the sm90 family has other kernels for fewer of them. Heads are no
