@@ -72,6 +72,10 @@ LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled bl
 # block of its own costs a tile about 2 us.
 LAST_ROUNDS, LAST_ROUNDS_LENGTH, LAST_ROUNDS_LEAST = 3, 4096, 16
 LEAST_SHARED_TILES: Final = 2  # key tiles of each block that shares one of the last query tiles
+# Keys times columns of key and value that a block must save in the last round to be worth the kernel that joins parts:
+# 10 key tiles of 128 at d 128. Full, 60 shared tiles, one H200: sharing loses 33, 23, 12 and 4 % at 3, 4, 6 and 8 saved
+# key tiles, and gains 9 % at 16.
+LEAST_SAVED: Final = 10 * 128 * (128 + 128)
 DV_FIRST_HEAD_DIM: Final = 96  # up to here variant ds_registers starts S^T from 0 and issues dV before dP^T
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
@@ -416,12 +420,17 @@ def _wide_backward_grid(build: Build) -> Grid:
 def shared_end(build: Build) -> dict[str, Expression]:
     """Returns how many query tiles remain after the whole rounds, if blocks share them, and how many share each.
 
-    The remaining tiles would keep few SMs busy for as long as a whole round.
+    The remaining tiles would keep few SMs busy for as long as a whole round. most_splits: blocks that can share each.
     """
     work_tiles = f"ceil_div(num_queries, {build.tile_m}) * num_heads * batch"
-    rest, keys = f"mod({work_tiles}, num_sms)", f"div(ceil_div(num_keys, {build.tile_n}), {LEAST_SHARED_TILES})"
-    splits = f"({work_tiles} > num_sms) * ({rest} > 0) * min(div(num_sms, max({rest}, 1)), {keys})"
-    return {"num_splits_key": f"max({splits}, 1)", "shared_tiles": f"(num_splits_key > 1) * {rest}"}
+    rest, key_tiles = f"mod({work_tiles}, num_sms)", f"ceil_div(num_keys, {build.tile_n})"
+    least = ceil_div(LEAST_SAVED, build.tile_n * (build.columns + build.columns_value))
+    is_faster = f"({key_tiles} - ceil_div({key_tiles}, most_splits) >= {least})"
+    return {
+        "most_splits": f"max(min(div(num_sms, max({rest}, 1)), div({key_tiles}, {LEAST_SHARED_TILES})), 1)",
+        "num_splits_key": f"1 + ({work_tiles} > num_sms) * ({rest} > 0) * {is_faster} * (most_splits - 1)",
+        "shared_tiles": f"(num_splits_key > 1) * {rest}",
+    }
 
 
 def combine_grid(build: Build) -> Grid:

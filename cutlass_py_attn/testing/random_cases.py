@@ -79,9 +79,9 @@ CACHE_PROMPTS: Final = (129, 150, 200, 257)  # their queries
 # Kernel numbers from here on are those of forwards whose last query tiles blocks share: an H200 has 132 SMs.
 SHARED_END_FROM: Final = 400_000
 SHARED_END_DIMS: Final = ((128, 0), (256, 0), (192, 128), (104, 0))
-SHARED_END_BATCH_HEADS: Final = (67, 80, 98, 132, 133, 150)
-SHARED_END_QUERIES: Final = (100, 128, 129, 250)
-SHARED_END_KEYS: Final = (257, 513, 520, 640)
+SHARED_END_BATCH_HEADS: Final = (67, 70, 80, 132, 133, 140)
+SHARED_END_QUERIES: Final = (100, 128, 129, 180)
+SHARED_END_KEYS: Final = (520, 1537, 1720, 1960)
 # Kernel numbers from here on are those of e4m3 caches with more queries than decode kernels take.
 PROMPTS_FROM: Final = 500_000
 # Kernel numbers from here on are those of forwards of wide heads.

@@ -248,8 +248,8 @@ SPECULATIVE: Final = _cases(
 SHARED_END: Final = _cases(
     "forward bf16_d128_q1100_s1500_b1_h16_full",
     "forward bf16_d128_q1100_s1500_b2_h8k2_full inputs=rising layout=padded",
-    "forward f16_d128_q1057_s999_b1_h16k4_full inputs=needle",
-    "forward f16_d120_q1000_s520_b3_h6_full inputs=gaussian_x3",
+    "forward f16_d128_q1057_s1501_b1_h16k4_full inputs=needle",
+    "forward f16_d120_q1000_s1672_b3_h6_full inputs=gaussian_x3",
 )
 
 # The problems of JAX programs whose rows are split over simulated devices (tests/gpu/hosts/test_jax_context.py).

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan import planner, sm90
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
@@ -88,8 +88,9 @@ def test_scores_that_are_not_finite() -> None:
     assert np.abs(output - truth)[~is_wrong].max() < 0.01
 
 
-def test_blocks_share_the_last_query_tile() -> None:
+def test_blocks_share_the_last_query_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks have a tile each, then half of the keys of the third; a second kernel joins their results."""
+    monkeypatch.setattr(sm90, "LEAST_SAVED", 0)
     case = Case.parse("forward bf16_d64_q130_s256_b1_h1_full seed=4 layout=padded")
     expected = guarded_check.expect(case)
     tile = TileConfig.parse("64x64x8:2-speculative-shared_end")

@@ -65,11 +65,15 @@ def test_options_are_no_part_of_the_symbol_but_of_the_digest() -> None:
 
 
 def test_the_last_query_tiles_are_shared_if_they_are_few() -> None:
-    """Of 4096 tiles 4 remain after 31 rounds of 132 blocks, 68 after 15; a key tile alone is not shared."""
+    """Of 4096 tiles 4 remain after 31 rounds of 132 blocks, 68 after 15, and of 192 tiles 60; few keys are not shared."""
     for name, shared, splits in (
         ("bf16_d128_s8192_b4_h16_full", 4, 32),
-        ("bf16_d128_q8192_s640_b4_h16_full", 4, 2),
-        ("bf16_d128_q8192_s200_b4_h16_full", 0, 1),
+        ("bf16_d128_s2048_b16_h16_full", 4, 8),
+        ("bf16_d128_q8192_s1409_b4_h16_full", 4, 6),
+        ("bf16_d128_q8192_s1408_b4_h16_full", 0, 1),
+        ("bf16_d128_s512_b64_h16_full", 0, 1),
+        ("bf16_d128_s4096_b1_h6_full", 60, 2),
+        *((f"bf16_d128_s{s}_b{b}_h4_full", 0, 1) for s, b in ((768, 8), (1024, 6), (1536, 4), (2048, 3))),
         ("bf16_d128_s4096_b4_h16_full", 0, 1),
         ("bf16_d128_s512_b4_h8_full", 0, 1),
     ):
@@ -79,6 +83,13 @@ def test_the_last_query_tiles_are_shared_if_they_are_few() -> None:
         rows = shared * 128 * splits
         assert sizes == ({"partial_output": rows * 128 * 4, "partial_logsumexp": rows * 4} if shared else {}), name
         assert not shared or plan.launches[1].grid == (shared * 128, 1, 1)
+    for name, splits in (  # what a block must save is half of the keys at d 256
+        ("bf16_d256_q8192_s705_b4_h16_full", 6),
+        ("bf16_d256_q8192_s704_b4_h16_full", 1),
+        ("bf16_d192v128_q8192_s1153_b4_h16_full", 5),
+        ("bf16_d192v128_q8192_s1152_b4_h16_full", 1),
+    ):
+        assert planner.plan_forward(parse(name).problem("forward"), "sm_90a", 132).num_splits_key == splits, name
     for case in suite.SHARED_END:
         assert planner.plan_forward(case.problem(), "sm_90a", 132).num_splits_key > 1, case.line
 
