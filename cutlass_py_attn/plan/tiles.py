@@ -293,12 +293,15 @@ _DECODE_32_ROWS: _Table = {64: (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 
 _DECODE_16_MORE: _Table = {
     64: (TileConfig(64, 128, 8, 5), TileConfig(64, 128, 8, 3), TileConfig(32, 64, 4, 2)),
     128: (
-        TileConfig(64, 128, 8, 3, not_on=_BLACKWELL),
+        TileConfig(64, 128, 8, 2, not_on=_BLACKWELL),
         TileConfig(64, 64, 8, 3),
         TileConfig(32, 64, 4, 3),
         TileConfig(32, 64, 4, 2),
     ),
 }
+# With so many rows (sequences times key heads), two blocks on an SM are 1 % faster than one at 512 x 8192 keys (H200).
+_MANY_ROWS = 512
+_DECODE_16_MANY: _Table = {**_DECODE_16, 128: _DECODE_16[128][1:]}
 _DECODE: dict[bool, dict[int, _Table]] = {  # by whether float32, and up to how many rows
     False: {16: _DECODE_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
     True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
@@ -316,8 +319,12 @@ _PERSISTENT_16_FEW: _Table = {
     **_PERSISTENT_16,
     128: (TileConfig(16, 128, 8, 3), *_PERSISTENT_16[128]),
 }
+_PERSISTENT_16_MORE: _Table = {
+    **_DECODE_16_MORE,
+    128: (TileConfig(64, 128, 8, 3, not_on=_BLACKWELL), *_DECODE_16_MORE[128][1:]),
+}
 _PERSISTENT: dict[bool, dict[int, _Table]] = {
-    False: {16: _PERSISTENT_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
+    False: {16: _PERSISTENT_16, 32: _DECODE_16_ROWS, 64: _PERSISTENT_16_MORE},
     True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
 }
 # With an e4m3 cache: a warp has 32 keys, whose conversions hide each other's latency.
@@ -412,6 +419,8 @@ def decode_tiles(problem: Problem) -> tuple[TileConfig, ...]:
         table = tables[min(tables)]
     if table is _PERSISTENT_16 and not is_invariant and shape.batch * shape.num_heads_key <= _FEW_ROWS:
         table = _PERSISTENT_16_FEW
+    if table is _DECODE_16 and shape.batch * shape.num_heads_key >= _MANY_ROWS:
+        table = _DECODE_16_MANY
     found = table[min(size for size in table if size >= widest)]
     return tuple(replace(tile, variant=PERSISTENT) for tile in found) if is_persistent else found
 

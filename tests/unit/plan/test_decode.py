@@ -8,6 +8,7 @@ from cutlass_py_attn.plan import decode
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES, team_output_bytes
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.plan.split_kv import MAX_SPLITS, fewest_splits
+from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.spec import parse
 
 
@@ -51,3 +52,23 @@ def test_the_output_of_a_team_is_aligned_like_a_stage(name: str, output: int) ->
     build = plan(parse(name).problem("forward"), "sm_90").build
     assert (build.family, build.tile_m) == ("decode", 16)
     assert team_output_bytes(build) == output
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        ("bf16_d128_q1_s8192_b64_h32k8_full", "16x64x4:3"),
+        ("bf16_d128_q1_s8192_b16_h32_full", "16x64x4:3"),
+        ("bf16_d128_q1_s8192_b63_h32k8_full", "16x128x8:3"),
+        ("bf16_d128_q1_s8192_b8_h32k8_full", "16x128x8:3"),
+        ("f32_d128_q1_s8192_b64_h32k8_full", "16x64x4:3"),
+        ("bf16_d64_q1_s8192_b64_h32k8_full", "16x128x4:3"),
+        ("bf16_d256_q1_s8192_b64_h32k8_full", "16x64x4:2"),
+        ("bf16_d128_q16_s8192_b64_h32k8_full", "64x128x8:2"),
+        ("bf16_d128_q16_s8192_b64_h32k8_full_paged16", "64x128x8:3+persistent"),
+        ("bf16_d128_q1_s8192_b64_h32k8_full_paged16", "16x64x4:3+persistent"),
+    ],
+)
+def test_the_tile_of_the_dense_kernel_depends_on_the_rows(name: str, tile: str) -> None:
+    build = plan(parse(name).problem("forward"), "sm_90a").build
+    assert (build.family, TileConfig.of(build)) == ("decode", TileConfig.parse(tile))
