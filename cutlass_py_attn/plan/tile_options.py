@@ -40,6 +40,7 @@ class OptionRule:
     columns: the head dims that it was measured with, more than the first and up to the second
     options: as in `TileConfig.options`; of them the tile has those that are possible for the problem
     variants: of the tile
+    masks: forms of the masks that it is for
     """
 
     tile_m: int
@@ -47,23 +48,27 @@ class OptionRule:
     columns: tuple[int, int]
     options: tuple[str, ...]
     variants: tuple[str, ...] = (STANDARD, MULTICAST)
+    masks: tuple[str, ...] = ("full", "causal", "local")
 
     def is_for(self, problem: Problem, tile: TileConfig) -> bool:
         """Returns whether the planner has this tile with the options."""
         least, most = self.columns
         dims = problem.shape.head_dim, problem.shape.head_dim_value
         is_tile = (tile.tile_m, tile.tile_n) == (self.tile_m, self.tile_n) and tile.variant in self.variants
-        return is_tile and all(least < dim <= most for dim in dims)
+        is_here = is_tile and problem.mask.form in self.masks
+        return is_here and all(least < dim <= most for dim in dims)
 
 
 # Halves are slower than whole key tiles with 128 columns. float16 has shared_end alone.
 RULES: Final = (
+    OptionRule(192, 128, (0, 32), (SPECULATIVE, HALVES), masks=("causal",)),
     OptionRule(192, 128, (0, 32), (SPECULATIVE,)),
     OptionRule(192, 128, (32, 64), (SPECULATIVE, HALVES)),
     OptionRule(192, 112, (64, 96), (SPECULATIVE,)),
     OptionRule(192, 96, (64, 96), (SPECULATIVE, BITS)),
     OptionRule(128, 128, (0, 96), (SPECULATIVE, BITS)),
     OptionRule(128, 128, (96, 192), (SPECULATIVE, BITS, SHARED_END)),
+    OptionRule(128, 64, (96, 128), (SPECULATIVE,), masks=("full", "causal")),
     OptionRule(128, 64, (128, 256), (SPECULATIVE, BITS, SHARED_END)),
     OptionRule(64, 128, (0, 128), (SPECULATIVE,)),
     OptionRule(64, 64, (128, 256), (SPECULATIVE,)),

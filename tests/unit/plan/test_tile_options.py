@@ -14,6 +14,7 @@ from cutlass_py_attn.testing import suite
     ("name", "tile"),
     [
         ("bf16_d32_s8192_b4_h32_full", "192x128x16:2-speculative"),
+        ("bf16_d32_s8192_b4_h32_causal", "192x128x16:2-speculative-halves"),
         ("bf16_d64_s8192_b4_h32_full", "192x128x16:2-speculative-halves"),
         ("bf16_d64_s8192_b4_h32k8_causal", "192x128x16:2-speculative-halves"),
         ("bf16_d96_s8192_b4_h16_full", "192x112x16:2-speculative"),
@@ -28,6 +29,8 @@ from cutlass_py_attn.testing import suite
         ("bf16_d256_s8192_b4_h8_full", "128x64x12:2-speculative-shared_end"),
         ("bf16_d192_s8192_b4_h16_causal", "128x64x12:2-speculative"),
         ("bf16_d128_s1024_b1_h8_causal", "64x128x8:2-speculative"),
+        ("bf16_d128_s128_b8_h16_full", "128x64x12:2-speculative"),
+        ("bf16_d128_s128_b64_h16_causal", "128x64x12:2-speculative"),
         ("bf16_d64_s197_b256_h12_full", "128x208x12:2"),
         ("f16_d128_s8192_b4_h16k4_full", "128x128x12:2-shared_end"),
         ("f16_d128_n4000,300_h16_full", "128x128x12:2"),
@@ -65,7 +68,7 @@ def test_options_are_no_part_of_the_symbol_but_of_the_digest() -> None:
 
 
 def test_the_last_query_tiles_are_shared_if_they_are_few() -> None:
-    """Of 4096 tiles 4 remain after 31 rounds of 132 blocks, 68 after 15, and of 192 tiles 60; few keys are not shared."""
+    """Of 4096 tiles 4 remain after 31 rounds of 132 blocks, 68 after 15; few keys are not shared."""
     for name, shared, splits in (
         ("bf16_d128_s8192_b4_h16_full", 4, 32),
         ("bf16_d128_s2048_b16_h16_full", 4, 8),

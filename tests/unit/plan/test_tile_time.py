@@ -10,7 +10,7 @@ from cutlass_py_attn.problem.spec import parse
 
 SMS = 132
 LONG, LONG_96, SQUARE, SINGLE = "192x128", "192x112", "128x128", "128x208"
-FEW, FEWEST = "64x128", "64x64"
+FEW, FEWEST, HALF = "64x128", "64x64", "128x64"
 
 # Microseconds of bf16 forwards on an H200, see docs/tuning.md.
 MEASURED = {
@@ -54,6 +54,13 @@ MEASURED_OF_TEN = {
     "d128_s1024_b8_h4_causal": (22.1, 30.4, 32.6),
     "d256_s256_b1_h16_full": (10.6, 8.3),
     "d256_s1024_b1_h4_full": (24.1, 19.1),
+}
+# The same in another run; in order: 128x128, 128x64, 64x128 and 64x64.
+MEASURED_OF_FOUR = {
+    "d128_s128_b8_h16_causal": (8.43, 8.05, 7.96, 6.87),
+    "d128_s128_b8_h16_full": (7.82, 6.53, 7.27, 7.04),
+    "d128_s128_b64_h16_causal": (39.32, 37.42, 52.78, 44.54),
+    "d128_s512_b8_h4_causal": (12.24, 12.14, 11.37, 10.95),
 }
 
 
@@ -118,6 +125,29 @@ def test_the_tile_of_d64(sizes: str, tile: str) -> None:
 )
 def test_the_tile_of_d96(sizes: str, tile: str) -> None:
     assert tiles_of(f"bf16_d96_{sizes}")[0] == tile
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile"),
+    [
+        ("s64_b64_h16_full", FEWEST),
+        ("s65_b8_h16_full", HALF),
+        ("s128_b8_h16_full", HALF),
+        ("s128_b8_h16k4_full", HALF),
+        ("s128_b64_h16_causal", HALF),
+        ("q128_s64_b64_h16_full", FEWEST),
+        ("s129_b64_h16_full", FEWEST),  # of a second tile of 128 queries, 127 would be padding
+        ("s128_b8_h16_causal", FEWEST),
+        ("s128_b8_h17_causal", HALF),  # more than two blocks of 64 queries for each multiprocessor
+        ("s128_b8_h8_full", FEWEST),
+        ("s128_b8_h9_full", HALF),
+        ("s128_b8_h16_full_softcap30", SQUARE),
+        ("n128,128_h64_full", SQUARE),
+    ],
+)
+def test_the_tile_of_one_tile_of_d128(sizes: str, tile: str) -> None:
+    assert tiles_of(f"bf16_d128_{sizes}")[0] == tile
+    assert tiles_of(f"f16_d128_{sizes}")[0] == tile
 
 
 @pytest.mark.parametrize("dims", ["d128", "d192v64", "d256"])
@@ -187,6 +217,12 @@ def test_few_work_tiles_have_few_rows(name: str, measured: tuple[float, ...]) ->
     assert found[chosen] <= 1.06 * min(measured)
 
 
+@pytest.mark.parametrize(("name", "measured"), MEASURED_OF_FOUR.items())
+def test_the_fastest_of_four_is_chosen(name: str, measured: tuple[float, ...]) -> None:
+    found = dict(zip((SQUARE, HALF, FEW, FEWEST), measured, strict=True))
+    assert tiles_of(f"bf16_{name}")[0] == min(found, key=found.__getitem__)
+
+
 def test_explain_says_why() -> None:
     plan = planner.plan(parse("bf16_d64_s197_b256_h12_full").problem("forward"), "sm_90a", SMS)
     assert plan.symbol == "fwd_sm90_bf16_d64_full_128x208"
@@ -194,6 +230,8 @@ def test_explain_says_why() -> None:
         "tile 128x208 because the estimated time of these short sequences is 71% of that with 192x128, which is faster "
         "for long ones"
     ) in plan.explain()
+    half = planner.plan(parse("bf16_d128_s128_b8_h16_full").problem("forward"), "sm_90a", SMS)
+    assert "tile 128x64 because it was measured to be faster for sequences of up to 128" in half.explain()
     usual = planner.plan(parse("bf16_d64_s2048_b16_h32_full").problem("forward"), "sm_90a", SMS)
     assert "estimated" not in usual.explain()
 
