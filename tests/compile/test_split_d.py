@@ -123,6 +123,8 @@ def test_the_steps_of_a_backward_cover_its_tiles(dims: tuple[int, int], dtype: s
 @given(HEAD_DIMS, DTYPES, ARCHS, st.booleans())
 def test_workspace_has_a_sum_for_every_column(dims: tuple[int, int], dtype: str, arch: str, turns: bool) -> None:
     plan = planned("backward", dims, dtype, arch, deterministic=turns)
+    if not plan.build.head_dim_split:
+        return
     build, parts = plan.build, {part.name: part.bytes for part in plan.workspace.buffers}
     sums, columns = split_d.dq_pieces(build), split_d.dq_piece_columns(build)
     assert sums * columns >= build.columns

@@ -190,11 +190,33 @@ def test_check_verified_fails_for_a_drifted_kernel(
     monkeypatch.setattr(build_ptx, "compile_all", lambda needed, fresh: [])
     monkeypatch.setattr(build_ptx, "entries_of", lambda plans, artifacts: record.read_manifest(tree)["kernels"])
     assert run(tree, monkeypatch, "--write-tables") == 0
-    for made, code in ((entries(), 0), (entries({SINKS: PTX[SINKS] + "mma.sync.b;\n"}), 1)):
+    drifted = entries({SINKS: PTX[SINKS] + "mma.sync.b;\n"})
+    monkeypatch.setattr(feature_ptx, "compiled", lambda needed, processes: drifted)
+    capsys.readouterr()
+    assert run(tree, monkeypatch, "--rebuild") == 0
+    assert "of today's sources and compiler; its kernels are not compiled again" in capsys.readouterr().out
+    monkeypatch.setattr(feature_ptx.compiler, "toolchain", lambda: "another compiler")
+    for made, code in ((entries(), 0), (drifted, 1)):
         monkeypatch.setattr(feature_ptx, "compiled", lambda needed, processes, made=made: made)
         capsys.readouterr()
         assert run(tree, monkeypatch, "--rebuild") == code
         assert capsys.readouterr().out.count("DRIFTED") == code
+
+
+def test_hashes_are_current_for_their_sources_and_compiler_alone(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert feature_ptx.is_current(recorded)
+    with monkeypatch.context() as patched:
+        patched.setattr(feature_ptx.compiler, "toolchain", lambda: "another compiler")
+        assert not feature_ptx.is_current(recorded)
+    with monkeypatch.context() as patched:
+        patched.setattr(digests, "of", lambda root: TODAY | {"kernels": "edited"})
+        assert not feature_ptx.is_current(recorded)
+    fuzz(recorded, 2)
+    assert not feature_ptx.is_current(recorded), "another record of the same sources"
+    (recorded / feature_ptx.PATH).unlink()
+    assert not feature_ptx.is_current(recorded)
 
 
 def test_check_verified_fails_for_a_stale_record(

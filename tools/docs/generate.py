@@ -22,6 +22,7 @@ INDEX, REFERENCE, PERFORMANCE = "docs/README.md", "docs/reference.md", "docs/per
 JAX, FAULTS, TESTING, TUNING = "docs/jax.md", "docs/faults.md", "docs/testing.md", "docs/tuning.md"
 SEVERAL_GPUS = "docs/several_gpus.md"
 SUSTAINED = "tools/bench/results/sustained.json"
+H100 = "tools/bench/results/h100.json"
 MICROBENCH = "tools/bench/results/microbench.jsonl"
 NOT_MEASURED = (
     f"Not measured yet: `python -m tools.bench.microbench --kernels FOLDER --record {MICROBENCH}` on an H100 or H200."
@@ -61,6 +62,8 @@ def generated(root: Path) -> dict[str, str]:
     performance = with_block((root / PERFORMANCE).read_text(), "plots", plot_links(charts))
     performance = with_block(performance, "sustained", benchmark_table(sustained))
     performance = with_block(performance, "slower_rows", slower_rows.table(bursts, sustained))
+    h100 = json.loads((root / H100).read_text())
+    performance = with_block(performance, "h100", f"{slower_rows.summary(h100)}\n\n{benchmark_table(h100)}")
     found[PERFORMANCE] = with_block(performance, "short_map", short_map_plots.block(short_map))
     microbench = microbenchmarks(record.read_log(root / MICROBENCH))
     found[TUNING] = with_block((root / TUNING).read_text(), "microbench", microbench)

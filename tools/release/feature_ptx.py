@@ -217,7 +217,7 @@ def read(root: Path) -> record.Json | None:
 
 
 def write(root: Path, entries: Mapping[str, record.Json]) -> list[str]:
-    """Writes the hashes with the hash of the random cases' record; returns why not, and then writes nothing.
+    """Writes the hashes with the compiler and the hash of the random cases' record; or returns why it writes nothing.
 
     Changed hashes need a record that is newer than the committed hashes: the random cases must run the new kernels.
     """
@@ -233,9 +233,23 @@ def write(root: Path, entries: Mapping[str, record.Json]) -> list[str]:
             return [
                 f"{PATH}: no random case ran these kernels as they are today; {features.REMEDY}, then again:{changes}"
             ]
-    content = {"fuzz_sha256": fuzzed, "kernels": dict(entries)}
+    content = {"fuzz_sha256": fuzzed, "toolchain": compiler.toolchain(), "kernels": dict(entries)}
     (root / PATH).write_text(json.dumps(content, indent=1) + "\n")
     return []
+
+
+def is_current(root: Path) -> bool:
+    """Whether the hashes were written of today's sources and compiler, so that compiling again gives the same PTX.
+
+    `write` takes hashes only while the sources are those of the random cases' record.
+    """
+    committed = read(root)
+    return (
+        committed is not None
+        and not features.objections(root)
+        and committed["fuzz_sha256"] == features.sha256(root)
+        and committed.get("toolchain") == compiler.toolchain()
+    )
 
 
 def objections(root: Path, entries: Mapping[str, record.Json] | None) -> list[str]:
