@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from typing import Any
@@ -10,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.plan import abi, planner, sm90_wide_backward
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.sm90_wide_backward import GRAD_KEY, GRAD_QUERY, GRAD_VALUE
 from cutlass_py_attn.problem.tensors import LSE_PADDING
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.support.cluster_emulator import CANARY, Cluster
+from tests.support.gemm_emulator import compiled
 from tests.support.ptx_threads import Array
 
 GUARD = 4096  # bytes before and after each tensor
@@ -31,14 +29,6 @@ CASE = "backward f16_d8v264_q70_s200_b1_h2k1_causal"
 # of the first warpgroup's tiles: its successor's scores are those of the second.
 RESULTS, SCORES = 4, 2
 STORED_WORDS = 64 * 64 // 128 // 2 // 4  # stmatrix.x4 of P or dS of a tile, by four warps
-
-
-@functools.cache
-def compiled(build: Build) -> Artifact:
-    pytest.importorskip("cutlass.cute")
-    from cutlass_py_attn.compilation.compiler import artifact_for
-
-    return artifact_for(build)
 
 
 def statistics(case: Case, arrays: dict[str, Array], total_tiles: int) -> dict[str, Array]:
@@ -87,7 +77,7 @@ def emulate(case: Case, seed: int) -> tuple[dict[str, Array], dict[str, Array]]:
     for name in struct.dtype.names or ():
         struct[name] = numbers.get(name, 0)
     (launch,) = (each for each in plan.launches if each.tensor_maps)
-    cluster = Cluster(compiled(plan.build).ptx, launch, memory, struct, starts, arrays["query"].dtype, seed)
+    cluster = Cluster(compiled(plan).ptx, launch, memory, struct, starts, arrays["query"].dtype, seed)
     for batch in range(launch.grid[2]):
         for head in range(launch.grid[1]):
             for number in range(launch.grid[0] // 2):
@@ -117,7 +107,7 @@ def test_machine_code() -> None:
 
     compile() itself rejects spills, a stack frame, and ptxas remarks that wgmma instructions are serialised.
     """
-    made = compiled(planner.plan(Case.parse(CASE).problem(), "sm_90a").build)
+    made = compiled(planner.plan(Case.parse(CASE).problem(), "sm_90a"))
     build = made.build
     assert (made.registers, made.main.frame_bytes, made.main.spill_bytes) == (168, 0, 0)
     products: list[int] = []

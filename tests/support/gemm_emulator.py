@@ -7,7 +7,6 @@ executes instructions in program order.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -35,9 +34,8 @@ def swizzle(address: Array, width: int) -> Array:
     return address ^ (address >> 3 & SWIZZLE_MASKS[width])
 
 
-@functools.cache
 def compiled(plan: Plan) -> Artifact:
-    """The kernels of a plan, compiled once or from the cache."""
+    """Returns the kernels of a plan, compiled once or from the cache."""
     pytest.importorskip("cutlass.cute")
     from cutlass_py_attn.compilation.compiler import artifact_for
 

@@ -52,7 +52,7 @@ ORDER = (
 
 def generated(root: Path) -> dict[str, str]:
     """Returns the text of every generated file by its path from the root."""
-    bursts, sustained = (json.loads((root / name).read_text()) for name in (BENCHMARK, SUSTAINED))
+    bursts, sustained, h100 = (json.loads((root / name).read_text()) for name in (BENCHMARK, SUSTAINED, H100))
     charts = plots(bursts)
     short_map = short_map_plots.read(root)
     context = context_plots.read(root)
@@ -62,7 +62,6 @@ def generated(root: Path) -> dict[str, str]:
     performance = with_block((root / PERFORMANCE).read_text(), "plots", plot_links(charts))
     performance = with_block(performance, "sustained", benchmark_table(sustained))
     performance = with_block(performance, "slower_rows", slower_rows.table(bursts, sustained))
-    h100 = json.loads((root / H100).read_text())
     performance = with_block(performance, "h100", f"{slower_rows.summary(h100)}\n\n{benchmark_table(h100)}")
     found[PERFORMANCE] = with_block(performance, "short_map", short_map_plots.block(short_map))
     microbench = microbenchmarks(record.read_log(root / MICROBENCH))
