@@ -45,12 +45,13 @@ def artifact_of(plan: Plan, *, code: str = "mma.sync.a;", cubin: bytes = b"cubin
     symbol = f"{plan.symbol}_0"
     ptx = f"// header\n.entry {symbol}(\n.param .b8 p[184])\n{code}\n"
     kernel = Kernel(symbol, registers, 0, 0, 0, plan.build.threads, (Parameter("params", 0, 184),))
-    return Artifact(plan.build, ptx, cubin + plan.symbol.encode(), (kernel,), "compiler 1", "as planned")
+    return Artifact(plan.build, ptx, cubin + plan.symbol.encode(), (kernel,), COMPILER, "as planned")
 
 
 PLANS = [plan_of(Full()), plan_of(Causal())]
-NAMES = [record.name_of(plan.build) for plan in PLANS]
-FULL, CAUSAL = NAMES
+BUILDS = {record.name_of(plan.build): plan.build for plan in PLANS}
+FULL, CAUSAL = NAMES = [*BUILDS]
+COMPILER = "compiler 1"
 
 
 @pytest.fixture
@@ -97,9 +98,9 @@ def verify(tree: Path, *names: str) -> None:
 
 def states(tree: Path, made: list[Artifact] | None = None) -> dict[str, str]:
     """First word of each kernel's state; made: what compiling gives today."""
-    rebuilt = None if made is None else build_ptx.entries_of(PLANS, made)
+    rebuilt = {} if made is None else build_ptx.entries_of(PLANS, made)
     log = record.read_log(tree / record.LOG)
-    found = record.states(tree, record.read_manifest(tree), log, NAMES, rebuilt)
+    found = record.states(tree, record.read_manifest(tree), log, BUILDS, rebuilt)
     return {name: state.split(":")[0].split()[0] for name, state in found.items()}
 
 
@@ -185,6 +186,82 @@ def test_drifted_when_a_plan_changes(tree: Path) -> None:
     assert "the plan differs in warps" in line
 
 
+def test_another_plan_of_the_same_symbol_is_seen_without_compiling(tree: Path) -> None:
+    """The number of stages is in no symbol."""
+    changed = replace(PLANS[0].build, key_stages=PLANS[0].build.key_stages + 1)
+    assert record.name_of(changed) == FULL
+    found = record.states(tree, record.read_manifest(tree), [], BUILDS | {FULL: changed}, {})
+    assert found[FULL].startswith("DRIFTED: the plan differs in key_stages; run ")
+    assert found[CAUSAL].startswith("UNVERIFIED")
+    found = record.states(tree, record.read_manifest(tree), [], {FULL: BUILDS[FULL]}, {})
+    assert found[CAUSAL].startswith("DRIFTED: no plan selects this kernel any more")
+
+
+def test_what_is_compiled_again(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of another plan, of other sources or of another compiler, and the first of each family and kind."""
+
+    def compiled_again(plans: list[Plan], toolchain: str = COMPILER) -> list[str]:
+        found = build_ptx.uncertain(plans, record.read_manifest(tree), toolchain)
+        return [record.name_of(plan.build) for plan in found]
+
+    assert compiled_again(PLANS) == [FULL]
+    assert compiled_again(PLANS[::-1]) == [CAUSAL]
+    assert compiled_again(PLANS, "compiler 2") == [FULL, CAUSAL]
+    changed = replace(PLANS[1], build=replace(PLANS[1].build, key_stages=PLANS[1].build.key_stages + 1))
+    assert compiled_again([PLANS[0], changed]) == [FULL, CAUSAL]
+    new = plan_forward(Problem.dense("forward", SHAPE, "float16", Causal()), "sm_90")
+    assert compiled_again([*PLANS, new]) == [FULL, record.name_of(new.build)]
+    monkeypatch.setattr(record, "sources_sha256", lambda build: "edited")
+    assert compiled_again(PLANS) == [FULL, CAUSAL]
+
+
+def test_the_hash_of_the_sources_is_of_the_kernels_own(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edits of other kernels, of the planner or of comments compile nothing again."""
+    hashed: list[str] = []
+
+    def files_sha256(root: Path, names: tuple[str, ...]) -> str:
+        hashed[:] = [(root / name).relative_to(ROOT).as_posix() for name in names]
+        return "hash"
+
+    monkeypatch.setattr(digests, "files_sha256", files_sha256)
+    assert record.sources_sha256(BUILDS[FULL]) == "hash"
+    assert {"cutlass_py_attn/kernels/sm80/forward.py", "cutlass_py_attn/compilation/compiler.py"} <= {*hashed}
+    assert {"cutlass_py_attn/kernels/sm80/backward.py", "cutlass_py_attn/plan/planner.py"}.isdisjoint(hashed)
+
+
+def test_a_manifest_of_other_sources_is_drifted(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every later check would compile these kernels again."""
+    made = [artifact_of(plan) for plan in PLANS]
+    assert states(tree, made) == {FULL: "UNVERIFIED", CAUSAL: "UNVERIFIED"}
+    monkeypatch.setattr(record, "sources_sha256", lambda build: "edited")
+    assert states(tree, made) == {FULL: "DRIFTED", CAUSAL: "DRIFTED"}
+    assert states(tree) == {FULL: "UNVERIFIED", CAUSAL: "UNVERIFIED"}, "seen by compiling alone"
+
+
+@pytest.mark.parametrize("options", [("--rebuild",), ("--rebuild", "--strict")])
+def test_a_release_compiles_every_kernel(
+    tree: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled: list[Build] = []
+
+    def compile_all(needed: list[build_ptx.Choices], *, fresh: bool) -> list[Artifact]:
+        assert fresh
+        compiled.extend(build for (build,) in needed)
+        return [artifact_of(plan) for plan in PLANS if (plan.build,) in needed]
+
+    monkeypatch.setattr(build_ptx, "compile_all", compile_all)
+    monkeypatch.setattr(check_verified.compiler, "toolchain", lambda: COMPILER)
+    monkeypatch.setattr(feature_ptx, "compiled", lambda needed, processes: {})
+    verify(tree, *NAMES)
+    assert run(tree, monkeypatch, "--write-tables") == 0
+    capsys.readouterr()
+    assert run(tree, monkeypatch, *options) == 0
+    is_strict = "--strict" in options
+    assert compiled == [*BUILDS.values()][: 2 if is_strict else 1]
+    said = "ptx/manifest.json: 1 of 2 kernels are of today's plans, sources and compiler\n"
+    assert (said in capsys.readouterr().out) == (not is_strict)
+
+
 def test_unlisted(tree: Path) -> None:
     build_ptx.write(tree, PLANS[:1], [artifact_of(PLANS[0])])
     assert states(tree) == {FULL: "UNVERIFIED", CAUSAL: "UNLISTED"}
@@ -202,7 +279,8 @@ def test_manifest_says_what_the_kernel_costs(tree: Path) -> None:
     assert (kernel["registers"], kernel["threads"], kernel["mma"], kernel["wgmma"]) == (200, 128, 1, 0)
     assert kernel["shared_memory_bytes"] == PLANS[0].build.shared_memory_bytes
     assert kernel["parameters"] == [["params", 0, 184]]
-    assert entry["toolchain"] == "compiler 1"
+    assert entry["toolchain"] == COMPILER
+    assert entry["sources_sha256"] == record.sources_sha256(PLANS[0].build)
 
 
 def test_exit_codes(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

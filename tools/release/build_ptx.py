@@ -69,6 +69,22 @@ def committed_plans() -> list[Plan]:
     return plans
 
 
+def uncertain(plans: Sequence[Plan], manifest: record.Json, toolchain: str) -> list[Plan]:
+    """Returns the plans whose machine code may differ from the manifest, and a sample of the others.
+
+    The entry of such a plan is of another build, of other sources or of another compiler. The sample is the first
+    kernel of each family and kind: it shows that an entry of today's sources is what they compile to.
+    """
+    committed = manifest["kernels"]
+    sample = {(plan.build.family, plan.build.kind): plan for plan in reversed(plans)}
+    return [
+        plan
+        for plan in plans
+        if plan is sample[plan.build.family, plan.build.kind]
+        or not record.is_current(committed.get(record.name_of(plan.build), {}), plan.build, toolchain)
+    ]
+
+
 def _plan(name: str, direction: str, arch: str) -> Plan:
     return plan(spec.parse(name).problem(direction), arch)
 

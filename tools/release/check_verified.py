@@ -1,7 +1,8 @@
 """Check verified: which committed kernels passed on a GPU, and whether the generated tables follow the records.
 
 The record of the random cases must be of today's sources, and the PTX hashes of kernels with features must be of that
-record; with --rebuild also of today's compilation, where sources and compiler do not imply it.
+record. With --rebuild, manifest and hashes must be of today's compilation too: what plan, sources and compiler do not
+imply is compiled, and a sample.
 It also lists the tiles of the sm90 family's tile table that have no recorded measurement of today's kernels.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cutlass_py_attn.bench.timing import SUSTAINED_MS
+from cutlass_py_attn.compilation import compiler
 from tools.release import build_ptx, feature_ptx, features, gallery, record
 from tools.tuning import plan_rows
 
@@ -112,8 +114,8 @@ def main() -> int:
     parser.add_argument(
         "--rebuild",
         action="store_true",
-        help="compile every kernel to find DRIFTED ones; those with features only with --strict, or if the sources or "
-        "the compiler are others than those of their hashes",
+        help="compile kernels to find DRIFTED ones: with --strict all of them, otherwise those whose plan, sources or "
+        "compiler are others than those of the manifest or of the hashes, and a sample",
     )
     parser.add_argument(
         "--write-tables", action="store_true", help=f"write the tables of {PERFORMANCE} and {gallery.GALLERY}"
@@ -123,15 +125,20 @@ def main() -> int:
     root: Path = given.root
     manifest, log = record.read_manifest(root), record.read_log(root / record.LOG)
     plans = build_ptx.committed_plans()
-    rebuilt = hashes = None
+    rebuilt: dict[str, record.Json] = {}
+    hashes = None
     if given.rebuild:
-        made = list(build_ptx.compile_all([(plan.build,) for plan in plans], fresh=True))
-        rebuilt = build_ptx.entries_of(plans, made)
+        needed = plans if given.strict else build_ptx.uncertain(plans, manifest, compiler.toolchain())
+        made = list(build_ptx.compile_all([(plan.build,) for plan in needed], fresh=True))
+        rebuilt = build_ptx.entries_of(needed, made)
+        if kept := len(plans) - len(needed):
+            print(f"{record.MANIFEST}: {kept} of {len(plans)} kernels are of today's plans, sources and compiler")
         if given.strict or not feature_ptx.is_current(root):
             hashes = feature_ptx.compiled(feature_ptx.builds(), build_ptx.PROCESSES)
         else:
             print(f"{feature_ptx.PATH}: of today's sources and compiler; its kernels are not compiled again")
-    found = record.states(root, manifest, log, [record.name_of(plan.build) for plan in plans], rebuilt)
+    planned = {record.name_of(plan.build): plan.build for plan in plans}
+    found = record.states(root, manifest, log, planned, rebuilt)
     for name, state in found.items():
         if not state.startswith("verified"):
             print(f"{name}: {state}")

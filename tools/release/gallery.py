@@ -62,7 +62,7 @@ def gallery(root: Path) -> str:
     latest = {line["cubin_sha256"]: line for line in log}
     path = root / BENCHMARK
     rates = rates_of(json.loads(path.read_text()) if path.is_file() else [])
-    states = record.states(root, manifest, log, (), None)
+    states = record.states(root, manifest, log, None, {})
     entries = [(name, build_from(entry["plan"]), entry) for name, entry in manifest["kernels"].items()]
     spilling = [name for name, _, entry in entries if _spills(entry)]
     parts = [HEAD.replace(SPILLING, f"- Spilling: {', '.join(spilling)}.\n") if spilling else HEAD]

@@ -69,6 +69,27 @@ def body(ptx: str) -> str:
     return "\n".join(line for line in lines if line.strip())
 
 
+def plan_entry(build: Build) -> Json:
+    """Returns the fields of a build, as the manifest has them."""
+    found: Json = json.loads(json.dumps(dataclasses.asdict(build)))
+    return found
+
+
+def sources_sha256(build: Build) -> str:
+    """Returns the hash of the code that decides a build's machine code beside its fields, in the package that runs."""
+    package = Path(registry.__file__).parents[1]
+    return digests.files_sha256(package, registry.sources_of(build))
+
+
+def is_current(committed: Json, build: Build, toolchain: str) -> bool:
+    """Whether an entry of the manifest is of this build, of today's sources and of this compiler.
+
+    Compiling again then gives the same machine code.
+    """
+    today = {"plan": plan_entry(build), "sources_sha256": sources_sha256(build), "toolchain": toolchain}
+    return today.items() <= committed.items()
+
+
 def entry(plan: Plan, artifact: Artifact) -> Json:
     """Returns the manifest's entry of one kernel."""
     kernels = []
@@ -79,7 +100,8 @@ def entry(plan: Plan, artifact: Artifact) -> Json:
         facts["shared_memory_bytes"] = launch.shared_memory_bytes
         kernels.append({**facts, "mma": text.count("mma.sync."), "wgmma": text.count("wgmma.mma_async.")})
     return {
-        "plan": json.loads(json.dumps(dataclasses.asdict(plan.build))),
+        "plan": plan_entry(plan.build),
+        "sources_sha256": sources_sha256(plan.build),
         "ptx_sha256": sha256(artifact.ptx),
         "ptx_body_sha256": sha256(body(artifact.ptx)),
         "cubin_sha256": sha256(artifact.cubin),
@@ -166,17 +188,26 @@ def sources_digest(root: Path) -> str:
 
 
 def difference(committed: Json, today: Json) -> str:
-    """Says how a kernel that was compiled today differs from the manifest; empty if the machine code is the same."""
-    if committed["plan"] != today["plan"]:
-        fields = [key for key in today["plan"] if committed["plan"].get(key) != today["plan"][key]]
-        return f"the plan differs in {', '.join(fields) or 'its fields'}"
+    """Says how a kernel that was compiled today differs from the manifest; empty if the manifest holds."""
+    if changed := plan_difference(committed["plan"], today["plan"]):
+        return changed
     if committed["ptx_body_sha256"] != today["ptx_body_sha256"]:
         return f"source and committed PTX differ{_numbers(committed, today)}"
     if committed["ptx_sha256"] != today["ptx_sha256"]:
         return "only comments of the PTX differ"
     if committed["cubin_sha256"] != today["cubin_sha256"]:
         return f"same PTX, other machine code: {committed['toolchain']} then, {today['toolchain']} now"
+    if committed.get("sources_sha256") != today["sources_sha256"]:
+        return "same machine code, but the manifest is of other sources"
     return ""
+
+
+def plan_difference(committed: Json, today: Json) -> str:
+    """Says in which fields a plan differs from the manifest's; empty if it is the same."""
+    if committed == today:
+        return ""
+    fields = [key for key in today if key not in committed or committed[key] != today[key]]
+    return f"the plan differs in {', '.join(fields) or 'its fields'}"
 
 
 def _numbers(committed: Json, today: Json) -> str:
@@ -193,12 +224,12 @@ def states(
     root: Path,
     manifest: Json,
     log: Iterable[Json],
-    planned: Iterable[str],
-    rebuilt: Mapping[str, Json] | None,
+    planned: Mapping[str, Build] | None,
+    rebuilt: Mapping[str, Json],
 ) -> dict[str, str]:
     """Returns the state of each kernel; its first word is in capitals unless the kernel is verified.
 
-    rebuilt: entries of kernels that were compiled today; None if none were.
+    planned: today's builds by name; None compares no plans. rebuilt: entries of kernels that were compiled today.
     """
     if not is_sealed(manifest):
         return {MANIFEST: "TAMPERED: its seal is not the hash of its entries; run tools/release/build_ptx.py"}
@@ -208,8 +239,9 @@ def states(
     found = {}
     for name, kernel in entries.items():
         passed = [line for line in lines if line["cubin_sha256"] == kernel["cubin_sha256"]]
-        found[name] = _tampered(root, name, kernel) or _drifted(name, kernel, rebuilt) or _verified(passed, today)
-    for name in planned:
+        drifted = "" if planned is None else _drifted(kernel, planned.get(name), rebuilt.get(name))
+        found[name] = _tampered(root, name, kernel) or drifted or _verified(passed, today)
+    for name in planned or ():
         if name not in entries:
             found[name] = "UNLISTED: it has no committed PTX; run tools/release/build_ptx.py"
     return found
@@ -224,12 +256,11 @@ def _tampered(root: Path, name: str, kernel: Json) -> str:
     return ""
 
 
-def _drifted(name: str, kernel: Json, rebuilt: Mapping[str, Json] | None) -> str:
-    if rebuilt is None:
-        return ""
-    if name not in rebuilt:
+def _drifted(kernel: Json, planned: Build | None, rebuilt: Json | None) -> str:
+    if planned is None:
         return "DRIFTED: no plan selects this kernel any more; run tools/release/build_ptx.py"
-    changed = difference(kernel, rebuilt[name])
+    changed = plan_difference(kernel["plan"], plan_entry(planned))
+    changed = changed or (difference(kernel, rebuilt) if rebuilt is not None else "")
     return f"DRIFTED: {changed}; run tools/release/build_ptx.py" if changed else ""
 
 
