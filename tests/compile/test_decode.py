@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutlass_py_attn.cli.symbols import parse_symbol
-from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.plan import decode, decode_smem, entry_points, planner, split_kv, tile_rules
 from cutlass_py_attn.plan.arch import ARCHITECTURES
 from cutlass_py_attn.plan.plan import Plan, Workspace
@@ -24,6 +23,7 @@ from cutlass_py_attn.runtime.binding import Bound, bind
 from cutlass_py_attn.testing import decode_cases
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
+from tests.support.machine_code import MachineCode
 
 LAW = settings(max_examples=300, deadline=None)
 SHAPE = Shape(2, 1, 1000, 8, 128, 128, 2)
@@ -286,14 +286,14 @@ def test_the_gpu_cases_are_supported_and_their_symbols_are_unique() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("queries", [1, 16])
-def test_machine_code(dtype: str, dim: int, mask: Mask, arch: str, queries: int) -> None:
+def test_machine_code(dtype: str, dim: int, mask: Mask, arch: str, queries: int, machine_code: MachineCode) -> None:
     """The number of MMA and cp.async instructions. compile() itself rejects spills.
 
     Each GEMM is issued in one place; the copies of a stage are issued in the loop, and before it for all stages but
     one, once with those of the queries.
     """
     plan = planner.plan(problem(dtype, mask, num_queries=queries, head_dim=dim, head_dim_value=dim), arch)
-    build, made = plan.build, artifact_for(plan.build)
+    build, made = plan.build, machine_code(plan)
     assert [kernel.symbol for kernel in made.kernels] == list(entry_points.entry_symbols(build))
     keys, warps = decode_smem.team_keys(build), build.warps_scores[0]
     depth, times = (8, 3) if dtype == "float32" else (16, 1)

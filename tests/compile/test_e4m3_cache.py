@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.sm90_e4m3_cache import VECTOR_CODES, registers, rows_of_thread, vectors_of_row
 from cutlass_py_attn.problem.spec import parse
+from tests.support.machine_code import MachineCode
 
 
 @pytest.mark.parametrize(
@@ -19,14 +19,14 @@ from cutlass_py_attn.problem.spec import parse
         "f16_d64_q2048_s8192_b8_h32k8_causal_br_kv8_descalerow",
     ],
 )
-def test_machine_code(name: str) -> None:
+def test_machine_code(name: str, machine_code: MachineCode) -> None:
     """`compile` refuses spills, and ptxas remarks that wgmma instructions are serialised.
 
     A thread loads the codes of a key tile before the loop, and of a value and a key tile in it. TMA loads the query
     tile alone.
     """
     plan = planner.plan(parse(name).problem("forward"), "sm_90a", 132)
-    build, made = plan.build, artifact_for(plan.build)
+    build, made = plan.build, machine_code(plan)
     (kernel,) = made.kernels
     assert kernel.spill_bytes == kernel.frame_bytes == 0
     assert [int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", made.ptx)] == [

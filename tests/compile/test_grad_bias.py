@@ -17,6 +17,7 @@ from cutlass_py_attn.plan.smem import tile_bytes
 from cutlass_py_attn.problem.masks import FORMS, Causal, Full, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, Shape, Tensor
+from tests.support.machine_code import MachineCode
 
 SHAPE = Shape(2, 300, 500, 4, 64, 64)
 SUMMED = {  # shape of grad_bias by the axes that are summed over
@@ -118,13 +119,13 @@ def test_shared_memory_does_not_grow_with_the_head() -> None:
         ("float32", 96, "full", "bhqk", "sm_86"),
     ],
 )
-def test_entries_compile_without_atomics(dtype: str, head_dim: int, mask: str, summed: str, arch: str) -> None:
+def test_entries_compile_without_atomics(
+    dtype: str, head_dim: int, mask: str, summed: str, arch: str, machine_code: MachineCode
+) -> None:
     pytest.importorskip("cutlass.cute")
-    from cutlass_py_attn.compilation.compiler import artifact_for
-
     shape = replace(SHAPE, head_dim=head_dim, head_dim_value=40, num_heads_key=2)
     plan = plan_backward(problem(shape, dtype, SUMMED[summed], mask=mask), arch)
-    made = artifact_for(plan.build)  # refuses spills, wrong names and static shared memory
+    made = machine_code(plan)  # refuses spills, wrong names and static shared memory
     assert [kernel.symbol for kernel in made.kernels] == list(entry_points.entries(plan.build).values())
     assert not re.search(r"\b(atom|red)\.", made.ptx)
     assert {"mma.sync", "cp.async.cg"} <= set(re.findall(r"mma\.sync|cp\.async\.cg", made.ptx))

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import TensorMap
 from cutlass_py_attn.plan.sm90_smem import tma_tiles
 from cutlass_py_attn.testing.paged_forward_cases import SINGLE, PagedCase
+from tests.support.machine_code import MachineCode
 
 NAME = "bf16_d128_h4k2_causal_br"
 HEAD, PAGE, COLUMN = 1, 5, 64
@@ -93,10 +93,10 @@ BODIES = {(case.name, family): (case, family) for case, family in SINGLE if case
 
 
 @pytest.mark.parametrize(("case", "family"), BODIES.values(), ids=lambda it: getattr(it, "label", it))
-def test_machine_code(case: PagedCase, family: str) -> None:
+def test_machine_code(case: PagedCase, family: str, machine_code: MachineCode) -> None:
     """`compile` refuses kernels that spill. The sm90 producer issues TMA for pages; the sm80 family has cp.async."""
     build = build_of(case, family)
-    artifact = artifact_for(build)
+    artifact = machine_code(build)
     (kernel,) = artifact.kernels
     assert kernel.spill_bytes == kernel.frame_bytes == 0
     copies, loads = artifact.ptx.count("cp.async.bulk.tensor.4d"), artifact.ptx.count("ld.global")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.plan import entry_points, planner, sm90, sm90_smem
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.plan import Plan, TensorMap
@@ -17,6 +16,7 @@ from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask,
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
 from tests.support.fakes import expect_taken
+from tests.support.machine_code import MachineCode
 from tools.release import feature_ptx
 
 BY_HEAD = Tensor.contiguous((4,), "float32")
@@ -304,10 +304,10 @@ def test_columns_of_dq_are_shared_in_whole_pieces(columns: int, shared: int) -> 
 
 
 @pytest.mark.parametrize(("dims", "mask"), [((192, 192), Causal()), ((256, 256), Full())])
-def test_2cta_machine_code(dims: tuple[int, int], mask: Mask) -> None:
+def test_2cta_machine_code(dims: tuple[int, int], mask: Mask, machine_code: MachineCode) -> None:
     """compile() itself refuses spills and ptxas remarks, which say that wgmma groups wait for each other."""
     plan = planner.plan(backward(*dims, mask, heads_key=2), "sm_90a")
-    build, made = plan.build, artifact_for(plan.build)
+    build, made = plan.build, machine_code(plan)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
     # S^T and dP^T stand before their loops and in them; dQ is added to in a loop over pieces, of both blocks' keys.
     scores = 2 * (build.columns + build.columns_value) // 16
@@ -342,9 +342,9 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.symbol)
-def test_machine_code(plan: Plan) -> None:
+def test_machine_code(plan: Plan, machine_code: MachineCode) -> None:
     """compile() itself refuses spills and ptxas remarks, which say that wgmma groups wait for each other."""
-    build, made = plan.build, artifact_for(plan.build)
+    build, made = plan.build, machine_code(plan)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
     rows, columns = grad_query_piece(build)
     # S^T stands before the loop and in it, dP^T in it; dV and dK; dQ in pieces of 64 rows.
@@ -376,10 +376,10 @@ def test_machine_code(plan: Plan) -> None:
     assert len(re.findall(rf"cp\.async\.bulk\.tensor\.{axes}d", made.ptx)) == strips
 
 
-def test_machine_code_of_one_block_per_head() -> None:
+def test_machine_code_of_one_block_per_head(machine_code: MachineCode) -> None:
     """A piece of dQ is stored, added, or added to the loaded sum and written from registers; no entry converts it."""
     plan = planner.plan(many(512), "sm_90a")
-    build, made = plan.build, artifact_for(plan.build)
+    build, made = plan.build, machine_code(plan)
     pieces = build.columns // grad_query_piece(build)[1]
     assert len(re.findall(r"\.visible \.entry", made.ptx)) == 2
     assert len(re.findall(r"cp\.reduce\.async\.bulk", made.ptx)) == pieces

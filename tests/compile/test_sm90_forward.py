@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.plan import planner, sm90, sm90_smem
 from cutlass_py_attn.plan import tiles as plan_table
 from cutlass_py_attn.plan.arch import architecture, targets
@@ -21,6 +20,7 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
 from cutlass_py_attn.runtime import binding
 from tests.support.fakes import expect_taken
+from tests.support.machine_code import MachineCode
 from tools.release import feature_ptx
 
 SHAPE = Shape(2, 200, 300, 4, 128, 128)
@@ -206,13 +206,13 @@ def test_a_plan_of_clusters() -> None:
     assert "load keys and values for both" in plan.explain()
 
 
-def test_machine_code_of_clusters() -> None:
+def test_machine_code_of_clusters(machine_code: MachineCode) -> None:
     """Each block loads its own query tile, and every second strip of keys and values for both blocks.
 
     The loops over key tiles with and without a mask have both GEMMs; S is also issued before and after the loops, and
     O += P V after them. Weights without a mask are speculative: S is issued again to repeat a tile.
     """
-    made = artifact_for(planner.plan(long_causal(), "sm_90a").build)
+    made = machine_code(planner.plan(long_causal(), "sm_90a"))
     copies = re.findall(r"cp\.async\.bulk\.tensor\.4d\S*", made.ptx)
     shared = [copy for copy in copies if "multicast::cluster" in copy]
     assert (len(copies), len(shared)) == (4, 2)
@@ -264,12 +264,12 @@ BUILDS = [
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.symbol)
-def test_machine_code(build: Build) -> None:
+def test_machine_code(build: Build, machine_code: MachineCode) -> None:
     """The number of wgmma, TMA and setmaxnreg instructions.
 
     compile() itself rejects spills, and ptxas remarks that wgmma instructions are serialised.
     """
-    made = artifact_for(build)
+    made = machine_code(build)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
     rows = build.tile_m // 64 // (build.warps // 4 - 1)
     # Each GEMM is issued in each loop over key tiles and either before or after the loops. If two query tiles fit, S of

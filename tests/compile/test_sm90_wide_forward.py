@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.plan import planner, sm90_wide
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Causal, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Shape, Tensor
+from tests.support.machine_code import MachineCode
 from tools.release import feature_ptx
 
 STEPS = 3  # of a key tile and its successor in the code of a warpgroup: two in the loop, one for an odd number
@@ -36,13 +36,13 @@ BUILDS = [
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.symbol)
-def test_machine_code(build: Build) -> None:
+def test_machine_code(build: Build, machine_code: MachineCode) -> None:
     """The number of wgmma, TMA, stmatrix and setmaxnreg instructions, and the registers at entry.
 
     compile() itself rejects spills, a stack frame, and ptxas remarks that wgmma instructions are serialised.
     """
     assert build.variant == "wide"
-    made = artifact_for(build)
+    made = machine_code(build)
     assert (made.registers, made.main.frame_bytes, made.main.spill_bytes) == (168, 0, 0)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
     # Each warpgroup computes S in half of its steps, the first one also before them, and O in all steps and behind

@@ -19,6 +19,7 @@ from cutlass_py_attn.plan.variants import SPLIT_D
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, Shape, Tensor
+from tests.support.machine_code import MachineCode
 from tools.release import feature_ptx
 
 ANY = st.integers(1, 65536)
@@ -190,10 +191,8 @@ BUILDS = [
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.symbol)
-def test_kernels_compile_within_their_registers(build: Build) -> None:
+def test_kernels_compile_within_their_registers(build: Build, machine_code: MachineCode) -> None:
     pytest.importorskip("cutlass.cute")
-    from cutlass_py_attn.compilation.compiler import artifact_for
-
-    artifact = artifact_for(build)
+    artifact = machine_code(build)
     assert artifact.build.head_dim_split
     assert all(kernel.registers <= 255 for kernel in artifact.kernels)

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.compilation.cubin import read
 from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
+from tests.support.machine_code import MachineCode
 
 SHAPE = Shape(1, 8192, 8192, 8, 64, 64)  # so long that the kernels of sm_90a are those that ptx/ shows
 SAME = {"sm_87": "sm_80", "sm_89": "sm_86"}  # the same code apart from its target: one backward is enough
@@ -26,10 +26,10 @@ SAME = {"sm_87": "sm_80", "sm_89": "sm_86"}  # the same code apart from its targ
         *((arch, "backward") for arch in ARCHITECTURES if arch not in SAME),
     ],
 )
-def test_fused_kernels_of_a_target(arch: str, direction: str) -> None:
+def test_fused_kernels_of_a_target(arch: str, direction: str, machine_code: MachineCode) -> None:
     problem = Problem.dense(direction, SHAPE, "bfloat16", Causal())
     plan = plan_forward(problem, arch) if direction == "forward" else plan_backward(problem, arch)
-    made = artifact_for(plan.build)
+    made = machine_code(plan)
     limits = architecture(arch)
     assert read(made.cubin).sm == int("".join(map(str, limits.compute_capability)))
     assert re.search(rf"\.target {arch}\b", made.ptx)

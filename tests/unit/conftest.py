@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NoReturn
 
 import pytest
@@ -28,3 +29,16 @@ def log(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake_libraries.install(monkeypatch)
     driver.call("cuCtxSetCurrent", 0xC0)
     return driver_log
+
+
+@pytest.fixture
+def few_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A catalogue of few head dims, which is planned in a tenth of the time."""
+    from cutlass_py_attn.cli import catalogue
+
+    monkeypatch.setattr(catalogue, "HEAD_DIMS", ("d128",))
+    monkeypatch.setattr(catalogue, "COMPONENT_GEMM_HEAD_DIMS", (128,))
+    monkeypatch.setattr(catalogue, "FEATURE_HEAD_DIMS", ())
+    catalogue.plans.cache_clear()
+    yield
+    catalogue.plans.cache_clear()

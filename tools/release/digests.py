@@ -63,11 +63,12 @@ def imported(root: Path, entries: Iterable[str], folders: tuple[str, ...]) -> se
         name = waiting.pop()
         if name not in found:
             found.add(name)
-            waiting += (each for each in _imports(root, name) if each.startswith(folders))
+            waiting += (each for each in imports(root, name) if each.startswith(folders))
     return found
 
 
-def _imports(root: Path, name: str) -> Iterator[str]:
+def imports(root: Path, name: str) -> Iterator[str]:
+    """Yields the files below the root that a file imports itself."""
     for module in _modules((root / name).read_text()):
         files = (f"{module}.py", f"{module}/__init__.py")
         yield from (file for file in files if (root / file).is_file())

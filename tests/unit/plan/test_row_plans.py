@@ -219,6 +219,7 @@ def test_refused() -> None:
         plan_merge(replace(merge, output_b=replace(merge.output_b, strides=(8, 1))), "sm_90")
 
 
+@pytest.mark.usefixtures("few_kernels")
 def test_the_catalogue_has_row_kernels_on_portable_targets() -> None:
     kinds = [plan.build.kind for plan in catalogue.plans("sm_90")]
     assert (kinds.count("append"), kinds.count("merge")) == (30, 45)
