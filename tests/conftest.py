@@ -15,6 +15,8 @@ import pytest
 from cutlass_py_attn.runtime import lifetimes
 from tests.support import fake_driver
 
+pytest_plugins = ("tests.support.machine_code",)
+
 
 def xla_flags() -> str:
     """The flags of XLA for the installed jaxlib, or for none; read without importing JAX.

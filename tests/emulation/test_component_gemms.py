@@ -17,7 +17,8 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
 from tests.support import gemm_emulator
-from tests.support.gemm_emulator import TILES, Array, compiled, emulate
+from tests.support.gemm_emulator import TILES, Array, emulate
+from tests.support.machine_code import MachineCode
 
 MODULES = {"matmul_qk": matmul_qk, "doivj": doivj, "grad_v": grad_v, "grad_k": grad_k, "grad_q": grad_q}
 SAMPLES = [
@@ -111,10 +112,10 @@ def test_no_tiles_launch_nothing() -> None:
 
 
 @pytest.mark.parametrize(("component_gemm", "family", "dtype", "head_dim"), SAMPLES)
-def test_machine_code(component_gemm: str, family: str, dtype: str, head_dim: int) -> None:
+def test_machine_code(component_gemm: str, family: str, dtype: str, head_dim: int, machine_code: MachineCode) -> None:
     """compile() itself refuses spills, stack, ptxas remarks and parameters that differ from the ABI."""
     plan = plan_component_gemm(component_gemm, family, dtype, head_dim, arch_of(family), TILES)
-    spec, made = spec_of(plan.build), compiled(plan)
+    spec, made = spec_of(plan.build), machine_code(plan)
     found = re.findall(r"\b(wgmma\.mma_async|mma\.sync)\S*\.m(\d+)n(\d+)k(\d+)", made.ptx)
     name = "wgmma.mma_async" if family == "sm90" else "mma.sync"
     assert found == [(name, *(str(x) for x in spec.instruction))] * spec.instructions
@@ -125,9 +126,13 @@ def test_machine_code(component_gemm: str, family: str, dtype: str, head_dim: in
 
 
 @pytest.mark.parametrize(("component_gemm", "family", "dtype", "head_dim"), SAMPLES)
-def test_emulated_result(component_gemm: str, family: str, dtype: str, head_dim: int) -> None:
+def test_emulated_result(
+    component_gemm: str, family: str, dtype: str, head_dim: int, machine_code: MachineCode
+) -> None:
     """The PTX, executed: 16-bit products of small integers exactly, float32 to three TF32 products' error."""
-    a, b, c = emulate(plan_component_gemm(component_gemm, family, dtype, head_dim, arch_of(family), TILES))
+    plan = plan_component_gemm(component_gemm, family, dtype, head_dim, arch_of(family), TILES)
+    machine_code(plan)
+    a, b, c = emulate(plan)
     expected = MODULES[component_gemm].reference(a, b)
     if dtype == "float32":
         assert np.linalg.norm(c - expected) <= 1e-6 * np.linalg.norm(expected)

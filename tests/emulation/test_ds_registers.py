@@ -15,7 +15,7 @@ from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.support.backward_block import BackwardBlock
 from tests.support.block_emulator import emulate
-from tests.support.gemm_emulator import compiled
+from tests.support.machine_code import MachineCode
 
 NUM_SMS = 1
 ERROR = 0.004  # relative L2 error of 16-bit operands
@@ -33,9 +33,10 @@ GRADIENTS = ("grad_query", "grad_key", "grad_value")
         ("64x128x16:4,3k2+per_head", "backward bf16_d64_q64_s60_b1_h2_causal_br seed=6", True),
     ],
 )
-def test_gradients(tile: str, line: str, is_eager: bool) -> None:
+def test_gradients(tile: str, line: str, is_eager: bool, machine_code: MachineCode) -> None:
     case = Case.parse(line)
     plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse(tile), NUM_SMS)
+    made = machine_code(plan)
     arrays = case.arrays()
     forward = guarded_check.by_reference(case, arrays, "float64")
     arrays |= {"output": forward["output"].astype(arrays["query"].dtype), "logsumexp": forward["logsumexp"]}
@@ -43,9 +44,7 @@ def test_gradients(tile: str, line: str, is_eager: bool) -> None:
     has_sinks = "sinks" in case.problem().features
     assert np.isinf(forward["logsumexp"][..., : case.spec.num_queries]).any() != has_sinks
     gradients = (*GRADIENTS, "grad_sinks") if has_sinks else GRADIENTS
-    found = emulate(
-        case, plan, compiled(plan).ptx, arrays, is_eager=is_eager, seed=7, block=BackwardBlock, outputs=gradients
-    )
+    found = emulate(case, plan, made.ptx, arrays, is_eager=is_eager, seed=7, block=BackwardBlock, outputs=gradients)
     for name in gradients:
         error = found[name].astype(np.float64) - truth[name]
         assert np.linalg.norm(error) < ERROR * np.linalg.norm(truth[name]), name

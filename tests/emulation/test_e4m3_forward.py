@@ -10,7 +10,7 @@ from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.support.block_emulator import EmulatedBlock, emulate
-from tests.support.gemm_emulator import compiled
+from tests.support.machine_code import MachineCode
 
 NUM_SMS = 1  # so that a block computes several work tiles
 # All of one kernel, with two heads, each of a query tile and two key tiles, and whether asynchronous work ends at once.
@@ -21,11 +21,12 @@ RUNS = (
 
 
 @pytest.mark.parametrize(("line", "is_eager"), RUNS)
-def test_forward(line: str, is_eager: bool) -> None:
+def test_forward(line: str, is_eager: bool, machine_code: MachineCode) -> None:
     case = Case.parse(line)
-    expected = guarded_check.expect(case)
     plan = planner.plan_forward(case.problem(), "sm_90a", NUM_SMS)
-    found = emulate(case, plan, compiled(plan).ptx, expected.arrays, is_eager=is_eager, seed=7)
+    ptx = machine_code(plan).ptx
+    expected = guarded_check.expect(case)
+    found = emulate(case, plan, ptx, expected.arrays, is_eager=is_eager, seed=7)
     ratios = guarded_check.ratios(case, expected, found)
     assert all(ratio <= 1 for ratio in ratios.values()), ratios
     assert np.isfinite(found["output"].astype(np.float32)).all()
@@ -50,24 +51,27 @@ OPTIONS = (
 
 
 @pytest.mark.parametrize(("lengths", "inputs", "tile", "is_eager", "repeats"), OPTIONS)
-def test_options(lengths: str, inputs: str, tile: str, is_eager: bool, repeats: tuple[bool, ...]) -> None:
+def test_options(
+    lengths: str, inputs: str, tile: str, is_eager: bool, repeats: tuple[bool, ...], machine_code: MachineCode
+) -> None:
     case = Case.parse(f"forward e4m3_d64_{lengths}_b1_h1_full seed=3 inputs={inputs}")
     expected = guarded_check.expect(case)
     plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse(tile), NUM_SMS)
-    ptx = compiled(plan).ptx
+    ptx = machine_code(plan).ptx
     found = emulate(case, plan, ptx, expected.arrays, is_eager=is_eager, seed=7, block=CountingBlock)
     ratios = guarded_check.ratios(case, expected, found)
     assert all(ratio <= 1 for ratio in ratios.values()), ratios
     assert CountingBlock.repeats == repeats
 
 
-def test_codes_that_are_not_finite() -> None:
+def test_codes_that_are_not_finite(machine_code: MachineCode) -> None:
     """Rows of NaN have NaN, and no other row has."""
     case = Case.parse("forward e4m3_d64_q64_s512_b1_h1_full seed=3")
+    plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse(SPECULATIVE), NUM_SMS)
+    ptx = machine_code(plan).ptx
     expected = guarded_check.expect(case)
     expected.arrays["query"][0, 5, 0, 0] = np.nan
-    plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse(SPECULATIVE), NUM_SMS)
-    found = emulate(case, plan, compiled(plan).ptx, expected.arrays, is_eager=True, seed=7, block=CountingBlock)
+    found = emulate(case, plan, ptx, expected.arrays, is_eager=True, seed=7, block=CountingBlock)
     assert CountingBlock.repeats == (True,) * 3
     is_nan = np.isnan(found["output"].astype(np.float32)[0, :, 0]).any(axis=1)
     assert np.flatnonzero(is_nan).tolist() == [5]

@@ -10,7 +10,7 @@ from cutlass_py_attn.plan.variants import E4M3_CACHE
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.support.block_emulator import emulate
-from tests.support.gemm_emulator import compiled
+from tests.support.machine_code import MachineCode
 from tests.support.mma_emulator import MmaBlock
 
 NUM_SMS = 1
@@ -49,22 +49,24 @@ HOPPER_RUNS = (
 
 
 @pytest.mark.parametrize(("tile", "line", "is_eager"), RUNS)
-def test_forward(tile: str, line: str, is_eager: bool) -> None:
+def test_forward(tile: str, line: str, is_eager: bool, machine_code: MachineCode) -> None:
     family = None if "+" in tile else "sm80"
-    expect_close(line, is_eager, arch="sm_90", tile=TileConfig.parse(tile), family=family)
+    expect_close(line, is_eager, machine_code, arch="sm_90", tile=TileConfig.parse(tile), family=family)
 
 
 @pytest.mark.parametrize(("tile", "line", "is_eager"), HOPPER_RUNS)
-def test_hopper_forward(tile: str, line: str, is_eager: bool) -> None:
-    expect_close(line, is_eager, arch="sm_90a", tile=TileConfig.parse(f"{tile}+{E4M3_CACHE}"))
+def test_hopper_forward(tile: str, line: str, is_eager: bool, machine_code: MachineCode) -> None:
+    expect_close(line, is_eager, machine_code, arch="sm_90a", tile=TileConfig.parse(f"{tile}+{E4M3_CACHE}"))
 
 
-def expect_close(line: str, is_eager: bool, arch: str, tile: TileConfig, family: str | None = None) -> None:
+def expect_close(
+    line: str, is_eager: bool, machine_code: MachineCode, arch: str, tile: TileConfig, family: str | None = None
+) -> None:
     """Compares the machine code's results with float64."""
     case = Case.parse(line)
-    expected = guarded_check.expect(case)
     plan = planner.plan_with_tile(case.problem(), arch, tile, NUM_SMS, family=family)
-    ptx = compiled(plan).ptx
+    ptx = machine_code(plan).ptx
+    expected = guarded_check.expect(case)
     found = emulate(case, plan, ptx, expected.arrays, is_eager=is_eager, seed=7, block=MmaBlock)
     ratios = guarded_check.ratios(case, expected, found)
     assert all(ratio <= 1 for ratio in ratios.values()), ratios

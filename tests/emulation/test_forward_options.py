@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.plan import planner, sm90
+from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.support.block_emulator import EmulatedBlock, emulate
-from tests.support.gemm_emulator import compiled
+from tests.support.machine_code import MachineCode
 
 TILE = TileConfig.parse("64x128x8:2-speculative-halves")
 FULL = "forward bf16_d64_q64_s512_b1_h1_full seed=3"  # a query tile and four key tiles, of which three are in the loop
@@ -31,20 +32,24 @@ class CountingBlock(EmulatedBlock):
         CountingBlock.repeats = tuple(self.reductions)
 
 
-def run(case: Case, arrays: dict[str, Any], *, is_eager: bool, tile: TileConfig = TILE) -> dict[str, Any]:
+def planned(case: Case, tile: TileConfig = TILE) -> Plan:
+    return planner.plan_with_tile(case.problem(), "sm_90a", tile, 1)
+
+
+def run(case: Case, plan: Plan, ptx: str, arrays: dict[str, Any], *, is_eager: bool) -> dict[str, Any]:
     """Returns the results of the emulated kernel."""
-    plan = planner.plan_with_tile(case.problem(), "sm_90a", tile, 1)
-    return emulate(case, plan, compiled(plan).ptx, arrays, is_eager=is_eager, seed=7, block=CountingBlock)
+    return emulate(case, plan, ptx, arrays, is_eager=is_eager, seed=7, block=CountingBlock)
 
 
 @pytest.mark.parametrize(
     ("inputs", "is_eager", "repeats"),
     [("gaussian", True, (False,) * 3), ("rising", True, (True,) * 3), ("rising", False, (True,) * 3)],
 )
-def test_forward(inputs: str, is_eager: bool, repeats: tuple[bool, ...]) -> None:
+def test_forward(inputs: str, is_eager: bool, repeats: tuple[bool, ...], machine_code: MachineCode) -> None:
     case = Case.parse(f"{FULL} inputs={inputs}")
+    ptx = machine_code(plan := planned(case)).ptx
     expected = guarded_check.expect(case)
-    found = run(case, expected.arrays, is_eager=is_eager)
+    found = run(case, plan, ptx, expected.arrays, is_eager=is_eager)
     ratios = guarded_check.ratios(case, expected, found)
     assert all(ratio <= 1 for ratio in ratios.values()), ratios
     assert CountingBlock.repeats == repeats
@@ -58,25 +63,27 @@ def test_forward(inputs: str, is_eager: bool, repeats: tuple[bool, ...]) -> None
         ("bf16_d256_q64_s320_b1_h1_full", "64x64x8:2-speculative-halves", (True, False, True, False)),
     ],
 )
-def test_windows_and_wide_heads(name: str, tile: str, repeats: tuple[bool, ...]) -> None:
+def test_windows_and_wide_heads(name: str, tile: str, repeats: tuple[bool, ...], machine_code: MachineCode) -> None:
     """Key tiles that every row sees have masked ones before them, and in a window after them."""
     case = Case.parse(f"forward {name} seed=3 inputs=rising")
+    ptx = machine_code(plan := planned(case, TileConfig.parse(tile))).ptx
     expected = guarded_check.expect(case)
-    found = run(case, expected.arrays, is_eager=False, tile=TileConfig.parse(tile))
+    found = run(case, plan, ptx, expected.arrays, is_eager=False)
     ratios = guarded_check.ratios(case, expected, found)
     assert all(ratio <= 1 for ratio in ratios.values()), ratios
     assert CountingBlock.repeats == repeats
 
 
-def test_scores_that_are_not_finite() -> None:
+def test_scores_that_are_not_finite(machine_code: MachineCode) -> None:
     """Rows whose scores are -inf until the last key tile have no maximum until then; NaN and inf stay in their rows."""
     case = Case.parse(FULL)
+    ptx = machine_code(plan := planned(case)).ptx
     arrays = guarded_check.expect(case).arrays
     query, key = arrays["query"], arrays["key"]
     query[0, :, 0, 0] = np.abs(query[0, :, 0, 0]) + 1
     query[0, 1:3, 0, 0] = np.inf, np.nan
     key[0, TILE.tile_n :, 0, 0] = -np.inf
-    output = run(case, arrays, is_eager=True)["output"].astype(np.float64)[0, :, 0]
+    output = run(case, plan, ptx, arrays, is_eager=True)["output"].astype(np.float64)[0, :, 0]
     assert CountingBlock.repeats == (True,) * 3
     seen = slice(0, TILE.tile_n)
     scores = query[0, :, 0].astype(np.float64) @ key[0, seen, 0].astype(np.float64).T / np.sqrt(case.spec.head_dim)
@@ -88,14 +95,15 @@ def test_scores_that_are_not_finite() -> None:
     assert np.abs(output - truth)[~is_wrong].max() < 0.01
 
 
-def test_blocks_share_the_last_query_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_share_the_last_query_tile(monkeypatch: pytest.MonkeyPatch, machine_code: MachineCode) -> None:
     """Two blocks have a tile each, then half of the keys of the third; a second kernel joins their results."""
     monkeypatch.setattr(sm90, "LEAST_SAVED", 0)
     case = Case.parse("forward bf16_d64_q130_s256_b1_h1_full seed=4 layout=padded")
-    expected = guarded_check.expect(case)
     tile = TileConfig.parse("64x64x8:2-speculative-shared_end")
     plan = planner.plan_with_tile(case.problem(), "sm_90a", tile, 2)
     assert [launch.grid for launch in plan.launches] == [(2, 1, 1), (64, 1, 1)]
-    found = emulate(case, plan, compiled(plan).ptx, expected.arrays, is_eager=False, seed=7)
+    ptx = machine_code(plan).ptx
+    expected = guarded_check.expect(case)
+    found = emulate(case, plan, ptx, expected.arrays, is_eager=False, seed=7)
     ratios = guarded_check.ratios(case, expected, found)
     assert all(ratio <= 1 for ratio in ratios.values()), ratios

@@ -10,7 +10,7 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.support.block_emulator import emulate
-from tests.support.gemm_emulator import compiled
+from tests.support.machine_code import MachineCode
 
 NUM_SMS = 2  # so that blocks share the keys of a sequence
 # All of one kernel: sequences of an odd and an even number of tiles, of one key and of none, with NaN in every row that
@@ -27,12 +27,13 @@ def case_and_plan(line: str) -> tuple[Case, Plan]:
 
 
 @pytest.mark.parametrize(("line", "is_eager"), RUNS)
-def test_decode(line: str, is_eager: bool) -> None:
+def test_decode(line: str, is_eager: bool, machine_code: MachineCode) -> None:
     case, plan = case_and_plan(line)
     _, of_kernel = case_and_plan(RUNS[0][0])
     assert plan.build == of_kernel.build
+    made = machine_code(plan)
     expected = guarded_check.expect(case)
-    found = emulate(case, plan, compiled(of_kernel).ptx, expected.arrays, is_eager=is_eager, seed=7)
+    found = emulate(case, plan, made.ptx, expected.arrays, is_eager=is_eager, seed=7)
     ratios = guarded_check.ratios(case, expected, found)
     assert all(ratio <= 1 for ratio in ratios.values()), ratios
     assert np.isfinite(found["output"][:, : case.spec.num_tokens[0]].astype(np.float32)).all()

@@ -15,7 +15,7 @@ from cutlass_py_attn.problem.tensors import LSE_PADDING
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.support.cluster_emulator import CANARY, Cluster
-from tests.support.gemm_emulator import compiled
+from tests.support.machine_code import MachineCode
 from tests.support.ptx_threads import Array
 
 GUARD = 4096  # bytes before and after each tensor
@@ -46,11 +46,12 @@ def statistics(case: Case, arrays: dict[str, Array], total_tiles: int) -> dict[s
     return found
 
 
-def emulate(case: Case, seed: int) -> tuple[dict[str, Array], dict[str, Array]]:
+def emulate(case: Case, seed: int, machine_code: MachineCode) -> tuple[dict[str, Array], dict[str, Array]]:
     """Returns the gradients and what they should be, in float64."""
     problem, arrays = case.problem(), case.arrays()
     plan = planner.plan(problem, "sm_90a")
     assert plan.build.variant == "wide"
+    made = machine_code(plan)
     forward = guarded_check.by_reference(case, arrays, "float64")
     padded = -(-problem.shape.num_queries // LSE_PADDING) * LSE_PADDING
     assert forward["logsumexp"].shape[2] == padded
@@ -77,7 +78,7 @@ def emulate(case: Case, seed: int) -> tuple[dict[str, Array], dict[str, Array]]:
     for name in struct.dtype.names or ():
         struct[name] = numbers.get(name, 0)
     (launch,) = (each for each in plan.launches if each.tensor_maps)
-    cluster = Cluster(compiled(plan).ptx, launch, memory, struct, starts, arrays["query"].dtype, seed)
+    cluster = Cluster(made.ptx, launch, memory, struct, starts, arrays["query"].dtype, seed)
     for batch in range(launch.grid[2]):
         for head in range(launch.grid[1]):
             for number in range(launch.grid[0] // 2):
@@ -92,9 +93,9 @@ def emulate(case: Case, seed: int) -> tuple[dict[str, Array], dict[str, Array]]:
 
 
 @pytest.mark.slow
-def test_gradients() -> None:
+def test_gradients(machine_code: MachineCode) -> None:
     case = Case.parse(CASE)
-    found, truth = emulate(case, seed=1)
+    found, truth = emulate(case, seed=1, machine_code=machine_code)
     for name in GRADIENTS:
         error = found[name] - truth[name]
         assert np.linalg.norm(error) < ERROR * np.linalg.norm(truth[name]), name
@@ -102,12 +103,12 @@ def test_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_machine_code() -> None:
+def test_machine_code(machine_code: MachineCode) -> None:
     """The number of wgmma, TMA, stmatrix and setmaxnreg instructions, and the registers at entry.
 
     compile() itself rejects spills, a stack frame, and ptxas remarks that wgmma instructions are serialised.
     """
-    made = compiled(planner.plan(Case.parse(CASE).problem(), "sm_90a"))
+    made = machine_code(planner.plan(Case.parse(CASE).problem(), "sm_90a"))
     build = made.build
     assert (made.registers, made.main.frame_bytes, made.main.spill_bytes) == (168, 0, 0)
     products: list[int] = []

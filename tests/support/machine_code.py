@@ -1,10 +1,18 @@
-"""Machine code: a digest of all that decides the result of a test that reads one compiled kernel."""
+"""Machine code: tests of one kernel are skipped while neither they nor its machine code can have changed.
+
+machine_code.json has a digest of what decides the result of each such test that passed. Here is how to write it anew:
+
+    python -m pytest tests/compile tests/emulation -n 2 --write-digests
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Generator
 from pathlib import Path
+
+import pytest
 
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.compilation import compiler
@@ -12,12 +20,19 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from tools.release import digests, record
 
-MachineCode = Callable[[Plan | Build], Artifact]  # the fixture of tests/compile that compiles a kernel, or skips
+MachineCode = Callable[[Plan | Build], Artifact]
 
 ROOT = Path(__file__).resolve().parents[2]
-# Followed from the test file on: what it shares with other tests, and what reads a compiled kernel.
-FOLLOWED = ("tests/", *(f"{digests.PACKAGE}/{name}" for name in ("artifact.py", "compilation/", "inspection/")))
+DIGESTS = ROOT / "tests/machine_code.json"
+FOLDERS = ("tests/compile", "tests/emulation")
+OPTION = "--write-digests"
+PROPERTY = "machine code"
+# Followed from a test file on: what it shares with other tests, what reads a kernel, launches it or knows its results.
+_PACKAGE = ("artifact.py", "compilation/", "inspection/", "reference/", "runtime/", "score_terms/", "testing/")
+FOLLOWED = ("tests/", *(f"{digests.PACKAGE}/{name}" for name in _PACKAGE))
 PLANNER = f"{digests.PACKAGE}/plan/planner.py"  # of what it does, the digest has the result
+_CALLED = pytest.StashKey[str]()
+_passed: dict[str, str] = {}  # of this session, in the process that hears of every test
 
 
 def digest(test: Path, kernel: Plan | Build) -> str:
@@ -29,13 +44,71 @@ def digest(test: Path, kernel: Plan | Build) -> str:
 
 @functools.cache
 def code_of_test(test: Path) -> str:
-    """Returns the digest of the code of a test file and of what it imports: numbers that kernels must have, readers."""
+    """Returns the digest of the code of a test file and of what it imports."""
     return digests.files_sha256(ROOT, files_of_test(test))
 
 
 def files_of_test(test: Path) -> list[str]:
     """Returns a test file, what is followed from it, and the modules of the package that these import themselves."""
-    entries = [test.relative_to(ROOT).as_posix(), "tests/compile/conftest.py"]
-    found = digests.imported(ROOT, entries, FOLLOWED)
+    found = digests.imported(ROOT, [test.relative_to(ROOT).as_posix()], FOLLOWED)
     direct = {name for each in found for name in digests.imports(ROOT, each) if name.startswith(f"{digests.PACKAGE}/")}
     return sorted((found | direct) - {PLANNER})
+
+
+@functools.cache
+def committed() -> dict[str, str]:
+    """Returns the committed digests, by test."""
+    found: dict[str, str] = json.loads(DIGESTS.read_text()) if DIGESTS.is_file() else {}
+    return found
+
+
+@pytest.fixture
+def machine_code(request: pytest.FixtureRequest) -> MachineCode:
+    """Compiles the one kernel of the test, or skips the test if it passed with this very machine code."""
+
+    def compiled(kernel: Plan | Build) -> Artifact:
+        item = request.node
+        assert _CALLED not in item.stash, "the digest is of one kernel"
+        pytest.importorskip("cutlass.cute")
+        item.stash[_CALLED] = found = digest(item.path, kernel)
+        if committed().get(item.nodeid) == found and not request.config.getoption(OPTION):
+            pytest.skip("passed with this machine code")
+        return compiler.artifact_for(kernel.build if isinstance(kernel, Plan) else kernel)
+
+    return compiled
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = f"run every test of machine code and no other, and write tests/{DIGESTS.name}"
+    parser.addoption(OPTION, action="store_true", help=what)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where digests are written, no other test runs."""
+    if config.getoption(OPTION):
+        items[:] = [item for item in items if "machine_code" in getattr(item, "fixturenames", ())]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Sends the digest of a test that passed to the process that writes them."""
+    report = yield
+    if call.when == "call" and call.excinfo is None and _CALLED in item.stash:
+        report.user_properties.append((PROPERTY, item.stash[_CALLED]))
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and PROPERTY in dict(report.user_properties):
+        _passed[report.nodeid] = str(dict(report.user_properties)[PROPERTY])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Writes the digests of what passed. Those of other tests stay, unless both folders ran whole."""
+    config = session.config
+    if config.getoption(OPTION) and not hasattr(config, "workerinput"):
+        is_whole = tuple(config.args) == FOLDERS and not config.option.keyword
+        kept = {} if is_whole else committed()
+        DIGESTS.write_text(json.dumps(kept | _passed, indent=1, sort_keys=True) + "\n")

@@ -13,7 +13,6 @@ import pytest
 from cutlass_py_attn.compilation import compiler
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.spec import parse
-from tests.compile import conftest
 from tests.support import machine_code
 from tests.support.machine_code import MachineCode, digest
 from tools.release import digests, record
@@ -30,22 +29,25 @@ def one_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "artifact_for", lambda build: build)
 
 
-def fixture_of(committed: dict[str, str], writes: bool = False) -> MachineCode:
-    """The fixture in a test with these committed digests."""
+def fixture_of(writes: bool = False) -> MachineCode:
+    """The fixture in a test."""
     node = SimpleNamespace(path=TEST, nodeid=NODE, stash=pytest.Stash())
-    request: Any = SimpleNamespace(node=node, config=SimpleNamespace(getoption=lambda name, default: writes))
-    made: MachineCode = conftest.machine_code.__wrapped__(request, committed)  # type: ignore[attr-defined]
+    request: Any = SimpleNamespace(node=node, config=SimpleNamespace(getoption=lambda name: writes))
+    made: MachineCode = machine_code.machine_code.__wrapped__(request)  # type: ignore[attr-defined]
     return made
 
 
-def test_a_test_is_skipped_for_its_own_digest_alone() -> None:
+def test_a_test_is_skipped_for_its_own_digest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass.cute")
     found = digest(TEST, PLAN)
+    monkeypatch.setattr(machine_code, "committed", lambda: {NODE: found})
     with pytest.raises(pytest.skip.Exception, match="passed with this machine code"):
-        fixture_of({NODE: found})(PLAN)
+        fixture_of()(PLAN)
+    assert fixture_of(writes=True)(PLAN) == PLAN.build
     others: list[dict[str, str]] = [{}, {NODE: digest(TEST, PLAN.build)}, {NODE.replace("case", "other"): found}]
     for committed in others:
-        assert fixture_of(committed)(PLAN) == PLAN.build
-    assert fixture_of({NODE: found}, writes=True)(PLAN) == PLAN.build
+        monkeypatch.setattr(machine_code, "committed", lambda committed=committed: committed)
+        assert fixture_of()(PLAN) == PLAN.build
 
 
 def test_what_changes_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +65,8 @@ def test_what_changes_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_code_of_a_test() -> None:
     """What it shares with other tests, what it reads kernels with, and where it has numbers from."""
     found = machine_code.files_of_test(TEST)
-    assert {"tests/compile/test_decode.py", "tests/compile/conftest.py", "tests/support/fakes.py"} <= {*found}
-    package = (f"cutlass_py_attn/{name}.py" for name in ("compilation/cubin", "artifact", "plan/decode_smem"))
+    assert {"tests/compile/test_decode.py", "tests/support/machine_code.py", "tests/support/fakes.py"} <= {*found}
+    package = (f"cutlass_py_attn/{name}.py" for name in ("compilation/cubin", "runtime/params", "plan/decode_smem"))
     assert {*package} <= {*found}
     assert machine_code.PLANNER not in found
     assert machine_code.code_of_test(TEST) == digests.files_sha256(machine_code.ROOT, found)
@@ -72,32 +74,33 @@ def test_the_code_of_a_test() -> None:
 
 def test_the_committed_digests_are_of_tests() -> None:
     """A test that was renamed or removed leaves a line behind unless the digests are written anew."""
-    for node in json.loads(conftest.DIGESTS.read_text()):
+    for node in json.loads(machine_code.DIGESTS.read_text()):
         file, _, rest = node.partition("::")
         assert f"def {rest.partition('[')[0]}(" in (machine_code.ROOT / file).read_text(), node
 
 
 def test_writing_keeps_the_digests_of_other_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "machine_code.json"
-    monkeypatch.setattr(conftest, "DIGESTS", path)
-    monkeypatch.setattr(conftest, "_passed", {})
+    monkeypatch.setattr(machine_code, "DIGESTS", path)
+    monkeypatch.setattr(machine_code, "_passed", {})
+    monkeypatch.setattr(machine_code, "committed", lambda: json.loads(path.read_text()) if path.exists() else {})
 
-    def finish(args: list[str], keyword: str = "", **config: Any) -> None:
+    def finish(*args: str, keyword: str = "", **config: Any) -> None:
         option = SimpleNamespace(keyword=keyword)
         session: Any = SimpleNamespace(
-            config=SimpleNamespace(args=args, option=option, getoption=lambda name, default: True, **config)
+            config=SimpleNamespace(args=[*args], option=option, getoption=lambda name: True, **config)
         )
-        conftest.pytest_sessionfinish(session)
+        machine_code.pytest_sessionfinish(session)
 
     for node, when, value in (("a", "call", "1"), ("b", "setup", "2")):
-        report: Any = SimpleNamespace(nodeid=node, when=when, user_properties=[(conftest.PROPERTY, value)])
-        conftest.pytest_runtest_logreport(report)
-    finish(["tests/compile"], workerinput={})
+        report: Any = SimpleNamespace(nodeid=node, when=when, user_properties=[(machine_code.PROPERTY, value)])
+        machine_code.pytest_runtest_logreport(report)
+    finish(*machine_code.FOLDERS, workerinput={})
     assert not path.exists(), "a worker sends what it has"
-    finish(["tests/compile/test_decode.py"])
+    finish("tests/compile/test_decode.py")
     assert json.loads(path.read_text()) == {"a": "1"}
     path.write_text('{"a": "0", "c": "3"}')
-    finish(["tests/compile"], keyword="decode")
+    finish(*machine_code.FOLDERS, keyword="decode")
     assert json.loads(path.read_text()) == {"a": "1", "c": "3"}
-    finish(["tests/compile"])
+    finish(*machine_code.FOLDERS)
     assert json.loads(path.read_text()) == {"a": "1"}
