@@ -1,8 +1,6 @@
 """Machine code: tests of one kernel are skipped while neither they nor its machine code can have changed.
 
-machine_code.json has a digest of what decides the result of each such test that passed. Here is how to write it anew:
-
-    python -m pytest tests/compile tests/emulation -n 2 --write-digests
+machine_code.json has a digest of what decides the result of each such test that passed. WRITE writes it anew.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DIGESTS = ROOT / "tests/machine_code.json"
 FOLDERS = ("tests/compile", "tests/emulation")
 OPTION = "--write-digests"
+WRITE = f"python -m pytest {' '.join(FOLDERS)} -n 2 {OPTION}"
 PROPERTY = "machine code"
 # Followed from a test file on: what it shares with other tests, what reads a kernel, launches it or knows its results.
 _PACKAGE = ("artifact.py", "compilation/", "inspection/", "reference/", "runtime/", "score_terms/", "testing/")
@@ -103,6 +102,12 @@ def pytest_runtest_makereport(
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" and PROPERTY in dict(report.user_properties):
         _passed[report.nodeid] = str(dict(report.user_properties)[PROPERTY])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says that tests ran which need not run again."""
+    if _passed and not config.getoption(OPTION):
+        terminalreporter.write_line(f"{len(_passed)} tests of machine code passed with a new digest; {WRITE}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -104,3 +104,14 @@ def test_writing_keeps_the_digests_of_other_tests(tmp_path: Path, monkeypatch: p
     assert json.loads(path.read_text()) == {"a": "1", "c": "3"}
     finish(*machine_code.FOLDERS)
     assert json.loads(path.read_text()) == {"a": "1"}
+
+
+def test_new_digests_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    reporter: Any = SimpleNamespace(write_line=lines.append)
+    for passed, writes in (({}, False), ({"a": "1", "b": "2"}, True), ({"a": "1", "b": "2"}, False)):
+        monkeypatch.setattr(machine_code, "_passed", passed)
+        config: Any = SimpleNamespace(getoption=lambda name, writes=writes: writes)
+        machine_code.pytest_terminal_summary(reporter, config)
+    command = "python -m pytest tests/compile tests/emulation -n 2 --write-digests"
+    assert lines == [f"2 tests of machine code passed with a new digest; {command}"]
