@@ -22,17 +22,19 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
+from cutlass_py_attn.bench import cases as bench_cases
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
-from cutlass_py_attn.problem.tensors import FLOAT8, OPERANDS
+from cutlass_py_attn.problem.tensors import OPERANDS
 
 DISTRIBUTION: Final = "flash-attn-4"
 INTERFACE: Final = "flash_attn.cute.interface"
 MEASURED: Final = "4.0.0b36"  # the version whose private functions are called, and that the record was measured with
 _SHARED: Final = ("softmax_scale", "softcap", "causal", "window_size_left", "window_size_right", "learnable_sink")
 _PACKED: Final = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_PAGED: Final = ("page_table", "seqused_k")
 FUNCTIONS: Final = {  # private functions and their arguments that are given by keyword
-    "_flash_attn_fwd": (*_SHARED, *_PACKED, "return_lse"),
+    "_flash_attn_fwd": (*_SHARED, *_PACKED, *_PAGED, "return_lse"),
     "_flash_attn_bwd": (*_SHARED, *_PACKED, "deterministic"),
 }
 CACHE: Final = {
@@ -46,7 +48,10 @@ SHORT: Final = 256  # rows; a kernel depends on the length only where one or two
 
 @dataclass(frozen=True, slots=True)
 class Flash4Call:
-    """Forward and backward of FlashAttention-4 on its layout: (batch, seqlen, heads, head_dim), or packed tokens."""
+    """Forward and backward of FlashAttention-4 on its layout: (batch, seqlen, heads, head_dim), or packed tokens.
+
+    grad_output: None for a case that has no backward.
+    """
 
     interface: Any
     operands: tuple[Any, Any, Any]
@@ -84,20 +89,19 @@ def version() -> str:
 def takes(case: ProblemSpec) -> bool:
     """Whether `prepare` has an argument for everything in the case; a call shows whether the package has the kernel.
 
-    Its masks end in the bottom-right corner, as ours do in square problems. Caches are not passed: no page table, no
-    keys that contain the values, no codes beside a query of 16 bits. Nor are operands of e4m3 codes.
+    Its masks end in the bottom-right corner, as ours do in square problems. Codes beside a query of 16 bits are not
+    passed, nor scales of codes, nor the numbers of used keys without a page table.
     """
-    has_other_term = bool(case.bias or case.alibi or case.dropout_p)
+    has_other_term = bool(case.bias or case.alibi or case.dropout_p or case.descale or case.float16_output)
     lengths = case.sequences or (case,)
-    is_square = all(each.num_queries == each.num_keys for each in lengths)
+    is_square = all(each.num_queries == each.num_keys for each in lengths) and not case.has_used_keys
     has_its_mask = is_square or case.mask.form == "full" or case.mask.bottom_right
-    is_cache = bool(case.page_size or case.value_in_key or case.e4m3_cache)
-    is_unknown = has_other_term or is_cache or case.dtype == FLOAT8 or case.has_used_keys
-    return not is_unknown and has_its_mask
+    has_unpaged_lengths = case.has_used_keys and not case.page_size
+    return has_its_mask and not (has_other_term or case.e4m3_cache or has_unpaged_lengths)
 
 
 def prepare(torch: Any, case: ProblemSpec, given: Mapping[str, Any]) -> Flash4Call:
-    """Returns the call of a case. given: torch tensors by name, cu_seqlens with the bits of int32.
+    """Returns the call of a case. given: torch tensors by name, integers with the bits of int32.
 
     NotSupported: the installed version has other private functions than MEASURED.
     """
@@ -107,11 +111,16 @@ def prepare(torch: Any, case: ProblemSpec, given: Mapping[str, Any]) -> Flash4Ca
         raise NotSupported(
             f"{DISTRIBUTION} {version()}: {INTERFACE} has no {lacks}; install {DISTRIBUTION}=={MEASURED}"
         )
-    tensors = [given[name].squeeze(0) if case.sequences else given[name] for name in (*OPERANDS, "grad_output")]
+    packed = {"query"} if case.has_ragged_queries else set()
+    if case.sequences and not case.page_size:
+        packed = {*OPERANDS, "grad_output"}
+    tensors = {name: tensor.squeeze(0) if name in packed else tensor for name, tensor in given.items()}
+    if case.value_in_key:
+        tensors["value"] = tensors["value"][..., : case.head_dim_value]
     return Flash4Call(
         interface,
-        (tensors[0], tensors[1], tensors[2]),
-        tensors[3],
+        (tensors["query"], tensors["key"], tensors["value"]),
+        tensors.get("grad_output"),
         {**_options(case), **_bounds(torch, case, given)},
         given.get("sinks") if case.sinks else None,
         case.deterministic,
@@ -139,9 +148,14 @@ def _options(case: ProblemSpec) -> dict[str, Any]:
 
 
 def _bounds(torch: Any, case: ProblemSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-    if not case.sequences:
+    names = ["cu_seqlens_q"] if case.has_ragged_queries else []
+    if case.page_size:
+        names += _PAGED
+    elif case.sequences:
+        names.append("cu_seqlens_k")
+    if not names:
         return {}
-    bounds = {name: given[name].view(torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    bounds = {name: given[name].view(torch.int32) for name in names}
     return {**bounds, "max_seqlen_q": case.num_queries, "max_seqlen_k": case.num_keys}
 
 
@@ -167,9 +181,10 @@ def variants(cases: Iterable[tuple[ProblemSpec, Sequence[str]]]) -> list[tuple[s
 def _smallest(case: ProblemSpec) -> ProblemSpec:
     group = case.shape.group
     heads = {"num_heads": group, "num_heads_key": 1 if group > 1 else 0}
-    if case.sequences:
+    if case.has_ragged_queries:
         return case.replace(sequences=case.sequences[:1], **heads)
-    return case.replace(batch=1, num_queries=min(case.num_queries, SHORT), num_keys=min(case.num_keys, SHORT), **heads)
+    changes = {"sequences": (), "batch": 1, **heads}
+    return case.replace(num_queries=min(case.num_queries, SHORT), num_keys=min(case.num_keys, SHORT), **changes)
 
 
 def compile_ahead(
@@ -221,7 +236,7 @@ def compile_variant(name: str, has_backward: bool) -> str:
 
 
 def _fake_tensors(torch: Any, case: ProblemSpec) -> dict[str, Any]:
-    problem = case.problem("backward")
+    problem = case.problem("forward" if bench_cases.is_forward_only(case) else "backward")
     described = {**problem.tensors(), **problem.vectors()}
     return {
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cuda")

@@ -1,4 +1,4 @@
-"""Bench peers: torch's attention kernels and FlashAttention-4 on the same memory as ours, timed by CUDA graph replays.
+"""Bench peers: torch's kernels, FlashAttention-4 and cuDNN on the same memory as ours, timed by CUDA graph replays.
 
 Torch is no dependency: only this module and flash4.py import it, and if it is not installed there are no peers.
 """
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from cutlass_py_attn.bench import flash4
+from cutlass_py_attn.bench import cudnn_frontend, flash4
 from cutlass_py_attn.bench.timing import Timed
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.spec import BATCH_BROADCAST, ProblemSpec
@@ -27,6 +27,7 @@ _MASKS: Final = {"full": 0, "causal": 1}  # custom_mask_type of torch's memory-e
 
 
 FLASH4: Final = "fa4"
+CUDNN_FRONTEND: Final = "cudnn_frontend"
 WARM_UP_CALLS: Final = 2  # before a capture: a first run may allocate, compile and load kernels
 
 
@@ -74,9 +75,9 @@ class Measurement:
 
 def names(case: ProblemSpec) -> tuple[str, ...]:
     """Returns the peers with an operator for this case; only a run shows whether they have a kernel for it."""
-    if case.page_size or case.value_in_key or case.e4m3_cache:
-        return ()
-    return (*_torch_names(case), *((FLASH4,) if flash4.is_installed() and flash4.takes(case) else ()))
+    packages = {FLASH4: flash4, CUDNN_FRONTEND: cudnn_frontend}
+    called = (name for name, package in packages.items() if package.is_installed() and package.takes(case))
+    return (*_torch_names(case), *called)
 
 
 def _torch_names(case: ProblemSpec) -> tuple[str, ...]:
@@ -91,13 +92,14 @@ def _torch_names(case: ProblemSpec) -> tuple[str, ...]:
 
 def _is_unmapped(case: ProblemSpec) -> bool:
     """Whether the case has something that no call below passes to torch."""
+    is_cache = case.page_size or case.value_in_key or case.e4m3_cache
     has_option = (
         case.dtype == FLOAT8 or case.softcap or case.alibi or case.sinks or case.deterministic or case.scale is not None
     )
     is_causal_of_rectangle = case.num_queries != case.num_keys and not isinstance(case.mask, Full)
     has_other_bias = case.bias not in ("", BATCH_BROADCAST)
     is_ragged = any(each.num_queries != each.num_keys or each.used_keys is not None for each in case.sequences)
-    return bool(has_option or is_causal_of_rectangle or has_other_bias or is_ragged)
+    return bool(is_cache or has_option or is_causal_of_rectangle or has_other_bias or is_ragged)
 
 
 def usable_torch() -> Any:
@@ -127,7 +129,11 @@ def versions(torch: Any) -> dict[str, str]:
     cudnn = f"cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}"
     kinds = {"mem_efficient": "memory-efficient attention", "flash": flash, "cudnn": cudnn}
     found = {peer: f"{kind} of torch {torch.__version__}" for peer, kind in kinds.items()}
-    return {**found, FLASH4: f"FlashAttention-4 {flash4.version()}".rstrip()}
+    return {
+        **found,
+        FLASH4: f"FlashAttention-4 {flash4.version()}".rstrip(),
+        CUDNN_FRONTEND: f"{cudnn} through cudnn-frontend {cudnn_frontend.version()}".rstrip(),
+    }
 
 
 def measure(
@@ -135,7 +141,8 @@ def measure(
 ) -> Iterator[Measurement]:
     """Yields the time of one call of each peer that has an operator for this case; stderr says why one has no time.
 
-    arrays: the tensors of the case by name, as objects with `__dlpack__`; cu_seqlens has the bits of int32.
+    arrays: the tensors of the case by name, as objects with `__dlpack__`; cu_seqlens, page_table and seqused_k have the
+    bits of int32.
     calls: number of calls in the CUDA graph that `timed` replays.
     """
     torch = usable_torch()
@@ -160,6 +167,8 @@ def prepare(torch: Any, peer: str, case: ProblemSpec, direction: str, arrays: Ma
     given = {name: torch.from_dlpack(array) for name, array in arrays.items()}
     if peer == FLASH4:
         return flash4.prepare(torch, case, given)
+    if peer == CUDNN_FRONTEND:
+        return cudnn_frontend.prepare(torch, case, given)
     if case.sequences:
         return _variable_length(torch, peer, case, direction, given)
     if case.mask.form == "local":

@@ -20,6 +20,7 @@ LABELS: Final = {
     "ours": "cutlass_py_attn",
     "fa4": "FlashAttention-4",
     "cudnn": "cuDNN (torch)",
+    "cudnn_frontend": "cuDNN (its frontend)",
     "flash": "FlashAttention-2 (torch)",
     "mem_efficient": "memory-efficient (torch)",
 }
@@ -27,6 +28,7 @@ COLORS: Final = {
     "ours": "#4477aa",
     "fa4": "#228833",
     "cudnn": "#ccbb44",
+    "cudnn_frontend": "#aa3377",
     "flash": "#ee6677",
     "mem_efficient": "#c3c8ce",
 }

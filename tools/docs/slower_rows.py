@@ -9,7 +9,7 @@ from typing import Any, Final
 Row = Mapping[str, Any]
 Key = tuple[str, str]  # case and direction
 
-WGMMA: Final = ("fa4", "cudnn")  # the peers with kernels of wgmma
+WGMMA: Final = ("fa4", "cudnn", "cudnn_frontend")  # the peers with kernels of wgmma
 DECIMALS_BELOW: Final = 100  # TFLOP/s: decode steps have few
 HEADS: Final = ("case", "direction", "ours", "best peer", "ours / best peer", "at the power limit")
 

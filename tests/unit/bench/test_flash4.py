@@ -52,6 +52,9 @@ class FakeTensor:
     def view(self, dtype: str) -> str:
         return f"{self.name}.view({dtype})"
 
+    def __getitem__(self, key: tuple[Any, slice]) -> str:
+        return f"{self.name}[..., :{key[1].stop}]"
+
     def __eq__(self, other: object) -> bool:
         return other == self.name
 
@@ -70,7 +73,8 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> FakeInterface:
 
 def prepared(name: str) -> Any:
     """The call of a case, with the torch tensors of every operand."""
-    arrays = ("query", "key", "value", "grad_output", "cu_seqlens_q", "cu_seqlens_k", "sinks")
+    vectors = ("cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k", "sinks")
+    arrays = ("query", "key", "value", "grad_output", *vectors)
     torch = SimpleNamespace(from_dlpack=FakeTensor, int32="int32")
     return bench_peers.prepare(torch, "fa4", parse(name), "backward", {key: key for key in arrays})
 
@@ -140,6 +144,28 @@ def test_lengths_have_packed_tensors(interface: FakeInterface) -> None:
     assert call.grad_output == "grad_output.squeeze(0)"
 
 
+@pytest.mark.parametrize(("name", "query", "lengths"), [
+    ("bf16_d64_q1_s512_b2_h4k2_full_paged16", "query", ("page_table", "seqused_k")),
+    ("bf16_d64_n1x512u100,1x512u512_h4k2_full_paged16", "query", ("page_table", "seqused_k")),
+    ("bf16_d64_n8x512,16x512_h4_causal_br_paged16", "query.squeeze(0)", ("cu_seqlens_q", "page_table", "seqused_k")),
+])  # fmt: skip
+def test_pages_are_the_pools_with_their_table(
+    interface: FakeInterface, name: str, query: str, lengths: tuple[str, ...]
+) -> None:
+    prepared(name).forward()
+    _, arguments, options = interface.calls[0]
+    assert arguments == (query, "key", "value")
+    assert {key: value for key, value in options.items() if str(value).endswith("view(int32)")} == {
+        key: f"{key}.view(int32)" for key in lengths
+    }
+    assert options["max_seqlen_k"] == 512
+
+
+def test_values_in_the_keys_are_their_first_columns(interface: FakeInterface) -> None:
+    prepared("bf16_d576v512_q1_s512_b2_h16k1_full_mla").forward()
+    assert interface.calls[0][1] == ("query", "key", "value[..., :512]")
+
+
 @pytest.mark.parametrize(("name", "taken"), [
     (DENSE, True),
     (f"{DENSE}_softcap30_sinks_deterministic", True),
@@ -148,10 +174,14 @@ def test_lengths_have_packed_tensors(interface: FakeInterface) -> None:
     ("bf16_d64_q8_s512_b2_h4_causal", False),  # its diagonal would be another one
     ("bf16_d64_n8x16,16_h4_causal", False),
     ("bf16_d64_n8x16u4,16_h4_full", False),
-    ("bf16_d64_s512_b2_h4_full_paged16", False),
+    ("bf16_d64_s512_b2_h4_full_paged16", True),
+    ("bf16_d64_s512_b2_h4_causal_br_paged16", True),
+    ("bf16_d64_n512x512u100,512x512u512_h4_causal_paged16", False),
+    ("bf16_d64_n1x512u100,1x512u512_h4_full_paged16", True),
     ("bf16_d64_s512_b2_h4_full_kv8", False),
-    ("e4m3_d64_s512_b2_h4_full", False),
-    ("bf16_d576v512_q1_s512_b2_h16k1_full_mla", False),
+    ("e4m3_d64_s512_b2_h4_full", True),  # its kernel is for Blackwell, as a call shows
+    ("e4m3_d64_s512_b2_h4_full_descalehead", False),
+    ("bf16_d576v512_q1_s512_b2_h16k1_full_mla", True),
     (f"{DENSE}_bias", False),
     (f"{DENSE}_alibi", False),
     (f"{DENSE}_dropout0.1", False),
@@ -180,6 +210,8 @@ def test_cases_that_share_kernels_are_compiled_once() -> None:
         "bf16_d64_s8192_t20000_h8k2_causal",
         "f32_d64_s2048_b1_h1_causal",
         "bf16_d64_s2048_b1_h1_causal_alibi",
+        "bf16_d64_q1_s8192_b4_h8k2_full_paged16",
+        "bf16_d64_n1x8192u100,1x8192u8192_h8k2_full_paged16",
     ]
     specs = [parse(name) for name in names]
     assert flash4.variants((spec, cases.directions(spec)) for spec in specs) == [
@@ -188,6 +220,7 @@ def test_cases_that_share_kernels_are_compiled_once() -> None:
         ("bf16_d64_s256_b1_h4k1_causal", True),
         ("bf16_d64_s8192_t8192_h4k1_causal", True),
         ("bf16_d64_q1_s256_b1_h4k1_full", False),
+        ("bf16_d64_q1_s256_b1_h4k1_full_paged16", False),
     ]
 
 

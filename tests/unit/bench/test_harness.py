@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.bench import cases, flash4, harness
+from cutlass_py_attn.bench import cases, cudnn_frontend, flash4, harness
 from cutlass_py_attn.bench import peers as bench_peers
 from cutlass_py_attn.bench.cases import FEATURE_CASES, default_cases, directions
 from cutlass_py_attn.errors import AttentionError, DriverError, NotSupported
@@ -441,18 +441,20 @@ VERSIONS = {
     "flash": "FlashAttention-2 of torch 2.11.0",
     "cudnn": "cuDNN 9.19.1 of torch 2.11.0",
     "fa4": "FlashAttention-4",
+    "cudnn_frontend": "cuDNN 9.19.1 through cudnn-frontend",
 }
 
 
 @pytest.fixture
 def quiet_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that sees a GPU, without FlashAttention-4."""
+    """A torch that sees a GPU, without FlashAttention-4 and cuDNN's frontend."""
     quiet = SimpleNamespace(is_available=lambda: True, synchronize=lambda: None, empty_cache=lambda: None)
     cudnn = SimpleNamespace(version=lambda: 91901)
     fake = SimpleNamespace(cuda=quiet, backends=SimpleNamespace(cudnn=cudnn), __version__="2.11.0")
     monkeypatch.setitem(sys.modules, "torch", fake)
     monkeypatch.setitem(sys.modules, "torch.nn.attention", ModuleType("torch.nn.attention"))
-    monkeypatch.setattr(flash4, "version", lambda: "")
+    for package in (cudnn_frontend, flash4):
+        monkeypatch.setattr(package, "version", lambda: "")
 
 
 @pytest.mark.usefixtures("quiet_torch")
