@@ -299,9 +299,6 @@ _DECODE_16_MORE: _Table = {
         TileConfig(32, 64, 4, 2),
     ),
 }
-# With so many rows (sequences times key heads), two blocks on an SM are 1 % faster than one at 512 x 8192 keys (H200).
-_MANY_ROWS = 512
-_DECODE_16_MANY: _Table = {**_DECODE_16, 128: _DECODE_16[128][1:]}
 _DECODE: dict[bool, dict[int, _Table]] = {  # by whether float32, and up to how many rows
     False: {16: _DECODE_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
     True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
@@ -419,8 +416,6 @@ def decode_tiles(problem: Problem) -> tuple[TileConfig, ...]:
         table = tables[min(tables)]
     if table is _PERSISTENT_16 and not is_invariant and shape.batch * shape.num_heads_key <= _FEW_ROWS:
         table = _PERSISTENT_16_FEW
-    if table is _DECODE_16 and shape.batch * shape.num_heads_key >= _MANY_ROWS:
-        table = _DECODE_16_MANY
     found = table[min(size for size in table if size >= widest)]
     return tuple(replace(tile, variant=PERSISTENT) for tile in found) if is_persistent else found
 

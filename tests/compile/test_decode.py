@@ -197,15 +197,10 @@ def test_a_symbol_gives_its_build(queries: int, dtype: str, heads_key: int, toke
         assert parse_symbol(symbol, "sm_90").build == build
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [((1, 1, 256, 4), (70, 4, 5000, 8), (255, 2, 100000, 16)), ((256, 1, 256, 4), (300, 2, 100000, 16))],
-    ids=["few rows", "512 rows or more"],
-)
-def test_the_build_does_not_depend_on_lengths(sizes: tuple[tuple[int, int, int, int], ...]) -> None:
+def test_the_build_does_not_depend_on_lengths() -> None:
     builds = {
         planner.plan(problem(batch=b, num_queries=q, num_keys=k, num_heads=h, num_heads_key=2), "sm_90").build
-        for b, q, k, h in sizes
+        for b, q, k, h in ((1, 1, 256, 4), (70, 4, 5000, 8), (300, 2, 100000, 16))
     }
     assert len(builds) == 1
 
