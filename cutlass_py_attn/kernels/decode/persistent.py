@@ -10,6 +10,7 @@ the table for a tile is read one step before the tile's copy starts.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -49,6 +50,23 @@ from cutlass_py_attn.score_terms.sinks import SINKS
 
 LOG2_E = math.log2(math.e)
 PIECES_AT_ONCE = 6  # of a warp of the combine kernel, in flight at once: as registers beside two blocks of codes allow
+
+
+@dataclass(frozen=True)
+class WarpPieces:
+    """The pieces of a row that one warp of the combine kernel joins, and registers for PIECES_AT_ONCE of them.
+
+    slots: slot0, step and odd: piece i is in slot slot0 + i * step, but piece 0 in slot0 + odd.
+    row: its number in the tile. first: the warp's first piece. count: pieces of the row.
+    parts: columns of the pieces, (VECTOR, PIECES_AT_ONCE) float32. logsumexps: those of the pieces.
+    """
+
+    slots: tuple[Int64, Int64, Int64]
+    row: Int32
+    first: Int32
+    count: Int32
+    parts: cute.Tensor
+    logsumexps: cute.Tensor
 
 
 class CombinePieces(Combine):
@@ -122,10 +140,11 @@ class CombinePieces(Combine):
         first = thread // WARP_THREADS
         parts = cute.make_rmem_tensor((VECTOR, PIECES_AT_ONCE), Float32)
         logsumexps = cute.make_rmem_tensor(PIECES_AT_ONCE, Float32)
-        self.load_pieces(p, slots, pieces, row, first, lane * VECTOR, parts, logsumexps)
+        ours = WarpPieces(slots, row, first, pieces, parts, logsumexps)
+        self.load_pieces(p, ours, first, lane * VECTOR)
         maximum = -Float32.inf
         for piece in cutlass.range(lane, pieces, WARP_THREADS, unroll=1):
-            maximum = cute.arch.fmax(maximum, self.slot_logsumexp(p, self.number(slots, piece, row))[0])
+            maximum = cute.arch.fmax(maximum, self.slot_logsumexp(p, self.number(ours, piece))[0])
         maximum = cute.arch.warp_reduction_max(maximum)
         sink = -Float32.inf
         if cutlass.const_expr(build.has("sinks")):
@@ -134,7 +153,7 @@ class CombinePieces(Combine):
         maximum = finite(maximum)  # so that (-inf) - (-inf) never arises
         total = Float32(0.0)
         for piece in cutlass.range(lane, pieces, WARP_THREADS, unroll=1):
-            total = total + exp2(self.slot_logsumexp(p, self.number(slots, piece, row))[0] - maximum)
+            total = total + exp2(self.slot_logsumexp(p, self.number(ours, piece))[0] - maximum)
         total = cute.arch.warp_reduction_sum(total)
         if cutlass.const_expr(build.has("sinks")):
             total = total + SINKS.weight(exp2, sink, maximum)
@@ -143,8 +162,8 @@ class CombinePieces(Combine):
         for step in cutlass.range_constexpr(ceil_div(build.columns_value, WARP_THREADS * VECTOR)):
             column = (step * WARP_THREADS + lane) * VECTOR
             if cutlass.const_expr(step > 0):
-                self.load_pieces(p, slots, pieces, row, first, column, parts, logsumexps)
-            found = self.sum_of_pieces(p, slots, pieces, row, first, column, parts, logsumexps, maximum)
+                self.load_pieces(p, ours, first, column)
+            found = self.sum_of_pieces(p, ours, column, maximum)
             if column < build.columns_value:
                 for i in cutlass.range_constexpr(VECTOR):
                     s_sums[first, column + i] = found[i] * inverse
@@ -161,59 +180,38 @@ class CombinePieces(Combine):
             lse = (maximum + cute.math.log2(total, fastmath=True)) * math.log(2.0)
             logsumexp.store(p, RowCoordinates(batch, head, query), cutlass.select_(empty, -Float32.inf, lse))
 
-    def number(self, slots: tuple, piece: Int32, row: Int32) -> Int64:
-        """Returns the number of a row of a piece among all partial results."""
-        slot0, step, odd = slots
+    def number(self, pieces: WarpPieces, piece: Int32) -> Int64:
+        """Returns the number of the row of piece `piece` among all partial results."""
+        slot0, step, odd = pieces.slots
         slot = slot0 + Int64(piece) * step + cutlass.select_(piece == 0, odd, Int64(0))
-        return self.partial_row(slot, row)
+        return self.partial_row(slot, pieces.row)
 
     @cute.jit
-    def load_pieces(
-        self,
-        p: Any,
-        slots: tuple,
-        pieces: Int32,
-        row: Int32,
-        first: Int32,
-        column: Int32,
-        parts: cute.Tensor,
-        logsumexps: cute.Tensor,
-    ):
-        """Starts loading the columns and logsumexps of this warp's pieces from `first` on.
+    def load_pieces(self, p: Any, pieces: WarpPieces, first: Int32, column: Int32):
+        """Starts loading the columns and logsumexps of this warp's pieces from piece `first` on.
 
         Past the last piece and column they are those of the last, without a branch, so that all loads are in flight.
         """
         column = smaller(column, self.build.columns_value - VECTOR)
         for i in cutlass.range_constexpr(PIECES_AT_ONCE):
-            number = self.number(slots, smaller(first + i * COMBINE_WARPS, pieces - 1), row)
-            logsumexps[i] = self.slot_logsumexp(p, number)[0]
+            number = self.number(pieces, smaller(first + i * COMBINE_WARPS, pieces.count - 1))
+            pieces.logsumexps[i] = self.slot_logsumexp(p, number)[0]
             source = self.slot_output(p, number) + cute.assume(column, divby=VECTOR)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), parts[None, i])
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), pieces.parts[None, i])
 
     @cute.jit
-    def sum_of_pieces(
-        self,
-        p: Any,
-        slots: tuple,
-        pieces: Int32,
-        row: Int32,
-        first: Int32,
-        column: Int32,
-        parts: cute.Tensor,
-        logsumexps: cute.Tensor,
-        maximum: Float32,
-    ):
+    def sum_of_pieces(self, p: Any, pieces: WarpPieces, column: Int32, maximum: Float32):
         """Returns the sum of this warp's pieces with their weights; the first ones are loaded."""
         found = cute.make_rmem_tensor(VECTOR, Float32)
         found.fill(0.0)
-        for start in cutlass.range(first, pieces, COMBINE_WARPS * PIECES_AT_ONCE, unroll=1):
+        for start in cutlass.range(pieces.first, pieces.count, COMBINE_WARPS * PIECES_AT_ONCE, unroll=1):
             for i in cutlass.range_constexpr(PIECES_AT_ONCE):
-                factor = exp2(logsumexps[i] - maximum)
-                factor = cutlass.select_(start + i * COMBINE_WARPS < pieces, factor, Float32(0.0))
-                found.store(found.load() + parts[None, i].load() * factor)
+                factor = exp2(pieces.logsumexps[i] - maximum)
+                factor = cutlass.select_(start + i * COMBINE_WARPS < pieces.count, factor, Float32(0.0))
+                found.store(found.load() + pieces.parts[None, i].load() * factor)
             following = start + COMBINE_WARPS * PIECES_AT_ONCE
-            if following < pieces:
-                self.load_pieces(p, slots, pieces, row, following, column, parts, logsumexps)
+            if following < pieces.count:
+                self.load_pieces(p, pieces, following, column)
         return found
 
 
