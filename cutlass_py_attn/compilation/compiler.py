@@ -66,19 +66,29 @@ def artifact_for(build: Build, folder: str | os.PathLike[str] | None = None) -> 
 def compile(plan_or_build: Plan | Build) -> Artifact:
     """Compiles without looking in a cache; CompileError lists every finding in ptxas's report and cubin."""
     build = plan_or_build.build if isinstance(plan_or_build, Plan) else plan_or_build
-    first_findings: list[str] = []
+    errors: list[BreaksPlan] = []
     for attempt in allocations(build):
         output = compile_unchecked(attempt)
-        cubin = _read(build, output.cubin)
-        spills = report.spilled_bytes(output.report)
-        findings = report.findings(build, output.ptx, cubin, output.report)
-        if not findings:
-            kernels = report.kernels(build, cubin, spills)
-            return Artifact(build, output.ptx, output.cubin, kernels, toolchain(), allocation_of(attempt))
-        first_findings = first_findings or findings
-        if not any(spills.values()):
+        try:
+            return artifact_of(build, attempt, output)
+        except BreaksPlan as error:
+            errors.append(error)
+        if not any(report.spilled_bytes(output.report).values()):
             break
-    raise BreaksPlan("\n".join([f"{build.symbol} for {build.arch} breaks its plan:", *first_findings]))
+    raise errors[0]
+
+
+def artifact_of(build: Build, attempt: Build, output: CompilerOutput) -> Artifact:
+    """Returns the artifact of a compilation; BreaksPlan lists every finding in ptxas's report and cubin.
+
+    attempt: the build with the register allocation that was compiled
+    """
+    cubin = _read(build, output.cubin)
+    findings = report.findings(build, output.ptx, cubin, output.report)
+    if findings:
+        raise BreaksPlan("\n".join([f"{build.symbol} for {build.arch} breaks its plan:", *findings]))
+    kernels = report.kernels(build, cubin, report.spilled_bytes(output.report))
+    return Artifact(build, output.ptx, output.cubin, kernels, toolchain(), allocation_of(attempt))
 
 
 def allocations(build: Build) -> list[Build]:

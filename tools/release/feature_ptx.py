@@ -11,15 +11,14 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
-from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.compilation import compiler, report
+from cutlass_py_attn.compilation import compiler
 from cutlass_py_attn.compilation.cache import Cache
-from cutlass_py_attn.compilation.cubin import read as read_cubin
-from cutlass_py_attn.errors import CompileError
+from cutlass_py_attn.errors import BreaksPlan, CompileError
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
@@ -203,11 +202,8 @@ def compiled_entry(build: Build) -> record.Json:
 
 def keep(build: Build, output: compiler.CompilerOutput) -> None:
     """Caches a kernel, as tests need some of them. Not one with findings: `compile` tries other allocations then."""
-    cubin = read_cubin(output.cubin)
-    if not report.findings(build, output.ptx, cubin, output.report):
-        kernels = report.kernels(build, cubin, report.spilled_bytes(output.report))
-        allocation = compiler.allocation_of(build)
-        Cache().put(Artifact(build, output.ptx, output.cubin, kernels, compiler.toolchain(), allocation))
+    with suppress(BreaksPlan):
+        Cache().put(compiler.artifact_of(build, build, output))
 
 
 def read(root: Path) -> record.Json | None:
