@@ -35,6 +35,11 @@ def builds_of(case: Case) -> list[Build]:
     return [plan.build for plan in plans_on(case.problem(), (9, 0), 132)]
 
 
+def drawn_of(name: str, runs: int) -> list[Case]:
+    """That many cases of each kernel number of an option."""
+    return list(random_cases.cases(fuzz.KINDS[name].numbers, runs))
+
+
 def artifact(build: Build) -> Artifact:
     return fakes.artifact(build)
 
@@ -205,8 +210,8 @@ def test_the_record_counts_launches_by_family(hopper: dict[Build, float], monkey
 
 def test_every_drawn_dtype_has_a_column() -> None:
     """Of the tables, and of the record's rows."""
-    for number in (0, random_cases.PAGED_FROM, random_cases.MLA_FROM, random_cases.E4M3_FROM):
-        for case in random_cases.cases([number], 2):
+    for kind in fuzz.KINDS.values():
+        for case in random_cases.cases([kind.first], 2):
             (row, *_) = features.tally([(case, builds_of(HOPPER)[0], 0.5)])
             assert (row["feature"], row["problems"]) == ("any problem", 1)
             assert (row["dtype"], row["direction"]) in features.COLUMNS
@@ -222,10 +227,7 @@ def test_a_record_of_another_format_is_missing(tmp_path: Path) -> None:
 
 
 def test_drawn_cases_have_every_input_family_dtype_and_few_queries() -> None:
-    pages = range(random_cases.PAGED_FROM, random_cases.PAGED_FROM + fuzz.PAGED)
-    latent = range(random_cases.MLA_FROM, random_cases.MLA_FROM + fuzz.MLA)
-    codes = range(random_cases.E4M3_FROM, random_cases.E4M3_FROM + fuzz.E4M3)
-    drawn = list(random_cases.cases([*range(fuzz.VARIANTS), *pages, *latent, *codes], 3))
+    drawn = drawn_of("variants", 3) + drawn_of("paged", 3) + drawn_of("mla", 3) + drawn_of("e4m3", 3)
     counts = Counter(name for case in drawn for name, has in features.FEATURES.items() if has(case))
     assert set(counts) == set(features.FEATURES), set(features.FEATURES) - set(counts)
     decode = Counter(SHORT_NAMES[c.spec.dtype] for c in drawn if features.FEATURES["few queries against many keys"](c))
@@ -263,7 +265,7 @@ def test_the_listing_has_both_families(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_the_numbers_of_e4m3_draw_enough_problems_of_every_kind() -> None:
     """A default run has at least 300 of operands and of caches, all forwards that a kernel takes."""
-    of_both = list(random_cases.cases(range(random_cases.E4M3_FROM, random_cases.E4M3_FROM + fuzz.E4M3), 25))
+    of_both = drawn_of("e4m3", 25)
     drawn = [case for case in of_both if case.spec.dtype == "float8_e4m3fn"]
     assert len(drawn) >= 300
     assert len(of_both) - len(drawn) >= 300
@@ -278,32 +280,31 @@ def test_the_numbers_of_e4m3_draw_enough_problems_of_every_kind() -> None:
 
 def test_the_numbers_of_prompts_and_of_latent_codes_draw_enough_problems() -> None:
     """A default run has at least 300 problems of the sm90 kernels of e4m3 caches, and of latent caches of codes."""
-    prompts = list(random_cases.cases(range(random_cases.PROMPTS_FROM, random_cases.PROMPTS_FROM + fuzz.PROMPTS), 9))
+    prompts = drawn_of("prompts", 9)
     assert all(case.spec.e4m3_cache and case.needs_kernels for case in prompts)
     chosen = [builds_on(case.problem(), (9, 0))[0] for case in prompts]
     kernels = [build for build in chosen if build.variant == E4M3_CACHE]
-    assert len(kernels) / len(prompts) * fuzz.PROMPTS * fuzz.RUNS >= 300
+    assert len(kernels) / len(prompts) * fuzz.KINDS["prompts"].count * fuzz.RUNS >= 300
     assert {build.has("kv8row") for build in kernels} == {build.has("paged") for build in kernels} == {True, False}
-    latent = list(random_cases.cases(range(random_cases.MLA_FROM, random_cases.MLA_FROM + fuzz.MLA), 1))
+    latent = drawn_of("mla", 1)
     counts = Counter(case.spec.e4m3_cache for case in latent)
     assert min(counts[False], counts[True]) * fuzz.RUNS >= 300
 
 
 def test_the_numbers_of_wide_heads_draw_enough_forwards() -> None:
     """A default run has at least 300 problems of the sm90 forward of wide heads."""
-    drawn = list(random_cases.cases(range(random_cases.WIDE_FROM, random_cases.WIDE_FROM + fuzz.WIDE), 9))
+    drawn = drawn_of("wide", 9)
     assert all(case.direction == "forward" and Case.parse(case.line) == case for case in drawn)
     kernels = [builds_on(case.problem(), (9, 0))[0] for case in drawn if case.needs_kernels]
     wide = {build for build in kernels if build.variant == WIDE}
-    assert sum(build in wide for build in kernels) / len(drawn) * fuzz.WIDE * fuzz.RUNS >= 300
+    assert sum(build in wide for build in kernels) / len(drawn) * fuzz.KINDS["wide"].count * fuzz.RUNS >= 300
     assert {build.dtype for build in wide} == {"bfloat16", "float16"}
     assert len({build.mask for build in wide}) > 1
 
 
 def test_the_numbers_of_shared_ends_draw_problems_whose_last_query_tiles_blocks_share() -> None:
     """And others, with tiles for whole rounds or with few keys."""
-    numbers = range(random_cases.SHARED_END_FROM, random_cases.SHARED_END_FROM + fuzz.SHARED_END)
-    drawn = list(random_cases.cases(numbers, 25))
+    drawn = drawn_of("shared_end", 25)
     splits = [dict(plan(case.problem(), "sm_90a").params).get("num_splits_key", 1) for case in drawn]
     shared = [case for case, parts in zip(drawn, splits, strict=True) if parts > 1]
     assert 30 <= len(shared) <= len(drawn) - 30

@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -32,14 +32,7 @@ from tools.release import digests, features, fuzz_run, record
 from tools.release.fuzz_run import Attempt, Outcome
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-VARIANTS: Final = 140
 RUNS: Final = 72
-PAGED: Final = 28
-MLA: Final = 12
-E4M3: Final = 26
-SHARED_END: Final = 4
-PROMPTS: Final = 8
-WIDE: Final = 6
 FAMILIES: Final = ("sm80", "sm90")  # of --build; decode and split-D kernels are built with the sm80 kernels
 SHRUNK: Final = 3  # failures that are reduced
 TRIES_WHEN_COMPILING: Final = 40
@@ -47,27 +40,39 @@ TRIES_WHEN_COMPILING: Final = 40
 Launch = Callable[[Case, str], Outcome]
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Kernel numbers that an option draws: of what, the first of them, and how many without the option."""
+
+    what: str
+    first: int
+    count: int
+
+    @property
+    def numbers(self) -> range:
+        """The kernel numbers."""
+        return range(self.first, self.first + self.count)
+
+
+KINDS: Final = {  # by name of the option
+    "variants": Kind("16-bit and float32 problems without pages", 0, 140),
+    "paged": Kind("caches in pages", random_cases.PAGED_FROM, 28),
+    "mla": Kind("latent caches", random_cases.MLA_FROM, 12),
+    "e4m3": Kind("e4m3 codes", random_cases.E4M3_FROM, 26),
+    "shared_end": Kind("forwards whose last query tiles blocks share", random_cases.SHARED_END_FROM, 4),
+    "prompts": Kind("prompts over e4m3 caches", random_cases.PROMPTS_FROM, 8),
+    "wide": Kind("forwards of wide heads", random_cases.WIDE_FROM, 6),
+}
+
+
 def main() -> int:
     """Runs, builds or lists; exit code 1 if a case fails."""
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--variants", type=int, default=VARIANTS, help=f"kernel numbers to draw ({VARIANTS})")
+    for name, kind in KINDS.items():
+        option, text = f"--{name.replace('_', '-')}", f"kernel numbers of {kind.what} to draw ({kind.count})"
+        parser.add_argument(option, type=int, default=kind.count, help=text)
+    parser.add_argument("--first", type=int, default=0, help="the first kernel number of --variants")
     parser.add_argument("--runs", type=int, default=RUNS, help=f"cases for each kernel number ({RUNS})")
-    parser.add_argument("--paged", type=int, default=PAGED, help=f"kernel numbers of caches in pages to draw ({PAGED})")
-    parser.add_argument("--mla", type=int, default=MLA, help=f"kernel numbers of latent caches to draw ({MLA})")
-    parser.add_argument("--e4m3", type=int, default=E4M3, help=f"kernel numbers of e4m3 codes to draw ({E4M3})")
-    parser.add_argument(
-        "--shared-end",
-        type=int,
-        default=SHARED_END,
-        help=f"kernel numbers of forwards whose last query tiles blocks share to draw ({SHARED_END})",
-    )
-    parser.add_argument(
-        "--prompts", type=int, default=PROMPTS, help=f"kernel numbers of prompts over e4m3 caches to draw ({PROMPTS})"
-    )
-    parser.add_argument(
-        "--wide", type=int, default=WIDE, help=f"kernel numbers of forwards of wide heads to draw ({WIDE})"
-    )
-    parser.add_argument("--first", type=int, default=0, help="the first kernel number")
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
     parser.add_argument("--processes", type=int, help="processes that run cases; all cores, or 1 with the compiler")
     parser.add_argument("--case", help="the line of one case, which runs on every family that takes it")
@@ -76,13 +81,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only list the kernels")
     parser.add_argument("--family", choices=FAMILIES, help="family of the kernels to build or list; both without it")
     given = parser.parse_args()
-    pages = range(random_cases.PAGED_FROM, random_cases.PAGED_FROM + given.paged)
-    latent = range(random_cases.MLA_FROM, random_cases.MLA_FROM + given.mla)
-    codes = range(random_cases.E4M3_FROM, random_cases.E4M3_FROM + given.e4m3)
-    shared = range(random_cases.SHARED_END_FROM, random_cases.SHARED_END_FROM + given.shared_end)
-    prompts = range(random_cases.PROMPTS_FROM, random_cases.PROMPTS_FROM + given.prompts)
-    wide = range(random_cases.WIDE_FROM, random_cases.WIDE_FROM + given.wide)
-    numbers = [*range(given.first, given.first + given.variants), *pages, *latent, *codes, *shared, *prompts, *wide]
+    kinds = {name: replace(kind, count=getattr(given, name)) for name, kind in KINDS.items()}
+    kinds["variants"] = replace(kinds["variants"], first=given.first)
+    numbers = [number for kind in kinds.values() for number in kind.numbers]
     if given.build or given.list:
         return _build(given.build, needed(numbers, given.runs, (given.family,) if given.family else FAMILIES))
     if given.case:
