@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -165,8 +166,9 @@ def builds_on(problem: Problem, compute_capability: tuple[int, int]) -> tuple[Bu
     return tuple(plan.build for plan in plans_on(problem, compute_capability))
 
 
+@functools.cache
 def builds(problem: Problem, arch: str) -> tuple[Build, ...]:
-    """Returns the builds of `plans`, in their order."""
+    """Returns the builds of `plans`, in their order; those of each problem are found once."""
     return tuple(plan.build for plan in plans(problem, arch))
 
 

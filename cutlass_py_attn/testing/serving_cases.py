@@ -6,7 +6,8 @@ rows and the bytes around the arrays keep their values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
@@ -506,13 +507,11 @@ class RowLaunch:
 RowCase = AppendCase | MergeCase
 
 
-def cases() -> Iterator[RowCase]:
-    """Yields the random problems of every kind."""
-    for seed in range(SEEDS):
-        yield append_case(seed)
-        yield latent_append_case(seed)
-    for seed in range(SEEDS):
-        yield merge_case(seed)
+@functools.cache
+def cases() -> tuple[RowCase, ...]:
+    """Returns the random problems of every kind."""
+    appends = (make(seed) for seed in range(SEEDS) for make in (append_case, latent_append_case))
+    return *appends, *(merge_case(seed) for seed in range(SEEDS))
 
 
 def builds(arch: str) -> list[tuple[Build, ...]]:
