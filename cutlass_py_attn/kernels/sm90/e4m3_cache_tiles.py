@@ -98,14 +98,12 @@ class E4m3CacheTiles:
         return first + thread // self.lanes + number * self.row_step
 
     def load_entries(self, p: Any, rows: CachedRows, first: Int32, end: Any, entries: cute.Tensor) -> None:
-        """Starts loading the table's entries of this thread's rows. The table is not read from row `end` on."""
+        """Starts loading the table's entries of this thread's rows; from row `end` on they may be anything."""
         if rows.pages is None:
             return
         for number in range(self.rows):
             row = self.row_of(first, number)
-            place = rows.pages.start + (row >> paging.page_shift(p))
-            (entry,) = params.load_words(p.page_table + place * Int64(4), row < end, 1)
-            entries[number] = Int32(entry)
+            entries[number] = paging.start_entry(p, rows.pages, row >> paging.page_shift(p), row < end)
 
     def load(self, p: Any, rows: CachedRows, tile: CodedTile, held: cute.Tensor) -> None:
         """Starts loading a tile into registers."""
