@@ -213,7 +213,7 @@ class BackwardOptions(AttentionOptions, total=False):
     packed: whether the gradients of query, key and value are slices [:, :, 0], [:, :, 1], [:, :, 2] of one new
         (batch, seqlen, 3, num_heads, head_dim) array.
     deterministic: whether all gradients are bitwise equal from run to run; slower. Without it that of query may differ
-        in the last bits, and with grouped heads those of key and value.
+        in the last bits, and with grouped heads or without a mask those of key and value.
     num_splits_key: number of blocks that share one (batch, head); None lets the plan choose.
     """
 

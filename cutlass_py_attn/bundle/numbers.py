@@ -57,10 +57,13 @@ _WORKSPACE: Final = {
     "partial_output": "float32 partial output of each key split",
     "partial_logsumexp": "float32 partial logsumexp of each key split, in base 2",
     "schedule": "int32 places where teams of blocks cut the keys of a row",
+    "shared_sums": "float32 sums of the gradients of key tiles that blocks share, and int32 counts of their parts",
 }
 _DERIVED: Final = {
     "group": "query heads that share a key head",
     "num_splits_key": "blocks that split the keys of one head",
+    "num_splits_query": "blocks that share the queries of each of the last key tiles",
+    "shared_key_tiles": "how many of the last key tiles blocks share",
     "total_tiles": "query tiles of one head over the whole batch",
     "first_batch": "batch index of grid position 0",
     "first_head": "head index of grid position 0",

@@ -99,7 +99,7 @@ class Options(TypedDict, total=False):
     sequences: VariableLength, or Paged for a cache in pages, with JAX or NumPy arrays. The values of NumPy arrays are
         checked when the call is traced; those of JAX arrays are not read.
     deterministic: whether all gradients are bitwise equal from run to run; slower. Without it that of query may differ
-        in the last bits, and with grouped heads those of key and value.
+        in the last bits, and with grouped heads or without a mask those of key and value.
     return_logsumexp: whether to return (output, logsumexp), both differentiable. logsumexp is (batch, num_heads,
         num_queries) float32, the natural logarithm of each row's softmax denominator; -inf for a row without keys. With
         `sequences` it is (count, num_heads, max_seqlen_q), +inf behind the end of each sequence.

@@ -168,6 +168,16 @@ SHARED_END_FIELDS: Fields = (
     ("num_splits_key", "i32"),
 )
 
+# Only in backwards with option shared_end. shared_key_tiles: how many of the last work tiles blocks share.
+# num_splits_query: blocks that share the queries of each. shared_sums: for each of these tiles its dK and dV, (tile_n *
+# head_dim) float32 in the kernel's own element order, and the parts that each warp of the consumers has added, int32; 0
+# when no tile is shared.
+SHARED_QUERIES_FIELDS: Fields = (
+    ("shared_sums", "i64"),
+    ("num_splits_query", "i32"),
+    ("shared_key_tiles", "i32"),
+)
+
 # Addresses of the scales of e4m3 codes, 0 for scales of 1, and their strides (elements), 0 along an axis that a scale
 # does not have: those of e4m3 operands, which have none along rows, and those of key and value of an e4m3 cache.
 OPERAND_SCALES: Fields = tuple(
@@ -246,7 +256,7 @@ def fields_of(build: Build) -> Fields:
     if build.variant == QUERY_HEADS:
         fields = (*fields, *QUERY_HEADS_FIELDS)
     if SHARED_END in build.options:
-        fields = (*fields, *SHARED_END_FIELDS)
+        fields = (*fields, *(SHARED_END_FIELDS if build.kind == "forward" else SHARED_QUERIES_FIELDS))
     if build.kind == "append" and build.variant:
         fields = (*fields, *(APPEND_TILE_SCALES if build.variant == E4M3_TILE else APPEND_SCALES))
     if build.kind == "forward" and build.variant == E4M3:

@@ -165,7 +165,7 @@ class Build:
     @property
     def has_combine(self) -> bool:
         """Whether a second kernel joins the results of blocks that split the keys of a row."""
-        return self.family == "decode" or self.variant == MLA or SHARED_END in self.options
+        return self.kind == "forward" and (self.family == "decode" or self.variant == MLA or SHARED_END in self.options)
 
     @property
     def reads_value_in_key(self) -> bool:

@@ -149,8 +149,12 @@ def _sharing_lines(plan: Plan) -> Iterator[str]:
             "table and lengths are read on the device"
         )
     if "num_teams" not in found:
-        shared = "each of the last query tiles" if SHARED_END in plan.build.options else "one (batch, head)"
+        shares_end = SHARED_END in plan.build.options
+        shared = "each of the last query tiles" if shares_end and plan.build.kind == "forward" else "one (batch, head)"
         yield f"num_splits_key: {plan.num_splits_key} blocks share {shared}"
+        if "num_splits_query" in found:
+            splits, tiles = found["num_splits_query"], found["shared_key_tiles"]
+            yield f"num_splits_query: {splits} blocks share the queries of each of the last {tiles} key tiles"
         return
     chunk = found["chunk_tiles"] * plan.build.tile_n
     partial = "each with partial results of its own" if found["fixed_chunks"] else "as equal shares"

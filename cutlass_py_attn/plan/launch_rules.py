@@ -92,10 +92,11 @@ def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
         found |= decode.schedule(problem, build)
     elif build.family == "decode":
         found["num_splits_key"] = decode.num_splits_key(build)
-    elif SHARED_END in build.options:
+    elif build.kind == "forward" and SHARED_END in build.options:
         found |= sm90.shared_end(build)
     if build.kind == "backward":
         found |= {"num_splits_key": _num_splits_key(problem, build), **total_tiles(problem, build)}
+        found |= sm90.shared_queries(build) if SHARED_END in build.options else {}
     return found
 
 
@@ -175,6 +176,8 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     dq_semaphore: (num_heads, total_tiles) int32 semaphore of each query tile, if deterministic
     grad_key_accum, grad_value_accum: (num_heads_key, total_key_tiles, tile_n, columns) float32 sums of dK and dV, if
         work tiles are those of query heads
+    shared_sums: of each of the last key tiles, if blocks share their queries, the float32 sums of dK and dV and the
+        int32 counts of the parts that warps have added
     tile_count_semaphore: int32 count of blocks or key tiles that have started
     delta, logsumexp_log2: (num_heads, total_tiles, tile_m) float32
 
@@ -210,6 +213,8 @@ def _accumulated(build: Build) -> list[BufferRule]:
         for name, columns in (("grad_key_accum", build.columns), ("grad_value_accum", build.columns_value)):
             size = f"num_heads_key * total_key_tiles * {build.tile_n * columns * F32_BYTES}"
             found.append(BufferRule(name, size, is_zeroed=True))
+    if SHARED_END in build.options:
+        found.append(BufferRule("shared_sums", sm90.shared_sums_bytes(build), condition="shared_key_tiles > 0"))
     if build.family == "sm90":
         found.append(BufferRule("tile_count_semaphore", str(WORD_BYTES), is_zeroed=is_zeroed))
     elif build.deterministic:

@@ -29,7 +29,10 @@ from cutlass_py_attn.problem.tensors import FLOAT8
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
 # Struct fields that the sizes of the device decide.
-_PLANNED: Final = ("num_splits_key", "num_teams", "team_rows", "chunk_tiles", "least_chunks", "fixed_chunks")
+_PLANNED: Final = (
+    *("num_splits_key", "num_splits_query", "shared_key_tiles"),
+    *("num_teams", "team_rows", "chunk_tiles", "least_chunks", "fixed_chunks"),
+)
 
 
 def plan_forward(problem: Problem, arch: str, num_sms: int | None = None) -> Plan:

@@ -21,6 +21,7 @@ from cutlass_py_attn.plan.sm90_smem import (
     WARPGROUP_ROWS,
     deals_last_rounds,
     most_box_rows,
+    shared_tile_words,
     tma_tiles,
 )
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
@@ -54,6 +55,7 @@ from cutlass_py_attn.problem.tensors import (
     OPERAND_BYTES,
     OPERANDS,
     ROW_ALIGNMENT_BYTES,
+    WORD_BYTES,
     Shape,
     Tensor,
 )
@@ -76,6 +78,10 @@ LEAST_SHARED_TILES: Final = 2  # key tiles of each block that shares one of the 
 # 10 key tiles of 128 at d 128. Full, 60 shared tiles, one H200: sharing loses 33, 23, 12 and 4 % at 3, 4, 6 and 8 saved
 # key tiles, and gains 9 % at 16.
 LEAST_SAVED: Final = 10 * 128 * (128 + 128)
+# Of the backward, in query tiles: the least of a part, the time that a part takes besides, and what a block must save.
+LEAST_PART_TILES, PART_TILES, LEAST_SAVED_QUERY_TILES = 2, 2, 4
+PART_ROUNDS: Final = 3  # the most rounds of parts; more rounds would save less than 2 % of a round
+MOST_SPLITS: Final = 1024  # more than the parts of a tile
 DV_FIRST_HEAD_DIM: Final = 96  # up to here variant ds_registers starts S^T from 0 and issues dV before dP^T
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
@@ -431,6 +437,42 @@ def shared_end(build: Build) -> dict[str, Expression]:
         "num_splits_key": f"1 + ({work_tiles} > num_sms) * ({rest} > 0) * {is_faster} * (most_splits - 1)",
         "shared_tiles": f"(num_splits_key > 1) * {rest}",
     }
+
+
+def shared_queries(build: Build) -> dict[str, Expression]:
+    """Returns how many blocks share the queries of each of the last key tiles, and how many of these tiles there are.
+
+    The tiles that remain after the whole rounds would keep few SMs busy for as long as a whole round. In parts they
+    take one round of shorter parts, or up to PART_ROUNDS rounds if the parts of one would leave many SMs idle.
+
+    splits_{n}: parts of each tile, if the parts of all take n rounds
+    end_{n}: query tiles that a block then computes after the whole rounds, with the time that a part takes besides; in
+        units of MOST_SPLITS, plus the parts, so that the least one says how many parts are fastest
+    """
+    work_tiles = f"ceil_div(num_keys, {build.tile_n}) * num_heads_key * batch"
+    rest, query_tiles = f"mod({work_tiles}, num_sms)", f"ceil_div(num_queries, {build.tile_m})"
+    found: dict[str, Expression] = {"remaining_tiles": rest, "query_tiles": query_tiles}
+    group = "group" if build.has("grouped") else "1"
+    for rounds in range(1, PART_ROUNDS + 1):
+        splits = f"div({rounds} * num_sms, max(remaining_tiles, 1)), div(query_tiles, {LEAST_PART_TILES})"
+        found[f"splits_{rounds}"] = f"max(min(min({splits}), {MOST_SPLITS - 1}), 1)"
+        part = f"{group} * ceil_div(query_tiles, splits_{rounds}) + {PART_TILES}"
+        taken = f"ceil_div(remaining_tiles * splits_{rounds}, num_sms) * ({part})"
+        found[f"end_{rounds}"] = f"{taken} * {MOST_SPLITS} + splits_{rounds}"
+    fastest = "end_1"
+    for rounds in range(2, PART_ROUNDS + 1):
+        fastest = f"min({fastest}, end_{rounds})"
+    found["fastest_end"] = fastest
+    saved = f"{group} * query_tiles - div(fastest_end, {MOST_SPLITS})"
+    is_faster = f"({work_tiles} > num_sms) * (remaining_tiles > 0) * ({saved} >= {LEAST_SAVED_QUERY_TILES})"
+    found["num_splits_query"] = f"1 + {is_faster} * (mod(fastest_end, {MOST_SPLITS}) - 1)"
+    found["shared_key_tiles"] = "(num_splits_query > 1) * remaining_tiles"
+    return found
+
+
+def shared_sums_bytes(build: Build) -> Expression:
+    """Returns the bytes of what the parts of shared key tiles are added to."""
+    return times("shared_key_tiles", shared_tile_words(build) * WORD_BYTES)
 
 
 def combine_grid(build: Build) -> Grid:

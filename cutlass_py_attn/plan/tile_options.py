@@ -13,9 +13,11 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.variants import (
     BITS,
+    DS_REGISTERS,
     E4M3,
     E4M3_CACHE,
     HALVES,
+    KEY_REGISTERS,
     MULTICAST,
     SHARED_END,
     SPECULATIVE,
@@ -28,7 +30,8 @@ from cutlass_py_attn.score_terms import registry
 # added when all keys are seen.
 PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.FLOAT16_OUTPUT, "sinks"))
 MOST_BITS_KEYS: Final = 128  # keys of a tile, of which a thread holds a quarter of each row: a bit of a word each
-VARIANTS_WITH_OPTIONS: Final = (STANDARD, MULTICAST, E4M3, E4M3_CACHE)
+FORWARDS_WITH_OPTIONS: Final = (STANDARD, MULTICAST, E4M3, E4M3_CACHE)
+BACKWARDS_WITH_OPTIONS: Final = (STANDARD, DS_REGISTERS, KEY_REGISTERS)  # which have option shared_end alone
 HALVES_MULTIPLE: Final = 32  # keys of a tile, whose halves are operands of O = P V in steps of 16
 
 
@@ -41,6 +44,7 @@ class OptionRule:
     options: as in `TileConfig.options`; of them the tile has those that are possible for the problem
     variants: of the tile
     masks: forms of the masks that it is for
+    direction: of the kernel
     """
 
     tile_m: int
@@ -49,13 +53,14 @@ class OptionRule:
     options: tuple[str, ...]
     variants: tuple[str, ...] = (STANDARD, MULTICAST)
     masks: tuple[str, ...] = ("full", "causal", "local")
+    direction: str = "forward"
 
     def is_for(self, problem: Problem, tile: TileConfig) -> bool:
         """Returns whether the planner has this tile with the options."""
         least, most = self.columns
         dims = problem.shape.head_dim, problem.shape.head_dim_value
         is_tile = (tile.tile_m, tile.tile_n) == (self.tile_m, self.tile_n) and tile.variant in self.variants
-        is_here = is_tile and problem.mask.form in self.masks
+        is_here = is_tile and problem.mask.form in self.masks and problem.direction == self.direction
         return is_here and all(least < dim <= most for dim in dims)
 
 
@@ -77,19 +82,23 @@ RULES: Final = (
     OptionRule(128, 64, (192, 256), (SPECULATIVE, BITS), (E4M3,)),
     OptionRule(192, 96, (32, 64), (SPECULATIVE,), (E4M3_CACHE,)),
     OptionRule(128, 128, (64, 128), (SPECULATIVE,), (E4M3_CACHE,)),
+    OptionRule(128, 128, (0, 64), (SHARED_END,), (KEY_REGISTERS, DS_REGISTERS), ("full",), "backward"),
+    OptionRule(64, 128, (64, 128), (SHARED_END,), (DS_REGISTERS,), ("full",), "backward"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What decides which options a forward kernel of the sm90 family can have; the fields are those of a Build."""
+    """What decides which options a kernel of the sm90 family can have; the fields are those of a Build."""
 
+    kind: str
     dtype: str
     variant: str
     features: tuple[str, ...]
     mask: str
     tile_m: int
     tile_n: int
+    deterministic: bool
 
     @property
     def has_plain_scores(self) -> bool:
@@ -102,8 +111,11 @@ class Body:
 
     @property
     def has_equal_tiles(self) -> bool:
-        """Whether all query tiles take equally long, and the parts of one can be joined by their logsumexps."""
-        return self.variant == STANDARD and {"grouped"}.issuperset(self.features) and self.mask == "full"
+        """Whether all work tiles take equally long, and the parts of one can be joined or added in any order."""
+        if self.kind == "forward":
+            return self.variant == STANDARD and {"grouped"}.issuperset(self.features) and self.mask == "full"
+        is_plain = {"grouped", "sinks"}.issuperset(self.features) and not self.deterministic
+        return self.variant in BACKWARDS_WITH_OPTIONS and is_plain and self.mask == "full"
 
     @property
     def has_mask_words(self) -> bool:
@@ -138,8 +150,9 @@ LIMITS: Final = {
     ),
     SHARED_END: Limit(
         lambda body: body.has_equal_tiles,
-        "is for the standard variant, full masks and equal lengths, without score terms, dropout and pages; use "
-        "another option",
+        "is for full masks and equal lengths, without score terms, dropout and pages: for the standard variant of "
+        f"forwards, and for the standard variant, {DS_REGISTERS} and {KEY_REGISTERS} of backwards that are not "
+        "deterministic; use another option",
     ),
     BITS: Limit(
         lambda body: body.has_mask_words,
@@ -151,9 +164,16 @@ LIMITS: Final = {
 
 def with_options(problem: Problem, tile: TileConfig) -> TileConfig:
     """Returns a tile of the sm90 family with the options that the planner has it with."""
-    if problem.direction != "forward":
-        return tile
-    body = Body(problem.dtype, tile.variant, problem.features, problem.mask.form, tile.tile_m, tile.tile_n)
+    body = Body(
+        problem.direction,
+        problem.dtype,
+        tile.variant,
+        problem.features,
+        problem.mask.form,
+        tile.tile_m,
+        tile.tile_n,
+        problem.deterministic,
+    )
     options = next((rule.options for rule in RULES if rule.is_for(problem, tile)), ())
     possible = {name for name in options if LIMITS[name].allows(body)}
     needed = {"", *possible}
@@ -163,11 +183,26 @@ def with_options(problem: Problem, tile: TileConfig) -> TileConfig:
 def objections(build: Build) -> Iterator[str]:
     """Yields every reason why no kernel body can be built with the options, as `tile_rules.objections` has them."""
     what = f"options = {build.options!r}"
-    is_forward = (build.kind, build.family) == ("forward", "sm90") and build.variant in VARIANTS_WITH_OPTIONS
-    if build.options and not is_forward:
-        yield f"{what}: only the standard, multicast, {E4M3} and {E4M3_CACHE} sm90 forwards have options; use ()"
+    variants = {"forward": FORWARDS_WITH_OPTIONS, "backward": BACKWARDS_WITH_OPTIONS}.get(build.kind, ())
+    if build.options and not (build.family == "sm90" and build.variant in variants):
+        yield (
+            f"{what}: only the standard, {MULTICAST}, {E4M3} and {E4M3_CACHE} sm90 forwards and the standard, "
+            f"{DS_REGISTERS} and {KEY_REGISTERS} sm90 backwards have options; use ()"
+        )
         return
-    body = Body(build.dtype, build.variant, build.features, build.mask, build.tile_m, build.tile_n)
+    if build.kind == "backward" and build.options != (SHARED_END,) * len(build.options):
+        yield f"{what}: backwards have option {SHARED_END} alone; use no other"
+        return
+    body = Body(
+        build.kind,
+        build.dtype,
+        build.variant,
+        build.features,
+        build.mask,
+        build.tile_m,
+        build.tile_n,
+        build.deterministic,
+    )
     for name in build.options:
         limit = LIMITS[name]
         if not limit.allows(body):

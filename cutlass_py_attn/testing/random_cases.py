@@ -82,6 +82,13 @@ SHARED_END_DIMS: Final = ((128, 0), (256, 0), (192, 128), (104, 0))
 SHARED_END_BATCH_HEADS: Final = (67, 70, 80, 132, 133, 140)
 SHARED_END_QUERIES: Final = (100, 128, 129, 180)
 SHARED_END_KEYS: Final = (520, 1537, 1720, 1960)
+# Kernel numbers from here on are those of backwards whose last key tiles blocks share.
+SHARED_QUERIES_FROM: Final = 450_000
+SHARED_QUERIES_DIMS: Final = (128, 128, 64, 64, 64, 96, 128, 104)
+SHARED_QUERIES_BATCH_HEADS: Final = (34, 35, 38, 45)
+SHARED_QUERIES: Final = (330, 520, 1030)
+SHARED_QUERIES_KEYS: Final = (400, 512, 520)
+SHARED_QUERIES_LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed")
 # Kernel numbers from here on are those of e4m3 caches with more queries than decode kernels take.
 PROMPTS_FROM: Final = 500_000
 # Kernel numbers from here on are those of forwards of wide heads.
@@ -122,6 +129,8 @@ def draw(kernel: int, run: int) -> Case:
         return _with_inputs(_draw_case(drawn, rng), rng)
     if kernel >= PROMPTS_FROM:
         return _draw_e4m3_cache(np.random.default_rng(kernel), np.random.default_rng((kernel, run)), are_prompts=True)
+    if kernel >= SHARED_QUERIES_FROM:
+        return _draw_shared_queries(kernel - SHARED_QUERIES_FROM, np.random.default_rng((kernel, run)))
     if kernel >= SHARED_END_FROM:
         return _draw_shared_end(kernel - SHARED_END_FROM, np.random.default_rng((kernel, run)))
     if kernel >= E4M3_FROM:
@@ -353,6 +362,27 @@ def _draw_shared_end(number: int, rng: np.random.Generator) -> Case:
         scale=float(_pick(rng, (0.0, 0.0, 0.1, -0.05))) or None,
     )
     return _with_inputs(Case("forward", spec, layout=layout, seed=int(rng.integers(0, 2**31))), rng)
+
+
+def _draw_shared_queries(number: int, rng: np.random.Generator) -> Case:
+    """A backward without a mask, with more key tiles than there are SMs. number: of the kernel."""
+    head_dim = SHARED_QUERIES_DIMS[number % len(SHARED_QUERIES_DIMS)]
+    dtype, has_sinks = ("bfloat16", "float16")[number % 2], number % 3 == 2
+    layout = SHARED_QUERIES_LAYOUTS[number % len(SHARED_QUERIES_LAYOUTS)]
+    group = int(_pick(rng, GROUPS)) if number % 4 > 1 else 1
+    key_heads = int(_pick(rng, (1, 2, 5)))
+    spec = ProblemSpec(
+        dtype,
+        head_dim,
+        num_queries=int(_pick(rng, SHARED_QUERIES)) // group,
+        num_keys=int(_pick(rng, SHARED_QUERIES_KEYS)),
+        batch=ceil_div(int(_pick(rng, SHARED_QUERIES_BATCH_HEADS)), key_heads),
+        num_heads=key_heads * group,
+        num_heads_key=key_heads,
+        scale=float(_pick(rng, (0.0, 0.0, 0.1, -0.05))) or None,
+        sinks=has_sinks,
+    )
+    return _with_inputs(Case("backward", spec, layout=layout, seed=int(rng.integers(0, 2**31))), rng)
 
 
 def _draw_paged(kernel: np.random.Generator, rng: np.random.Generator) -> Case:

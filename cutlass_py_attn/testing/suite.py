@@ -252,6 +252,16 @@ SHARED_END: Final = _cases(
     "forward f16_d120_q1000_s1672_b3_h6_full inputs=gaussian_x3",
 )
 
+# Backwards with option shared_end, of more key tiles than a round of 132 blocks: blocks share the queries of the last.
+SHARED_QUERIES: Final = _cases(
+    "backward bf16_d128_q700_s500_b5_h7_full",
+    "backward bf16_d128_q330_s500_b5_h14k7_full inputs=rising layout=padded",
+    "backward f16_d128_q1037_s601_b3_h10_full_sinks inputs=needle",
+    "backward f16_d64_q1100_s640_b5_h7_full inputs=gaussian_x3",
+    "backward bf16_d64_q700_s500_b5_h14k7_full_scale-0.05",
+    "backward bf16_d96_q700_s500_b5_h7_full inputs=rising",
+)
+
 # The problems of JAX programs whose rows are split over simulated devices (tests/gpu/hosts/test_jax_context.py).
 SPLIT_ROWS: Final = _cases(
     *(
@@ -413,6 +423,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *LAST_ROUNDS,
         *SPECULATIVE,
         *SHARED_END,
+        *SHARED_QUERIES,
         *SPLIT_ROWS,
         *JAX_HANDLERS,
     )

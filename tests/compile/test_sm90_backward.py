@@ -359,7 +359,7 @@ def test_machine_code(plan: Plan, machine_code: MachineCode) -> None:
     assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", made.ptx)) == 3
     added = pieces // (build.tile_n // 16)
     bulk, vectors = (0, added * rows * columns // 128 // 4) if build.score_rows else (added, 0)
-    if build.variant == "query_heads":  # dK and dV of the 64 keys of a warpgroup
+    if build.variant == "query_heads" or build.options:  # dK and dV of the 64 keys of a warpgroup
         vectors += (build.columns + build.columns_value) * 64 // 128 // 4
     assert len(re.findall(r"cp\.reduce\.async\.bulk", made.ptx)) == bulk
     assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.v4\.f32", made.ptx)) == vectors

@@ -6,10 +6,14 @@ tiles; some query rows see no key, and one scale is below 0.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan import planner
+from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.plan import planner, sm90
+from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
@@ -36,15 +40,39 @@ GRADIENTS = ("grad_query", "grad_key", "grad_value")
 def test_gradients(tile: str, line: str, is_eager: bool, machine_code: MachineCode) -> None:
     case = Case.parse(line)
     plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse(tile), NUM_SMS)
-    made = machine_code(plan)
+    logsumexp = check(case, plan, machine_code(plan), is_eager=is_eager)
+    assert np.isinf(logsumexp).any() != ("sinks" in case.problem().features)
+
+
+def check(case: Case, plan: Plan, made: Artifact, *, is_eager: bool) -> np.ndarray[Any, Any]:
+    """Executes the kernels and compares the gradients with those in float64; returns the logsumexps of the queries."""
     arrays = case.arrays()
     forward = guarded_check.by_reference(case, arrays, "float64")
     arrays |= {"output": forward["output"].astype(arrays["query"].dtype), "logsumexp": forward["logsumexp"]}
     truth = guarded_check.by_reference(case, arrays, "float64")
     has_sinks = "sinks" in case.problem().features
-    assert np.isinf(forward["logsumexp"][..., : case.spec.num_queries]).any() != has_sinks
     gradients = (*GRADIENTS, "grad_sinks") if has_sinks else GRADIENTS
     found = emulate(case, plan, made.ptx, arrays, is_eager=is_eager, seed=7, block=BackwardBlock, outputs=gradients)
     for name in gradients:
         error = found[name].astype(np.float64) - truth[name]
         assert np.linalg.norm(error) < ERROR * np.linalg.norm(truth[name]), name
+    return forward["logsumexp"][..., : case.spec.num_queries]
+
+
+@pytest.mark.parametrize(
+    ("tile", "line", "splits"),
+    [
+        ("64x128x16:3,2k2+ds_registers-shared_end", "backward bf16_d128_q250_s300_b1_h1_full seed=7", 2),
+        ("128x128x16:3,2k2+key_registers-shared_end", "backward f16_d64_q500_s300_b1_h2k1_full seed=8", 2),
+    ],
+)
+def test_blocks_share_the_queries_of_the_last_key_tile(
+    tile: str, line: str, splits: int, machine_code: MachineCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two blocks have a key tile each; the third one is computed in parts, the last of which stores its sums."""
+    monkeypatch.setattr(sm90, "LEAST_SAVED_QUERY_TILES", 0)
+    monkeypatch.setattr(sm90, "PART_TILES", 0)
+    case = Case.parse(line)
+    plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse(tile), 2)
+    assert (dict(plan.params)["shared_key_tiles"], dict(plan.params)["num_splits_query"]) == (1, splits)
+    check(case, plan, machine_code(plan), is_eager=True)

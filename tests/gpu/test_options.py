@@ -1,4 +1,4 @@
-"""Forwards with options of their tiles, against float64: key tiles computed again, query tiles that blocks share."""
+"""Kernels with options of their tiles, against float64: key tiles computed again, tiles that blocks share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from cutlass_py_attn.testing import guarded_check, suite
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
 
+CASES = (*suite.SPECULATIVE, *suite.SHARED_END, *suite.SHARED_QUERIES)
 
-@pytest.mark.parametrize("case", [*suite.SPECULATIVE, *suite.SHARED_END], ids=lambda case: case.line.replace(" ", "_"))
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.line.replace(" ", "_"))
 def test_options(case: Case, kernels: Kernels, gpu: driver.Device) -> None:
     if case.spec.dtype == FLOAT8 and gpu.compute_capability != (9, 0):
         pytest.skip(f"{gpu.name} has no wgmma of e4m3 operands")

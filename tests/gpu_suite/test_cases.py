@@ -32,7 +32,7 @@ ALL = (*covering_cases.FORWARD, *covering_cases.BACKWARD)
 LENGTHS = (*suite.VARIABLE_LENGTH, *suite.WRONG_LENGTHS, *suite.CHANGED_LENGTHS)
 TILES = (
     *(*suite.MANY_TILES, *suite.DS_IN_REGISTERS, *suite.FEW_TILES),
-    *(*suite.LAST_ROUNDS, *suite.SPECULATIVE, *suite.SHARED_END),
+    *(*suite.LAST_ROUNDS, *suite.SPECULATIVE, *suite.SHARED_END, *suite.SHARED_QUERIES),
 )
 SINGLE = (
     *(*suite.MANY_HEADS, *TILES, *GROUPED, *suite.WIDE_BACKWARD, *LENGTHS),

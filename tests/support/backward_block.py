@@ -40,6 +40,7 @@ class BackwardBlock(EmulatedBlock):
             "cp.reduce.async.bulk": self.reduce,
             "atom": self.count,
             "red.release": self.add,
+            "red.relaxed": self.add_vector,
             **super().synchronising(),
         }
 
@@ -97,6 +98,16 @@ class BackwardBlock(EmulatedBlock):
             place = int(self.address(operands[0])[thread])
             word = self.memory[place : place + 4].view(np.uint32)
             word += np.uint32(self.value(operands[1])[thread])
+
+    def add_vector(self, op: str, operands: list[str], active: Array) -> None:
+        """Adds four float32 to global memory."""
+        assert op.endswith(".add.v4.f32")
+        parts = [self.value(name).astype(np.uint32).view(np.float32) for name in re.findall(r"%\w+", operands[1])]
+        values, places = np.stack(parts, axis=1), self.address(operands[0])
+        for thread in np.flatnonzero(active):
+            place = int(places[thread])
+            total = self.memory[place : place + 16].view(np.float32)
+            total += values[thread]
 
     def stmatrix(self, op: str, operands: list[str], active: Array) -> None:
         if ".trans" not in op:

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from cutlass_py_attn.plan import abi
+from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
 from cutlass_py_attn.problem.tensors import FLOAT8, ITEM_BYTES, OPERAND_BYTES, Tensor
 from cutlass_py_attn.runtime import params
@@ -28,7 +29,8 @@ from tests.support.gemm_emulator import DESCRIPTOR_WIDTHS, swizzle
 from tests.support.ptx_floats import FloatThreads
 from tests.support.ptx_threads import WARP, Array, as_type, bits_of
 
-SHARED = 4096  # start of the emulated shared memory, before the global arrays; a multiple of 1024
+# Start of the emulated shared memory, before the global arrays: some kernels have this address as a number.
+SHARED = architecture("sm_90a").reserved_shared_memory
 WARPGROUP = 128
 GUARD = 512  # elements of NaN before and after every array
 NAN = 0x7FC00000

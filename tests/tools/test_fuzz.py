@@ -312,3 +312,18 @@ def test_the_numbers_of_shared_ends_draw_problems_whose_last_query_tiles_blocks_
         ("bfloat16", 128), ("float16", 256), ("bfloat16", 192), ("float16", 104),
     }  # fmt: skip
     assert "rising" in {case.inputs for case in shared}
+
+
+def test_the_numbers_of_shared_queries_draw_backwards_whose_last_key_tiles_blocks_share() -> None:
+    """A default run has at least 100 that share, in one round of parts and in several, and others."""
+    drawn = drawn_of("shared_queries", fuzz.RUNS)
+    assert all(case.direction == "backward" and Case.parse(case.line) == case for case in drawn)
+    splits = [dict(plan(case.problem(), "sm_90a", 132).params).get("num_splits_query", 1) for case in drawn]
+    shared = [(case, parts) for case, parts in zip(drawn, splits, strict=True) if parts > 1]
+    assert 100 <= len(shared) <= len(drawn) - 20
+    assert {(case.spec.dtype, case.spec.head_dim) for case, _ in shared} == {
+        *((dtype, dim) for dtype in ("bfloat16", "float16") for dim in (64, 128)), ("float16", 96), ("float16", 104),
+    }  # fmt: skip
+    assert {case.spec.num_heads > case.spec.num_heads_key for case, _ in shared} == {True, False}
+    assert {case.spec.sinks for case, _ in shared} == {True, False}
+    assert len({parts for _, parts in shared}) > 4

@@ -31,6 +31,7 @@ from cutlass_py_attn.testing import (
     device_memory,
     guarded_check,
     serving_cases,
+    suite,
 )
 from cutlass_py_attn.testing.cases import Case
 from tools.race import stress_run
@@ -63,13 +64,16 @@ NARROW_SIZES = {"num_heads": 1, "num_queries": LONG_LENGTH - 24, "num_keys": LON
 # Wide heads: forwards with chunks of two and of three strips, and backwards.
 WIDE = (*covering_cases.WIDE[:2], *covering_cases.WIDE_BACKWARD[:2])
 
+# Blocks share the last query tiles of a forward, and the last key tiles of backwards.
+SHARED_TILES = (suite.SHARED_END[0], suite.SHARED_QUERIES[0], suite.SHARED_QUERIES[4])
+
 # Long enough for multicast.
 LONG = Case("forward", parse(f"bf16_d128_s{MULTICAST_LENGTH}_b1_h1_causal"), seed=1)
 
 
 def cases() -> list[Case]:
-    """Returns cases of shown, deterministic, wide and some 2-CTA kernels, and of narrow and many heads."""
-    found = [LONG, *WIDE]
+    """Returns cases of shown, deterministic, wide and some 2-CTA kernels, of narrow and many heads, and of parts."""
+    found = [LONG, *WIDE, *SHARED_TILES]
     for number, spec in enumerate((*covering_cases.SHOWN, *covering_cases.DETERMINISTIC, *TWO_CTA)):
         for direction, lengths in KEYS.items():
             sizes = {"num_heads": 2, "num_queries": NUM_QUERIES, "num_keys": lengths[number % len(lengths)]}

@@ -17,7 +17,7 @@ from cutlass_py_attn.errors import AttentionError, Stale
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import ROW_KINDS, Build, build_from
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import (
     accuracy,
@@ -137,7 +137,8 @@ def unordered(build: Build) -> set[str]:
     is_ordered = build.kind == "forward" or build.deterministic or build.variant in (PER_HEAD, WIDE)
     if is_ordered:
         return set()
-    return {"grad_query", "grad_key", "grad_value"} if build.variant == QUERY_HEADS else {"grad_query"}
+    adds_key_gradients = build.variant == QUERY_HEADS or SHARED_END in build.options
+    return {"grad_query", "grad_key", "grad_value"} if adds_key_gradients else {"grad_query"}
 
 
 def _synthetic_launch(case: Case, kernels: check.Kernels) -> device_memory.GuardedLaunch:

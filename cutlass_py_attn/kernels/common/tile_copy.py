@@ -6,11 +6,14 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync, warp
 
 from cutlass_py_attn.kernels.common import params
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import F32_ROW_PADDING, Build
+from cutlass_py_attn.plan.sm90_smem import has_fixed_smem_base
 from cutlass_py_attn.plan.smem import threads_of_row
 
 VECTOR_BYTES = 16
@@ -18,9 +21,18 @@ ELEMENT_UNROLL = 8  # loads in flight where a thread copies single elements
 ONE = 1  # the layout of a single element
 
 
+def smem_base(build: Build) -> cute.Pointer:
+    """Returns a pointer to the block's dynamic shared memory, or its address as a number if `has_fixed_smem_base`."""
+    if not has_fixed_smem_base(build):
+        return cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+    word, text = ir.IntegerType.get_signless(32), f"mov.u32 $0, {architecture(build.arch).reserved_shared_memory};"
+    address = Int32(llvm.inline_asm(word, [], text, "=r", has_side_effects=False, asm_dialect=0))
+    return cute.make_ptr(cutlass.Int8, address, cutlass.AddressSpace.smem, assumed_align=1024)
+
+
 def smem_pointer(build: Build, name: str, dtype) -> cute.Pointer:
     """Returns a pointer to the plan's buffer `name` in the block's shared memory."""
-    base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024) + build.buffer(name).offset
+    base = smem_base(build) + build.buffer(name).offset
     return cute.recast_ptr(base.align(128), dtype=dtype)
 
 

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
 import cutlass.experimental.primitives as prim
 from cutlass import Int32, Int64
 
-from cutlass_py_attn.kernels.common import params
+from cutlass_py_attn.kernels.common import params, tile_copy
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS
 from cutlass_py_attn.plan.smem import swizzle_bytes
@@ -85,7 +84,7 @@ def load_tile(
     One warp calls this. `barrier` counts the bytes.
     """
     hint = EVICT_FIRST if build.variant == PER_HEAD else None  # keeps L2 for the accumulator of dQ
-    base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+    base = tile_copy.smem_base(build)
     strips = Strips.create(build, name, tile, stage)
     with cute.arch.elect_one():
         for strip in range(strips.count):

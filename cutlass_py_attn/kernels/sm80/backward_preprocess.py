@@ -9,7 +9,7 @@ The sm90 backward with dS^T in registers adds products to these numbers: it has 
 ds_registers also -logsumexp / scale in place of logsumexp, which the factor scale turns to -inf in such rows.
 
 Where the main kernel of the sm90 family adds up dQ, each block also clears as many rows of the sums as it has rows, and
-the first blocks clear the counters.
+the first blocks clear the counters. All blocks clear the sums of key tiles whose queries blocks share.
 """
 
 import math
@@ -25,9 +25,9 @@ from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import DELTA_LANES, DELTA_ROWS, ROW_THREADS, delta_clears_sums
-from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
+from cutlass_py_attn.plan.sm90_smem import shared_tile_words, starts_from_logsumexp
 from cutlass_py_attn.plan.split_d import dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import KEEPS_DS
+from cutlass_py_attn.plan.variants import KEEPS_DS, SHARED_END
 
 VECTOR = 4  # float32 that a thread clears at once
 
@@ -58,6 +58,8 @@ class BackwardPreprocess:
         of = seqlen_info.create(build, p, batch)
         if cutlass.const_expr(delta_clears_sums(build)):
             self.clear_sums(p, of, block, head)
+        if cutlass.const_expr(SHARED_END in build.options):
+            self.clear_shared_sums(p, block, head, batch)
         row, lane = block * DELTA_ROWS + thread // DELTA_LANES, thread % DELTA_LANES
         total, lse = Float32(0.0), Float32.inf
         if row < of.num_queries:
@@ -114,6 +116,22 @@ class BackwardPreprocess:
                 self.clear_semaphores(p, tile + row0 // build.tile_m, row0 % build.tile_m == 0)
         if (block == 0) & (head == 0) & (of.index == 0) & (thread == 0):
             self.clear_counter(p.tile_count_semaphore, Int64(0))
+
+    @cute.jit
+    def clear_shared_sums(self, p: Any, block: Int32, head: Int32, batch: Int32):
+        """Clears the block's share of the sums of key tiles whose queries blocks share."""
+        thread, _, _ = cute.arch.thread_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        first = ((batch * p.num_heads + head) * blocks + block) * ROW_THREADS + thread
+        threads = p.batch * p.num_heads * blocks * ROW_THREADS
+        vectors = p.shared_key_tiles * (shared_tile_words(self.build) // VECTOR)
+        zeros = cute.make_rmem_tensor(VECTOR, Float32)
+        zeros.fill(0.0)
+        for step in cutlass.range(ceil_div(vectors, threads), unroll=1):
+            vector = step * threads + first
+            if vector < vectors:
+                start = params.pointer(p.shared_sums, Float32) + vector * VECTOR
+                cute.autovec_copy(zeros, cute.make_tensor(start, cute.make_layout(VECTOR)))
 
     @cute.jit
     def clear_semaphores(self, p: Any, tile: Any, is_first: Any):

@@ -6,7 +6,8 @@ takes work tiles from the scheduler and loads; the second computes dQ = dS K and
 is a register operand of dV. If dK and dV leave too few registers for the scores of a query tile, query and grad_output
 are loaded in query blocks, some rows of a tile, and an iteration of all but dQ is one block; otherwise a block is the
 tile. For short sequences a block can take all key tiles of a head: sm90/grad_query_per_head.py. A work tile of grouped
-heads has all query heads of a group, or one of them, whose dK and dV are added to sums: sm90/key_gradient_sums.py.
+heads has all query heads of a group, or one of them, whose dK and dV are added to sums: sm90/key_gradient_sums.py. With
+option shared_end blocks share the queries of the last key tiles, and add dK and dV to such sums.
 
     steps        1 S^T = K Q^T   2 P   3 dP^T = V dO^T   4 dS   5 dV += P^T dO   6 dK += dS^T Q   7 dQ = dS K
     issued       after 2: 3, then 5;  after 4: 1 of the next iteration, then 6; with two key stages also of the next
@@ -73,8 +74,13 @@ from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQuerySm90, warpgrou
 from cutlass_py_attn.kernels.sm90.grad_query_ordered import OrderedGradQuery
 from cutlass_py_attn.kernels.sm90.grad_query_per_head import GradQueryPerHead
 from cutlass_py_attn.kernels.sm90.grad_query_transposed import TransposedGradQuery, TransposedPostprocess
-from cutlass_py_attn.kernels.sm90.key_gradient_sums import KeyGradientPostprocess, KeyGradientSums
-from cutlass_py_attn.kernels.sm90.key_tile_scheduler import KeyTileScheduler, PerHeadScheduler, QueryHeadScheduler
+from cutlass_py_attn.kernels.sm90.key_gradient_sums import KeyGradientPostprocess, KeyGradientSums, SharedTileSums
+from cutlass_py_attn.kernels.sm90.key_tile_scheduler import (
+    KeyTileScheduler,
+    PerHeadScheduler,
+    QueryHeadScheduler,
+    SharedEndKeyTileScheduler,
+)
 from cutlass_py_attn.kernels.sm90.named_barriers import BackwardBarrier
 from cutlass_py_attn.kernels.sm90.pipelines import PipelineSpec, arrive, arrive_all, previous_stage
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
@@ -84,7 +90,7 @@ from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores, Wei
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order, starts_from_logsumexp
-from cutlass_py_attn.plan.variants import KEEPS_DS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS
+from cutlass_py_attn.plan.variants import KEEPS_DS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS, SHARED_END
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 SCHEDULERS = {PER_HEAD: PerHeadScheduler, QUERY_HEADS: QueryHeadScheduler}  # of variants with work tiles of their own
@@ -122,13 +128,16 @@ class BackwardSm90:
         self.consumers = build.threads - CONSUMER_START  # threads of the consumer warpgroups
         self.dtype = DTYPES[build.dtype]
         self.smem = BackwardSmem(build)
-        self.scheduler = SCHEDULERS.get(build.variant, KeyTileScheduler)(build)
+        self.shares_end = SHARED_END in build.options
+        default = SharedEndKeyTileScheduler if self.shares_end else KeyTileScheduler
+        self.scheduler = SCHEDULERS.get(build.variant, default)(build)
         self.grad_query = grad_query(build, BackwardBarrier.GRAD_QUERY)
         self.tile_order = QueryTileOrder(build)
         self.block_order = QueryTileOrder(build, self.smem.blocks)
         self.scores = TransposedScores(build)
         self.statistics = RowStatistics(build, self.grad_query.accum)
         self.key_gradients = KeyGradientSums(build) if build.variant == QUERY_HEADS else None
+        self.shared_sums = SharedTileSums(build) if self.shares_end else None
         self.overlaps_tiles = build.key_stages > 1  # the next key tile's first scores are issued before this one's end
         self.dropout = TransposedDropout(build, CONSUMER_START, self.consumers) if build.has("dropout") else None
         self.keeps_ds = build.variant in KEEPS_DS  # dS^T stays in registers, and dP^T starts from -delta
@@ -401,6 +410,11 @@ class BackwardSm90:
             arrive_all(pipes.k.sync_object_empty, at_k.index)
             if cutlass.const_expr(self.key_gradients is not None):
                 self.add_key_gradients(p, work_tile, r_dk, r_dv, warpgroup)
+            elif cutlass.const_expr(self.shared_sums is not None):
+                if work_tile.part >= 0:
+                    self.add_part(p, gemms, work_tile, r_dk, r_dv)
+                else:
+                    self.store_key_gradients(p, gemms, work_tile, r_dk, r_dv)
             else:
                 self.store_key_gradients(p, gemms, work_tile, r_dk, r_dv)
             at_k.advance()
@@ -432,6 +446,20 @@ class BackwardSm90:
         thread = params.read_register("tid.x") % WARPGROUP_THREADS
         sums.add(sums.pointer(p.grad_value_accum, index, build.columns_value), r_dv, thread)
         sums.add(sums.pointer(p.grad_key_accum, index, build.columns), r_dk, thread)
+
+    @cute.jit
+    def add_part(self, p: Any, gemms: Gemms, work_tile: WorkTile, r_dk: cute.Tensor, r_dv: cute.Tensor):
+        """Adds dK and dV of a part to their sums; the last part of a key tile stores them."""
+        thread = params.read_register("tid.x") - CONSUMER_START
+        self.shared_sums.add_part(p, work_tile.part, thread, r_dk, r_dv)
+        if self.shared_sums.count_part(p, work_tile.part, thread) == p.num_splits_query:
+            self.store_sums(p, gemms, work_tile, thread)
+
+    def store_sums(self, p: Any, gemms: Gemms, work_tile: WorkTile, thread: Int32) -> None:
+        """Stores the sums of dK and dV of a shared key tile."""
+        sum_dk, sum_dv = gemms.mma_dsq.accumulator(thread), gemms.mma_pdo.accumulator(thread)
+        self.shared_sums.load_parts(p, work_tile.part, thread, sum_dk, sum_dv)
+        self.store_key_gradients(p, gemms, work_tile, sum_dk, sum_dv)
 
     def first_scores(
         self, gemms: Gemms, at_k: Any, at_q: Any, thread: Int32, r_s: cute.Tensor, r_lse: cute.Tensor

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
@@ -41,7 +40,7 @@ class BackwardSmem:
             "key": build.key_stages if build.key_stages > 1 else None,
             "value": None,
         }[name]
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_base(build)
         return smem_tile_at(base, build.buffer(name).offset, self.dtype, shape, stages)
 
     def ds_blocks(self) -> cute.Tensor:

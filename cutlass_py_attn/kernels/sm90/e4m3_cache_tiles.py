@@ -223,7 +223,7 @@ class E4m3CacheTiles:
         build, target = self.build, self.targets[name]
         thread = params.read_register("tid.x")
         lane, row = thread % self.lanes, thread // self.lanes
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024) + build.buffer(name).offset
+        base = tile_copy.smem_base(build) + build.buffer(name).offset
         place = (lane * (VECTOR_BYTES // 16)) ^ target.swizzle(row)
         tile_bytes = build.tile_n * self.columns[name] * build.item_bytes
         return Int32(base.toint()) + stage * tile_bytes + row * target.width + place * 16

@@ -24,7 +24,7 @@ import cutlass.experimental.cuda as tensor_maps
 import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
 
-from cutlass_py_attn.kernels.common import e4m3, logsumexp, params, seqlen_info, tma
+from cutlass_py_attn.kernels.common import e4m3, logsumexp, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
@@ -323,7 +323,7 @@ class ForwardE4m3Sm90(ForwardSm90):
 
     def consumer_state(self, p: Any, thread: Int32) -> E4m3Consumer:
         """Returns what a consumer warpgroup uses for all tiles."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_base(self.build)
         stages = num_stages(build)
         s_q, s_k = (
             smem_tile_at(base, build.buffer(name).offset, self.dtype, tma_tiles(build)[name], stages[name])

@@ -563,7 +563,7 @@ class ForwardSm90:
 
     def smem_stages(self) -> list[cute.Tensor]:
         """Returns all stages of Q, K and V in shared memory, each (rows, columns, stages)."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_base(self.build)
         return [
             smem_tile_at(base, build.buffer(name).offset, self.dtype, tile, num_stages(build)[name])
             for name, tile in tma_tiles(build).items()

@@ -1,7 +1,8 @@
-"""Key gradient sums: dK and dV of several query heads, added in float32 in global memory, and their conversion.
+"""Key gradient sums: dK and dV to which several blocks add, in float32 in global memory, and their conversion.
 
-If work tiles are those of query heads, the query heads of a group add to the same dK and dV. A warpgroup adds its dK
-and dV from registers, so that the next tiles are loaded meanwhile.
+If work tiles are those of query heads, the query heads of a group add to the same dK and dV, and a kernel converts the
+sums. With option shared_end the blocks that share the queries of a key tile do, and the last of them converts the sums.
+A warpgroup adds its dK and dV from registers, so that the next tiles are loaded meanwhile.
 
 A sum is that of the 64 keys of a warpgroup. It is stored in the order of the registers of the warpgroup's accumulator.
 """
@@ -20,8 +21,8 @@ from cutlass_py_attn.kernels.sm80.grad_query_accum import SumOrder
 from cutlass_py_attn.kernels.sm90.backward_kernel import key_gradient_tile, store_key_gradient
 from cutlass_py_attn.kernels.sm90.grad_query import warpgroup_gemm
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS
-from cutlass_py_attn.plan.sm90_smem import CONSUMER_WARPGROUPS, WARPGROUP_ROWS
+from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS
+from cutlass_py_attn.plan.sm90_smem import CONSUMER_WARPGROUPS, WARPGROUP_ROWS, shared_tile_words
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,55 @@ class KeyGradientSums(SumOrder):
         """Returns where a sum starts. address: of the sums of dK or dV; columns: of a sum."""
         number = index.tile * CONSUMER_WARPGROUPS + index.warpgroup
         return params.pointer(address, Float32) + number * (WARPGROUP_ROWS * columns)
+
+
+class SharedTileSums(SumOrder):
+    """The sums of the key tiles whose queries several blocks share: of each tile dK, dV and the counts of its parts.
+
+    A thread adds to what the threads of its place in other blocks add to, so that warps count parts by themselves. In
+    every function, `tile` is the number of a shared tile, and `thread` one of the consumers.
+    """
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build, WARPGROUP_THREADS)
+
+    def add_part(self, p: Any, tile: Int32, thread: Int32, r_dk: cute.Tensor, r_dv: cute.Tensor) -> None:
+        """Adds dK and dV of a part."""
+        of_key, of_value = self._sums(p, tile, thread)
+        self.add(of_value, r_dv, thread % WARPGROUP_THREADS)
+        self.add(of_key, r_dk, thread % WARPGROUP_THREADS)
+
+    def load_parts(self, p: Any, tile: Int32, thread: Int32, r_dk: cute.Tensor, r_dv: cute.Tensor) -> None:
+        """Loads the sums of all parts."""
+        of_key, of_value = self._sums(p, tile, thread)
+        self.load(of_value, r_dv, thread % WARPGROUP_THREADS)
+        self.load(of_key, r_dk, thread % WARPGROUP_THREADS)
+
+    @cute.jit
+    def count_part(self, p: Any, tile: Int32, thread: Int32):
+        """Counts a part that this warp has added; returns how many have been, whose sums it then can load."""
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_warp()
+        counted = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            counter = self._counters(p, tile) + thread // WARP_THREADS
+            counted = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu") + 1
+        counted = cute.arch.shuffle_sync(counted, 0)
+        cute.arch.fence_acq_rel_gpu()
+        return counted
+
+    def _sums(self, p: Any, tile: Int32, thread: Int32) -> tuple[cute.Pointer, cute.Pointer]:
+        """Returns where the sums of dK and dV of a warpgroup's keys start."""
+        build, row = self.build, thread // WARPGROUP_THREADS * WARPGROUP_ROWS
+        start = params.pointer(p.shared_sums, Float32) + Int64(tile) * shared_tile_words(build)
+        of_value = start + build.tile_n * build.columns
+        return start + row * build.columns, of_value + row * build.columns_value
+
+    def _counters(self, p: Any, tile: Int32) -> cute.Pointer:
+        """Returns where the counts of a tile start, one for each warp."""
+        build = self.build
+        end = build.tile_n * (build.columns + build.columns_value)
+        return params.pointer(p.shared_sums, Int32, 4) + (Int64(tile) * shared_tile_words(build) + end)
 
 
 class KeyGradientPostprocess:

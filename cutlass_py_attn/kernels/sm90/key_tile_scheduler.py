@@ -6,12 +6,14 @@ stage of the key: the next record is written while dK and dV of the work tile be
 record says that no work tile is left.
 """
 
+from dataclasses import replace
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.integers import ceil_div, larger
 from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.sm90.tile_scheduler import Cursor, TileScheduler, WorkTile
 from cutlass_py_attn.plan import tile_order
@@ -21,6 +23,8 @@ from cutlass_py_attn.plan.variants import CLUSTER
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 NONE_LEFT = -1  # in place of a key tile
+NO_PART = -1  # in place of the number of a shared tile
+PART_WORD = 5  # of a record
 
 
 class KeyTileScheduler(TileScheduler):
@@ -134,6 +138,39 @@ class KeyTileScheduler(TileScheduler):
     def _record(self, record: Int32) -> cute.Tensor:
         first = tile_copy.smem_pointer(self.build, "work_tiles", Int32) + record * WORK_TILE_WORDS
         return cute.make_tensor(first.align(16), cute.make_layout(WORK_TILE_WORDS))
+
+
+class SharedEndKeyTileScheduler(KeyTileScheduler):
+    """Dynamic scheduler whose last p.shared_key_tiles key tiles are shared by p.num_splits_query blocks each.
+
+    Each of these blocks computes some of a tile's queries. All sequences have one length, and no mask makes tiles
+    unequal. The numbers behind those of whole tiles count parts: first the first part of every shared tile.
+    """
+
+    def total(self, p: Any) -> Int32:
+        """Returns the number of whole tiles and parts."""
+        return super().total(p) + p.shared_key_tiles * (p.num_splits_query - 1)
+
+    def numbered_tile(self, p: Any, number: Int32, cursor: Cursor) -> tuple[WorkTile, Cursor]:
+        """Returns the whole tile or part of that number, and the cursor for the next call."""
+        whole, shared = super().total(p) - p.shared_key_tiles, larger(p.shared_key_tiles, 1)
+        part = number - whole
+        is_part = part >= 0
+        tile, cursor = super().numbered_tile(p, cutlass.select_(is_part, whole + part % shared, number), cursor)
+        first, end = tile_order.tiles_of_split(tile.first, tile.end, part // shared, p.num_splits_query)
+        return replace(
+            tile,
+            first=cutlass.select_(is_part, first, tile.first),
+            end=cutlass.select_(is_part, end, tile.end),
+            part=cutlass.select_(is_part, part % shared, Int32(NO_PART)),
+        ), cursor
+
+    def read_record(self, p: Any, record: Int32) -> WorkTile:
+        """Returns the work tile or part of a record."""
+        return replace(super().read_record(p, record), part=self._record(record)[PART_WORD])
+
+    def _words(self, work_tile: WorkTile) -> tuple[Any, ...]:
+        return *super()._words(work_tile), work_tile.part
 
 
 class QueryHeadScheduler(KeyTileScheduler):

@@ -20,7 +20,7 @@ import cutlass.experimental.primitives as prim
 from cutlass import Int32
 
 from cutlass_py_attn.integers import ceil_div, larger, smaller
-from cutlass_py_attn.kernels.common import paging, params, seqlen_info, tma
+from cutlass_py_attn.kernels.common import paging, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.paging import PageRow
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.plan.build import Build
@@ -214,7 +214,7 @@ class PagedLoads:
 
         pages: of these boxes
         """
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_base(self.build)
         for box, page in enumerate(pages):
             row = (first + box) << boxes.shift
             start = tile.row if self.has_whole_pages else tile.row + row
@@ -231,7 +231,7 @@ class PagedLoads:
     def load_last_value(self, p: Any, source: Any, stage: Int32, barrier: Any, boxes: Any, tile: Any):
         """Issues the boxes of the tile of value with the last key; rows behind it become zero."""
         strips = tma.Strips.create(self.build, "value", tma_tiles(self.build)["value"], stage)
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_base(self.build)
         for box in cutlass.range(boxes.count, unroll=1):
             page = cute.arch.shuffle_sync(tile.page, box)
             with cute.arch.elect_one():

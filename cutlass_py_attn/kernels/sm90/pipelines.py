@@ -8,7 +8,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64
 
-from cutlass_py_attn.kernels.common import tma
+from cutlass_py_attn.kernels.common import tile_copy, tma
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.sm90_smem import tma_tiles
 
@@ -28,7 +28,7 @@ class PipelineSpec(NamedTuple):
 
 def first_barrier(build: Build) -> cute.Pointer:
     """Returns where the plan's mbarriers start; a pipeline has two for each stage."""
-    base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+    base = tile_copy.smem_base(build)
     return cute.recast_ptr((base + build.buffer("barriers").offset).align(8), dtype=Int64)
 
 

@@ -38,7 +38,8 @@ class WorkTile:
     head: query head; in the backward the head of key and value.
     tile: number of the tile in its sequence.
     first, end: its key tiles [first, end), at least one.
-    part: number of the part, if blocks share the key tiles of a query tile; -1 for all key tiles.
+    part: number of the part, if blocks share the key tiles of a query tile; -1 for all key tiles. In the backward the
+        number of the shared key tile; -1 for all query tiles.
     """
 
     seqlen: seqlen_info.SeqlenInfo

@@ -10,10 +10,10 @@ by ldmatrix.trans, which moves pairs of bytes, a byte permutation, and stmatrix.
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cutlass_py_attn.kernels.common import tile_copy
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.plan.sm90_e4m3 import FIRST_TRANSPOSING_WARP, TRANSPOSING_WARPS
@@ -72,7 +72,7 @@ class ValueTranspose:
         """Stores this warp's keys of a stage of V in a stage of V^T. All threads of a warp call this."""
         build, source, target = self.build, self.source, self.target
         tile_bytes = build.tile_n * build.columns_value
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_base(build)
         read_from = Int32((base + build.buffer("value").offset).toint()) + source_stage * tile_bytes
         write_to = Int32((base + build.buffer("value_transposed").offset).toint()) + target_stage * tile_bytes
         lane, warp = cute.arch.lane_idx(), self.warp()

@@ -51,6 +51,7 @@ IMPLIED: Final = {
     "logsumexp_log2 would have": "delta is as large",
     "partial_output would have": "num_queries is at most 16, and there are fewer splits than SMs for each head",
     "partial_logsumexp would have": "partial_output is larger",
+    "shared_sums would have": "there are fewer shared tiles than SMs",
 }
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan import launch_rules, planner, sm90
 from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.problem.masks import Full
+from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
+from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.testing import suite
 
 
@@ -59,6 +64,27 @@ def test_options_of_the_chosen_tile(name: str, tile: str) -> None:
     assert TileConfig.of(build) == TileConfig.parse(tile)
 
 
+@pytest.mark.parametrize(
+    ("name", "has_option"),
+    [
+        ("bf16_d128_s8192_b4_h16_full", True),
+        ("f16_d128_s8192_b4_h16k4_full", True),
+        ("bf16_d96_s8192_b4_h16_full", True),
+        ("bf16_d64_s8192_b4_h32_full_sinks", True),
+        ("bf16_d128_s8192_b4_h16_causal", False),
+        ("bf16_d128_n4000,300_h16_full", False),
+        ("bf16_d128_s8192_b4_h16_full_dropout0.1", False),
+        ("bf16_d128_s8192_b4_h16_full_softcap30", False),
+        ("bf16_d128_s8192_b4_h16_full_deterministic", False),
+        ("bf16_d128_s128_b64_h16_full", False),
+        ("bf16_d256_s8192_b4_h16_full", False),
+    ],
+)
+def test_backwards_whose_blocks_share_the_last_key_tiles(name: str, has_option: bool) -> None:
+    build = planner.plan_backward(parse(name).problem("backward"), "sm_90a").build
+    assert build.options == (("shared_end",) if has_option else ())
+
+
 def test_options_are_no_part_of_the_symbol_but_of_the_digest() -> None:
     problem = parse("bf16_d64_s8192_b4_h32_full").problem("forward")
     plain = planner.plan_with_tile(problem, "sm_90a", TileConfig.parse("192x128x16:2")).build
@@ -95,6 +121,52 @@ def test_the_last_query_tiles_are_shared_if_they_are_few() -> None:
         assert planner.plan_forward(parse(name).problem("forward"), "sm_90a", 132).num_splits_key == splits, name
     for case in suite.SHARED_END:
         assert planner.plan_forward(case.problem(), "sm_90a", 132).num_splits_key > 1, case.line
+    for case in suite.SHARED_QUERIES:
+        assert dict(planner.plan(case.problem(), "sm_90a", 132).params)["num_splits_query"] > 1, case.line
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles", "splits"),
+    [
+        ("bf16_d128_s8192_b4_h16_full", 4, 33),
+        ("bf16_d128_s16384_b2_h16_full", 4, 33),
+        ("bf16_d128_s4096_b4_h16_full", 68, 5),  # one round of parts would be one of whole tiles
+        ("bf16_d128_s4096_b4_h16k8_full", 100, 1),
+        ("bf16_d128_s2048_b16_h16_full", 4, 16),  # no part has fewer than two query tiles
+        ("bf16_d128_q200_s2048_b16_h16_full", 4, 1),  # four query tiles
+        ("bf16_d128_s1024_b2_h8_full", 128, 1),  # fewer tiles than SMs
+    ],
+)
+def test_the_queries_of_the_last_key_tiles_are_shared_if_these_are_few(name: str, tiles: int, splits: int) -> None:
+    problem = parse(name).problem("backward")
+    build = next(build for build in planner.builds(problem, "sm_90a") if build.options)
+    plan = planner.plan_of_build(problem, build, 132)
+    found = dict(plan.params)
+    shape = problem.shape
+    assert -(-shape.num_keys // 128) * shape.num_heads_key * shape.batch % 132 == tiles % 132
+    assert (found["num_splits_query"], found["shared_key_tiles"]) == (splits, tiles if splits > 1 else 0)
+    sizes = {buffer.name: buffer.bytes for buffer in plan.workspace.buffers}
+    assert sizes.get("shared_sums", 0) == (tiles * (128 * 256 * 4 + 8 * 4) if splits > 1 else 0)
+    assert plan.workspace.zero_bytes == 0
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9000), st.integers(1, 140))
+def test_parts_never_take_longer_than_whole_tiles(heads: int, key_tiles: int, num_queries: int, num_sms: int) -> None:
+    """Each SM takes the next whole tile or part when it is done, so that the last ones take a round at most."""
+    problem = Problem.dense("backward", Shape(1, num_queries, key_tiles * 128, heads, 128, 128), "bfloat16", Full())
+    build = planner.plan_with_tile(problem, "sm_90a", TileConfig.parse("64x128x16:3,2+ds_registers-shared_end")).build
+    found = launch_rules.values(problem, build, num_sms)
+    shared, splits, query_tiles = found["shared_key_tiles"], found["num_splits_query"], -(-num_queries // 64)
+    whole = heads * key_tiles - shared
+    assert (splits > 1) == (shared > 0)
+    assert shared in (0, heads * key_tiles % num_sms)
+    if shared:
+        assert query_tiles // splits >= sm90.LEAST_PART_TILES
+        assert whole % num_sms == 0
+        assert whole
+        parts = -(-shared * splits // num_sms) * (-(-query_tiles // splits) + sm90.PART_TILES)
+        assert parts + sm90.LEAST_SAVED_QUERY_TILES <= query_tiles
 
 
 def test_cases_of_the_gpu_suite_have_every_speculative_tile() -> None:
