@@ -22,7 +22,7 @@ INDEX, REFERENCE, PERFORMANCE = "docs/README.md", "docs/reference.md", "docs/per
 JAX, FAULTS, TESTING, TUNING = "docs/jax.md", "docs/faults.md", "docs/testing.md", "docs/tuning.md"
 SEVERAL_GPUS = "docs/several_gpus.md"
 SUSTAINED = "tools/bench/results/sustained.json"
-H100 = "tools/bench/results/h100.json"
+H100, H100_SUSTAINED = "tools/bench/results/h100.json", "tools/bench/results/h100_sustained.json"
 MICROBENCH = "tools/bench/results/microbench.jsonl"
 NOT_MEASURED = (
     f"Not measured yet: `python -m tools.bench.microbench --kernels FOLDER --record {MICROBENCH}` on an H100 or H200."
@@ -52,7 +52,8 @@ ORDER = (
 
 def generated(root: Path) -> dict[str, str]:
     """Returns the text of every generated file by its path from the root."""
-    bursts, sustained, h100 = (json.loads((root / name).read_text()) for name in (BENCHMARK, SUSTAINED, H100))
+    bursts, sustained = (json.loads((root / name).read_text()) for name in (BENCHMARK, SUSTAINED))
+    h100, h100_sustained = (json.loads((root / name).read_text()) for name in (H100, H100_SUSTAINED))
     charts = plots(bursts)
     short_map = short_map_plots.read(root)
     context = context_plots.read(root)
@@ -61,8 +62,9 @@ def generated(root: Path) -> dict[str, str]:
     found[REFERENCE] = reference()
     performance = with_block((root / PERFORMANCE).read_text(), "plots", plot_links(charts))
     performance = with_block(performance, "sustained", benchmark_table(sustained))
-    performance = with_block(performance, "slower_rows", slower_rows.table(bursts, sustained))
+    performance = with_block(performance, "slower_rows", slower_rows.table(h100, h100_sustained))
     performance = with_block(performance, "h100", f"{slower_rows.summary(h100)}\n\n{benchmark_table(h100)}")
+    performance = with_block(performance, "h100_sustained", benchmark_table(h100_sustained))
     found[PERFORMANCE] = with_block(performance, "short_map", short_map_plots.block(short_map))
     microbench = microbenchmarks(record.read_log(root / MICROBENCH))
     found[TUNING] = with_block((root / TUNING).read_text(), "microbench", microbench)

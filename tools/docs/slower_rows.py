@@ -17,7 +17,7 @@ HEADS: Final = ("case", "direction", "ours", "best peer", "ours / best peer", "a
 def table(bursts: Sequence[Row], sustained: Sequence[Row]) -> str:
     """Returns the mean ratio, how many rows are below 1, and a row for each of them in order of the ratio.
 
-    bursts, sustained: rows of tools/bench/results/h200.json and sustained.json, one for each case, direction and peer.
+    bursts, sustained: rows of a record of tools/bench/results, one for each case, direction and peer.
     """
     found, limited = best_peers(bursts), best_peers(sustained)
     ratios = {key: min(_ratio(each[key]) for each in (found, limited) if key in each) for key in found}
