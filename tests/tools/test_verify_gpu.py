@@ -165,3 +165,17 @@ def test_every_shown_row_kernel_has_cases() -> None:
     shown = [plan.build for plan in build_ptx.committed_plans() if plan.build.kind in ("append", "merge")]
     assert len(shown) == 6
     assert all(len(serving_cases.of_build(build)) >= 5 for build in shown)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bf16_d128_s8192_b4_h16_causal", {"grad_query"}),
+        ("bf16_d128_s8192_b4_h16_causal_deterministic", set()),
+        ("bf16_d128_s8192_b4_h16_full", {"grad_query", "grad_key", "grad_value"}),  # blocks share the last key tiles
+        ("bf16_d128_s512_b1_h16k4_causal", {"grad_query", "grad_key", "grad_value"}),  # query heads add
+    ],
+)
+def test_gradients_to_which_several_blocks_add_may_differ_between_launches(name: str, expected: set[str]) -> None:
+    build = plan(Case.parse(f"backward {name}").problem(), "sm_90a").build
+    assert verify_gpu.unordered(build) == expected
