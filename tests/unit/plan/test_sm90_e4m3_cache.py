@@ -125,7 +125,7 @@ def test_what_the_sm80_family_serves(problem: Problem, reason: str) -> None:
         ("bf16_d256_q300_s900_b1_h4_full_kv8", "64x128x8:2,0", "a thread has registers for 8 vectors of codes, not 16"),
         (PREFILL, "256x64x20:2,0", "use 8, 12 or 16"),
         ("bf16_d128_q300_s900_b1_h4_full_paged16", "128x128x12:2,0", "converts keys and values of e4m3 codes"),
-        (PREFILL + "x", "128x128x12:2,0-shared_end", "option shared_end is for the standard variant"),
+        (PREFILL + "x", "128x128x12:2,0-shared_end", "option shared_end is for full masks"),
         (PREFILL.replace("head", "row"), "128x128x12:2,0-speculative", "scales of rows"),
     ],
 )
