@@ -6,6 +6,7 @@ of this package only where this package is installed, and not in a checkout that
 
 from __future__ import annotations
 
+import importlib.metadata
 import shlex
 from typing import Final
 
@@ -17,6 +18,14 @@ PACKAGES: Final = {
     "jax": ("jax>=0.10", "flatbuffers>=24"),
     "nccl": ("nccl4py>=0.6,<0.7", "nvidia-nccl-cu13>=2.28"),
 }
+
+
+def version(distribution: str) -> str:
+    """Returns the version of an installed package; "" if it is not installed. Does not import it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def remedy(extra: str) -> str:

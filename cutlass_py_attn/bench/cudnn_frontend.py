@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from cutlass_py_attn import extras
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.spec import ProblemSpec
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERANDS
@@ -70,10 +70,7 @@ def is_installed() -> bool:
 
 def version() -> str:
     """Returns the version of the package; "" if it is not installed."""
-    try:
-        return importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return extras.version(DISTRIBUTION)
 
 
 def takes(case: ProblemSpec) -> bool:

@@ -8,7 +8,6 @@ package's cache on disk, from which the process that measures loads them.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 import os
 import tempfile
@@ -22,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
+from cutlass_py_attn import extras
 from cutlass_py_attn.bench import cases as bench_cases
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
@@ -80,10 +80,7 @@ def is_installed() -> bool:
 
 def version() -> str:
     """Returns the version of the package; "" if it is not installed."""
-    try:
-        return importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return extras.version(DISTRIBUTION)
 
 
 def takes(case: ProblemSpec) -> bool:

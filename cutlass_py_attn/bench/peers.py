@@ -28,6 +28,7 @@ _MASKS: Final = {"full": 0, "causal": 1}  # custom_mask_type of torch's memory-e
 
 FLASH4: Final = "fa4"
 CUDNN_FRONTEND: Final = "cudnn_frontend"
+PACKAGES: Final = {FLASH4: flash4, CUDNN_FRONTEND: cudnn_frontend}  # peers that torch does not call
 WARM_UP_CALLS: Final = 2  # before a capture: a first run may allocate, compile and load kernels
 
 
@@ -75,8 +76,7 @@ class Measurement:
 
 def names(case: ProblemSpec) -> tuple[str, ...]:
     """Returns the peers with an operator for this case; only a run shows whether they have a kernel for it."""
-    packages = {FLASH4: flash4, CUDNN_FRONTEND: cudnn_frontend}
-    called = (name for name, package in packages.items() if package.is_installed() and package.takes(case))
+    called = (name for name, package in PACKAGES.items() if package.is_installed() and package.takes(case))
     return (*_torch_names(case), *called)
 
 
@@ -165,10 +165,8 @@ def measure(
 def prepare(torch: Any, peer: str, case: ProblemSpec, direction: str, arrays: Mapping[str, Any]) -> Call:
     """Returns the call of that peer, with the case mapped to its arguments."""
     given = {name: torch.from_dlpack(array) for name, array in arrays.items()}
-    if peer == FLASH4:
-        return flash4.prepare(torch, case, given)
-    if peer == CUDNN_FRONTEND:
-        return cudnn_frontend.prepare(torch, case, given)
+    if peer in PACKAGES:
+        return PACKAGES[peer].prepare(torch, case, given)
     if case.sequences:
         return _variable_length(torch, peer, case, direction, given)
     if case.mask.form == "local":

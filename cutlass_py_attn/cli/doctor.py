@@ -7,7 +7,6 @@ import platform
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 import click
@@ -58,15 +57,17 @@ def examine() -> Iterator[Finding]:
     yield Finding("cutlass-py-attn", f"{__version__} in {Path(__file__).parents[1]}")
     for requirement in extras.REQUIRED:
         name = re.split("[<>=]", requirement)[0]
-        yield Finding(name, _version(name), extras.install(requirement))
+        yield Finding(name, extras.version(name), extras.install(requirement))
     yield Finding("compiler", _compiler(), f"{extras.remedy('compile')}, or launch prebuilt kernels")
     yield _driver()
     yield from _gpu()
     yield _cache()
     yield _jax_handler()
     yield Finding("nvdisasm", sass.tool() or "", f"{extras.remedy('inspect')} shows SASS")
-    yield Finding("JAX", _version("jax"), f"{extras.remedy('jax')}, which cutlass_py_attn.jax needs")
-    yield Finding("nccl4py", _version("nccl4py"), f"{extras.remedy('nccl')}, which cutlass_py_attn.distributed needs")
+    yield Finding("JAX", extras.version("jax"), f"{extras.remedy('jax')}, which cutlass_py_attn.jax needs")
+    yield Finding(
+        "nccl4py", extras.version("nccl4py"), f"{extras.remedy('nccl')}, which cutlass_py_attn.distributed needs"
+    )
 
 
 def _gpu() -> Iterator[Finding]:
@@ -78,13 +79,6 @@ def _gpu() -> Iterator[Finding]:
         gpu, remedy = None, str(error)
     yield Finding("GPU", _shown(gpu) if gpu else "", remedy)
     yield Finding("compile target", gpu.arch if gpu else "", "none without a GPU: name one with --arch")
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _compiler() -> str:

@@ -122,7 +122,6 @@ def test_shared_memory_does_not_grow_with_the_head() -> None:
 def test_entries_compile_without_atomics(
     dtype: str, head_dim: int, mask: str, summed: str, arch: str, machine_code: MachineCode
 ) -> None:
-    pytest.importorskip("cutlass.cute")
     shape = replace(SHAPE, head_dim=head_dim, head_dim_value=40, num_heads_key=2)
     plan = plan_backward(problem(shape, dtype, SUMMED[summed], mask=mask), arch)
     made = machine_code(plan)  # refuses spills, wrong names and static shared memory

@@ -55,9 +55,9 @@ def test_options(
     lengths: str, inputs: str, tile: str, is_eager: bool, repeats: tuple[bool, ...], machine_code: MachineCode
 ) -> None:
     case = Case.parse(f"forward e4m3_d64_{lengths}_b1_h1_full seed=3 inputs={inputs}")
-    expected = guarded_check.expect(case)
     plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse(tile), NUM_SMS)
     ptx = machine_code(plan).ptx
+    expected = guarded_check.expect(case)
     found = emulate(case, plan, ptx, expected.arrays, is_eager=is_eager, seed=7, block=CountingBlock)
     ratios = guarded_check.ratios(case, expected, found)
     assert all(ratio <= 1 for ratio in ratios.values()), ratios

@@ -31,7 +31,7 @@ _PACKAGE = ("artifact.py", "compilation/", "inspection/", "reference/", "runtime
 FOLLOWED = ("tests/", *(f"{digests.PACKAGE}/{name}" for name in _PACKAGE))
 PLANNER = f"{digests.PACKAGE}/plan/planner.py"  # of what it does, the digest has the result
 _CALLED = pytest.StashKey[str]()
-_passed: dict[str, str] = {}  # of this session, in the process that hears of every test
+_passed: dict[str, str] = {}  # in this run of pytest, in the process that hears of every test
 
 
 def digest(test: Path, kernel: Plan | Build) -> str:
@@ -71,7 +71,7 @@ def machine_code(request: pytest.FixtureRequest) -> MachineCode:
         pytest.importorskip("cutlass.cute")
         item.stash[_CALLED] = found = digest(item.path, kernel)
         if committed().get(item.nodeid) == found and not request.config.getoption(OPTION):
-            pytest.skip("passed with this machine code")
+            pytest.skip(f"passed with this machine code; {OPTION} runs it again")
         return compiler.artifact_for(kernel.build if isinstance(kernel, Plan) else kernel)
 
     return compiled

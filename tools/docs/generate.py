@@ -52,8 +52,8 @@ ORDER = (
 
 def generated(root: Path) -> dict[str, str]:
     """Returns the text of every generated file by its path from the root."""
-    bursts, sustained = (json.loads((root / name).read_text()) for name in (BENCHMARK, SUSTAINED))
-    h100, h100_sustained = (json.loads((root / name).read_text()) for name in (H100, H100_SUSTAINED))
+    records = (json.loads((root / name).read_text()) for name in (BENCHMARK, SUSTAINED, H100, H100_SUSTAINED))
+    bursts, sustained, h100, h100_sustained = records
     charts = plots(bursts)
     short_map = short_map_plots.read(root)
     context = context_plots.read(root)

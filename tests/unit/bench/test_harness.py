@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.bench import cases, cudnn_frontend, flash4, harness
+from cutlass_py_attn.bench import cases, harness
 from cutlass_py_attn.bench import peers as bench_peers
 from cutlass_py_attn.bench.cases import FEATURE_CASES, default_cases, directions
 from cutlass_py_attn.errors import AttentionError, DriverError, NotSupported
@@ -453,7 +453,7 @@ def quiet_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(cuda=quiet, backends=SimpleNamespace(cudnn=cudnn), __version__="2.11.0")
     monkeypatch.setitem(sys.modules, "torch", fake)
     monkeypatch.setitem(sys.modules, "torch.nn.attention", ModuleType("torch.nn.attention"))
-    for package in (cudnn_frontend, flash4):
+    for package in bench_peers.PACKAGES.values():
         monkeypatch.setattr(package, "version", lambda: "")
 
 

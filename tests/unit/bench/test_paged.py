@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cutlass_py_attn.bench import cases, cudnn_frontend, flash4, peers
+from cutlass_py_attn.bench import cases, peers
 from cutlass_py_attn.cli.selection import directions_of
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.problem.spec import parse
@@ -13,7 +13,7 @@ CASE = parse("bf16_d128_q1_s8192_b64_h32k8_full_paged16")
 
 
 def test_only_the_forward_is_measured_and_torch_has_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in (cudnn_frontend, flash4):
+    for package in peers.PACKAGES.values():
         monkeypatch.setattr(package, "version", lambda: "")
     for spec in (CASE, parse("bf16_d128_s256_b2_h4_full_paged16")):  # as many queries as keys
         assert cases.directions(spec) == ("forward",)

@@ -286,7 +286,7 @@ def test_doctor_names_the_handler_of_jax(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_doctor_names_packages_that_pip_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: "")
+    monkeypatch.setattr(extras, "version", lambda name: "")
     found = findings()
     assert found["cuda-python"]["remedy"] == "pip install 'cuda-python>=13,<14'"
     assert extras.remedy("jax") in found["JAX"]["remedy"]
