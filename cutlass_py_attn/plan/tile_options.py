@@ -100,6 +100,16 @@ class Body:
     tile_n: int
     deterministic: bool
 
+    @classmethod
+    def of(cls, problem: Problem | Build, tile: TileConfig | Build) -> Body:
+        """Returns the body for a problem with a tile; a Build is both."""
+        if isinstance(problem, Build):
+            kind, mask = problem.kind, problem.mask
+        else:
+            kind, mask = problem.direction, problem.mask.form
+        deterministic = problem.deterministic
+        return cls(kind, problem.dtype, tile.variant, problem.features, mask, tile.tile_m, tile.tile_n, deterministic)
+
     @property
     def has_plain_scores(self) -> bool:
         """Whether weights may be computed with the maxima before a key tile.
@@ -164,16 +174,7 @@ LIMITS: Final = {
 
 def with_options(problem: Problem, tile: TileConfig) -> TileConfig:
     """Returns a tile of the sm90 family with the options that the planner has it with."""
-    body = Body(
-        problem.direction,
-        problem.dtype,
-        tile.variant,
-        problem.features,
-        problem.mask.form,
-        tile.tile_m,
-        tile.tile_n,
-        problem.deterministic,
-    )
+    body = Body.of(problem, tile)
     options = next((rule.options for rule in RULES if rule.is_for(problem, tile)), ())
     possible = {name for name in options if LIMITS[name].allows(body)}
     needed = {"", *possible}
@@ -193,16 +194,7 @@ def objections(build: Build) -> Iterator[str]:
     if build.kind == "backward" and build.options != (SHARED_END,) * len(build.options):
         yield f"{what}: backwards have option {SHARED_END} alone; use no other"
         return
-    body = Body(
-        build.kind,
-        build.dtype,
-        build.variant,
-        build.features,
-        build.mask,
-        build.tile_m,
-        build.tile_n,
-        build.deterministic,
-    )
+    body = Body.of(build, build)
     for name in build.options:
         limit = LIMITS[name]
         if not limit.allows(body):
