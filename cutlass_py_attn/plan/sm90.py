@@ -21,7 +21,7 @@ from cutlass_py_attn.plan.sm90_smem import (
     WARPGROUP_ROWS,
     deals_last_rounds,
     most_box_rows,
-    shared_tile_words,
+    shared_tile_layout,
     tma_tiles,
 )
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
@@ -472,7 +472,7 @@ def shared_queries(build: Build) -> dict[str, Expression]:
 
 def shared_sums_bytes(build: Build) -> Expression:
     """Returns the bytes of what the parts of shared key tiles are added to."""
-    return times("shared_key_tiles", shared_tile_words(build) * WORD_BYTES)
+    return times("shared_key_tiles", shared_tile_layout(build).total * WORD_BYTES)
 
 
 def combine_grid(build: Build) -> Grid:

@@ -14,6 +14,7 @@ backward, 2-CTA   1 loads; 1 computes dQ of both blocks; 1 computes P and dV; 1 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
@@ -216,10 +217,26 @@ def has_fixed_smem_base(build: Build) -> bool:
     return is_narrow_f16 or build.columns_value > FIXED_BASE_COLUMNS
 
 
-def shared_tile_words(build: Build) -> int:
-    """Returns the 32-bit words of the sums of one key tile whose queries blocks share: dK, dV and counts of warps."""
-    warps = build.tile_n // WARPGROUP_ROWS * WARPGROUP_WARPS
-    return build.tile_n * (build.columns + build.columns_value) + warps
+@dataclass(frozen=True, slots=True)
+class SharedTileLayout:
+    """The sums of one key tile whose queries blocks share, in 32-bit words.
+
+    key, value: where those of dK and dV start
+    counts: where the counts of parts start, one for each warp
+    total: words of the tile
+    """
+
+    key: int
+    value: int
+    counts: int
+    total: int
+
+
+def shared_tile_layout(build: Build) -> SharedTileLayout:
+    """Returns the layout of the sums of one key tile whose queries blocks share."""
+    value = build.tile_n * build.columns
+    counts = value + build.tile_n * build.columns_value
+    return SharedTileLayout(0, value, counts, counts + build.tile_n // WARPGROUP_ROWS * WARPGROUP_WARPS)
 
 
 def backward_2cta_map(build: Build) -> tuple[Buffer, ...]:

@@ -25,7 +25,7 @@ from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import DELTA_LANES, DELTA_ROWS, ROW_THREADS, delta_clears_sums
-from cutlass_py_attn.plan.sm90_smem import shared_tile_words, starts_from_logsumexp
+from cutlass_py_attn.plan.sm90_smem import shared_tile_layout, starts_from_logsumexp
 from cutlass_py_attn.plan.split_d import dq_piece_columns, dq_pieces
 from cutlass_py_attn.plan.variants import KEEPS_DS, SHARED_END
 
@@ -124,7 +124,7 @@ class BackwardPreprocess:
         blocks, _, _ = cute.arch.grid_dim()
         first = ((batch * p.num_heads + head) * blocks + block) * ROW_THREADS + thread
         threads = p.batch * p.num_heads * blocks * ROW_THREADS
-        vectors = p.shared_key_tiles * (shared_tile_words(self.build) // VECTOR)
+        vectors = p.shared_key_tiles * (shared_tile_layout(self.build).total // VECTOR)
         zeros = cute.make_rmem_tensor(VECTOR, Float32)
         zeros.fill(0.0)
         for step in cutlass.range(ceil_div(vectors, threads), unroll=1):

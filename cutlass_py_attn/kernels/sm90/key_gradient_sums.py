@@ -22,7 +22,7 @@ from cutlass_py_attn.kernels.sm90.backward_kernel import key_gradient_tile, stor
 from cutlass_py_attn.kernels.sm90.grad_query import warpgroup_gemm
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS
-from cutlass_py_attn.plan.sm90_smem import CONSUMER_WARPGROUPS, WARPGROUP_ROWS, shared_tile_words
+from cutlass_py_attn.plan.sm90_smem import CONSUMER_WARPGROUPS, WARPGROUP_ROWS, shared_tile_layout
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class SharedTileSums(SumOrder):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build, WARPGROUP_THREADS)
+        self.layout = shared_tile_layout(build)
 
     def add_part(self, p: Any, tile: Int32, thread: Int32, r_dk: cute.Tensor, r_dv: cute.Tensor) -> None:
         """Adds dK and dV of a part."""
@@ -92,15 +93,13 @@ class SharedTileSums(SumOrder):
     def _sums(self, p: Any, tile: Int32, thread: Int32) -> tuple[cute.Pointer, cute.Pointer]:
         """Returns where the sums of dK and dV of a warpgroup's keys start."""
         build, row = self.build, thread // WARPGROUP_THREADS * WARPGROUP_ROWS
-        start = params.pointer(p.shared_sums, Float32) + Int64(tile) * shared_tile_words(build)
-        of_value = start + build.tile_n * build.columns
-        return start + row * build.columns, of_value + row * build.columns_value
+        start = params.pointer(p.shared_sums, Float32) + Int64(tile) * self.layout.total
+        of_key, of_value = start + self.layout.key, start + self.layout.value
+        return of_key + row * build.columns, of_value + row * build.columns_value
 
     def _counters(self, p: Any, tile: Int32) -> cute.Pointer:
         """Returns where the counts of a tile start, one for each warp."""
-        build = self.build
-        end = build.tile_n * (build.columns + build.columns_value)
-        return params.pointer(p.shared_sums, Int32, 4) + (Int64(tile) * shared_tile_words(build) + end)
+        return params.pointer(p.shared_sums, Int32, 4) + (Int64(tile) * self.layout.total + self.layout.counts)
 
 
 class KeyGradientPostprocess:
