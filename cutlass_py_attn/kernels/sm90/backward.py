@@ -128,8 +128,8 @@ class BackwardSm90:
         self.consumers = build.threads - CONSUMER_START  # threads of the consumer warpgroups
         self.dtype = DTYPES[build.dtype]
         self.smem = BackwardSmem(build)
-        self.shares_end = SHARED_END in build.options
-        default = SharedEndKeyTileScheduler if self.shares_end else KeyTileScheduler
+        self.shared_sums = SharedTileSums(build) if SHARED_END in build.options else None
+        default = KeyTileScheduler if self.shared_sums is None else SharedEndKeyTileScheduler
         self.scheduler = SCHEDULERS.get(build.variant, default)(build)
         self.grad_query = grad_query(build, BackwardBarrier.GRAD_QUERY)
         self.tile_order = QueryTileOrder(build)
@@ -137,7 +137,6 @@ class BackwardSm90:
         self.scores = TransposedScores(build)
         self.statistics = RowStatistics(build, self.grad_query.accum)
         self.key_gradients = KeyGradientSums(build) if build.variant == QUERY_HEADS else None
-        self.shared_sums = SharedTileSums(build) if self.shares_end else None
         self.overlaps_tiles = build.key_stages > 1  # the next key tile's first scores are issued before this one's end
         self.dropout = TransposedDropout(build, CONSUMER_START, self.consumers) if build.has("dropout") else None
         self.keeps_ds = build.variant in KEEPS_DS  # dS^T stays in registers, and dP^T starts from -delta
