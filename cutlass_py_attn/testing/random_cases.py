@@ -26,7 +26,8 @@ RESIDENT_DIMS: Final = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128, 128, 160, 192, 2
 SPLIT_DIMS: Final = (257, 288, 320, 512, 520, 1024)  # head dims that sm80 kernels split over blocks
 MASKS: Final = ("full", "causal", "causal_br", "local")
 SUMMED: Final = ("1hqk", "11qk", "b1qk", "bh1k", "bhq1", "1h1k", "bh11", "1111")
-LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed", "shifted")
+ALIGNED_LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed")
+LAYOUTS: Final = (*ALIGNED_LAYOUTS, "shifted")  # a shifted tensor is aligned to one element alone
 GROUPS: Final = (2, 3, 4)
 LENGTHS: Final = (1, 2, 15, 31, 32, 63, 64, 65, 100, 127, 128, 129, 190, 257)
 INPUTS: Final = (
@@ -70,7 +71,6 @@ MLA_CODES_SHARE: Final = 0.45  # of latent caches with e4m3 codes
 E4M3_FROM: Final = 300_000
 E4M3_GRAINS: Final = ("", "tensor", "head", "batch", "batch")
 E4M3_DIMS: Final = ((64, 0), (64, 0), (128, 0), (128, 0), (128, 0), (256, 0), (256, 0), (96, 0), (192, 128), (80, 48))
-E4M3_LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed")
 E4M3_LENGTHS: Final = (1, 2, 31, 63, 64, 65, 127, 128, 129, 190, 257, 384, 513)
 CACHE_ROWS_SHARE: Final = 0.4  # of e4m3 caches with a scale of each row
 CACHE_DENSE_SHARE: Final = 0.35  # of those without pages
@@ -88,7 +88,6 @@ SHARED_QUERIES_DIMS: Final = (128, 128, 64, 64, 64, 96, 128, 104)
 SHARED_QUERIES_BATCH_HEADS: Final = (34, 35, 38, 45)
 SHARED_QUERIES: Final = (330, 520, 1030)
 SHARED_QUERIES_KEYS: Final = (400, 512, 520)
-SHARED_QUERIES_LAYOUTS: Final = ("dense", "dense", "padded", "heads_first", "packed")
 # Kernel numbers from here on are those of e4m3 caches with more queries than decode kernels take.
 PROMPTS_FROM: Final = 500_000
 # Kernel numbers from here on are those of forwards of wide heads.
@@ -314,7 +313,7 @@ def _draw_e4m3_operands(kernel: np.random.Generator, rng: np.random.Generator) -
     """A forward of e4m3 operands. kernel: random numbers of what decides the machine code."""
     dims, mask = _pick(kernel, E4M3_DIMS), str(_pick(kernel, MASKS))
     is_grouped, is_ragged, has_used_keys = (bool(kernel.random() < share) for share in (0.4, 0.3, 0.4))
-    is_float16, layout = bool(kernel.random() < 0.25), str(_pick(kernel, E4M3_LAYOUTS))
+    is_float16, layout = bool(kernel.random() < 0.25), str(_pick(kernel, ALIGNED_LAYOUTS))
     group = int(_pick(rng, GROUPS)) if is_grouped else 1
     heads = group * int(_pick(rng, (1, 2)))
     queries, keys = (int(_pick(rng, E4M3_LENGTHS)) for _ in range(2))
@@ -350,39 +349,47 @@ def _draw_shared_end(number: int, rng: np.random.Generator) -> Case:
     dtype, is_grouped, layout = ("bfloat16", "float16")[number % 2], number % 4 > 1, LAYOUTS[number % len(LAYOUTS)]
     group = int(_pick(rng, GROUPS)) if is_grouped else 1
     heads = group * int(_pick(rng, (1, 2, 8)))
-    spec = ProblemSpec(
-        dtype,
-        head_dim,
+    return _draw_shared(
+        "forward",
+        layout,
+        rng,
+        dtype=dtype,
+        head_dim=head_dim,
         num_queries=int(_pick(rng, SHARED_END_QUERIES)),
         num_keys=int(_pick(rng, SHARED_END_KEYS)),
         batch=ceil_div(int(_pick(rng, SHARED_END_BATCH_HEADS)), heads),
         num_heads=heads,
         head_dim_value=head_dim_value,
         num_heads_key=heads // group,
-        scale=float(_pick(rng, (0.0, 0.0, 0.1, -0.05))) or None,
     )
-    return _with_inputs(Case("forward", spec, layout=layout, seed=int(rng.integers(0, 2**31))), rng)
 
 
 def _draw_shared_queries(number: int, rng: np.random.Generator) -> Case:
     """A backward without a mask, with more key tiles than there are SMs. number: of the kernel."""
     head_dim = SHARED_QUERIES_DIMS[number % len(SHARED_QUERIES_DIMS)]
     dtype, has_sinks = ("bfloat16", "float16")[number % 2], number % 3 == 2
-    layout = SHARED_QUERIES_LAYOUTS[number % len(SHARED_QUERIES_LAYOUTS)]
+    layout = ALIGNED_LAYOUTS[number % len(ALIGNED_LAYOUTS)]
     group = int(_pick(rng, GROUPS)) if number % 4 > 1 else 1
     key_heads = int(_pick(rng, (1, 2, 5)))
-    spec = ProblemSpec(
-        dtype,
-        head_dim,
+    return _draw_shared(
+        "backward",
+        layout,
+        rng,
+        dtype=dtype,
+        head_dim=head_dim,
         num_queries=int(_pick(rng, SHARED_QUERIES)) // group,
         num_keys=int(_pick(rng, SHARED_QUERIES_KEYS)),
         batch=ceil_div(int(_pick(rng, SHARED_QUERIES_BATCH_HEADS)), key_heads),
         num_heads=key_heads * group,
         num_heads_key=key_heads,
-        scale=float(_pick(rng, (0.0, 0.0, 0.1, -0.05))) or None,
         sinks=has_sinks,
     )
-    return _with_inputs(Case("backward", spec, layout=layout, seed=int(rng.integers(0, 2**31))), rng)
+
+
+def _draw_shared(direction: str, layout: str, rng: np.random.Generator, **fields: Any) -> Case:
+    """A case without a mask, with these fields of its spec."""
+    spec = ProblemSpec(**fields, scale=float(_pick(rng, (0.0, 0.0, 0.1, -0.05))) or None)
+    return _with_inputs(Case(direction, spec, layout=layout, seed=int(rng.integers(0, 2**31))), rng)
 
 
 def _draw_paged(kernel: np.random.Generator, rng: np.random.Generator) -> Case:
