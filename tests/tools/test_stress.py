@@ -123,7 +123,7 @@ def prepared(case: Case) -> tuple[dict[str, Artifact], stress_run.Workload, Resu
     builds = {name: replace(plain, cubin=plain.cubin + name.encode()) for name in ("plain", "O1", "delay_first_warp")}
     expected = stress_run.expect(case, 1)
     results = {name: truth.astype(np.float16) for name, truth in expected.truth.items()}
-    return builds, stress_run.fused(case, 1, build), results
+    return builds, stress_run.fused(case, 1), results
 
 
 def run(case: Case, played: Callable[[Build, Results], Gpu], fault: Callable[[int, Results], None]) -> Any:

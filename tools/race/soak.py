@@ -37,7 +37,7 @@ import numpy.typing as npt
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.bench.harness import commit
 from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray, numpy_dtype
@@ -128,7 +128,7 @@ class BoundJob:
 
     def free(self) -> set[str]:
         assert self._bound is not None
-        return unordered(self._bound.plan.build)
+        return unordered(self._bound.plan)
 
 
 def tensors_of(case: Case) -> dict[str, Any]:
@@ -146,14 +146,14 @@ class CallJob:
     place: str
     kernels: Kernels
     _arrays: Results = field(default_factory=dict)
-    _build: Build | None = None
+    _plan: Plan | None = None
 
     @property
     def name(self) -> str:
         return f"{self.case.line}, {self.place}"
 
     def prepare(self) -> None:
-        self._build = bind_problem(self.case.problem(), self.kernels).plan.build
+        self._plan = bind_problem(self.case.problem(), self.kernels).plan
         self._arrays = self.case.arrays()
 
     def run(self, stream: int) -> Iterator[Results]:
@@ -181,8 +181,8 @@ class CallJob:
         return {f"{each.tensor} {each.rule}": each.worst for each in check.results(self.case, self._arrays, found)}
 
     def free(self) -> set[str]:
-        assert self._build is not None
-        return unordered(self._build)
+        assert self._plan is not None
+        return unordered(self._plan)
 
 
 def on_device(array: Array, stream: int) -> DeviceArray:

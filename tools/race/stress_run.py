@@ -99,13 +99,12 @@ FEATURES: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A problem of one kernel. launch: binds kernels to guarded buffers; ratios: error / allowed of each result; free:
-    results that need not repeat; extents: elements of each operand with gaps, from the first to the last."""
+    """A problem of one kernel. launch: binds kernels to guarded buffers; ratios: error / allowed of each result;
+    extents: elements of each operand with gaps, from the first to the last."""
 
     line: str
     launch: Callable[[check.Kernels], device_memory.GuardedLaunch]
     ratios: Callable[[dict[str, Array]], dict[str, float]]
-    free: frozenset[str] = frozenset()
     extents: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -146,9 +145,9 @@ def workloads(artifact: Artifact, gpu: driver.Device) -> list[Workload]:
     base = feature_builds().get(build)
     if build.family == "decode":
         base = base or decode_cases.of_build(build)[0].replace(layout="dense")
-        return [fused(base, 1, build), fused(base, _times(base, artifact, gpu), build)]
+        return [fused(base, 1), fused(base, _times(base, artifact, gpu))]
     base = base or _base(build)
-    return [fused(base, _times(base, artifact, gpu), build)]
+    return [fused(base, _times(base, artifact, gpu))]
 
 
 def _base(build: Build) -> Case:
@@ -284,14 +283,13 @@ def resident(plan: Plan, artifact: Artifact) -> int:
     return occupancy(plan.build.arch, plan.build.threads, main.registers, memory_bytes, static).blocks
 
 
-def fused(base: Case, times: int, build: Build) -> Workload:
+def fused(base: Case, times: int) -> Workload:
     """Returns the workload of a fused kernel with `times` as many heads."""
     case, expected = with_heads(base, times), expect(base, times)
     return Workload(
         case.line,
         lambda chosen: guarded_check.guarded_case(case, expected, chosen),
         lambda found: guarded_check.ratios(case, expected, found),
-        frozenset(unordered(build)),
         _extents(case.problem()),
     )
 
@@ -336,7 +334,7 @@ class Repeater:
         }  # bytes, with the gaps
         self._operands: dict[str, int] = {}  # addresses of the copies
         self._expected: dict[str, tuple[int, Array]] = {}
-        self._farthest = dict.fromkeys(workload.free, 0.0)
+        self._farthest = dict.fromkeys(unordered(guarded.bound.plan), 0.0)  # of results that need not repeat
 
     def checked_results(self, name: str, findings: Findings) -> dict[str, Array]:
         """Returns the results of one launch; AssertionError if one is too far from float64."""
@@ -362,7 +360,7 @@ class Repeater:
                 address = self.guarded.buffers[name].address
                 found = self._tools.difference(values.dtype.name, address, kept, values.nbytes, self._stream)
                 place = f"{what}, {mode}, launch {number} of {launches}: {self._workload.line}"
-                if name in self._workload.free:
+                if name in self._farthest:
                     self._check_if_further(name, found.distance, place, findings)
                 else:
                     assert not found.words, f"{place}: {name} differs in {found.words} words, by {found.distance:.3g}"

@@ -16,8 +16,9 @@ from cutlass_py_attn.bench.harness import commit
 from cutlass_py_attn.errors import AttentionError, Stale
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import ROW_KINDS, Build, build_from
+from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import (
     accuracy,
@@ -72,7 +73,7 @@ def _fused(build: Build, kernels: check.Kernels) -> Results:
         "cases": len(chosen),
         "worst": _rounded(accuracy.worst(checked)),
         "repeats": REPEATS,
-        "outputs_sha256": _hashes(launch_with, unordered(build)),
+        "outputs_sha256": _hashes(launch_with),
     }
 
 
@@ -96,7 +97,7 @@ def _decode(build: Build, kernels: check.Kernels) -> Results:
         case = chosen[0].replace(seed=seed)
         return device_memory.guarded_launch(case.problem(), case.arrays(), kernels)
 
-    hashes = _hashes(launch_with, set())
+    hashes = _hashes(launch_with)
     return {"cases": len(chosen), "worst": _rounded(worst), "repeats": REPEATS, "outputs_sha256": hashes}
 
 
@@ -110,7 +111,7 @@ def _rows(build: Build, kernels: check.Kernels) -> Results:
         assert not wrong, "; ".join(wrong)
         worst = {name: max(worst.get(name, 0.0), ratio) for name, ratio in ratios.items()}
     first = {seed: chosen[number % len(chosen)] for number, seed in enumerate(HASH_SEEDS)}
-    hashes = _hashes(lambda seed: first[seed].launch(kernels, build.arch), set())
+    hashes = _hashes(lambda seed: first[seed].launch(kernels, build.arch))
     return {"cases": len(chosen), "worst": _rounded(worst), "repeats": REPEATS, "outputs_sha256": hashes}
 
 
@@ -132,12 +133,12 @@ def only(build: Build, kernels: check.Kernels) -> check.Kernels:
     return select
 
 
-def unordered(build: Build) -> set[str]:
+def unordered(plan: Plan) -> set[str]:
     """Returns the outputs that may differ from launch to launch: sums whose order the scheduler decides."""
-    is_ordered = build.kind == "forward" or build.deterministic or build.variant in (PER_HEAD, WIDE)
-    if is_ordered:
+    build = plan.build
+    if build.kind != "backward" or build.deterministic or build.variant in (PER_HEAD, WIDE):
         return set()
-    adds_key_gradients = build.variant == QUERY_HEADS or SHARED_END in build.options
+    adds_key_gradients = build.variant == QUERY_HEADS or dict(plan.params).get("shared_key_tiles", 0) > 0
     return {"grad_query", "grad_key", "grad_value"} if adds_key_gradients else {"grad_query"}
 
 
@@ -171,15 +172,16 @@ def _component_gemm(build: Build, kernels: check.Kernels) -> Results:
         "cases": 2 * len(COMPONENT_GEMM_TILES),
         "worst": _rounded({"c": worst}),
         "repeats": REPEATS,
-        "outputs_sha256": _hashes(launch_with, set()),
+        "outputs_sha256": _hashes(launch_with),
     }
 
 
-def _hashes(launch_with: Callable[[int], Launch], free: set[str]) -> dict[str, str]:
+def _hashes(launch_with: Callable[[int], Launch]) -> dict[str, str]:
     """Returns a hash of all repeatable outputs for each seed; REPEATS launches of the first must agree in every bit."""
     found = {}
     for seed in HASH_SEEDS:
         with launch_with(seed) as guarded:
+            free = unordered(guarded.bound.plan)
             first = _repeatable(guarded.run(), free)
             repeats = REPEATS if seed == HASH_SEEDS[0] else 0
             for number in range(repeats):
