@@ -40,13 +40,18 @@ _LOCK: Final = threading.RLock()
 _artifacts: dict[tuple[Build, str], Artifact] = {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CompilerOutput:
     """PTX, cubin and ptxas's report of one compilation."""
 
     ptx: str
     cubin: bytes
     report: str
+
+    @functools.cached_property
+    def spills(self) -> dict[str, int]:
+        """Bytes of spill stores and loads of each kernel."""
+        return report.spilled_bytes(self.report)
 
 
 def artifact_for(build: Build, folder: str | os.PathLike[str] | None = None) -> Artifact:
@@ -73,7 +78,7 @@ def compile(plan_or_build: Plan | Build) -> Artifact:
             return artifact_of(build, attempt, output)
         except BreaksPlan as error:
             errors.append(error)
-        if not any(report.spilled_bytes(output.report).values()):
+        if not any(output.spills.values()):
             break
     raise errors[0]
 
@@ -84,10 +89,10 @@ def artifact_of(build: Build, attempt: Build, output: CompilerOutput) -> Artifac
     attempt: the build with the register allocation that was compiled
     """
     cubin = _read(build, output.cubin)
-    findings = report.findings(build, output.ptx, cubin, output.report)
+    findings = report.findings(build, output.ptx, cubin, output.report, output.spills)
     if findings:
         raise BreaksPlan("\n".join([f"{build.symbol} for {build.arch} breaks its plan:", *findings]))
-    kernels = report.kernels(build, cubin, report.spilled_bytes(output.report))
+    kernels = report.kernels(build, cubin, output.spills)
     return Artifact(build, output.ptx, output.cubin, kernels, toolchain(), allocation_of(attempt))
 
 

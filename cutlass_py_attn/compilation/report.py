@@ -21,9 +21,8 @@ _MEMORY: Final = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores,
 _REMARK: Final = re.compile(r"[^\n]*\bC75\d\d\b[^\n]*")
 
 
-def findings(build: Build, ptx: str, cubin: Cubin, report: str) -> list[str]:
-    """Returns every way in which the compiled kernels break the plan; none for sound kernels."""
-    spills = spilled_bytes(report)
+def findings(build: Build, ptx: str, cubin: Cubin, report: str, spills: dict[str, int]) -> list[str]:
+    """Returns every way in which the compiled kernels break the plan; none for sound kernels. spills: of the report."""
     found = [*remarks(report), *_entry_findings(build, cubin)]
     for kernel in cubin.kernels.values():
         found += _kernel_findings(build, kernel, spills)
