@@ -209,7 +209,8 @@ def has_fixed_smem_base(build: Build) -> bool:
     has static shared memory. Everything between is scheduled differently with the number. On one H100 backwards are 0.3
     to 4 % faster, float16 forwards of d 64 and forwards of d 256 1 %. Other kernels are up to 1.5 % slower.
     """
-    if build.family != "sm90" or build.body.cluster > 1 or build.variant in (E4M3, E4M3_CACHE, QUERY_HEADS):
+    is_fused = build.family == "sm90" and build.kind != "component_gemm"
+    if not is_fused or build.body.cluster > 1 or build.variant in (E4M3, E4M3_CACHE, QUERY_HEADS):
         return False
     if build.kind == "backward":
         return build.columns > FIXED_BASE_BACKWARD_COLUMNS

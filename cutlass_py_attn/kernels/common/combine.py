@@ -94,7 +94,7 @@ class Combine:
     def join(self, p: Any, row: Any, target: Any, statistics: Any, thread: Int32):
         """Joins the splits of a row, and stores the output at row `target` and the logsumexp at row `statistics`."""
         build, lane = self.build, thread % WARP_THREADS
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_symbol()
         layout = cute.make_layout((COMBINE_WARPS, build.columns_value), stride=(build.columns_value, 1))
         s_sums = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
         first = params.pointer(p.partial_logsumexp, Float32, 4) + self.partial_index(p, row, 0)

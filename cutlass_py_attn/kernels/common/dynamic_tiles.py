@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
@@ -17,12 +16,11 @@ from cutlass_py_attn.plan.split_d import copy_groups
 TILE_ALIGNMENT_BYTES = 512  # tiles start at a multiple of it: the swizzle of narrow tiles repeats after 512 bytes
 
 
-def smem_tile_at(offset: Any, dtype: Any, rows: int, columns: int) -> cute.Tensor:
+def smem_tile_at(offset: Any, build: Build, dtype: Any, rows: int, columns: int) -> cute.Tensor:
     """Returns a tile at `offset` bytes of the block's shared memory; the offset may be a run-time value."""
     if not isinstance(offset, int):
         offset = cute.assume(offset, divby=TILE_ALIGNMENT_BYTES)
-    base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
-    return tile_copy.smem_tile(base, offset, dtype, rows, columns)
+    return tile_copy.smem_tile(tile_copy.smem_base(build), offset, dtype, rows, columns)
 
 
 def smem_columns_at(offset: Any, build: Build, rows: int, tile_columns: int, columns: tuple[Any, int]) -> cute.Tensor:
@@ -34,8 +32,8 @@ def smem_columns_at(offset: Any, build: Build, rows: int, tile_columns: int, col
     first, count = columns
     dtype = params.DTYPES[build.dtype]
     if dtype is not Float32:
-        return smem_tile_at(offset + first * (rows * build.item_bytes), dtype, rows, count)
-    tile = smem_tile_at(offset, dtype, rows, tile_columns)
+        return smem_tile_at(offset + first * (rows * build.item_bytes), build, dtype, rows, count)
+    tile = smem_tile_at(offset, build, dtype, rows, tile_columns)
     start = tile.iterator + cute.assume(Int32(first), divby=COLUMN_MULTIPLE)
     return cute.make_tensor(start, cute.make_layout((rows, count), stride=(row_elements(build.dtype, tile_columns), 1)))
 

@@ -21,10 +21,18 @@ ELEMENT_UNROLL = 8  # loads in flight where a thread copies single elements
 ONE = 1  # the layout of a single element
 
 
+def smem_symbol() -> cute.Pointer:
+    """Returns a pointer to the block's dynamic shared memory, whose address is that of a symbol.
+
+    For kernels before and after a main kernel, and for the tiles of variant mla; all else is for `smem_base`.
+    """
+    return cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+
+
 def smem_base(build: Build) -> cute.Pointer:
-    """Returns a pointer to the block's dynamic shared memory, or its address as a number if `has_fixed_smem_base`."""
+    """Returns a pointer to a main kernel's dynamic shared memory; its address is a number if `has_fixed_smem_base`."""
     if not has_fixed_smem_base(build):
-        return cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        return smem_symbol()
     word, text = ir.IntegerType.get_signless(32), f"mov.u32 $0, {architecture(build.arch).reserved_shared_memory};"
     address = Int32(llvm.inline_asm(word, [], text, "=r", has_side_effects=False, asm_dialect=0))
     return cute.make_ptr(cutlass.Int8, address, cutlass.AddressSpace.smem, assumed_align=1024)

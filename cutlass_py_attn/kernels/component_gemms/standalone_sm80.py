@@ -39,7 +39,7 @@ class StandaloneGemmSm80:
         spec = self.mma.spec
         thread, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_base(self.build)
         s_a = self.load(p.a, "a", spec.a_shape, base, tile, thread)
         s_b = self.load(p.b, "b", spec.b_shape, base, tile, thread)
         cute.arch.cp_async_commit_group()

@@ -12,7 +12,7 @@ import cutlass.experimental.cuda as tensor_maps
 import cutlass.experimental.primitives as prim
 from cutlass import GridConstant, Int32, Int64
 
-from cutlass_py_attn.kernels.common import params
+from cutlass_py_attn.kernels.common import params, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.tma import SWIZZLES
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, smem_tile_at
@@ -59,7 +59,7 @@ class StandaloneGemmSm90:
         thread, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_base(build)
         s_a = smem_tile_at(base, build.buffer("a").offset, self.dtype, spec.a_shape)
         s_b = smem_tile_at(base, build.buffer("b").offset, self.dtype, spec.b_shape)
         barrier = cute.recast_ptr((base + build.buffer("barrier").offset).align(8), dtype=Int64)

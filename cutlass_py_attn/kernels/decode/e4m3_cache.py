@@ -17,9 +17,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int8, Int32, Int64, Uint32
+from cutlass import Float16, Float32, Int32, Int64, Uint32
 
-from cutlass_py_attn.kernels.common import e4m3, paging, params
+from cutlass_py_attn.kernels.common import e4m3, paging, params, tile_copy
 from cutlass_py_attn.kernels.common.mma_sync import row_view
 from cutlass_py_attn.kernels.common.paged_copy import BLOCK_ROWS, PagedCopy, PagedRows
 from cutlass_py_attn.kernels.common.softmax import QUAD
@@ -64,7 +64,7 @@ class E4m3Cache:
         """Returns where a team's stage starts in shared memory: codes of keys, of values, then scales of rows."""
         build = self.build
         number = team * build.query_stages + stage
-        base = cute.arch.get_dyn_smem(Int8, alignment=1024) + build.buffer("ring").offset
+        base = tile_copy.smem_base(build) + build.buffer("ring").offset
         return base + number * sum(decode_smem.stage_bytes(build))
 
     def codes_start(self, start: cute.Pointer, name: str) -> cute.Pointer:

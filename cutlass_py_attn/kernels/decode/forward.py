@@ -207,7 +207,7 @@ class Decode:
         """Returns the rows of the query tile that warp `part` of each team computes."""
         build = self.build
         offset = build.buffer("query").offset + part * tile_bytes(build.dtype, self.rows, build.columns)
-        return smem_tile_at(offset, self.dtype, self.rows, build.columns)
+        return smem_tile_at(offset, build, self.dtype, self.rows, build.columns)
 
     def stage(self, warp: Warp, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """Returns the team's keys and values of a stage."""
@@ -215,8 +215,8 @@ class Decode:
         number = warp.team * build.query_stages + stage
         key = build.buffer("ring").offset + number * (self.key_bytes + self.value_bytes)
         return (
-            smem_tile_at(key, self.dtype, self.keys, build.columns),
-            smem_tile_at(key + self.key_bytes, self.dtype, self.keys, build.columns_value),
+            smem_tile_at(key, build, self.dtype, self.keys, build.columns),
+            smem_tile_at(key + self.key_bytes, build, self.dtype, self.keys, build.columns_value),
         )
 
     @cute.jit
@@ -293,7 +293,7 @@ class Decode:
         build = self.build
         offset = build.buffer("ring").offset + team * decode_smem.team_output_bytes(build)
         offset = offset + first_row * tile_bytes("float32", 1, build.columns_value)
-        return smem_tile_at(offset, Float32, rows, build.columns_value)
+        return smem_tile_at(offset, build, Float32, rows, build.columns_value)
 
     def store_team_results(
         self, warp: Warp, softmax: OnlineSoftmax, r_o: cute.Tensor, statistics: RowStatistics

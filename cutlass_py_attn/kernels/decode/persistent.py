@@ -135,7 +135,7 @@ class CombinePieces(Combine):
         build, lane = self.build, thread % WARP_THREADS
         seqlen, batch, head, query = place
         layout = cute.make_layout((COMBINE_WARPS, build.columns_value), stride=(build.columns_value, 1))
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_symbol()
         s_sums = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
         first = thread // WARP_THREADS
         parts = cute.make_rmem_tensor((VECTOR, PIECES_AT_ONCE), Float32)

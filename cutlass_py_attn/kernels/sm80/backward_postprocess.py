@@ -45,7 +45,7 @@ class BackwardPostprocess:
             index = tile_index * self.accum.sums + sum_of_tile
             self.accum.load(self.accum.pointer(p, index), values, thread)
             values.store(values.load() * p.scale)
-            base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+            base = tile_copy.smem_symbol()
             s_dq = tile_copy.smem_tile(base, 0, dtype, build.tile_m, self.accum.columns)
             r_dq = tile_copy.converted(values, dtype)
             tile_copy.copy_r2s(thread, mma_dsk.mma, r_dq, s_dq, tile_copy.has_stmatrix(build))

@@ -184,7 +184,7 @@ class ForwardSm80:
 
     def smem_tiles(self) -> SmemTiles:
         """Returns the tiles in shared memory."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_base(self.build)
 
         def tile(name: str, rows: int, columns: int) -> cute.Tensor:
             return tile_copy.smem_tile(base, build.buffer(name).offset, self.dtype, rows, columns)

@@ -162,7 +162,7 @@ class GradBias:
 
     def gemms(self) -> Gemms:
         """Returns the GEMMs of S and dP, which read the same two rings: Q or dO, and K or V."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_base(self.build)
         qk, dov = (replace(gemm.spec(build), k=self.columns, accumulate=True) for gemm in (matmul_qk, doivj))
         left, right = (
             tile_copy.smem_tile(base, build.buffer(name).offset, self.dtype, rows, self.columns, CHUNK_STAGES)
@@ -249,7 +249,7 @@ class GradBias:
 
     def score_tile(self, name: str) -> cute.Tensor:
         """Returns the (tile_m, tile_n) tile in the operands' type in the buffer of that name."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_base(self.build)
         return tile_copy.smem_tile(base, build.buffer(name).offset, self.dtype, build.tile_m, build.tile_n)
 
     def row_statistics(self, name: str) -> cute.Tensor:

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.kernels.common import params, seqlen_info
+from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.score_mod import LOG2_E
 from cutlass_py_attn.kernels.common.softmax import exp2
 from cutlass_py_attn.plan.build import Build
@@ -97,7 +97,7 @@ class GradSinks:
     def sum_block(self, value: Float32, thread: Int32):
         """Returns the sum over all threads, valid in thread 0; the order of the additions is fixed."""
         warps = ROW_THREADS // WARP_THREADS
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_symbol()
         sums = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), cute.make_layout(warps))
         value = cute.arch.warp_reduction_sum(value, threads_in_group=WARP_THREADS)
         if thread % WARP_THREADS == 0:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -26,7 +25,7 @@ class ScoreInputs:
 
     def bias_tile(self) -> cute.Tensor:
         """Returns the bias tile in shared memory."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_base(self.build)
         offset = build.buffer(self.bias_buffer).offset
         return tile_copy.smem_tile(base, offset, DTYPES[build.dtype], build.tile_m, build.tile_n)
 

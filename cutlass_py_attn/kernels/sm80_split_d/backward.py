@@ -327,7 +327,8 @@ class BackwardSplitD:
         """Returns P, dS and the row statistics; P has the place of dS if no block has both dV and dS."""
         build, stages = self.build, self.build.query_stages
         names = ("ds", "ds") if self.splits_dk_dv else ("p", "ds")
-        s_p, s_ds = (smem_tile_at(build.buffer(name).offset, self.dtype, build.tile_m, build.tile_n) for name in names)
+        offsets = (build.buffer(name).offset for name in names)
+        s_p, s_ds = (smem_tile_at(offset, build, self.dtype, build.tile_m, build.tile_n) for offset in offsets)
         rows = cute.make_layout((build.tile_m, stages))
         statistics = tile_copy.smem_pointer(build, "statistics", Float32)
         starts = statistics, statistics + build.tile_m * stages
@@ -340,10 +341,10 @@ class BackwardSplitD:
     def chunk_tiles(self, side: HeadSide, chunk: Int32, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """Returns one chunk of Q and K, or of dO and V, in shared memory."""
         build, start = self.build, self.stage_offset(stage)
-        rows = smem_tile_at(start, self.dtype, build.tile_m, side.chunk)
+        rows = smem_tile_at(start, build, self.dtype, build.tile_m, side.chunk)
         if not side.keeps:
             key_start = start + tile_bytes(build.dtype, build.tile_m, side.chunk)
-            return rows, smem_tile_at(key_start, self.dtype, build.tile_n, side.chunk)
+            return rows, smem_tile_at(key_start, build, self.dtype, build.tile_n, side.chunk)
         whole = build.buffer("key" if side is self.cut.key else "value").offset
         columns = chunk * side.chunk, side.chunk
         return rows, smem_columns_at(whole, build, build.tile_n, side.columns, columns)
@@ -537,7 +538,7 @@ class BackwardSplitD:
             part = tile_copy.converted(values[None, None, None, piece], self.dtype)
             tile_copy.copy_r2s(thread, mma.mma, part, columns, tile_copy.has_stmatrix(build))
         cute.arch.sync_threads()
-        tile = smem_tile_at(0, self.dtype, build.tile_n, side.width)
+        tile = smem_tile_at(0, build, self.dtype, build.tile_n, side.width)
         key0, head = work.tile.key_tile * build.tile_n, self.grid.key_head(p)
         columns = build.head_dim if name == "grad_key" else build.head_dim_value
         coordinates, rows = (seqlen.batch, head, seqlen.key_start + key0), seqlen.stored_keys - key0

@@ -89,7 +89,7 @@ class ForwardSplitD:
         tiles = (band, query_tile, build.tile_m, build.tile_n)
         first, end = tile_order.key_tile_start(*tiles), tile_order.key_tile_end(*tiles)
         work = WorkTile(seqlen, batch, head, query0, column_block, end, larger(end - first, 0))
-        s_p = smem_tile_at(build.buffer("p").offset, self.dtype, build.tile_m, build.tile_n)
+        s_p = smem_tile_at(build.buffer("p").offset, build, self.dtype, build.tile_m, build.tile_n)
         parts, factors = self.row_statistics()
 
         # 0  start the first steps
@@ -195,12 +195,13 @@ class ForwardSplitD:
         key = self.stage_offset(stage)
         query = build.buffer("query").offset + chunk * chunk_bytes if split.keeps_query else key
         key = key if split.keeps_query else key + chunk_bytes
-        s_q = smem_tile_at(query, self.dtype, build.tile_m, split.chunk)
-        return s_q, smem_tile_at(key, self.dtype, build.tile_n, split.chunk)
+        s_q = smem_tile_at(query, build, self.dtype, build.tile_m, split.chunk)
+        return s_q, smem_tile_at(key, build, self.dtype, build.tile_n, split.chunk)
 
     def value_tile(self, stage: Int32) -> cute.Tensor:
         """Returns some keys of V's column block."""
-        return smem_tile_at(self.stage_offset(stage), self.dtype, self.split.value_rows, self.build.block_columns_value)
+        build, rows = self.build, self.split.value_rows
+        return smem_tile_at(self.stage_offset(stage), build, self.dtype, rows, build.block_columns_value)
 
     def advance(self, p: Any, work: WorkTile, step: Int32, thread: Int32) -> Int32:
         """Waits for a step, starts loading into the stage of the step before it, without commit; returns its stage."""
@@ -275,7 +276,7 @@ class ForwardSplitD:
         rows, coordinates = row_view(r_o), row_view(self.mma_pv.coordinates(thread))
         for row in range(cute.size(rows, mode=[0])):
             rows[row, None].store(rows[row, None].load() * factors[coordinates[row, 0][0]])
-        s_o = smem_tile_at(build.buffer("ring").offset, self.dtype, build.tile_m, build.block_columns_value)
+        s_o = smem_tile_at(build.buffer("ring").offset, build, self.dtype, build.tile_m, build.block_columns_value)
         values = tile_copy.converted(r_o, self.dtype)
         tile_copy.copy_r2s(thread, self.mma_pv.mma, values, s_o, tile_copy.has_stmatrix(build))
         cute.arch.sync_threads()

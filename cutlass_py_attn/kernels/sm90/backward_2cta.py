@@ -165,7 +165,7 @@ class Backward2Cta:
         build, rank = self.build, self.cluster.rank()
         width, columns = swizzle_bytes(build.columns), first_cta_columns(build)
         barrier = pipes.k.producer_get_barrier(state)
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_base(build)
         start, strip_bytes = build.buffer("other_key").offset, build.tile_n * width
         with cute.arch.elect_one():
             for strip in cutlass.range_constexpr(columns * build.item_bytes // width):
@@ -353,7 +353,7 @@ class Backward2Cta:
         """
         full = pipes.ds.sync_object_full.get_barrier(stage)
         if cute.arch.make_warp_uniform(thread // WARP_THREADS) == 0:
-            base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+            base = tile_copy.smem_base(self.build)
             source, target = (
                 base + cute.assume(self.build.buffer(name).offset + stage * self.tile_bytes, divby=1024)
                 for name in ("p_ds", "other_ds")
@@ -424,7 +424,7 @@ class Backward2Cta:
     def ds_tiles(self, name: str) -> cute.Tensor:
         """Returns all stages of dS as wgmma reads them: p_ds of this block's keys, other_ds of the other block's."""
         build = self.build
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_base(build)
         return smem_tile_at(base, build.buffer(name).offset, self.dtype, (build.tile_m, build.tile_n), self.ds_stages)
 
 

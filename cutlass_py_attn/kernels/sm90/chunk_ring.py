@@ -16,6 +16,7 @@ import cutlass.experimental.primitives as prim
 from cutlass import Int16, Int32
 
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.kernels.common import tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
 from cutlass_py_attn.kernels.sm90.cluster import ALL_BLOCKS
@@ -54,7 +55,7 @@ class ChunkRing:
 
     def tiles(self) -> cute.Tensor:
         """Returns all stages in shared memory, (keys, columns of a chunk, stages)."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_base(self.build)
         shape = build.tile_n, sm90_wide.chunk_columns(build)
         return smem_tile_at(base, self.start, DTYPES[build.dtype], shape, self.stages)
 
@@ -64,7 +65,7 @@ class ChunkRing:
 
         coordinates: of the tile, from `tma.tile_coordinates`. reader: the warpgroup that reads them. One warp calls it.
         """
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_base(self.build)
         for index in cutlass.range_constexpr(len(chunks)):
             number, chunk = first + index, chunks[index]
             stage = number % self.stages

@@ -8,7 +8,7 @@ import cutlass.experimental.primitives as prim
 from cutlass import Int16, Int32
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.kernels.common import tma
+from cutlass_py_attn.kernels.common import tile_copy, tma
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.pipelines import arrive
 from cutlass_py_attn.plan.build import Build
@@ -81,7 +81,7 @@ class Cluster:
         build, rank = self.build, self.rank()
         pipe.producer_acquire(state)
         barrier = pipe.producer_get_barrier(state)
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_base(build)
         strips = tma.Strips.create(build, name, tma_tiles(build)[name], state.index)
         with cute.arch.elect_one():
             for pair in cutlass.range_constexpr(ceil_div(strips.count, CLUSTER)):

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutlass_py_attn.integers import smaller
+from cutlass_py_attn.kernels.common import tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import grad_q
@@ -57,7 +58,7 @@ class GradQuery2Cta:
         own_piece: its number among this block's pieces, which is its place in the columns of the other block's keys
         """
         build, columns, dtype = self.build, self.gemm.columns, DTYPES[self.build.dtype]
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_base(build)
         s_k, s_other_k = (
             smem_tile_at(
                 base, build.buffer(name).offset, dtype, (build.tile_n, width), width=swizzle_bytes(build.columns)

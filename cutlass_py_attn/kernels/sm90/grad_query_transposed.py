@@ -81,7 +81,7 @@ class TransposedPostprocess(BackwardPostprocess):
         of = seqlen_info.create(build, p, batch)
         query0 = query_tile * build.tile_m
         if query0 < of.num_queries:
-            base, mma = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024), self.product.mma()
+            base, mma = tile_copy.smem_symbol(), self.product.mma()
             s_dq = smem_tile_at(base, 0, dtype, (build.tile_m, build.columns))
             op = warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4)
             copy = cute.make_tiled_copy_C(cute.make_copy_atom(op, dtype), mma.mma).get_slice(thread)

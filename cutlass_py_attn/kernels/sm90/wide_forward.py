@@ -373,7 +373,7 @@ class WideForwardSm90:
 
     def create_warpgroup(self, p: Any, work: WorkTile, index: int, thread: Int32) -> Warpgroup:
         """Returns what a warpgroup uses for all key tiles."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_base(self.build)
         mma_qk, products, ring = self.mma_qk[0], self.mma_pv[index], self.ring.tiles()
         row_bytes, query = build.tile_m * build.item_bytes, build.buffer("query").offset
         coordinates = row_view(mma_qk.coordinates(thread))
@@ -414,7 +414,7 @@ class WideForwardSm90:
 
     def p_tiles(self) -> cute.Tensor:
         """Returns both buffers of P in shared memory, (queries, keys, warpgroups)."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_base(self.build)
         return smem_tile_at(base, build.buffer("p").offset, self.dtype, (build.tile_m, build.tile_n), WARPGROUPS)
 
     def query_barrier(self) -> cute.Pointer:

@@ -320,7 +320,7 @@ class WideGradient:
 
     def create_warpgroup(self, p: Any, work: WorkTile, index: int, thread: Int32) -> Warpgroup:
         """Returns what a warpgroup uses for all streamed tiles."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_base(self.build)
         mma, products, ring = self.mma_scores[0][0], self.mma_results[index], self.ring.tiles()
         row_bytes = build.tile_m * build.item_bytes
         resident = []
@@ -354,7 +354,7 @@ class WideGradient:
 
     def p_ds_tiles(self) -> cute.Tensor:
         """Returns both buffers of P or dS in shared memory, (rows, columns, warpgroups)."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_base(self.build)
         return smem_tile_at(base, build.buffer("p_ds").offset, self.dtype, (build.tile_m, build.tile_n), WARPGROUPS)
 
     def resident_barrier(self) -> cute.Pointer:

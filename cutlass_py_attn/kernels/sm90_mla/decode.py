@@ -373,7 +373,7 @@ class MlaDecodeSm90:
     def load_queries(self, p: Any, piece: Any, thread: Int32):
         """Loads the rows of the query tile, zeros past the last. Both warpgroups call this; thread: of both."""
         build, seqlen, group = self.build, piece.seqlen, seqlen_info.group_size(self.build, p)
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_symbol()
         vectors = build.columns // VECTOR_ELEMENTS  # of a row
         strip_vectors = ROW_BYTES // VECTOR_BYTES
         steps = build.tile_m * vectors // (WARPGROUPS * WARPGROUP_THREADS)
@@ -455,7 +455,7 @@ class MlaDecodeSm90:
 
     def create_warpgroup(self, p: Any, index: int, thread: Int32) -> Warpgroup:
         """Returns what a warpgroup uses for a piece."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_symbol()
         mma_qk, mma_pv, tiles = self.mma_qk[0], self.mma_pv, self.ring.tiles()
         columns = build.columns_value // WARPGROUPS
         query = smem_tile_at(base, build.buffer("query").offset, self.dtype, (build.tile_m, build.columns), 1)

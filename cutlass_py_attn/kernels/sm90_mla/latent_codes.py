@@ -21,7 +21,7 @@ import cutlass.experimental.primitives as prim
 from cutlass import Float16, Float32, Int32, Int64, Uint32
 
 from cutlass_py_attn.integers import choose
-from cutlass_py_attn.kernels.common import e4m3, paging, params
+from cutlass_py_attn.kernels.common import e4m3, paging, params, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.tma import EVICT_FIRST
 from cutlass_py_attn.kernels.sm90.paged_loads import NO_PAGE, box_coordinates
@@ -189,7 +189,7 @@ class LatentCodes:
         )
         lane = cute.arch.lane_idx()
         row = lane // 4 % STEP_ROWS
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024) + self.build.buffer("ring").offset
+        base = tile_copy.smem_symbol() + self.build.buffer("ring").offset
         strip = slot * self.ring.slot_bytes + (lane // 8 + half * HALF_STRIPS) * self.ring.strip_bytes
         of_row = strip + (cute.arch.warp_idx() * WARP_ROWS + row) * ROW_BYTES + first * ROW_BYTES
         place = (lane % 4 * 2) ^ row ^ (first % 8)
@@ -205,7 +205,7 @@ class LatentCodes:
         coordinates = (row, piece.head_key, piece.seqlen.batch)
         if cutlass.const_expr(self.is_paged):
             coordinates = box_coordinates(p, row, piece.head_key, page)
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024) + self.build.buffer("ring").offset
+        base = tile_copy.smem_symbol() + self.build.buffer("ring").offset
         offset = slot * self.ring.slot_bytes + cute.arch.warp_idx() * (WARP_ROWS * ROW_BYTES)
         with cute.arch.elect_one():
             barrier = self.ring.full(slot, ROPE_CHUNK)

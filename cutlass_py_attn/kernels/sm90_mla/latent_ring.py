@@ -14,6 +14,7 @@ import cutlass.cute as cute
 import cutlass.experimental.primitives as prim
 from cutlass import Int32, Uint32
 
+from cutlass_py_attn.kernels.common import tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.tma import EVICT_FIRST
@@ -67,13 +68,13 @@ class LatentRing:
 
     def tiles(self) -> cute.Tensor:
         """Returns both slots in shared memory, (rows, columns, slots)."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_symbol()
         shape = build.tile_n, build.columns
         return smem_tile_at(base, build.buffer("ring").offset, DTYPES[build.dtype], shape, SLOTS)
 
     def p_tile(self, slot: int) -> cute.Tensor:
         """Returns P of a slot's tile in shared memory, (queries, rows of the tile), in the place of the last strip."""
-        build, base = self.build, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        build, base = self.build, tile_copy.smem_symbol()
         offset = build.buffer("ring").offset + slot * self.slot_bytes + P_STRIP * self.strip_bytes
         return smem_tile_at(base, offset, DTYPES[build.dtype], (build.tile_m, build.tile_n))
 
@@ -109,7 +110,7 @@ class LatentRing:
 
         coordinates: of the box in the tensor map, without the column
         """
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_symbol()
         for chunk in chunks:
             for strip in CHUNKS[chunk]:
                 offset = self.build.buffer("ring").offset + slot * self.slot_bytes + strip * self.strip_bytes
@@ -145,7 +146,7 @@ class LatentRing:
 
         Rows behind the last key may hold NaN, which a weight of 0 does not hide.
         """
-        base = cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024)
+        base = tile_copy.smem_symbol()
         zeros = cute.make_rmem_tensor(VECTOR_BYTES // 4, Uint32)
         zeros.fill(0)
         vectors = VALUE_STRIPS * ROW_BYTES // VECTOR_BYTES  # of a row
