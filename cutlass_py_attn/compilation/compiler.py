@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -198,12 +199,13 @@ def compile_trace(
     The source location of each operation takes up to a third of the time of a trace, and without line info only error
     texts have it. So a trace that fails is repeated with locations.
     """
-    if lines is None:
-        try:
-            return _compile_trace(name, arch, trace, register_usage_level, None, has_locations=False)
-        except CompileError:
-            pass
-    return _compile_trace(name, arch, trace, register_usage_level, lines, has_locations=True)
+    with _LOCK, _no_garbage_collection():
+        if lines is None:
+            try:
+                return _compile_trace(name, arch, trace, register_usage_level, None, has_locations=False)
+            except CompileError:
+                pass
+        return _compile_trace(name, arch, trace, register_usage_level, lines, has_locations=True)
 
 
 def _compile_trace(
@@ -218,7 +220,6 @@ def _compile_trace(
     cute = _import_dsl(name)
     options = importlib.import_module("cutlass.base_dsl.compiler")
     with (
-        _LOCK,
         tempfile.TemporaryDirectory(prefix="cutlass_py_attn.") as folder,
         _default_dsl_settings(arch, has_locations),
     ):
@@ -255,6 +256,18 @@ def _import_dsl(name: str) -> Any:
 
 
 @contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Context manager without Python's collection of cycles, which visits the DSL's modules again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
 def _default_dsl_settings(arch: str, has_locations: bool) -> Iterator[None]:
     """Context manager that gives the DSL its default settings, whatever CUTE_DSL_* variables the environment has.
 
@@ -263,9 +276,13 @@ def _default_dsl_settings(arch: str, has_locations: bool) -> Iterator[None]:
     The DSL reads its settings once, into an object. An object for a prefix that no variable has holds the defaults.
     The host's architecture is set to one other than the target, so that the DSL builds no engine to launch the kernel
     here. The DSL also reads -diagnostic, and abbreviations such as -d, from the program's command line.
+
+    Two methods of the DSL, whose time grows with the number of operations, are replaced. One writes the text of all
+    kernels traced so far for a log that is off. The other removes GPU modules without kernels, and there are none.
     """
     dsl = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl()
     base: Any = importlib.import_module("cutlass.base_dsl.dsl")
+    ir = importlib.import_module("cutlass._mlir.ir")
     preprocessor = importlib.import_module("cutlass.base_dsl.ast_preprocessor").DSLPreprocessor
     previous = dsl.envar, dsl.preprocessor, sys.argv
     set_locations = base._set_enable_frame_filtering
@@ -273,6 +290,8 @@ def _default_dsl_settings(arch: str, has_locations: bool) -> Iterator[None]:
     defaults.arch = "sm_80" if arch.startswith("sm_1") else "sm_100a"
     dsl.envar, dsl.preprocessor, sys.argv = defaults, preprocessor(dsl.package_name), sys.argv[:1]
     base._set_enable_frame_filtering = lambda enable: set_locations(enable and has_locations)
+    dsl._enter_gpu_module = lambda: ir.InsertionPoint(dsl.gpu_module.bodyRegion.blocks[0])
+    dsl._should_remove_empty_gpu_modules = lambda: False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -280,6 +299,7 @@ def _default_dsl_settings(arch: str, has_locations: bool) -> Iterator[None]:
     finally:
         dsl.envar, dsl.preprocessor, sys.argv = previous
         base._set_enable_frame_filtering = set_locations
+        del dsl._enter_gpu_module, dsl._should_remove_empty_gpu_modules
 
 
 def _message(error: Exception) -> str:
