@@ -222,6 +222,7 @@ def _compile_trace(
     with (
         tempfile.TemporaryDirectory(prefix="cutlass_py_attn.") as folder,
         _default_dsl_settings(arch, has_locations),
+        _no_unused_steps(),
     ):
         ptxas_report = Path(folder, "ptxas.yaml")
         compile_options = (
@@ -276,13 +277,9 @@ def _default_dsl_settings(arch: str, has_locations: bool) -> Iterator[None]:
     The DSL reads its settings once, into an object. An object for a prefix that no variable has holds the defaults.
     The host's architecture is set to one other than the target, so that the DSL builds no engine to launch the kernel
     here. The DSL also reads -diagnostic, and abbreviations such as -d, from the program's command line.
-
-    Two methods of the DSL, whose time grows with the number of operations, are replaced. One writes the text of all
-    kernels traced so far for a log that is off. The other removes GPU modules without kernels, and there are none.
     """
     dsl = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl()
     base: Any = importlib.import_module("cutlass.base_dsl.dsl")
-    ir = importlib.import_module("cutlass._mlir.ir")
     preprocessor = importlib.import_module("cutlass.base_dsl.ast_preprocessor").DSLPreprocessor
     previous = dsl.envar, dsl.preprocessor, sys.argv
     set_locations = base._set_enable_frame_filtering
@@ -290,8 +287,6 @@ def _default_dsl_settings(arch: str, has_locations: bool) -> Iterator[None]:
     defaults.arch = "sm_80" if arch.startswith("sm_1") else "sm_100a"
     dsl.envar, dsl.preprocessor, sys.argv = defaults, preprocessor(dsl.package_name), sys.argv[:1]
     base._set_enable_frame_filtering = lambda enable: set_locations(enable and has_locations)
-    dsl._enter_gpu_module = lambda: ir.InsertionPoint(dsl.gpu_module.bodyRegion.blocks[0])
-    dsl._should_remove_empty_gpu_modules = lambda: False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -299,6 +294,26 @@ def _default_dsl_settings(arch: str, has_locations: bool) -> Iterator[None]:
     finally:
         dsl.envar, dsl.preprocessor, sys.argv = previous
         base._set_enable_frame_filtering = set_locations
+
+
+@contextmanager
+def _no_unused_steps() -> Iterator[None]:
+    """Context manager without three steps of a trace that grow with its operations and whose results nothing reads.
+
+    The DSL writes the text of all kernels traced so far for a log that is off. It looks for GPU modules without
+    kernels, and there are none. It looks in every argument for references of PyIR, a frontend that is not used here.
+    """
+    dsl = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl()
+    ir = importlib.import_module("cutlass._mlir.ir")
+    operations: Any = importlib.import_module("cutlass._mlir_helpers.op")
+    load_argument = operations._pyir_auto_load_arg
+    dsl._enter_gpu_module = lambda: ir.InsertionPoint(dsl.gpu_module.bodyRegion.blocks[0])
+    dsl._should_remove_empty_gpu_modules = lambda: False
+    operations._pyir_auto_load_arg = lambda argument: argument
+    try:
+        yield
+    finally:
+        operations._pyir_auto_load_arg = load_argument
         del dsl._enter_gpu_module, dsl._should_remove_empty_gpu_modules
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -128,6 +129,24 @@ def test_source_locations_change_no_byte() -> None:
     with_locations, without = compiled(True), compiled(False)
     assert (without.ptx, without.cubin) == (with_locations.ptx, with_locations.cubin)
     assert compiling.compile_trace("toy", TOY.arch, trace).cubin == without.cubin
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_no_garbage_is_collected_during_a_trace(is_enabled: bool) -> None:
+    states = []
+
+    def trace() -> registry.Trace:
+        states.append(gc.isenabled())
+        raise ValueError("no kernel")
+
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with pytest.raises(CompileError, match="no kernel"):
+            compiling.compile_trace("toy", TOY.arch, trace)
+        assert states == [False, False]  # once without locations, once with them
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
 
 
 def test_an_error_of_the_assembler_names_the_line() -> None:
