@@ -184,6 +184,7 @@ def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
         ("staging", grad_query_bytes(build), 7, 7),
         ("logsumexp", query_stages * rows * F32_BYTES, 0, 2),
         ("delta", grad_output_stages * rows * F32_BYTES, 0, 4),
+        ("bias", tile_bytes(dtype, rows, tile_n) if build.has("bias") else 0, 0, 2),
         ("dropout_bits", dropout_tiles * dropout_tile_bytes(build), 0, 2),
         ("barriers", BARRIER_BYTES * (2 * stages + (build.variant == PER_HEAD)), 0, 8),
         ("work_tiles", build.key_stages * WORK_TILE_RECORDS * WORK_TILE_WORDS * WORD_BYTES, 0, 8),

@@ -34,7 +34,13 @@ class Bias(ScoreTerm):
     field = "bias"
     gradient = "bias"
     struct = StructFields(addresses=("bias", *(f"bias_{axis}" for axis in AXES)))
-    kernels = SM80_KERNELS | {"sm90 forward", "sm90 wide forward"}
+    kernels = SM80_KERNELS | {
+        "sm90 forward",
+        "sm90 wide forward",
+        "sm90 backward",
+        "sm90 backward ds_registers",
+        "sm90 backward score_rows",
+    }
     tile_tables = ("bias", "score_mod")  # a bias tile takes shared memory
     needs_registers_sm90 = True
 

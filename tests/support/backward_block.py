@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.block_emulator import EmulatedBlock
+from tests.support.async_copies import AsyncCopies
 from tests.support.ptx_threads import WARP, Array
 
 
-class BackwardBlock(EmulatedBlock):
+class BackwardBlock(AsyncCopies):
     """One thread block of a launch of one batch."""
 
     def __init__(self, *given: Any, **options: Any) -> None:

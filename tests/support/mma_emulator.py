@@ -1,13 +1,11 @@
 """Emulator of sm80 and decode kernels: NumPy executes the PTX of whole forwards with cp.async, ldmatrix and mma.sync.
 
-It is the emulator of a block with warp roles (block_emulator.py). cp.async is asynchronous: with `is_eager` a copy ends
-when it is issued; else it ends when its thread waits for its group, and until then its bytes in shared memory are NaN.
+It is the emulator of a block with warp roles (block_emulator.py) and of cp.async (async_copies.py).
 """
 
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,14 +13,13 @@ import ml_dtypes
 import numpy as np
 
 from cutlass_py_attn.plan.plan import Launch
-from tests.support.block_emulator import EmulatedBlock
+from tests.support.async_copies import AsyncCopies
 from tests.support.ptx_threads import WARP, Array
 
 _NUMBERS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
-POISON = 0xFF
 
 
-class MmaBlock(EmulatedBlock):
+class MmaBlock(AsyncCopies):
     """One thread block of a launch without tensor maps."""
 
     def __init__(
@@ -36,14 +33,9 @@ class MmaBlock(EmulatedBlock):
         sizes = {"%nctaid.x": x, "%nctaid.y": y, "%nctaid.z": z}
         for name, number in (position | sizes).items():
             self.special[name] = np.full(launch.block[0], number, np.uint64)
-        threads = launch.block[0]
-        self.pending = [deque[list[Callable[[], None]]]([[]]) for _ in range(threads)]  # groups; the last is open
 
     def synchronising(self) -> dict[str, Callable[[str, list[str], Array], None]]:
         return {
-            "cp.async.commit_group": self.commit_copies,
-            "cp.async.wait_group": self.wait_copies,
-            "cp.async.c": self.copy_async,
             "mma.sync": self.mma,
             **super().synchronising(),
         }
@@ -51,35 +43,6 @@ class MmaBlock(EmulatedBlock):
     def execute(self, op: str, operands: list[str], active: Array) -> None:
         if not op.startswith(("griddepcontrol", "prefetch")):  # launches execute one after another
             super().execute(op, operands, active)
-
-    def copy_async(self, _: str, operands: list[str], active: Array) -> None:
-        targets, sources = self.address(operands[0]), self.address(operands[1])
-        size = int(operands[2])
-        counts = self.value(operands[3]) if len(operands) > 3 else np.full(len(active), size)
-        for thread in np.flatnonzero(active):
-            target, source, count = int(targets[thread]), int(sources[thread]), int(counts[thread])
-            assert target % size == 0, "a copy is misaligned"
-            assert count == 0 or source % size == 0, "a copy is misaligned"
-
-            def copy(target: int = target, source: int = source, count: int = count) -> None:
-                self.memory[target : target + size] = 0
-                self.memory[target : target + count] = self.memory[source : source + count]
-
-            if self.is_eager:
-                copy()
-            else:
-                self.memory[target : target + size] = POISON
-                self.pending[thread][-1].append(copy)
-
-    def commit_copies(self, _: str, __: list[str], active: Array) -> None:
-        for thread in np.flatnonzero(active):
-            self.pending[thread].append([])
-
-    def wait_copies(self, _: str, operands: list[str], active: Array) -> None:
-        for thread in np.flatnonzero(active):
-            while len(self.pending[thread]) - 1 > int(operands[0]):
-                for copy in self.pending[thread].popleft():
-                    copy()
 
     def fragment(self, text: str, rows: int, warps: Array, dtype: str) -> Array:
         """Returns (warps, rows, 16) of an A or B operand; the rows of B are n."""

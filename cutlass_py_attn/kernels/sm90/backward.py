@@ -49,7 +49,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from cutlass_py_attn.integers import larger
 from cutlass_py_attn.kernels.common import dependent_launch, dropout, params, seqlen_info, tile_copy, tma
@@ -318,6 +318,8 @@ class BackwardSm90:
             iterations = self.smem.blocks * larger(self.tile_order.num_tiles(p, work_tile), 1)
             r_dk.fill(0.0)
             r_dv.fill(0.0)
+            if cutlass.const_expr(self.scores.bias is not None):
+                self.load_bias(p, work_tile, self.block_order.first(p, work_tile), Boolean(True))
             if cutlass.const_expr(not self.overlaps_tiles):
                 pipes.q.consumer_wait(at_q)
                 self.first_scores(gemms, at_k, at_q, thread, r_s, r_lse)
@@ -346,6 +348,9 @@ class BackwardSm90:
                 else:
                     r_dp = self.issue_dp(gemms, at, thread)
                     self.issue_dv(gemms, at, weights, r_dv)
+                if cutlass.const_expr(self.scores.bias is not None):
+                    following = self.block_order.next(work_tile, block)
+                    self.load_bias(p, work_tile, following, iteration + 1 < iterations)
                 if cutlass.const_expr(not self.keeps_ds):
                     grad_k.wait(gemms.mma_dsq, 2)
                     if iteration > 0:
@@ -493,6 +498,13 @@ class BackwardSm90:
         """Starts 5  dV += P^T dO of a query block."""
         parts = grad_v.register_operands(gemms.mma_pdo, weights.r_p, gemms.pdo_b.stage(at.index))
         grad_v.issue(gemms.mma_pdo, r_dv, parts)
+
+    @cute.jit
+    def load_bias(self, p: Any, work_tile: Any, block: Any, has_block: Any):
+        """Starts copying the bias of a query block if there is one."""
+        if has_block:
+            tile = ScoreTile(work_tile.seqlen, work_tile.band, block.head, block.index, work_tile.tile)
+            self.scores.bias.load(p, tile, CONSUMER_START)
 
     @cute.jit
     def finish_dk(self, pipes: Pipelines, at_q: Any, iteration: Int32):

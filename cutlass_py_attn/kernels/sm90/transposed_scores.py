@@ -13,12 +13,12 @@ from cutlass.cute.nvgpu import warp as warp_ops
 
 from cutlass_py_attn.kernels.common import masking, params, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
-from cutlass_py_attn.kernels.common.score_mod import ScoreMod
 from cutlass_py_attn.kernels.common.views import transposed
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view
 from cutlass_py_attn.kernels.sm90 import dropout_transposed
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.swap_ab import PairCoordinate, column_pairs, pair_coordinates, swap_view
+from cutlass_py_attn.kernels.sm90.transposed_bias import TransposedBias, TransposedScoreMod
 from cutlass_py_attn.plan import tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
@@ -42,7 +42,8 @@ class TransposedScores:
 
     def __init__(self, build: Build) -> None:
         self.build, self.dtype = build, DTYPES[build.dtype]
-        self.score_mod = ScoreMod(build)
+        self.score_mod = TransposedScoreMod(build)
+        self.bias = TransposedBias(build) if build.has("bias") else None
 
     def thread(self, thread: Int32, before: int) -> Int32:
         """Returns the number of a thread that has `before` others ahead of it in the block.
@@ -67,7 +68,8 @@ class TransposedScores:
         """
         if not self.score_mod.present:
             return None
-        view, given = swap_view(row_view(r_s)), (self.score_mod.load_operands(p, tile.seqlen.index, tile.head), None)
+        view, bias = swap_view(row_view(r_s)), None if self.bias is None else self.bias.read(mma_qk, thread)
+        given = self.score_mod.load_operands(p, tile.seqlen.index, tile.head), bias
         coordinates, origin = self.coordinates(mma_qk, thread), tile.origin(self.build)
         derivative = self.score_mod.apply(p, view, coordinates, origin, tile.band, given)
         return None if derivative is None else tile_copy.converted(derivative, self.dtype)

@@ -1,0 +1,67 @@
+"""Transposed bias: the bias tiles of transposed scores, which each consumer warp copies to shared memory ahead of time.
+
+A warp has 16 keys of a tile, and copies the bias of these alone, so that only its own threads wait. ldmatrix transposes
+the tile on its way to the registers, where each element is that of the same score. The next tile is copied while the
+products of this one run.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp as warp_ops
+
+from cutlass_py_attn.kernels.common import params, tile_copy
+from cutlass_py_attn.kernels.common.params import DTYPES
+from cutlass_py_attn.kernels.common.score_mod import ScoreMod, bias_of
+from cutlass_py_attn.kernels.common.views import transposed
+from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
+from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
+from cutlass_py_attn.kernels.sm90.swap_ab import swap_view
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS
+
+
+class TransposedBias:
+    """The bias of one Build in shared memory: of one query block, in strips of the keys of a warp."""
+
+    def __init__(self, build: Build) -> None:
+        self.build, self.dtype = build, DTYPES[build.dtype]
+
+    def tile(self) -> cute.Tensor:
+        """Returns the tile of a query block, (queries, keys): strips of 16 keys with all queries."""
+        build = self.build
+        offset, shape = build.buffer("bias").offset, (build.block_queries, build.tile_n)
+        return smem_tile_at(tile_copy.smem_base(build), offset, self.dtype, shape, width=MMA_ROWS * build.item_bytes)
+
+    def load(self, p: Any, tile: ScoreTile, before: int) -> None:
+        """Starts copying the bias of a warp's keys; zeros past the last query or key. All threads of a warp call this.
+
+        before: threads of the block ahead of the consumer warps
+        """
+        thread = params.read_register("tid.x") - before
+        lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
+        query0, key0 = tile.origin(self.build)
+        source = bias_of(self.build, p, "bias", tile.seqlen, tile.head, (query0, key0 + warp * MMA_ROWS))
+        strip = cute.local_tile(self.tile(), (self.build.block_queries, MMA_ROWS), (0, warp))
+        cute.arch.sync_warp()  # every thread has read the tile before
+        tile_copy.copy_g2s(lane, WARP_THREADS, source, strip)
+        cute.arch.cp_async_commit_group()
+
+    def read(self, mma_qk: Wgmma, thread: Int32) -> cute.Tensor:
+        """Waits for the copy, and returns the bias in the layout of the scores, as (queries, keys)."""
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_warp()
+        values = cute.make_rmem_tensor(mma_qk.accumulator(thread).layout, self.dtype)
+        op = warp_ops.LdMatrix8x8x16bOp(transpose=True, num_matrices=4)
+        copy = cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma_qk.mma).get_slice(thread)
+        cute.copy(copy, copy.partition_S(transposed(self.tile())), copy.retile(values))
+        return swap_view(row_view(values))
+
+
+class TransposedScoreMod(ScoreMod):
+    """The score terms of one Build; `apply` receives the bias that `TransposedBias.read` returned."""
+
+    def bias_row(self, scores: cute.Tensor, part: cute.Tensor, row: int) -> Any:
+        return part[row, None].load().to(Float32)
