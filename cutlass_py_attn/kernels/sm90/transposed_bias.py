@@ -23,6 +23,9 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS
 
 
+LOADED_ROWS = 4  # queries of a thread in one ldmatrix
+
+
 class TransposedBias:
     """The bias of one Build in shared memory: of one query block, in strips of the keys of a warp."""
 
@@ -49,19 +52,36 @@ class TransposedBias:
         tile_copy.copy_g2s(lane, WARP_THREADS, source, strip)
         cute.arch.cp_async_commit_group()
 
-    def read(self, mma_qk: Wgmma, thread: Int32) -> cute.Tensor:
-        """Waits for the copy, and returns the bias in the layout of the scores, as (queries, keys)."""
+    def wait(self) -> None:
+        """Waits for the copy."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
-        values = cute.make_rmem_tensor(mma_qk.accumulator(thread).layout, self.dtype)
+
+    def partition(self, mma_qk: Wgmma, thread: Int32) -> "BiasPartition":
+        """Returns a thread's part of the tile, in the layout of its scores."""
         op = warp_ops.LdMatrix8x8x16bOp(transpose=True, num_matrices=4)
         copy = cute.make_tiled_copy_C(cute.make_copy_atom(op, self.dtype), mma_qk.mma).get_slice(thread)
-        cute.copy(copy, copy.partition_S(transposed(self.tile())), copy.retile(values))
-        return swap_view(row_view(values))
+        values = cute.make_rmem_tensor(mma_qk.accumulator(thread).layout, self.dtype)
+        return BiasPartition(values, copy, copy.partition_S(transposed(self.tile())))
+
+
+class BiasPartition:
+    """A thread's part of a bias tile."""
+
+    def __init__(self, values: cute.Tensor, copy: Any, source: cute.Tensor) -> None:
+        self.values, self.copy, self.source = values, copy, source
+        self.rows = swap_view(row_view(values))
+
+    def row(self, number: int) -> Any:
+        """Returns the bias of one query, for `number` from 0 on; ldmatrix loads four queries of a thread at once."""
+        if number % LOADED_ROWS == 0:
+            at = number // LOADED_ROWS
+            cute.copy(self.copy, self.source[None, 0, at], self.copy.retile(self.values)[None, 0, at])
+        return self.rows[number, None].load()
 
 
 class TransposedScoreMod(ScoreMod):
-    """The score terms of one Build; `apply` receives the bias that `TransposedBias.read` returned."""
+    """The score terms of one Build; `apply` receives a `BiasPartition`."""
 
-    def bias_row(self, scores: cute.Tensor, part: cute.Tensor, row: int) -> Any:
-        return part[row, None].load().to(Float32)
+    def bias_row(self, scores: cute.Tensor, part: BiasPartition, row: int) -> Any:
+        return part.row(row).to(Float32)

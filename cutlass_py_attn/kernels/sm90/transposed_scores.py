@@ -68,7 +68,10 @@ class TransposedScores:
         """
         if not self.score_mod.present:
             return None
-        view, bias = swap_view(row_view(r_s)), None if self.bias is None else self.bias.read(mma_qk, thread)
+        view, bias = swap_view(row_view(r_s)), None
+        if self.bias is not None:
+            self.bias.wait()
+            bias = self.bias.partition(mma_qk, thread)
         given = self.score_mod.load_operands(p, tile.seqlen.index, tile.head), bias
         coordinates, origin = self.coordinates(mma_qk, thread), tile.origin(self.build)
         derivative = self.score_mod.apply(p, view, coordinates, origin, tile.band, given)
