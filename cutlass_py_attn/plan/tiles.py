@@ -262,6 +262,25 @@ _SM90_BACKWARD_MASKED: _Table = {
         TileConfig(128, 128, 16, 3, 2),
     ),
 }
+# A tile of the bias takes the shared memory of the second key stage, and of narrow heads that of 64 queries.
+_SM90_BACKWARD_BIAS: _Table = {
+    64: (
+        TileConfig(64, 128, 16, 4, 3, key_stages=2, variant=PER_HEAD),
+        TileConfig(64, 128, 16, 4, 3, variant=QUERY_HEADS),
+        TileConfig(64, 128, 16, 4, 3, key_stages=2),
+        TileConfig(64, 128, 16, 4, 3),
+    ),
+    96: (
+        TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
+        TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
+        TileConfig(64, 128, 16, 3, 2),
+    ),
+    128: (
+        TileConfig(64, 128, 16, 3, 2, variant=PER_HEAD),
+        TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
+        TileConfig(64, 128, 16, 3, 2),
+    ),
+}
 _SM90_BACKWARD_SCORE_ROWS: _Table = {
     192: (  # dK and dV leave few registers
         TileConfig(64, 128, 16, 5, 4, score_rows=32, variant=QUERY_HEADS),
@@ -281,6 +300,7 @@ SM90: dict[str, _Table] = {
     "backward": _SM90_BACKWARD,
     "backward full": _SM90_BACKWARD_FULL,
     "backward masked": _SM90_BACKWARD_MASKED,
+    "backward bias": _SM90_BACKWARD_BIAS,
     "backward score_rows": _SM90_BACKWARD_SCORE_ROWS,
     "backward wide": _SM90_BACKWARD_WIDE,
 }
@@ -388,6 +408,7 @@ def table_key(problem: Problem) -> tuple[str, int]:
         is_masked = (problem.mask.form != "full" and not problem.deterministic) or "dropout" in problem.features
         plain = "backward" if problem.deterministic else "backward full"
         name, served = "backward masked" if is_masked else plain, _accumulator_head_dim(problem)
+        name = "backward bias" if "bias" in problem.features and served <= NARROW_HEAD_DIM else name
         name = "backward score_rows" if splits_score_rows(problem.shape) else name
     elif any(term.needs_registers_sm90 for term in registry.present(problem)):
         name, served = "forward score_mod", problem.shape.head_dim_value

@@ -5,6 +5,7 @@ the tile on its way to the registers, where each element is that of the same sco
 products of this one run.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -46,7 +47,8 @@ class TransposedBias:
         thread = params.read_register("tid.x") - before
         lane, warp = thread % WARP_THREADS, thread // WARP_THREADS
         query0, key0 = tile.origin(self.build)
-        source = bias_of(self.build, p, "bias", tile.seqlen, tile.head, (query0, key0 + warp * MMA_ROWS))
+        seqlen = replace(tile.seqlen, index=params.opaque(tile.seqlen.index))
+        source = bias_of(self.build, p, "bias", seqlen, tile.head, (query0, key0 + warp * MMA_ROWS))
         strip = cute.local_tile(self.tile(), (self.build.block_queries, MMA_ROWS), (0, warp))
         cute.arch.sync_warp()  # every thread has read the tile before
         tile_copy.copy_g2s(lane, WARP_THREADS, source, strip)
