@@ -273,11 +273,13 @@ _SM90_BACKWARD_BIAS: _Table = {
     96: (
         TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
         TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
+        TileConfig(64, 128, 16, 3, 2, variant=DS_REGISTERS),
         TileConfig(64, 128, 16, 3, 2),
     ),
     128: (
         TileConfig(64, 128, 16, 3, 2, variant=PER_HEAD),
         TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
+        TileConfig(64, 128, 16, 3, 2, variant=DS_REGISTERS),
         TileConfig(64, 128, 16, 3, 2),
     ),
 }

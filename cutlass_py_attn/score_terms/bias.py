@@ -38,6 +38,7 @@ class Bias(ScoreTerm):
         "sm90 forward",
         "sm90 wide forward",
         "sm90 backward",
+        "sm90 backward ds_registers",
         "sm90 backward score_rows",
     }
     tile_tables = ("bias", "score_mod")  # a bias tile takes shared memory

@@ -334,9 +334,11 @@ class BackwardSm90:
                     self.statistics.read("logsumexp", at_q.index, thread, r_lse)
                 here = self.scores.thread(thread, CONSUMER_START)
                 score_tile = ScoreTile(work_tile.seqlen, work_tile.band, block.head, block.index, key_tile)
+                if cutlass.const_expr(self.keeps_ds and self.scores.bias is not None):
+                    self.finish_dk(pipes, at_q, iteration)
                 r_derivative = self.scores.apply_score_mod(p, gemms.mma_qk, r_s, score_tile, here)
                 self.scores.exponentiate(p, r_s, r_lse)
-                if cutlass.const_expr(self.keeps_ds):  # P takes the registers of the last dS
+                if cutlass.const_expr(self.keeps_ds and self.scores.bias is None):  # P takes the registers of the last dS
                     self.finish_dk(pipes, at_q, iteration)
                 self.scores.mask(gemms.mma_qk, r_s, score_tile, here)
                 weights = self.scores.operands(r_s, r_derivative, r_kept)

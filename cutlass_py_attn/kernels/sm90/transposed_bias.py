@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_ops
 
 from cutlass_py_attn.kernels.common import params, tile_copy
@@ -72,18 +72,27 @@ class BiasPartition:
 
     def __init__(self, values: cute.Tensor, copy: Any, source: cute.Tensor) -> None:
         self.values, self.copy, self.source = values, copy, source
-        self.rows = swap_view(row_view(values))
+        words = cute.recast_ptr(values.iterator, dtype=Uint32)
+        self.words = cute.make_tensor(words, cute.make_layout((2, cute.size(values) // 4)))
+        self.pair: list[tuple[Any, Any]] = []
 
-    def row(self, number: int) -> Any:
+    def row(self, number: int, shape: Any) -> Any:
         """Returns the bias of one query, for `number` from 0 on; ldmatrix loads four queries of a thread at once."""
         if number % LOADED_ROWS == 0:
             at = number // LOADED_ROWS
             cute.copy(self.copy, self.source[None, 0, at], self.copy.retile(self.values)[None, 0, at])
-        return self.rows[number, None].load()
+        if number % 2 == 0:
+            self.pair = [
+                tile_copy.unpack_float32(self.words[i, number // 2], self.values.element_type) for i in range(2)
+            ]
+        found = cute.make_rmem_tensor(shape, Float32)
+        for i in range(2):
+            found[i] = self.pair[i][number % 2]
+        return found.load()
 
 
 class TransposedScoreMod(ScoreMod):
     """The score terms of one Build; `apply` receives a `BiasPartition`."""
 
     def bias_row(self, scores: cute.Tensor, part: BiasPartition, row: int) -> Any:
-        return part.row(row).to(Float32)
+        return part.row(row, scores[row, None].layout.shape)
