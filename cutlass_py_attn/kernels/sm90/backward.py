@@ -319,7 +319,7 @@ class BackwardSm90:
             r_dk.fill(0.0)
             r_dv.fill(0.0)
             if cutlass.const_expr(self.scores.bias is not None):
-                self.load_bias(p, work_tile, self.block_order.first(p, work_tile), Boolean(True))
+                self.load_bias(p, at_k, self.block_order.first(p, work_tile), Boolean(True))
             if cutlass.const_expr(not self.overlaps_tiles):
                 pipes.q.consumer_wait(at_q)
                 self.first_scores(gemms, at_k, at_q, thread, r_s, r_lse)
@@ -352,7 +352,7 @@ class BackwardSm90:
                     self.issue_dv(gemms, at, weights, r_dv)
                 if cutlass.const_expr(self.scores.bias is not None):
                     following = self.block_order.next(work_tile, block)
-                    self.load_bias(p, work_tile, following, iteration + 1 < iterations)
+                    self.load_bias(p, at_k, following, iteration + 1 < iterations)
                 if cutlass.const_expr(not self.keeps_ds):
                     grad_k.wait(gemms.mma_dsq, 2)
                     if iteration > 0:
@@ -502,9 +502,10 @@ class BackwardSm90:
         grad_v.issue(gemms.mma_pdo, r_dv, parts)
 
     @cute.jit
-    def load_bias(self, p: Any, work_tile: Any, block: Any, has_block: Any):
+    def load_bias(self, p: Any, at_k: Any, block: Any, has_block: Any):
         """Starts copying the bias of a query block if there is one."""
         if has_block:
+            work_tile = self.scheduler.read_record(p, self.record(at_k))
             tile = ScoreTile(work_tile.seqlen, work_tile.band, block.head, block.index, work_tile.tile)
             self.scores.bias.load(p, tile, CONSUMER_START)
 
