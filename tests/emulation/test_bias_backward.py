@@ -1,0 +1,36 @@
+"""Backwards of the sm90 family with a bias: their machine code executed, with late copies and products."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.testing.cases import Case
+from tests.emulation.test_ds_registers import check
+from tests.support.machine_code import MachineCode
+
+NUM_SMS = 1
+
+
+@pytest.mark.parametrize(
+    ("tile", "line", "vector_bytes", "is_eager"),
+    [
+        ("64x128x16:3,2+ds_registers", "backward bf16_d128_q150_s144_b1_h1_full_bias seed=1", 16, False),
+        ("64x128x16:3,2+ds_registers", "backward f16_d128_q100_s136_b1_h2k1_causal_br_bias11qk seed=2", 16, True),
+        ("64x128x16:3,2+ds_registers", "backward bf16_d128_q150_s144_b1_h1_full_bias bias_inputs=hidden_rows seed=3", 16, True),
+        ("64x128x16:3,2", "backward bf16_d96_q150_s142_b1_h1_causal_br_bias seed=4", 4, True),
+        ("64x128x16:4,3k2", "backward f16_d64_q150_s150_b1_h1_causal_window50_bias_deterministic seed=5", 4, False),
+        ("64x128x16:3,2", "backward bf16_d128_q70_s141_b1_h1_full_bias bias_layout=transposed seed=6", 2, False),
+        ("64x128x16:3,2", "backward bf16_d128_q70_s144_b1_h1_causal_bias1hq1 seed=7", 2, True),
+        ("64x128x16:3,2", "backward f16_d128_q70_s144_b1_h1_causal_bias_alibi_dropout0.2_sinks seed=8", 16, True),
+        ("64x128x16:3,2+per_head", "backward bf16_d128_q64_s64_b1_h2_full_bias seed=9", 16, True),
+        ("64x128x16:5,4q32", "backward bf16_d192v128_q100_s144_b1_h1_causal_bias seed=10", 16, False),
+        ("64x128x16:3,2", "backward bf16_d128_s100_t180_h1_causal_bias seed=11", 8, False),
+    ],
+)
+def test_gradients(tile: str, line: str, vector_bytes: int, is_eager: bool, machine_code: MachineCode) -> None:
+    case = Case.parse(line)
+    plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse(tile), NUM_SMS, family="sm90")
+    assert plan.build.bias_vector_bytes == vector_bytes
+    check(case, plan, machine_code(plan), is_eager=is_eager)
