@@ -64,6 +64,7 @@ WIDE_MAX_HEAD_DIM: Final = 512  # of the sm90 kernels of variant wide
 # tile_m by columns
 KEEPS_DS_TILES: Final = {DS_REGISTERS: {32: 128, 64: 128, 96: 64, 128: 64}, KEY_REGISTERS: {64: 128}}
 NARROW_HEAD_DIM: Final = 128  # beyond, the sm90 backward has no registers for the scores of a whole query tile
+SOFTCAP_BIAS_HEAD_DIM: Final = 96  # the widest with which the sm90 backward has registers for a softcap and a bias
 SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value) with which score_rows leave registers
 SM90_BACKWARD_TILE_M: Final = (64, 128)
 WGMMA_DEPTH: Final = 16  # elements that one 16-bit wgmma sums over
@@ -393,6 +394,11 @@ def _sm90_standard_backward(build: Build) -> Objections:
         yield from _query_heads(build)
     if build.variant in KEEPS_DS:
         yield from _keeps_ds(build)
+    # ptxas spills 20 to 116 bytes of columns of 128, less with fewer.
+    is_whole = not build.score_rows and max(build.columns, build.columns_value) > SOFTCAP_BIAS_HEAD_DIM
+    if is_whole and build.has("bias") and build.has("softcap"):
+        reason = "the derivative of the softcap leaves no registers for a bias; use family sm80"
+        yield _refuse(build, "features", reason)
     if not build.score_rows:
         if max(build.head_dim, build.head_dim_value) > NARROW_HEAD_DIM:
             yield _refuse(

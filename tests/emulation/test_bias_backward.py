@@ -23,7 +23,7 @@ NUM_SMS = 1
         ("64x128x16:4,3k2", "backward f16_d64_q150_s150_b1_h1_causal_window50_bias_deterministic seed=5", 4, False),
         ("64x128x16:3,2", "backward bf16_d128_q70_s141_b1_h1_full_bias bias_layout=transposed seed=6", 2, False),
         ("64x128x16:3,2", "backward bf16_d128_q70_s144_b1_h1_causal_bias1hq1 seed=7", 2, True),
-        ("64x128x16:3,2", "backward f16_d128_q70_s144_b1_h1_causal_bias_alibi_dropout0.2_sinks seed=8", 16, True),
+        ("64x128x16:3,2", "backward f16_d128_q70_s144_b1_h1_causal_bias_alibi_sinks seed=8", 16, True),
         ("64x128x16:3,2+per_head", "backward bf16_d128_q64_s64_b1_h2_full_bias seed=9", 16, True),
         ("64x128x16:5,4q32", "backward bf16_d192v128_q100_s144_b1_h1_causal_bias seed=10", 16, False),
         ("64x128x16:3,2", "backward bf16_d128_s100_t180_h1_causal_bias seed=11", 8, False),
