@@ -64,7 +64,7 @@ WIDE_MAX_HEAD_DIM: Final = 512  # of the sm90 kernels of variant wide
 # tile_m by columns
 KEEPS_DS_TILES: Final = {DS_REGISTERS: {32: 128, 64: 128, 96: 64, 128: 64}, KEY_REGISTERS: {64: 128}}
 NARROW_HEAD_DIM: Final = 128  # beyond, the sm90 backward has no registers for the scores of a whole query tile
-SOFTCAP_BIAS_HEAD_DIM: Final = 96  # the widest with which the sm90 backward has registers for a softcap and a bias
+BIAS_WITH_TERMS_HEAD_DIM: Final = 64  # the widest with which the sm90 backward has registers for a bias and any terms
 SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value) with which score_rows leave registers
 SM90_BACKWARD_TILE_M: Final = (64, 128)
 WGMMA_DEPTH: Final = 16  # elements that one 16-bit wgmma sums over
@@ -394,11 +394,8 @@ def _sm90_standard_backward(build: Build) -> Objections:
         yield from _query_heads(build)
     if build.variant in KEEPS_DS:
         yield from _keeps_ds(build)
-    # ptxas spills 20 to 116 bytes of columns of 128, less with fewer.
-    is_whole = not build.score_rows and max(build.columns, build.columns_value) > SOFTCAP_BIAS_HEAD_DIM
-    if is_whole and build.has("bias") and build.has("softcap"):
-        reason = "the derivative of the softcap leaves no registers for a bias; use family sm80"
-        yield _refuse(build, "features", reason)
+    if build.has("bias") and max(build.columns, build.columns_value) > BIAS_WITH_TERMS_HEAD_DIM:
+        yield from _bias_with_terms(build)
     if not build.score_rows:
         if max(build.head_dim, build.head_dim_value) > NARROW_HEAD_DIM:
             yield _refuse(
@@ -447,6 +444,19 @@ def _keeps_ds(build: Build) -> Objections:
     if build.variant == DS_REGISTERS and is_f16_window and build.columns == NARROW_HEAD_DIM:
         reason = f"{name} has no registers for the mask of a window in float16; use the standard variant"
         yield _refuse(build, "mask", reason)
+
+
+def _bias_with_terms(build: Build) -> Objections:
+    """Terms that leave no registers for a bias: ptxas spills 8 to 116 bytes."""
+    if build.has("softcap"):
+        yield _refuse(build, "features", "the derivative of a softcap leaves no registers for a bias; use family sm80")
+    is_dense = build.bias_vector_bytes == ROW_ALIGNMENT_BYTES and not build.has("varlen")
+    if build.has("dropout") and (build.has("alibi") or not is_dense):
+        reason = (
+            f"beside dropout there are registers for a bias of sequences of one length alone, copied "
+            f"{ROW_ALIGNMENT_BYTES} bytes at once, and no ALiBi; use family sm80"
+        )
+        yield _refuse(build, "features", reason)
 
 
 def _query_heads(build: Build) -> Objections:

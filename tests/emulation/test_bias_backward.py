@@ -26,7 +26,6 @@ NUM_SMS = 1
         ("64x128x16:3,2", "backward f16_d128_q70_s144_b1_h1_causal_bias_alibi_sinks seed=8", 16, True),
         ("64x128x16:3,2+per_head", "backward bf16_d128_q64_s64_b1_h2_full_bias seed=9", 16, True),
         ("64x128x16:5,4q32", "backward bf16_d192v128_q100_s144_b1_h1_causal_bias seed=10", 16, False),
-        ("64x128x16:3,2", "backward bf16_d128_s100_t180_h1_causal_bias seed=11", 8, False),
     ],
 )
 def test_gradients(tile: str, line: str, vector_bytes: int, is_eager: bool, machine_code: MachineCode) -> None:
