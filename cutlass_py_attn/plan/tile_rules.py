@@ -437,7 +437,9 @@ def _keeps_ds(build: Build) -> Objections:
     if build.score_rows:
         yield _refuse(build, "score_rows", f"{name} computes all rows of a tile at once; use 0")
     if build.has("bias") and build.bias_vector_bytes < ROW_ALIGNMENT_BYTES:
-        reason = f"{name} has no registers to copy fewer bytes at once than {ROW_ALIGNMENT_BYTES}; align the rows to that"
+        reason = (
+            f"{name} has no registers to copy fewer bytes at once than {ROW_ALIGNMENT_BYTES}; align the rows to that"
+        )
         yield _refuse(build, "bias_vector_bytes", reason)
     # ptxas spills 44 bytes.
     is_f16_window = build.dtype == "float16" and build.mask == "local"

@@ -11,14 +11,15 @@ from tests.emulation.test_ds_registers import check
 from tests.support.machine_code import MachineCode
 
 NUM_SMS = 1
+DS = "64x128x16:3,2+ds_registers"
 
 
 @pytest.mark.parametrize(
     ("tile", "line", "vector_bytes", "is_eager"),
     [
-        ("64x128x16:3,2+ds_registers", "backward bf16_d128_q150_s144_b1_h1_full_bias seed=1", 16, False),
-        ("64x128x16:3,2+ds_registers", "backward f16_d128_q100_s136_b1_h2k1_causal_br_bias11qk seed=2", 16, True),
-        ("64x128x16:3,2+ds_registers", "backward bf16_d128_q150_s144_b1_h1_full_bias bias_inputs=hidden_rows seed=3", 16, True),
+        (DS, "backward bf16_d128_q150_s144_b1_h1_full_bias seed=1", 16, False),
+        (DS, "backward f16_d128_q100_s136_b1_h2k1_causal_br_bias11qk seed=2", 16, True),
+        (DS, "backward bf16_d128_q96_s144_b1_h1_full_bias bias_inputs=hidden_rows seed=3", 16, True),
         ("64x128x16:3,2", "backward bf16_d96_q150_s142_b1_h1_causal_br_bias seed=4", 4, True),
         ("64x128x16:4,3k2", "backward f16_d64_q150_s150_b1_h1_causal_window50_bias_deterministic seed=5", 4, False),
         ("64x128x16:3,2", "backward bf16_d128_q70_s141_b1_h1_full_bias bias_layout=transposed seed=6", 2, False),

@@ -1,7 +1,7 @@
 """cp.async of an emulated block: copies of single threads from global to shared memory.
 
-With `is_eager` a copy ends when it is issued; else it ends when its thread waits for its group, and until then its bytes
-in shared memory are NaN.
+With `is_eager` a copy ends when it is issued; else it ends when its thread waits for its group, and until then its
+bytes in shared memory are NaN.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ Variants ds_registers and key_registers keep dS^T in registers, and less is read
 P^T and dS^T take turns in the same registers: 6 of the iteration before ends before P is converted, and 5 before dS is;
 where 5 is issued first, it ends with 3.
 
-Dropout's mask bits are generated for several query tiles at once: sm90/dropout_transposed.py.
+Dropout's mask bits are generated for several query tiles at once: sm90/dropout_transposed.py. Each consumer warp copies
+the bias of its keys and of the next query block after 5: sm90/transposed_bias.py.
 """
 
 import functools
@@ -141,6 +142,9 @@ class BackwardSm90:
         self.dropout = TransposedDropout(build, CONSUMER_START, self.consumers) if build.has("dropout") else None
         self.keeps_ds = build.variant in KEEPS_DS  # dS^T stays in registers, and dP^T starts from -delta
         self.starts_lse = starts_from_logsumexp(build)  # S^T starts from -logsumexp / scale
+        self.has_bias = build.has("bias")
+        # P takes the registers of the last dS; so does the bias, which is read before P is computed.
+        self.finishes_dk_first = self.keeps_ds and self.has_bias
         self.issues_dv_first = self.keeps_ds and not self.starts_lse  # 5 before 3
         # If a thread has registers for it, the logsumexp is read while S is multiplied.
         is_narrow = build.block_queries <= 64 and not {"dropout", "softcap"} & {*build.features}
@@ -318,7 +322,7 @@ class BackwardSm90:
             iterations = self.smem.blocks * larger(self.tile_order.num_tiles(p, work_tile), 1)
             r_dk.fill(0.0)
             r_dv.fill(0.0)
-            if cutlass.const_expr(self.scores.bias is not None):
+            if cutlass.const_expr(self.has_bias):
                 self.load_bias(p, at_k, self.block_order.first(p, work_tile), Boolean(True))
             if cutlass.const_expr(not self.overlaps_tiles):
                 pipes.q.consumer_wait(at_q)
@@ -334,11 +338,11 @@ class BackwardSm90:
                     self.statistics.read("logsumexp", at_q.index, thread, r_lse)
                 here = self.scores.thread(thread, CONSUMER_START)
                 score_tile = ScoreTile(work_tile.seqlen, work_tile.band, block.head, block.index, key_tile)
-                if cutlass.const_expr(self.keeps_ds and self.scores.bias is not None):
+                if cutlass.const_expr(self.finishes_dk_first):
                     self.finish_dk(pipes, at_q, iteration)
                 r_derivative = self.scores.apply_score_mod(p, gemms.mma_qk, r_s, score_tile, here)
                 self.scores.exponentiate(p, r_s, r_lse)
-                if cutlass.const_expr(self.keeps_ds and self.scores.bias is None):  # P takes the registers of the last dS
+                if cutlass.const_expr(self.keeps_ds and not self.finishes_dk_first):
                     self.finish_dk(pipes, at_q, iteration)
                 self.scores.mask(gemms.mma_qk, r_s, score_tile, here)
                 weights = self.scores.operands(r_s, r_derivative, r_kept)
@@ -350,7 +354,7 @@ class BackwardSm90:
                 else:
                     r_dp = self.issue_dp(gemms, at, thread)
                     self.issue_dv(gemms, at, weights, r_dv)
-                if cutlass.const_expr(self.scores.bias is not None):
+                if cutlass.const_expr(self.has_bias):  # every thread of the warp has read that of this block
                     following = self.block_order.next(work_tile, block)
                     self.load_bias(p, at_k, following, iteration + 1 < iterations)
                 if cutlass.const_expr(not self.keeps_ds):

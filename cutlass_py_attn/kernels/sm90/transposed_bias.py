@@ -8,7 +8,6 @@ products of this one run.
 from dataclasses import replace
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_ops
@@ -17,12 +16,10 @@ from cutlass_py_attn.kernels.common import params, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod, bias_of
 from cutlass_py_attn.kernels.common.views import transposed
-from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
+from cutlass_py_attn.kernels.common.wgmma import Wgmma, smem_tile_at
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
-from cutlass_py_attn.kernels.sm90.swap_ab import swap_view
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS
-
 
 LOADED_ROWS = 4  # queries of a thread in one ldmatrix
 
