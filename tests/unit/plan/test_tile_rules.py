@@ -209,7 +209,7 @@ def test_an_invalid_tile_is_refused_with_its_field(
         ({"head_dim": 264}, "head_dim = 264"),
         ({"vector_bytes": 8}, "vector_bytes = 8"),
         ({"gradients": ("key", "value")}, "gradients = ('key', 'value')"),
-        ({"features": ("bias",)}, "features = ('bias',)"),
+        ({"features": ("paged",)}, "features = ('paged',)"),
         ({"variant": "per_head", "features": ("varlen",)}, "features = ('varlen',)"),
     ],
 )
