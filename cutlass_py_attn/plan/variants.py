@@ -182,7 +182,7 @@ _ALL: Final = (
         KEY_REGISTERS,
         "sm90.backward",
         "persistent blocks over key tiles; dK is multiplied from dS in registers, dQ from the key tile in registers",
-        "sm90 backward ds_registers",
+        "sm90 backward key_registers",
     ),
     Variant(
         "backward",

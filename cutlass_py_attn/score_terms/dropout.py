@@ -77,6 +77,7 @@ class DropoutTerm(ScoreTerm):
     kernels = frozenset(KERNELS) - {
         "sm90 wide forward",
         "sm90 backward ds_registers",
+        "sm90 backward key_registers",
         "sm90 backward score_rows",
         "sm90 backward 2cta",
         "sm90 backward wide",

@@ -33,7 +33,12 @@ class Softcap(ScoreTerm):
     name = "softcap"
     field = "softcap"
     struct = StructFields(factors=("softcap",))
-    kernels = frozenset(KERNELS) - {"sm90 backward ds_registers", "sm90 backward 2cta", "decode"}
+    kernels = frozenset(KERNELS) - {
+        "sm90 backward ds_registers",
+        "sm90 backward key_registers",
+        "sm90 backward 2cta",
+        "decode",
+    }
     tile_tables = ("softcap", "score_mod")  # its derivative stays in registers from S to dS
     scales_products = True
     has_derivative = True

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 # Kernels by what they can do with score terms. "wide forward", "backward wide": the sm90 kernels of head dims
-# beyond 256; "backward ds_registers": the sm90 backward with dS in registers; "backward score_rows": the one that
-# computes the scores of a query tile in parts; "backward 2cta": the one of two CTAs per key tile.
+# beyond 256; "backward ds_registers", "backward key_registers": the sm90 backwards with dS in registers, and with the
+# key tile besides; "backward score_rows": the one that computes the scores of a query tile in parts; "backward 2cta":
+# the one of two CTAs per key tile.
 KERNELS = (
     "sm80 forward",
     "sm80 backward",
@@ -29,6 +30,7 @@ KERNELS = (
     "sm90 wide forward",
     "sm90 backward",
     "sm90 backward ds_registers",
+    "sm90 backward key_registers",
     "sm90 backward score_rows",
     "sm90 backward 2cta",
     "sm90 backward wide",

@@ -90,8 +90,12 @@ _SM90_BACKWARD: Final = (
     f"bf16_d128_{_SIZES}_h2_causal_sinks_deterministic",  # dS in registers
     f"bf16_d128_{_USED}_h1340k670_causal",  # the same: so many heads need no sums of query heads
     f"bf16_d64_{_USED}_h1340k670_window_left40_right20",  # the same with keys in registers
-    f"bf16_d64_{_USED}_h4k2_causal_{_TERMS_NO_BIAS}",  # by query heads
+    f"bf16_d64_{_USED}_h4k2_causal_{_TERMS}",  # by query heads
     f"f16_d64_q200_s300_b8_h32k16_causal_{_TERMS_NO_BIAS}",  # so many heads run one block per head
+    "f16_d128_q200_s304_b8_h32k16_causal_bias",
+    f"f16_d128_{_SIZES}_h2_full_bias",
+    f"bf16_d64_{_SIZES}_h2_window_left40_right20_{_TERMS}_deterministic",
+    f"bf16_d192v64_{_USED}_h4k2_causal_bias_deterministic",
     "bf16_d192_q515_s64_b1_h4k2_causal",
     f"bf16_d192v64_{_USED}_h4k2_causal_softcap4_alibi_sinks_deterministic",  # scores of a part of a query tile
     f"bf16_d192v128_{_SIZES}_h4k2_causal",  # the same, by query heads
@@ -163,6 +167,7 @@ def _parts_of_body(body: Variant) -> set[str]:
     if body.kind == "backward":
         gradients = (*OPERANDS, *registry.gradients())
         found |= {f"gradient of {name}" for name in gradients if name in OPERANDS or name in body.features}
+        found -= {"gradient of bias"} if body.family == "sm90" else set()  # it stays with the sm80 kernels
         found |= {"deterministic"} if body.name in (STANDARD, SPLIT_D) else set()
     if (body.family, body.name) == ("sm80", STANDARD):
         found |= {"float32", "rows aligned to less than 16 bytes"}

@@ -129,7 +129,7 @@ def test_builds_are_listed_once_and_have_names_of_their_own() -> None:
         "fwd_sm90_bf16_d64_full",
         "bwd_sm90_bf16_d64_full",
         "fwd_sm90_bf16_d64_full_bias",
-        "bwd_sm80_bf16_d64_full_bias",
+        "bwd_sm90_bf16_d64_full_bias_per_head",
         "bwd_sm80_bf16_d64_full_bias_to_qkvb",
         "bwd_sm90_bf16_d64_full_det",
     ]
@@ -153,7 +153,10 @@ def test_build_ptx_compiles_what_the_benchmark_needs(tmp_path: Path, monkeypatch
     monkeypatch.setattr(cases, "default_cases", lambda: (SMALL, f"{SMALL}_bias"))
     monkeypatch.setattr(sys, "argv", ["build_ptx", "--bench", str(tmp_path), "--only", "full_bias"])
     assert build_ptx.main() == 0
-    assert [name.rpartition("_")[0] for name in made] == ["fwd_sm90_bf16_d64_full_bias", "bwd_sm80_bf16_d64_full_bias"]
+    assert [name.rpartition("_")[0] for name in made] == [
+        "fwd_sm90_bf16_d64_full_bias",
+        "bwd_sm90_bf16_d64_full_bias_per_head",
+    ]
     assert sorted(path.stem for path in tmp_path.glob("sm_90*/*.json")) == sorted(made)
 
 
