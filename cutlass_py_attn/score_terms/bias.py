@@ -1,10 +1,11 @@
 """Bias: a tensor (batch, num_heads, num_queries, num_keys) of the operands' dtype is added to the scores.
 
 An axis of size 1 or of stride 0 broadcasts. The derivative by the score is 1, so the gradient of the bias is dS, summed
-over the axes along which grad_bias has size 1; kernels/sm80/grad_bias.py sums it where the main kernel cannot.
+over the axes along which grad_bias has size 1; kernels/sm80/grad_bias.py sums it where the main kernel cannot. Problems
+with that gradient run in the sm80 kernels alone.
 
-The kernels load a bias tile ahead of its scores: the sm80 kernels by cp.async into shared memory, the sm90 forward into
-registers (kernels/sm90/score_mod_registers.py).
+The kernels load a bias tile ahead of its scores: the sm80 kernels and the sm90 backward by cp.async into shared memory
+(kernels/sm90/transposed_bias.py), the sm90 forward into registers (kernels/sm90/score_mod_registers.py).
 """
 
 from __future__ import annotations
