@@ -75,6 +75,7 @@ _CAUSAL: Final = "bf16_d128_s8192_b4_h16_causal"
 _FULL_4096: Final = "bf16_d128_s4096_b4_h16_full"
 _DECODE: Final = "bf16_d128_q1_s8192_b64_h32k8_full"
 _CHUNK: Final = "bf16_d128_q2048_s16384_b2_h32k8_causal_br"  # of long prompts
+_FEW_QUERIES: Final = "bf16_d128_q512_s16384_b1_h8k2_causal_br"  # fewer query tiles than SMs
 _LATENT: Final = "bf16_d576v512_q1_s8192_b64_h128k1_full_paged64_mla"
 # Every other case, with the baseline whose rate in the same run its rate is divided by; "" for none.
 FEATURE_CASES: Final[dict[str, str]] = {
@@ -112,6 +113,12 @@ FEATURE_CASES: Final[dict[str, str]] = {
     "bf16_d128_s16384_b2_h16_full": "",
     "bf16_d128_s16384_b2_h16_causal": "",
     "bf16_d128_s16384_b2_h16_causal_window1024": "bf16_d128_s16384_b2_h16_causal",
+    _FEW_QUERIES: "",
+    f"{_FEW_QUERIES}_paged64": _FEW_QUERIES,
+    "bf16_d128_q512_s8192_b1_h4_full": "",
+    "bf16_d64_q512_s8192_b1_h8_causal_br": "",
+    "bf16_d128_s2048_b1_h4_full": "",
+    "bf16_d64_s2048_b1_h16k4_full": "",
     "bf16_d128_s8192_t65536_h16_causal": _CAUSAL,
     "bf16_d128_s8192_b2_h32k4_causal": _CAUSAL,
     "bf16_d128_s8192_b4_h16_full_deterministic": "bf16_d128_s8192_b4_h16_full",

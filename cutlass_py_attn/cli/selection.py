@@ -30,9 +30,9 @@ MASKS = masks.PLAIN
 KINDS = ("component-gemm", "forward", "backward")
 
 # (length, heads). Other sizes give the same machine code, but the sm90 family has kernels for short heads and for few:
-# a backward that runs one block per head, forwards with other tiles, one of them for keys of a single tile, and tiles
-# with fewer rows.
-SIZES = (LONG_LENGTH, 512), (208, 512), (128, 512), (512, 1), (64, 1)
+# a backward that runs one block per head, forwards with other tiles, one of them for keys of a single tile, tiles
+# with fewer rows, and parts of few query tiles.
+SIZES = (LONG_LENGTH, 512), (208, 512), (128, 512), (512, 8), (64, 1), (LONG_LENGTH, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,8 +175,9 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
     body = VARIANTS.get((direction, found["family"], found["variant"] or ""))
     lengths = body.lengths if body is not None else "any"
     any_length = _SHORT_LENGTH if found["tile_m"] else _LENGTH
-    length = {"long": MULTICAST_LENGTH, "short": _SHORT_LENGTH, "any": any_length}[lengths]
-    queries, keys = (rows // group, MIN_KEYS) if rows else (length, length)
+    length = {"long": MULTICAST_LENGTH, "any": any_length}.get(lengths, _SHORT_LENGTH)
+    sees_all = lengths == "few_queries"  # of many keys, under a causal mask too
+    queries, keys = (rows // group, MIN_KEYS) if rows else (length, _LENGTH if sees_all else length)
     sequence = SequenceLengths(queries, keys, keys if has("seqused") else None)
     sequences = (sequence,) * _BATCH if has("varlen") else ()
     if has("varlen") and has(registry.PAGED):  # pages with the same number of queries for all are batched queries
@@ -191,7 +192,7 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         num_heads=_HEADS * group,
         head_dim_value=int(found["dim_value"] or 0),
         num_heads_key=_HEADS,
-        mask=MASKS[found["mask"]],
+        mask=masks.CausalBottomRight() if sees_all and found["mask"] == "causal" else MASKS[found["mask"]],
         sequences=sequences,
         bias="bhqk" if has("bias") else "",
         bias_gradient="grad" if "b" in gradients else "",

@@ -159,9 +159,9 @@ QUERY_HEADS_FIELDS: Fields = (
     ("total_key_tiles", "i32"),
 )
 
-# Only in forwards with option shared_end. num_splits_key: blocks that share the keys of each of the last query tiles, 1
-# for none. partial_output: (shared tiles, tile_m, num_splits_key, columns) float32; partial_logsumexp: the same without
-# columns, in base 2. Both addresses are 0 when num_splits_key is 1.
+# Only in forwards with option shared_end and of variant split_kv. num_splits_key: blocks that share the keys of a tile;
+# 1 for none. partial_output: (shared tiles, tile_m, num_splits_key, columns) float32; partial_logsumexp: the same
+# without columns, in base 2. Both addresses are 0 when num_splits_key is 1.
 SHARED_END_FIELDS: Fields = (
     ("partial_output", "i64"),
     ("partial_logsumexp", "i64"),
@@ -255,8 +255,10 @@ def fields_of(build: Build) -> Fields:
     fields = next(FIELDS[key] for key in (build.variant, build.family, build.kind) if key in FIELDS)
     if build.variant == QUERY_HEADS:
         fields = (*fields, *QUERY_HEADS_FIELDS)
-    if SHARED_END in build.options:
-        fields = (*fields, *(SHARED_END_FIELDS if build.kind == "forward" else SHARED_QUERIES_FIELDS))
+    if build.shares_query_tiles:
+        fields = (*fields, *SHARED_END_FIELDS)
+    elif SHARED_END in build.options:
+        fields = (*fields, *SHARED_QUERIES_FIELDS)
     if build.kind == "append" and build.variant:
         fields = (*fields, *(APPEND_TILE_SCALES if build.variant == E4M3_TILE else APPEND_SCALES))
     if build.kind == "forward" and build.variant == E4M3:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan.variants import E4M3_CACHE, MLA, PERSISTENT, SHARED_END, VARIANTS, WIDE, Variant
+from cutlass_py_attn.plan.variants import E4M3_CACHE, MLA, PERSISTENT, SHARED_END, SPLIT_KV, VARIANTS, WIDE, Variant
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES, OPERAND_NAMES, OPERANDS, ROW_ALIGNMENT_BYTES
 
 COLUMN_MULTIPLE = 32  # head dims are padded to this inside the tile, never in global memory
@@ -165,7 +165,12 @@ class Build:
     @property
     def has_combine(self) -> bool:
         """Whether a second kernel joins the results of blocks that split the keys of a row."""
-        return self.kind == "forward" and (self.family == "decode" or self.variant == MLA or SHARED_END in self.options)
+        return self.shares_query_tiles or (self.kind == "forward" and (self.family == "decode" or self.variant == MLA))
+
+    @property
+    def shares_query_tiles(self) -> bool:
+        """Whether blocks of the sm90 forward may share the keys of query tiles, plan/shared_tiles.py."""
+        return self.kind == "forward" and (self.variant == SPLIT_KV or SHARED_END in self.options)
 
     @property
     def reads_value_in_key(self) -> bool:

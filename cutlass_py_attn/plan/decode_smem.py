@@ -79,5 +79,8 @@ def persistent_map(build: Build) -> tuple[Buffer, ...]:
 
 
 def combine_bytes(build: Build, warps: int) -> int:
-    """Returns the shared memory of the combine kernel: the part of a row that each of its warps sums."""
-    return warps * build.columns_value * F32_BYTES
+    """Returns the shared memory of the combine kernel: the part of a row that each of its warps sums.
+
+    Of shared query tiles a warp sums whole rows.
+    """
+    return 0 if build.shares_query_tiles else warps * build.columns_value * F32_BYTES

@@ -88,6 +88,8 @@ def is_dependent_launch(build: Build, role: str) -> bool:
     ahead touches. The first entry of a plan is launched like any other kernel, so it waits for whatever the stream did
     before.
     """
+    if build.kind == "forward":
+        return build.shares_query_tiles and role == "combine"
     return build.family == "sm90" and build.kind == "backward" and role in ("main", "finish", "finish_kv")
 
 

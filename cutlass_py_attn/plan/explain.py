@@ -149,8 +149,8 @@ def _sharing_lines(plan: Plan) -> Iterator[str]:
             "table and lengths are read on the device"
         )
     if "num_teams" not in found:
-        shares_end = SHARED_END in plan.build.options
-        shared = "each of the last query tiles" if shares_end and plan.build.kind == "forward" else "one (batch, head)"
+        last = "the last query tiles" if SHARED_END in plan.build.options else "the query tiles"
+        shared = f"each of {last}" if plan.build.shares_query_tiles else "one (batch, head)"
         yield f"num_splits_key: {plan.num_splits_key} blocks share {shared}"
         if "num_splits_query" in found:
             splits, tiles = found["num_splits_query"], found["shared_key_tiles"]

@@ -20,7 +20,7 @@ from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan import abi, decode, entry_points, sm80, sm90
+from cutlass_py_attn.plan import abi, decode, entry_points, shared_tiles, sm80, sm90
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
 from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES
@@ -92,11 +92,11 @@ def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
         found |= decode.schedule(problem, build)
     elif build.family == "decode":
         found["num_splits_key"] = decode.num_splits_key(build)
-    elif build.kind == "forward" and SHARED_END in build.options:
-        found |= sm90.shared_end(build)
+    elif build.shares_query_tiles:
+        found |= shared_tiles.query_tiles(build)
     if build.kind == "backward":
         found |= {"num_splits_key": _num_splits_key(problem, build), **total_tiles(problem, build)}
-        found |= sm90.shared_queries(build) if SHARED_END in build.options else {}
+        found |= shared_tiles.key_tiles(build) if SHARED_END in build.options else {}
     return found
 
 
@@ -140,8 +140,7 @@ def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[
         return {"main": (f"ceil_div(num_rows, {build.tile_m})", "1", "1")}
     main = _FAMILIES[build.family].main_grid(build)
     if build.kind == "forward":
-        of_tiles = SHARED_END in build.options
-        combine_grid = sm90.combine_grid(build) if of_tiles else decode.combine_grid(build)
+        combine_grid = (shared_tiles if build.shares_query_tiles else decode).combine_grid(build)
         combine = {"combine": combine_grid} if build.has_combine else {}
         return {"main": main, **combine}
     finish_kv = {"finish_kv": sm90.finish_kv_grid(build)} if build.variant == QUERY_HEADS else {}
@@ -186,7 +185,7 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     """
     if build.has_combine:
         condition = ALWAYS if build.shares_chunks else launch_condition(build, "combine")
-        parts = sm90.shared_parts(build) if SHARED_END in build.options else decode.workspace(build)
+        parts = shared_tiles.parts_bytes(build) if build.shares_query_tiles else decode.workspace(build)
         return tuple(BufferRule(name, size, condition=condition) for name, size in parts.items())
     if build.kind == "forward":
         return ()
@@ -214,7 +213,7 @@ def _accumulated(build: Build) -> list[BufferRule]:
             size = f"num_heads_key * total_key_tiles * {build.tile_n * columns * F32_BYTES}"
             found.append(BufferRule(name, size, is_zeroed=True))
     if SHARED_END in build.options:
-        found.append(BufferRule("shared_sums", sm90.shared_sums_bytes(build), condition="shared_key_tiles > 0"))
+        found.append(BufferRule("shared_sums", shared_tiles.sums_bytes(build), condition="shared_key_tiles > 0"))
     if build.family == "sm90":
         found.append(BufferRule("tile_count_semaphore", str(WORD_BYTES), is_zeroed=is_zeroed))
     elif build.deterministic:

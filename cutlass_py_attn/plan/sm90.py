@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan import decode, tile_order, tile_time
+from cutlass_py_attn.plan import decode, shared_tiles, tile_order, tile_time
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import mapped_field
 from cutlass_py_attn.plan.expressions import Expression, Grid, times
@@ -21,12 +21,12 @@ from cutlass_py_attn.plan.sm90_smem import (
     WARPGROUP_ROWS,
     deals_last_rounds,
     most_box_rows,
-    shared_tile_layout,
     tma_tiles,
 )
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.tile_options import with_options
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.plan.tiles import is_mla, splits_score_rows
 from cutlass_py_attn.plan.variants import (
@@ -39,6 +39,8 @@ from cutlass_py_attn.plan.variants import (
     MULTICAST,
     PER_HEAD,
     QUERY_HEADS,
+    SHARED_END,
+    SPLIT_KV,
     STANDARD,
     TWO_CTA,
     VARIANTS,
@@ -55,7 +57,6 @@ from cutlass_py_attn.problem.tensors import (
     OPERAND_BYTES,
     OPERANDS,
     ROW_ALIGNMENT_BYTES,
-    WORD_BYTES,
     Shape,
     Tensor,
 )
@@ -69,19 +70,16 @@ PER_HEAD_L2_BYTES, PER_HEAD_IMBALANCE = 36 << 20, 1.15
 QUERY_HEADS_WORK_TILES: Final = 5
 # The same for full masks: query_heads gains 40 to 75 % at 0.06 to 0.5.
 QUERY_HEADS_WORK_TILES_FULL: Final = 0.5
+# Head dims up to which backwards with a bias are faster in the sm80 kernels: d 32, s 2048, full, 5 %; at d 64 the sm90
+# kernels are 1.39 times as fast.
+SM80_BIAS_HEAD_DIM: Final = 32
 LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled blocks of shared memory
 # Rounds at the end of a forward whose tiles the GPU deals to blocks, from so many queries and so many rounds on: a
 # block of its own costs a tile about 2 us.
 LAST_ROUNDS, LAST_ROUNDS_LENGTH, LAST_ROUNDS_LEAST = 3, 4096, 16
-LEAST_SHARED_TILES: Final = 2  # key tiles of each block that shares one of the last query tiles
-# Keys times columns of key and value that a block must save in the last round to be worth the kernel that joins parts:
-# 10 key tiles of 128 at d 128. Full, 60 shared tiles, one H200: sharing loses 33, 23, 12 and 4 % at 3, 4, 6 and 8 saved
-# key tiles, and gains 9 % at 16.
-LEAST_SAVED: Final = 10 * 128 * (128 + 128)
-# Of the backward, in query tiles: the least of a part, the time that a part takes besides, and what a block must save.
-LEAST_PART_TILES, PART_TILES, LEAST_SAVED_QUERY_TILES = 2, 2, 4
-PART_ROUNDS: Final = 3  # the most rounds of parts; more rounds would save less than 2 % of a round
-MOST_SPLITS: Final = 1024  # more than the parts of a tile
+# Queries that a block must save for parts of few key tiles of 128 keys to be faster than blocks of 64 keys: at 256 and
+# 384 they lose 18 and 8 %, at 512 to 960 they gain 8 to 30 %. Full, b 1, one H200.
+LEAST_SAVED_QUERIES: Final = 512
 DV_FIRST_HEAD_DIM: Final = 96  # up to here variant ds_registers starts S^T from 0 and issues dV before dP^T
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
@@ -212,10 +210,17 @@ def applies(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
     if problem.direction == "forward":
         if (tile.tile_m, tile.tile_n) == LONG_CAUSAL_TILE and _is_short_causal(problem):
             return False
-    elif has_few_rows(problem.direction, tile) and not _few_keys_are_faster(problem, tile, num_sms):
+    elif _is_narrow_with_bias(problem) or (
+        has_few_rows(problem.direction, tile) and not _few_keys_are_faster(problem, tile, num_sms)
+    ):
         return False
     choice = _CHOICES.get((problem.direction, tile.variant))
     return choice is None or (choice.is_faster(problem, tile, num_sms) and not choice.objection(problem, tile))
+
+
+def _is_narrow_with_bias(problem: Problem) -> bool:
+    """Returns whether the sm80 backward is faster: the bias takes more time than the products."""
+    return problem.bias is not None and max(problem.shape.head_dim, problem.shape.head_dim_value) <= SM80_BIAS_HEAD_DIM
 
 
 def applicable(
@@ -227,7 +232,12 @@ def applicable(
     """
     found = [tile for tile in tiles if applies(problem, tile, num_sms)]
     if not any_length:
-        return tile_time.fastest_first(problem, found, num_sms)
+        usual = tile_time.fastest_first(problem, found, num_sms)
+        if not usual or _split_kv_objection(problem, usual[0]):
+            return usual
+        split = [replace(tile, variant=SPLIT_KV) for tile in found if tile.variant == STANDARD]
+        in_parts = (with_options(problem, tile) for tile in split)
+        return [*tile_time.faster_in_parts(problem, in_parts, usual[0], num_sms), *usual]
     lengths = {tile: VARIANTS[problem.direction, "sm90", tile.variant].lengths for tile in found}
     return [
         tile
@@ -264,6 +274,8 @@ def _few_keys_are_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
     is_narrow = max(shape.head_dim, shape.head_dim_value) <= WARPGROUP_ROWS
     if is_narrow and tile.tile_m == WARPGROUP_ROWS and shape.num_queries > SHORT_QUERIES[problem.mask.form]:
         return False
+    if _parts_of_key_tiles_are_faster(problem, num_sms):
+        return False
     tiles = shape.batch * shape.num_heads_key * ceil_div(shape.num_keys, WARPGROUP_ROWS)
     if shape.group > 1 and _query_heads_is_faster(problem, replace(tile, tile_n=2 * WARPGROUP_ROWS), num_sms):
         return False
@@ -271,6 +283,23 @@ def _few_keys_are_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
         return shape.num_keys > WARPGROUP_ROWS and 2 * tiles <= num_sms
     has_rounds = problem.mask.form == "causal" and shape.num_keys > 2 * WARPGROUP_ROWS  # else one block per head
     return tiles <= (2 if has_rounds else 1) * num_sms
+
+
+def _parts_of_key_tiles_are_faster(problem: Problem, num_sms: int) -> bool:
+    """Without a mask, few key tiles of 128 keys are faster in parts with some of the queries each, if they save enough.
+
+    The parts are those of the tiles that have option shared_end.
+    """
+    shape = problem.shape
+    has_equal_tiles = problem.mask.form == "full" and {*problem.features} <= {"grouped", "sinks"}
+    work_tiles = shape.batch * shape.num_heads_key * ceil_div(shape.num_keys, 2 * WARPGROUP_ROWS)
+    if not has_equal_tiles or problem.deterministic or work_tiles >= num_sms:
+        return False
+    is_narrow = max(shape.head_dim, shape.head_dim_value) <= WARPGROUP_ROWS
+    rows = 2 * WARPGROUP_ROWS if is_narrow else WARPGROUP_ROWS
+    query_tiles = shape.group * ceil_div(shape.num_queries, rows)
+    saved = query_tiles - shared_tiles.time_of_few(work_tiles, query_tiles, num_sms)
+    return saved * rows >= LEAST_SAVED_QUERIES
 
 
 def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
@@ -289,7 +318,7 @@ def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
 def _per_head_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
     """One block per head keeps the SMs as busy as the standard variant, and its operands stay in the L2 cache."""
     shape = problem.shape
-    if problem.is_empty:
+    if problem.is_empty or _parts_of_key_tiles_are_faster(problem, num_sms):
         return False
     # Of narrow heads, tiles of 64 queries were measured with one tile a head alone.
     is_narrow = max(shape.head_dim, shape.head_dim_value) <= WARPGROUP_ROWS
@@ -313,7 +342,7 @@ def _no_objection(problem: Problem, tile: TileConfig) -> str:
 def _query_heads_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
     """If work tiles of whole groups are few, some SMs idle; the more if a mask makes these tiles unequal."""
     shape = problem.shape
-    if shape.group == 1 or problem.deterministic:
+    if shape.group == 1 or problem.deterministic or _parts_of_key_tiles_are_faster(problem, num_sms):
         return False
     key_tiles = shape.batch * ceil_div(shape.num_keys, tile.tile_n)
     if shape.tokens is not None:  # num_keys is that of the longest sequence
@@ -349,10 +378,24 @@ def _multicast_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
     return min(problem.shape.num_queries, problem.shape.num_keys) >= MULTICAST_LENGTH
 
 
+def _split_kv_objection(problem: Problem, tile: TileConfig) -> str:
+    """How many blocks share the keys follows from the sizes of a call, and decides the bits of its results."""
+    features = VARIANTS["forward", "sm90", SPLIT_KV].features
+    if problem.direction != "forward" or problem.mask.form == "local" or not {*problem.features} <= {*features}:
+        return f"the kernel has no windows, and no features but {', '.join(features)}"
+    is_invariant = problem.pages is not None and problem.pages.invariant
+    return "results would depend on the other sequences of a call, and pages are invariant" if is_invariant else ""
+
+
 # What the first warpgroup of a forward does, by variant, if it is more than one warp that loads.
 _LOADING: Final = {
     E4M3: "one warp loads, two transpose values",
     E4M3_CACHE: "one loads keys and values and converts them to 16 bits",
+}
+# How several blocks of a forward share work, by variant.
+_SHARING: Final = {
+    MULTICAST: "two blocks of a cluster load keys and values for both: ",
+    SPLIT_KV: "blocks share the keys of each query tile, of which there are fewer than SMs: ",
 }
 _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
     ("backward", PER_HEAD): _Choice(_per_head_objection, _per_head_is_faster),
@@ -360,6 +403,7 @@ _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
     ("backward", DS_REGISTERS): _Choice(_ds_registers_objection, _always_faster),
     ("backward", KEY_REGISTERS): _Choice(_no_objection, _key_stages_are_faster),
     ("forward", MULTICAST): _Choice(_multicast_objection, _multicast_is_faster),
+    ("forward", SPLIT_KV): _Choice(_split_kv_objection, _always_faster),
 }
 
 
@@ -403,6 +447,10 @@ def main_grid(build: Build) -> Grid:
         return _wide_backward_grid(build)
     if build.variant == WIDE:
         return f"{cluster} * ceil_div(num_queries, {build.tile_m * cluster})", "num_heads", "batch"
+    if build.shares_query_tiles:
+        return "max(min(num_sms, work_tiles * num_splits_key), 1)", "1", "1"
+    if SHARED_END in build.options:
+        return "max(min(num_sms, work_tiles * num_splits_query), 1)", "1", "1"
     if build.kind == "forward":
         work_tiles = f"ceil_div(num_queries, {build.tile_m * cluster}) * num_heads * batch"
     else:
@@ -422,69 +470,6 @@ def _wide_backward_grid(build: Build) -> Grid:
     key_pairs = f"ceil_div(num_keys, {cluster * build.tile_n})"
     query_pairs = f"ceil_div(num_queries, {cluster * build.tile_m})"
     return f"{cluster} * (2 * {key_pairs} + group * {query_pairs})", "num_heads_key", "batch"
-
-
-def shared_end(build: Build) -> dict[str, Expression]:
-    """Returns how many query tiles remain after the whole rounds, if blocks share them, and how many share each.
-
-    The remaining tiles would keep few SMs busy for as long as a whole round. most_splits: blocks that can share each.
-    """
-    work_tiles = f"ceil_div(num_queries, {build.tile_m}) * num_heads * batch"
-    rest, key_tiles = f"mod({work_tiles}, num_sms)", f"ceil_div(num_keys, {build.tile_n})"
-    least = ceil_div(LEAST_SAVED, build.tile_n * (build.columns + build.columns_value))
-    is_faster = f"({key_tiles} - ceil_div({key_tiles}, most_splits) >= {least})"
-    return {
-        "most_splits": f"max(min(div(num_sms, max({rest}, 1)), div({key_tiles}, {LEAST_SHARED_TILES})), 1)",
-        "num_splits_key": f"1 + ({work_tiles} > num_sms) * ({rest} > 0) * {is_faster} * (most_splits - 1)",
-        "shared_tiles": f"(num_splits_key > 1) * {rest}",
-    }
-
-
-def shared_queries(build: Build) -> dict[str, Expression]:
-    """Returns how many blocks share the queries of each of the last key tiles, and how many of these tiles there are.
-
-    The tiles that remain after the whole rounds would keep few SMs busy for as long as a whole round. In parts they
-    take one round of shorter parts, or up to PART_ROUNDS rounds if the parts of one would leave many SMs idle.
-
-    splits_{n}: parts of each tile, if the parts of all take n rounds
-    end_{n}: query tiles that a block then computes after the whole rounds, with the time that a part takes besides; in
-        units of MOST_SPLITS, plus the parts, so that the least one says how many parts are fastest
-    """
-    work_tiles = f"ceil_div(num_keys, {build.tile_n}) * num_heads_key * batch"
-    rest, query_tiles = f"mod({work_tiles}, num_sms)", f"ceil_div(num_queries, {build.tile_m})"
-    found: dict[str, Expression] = {"remaining_tiles": rest, "query_tiles": query_tiles}
-    group = "group" if build.has("grouped") else "1"
-    for rounds in range(1, PART_ROUNDS + 1):
-        splits = f"div({rounds} * num_sms, max(remaining_tiles, 1)), div(query_tiles, {LEAST_PART_TILES})"
-        found[f"splits_{rounds}"] = f"max(min(min({splits}), {MOST_SPLITS - 1}), 1)"
-        part = f"{group} * ceil_div(query_tiles, splits_{rounds}) + {PART_TILES}"
-        taken = f"ceil_div(remaining_tiles * splits_{rounds}, num_sms) * ({part})"
-        found[f"end_{rounds}"] = f"{taken} * {MOST_SPLITS} + splits_{rounds}"
-    fastest = "end_1"
-    for rounds in range(2, PART_ROUNDS + 1):
-        fastest = f"min({fastest}, end_{rounds})"
-    found["fastest_end"] = fastest
-    saved = f"{group} * query_tiles - div(fastest_end, {MOST_SPLITS})"
-    is_faster = f"({work_tiles} > num_sms) * (remaining_tiles > 0) * ({saved} >= {LEAST_SAVED_QUERY_TILES})"
-    found["num_splits_query"] = f"1 + {is_faster} * (mod(fastest_end, {MOST_SPLITS}) - 1)"
-    found["shared_key_tiles"] = "(num_splits_query > 1) * remaining_tiles"
-    return found
-
-
-def shared_sums_bytes(build: Build) -> Expression:
-    """Returns the bytes of what the parts of shared key tiles are added to."""
-    return times("shared_key_tiles", shared_tile_layout(build).total * WORD_BYTES)
-
-
-def combine_grid(build: Build) -> Grid:
-    """Returns the grid of the kernel that joins the parts of shared query tiles: a block for each row."""
-    return times("shared_tiles", build.tile_m), "1", "1"
-
-
-def shared_parts(build: Build) -> dict[str, Expression]:
-    """Returns the bytes of the partial results of shared query tiles by their names."""
-    rows = f"shared_tiles * num_splits_key * {build.tile_m * F32_BYTES}"
-    return {"partial_output": times(rows, build.columns_value), "partial_logsumexp": rows}
 
 
 def finish_kv_grid(build: Build) -> Grid:
@@ -530,7 +515,7 @@ def reason(build: Build) -> str:
         if build.has(registry.KV8_TILE):
             roles = roles.replace("one warp loads keys,", "four warps load keys and convert their e4m3 codes,")
     elif build.kind == "forward":
-        how = "two blocks of a cluster load keys and values for both: " if build.variant == MULTICAST else ""
+        how = _SHARING.get(build.variant, "")
         loading = _LOADING.get(build.variant, "one warp loads")
         roles = f"{how}{computing} S and O, {loading}"
     elif build.variant == TWO_CTA:

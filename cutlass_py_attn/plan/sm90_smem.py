@@ -148,7 +148,8 @@ def deals_last_rounds(build: Build) -> bool:
 
     With 192 query rows a tile, a head has few tiles of unequal length, which rounds of all blocks share unevenly.
     """
-    return build.kind == "forward" and build.mask == "causal" and build.tile_m == 192 and not build.has("varlen")
+    is_causal = build.kind == "forward" and build.mask == "causal"
+    return is_causal and build.tile_m == 192 and not build.has("varlen") and not build.has_combine
 
 
 def dropout_tile_bytes(build: Build) -> int:

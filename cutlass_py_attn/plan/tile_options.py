@@ -21,6 +21,7 @@ from cutlass_py_attn.plan.variants import (
     MULTICAST,
     SHARED_END,
     SPECULATIVE,
+    SPLIT_KV,
     STANDARD,
 )
 from cutlass_py_attn.problem.problem import Problem
@@ -30,7 +31,7 @@ from cutlass_py_attn.score_terms import registry
 # added when all keys are seen.
 PLAIN_FEATURES: Final = frozenset((*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.FLOAT16_OUTPUT, "sinks"))
 MOST_BITS_KEYS: Final = 128  # keys of a tile, of which a thread holds a quarter of each row: a bit of a word each
-FORWARDS_WITH_OPTIONS: Final = (STANDARD, MULTICAST, E4M3, E4M3_CACHE)
+FORWARDS_WITH_OPTIONS: Final = (STANDARD, MULTICAST, SPLIT_KV, E4M3, E4M3_CACHE)
 BACKWARDS_WITH_OPTIONS: Final = (STANDARD, DS_REGISTERS, KEY_REGISTERS)  # which have option shared_end alone
 HALVES_MULTIPLE: Final = 32  # keys of a tile, whose halves are operands of O = P V in steps of 16
 
@@ -51,7 +52,7 @@ class OptionRule:
     tile_n: int
     columns: tuple[int, int]
     options: tuple[str, ...]
-    variants: tuple[str, ...] = (STANDARD, MULTICAST)
+    variants: tuple[str, ...] = (STANDARD, MULTICAST, SPLIT_KV)
     masks: tuple[str, ...] = ("full", "causal", "local")
     direction: str = "forward"
 
@@ -187,8 +188,8 @@ def objections(build: Build) -> Iterator[str]:
     variants = {"forward": FORWARDS_WITH_OPTIONS, "backward": BACKWARDS_WITH_OPTIONS}.get(build.kind, ())
     if build.options and not (build.family == "sm90" and build.variant in variants):
         yield (
-            f"{what}: only the standard, {MULTICAST}, {E4M3} and {E4M3_CACHE} sm90 forwards and the standard, "
-            f"{DS_REGISTERS} and {KEY_REGISTERS} sm90 backwards have options; use ()"
+            f"{what}: only the standard, {MULTICAST}, {SPLIT_KV}, {E4M3} and {E4M3_CACHE} sm90 forwards and the "
+            f"standard, {DS_REGISTERS} and {KEY_REGISTERS} sm90 backwards have options; use ()"
         )
         return
     if build.kind == "backward" and build.options != (SHARED_END,) * len(build.options):

@@ -43,6 +43,7 @@ from cutlass_py_attn.plan.variants import (
     PERSISTENT,
     QUERY_HEADS,
     SPLIT_D,
+    SPLIT_KV,
     STANDARD,
     TWO_CTA,
     VARIANTS,
@@ -292,6 +293,8 @@ def _sm90_forward(build: Build) -> Objections:
         yield _refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied; use 2 or more")
     if build.variant == MULTICAST and build.mask != "causal":
         yield _refuse(build, "mask", "variant multicast is built for causal masks; use the standard variant")
+    if build.variant == SPLIT_KV and build.mask == "local":
+        yield _refuse(build, "mask", "windows have few key tiles to share; use the standard variant")
     if build.variant == MULTICAST and build.tile_m != 2 * WARPGROUP_ROWS:
         yield _refuse(build, "tile_m", f"variant multicast has two warpgroups that compute; use {2 * WARPGROUP_ROWS}")
 

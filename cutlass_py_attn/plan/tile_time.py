@@ -5,6 +5,10 @@ estimate, in microseconds on an H200, counts both:
 
     work tile   start + edge, if the mask is causal, + key_tile for each key tile that it visits
     problem     LAUNCH + the work tiles in turn on all blocks, but no less than the longest of them
+
+Work tiles that are fewer than the SMs can be in parts, each with some of the key tiles (`shared_tiles.py`):
+
+    problem     LAUNCH + JOIN + JOIN_BYTES for what parts store + a part of the longest work tile
 """
 
 from __future__ import annotations
@@ -15,12 +19,17 @@ from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import tile_order
+from cutlass_py_attn.plan.shared_tiles import parts_of_few
 from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.plan.variants import SPLIT_KV
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import F32_BYTES, Shape
 
 LEAST_GAIN: Final = 0.05  # part of the estimated time that another tile must save, because the estimates are not exact
 LAUNCH: Final = 7.1  # microseconds of a launch beside its work tiles
 GRAPH_LAUNCH: Final = 3.2  # the same in a CUDA graph, where a part of a short time that is saved is larger
+JOIN: Final = 2.0  # microseconds of the kernel that joins parts
+JOIN_BYTES: Final = 0.5e-6  # microseconds for each byte of partial outputs, which are stored and loaded
 EDGE: Final = 0.42 / 128  # microseconds for each row of a work tile with a causal mask: its key tiles on the diagonal
 
 
@@ -145,6 +154,8 @@ def is_single(tile: TileConfig) -> bool:
 def reason(problem: Problem, tile: TileConfig, tiles: Iterable[TileConfig], num_sms: int) -> str:
     """Returns why this tile comes before the first of its table; "" if the estimate does not put it there."""
     first, *_ = tiles
+    if tile.variant == SPLIT_KV:
+        return ""
     if (tile.tile_m, tile.tile_n) == _one_tile(problem, num_sms) and _speeds(problem) and tile != first:
         return f"; tile {tile.tile_m}x{tile.tile_n} because it was measured to be faster for sequences of up to 128"
     chosen, usual = (estimate(problem, it, num_sms) for it in (tile, first))
@@ -159,19 +170,69 @@ def reason(problem: Problem, tile: TileConfig, tiles: Iterable[TileConfig], num_
 def estimate(problem: Problem, tile: TileConfig, num_sms: int) -> float | None:
     """Returns the estimated microseconds of a short problem with a tile; None if the speed is not known."""
     speed = _speeds(problem).get((tile.tile_m, tile.tile_n))
-    if speed is None:
-        return None
-    shape, (tile_m, tile_n) = problem.shape, (tile.tile_m, tile.tile_n)
-    band, is_causal = problem.mask.band(shape.num_queries, shape.num_keys), problem.mask.form == "causal"
-    times = []
-    for query_tile in range(ceil_div(shape.num_queries, tile_m)):
-        first = tile_order.key_tile_start(band, query_tile, tile_m, tile_n)
-        visited = max(tile_order.key_tile_end(band, query_tile, tile_m, tile_n) - first, 1)
-        times.append(speed.start + is_causal * EDGE * tile_m + visited * speed.key_tile)
-    heads = shape.batch * shape.num_heads
-    if is_causal:  # the longest work tiles come first, so that the blocks end at about the same time
+    return None if speed is None else _estimate(problem, tile, speed, num_sms)
+
+
+def _estimate(problem: Problem, tile: TileConfig, speed: TileSpeed, num_sms: int) -> float:
+    heads, start = problem.shape.batch * problem.shape.num_heads, _start(problem, tile, speed)
+    times = [start + visited * speed.key_tile for visited in _visited(problem, tile)]
+    if (
+        problem.mask.form == "causal"
+    ):  # the longest work tiles come first, so that the blocks end at about the same time
         return LAUNCH + max(heads * sum(times) / num_sms, max(times))
     return LAUNCH + ceil_div(heads * len(times), num_sms) * times[0]
+
+
+def _visited(problem: Problem, tile: TileConfig) -> list[int]:
+    """Returns the key tiles that each query tile of a head visits."""
+    shape, tile_m, tile_n = problem.shape, tile.tile_m, tile.tile_n
+    band = problem.mask.band(shape.num_queries, shape.num_keys)
+    firsts_and_ends = (
+        (tile_order.key_tile_start(band, i, tile_m, tile_n), tile_order.key_tile_end(band, i, tile_m, tile_n))
+        for i in range(ceil_div(shape.num_queries, tile_m))
+    )
+    return [max(end - first, 1) for first, end in firsts_and_ends]
+
+
+def faster_in_parts(problem: Problem, tiles: Iterable[TileConfig], usual: TileConfig, num_sms: int) -> list[TileConfig]:
+    """Returns the tiles for few query tiles in parts, the fastest first, if it is estimated to be faster than `usual`.
+
+    tiles: of variant split_kv. usual: the tile that the planner has without parts. None is faster if it saves less than
+    LEAST_GAIN, or if the speed of `usual` is not known. Sequences of several lengths count as the longest.
+    """
+    speeds = _speeds_of(problem.shape)
+    if problem.is_empty or speeds is None or (usual.tile_m, usual.tile_n) not in speeds.tiles:
+        return []
+    found = {
+        tile: time
+        for tile in tiles
+        if _num_work_tiles(problem, tile) < num_sms
+        if (time := _estimate_in_parts(problem, tile, speeds, num_sms)) is not None
+    }
+    whole = _estimate(problem, usual, speeds.tiles[usual.tile_m, usual.tile_n], num_sms)
+    if not found or not _saves_enough(min(found.values()), whole):
+        return []
+    return sorted(found, key=found.__getitem__)
+
+
+def _num_work_tiles(problem: Problem, tile: TileConfig) -> int:
+    shape = problem.shape
+    return ceil_div(shape.num_queries, tile.tile_m) * shape.batch * shape.num_heads
+
+
+def _estimate_in_parts(problem: Problem, tile: TileConfig, speeds: TileSpeeds, num_sms: int) -> float | None:
+    """Returns the estimated microseconds with parts; None if the kernel then has none, or its speed is not known."""
+    speed, work_tiles = speeds.tiles.get((tile.tile_m, tile.tile_n)), _num_work_tiles(problem, tile)
+    splits = parts_of_few(work_tiles, ceil_div(problem.shape.num_keys, tile.tile_n), num_sms)
+    if speed is None or speed.is_single or splits == 1:
+        return None
+    stored = work_tiles * splits * tile.tile_m * problem.shape.head_dim_value * F32_BYTES
+    visited = ceil_div(max(_visited(problem, tile)), splits)
+    return LAUNCH + JOIN + JOIN_BYTES * stored + _start(problem, tile, speed) + visited * speed.key_tile
+
+
+def _start(problem: Problem, tile: TileConfig, speed: TileSpeed) -> float:
+    return speed.start + (problem.mask.form == "causal") * EDGE * tile.tile_m
 
 
 def _speeds(problem: Problem) -> dict[tuple[int, int], TileSpeed]:
@@ -185,8 +246,11 @@ def _speeds(problem: Problem) -> dict[tuple[int, int], TileSpeed]:
     )
     if problem.direction != "forward" or not is_plain or problem.is_empty:
         return {}
+    speeds = _speeds_of(shape)
+    return speeds.tiles if speeds and max(shape.num_queries, shape.num_keys) <= speeds.longest else {}
+
+
+def _speeds_of(shape: Shape) -> TileSpeeds | None:
+    """Returns the speeds of tiles for these head dims; None if nobody measured any."""
     widest = max(shape.head_dim, shape.head_dim_value)
-    speeds = next((speeds for most, speeds in FORWARD.items() if widest <= most), None)
-    if speeds is None or max(shape.num_queries, shape.num_keys) > speeds.longest:
-        return {}
-    return speeds.tiles
+    return next((speeds for most, speeds in FORWARD.items() if widest <= most), None)

@@ -10,6 +10,7 @@ from cutlass_py_attn.score_terms import registry
 STANDARD: Final = ""
 SPLIT_D: Final = "split_d"
 MULTICAST: Final = "multicast"
+SPLIT_KV: Final = "split_kv"
 PER_HEAD: Final = "per_head"
 QUERY_HEADS: Final = "query_heads"
 TWO_CTA: Final = "2cta"
@@ -46,8 +47,8 @@ class Variant:
     layouts: layouts of the operands that the body implements, a part of registry.LAYOUTS
     score_terms: the name, one of `score_terms.term.KERNELS`, by which a score term says that the body implements it;
         "" for a body without score terms
-    lengths: "any"; "short" or "long" when the planner chooses the variant for short or long sequences alone, so that
-        a kernel set for run-time lengths cannot rely on it
+    lengths: "any"; "short", "long" or "few_queries" when the planner chooses the variant for short or long sequences
+        alone, or for few queries and many keys, so that a kernel set for run-time lengths cannot rely on it
     cluster: thread blocks of a cluster of the main kernel
     """
 
@@ -113,6 +114,15 @@ _ALL: Final = (
         layouts=("grouped",),
         lengths="long",
         cluster=CLUSTER,
+    ),
+    Variant(
+        "forward",
+        "sm90",
+        SPLIT_KV,
+        "sm90.forward",
+        "blocks share the keys of each query tile; a second kernel joins their results",
+        layouts=(*registry.LAYOUTS, registry.PAGED),
+        lengths="few_queries",
     ),
     Variant(
         "forward",

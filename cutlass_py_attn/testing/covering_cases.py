@@ -127,12 +127,12 @@ ONE_BLOCK_PER_HEAD: Final = _numbered(
 # tiles, and a diagonal that ends between two tiles.
 MULTICAST: Final = _numbered(
     "forward",
-    "bf16_d128_s4096_b1_h2_causal",
-    "bf16_d128_q4500_s4200_b1_h1_causal",
-    "bf16_d128_q4353_s4500_b2_h1_causal_br",
-    "f16_d128_q4224_s4100_b1_h1_causal",
+    "bf16_d128_s4096_b1_h3_causal",
+    "bf16_d128_q4500_s4200_b1_h3_causal",
+    "bf16_d128_q4353_s4500_b2_h2_causal_br",
+    "f16_d128_q4224_s4100_b1_h3_causal",
     "bf16_d192v128_q4100_s4096_b1_h2_causal",
-    "f16_d112v104_q4600_s4100_b1_h1_causal_br",
+    "f16_d112v104_q4600_s4100_b1_h3_causal_br",
 )
 # Head dims beyond 256: chunks of two or three strips, one to sixteen key tiles, clusters with one query tile, padded
 # head dims, and one head dim that is narrow.

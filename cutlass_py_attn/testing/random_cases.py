@@ -82,6 +82,25 @@ SHARED_END_DIMS: Final = ((128, 0), (256, 0), (192, 128), (104, 0))
 SHARED_END_BATCH_HEADS: Final = (67, 70, 80, 132, 133, 140)
 SHARED_END_QUERIES: Final = (100, 128, 129, 180)
 SHARED_END_KEYS: Final = (520, 1537, 1720, 1960)
+# Kernel numbers from here on are those of forwards with few query tiles, whose keys blocks share: dtype, head dim,
+# mask, lengths of the sequences, and the rows of a page.
+FEW_TILES_FROM: Final = 420_000
+FEW_TILES: Final = (
+    *(
+        ("bfloat16", 128, "causal_br", "one", 0),
+        ("float16", 64, "full", "one", 0),
+        ("bfloat16", 96, "causal_br", "one", 0),
+    ),
+    *(("bfloat16", 64, "causal_br", "several", 0), ("float16", 128, "causal_br", "used", 0)),
+    *(
+        ("bfloat16", 256, "full", "one", 0),
+        ("float16", 256, "causal_br", "one", 0),
+        ("bfloat16", 32, "full", "used", 0),
+    ),
+    *(("bfloat16", 128, "causal_br", "one", 16), ("float16", 64, "causal_br", "several", 64)),
+)
+FEW_TILES_QUERIES: Final = (33, 128, 129, 200, 300)
+FEW_TILES_KEYS: Final = (1100, 1537, 2300, 4200)
 # Kernel numbers from here on are those of backwards whose last key tiles blocks share.
 SHARED_QUERIES_FROM: Final = 450_000
 SHARED_QUERIES_DIMS: Final = (128, 128, 64, 64, 64, 96, 128, 104)
@@ -130,6 +149,8 @@ def draw(kernel: int, run: int) -> Case:
         return _draw_e4m3_cache(np.random.default_rng(kernel), np.random.default_rng((kernel, run)), are_prompts=True)
     if kernel >= SHARED_QUERIES_FROM:
         return _draw_shared_queries(kernel - SHARED_QUERIES_FROM, np.random.default_rng((kernel, run)))
+    if kernel >= FEW_TILES_FROM:
+        return _draw_few_tiles(kernel - FEW_TILES_FROM, np.random.default_rng((kernel, run)))
     if kernel >= SHARED_END_FROM:
         return _draw_shared_end(kernel - SHARED_END_FROM, np.random.default_rng((kernel, run)))
     if kernel >= E4M3_FROM:
@@ -362,6 +383,37 @@ def _draw_shared_end(number: int, rng: np.random.Generator) -> Case:
         head_dim_value=head_dim_value,
         num_heads_key=heads // group,
     )
+
+
+def _draw_few_tiles(number: int, rng: np.random.Generator) -> Case:
+    """A forward with few query tiles and many keys. number: of the kernel."""
+    dtype, head_dim, mask, lengths, page_size = FEW_TILES[number % len(FEW_TILES)]
+    group = int(_pick(rng, GROUPS)) if number % 2 else 1
+    heads, batch = group * int(_pick(rng, (1, 2))), int(_pick(rng, (1, 1, 2)))
+    queries, keys = int(_pick(rng, FEW_TILES_QUERIES)), int(_pick(rng, FEW_TILES_KEYS))
+    sequences: tuple[SequenceLengths, ...] = ()
+    if lengths != "one":
+        rows = [
+            (queries, keys),
+            *((int(rng.integers(0, queries + 1)), int(rng.integers(1, keys + 1))) for _ in range(2)),
+        ]
+        used = [int(rng.integers(0, count + 1)) if lengths == "used" else None for _, count in rows]
+        sequences = tuple(SequenceLengths(*each, count) for each, count in zip(rows, used, strict=True))
+    spec = ProblemSpec(
+        dtype,
+        head_dim,
+        num_queries=queries,
+        num_keys=keys,
+        batch=len(sequences) or batch,
+        num_heads=heads,
+        num_heads_key=heads // group,
+        mask=_mask_of_form(mask, rng),
+        sequences=sequences,
+        scale=float(_pick(rng, (0.0, 0.0, 0.1))) or None,
+        page_size=page_size,
+    )
+    layout = "dense" if page_size else ALIGNED_LAYOUTS[number % len(ALIGNED_LAYOUTS)]
+    return _with_inputs(Case("forward", spec, layout=layout, seed=int(rng.integers(0, 2**31))), rng)
 
 
 def _draw_shared_queries(number: int, rng: np.random.Generator) -> Case:

@@ -204,23 +204,23 @@ SPECULATIVE: Final = _cases(
     *(
         f"forward {name} inputs=rising"
         for name in (
-            "bf16_d32_q700_s2300_b2_h4_full",
+            "bf16_d32_q700_s2300_b2_h9_full",
             "bf16_d64_q2100_s2300_b2_h4_full",
             "bf16_d64_q2100_s2300_b2_h4k2_causal_br",
-            "bf16_d96_q4200_s4300_b1_h2_causal",
-            "bf16_d96_q2200_s2300_b1_h4_full",
+            "bf16_d96_q4200_s4300_b1_h4_causal",
+            "bf16_d96_q2200_s2300_b1_h6_full",
             "bf16_d128_s2300_b2_h4k2_full",
-            "bf16_d128_q4200_s4400_b1_h2_causal_br",
+            "bf16_d128_q4200_s4400_b1_h3_causal_br",
             "bf16_d128_n2200x2300,1500x900,64x1100_h4k2_causal_br",
             "bf16_d64_n2200x2300,1500x900,64x1100_h4_causal",
-            "bf16_d128_q600_s2300_b2_h4k2_causal_br_paged16",
+            "bf16_d128_q600_s2300_b2_h8k2_causal_br_paged16",
             "bf16_d64_s1000_b1_h8_causal",
             "bf16_d128_s1000_b1_h8_causal",
             "bf16_d256_s1000_b1_h8_causal",
             "bf16_d192v128_q4200_s4400_b1_h2_causal_br",
             "bf16_d192v128_q2100_s2300_b1_h4_full",
-            "bf16_d192_q1100_s2300_b1_h4_full",
-            "bf16_d256_q1100_s2300_b1_h4_causal_br",
+            "bf16_d192_q1100_s2300_b1_h8_full",
+            "bf16_d256_q1100_s2300_b1_h8_causal_br",
             "bf16_d64_q2200_s2300_b1_h4k2_causal_br_window700",
             "bf16_d96_q2200_s2300_b1_h4_causal_br_window700",
             "bf16_d128_q2200_s2300_b1_h4_causal_br_window700",
@@ -250,6 +250,29 @@ SHARED_END: Final = _cases(
     "forward bf16_d128_q1100_s1500_b2_h8k2_full inputs=rising layout=padded",
     "forward f16_d128_q1057_s1501_b1_h16k4_full inputs=needle",
     "forward f16_d120_q1000_s1672_b3_h6_full inputs=gaussian_x3",
+)
+
+# Forwards with fewer query tiles than SMs, whose keys blocks share: masks and layouts, and parts that have no keys.
+FEW_QUERY_TILES: Final = _cases(
+    "forward bf16_d128_q300_s2300_b1_h4_causal_br inputs=rising",
+    "forward bf16_d64_q300_s2300_b2_h4k2_full inputs=gaussian_x3 layout=padded",
+    "forward f16_d128_q2500_s2500_b1_h2_causal inputs=needle",
+    "forward bf16_d96_q200_s3000_b1_h3_causal_br",
+    "forward f16_d256_q200_s2300_b1_h4_full inputs=rising",
+    "forward bf16_d128_n300x2300,40x1500,5x100,1x3_h4k2_causal_br",
+    "forward f16_d64_n100x2300u2200,100x2300u5,100x2300u0_h4_causal_br",
+    "forward bf16_d128_q300_s2300_b2_h4k2_causal_br_paged16",
+    "forward f16_d64_n300x2300,200x90,64x1100_h4k2_causal_br_paged64 table=csr",
+    "forward bf16_d64_q60_s4000_b1_h4_full inputs=rising",
+    "forward bf16_d128_q100_s9000_b1_h1_causal_br inputs=needle",
+)
+
+# Backwards with fewer key tiles than SMs, whose queries blocks share.
+FEW_KEY_TILES: Final = _cases(
+    "backward bf16_d128_q2100_s500_b1_h4_full inputs=rising",
+    "backward f16_d64_q2100_s300_b1_h4k2_full layout=padded",
+    "backward bf16_d96_q1500_s300_b2_h2_full_sinks inputs=needle",
+    "backward f16_d128_q9000_s100_b1_h1_full",
 )
 
 # Backwards with option shared_end, of more key tiles than a round of 132 blocks: blocks share the queries of the last.
@@ -423,6 +446,8 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *LAST_ROUNDS,
         *SPECULATIVE,
         *SHARED_END,
+        *FEW_QUERY_TILES,
+        *FEW_KEY_TILES,
         *SHARED_QUERIES,
         *SPLIT_ROWS,
         *JAX_HANDLERS,

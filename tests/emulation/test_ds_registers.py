@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.plan import planner, sm90
+from cutlass_py_attn.plan import planner, shared_tiles
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.testing import guarded_check
@@ -70,8 +70,8 @@ def test_blocks_share_the_queries_of_the_last_key_tile(
     tile: str, line: str, splits: int, machine_code: MachineCode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two blocks have a key tile each; the third one is computed in parts, the last of which stores its sums."""
-    monkeypatch.setattr(sm90, "LEAST_SAVED_QUERY_TILES", 0)
-    monkeypatch.setattr(sm90, "PART_TILES", 0)
+    monkeypatch.setattr(shared_tiles, "LEAST_SAVED_QUERY_TILES", 0)
+    monkeypatch.setattr(shared_tiles, "PART_TILES", 0)
     case = Case.parse(line)
     plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse(tile), 2)
     assert (dict(plan.params)["shared_key_tiles"], dict(plan.params)["num_splits_query"]) == (1, splits)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan import planner, sm90
+from cutlass_py_attn.plan import planner, shared_tiles
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.testing import guarded_check
@@ -97,11 +97,44 @@ def test_scores_that_are_not_finite(machine_code: MachineCode) -> None:
 
 def test_blocks_share_the_last_query_tile(monkeypatch: pytest.MonkeyPatch, machine_code: MachineCode) -> None:
     """Two blocks have a tile each, then half of the keys of the third; a second kernel joins their results."""
-    monkeypatch.setattr(sm90, "LEAST_SAVED", 0)
+    monkeypatch.setattr(shared_tiles, "LEAST_SAVED", 0)
     case = Case.parse("forward bf16_d64_q130_s256_b1_h1_full seed=4 layout=padded")
     tile = TileConfig.parse("64x64x8:2-speculative-shared_end")
     plan = planner.plan_with_tile(case.problem(), "sm_90a", tile, 2)
-    assert [launch.grid for launch in plan.launches] == [(2, 1, 1), (64, 1, 1)]
+    assert [launch.grid for launch in plan.launches] == [(2, 1, 1), (16, 1, 1)]
+    ptx = machine_code(plan).ptx
+    expected = guarded_check.expect(case)
+    found = emulate(case, plan, ptx, expected.arrays, is_eager=False, seed=7)
+    ratios = guarded_check.ratios(case, expected, found)
+    assert all(ratio <= 1 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.parametrize(
+    ("name", "num_sms", "grids"),
+    [
+        # two query tiles of 6 and 7 key tiles in three parts each: two rounds of three blocks
+        ("bf16_d64_q128_s448_b1_h1_causal_br", 3, [(3, 1, 1), (32, 1, 1)]),
+        # a query tile of one key tile beside one of two, whose second part has no keys
+        ("bf16_d64_q128_s256_b1_h1_causal", 4, [(4, 1, 1), (32, 1, 1)]),
+        # the second sequence has one query tile, and no keys for some parts
+        ("bf16_d64_n128x300,40x64_h1_causal_br", 8, [(8, 1, 1), (64, 1, 1)]),
+    ],
+)
+def test_blocks_share_few_query_tiles(
+    name: str,
+    num_sms: int,
+    grids: list[tuple[int, int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    machine_code: MachineCode,
+) -> None:
+    """Fewer query tiles than SMs are computed in parts, under a mask and with variable lengths too."""
+    monkeypatch.setattr(shared_tiles, "LEAST_SAVED_FEW", 0)
+    monkeypatch.setattr(shared_tiles, "PART_KEY_TILES", 0)
+    case = Case.parse(f"forward {name} seed=5")
+    plan = planner.plan_with_tile(
+        case.problem(), "sm_90a", TileConfig.parse("64x64x8:2-speculative-shared_end"), num_sms
+    )
+    assert [launch.grid for launch in plan.launches] == grids
     ptx = machine_code(plan).ptx
     expected = guarded_check.expect(case)
     found = emulate(case, plan, ptx, expected.arrays, is_eager=False, seed=7)

@@ -10,7 +10,10 @@ from cutlass_py_attn.testing import guarded_check, suite
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
 
-CASES = (*suite.SPECULATIVE, *suite.SHARED_END, *suite.SHARED_QUERIES)
+CASES = (
+    *(*suite.SPECULATIVE, *suite.SHARED_END, *suite.SHARED_QUERIES),
+    *(*suite.FEW_QUERY_TILES, *suite.FEW_KEY_TILES),
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.line.replace(" ", "_"))

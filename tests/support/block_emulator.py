@@ -44,7 +44,7 @@ _INLINE = re.compile(r"// begin inline asm(.*?)// end inline asm", re.DOTALL)
 _STATEMENT = re.compile(
     r"(?:@(?P<negated>!?)(?P<predicate>%\w+)\s+)?(?P<op>[a-z][\w.:]*)\s*(?P<operands>.*)$", re.DOTALL
 )
-_IGNORED = ("fence", "setmaxnreg", "cvta", "wgmma.fence", "bar.warp.sync", "cp.async.bulk.prefetch")
+_IGNORED = ("griddepcontrol", "fence", "setmaxnreg", "cvta", "wgmma.fence", "bar.warp.sync", "cp.async.bulk.prefetch")
 
 
 class Deadlock(Exception):

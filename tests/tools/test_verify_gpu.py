@@ -175,7 +175,8 @@ def test_every_shown_row_kernel_has_cases() -> None:
         ("bf16_d128_s8192_b4_h16_causal", {"grad_query"}),
         ("bf16_d128_s8192_b4_h16_causal_deterministic", set()),
         ("bf16_d128_s8192_b4_h16_full", {"grad_query", "grad_key", "grad_value"}),  # blocks share the last key tiles
-        ("bf16_d128_s8192_b1_h1_full", {"grad_query"}),  # there are fewer key tiles than SMs, and none is shared
+        ("bf16_d128_s8192_b1_h1_full", {"grad_query", "grad_key", "grad_value"}),  # and few key tiles
+        ("bf16_d128_s1024_b2_h8_full", {"grad_query"}),  # nearly as many key tiles as SMs, and none is shared
         ("bf16_d128_s512_b1_h16k4_causal", {"grad_query", "grad_key", "grad_value"}),  # query heads add
     ],
 )

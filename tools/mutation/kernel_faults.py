@@ -306,8 +306,8 @@ FAULTS: Final = (
     Fault(
         "logsumexp of splits without the logarithm",
         f"{KERNELS}/common/combine.py",
-        "lse = (maximum + cute.math.log2(total, fastmath=True)) * math.log(2.0)",
-        "lse = (maximum + total) * math.log(2.0)",
+        "found = (self.maximum + cute.math.log2(self.total, fastmath=True)) * math.log(2.0)",
+        "found = (self.maximum + self.total) * math.log(2.0)",
         DECODE,
     ),
     Fault(

@@ -57,18 +57,21 @@ HALF_PRECISION = tuple(spec for spec in covering_cases.SHOWN if spec.dtype != "f
 # Two whole rounds of query tiles of 128 rows: fewer work tiles have fewer rows.
 SEVERAL_QUERY_TILES = {"batch": 2, "num_heads": 66, "num_queries": 250, "num_keys": 200}
 
-# Long enough for the tile that sm90 forwards of narrow heads have for long sequences.
+# Long enough for the tile that sm90 forwards of narrow heads have for long sequences, and too many tiles for parts.
 NARROW = tuple(spec for spec in covering_cases.SHOWN if spec.head_dim == 64 and spec.dtype != "float32")
-NARROW_SIZES = {"num_heads": 1, "num_queries": LONG_LENGTH - 24, "num_keys": LONG_LENGTH - 24}
+NARROW_SIZES = {"num_heads": 8, "num_queries": LONG_LENGTH - 24, "num_keys": LONG_LENGTH - 24}
 
 # Wide heads: forwards with chunks of two and of three strips, and backwards.
 WIDE = (*covering_cases.WIDE[:2], *covering_cases.WIDE_BACKWARD[:2])
 
-# Blocks share the last query tiles of a forward, and the last key tiles of backwards.
-SHARED_TILES = (suite.SHARED_END[0], suite.SHARED_QUERIES[0], suite.SHARED_QUERIES[4])
+# Blocks share the last query tiles of a forward, few query tiles of others, and key tiles of backwards.
+SHARED_TILES = (
+    *(suite.SHARED_END[0], suite.SHARED_QUERIES[0], suite.SHARED_QUERIES[4]),
+    *(suite.FEW_QUERY_TILES[0], suite.FEW_QUERY_TILES[5], suite.FEW_QUERY_TILES[7], suite.FEW_KEY_TILES[0]),
+)
 
 # Long enough for multicast.
-LONG = Case("forward", parse(f"bf16_d128_s{MULTICAST_LENGTH}_b1_h1_causal"), seed=1)
+LONG = Case("forward", parse(f"bf16_d128_s{MULTICAST_LENGTH}_b1_h3_causal"), seed=1)
 
 
 def cases() -> list[Case]:

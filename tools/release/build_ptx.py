@@ -59,7 +59,7 @@ def committed_plans() -> list[Plan]:
         plans += _both(f"{dtype}_d{head_dim}_s{LONG_LENGTH}_b1_h8_{mask}", SM90_ARCH)
     for head_dim, mask in product(HEAD_DIMS, MASKS):
         plans.append(_plan(f"bf16_d{head_dim}_s256_b64_h16_{mask}", "backward", SM90_ARCH))
-    plans.append(_plan(f"bf16_d128_s{MULTICAST_LENGTH}_b1_h1_causal", "forward", SM90_ARCH))
+    plans.append(_plan(f"bf16_d128_s{MULTICAST_LENGTH}_b1_h8_causal", "forward", SM90_ARCH))
     plans.append(_plan("bf16_d128_s128_b1_h1_causal_deterministic", "backward", ARCH))
     plans += decode_cases.shown_plans(ARCH)
     plans += serving_cases.shown_plans(ARCH)

@@ -67,7 +67,9 @@ _SM90_FORWARD: Final = (
     f"f16_d64_{_SIZES}_h4k2_full",
     f"f16_d64_{_SIZES}_h2_window_left40_right20_softcap4",
     f"bf16_d64_{_USED}_h4k2_full_{_TERMS}",
-    "bf16_d128_s4096_b1_h4k2_causal",  # long enough for multicast
+    "bf16_d128_s4096_b1_h6k3_causal",  # long enough for multicast
+    "bf16_d64_n40x1500u1200,30x700_h4k2_causal_br",  # few queries and many keys
+    "f16_d64_q300_s2300_b1_h2_causal_br_paged16",
     f"bf16_d512_{_SIZES}_h2_causal",
     f"f16_d320_{_SIZES}_h2_window_left40_right20",
     f"bf16_d264v448_{_USED}_h4k2_full_{_TERMS_NO_DROPOUT}",

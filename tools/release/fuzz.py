@@ -60,6 +60,7 @@ KINDS: Final = {  # by name of the option
     "mla": Kind("latent caches", random_cases.MLA_FROM, 12),
     "e4m3": Kind("e4m3 codes", random_cases.E4M3_FROM, 26),
     "shared_end": Kind("forwards whose last query tiles blocks share", random_cases.SHARED_END_FROM, 4),
+    "few_tiles": Kind("forwards with few query tiles", random_cases.FEW_TILES_FROM, len(random_cases.FEW_TILES)),
     "shared_queries": Kind("backwards whose last key tiles blocks share", random_cases.SHARED_QUERIES_FROM, 8),
     "prompts": Kind("prompts over e4m3 caches", random_cases.PROMPTS_FROM, 8),
     "wide": Kind("forwards of wide heads", random_cases.WIDE_FROM, 6),

@@ -37,15 +37,22 @@ class SplitWeights:
 
     first: pointer to the base-2 logsumexp of split 0.
     maximum: largest logsumexp of all splits; 0 for a row without a visible key.
+    total: sum of exp2(logsumexp - maximum) of all splits; 0 for a row without a visible key.
     """
 
     first: cute.Pointer
     maximum: Float32
+    total: Float32
     inverse_sum: Float32
 
     def unnormalised(self, split: Int32) -> Float32:
         """Returns exp2(logsumexp - maximum) of a split."""
         return cute.math.exp2(cute.make_tensor(self.first + split, tile_copy.ONE)[0] - self.maximum, fastmath=True)
+
+    def logsumexp(self) -> Float32:
+        """Returns the natural logsumexp of the row; -inf without a visible key."""
+        found = (self.maximum + cute.math.log2(self.total, fastmath=True)) * math.log(2.0)
+        return cutlass.select_(self.total == 0.0, -Float32.inf, found)
 
 
 class Combine:
@@ -97,14 +104,8 @@ class Combine:
         base = tile_copy.smem_symbol()
         layout = cute.make_layout((COMBINE_WARPS, build.columns_value), stride=(build.columns_value, 1))
         s_sums = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
-        first = params.pointer(p.partial_logsumexp, Float32, 4) + self.partial_index(p, row, 0)
-        maximum = self.maximum(first, p.num_splits_key, lane)
-        # a row without a visible key subtracts 0, so that (-inf) - (-inf) never arises
-        maximum = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
-        total = self.sum_of_weights(first, maximum, p.num_splits_key, lane)
-        empty = total == 0.0
-        inverse_sum = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
-        self.add_splits(p, row, SplitWeights(first, maximum, inverse_sum), s_sums, thread)
+        weights = self.weights(p, row, lane)
+        self.add_splits(p, row, weights, s_sums, thread)
         cute.arch.sync_threads()
         column = thread * 2
         if column < build.columns_value:
@@ -112,10 +113,19 @@ class Combine:
             for i in cutlass.range_constexpr(2):
                 values[i] = self.sum_over_warps(s_sums, column + i)
             self.store_output(p, target, column, values)
-        lse = (maximum + cute.math.log2(total, fastmath=True)) * math.log(2.0)
-        lse = cutlass.select_(empty, -Float32.inf, lse)
+        lse = weights.logsumexp()
         if thread == 0:
             logsumexp.store(p, statistics, lse)
+
+    def weights(self, p: Any, row: PackedRow, lane: Int32) -> SplitWeights:
+        """Returns the weights of a row's splits. All threads of a warp call this."""
+        first = params.pointer(p.partial_logsumexp, Float32, 4) + self.partial_index(p, row, 0)
+        maximum = self.maximum(first, p.num_splits_key, lane)
+        # a row without a visible key subtracts 0, so that (-inf) - (-inf) never arises
+        maximum = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
+        total = self.sum_of_weights(first, maximum, p.num_splits_key, lane)
+        inverse_sum = cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(total))
+        return SplitWeights(first, maximum, total, inverse_sum)
 
     @cute.jit
     def maximum(self, first: cute.Pointer, splits: Int32, lane: Int32):
@@ -142,16 +152,25 @@ class Combine:
         for step in cutlass.range_constexpr(ceil_div(columns, WARP_THREADS * VECTOR)):
             column = (step * WARP_THREADS + lane) * VECTOR
             if column < columns:
-                found = cute.make_rmem_tensor(VECTOR, Float32)
-                found.fill(0.0)
-                for split in cutlass.range(warp, p.num_splits_key, COMBINE_WARPS, unroll=UNROLL):
-                    weight = weights.unnormalised(split)
-                    part = cute.make_rmem_tensor(VECTOR, Float32)
-                    source = start + cute.assume(split * columns + column, divby=VECTOR)
-                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), part)
-                    found.store(found.load() + part.load() * weight)
+                found = self.weighted_sum(start, column, weights, warp, p.num_splits_key, COMBINE_WARPS)
                 for i in cutlass.range_constexpr(VECTOR):
                     s_sums[warp, column + i] = found[i] * weights.inverse_sum
+
+    @cute.jit
+    def weighted_sum(self, start: Any, column: Int32, weights: Any, first: Int32, end: Int32, step: cutlass.Constexpr):
+        """Returns the sum of VECTOR columns of every `step`th split from `first` on, with their weights.
+
+        start: pointer to the first column of split 0
+        """
+        found = cute.make_rmem_tensor(VECTOR, Float32)
+        found.fill(0.0)
+        for split in cutlass.range(first, end, step, unroll=UNROLL):
+            weight = weights.unnormalised(split)
+            part = cute.make_rmem_tensor(VECTOR, Float32)
+            source = start + cute.assume(split * self.build.columns_value + column, divby=VECTOR)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), part)
+            found.store(found.load() + part.load() * weight)
+        return found
 
     def sum_over_warps(self, s_sums: cute.Tensor, column: Int32) -> Float32:
         """Returns one column, summed over all warps."""

@@ -16,7 +16,8 @@ wait for no maximum of the tile. The masked key tiles of a window come before an
 maximum by far, the warpgroup computes S again, then the maxima. With option halves, S of such a tile is two products,
 and the exponentials of the first half run during the second.
 
-With option shared_end, all blocks share the keys of the last query tiles (join_parts.py).
+With option shared_end, all blocks share the keys of the last query tiles; in variant split_kv those of every query tile
+(join_parts.py).
 
 For long causal sequences two blocks of a cluster compute neighbouring query tiles, and each loads half of every key and
 value tile for both. The first block skips tiles that only the second block reads.
@@ -33,7 +34,7 @@ import cutlass.experimental.primitives as prim
 import cutlass.pipeline as pipeline
 from cutlass import Float32, GridConstant, Int32
 
-from cutlass_py_attn.kernels.common import logsumexp, masking, params, seqlen_info, tile_copy, tma
+from cutlass_py_attn.kernels.common import dependent_launch, logsumexp, masking, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.softmax import multiply_rows, safe_scale
@@ -52,6 +53,7 @@ from cutlass_py_attn.kernels.sm90.tile_scheduler import (
     Cursor,
     LastRoundsScheduler,
     SharedEndScheduler,
+    SplitKeysScheduler,
     TileScheduler,
     WorkTile,
 )
@@ -60,7 +62,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import ROW_THREADS
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.plan.variants import BITS, HALVES, MULTICAST, SPECULATIVE
+from cutlass_py_attn.plan.variants import BITS, HALVES, MULTICAST, SPECULATIVE, SPLIT_KV
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere
@@ -122,9 +124,11 @@ class ForwardSm90:
         self.score_mod = ScoreModRegisters(build)
         is_cluster = build.variant == MULTICAST
         dense = LastRoundsScheduler if deals_last_rounds(build) else TileScheduler
-        dense = SharedEndScheduler if build.has_combine else dense
-        self.join = JoinParts(build, SharedEndScheduler(build)) if build.has_combine else None
         self.scheduler = ClusterTileScheduler(build) if is_cluster else dense(build)
+        self.join = None
+        if build.shares_query_tiles:
+            self.scheduler = SplitKeysScheduler(build) if build.variant == SPLIT_KV else SharedEndScheduler(build)
+            self.join = JoinParts(build, self.scheduler)
         self.cluster = Cluster(build) if is_cluster else SingleCta(build)
         self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
         self.dropout = RowDropout(build, self.consumers) if build.has("dropout") else None
@@ -220,6 +224,7 @@ class ForwardSm90:
                 k_state.advance()
                 self.cluster.load(pipes.value, v_state, "value", maps[2], coordinates)
                 v_state.advance()
+        dependent_launch.start_next(build, "main")
         pipes.key.producer_tail(k_state)
         pipes.value.producer_tail(v_state)
 
@@ -510,6 +515,8 @@ class ForwardSm90:
         lse = softmax.finish(row_view(r_o), scale_log2)
         if cutlass.const_expr(build.has_combine):
             if work.part >= 0:
+                if cutlass.const_expr(build.variant == SPLIT_KV):
+                    lse = [cutlass.select_(work.is_empty, -Float32.inf, value) for value in lse]
                 self.join.store_part(p, work.part, row_view(r_o), coordinates, lse)
             else:
                 self.store_tile(p, work, consumer, lse)
@@ -616,6 +623,7 @@ class PagedForwardSm90(ForwardSm90):
             pipelines.load(build, pipes.query, q_state, "query", maps[0], coordinates)
             q_state.advance()
             k_state, v_state = self.loads.load_tiles(p, pipes, maps[1:], k_state, v_state, work, boxes, count)
+        dependent_launch.start_next(build, "main")
         pipes.key.producer_tail(k_state)
         pipes.value.producer_tail(v_state)
 

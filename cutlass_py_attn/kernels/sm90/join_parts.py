@@ -1,27 +1,32 @@
 """Join parts: the partial results of query tiles whose keys several blocks share, and the kernel that joins them.
 
-There is one block for each query row of a shared tile, as in the combine kernel of a decode.
+A part without keys has the logsumexp -inf, so that its output has no weight. There is one warp for each query row of a
+shared tile: parts are few, and rows many.
 """
 
 import math
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cutlass_py_attn.kernels.common import logsumexp, params, tile_copy
-from cutlass_py_attn.kernels.common.combine import Combine, PackedRow
+from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.kernels.common import dependent_launch, logsumexp, params, tile_copy
+from cutlass_py_attn.kernels.common.combine import VECTOR, Combine, PackedRow
 from cutlass_py_attn.kernels.common.params import RowCoordinates
 from cutlass_py_attn.kernels.common.softmax import QUAD
-from cutlass_py_attn.kernels.sm90.tile_scheduler import SharedEndScheduler
+from cutlass_py_attn.kernels.sm90.tile_scheduler import SharedEndScheduler, SplitKeysScheduler
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
+from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 
 class JoinParts(Combine):
-    """The combine kernel of a forward that shares its last query tiles. A row's number counts the shared tiles."""
+    """The combine kernel of a forward that shares query tiles. A row's number counts the shared tiles."""
 
-    def __init__(self, build: Build, scheduler: SharedEndScheduler) -> None:
+    def __init__(self, build: Build, scheduler: SharedEndScheduler | SplitKeysScheduler) -> None:
         super().__init__(build)
         self.scheduler = scheduler
 
@@ -54,16 +59,47 @@ class JoinParts(Combine):
 
     @cute.jit
     def run(self, p: Any):
-        """Computes one row of a shared tile."""
+        """Computes one row of a shared tile with each warp."""
         build = self.build
+        dependent_launch.wait_for_previous(build, "combine")
         thread, _, _ = cute.arch.thread_idx()
-        number, _, _ = cute.arch.block_idx()
-        rows, _, _ = cute.arch.grid_dim()
-        work = self.scheduler.shared_tile(p, number // build.tile_m, rows // build.tile_m)
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        number = block * COMBINE_WARPS + cute.arch.make_warp_uniform(thread // WARP_THREADS)
+        shared = blocks * COMBINE_WARPS // build.tile_m
+        if cutlass.const_expr(build.has("varlen")):
+            if number // build.tile_m < self.scheduler.total(p):  # short sequences have fewer tiles
+                self.join_row(p, number, shared)
+        else:
+            self.join_row(p, number, shared)
+
+    @cute.jit
+    def join_row(self, p: Any, number: Int32, shared: Int32):
+        """Joins row `number` of the rows of `shared` tiles. All threads of a warp call this."""
+        build, lane = self.build, cute.arch.lane_idx()
+        work = self.scheduler.shared_tile(p, number // build.tile_m, shared)
         seqlen, query = work.seqlen, work.tile * build.tile_m + number % build.tile_m
-        row = PackedRow(0, 0, number)
         if query < seqlen.num_queries:
+            row = PackedRow(0, 0, number)
+            weights = self.weights(p, row, lane)
             target = RowCoordinates(seqlen.batch, work.head, seqlen.query_start + query)
-            self.join(p, row, target, RowCoordinates(seqlen.index, work.head, query), thread)
+            self.add_parts(p, row, target, weights, lane)
+            if lane == 0:
+                logsumexp.store(p, RowCoordinates(seqlen.index, work.head, query), weights.logsumexp())
         if query == seqlen.num_queries - 1:
-            logsumexp.store_padding(p, seqlen.index, work.head, seqlen.num_queries, query + 1 + thread)
+            logsumexp.store_padding(p, seqlen.index, work.head, seqlen.num_queries, query + 1 + lane)
+
+    @cute.jit
+    def add_parts(self, p: Any, row: Any, target: Any, weights: Any, lane: Int32):
+        """Adds the parts of a row with their weights, and stores the output at row `target`."""
+        columns = self.build.columns_value
+        start = self.partial_output(p, row, 0)
+        for step in cutlass.range_constexpr(ceil_div(columns, WARP_THREADS * VECTOR)):
+            column = (step * WARP_THREADS + lane) * VECTOR
+            if column < columns:
+                found = self.weighted_sum(start, column, weights, Int32(0), p.num_splits_key, 1)
+                for pair in cutlass.range_constexpr(VECTOR // 2):
+                    values = cute.make_rmem_tensor(2, Float32)
+                    for i in cutlass.range_constexpr(2):
+                        values[i] = found[2 * pair + i] * weights.inverse_sum
+                    self.store_output(p, target, column + 2 * pair, values)

@@ -40,6 +40,7 @@ class WorkTile:
     first, end: its key tiles [first, end), at least one.
     part: number of the part, if blocks share the key tiles of a query tile; -1 for all key tiles. In the backward the
         number of the shared key tile; -1 for all query tiles.
+    is_empty: whether the part has no key tile. It then computes the first one, and its result has no weight.
     """
 
     seqlen: seqlen_info.SeqlenInfo
@@ -49,6 +50,7 @@ class WorkTile:
     first: Any
     end: Any
     part: Any = -1
+    is_empty: Any = False
 
 
 class TileScheduler:
@@ -107,6 +109,10 @@ class TileScheduler:
         number = self._number(p, wave)
         if not self.build.has("varlen"):
             return self._dense_tile(p, number), cursor
+        return self._ragged_tile(p, number, cursor)
+
+    def _ragged_tile(self, p: Any, number: Int32, cursor: Cursor) -> tuple[WorkTile, Cursor]:
+        """Returns tile `number` with variable lengths, and the cursor for the next call; cursor: where to search."""
         cursor = self.find(p, number, *cursor)
         seqlen = seqlen_info.create(self.build, p, cursor.sequence)
         tiles = ceil_div(seqlen.num_queries, self.rows)
@@ -225,6 +231,44 @@ class SharedEndScheduler(TileScheduler):
         block, blocks = self.worker()
         rounds, rest = self._rounds(p)
         return wave * blocks + cutlass.select_(wave < rounds, block, block % larger(rest, 1))
+
+
+class SplitKeysScheduler(TileScheduler):
+    """Tile scheduler whose query tiles are all shared by p.num_splits_key blocks each, or by none.
+
+    A mask or variable lengths may make the tiles unequal, so that some have fewer key tiles than parts.
+    """
+
+    def num_waves(self, p: Any) -> Int32:
+        """Returns the number of parts of this block; all threads of a warp call this."""
+        block, blocks = self.worker()
+        return ceil_div(larger(self.total(p) * p.num_splits_key - block, 0), blocks)
+
+    def work_tile(self, p: Any, wave: Int32, cursor: Cursor) -> tuple[WorkTile, Cursor]:
+        """Returns this block's part in `wave`, and the cursor for the next call."""
+        block, blocks = self.worker()
+        part = wave * blocks + block
+        number, split = part // p.num_splits_key, part % p.num_splits_key
+        tile, cursor = self.numbered_tile(p, number, cursor)
+        first, end = tile_order.tiles_of_split(tile.first, tile.end, split, p.num_splits_key)
+        is_empty = first >= end
+        first = cutlass.select_(is_empty, tile.first, first)
+        part = cutlass.select_(p.num_splits_key > 1, part, Int32(-1))
+        return replace(tile, first=first, end=larger(end, first + 1), part=part, is_empty=is_empty), cursor
+
+    def _in_order(self, p: Any, number: Int32, tiles: Int32, heads: Int32) -> tuple[Int32, Int32]:
+        """Returns (query tile, head) of tile `number`, which the kernel that joins parts numbers alike."""
+        return self._in_mask_order(number, tiles, heads, heads)
+
+    def shared_tile(self, p: Any, number: Int32, shared: Int32) -> WorkTile:
+        """Returns tile `number` of the `shared` ones, which are all, with all of its key tiles."""
+        return self.numbered_tile(p, number, self.initial_cursor())[0]
+
+    def numbered_tile(self, p: Any, number: Int32, cursor: Cursor) -> tuple[WorkTile, Cursor]:
+        """Returns tile `number` with all of its key tiles, and the cursor for the next call."""
+        if self.build.has("varlen"):
+            return self._ragged_tile(p, number, cursor)
+        return self._dense_tile(p, number), cursor
 
 
 class ClusterTileScheduler(TileScheduler):

@@ -109,7 +109,7 @@ def test_every_symbol_of_a_problem_names_its_plan(problem: Problem, arch: str) -
 
 
 def test_the_symbol_of_a_kernel_for_long_problems_names_it() -> None:
-    problem = Problem.dense("forward", Shape(1, 4096, 4096, 2, 128, 128), "bfloat16", masks.Causal())
+    problem = Problem.dense("forward", Shape(1, 4096, 4096, 4, 128, 128), "bfloat16", masks.Causal())
     build = plan_forward(problem, "sm_90a").build
     assert build.variant == "multicast"
     assert parse_symbol(build.symbol, "sm_90a").build == build
@@ -307,11 +307,13 @@ def test_build_fills_a_folder(tmp_path: Path) -> None:
     names = [f"{artifact.build.arch}/{artifact.build.symbol}" for artifact in Folder(tmp_path).all()]
     assert names == [
         *("sm_80/fwd_sm80_f16_d64_full_128x128", "sm_80/fwd_sm80_f16_d96_full_128x64"),
-        # the sm90 family has two more tiles for short heads, and two for few
+        # the sm90 family has two more tiles for short heads, two for few, and one whose query tiles are in parts
         *(f"sm_90a/fwd_sm90_f16_d64_full_{tile}" for tile in ("128x128", "128x208", "192x128", "64x128", "64x64")),
+        "sm_90a/fwd_sm90_f16_d64_full_split_kv_128x128",
         *(f"sm_90a/fwd_sm90_f16_d96_full_{tile}" for tile in ("128x128", "128x208", "192x112", "64x128", "64x64")),
+        "sm_90a/fwd_sm90_f16_d96_full_split_kv_64x128",
     ]
-    assert f"12 kernels in {tmp_path}" in done.output
+    assert f"14 kernels in {tmp_path}" in done.output
 
 
 def test_wide_heads_have_no_component_gemms(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import random
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -19,8 +18,7 @@ from cutlass_py_attn.inspection import drawing, facts, line_info, listing, page,
 from cutlass_py_attn.inspection.difference import difference, text_difference
 from cutlass_py_attn.inspection.occupancy import MULTIPROCESSORS, occupancy
 from cutlass_py_attn.inspection.steps import Step
-from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan import entry_points, launch_rules
+from cutlass_py_attn.plan import entry_points, expressions, launch_rules
 from cutlass_py_attn.plan.arch import ARCHITECTURES
 from cutlass_py_attn.plan.planner import plan_forward, plans
 from cutlass_py_attn.problem import masks
@@ -240,19 +238,15 @@ def test_grid_rules_give_the_grids_of_plans(arch: str, direction: str) -> None:
         problem = Problem.dense(direction, shape, draw.choice(("bfloat16", "float16", "float32")), mask)
         for plan in plans(problem, arch):
             for launch in plan.launches:
-                assert evaluated(launch_rules.grid(plan.build, launch.symbol), shape, plan) == launch.grid, (
-                    launch.symbol
-                )
+                found = evaluated(launch_rules.grid(plan.build, launch.symbol), problem, plan)
+                assert found == launch.grid, launch.symbol
                 checked += 1
     assert checked > 60
 
 
-def evaluated(rule: tuple[str, str, str], shape: Shape, plan: Any) -> tuple[int, ...]:
-    names = {item.name: getattr(shape, item.name) for item in dataclasses.fields(shape)}
-    names |= {"num_heads_key": shape.num_heads_key, "group": shape.group, "num_sms": plan.architecture.num_sms}
-    names |= {"num_splits_key": plan.num_splits_key, "ceil_div": ceil_div, "min": min, "max": max}
-    names["div"] = operator.floordiv
-    return tuple(eval(part, {"__builtins__": {}}, names) for part in rule)
+def evaluated(rule: tuple[str, str, str], problem: Problem, plan: Any) -> tuple[int, ...]:
+    names = launch_rules.values(problem, plan.build, plan.architecture.num_sms)
+    return tuple(expressions.evaluate(part, names) for part in rule)
 
 
 def test_grid_rule_of_a_bias_gradient_and_of_sinks() -> None:

@@ -29,7 +29,8 @@ def plans(name: str, num_sms: int = SMS, *, any_length: bool = False) -> list[Pl
         ("bf16_d128_s1024_b1_h8_full", SMS, 64, ""),
         ("bf16_d128_s8192_b4_h16_causal", SMS, 128, "ds_registers"),
         ("bf16_d128_s512_b1_h16_full_deterministic", SMS, 64, ""),
-        ("bf16_d128_s512_b1_h16k4_full", SMS, 128, "query_heads"),
+        ("bf16_d128_q128_s512_b1_h16k4_full", SMS, 128, "query_heads"),
+        ("bf16_d128_s512_b1_h16k4_full", SMS, 128, "ds_registers"),  # parts of 16 key tiles
         ("bf16_d128_s512_b1_h16k4_full_deterministic", SMS, 64, ""),
         ("bf16_d128_s512_b1_h16k4_causal", SMS, 128, "query_heads"),
         ("bf16_d128_s128_b1_h33_full", SMS, 64, ""),
@@ -37,7 +38,7 @@ def plans(name: str, num_sms: int = SMS, *, any_length: bool = False) -> list[Pl
         ("bf16_d128_s64_b1_h4_full", SMS, 128, "per_head"),
         ("bf16_d64_s128_b1_h66_full", SMS, 64, ""),
         ("bf16_d64_s128_b1_h67_full", SMS, 128, "per_head"),
-        ("bf16_d128_s2048_b1_h32k4_full", SMS, 128, "query_heads"),  # 64 key tiles of whole groups
+        ("bf16_d128_s2048_b1_h32k4_full", SMS, 128, "ds_registers"),  # parts of 64 key tiles of whole groups
         ("bf16_d128_s2048_b1_h40k5_full", SMS, 128, "ds_registers"),
         ("bf16_d128_s512_b1_h16_full_dropout0.1", SMS, 128, ""),  # its bits are for two warpgroups
         (
@@ -147,7 +148,8 @@ def test_the_reason_says_what_is_in_registers(name: str, said: str) -> None:
         ("bf16_d64_s384_b8_h4_causal", (64, 64)),  # 14.6 us; 16.8 with 128 queries
         ("bf16_d64_s385_b8_h4_causal", (128, 64)),
         ("bf16_d96_s65_b1_h4_full", (64, 64)),
-        ("bf16_d128_s2048_b1_h4_full", (64, 64)),
+        ("bf16_d128_s2048_b1_h4_causal", (64, 64)),
+        ("bf16_d128_s2048_b1_h4_full", (64, 128)),  # in parts
     ],
 )
 def test_the_queries_of_a_tile_of_64_keys(name: str, tile: tuple[int, int]) -> None:

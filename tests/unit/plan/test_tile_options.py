@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn.plan import launch_rules, planner, sm90
+from cutlass_py_attn.plan import launch_rules, planner, shared_tiles
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.problem import Problem
@@ -111,7 +111,7 @@ def test_the_last_query_tiles_are_shared_if_they_are_few() -> None:
         sizes = {buffer.name: buffer.bytes for buffer in plan.workspace.buffers}
         rows = shared * 128 * splits
         assert sizes == ({"partial_output": rows * 128 * 4, "partial_logsumexp": rows * 4} if shared else {}), name
-        assert not shared or plan.launches[1].grid == (shared * 128, 1, 1)
+        assert not shared or plan.launches[1].grid == (shared * 32, 1, 1)
     for name, splits in (  # what a block must save is half of the keys at d 256
         ("bf16_d256_q8192_s705_b4_h16_full", 6),
         ("bf16_d256_q8192_s704_b4_h16_full", 1),
@@ -134,7 +134,9 @@ def test_the_last_query_tiles_are_shared_if_they_are_few() -> None:
         ("bf16_d128_s4096_b4_h16k8_full", 100, 1),
         ("bf16_d128_s2048_b16_h16_full", 4, 16),  # no part has fewer than two query tiles
         ("bf16_d128_q200_s2048_b16_h16_full", 4, 1),  # four query tiles
-        ("bf16_d128_s1024_b2_h8_full", 128, 1),  # fewer tiles than SMs
+        ("bf16_d128_s1024_b2_h8_full", 128, 1),  # nearly as many tiles as SMs
+        ("bf16_d128_s1024_b1_h4_full", 32, 4),  # fewer
+        ("bf16_d128_s2048_b1_h2_full", 32, 4),
     ],
 )
 def test_the_queries_of_the_last_key_tiles_are_shared_if_these_are_few(name: str, tiles: int, splits: int) -> None:
@@ -162,11 +164,10 @@ def test_parts_never_take_longer_than_whole_tiles(heads: int, key_tiles: int, nu
     assert (splits > 1) == (shared > 0)
     assert shared in (0, heads * key_tiles % num_sms)
     if shared:
-        assert query_tiles // splits >= sm90.LEAST_PART_TILES
+        assert query_tiles // splits >= shared_tiles.LEAST_PART_TILES
         assert whole % num_sms == 0
-        assert whole
-        parts = -(-shared * splits // num_sms) * (-(-query_tiles // splits) + sm90.PART_TILES)
-        assert parts + sm90.LEAST_SAVED_QUERY_TILES <= query_tiles
+        parts = -(-shared * splits // num_sms) * (-(-query_tiles // splits) + shared_tiles.PART_TILES)
+        assert parts + shared_tiles.LEAST_SAVED_QUERY_TILES <= query_tiles
 
 
 def test_cases_of_the_gpu_suite_have_every_speculative_tile() -> None:
