@@ -71,9 +71,15 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
         "bf16_d192_s8192_b4_h10_full",
         "bf16_d256_s8192_b4_h8_causal",
         "bf16_d512_s8192_b1_h16_full",
+        "bf16_d64_s4096_b4_h16_full_bias",
+        "bf16_d96_s4096_b4_h16_full_bias",
+        "bf16_d128_s4096_b4_h16_full_bias",
         "bf16_d64_s64_b64_h16_full_bias",
-        *(f"bf16_d{dim}_s128_b64_h16_full_bias" for dim in (96, 128)),
-        *(f"bf16_d{dim}_s1024_b1_h32k4_causal_bias" for dim in (64, 96, 128)),
+        "bf16_d96_s512_b64_h16_causal_bias",
+        "bf16_d128_s512_b64_h16_causal_bias",
+        "bf16_d64_s4096_b2_h16k4_causal_bias",
+        "bf16_d96_s4096_b2_h16k4_causal_bias",
+        "bf16_d128_s4096_b2_h16k4_causal_bias",
     ),
 }
 REMEDY: Final = "run tools.tuning.search_plans on a GPU, with --record"
