@@ -131,9 +131,7 @@ def test_blocks_share_few_query_tiles(
     monkeypatch.setattr(shared_tiles, "LEAST_SAVED_FEW", 0)
     monkeypatch.setattr(shared_tiles, "PART_KEY_TILES", 0)
     case = Case.parse(f"forward {name} seed=5")
-    plan = planner.plan_with_tile(
-        case.problem(), "sm_90a", TileConfig.parse("64x64x8:2-speculative-shared_end"), num_sms
-    )
+    plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse("64x64x8:2+split_kv-speculative"), num_sms)
     assert [launch.grid for launch in plan.launches] == grids
     ptx = machine_code(plan).ptx
     expected = guarded_check.expect(case)

@@ -67,7 +67,7 @@ WIDE = (*covering_cases.WIDE[:2], *covering_cases.WIDE_BACKWARD[:2])
 # Blocks share the last query tiles of a forward, few query tiles of others, and key tiles of backwards.
 SHARED_TILES = (
     *(suite.SHARED_END[0], suite.SHARED_QUERIES[0], suite.SHARED_QUERIES[4]),
-    *(suite.FEW_QUERY_TILES[0], suite.FEW_QUERY_TILES[5], suite.FEW_QUERY_TILES[7], suite.FEW_KEY_TILES[0]),
+    *(suite.FEW_QUERY_TILES[0], suite.FEW_QUERY_TILES[7], suite.FEW_KEY_TILES[1]),
 )
 
 # Long enough for multicast.
@@ -129,7 +129,7 @@ def launches(kernels: check.Kernels) -> Iterator[Launch]:
     for case in decode_cases.SHOWN:
         if case.spec.batch == 1:
             yield Launch(case.line, functools.partial(_synthetic, case, kernels), unwritten)
-    for case in stress_run.FEATURES:
+    for case in (*stress_run.FEATURES, *stress_run.IN_PARTS):
         yield with_features(case, kernels)
     for component_gemm in component_gemms.SHOWN_COMPONENT_GEMMS:
         if component_gemm.arch in planner.targets_of(driver.device(0).compute_capability):

@@ -24,7 +24,7 @@ from cutlass_py_attn.plan import entry_points, planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
-from cutlass_py_attn.plan.variants import PER_HEAD
+from cutlass_py_attn.plan.variants import PER_HEAD, SPLIT_KV
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import SCALES, TENSOR, granularity
@@ -92,6 +92,20 @@ FEATURES: Final = tuple(
             f"backward bf16_d512_q{QUERIES}_s{KEYS}_b2_h1_causal seed=31",
             f"backward f16_d320_q{QUERIES}_s{KEYS}_b2_h4k1_full_softcap4_alibi_sinks seed=32",
             f"backward bf16_d384v448_{_LENGTHS}_h1_causal_br_window150 seed=33",
+            f"backward bf16_d128_q{QUERIES}_s{KEYS}_b2_h1_causal_biasbhqk seed=42",
+            f"backward f16_d64_q{QUERIES}_s{KEYS}_b2_h1_full_biasbhqk_alibi seed=43",
+        ),
+    )
+)
+# Forwards whose few query tiles are in parts, which fill the SMs.
+IN_PARTS: Final = tuple(
+    map(
+        Case.parse,
+        (
+            "forward bf16_d128_q500_s4200_b1_h2_causal_br seed=44",
+            "forward bf16_d64_n260x3000,0x70,129x2500,300x10_h2_causal_br seed=45",
+            "forward f16_d256_q300_s2300_b1_h2k1_full seed=46",
+            "forward bf16_d128_q300_s2300_b1_h4k2_causal_br_paged64 seed=47",
         ),
     )
 )
@@ -132,8 +146,12 @@ class Findings:
 
 
 def feature_builds() -> dict[Build, Case]:
-    """Returns the kernels of FEATURES with their cases."""
-    return {planner.builds_on(case.problem(), (9, 0))[0]: case for case in FEATURES}
+    """Returns the kernels of FEATURES, which have more heads in their workloads, and of IN_PARTS, with their cases."""
+    found = {}
+    for case in (*FEATURES, *IN_PARTS):
+        builds = planner.builds_on(case.problem(), (9, 0))
+        found[next(build for build in builds if (build.variant == SPLIT_KV) == (case in IN_PARTS))] = case
+    return found
 
 
 def workloads(artifact: Artifact, gpu: driver.Device) -> list[Workload]:
@@ -175,6 +193,8 @@ def _lengths(build: Build) -> tuple[int, int]:
 
 def _times(base: Case, artifact: Artifact, gpu: driver.Device) -> int:
     """Returns the factor of the heads with which the case fills every SM WAVES times."""
+    if artifact.build.variant == SPLIT_KV:  # with more, the planner has another kernel
+        return 1
     if artifact.build.variant == PER_HEAD:  # with fewer, another kernel is faster
         return ceil_div(WAVES * gpu.num_sms, base.spec.batch * base.spec.num_heads_key)
     times = 1
