@@ -112,8 +112,8 @@ def test_blocks_share_the_last_query_tile(monkeypatch: pytest.MonkeyPatch, machi
 @pytest.mark.parametrize(
     ("name", "num_sms", "grids"),
     [
-        # two query tiles of 6 and 7 key tiles in three parts each: two rounds of three blocks
-        ("bf16_d64_q128_s448_b1_h1_causal_br", 3, [(3, 1, 1), (32, 1, 1)]),
+        # two query tiles of 6 and 7 key tiles in three parts each
+        ("bf16_d64_q128_s448_b1_h1_causal_br", 6, [(6, 1, 1), (32, 1, 1)]),
         # a query tile of one key tile beside one of two, whose second part has no keys
         ("bf16_d64_q128_s256_b1_h1_causal", 4, [(4, 1, 1), (32, 1, 1)]),
         # the second sequence has one query tile, and no keys for some parts

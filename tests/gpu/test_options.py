@@ -1,4 +1,4 @@
-"""Kernels with options of their tiles, against float64: key tiles computed again, tiles that blocks share."""
+"""Kernels with options of their tiles, against float64: key tiles computed again, tiles that blocks share, biases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cutlass_py_attn.testing.check import Kernels
 
 CASES = (
     *(*suite.SPECULATIVE, *suite.SHARED_END, *suite.SHARED_QUERIES),
-    *(*suite.FEW_QUERY_TILES, *suite.FEW_KEY_TILES),
+    *(*suite.FEW_QUERY_TILES, *suite.FEW_KEY_TILES, *suite.BIAS_BACKWARD),
 )
 
 

@@ -62,7 +62,7 @@ def generated(root: Path) -> dict[str, str]:
     found[REFERENCE] = reference()
     performance = with_block((root / PERFORMANCE).read_text(), "plots", plot_links(charts))
     performance = with_block(performance, "sustained", benchmark_table(sustained))
-    performance = with_block(performance, "slower_rows", slower_rows.table(h100, h100_sustained))
+    performance = with_block(performance, "slower_rows", slower_rows.table(bursts, sustained))
     performance = with_block(performance, "h100", f"{slower_rows.summary(h100)}\n\n{benchmark_table(h100)}")
     performance = with_block(performance, "h100_sustained", benchmark_table(h100_sustained))
     found[PERFORMANCE] = with_block(performance, "short_map", short_map_plots.block(short_map))
