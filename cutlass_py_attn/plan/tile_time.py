@@ -176,9 +176,8 @@ def estimate(problem: Problem, tile: TileConfig, num_sms: int) -> float | None:
 def _estimate(problem: Problem, tile: TileConfig, speed: TileSpeed, num_sms: int) -> float:
     heads, start = problem.shape.batch * problem.shape.num_heads, _start(problem, tile, speed)
     times = [start + visited * speed.key_tile for visited in _visited(problem, tile)]
-    if (
-        problem.mask.form == "causal"
-    ):  # the longest work tiles come first, so that the blocks end at about the same time
+    # Of a causal mask the longest work tiles come first, so that the blocks end at about the same time.
+    if problem.mask.form == "causal":
         return LAUNCH + max(heads * sum(times) / num_sms, max(times))
     return LAUNCH + ceil_div(heads * len(times), num_sms) * times[0]
 
