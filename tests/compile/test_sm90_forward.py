@@ -200,7 +200,7 @@ def test_a_plan_of_clusters() -> None:
     plan = planner.plans(long_causal(), "sm_90a", 131)[0]
     (launch,) = plan.launches
     assert (launch.cluster, launch.grid) == (2, (130, 1, 1))
-    assert planner.plans(long_causal(heads=1), "sm_90a", 131)[0].launches[0].grid == (64, 1, 1)
+    assert planner.plans(long_causal(heads=2), "sm_90a", 131)[0].launches[0].grid == (128, 1, 1)
     assert plan.symbol == "fwd_sm90_bf16_d128_causal_multicast_128x128"
     assert Plan.from_json(plan.to_json()) == plan
     assert "load keys and values for both" in plan.explain()
