@@ -37,6 +37,7 @@ _SM90_SIZES: Final = (*SIZES, (MULTICAST_LENGTH, 512))  # (length, heads)
 _SM90_DTYPES: Final = ("bf16", "f16")
 _VARIABLE_LENGTHS: Final = ("n128,100", "n128x128u100,100")
 _GROUPED_HEADS: Final = ("b1_h4k2", "b64_h4k2")  # few and many key tiles, for which sm90 backwards have two kernels
+_LENGTHS: Final = {"short": "short sequences", "long": "long sequences", "few_queries": "few queries and many keys"}
 _FORMS: Final = {"full": "no mask", "causal": "causal", "local": "window"}
 _WORDS: Final = {
     "varlen": "variable length",
@@ -101,7 +102,7 @@ def serves(build: Build) -> str:
     elif has_few_rows:
         words.append("few query tiles")
     elif build.body.lengths != "any":
-        words.append(f"{build.body.lengths} sequences")
+        words.append(_LENGTHS[build.body.lengths])
     return ", ".join(words)
 
 

@@ -275,7 +275,7 @@ FEW_KEY_TILES: Final = _cases(
     "backward f16_d128_q9000_s100_b1_h1_full",
 )
 
-# sm90 backwards with a bias: rows aligned to 16, 8 and 4 bytes, and with what its tile must leave room for.
+# sm90 backwards with a bias: rows aligned to 16, 8 and 4 bytes, and with features that use registers or shared memory.
 BIAS_BACKWARD: Final = _cases(
     "backward bf16_d128_q300_s304_b2_h4k2_causal_br_bias",
     "backward bf16_d128_n260x520,0x70,129,300x10_h2_causal_bias",

@@ -89,6 +89,8 @@ def test_patterns_choose_symbols_and_descriptions() -> None:
     assert all("window" in row["serves"] and row["symbol"].startswith("fwd") for row in listed("fwd", "window"))
     (short,) = listed("short sequences", "bf16", "causal")
     assert short["serves"] == "backward, bfloat16, head dim 128, causal, short sequences"
+    (few,) = listed("few queries and many keys", "bf16", "causal")
+    assert few["serves"] == "forward, bfloat16, head dim 128, causal, few queries and many keys"
     assert len(listed("decode", "--arch", "sm_80")) > 5
     table = invoke("list", "fwd_sm80_bf16_d128_causal").output.splitlines()
     assert table[0].split() == ["symbol", "target", "serves"]
