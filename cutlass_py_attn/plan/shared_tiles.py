@@ -7,6 +7,7 @@ would leave many SMs idle. Work tiles that are fewer than the SMs are all in par
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Final
 
@@ -65,6 +66,7 @@ def parts_of_few(work_tiles: int, key_tiles: int, num_sms: int) -> int:
     return found["fastest_splits"] if key_tiles - found["end_time"] >= LEAST_SAVED_FEW else 1
 
 
+@functools.lru_cache(maxsize=1024)  # several tiles of a problem ask for the same
 def time_of_few(work_tiles: int, query_tiles: int, num_sms: int) -> int:
     """Returns the time that the parts of few key tiles take, in query tiles.
 

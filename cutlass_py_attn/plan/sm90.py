@@ -57,6 +57,7 @@ from cutlass_py_attn.problem.tensors import (
     OPERAND_BYTES,
     OPERANDS,
     ROW_ALIGNMENT_BYTES,
+    WORD_BYTES,
     Shape,
     Tensor,
 )
@@ -71,7 +72,8 @@ QUERY_HEADS_WORK_TILES: Final = 5
 # The same for full masks: query_heads gains 40 to 75 % at 0.06 to 0.5.
 QUERY_HEADS_WORK_TILES_FULL: Final = 0.5
 # Head dims up to which backwards with a bias are faster in the sm80 kernels: d 32, s 2048, full, 5 %; at d 64 the sm90
-# kernels are 1.39 times as fast.
+# kernels are 1.39 times as fast. With rows aligned to 2 bytes the sm80 kernels are 1.47 to 1.55 times as fast, at 4
+# bytes the sm90 ones 1.60 times.
 SM80_BIAS_HEAD_DIM: Final = 32
 LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled blocks of shared memory
 # Rounds at the end of a forward whose tiles the GPU deals to blocks, from so many queries and so many rounds on: a
@@ -210,7 +212,7 @@ def applies(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
     if problem.direction == "forward":
         if (tile.tile_m, tile.tile_n) == LONG_CAUSAL_TILE and _is_short_causal(problem):
             return False
-    elif _is_narrow_with_bias(problem) or (
+    elif _bias_is_faster_on_sm80(problem) or (
         has_few_rows(problem.direction, tile) and not _few_keys_are_faster(problem, tile, num_sms)
     ):
         return False
@@ -218,9 +220,12 @@ def applies(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
     return choice is None or (choice.is_faster(problem, tile, num_sms) and not choice.objection(problem, tile))
 
 
-def _is_narrow_with_bias(problem: Problem) -> bool:
-    """Returns whether the sm80 backward is faster: the bias takes more time than the products."""
-    return problem.bias is not None and max(problem.shape.head_dim, problem.shape.head_dim_value) <= SM80_BIAS_HEAD_DIM
+def _bias_is_faster_on_sm80(problem: Problem) -> bool:
+    """Returns whether the bias takes more time than the products: of narrow heads, or loaded by single elements."""
+    if problem.bias is None:
+        return False
+    is_narrow = max(problem.shape.head_dim, problem.shape.head_dim_value) <= SM80_BIAS_HEAD_DIM
+    return is_narrow or problem.bias.vector_bytes < WORD_BYTES
 
 
 def applicable(
@@ -295,7 +300,10 @@ def _parts_of_key_tiles_are_faster(problem: Problem, num_sms: int) -> bool:
     work_tiles = shape.batch * shape.num_heads_key * ceil_div(shape.num_keys, 2 * WARPGROUP_ROWS)
     if not has_equal_tiles or problem.deterministic or work_tiles >= num_sms:
         return False
-    is_narrow = max(shape.head_dim, shape.head_dim_value) <= WARPGROUP_ROWS
+    dims = shape.head_dim, shape.head_dim_value
+    is_narrow = max(dims) <= WARPGROUP_ROWS
+    if not is_narrow and (min(dims) <= WARPGROUP_ROWS or max(dims) > NARROW_HEAD_DIM):
+        return False
     rows = 2 * WARPGROUP_ROWS if is_narrow else WARPGROUP_ROWS
     query_tiles = shape.group * ceil_div(shape.num_queries, rows)
     saved = query_tiles - shared_tiles.time_of_few(work_tiles, query_tiles, num_sms)

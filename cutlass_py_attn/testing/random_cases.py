@@ -86,18 +86,16 @@ SHARED_END_KEYS: Final = (520, 1537, 1720, 1960)
 # mask, lengths of the sequences, and the rows of a page.
 FEW_TILES_FROM: Final = 420_000
 FEW_TILES: Final = (
-    *(
-        ("bfloat16", 128, "causal_br", "one", 0),
-        ("float16", 64, "full", "one", 0),
-        ("bfloat16", 96, "causal_br", "one", 0),
-    ),
-    *(("bfloat16", 64, "causal_br", "several", 0), ("float16", 128, "causal_br", "used", 0)),
-    *(
-        ("bfloat16", 256, "full", "one", 0),
-        ("float16", 256, "causal_br", "one", 0),
-        ("bfloat16", 32, "full", "used", 0),
-    ),
-    *(("bfloat16", 128, "causal_br", "one", 16), ("float16", 64, "causal_br", "several", 64)),
+    ("bfloat16", 128, "causal_br", "one", 0),
+    ("float16", 64, "full", "one", 0),
+    ("bfloat16", 96, "causal_br", "one", 0),
+    ("bfloat16", 64, "causal_br", "several", 0),
+    ("float16", 128, "causal_br", "used", 0),
+    ("bfloat16", 256, "full", "one", 0),
+    ("float16", 256, "causal_br", "one", 0),
+    ("bfloat16", 32, "full", "used", 0),
+    ("bfloat16", 128, "causal_br", "one", 16),
+    ("float16", 64, "causal_br", "several", 64),
 )
 FEW_TILES_QUERIES: Final = (33, 128, 129, 200, 300)
 FEW_TILES_KEYS: Final = (1100, 1537, 2300, 4200)

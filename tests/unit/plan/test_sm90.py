@@ -50,6 +50,8 @@ def plans(name: str, num_sms: int = SMS, *, any_length: bool = False) -> list[Pl
         ("bf16_d128_s512_b1_h16_causal_window64", SMS, 128, "ds_registers"),
         ("bf16_d128_s512_b1_h16_full_alibi", SMS, 128, ""),
         ("bf16_d192v128_s512_b1_h4_causal", SMS, 128, ""),
+        ("bf16_d192v128_s512_b1_h16k4_full", SMS, 128, "query_heads"),  # head dims without parts of key tiles
+        ("bf16_d64v128_s1024_b1_h8_full", SMS, 64, ""),
         ("bf16_d256_s512_b1_h4_causal", SMS, 64, "2cta"),
     ],
 )
@@ -155,6 +157,19 @@ def test_the_reason_says_what_is_in_registers(name: str, said: str) -> None:
 def test_the_queries_of_a_tile_of_64_keys(name: str, tile: tuple[int, int]) -> None:
     build = plans(name)[0].build
     assert (build.tile_m, build.tile_n) == tile
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("bf16_d32_s2048_b4_h16_full_bias", "sm80"),
+        ("bf16_d64_s2048_b4_h16_full_bias", "sm90"),
+        ("bf16_d128_s4094_b4_h16_full_bias", "sm90"),  # rows of the bias are aligned to 4 bytes
+        ("bf16_d128_s4095_b4_h16_full_bias", "sm80"),  # to 2 bytes
+    ],
+)
+def test_the_family_of_a_backward_with_a_bias(name: str, family: str) -> None:
+    assert planner.plan_backward(parse(name).problem("backward"), "sm_90a", SMS).build.family == family
 
 
 def test_a_block_of_64_keys_has_one_consumer_warpgroup() -> None:
