@@ -121,6 +121,7 @@ _ALL: Final = (
         SPLIT_KV,
         "sm90.forward",
         "blocks share the keys of each query tile; a second kernel joins their results",
+        "sm90 forward split_kv",
         layouts=(*registry.LAYOUTS, registry.PAGED),
         lengths="few_queries",
     ),

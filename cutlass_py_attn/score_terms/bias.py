@@ -37,6 +37,7 @@ class Bias(ScoreTerm):
     struct = StructFields(addresses=("bias", *(f"bias_{axis}" for axis in AXES)))
     kernels = SM80_KERNELS | {
         "sm90 forward",
+        "sm90 forward split_kv",
         "sm90 wide forward",
         "sm90 backward",
         "sm90 backward ds_registers",

@@ -75,6 +75,7 @@ class DropoutTerm(ScoreTerm):
         factors=("keep_scale",),
     )
     kernels = frozenset(KERNELS) - {
+        "sm90 forward split_kv",
         "sm90 wide forward",
         "sm90 backward ds_registers",
         "sm90 backward key_registers",

@@ -86,16 +86,20 @@ SHARED_END_KEYS: Final = (520, 1537, 1720, 1960)
 # mask, lengths of the sequences, and the rows of a page.
 FEW_TILES_FROM: Final = 420_000
 FEW_TILES: Final = (
-    ("bfloat16", 128, "causal_br", "one", 0),
-    ("float16", 64, "full", "one", 0),
-    ("bfloat16", 96, "causal_br", "one", 0),
-    ("bfloat16", 64, "causal_br", "several", 0),
-    ("float16", 128, "causal_br", "used", 0),
-    ("bfloat16", 256, "full", "one", 0),
-    ("float16", 256, "causal_br", "one", 0),
-    ("bfloat16", 32, "full", "used", 0),
-    ("bfloat16", 128, "causal_br", "one", 16),
-    ("float16", 64, "causal_br", "several", 64),
+    ("bfloat16", 128, "causal_br", "one", 0, {}),
+    ("float16", 64, "full", "one", 0, {}),
+    ("bfloat16", 96, "causal_br", "one", 0, {}),
+    ("bfloat16", 64, "causal_br", "several", 0, {}),
+    ("float16", 128, "causal_br", "used", 0, {}),
+    ("bfloat16", 256, "full", "one", 0, {}),
+    ("float16", 256, "causal_br", "one", 0, {}),
+    ("bfloat16", 32, "full", "used", 0, {}),
+    ("bfloat16", 128, "causal_br", "one", 16, {}),
+    ("float16", 64, "causal_br", "several", 64, {}),
+    ("bfloat16", 64, "causal_br", "several", 16, {"sinks": True}),
+    ("bfloat16", 256, "causal_br", "one", 0, {"softcap": 30.0}),
+    ("float16", 128, "full", "used", 0, {"sinks": True, "alibi": "h"}),
+    ("bfloat16", 128, "causal_br", "one", 0, {"sinks": True, "bias": "bhqk"}),
 )
 FEW_TILES_QUERIES: Final = (33, 128, 129, 200, 300)
 FEW_TILES_KEYS: Final = (1100, 1537, 2300, 4200)
@@ -385,7 +389,7 @@ def _draw_shared_end(number: int, rng: np.random.Generator) -> Case:
 
 def _draw_few_tiles(number: int, rng: np.random.Generator) -> Case:
     """A forward with few query tiles and many keys. number: of the kernel."""
-    dtype, head_dim, mask, lengths, page_size = FEW_TILES[number % len(FEW_TILES)]
+    dtype, head_dim, mask, lengths, page_size, score_terms = FEW_TILES[number % len(FEW_TILES)]
     group = int(_pick(rng, GROUPS)) if number % 2 else 1
     heads, batch = group * int(_pick(rng, (1, 2))), int(_pick(rng, (1, 1, 2)))
     queries, keys = int(_pick(rng, FEW_TILES_QUERIES)), int(_pick(rng, FEW_TILES_KEYS))
@@ -409,6 +413,7 @@ def _draw_few_tiles(number: int, rng: np.random.Generator) -> Case:
         sequences=sequences,
         scale=float(_pick(rng, (0.0, 0.0, 0.1))) or None,
         page_size=page_size,
+        **score_terms,
     )
     layout = "dense" if page_size else ALIGNED_LAYOUTS[number % len(ALIGNED_LAYOUTS)]
     return _with_inputs(Case("forward", spec, layout=layout, seed=int(rng.integers(0, 2**31))), rng)

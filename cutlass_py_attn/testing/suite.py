@@ -252,7 +252,8 @@ SHARED_END: Final = _cases(
     "forward f16_d120_q1000_s1672_b3_h6_full inputs=gaussian_x3",
 )
 
-# Forwards with fewer query tiles than SMs, whose keys blocks share: masks and layouts, and parts that have no keys.
+# Forwards with fewer query tiles than SMs, whose keys blocks share: masks, layouts and score terms, and parts that have
+# no keys. Sinks belong to one part of a tile, also of one whose rows see no key.
 FEW_QUERY_TILES: Final = _cases(
     "forward bf16_d128_q300_s2300_b1_h4_causal_br inputs=rising",
     "forward bf16_d64_q300_s2300_b2_h4k2_full inputs=gaussian_x3 layout=padded",
@@ -265,6 +266,13 @@ FEW_QUERY_TILES: Final = _cases(
     "forward f16_d64_n300x2300,200x90,64x1100_h4k2_causal_br_paged64 table=csr",
     "forward bf16_d64_q60_s4000_b1_h4_full inputs=rising",
     "forward bf16_d128_q100_s9000_b1_h1_causal_br inputs=needle",
+    "forward bf16_d64_q300_s2300_b1_h4k2_causal_br_sinks inputs=rising",
+    "forward bf16_d64_n300x2300,200x90,200x0,64x1100_h4k2_causal_br_paged16_sinks",
+    "forward f16_d128_q2500_s1500_b1_h2_causal_br_sinks",
+    "forward bf16_d256_q200_s2300_b1_h4_causal_br_softcap30",
+    "forward f16_d128_n100x2300u2200,100x2300u5,100x2300u0_h4_full_alibi_sinks",
+    "forward bf16_d128_q300_s2304_b1_h4_causal_br_bias_sinks",
+    "forward f16_d96_q200_s2302_b1_h4k2_full_bias_softcap4_alibi bias_inputs=hidden_rows",
 )
 
 # Backwards with fewer key tiles than SMs, whose queries blocks share.

@@ -116,6 +116,8 @@ def test_blocks_share_the_last_query_tile(monkeypatch: pytest.MonkeyPatch, machi
         ("bf16_d64_q128_s448_b1_h1_causal_br", 6, [(6, 1, 1), (32, 1, 1)]),
         # a query tile of one key tile beside one of two, whose second part has no keys
         ("bf16_d64_q128_s256_b1_h1_causal", 4, [(4, 1, 1), (32, 1, 1)]),
+        # a sink belongs to one of the parts of a row, which has keys
+        ("bf16_d64_q128_s256_b1_h1_causal_sinks", 4, [(4, 1, 1), (32, 1, 1)]),
         # the second sequence has one query tile, and no keys for some parts
         ("bf16_d64_n128x300,40x64_h1_causal_br", 8, [(8, 1, 1), (64, 1, 1)]),
     ],

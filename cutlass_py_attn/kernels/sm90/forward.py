@@ -510,7 +510,10 @@ class ForwardSm90:
         build, r_o, coordinates = self.build, consumer.r_o, consumer.coordinates
         softmax, scale_log2 = consumer.softmax, consumer.scale_log2
         if cutlass.const_expr(build.has("sinks")):
-            softmax.add_sink(row_view(r_o), params.load_scalar(p.sinks, Float32, work.head), scale_log2)
+            sink = params.load_scalar(p.sinks, Float32, work.head)
+            if cutlass.const_expr(build.variant == SPLIT_KV):
+                sink = cutlass.select_(self.scheduler.is_last_part(p, work), sink, -Float32.inf)
+            softmax.add_sink(row_view(r_o), sink, scale_log2)
             scale_log2 = Float32(1.0)
         lse = softmax.finish(row_view(r_o), scale_log2)
         if cutlass.const_expr(build.has_combine):

@@ -256,6 +256,10 @@ class SplitKeysScheduler(TileScheduler):
         part = cutlass.select_(p.num_splits_key > 1, part, Int32(-1))
         return replace(tile, first=first, end=larger(end, first + 1), part=part, is_empty=is_empty), cursor
 
+    def is_last_part(self, p: Any, work: WorkTile) -> Any:
+        """Returns whether a part is the last of its tile, which has key tiles even if there are fewer than parts."""
+        return (work.part < 0) | ((work.part + 1) % p.num_splits_key == 0)
+
     def _in_order(self, p: Any, number: Int32, tiles: Int32, heads: Int32) -> tuple[Int32, Int32]:
         """Returns (query tile, head) of tile `number`, which the kernel that joins parts numbers alike."""
         return self._in_mask_order(number, tiles, heads, heads)
