@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 # Kernels by what they can do with score terms. "forward split_kv": the sm90 forward whose blocks share the keys of each
-# query tile; "wide forward", "backward wide": the sm90 kernels of head dims beyond 256; "backward ds_registers", "backward key_registers": the sm90 backwards with dS in registers, and with the
-# key tile besides; "backward score_rows": the one that computes the scores of a query tile in parts; "backward 2cta":
-# the one of two CTAs per key tile.
+# query tile; "wide forward", "backward wide": the sm90 kernels of head dims beyond 256; "backward ds_registers",
+# "backward key_registers": the sm90 backwards with dS in registers, and with the key tile besides; "backward
+# score_rows": the one that computes the scores of a query tile in parts; "backward 2cta": the one of two CTAs per key
+# tile.
 KERNELS = (
     "sm80 forward",
     "sm80 backward",

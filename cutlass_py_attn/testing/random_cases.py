@@ -85,7 +85,7 @@ SHARED_END_KEYS: Final = (520, 1537, 1720, 1960)
 # Kernel numbers from here on are those of forwards with few query tiles, whose keys blocks share: dtype, head dim,
 # mask, lengths of the sequences, and the rows of a page.
 FEW_TILES_FROM: Final = 420_000
-FEW_TILES: Final = (
+FEW_TILES: Final[tuple[tuple[str, int, str, str, int, dict[str, Any]], ...]] = (
     ("bfloat16", 128, "causal_br", "one", 0, {}),
     ("float16", 64, "full", "one", 0, {}),
     ("bfloat16", 96, "causal_br", "one", 0, {}),
