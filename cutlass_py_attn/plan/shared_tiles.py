@@ -7,7 +7,6 @@ would leave many SMs idle. Work tiles that are fewer than the SMs are all in par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
@@ -40,29 +39,30 @@ def query_tiles(build: Build) -> dict[str, Expression]:
     These are the tiles that remain after the whole rounds; in variant split_kv all tiles, if they are fewer than the
     SMs. work_tiles: query tiles of all heads; with variable lengths there are no more.
     """
+    is_varlen = build.has("varlen")
     if build.variant == SPLIT_KV:
-        is_faster = f"(work_tiles < num_sms) * (key_tiles - end_time >= {LEAST_SAVED_FEW})"
-    else:
-        least = ceil_div(LEAST_SAVED, build.tile_n * (build.columns + build.columns_value))
-        saved = f"key_tiles - end_time + {PART_KEY_TILES}"
-        is_faster = f"(work_tiles > num_sms) * (remaining_tiles > 0) * ({saved} >= {least})"
+        return few_query_tiles(build.tile_m, build.tile_n, is_varlen=is_varlen)
+    least = ceil_div(LEAST_SAVED, build.tile_n * (build.columns + build.columns_value))
+    saved = f"key_tiles - end_time + {PART_KEY_TILES}"
+    is_faster = f"(work_tiles > num_sms) * (remaining_tiles > 0) * ({saved} >= {least})"
+    return _query_tiles(build.tile_m, build.tile_n, is_varlen, is_faster)
+
+
+def few_query_tiles(tile_m: int, tile_n: int, *, is_varlen: bool) -> dict[str, Expression]:
+    """Returns `query_tiles` of variant split_kv with this tile."""
+    is_faster = f"(num_sms > work_tiles) * (key_tiles - end_time >= {LEAST_SAVED_FEW})"
+    return _query_tiles(tile_m, tile_n, is_varlen, is_faster)
+
+
+def _query_tiles(tile_m: int, tile_n: int, is_varlen: bool, is_faster: Expression) -> dict[str, Expression]:
+    """Returns `query_tiles` of a tile; is_faster: whether the fastest parts are worth the kernel that joins them."""
     return {
-        "work_tiles": _query_tiles(build),
-        "key_tiles": f"ceil_div(num_keys, {build.tile_n})",
+        "work_tiles": num_work_tiles(tile_m, is_varlen=is_varlen),
+        "key_tiles": f"ceil_div(num_keys, {tile_n})",
         **_fastest_parts("key_tiles", LEAST_PART_KEY_TILES, PART_KEY_TILES, rounds=1),
         "num_splits_key": f"1 + {is_faster} * (fastest_splits - 1)",
         "shared_tiles": "(num_splits_key > 1) * remaining_tiles",
     }
-
-
-def parts_of_few(work_tiles: int, key_tiles: int, num_sms: int) -> int:
-    """Returns the parts that each of few query tiles is in; 1 if parts save too little.
-
-    work_tiles: query tiles of all heads, fewer than num_sms, the multiprocessors. key_tiles: of each
-    """
-    parts = _fastest_parts("key_tiles", LEAST_PART_KEY_TILES, PART_KEY_TILES, rounds=1)
-    found = _values(parts, work_tiles, num_sms, key_tiles)
-    return found["fastest_splits"] if key_tiles - found["end_time"] >= LEAST_SAVED_FEW else 1
 
 
 def time_of_few(work_tiles: int, query_tiles: int, num_sms: int) -> int:
@@ -70,15 +70,10 @@ def time_of_few(work_tiles: int, query_tiles: int, num_sms: int) -> int:
 
     work_tiles: key tiles of all heads, fewer than num_sms, the multiprocessors. query_tiles: of each
     """
-    found = _fastest_parts("query_tiles", LEAST_PART_TILES, PART_TILES)
-    return _values(found, work_tiles, num_sms, query_tiles)["end_time"]
-
-
-def _values(found: Mapping[str, Expression], work_tiles: int, num_sms: int, tiles: int) -> dict[str, int]:
-    values = {"work_tiles": work_tiles, "num_sms": num_sms, "key_tiles": tiles, "query_tiles": tiles}
-    for name, expression in found.items():
+    values = {"work_tiles": work_tiles, "num_sms": num_sms, "query_tiles": query_tiles}
+    for name, expression in _fastest_parts("query_tiles", LEAST_PART_TILES, PART_TILES).items():
         values[name] = evaluate(expression, values)
-    return values
+    return values["end_time"]
 
 
 def _fastest_parts(
@@ -111,12 +106,12 @@ def _fastest_parts(
     return found
 
 
-def _query_tiles(build: Build) -> Expression:
+def num_work_tiles(tile_m: int, *, is_varlen: bool) -> Expression:
     """Returns the query tiles of all heads; with variable lengths at least as many."""
-    of_longest = f"ceil_div(num_queries, {build.tile_m}) * batch"
-    if not build.has("varlen"):
+    of_longest = f"ceil_div(num_queries, {tile_m}) * batch"
+    if not is_varlen:
         return f"{of_longest} * num_heads"
-    return f"min({of_longest}, div(tokens_q, {build.tile_m}) + batch) * num_heads"
+    return f"min({of_longest}, div(tokens_q, {tile_m}) + batch) * num_heads"
 
 
 def key_tiles(build: Build) -> dict[str, Expression]:
