@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -109,17 +109,20 @@ def order_key(build: Build) -> tuple[int | bool, ...]:
     )
 
 
-def preferred_when(build: Build) -> Expression:
+def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expression:
     """Returns the rule that is 1 if the planner has this kernel for a call of such sizes, among those that take it.
 
     Never 1 for a kernel whose sizes no rule describes: the planner chooses it for the lengths of one problem.
+
+    others: the other kernels with the same facts
     """
     if build.variant == MULTICAST:
         return f"min(num_queries, num_keys) >= {sm90.MULTICAST_LENGTH}"
     if build.variant == QUERY_HEADS:
         return f"{sm90.QUERY_HEADS_WORK_TILES} * num_sms > {_key_tiles(build)} * num_heads_key"
     if build.variant == SPLIT_KV:
-        return tile_time.preferred_in_parts(build, _tile_of_long_sequences(build))
+        in_parts = [other for other in others if other.variant == SPLIT_KV and other != build]
+        return tile_time.preferred_in_parts(build, _tile_of_long_sequences(build), in_parts)
     if build.kind in ROW_KINDS:
         return ALWAYS
     if build.body.lengths != "any":

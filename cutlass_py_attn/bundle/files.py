@@ -323,7 +323,10 @@ def _for_its_lengths(problem: AnyProblem, arch: str, kernels: Callable[[Build], 
     """Yields a target for each variant that the planner prefers for the lengths of the problem and calls alike."""
     limits = architecture(arch)
     found: set[str] = set()
-    for plan in planner.plans(problem, arch) if isinstance(problem, Problem) and not limits.is_portable else ():
+    if not isinstance(problem, Problem) or limits.is_portable:
+        return
+    first, *others = planner.plans(problem, arch)
+    for plan in (first, *(plan for plan in others if plan.build.family == first.build.family)):
         build = plan.build
         if build.variant not in found and build.body.lengths != "any" and preferred_when(build) != NEVER:
             with contextlib.suppress(CompileError, Stale):

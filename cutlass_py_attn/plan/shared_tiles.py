@@ -39,29 +39,33 @@ def query_tiles(build: Build) -> dict[str, Expression]:
     These are the tiles that remain after the whole rounds; in variant split_kv all tiles, if they are fewer than the
     SMs. work_tiles: query tiles of all heads; with variable lengths there are no more.
     """
-    is_varlen = build.has("varlen")
     if build.variant == SPLIT_KV:
-        return few_query_tiles(build.tile_m, build.tile_n, is_varlen=is_varlen)
+        return few_query_tiles(build.tile_m, build.tile_n, is_varlen=build.has("varlen"))
     least = ceil_div(LEAST_SAVED, build.tile_n * (build.columns + build.columns_value))
     saved = f"key_tiles - end_time + {PART_KEY_TILES}"
     is_faster = f"(work_tiles > num_sms) * (remaining_tiles > 0) * ({saved} >= {least})"
-    return _query_tiles(build.tile_m, build.tile_n, is_varlen, is_faster)
-
-
-def few_query_tiles(tile_m: int, tile_n: int, *, is_varlen: bool) -> dict[str, Expression]:
-    """Returns `query_tiles` of variant split_kv with this tile."""
-    is_faster = f"(num_sms > work_tiles) * (key_tiles - end_time >= {LEAST_SAVED_FEW})"
-    return _query_tiles(tile_m, tile_n, is_varlen, is_faster)
-
-
-def _query_tiles(tile_m: int, tile_n: int, is_varlen: bool, is_faster: Expression) -> dict[str, Expression]:
-    """Returns `query_tiles` of a tile; is_faster: whether the fastest parts are worth the kernel that joins them."""
     return {
-        "work_tiles": num_work_tiles(tile_m, is_varlen=is_varlen),
-        "key_tiles": f"ceil_div(num_keys, {tile_n})",
+        "work_tiles": num_work_tiles(build.tile_m, is_varlen=build.has("varlen")),
+        "key_tiles": f"ceil_div(num_keys, {build.tile_n})",
         **_fastest_parts("key_tiles", LEAST_PART_KEY_TILES, PART_KEY_TILES, rounds=1),
         "num_splits_key": f"1 + {is_faster} * (fastest_splits - 1)",
         "shared_tiles": "(num_splits_key > 1) * remaining_tiles",
+    }
+
+
+def few_query_tiles(tile_m: int, tile_n: int, *, is_varlen: bool) -> dict[str, Expression]:
+    """Returns `query_tiles` of variant split_kv with this tile: the parts take one round.
+
+    most_splits: parts of each query tile that all SMs compute at the same time
+    """
+    parts = f"max(min(div(num_sms, max(work_tiles, 1)), div(key_tiles, {LEAST_PART_KEY_TILES})), 1)"
+    saves_enough = f"key_tiles - ceil_div(key_tiles, most_splits) >= {PART_KEY_TILES + LEAST_SAVED_FEW}"
+    return {
+        "work_tiles": num_work_tiles(tile_m, is_varlen=is_varlen),
+        "key_tiles": f"ceil_div(num_keys, {tile_n})",
+        "most_splits": parts,
+        "num_splits_key": f"1 + (num_sms > work_tiles) * ({saves_enough}) * (most_splits - 1)",
+        "shared_tiles": "(num_splits_key > 1) * work_tiles",
     }
 
 

@@ -15,6 +15,7 @@ What decides between few whole work tiles and their parts is an expression, whic
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -220,7 +221,7 @@ def _visited(problem: Problem, tile: TileConfig) -> list[int]:
     return [max(end - first, 1) for first, end in firsts_and_ends]
 
 
-def _longest(tile: TileConfig, speed: TileSpeed, form: str, splits: Expression = "1") -> Expression:
+def _longest(tile: TileConfig | Build, speed: TileSpeed, form: str, splits: Expression = "1") -> Expression:
     """Returns the time of the longest work tile, which has the last query, or of the longest of its parts.
 
     form: of the mask, without a window. splits: the parts of a work tile
@@ -233,7 +234,7 @@ def _longest(tile: TileConfig, speed: TileSpeed, form: str, splits: Expression =
     return f"{_start(tile, speed, form)} + {visited} * {speed.key_tile}"
 
 
-def _start(tile: TileConfig, speed: TileSpeed, form: str) -> int:
+def _start(tile: TileConfig | Build, speed: TileSpeed, form: str) -> int:
     return speed.start + (form == "causal") * EDGE * tile.tile_m // EDGE_ROWS
 
 
@@ -273,26 +274,39 @@ def _time_in_parts(problem: Problem, tile: TileConfig, speed: TileSpeed, sizes: 
     return time
 
 
-def _in_parts(tile: TileConfig, speed: TileSpeed, form: str, head_dim_value: int) -> Expression:
+def _in_parts(tile: TileConfig | Build, speed: TileSpeed, form: str, head_dim_value: int) -> Expression:
     """Returns the estimated time of few query tiles in parts, over the names of `shared_tiles.few_query_tiles`."""
     stored = f"work_tiles * num_splits_key * {tile.tile_m * head_dim_value * F32_BYTES}"
     return f"{LAUNCH + JOIN} + div({stored}, {JOIN_BYTES}) + {_longest(tile, speed, form, 'num_splits_key')}"
 
 
-def preferred_in_parts(build: Build, usual: TileConfig) -> Expression:
-    """Returns the rule that is 1 if a kernel of variant split_kv is estimated to be faster than a tile; "0" for never.
+def preferred_in_parts(build: Build, usual: TileConfig, others: Iterable[Build] = ()) -> Expression:
+    """Returns the rule that is 1 if a kernel of variant split_kv is estimated to be the fastest; "0" for never.
 
-    usual: a tile of at least as many query rows, so that its work tiles are fewer than the SMs too
+    usual: a tile without parts, of at least as many query rows, so that its work tiles are fewer than the SMs too
+    others: kernels of variant split_kv with other tiles; of the fastest ones each has 1
     """
     speeds = _speeds_of(build)
     known = {} if speeds is None else speeds.tiles
-    tile = TileConfig.of(build)
-    speed, usual_speed = (known.get((it.tile_m, it.tile_n)) for it in (tile, usual))
+    speed, usual_speed = (known.get((it.tile_m, it.tile_n)) for it in (build, usual))
     if speed is None or usual_speed is None or speed.is_single:
         return "0"
-    chosen = _in_parts(tile, speed, build.mask, build.head_dim_value)
+    chosen = _in_parts(build, speed, build.mask, build.head_dim_value)
     whole = f"{LAUNCH} + {_longest(usual, usual_speed, build.mask)}"
-    return f"(num_splits_key > 1) * ({_gain_rule(chosen, whole)})"
+    rule = f"(num_splits_key > 1) * ({_gain_rule(chosen, whole)})"
+    for other in others:
+        if other_speed := known.get((other.tile_m, other.tile_n)):
+            rules = shared_tiles.query_tiles(other)
+            time = _inlined(_in_parts(other, other_speed, other.mask, other.head_dim_value), rules)
+            rule += f" * (({_inlined('num_splits_key', rules)} == 1) + ({chosen} <= {time}) > 0)"
+    return rule
+
+
+def _inlined(expression: Expression, rules: dict[str, Expression]) -> Expression:
+    """Returns an expression with the rules in place of their names, of which each names those before it alone."""
+    for name, rule in reversed(rules.items()):
+        expression = re.sub(rf"\b{name}\b", f"({rule})", expression)
+    return expression
 
 
 def _speeds(problem: Problem) -> dict[tuple[int, int], TileSpeed]:

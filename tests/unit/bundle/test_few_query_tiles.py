@@ -124,3 +124,23 @@ def test_few_long_sequences_have_parts_before_clusters(tmp_path: Path) -> None:
     names = {"num_queries": 4096, "num_keys": 4096}
     assert expressions.evaluate(preferred_when(builds[2]), names) == 1
     assert is_preferred(preferred_when(builds[1]), problem, builds[1], 132)
+
+
+@pytest.mark.parametrize("sizes", ["b1_h4_full", "b1_h8k2_causal_br", "b1_h4_causal_paged64"])
+@pytest.mark.parametrize("dims", ["d64", "d128", "d256"])
+def test_of_several_tiles_in_parts_the_planner_s_is_preferred(dims: str, sizes: str) -> None:
+    """A library with the kernels of all of them tries the planner's first, or one of the same estimated time."""
+    seen = set()
+    for lengths, num_sms in itertools.product(("q60_s16000", "q512_s9000", "q700_s3000", "q1500_s5000"), (132, 78)):
+        problem = problem_of(f"bf16_{dims}_{lengths}_{sizes}")
+        builds = in_parts(problem)
+        preferred = [
+            (build.tile_m, build.tile_n)
+            for build in sorted(builds, key=order_key)
+            if is_preferred(preferred_when(build, builds), problem, build, num_sms)
+        ]
+        tiles = sm90.applicable(problem, sm90_tiles(problem), num_sms)
+        wanted = [(tile.tile_m, tile.tile_n) for tile in tiles if tile.variant == SPLIT_KV][:1]
+        assert preferred == wanted
+        seen |= {*wanted}
+    assert len(seen) > 1
