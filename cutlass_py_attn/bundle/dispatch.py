@@ -3,27 +3,28 @@
 A kernel takes a call if the call has its facts, its conditions hold, and the device runs it. The first such kernel is
 chosen: decode before sm90 before sm80, wide loads before narrow ones, the newest target first. A kernel that is for
 calls of some sizes alone is tried for these before the others of its family, and for other calls after them
-(`preferred_when`): decode kernels for their number of query rows, sm90 kernels for long sequences or few key tiles.
+(`preferred_when`): decode kernels for their number of query rows, sm90 kernels for long sequences, few key tiles, or
+few query tiles of many keys.
 """
 
 from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.bundle.rules import AnyProblem, direction_of, features_of
-from cutlass_py_attn.plan import decode, resources, sm90
+from cutlass_py_attn.plan import decode, resources, sm90, tile_time
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.expressions import Expression
 from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.tiles import decode_tiles
-from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS, STANDARD
+from cutlass_py_attn.plan.tiles import decode_tiles, sm90_tiles
+from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS, SPLIT_KV, STANDARD
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
@@ -101,21 +102,27 @@ def order_key(build: Build) -> tuple[int | bool, ...]:
         limits.is_portable,
         -major,
         -minor,
+        build.variant != SPLIT_KV,  # before variant multicast, which leaves SMs idle where both are preferred
         build.tile_m,
         build.tile_n,
         build.variant == STANDARD,  # takes every scale, and is slower than variant ds_registers
     )
 
 
-def preferred_when(build: Build) -> Expression:
+def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expression:
     """Returns the rule that is 1 if the planner has this kernel for a call of such sizes, among those that take it.
 
     Never 1 for a kernel whose sizes no rule describes: the planner chooses it for the lengths of one problem.
+
+    others: the other kernels with the same facts
     """
     if build.variant == MULTICAST:
         return f"min(num_queries, num_keys) >= {sm90.MULTICAST_LENGTH}"
     if build.variant == QUERY_HEADS:
         return f"{sm90.QUERY_HEADS_WORK_TILES} * num_sms > {_key_tiles(build)} * num_heads_key"
+    if build.variant == SPLIT_KV:
+        in_parts = [other for other in others if other.variant == SPLIT_KV and other != build]
+        return tile_time.preferred_in_parts(build, _tile_of_long_sequences(build), in_parts)
     if build.kind in ROW_KINDS:
         return ALWAYS
     if build.body.lengths != "any":
@@ -151,6 +158,14 @@ def _key_tiles(build: Build) -> Expression:
     """Returns the key tiles of one head over the whole batch; num_keys is the length of the longest sequence."""
     tiles = f"batch * ceil_div(num_keys, {build.tile_n})"
     return f"min({tiles}, div(tokens_k, {build.tile_n}) + batch)" if build.has("varlen") else tiles
+
+
+def _tile_of_long_sequences(build: Build) -> TileConfig:
+    """Returns the first tile of sm90 forwards of any lengths with the dtype, head dims and mask of a build."""
+    dims = f"{SHORT_NAMES[build.dtype]}_d{build.head_dim}v{build.head_dim_value}"
+    problem = spec.parse(f"{dims}_s{tile_time.LONG_LENGTH}_b1_h1_{build.mask}").problem("forward")
+    num_sms = architecture(build.arch).num_sms
+    return sm90.applicable(problem, sm90_tiles(problem), num_sms, any_length=True)[0]
 
 
 @dataclass(frozen=True, slots=True)

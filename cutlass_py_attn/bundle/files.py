@@ -322,11 +322,16 @@ def _best(problem: AnyProblem, arch: str, kernels: Callable[[Build], Artifact]) 
 def _for_its_lengths(problem: AnyProblem, arch: str, kernels: Callable[[Build], Artifact]) -> Iterator[Target]:
     """Yields a target for each variant that the planner prefers for the lengths of the problem and calls alike."""
     limits = architecture(arch)
-    for plan in planner.plans(problem, arch) if isinstance(problem, Problem) and not limits.is_portable else ():
-        if plan.build.body.lengths != "any" and preferred_when(plan.build) != NEVER:
+    found: set[str] = set()
+    if not isinstance(problem, Problem) or limits.is_portable:
+        return
+    first, *others = planner.plans(problem, arch)
+    for plan in (first, *(plan for plan in others if plan.build.family == first.build.family)):
+        build = plan.build
+        if build.variant not in found and build.body.lengths != "any" and preferred_when(build) != NEVER:
             with contextlib.suppress(CompileError, Stale):
-                yield Target(problem, plan, artifact_of(plan.build, kernels), limits.num_sms)
-                return
+                yield Target(problem, plan, artifact_of(build, kernels), limits.num_sms)
+                found.add(build.variant)
 
 
 def _preference(target: Target) -> tuple[int, bool, tuple[int, int]]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn import __version__
 from cutlass_py_attn.artifact import Artifact, Kernel
-from cutlass_py_attn.bundle.dispatch import preferred_when
+from cutlass_py_attn.bundle.dispatch import Facts, facts_of, preferred_when
 from cutlass_py_attn.bundle.numbers import meaning
 from cutlass_py_attn.bundle.rules import (
     AnyProblem,
@@ -61,6 +61,9 @@ def manifest(name: str, targets: Sequence[Target], files: Mapping[str, bytes]) -
     not give the plan's number.
     """
     problems: dict[AnyProblem, Json] = {}
+    of_facts: dict[Facts, dict[Build, None]] = {}
+    for target in targets:
+        of_facts.setdefault(facts_of(target.problem, target.plan.build), {})[target.plan.build] = None
     for target in targets:
         problem, build = target.problem, target.plan.build
         rules = rules_of(problem, build)
@@ -76,7 +79,7 @@ def manifest(name: str, targets: Sequence[Target], files: Mapping[str, bytes]) -
             "pointers": {key: dataclasses.asdict(item) for key, item in rules.pointers.items()},
             "targets": [],
         })  # fmt: skip
-        found["targets"].append(_target(target, rules))
+        found["targets"].append(_target(target, rules, of_facts[facts_of(problem, build)]))
     toolchains = sorted({target.artifact.toolchain for target in targets})
     return sealed({
         "format": FORMAT,
@@ -111,7 +114,7 @@ def _names_of(rules: Rules, num_sms: int) -> dict[str, float]:
     return found
 
 
-def _target(target: Target, rules: Rules) -> Json:
+def _target(target: Target, rules: Rules, with_its_facts: Iterable[Build]) -> Json:
     problem, plan, build = target.problem, target.plan, target.plan.build
     _expect_kernels(target)
     given = rules.inputs
@@ -141,7 +144,7 @@ def _target(target: Target, rules: Rules) -> Json:
         "conditions": [{"rule": rule, "says": says} for rule, says in rules.conditions],
         "definitions": [{"name": name, "rule": rule, "value": names[name]} for name, rule in rules.definitions.items()],
         "limits": [{"rule": rule, "says": says} for rule, says in rules.limits],
-        "preferred_when": preferred_when(build),
+        "preferred_when": preferred_when(build, with_its_facts),
         "struct": _struct(plan, rules, names),
         "workspace": _workspace(plan, rules, names),
         "launches": list(_launches(target, rules, names)),

@@ -8,7 +8,6 @@ would leave many SMs idle. Work tiles that are fewer than the SMs are all in par
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
@@ -42,13 +41,12 @@ def query_tiles(build: Build) -> dict[str, Expression]:
     SMs. work_tiles: query tiles of all heads; with variable lengths there are no more.
     """
     if build.variant == SPLIT_KV:
-        is_faster = f"(work_tiles < num_sms) * (key_tiles - end_time >= {LEAST_SAVED_FEW})"
-    else:
-        least = ceil_div(LEAST_SAVED, build.tile_n * (build.columns + build.columns_value))
-        saved = f"key_tiles - end_time + {PART_KEY_TILES}"
-        is_faster = f"(work_tiles > num_sms) * (remaining_tiles > 0) * ({saved} >= {least})"
+        return few_query_tiles(build.tile_m, build.tile_n, is_varlen=build.has("varlen"))
+    least = ceil_div(LEAST_SAVED, build.tile_n * (build.columns + build.columns_value))
+    saved = f"key_tiles - end_time + {PART_KEY_TILES}"
+    is_faster = f"(work_tiles > num_sms) * (remaining_tiles > 0) * ({saved} >= {least})"
     return {
-        "work_tiles": _query_tiles(build),
+        "work_tiles": num_work_tiles(build.tile_m, is_varlen=build.has("varlen")),
         "key_tiles": f"ceil_div(num_keys, {build.tile_n})",
         **_fastest_parts("key_tiles", LEAST_PART_KEY_TILES, PART_KEY_TILES, rounds=1),
         "num_splits_key": f"1 + {is_faster} * (fastest_splits - 1)",
@@ -56,14 +54,20 @@ def query_tiles(build: Build) -> dict[str, Expression]:
     }
 
 
-def parts_of_few(work_tiles: int, key_tiles: int, num_sms: int) -> int:
-    """Returns the parts that each of few query tiles is in; 1 if parts save too little.
+def few_query_tiles(tile_m: int, tile_n: int, *, is_varlen: bool) -> dict[str, Expression]:
+    """Returns `query_tiles` of variant split_kv with this tile: the parts take one round.
 
-    work_tiles: query tiles of all heads, fewer than num_sms, the multiprocessors. key_tiles: of each
+    most_splits: parts of each query tile that all SMs compute at the same time
     """
-    parts = _fastest_parts("key_tiles", LEAST_PART_KEY_TILES, PART_KEY_TILES, rounds=1)
-    found = _values(parts, work_tiles, num_sms, key_tiles)
-    return found["fastest_splits"] if key_tiles - found["end_time"] >= LEAST_SAVED_FEW else 1
+    parts = f"max(min(div(num_sms, max(work_tiles, 1)), div(key_tiles, {LEAST_PART_KEY_TILES})), 1)"
+    saves_enough = f"key_tiles - ceil_div(key_tiles, most_splits) >= {PART_KEY_TILES + LEAST_SAVED_FEW}"
+    return {
+        "work_tiles": num_work_tiles(tile_m, is_varlen=is_varlen),
+        "key_tiles": f"ceil_div(num_keys, {tile_n})",
+        "most_splits": parts,
+        "num_splits_key": f"1 + (num_sms > work_tiles) * ({saves_enough}) * (most_splits - 1)",
+        "shared_tiles": "(num_splits_key > 1) * work_tiles",
+    }
 
 
 @functools.lru_cache(maxsize=1024)  # several tiles of a problem ask for the same
@@ -72,15 +76,10 @@ def time_of_few(work_tiles: int, query_tiles: int, num_sms: int) -> int:
 
     work_tiles: key tiles of all heads, fewer than num_sms, the multiprocessors. query_tiles: of each
     """
-    found = _fastest_parts("query_tiles", LEAST_PART_TILES, PART_TILES)
-    return _values(found, work_tiles, num_sms, query_tiles)["end_time"]
-
-
-def _values(found: Mapping[str, Expression], work_tiles: int, num_sms: int, tiles: int) -> dict[str, int]:
-    values = {"work_tiles": work_tiles, "num_sms": num_sms, "key_tiles": tiles, "query_tiles": tiles}
-    for name, expression in found.items():
+    values = {"work_tiles": work_tiles, "num_sms": num_sms, "query_tiles": query_tiles}
+    for name, expression in _fastest_parts("query_tiles", LEAST_PART_TILES, PART_TILES).items():
         values[name] = evaluate(expression, values)
-    return values
+    return values["end_time"]
 
 
 def _fastest_parts(
@@ -113,12 +112,12 @@ def _fastest_parts(
     return found
 
 
-def _query_tiles(build: Build) -> Expression:
+def num_work_tiles(tile_m: int, *, is_varlen: bool) -> Expression:
     """Returns the query tiles of all heads; with variable lengths at least as many."""
-    of_longest = f"ceil_div(num_queries, {build.tile_m}) * batch"
-    if not build.has("varlen"):
+    of_longest = f"ceil_div(num_queries, {tile_m}) * batch"
+    if not is_varlen:
         return f"{of_longest} * num_heads"
-    return f"min({of_longest}, div(tokens_q, {build.tile_m}) + batch) * num_heads"
+    return f"min({of_longest}, div(tokens_q, {tile_m}) + batch) * num_heads"
 
 
 def key_tiles(build: Build) -> dict[str, Expression]:

@@ -240,9 +240,10 @@ def applicable(
         usual = tile_time.fastest_first(problem, found, num_sms)
         if not usual or _split_kv_objection(problem, usual[0]):
             return usual
-        split = [replace(tile, variant=SPLIT_KV) for tile in found if tile.variant == STANDARD]
-        in_parts = (with_options(problem, tile) for tile in split)
-        return [*tile_time.faster_in_parts(problem, in_parts, usual[0], num_sms), *usual]
+        standard = (tile for tile in found if tile.variant == STANDARD)
+        faster = tile_time.faster_in_parts(problem, standard, usual[0], num_sms)
+        in_parts = (replace(tile, variant=SPLIT_KV) for tile in faster)
+        return [*(with_options(problem, tile) for tile in in_parts), *usual]
     lengths = {tile: VARIANTS[problem.direction, "sm90", tile.variant].lengths for tile in found}
     return [
         tile

@@ -1,49 +1,53 @@
 """Tile time: which tile of a short forward of the sm90 family is estimated to be the fastest.
 
 A short sequence fills few tiles, so that much of their work is padding, and the blocks share few work tiles. The
-estimate, in microseconds on an H200, counts both:
+estimate, in nanoseconds on an H200, counts both:
 
     work tile   start + edge, if the mask is causal, + key_tile for each key tile that it visits
     problem     LAUNCH + the work tiles in turn on all blocks, but no less than the longest of them
 
 Work tiles that are fewer than the SMs can be in parts, each with some of the key tiles (`shared_tiles.py`):
 
-    problem     LAUNCH + JOIN + JOIN_BYTES for what parts store + a part of the longest work tile
+    problem     LAUNCH + JOIN + the time for what parts store + a part of the longest work tile
+
+What decides between few whole work tiles and their parts is an expression, which a bundle prints as a rule too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.shared_tiles import parts_of_few
+from cutlass_py_attn.plan import shared_tiles, tile_order
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.expressions import Expression, evaluate
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.variants import SPLIT_KV
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, Shape
 
-LEAST_GAIN: Final = 0.05  # part of the estimated time that another tile must save, because the estimates are not exact
-LAUNCH: Final = 7.1  # microseconds of a launch beside its work tiles
-GRAPH_LAUNCH: Final = 3.2  # the same in a CUDA graph, where a part of a short time that is saved is larger
-JOIN: Final = 2.0  # microseconds of the kernel that joins parts
-JOIN_BYTES: Final = 0.5e-6  # microseconds for each byte of partial outputs, which are stored and loaded
-EDGE: Final = 0.42 / 128  # microseconds for each row of a work tile with a causal mask: its key tiles on the diagonal
+LEAST_GAIN: Final = 5  # percent of the estimated time that another tile must save, as the estimates are not exact
+LAUNCH: Final = 7100  # nanoseconds of a launch beside its work tiles
+GRAPH_LAUNCH: Final = 3200  # the same in a CUDA graph, where a part of a short time that is saved is larger
+JOIN: Final = 2000  # nanoseconds of the kernel that joins parts
+JOIN_BYTES: Final = 2000  # bytes of partial outputs that are stored and loaded in a nanosecond
+EDGE, EDGE_ROWS = 420, 128  # nanoseconds for so many rows of a work tile on the diagonal of a causal mask
 
 
 @dataclass(frozen=True, slots=True)
 class TileSpeed:
-    """How fast a tile is computed, in microseconds.
+    """How fast a tile is computed, in nanoseconds.
 
     start: of a work tile, beside its key tiles: the first load, the last product, the store
     key_tile: of a key tile
     is_single: whether the tile is for keys of one tile alone, with neither a loop nor a rescaling
     """
 
-    start: float
-    key_tile: float
+    start: int
+    key_tile: int
     is_single: bool = False
 
 
@@ -61,37 +65,37 @@ FORWARD: Final = {
     64: TileSpeeds(
         longest=2048,
         tiles={
-            (192, 128): TileSpeed(start=1.1, key_tile=1.44),
-            (128, 128): TileSpeed(start=0.86, key_tile=1.12),
-            (128, 208): TileSpeed(start=0.86, key_tile=1.91, is_single=True),
-            (64, 128): TileSpeed(start=0.4, key_tile=0.84),
-            (64, 64): TileSpeed(start=0.3, key_tile=0.5),
+            (192, 128): TileSpeed(start=1100, key_tile=1440),
+            (128, 128): TileSpeed(start=860, key_tile=1120),
+            (128, 208): TileSpeed(start=860, key_tile=1910, is_single=True),
+            (64, 128): TileSpeed(start=400, key_tile=840),
+            (64, 64): TileSpeed(start=300, key_tile=500),
         },
     ),
     96: TileSpeeds(
         longest=2048,
         tiles={
-            (192, 112): TileSpeed(start=1.38, key_tile=1.6),
-            (192, 96): TileSpeed(start=1.38, key_tile=1.4),
-            (128, 128): TileSpeed(start=0.93, key_tile=1.35),
-            (128, 208): TileSpeed(start=0.93, key_tile=2.31, is_single=True),
-            (64, 128): TileSpeed(start=0.5, key_tile=0.95),
-            (64, 64): TileSpeed(start=0.35, key_tile=0.56),
+            (192, 112): TileSpeed(start=1380, key_tile=1600),
+            (192, 96): TileSpeed(start=1380, key_tile=1400),
+            (128, 128): TileSpeed(start=930, key_tile=1350),
+            (128, 208): TileSpeed(start=930, key_tile=2310, is_single=True),
+            (64, 128): TileSpeed(start=500, key_tile=950),
+            (64, 64): TileSpeed(start=350, key_tile=560),
         },
     ),
     128: TileSpeeds(
         longest=2048,
         tiles={
-            (128, 128): TileSpeed(start=2.0, key_tile=1.37),
-            (64, 128): TileSpeed(start=1.0, key_tile=1.07),
-            (64, 64): TileSpeed(start=0.6, key_tile=0.64),
+            (128, 128): TileSpeed(start=2000, key_tile=1370),
+            (64, 128): TileSpeed(start=1000, key_tile=1070),
+            (64, 64): TileSpeed(start=600, key_tile=640),
         },
     ),
     256: TileSpeeds(
         longest=2048,
         tiles={
-            (128, 64): TileSpeed(start=2.7, key_tile=1.12),
-            (64, 64): TileSpeed(start=1.4, key_tile=0.9),
+            (128, 64): TileSpeed(start=2700, key_tile=1120),
+            (64, 64): TileSpeed(start=1400, key_tile=900),
         },
     ),
 }
@@ -141,8 +145,16 @@ def _one_tile(problem: Problem, num_sms: int) -> tuple[int, int] | None:
 
 
 def _saves_enough(chosen: float, usual: float) -> bool:
+    return bool(evaluate(_SAVES_ENOUGH, {"chosen": chosen, "usual": usual}))
+
+
+def _gain_rule(chosen: Expression, usual: Expression) -> Expression:
+    """Returns the rule that is 1 if the first estimate is lower by LEAST_GAIN, both in a CUDA graph."""
     in_graph = LAUNCH - GRAPH_LAUNCH
-    return chosen - in_graph <= (1 - LEAST_GAIN) * (usual - in_graph)
+    return f"100 * ({chosen} - {in_graph}) <= {100 - LEAST_GAIN} * ({usual} - {in_graph})"
+
+
+_SAVES_ENOUGH: Final = _gain_rule("chosen", "usual")
 
 
 def is_single(tile: TileConfig) -> bool:
@@ -168,18 +180,34 @@ def reason(problem: Problem, tile: TileConfig, tiles: Iterable[TileConfig], num_
 
 
 def estimate(problem: Problem, tile: TileConfig, num_sms: int) -> float | None:
-    """Returns the estimated microseconds of a short problem with a tile; None if the speed is not known."""
+    """Returns the estimated nanoseconds of a short problem with a tile; None if the speed is not known."""
     speed = _speeds(problem).get((tile.tile_m, tile.tile_n))
-    return None if speed is None else _estimate(problem, tile, speed, num_sms)
+    return None if speed is None else _estimate(problem, tile, speed, _sizes(problem, num_sms))
 
 
-def _estimate(problem: Problem, tile: TileConfig, speed: TileSpeed, num_sms: int) -> float:
-    heads, start = problem.shape.batch * problem.shape.num_heads, _start(problem, tile, speed)
-    times = [start + visited * speed.key_tile for visited in _visited(problem, tile)]
+def _estimate(problem: Problem, tile: TileConfig, speed: TileSpeed, sizes: Mapping[str, int]) -> float:
+    form, num_sms = problem.mask.form, sizes["num_sms"]
+    work_tiles = evaluate(_work_tiles(problem, tile), sizes)
+    longest = evaluate(_longest(tile, speed, form), sizes)
+    if form != "causal" or work_tiles <= num_sms:
+        return LAUNCH + ceil_div(work_tiles, num_sms) * longest
     # Of a causal mask the longest work tiles come first, so that the blocks end at about the same time.
-    if problem.mask.form == "causal":
-        return LAUNCH + max(heads * sum(times) / num_sms, max(times))
-    return LAUNCH + ceil_div(heads * len(times), num_sms) * times[0]
+    heads, visited = sizes["batch"] * sizes["num_heads"], _visited(problem, tile)
+    total = heads * (len(visited) * _start(tile, speed, form) + sum(visited) * speed.key_tile)
+    return LAUNCH + max(total / num_sms, longest)
+
+
+def _sizes(problem: Problem, num_sms: int) -> dict[str, int]:
+    """Returns the values of the names in the expressions of this module and of `shared_tiles.few_query_tiles`."""
+    shape, mask = problem.shape, problem.mask
+    names = "batch", "num_heads", "num_queries", "num_keys"
+    found = {name: getattr(shape, name) for name in names} | {"num_sms": num_sms}
+    found |= {"window_right": mask.edges[1], "bottom_right": int(mask.bottom_right)}
+    return found if shape.tokens is None else found | {"tokens_q": shape.tokens[0]}
+
+
+def _work_tiles(problem: Problem, tile: TileConfig) -> Expression:
+    return shared_tiles.num_work_tiles(tile.tile_m, is_varlen=problem.shape.tokens is not None)
 
 
 def _visited(problem: Problem, tile: TileConfig) -> list[int]:
@@ -193,45 +221,92 @@ def _visited(problem: Problem, tile: TileConfig) -> list[int]:
     return [max(end - first, 1) for first, end in firsts_and_ends]
 
 
-def faster_in_parts(problem: Problem, tiles: Iterable[TileConfig], usual: TileConfig, num_sms: int) -> list[TileConfig]:
-    """Returns the tiles for few query tiles in parts, the fastest first, if it is estimated to be faster than `usual`.
+def _longest(tile: TileConfig | Build, speed: TileSpeed, form: str, splits: Expression = "1") -> Expression:
+    """Returns the time of the longest work tile, which has the last query, or of the longest of its parts.
 
-    tiles: of variant split_kv. usual: the tile that the planner has without parts. None is faster if it saves less than
-    LEAST_GAIN, or if the speed of `usual` is not known. Sequences of several lengths count as the longest.
+    form: of the mask, without a window. splits: the parts of a work tile
+    """
+    seen = "num_keys"
+    if form == "causal":
+        seen = "min(num_keys, num_queries + window_right + bottom_right * (num_keys - num_queries))"
+    visited = f"max(ceil_div({seen}, {tile.tile_n}), 1)"
+    visited = visited if splits == "1" else f"ceil_div({visited}, {splits})"
+    return f"{_start(tile, speed, form)} + {visited} * {speed.key_tile}"
+
+
+def _start(tile: TileConfig | Build, speed: TileSpeed, form: str) -> int:
+    return speed.start + (form == "causal") * EDGE * tile.tile_m // EDGE_ROWS
+
+
+def faster_in_parts(problem: Problem, tiles: Iterable[TileConfig], usual: TileConfig, num_sms: int) -> list[TileConfig]:
+    """Returns the tiles whose few query tiles are estimated to be faster in parts than `usual`, the fastest first.
+
+    usual: the tile that the planner has without parts. None is faster if it saves less than LEAST_GAIN, or if the speed
+    of `usual` is not known. Sequences of several lengths count as the longest.
     """
     speeds = _speeds_of(problem.shape)
-    if problem.is_empty or speeds is None or (usual.tile_m, usual.tile_n) not in speeds.tiles:
+    usual_speed = speeds.tiles.get((usual.tile_m, usual.tile_n)) if speeds else None
+    if problem.is_empty or speeds is None or usual_speed is None:
         return []
-    found = {
+    sizes = _sizes(problem, num_sms)
+    known = ((tile, speeds.tiles.get((tile.tile_m, tile.tile_n))) for tile in tiles)
+    times = {
         tile: time
-        for tile in tiles
-        if _num_work_tiles(problem, tile) < num_sms
-        if (time := _estimate_in_parts(problem, tile, speeds, num_sms)) is not None
+        for tile, speed in known
+        if speed is not None and not speed.is_single and evaluate(_work_tiles(problem, tile), sizes) < num_sms
+        if (time := _time_in_parts(problem, tile, speed, sizes)) is not None
     }
-    whole = _estimate(problem, usual, speeds.tiles[usual.tile_m, usual.tile_n], num_sms)
-    if not found or not _saves_enough(min(found.values()), whole):
+    if not times:
         return []
-    return sorted(found, key=found.__getitem__)
+    whole = _estimate(problem, usual, usual_speed, sizes)
+    return [tile for tile in sorted(times, key=times.__getitem__) if _saves_enough(times[tile], whole)]
 
 
-def _num_work_tiles(problem: Problem, tile: TileConfig) -> int:
-    shape = problem.shape
-    return ceil_div(shape.num_queries, tile.tile_m) * shape.batch * shape.num_heads
-
-
-def _estimate_in_parts(problem: Problem, tile: TileConfig, speeds: TileSpeeds, num_sms: int) -> float | None:
-    """Returns the estimated microseconds with parts; None if the kernel then has none, or its speed is not known."""
-    speed, work_tiles = speeds.tiles.get((tile.tile_m, tile.tile_n)), _num_work_tiles(problem, tile)
-    splits = parts_of_few(work_tiles, ceil_div(problem.shape.num_keys, tile.tile_n), num_sms)
-    if speed is None or speed.is_single or splits == 1:
+def _time_in_parts(problem: Problem, tile: TileConfig, speed: TileSpeed, sizes: Mapping[str, int]) -> int | None:
+    """Returns the estimated nanoseconds of few query tiles in parts; None if the kernel has no parts."""
+    values = dict(sizes)
+    rules = shared_tiles.few_query_tiles(tile.tile_m, tile.tile_n, is_varlen=problem.shape.tokens is not None)
+    for name, rule in rules.items():
+        values[name] = evaluate(rule, values)
+    if values["num_splits_key"] == 1:
         return None
-    stored = work_tiles * splits * tile.tile_m * problem.shape.head_dim_value * F32_BYTES
-    visited = ceil_div(max(_visited(problem, tile)), splits)
-    return LAUNCH + JOIN + JOIN_BYTES * stored + _start(problem, tile, speed) + visited * speed.key_tile
+    time: int = evaluate(_in_parts(tile, speed, problem.mask.form, problem.shape.head_dim_value), values)
+    return time
 
 
-def _start(problem: Problem, tile: TileConfig, speed: TileSpeed) -> float:
-    return speed.start + (problem.mask.form == "causal") * EDGE * tile.tile_m
+def _in_parts(tile: TileConfig | Build, speed: TileSpeed, form: str, head_dim_value: int) -> Expression:
+    """Returns the estimated time of few query tiles in parts, over the names of `shared_tiles.few_query_tiles`."""
+    stored = f"work_tiles * num_splits_key * {tile.tile_m * head_dim_value * F32_BYTES}"
+    return f"{LAUNCH + JOIN} + div({stored}, {JOIN_BYTES}) + {_longest(tile, speed, form, 'num_splits_key')}"
+
+
+def preferred_in_parts(build: Build, usual: TileConfig, others: Iterable[Build] = ()) -> Expression:
+    """Returns the rule that is 1 if a kernel of variant split_kv is estimated to be the fastest; "0" for never.
+
+    usual: a tile without parts, of at least as many query rows, so that its work tiles are fewer than the SMs too
+    others: kernels of variant split_kv with other tiles; of the fastest ones each has 1
+    """
+    speeds = _speeds_of(build)
+    known = {} if speeds is None else speeds.tiles
+    speed, usual_speed = (known.get((it.tile_m, it.tile_n)) for it in (build, usual))
+    if speed is None or usual_speed is None or speed.is_single:
+        return "0"
+    chosen = _in_parts(build, speed, build.mask, build.head_dim_value)
+    whole = f"{LAUNCH} + {_longest(usual, usual_speed, build.mask)}"
+    rule = f"(num_splits_key > 1) * ({_gain_rule(chosen, whole)})"
+    for other in others:
+        if other_speed := known.get((other.tile_m, other.tile_n)):
+            rules = shared_tiles.query_tiles(other)
+            time = _inlined(_in_parts(other, other_speed, other.mask, other.head_dim_value), rules)
+            rule += f" * (({_inlined('num_splits_key', rules)} == 1) + ({chosen} <= {time}) > 0)"
+    return rule
+
+
+def _inlined(expression: Expression, rules: dict[str, Expression]) -> Expression:
+    """Returns an expression with the rules in place of their names, of which each names those before it alone."""
+    for name, rule in reversed(rules.items()):
+        expression = re.sub(rf"\b{name}\b", f"({rule})", expression)
+    return expression
 
 
 def _speeds(problem: Problem) -> dict[tuple[int, int], TileSpeed]:
@@ -249,7 +324,7 @@ def _speeds(problem: Problem) -> dict[tuple[int, int], TileSpeed]:
     return speeds.tiles if speeds and max(shape.num_queries, shape.num_keys) <= speeds.longest else {}
 
 
-def _speeds_of(shape: Shape) -> TileSpeeds | None:
+def _speeds_of(dims: Shape | Build) -> TileSpeeds | None:
     """Returns the speeds of tiles for these head dims; None if nobody measured any."""
-    widest = max(shape.head_dim, shape.head_dim_value)
+    widest = max(dims.head_dim, dims.head_dim_value)
     return next((speeds for most, speeds in FORWARD.items() if widest <= most), None)

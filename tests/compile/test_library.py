@@ -44,6 +44,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "f16_d128_q1_s8192_b4_h8_full": (("forward",), ("f16_d128_q3_s256_b1_h1_full",)),
     "f16_d72_s512_b2_h4_window_left30_right9": (("forward",), ("f16_d72_s77_b2_h4_window_left30_right9",)),
     "bf16_d128_s8192_b1_h4_causal": (("forward",), ("bf16_d128_q4096_s5000_b3_h7_causal_br",)),
+    "bf16_d128_q512_s8192_b1_h4_causal_br": (("forward",), ("bf16_d128_q900_s3000_b2_h3_causal_br",)),
     "bf16_d128_s8192_b1_h4k2_causal": (("forward",), ("bf16_d128_q4096_s5000_b3_h6k2_causal_br",)),
     "bf16_d128_q1_s8192_b4_h32k8_full_paged16": (("forward",), ("bf16_d128_q3_s1024_b9_h8k2_full_paged64",)),
     "bf16_d128_q1_s1024_b256_h32k8_full_paged16": (("forward",), ("bf16_d128_q2_s64_b80_h16k2_full_paged2",)),
@@ -56,6 +57,10 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bf16_d128_n512x512,256_h32k8_causal_br_paged16": (
         ("forward",),
         ("bf16_d128_n200x900,33x40_h8k2_causal_br_paged64",),
+    ),
+    "bf16_d128_n500x9000,64x1000_h8k2_causal_br_paged16": (
+        ("forward",),
+        ("bf16_d128_n300x5000,33x40_h4k2_causal_br_paged64", "bf16_d128_n900x9000,5x9000_h32k8_causal_br_paged64"),
     ),
     "bf16_d64_q2_s900_b3_h8k2_window_left200_right0_softcap30_alibib_sinks_paged16": (
         ("forward",),
@@ -278,7 +283,7 @@ def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle
     assert same_bytes > DRAWN // 5
     assert found["same"] > DRAWN // 2
     assert min(found.values()) > DRAWN // 100
-    variants = ("multicast", "query_heads", "2cta", "ds_registers")
+    variants = ("multicast", "split_kv", "query_heads", "2cta", "ds_registers")
     assert kinds >= {"decode", "decode persistent", "sm80", "sm90", *(f"sm90 {name}" for name in variants)}
 
 
