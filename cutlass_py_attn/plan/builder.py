@@ -13,8 +13,7 @@ from cutlass_py_attn.plan.smem_maps import shared_memory_map
 from cutlass_py_attn.plan.split_d import even_head_dim_split
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, OPERANDS, Tensor
-from cutlass_py_attn.score_terms import registry
+from cutlass_py_attn.problem.tensors import BIASES, Tensor
 
 FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
 

@@ -353,10 +353,11 @@ def _tensor_maps(problem: Problem, build: Build, values: Mapping[str, int]) -> I
     """Yields the tensor maps of what TMA loads and stores, in the order of the kernel's parameters."""
     for name in entry_points.tensor_maps(build):
         field = entry_points.mapped_field(name)
-        axis = launch_rules.batch_axis(problem, field)
-        axes = ("batch", "head", "row") if field in BIASES else (axis, "row", "head")
-        strides = zip(axes, getattr(problem, field).strides, strict=False)
-        names = {**values, **{f"{field}_{axis}": stride for axis, stride in strides}}
+        outer = launch_rules.batch_axis(problem, field)
+        axes = ("batch", "head", "row") if field in BIASES else (outer, "row", "head")
+        names = dict(values)
+        for axis, stride in zip(axes, getattr(problem, field).strides, strict=False):
+            names[f"{field}_{axis}"] = stride
         sizes, strides = (
             tuple(evaluate(expression, names) for expression in side) for side in launch_rules.tensor_map(problem, name)
         )

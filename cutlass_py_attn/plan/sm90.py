@@ -129,8 +129,8 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         f"variable lengths with row strides of {RAGGED_STRIDE_BYTES} bytes or more": problem.has_ragged_rows
         and any(_has_far_rows(getattr(problem, name)) for name in _ragged_operands(problem)),
     }
-    of_bias = unsupported_sm90(problem)
-    return *missing, *(name for name, is_present in present.items() if is_present), *of_bias, *_unsupported_pages(problem)
+    found = (name for name, is_present in present.items() if is_present)
+    return *missing, *found, *unsupported_sm90(problem), *_unsupported_pages(problem)
 
 
 def _unsupported_pages(problem: Problem) -> tuple[str, ...]:

@@ -293,8 +293,8 @@ BIAS_BACKWARD: Final = _cases(
     "backward f16_d64_q300_s304_b2_h2_full_bias_softcap4",
 )
 
-# sm90 backwards that write the full gradient of the bias: masks that leave query tiles unvisited, edges of tiles, heads of
-# a group, and a bias that broadcasts although its gradient does not.
+# sm90 backwards that write the full gradient of the bias: masks that leave query tiles unvisited, edges of tiles, heads
+# of a group, and a bias that broadcasts although its gradient does not.
 GRAD_BIAS: Final = _cases(
     "backward bf16_d128_q300_s304_b2_h4_full_biasgrad",
     "backward bf16_d128_q520_s520_b1_h3_causal_biasgrad inputs=rising",
