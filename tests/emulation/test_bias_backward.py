@@ -39,6 +39,7 @@ DS = "64x128x16:3,2+ds_registers"
         ("64x128x16:3,2+per_head", "backward bf16_d128_q64_s64_b1_h2_full_biasgrad seed=15", 16, False),
         ("64x128x16:5,4q32", "backward bf16_d192v128_q100_s144_b1_h1_causal_biasgrad seed=16", 16, False),
         ("64x64x12:4,3", "backward bf16_d64_q150_s72_b1_h1_causal_br_biasgrad_sinks seed=17", 16, True),
+        (DS, "backward bf16_d128_q70_s264_b1_h1_causal_biasgrad seed=18", 16, False),
     ],
 )
 def test_gradients(tile: str, line: str, vector_bytes: int, is_eager: bool, machine_code: MachineCode) -> None:
