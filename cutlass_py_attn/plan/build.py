@@ -182,6 +182,11 @@ class Build:
         """Whether the kernels of the sm90 family read value through a tensor map of its own."""
         return self.family == "sm90" and self.variant not in (MLA, E4M3_CACHE)
 
+    @property
+    def maps_grad_bias(self) -> bool:
+        """Whether the main kernel of the sm90 family writes grad_bias, through a tensor map."""
+        return self.family == "sm90" and self.grad_bias_mode == "main"
+
     def has(self, feature: str) -> bool:
         """Returns whether the kernels have this feature."""
         return feature in self.features

@@ -45,6 +45,8 @@ def tensor_maps(build: Build) -> tuple[str, ...]:
     if build.variant == E4M3_CACHE:  # threads load the codes of key and value
         return ("query",)
     names = _TENSOR_MAPS.get((build.kind, build.family), ())
+    if build.maps_grad_bias:
+        return (*names, "grad_bias")
     return (*names, LAST_VALUE) if build.has("paged") and names else names
 
 

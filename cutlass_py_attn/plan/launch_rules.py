@@ -250,18 +250,22 @@ def bias_axes(tensor: Tensor) -> tuple[Expression, ...]:
 
 
 def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tuple[Expression, ...]]:
-    """Returns (sizes, strides) of an operand's tensor map in elements, innermost axis first, without the innermost 1.
+    """Returns (sizes, strides) of a tensor map in elements, innermost axis first, without the innermost 1.
 
-    With one length the axes are (columns, rows, heads, batch). With variable lengths a copy must end with its sequence,
-    although the rows of other sequences follow. The kernel then reads row r of a sequence, which has n rows and ends
-    before row e, as row RAGGED_ROWS - n + r, so that the map itself ends with the sequence; an axis of its own adds e
-    rows. The last axis subtracts RAGGED_ROWS rows: its only step wraps around the whole address space.
+    With one length the axes are (columns, rows, heads, batch), and those of grad_bias (keys, queries, heads, batch).
+    With variable lengths a copy must end with its sequence, although the rows of other sequences follow. The kernel
+    then reads row r of a sequence, which has n rows and ends before row e, as row RAGGED_ROWS - n + r, so that the map
+    itself ends with the sequence; an axis of its own adds e rows. The last axis subtracts RAGGED_ROWS rows: its only
+    step wraps around the whole address space.
 
     Pools have the axes (columns, rows of a page, heads, pages). The map of the tile of value with the last key is like
     that of variable lengths; its rows are those of all pages, with the rows that lie between two pages.
     """
     field = entry_points.mapped_field(name)
-    outer, rows, heads, columns = shape(problem, field)
+    if field in BIASES:
+        outer, heads, rows, columns = shape(problem, field)
+    else:
+        outer, rows, heads, columns = shape(problem, field)
     is_pool = batch_axis(problem, field) == "page"
     axes = (rows, "row"), (heads, "head"), (outer, batch_axis(problem, field))
     strides = tuple(f"step({size}, {field}_{axis}, {columns})" for size, axis in axes)

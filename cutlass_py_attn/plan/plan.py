@@ -28,7 +28,7 @@ class TensorMap:
     field: struct field with the address of the array
     sizes: of each axis
     strides: of each axis but the innermost, which is contiguous
-    box: elements that one copy loads, of each axis
+    box: elements that one copy loads or stores, of each axis
     swizzle_bytes: width of the shared-memory swizzle (bytes)
     """
 
@@ -46,7 +46,7 @@ class Launch:
     symbol: entry of the cubin
     grid, block: blocks of the grid and threads of a block, along (x, y, z)
     shared_memory_bytes: dynamic shared memory of a block
-    tensor_maps: tensor maps of the operands that TMA loads
+    tensor_maps: tensor maps of what TMA loads and stores
     param_overrides: struct fields that differ from the plan's params
     cluster: neighbouring blocks along x that form a cluster; 1 for none
     is_dependent: whether the kernel waits for the launch before it itself, so that the driver may start it early

@@ -25,7 +25,7 @@ from cutlass_py_attn.plan.tiles import decode_tiles, sm80_tiles, sm90_tiles
 from cutlass_py_attn.plan.variants import STANDARD, VARIANTS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import integer_of, shown
-from cutlass_py_attn.problem.tensors import FLOAT8
+from cutlass_py_attn.problem.tensors import BIASES, FLOAT8
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
 # Struct fields that the sizes of the device decide.
@@ -350,12 +350,14 @@ def _pieces(launch: Launch) -> Iterator[Launch]:
 
 
 def _tensor_maps(problem: Problem, build: Build, values: Mapping[str, int]) -> Iterator[TensorMap]:
-    """Yields the tensor maps of the operands that TMA loads, in the order of the kernel's parameters."""
+    """Yields the tensor maps of what TMA loads and stores, in the order of the kernel's parameters."""
     for name in entry_points.tensor_maps(build):
         field = entry_points.mapped_field(name)
-        outer, row, head, _ = getattr(problem, field).strides
-        axis = launch_rules.batch_axis(problem, field)
-        names = {**values, f"{field}_{axis}": outer, f"{field}_row": row, f"{field}_head": head}
+        outer = launch_rules.batch_axis(problem, field)
+        axes = ("batch", "head", "row") if field in BIASES else (outer, "row", "head")
+        names = dict(values)
+        for axis, stride in zip(axes, getattr(problem, field).strides, strict=False):
+            names[f"{field}_{axis}"] = stride
         sizes, strides = (
             tuple(evaluate(expression, names) for expression in side) for side in launch_rules.tensor_map(problem, name)
         )

@@ -82,7 +82,7 @@ def limits(problem: Problem, build: Build) -> list[Condition]:
 
 
 def mapped(build: Build) -> tuple[str, ...]:
-    """Returns the tensors that the main kernel reads through a tensor map, in the order of its parameters."""
+    """Returns the tensors that the main kernel reads or writes through a tensor map, in the order of its parameters."""
     names = (name for name, _ in entry_points.parameters(build))
     return tuple(name.removeprefix("map_") for name in names if name.startswith("map_"))
 
@@ -155,14 +155,18 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
             if unit > 1:
                 yield f"mod(step({size}, {stride}, 0), {unit}) == 0", f"{stride} must be a multiple of {unit} elements"
             if name in mapped(build):
-                most = MAX_MAP_STRIDE_BYTES // build.item_bytes
-                yield f"step({size}, {stride}, 1) > 0", f"{stride} must be above 0: a tensor map steps forward"
-                yield f"step({size}, {stride}, 1) <= {most}", f"{stride} must be at most {most}, as in any tensor map"
+                yield from _map_stride(build, size, stride)
     if build.reads_value_in_key:
         for axis in (batch_axis(problem, "key"), "row", "head"):
             yield f"value_{axis} == key_{axis}", f"value_{axis} must be key_{axis}: value is the first columns of key"
     if build.vector_bytes > build.item_bytes and problem.grad_output is not None:
         yield "grad_output_column == 1", "grad_output_column must be 1: rows are read several elements at a time"
+
+
+def _map_stride(build: Build, size: str, stride: str) -> Iterator[Condition]:
+    most = MAX_MAP_STRIDE_BYTES // build.item_bytes
+    yield f"step({size}, {stride}, 1) > 0", f"{stride} must be above 0: a tensor map steps forward"
+    yield f"step({size}, {stride}, 1) <= {most}", f"{stride} must be at most {most}, as in any tensor map"
 
 
 def _biases(problem: Problem, build: Build) -> Iterator[Condition]:
@@ -175,6 +179,9 @@ def _biases(problem: Problem, build: Build) -> Iterator[Condition]:
         yield f"mod(num_keys, {unit}) == 0", f"num_keys must be a multiple of {unit}, for {name}"
     if problem.grad_bias is None:
         return
+    if "grad_bias" in mapped(build):
+        for axis, size in zip(("batch", "head", "row"), bias_axes(problem.grad_bias), strict=False):
+            yield from _map_stride(build, size, f"grad_bias_{axis}")
     summed = "" if build.grad_bias_mode in ("main", "none") else build.grad_bias_mode
     for letter, size, name in zip("bhqk", bias_axes(problem.grad_bias), BIAS_SIZES, strict=True):
         if size == "1" and letter not in summed:

@@ -12,6 +12,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import mapped_field
 from cutlass_py_attn.plan.expressions import Expression, Grid, times
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
+from cutlass_py_attn.plan.grad_bias_mode import unsupported_sm90
 from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS, WARP_ROWS
 from cutlass_py_attn.plan.sm90_smem import (
     DQ_WARPGROUPS,
@@ -21,6 +22,7 @@ from cutlass_py_attn.plan.sm90_smem import (
     WARPGROUP_ROWS,
     deals_last_rounds,
     most_box_rows,
+    stored_tiles,
     tma_tiles,
 )
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
@@ -106,7 +108,6 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     widest = SM90_MAX_HEAD_DIM if has_codes(problem) else WIDE_MAX_HEAD_DIM
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
-        "gradient of the bias": backward and problem.grad_bias is not None,
         "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
         "a scale below 0": not backward and problem.scale_value < 0,
         "float32": problem.dtype == "float32",
@@ -130,7 +131,8 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         f"variable lengths with row strides of {RAGGED_STRIDE_BYTES} bytes or more": problem.has_ragged_rows
         and any(_has_far_rows(getattr(problem, name)) for name in _ragged_operands(problem)),
     }
-    return (*missing, *(name for name, is_present in present.items() if is_present), *_unsupported_pages(problem))
+    found = (name for name, is_present in present.items() if is_present)
+    return *missing, *found, *unsupported_sm90(problem), *_unsupported_pages(problem)
 
 
 def _unsupported_pages(problem: Problem) -> tuple[str, ...]:
@@ -553,7 +555,8 @@ def tensor_map_box(build: Build, name: str, rank: int, page_size: int | None) ->
     page_size: rows of a page; None for no pages
     """
     field = mapped_field(name)
-    rows, columns = (WARP_ROWS, ROPE_COLUMNS) if field == KEY_ROPE else tma_tiles(build)[field]
+    tiles = tma_tiles(build) | stored_tiles(build)
+    rows, columns = (WARP_ROWS, ROPE_COLUMNS) if field == KEY_ROPE else tiles[field]
     if page_size is not None and field in ("key", "value"):
         rows = min(page_size, most_box_rows(build))
     swizzle = swizzle_bytes(columns, build.item_bytes)

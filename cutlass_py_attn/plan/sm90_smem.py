@@ -83,6 +83,11 @@ def tma_tiles(build: Build) -> dict[str, tuple[int, int]]:
     }
 
 
+def stored_tiles(build: Build) -> dict[str, tuple[int, int]]:
+    """Returns (rows, columns) of the tiles that TMA stores, by tensor; their maps follow those of loads."""
+    return {"grad_bias": (build.tile_m, build.tile_n)} if build.maps_grad_bias else {}
+
+
 def most_box_rows(build: Build) -> int:
     """Returns the most rows of one box of a paged key or value tile: boxes divide pages, and a tile has whole boxes."""
     return build.tile_n & -build.tile_n

@@ -301,6 +301,30 @@ BIAS_BACKWARD: Final = _cases(
     "backward f16_d64_q300_s304_b2_h2_full_bias_softcap4",
 )
 
+# sm90 backwards that write the full gradient of the bias: masks that leave query tiles unvisited, edges of tiles, heads
+# of a group, and a bias that broadcasts although its gradient does not.
+GRAD_BIAS: Final = _cases(
+    "backward bf16_d128_q300_s304_b2_h4_full_biasgrad",
+    "backward bf16_d128_q520_s520_b1_h3_causal_biasgrad inputs=rising",
+    "backward f16_d128_q300_s520_b2_h4k2_causal_br_biasgrad bias_inputs=hidden_rows",
+    "backward f16_d128_q700_s304_b2_h2_causal_br_biasgrad",
+    "backward bf16_d128_q600_s616_b1_h4k1_causal_br_window100_biasgrad",
+    "backward bf16_d96_q257_s304_b2_h3_full_bias11qkgrad",
+    "backward f16_d96_q257_s312_b2_h3_causal_biasgrad",
+    "backward bf16_d64_q200_s328_b2_h4_full_biasbhqkgrad inputs=needle",
+    "backward f16_d64_q520_s304_b2_h4k2_causal_biasgrad_alibi_sinks",
+    "backward bf16_d64_q520_s600_b2_h3_causal_br_window70_biasgrad",
+    "backward bf16_d64_q128_s128_b64_h4_full_biasgrad",
+    "backward bf16_d128_q100_s104_b40_h4_full_biasgrad",
+    "backward bf16_d192v128_q200_s304_b1_h2k1_causal_br_biasgrad",
+    "backward bf16_d128_q300_s304_b1_h2_causal_biasgrad_deterministic",
+    "backward f16_d64_q300_s304_b1_h2_causal_br_biasgrad_deterministic",
+    "backward bf16_d128_q200_s304_b2_h4_full_biasgrad_dropout0.1 philox_seed=3",
+    "backward bf16_d128_s1032_b3_h12_full_biasbhqkgrad",
+    "backward f16_d128_q264_s1032_b20_h8k4_causal_biasgrad",
+    "backward bf16_d64_q520_s1032_b3_h16k8_full_biasgrad",
+)
+
 # Backwards with option shared_end, of more key tiles than a round of 132 blocks: blocks share the queries of the last.
 SHARED_QUERIES: Final = _cases(
     "backward bf16_d128_q700_s500_b5_h7_full",
@@ -475,6 +499,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *FEW_QUERY_TILES,
         *FEW_KEY_TILES,
         *BIAS_BACKWARD,
+        *GRAD_BIAS,
         *SHARED_QUERIES,
         *SPLIT_ROWS,
         *JAX_HANDLERS,

@@ -47,6 +47,10 @@ VARLEN = "f32_d64_s700_t{}_h2_full_deterministic"
 CASES = {
     "Hopper": ("bf16_d128_s512_b2_h4_causal", "bf16_d128_s300_b3_h7_causal"),
     "Hopper, one of everything": ("f16_d64v32_s512_b2_h4k2_full", "f16_d64v32_s1_b1_h2k1_full"),
+    "gradient of the bias": (
+        "bf16_d128_s512_b2_h4k2_causal_biasbhqkgrad",
+        "bf16_d128_q300_s264_b3_h6k3_causal_biasbhqkgrad",
+    ),
     "clusters": ("bf16_d256_s512_b1_h2_causal", "bf16_d256_s100_b3_h70_causal"),
     "every feature": (f"bf16_d128_s1000_b2_h4k2{MANY}", f"bf16_d128_s264_b5_h6k3{MANY}"),
     "lengths": (VARLEN.format(5000), VARLEN.format(1900)),

@@ -41,7 +41,7 @@ def backward(dim: int = 128, dim_value: int = 128, mask: Mask | None = None, hea
         ({"softcap": 2.0, "alibi_slopes": BY_HEAD}, ()),
         ({"sinks": BY_HEAD, "grad_sinks": BY_HEAD, "dropout_p": 0.1}, ()),
         ({"bias": BIAS}, ()),
-        ({"bias": BIAS, "grad_bias": BIAS}, ("gradient of the bias",)),
+        ({"bias": BIAS, "grad_bias": BIAS}, ("gradient of the bias with rows aligned to less than 16 bytes",)),
         ({"grad_output": Tensor((2, 200, 4, 128), (0, 512, 128, 1), "bfloat16")}, ("strides of 0 or less",)),
         ({"grad_value": Tensor((2, 300, 4, 128), (300 * 512, 512, 128, 1), "bfloat16", 8)},
          ("rows aligned to less than 16 bytes",)),
@@ -399,9 +399,13 @@ def test_machine_code(plan: Plan, machine_code: MachineCode) -> None:
     assert len(re.findall(r"ld\.acquire\.gpu", made.ptx)) == (2 if build.deterministic else 0)
     releases = 1 if sm90_smem.adds_in_order(build) else 2
     assert len(re.findall(r"red\.release\.gpu", made.ptx)) == (releases if build.deterministic else 0)
-    strips = sum(columns * 2 // swizzle_bytes(columns) for _, columns in sm90_smem.tma_tiles(build).values())
+    loaded, stored = (
+        sum(columns * 2 // swizzle_bytes(columns) for _, columns in tiles.values())
+        for tiles in (sm90_smem.tma_tiles(build), sm90_smem.stored_tiles(build))
+    )
     axes = 5 if build.has("varlen") else 4
-    assert len(re.findall(rf"cp\.async\.bulk\.tensor\.{axes}d", made.ptx)) == strips
+    assert len(re.findall(rf"cp\.async\.bulk\.tensor\.{axes}d\.shared::cta", made.ptx)) == loaded
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global\.shared::cta", made.ptx)) == stored
 
 
 def test_machine_code_of_one_block_per_head(machine_code: MachineCode) -> None:

@@ -1,4 +1,4 @@
-"""Backwards of the sm90 family with a bias: their machine code executed, with late copies and products."""
+"""Backwards of the sm90 family with a bias, and its gradient: their machine code, with late copies and products."""
 
 from __future__ import annotations
 
@@ -27,6 +27,19 @@ DS = "64x128x16:3,2+ds_registers"
         ("64x128x16:3,2", "backward f16_d128_q70_s144_b1_h1_causal_bias_alibi_sinks seed=8", 16, True),
         ("64x128x16:3,2+per_head", "backward bf16_d128_q64_s64_b1_h2_full_bias seed=9", 16, True),
         ("64x128x16:5,4q32", "backward bf16_d192v128_q100_s144_b1_h1_causal_bias seed=10", 16, False),
+        (DS, "backward bf16_d128_q150_s144_b1_h1_full_biasgrad seed=11", 16, False),
+        (DS, "backward f16_d128_q150_s264_b1_h2k1_causal_br_biasgrad seed=12", 16, True),
+        ("64x128x16:3,2", "backward bf16_d96_q150_s136_b1_h2_causal_bias11qkgrad seed=13", 16, False),
+        (
+            "64x128x16:4,3k2",
+            "backward f16_d64_q270_s264_b1_h1_causal_window30_biasgrad_deterministic seed=14",
+            16,
+            True,
+        ),
+        ("64x128x16:3,2+per_head", "backward bf16_d128_q64_s64_b1_h2_full_biasgrad seed=15", 16, False),
+        ("64x128x16:5,4q32", "backward bf16_d192v128_q100_s144_b1_h1_causal_biasgrad seed=16", 16, False),
+        ("64x64x12:4,3", "backward bf16_d64_q150_s72_b1_h1_causal_br_biasgrad_sinks seed=17", 16, True),
+        (DS, "backward bf16_d128_q70_s264_b1_h1_causal_biasgrad seed=18", 16, False),
     ],
 )
 def test_gradients(tile: str, line: str, vector_bytes: int, is_eager: bool, machine_code: MachineCode) -> None:

@@ -52,6 +52,7 @@ def check(case: Case, plan: Plan, made: Artifact, *, is_eager: bool) -> np.ndarr
     truth = guarded_check.by_reference(case, arrays, "float64")
     has_sinks = "sinks" in case.problem().features
     gradients = (*GRADIENTS, "grad_sinks") if has_sinks else GRADIENTS
+    gradients = (*gradients, "grad_bias") if case.problem().grad_bias is not None else gradients
     found = emulate(case, plan, made.ptx, arrays, is_eager=is_eager, seed=7, block=BackwardBlock, outputs=gradients)
     for name in gradients:
         error = found[name].astype(np.float64) - truth[name]

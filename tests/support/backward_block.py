@@ -1,6 +1,6 @@
-"""Block of an sm90 backward: the instructions beside those of the forward, of loads by rows and sums in memory.
+"""Block of an sm90 backward: the instructions beside those of the forward, of loads by rows, sums and stores of tiles.
 
-A bulk reduction is added when it is issued if copies end at once, else when its warp waits for it.
+A bulk reduction, or a store of TMA, is done when it is issued if copies end at once, else when its warp waits for it.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from cutlass_py_attn.plan.plan import TensorMap
 from tests.support.async_copies import AsyncCopies
-from tests.support.ptx_threads import WARP, Array
+from tests.support.gemm_emulator import swizzle
+from tests.support.ptx_threads import WARP, Array, as_type
 
 
 class BackwardBlock(AsyncCopies):
@@ -22,7 +25,7 @@ class BackwardBlock(AsyncCopies):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self.special["%ctaid.z"] = np.zeros(len(self.counters), np.uint64)
-        self.sums: dict[int, deque[Callable[[], None]]] = defaultdict(deque)  # by warp: reductions that are not added
+        self.sums: dict[int, deque[Callable[[], None]]] = defaultdict(deque)  # by warp: reductions and stores to do
 
     def run(self) -> None:
         super().run()
@@ -43,6 +46,25 @@ class BackwardBlock(AsyncCopies):
             "red.relaxed": self.add_vector,
             **super().synchronising(),
         }
+
+    def tma(self, op: str, operands: list[str], active: Array) -> None:
+        if ".global.shared::cta" not in op:
+            super().tma(op, operands, active)
+            return
+        (thread,) = np.flatnonzero(active)
+        names = re.findall(r"%\w+", operands[0])
+        which, *coordinates = (int(as_type(self.value(name), "s32")[thread]) for name in names)
+        store = partial(self.store_box, *self.maps[which], coordinates, int(self.address(operands[1])[thread]))
+        if self.is_eager:
+            store()
+        else:
+            self.sums[int(thread) // WARP].append(store)
+
+    def store_box(self, spec: TensorMap, start: int, coordinates: list[int], source: int) -> None:
+        """Stores a box from shared memory with its swizzle, except what is outside of the array."""
+        inside, addresses = self.box_addresses(spec, start, coordinates)
+        box = self.memory[swizzle(source + np.arange(addresses.size), spec.swizzle_bytes)].reshape(addresses.shape)
+        self.memory[addresses[inside]] = box[inside]
 
     def load_rows(self, op: str, operands: list[str], active: Array) -> None:
         """Loads bytes to shared memory, and counts them at an mbarrier."""

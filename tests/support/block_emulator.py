@@ -319,9 +319,16 @@ class EmulatedBlock(FloatThreads):
 
     def copy_box(self, spec: TensorMap, start: int, coordinates: list[int], target: int) -> int:
         """Copies a box with its swizzle, zeros where it is outside of the array; returns its bytes."""
+        inside, addresses = self.box_addresses(spec, start, coordinates)
+        box = np.where(inside[..., None], self.memory[addresses], np.uint8(0)).reshape(-1)
+        assert target % 128 == 0
+        self.memory[swizzle(target + np.arange(box.size), spec.swizzle_bytes)] = box
+        return int(box.size)
+
+    def box_addresses(self, spec: TensorMap, start: int, coordinates: list[int]) -> tuple[Array, Array]:
+        """Returns which elements of a box are inside of the array, and the addresses of their bytes; else address 0."""
         columns, rows = spec.box[:2]
         assert all(size == 1 for size in spec.box[2:])
-        assert target % 128 == 0
         assert columns * self.item_bytes == spec.swizzle_bytes
         column, row = coordinates[0] + np.arange(columns), coordinates[1] + np.arange(rows)[:, None]
         inside = (column >= 0) & (column < spec.sizes[0]) & (row >= 0) & (row < spec.sizes[1])
@@ -332,10 +339,7 @@ class EmulatedBlock(FloatThreads):
         if first >= 2**63:
             first -= 2**64
         offsets = first + (row - coordinates[1]) * (spec.strides[0] * self.item_bytes) + column * self.item_bytes
-        source = np.where(inside, offsets, 0)[..., None] + np.arange(self.item_bytes)
-        box = np.where(inside[..., None], self.memory[source], np.uint8(0)).reshape(-1)
-        self.memory[swizzle(target + np.arange(box.size), spec.swizzle_bytes)] = box
-        return int(box.size)
+        return inside, np.where(inside, offsets, 0)[..., None] + np.arange(self.item_bytes)
 
     def rows_of_matrices(self, text: str, active: Array) -> tuple[Array, Array]:
         """Returns the active warps and the addresses (warp, matrix, row) of the rows of four matrices."""

@@ -96,6 +96,11 @@ _SM90_BACKWARD: Final = (
     f"f16_d64_q200_s300_b8_h32k16_causal_{_TERMS_NO_BIAS}",  # so many heads run one block per head
     "f16_d128_q200_s304_b8_h32k16_causal_bias",
     f"f16_d128_{_SIZES}_h2_full_bias",
+    f"f16_d64_{_SIZES}_h2_causal_biasgrad",
+    f"bf16_d128_{_SIZES}_h2_full_biasgrad",
+    f"bf16_d96_{_SIZES}_h4k2_causal_biasgrad",  # by query heads
+    "f16_d128_q200_s304_b8_h32k16_causal_biasgrad",  # one block per head
+    f"bf16_d192v64_{_SIZES}_h2_window_left40_right20_biasgrad",  # scores of a part of a query tile
     f"bf16_d64_{_SIZES}_h2_window_left40_right20_{_TERMS}_deterministic",
     f"bf16_d192v64_{_USED}_h4k2_causal_bias_deterministic",
     "bf16_d192_q515_s64_b1_h4k2_causal",
@@ -169,7 +174,6 @@ def _parts_of_body(body: Variant) -> set[str]:
     if body.kind == "backward":
         gradients = (*OPERANDS, *registry.gradients())
         found |= {f"gradient of {name}" for name in gradients if name in OPERANDS or name in body.features}
-        found -= {"gradient of bias"} if body.family == "sm90" else set()  # it stays with the sm80 kernels
         found |= {"deterministic"} if body.name in (STANDARD, SPLIT_D) else set()
     if (body.family, body.name) == ("sm80", STANDARD):
         found |= {"float32", "rows aligned to less than 16 bytes"}

@@ -18,9 +18,11 @@ option shared_end blocks share the queries of the last key tiles, and add dK and
     query        TMA, with the logsumexp          8 warps, after 6                         query_stages, of blocks
     grad_output  TMA, with delta                  256 threads, after 5                     grad_output_stages, of blocks
     dS           8 warps, after 4 of each block   4 warps, after 7                         as many, in whole tiles
+                                                  1 warp, after it has stored grad_bias
     key          TMA, with the scheduler's record 256 threads, after 6 and before 8        key_stages
                                                   128 threads, after the last 7
                                                   64 threads of adding warps, at once
+                                                  32 threads of the grad_bias warp, at once
     value        TMA                              8 warps, after the last 3                1
 
 Variants ds_registers and key_registers keep dS^T in registers, and less is read from shared memory:
@@ -40,7 +42,8 @@ P^T and dS^T take turns in the same registers: 6 of the iteration before ends be
 where 5 is issued first, it ends with 3.
 
 Dropout's mask bits are generated for several query tiles at once: sm90/dropout_transposed.py. Each consumer warp copies
-the bias of its keys and of the next query block after 5: sm90/transposed_bias.py.
+the bias of its keys and of the next query block after 5: sm90/transposed_bias.py. One warp of the first warpgroup
+writes dS as the gradient of the bias: sm90/grad_bias_store.py.
 """
 
 import functools
@@ -64,6 +67,7 @@ from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.backward_kernel import (
     CONSUMER_START,
     BackwardKernelSm90,
+    GradBiasKernelSm90,
     Maps,
     Pipelines,
     key_gradient_tile,
@@ -71,6 +75,7 @@ from cutlass_py_attn.kernels.sm90.backward_kernel import (
 )
 from cutlass_py_attn.kernels.sm90.backward_smem import BackwardSmem, RowStatistics
 from cutlass_py_attn.kernels.sm90.dropout_transposed import TransposedDropout
+from cutlass_py_attn.kernels.sm90.grad_bias_store import GradBiasStore
 from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQuerySm90, warpgroup_gemm
 from cutlass_py_attn.kernels.sm90.grad_query_ordered import OrderedGradQuery
 from cutlass_py_attn.kernels.sm90.grad_query_per_head import GradQueryPerHead
@@ -135,6 +140,7 @@ class BackwardSm90:
         self.grad_query = grad_query(build, BackwardBarrier.GRAD_QUERY)
         self.tile_order = QueryTileOrder(build)
         self.block_order = QueryTileOrder(build, self.smem.blocks)
+        self.grad_bias = GradBiasStore(build, self.tile_order) if build.maps_grad_bias else None
         self.scores = TransposedScores(build)
         self.statistics = RowStatistics(build, self.grad_query.accum)
         self.key_gradients = KeyGradientSums(build) if build.variant == QUERY_HEADS else None
@@ -161,7 +167,8 @@ class BackwardSm90:
         """Creates the pipelines of query, grad_output, key, value and dS."""
         build, warps = self.build, self.consumers // WARP_THREADS
         statistics = build.block_queries * F32_BYTES
-        key_readers = self.consumers + WARPGROUP_THREADS + (ADDING_WARPS * WARP_THREADS if self.adds_in_order else 0)
+        record_warps = (ADDING_WARPS if self.adds_in_order else 0) + (1 if build.maps_grad_bias else 0)
+        key_readers = self.consumers + WARPGROUP_THREADS + record_warps * WARP_THREADS
         specs = {
             "query": PipelineSpec(build.query_stages, warps, statistics),
             "grad_output": PipelineSpec(build.grad_output_stages, self.consumers, statistics),
@@ -170,7 +177,8 @@ class BackwardSm90:
         }
         loaded, barriers = pipelines.tma_pipelines(build, specs)
         ds_arrivals = self.smem.blocks * warps
-        ds = pipelines.thread_pipeline(self.smem.ds_stages, ds_arrivals, WARPGROUP_WARPS, barriers)
+        ds_readers = WARPGROUP_WARPS + (1 if build.maps_grad_bias else 0)
+        ds = pipelines.thread_pipeline(self.smem.ds_stages, ds_arrivals, ds_readers, barriers)
         if build.variant == PER_HEAD:
             self.grad_query.init_barrier()
         if self.adds_in_order:
@@ -272,6 +280,26 @@ class BackwardSm90:
                 block = self.tile_order.next(work_tile, self.tile_order.next(work_tile, block))
             at_k.advance()
             number += tiles
+            key_tile = self.wait_for_key_tile(pipes, at_k)
+
+    @cute.jit
+    def store_grad_bias(self, p: Any, pipes: Pipelines, target: Any):
+        """Grad_bias warp: writes dS of every query tile, and zeros for those that a key tile does not visit."""
+        _, _, at_k = self.states(pipeline.PipelineUserType.Consumer)
+        (at,) = pipelines.states(pipeline.PipelineUserType.Consumer, self.smem.ds_stages)
+        key_tile = self.wait_for_key_tile(pipes, at_k)
+        while key_tile >= 0:
+            work_tile = self.scheduler.read_record(p, self.record(at_k))
+            arrive_all(pipes.k.sync_object_empty, at_k.index)
+            block = self.tile_order.first(p, work_tile)
+            for _ in cutlass.range(self.tile_order.num_tiles(p, work_tile), unroll=1):
+                pipes.ds.consumer_wait(at)
+                self.grad_bias.store(target, work_tile, block, at.index)
+                arrive(pipes.ds.sync_object_empty, at.index)
+                at.advance()
+                block = self.tile_order.next(work_tile, block)
+            self.grad_bias.clear_unvisited(p, work_tile)
+            at_k.advance()
             key_tile = self.wait_for_key_tile(pipes, at_k)
 
     @cute.jit
@@ -575,4 +603,5 @@ def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:
     postprocess = conversion(build, body.grad_query.accum, warpgroup_gemm)
     sums = body.key_gradients
     postprocess_kv = None if sums is None else KeyGradientPostprocess(build, sums)
-    return backward_chain.trace(build, BackwardKernelSm90(build, body), postprocess, postprocess_kv)
+    kernel = GradBiasKernelSm90 if build.maps_grad_bias else BackwardKernelSm90
+    return backward_chain.trace(build, kernel(build, body), postprocess, postprocess_kv)

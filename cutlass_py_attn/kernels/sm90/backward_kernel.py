@@ -2,7 +2,8 @@
 
     warpgroup   role                                     registers
     0           warp 0 loads tiles (producer); warps 1   decreased
-                and 2 add dQ, if they do it in order
+                and 2 add dQ, if they do it in order;
+                warp 3 writes grad_bias, if there is one
     1           dQ = dS K of every query tile            decreased
     2, 3        scores, dK and dV (consumers)            increased
 
@@ -33,20 +34,23 @@ from cutlass_py_attn.plan.sm90_smem import (
     LOAD_WARPGROUPS,
     adds_in_order,
     registers,
+    stored_tiles,
     tma_tiles,
 )
 
 CONSUMER_START = (LOAD_WARPGROUPS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # first consumer thread of a block
+GRAD_BIAS_WARP = WARPGROUP_WARPS - 1
 
 
 @dataclass(frozen=True)
 class Maps:
-    """The tensor maps."""
+    """The tensor maps; that of grad_bias if the kernel writes it."""
 
     q: Any
     do: Any
     k: Any
     v: Any
+    grad_bias: Any = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,9 @@ class Body(Protocol):
     def add_query_gradient(self, p: Any, pipes: Pipelines, warp: Int32) -> None:
         """Adds dQ of every second query tile, if it is added in order; one warp."""
 
+    def store_grad_bias(self, p: Any, pipes: Pipelines, target: Any) -> None:
+        """Writes dS of every query tile to grad_bias, if the build has it; one warp."""
+
     def multiply_query_gradient(self, p: Any, pipes: Pipelines, thread: Int32) -> None:
         """Computes dQ; one warpgroup."""
 
@@ -104,7 +111,7 @@ class BackwardKernelSm90:
         """Names and launches the kernel."""
         params.set_entry_name(self.build, self.kernel)
         p = params.from_values(self.build, values)
-        tiles = tma_tiles(self.build).items()
+        tiles = (tma_tiles(self.build) | stored_tiles(self.build)).items()
         maps = tuple(tma.placeholder_map(p, getattr(p, name), self.dtype, *tile) for name, tile in tiles)
         block, blocks_of_cluster = (self.build.threads, 1, 1), (self.build.body.cluster, 1, 1)
         self.kernel(*maps, p).launch(grid=grid, block=block, cluster=blocks_of_cluster, min_blocks_per_mp=1)
@@ -118,6 +125,11 @@ class BackwardKernelSm90:
         map_v: GridConstant[tensor_maps.TensorMap],
         p: Any,
     ):
+        self.run(p, Maps(map_q, map_do, map_k, map_v))
+
+    @cute.jit
+    def run(self, p: Any, maps: Maps):
+        """Executes the role of this warp."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         pipes = self.body.create_pipelines()
@@ -127,10 +139,13 @@ class BackwardKernelSm90:
         if warp < WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                self.body.produce(p, pipes, Maps(map_q, map_do, map_k, map_v))
+                self.body.produce(p, pipes, maps)
             if cutlass.const_expr(adds_in_order(self.build)):  # noqa: SIM102 - a constant and a traced condition
                 if (warp > 0) & (warp <= ADDING_WARPS):
                     self.body.add_query_gradient(p, pipes, warp - 1)
+            if cutlass.const_expr(self.build.maps_grad_bias):  # noqa: SIM102 - as above
+                if warp == GRAD_BIAS_WARP:
+                    self.body.store_grad_bias(p, pipes, maps.grad_bias)
         elif warp < 2 * WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(self.registers[1])
             self.body.multiply_query_gradient(p, pipes, thread - WARPGROUP_THREADS)
@@ -138,6 +153,22 @@ class BackwardKernelSm90:
             cute.arch.setmaxregister_increase(self.registers[2])
             self.body.consume(p, pipes, thread - CONSUMER_START)
         self.body.sync_exit()
+
+
+class GradBiasKernelSm90(BackwardKernelSm90):
+    """The main kernel of a Build that writes grad_bias: only the tensor maps differ."""
+
+    @cute.kernel
+    def kernel(
+        self,
+        map_q: GridConstant[tensor_maps.TensorMap],
+        map_do: GridConstant[tensor_maps.TensorMap],
+        map_k: GridConstant[tensor_maps.TensorMap],
+        map_v: GridConstant[tensor_maps.TensorMap],
+        map_grad_bias: GridConstant[tensor_maps.TensorMap],
+        p: Any,
+    ):
+        self.run(p, Maps(map_q, map_do, map_k, map_v, map_grad_bias))
 
 
 def key_gradient_tile(build: Build, p: Any, name: str, head: Int32, of: SeqlenInfo, key0: Int32) -> GmemTile:

@@ -41,6 +41,10 @@ class QueryTileOrder:
         count = work_tile.end - work_tile.first
         return count * p.group if self.is_grouped else count
 
+    def num_heads(self, p: Any) -> Any:
+        """Returns the number of query heads of a work tile."""
+        return p.group if self.is_grouped else 1
+
     def first(self, p: Any, work_tile: WorkTile) -> QueryBlock:
         """Returns the query block of the first iteration."""
         head = work_tile.head * p.group if self.is_grouped else work_tile.head

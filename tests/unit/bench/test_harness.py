@@ -130,7 +130,7 @@ def test_builds_are_listed_once_and_have_names_of_their_own() -> None:
         "bwd_sm90_bf16_d64_full",
         "fwd_sm90_bf16_d64_full_bias",
         "bwd_sm90_bf16_d64_full_bias_per_head",
-        "bwd_sm80_bf16_d64_full_bias_to_qkvb",
+        "bwd_sm90_bf16_d64_full_bias_to_qkvb_per_head",
         "bwd_sm90_bf16_d64_full_det",
     ]
 

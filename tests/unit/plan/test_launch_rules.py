@@ -15,7 +15,7 @@ from cutlass_py_attn.plan.planner import plan, plan_with_tile
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.masks import Causal, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.problem.tensors import Shape, Tensor
 
 KIB = 1024
 LONG = Shape(2, 1000, 900, 6, 128, 128, num_heads_key=3)
@@ -171,6 +171,18 @@ def test_tensor_maps() -> None:
     assert query.sizes == (128, 2**30, 2, 701, 2**30 + 1)
     assert query.strides == (256, 128, 256, 2**34 // 2 - 256)
     assert query.box == (64, 64, 1, 1, 1)
+
+
+def test_tensor_map_of_the_gradient_of_a_bias() -> None:
+    """(keys, queries, heads, batch), in strips of 64 of the keys of a tile, with all its queries."""
+    grad_bias = Tensor((2, 4, 300, 304), (4 * 300 * 312, 300 * 312, 312, 1), "bfloat16")
+    problem = Problem.dense("backward", Shape(2, 300, 304, 4, 128, 128), "bfloat16", Causal())
+    found = plan(problem.replace(bias=grad_bias, grad_bias=grad_bias), "sm_90a")
+    main = next(launch for launch in found.launches if launch.tensor_maps)
+    assert [each.field for each in main.tensor_maps] == ["query", "grad_output", "key", "value", "grad_bias"]
+    last = main.tensor_maps[-1]
+    assert (last.sizes, last.strides) == ((304, 300, 4, 2), (312, 300 * 312, 4 * 300 * 312))
+    assert (last.box, last.swizzle_bytes) == ((64, 64, 1, 1), 128)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

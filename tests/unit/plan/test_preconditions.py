@@ -20,6 +20,7 @@ from cutlass_py_attn.problem.tensors import BMHK
 from cutlass_py_attn.problem.validation import MAX_LENGTH
 
 NUM_SMS: Final = 132
+MAPPED: Final = "mapped grad_bias"
 CASES: Final = {
     "grouped": ("forward", "bf16_d64_s1024_b2_h4k2_causal_br", "sm_80"),
     "plain": ("forward", "bf16_d64_s1024_b2_h4_full", "sm_80"),
@@ -30,6 +31,7 @@ CASES: Final = {
     "one head": ("backward", "f16_d64_s512_b1_h1_full_biasgrad", "sm_80"),
     "read bias": ("forward", "f16_d64_s512_b2_h4_full_bias", "sm_80"),
     "broadcast bias": ("backward", "f16_d64_s512_b2_h4_full_biasbh11grad", "sm_80"),
+    MAPPED: ("backward", "bf16_d128_s512_b2_h4_full_biasgrad", "sm_90a"),
     "key": ("backward", "f16_d64_s512_b2_h4_full_gradskv", "sm_80"),
     "ds_registers": ("backward", "bf16_d128_s4096_b4_h16_full", "sm_90a"),
     "decode": ("forward", "bf16_d128_q4_s8192_b2_h8k2_full", "sm_90a"),
@@ -38,6 +40,7 @@ CASES: Final = {
 MAPPED_STRIDES: Final = {"head": 1 << 10, "row": 1 << 18, "batch": 1 << 33}
 STRIDES: Final = {"head": 1 << 10, "row": 1 << 28, "batch": 1 << 60}
 BIAS_STRIDES: Final = {"column": 1, "row": 1 << 31, "head": 1 << 61, "batch": 1 << 79}
+MAPPED_BIAS_STRIDES: Final = {"column": 1, "row": 1 << 12, "head": 1 << 24, "batch": 1 << 33}
 
 Row = tuple[str, dict[str, float], str]  # case, changed inputs, the condition in words
 SLICES: Final = "call once for each slice"
@@ -70,7 +73,8 @@ def with_large_strides(problem: Problem, plan: Plan) -> dict[str, float]:
     """Returns the inputs of the problem with strides between which other sizes fit."""
     names = {name: item.value for name, item in inputs(problem, plan.build).items()} | {"num_sms": NUM_SMS}
     for name in problem.tensors():
-        strides = (MAPPED_STRIDES if mapped(plan.build) else STRIDES) if name in BMHK else BIAS_STRIDES
+        of_bias = MAPPED_BIAS_STRIDES if name in mapped(plan.build) else BIAS_STRIDES
+        strides = (MAPPED_STRIDES if mapped(plan.build) else STRIDES) if name in BMHK else of_bias
         names |= {f"{name}_{axis}": stride for axis, stride in strides.items()}
     return names
 
@@ -193,10 +197,16 @@ def stride_rows() -> Iterator[Row]:
 
 def bias_rows() -> Iterator[Row]:
     """Yields a row for each stride of a bias and of its gradient."""
-    for case, name in (("terms", "bias"), ("bias", "bias"), ("bias", "grad_bias"), ("one head", "grad_bias")):
+    cases = ("terms", "bias"), ("bias", "bias"), ("bias", "grad_bias"), ("one head", "grad_bias"), (MAPPED, "grad_bias")
+    for case, name in cases:
         for axis in ("batch", "head", "row"):
             stride = f"{name}_{axis}"
-            yield case, {stride: BIAS_STRIDES[axis] + 4}, f"{stride} must be a multiple of 8 elements"
+            strides = MAPPED_BIAS_STRIDES if case == MAPPED else BIAS_STRIDES
+            yield case, {stride: strides[axis] + 4}, f"{stride} must be a multiple of 8 elements"
+            if case == MAPPED:
+                most = MAX_MAP_STRIDE_BYTES // 2
+                yield case, {stride: -strides[axis]}, f"{stride} must be above 0: a tensor map steps forward"
+                yield case, {stride: most + 8}, f"{stride} must be at most {most}, as in any tensor map"
         yield case, {f"{name}_column": 2}, f"{name}_column must be 1: rows are read 8 elements at a time"
 
 
