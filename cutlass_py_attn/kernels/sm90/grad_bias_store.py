@@ -21,7 +21,6 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.plan.sm90_smem import stored_tiles
 
-CACHE_HINT = tma.EVICT_FIRST  # keeps L2 for the operands and the sums of dQ
 CLEAR_UNROLL = 4  # rows that a thread clears in one step of the loop
 
 
@@ -50,7 +49,6 @@ class GradBiasStore:
                     target.get_ptr(),
                     base + strips.smem_offset(strip),
                     [key0 + strips.column(strip), Int32(query0), Int32(block.head), Int32(work_tile.seqlen.batch)],
-                    l2_cache_hint=CACHE_HINT,
                 )
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)

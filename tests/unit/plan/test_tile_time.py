@@ -249,6 +249,21 @@ def test_an_empty_problem_has_no_estimate() -> None:
     assert tile_time.estimate(problem, TileConfig(128, 128, 12, 2), SMS) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("bf16_d64_q512_s8192_b1_h8k1_causal_br_sinks", "split_kv"),
+        ("bf16_d256_q512_s8192_b1_h4k2_causal_br_softcap50", "split_kv"),
+        ("bf16_d64_q512_s8192_b1_h8_full_alibi", "split_kv"),
+        ("f16_d128_q300_s4096_b1_h4_full_bias", "split_kv"),
+        ("bf16_d128_q512_s8192_b1_h4_full_dropout0.1", ""),  # dropout scales the output after the parts are joined
+        ("bf16_d128_q512_s8192_b1_h4_causal_br_window4096", ""),
+    ],
+)
+def test_few_query_tiles_with_score_terms_are_in_parts(name: str, variant: str) -> None:
+    assert planner.plan(parse(name).problem("forward"), "sm_90a", SMS).build.variant == variant
+
+
 def test_short_sequences_beside_a_long_one_are_few_query_tiles() -> None:
     """Of 128 rows: the 562 queries of all sequences are at most 8 tiles of a head, not 4 for each sequence."""
     lengths = parse("bf16_d128_n512x8192,10x100,20x30,20x30_h8_full").problem("forward")
