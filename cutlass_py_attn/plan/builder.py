@@ -8,12 +8,12 @@ from typing import Any, Final
 
 from cutlass_py_attn.plan import decode, sm80, sm90, tile_rules
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.grad_bias_smem import grad_bias_mode
 from cutlass_py_attn.plan.smem_maps import shared_memory_map
 from cutlass_py_attn.plan.split_d import even_head_dim_split
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, OPERANDS, Tensor
-from cutlass_py_attn.score_terms import registry
+from cutlass_py_attn.problem.tensors import BIASES, Tensor
 
 FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
 
@@ -100,21 +100,3 @@ def row_vector_bytes(problem: Problem) -> int:
 def bias_vector_bytes(tensor: Tensor | None) -> int:
     """Returns the bytes of one load of a row of a bias; 0 for no bias."""
     return 0 if tensor is None else tensor.vector_bytes
-
-
-def grad_bias_mode(problem: Problem) -> str:
-    """Returns which kernel writes grad_bias, see Build.
-
-    The main kernel has dS in registers. With a score term that has a derivative it only has dS times the derivative.
-    """
-    if problem.grad_bias is None:
-        return ""
-    summed = [
-        axis
-        for axis, size, full in zip("bhqk", problem.grad_bias.shape, problem.shape.bias, strict=True)
-        if size == 1 and full > 1
-    ]
-    has_main = any(getattr(problem, f"grad_{name}") is not None for name in OPERANDS)
-    if not summed and has_main and not any(term.has_derivative for term in registry.present(problem)):
-        return "main"
-    return "".join(summed) or "none"

@@ -7,6 +7,7 @@ from typing import Final
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build
 from cutlass_py_attn.plan.variants import E4M3_CACHE, PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES, KEY_ROPE
 from cutlass_py_attn.score_terms import registry
@@ -112,7 +113,7 @@ def entry_threads(build: Build, role: str) -> int:
         return ROW_THREADS
     if role in ("finish", "finish_kv") and build.family == "sm90":
         return ROW_THREADS  # as many as the warpgroup that computed the sum
-    return build.threads
+    return (grad_bias_build(build) if role == "bias" else build).threads
 
 
 def parameters(build: Build, role: str = "main") -> tuple[tuple[str, int], ...]:

@@ -15,6 +15,7 @@ from cutlass_py_attn.plan.abi_digest import abi_digest
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.arch import runs_on as _runs_on
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
+from cutlass_py_attn.plan.grad_bias_smem import grad_bias_mode
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
 from cutlass_py_attn.problem.problem import Problem
@@ -377,7 +378,7 @@ def _problem_mismatches(plan: Plan, problem: Problem | None) -> Iterator[str]:
         ("gradients", problem.gradients, build.gradients),
         ("head_dim", shape.head_dim, build.head_dim),
         ("head_dim_value", shape.head_dim_value, build.head_dim_value),
-        ("grad_bias_mode", builder.grad_bias_mode(problem), build.grad_bias_mode),
+        ("grad_bias_mode", grad_bias_mode(problem), build.grad_bias_mode),
     ]
     if build.family == "sm90":
         yield from (

@@ -27,6 +27,8 @@ DS = "64x128x16:3,2+ds_registers"
         ("64x128x16:3,2", "backward f16_d128_q70_s144_b1_h1_causal_bias_alibi_sinks seed=8", 16, True),
         ("64x128x16:3,2+per_head", "backward bf16_d128_q64_s64_b1_h2_full_bias seed=9", 16, True),
         ("64x128x16:5,4q32", "backward bf16_d192v128_q100_s144_b1_h1_causal_bias seed=10", 16, False),
+        (DS, "backward bf16_d128_q100_s136_b1_h2_full_biasb1qksum seed=11", 16, True),
+        ("64x128x16:4,3k2", "backward f16_d64_q70_s150_b1_h2k1_causal_br_biasb1qksum_sinks seed=12", 4, False),
     ],
 )
 def test_gradients(tile: str, line: str, vector_bytes: int, is_eager: bool, machine_code: MachineCode) -> None:

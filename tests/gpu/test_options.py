@@ -12,7 +12,7 @@ from cutlass_py_attn.testing.check import Kernels
 
 CASES = (
     *(*suite.SPECULATIVE, *suite.SHARED_END, *suite.SHARED_QUERIES),
-    *(*suite.FEW_QUERY_TILES, *suite.FEW_KEY_TILES, *suite.BIAS_BACKWARD),
+    *(*suite.FEW_QUERY_TILES, *suite.FEW_KEY_TILES, *suite.BIAS_BACKWARD, *suite.GRAD_BIAS_SUMS),
 )
 
 

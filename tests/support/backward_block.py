@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.async_copies import AsyncCopies
+from tests.support.mma_emulator import MmaBlock
 from tests.support.ptx_threads import WARP, Array
 
 
@@ -130,3 +131,7 @@ class BackwardBlock(AsyncCopies):
             halves = (v[0] & np.uint64(0xFFFF)).astype(np.uint16).view(np.float16)
             return halves.astype(np.float32).view(np.uint32).astype(np.uint64)
         return super().result(op, v)
+
+
+class BiasBackwardBlock(BackwardBlock, MmaBlock):
+    """One thread block of a launch of one batch, which may be one of the grad_bias kernel of mma.sync."""

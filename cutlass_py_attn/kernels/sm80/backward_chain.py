@@ -55,7 +55,7 @@ class BackwardChain:
     ) -> None:
         self.build, self.main, self.postprocess, self.postprocess_kv = build, main, postprocess, postprocess_kv
         self.preprocess = BackwardPreprocess(build)
-        self.grad_bias = GradBias(build)
+        self.grad_bias = GradBias(build) if "bias" in entries(build) else None
         self.grad_sinks = GradSinks(build)
 
     @cute.jit
@@ -79,7 +79,7 @@ class BackwardChain:
         if cutlass.const_expr("bias" in present):
             params.set_entry_name(build, self.bias_kernel, "_bias")
             bias = self.bias_kernel(params.from_values(self.build, values))
-            bias.launch(grid=grid, block=(build.threads, 1, 1), **self.grad_bias.launch_bounds)
+            bias.launch(grid=grid, block=(self.grad_bias.build.threads, 1, 1), **self.grad_bias.launch_bounds)
         if cutlass.const_expr("sinks" in present):
             params.set_entry_name(build, self.sinks_kernel, "_sinks")
             sinks = self.sinks_kernel(params.from_values(self.build, values))
