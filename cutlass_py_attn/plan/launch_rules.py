@@ -23,7 +23,7 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import abi, decode, entry_points, shared_tiles, sm80, sm90
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
-from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build
+from cutlass_py_attn.plan.grad_bias_smem import grad_bias_grid
 from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
@@ -146,7 +146,7 @@ def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[
         return {"main": main, **combine}
     finish_kv = {"finish_kv": sm90.finish_kv_grid(build)} if build.variant == QUERY_HEADS else {}
     query_tiles = f"ceil_div(num_queries, {build.tile_m})"
-    bias = {"bias": _bias_grid(build, bias_sizes)} if "bias" in entry_points.entries(build) else {}
+    bias = {"bias": grad_bias_grid(build, bias_sizes)} if "bias" in entry_points.entries(build) else {}
     return {
         "main": main,
         "delta": (times(query_tiles, ceil_div(build.tile_m, entry_points.DELTA_ROWS)), "num_heads", "batch"),
@@ -155,12 +155,6 @@ def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[
         **bias,
         "sinks": ("num_heads", "1", "1"),
     }
-
-
-def _bias_grid(build: Build, bias_sizes: tuple[Expression, ...]) -> Grid:
-    """Returns the grid of the separate grad_bias kernel: a block for each tile of grad_bias."""
-    (batch, heads, queries, keys), own = bias_sizes, grad_bias_build(build)
-    return f"ceil_div({queries}, {own.tile_m}) * ceil_div({keys}, {own.tile_n})", heads, batch
 
 
 def grids_of(problem: Problem, build: Build) -> dict[str, Grid]:
