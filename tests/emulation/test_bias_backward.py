@@ -29,6 +29,9 @@ DS = "64x128x16:3,2+ds_registers"
         ("64x128x16:5,4q32", "backward bf16_d192v128_q100_s144_b1_h1_causal_bias seed=10", 16, False),
         (DS, "backward bf16_d128_q100_s136_b1_h2_full_biasb1qksum seed=11", 16, True),
         ("64x128x16:4,3k2", "backward f16_d64_q70_s150_b1_h2k1_causal_br_biasb1qksum_sinks seed=12", 4, False),
+        ("64x128x16:4,3", "backward f16_d64_q200_s264_b1_h3_causal_br_biasb1qksum seed=13", 16, False),
+        ("64x128x16:3,2", "backward bf16_d96_q150_s136_b1_h2_full_biasb1qksum seed=14", 16, True),
+        ("64x128x16:4,3", "backward bf16_d64_q70_s72_b1_h2k1_full_biasb1qksum seed=15", 16, True),
     ],
 )
 def test_gradients(tile: str, line: str, vector_bytes: int, is_eager: bool, machine_code: MachineCode) -> None:
