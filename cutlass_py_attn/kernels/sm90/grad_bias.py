@@ -10,6 +10,9 @@ for sm80/grad_bias.py.
 
     step        1 S = Q K^T   2 P   3 dP = dO V^T   4 dS
 
+If tiles are fewer than SMs, blocks share the pairs of a tile. Each warp stores its part of the sum in the workspace.
+The one that stores the last part adds all of them, in their order, and stores the result.
+
 Each consumer warp copies the bias of its 16 queries to shared memory: once for a tile if all pairs have the same bias,
 else behind step 2 of the pair before.
 """
@@ -23,7 +26,7 @@ import cutlass.experimental.cuda as tensor_maps
 import cutlass.pipeline as pipeline
 from cutlass import Boolean, Float32, GridConstant, Int32, Int64
 
-from cutlass_py_attn.integers import ceil_div, smaller
+from cutlass_py_attn.integers import ceil_div, larger, smaller
 from cutlass_py_attn.kernels.common import masking, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
@@ -40,6 +43,8 @@ from cutlass_py_attn.plan.sm90_smem import num_stages, starts_from_logsumexp, tm
 from cutlass_py_attn.plan.variants import KEEPS_DS
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
+VECTOR = 4  # float32 that a thread stores at once
+
 
 @dataclass(frozen=True)
 class BiasTile:
@@ -49,6 +54,20 @@ class BiasTile:
     key_tile: Any
     batch: Any
     head: Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a block: some pairs of a tile.
+
+    tile, number: the tile and its number; split: of the blocks that share it; start, end: its pairs
+    """
+
+    tile: BiasTile
+    number: Any
+    split: Any
+    start: Any
+    end: Any
 
 
 @dataclass(frozen=True)
@@ -184,12 +203,24 @@ class GradBiasSm90:
             batch = pair
         return HeadOfSequence(seqlen_info.create(self.main, p, batch), head)
 
+    def num_splits(self, p: Any) -> Int32:
+        """Returns how many blocks share a tile."""
+        return larger(params.read_register("nctaid.x") // self.num_tiles(p), 1)
+
+    def work(self, p: Any, number: Int32) -> Work:
+        """Returns the work with this number."""
+        splits = self.num_splits(p)
+        tile, split = number // splits, number % splits
+        return Work(
+            self.tile(p, tile), tile, split, *tile_order.tiles_of_split(Int32(0), self.num_pairs(p), split, splits)
+        )
+
     @cute.jit
-    def next_pair(self, p: Any, tile: Any, first: Int32):
-        """Returns the first pair, from `first` on, with a visible score in the tile; `num_pairs` if there is none."""
-        pair, end = first, self.num_pairs(p)
+    def next_pair(self, p: Any, work: Any, first: Int32):
+        """Returns the first pair of the work, from `first` on, with a visible score in the tile; its end if none."""
+        pair, end, tile = first, work.end, work.tile
         if cutlass.const_expr(self.main.has("varlen")):
-            while (pair < end) & ~self.is_visible(p, tile, smaller(pair, end - 1)):
+            while (pair < end) & ~self.is_visible(p, tile, smaller(pair, larger(end - 1, 0))):
                 pair = pair + 1
         elif cutlass.const_expr(self.main.mask != "full"):
             pair = cutlass.select_(self.is_visible(p, tile, pair), pair, end)
@@ -212,10 +243,10 @@ class GradBiasSm90:
         """Producer warp: loads the operands of each pair of each tile."""
         at_s, at_w = self.states(pipeline.PipelineUserType.Producer)
         number, blocks = params.read_register("ctaid.x"), params.read_register("nctaid.x")
-        while number < self.num_tiles(p):
-            tile = self.tile(p, number)
-            pair = self.next_pair(p, tile, Int32(0))
-            while pair < self.num_pairs(p):
+        while number < self.num_tiles(p) * self.num_splits(p):
+            work = self.work(p, number)
+            tile, pair = work.tile, self.next_pair(p, work, work.start)
+            while pair < work.end:
                 of = self.head_of_pair(p, tile, pair)
                 query_at, key_at = self.coordinates_of(p, tile, of)
                 pipes.scores.producer_acquire(at_s)
@@ -230,7 +261,7 @@ class GradBiasSm90:
                 self.load_tile("value", maps.v, key_at, at_w.index, barrier)
                 self.load_statistics(p, "delta", p.delta, tile, of, at_w.index, barrier)
                 at_w.advance()
-                pair = self.next_pair(p, tile, pair + 1)
+                pair = self.next_pair(p, work, pair + 1)
             number = number + blocks
         pipes.scores.producer_tail(at_s)
         pipes.weights.producer_tail(at_w)
@@ -271,12 +302,12 @@ class GradBiasSm90:
         at_s, at_w = self.states(pipeline.PipelineUserType.Consumer)
         r_sum, r_s, r_dp = (gemms.mma_qk.accumulator(thread) for _ in range(3))
         number, blocks = params.read_register("ctaid.x"), params.read_register("nctaid.x")
-        while number < self.num_tiles(p):
-            tile = self.tile(p, number)
+        while number < self.num_tiles(p) * self.num_splits(p):
+            work = self.work(p, number)
+            tile, pair = work.tile, self.next_pair(p, work, work.start)
             r_sum.fill(0.0)
-            pair = self.next_pair(p, tile, Int32(0))
-            self.load_bias(p, tile, pair, thread, Boolean(True))
-            while pair < self.num_pairs(p):
+            self.load_bias(p, work, pair, thread, Boolean(True))
+            while pair < work.end:
                 # 1  S = Q K^T
                 pipes.scores.consumer_wait(at_s)
                 matmul_qk.issue(gemms.mma_qk, r_s, gemms.qk_parts.stage(at_s.index, at_s.index))
@@ -288,15 +319,15 @@ class GradBiasSm90:
                 # 3  dP = dO V^T
                 pipes.weights.consumer_wait(at_w)
                 doivj.issue(gemms.mma_dov, r_dp, gemms.dov_parts.stage(at_w.index, at_w.index))
-                following = self.next_pair(p, tile, pair + 1)
-                self.load_bias(p, tile, following, thread, self.bias_differs(p))
+                following = self.next_pair(p, work, pair + 1)
+                self.load_bias(p, work, following, thread, self.bias_differs(p))
                 doivj.wait(gemms.mma_dov)
                 # 4  dS
                 self.add_score_gradient(p, gemms, tile, pair, (r_sum, r_s, r_dp), at_w.index, thread)
                 pipelines.arrive_all(pipes.weights.sync_object_empty, at_w.index)
                 at_w.advance()
                 pair = following
-            self.store(p, gemms, tile, r_sum, thread)
+            self.store(p, gemms, work, r_sum, thread)
             number = number + blocks
 
     def bind_gemms(self, thread: Int32) -> Gemms:
@@ -346,10 +377,11 @@ class GradBiasSm90:
         return Boolean(differs)
 
     @cute.jit
-    def load_bias(self, p: Any, tile: Any, pair: Int32, thread: Int32, is_wanted: Boolean):
+    def load_bias(self, p: Any, work: Any, pair: Int32, thread: Int32, is_wanted: Boolean):
         """Starts copying the bias of a pair; none past the last pair. All threads of a warp call this."""
-        if is_wanted & (pair < self.num_pairs(p)):
+        if is_wanted & (pair < work.end):
             cute.arch.sync_warp()  # all have read the bias before
+            tile = work.tile
             of, (query0, key0) = self.head_of_pair(p, tile, pair), self.origin(tile)
             at = query0 + cute.arch.make_warp_uniform(thread // WARP_THREADS) * MMA_ROWS, key0
             source = bias_of(self.build, p, "bias", of.seqlen, of.head, at)
@@ -392,7 +424,55 @@ class GradBiasSm90:
             gradient = weights[row, None].load() * (dp[row, None].load() - delta)
             total[row, None].store(total[row, None].load() + gradient)
 
-    def store(self, p: Any, gemms: Gemms, tile: BiasTile, r_sum: cute.Tensor, thread: Int32) -> None:
+    @cute.jit
+    def store(self, p: Any, gemms: Any, work: Any, r_sum: cute.Tensor, thread: Int32):
+        """Writes the sum, or a part of it; the warp that stores the last part writes the sum of all."""
+        splits = self.num_splits(p)
+        is_complete = Boolean(True)
+        if splits > 1:
+            is_complete = self.store_part(p, work, splits, r_sum, thread)
+            if is_complete:
+                self.add_parts(p, work, splits, r_sum, thread)
+        if is_complete:
+            self.store_tile(p, gemms, work.tile, r_sum, thread)
+
+    @cute.jit
+    def store_part(self, p: Any, work: Any, splits: Int32, r_sum: cute.Tensor, thread: Int32):
+        """Stores a part of the sum; returns whether this warp stored the last one. All threads of a warp call this."""
+        for vector in cutlass.range_constexpr(cute.size(r_sum) // VECTOR):
+            cute.autovec_copy(self.vector_of(r_sum, vector), self.part(p, work, splits, work.split, vector, thread))
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_warp()
+        stored = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            warps = self.consumers // WARP_THREADS
+            counter = params.pointer(p.grad_bias_counts, Int32, 4) + (work.number * warps + thread // WARP_THREADS)
+            stored = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu") + 1
+        stored = cute.arch.shuffle_sync(stored, 0)
+        cute.arch.fence_acq_rel_gpu()
+        return Boolean(stored == splits)
+
+    @cute.jit
+    def add_parts(self, p: Any, work: Any, splits: Int32, r_sum: cute.Tensor, thread: Int32):
+        """Replaces a part by the sum of all, in their order."""
+        r_sum.fill(0.0)
+        for split in cutlass.range(splits, unroll=1):
+            r_part = cute.make_rmem_tensor(r_sum.layout, Float32)
+            for vector in cutlass.range_constexpr(cute.size(r_sum) // VECTOR):
+                cute.autovec_copy(self.part(p, work, splits, split, vector, thread), self.vector_of(r_part, vector))
+            r_sum.store(r_sum.load() + r_part.load())
+
+    def vector_of(self, values: cute.Tensor, vector: int) -> cute.Tensor:
+        """Returns a vector of registers."""
+        return cute.make_tensor(values.iterator + vector * VECTOR, cute.make_layout(VECTOR))
+
+    def part(self, p: Any, work: Work, splits: Int32, split: Int32, vector: int, thread: Int32) -> cute.Tensor:
+        """Returns a vector of a thread's part of the sum, in the workspace."""
+        start = params.pointer(p.grad_bias_parts, Float32)
+        start = start + (Int64(work.number) * splits + split) * (self.build.tile_m * self.build.tile_n)
+        return cute.make_tensor(start + (vector * self.consumers + thread) * VECTOR, cute.make_layout(VECTOR))
+
+    def store_tile(self, p: Any, gemms: Gemms, tile: BiasTile, r_sum: cute.Tensor, thread: Int32) -> None:
         """Writes the sum; with varlen, grad_bias is as large as the longest sequences."""
         at = tile.batch, tile.head, *self.origin(tile)
         target = bias_source(self.build, p, "grad_bias", at, (p.num_queries, p.num_keys))

@@ -93,12 +93,19 @@ def test_the_wgmma_kernel_has_as_many_stages_as_fit(name: str) -> None:
     [
         ("bf16_d128_s4096_b4_h16_full_biassum", 132),
         ("bf16_d128_s256_b4_h3_full_biassum", 2 * 2 * 3),
-        ("bf16_d64_q100_s304_b4_h3_full_bias11qksum", 3),
+        ("bf16_d64_q100_s304_b4_h3_full_bias11qksum", 3 * 3),
+        ("bf16_d64_s256_b128_h8_full_biassum", 32 * 4),
         ("bf16_d64_q100_s304_b4_h3_full_biasb1qksum", 3 * 4),
     ],
 )
-def test_wgmma_blocks_are_as_many_as_tiles_of_the_gradient_and_at_most_one_for_each_sm(name: str, blocks: int) -> None:
-    assert planned(name).launches[-1].grid == (blocks, 1, 1)
+def test_wgmma_blocks_share_tiles_of_the_gradient_if_these_are_few(name: str, blocks: int) -> None:
+    found = planned(name)
+    assert found.launches[-1].grid == (blocks, 1, 1)
+    sizes = {buffer.name: buffer.bytes for buffer in found.workspace.buffers}
+    tiles = {9: 3, 128: 32}.get(blocks, 0)
+    assert sizes.get("grad_bias_parts", 0) == (blocks * 128 * 128 * F32_BYTES if tiles else 0)
+    assert sizes.get("grad_bias_counts", 0) == tiles * 8 * 4
+    assert found.workspace.zero_bytes >= sizes.get("grad_bias_counts", 0)
 
 
 @pytest.mark.parametrize("name", ["bf16_d128_s512_b2_h4_full_biasgrad", "bf16_d32_s512_b2_h4_full_biassum"])
