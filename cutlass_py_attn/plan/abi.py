@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan.grad_bias_smem import uses_wgmma
 from cutlass_py_attn.plan.variants import (
     E4M3,
     E4M3_TILE,
@@ -178,6 +179,11 @@ SHARED_QUERIES_FIELDS: Fields = (
     ("shared_key_tiles", "i32"),
 )
 
+# Only in backwards whose grad_bias is summed by the kernel of wgmma. grad_bias_counts: (tiles, 8) int32, the parts that
+# each warp of the consumers has stored. grad_bias_parts: (tiles, blocks that share a tile, 128 * 128) float32 in the
+# kernel's own element order. Both are 0 if no blocks share a tile.
+GRAD_BIAS_FIELDS: Fields = (("grad_bias_counts", "i64"), ("grad_bias_parts", "i64"))
+
 # Addresses of the scales of e4m3 codes, 0 for scales of 1, and their strides (elements), 0 along an axis that a scale
 # does not have: those of e4m3 operands, which have none along rows, and those of key and value of an e4m3 cache.
 OPERAND_SCALES: Fields = tuple(
@@ -259,6 +265,8 @@ def fields_of(build: Build) -> Fields:
         fields = (*fields, *SHARED_END_FIELDS)
     elif SHARED_END in build.options:
         fields = (*fields, *SHARED_QUERIES_FIELDS)
+    if uses_wgmma(build):
+        fields = (*fields, *GRAD_BIAS_FIELDS)
     if build.kind == "append" and build.variant:
         fields = (*fields, *(APPEND_TILE_SCALES if build.variant == E4M3_TILE else APPEND_SCALES))
     if build.kind == "forward" and build.variant == E4M3:

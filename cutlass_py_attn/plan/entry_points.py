@@ -7,6 +7,7 @@ from typing import Final
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build, uses_wgmma
 from cutlass_py_attn.plan.variants import E4M3_CACHE, PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES, KEY_ROPE
 from cutlass_py_attn.score_terms import registry
@@ -39,7 +40,7 @@ LAST_VALUE: Final = "value_last"
 
 
 def tensor_maps(build: Build) -> tuple[str, ...]:
-    """Returns the names of the main kernel's tensor maps, in the order of its parameters."""
+    """Returns the names of the tensor maps of a kernel that has any, in the order of its parameters."""
     if build.reads_value_in_key:
         return (KEY_ROPE,) if build.has(registry.KV8_TILE) else ("key",)
     if build.variant == E4M3_CACHE:  # threads load the codes of key and value
@@ -114,11 +115,16 @@ def entry_threads(build: Build, role: str) -> int:
         return ROW_THREADS
     if role in ("finish", "finish_kv") and build.family == "sm90":
         return ROW_THREADS  # as many as the warpgroup that computed the sum
-    return build.threads
+    return (grad_bias_build(build) if role == "bias" else build).threads
+
+
+def has_tensor_maps(build: Build, role: str) -> bool:
+    """Returns whether the entry with this role has the tensor maps of `tensor_maps`, if the build has any."""
+    return role == "main" or (role == "bias" and uses_wgmma(build))
 
 
 def parameters(build: Build, role: str = "main") -> tuple[tuple[str, int], ...]:
-    """Returns (name, bytes) of each parameter of the entry with this role: main has tensor maps before the struct."""
-    maps = tensor_maps(build) if role == "main" else ()
+    """Returns (name, bytes) of each parameter of the entry with this role: its tensor maps before the struct."""
+    maps = tensor_maps(build) if has_tensor_maps(build, role) else ()
     struct = abi.numpy_struct(abi.fields_of(build))
     return (*((f"map_{field}", abi.TENSOR_MAP_BYTES) for field in maps), ("params", struct.itemsize))

@@ -28,17 +28,13 @@ def grad_bias_mode(problem: Problem) -> str:
 
 
 def unsupported_sm90(problem: Problem) -> Iterator[str]:
-    """Yields what grad_bias has that the main kernel of the sm90 family does not write: it stores dS through TMA."""
-    tensor, mode = problem.grad_bias, grad_bias_mode(problem)
-    if tensor is None:
+    """Yields what a grad_bias that the main kernel writes has and that of the sm90 family does not store, by TMA."""
+    tensor = problem.grad_bias
+    if tensor is None or grad_bias_mode(problem) != "main":
         return
-    if mode == "none":
-        yield "gradient of the bias beside a softcap or without other gradients"
-    elif mode != "main":
-        yield "gradient of the bias that is summed over an axis"
     if problem.sequences is not None:
-        yield "gradient of the bias of variable lengths"
+        yield "full gradient of the bias of variable lengths"
     if tensor.vector_bytes < ROW_ALIGNMENT_BYTES:
-        yield f"gradient of the bias with rows aligned to less than {ROW_ALIGNMENT_BYTES} bytes"
+        yield f"full gradient of the bias with rows aligned to less than {ROW_ALIGNMENT_BYTES} bytes"
     if any(stride <= 0 for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size > 1):
-        yield "gradient of the bias with strides of 0 or less"
+        yield "full gradient of the bias with strides of 0 or less"

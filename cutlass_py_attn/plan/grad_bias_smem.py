@@ -1,21 +1,134 @@
-"""Shared memory of the separate grad_bias kernel, which multiplies chunks of the head dims."""
+"""Separate grad_bias kernel: which gradients it computes, its tile, warps and shared memory.
+
+Beside main kernels of both families there is one of mma.sync, which multiplies chunks of the head dims. Beside a main
+kernel of the sm80 family it has that one's tile; beside one of the sm90 family it has the same query rows, of which
+delta leaves row statistics, and keys and warps of its own. Beside main kernels of the sm90 family there is one of
+wgmma, too, for sums over batches and heads.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
-from cutlass_py_attn.plan.build import Buffer, Build
+from cutlass_py_attn.plan.build import Buffer, Build, Warps
+from cutlass_py_attn.plan.expressions import Expression, Grid
+from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARPGROUP_WARPS
+from cutlass_py_attn.plan.sm90_smem import BARRIER_BYTES
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
 from cutlass_py_attn.plan.split_d import even_chunk
-from cutlass_py_attn.problem.tensors import F32_BYTES
+from cutlass_py_attn.plan.variants import KEEPS_DS, PER_HEAD, QUERY_HEADS, STANDARD
+from cutlass_py_attn.problem.tensors import F32_BYTES, ROW_ALIGNMENT_BYTES, WORD_BYTES
 
 CHUNK_ROW_BYTES = (256, 128)  # of one row of a chunk; the widest that fits is chosen
 CHUNK_STAGES = 2  # one chunk is multiplied while the next is loaded
+# The kernel of mma.sync beside a main kernel of the sm90 family: (tile_n, warps over rows and columns) by tile_m.
+SM80_TILES: Final[dict[int, tuple[int, Warps]]] = {64: (64, (2, 2)), 128: (64, (4, 2))}
+WGMMA_TILE: Final = 128  # queries and keys of a tile of the kernel of wgmma
+WGMMA_WARPS: Final = (8, 1)  # over rows and columns of the scores: two warpgroups
+WGMMA_REGISTERS: Final = (24, 240)  # of a thread of the warpgroup that loads, and of those that compute
+WGMMA_STAGES: Final = ((2, 2), (2, 1), (1, 1))  # of Q and K, and of dO and V; the first that fit are chosen
+LEAST_PART_PAIRS: Final = 4  # (batch, head) pairs of a part of a tile's sum, if blocks share tiles
+WGMMA_MODES: Final = ("b", "h", "bh", "none")
+WGMMA_FEATURES: Final = frozenset(("bias", "grouped", "varlen", "seqused", "sinks"))
+WGMMA_HEAD_DIM: Final = 128  # the widest
+_SIZES: Final = {"b": "batch", "h": "num_heads"}
+WGMMA_VARIANTS: Final = (STANDARD, PER_HEAD, QUERY_HEADS, *KEEPS_DS)  # of the main kernel
+
+
+def uses_wgmma(build: Build) -> bool:
+    """Returns whether the separate grad_bias kernel multiplies with wgmma."""
+    if build.family != "sm90" or build.grad_bias_mode not in WGMMA_MODES or build.variant not in WGMMA_VARIANTS:
+        return False
+    is_plain = {*build.features} <= WGMMA_FEATURES and build.grad_bias_vector_bytes == ROW_ALIGNMENT_BYTES
+    return is_plain and max(build.columns, build.columns_value) <= WGMMA_HEAD_DIM
 
 
 def grad_bias_build(build: Build) -> Build:
-    """Returns the build with the shared-memory map of its separate grad_bias kernel."""
+    """Returns the build of the separate grad_bias kernel: its tile, warps and shared-memory map."""
+    if uses_wgmma(build):
+        return _wgmma_build(build)
+    if build.family == "sm90":
+        tile_n, (rows, columns) = SM80_TILES[build.tile_m]
+        build = replace(
+            build,
+            family="sm80",
+            variant=STANDARD,
+            tile_n=tile_n,
+            warps=rows * columns,
+            warps_scores=(rows, columns),
+            score_rows=0,
+            key_stages=1,
+            options=(),
+        )
     return replace(build, shared_memory=_buffers(build, grad_bias_chunk(build)))
+
+
+def _wgmma_build(build: Build) -> Build:
+    """Returns the build of the kernel of wgmma."""
+    rows, columns = WGMMA_WARPS
+    build = replace(
+        build,
+        variant=STANDARD,
+        tile_m=WGMMA_TILE,
+        tile_n=WGMMA_TILE,
+        warps=rows * columns + WARPGROUP_WARPS,
+        warps_scores=WGMMA_WARPS,
+        score_rows=0,
+        key_stages=1,
+        options=(),
+    )
+    maps = {stages: _wgmma_buffers(build, *stages) for stages in WGMMA_STAGES}
+    return replace(build, shared_memory=maps[first_that_fits(build, maps.items())])
+
+
+def _wgmma_buffers(build: Build, score_stages: int, weight_stages: int) -> tuple[Buffer, ...]:
+    """Returns the map of the kernel of wgmma.
+
+    score_stages: of Q, K and the logsumexp; weight_stages: of dO, V and delta
+    """
+    dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
+    return stack(
+        ("query", score_stages * tile_bytes(dtype, tile_m, build.columns), 0, 1),
+        ("key", score_stages * tile_bytes(dtype, tile_n, build.columns), 0, 1),
+        ("grad_output", weight_stages * tile_bytes(dtype, tile_m, build.columns_value), 0, 3),
+        ("value", weight_stages * tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("bias", tile_bytes(dtype, tile_m, tile_n), 0, 2),
+        ("logsumexp", score_stages * tile_m * F32_BYTES, 0, 2),
+        ("delta", weight_stages * tile_m * F32_BYTES, 0, 4),
+        ("barriers", 2 * BARRIER_BYTES * (score_stages + weight_stages), 0, 4),
+    )
+
+
+def grad_bias_grid(build: Build, sizes: tuple[Expression, ...]) -> Grid:
+    """Returns the grid: a block for each tile of grad_bias, which has these sizes; of wgmma persistent blocks."""
+    if uses_wgmma(build):
+        return f"max(min(num_sms, {_num_tiles(build)} * {num_splits(build)}), 1)", "1", "1"
+    (batch, heads, queries, keys), own = sizes, grad_bias_build(build)
+    return f"ceil_div({queries}, {own.tile_m}) * ceil_div({keys}, {own.tile_n})", heads, batch
+
+
+def num_splits(build: Build) -> Expression:
+    """Returns how many blocks of the kernel of wgmma share the pairs of a tile, if tiles are fewer than SMs."""
+    pairs = " * ".join(_SIZES[axis] for axis in "bh" if axis in _summed(build)) or "1"
+    return f"max(min(div(num_sms, max({_num_tiles(build)}, 1)), div({pairs}, {LEAST_PART_PAIRS})), 1)"
+
+
+def parts_bytes(build: Build) -> dict[str, Expression]:
+    """Returns the bytes of what blocks that share tiles exchange: counts of parts by warp, and float32 sums."""
+    tiles, rows = _num_tiles(build), WGMMA_TILE // MMA_ROWS
+    sums = f"{tiles} * {num_splits(build)} * {WGMMA_TILE * WGMMA_TILE * F32_BYTES}"
+    return {"grad_bias_counts": f"{tiles} * {rows * WORD_BYTES}", "grad_bias_parts": sums}
+
+
+def _num_tiles(build: Build) -> Expression:
+    """Returns the tiles of grad_bias of the kernel of wgmma."""
+    whole = [_SIZES[axis] for axis in "bh" if axis not in _summed(build)]
+    return " * ".join([f"ceil_div(num_queries, {WGMMA_TILE}) * ceil_div(num_keys, {WGMMA_TILE})", *whole])
+
+
+def _summed(build: Build) -> str:
+    return build.grad_bias_mode.replace("none", "")
 
 
 def grad_bias_chunk(build: Build) -> int:

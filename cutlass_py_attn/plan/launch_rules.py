@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
@@ -23,6 +23,7 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import abi, decode, entry_points, shared_tiles, sm80, sm90
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
+from cutlass_py_attn.plan.grad_bias_smem import grad_bias_grid, num_splits, parts_bytes, uses_wgmma
 from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
@@ -145,13 +146,13 @@ def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[
         return {"main": main, **combine}
     finish_kv = {"finish_kv": sm90.finish_kv_grid(build)} if build.variant == QUERY_HEADS else {}
     query_tiles = f"ceil_div(num_queries, {build.tile_m})"
-    batch, heads, queries, keys = bias_sizes
+    bias = {"bias": grad_bias_grid(build, bias_sizes)} if "bias" in entry_points.entries(build) else {}
     return {
         "main": main,
         "delta": (times(query_tiles, ceil_div(build.tile_m, entry_points.DELTA_ROWS)), "num_heads", "batch"),
         "finish": (times(query_tiles, dq_pieces(build)), "num_heads", "batch"),
         **finish_kv,
-        "bias": (f"ceil_div({queries}, {build.tile_m}) * ceil_div({keys}, {build.tile_n})", heads, batch),
+        **bias,
         "sinks": ("num_heads", "1", "1"),
     }
 
@@ -180,6 +181,9 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     tile_count_semaphore: int32 count of blocks or key tiles that have started
     delta, logsumexp_log2: (num_heads, total_tiles, tile_m) float32
 
+    grad_bias_counts, grad_bias_parts: of tiles of grad_bias, if blocks share them, the int32 counts of the parts that
+        warps have stored, and the float32 parts
+
     With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed. Variant wide has
     no sums in memory. Where `entry_points.delta_clears_sums`, the delta kernel writes the zeros.
     """
@@ -191,11 +195,26 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
         return ()
     rows = f"num_heads * total_tiles * {build.tile_m * F32_BYTES}"
     statistics = BufferRule("delta", rows), BufferRule("logsumexp_log2", rows)
+    if uses_wgmma(build):
+        shared_counts, shared_parts = _grad_bias_parts(build)
+        return shared_counts, *_sums(build), *statistics, shared_parts
+    return *_sums(build), *statistics
+
+
+def _grad_bias_parts(build: Build) -> tuple[BufferRule, BufferRule]:
+    """Returns the buffers of blocks that share tiles of grad_bias; the first is zeroed."""
+    shared = f"{num_splits(build)} > 1"
+    counts, parts = (BufferRule(name, size, condition=shared) for name, size in parts_bytes(build).items())
+    return replace(counts, is_zeroed=True), parts
+
+
+def _sums(build: Build) -> tuple[BufferRule, ...]:
+    """Returns the buffers of sums of gradients, and counters."""
     if build.variant == PER_HEAD:
-        return BufferRule("grad_query_accum", sm90.per_head_accum_bytes(build)), *statistics
+        return (BufferRule("grad_query_accum", sm90.per_head_accum_bytes(build)),)
     if build.variant == WIDE:
-        return statistics
-    return *_accumulated(build), *statistics
+        return ()
+    return tuple(_accumulated(build))
 
 
 def _accumulated(build: Build) -> list[BufferRule]:

@@ -327,9 +327,10 @@ def _launches(problem: Problem, build: Build, values: Mapping[str, int]) -> Iter
             shared_memory_bytes.get(role, 0),
             is_dependent=entry_points.is_dependent_launch(build, role),
         )
-        if role == "main" and build.family == "sm90":
-            maps = tuple(_tensor_maps(problem, build, values))
-            launch = replace(launch, tensor_maps=maps, cluster=build.body.cluster)
+        if build.family == "sm90" and entry_points.has_tensor_maps(build, role):
+            own = grad_bias_build(build) if role == "bias" else build
+            maps = tuple(_tensor_maps(problem, own, values))
+            launch = replace(launch, tensor_maps=maps, cluster=own.body.cluster)
         yield from _pieces(launch)
 
 

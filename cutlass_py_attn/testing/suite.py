@@ -325,6 +325,29 @@ GRAD_BIAS: Final = _cases(
     "backward bf16_d64_q520_s1032_b3_h16k8_full_biasgrad",
 )
 
+# sm90 backwards beside a kernel of its own for grad_bias, which is summed over some axes or has a softcap's derivative.
+GRAD_BIAS_SUMS: Final = _cases(
+    "backward bf16_d128_q300_s304_b3_h4k2_causal_br_bias1hqksum",
+    "backward bf16_d128_q257_s520_b2_h3_full_bias1hqksum inputs=rising",
+    "backward f16_d64_q257_s300_b2_h3_full_biasb1qksum bias_inputs=hidden_rows",
+    "backward f16_d64_q400_s512_b5_h2_full_bias1hqksum",
+    "backward bf16_d96_q200_s304_b2_h4k2_causal_bias11qksum inputs=rising",
+    "backward bf16_d64_q300_s302_b2_h3k1_causal_br_window100_bias1hqksum",
+    "backward f16_d128_q300_s304_b2_h2_full_biasbh1ksum",
+    "backward bf16_d64_q200_s300_b2_h2_causal_biasbhq1sum",
+    "backward f16_d128_q129_s300_b2_h2_causal_br_bias1111sum_sinks",
+    "backward bf16_d128_n260x520,0x70,129,300x10_h2_causal_bias1hqksum",
+    "backward f16_d64_n260x520,0x70,129,300x10_h4k2_full_bias11qksum",
+    "backward f16_d64_q300_s304_b2_h2_full_biasgrad_softcap4",
+    "backward bf16_d128_q200_s304_b2_h4_full_bias1hqksum_dropout0.1 philox_seed=3",
+    "backward bf16_d128_q300_s304_b2_h2_causal_bias1hqksum_deterministic",
+    "backward f16_d128_q300_s304_b2_h2_full_bias1hqksum_sinks_alibi",
+    "backward bf16_d40v64_q130_s200_b2_h3_full_bias11qksum layout=padded",
+    "backward bf16_d192v128_q200_s304_b2_h2k1_causal_br_bias1hqksum",
+    "backward bf16_d64_s256_b24_h4_full_bias1hqksum",
+    "backward f16_d128_q100_s136_b9_h5_causal_bias11qksum layout=padded",
+)
+
 # Backwards with option shared_end, of more key tiles than a round of 132 blocks: blocks share the queries of the last.
 SHARED_QUERIES: Final = _cases(
     "backward bf16_d128_q700_s500_b5_h7_full",
@@ -500,6 +523,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *FEW_KEY_TILES,
         *BIAS_BACKWARD,
         *GRAD_BIAS,
+        *GRAD_BIAS_SUMS,
         *SHARED_QUERIES,
         *SPLIT_ROWS,
         *JAX_HANDLERS,

@@ -6,6 +6,8 @@ import pytest
 
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.testing.cases import Case
 from tests.emulation.test_ds_registers import check
 from tests.support.machine_code import MachineCode
@@ -40,6 +42,11 @@ DS = "64x128x16:3,2+ds_registers"
         ("64x128x16:5,4q32", "backward bf16_d192v128_q100_s144_b1_h1_causal_biasgrad seed=16", 16, False),
         ("64x64x12:4,3", "backward bf16_d64_q150_s72_b1_h1_causal_br_biasgrad_sinks seed=17", 16, True),
         (DS, "backward bf16_d128_q70_s264_b1_h1_causal_biasgrad seed=18", 16, False),
+        (DS, "backward bf16_d128_q100_s136_b1_h2_full_biasb1qksum seed=19", 16, True),
+        ("64x128x16:4,3k2", "backward f16_d64_q70_s150_b1_h2k1_causal_br_biasb1qksum_sinks seed=20", 4, False),
+        ("64x128x16:4,3", "backward f16_d64_q200_s264_b1_h3_causal_br_biasb1qksum seed=21", 16, False),
+        ("64x128x16:3,2", "backward bf16_d96_q150_s136_b1_h2_full_biasb1qksum seed=22", 16, True),
+        ("64x128x16:4,3", "backward bf16_d64_q70_s72_b1_h2k1_full_biasb1qksum seed=23", 16, True),
     ],
 )
 def test_gradients(tile: str, line: str, vector_bytes: int, is_eager: bool, machine_code: MachineCode) -> None:
@@ -47,3 +54,27 @@ def test_gradients(tile: str, line: str, vector_bytes: int, is_eager: bool, mach
     plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse(tile), NUM_SMS, family="sm90")
     assert plan.build.bias_vector_bytes == vector_bytes
     check(case, plan, machine_code(plan), is_eager=is_eager)
+
+
+def test_blocks_share_the_pairs_of_a_tile(machine_code: MachineCode) -> None:
+    case = Case.parse("backward bf16_d64_q70_s72_b1_h9k3_causal_biasb1qksum seed=16")
+    tile = TileConfig.parse("64x128x16:4,3")
+    plan = planner.plan_with_tile(case.problem(), "sm_90a", tile, 2, family="sm90")
+    assert plan.launches[-1].grid == (2, 1, 1), "one tile"
+    assert plan.workspace.zero_bytes == 8 * 4, "a count for each warp"
+    check(case, plan, machine_code(plan), is_eager=True)
+
+
+class BiasOfEachHead(Case):
+    """A case whose bias has every axis in full, while its gradient is summed over some."""
+
+    def problem(self) -> Problem:
+        found = super().problem()
+        return found.replace(bias=Tensor.contiguous(found.shape.bias, found.dtype))
+
+
+def test_the_pairs_of_a_tile_have_biases_of_their_own(machine_code: MachineCode) -> None:
+    case = BiasOfEachHead.parse("backward bf16_d64_q70_s136_b1_h3_causal_biasb1qksum seed=17")
+    plan = planner.plan_with_tile(case.problem(), "sm_90a", TileConfig.parse("64x128x16:4,3"), NUM_SMS, family="sm90")
+    assert plan.build.grad_bias_mode == "h"
+    check(case, plan, machine_code(plan), is_eager=False)

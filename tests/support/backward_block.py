@@ -16,6 +16,7 @@ import numpy as np
 from cutlass_py_attn.plan.plan import TensorMap
 from tests.support.async_copies import AsyncCopies
 from tests.support.gemm_emulator import swizzle
+from tests.support.mma_emulator import MmaBlock
 from tests.support.ptx_threads import WARP, Array, as_type
 
 
@@ -152,3 +153,7 @@ class BackwardBlock(AsyncCopies):
             halves = (v[0] & np.uint64(0xFFFF)).astype(np.uint16).view(np.float16)
             return halves.astype(np.float32).view(np.uint32).astype(np.uint64)
         return super().result(op, v)
+
+
+class BiasBackwardBlock(BackwardBlock, MmaBlock):
+    """One thread block of a launch of one batch, which may be one of the grad_bias kernel of mma.sync."""

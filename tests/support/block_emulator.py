@@ -498,8 +498,8 @@ def emulate(
         addresses[name] = end + padding.size + GUARD * host.itemsize
         parts += [padding, host.view(np.uint8)]
         end += padding.size + host.nbytes
-    assert not plan.workspace.zero_bytes, "cleared workspaces are not emulated"
-    parts += [np.zeros(-end % 256, np.uint8), np.full(plan.workspace.bytes, 0xFF, np.uint8)]
+    cleared = plan.workspace.zero_bytes
+    parts += [np.zeros(-end % 256 + cleared, np.uint8), np.full(plan.workspace.bytes - cleared, 0xFF, np.uint8)]
     workspace = end + -end % 256
     memory = np.concatenate(parts)
     before = memory.copy()

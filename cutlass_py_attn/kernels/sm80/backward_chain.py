@@ -33,6 +33,13 @@ class MainKernel(Protocol):
         """Names and launches the main kernel; called while the host function is traced."""
 
 
+class GradBiasKernel(Protocol):
+    """A kernel for grad_bias that is launched with tensor maps."""
+
+    def launch(self, values: tuple, grid: tuple) -> None:
+        """Names and launches the kernel; called while the host function is traced."""
+
+
 class Postprocess(Protocol):
     """The conversion of sums that a body leaves. threads: of a block."""
 
@@ -48,14 +55,21 @@ class BackwardChain:
     main: the body that computes the gradients of query, key and value
     postprocess: the conversion of the dQ sums that `main` leaves; None or unused when the build has no such entry
     postprocess_kv: the conversion of the sums of dK and dV; None when the build has no such entry
+    grad_bias: the kernel for grad_bias; None for the one of mma.sync
     """
 
     def __init__(
-        self, build: Build, main: MainKernel, postprocess: Postprocess | None, postprocess_kv: Postprocess | None
+        self,
+        build: Build,
+        main: MainKernel,
+        postprocess: Postprocess | None,
+        postprocess_kv: Postprocess | None,
+        grad_bias: GradBiasKernel | None,
     ) -> None:
         self.build, self.main, self.postprocess, self.postprocess_kv = build, main, postprocess, postprocess_kv
         self.preprocess = BackwardPreprocess(build)
-        self.grad_bias = GradBias(build)
+        self.grad_bias_kernel = grad_bias
+        self.grad_bias = GradBias(build) if grad_bias is None and "bias" in entries(build) else None
         self.grad_sinks = GradSinks(build)
 
     @cute.jit
@@ -76,10 +90,12 @@ class BackwardChain:
             params.set_entry_name(build, self.postprocess_kv_kernel, "_finish_kv")
             postprocess_kv = self.postprocess_kv_kernel(params.from_values(self.build, values))
             postprocess_kv.launch(grid=grid, block=(self.postprocess_kv.threads, 1, 1))
-        if cutlass.const_expr("bias" in present):
+        if cutlass.const_expr(self.grad_bias_kernel is not None):
+            self.grad_bias_kernel.launch(values, grid)
+        if cutlass.const_expr(self.grad_bias is not None):
             params.set_entry_name(build, self.bias_kernel, "_bias")
             bias = self.bias_kernel(params.from_values(self.build, values))
-            bias.launch(grid=grid, block=(build.threads, 1, 1), **self.grad_bias.launch_bounds)
+            bias.launch(grid=grid, block=(self.grad_bias.build.threads, 1, 1), **self.grad_bias.launch_bounds)
         if cutlass.const_expr("sinks" in present):
             params.set_entry_name(build, self.sinks_kernel, "_sinks")
             sinks = self.sinks_kernel(params.from_values(self.build, values))
@@ -111,7 +127,13 @@ class BackwardChain:
 
 
 def trace(
-    build: Build, main: MainKernel, postprocess: Postprocess | None, postprocess_kv: Postprocess | None = None
+    build: Build,
+    main: MainKernel,
+    postprocess: Postprocess | None,
+    postprocess_kv: Postprocess | None = None,
+    grad_bias: GradBiasKernel | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Returns the host function that launches this build's kernels, and arguments to compile it with."""
-    return BackwardChain(build, main, postprocess, postprocess_kv), params.example_arguments(abi.fields_of(build))
+    return BackwardChain(build, main, postprocess, postprocess_kv, grad_bias), params.example_arguments(
+        abi.fields_of(build)
+    )

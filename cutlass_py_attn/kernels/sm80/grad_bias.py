@@ -31,6 +31,8 @@ from cutlass_py_attn.plan import tile_order
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.plan.grad_bias_smem import CHUNK_STAGES, grad_bias_build, grad_bias_chunk
+from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
+from cutlass_py_attn.plan.variants import KEEPS_DS
 
 FEW_ACCUMULATORS = 64  # registers a thread; with more, ptxas would spill some to let two blocks share an SM
 
@@ -103,6 +105,8 @@ class GradBias:
 
     def __init__(self, build: Build) -> None:
         self.build = grad_bias_build(build)
+        self.has_minus_delta, self.has_scaled_lse = build.variant in KEEPS_DS, starts_from_logsumexp(build)
+        build = self.build
         self.score_mod = ScoreMod(build)
         self.dtype = DTYPES[build.dtype]
         self.columns = grad_bias_chunk(build)
@@ -340,7 +344,10 @@ class GradBias:
         self.score_mod.apply(p, scores, coordinates, origin, band, given)
         lse = self.row_statistics("logsumexp")
         for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            exponent = scores[row, None].load() - lse[coordinates[row, 0][0]]
+            logsumexp = lse[coordinates[row, 0][0]]
+            if cutlass.const_expr(self.has_scaled_lse):
+                logsumexp = logsumexp * -p.scale_log2
+            exponent = scores[row, None].load() - logsumexp
             scores[row, None].store(cute.math.exp2(exponent, fastmath=True))
         if tile_order.needs_mask(band, tile.query_tile, tile.key_tile, build.tile_m, build.tile_n):
             masking.mask_weights(band, scores, coordinates, origin)
@@ -357,7 +364,8 @@ class GradBias:
         total, weights, dp = row_view(r_sum), row_view(r_p), row_view(r_dp)
         coordinates, delta = self.coordinates(gemms), self.row_statistics("delta")
         for row in range(cute.size(dp, mode=[0])):
-            gradient = weights[row, None].load() * (dp[row, None].load() - delta[coordinates[row, 0][0]])
+            of_row = -delta[coordinates[row, 0][0]] if self.has_minus_delta else delta[coordinates[row, 0][0]]
+            gradient = weights[row, None].load() * (dp[row, None].load() - of_row)
             total[row, None].store(total[row, None].load() + gradient)
 
     def target(self, p: Any) -> GmemTile:

@@ -75,6 +75,7 @@ from cutlass_py_attn.kernels.sm90.backward_kernel import (
 )
 from cutlass_py_attn.kernels.sm90.backward_smem import BackwardSmem, RowStatistics
 from cutlass_py_attn.kernels.sm90.dropout_transposed import TransposedDropout
+from cutlass_py_attn.kernels.sm90.grad_bias import GradBiasSm90
 from cutlass_py_attn.kernels.sm90.grad_bias_store import GradBiasStore
 from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQuerySm90, warpgroup_gemm
 from cutlass_py_attn.kernels.sm90.grad_query_ordered import OrderedGradQuery
@@ -95,6 +96,7 @@ from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores, WeightOperands
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.plan.grad_bias_smem import uses_wgmma
 from cutlass_py_attn.plan.sm90_smem import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order, starts_from_logsumexp
 from cutlass_py_attn.plan.variants import KEEPS_DS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS, SHARED_END
 from cutlass_py_attn.problem.tensors import F32_BYTES
@@ -604,4 +606,5 @@ def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:
     sums = body.key_gradients
     postprocess_kv = None if sums is None else KeyGradientPostprocess(build, sums)
     kernel = GradBiasKernelSm90 if build.maps_grad_bias else BackwardKernelSm90
-    return backward_chain.trace(build, kernel(build, body), postprocess, postprocess_kv)
+    grad_bias = GradBiasSm90(build) if uses_wgmma(build) else None
+    return backward_chain.trace(build, kernel(build, body), postprocess, postprocess_kv, grad_bias)

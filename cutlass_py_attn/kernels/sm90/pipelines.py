@@ -42,17 +42,22 @@ def tma_pipelines(build: Build, specs: Mapping[str, PipelineSpec]) -> tuple[list
     for name, (stages, consumer_arrivals, extra_bytes) in specs.items():
         rows, columns = tma_tiles(build)[name]
         created.append(
-            pipeline.PipelineTmaAsync.create(
-                num_stages=stages,
-                producer_group=_arrivals(1),
-                consumer_group=_arrivals(consumer_arrivals),
-                tx_count=rows * columns * build.item_bytes + extra_bytes,
-                barrier_storage=barriers,
-                defer_sync=True,
-            )
+            tma_pipeline(stages, consumer_arrivals, rows * columns * build.item_bytes + extra_bytes, barriers)
         )
         barriers = barriers + 2 * stages
     return created, barriers
+
+
+def tma_pipeline(stages: int, consumer_arrivals: int, stage_bytes: int, barriers: cute.Pointer) -> Any:
+    """Creates a pipeline that TMA fills, with `stage_bytes` a stage."""
+    return pipeline.PipelineTmaAsync.create(
+        num_stages=stages,
+        producer_group=_arrivals(1),
+        consumer_group=_arrivals(consumer_arrivals),
+        tx_count=stage_bytes,
+        barrier_storage=barriers,
+        defer_sync=True,
+    )
 
 
 def thread_pipeline(stages: int, producer_arrivals: int, consumer_arrivals: int, barriers: cute.Pointer) -> Any:

@@ -85,7 +85,8 @@ def by_rule(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> dict
 
     grids_of = launch_rules.grids_of(exported, build)
     has_maps = any(launch.tensor_maps for launch in plan.launches)
-    maps = [launch_rules.tensor_map(exported, it) for it in entry_points.tensor_maps(build) if has_maps]
+    with_maps = [role for role in entry_points.entries(build) if has_maps and entry_points.has_tensor_maps(build, role)]
+    maps = [launch_rules.tensor_map(exported, it) for _ in with_maps for it in entry_points.tensor_maps(build)]
     return {
         "sizes": {name: names[name] for name in launch_rules.definitions(exported, build) if name != "group"},
         "launches": {
