@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from cutlass_py_attn.plan import decode, sm80, sm90, tile_rules
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.grad_bias_smem import grad_bias_mode
+from cutlass_py_attn.plan.grad_bias_mode import grad_bias_mode
 from cutlass_py_attn.plan.smem_maps import shared_memory_map
 from cutlass_py_attn.plan.split_d import even_head_dim_split
 from cutlass_py_attn.plan.tile_config import TileConfig

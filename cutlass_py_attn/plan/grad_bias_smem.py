@@ -1,4 +1,4 @@
-"""Separate grad_bias kernel: which gradients it computes, its tile, warps and shared memory.
+"""Separate grad_bias kernel: its tile, warps, grid and shared memory.
 
 Beside main kernels of both families there is one of mma.sync, which multiplies chunks of the head dims. Beside a main
 kernel of the sm80 family it has that one's tile; beside one of the sm90 family it has the same query rows, of which
@@ -18,9 +18,7 @@ from cutlass_py_attn.plan.sm90_smem import BARRIER_BYTES
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
 from cutlass_py_attn.plan.split_d import even_chunk
 from cutlass_py_attn.plan.variants import KEEPS_DS, PER_HEAD, QUERY_HEADS, STANDARD
-from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import F32_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, WORD_BYTES
-from cutlass_py_attn.score_terms import registry
+from cutlass_py_attn.problem.tensors import F32_BYTES, ROW_ALIGNMENT_BYTES, WORD_BYTES
 
 CHUNK_ROW_BYTES = (256, 128)  # of one row of a chunk; the widest that fits is chosen
 CHUNK_STAGES = 2  # one chunk is multiplied while the next is loaded
@@ -36,24 +34,6 @@ WGMMA_FEATURES: Final = frozenset(("bias", "grouped", "varlen", "seqused", "sink
 WGMMA_HEAD_DIM: Final = 128  # the widest
 _SIZES: Final = {"b": "batch", "h": "num_heads"}
 WGMMA_VARIANTS: Final = (STANDARD, PER_HEAD, QUERY_HEADS, *KEEPS_DS)  # of the main kernel
-
-
-def grad_bias_mode(problem: Problem) -> str:
-    """Returns which kernel writes grad_bias, see Build.
-
-    The main kernel has dS in registers. With a score term that has a derivative it only has dS times the derivative.
-    """
-    if problem.grad_bias is None:
-        return ""
-    summed = [
-        axis
-        for axis, size, full in zip("bhqk", problem.grad_bias.shape, problem.shape.bias, strict=True)
-        if size == 1 and full > 1
-    ]
-    has_main = any(getattr(problem, f"grad_{name}") is not None for name in OPERANDS)
-    if not summed and has_main and not any(term.has_derivative for term in registry.present(problem)):
-        return "main"
-    return "".join(summed) or "none"
 
 
 def uses_wgmma(build: Build) -> bool:

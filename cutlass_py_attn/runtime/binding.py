@@ -15,7 +15,7 @@ from cutlass_py_attn.plan.abi_digest import abi_digest
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.arch import runs_on as _runs_on
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
-from cutlass_py_attn.plan.grad_bias_smem import grad_bias_mode
+from cutlass_py_attn.plan.grad_bias_mode import grad_bias_mode
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
 from cutlass_py_attn.problem.problem import Problem
