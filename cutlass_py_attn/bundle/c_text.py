@@ -47,10 +47,10 @@ def environment(name: str, purpose: str, field: Callable[[str], str] = "c->{}".f
 def sizes(targets: Iterable[Json]) -> dict[str, Any]:
     """Returns what the shared templates declare arrays with, for these targets of a manifest."""
     found = list(targets)
-    launches = [launch for target in found for launch in target["launches"]]
+    maps = (sum(len(launch["tensor_maps"]) for launch in target["launches"]) for target in found)
     return {
         "most_entries": max(len(target["launches"]) for target in found),
-        "most_maps": max(1, *(len(launch["tensor_maps"]) for launch in launches)),
+        "most_maps": max(1, *maps),
         "most_bytes": max(target["struct"]["bytes"] for target in found),
         "max_splits": split_kv.MAX_SPLITS,
         "block_tiles": split_kv.SPLIT_OVERHEAD_TILES,

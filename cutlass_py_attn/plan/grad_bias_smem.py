@@ -1,4 +1,4 @@
-"""Separate grad_bias kernel: which gradients it computes, its tile, warps and shared memory.
+"""Separate grad_bias kernel: its tile, warps, grid and shared memory.
 
 Beside main kernels of both families there is one of mma.sync, which multiplies chunks of the head dims. Beside a main
 kernel of the sm80 family it has that one's tile; beside one of the sm90 family it has the same query rows, of which

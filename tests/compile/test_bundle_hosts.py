@@ -51,6 +51,7 @@ CASES = {
         "bf16_d128_s512_b2_h4k2_causal_biasbhqkgrad",
         "bf16_d128_q300_s264_b3_h6k3_causal_biasbhqkgrad",
     ),
+    "summed bias": ("bf16_d64_s1024_b2_h4_causal_biassum", "bf16_d64_q200_s264_b24_h3_causal_biassum"),
     "clusters": ("bf16_d256_s512_b1_h2_causal", "bf16_d256_s100_b3_h70_causal"),
     "every feature": (f"bf16_d128_s1000_b2_h4k2{MANY}", f"bf16_d128_s264_b5_h6k3{MANY}"),
     "lengths": (VARLEN.format(5000), VARLEN.format(1900)),

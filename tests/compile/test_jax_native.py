@@ -49,6 +49,7 @@ CASES = (
     "f32_d8_s3_b70000_h1_full",
     "f32_d8_s3_b1_h70000_full",
     "bf16_d512_s512_b1_h2_full",
+    "bf16_d64_q200_s264_b24_h3_causal_biassum",
 )
 FORWARDS = (
     "bf16_d128_q1_s8192_b4_h32k8_full",

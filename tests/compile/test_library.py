@@ -34,6 +34,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bf16_d128_s700_t5000_h4k2_causal": (DIRECTIONS, ("bf16_d128_s300_t1900_h8k2_causal",)),
     "f32_d64_s700_t5000_h2_full_deterministic": (DIRECTIONS, ("f32_d64_s700_t1900_h2_full_deterministic",)),
     f"bf16_d128_s1000_b2_h4k2{MANY}": (DIRECTIONS, (f"bf16_d128_s264_b5_h6k3{MANY}",)),
+    "bf16_d64_s1024_b2_h4_causal_biassum": (("backward",), ("bf16_d64_q200_s264_b24_h3_causal_biassum",)),
     "bf16_d128_q1_s8192_b4_h32k8_full": (("forward",), ("bf16_d128_q1_s300_b500_h32k8_full",)),
     "bf16_d128_q4_s8192_b1_h32k4_full": (("forward",), ("bf16_d128_q2_s8192_b1_h24k2_full",)),
     "bf16_d128_q8_s8192_b1_h32k4_full": (("forward",), ("bf16_d128_q16_s999_b1_h8k2_full",)),
