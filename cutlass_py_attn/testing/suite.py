@@ -343,6 +343,8 @@ GRAD_BIAS_SUMS: Final = _cases(
     "backward bf16_d40v64_q130_s200_b2_h3_full_bias11qksum layout=padded",
     "backward bf16_d192v128_q200_s304_b2_h2k1_causal_br_bias1hqksum",
     "backward bf16_d64_s256_b24_h4_full_bias1hqksum",
+    "backward bf16_d32_s256_b24_h4_full_bias1hqksum inputs=rising",
+    "backward f16_d24_q100_s136_b9_h4k2_causal_br_bias11qksum",
     "backward f16_d128_q100_s136_b9_h5_causal_bias11qksum layout=padded",
 )
 

@@ -50,6 +50,7 @@ def planned(name: str) -> Plan:
     [
         ("bf16_d128_s512_b2_h4k2_causal_biassum", True),
         ("f16_d64_s512_b2_h4_full_biasb1qksum", True),
+        ("bf16_d32_s256_b64_h4_full_biassum", True),
         ("bf16_d96_s512_b2_h4_full_bias11qksum_sinks", True),
         ("bf16_d64_n100x200,300x304_h2_causal_biassum", True),
         ("bf16_d64_s512_b2_h4_causal_br_window100_biassum", True),
@@ -107,6 +108,6 @@ def test_wgmma_blocks_share_tiles_of_the_gradient_if_these_are_few(name: str, bl
     assert found.workspace.zero_bytes >= sizes.get("grad_bias_counts", 0)
 
 
-@pytest.mark.parametrize("name", ["bf16_d128_s512_b2_h4_full_biasbhq1sum", "bf16_d32_s512_b2_h4_full_biassum"])
+@pytest.mark.parametrize("name", ["bf16_d128_s512_b2_h4_full_biasbhq1sum", "bf16_d32_s512_b2_h4_full_biassum_alibi"])
 def test_the_sm80_family_keeps_a_bias_that_is_loaded_by_elements_and_narrow_heads(name: str) -> None:
     assert planned(name).build.family == "sm80"
