@@ -46,6 +46,7 @@ NARROW_COLUMNS: Final = 128  # most columns of a backward whose warpgroups have 
 KEY_REGISTERS_PIECE: Final = (32, 64)  # (rows, columns) of dQ in one product of variant key_registers
 KEY_REGISTERS_STAGED: Final = 2  # of these pieces in the staging buffer; a query tile has a multiple of it
 ADDING_WARPS: Final = 2  # of a deterministic backward, which take turns to add dQ of a query tile
+GRAD_BIAS_WARP: Final = WARPGROUP_WARPS - 1  # of a backward: it stores dS as the gradient of the bias
 WORK_TILE_WORDS: Final = 12  # int32 of the record of one work tile in the backward
 WORK_TILE_RECORDS: Final = 2  # for each stage of the key
 # Tiles whose dropout bits the kernels generate at once; the first number that fits is chosen.

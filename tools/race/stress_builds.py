@@ -80,7 +80,10 @@ def roles(build: Build) -> dict[str, range]:
     )
     products = build.warps // WARPGROUP_WARPS - len(names)
     names += [f"products_{number}" for number in range(products)]
-    return {name: range(i * WARPGROUP_WARPS, (i + 1) * WARPGROUP_WARPS) for i, name in enumerate(names)}
+    found = {name: range(i * WARPGROUP_WARPS, (i + 1) * WARPGROUP_WARPS) for i, name in enumerate(names)}
+    if build.maps_grad_bias:
+        found["grad_bias"] = range(sm90_smem.GRAD_BIAS_WARP, sm90_smem.GRAD_BIAS_WARP + 1)
+    return found
 
 
 def delays(build: Build) -> list[Delay]:

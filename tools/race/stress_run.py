@@ -94,6 +94,10 @@ FEATURES: Final = tuple(
             f"backward bf16_d384v448_{_LENGTHS}_h1_causal_br_window150 seed=33",
             f"backward bf16_d128_q{QUERIES}_s{KEYS}_b2_h1_causal_biasbhqk seed=42",
             f"backward f16_d64_q{QUERIES}_s{KEYS}_b2_h1_full_biasbhqk_alibi seed=43",
+            "backward bf16_d128_q700_s520_b2_h1_causal_biasbhqkgrad seed=48",
+            "backward f16_d64_q700_s520_b2_h4k1_full_biasgrad_deterministic seed=49",
+            "backward bf16_d128_q700_s520_b2_h1_causal_biassum seed=50",
+            "backward bf16_d64_q260_s264_b24_h1_full_biassum seed=51",
         ),
     )
 )
@@ -106,6 +110,7 @@ IN_PARTS: Final = tuple(
             "forward bf16_d64_n260x3000,0x70,129x2500,300x10_h2_causal_br seed=45",
             "forward f16_d256_q300_s2300_b1_h2k1_full seed=46",
             "forward bf16_d128_q300_s2300_b1_h4k2_causal_br_paged64 seed=47",
+            "forward bf16_d64_q300_s2300_b1_h4k2_causal_br_sinks seed=52",
         ),
     )
 )

@@ -31,6 +31,7 @@ from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import (
     ADDING_WARPS,
     DQ_WARPGROUPS,
+    GRAD_BIAS_WARP,
     LOAD_WARPGROUPS,
     adds_in_order,
     registers,
@@ -39,7 +40,6 @@ from cutlass_py_attn.plan.sm90_smem import (
 )
 
 CONSUMER_START = (LOAD_WARPGROUPS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # first consumer thread of a block
-GRAD_BIAS_WARP = WARPGROUP_WARPS - 1
 
 
 @dataclass(frozen=True)
