@@ -14,10 +14,12 @@ from typing import Final
 from cutlass_py_attn.plan.build import Buffer, Build, Warps
 from cutlass_py_attn.plan.expressions import Expression, Grid
 from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARPGROUP_WARPS
+from cutlass_py_attn.plan.grad_bias_mode import grad_bias_mode
 from cutlass_py_attn.plan.sm90_smem import BARRIER_BYTES
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
 from cutlass_py_attn.plan.split_d import even_chunk
 from cutlass_py_attn.plan.variants import KEEPS_DS, PER_HEAD, QUERY_HEADS, STANDARD
+from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, ROW_ALIGNMENT_BYTES, WORD_BYTES
 
 CHUNK_ROW_BYTES = (256, 128)  # of one row of a chunk; the widest that fits is chosen
@@ -38,10 +40,20 @@ WGMMA_VARIANTS: Final = (STANDARD, PER_HEAD, QUERY_HEADS, *KEEPS_DS)  # of the m
 
 def uses_wgmma(build: Build) -> bool:
     """Returns whether the separate grad_bias kernel multiplies with wgmma."""
-    if build.family != "sm90" or build.grad_bias_mode not in WGMMA_MODES or build.variant not in WGMMA_VARIANTS:
+    if build.family != "sm90" or build.variant not in WGMMA_VARIANTS:
         return False
-    is_plain = {*build.features} <= WGMMA_FEATURES and build.grad_bias_vector_bytes == ROW_ALIGNMENT_BYTES
-    return is_plain and max(build.columns, build.columns_value) <= WGMMA_HEAD_DIM
+    is_possible = _suits_wgmma(build.grad_bias_mode, build.features, build.grad_bias_vector_bytes)
+    return is_possible and max(build.columns, build.columns_value) <= WGMMA_HEAD_DIM
+
+
+def has_wgmma(problem: Problem) -> bool:
+    """Returns whether an sm90 backward of this problem, of narrow heads, has a grad_bias kernel that uses wgmma."""
+    tensor = problem.grad_bias
+    return tensor is not None and _suits_wgmma(grad_bias_mode(problem), problem.features, tensor.vector_bytes)
+
+
+def _suits_wgmma(mode: str, features: tuple[str, ...], vector_bytes: int) -> bool:
+    return mode in WGMMA_MODES and {*features} <= WGMMA_FEATURES and vector_bytes == ROW_ALIGNMENT_BYTES
 
 
 def grad_bias_build(build: Build) -> Build:

@@ -12,8 +12,8 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import mapped_field
 from cutlass_py_attn.plan.expressions import Expression, Grid, times
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
-from cutlass_py_attn.plan.grad_bias_mode import grad_bias_mode, unsupported_sm90
-from cutlass_py_attn.plan.grad_bias_smem import WGMMA_FEATURES, WGMMA_MODES
+from cutlass_py_attn.plan.grad_bias_mode import unsupported_sm90
+from cutlass_py_attn.plan.grad_bias_smem import has_wgmma
 from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS, WARP_ROWS
 from cutlass_py_attn.plan.sm90_smem import (
     DQ_WARPGROUPS,
@@ -227,9 +227,8 @@ def _bias_is_faster_on_sm80(problem: Problem) -> bool:
     """Returns whether the bias takes more time than the products: of narrow heads, or loaded by single elements."""
     if problem.bias is None:
         return False
-    is_summed = grad_bias_mode(problem) in WGMMA_MODES and {*problem.features} <= WGMMA_FEATURES
     is_narrow = max(problem.shape.head_dim, problem.shape.head_dim_value) <= SM80_BIAS_HEAD_DIM
-    return (is_narrow and not is_summed) or problem.bias.vector_bytes < WORD_BYTES
+    return (is_narrow and not has_wgmma(problem)) or problem.bias.vector_bytes < WORD_BYTES
 
 
 def applicable(

@@ -69,6 +69,7 @@ _SM90_FORWARD: Final = (
     f"bf16_d64_{_USED}_h4k2_full_{_TERMS}",
     "bf16_d128_s4096_b1_h6k3_causal",  # long enough for multicast
     "bf16_d64_n40x1500u1200,30x700_h4k2_causal_br",  # few queries and many keys
+    "bf16_d128_q300_s1504_b1_h4_causal_br_bias_softcap4_alibi_sinks",
     "f16_d64_q300_s2300_b1_h2_causal_br_paged16",
     f"bf16_d512_{_SIZES}_h2_causal",
     f"f16_d320_{_SIZES}_h2_window_left40_right20",
@@ -104,6 +105,9 @@ _SM90_BACKWARD: Final = (
     f"bf16_d64_{_SIZES}_h2_window_left40_right20_{_TERMS}_deterministic",
     f"bf16_d192v64_{_USED}_h4k2_causal_bias_deterministic",
     "bf16_d192_q515_s64_b1_h4k2_causal",
+    "bf16_d64_q200_s304_b8_h4k2_causal_biassum",  # a kernel of wgmma for the gradient of the bias
+    "f16_d128_q200_s304_b2_h2_full_bias11qksum",
+    f"bf16_d128_{_SIZES}_h2_full_biassum",  # one of mma.sync
     f"bf16_d192v64_{_USED}_h4k2_causal_softcap4_alibi_sinks_deterministic",  # scores of a part of a query tile
     f"bf16_d192v128_{_SIZES}_h4k2_causal",  # the same, by query heads
     "f16_d8v264_q70_s200_b1_h2k1_causal",
