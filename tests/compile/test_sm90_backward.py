@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import entry_points, planner, sm90, sm90_smem
+from cutlass_py_attn.plan import entry_points, grad_bias_smem, planner, sm90, sm90_smem
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.plan import Plan, TensorMap
 from cutlass_py_attn.plan.sm90_smem import first_cta_columns, grad_query_piece
@@ -19,6 +19,7 @@ from tests.support.fakes import expect_taken
 from tests.support.machine_code import MachineCode
 from tools.release import feature_ptx
 
+WGMMA = r"wgmma\.mma_async\S*\.m64n(\d+)k16"  # the columns of a product
 BY_HEAD = Tensor.contiguous((4,), "float32")
 BIAS = Tensor.contiguous((2, 4, 200, 300), "bfloat16")
 
@@ -336,7 +337,7 @@ def test_2cta_machine_code(dims: tuple[int, int], mask: Mask, machine_code: Mach
     """compile() itself refuses spills and ptxas remarks, which say that wgmma groups wait for each other."""
     plan = planner.plan(backward(*dims, mask, heads_key=2), "sm_90a")
     build, made = plan.build, machine_code(plan)
-    products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
+    products = re.findall(WGMMA, made.ptx)
     # S^T and dP^T stand before their loops and in them; dQ is added to in a loop over pieces, of both blocks' keys.
     scores = 2 * (build.columns + build.columns_value) // 16
     pieces = 2 * build.tile_n // 16
@@ -373,7 +374,10 @@ PLANS = [
 def test_machine_code(plan: Plan, machine_code: MachineCode) -> None:
     """compile() itself refuses spills and ptxas remarks, which say that wgmma groups wait for each other."""
     build, made = plan.build, machine_code(plan)
-    products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", made.ptx)
+    bodies = {text.partition("(")[0]: text for text in made.ptx.split(".visible .entry ")[1:]}
+    roles = entry_points.entries(build)
+    main = bodies[roles["main"]]
+    products = re.findall(WGMMA, main)
     rows, columns = grad_query_piece(build)
     # S^T stands before the loop and in it, dP^T in it; dV and dK; dQ in pieces of 64 rows.
     scores, gradients = (2 * build.columns + build.columns_value) // 16, build.block_queries // 16
@@ -384,28 +388,30 @@ def test_machine_code(plan: Plan, machine_code: MachineCode) -> None:
     ] * pieces
     expected += [str(width) for width in (build.columns, build.columns_value) for _ in range(gradients)]
     assert sorted(products) == sorted(expected)
-    assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", made.ptx)) == 3
+    assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", main)) == 3
     added = pieces // (build.tile_n // 16)
     bulk, vectors = (0, added * rows * columns // 128 // 4) if build.score_rows else (added, 0)
     if build.variant == "query_heads" or build.options:  # dK and dV of the 64 keys of a warpgroup
         vectors += (build.columns + build.columns_value) * 64 // 128 // 4
-    assert len(re.findall(r"cp\.reduce\.async\.bulk", made.ptx)) == bulk
-    assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.v4\.f32", made.ptx)) == vectors
+    assert len(re.findall(r"cp\.reduce\.async\.bulk", main)) == bulk
+    assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.v4\.f32", main)) == vectors
     for launch in plan.launches:  # what is launched before the entry ahead has ended waits for it
-        body = made.ptx.split(f".entry {launch.symbol}(")[1].split("\n}")[0]
-        assert ("griddepcontrol.wait" in body) == launch.is_dependent, launch.symbol
+        assert ("griddepcontrol.wait" in bodies[launch.symbol]) == launch.is_dependent, launch.symbol
     # With a semaphore, a block acquires once a query tile. It releases with the next tile or after the last, unless
     # warps of its own add dQ.
-    assert len(re.findall(r"ld\.acquire\.gpu", made.ptx)) == (2 if build.deterministic else 0)
+    assert len(re.findall(r"ld\.acquire\.gpu", main)) == (2 if build.deterministic else 0)
     releases = 1 if sm90_smem.adds_in_order(build) else 2
-    assert len(re.findall(r"red\.release\.gpu", made.ptx)) == (releases if build.deterministic else 0)
+    assert len(re.findall(r"red\.release\.gpu", main)) == (releases if build.deterministic else 0)
     loaded, stored = (
         sum(columns * 2 // swizzle_bytes(columns) for _, columns in tiles.values())
         for tiles in (sm90_smem.tma_tiles(build), sm90_smem.stored_tiles(build))
     )
     axes = 5 if build.has("varlen") else 4
-    assert len(re.findall(rf"cp\.async\.bulk\.tensor\.{axes}d\.shared::cta", made.ptx)) == loaded
-    assert len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global\.shared::cta", made.ptx)) == stored
+    assert len(re.findall(rf"cp\.async\.bulk\.tensor\.{axes}d\.shared::cta", main)) == loaded
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global\.shared::cta", main)) == stored
+    if grad_bias_smem.uses_wgmma(build):  # S and dP of a summed gradient of the bias
+        found = re.findall(WGMMA, bodies[roles["bias"]])
+        assert found == [str(grad_bias_smem.WGMMA_TILE)] * ((build.columns + build.columns_value) // 16)
 
 
 def test_machine_code_of_one_block_per_head(machine_code: MachineCode) -> None:

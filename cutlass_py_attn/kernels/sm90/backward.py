@@ -66,8 +66,8 @@ from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostproces
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.backward_kernel import (
     CONSUMER_START,
+    BackwardGradBiasKernelSm90,
     BackwardKernelSm90,
-    GradBiasKernelSm90,
     Maps,
     Pipelines,
     key_gradient_tile,
@@ -605,6 +605,6 @@ def trace(build: Build) -> tuple[Any, tuple[Any, ...]]:
     postprocess = conversion(build, body.grad_query.accum, warpgroup_gemm)
     sums = body.key_gradients
     postprocess_kv = None if sums is None else KeyGradientPostprocess(build, sums)
-    kernel = GradBiasKernelSm90 if build.maps_grad_bias else BackwardKernelSm90
+    kernel = BackwardGradBiasKernelSm90 if build.maps_grad_bias else BackwardKernelSm90
     grad_bias = GradBiasSm90(build) if uses_wgmma(build) else None
     return backward_chain.trace(build, kernel(build, body), postprocess, postprocess_kv, grad_bias)

@@ -155,7 +155,7 @@ class BackwardKernelSm90:
         self.body.sync_exit()
 
 
-class GradBiasKernelSm90(BackwardKernelSm90):
+class BackwardGradBiasKernelSm90(BackwardKernelSm90):
     """The main kernel of a Build that writes grad_bias: only the tensor maps differ."""
 
     @cute.kernel
