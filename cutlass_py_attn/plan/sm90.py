@@ -88,8 +88,9 @@ LEAST_SAVED_QUERIES: Final = 512
 DV_FIRST_HEAD_DIM: Final = 96  # up to here variant ds_registers starts S^T from 0 and issues dV before dP^T
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
-# Queries of d 64 by mask, up to which backward tiles of 64 queries and keys are faster: 3 to 8 %; causal, s 384: 15 %.
-SHORT_QUERIES: Final = {"full": 256, "causal": 384}
+# Queries of d 64 by mask, up to which backward tiles of 64 queries and keys are faster: 3 to 8 %; causal, s 384 and
+# 448: 15 and 21 %, s 512: 0 to 8 %.
+SHORT_QUERIES: Final = {"full": 256, "causal": 512}
 
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
@@ -244,7 +245,7 @@ def applicable(
         if not usual or _split_kv_objection(problem, usual[0]):
             return usual
         standard = (tile for tile in found if tile.variant == STANDARD)
-        faster = tile_time.faster_in_parts(problem, standard, usual[0], num_sms)
+        faster = tile_time.faster_in_parts(problem, standard, usual, num_sms)
         in_parts = (replace(tile, variant=SPLIT_KV) for tile in faster)
         return [*(with_options(problem, tile) for tile in in_parts), *usual]
     lengths = {tile: VARIANTS[problem.direction, "sm90", tile.variant].lengths for tile in found}

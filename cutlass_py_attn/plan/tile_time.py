@@ -102,8 +102,11 @@ FORWARD: Final = {
 }
 
 
-# Of these head dims and lengths of queries and keys, blocks wait for memory, which the estimate does not see.
-ONE_TILE_DIMS, ONE_TILE_LENGTHS = (96, 128), (64, 128)  # more than the first and up to the second
+# Head dims, more than the first and up to the second, of which tiles were measured that the estimate does not see:
+# blocks wait for memory.
+MEASURED_DIMS: Final = 96, 128
+ONE_TILE_LENGTHS: Final = 64, 128  # queries and keys, likewise
+ONE_ROUND_KEYS: Final = 128, 768  # keys, likewise
 
 # Longer than what is compared: for those who ask for the tile of long sequences.
 LONG_LENGTH: Final = max(speeds.longest for speeds in FORWARD.values()) + 128
@@ -112,37 +115,60 @@ LONG_LENGTH: Final = max(speeds.longest for speeds in FORWARD.values()) + 128
 def fastest_first(problem: Problem, tiles: Iterable[TileConfig], num_sms: int) -> list[TileConfig]:
     """Returns the tiles of a table, which has the fastest for long sequences first, in the order to try them.
 
-    A tile that is estimated to save LEAST_GAIN becomes the first. Tiles for keys of one tile alone are left out if the
-    keys need more, or if their speed is not known.
+    A tile that is estimated to save LEAST_GAIN, or was measured to be faster, becomes the first. Tiles for keys of one
+    tile alone are left out if the keys need more, or if their speed is not known.
     """
-    speeds = _speeds(problem)
-    usable = [tile for tile in tiles if not is_single(tile) or (speeds and problem.shape.num_keys <= tile.tile_n)]
-    times = {tile: estimate(problem, tile, num_sms) for tile in usable}
-    known = {tile: time for tile, time in times.items() if time is not None}
-    if not usable or usable[0] not in known:
+    usable = _usable(problem, tiles)
+    if not usable:
         return usable
-    best = min(known, key=known.__getitem__)
-    one_tile = _one_tile(problem, num_sms)
-    measured = [tile for tile in usable if (tile.tile_m, tile.tile_n) == one_tile]
-    if not measured and not _saves_enough(known[best], known[usable[0]]):
-        return usable
-    first = measured[0] if measured else best
+    first = _measured(problem, usable, num_sms) or _estimated(problem, usable, num_sms)
     return [first, *(tile for tile in usable if tile != first)]
 
 
-def _one_tile(problem: Problem, num_sms: int) -> tuple[int, int] | None:
-    """Returns the fastest tile of sequences of up to 128 queries and keys at d 128; None for others.
+def _usable(problem: Problem, tiles: Iterable[TileConfig]) -> list[TileConfig]:
+    speeds = _speeds(problem)
+    return [tile for tile in tiles if not is_single(tile) or (speeds and problem.shape.num_keys <= tile.tile_n)]
 
-    A block of 128 queries starts with half of the keys. Two of 64 queries are faster while each has an SM, and under a
-    causal mask, which hides half of the keys of the first, while each SM has at most two.
+
+def _estimated(problem: Problem, usable: list[TileConfig], num_sms: int) -> TileConfig:
+    """Returns the tile that is estimated to be the fastest; the first if none saves enough, or its speed is unknown."""
+    times = {tile: estimate(problem, tile, num_sms) for tile in usable}
+    known = {tile: time for tile, time in times.items() if time is not None}
+    usual = usable[0]
+    if usual not in known:
+        return usual
+    best = min(known, key=known.__getitem__)
+    return best if _saves_enough(known[best], known[usual]) else usual
+
+
+def _measured(problem: Problem, usable: list[TileConfig], num_sms: int) -> TileConfig | None:
+    """Returns the tile that was measured to be the fastest at d 128; None for what was not measured.
+
+    Up to 128 queries and keys: a block of 128 queries starts with half of the keys. Two of 64 queries are faster while
+    each has an SM, and under a causal mask, which hides half of the keys of the first, while each SM has at most two.
+
+    Without a mask, with 129 to 768 keys and at most one tile of 128 queries for each SM: that also starts with half of
+    a key tile of 128.
     """
-    shape = problem.shape
-    (least_dim, most_dim), (least, most) = ONE_TILE_DIMS, ONE_TILE_LENGTHS
-    is_here = all(least < length <= most for length in (shape.num_queries, shape.num_keys))
-    if not is_here or not all(least_dim < dim <= most_dim for dim in (shape.head_dim, shape.head_dim_value)):
+    shape, form = problem.shape, problem.mask.form
+    if not _has_measured_dims(shape) or not _speeds(problem):
         return None
-    blocks = 2 * shape.batch * shape.num_heads
-    return (64, 64) if blocks <= (2 if problem.mask.form == "causal" else 1) * num_sms else (128, 64)
+    heads, found = shape.batch * shape.num_heads, None
+    (least, most), (least_keys, most_keys) = ONE_TILE_LENGTHS, ONE_ROUND_KEYS
+    if all(least < length <= most for length in (shape.num_queries, shape.num_keys)):
+        found = (64, 64) if 2 * heads <= (2 if form == "causal" else 1) * num_sms else (128, 64)
+    elif form == "full" and least_keys < shape.num_keys <= most_keys:
+        estimated, is_one_round = (
+            _estimated(problem, usable, num_sms),
+            ceil_div(shape.num_queries, 128) * heads <= num_sms,
+        )
+        found = (128, 64) if is_one_round and (estimated.tile_m, estimated.tile_n) == (128, 128) else None
+    return next((tile for tile in usable if (tile.tile_m, tile.tile_n) == found), None)
+
+
+def _has_measured_dims(shape: Shape) -> bool:
+    least, most = MEASURED_DIMS
+    return all(least < dim <= most for dim in (shape.head_dim, shape.head_dim_value))
 
 
 def _saves_enough(chosen: float, usual: float) -> bool:
@@ -166,11 +192,13 @@ def is_single(tile: TileConfig) -> bool:
 
 def reason(problem: Problem, tile: TileConfig, tiles: Iterable[TileConfig], num_sms: int) -> str:
     """Returns why this tile comes before the first of its table; "" if the estimate does not put it there."""
-    first, *_ = tiles
+    table = list(tiles)
+    first = table[0]
     if tile.variant == SPLIT_KV:
         return ""
-    if (tile.tile_m, tile.tile_n) == _one_tile(problem, num_sms) and _speeds(problem) and tile != first:
-        return f"; tile {tile.tile_m}x{tile.tile_n} because it was measured to be faster for sequences of up to 128"
+    measured = _measured(problem, _usable(problem, table), num_sms)
+    if measured and (tile.tile_m, tile.tile_n) == (measured.tile_m, measured.tile_n) and tile != first:
+        return f"; tile {tile.tile_m}x{tile.tile_n} because it was measured to be faster for such short sequences"
     chosen, usual = (estimate(problem, it, num_sms) for it in (tile, first))
     if chosen is None or usual is None or not _saves_enough(chosen, usual):
         return ""
@@ -239,15 +267,21 @@ def _start(tile: TileConfig | Build, speed: TileSpeed, form: str) -> int:
     return speed.start + (form == "causal") * EDGE * tile.tile_m // EDGE_ROWS
 
 
-def faster_in_parts(problem: Problem, tiles: Iterable[TileConfig], usual: TileConfig, num_sms: int) -> list[TileConfig]:
+def faster_in_parts(
+    problem: Problem, tiles: Iterable[TileConfig], usual: list[TileConfig], num_sms: int
+) -> list[TileConfig]:
     """Returns the tiles whose few query tiles are estimated to be faster in parts than `usual`, the fastest first.
 
-    usual: the tile that the planner has without parts. None is faster if it saves less than LEAST_GAIN, or if the speed
-    of `usual` is not known. Sequences of several lengths count as the longest.
+    usual: the tiles that the planner has without parts, the fastest first. None in parts is faster if it saves less
+    than LEAST_GAIN, or if the speed of the first is not known; in place of one that was measured, the second counts.
+    Sequences of several lengths count as the longest.
     """
     speeds = _speeds_of(problem.shape)
-    usual_speed = speeds.tiles.get((usual.tile_m, usual.tile_n)) if speeds else None
-    if problem.is_empty or speeds is None or usual_speed is None:
+    if problem.is_empty or speeds is None:
+        return []
+    compared = usual[: 2 if _has_measured_dims(problem.shape) else 1]
+    whole_tile = next((tile for tile in compared if (tile.tile_m, tile.tile_n) in speeds.tiles), None)
+    if whole_tile is None:
         return []
     sizes = _sizes(problem, num_sms)
     known = ((tile, speeds.tiles.get((tile.tile_m, tile.tile_n))) for tile in tiles)
@@ -259,7 +293,7 @@ def faster_in_parts(problem: Problem, tiles: Iterable[TileConfig], usual: TileCo
     }
     if not times:
         return []
-    whole = _estimate(problem, usual, usual_speed, sizes)
+    whole = _estimate(problem, whole_tile, speeds.tiles[whole_tile.tile_m, whole_tile.tile_n], sizes)
     return [tile for tile in sorted(times, key=times.__getitem__) if _saves_enough(times[tile], whole)]
 
 

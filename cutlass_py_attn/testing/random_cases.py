@@ -109,6 +109,28 @@ SHARED_QUERIES_DIMS: Final = (128, 128, 64, 64, 64, 96, 128, 104)
 SHARED_QUERIES_BATCH_HEADS: Final = (34, 35, 38, 45)
 SHARED_QUERIES: Final = (330, 520, 1030)
 SHARED_QUERIES_KEYS: Final = (400, 512, 520)
+# Kernel numbers from here on are those of backwards with a bias that the sm90 kernels take: dtype, head dim, mask, axes
+# of the bias, its gradient, lengths, and what the problem has besides.
+BIAS_BACKWARD_FROM: Final = 460_000
+BIAS_BACKWARD: Final[tuple[tuple[str, int, str, str, str, str, dict[str, Any]], ...]] = (
+    ("bfloat16", 128, "full", "bhqk", "", "one", {}),
+    ("float16", 128, "causal_br", "1hqk", "", "several", {}),
+    ("bfloat16", 128, "causal", "bhqk", "grad", "one", {}),
+    ("float16", 64, "full", "1hqk", "grad", "one", {}),
+    ("bfloat16", 64, "local", "b1qk", "grad", "one", {"alibi": "h", "sinks": True}),
+    ("bfloat16", 96, "causal_br", "bhqk", "grad", "one", {"deterministic": True}),
+    ("float16", 128, "full", "bhqk", "grad", "one", {"dropout_p": 0.1}),
+    ("bfloat16", 128, "full", "1hqk", "sum", "one", {}),
+    ("float16", 64, "causal", "11qk", "sum", "one", {}),
+    ("bfloat16", 96, "local", "b1qk", "sum", "several", {"sinks": True}),
+    ("bfloat16", 32, "full", "1hqk", "sum", "one", {}),
+    ("float16", 128, "causal_br", "1hqk", "sum", "one", {"deterministic": True}),
+    ("bfloat16", 64, "full", "1hqk", "sum", "one", {"softcap": 4.0}),
+    ("float16", 128, "causal", "bh1k", "sum", "one", {}),
+    ("bfloat16", 128, "full", "1hqk", "sum", "one", {"alibi": "bh"}),
+)
+BIAS_BACKWARD_QUERIES: Final = (60, 64, 100, 129, 200, 257, 400)
+BIAS_BACKWARD_KEYS: Final = (64, 128, 136, 200, 264, 400, 520)
 # Kernel numbers from here on are those of e4m3 caches with more queries than decode kernels take.
 PROMPTS_FROM: Final = 500_000
 # Kernel numbers from here on are those of forwards of wide heads.
@@ -149,6 +171,8 @@ def draw(kernel: int, run: int) -> Case:
         return _with_inputs(_draw_case(drawn, rng), rng)
     if kernel >= PROMPTS_FROM:
         return _draw_e4m3_cache(np.random.default_rng(kernel), np.random.default_rng((kernel, run)), are_prompts=True)
+    if kernel >= BIAS_BACKWARD_FROM:
+        return _draw_bias_backward(kernel - BIAS_BACKWARD_FROM, np.random.default_rng((kernel, run)))
     if kernel >= SHARED_QUERIES_FROM:
         return _draw_shared_queries(kernel - SHARED_QUERIES_FROM, np.random.default_rng((kernel, run)))
     if kernel >= FEW_TILES_FROM:
@@ -439,6 +463,37 @@ def _draw_shared_queries(number: int, rng: np.random.Generator) -> Case:
         num_heads_key=key_heads,
         sinks=has_sinks,
     )
+
+
+def _draw_bias_backward(number: int, rng: np.random.Generator) -> Case:
+    """A backward with a bias that the sm90 kernels take. number: of the kernel."""
+    dtype, head_dim, mask, axes, gradient, lengths, others = BIAS_BACKWARD[number % len(BIAS_BACKWARD)]
+    group = int(_pick(rng, GROUPS)) if number % 3 == 2 else 1
+    key_heads, batch = int(_pick(rng, (1, 2))), int(_pick(rng, (1, 2, 5)))
+    queries, keys = int(_pick(rng, BIAS_BACKWARD_QUERIES)), int(_pick(rng, BIAS_BACKWARD_KEYS))
+    sequences: tuple[SequenceLengths, ...] = ()
+    if lengths != "one":
+        shorter = [(int(rng.integers(0, queries + 1)), int(rng.integers(0, keys + 1))) for _ in range(3)]
+        sequences = tuple(SequenceLengths(*each) for each in ((queries, keys), *shorter))
+    spec = ProblemSpec(
+        dtype,
+        head_dim,
+        num_queries=queries,
+        num_keys=keys,
+        batch=len(sequences) or batch,
+        num_heads=key_heads * group,
+        num_heads_key=key_heads,
+        mask=_mask_of_form(mask, rng),
+        sequences=sequences,
+        scale=float(_pick(rng, (0.0, 0.0, 0.1))) or None,
+        bias=axes,
+        bias_gradient=gradient,
+        **others,
+    )
+    layout = ALIGNED_LAYOUTS[number % len(ALIGNED_LAYOUTS)]
+    philox_seed = int(rng.integers(1, 2**62)) if spec.dropout_p else 0
+    case = Case("backward", spec, layout=layout, philox_seed=philox_seed, seed=int(rng.integers(0, 2**31)))
+    return _with_inputs(case, rng)
 
 
 def _draw_shared(direction: str, layout: str, rng: np.random.Generator, **fields: Any) -> Case:

@@ -62,6 +62,7 @@ KINDS: Final = {  # by name of the option
     "shared_end": Kind("forwards whose last query tiles blocks share", random_cases.SHARED_END_FROM, 4),
     "few_tiles": Kind("forwards with few query tiles", random_cases.FEW_TILES_FROM, len(random_cases.FEW_TILES)),
     "shared_queries": Kind("backwards whose last key tiles blocks share", random_cases.SHARED_QUERIES_FROM, 8),
+    "bias_backward": Kind("backwards with a bias", random_cases.BIAS_BACKWARD_FROM, len(random_cases.BIAS_BACKWARD)),
     "prompts": Kind("prompts over e4m3 caches", random_cases.PROMPTS_FROM, 8),
     "wide": Kind("forwards of wide heads", random_cases.WIDE_FROM, 6),
 }
