@@ -95,7 +95,7 @@ FEATURES: Final = tuple(
             f"backward bf16_d128_q{QUERIES}_s{KEYS}_b2_h1_causal_biasbhqk seed=42",
             f"backward f16_d64_q{QUERIES}_s{KEYS}_b2_h1_full_biasbhqk_alibi seed=43",
             "backward bf16_d128_q700_s520_b2_h1_causal_biasbhqkgrad seed=48",
-            "backward f16_d64_q700_s520_b2_h4k1_full_biasgrad_deterministic seed=49",
+            "backward f16_d64_q700_s520_b2_h1_full_biasbhqkgrad_deterministic seed=49",
             "backward bf16_d128_q700_s520_b2_h1_causal_biassum seed=50",
             "backward bf16_d64_q260_s264_b24_h1_full_biassum seed=51",
         ),
