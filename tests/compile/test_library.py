@@ -247,7 +247,8 @@ def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle
             assert status == 0, host.text
             opened.append(handle)
     driver_log.without_memory(True)
-    cases = [*CASES, *(name for name in CASES if "s8192_b1_h4" in name or "d256" in name)]
+    few_queries = [name for name in CASES if "q512_s8192" in name]
+    cases = [*CASES, *4 * few_queries, *(name for name in CASES if "s8192_b1_h4" in name or "d256" in name)]
     for number in itertools.count():
         if sum(found.values()) >= DRAWN:
             break

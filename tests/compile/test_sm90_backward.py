@@ -42,7 +42,7 @@ def backward(dim: int = 128, dim_value: int = 128, mask: Mask | None = None, hea
         ({"softcap": 2.0, "alibi_slopes": BY_HEAD}, ()),
         ({"sinks": BY_HEAD, "grad_sinks": BY_HEAD, "dropout_p": 0.1}, ()),
         ({"bias": BIAS}, ()),
-        ({"bias": BIAS, "grad_bias": BIAS}, ("gradient of the bias with rows aligned to less than 16 bytes",)),
+        ({"bias": BIAS, "grad_bias": BIAS}, ("full gradient of the bias with rows aligned to less than 16 bytes",)),
         ({"grad_output": Tensor((2, 200, 4, 128), (0, 512, 128, 1), "bfloat16")}, ("strides of 0 or less",)),
         ({"grad_value": Tensor((2, 300, 4, 128), (300 * 512, 512, 128, 1), "bfloat16", 8)},
          ("rows aligned to less than 16 bytes",)),
