@@ -377,7 +377,11 @@ def _attend(call: calls.Call, operands: dict[str, Any]) -> Any:
 
 
 def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """Returns the output and the residuals. The keys of `wanted`, static in JAX, name the gradients to compute."""
+    """Returns the output and the residuals. The last residual says by its shape which gradients to compute.
+
+    JAX caches the tree structure of residuals across calls that differ in which operands are differentiated; shapes it
+    does not.
+    """
     values = {name: operand.value for name, operand in operands.items()}
     differentiated = [name for name, operand in operands.items() if operand.perturbed]
     constants = ("alibi_slopes", *SCALES, *(term.name for term in call.score_terms))
@@ -408,8 +412,8 @@ def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
     if reasons:
         raise NotSupported(reasons)
     output, logsumexp = _forward_of(call, values)
-    wanted = dict.fromkeys(name for name in DIFFERENTIABLE if name in differentiated)
-    return output, (values, output, logsumexp, wanted)
+    wanted = tuple(int(name in differentiated) for name in DIFFERENTIABLE)
+    return output, (values, output, logsumexp, jnp.zeros((0, *wanted), jnp.bool_))
 
 
 def _attend_with_logsumexp(call: calls.Call, operands: dict[str, Any]) -> Any:
@@ -426,7 +430,8 @@ def _backward_with_logsumexp(call: calls.Call, saved: Any, gradients: tuple[Any,
 
 
 def _backward(call: calls.Call, saved: Any, grad_output: Any, grad_logsumexp: Any = None) -> tuple[dict[str, Any]]:
-    values, output, logsumexp, wanted = saved
+    values, output, logsumexp, flags = saved
+    wanted = [name for name, is_wanted in zip(DIFFERENTIABLE, flags.shape[1:], strict=True) if is_wanted]
     gradients: dict[str, Any] = dict.fromkeys(values)
     of_output, of_logsumexp = (
         given is not None and not isinstance(given, jax.custom_derivatives.SymbolicZero)
