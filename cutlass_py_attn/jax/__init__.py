@@ -38,17 +38,17 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import (
     calls,
-    context,
+    derivatives,
     dot_product,
     handler,
     native,
     native_library,
     on_mesh,
-    partition,
     sizes,
     split_rows,
     ulysses,
 )
+from cutlass_py_attn.jax.calls import CHECKPOINT_NAME
 from cutlass_py_attn.jax.rows import reorder, restore
 from cutlass_py_attn.jax.segments import packed_sequences
 from cutlass_py_attn.jax.serving import append_to_cache, merge_states
@@ -65,6 +65,7 @@ from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.suggestions import did_you_mean
 
 __all__ = [
+    "CHECKPOINT_NAME",
     "Options",
     "append_to_cache",
     "attention",
@@ -77,8 +78,6 @@ __all__ = [
     "reorder",
     "restore",
 ]
-
-DIFFERENTIABLE = (*OPERANDS, *registry.gradients())
 
 
 class Options(TypedDict, total=False):
@@ -103,6 +102,8 @@ class Options(TypedDict, total=False):
     return_logsumexp: whether to return (output, logsumexp), both differentiable. logsumexp is (batch, num_heads,
         num_queries) float32, the natural logarithm of each row's softmax denominator; -inf for a row without keys. With
         `sequences` it is (count, num_heads, max_seqlen_q), +inf behind the end of each sequence.
+    checkpoint_name: name of output and logsumexp for policies of jax.checkpoint. A policy that saves this name, such as
+        jax.checkpoint_policies.save_only_these_names("cutlass_py_attn"), spares the second forward.
     context_axis: mesh axis over which the rows of query, key and value are split, inside jax.shard_map over this axis.
         None if every device has all rows; then split rows give wrong results without a word, because a device
         cannot know of the others.
@@ -126,6 +127,7 @@ class Options(TypedDict, total=False):
     sequences: VariableLength | Paged | None
     deterministic: bool
     return_logsumexp: bool
+    checkpoint_name: str
     context_axis: str | None
     context_strategy: str
     load_balance: str | None
@@ -144,7 +146,7 @@ def _attention(query: Any, key: Any, value: Any, **options: Unpack[Options]) -> 
     if call.context is not None and call.context.strategy == ULYSSES:
         found = ulysses.attend(_with_rows_of_logsumexp, call, operands)
         return found if wants_logsumexp else found[0]
-    return _with_rows_of_logsumexp(call, operands) if wants_logsumexp else _traced(call, operands)
+    return _with_rows_of_logsumexp(call, operands) if wants_logsumexp else _traced(call, operands)[0]
 
 
 @implemented_by(_attention)
@@ -165,6 +167,7 @@ def attention(
     sequences: VariableLength | Paged | None = None,
     deterministic: bool = False,
     return_logsumexp: bool = False,
+    checkpoint_name: str = CHECKPOINT_NAME,
     context_axis: str | None = None,
     context_strategy: str = "all_gather",
     load_balance: str | None = None,
@@ -188,8 +191,11 @@ def attention(
 
     The call is checked when it is traced. When the program is lowered, the call is planned, and its kernels compiled if
     `kernels` is None; so jax.eval_shape needs neither a GPU nor kernels. Under vmap, the new axis joins the batch. With
-    variable lengths, differentiated sinks, different dropout keys, or different arrays of a score term that has no
-    batch axis, the elements run one after the other instead.
+    variable lengths, differentiated sinks, dropout, or different arrays of a score term that has no batch axis, the
+    elements run one after the other instead.
+
+    Reverse mode runs the backward kernels. Tangents and second derivatives are computed in jax.numpy, with memory of
+    the scores; docs/jax.md says for which calls.
 
     A call on several devices is split by batch and heads, as the shardings of query, key and value say: on Explicit and
     Auto meshes, and inside shard_map. docs/jax.md says what is not split.
@@ -249,7 +255,7 @@ def _attend_to_cache(arrays: dict[str, Any], columns: int, options: Options, ret
     operands = _varying(
         call, {"query": operands["query"], "key": operands["key"], "value": operands["key"], **operands}
     )
-    return _with_rows_of_logsumexp(call, operands) if return_logsumexp else _traced(call, operands)
+    return _with_rows_of_logsumexp(call, operands) if return_logsumexp else _traced(call, operands)[0]
 
 
 def context_parallel_attention(
@@ -332,7 +338,7 @@ def dot_product_attention(
     call = given.translate()
     static, arrays = _prepare(call.operands, {**options, **call.options, "scale": scale})  # type: ignore[typeddict-item]
     if not return_residual:
-        return call.output(_traced(static, arrays))
+        return call.output(_traced(static, arrays)[0])
     output, logsumexp = _with_rows_of_logsumexp(static, arrays)
     return call.output(output), call.residual(logsumexp)
 
@@ -359,7 +365,7 @@ def _varying(call: calls.Call, operands: dict[str, Any]) -> dict[str, Any]:
 
 def _with_rows_of_logsumexp(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
     """Returns the output, and logsumexp without the padding of its rows."""
-    output, logsumexp = _traced_with_logsumexp(call, operands)
+    output, logsumexp = _traced(call, operands)
     rows = operands["query"].shape[1]
     if call.max_seqlens is not None:
         rows = call.max_seqlens[0]
@@ -368,97 +374,7 @@ def _with_rows_of_logsumexp(call: calls.Call, operands: dict[str, Any]) -> tuple
     return output, logsumexp[..., :rows]
 
 
-def _forward_of(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
-    return calls.forward(call, operands) if call.context is None else context.forward(call, operands)
-
-
-def _attend(call: calls.Call, operands: dict[str, Any]) -> Any:
-    return _forward_of(call, operands)[0]
-
-
-def _forward(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """Returns the output and the residuals. The last residual says by its shape which gradients to compute.
-
-    JAX caches the tree structure of residuals across calls that differ in which operands are differentiated; shapes it
-    does not.
-    """
-    values = {name: operand.value for name, operand in operands.items()}
-    differentiated = [name for name, operand in operands.items() if operand.perturbed]
-    constants = ("alibi_slopes", *SCALES, *(term.name for term in call.score_terms))
-    reasons = [
-        f"{name} is differentiated: must be a constant here; pass jax.lax.stop_gradient({name})"
-        for name in constants
-        if name in differentiated
-    ]
-    coded = [name for name in OPERANDS if str(values[name].dtype) in E4M3]
-    if coded and differentiated and call.head_dim_value is None:
-        reasons.append(
-            f"{', '.join(differentiated)} with {', '.join(coded)} of e4m3 is differentiated: must be a constant, "
-            "because only the forward takes codes; pass jax.lax.stop_gradient of it, or differentiate attention of "
-            "16-bit operands"
-        )
-    if call.paged is not None and differentiated:
-        listed = ", ".join(differentiated)
-        reasons.append(
-            f"{listed} with pages is differentiated: must be a constant, because a cache has no gradients; pass "
-            "jax.lax.stop_gradient of it"
-        )
-    if call.head_dim_value is not None and differentiated:
-        names = [name for name in differentiated if name != "value"]  # which is in the cache
-        reasons.append(
-            f"{', '.join(names)} with a latent cache is differentiated: must be a constant, because a cache "
-            "has no gradients; call `attention` with keys and values of their own"
-        )
-    if reasons:
-        raise NotSupported(reasons)
-    output, logsumexp = _forward_of(call, values)
-    wanted = tuple(int(name in differentiated) for name in DIFFERENTIABLE)
-    return output, (values, output, logsumexp, jnp.zeros((0, *wanted), jnp.bool_))
-
-
-def _attend_with_logsumexp(call: calls.Call, operands: dict[str, Any]) -> Any:
-    return _forward_of(call, operands)
-
-
-def _forward_with_logsumexp(call: calls.Call, operands: dict[str, Any]) -> tuple[Any, Any]:
-    output, saved = _forward(call, operands)
-    return (output, saved[2]), saved
-
-
-def _backward_with_logsumexp(call: calls.Call, saved: Any, gradients: tuple[Any, Any]) -> tuple[dict[str, Any]]:
-    return _backward(call, saved, *gradients)
-
-
-def _backward(call: calls.Call, saved: Any, grad_output: Any, grad_logsumexp: Any = None) -> tuple[dict[str, Any]]:
-    values, output, logsumexp, flags = saved
-    wanted = [name for name, is_wanted in zip(DIFFERENTIABLE, flags.shape[1:], strict=True) if is_wanted]
-    gradients: dict[str, Any] = dict.fromkeys(values)
-    of_output, of_logsumexp = (
-        given is not None and not isinstance(given, jax.custom_derivatives.SymbolicZero)
-        for given in (grad_output, grad_logsumexp)
-    )
-    if wanted and (of_output or of_logsumexp):
-        operands = {**values, "output": output, "logsumexp": logsumexp}
-        operands["grad_output"] = grad_output if of_output else jnp.zeros_like(output)
-        operands |= {"grad_logsumexp": grad_logsumexp} if of_logsumexp else {}
-        run = calls.backward if call.context is None else context.backward
-        found = run(call, operands, tuple(wanted))
-        gradients |= {name: partition.like(gradient, values[name]) for name, gradient in found.items()}
-    return (gradients,)
-
-
-def _jitted(function: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    """Returns a function of a Call and its operands, with its derivative.
-
-    jit traces equal calls of a program once. shard_map outside of jit does not accept a custom_vjp with symbolic zeros.
-    """
-    differentiable = jax.custom_vjp(function, nondiff_argnums=(0,))
-    differentiable.defvjp(forward, backward, symbolic_zeros=True)
-    return jax.jit(differentiable, static_argnums=0)
-
-
-_traced = _jitted(_attend, _forward, _backward)
-_traced_with_logsumexp = _jitted(_attend_with_logsumexp, _forward_with_logsumexp, _backward_with_logsumexp)
+_traced = jax.jit(derivatives.attend, static_argnums=0)  # equal calls of a program are traced once
 
 
 def _prepare(
@@ -523,6 +439,7 @@ def _prepare(
         arch=given.get("arch"),
         backend=checked.backend,
         context=split_rows.context_of(given),
+        checkpoint_name=given.get("checkpoint_name", CHECKPOINT_NAME),
     )
     if call.context is not None:
         coded = [name for name in OPERANDS if str(arrays[name].dtype) in E4M3]
@@ -559,6 +476,8 @@ def _static_reasons(name: str, value: Any) -> list[str]:
         return [f"{name} = {shown(value)}: must be a number that is known at trace time; pass a Python number"]
     if name in split_rows.OPTIONS:
         return split_rows.option_objections(name, value)
+    if name == "checkpoint_name" and not (isinstance(value, str) and value):
+        return [f"checkpoint_name = {shown(value)}: must be a str that is not empty; pass a name for jax.checkpoint"]
     if name == "deterministic":
         return SCALARS[name].objections(name, value)
     if name == "mask" and type(value) in masks.ALL.values():  # `check_options` refuses another type

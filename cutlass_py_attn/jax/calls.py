@@ -1,11 +1,11 @@
-"""Forward or backward as one XLA custom call: checked when traced; vmap joins its axis to the batch if possible."""
+"""Forward or backward as one XLA custom call, checked when it is traced."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +15,22 @@ from cutlass_py_attn.api import cpu_backend, request
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import auto, partition, primitive
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.jax.rows import Context
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.tensors import BMHK, KEY_ROPE, OPERANDS, Tensor
+from cutlass_py_attn.problem.tensors import OPERANDS, Tensor
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.score_terms.term import ScoreTerm
 
 Arrays = dict[str, Any]
+
+CHECKPOINT_NAME: Final = "cutlass_py_attn"
+RESULTS: Final = ("output", "logsumexp")
 
 _LENGTHS: Final = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
@@ -43,6 +44,7 @@ class Call:
     score_terms: the registered terms whose arrays are among the operands, each under its name.
     head_dim_value: first columns of key that are the value, in the same memory; None if value is an array of its own.
     context: how the rows are split over a mesh axis inside shard_map; None if all rows are on this device.
+    checkpoint_name: name of output and logsumexp for policies of jax.checkpoint.
     """
 
     mask: Mask
@@ -58,6 +60,7 @@ class Call:
     context: Context | None = None
     paged: tuple[int | None, bool] | None = None
     head_dim_value: int | None = None
+    checkpoint_name: str = CHECKPOINT_NAME
 
     def problem(self, operands: Mapping[str, Any], gradients: tuple[str, ...]) -> Problem:
         """Returns the validated problem of these operands, which XLA stores densely.
@@ -126,113 +129,18 @@ def _describe(array: Any) -> Array:
     return Array(0, dense.shape, dense.strides, dense.dtype, None, "jax", None)
 
 
-def forward(call: Call, operands: Arrays) -> tuple[Any, Any]:
-    """Returns output (batch, num_queries, num_heads, head_dim_value) and logsumexp, as `attention_forward` does."""
-    results = _batchable(call, (), operands)
-    return results["output"], results["logsumexp"]
+def result_names(gradients: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names of a call's results, in order."""
+    return tuple(f"grad_{name}" for name in gradients) or RESULTS
 
 
-def backward(call: Call, operands: Arrays, gradients: tuple[str, ...]) -> Arrays:
-    """Returns the gradients by name. operands: those of the forward, and grad_output, output and logsumexp.
-
-    With grad_logsumexp among them, logsumexp has a gradient too.
-    """
-    results = _batchable(call, gradients, operands)
-    return {name: results[f"grad_{name}"] for name in gradients}
-
-
-def _batchable(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
-    """Returns the results. Under vmap, makes one call for all elements if the kernels can, else one per element."""
-
-    def rule(size: int, batched: tuple[dict[str, bool]], operands: Arrays) -> tuple[Arrays, dict[str, bool]]:
-        flags = batched[0]
-        if _joins_batch(call, gradients, flags):
-            joined, batch = _join_batch(call, size, flags, operands, gradients)
-            results = _split_batch(size, batch, run(joined), operands, flags)
-        else:
-            shared = {name: array for name, array in operands.items() if not flags[name]}
-            mapped = {name: array for name, array in operands.items() if flags[name]}
-            results = jax.lax.map(lambda element: run({**shared, **element}), mapped)
-        return results, dict.fromkeys(results, True)
-
-    run = jax.custom_batching.custom_vmap(functools.partial(_run, call, gradients))
-    run.def_vmap(rule)
-    once = jax.custom_jvp(run)
-    once.defjvp(_refuse_derivative)
-    return as_varying(once(operands), operands)
-
-
-def _refuse_derivative(*_: Any) -> NoReturn:
-    raise NotSupported(
-        "attention is differentiated twice: must be once, for its gradients have no derivatives; "
-        "pass jax.lax.stop_gradient(...) of the first gradient, or differentiate attention in jax.numpy"
-    )
-
-
-def _joins_batch(call: Call, gradients: tuple[str, ...], batched: Mapping[str, bool]) -> bool:
-    """Returns whether vmap's axis can join the batch axis.
-
-    It cannot for variable lengths, which have no batch axis, for pages, whose pools have none, nor for sinks, seeds and
-    terms without a batch axis, which all batches share, nor for scales of e4m3 codes that differ. A backward with
-    dropout must draw the same numbers as its forward, whose axis was joined exactly if its output is batched.
-    """
-    if any(batched.get(term.name) and _term_rank(term) == 1 for term in call.score_terms):
-        return False
-    if (
-        call.max_seqlens is not None
-        or call.paged is not None
-        or batched.get("sinks")
-        or any(batched.get(name) for name in SCALES)
-        or "sinks" in gradients
-        or batched.get(PHILOX)
-    ):
-        return False
-    return not (gradients and PHILOX in batched) or batched["output"]
-
-
-def _term_rank(term: ScoreTerm) -> int:
-    """Returns the rank of the term's array with a batch axis in front; 1 if no shape of the term has one there."""
-    shapes = () if term.vector is None else term.vector.axes
-    return max((len(axes) for axes in shapes if axes[0] == "batch"), default=1)
-
-
-def _join_batch(
-    call: Call, size: int, batched: Mapping[str, bool], operands: Arrays, gradients: tuple[str, ...]
-) -> tuple[Arrays, int]:
-    """Returns the operands with vmap's axis joined to the batch axis, and the batch size without it."""
-    batch = operands["query"].shape[1 if batched["query"] else 0]
-    ranks = {"alibi_slopes": 2, "sinks": 1, PHILOX: 1, "logsumexp": 3, "grad_logsumexp": 3, **dict.fromkeys(SCALES, 2)}
-    ranks |= {term.name: _term_rank(term) for term in call.score_terms}
-
-    def join(name: str, array: Any) -> Any:
-        per_batch = name in (*BMHK, KEY_ROPE, "logsumexp", "grad_logsumexp")
-        per_batch |= name == "bias" and "bias" in gradients
-        if name in SCALES and array.ndim < 2:
-            return array
-        per_batch |= name in SCALES
-        rank = ranks.get(name, 4)
-        shape = array.shape[1:] if batched[name] else array.shape
-        if not batched[name] and not per_batch and (len(shape) < rank or shape[0] == 1 or rank == 1):
-            return array
-        if len(shape) < rank:  # slopes without a batch axis
-            shape, array = (1, *shape), array[..., None, :]
-        array = array if batched[name] else array[None]
-        stacked = jnp.broadcast_to(array, (size, batch, *shape[1:]))
-        return stacked.reshape(size * batch, *shape[1:])
-
-    return {name: join(name, array) for name, array in operands.items()}, batch
-
-
-def _split_batch(size: int, batch: int, results: Arrays, operands: Arrays, batched: Mapping[str, bool]) -> Arrays:
-    """Returns the results with vmap's axis in front. Sums the gradient of a bias that broadcasts over the batch."""
-    split = {name: array.reshape(size, batch, *array.shape[1:]) for name, array in results.items()}
-    if "grad_bias" in split and operands["bias"].shape[1 if batched["bias"] else 0] == 1:
-        split["grad_bias"] = split["grad_bias"].sum(axis=1, keepdims=True, dtype=split["grad_bias"].dtype)
-    return split
-
-
-def _run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
+def run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
     """Adds the call to the traced program: split as the mesh of the operands says, or for XLA to split.
+
+    gradients: operands whose gradients are the results; () for output (batch, num_queries, num_heads, head_dim_value)
+        and logsumexp, as `attention_forward` returns them
+    operands: by name. The backward has those of the forward, and grad_output, output and logsumexp; with
+        grad_logsumexp among them, logsumexp has a gradient too.
 
     XLA splits kernels only: an Auto mesh gives the reference's callback whole arrays.
     """
@@ -245,7 +153,7 @@ def _run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
     if partition.explicit_mesh(operands) is not None:
         split = partition.explicit(problem, operands)
         if split.batch or split.heads:
-            return partition.run_explicit(split, functools.partial(_run, call, gradients), operands, shapes)
+            return partition.run_explicit(split, functools.partial(run, call, gradients), operands, shapes)
     if call.backend == "reference" or not auto.is_possible(operands):
         return one_device(operands)
     digest = auto.digest(problem, gradients, call.arch)
@@ -281,10 +189,7 @@ def _empty_results(problem: Problem, results: Mapping[str, Tensor]) -> Arrays:
 
 
 def as_varying(results: Arrays, operands: Arrays) -> Arrays:
-    """Marks the results as varying over every shard_map axis that an operand varies over.
-
-    Neither custom_vmap nor custom calls mark their results.
-    """
+    """Marks the results as varying over every shard_map axis that an operand varies over; custom calls do not."""
     axes = varying_axes(operands)
     return {name: varying(array, axes) for name, array in results.items()}
 

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.jax import calls
-from cutlass_py_attn.jax.calls import Call
+from cutlass_py_attn.jax.call_primitive import bind
+from cutlass_py_attn.jax.calls import RESULTS, Call
 from cutlass_py_attn.jax.rows import Context
 from cutlass_py_attn.problem.masks import CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.split_rows import RING, Chunk, Ring, RingTile, is_causal, keys_around, window_of
@@ -38,29 +38,25 @@ _OF_LOGSUMEXP: Final = ("logsumexp", "grad_logsumexp")
 _MOST_UNROLLED: Final = 7  # turns of a ring: those of the GPUs of one host, which were measured so
 
 
-def forward(call: Call, operands: Arrays) -> tuple[Any, Any]:
-    """Returns output and logsumexp of a device's rows, as `calls.forward` does.
+def run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
+    """Returns the results of a device's rows by name, as `calls.run` does.
 
     operands: the device's. With variable lengths logsumexp has an axis in front, of the device's runs of rows.
     """
     assert call.context is not None
-    run = _ring_forward if call.context.strategy == RING else _gathered_forward
-    return run(call.context, dataclasses.replace(call, context=None), operands)
-
-
-def backward(call: Call, operands: Arrays, gradients: tuple[str, ...]) -> Arrays:
-    """Returns the gradients of a device's operands by name. operands: as for `calls.backward`."""
-    assert call.context is not None
-    run = _ring_backward if call.context.strategy == RING else _gathered_backward
-    found = run(call.context, dataclasses.replace(call, context=None), operands, gradients)
-    return {name: found[name].astype(operands[name].dtype) for name in gradients}
+    split, whole = call.context, dataclasses.replace(call, context=None)
+    if not gradients:
+        forward = _ring_forward if split.strategy == RING else _gathered_forward
+        return dict(zip(RESULTS, forward(split, whole, operands), strict=True))
+    backward = _ring_backward if split.strategy == RING else _gathered_backward
+    results = backward(split, whole, operands, gradients)
+    return {f"grad_{name}": results[name].astype(operands[name].dtype) for name in gradients}
 
 
 def _run(call: Call, operands: Arrays, gradients: tuple[str, ...]) -> Arrays:
-    """Returns output and logsumexp, or the gradients by name, of one call of one device."""
-    if gradients:
-        return calls.backward(call, operands, gradients)
-    return dict(zip(("output", "logsumexp"), calls.forward(call, operands), strict=True))
+    """Returns output and logsumexp, or the gradients by the operand's name, of one call of one device."""
+    results = bind(call, gradients, operands)
+    return {name.removeprefix("grad_"): array for name, array in results.items()}
 
 
 def _padded(logsumexp: Any) -> Any:
@@ -251,7 +247,8 @@ class _Part:
         weights = [jnp.exp(part.logsumexp - finite) for part in (self, other)]
         total = weights[0] + weights[1]
         shares = [jnp.swapaxes(weight / jnp.where(total == 0, 1, total), 1, 2)[..., None] for weight in weights]
-        return _Part(shares[0] * self.output + shares[1] * other.output, finite + jnp.log(total))
+        line = jnp.where(total == 0, -jnp.inf, finite + jnp.log(jnp.where(total == 0, 1, total)))
+        return _Part(shares[0] * self.output + shares[1] * other.output, line)
 
     def with_rows(self, tile: RingTile, part: _Part) -> _Part:
         """Returns this part, with another one of a tile's rows merged into it."""

@@ -302,15 +302,6 @@ def test_kernels_that_are_none_are_refused() -> None:
         jax.jit(merge).lower(output, logsumexp, output, logsumexp)
 
 
-@pytest.mark.parametrize("options", [{}, {"backend": "reference"}], ids=["kernels", "reference"])
-def test_second_derivatives_are_refused_in_one_sentence(options: dict[str, Any]) -> None:
-    def slope(query: Any) -> Any:
-        return jax.grad(lambda q: gpu_call(q, *operands()[1:], **options).sum())(query).sum()
-
-    with pytest.raises(NotSupported, match="attention is differentiated twice: must be once"):
-        jax.eval_shape(jax.grad(slope), operands()[0])
-
-
 def test_a_mesh_with_explicit_axes() -> None:
     """A program of arrays that are whole on every device is traced and lowered, and so is its result."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))

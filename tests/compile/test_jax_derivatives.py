@@ -1,7 +1,8 @@
-"""Tests of derivatives in JAX programs whose calls differ in which operands are differentiated, beside jax.nn."""
+"""Tests of derivatives in JAX programs: reverse and forward mode, vmap, remat, beside attention in jax.numpy."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.score_terms import philox
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # XLA compiles in half the time
 jnp = jax.numpy
 
-from cutlass_py_attn.jax import attention  # noqa: E402
+from cutlass_py_attn.jax import attention, random_words  # noqa: E402
+from tools.release import jax_programs  # noqa: E402
+from tools.release.jax_programs import Layer  # noqa: E402
 
 Attention = Callable[..., Any]
 
@@ -119,3 +125,197 @@ def test_a_trained_bias_beside_a_constant_one_of_its_shape() -> None:
     )
     assert np.abs(wanted[1]["bias"]).max() > 1e-3
     expect_close(found, wanted)
+
+
+# vmap: element i of the results is the result of element i
+
+
+@pytest.mark.parametrize("trained", [(0,), (0, 1)], ids=["query", "query and sinks"])
+def test_vmap_with_one_key_of_dropout(trained: tuple[int, ...]) -> None:
+    """Forward and backward of every element draw the mask of a call on its own."""
+    sinks, examples = draw(20, 4), draw(21, 3, *SHAPES[0])
+
+    def loss(query: Any, sinks: Any) -> Any:
+        options = {"sinks": sinks, "dropout_p": 0.5, "dropout_key": jax.random.key(0)}
+        return (ours(query, *OPERANDS[1:], **options) ** 2).sum()
+
+    alone = [jax.value_and_grad(loss, trained)(query, sinks) for query in examples]
+    found = jax.jit(jax.vmap(jax.value_and_grad(loss, trained), (0, None)))(examples, sinks)
+    expect_close(found, jax.tree.map(lambda *arrays: jnp.stack(arrays), *alone))
+    summed = jax.grad(lambda sinks: jax.vmap(loss, (0, None))(examples, sinks).sum())(sinks)
+    of_sinks = [jax.grad(loss, 1)(query, sinks) for query in examples]
+    expect_close(summed, functools.reduce(jnp.add, of_sinks))
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 4), (3, 1, 4)], ids=str)
+def test_vmap_of_a_batch_of_one_with_slopes(shape: tuple[int, ...]) -> None:
+    """Slopes have a batch axis or none, and are mapped or shared."""
+    arrays, slopes = [draw(n, 3, 1, 6, 4, 8) for n in range(3)], jnp.abs(draw(3, *shape))
+    axis = 0 if shape[0] == 3 else None
+
+    def attend(query: Any, key: Any, value: Any, slopes: Any) -> Any:
+        return ours(query, key, value, alibi_slopes=slopes)
+
+    alone = [attend(*(array[i] for array in arrays), slopes if axis is None else slopes[i]) for i in range(3)]
+    expect_close(jax.vmap(attend, (0, 0, 0, axis))(*arrays, slopes), jnp.stack(alone))
+
+
+@pytest.mark.parametrize("what", ["sinks", "sequences", "dropout"])
+def test_vmap_over_the_axis_of_an_explicit_mesh(what: str) -> None:
+    """Elements that cannot join the batch run one after the other on the device that has them."""
+    examples = draw(0, 8, 1, 16, 4, 8)
+    bounds = jnp.array([0, 5, 16])
+    options: dict[str, Any] = {
+        "sinks": {},
+        "sequences": {"sequences": VariableLength(bounds, bounds, 16, 16)},
+        "dropout": {"dropout_p": 0.5, "dropout_key": jax.random.key(1)},
+    }[what]
+
+    def loss(sinks: Any, examples: Any) -> Any:
+        return jax.vmap(lambda x: (ours(x, x, x, sinks=sinks, **options) ** 2).sum())(examples).sum()
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    expected = run(jnp.zeros(4), examples)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        expect_close(run(jnp.zeros(4), jax.device_put(examples, jax.NamedSharding(mesh, jax.P("x")))), expected)
+
+
+# remat
+
+
+def launches(function: Callable[..., Any], *arrays: Any) -> int:
+    """Returns the number of forwards and backwards in a traced program."""
+
+    def count(jaxpr: Any) -> int:
+        total = 0
+        for equation in jaxpr.eqns:
+            total += equation.primitive.name == "pure_callback"
+            inner = (getattr(value, "jaxpr", value) for value in equation.params.values())
+            total += sum(count(each) for each in inner if hasattr(each, "eqns"))
+        return total
+
+    return count(jax.make_jaxpr(function)(*arrays).jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("policy", "name", "expected"),
+    [
+        (None, "cutlass_py_attn", 3),
+        (jax.checkpoint_policies.save_only_these_names("cutlass_py_attn"), "cutlass_py_attn", 2),
+        (jax.checkpoint_policies.save_only_these_names("context"), "context", 2),
+        (jax.checkpoint_policies.save_only_these_names("context"), "cutlass_py_attn", 3),
+        (jax.checkpoint_policies.everything_saveable, "cutlass_py_attn", 2),
+        (
+            jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=["cutlass_py_attn"],
+                offload_src="device",
+                offload_dst="pinned_host",
+            ),
+            "cutlass_py_attn",
+            2,
+        ),
+    ],
+    ids=["nothing", "default name", "own name", "other name", "everything", "offload"],
+)
+def test_a_policy_saves_output_and_logsumexp_by_name(policy: Any, name: str, expected: int) -> None:
+    def block(query: Any) -> Any:
+        return (ours(2 * query, *OPERANDS[1:], checkpoint_name=name) ** 2).sum()
+
+    assert launches(jax.grad(block), OPERANDS[0]) == 2
+    assert launches(jax.grad(jax.checkpoint(block, policy=policy)), OPERANDS[0]) == expected
+
+
+def test_a_wrong_checkpoint_name_is_refused() -> None:
+    for name, shown in ((None, "None"), ("", r"'' \(str\)"), (3, r"3 \(int\)")):
+        with pytest.raises(NotSupported, match=rf"checkpoint_name = {shown}: must be a str that is not empty"):
+            ours(*OPERANDS, checkpoint_name=name)
+
+
+# Forward mode and second derivatives
+
+
+FEATURES = Layer(mask="causal", softcap=3.0, has_alibi=True, logsumexp="used")
+DROPPED = dataclasses.replace(FEATURES, dropout="shared")
+TERMS = ("query", "key", "value", "bias", "sinks")
+LEAVES = {name: jax_programs.VALUES[name] for name in TERMS}
+DIRECTIONS = {name: jnp.cos(3 * array) for name, array in LEAVES.items()}
+
+
+def of_layer(attend: Any, layer: Layer) -> Callable[[dict[str, Any]], Any]:
+    return lambda leaves: attend(layer, leaves, jax.random.key(3))
+
+
+def derivatives_of(function: Callable[[dict[str, Any]], Any]) -> Any:
+    """Returns tangents, a linearization and its transpose, and second derivatives in three ways."""
+
+    def loss(leaves: dict[str, Any]) -> Any:
+        output, lse = function(leaves)
+        return (output**2).sum() + jnp.sin(lse).sum()
+
+    def slope(leaves: dict[str, Any]) -> Any:
+        return jax.jvp(loss, (leaves,), (DIRECTIONS,))[1]
+
+    def product(leaves: dict[str, Any]) -> Any:
+        gradients = jax.grad(loss)(leaves)
+        return sum((gradients[name] * DIRECTIONS[name]).sum() for name in leaves)
+
+    results, linear = jax.linearize(function, LEAVES)
+    sinks = {**LEAVES, "sinks": LEAVES["sinks"]}
+    return {
+        "jvp": jax.jvp(function, (LEAVES,), (DIRECTIONS,)),
+        "linearize": (linear(DIRECTIONS), jax.linear_transpose(linear, LEAVES)(results)),
+        "jacfwd": jax.jacfwd(lambda array: function({**sinks, "sinks": array}))(LEAVES["sinks"]),
+        "forward over reverse": jax.jvp(jax.grad(loss), (LEAVES,), (DIRECTIONS,)),
+        "reverse over forward": jax.grad(slope)(LEAVES),
+        "reverse over reverse": jax.grad(product)(LEAVES),
+        "forward over forward": jax.jvp(slope, (LEAVES,), (DIRECTIONS,)),
+        "vmap": jax.vmap(
+            lambda factor: jax.jvp(function, (LEAVES,), (jax.tree.map(lambda a: factor * a, DIRECTIONS),))
+        )(jnp.arange(2.0)),
+        "remat": jax.jvp(jax.checkpoint(function), (LEAVES,), (DIRECTIONS,)),
+    }
+
+
+@pytest.mark.parametrize("layer", [FEATURES, DROPPED], ids=["terms", "dropout"])
+def test_forward_mode_and_second_derivatives(layer: Layer) -> None:
+    found = jax.jit(lambda: derivatives_of(of_layer(jax_programs.ours("reference"), layer)))()
+    expect_close(found, jax.jit(lambda: derivatives_of(of_layer(jax_programs.plain, layer)))())
+
+
+def test_second_derivatives_through_scan() -> None:
+    """A Hessian-vector product of a loop over layers, where JAX inlines derivative rules of its own kind."""
+
+    def loss(attend: Attention, query: Any) -> Any:
+        def body(x: Any, _: Any) -> Any:
+            return attend(x, *OPERANDS[1:]), None
+
+        return (jax.lax.scan(body, query, None, 2)[0] ** 2).sum()
+
+    found, wanted = (
+        jax.jit(lambda q, f=f: jax.jvp(jax.grad(functools.partial(loss, f)), (q,), (jnp.cos(q),)))(OPERANDS[0])
+        for f in (ours, expected)
+    )
+    expect_close(found, wanted)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2**32 - 3, 2**34 - 7, 2**64 - 9])
+def test_random_words_are_those_of_the_kernels(offset: int) -> None:
+    seed = 0x0123456789ABCDEF
+    halves = np.array([seed, offset], np.uint64).view(np.uint32)
+    indices = (np.arange(23, dtype=np.uint64) + np.uint64(offset)).astype(np.uint64)  # wraps, as the kernels' sums
+    assert (np.asarray(random_words.words(jnp.asarray(halves), 23)) == philox.words(seed, indices)).all()
+
+
+def test_what_has_no_tangent_is_refused_in_one_sentence() -> None:
+    bounds = jnp.array([0, 5, 16])
+    packed = functools.partial(ours, sequences=VariableLength(bounds, bounds, 16, 16))
+    arrays = tuple(array[:1] for array in OPERANDS)
+    jax.eval_shape(jax.grad(lambda q: packed(q, *arrays[1:]).sum()), arrays[0])
+    with pytest.raises(NotSupported, match="forward-mode differentiation of attention with sequences, split rows or"):
+        jax.jit(lambda: jax.jvp(packed, arrays, arrays)).lower()
+    with pytest.raises(NotSupported, match="a second derivative of attention with sequences, split rows or registered"):
+        jax.eval_shape(
+            lambda: jax.grad(lambda q: jax.grad(lambda k: packed(q, k, arrays[2]).sum())(arrays[1]).sum())(arrays[0])
+        )

@@ -1,0 +1,126 @@
+"""vmap of one call: its axis joins the batch axis if the kernels can, otherwise the elements run one after another.
+
+`vmap(f)(xs)[i]` is `f(xs[i])` for every call. So a call joins only if each element of the joined batch is computed as
+it is alone, in the forward and in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from cutlass_py_attn.jax import partition
+from cutlass_py_attn.jax.calls import Call, varying
+from cutlass_py_attn.jax.handler import PHILOX
+from cutlass_py_attn.problem.quantization import SCALES
+from cutlass_py_attn.score_terms.term import ScoreTerm
+
+Arrays = dict[str, Any]
+
+TANGENT: Final = "tangent of "  # before the name of an operand, for the operand's tangent
+
+
+@dataclass(frozen=True, slots=True)
+class MappedCall:
+    """A call under vmap.
+
+    gradients: names of operands whose gradients, or whose tangents, have the mapped axis
+    size: of the mapped axis
+    mesh_axes: Explicit mesh axes that split the mapped axis; None if none does
+    is_mapped: whether an operand, by its name, has the mapped axis
+    """
+
+    call: Call
+    gradients: tuple[str, ...]
+    size: int
+    mesh_axes: tuple[str, ...] | None
+    is_mapped: Mapping[str, bool]
+
+    def results(self, run: Callable[[Arrays], Arrays], operands: Arrays) -> Arrays:
+        """Returns the results by name, the mapped axis first.
+
+        run: computes one call, or the joined one
+        operands: by name; the mapped axis is the first
+        """
+        return self._joined(run, operands) if self._joins() else self._one_after_another(run, operands)
+
+    def _joins(self) -> bool:
+        """Returns whether the mapped axis can join the batch axis.
+
+        It cannot for variable lengths, which have no batch axis, for pages, whose pools have none, nor for sinks and
+        terms without a batch axis, which all batches share, nor for scales of e4m3 codes that differ. Nor with dropout,
+        whose random numbers depend on the place in the batch.
+        """
+        call = self.call
+        shared = ("sinks", *SCALES, *(term.name for term in call.score_terms if not _has_batch_form(term)))
+        return not (
+            call.max_seqlens is not None
+            or call.paged is not None
+            or PHILOX in self.is_mapped
+            or "sinks" in self.gradients
+            or any(self.is_mapped.get(name) for name in shared)
+        )
+
+    def _joined(self, run: Callable[[Arrays], Arrays], operands: Arrays) -> Arrays:
+        elements = {
+            name: jax.ShapeDtypeStruct(array.shape[1:] if self.is_mapped[name] else array.shape, array.dtype)
+            for name, array in operands.items()
+        }
+        batch = elements["query"].shape[0]
+        of_forward = {name: array for name, array in elements.items() if _is_of_forward(name)}
+        problem = self.call.problem(of_forward, ())
+
+        def join(name: str, array: Any) -> Any:
+            role, shape = name.removeprefix(TANGENT), elements[name].shape
+            has_batch = partition.BATCH in partition.axes_of(role, shape, problem)
+            is_summed = role == "bias" and name == role and "bias" in self.gradients  # one gradient for each element
+            if not (self.is_mapped[name] or has_batch or is_summed):
+                return array
+            if role != "bias" and not has_batch:  # a mapped vector, such as slopes (num_heads,), gets a batch axis
+                shape, array = (1, *shape), array[:, None]
+            array = array if self.is_mapped[name] else array[None]
+            stacked = jnp.broadcast_to(array, (self.size, batch, *shape[1:]))
+            return stacked.reshape(self.size * batch, *shape[1:])
+
+        results = run({name: join(name, array) for name, array in operands.items()})
+        split = {name: array.reshape(self.size, batch, *array.shape[1:]) for name, array in results.items()}
+        if "grad_bias" in split and elements["bias"].shape[0] == 1:
+            split["grad_bias"] = split["grad_bias"].sum(axis=1, keepdims=True, dtype=split["grad_bias"].dtype)
+        return split
+
+    def _one_after_another(self, run: Callable[[Arrays], Arrays], operands: Arrays) -> Arrays:
+        """Maps the elements; each device those that it has, if a mesh splits the mapped axis."""
+        shared = {name: array for name, array in operands.items() if not self.is_mapped[name]}
+        mapped = {name: array for name, array in operands.items() if self.is_mapped[name]}
+
+        def of_device(shared: Arrays, mapped: Arrays) -> Arrays:
+            shared = {name: varying(array, self.mesh_axes or ()) for name, array in shared.items()}
+
+            def element(own: Arrays) -> Arrays:
+                return run({name: own[name] if name in own else shared[name] for name in operands})
+
+            results: Arrays = jax.lax.map(element, mapped)
+            return results
+
+        if self.mesh_axes is None:
+            return of_device(shared, mapped)
+        split = PartitionSpec(self.mesh_axes)
+        sharded = jax.shard_map(
+            of_device, in_specs=(PartitionSpec(), split), out_specs=split, axis_names=set(self.mesh_axes)
+        )
+        results: Arrays = sharded(shared, mapped)
+        return results
+
+
+def _has_batch_form(term: ScoreTerm) -> bool:
+    """Returns whether an array of the term may have a batch axis."""
+    return term.vector is not None and any(axes[0] == partition.BATCH for axes in term.vector.axes)
+
+
+def _is_of_forward(name: str) -> bool:
+    return not name.startswith((TANGENT, "grad_")) and name not in ("output", "logsumexp")

@@ -1,0 +1,93 @@
+"""Tests of random JAX programs: some of fixed seeds, and that the tool notices faults of derivatives and of vmap."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+
+from cutlass_py_attn.jax import batching, derivatives  # noqa: E402
+from tools.release import fuzz_jax  # noqa: E402
+from tools.release.jax_programs import FORWARD, REVERSE, Layer, Program, draw  # noqa: E402
+
+MODES = REVERSE + FORWARD
+PARTS, PROGRAMS = 6, 4
+
+
+@pytest.fixture(autouse=True)
+def _own_caches() -> Iterator[None]:
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.expected_seconds(20)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_programs_of_fixed_seeds(part: int) -> None:
+    outcomes = fuzz_jax.run(range(part * PROGRAMS, (part + 1) * PROGRAMS), MODES, "reference")
+    assert [outcome for outcome in outcomes if outcome.result not in ("", "SKIPPED")] == []
+    assert sum(outcome.result == "" for outcome in outcomes) >= PROGRAMS - 1
+
+
+def test_a_missing_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = derivatives._bind
+
+    def without_value(call: Any, gradients: tuple[str, ...], operands: Any) -> Any:
+        results = real(call, gradients, operands)
+        return {name: array * (name != "grad_value") for name, array in results.items()}
+
+    monkeypatch.setattr(derivatives, "_bind", without_value)
+    outcome = fuzz_jax.check(Program((Layer("query"),), ("key", "value"), "value_and_grad"), "reference", 5)
+    assert (outcome.seed, outcome.result) == (5, "GRADIENT")
+    assert outcome.what.startswith("[1]['value'] is 0, off by")
+
+
+def test_other_random_numbers_under_vmap_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program((Layer("query", dropout="shared", wrap="vmap", mapped=("query",)),), ("query",), is_jitted=True)
+    assert fuzz_jax.check(program, "reference", 0).result == ""
+    jax.clear_caches()
+    monkeypatch.setattr(batching.MappedCall, "_joins", lambda self: True)
+    assert fuzz_jax.check(program, "reference", 0).result in ("VALUE", "GRADIENT")
+
+
+def test_a_fault_that_needs_an_earlier_program_and_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = iter([fuzz_jax.Outcome(1, "VALUE", "loss"), fuzz_jax.Outcome(1, "")])
+    monkeypatch.setattr(fuzz_jax, "_attempt", lambda *_: next(outcomes))
+    assert fuzz_jax.check(draw(1, MODES, 2), "reference", 1) == fuzz_jax.Outcome(1, "CACHE", "loss")
+    monkeypatch.undo()
+    monkeypatch.setattr(derivatives, "_bind", lambda *_: 1 / 0)
+    outcome = fuzz_jax.check(Program((Layer("query"),), ("query",)), "reference", 1)
+    assert (outcome.result, outcome.what) == ("RAISED", "ZeroDivisionError: division by zero")
+
+
+def test_a_wrong_program_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(program: Program, backend: str, seed: int) -> fuzz_jax.Outcome:
+        return fuzz_jax.Outcome(seed, "VALUE" if any(layer.sinks == "trained" for layer in program.layers) else "")
+
+    monkeypatch.setattr(fuzz_jax, "_attempt", attempt)
+    layers = (Layer("query", softcap=3.0, wrap="scan"), Layer(sinks="trained", bias="frozen", stopped=("key",)))
+    program = Program(layers, ("query", "sinks"), "vjp_reuse", True, "bfloat16")
+    reduced = fuzz_jax.shrunk(program, "reference", "VALUE")
+    assert reduced == Program((Layer("query", sinks="trained"),), ("sinks",), examples=(("sinks", 0),))
+    assert fuzz_jax.described(reduced) == "grad of sinks, float32, mesh none\n    query=query, sinks=trained"
+
+
+def test_the_command_prints_and_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = {7: "", 8: "SKIPPED", 9: "GRADIENT"}
+    monkeypatch.setattr(fuzz_jax, "check", lambda _, __, seed: fuzz_jax.Outcome(seed, results[seed], "[1]"))
+    path = tmp_path / "record.json"
+    monkeypatch.setattr(sys, "argv", ["fuzz_jax", "--first", "7", "--programs", "3", "--record", str(path)])
+    assert fuzz_jax.main() == 1
+    text = capsys.readouterr().out
+    assert "GRADIENT seed 9: [1]\n" in text
+    assert "3 programs in 0 s: {'right': 1, 'SKIPPED': 1, 'GRADIENT': 1}" in text
+    record = json.loads(path.read_text())
+    assert (record["programs"], record["wrong"], record["first"], record["backend"]) == (2, 1, 7, "reference")

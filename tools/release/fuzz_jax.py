@@ -1,0 +1,273 @@
+"""Fuzz of JAX programs: random programs of attention calls, compared with the same programs of jax.numpy.
+
+python -m tools.release.fuzz_jax --programs 1000 [--first SEED] [--processes N] [--record FILE]   on the CPU
+python -m tools.release.fuzz_jax --programs 1000 --backend gpu                                    kernels, on a GPU
+python -m tools.release.fuzz_jax --first SEED --programs 1 --shrink                               one again, reduced
+
+A program that differs is run again after jax.clear_caches(), and beside finite differences of its own loss:
+
+    GRADIENT   the gradient is not the derivative of the program's own loss
+    VALUE      loss and gradient agree with each other, and differ from those of jax.numpy
+    CACHE      it is wrong only after other programs of the process
+    RAISED     it raised an error, and the program of jax.numpy did not
+
+Exit code 1 if any program is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import datetime
+import functools
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+# Compiling takes most of the time, and the programs are small.
+_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if tuple(map(int, metadata.version("jaxlib").split(".")[:3])) < (0, 11, 1):  # later ones end at the unknown flag
+    _FLAGS += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", f"{_FLAGS} --xla_force_host_platform_device_count=2")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+if "gpu" not in sys.argv:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+from cutlass_py_attn.bench.harness import commit  # noqa: E402
+from tools.release.jax_programs import (  # noqa: E402
+    FORWARD,
+    REVERSE,
+    Layer,
+    Program,
+    draw,
+    leaves_of,
+    loss_of,
+    ours,
+    plain,
+    results,
+)
+
+Arrays = dict[str, Any]
+
+TOLERANCE: Final = {"float32": 2e-3, "bfloat16": 6e-2}  # of the largest element
+STEP: Final = 0.01  # of finite differences
+KEPT: Final = 20  # programs whose compiled code JAX keeps
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """result: "" for a right program, "SKIPPED" for one that jax.numpy cannot run, or a word of this module's text."""
+
+    seed: int
+    result: str
+    what: str = ""
+
+
+def check(program: Program, backend: str, seed: int) -> Outcome:
+    """Runs a program; a wrong one again without what JAX has cached."""
+    outcome = _attempt(program, backend, seed)
+    if outcome.result in ("", "SKIPPED"):
+        return outcome
+    jax.clear_caches()
+    alone = _attempt(program, backend, seed)
+    return alone if alone.result else Outcome(seed, "CACHE", outcome.what)
+
+
+def _attempt(program: Program, backend: str, seed: int) -> Outcome:
+    try:
+        leaves = leaves_of(program)
+        expected = jax.block_until_ready(results(plain, program, leaves, True))
+    except Exception as error:  # such as shardings that JAX cannot derive
+        return Outcome(seed, "SKIPPED", _first_line(error))
+    try:
+        found = jax.block_until_ready(results(ours(backend), program, leaves, program.is_jitted))
+    except Exception as error:  # the program of jax.numpy ran
+        return Outcome(seed, "RAISED", _first_line(error))
+    what = difference(found, expected, TOLERANCE[program.dtype])
+    if not what:
+        return Outcome(seed, "")
+    if program.mode in FORWARD or program.dtype != "float32":
+        return Outcome(seed, "VALUE", what)
+    return Outcome(seed, "VALUE" if _agrees_with_itself(program, backend, found, expected) else "GRADIENT", what)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+def difference(found: Any, expected: Any, tolerance: float) -> str:
+    """Returns where two results differ; "" if nowhere."""
+    pairs = zip(*(jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (found, expected)), strict=True)
+    wrong = []
+    for (path, array), (_, other) in pairs:
+        one, two = np.asarray(array, np.float64), np.asarray(other, np.float64)
+        largest = float(np.abs(two).max(initial=0))
+        if one.shape != two.shape or not np.allclose(one, two, rtol=tolerance, atol=tolerance * max(1.0, largest)):
+            size = (
+                f"off by {np.abs(one - two).max():.2g} of {largest:.2g}" if one.shape == two.shape else f"{one.shape}"
+            )
+            wrong.append(f"{jax.tree_util.keystr(path)} {'is 0, ' if not one.any() else ''}{size}")
+    return "; ".join(wrong)
+
+
+def _agrees_with_itself(program: Program, backend: str, found: Any, expected: Any) -> bool:
+    """Returns whether the gradient is the derivative of the program's own loss, by finite differences.
+
+    They are taken at the elements where the two gradients differ most, and where the found one is largest.
+    """
+    leaves, loss = leaves_of(program), jax.jit(loss_of(ours(backend), replace(program, mesh="none")))
+    for name, array in leaves.items():
+        gradient, other = np.asarray(found[1][name], np.float64), np.asarray(expected[1][name], np.float64)
+        of_example = program.mode == "vmap_grad"
+        axis = dict(program.examples).get(name) if of_example else None
+        allowed = max(6e-3, 0.03 * max(np.abs(gradient).max(), np.abs(other).max()))
+        for order in (np.abs(gradient - other), np.abs(gradient)):
+            for flat in np.argsort(order.ravel())[-3:]:
+                where = np.unravel_index(flat, gradient.shape)
+                place = where[1:] if of_example else where
+                if axis is not None:
+                    place = (*place[:axis], where[0], *place[axis:])
+                ends = [loss({**leaves, name: array.at[place].add(step)}) for step in (STEP, -STEP)]
+                slopes = (np.asarray(ends[0], np.float64) - np.asarray(ends[1], np.float64)) / (2 * STEP)
+                slope = slopes[where[0]] if of_example else slopes.sum()
+                if not abs(slope - gradient[where]) <= allowed:
+                    return False
+    return True
+
+
+# Smaller programs
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    """Yields programs with one feature less."""
+    layers = program.layers
+    for number in range(len(layers)):
+        rest = layers[:number] + layers[number + 1 :]
+        if rest:
+            yield replace(program, layers=(replace(rest[0], query="query"), *rest[1:]))
+    for number, layer in enumerate(layers):
+        for field in dataclasses.fields(Layer):
+            if field.name != "query" and getattr(layer, field.name) != field.default:
+                less = replace(layer, **{field.name: field.default})
+                yield replace(program, layers=(*layers[:number], less, *layers[number + 1 :]))
+    for less in ({"is_jitted": False}, {"mode": "grad"}, {"mesh": "none"}, {"dtype": "float32"}):
+        if replace(program, **less) != program and not (program.mode in FORWARD and "mode" in less):
+            yield replace(program, **less)
+    for name in program.trained if len(program.trained) > 1 else ():
+        trained = tuple(other for other in program.trained if other != name)
+        examples = tuple(pair for pair in program.examples if pair[0] != name) or ((trained[0], 0),)
+        yield replace(program, trained=trained, examples=examples)
+
+
+def shrunk(program: Program, backend: str, result: str) -> Program:
+    """Returns the smallest program that keeps the result when one feature after the other is removed."""
+    while True:
+        for candidate in _smaller(program):
+            jax.clear_caches()
+            if _attempt(candidate, backend, 0).result == result:
+                program = candidate
+                break
+        else:
+            return program
+
+
+def described(program: Program) -> str:
+    """Returns a program in a line for each call."""
+    lines = [f"{program.mode} of {', '.join(program.trained)}"]
+    lines[0] += f"{' in jit' if program.is_jitted else ''}, {program.dtype}, mesh {program.mesh}"
+    if program.mode in ("vmap_grad", "grad_vmap"):
+        lines[0] += f", examples {dict(program.examples)}"
+    for layer in program.layers:
+        given = [
+            f"{field.name}={getattr(layer, field.name)}"
+            for field in dataclasses.fields(Layer)
+            if getattr(layer, field.name) != field.default
+            and (field.name not in ("mapped", "axes") or layer.wrap == "vmap")
+        ]
+        lines.append(f"    {', '.join(given)}")
+    return "\n".join(lines)
+
+
+# Runs
+
+
+def run(seeds: range, modes: tuple[str, ...], backend: str) -> list[Outcome]:
+    """Checks the programs of these seeds in this process."""
+    return [check(draw(seed, modes, len(jax.devices())), backend, seed) for seed in seeds]
+
+
+def run_in_processes(seeds: range, modes: tuple[str, ...], backend: str, processes: int) -> Iterator[Outcome]:
+    """Yields the outcomes of programs; processes take parts of KEPT programs."""
+    if processes == 1:
+        for start in range(0, len(seeds), KEPT):
+            yield from run(seeds[start : start + KEPT], modes, backend)
+            jax.clear_caches()
+        return
+    parts = [seeds[start : start + KEPT] for start in range(0, len(seeds), KEPT)]
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, spawn) as pool:
+        for outcomes in pool.map(functools.partial(run, modes=modes, backend=backend), parts):
+            yield from outcomes
+
+
+def main() -> int:
+    """Runs programs; exit code 1 if one is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="fuzz_jax", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--programs", type=int, default=100, help="number of programs (100)")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first program (0)")
+    parser.add_argument("--backend", choices=["reference", "gpu"], default="reference")
+    parser.add_argument("--processes", type=int, default=1, help="processes that run programs (1)")
+    parser.add_argument("--reverse", action="store_true", help="without forward mode and second derivatives")
+    parser.add_argument("--shrink", action="store_true", help="reduce the first wrong program of each result")
+    parser.add_argument("--record", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    modes = REVERSE if options.reverse else REVERSE + FORWARD
+    start, counts = time.monotonic(), collections.Counter[str]()
+    seeds = range(options.first, options.first + options.programs)
+    for outcome in run_in_processes(seeds, modes, options.backend, options.processes):
+        counts[outcome.result or "right"] += 1
+        if outcome.result in ("", "SKIPPED"):
+            continue
+        program = draw(outcome.seed, modes, len(jax.devices()))
+        print(f"{outcome.result} seed {outcome.seed}: {outcome.what}\n{described(program)}", flush=True)
+        if options.shrink and counts[outcome.result] == 1 and outcome.result != "CACHE":
+            print(f"reduced: {described(shrunk(program, options.backend, outcome.result))}", flush=True)
+    seconds = time.monotonic() - start
+    wrong = sum(counts.values()) - counts["right"] - counts["SKIPPED"]
+    print(f"{options.programs} programs in {seconds:.0f} s: {dict(counts)}")
+    if options.record:
+        options.record.write_text(json.dumps(_record(options, counts, wrong, seconds), indent=2) + "\n")
+    return int(wrong > 0)
+
+
+def _record(options: Any, counts: collections.Counter[str], wrong: int, seconds: float) -> dict[str, Any]:
+    return {
+        "commit": commit(),
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "backend": options.backend,
+        "first": options.first,
+        "programs": options.programs - counts["SKIPPED"],
+        "wrong": wrong,
+        "seconds": round(seconds),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
