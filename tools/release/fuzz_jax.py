@@ -10,6 +10,7 @@ A program that differs is run again after jax.clear_caches(), and beside finite 
     VALUE      loss and gradient agree with each other, and differ from those of jax.numpy
     CACHE      it is wrong only after other programs of the process
     RAISED     it raised an error, and the program of jax.numpy did not
+    REFUSED    it raised NotSupported: not wrong, and counted on its own
 
 Exit code 1 if any program is wrong.
 """
@@ -46,6 +47,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from cutlass_py_attn.bench.harness import commit  # noqa: E402
+from cutlass_py_attn.errors import NotSupported  # noqa: E402
 from tools.release.jax_programs import (  # noqa: E402
     FORWARD,
     REVERSE,
@@ -61,6 +63,7 @@ from tools.release.jax_programs import (  # noqa: E402
 
 Arrays = dict[str, Any]
 
+RIGHT: Final = ("", "SKIPPED", "REFUSED")  # "SKIPPED" is a program that jax.numpy cannot run
 TOLERANCE: Final = {"float32": 2e-3, "bfloat16": 6e-2}  # of the largest element
 STEP: Final = 0.01  # of finite differences
 KEPT: Final = 20  # programs whose compiled code JAX keeps
@@ -68,7 +71,7 @@ KEPT: Final = 20  # programs whose compiled code JAX keeps
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """result: "" for a right program, "SKIPPED" for one that jax.numpy cannot run, or a word of this module's text."""
+    """result: one of RIGHT, or a word of this module's text for a wrong program."""
 
     seed: int
     result: str
@@ -78,7 +81,7 @@ class Outcome:
 def check(program: Program, backend: str, seed: int) -> Outcome:
     """Runs a program; a wrong one again without what JAX has cached."""
     outcome = _attempt(program, backend, seed)
-    if outcome.result in ("", "SKIPPED"):
+    if outcome.result in RIGHT:
         return outcome
     jax.clear_caches()
     alone = _attempt(program, backend, seed)
@@ -93,6 +96,8 @@ def _attempt(program: Program, backend: str, seed: int) -> Outcome:
         return Outcome(seed, "SKIPPED", _first_line(error))
     try:
         found = jax.block_until_ready(results(ours(backend), program, leaves, program.is_jitted))
+    except NotSupported as error:
+        return Outcome(seed, "REFUSED", _first_line(error))
     except Exception as error:  # the program of jax.numpy ran
         return Outcome(seed, "RAISED", _first_line(error))
     what = difference(found, expected, TOLERANCE[program.dtype])
@@ -241,14 +246,14 @@ def main() -> int:
     seeds = range(options.first, options.first + options.programs)
     for outcome in run_in_processes(seeds, modes, options.backend, options.processes):
         counts[outcome.result or "right"] += 1
-        if outcome.result in ("", "SKIPPED"):
+        if outcome.result in RIGHT:
             continue
         program = draw(outcome.seed, modes, len(jax.devices()))
         print(f"{outcome.result} seed {outcome.seed}: {outcome.what}\n{described(program)}", flush=True)
         if options.shrink and counts[outcome.result] == 1 and outcome.result != "CACHE":
             print(f"reduced: {described(shrunk(program, options.backend, outcome.result))}", flush=True)
     seconds = time.monotonic() - start
-    wrong = sum(counts.values()) - counts["right"] - counts["SKIPPED"]
+    wrong = sum(counts.values()) - counts["right"] - sum(counts[result] for result in RIGHT)
     print(f"{options.programs} programs in {seconds:.0f} s: {dict(counts)}")
     if options.record:
         options.record.write_text(json.dumps(_record(options, counts, wrong, seconds), indent=2) + "\n")
@@ -264,6 +269,7 @@ def _record(options: Any, counts: collections.Counter[str], wrong: int, seconds:
         "backend": options.backend,
         "first": options.first,
         "programs": options.programs - counts["SKIPPED"],
+        "refused": counts["REFUSED"],
         "wrong": wrong,
         "seconds": round(seconds),
     }
