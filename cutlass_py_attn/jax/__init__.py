@@ -304,20 +304,22 @@ def dot_product_attention(
 
     query: (batch, num_queries, num_heads, head_dim), or without the batch; key, value likewise.
     bias: broadcasts to (batch, num_heads, num_queries, num_keys); it is added in the dtype of query.
-    mask: bool, True where a query sees a key; broadcasts like bias. The kernels read it as a bias, so that is_causal,
-        local_window_size and the lengths are faster where they say the same.
+    mask: bool, True where a query sees a key; broadcasts like bias. A hidden key has a weight of exactly 0. The kernels
+        read the mask as a bias of -inf, so that is_causal, local_window_size and the lengths are faster where they say
+        the same. Keys and values must be finite, hidden ones too.
     scale: factor of Q K^T; None for 1/sqrt(head_dim).
     is_causal: query i sees keys j <= i.
     query_seq_lengths: (batch,) integers; rows from there on are 0 in the output.
     key_value_seq_lengths: (batch,) integers; keys from there on are not seen. No array is repacked.
     local_window_size: query i sees keys i - left to i + right; one int for both.
     return_residual: whether to return (output, logsumexp), logsumexp (batch, num_queries, num_heads) in the dtype of
-        query. Both are differentiable.
+        query; -inf for a row that sees no key. Both are differentiable.
     options: options of `attention`, except those that the arguments above replace, such as softcap, dropout_p or
         deterministic.
 
-    `implementation` does not exist here. A row that sees no key is 0 if is_causal, a window or key_value_seq_lengths
-    hide the keys; JAX gives the mean of the values. The residual of rows beyond query_seq_lengths has no meaning.
+    A row that sees no key, whatever hides them, is 0 in the output and gives zero gradients. JAX computes the mean of
+    the values there, unless query_seq_lengths ends before the row. `implementation` does not exist here; `backend`
+    says where a call is computed.
 
     NotSupported lists every wrong argument, and what `attention` refuses.
     """

@@ -34,15 +34,24 @@ class Translated:
     def output(self, output: Any) -> Any:
         """Returns the output, 0 in rows beyond query_seq_lengths."""
         if self.queries is not None:
-            found = output.reshape(-1, *self.shape[-3:])
-            is_used = jnp.arange(self.shape[-3]) < self.queries[:, None]
-            output = jnp.where(is_used[:, :, None, None], found, 0)
+            output = jnp.where(self._used_rows()[..., None], output.reshape(-1, *self.shape[-3:]), 0)
         return output.reshape(self.shape)
 
     def residual(self, logsumexp: Any) -> Any:
-        """Returns logsumexp (batch, num_queries, num_heads) in the dtype of query."""
-        found = jnp.swapaxes(logsumexp[:, :, : self.shape[-3]], 1, 2)
-        return found.reshape(self.shape[:-1]).astype(self.operands["query"].dtype)
+        """Returns logsumexp (batch, num_queries, num_heads) in the dtype of query; -inf in rows that see no key.
+
+        Such rows have zero gradients, whatever gradient the caller's program gives their -inf: the square's is
+        infinite.
+        """
+        rows = jnp.swapaxes(logsumexp[:, :, : self.shape[-3]], 1, 2).reshape(-1, *self.shape[-3:-1])
+        sees_keys = rows > -jnp.inf
+        if self.queries is not None:
+            sees_keys &= self._used_rows()
+        return jnp.where(sees_keys, rows, -jnp.inf).reshape(self.shape[:-1]).astype(self.operands["query"].dtype)
+
+    def _used_rows(self) -> Any:
+        """Returns whether a row is before query_seq_lengths, (batch, num_queries, 1)."""
+        return jnp.arange(self.shape[-3])[None, :, None] < self.queries[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ class Arguments:
         if lengths is not None:
             if visible is None and arrays["bias"] is None and not isinstance(mask, Window) and not _splits_batch(query):
                 return self._packed(query, key, value, lengths, options)
-            used = jnp.arange(key.shape[1]) < lengths[:, None, None, None]
+            used = jnp.arange(key.shape[1])[None, None, None, :] < lengths[:, None, None, None]
             visible = used if visible is None else visible & used
         if (bias := _bias(arrays["bias"], visible, query.dtype)) is not None:
             options["bias"] = bias
@@ -139,7 +148,10 @@ class Arguments:
             )
         yield from self._wrong_broadcasts()
         if _rank(self.mask) is not None and jnp.asarray(self.mask).dtype != bool:
-            yield f"mask = {shown(self.mask)}: must be bool, True where a key is visible; pass an additive mask as bias"
+            yield (
+                f"mask = {shown(self.mask)}: must be bool, True where a key is visible; pass mask.astype(bool) of ones "
+                "and zeros, or as bias what is to be added to the scores"
+            )
         if not isinstance(self.is_causal, bool):
             yield f"is_causal = {shown(self.is_causal)}: must be True or False; pass one of them"
 
@@ -209,11 +221,8 @@ def _splits_batch(query: Any) -> bool:
 
 
 def _bias(bias: Any, visible: Any, dtype: Any) -> Any:
-    """Returns the bias of a call; where `visible` is False, a number that leaves no weight beside a visible key.
-
-    The number is finite, as in JAX: a row that sees no key at all gets the mean of its values.
-    """
+    """Returns the bias of a call, -inf where `visible` is False: such a key has a weight of exactly 0."""
     bias = None if bias is None else bias.astype(dtype)
     if visible is None:
         return bias
-    return jnp.where(visible, 0 if bias is None else bias, jnp.finfo(dtype).min / 2).astype(dtype)
+    return jnp.where(visible, jnp.zeros((), dtype) if bias is None else bias, jnp.asarray(-jnp.inf, dtype))

@@ -1,4 +1,4 @@
-"""Packed sequences in JAX: VariableLength as a pytree, and from segment ids."""
+"""Sequences in JAX: VariableLength and Paged as pytrees, and packed sequences from segment ids."""
 
 from __future__ import annotations
 
@@ -7,16 +7,42 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.scalars import python_value, shown
 
-_ARRAYS: Final = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-_LONGEST: Final = ("max_seqlen_q", "max_seqlen_k")
+_ARRAYS: Final = {
+    VariableLength: ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
+    Paged: ("page_table", "seqused_k", "cu_seqlens_q", "page_indptr"),
+}
+_STATIC: Final = {VariableLength: ("max_seqlen_q", "max_seqlen_k"), Paged: ("max_seqlen_q", "invariant")}
 
-# So a VariableLength is an argument or a result of jax.jit; its longest lengths are static.
-jax.tree_util.register_dataclass(VariableLength, _ARRAYS, _LONGEST)
+
+def _register(kind: type[VariableLength] | type[Paged]) -> None:
+    """Registers a kind of sequences with JAX: its arrays are leaves, and its numbers, as Python's, static."""
+    arrays, static = _ARRAYS[kind], _STATIC[kind]
+    keys = [jax.tree_util.GetAttrKey(name) for name in arrays]
+
+    def flatten(sequences: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        leaves = (getattr(sequences, name) for name in arrays)
+        numbers = tuple(python_value(getattr(sequences, name)) for name in static)
+        return tuple(np.asarray(leaf) if isinstance(leaf, (list, tuple)) else leaf for leaf in leaves), numbers
+
+    def flatten_with_keys(sequences: Any) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
+        leaves, numbers = flatten(sequences)
+        return tuple(zip(keys, leaves, strict=True)), numbers
+
+    def unflatten(numbers: tuple[Any, ...], leaves: tuple[Any, ...]) -> Any:
+        return kind(**dict(zip((*arrays, *static), (*leaves, *numbers), strict=True)))
+
+    jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
+
+
+for each in _ARRAYS:
+    _register(each)
 
 
 def packed_sequences(segment_ids: Any, max_segments: int) -> VariableLength:
@@ -31,7 +57,7 @@ def packed_sequences(segment_ids: Any, max_segments: int) -> VariableLength:
     NotSupported: ids of another kind, or more runs.
     """
     try:
-        ids = jnp.asarray(segment_ids)
+        ids = _array_of(segment_ids)
         is_valid = ids.ndim == 2 and bool(jnp.issubdtype(ids.dtype, jnp.integer))
     except (TypeError, ValueError, OverflowError):
         is_valid = False
@@ -43,12 +69,44 @@ def packed_sequences(segment_ids: Any, max_segments: int) -> VariableLength:
     if reasons:
         raise NotSupported(reasons)
     batch, tokens = ids.shape
-    starts = jnp.concatenate([jnp.ones((batch, 1), bool), ids[:, 1:] != ids[:, :-1]], 1)[:, :tokens]
     most = batch * int(max_segments)
-    if not isinstance(ids, jax.core.Tracer) and (found := int(starts.sum())) > most:
-        raise NotSupported(
-            f"segment_ids have {found} runs in {batch} rows: must be at most {most}, by max_segments = {max_segments}; "
-            "raise it"
-        )
-    bounds = jnp.nonzero(starts.reshape(-1), size=most + 1, fill_value=batch * tokens)[0].astype(jnp.int32)
+    if isinstance(ids, jax.core.Tracer) or not getattr(ids, "is_fully_addressable", True):
+        bounds = _bounds(_whole(ids), most)
+    else:
+        found = np.flatnonzero(_starts(np.asarray(ids), np))
+        if found.size > most:
+            raise NotSupported(
+                f"segment_ids have {found.size} runs in {batch} rows: must be at most {most}, by max_segments = "
+                f"{max_segments}; raise it"
+            )
+        bounds = jnp.asarray(np.append(found, [batch * tokens] * (most + 1 - found.size)), jnp.int32)
     return VariableLength(bounds, bounds, tokens, tokens)
+
+
+def _array_of(ids: Any) -> Any:
+    """Returns the ids as a JAX array, or as a NumPy array if no part of them is one.
+
+    jax.numpy would make a traced array of NumPy's, whose values a compiled function could not check.
+    """
+    if isinstance(ids, (list, tuple)) and not any(isinstance(part, jax.Array) for part in jax.tree.leaves(ids)):
+        return np.asarray(ids)
+    return ids if isinstance(ids, np.ndarray) else jnp.asarray(ids)
+
+
+def _whole(ids: Any) -> Any:
+    """Returns ids that an Explicit mesh splits on every device: each needs the bounds of all sequences."""
+    sharding = jax.typeof(ids).sharding
+    if all(entry is None for entry in sharding.spec):
+        return ids
+    return jax.sharding.reshard(ids, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+def _bounds(ids: Any, most: int) -> Any:
+    """Returns the start of each run of equal ids along a row, and the number of tokens in the rest of (most + 1,)."""
+    return jnp.nonzero(_starts(ids, jnp).reshape(-1), size=most + 1, fill_value=ids.size)[0].astype(jnp.int32)
+
+
+def _starts(ids: Any, numpy: Any) -> Any:
+    """Returns whether a run of equal ids starts at a token, (batch, tokens). numpy: numpy or jax.numpy."""
+    is_first = numpy.arange(ids.shape[1])[None, :] == 0
+    return is_first | (ids != numpy.roll(ids, 1, axis=1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 import jax
@@ -32,7 +32,7 @@ from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.problem.append import AppendProblem
-from cutlass_py_attn.problem.merge import MergeProblem
+from cutlass_py_attn.problem.merge import LOGSUMEXPS, MergeProblem
 from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.reference import serving as reference
@@ -105,12 +105,14 @@ def merge_states(
 
     output_a, output_b: (batch, num_queries, num_heads, head_dim_value) float16, bfloat16 or float32, of one dtype.
         output_a may also be float32 beside an output_b of 16 bits: a running total of many parts, as the output is.
-    logsumexp_a, logsumexp_b: (batch, num_heads, ceil32(num_queries)) float32.
-    cu_seqlens_q, max_seqlen_q: of packed outputs (1, tokens, num_heads, head_dim_value); max_seqlen_q is a number that
-        is known at trace time.
+    logsumexp_a, logsumexp_b: (batch, num_heads, num_queries) float32, as `attention` returns them; or with the padding
+        of its rows, (batch, num_heads, ceil32(num_queries)), as `attention_forward` does.
+    cu_seqlens_q, max_seqlen_q: of packed outputs (1, tokens, num_heads, head_dim_value), whose logsumexps are (count,
+        num_heads, max_seqlen_q); max_seqlen_q is a number that is known at trace time.
     kernels, arch, backend: as in `attention`.
 
-    On several devices, call it inside jax.shard_map. It has no derivative.
+    The logsumexp that it returns has the shape of logsumexp_a. On several devices, call it inside jax.shard_map. It has
+    no derivative.
 
     NotSupported lists every reason when the call is traced; the other errors are those of `attention`.
     """
@@ -124,13 +126,44 @@ def merge_states(
     problem = MergeProblem(
         **described, output=described["output_a"], max_seqlen_q=max_seqlen_q if number is None else number
     )
-    _expect_none([*reasons, *problem.reasons()])
+    problem, wrong_logsumexps = _with_padded_logsumexps(problem)
+    _expect_none([*reasons, *problem.reasons(), *wrong_logsumexps])
     if problem.is_packed:
         arrays["output"] = jnp.zeros(problem.output.shape, problem.output.dtype)  # rows that belong to no sequence
     if problem.is_empty:
         return jnp.zeros_like(arrays["output_a"]), jnp.full_like(arrays["logsumexp_a"], jnp.inf)
+    given_width = arrays["logsumexp_a"].shape[2]
+    arrays |= {name: _padded(arrays[name], problem.logsumexp_shape[2]) for name in LOGSUMEXPS}
     found = _traced(_Call(problem, kernels, arch, backend == "reference"), arrays)
-    return found["output"], found["logsumexp"]
+    return found["output"], found["logsumexp"][:, :, :given_width]
+
+
+def _with_padded_logsumexps(problem: MergeProblem) -> tuple[MergeProblem, list[str]]:
+    """Returns the problem with the padding of logsumexp's rows, and why the given ones have another shape."""
+    bounds, rows = problem.cu_seqlens_q, problem.max_seqlen_q
+    if bounds is None or rows is None:
+        is_readable = bounds is rows
+    else:
+        is_readable = isinstance(rows, int) and rows >= 0 and len(bounds.shape) == 1 and bounds.shape[0] > 0
+    if not is_readable or len(problem.output_a.shape) != 4:
+        return problem, []  # which `problem.reasons` refuses
+    padded = problem.logsumexp_shape
+    bare = (*padded[:2], problem.num_queries)
+    given = {name: getattr(problem, name) for name in LOGSUMEXPS}
+    wrong = [
+        f"{name} has shape {tensor.shape}: must be {bare} as `attention` returns it, or {padded} as attention_forward "
+        "does; pass that, and of the residual of dot_product_attention "
+        "jax.numpy.swapaxes(residual, 1, 2).astype('float32')"
+        for name, tensor in given.items()
+        if tensor.shape not in (bare, padded)
+    ]
+    return replace(problem, **{name: Tensor.contiguous(padded, each.dtype) for name, each in given.items()}), wrong
+
+
+def _padded(logsumexp: Any, rows: int) -> Any:
+    """Returns a logsumexp with `rows` rows; those of the padding are +inf."""
+    padding = [(0, 0, 0), (0, 0, 0), (0, rows - logsumexp.shape[2], 0)]
+    return jax.lax.pad(logsumexp, jnp.asarray(jnp.inf, logsumexp.dtype), padding)
 
 
 def _read(given: Mapping[str, Any], kernels: object, arch: object, backend: object) -> tuple[dict[str, Any], list[str]]:

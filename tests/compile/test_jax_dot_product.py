@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -119,11 +120,104 @@ def test_without_a_batch_axis_and_in_half_precision() -> None:
     np.testing.assert_allclose(np.asarray(masked), np.asarray(theirs(*arrays, mask=VISIBLE[0])), atol=4e-3)
 
 
-def test_rows_that_see_no_key() -> None:
-    """A mask leaves the mean of the values, as in JAX; lengths leave 0."""
-    hidden = VISIBLE.at[:, :, 3].set(False)
-    np.testing.assert_allclose(ours(*operands(), mask=hidden), theirs(*operands(), mask=hidden), rtol=1e-5, atol=1e-5)
-    assert not np.asarray(ours(*operands(), key_value_seq_lengths=jnp.array([0, 12])))[0].any()
+HIDDEN = np.random.default_rng(5).random((B, 1, T, S)) < 0.6
+HIDDEN[:, :, 3] = HIDDEN[..., 5] = False  # a row that sees no key, and a key that no row sees
+PARTS: dict[str, dict[str, Any]] = {
+    "bias": {"bias": draw(4, 1, N, T, S)},
+    "mask": {"mask": HIDDEN},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (6, 5)},
+    "queries": {"query_seq_lengths": np.array([9, 4])},
+    "keys": {"key_value_seq_lengths": np.array([0, 7])},  # a sequence of length 0
+}
+
+
+def visible_pairs(options: dict[str, Any]) -> Any:
+    """Returns which keys each query sees, (batch, num_heads, num_queries, num_keys)."""
+    row, column = np.arange(T)[:, None], np.arange(S)
+    visible = np.broadcast_to(options.get("mask", np.ones((1, 1, T, S), bool)), (B, N, T, S)).copy()
+    left, right = options.get("local_window_size", (T, S))
+    visible &= (column >= row - left) & (column <= row + (0 if options.get("is_causal") else right))
+    visible &= row < options.get("query_seq_lengths", np.array([T] * B))[:, None, None, None]
+    return visible & (column < options.get("key_value_seq_lengths", np.array([S] * B))[:, None, None, None])
+
+
+def formula(arrays: list[Any], options: dict[str, Any], of_output: Any, of_residual: Any) -> dict[str, Any]:
+    """Returns results and gradients in float64. A hidden key has weight 0, and a row without keys results of 0."""
+    query, key, value = (np.asarray(array, np.float64) for array in arrays)
+    of_output, of_residual = np.float64(of_output), np.swapaxes(np.float64(of_residual), 1, 2)
+    key, value = (np.repeat(array, N // K, axis=2) for array in (key, value))
+    visible = visible_pairs(options)
+    scores = np.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(D) + np.asarray(options.get("bias", 0.0), np.float64)
+    weights = np.where(visible, np.exp(scores), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+    of_weights = np.einsum("btnd,bsnd->bnts", of_output, value)
+    delta = (of_weights * weights).sum(-1, keepdims=True)
+    of_scores = weights * (of_weights - delta + of_residual[..., None])
+
+    def of_groups(gradient: Any) -> Any:
+        return gradient.reshape(B, S, K, N // K, D).sum(3)
+
+    found = {
+        "output": np.einsum("bnts,bsnd->btnd", weights, value),
+        "residual": np.swapaxes(np.where(total > 0, np.log(np.where(total > 0, total, 1)), -np.inf)[..., 0], 1, 2),
+        "query": np.einsum("bnts,bsnd->btnd", of_scores, key) / np.sqrt(D),
+        "key": of_groups(np.einsum("bnts,btnd->bsnd", of_scores, query)) / np.sqrt(D),
+        "value": of_groups(np.einsum("bnts,btnd->bsnd", weights, of_output)),
+    }
+    return found | ({"bias": of_scores.sum(0, keepdims=True)} if "bias" in options else {})
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all keys", "causal"])
+@pytest.mark.parametrize("has_window", [False, True], ids=["no window", "window"])
+def test_every_way_to_hide_keys(is_causal: bool, has_window: bool) -> None:
+    """Sixteen sets of arguments, of sixty-four: values, residuals and gradients of the float64 formula.
+
+    Rows and keys that are hidden have results and gradients of exactly 0, also for an infinite gradient of their -inf.
+    """
+    arrays = operands()
+    of_output, of_residual = draw(5, B, T, N, D), draw(6, B, T, N)
+    fixed = (["causal"] if is_causal else []) + (["window"] if has_window else [])
+    for chosen in itertools.product((False, True), repeat=4):
+        names = [name for name, is_chosen in zip(("bias", "mask", "queries", "keys"), chosen, strict=True) if is_chosen]
+        options = {name: value for part in (*fixed, *names) for name, value in PARTS[part].items()}
+        differentiated = [*arrays, *([options["bias"]] if "bias" in options else [])]
+
+        def call(*given: Any, options: dict[str, Any] = options) -> Any:
+            terms = {"bias": given[3]} if len(given) > 3 else {}
+            return ours(*given[:3], **options | terms, return_residual=True)
+
+        (output, residual), pull = jax.vjp(call, *differentiated)
+        visible = visible_pairs(options)
+        sees_keys = np.swapaxes(visible.any(-1), 1, 2)
+        gradients = pull((of_output, jnp.where(sees_keys, of_residual, jnp.nan)))
+        expected = formula(arrays, options, of_output, np.where(sees_keys, of_residual, 0))
+        found = dict(zip(expected, (output, residual, *gradients), strict=True))
+        for name, array in found.items():
+            np.testing.assert_allclose(array, expected[name], rtol=2e-5, atol=2e-5, err_msg=f"{name}, {names}")
+        assert not np.asarray(found["output"])[~sees_keys].any()
+        assert not np.asarray(found["query"])[~sees_keys].any()
+        seen_keys = visible.reshape(B, K, N // K, T, S).any((2, 3)).transpose(0, 2, 1)
+        assert not np.asarray(found["key"])[~seen_keys].any()
+        assert not np.asarray(found["value"])[~seen_keys].any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_mask_selects_in_half_precision(dtype: str) -> None:
+    """A hidden key changes nothing, whatever its score, its bias and its value."""
+    query, key, value = (array.astype(dtype) for array in operands())
+    bias = jnp.zeros((1, 1, 1, S), dtype).at[..., :3].set(jnp.finfo(dtype).min)  # as frameworks hide padding
+    causal = np.tril(np.ones((T, S), bool))
+    found = ours(query, key, value, bias=bias, mask=causal)
+    future = ours(query, key.at[:, 1:].set(30), value.at[:, 1:].add(5), bias=bias, mask=causal)
+    if dtype == "float16":  # whose least number is an ordinary logit
+        np.testing.assert_array_equal(found[:, 0], jnp.repeat(value[:, 0], N // K, axis=1))
+    np.testing.assert_array_equal(found[:, 0], future[:, 0])
+    large = {"query": jnp.full_like(query, 200), "key": key.at[:, 7:].set(200), "value": value}  # logits of 113000
+    lengths = {"key_value_seq_lengths": jnp.array([7, 7]), "local_window_size": (8, 8)}
+    expected = ours(large["query"], key[:, :7], value[:, :7], local_window_size=(8, 8), mask=jnp.ones((T, 7), bool))
+    np.testing.assert_array_equal(ours(**large, **lengths), expected)
 
 
 def test_lengths_beyond_the_arrays_are_the_whole_arrays() -> None:
@@ -156,7 +250,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mask of numbers": (
         {"mask": jnp.ones((1, 1, T, S))},
-        "must be bool, True where a key is visible; pass an additive",
+        "must be bool, True where a key is visible; pass mask.astype(bool), or",
     ),
     "is_causal": ({"is_causal": 1}, "is_causal = 1 (int): must be True or False"),
     "lengths of another batch": ({"query_seq_lengths": jnp.array([1])}, "must be an integer array of shape (2,)"),

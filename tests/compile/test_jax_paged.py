@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import ml_dtypes
@@ -162,3 +163,65 @@ def test_heads_alone_may_be_split_over_devices() -> None:
     assert [axis for axis in axes["query"] if axis == partition.BATCH] == []
     assert [axis for axis in axes["key"] if axis in (partition.BATCH, partition.HEADS_KEY)] == [partition.HEADS_KEY]
     assert set(axes["query"]).isdisjoint(axes["key"][:2])
+
+
+@jax.jit
+def decode(query: Any, sequences: Paged) -> Any:
+    return attention(query, *POOLS, mask=CausalBottomRight(), sequences=sequences, backend="reference")
+
+
+def test_a_paged_cache_is_an_argument_of_a_compiled_step() -> None:
+    """One program for all tables and lengths; max_seqlen_q and invariant are static."""
+    before = decode._cache_size()
+    np.testing.assert_array_equal(decode(QUERY, Paged(TABLE, LENGTHS)), expected(QUERY))
+    decode(QUERY, Paged(TABLE[::-1], LENGTHS - LENGTHS // 2))
+    assert decode._cache_size() == before + 1
+    decode(QUERY, Paged(TABLE, LENGTHS, invariant=True))
+    assert decode._cache_size() == before + 2
+    starts = np.array([0, 2, 4, 6], np.int32)
+    packed = decode(QUERY.reshape(1, 6, 4, 8), Paged(TABLE, LENGTHS, starts, np.array(2)))
+    np.testing.assert_allclose(packed.reshape(QUERY.shape), expected(QUERY), rtol=1e-6, atol=1e-6)
+    leaves, tree = jax.tree.flatten(Paged(TABLE, LENGTHS, starts, 2))
+    assert len(leaves) == 3
+    assert tree != jax.tree.flatten(Paged(TABLE, LENGTHS, starts, 3))[1]
+    assert jax.tree.unflatten(tree, leaves).max_seqlen_q == 2
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(Paged(TABLE, LENGTHS))]
+    assert paths == [".page_table", ".seqused_k"]
+
+
+def test_scan_carries_a_paged_cache() -> None:
+    """A decode loop: each step stores a key and a value of every sequence, and attends to all so far."""
+    steps, count = 3, len(TABLE)
+    queries, keys, values = (RNG.standard_normal((steps, count, 1, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    lengths = np.array([7, 0, 16], np.int32)
+
+    def step(carry: Any, rows: Any) -> Any:
+        pools, sequences = carry
+        query, key, value = rows
+        place = sequences.seqused_k
+        slots = sequences.page_table[jnp.arange(count), place // 4] * 4 + place % 4
+        pools = attention_module.append_to_cache(key[:, 0], value[:, 0], *pools, slots, backend="reference")
+        sequences = dataclasses.replace(sequences, seqused_k=place + 1)
+        return (pools, sequences), attention(query, *pools, sequences=sequences, backend="reference")
+
+    start = tuple(map(jnp.asarray, POOLS)), Paged(jnp.asarray(TABLE), jnp.asarray(lengths))
+    (_, sequences), outputs = jax.jit(lambda start: jax.lax.scan(step, start, (queries, keys, values)))(start)
+    assert sequences.seqused_k.tolist() == (lengths + steps).tolist()
+    for number in range(count):
+        cached = (pool[TABLE[number]].reshape(20, 2, 8)[: lengths[number]].astype(np.float64) for pool in POOLS)
+        parts = [*zip(cached, (keys, values), strict=True)]
+        for index in range(steps):
+            stored = [np.concatenate([part, new[: index + 1, number, 0]]) for part, new in parts]
+            key, value = (np.repeat(part, 2, axis=1) for part in stored)
+            scores = np.einsum("hd,khd->hk", queries[index, number, 0], key) / np.sqrt(8)
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            truth = np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), value)
+            np.testing.assert_allclose(outputs[index, number, 0], truth, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_over_paged_caches() -> None:
+    tables = np.stack([TABLE, TABLE[::-1]])
+    lengths = np.stack([LENGTHS, LENGTHS[::-1]])
+    found = jax.vmap(decode, in_axes=(None, 0))(QUERY, Paged(tables, lengths))
+    for number in range(2):
+        np.testing.assert_array_equal(found[number], decode(QUERY, Paged(tables[number], lengths[number])))

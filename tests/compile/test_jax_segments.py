@@ -100,3 +100,40 @@ def test_bad_segment_ids(ids: Any) -> None:
     with pytest.raises(NotSupported) as caught:
         packed_sequences(ids, 0)
     assert [reason.split()[0] for reason in caught.value.reasons] == ["segment_ids", "max_segments"]
+
+
+CONSTANTS = {"numpy": np.asarray(IDS), "jax": IDS, "list": IDS.tolist()}
+
+
+@pytest.mark.parametrize("ids", CONSTANTS.values(), ids=CONSTANTS)
+def test_ids_that_a_compiled_function_captures(ids: Any) -> None:
+    bounds = jax.jit(lambda number: packed_sequences(ids, 3).cu_seqlens_q + number)(0)
+    assert bounds.tolist() == [0, 3, 7, 10, 20, 20, 20]
+    with pytest.raises(NotSupported, match="segment_ids have 4 runs in 2 rows"):
+        jax.jit(lambda number: packed_sequences(ids, 1).cu_seqlens_q + number)(0)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("spec", [("x", None), (None, "x")], ids=str)
+def test_ids_that_a_mesh_splits(kind: str, spec: tuple[str | None, ...]) -> None:
+    """Every device gets the bounds of all sequences."""
+    expected = packed_sequences(IDS, 3).cu_seqlens_q
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType[kind],))
+    bounds_of = lambda ids: packed_sequences(ids, 3).cu_seqlens_q  # noqa: E731
+    with jax.set_mesh(mesh):
+        ids = jax.device_put(IDS, jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+        for found in (bounds_of(ids), jax.jit(bounds_of)(ids), jax.jit(lambda number: bounds_of(ids) + number)(0)):
+            np.testing.assert_array_equal(found, expected)
+        of_rows = jax.jit(jax.vmap(lambda row: bounds_of(row[None])))(ids)
+    np.testing.assert_array_equal(of_rows, [[0, 3, 7, 10], [0, 10, 10, 10]])
+
+
+def test_numbers_of_other_libraries_and_lists_are_a_pytree() -> None:
+    """A treedef is compared and hashed; a list of lengths is one array."""
+    starts = [0, 5, 20]
+    one, other = (
+        jax.tree.flatten(VariableLength(starts, starts, longest, longest))[1] for longest in (15, np.array(15))
+    )
+    assert (one, hash(one)) == (other, hash(other))
+    run = jax.jit(lambda sequences: sequences.cu_seqlens_q)
+    assert run(VariableLength(starts, starts, np.array(15), 15)).tolist() == starts

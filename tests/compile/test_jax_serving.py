@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.api import serving as api
+from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.errors import NotSupported
 from tests.support.bad_calls import Unreadable
 from tests.support.fake_driver import FakeDriver
@@ -20,7 +21,7 @@ from tests.support.fakes import artifact, decode
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
 
-from cutlass_py_attn.jax import append_to_cache, handler, merge_states, payload, serving  # noqa: E402
+from cutlass_py_attn.jax import append_to_cache, attention, handler, merge_states, payload, serving  # noqa: E402
 
 TOKENS, HEADS, D, PAGES, PAGE = 5, 2, 16, 3, 4
 SLOTS = np.array([3, -1, 11, 0, 12], np.int32)
@@ -285,3 +286,54 @@ def test_the_serving_example_without_a_gpu() -> None:
     assert found.steps > found.decode_steps > 0
     assert found.behind <= 2 * found.logit_error < 2 * LARGEST
     assert found.tokens > 2 * example["SMALL"]["conversations"]
+
+
+def partial_results(**options: Any) -> tuple[list[Any], Any]:
+    """Returns the partial results of attention over two parts of the keys, and those over all."""
+    query, key, value = (jnp.asarray(draw(seed, 1, rows, 2, 8, dtype="f4")) for seed, rows in enumerate((6, 40, 40)))
+    call = functools.partial(attention, query, return_logsumexp=True, backend="reference", **options)
+    of_parts = [call(key[:, part], value[:, part]) for part in (slice(30), slice(30, None))]
+    return [array for results in of_parts for array in results], call(key, value)
+
+
+def test_merge_of_what_attention_returns() -> None:
+    """Its logsumexp has no padding, and neither has that of the merge, which may be merged again."""
+    given, expected = partial_results()
+    merged = jax.jit(functools.partial(merge_states, backend="reference"))(*given)
+    assert merged[1].shape == (1, 2, 6)
+    padded = [jnp.pad(array, ((0, 0), (0, 0), (0, 26)), constant_values=jnp.inf) for array in given[1::2]]
+    mixed = merge_states(given[0], padded[0], given[2], given[3], backend="reference")
+    assert mixed[1].shape == (1, 2, 32)
+    for one, same, other in zip(merged, (mixed[0], mixed[1][..., :6]), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(one, same)
+
+
+def test_merge_of_what_attention_of_sequences_returns() -> None:
+    query, key, value = (jnp.asarray(draw(seed, 1, rows, 2, 8, dtype="f4")) for seed, rows in enumerate((6, 40, 40)))
+    starts = np.array([0, 2, 6], np.int32)
+
+    def attend(bounds: list[int], used: list[int]) -> Any:
+        sequences = VariableLength(starts, np.array(bounds), 4, 20, np.array(used))
+        return attention(query, key, value, sequences=sequences, return_logsumexp=True, backend="reference")
+
+    shifted = key[:, 12:], value[:, 12:]
+    first = attend([0, 20, 40], [12, 12])
+    sequences = VariableLength(starts, np.array([0, 20, 28]), 4, 20, np.array([8, 8]))
+    second = attention(query, *shifted, sequences=sequences, return_logsumexp=True, backend="reference")
+    options: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": 4, "backend": "reference"}
+    found = merge_states(*first, *second, **options)
+    for one, other in zip(found, attend([0, 20, 40], [20, 20]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_a_logsumexp_of_another_shape() -> None:
+    given, _ = partial_results()
+    given[1] = jnp.swapaxes(given[1], 1, 2)
+    with pytest.raises(NotSupported) as caught:
+        merge_states(*given, backend="reference")
+    assert caught.value.reasons == (
+        "logsumexp_a has shape (1, 6, 2): must be (1, 2, 6) as `attention` returns it, or (1, 2, 32) as "
+        "attention_forward does; pass that, and of the residual of dot_product_attention "
+        "jax.numpy.swapaxes(residual, 1, 2).astype('float32')",
+    )
