@@ -9,6 +9,7 @@ from typing import Any, Final, TypedDict, TypeGuard
 
 import numpy as np
 
+from cutlass_py_attn.api import unknown_options
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.results import Gradients
@@ -23,7 +24,6 @@ from cutlass_py_attn.problem.tensors import KEY_ROPE, OPERANDS, Sequences
 from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
-from cutlass_py_attn.suggestions import did_you_mean
 
 BACKENDS: Final = ("auto", "gpu", "reference")
 MLA_HEAD_DIM_VALUE: Final = 512  # of DeepSeek's models
@@ -336,33 +336,10 @@ def _types_of_numbers(mask: object) -> list[type]:
     return [type(getattr(mask, name)) for name in _NUMBERS_OF_MASKS.get(type(mask), ())]
 
 
-# What the arguments of FlashAttention's, PyTorch's and JAX's functions are here.
-_CAUSAL: Final = "pass mask=Causal()"
-_LENGTHS: Final = "pass sequences=VariableLength(...)"
-_OTHER_NAMES: Final = {
-    "causal": _CAUSAL,
-    "is_causal": _CAUSAL,
-    "window_size": "pass mask=Causal(window_size=...) or mask=Window(left, right)",
-    "softmax_scale": "pass scale=",
-    "attn_mask": "pass mask=, or bias=",
-    "attn_bias": "pass mask=, or bias=",
-    "dropout_p": "pass dropout=Dropout(dropout_p, philox_seed, philox_offset)",
-    "cu_seqlens_q": _LENGTHS,
-    "cu_seqlens_k": _LENGTHS,
-    "page_table": "pass sequences=Paged(...)",
-    "block_table": "pass sequences=Paged(...)",
-}
-
-
 def _check(options: Mapping[str, Any], allowed: type) -> Options:
     names = _names(allowed)
     given = {name: option_value(name, value) for name, value in options.items()}
-    reasons = [
-        f"option {name!r} is unknown: must be one of {', '.join((*names, 'stream'))}; "
-        f"{_OTHER_NAMES.get(name) or did_you_mean(name, (*names, 'stream'), 'check the spelling')}"
-        for name in given
-        if name not in names
-    ]
+    reasons = unknown_options.objections(given, (*names, "stream"))
     if type(given.get("mask", Full())) not in masks.ALL.values():  # `Problem.reasons` checks the numbers of a mask
         reasons += mask_kind_objections(given["mask"])
     backend = given.get("backend", "auto")

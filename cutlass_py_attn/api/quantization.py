@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cutlass_py_attn.api.unknown_options import refuses_unknown_options
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.quantization import GRANULARITIES
 from cutlass_py_attn.problem.scalars import flag_of, integer_of, shown
@@ -16,6 +17,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _ALLOWED = f"of {', '.join(_DTYPES)} without a mask"
 
 
+@refuses_unknown_options()
 def quantize_e4m3(
     array: Any,
     *,

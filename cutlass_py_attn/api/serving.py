@@ -16,6 +16,7 @@ from cutlass_py_attn.api import repeated_calls
 from cutlass_py_attn.api.attention import MAX_PREPARED_CALLS, default_kernels, device_of
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import BACKENDS
+from cutlass_py_attn.api.unknown_options import refuses_unknown_options
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.append import plan_append
@@ -33,6 +34,7 @@ from cutlass_py_attn.runtime.binding import Bound, bind, portable_arch
 Kernels = Callable[[Build], Artifact]
 
 
+@refuses_unknown_options()
 def append_to_cache(
     key: Any,
     value: Any,
@@ -93,6 +95,7 @@ def append_to_cache(
         _launch(call, stream, key_of_call)
 
 
+@refuses_unknown_options()
 def merge_states(
     output_a: Any,
     logsumexp_a: Any,

@@ -30,6 +30,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from cutlass_py_attn.api import options as api_options
+from cutlass_py_attn.api import unknown_options
 from cutlass_py_attn.api.declaration import implemented_by
 from cutlass_py_attn.api.options import MLA_HEAD_DIM_VALUE, VariableLength
 from cutlass_py_attn.api.paged import Paged
@@ -62,7 +63,6 @@ from cutlass_py_attn.problem.split_rows import ULYSSES
 from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, OPERANDS
 from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
-from cutlass_py_attn.suggestions import did_you_mean
 
 __all__ = [
     "CHECKPOINT_NAME",
@@ -206,6 +206,7 @@ def attention(
     raise NotImplementedError
 
 
+@unknown_options.refuses_unknown_options()
 def mla_attention(
     query: Any,
     cache: Any,
@@ -258,6 +259,7 @@ def _attend_to_cache(arrays: dict[str, Any], columns: int, options: Options, ret
     return _with_rows_of_logsumexp(call, operands) if return_logsumexp else _traced(call, operands)[0]
 
 
+@unknown_options.refuses_unknown_options(*Options.__annotations__)
 def context_parallel_attention(
     query: Any,
     key: Any,
@@ -334,10 +336,11 @@ def dot_product_attention(
     reasons = [
         f"{name} = {shown(options[name])}: must be {remedy}" for name, remedy in others.items() if name in options
     ]
+    keywords = (*dot_product.KEYWORDS, *Options.__annotations__)
+    known = [name for name in dict.fromkeys(keywords) if name not in others]
+    reasons += unknown_options.objections((name for name in options if name not in others), known)
     reasons += split_rows.flag_objections("return_residual", return_residual)
-    if reasons:
-        raise NotSupported(reasons)
-    call = given.translate()
+    call = given.translate(reasons)
     static, arrays = _prepare(call.operands, {**options, **call.options, "scale": scale})  # type: ignore[typeddict-item]
     if not return_residual:
         return call.output(_traced(static, arrays)[0])
@@ -384,12 +387,7 @@ def _prepare(
 ) -> tuple[calls.Call, dict[str, Any]]:
     """Returns the static part of the call and its arrays by name; NotSupported lists every wrong option."""
     given: dict[str, Any] = {name: api_options.option_value(name, value) for name, value in options.items()}
-    reasons = [
-        f"option {name!r} is unknown: must be one of {', '.join(Options.__annotations__)}; "
-        f"{did_you_mean(name, Options.__annotations__, 'check the spelling')}"
-        for name in given
-        if name not in Options.__annotations__
-    ]
+    reasons = unknown_options.objections(given, Options.__annotations__)
     reasons += [reason for name, value in given.items() for reason in _static_reasons(name, value)]
     reasons += split_rows.unused_objections(given)
     dropout_p, dropout_key = given.get("dropout_p", 0.0), given.get("dropout_key")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,11 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import sizes
 from cutlass_py_attn.problem.masks import Causal, Full, Mask, Window
 from cutlass_py_attn.problem.scalars import shown
+
+KEYWORDS: Final = (  # of dot_product_attention, besides the options of `attention`
+    *("bias", "mask", "scale", "is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size"),
+    "return_residual",
+)
 
 
 @dataclass(frozen=True)
@@ -68,14 +73,13 @@ class Arguments:
     key_value_seq_lengths: Any
     local_window_size: Any
 
-    def translate(self) -> Translated:
-        """Returns the call; NotSupported lists every wrong argument."""
+    def translate(self, reasons: list[str]) -> Translated:
+        """Returns the call; NotSupported lists every wrong argument. reasons: why other arguments are refused."""
         arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if symbolic := [*sizes.objections(arguments)]:
-            raise NotSupported(symbolic)
-        reasons = [
-            reason for check in (self._wrong_arrays, self._wrong_lengths, self._wrong_window) for reason in check()
-        ]
+            raise NotSupported([*reasons, *symbolic])
+        checks = self._wrong_arrays, self._wrong_lengths, self._wrong_window
+        reasons = [*reasons, *(reason for check in checks for reason in check())]
         if reasons:
             raise NotSupported(reasons)
         arrays = {name: _four_axes(getattr(self, name)) for name in ("query", "key", "value", "bias", "mask")}

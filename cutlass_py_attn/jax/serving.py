@@ -22,6 +22,7 @@ from jax.interpreters import mlir, xla
 
 from cutlass_py_attn.api import attention
 from cutlass_py_attn.api.options import BACKENDS
+from cutlass_py_attn.api.unknown_options import refuses_unknown_options
 from cutlass_py_attn.artifact import Artifact, artifact_of
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import calls, primitive
@@ -41,6 +42,7 @@ Arrays = dict[str, Any]
 Kernels = Callable[[Build], Artifact]
 
 
+@refuses_unknown_options()
 def append_to_cache(
     key: Any,
     value: Any,
@@ -89,6 +91,7 @@ def append_to_cache(
     return tuple(found[name] for name in problem.outputs)
 
 
+@refuses_unknown_options()
 def merge_states(
     output_a: Any,
     logsumexp_a: Any,

@@ -250,7 +250,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mask of numbers": (
         {"mask": jnp.ones((1, 1, T, S))},
-        "must be bool, True where a key is visible; pass mask.astype(bool), or",
+        "must be bool, True where a key is visible; pass mask.astype(bool) of ones",
     ),
     "is_causal": ({"is_causal": 1}, "is_causal = 1 (int): must be True or False"),
     "lengths of another batch": ({"query_seq_lengths": jnp.array([1])}, "must be an integer array of shape (2,)"),
