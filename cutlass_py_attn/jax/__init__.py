@@ -41,6 +41,7 @@ from cutlass_py_attn.jax import (
     calls,
     derivatives,
     dot_product,
+    flax_protocol,
     handler,
     native,
     native_library,
@@ -72,6 +73,7 @@ __all__ = [
     "context_parallel_attention",
     "dot_product_attention",
     "export_checks",
+    "flax_attention",
     "merge_states",
     "mla_attention",
     "packed_sequences",
@@ -285,6 +287,74 @@ def context_parallel_attention(
     """
     operands = {"query": query, "key": key, "value": value}
     return on_mesh.attend(attention, operands, mesh, batch_axis, heads_axis, {**options, "context_axis": context_axis})
+
+
+def flax_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Any = None,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    promote_dtype: Callable[..., Any] | None = None,
+    is_causal: bool = False,
+    **options: Any,
+) -> Any:
+    """Computes what dot_product_attention of flax.linen and flax.nnx computes: an attention_fn for their modules.
+
+        flax.nnx.MultiHeadAttention(..., attention_fn=flax_attention, broadcast_dropout=False)
+
+    query: (batch..., num_queries, num_heads, head_dim), with any number of batch axes; key, value likewise.
+    bias: broadcasts to (batch..., num_heads, num_queries, num_keys); it is added in the dtype of query.
+    mask: broadcasts like bias; True or 1 where a query sees a key, as Flax makes masks of bool or float32. Other
+        numbers, such as those of an additive mask, are refused unless the mask is traced: any number but 0 is then
+        visible, as in Flax. A row that sees no key is 0; Flax computes the mean of the values.
+    broadcast_dropout: must be False if weights are dropped, because the kernels draw each weight of its own.
+    dropout_rng, dropout_rate: key of jax.random, and probability that a weight is dropped.
+    deterministic: whether no weight is dropped, as in Flax; not the option of `attention` of the same name.
+    dtype: of the computation and the output; None for the one to which JAX promotes query, key and value.
+    precision: any jax.lax.Precision but HIGHEST of float32, whose products are three of TF32; None for the default.
+    force_fp32_for_softmax: either; the softmax is computed in float32.
+    module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
+    promote_dtype: function of (query, key, value) and dtype that returns the three in one dtype; None for JAX's rule.
+    is_causal: query i sees keys j <= i.
+    options: options of `attention` without a name above, such as backend, kernels or softcap; bind them by
+        functools.partial.
+
+    Returns (batch..., num_queries, num_heads, head_dim_value), differentiable in query, key, value and bias. Flax is
+    not imported. NotSupported lists every wrong argument, and what `attention` refuses.
+    """
+    given = flax_protocol.Arguments(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        broadcast_dropout,
+        dropout_rng,
+        dropout_rate,
+        deterministic,
+        dtype,
+        precision,
+        module,
+        force_fp32_for_softmax,
+        einsum_dot_general,
+        qk_attn_weights_einsum,
+        attn_weights_value_einsum,
+        promote_dtype,
+        is_causal,
+    )
+    return given.attend(dot_product_attention, options)
 
 
 def dot_product_attention(

@@ -145,7 +145,7 @@ def _with_padded_logsumexps(problem: MergeProblem) -> tuple[MergeProblem, list[s
     """Returns the problem with the padding of logsumexp's rows, and why the given ones have another shape."""
     bounds, rows = problem.cu_seqlens_q, problem.max_seqlen_q
     if bounds is None or rows is None:
-        is_readable = bounds is rows
+        is_readable = bounds is None and rows is None
     else:
         is_readable = isinstance(rows, int) and rows >= 0 and len(bounds.shape) == 1 and bounds.shape[0] > 0
     if not is_readable or len(problem.output_a.shape) != 4:
@@ -160,7 +160,8 @@ def _with_padded_logsumexps(problem: MergeProblem) -> tuple[MergeProblem, list[s
         for name, tensor in given.items()
         if tensor.shape not in (bare, padded)
     ]
-    return replace(problem, **{name: Tensor.contiguous(padded, each.dtype) for name, each in given.items()}), wrong
+    with_padding: dict[str, Any] = {name: Tensor.contiguous(padded, each.dtype) for name, each in given.items()}
+    return replace(problem, **with_padding), wrong
 
 
 def _padded(logsumexp: Any, rows: int) -> Any:
