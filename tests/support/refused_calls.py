@@ -42,7 +42,7 @@ def of_sequences(*reasons: str, **changes: Any) -> Refused:
 OPTIONS: dict[str, Refused] = {
     "names and kinds": call(
         f"option 'causal' is unknown: must be one of {FORWARD_OPTIONS}; pass mask=Causal()",
-        f"option 'deterministic' is unknown: must be one of {FORWARD_OPTIONS}; check the spelling",
+        f"option 'deterministic' is unknown: must be one of {FORWARD_OPTIONS}; check the spelling, or leave it out",
         "mask = None: must be a mask object such as Full() or Causal(); make one",
         "backend = 'cpu' (str): must be one of auto, gpu, reference; choose one",
         "dropout = 0.1 (float): must be a Dropout object, or None; create one",
