@@ -15,7 +15,7 @@ from cutlass_py_attn.api import cpu_backend, request
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.jax import auto, partition, primitive
+from cutlass_py_attn.jax import auto, host_threads, partition, primitive
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.jax.rows import Context
 from cutlass_py_attn.plan.build import Build
@@ -165,6 +165,7 @@ def _one_device(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arr
     problem = call.problem(operands, gradients)
     results = _results(problem, gradients)
     if call.backend == "reference":
+        host_threads.expect_enough(operands)
         shapes = {name: jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(tensor.dtype)) for name, tensor in results.items()}
         host = functools.partial(_on_host, call, gradients)
         computed: Arrays = jax.pure_callback(host, shapes, operands, vmap_method="sequential")

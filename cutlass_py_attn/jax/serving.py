@@ -25,7 +25,7 @@ from cutlass_py_attn.api.options import BACKENDS
 from cutlass_py_attn.api.unknown_options import refuses_unknown_options
 from cutlass_py_attn.artifact import Artifact, artifact_of
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.jax import calls, primitive
+from cutlass_py_attn.jax import calls, host_threads, primitive
 from cutlass_py_attn.jax.handler import KEY, PAYLOAD, TARGET
 from cutlass_py_attn.jax.payload import Payload, key_of
 from cutlass_py_attn.plan import planner
@@ -256,6 +256,7 @@ def _refuse_derivative(*_: Any) -> NoReturn:
 def _run(call: _Call, operands: Arrays) -> Arrays:
     """Adds the kernel, or the host callback of the reference."""
     if call.on_host:
+        host_threads.expect_enough(operands)
         shapes = {name: jax.ShapeDtypeStruct(it.shape, jnp.dtype(it.dtype)) for name, it in call.results.items()}
         host = functools.partial(_on_host, call)
         computed: Arrays = jax.pure_callback(host, shapes, operands, vmap_method="sequential")
