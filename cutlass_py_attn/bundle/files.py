@@ -115,7 +115,7 @@ def _export(
     files |= {**made, MANIFEST: json.dumps(sealed(described), indent=1).encode()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent):
-        replace_folder(path, files, reading.listed_files)
+        replace_folder(path, files, reading.intact_files)
         return load_bundle(folder)
 
 
@@ -296,7 +296,7 @@ def _folder_objections(path: Path) -> Iterator[str]:
                 return
             if not stat.S_ISDIR(mode):
                 yield f"folder {path}: is a file; name a new folder"
-            elif reason := objection(path, reading.listed_files(path)):
+            elif reason := objection(path, reading.intact_files(path)):
                 yield reason
     except NoPermission:
         raise

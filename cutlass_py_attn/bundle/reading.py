@@ -6,6 +6,8 @@ every value that this package uses has the type that it expects.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import stat
 from collections.abc import Mapping
@@ -80,25 +82,60 @@ def _contents(path: Path, manifest: Json) -> Contents:
     return Contents(manifest, problems, tuple(artifact for _, artifact in sorted(artifacts.items())))
 
 
-def listed_files(path: Path) -> set[str]:
-    """Returns the files that the manifest of an older export lists, and the manifest; none if there is no manifest.
+def intact_files(path: Path) -> set[str]:
+    """Returns the files of an older export that are as it wrote them, and its manifest: those that may be deleted.
 
-    The manifest may be of any version, and the files may be damaged.
+    The manifest may be of any version. It lists nothing if its seal is not that of its text. A link is no such file,
+    nor is what lies behind one, nor a file that was changed.
     """
+    found = _known_manifest(path / MANIFEST)
     try:
-        found = typed_json.parse((path / MANIFEST).read_bytes())
-        if str(typed_json.as_object(found, MANIFEST).get("format")).startswith(FORMAT.rpartition(" ")[0]):
-            return {MANIFEST, *_listed(found)}
+        listed = _listed(found)
+    except ValueError:
+        return set()
+    return {MANIFEST, *(name for name, facts in listed.items() if _is_intact(path, name, facts))}
+
+
+def _known_manifest(path: Path) -> Json:
+    """Returns the manifest of an older export; an empty object if there is none whose seal is right."""
+    if path.is_symlink():
+        return {}
+    try:
+        found = typed_json.as_object(typed_json.parse(_contents_of(path)), MANIFEST)
     except PermissionError as error:
-        raise unreadable(path / MANIFEST) from error
+        raise unreadable(path) from error
     except (OSError, ValueError):
-        pass
-    return set()
+        return {}
+    is_ours = str(found.get("format")).startswith(FORMAT.rpartition(" ")[0])
+    return found if is_ours and sealed(found)[SEAL] == found.get(SEAL) else {}
+
+
+def _is_intact(path: Path, name: str, facts: ListedFile) -> bool:
+    """Returns whether a listed file is what the export wrote, and no link leads to it."""
+    own = path / name
+    way = [own.parents[at] for at in range(name.count("/"))]
+    try:
+        if any(above.is_symlink() for above in (own, *way)):
+            return False
+        data = _contents_of(own)
+    except PermissionError as error:
+        raise unreadable(own) from error
+    except OSError:
+        return False
+    return len(data) == facts.bytes and sha256(data) == facts.sha256
+
+
+def _contents_of(path: Path) -> bytes:
+    """Returns the contents of a regular file; OSError for anything else, of which a pipe would wait for a writer."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
+        return file.read()
 
 
 def _manifest(path: Path) -> Json:
     try:
-        found = typed_json.parse((path / MANIFEST).read_bytes())
+        found = typed_json.parse(_contents_of(path / MANIFEST))
     except PermissionError as error:
         raise unreadable(path / MANIFEST) from error
     except (OSError, ValueError) as error:
@@ -107,7 +144,7 @@ def _manifest(path: Path) -> Json:
         given = found.get("format") if isinstance(found, dict) else type(found).__name__
         raise Stale(f"{path / MANIFEST}: format {given!r}, this version reads {FORMAT!r}; {AGAIN}")
     if sealed(found)[SEAL] != found.get(SEAL):
-        raise Stale(f"{path / MANIFEST}: differs from what was written; {AGAIN}")
+        raise Stale(f"{path / MANIFEST}: differs from what was written; {AGAIN}, to a new folder")
     return found
 
 
@@ -145,15 +182,13 @@ def _nonempty(data: object, where: str) -> list[object]:
 def _file(path: Path, facts: ListedFile) -> bytes:
     """Returns the contents of a listed file."""
     try:
-        status = path.stat()
-        is_same = stat.S_ISREG(status.st_mode) and status.st_size == facts.bytes
-        data = path.read_bytes() if is_same else b""
+        data = _contents_of(path)
     except PermissionError as error:
         raise unreadable(path) from error
     except OSError as error:
         raise Stale(f"{path}: cannot be read ({error.strerror}); copy the whole folder, or {AGAIN}") from error
-    if not is_same or sha256(data) != facts.sha256:
-        raise Stale(f"{path}: differs from what was written; {AGAIN}")
+    if len(data) != facts.bytes or sha256(data) != facts.sha256:
+        raise Stale(f"{path}: differs from what was written; delete it and {AGAIN}")
     return data
 
 

@@ -26,7 +26,7 @@ Known = Callable[[Path], Collection[str]]
 def replace_folder(path: Path, files: Mapping[str, bytes], known: Known) -> None:
     """Writes `files` into the folder `path` and removes the known files of it: completely, or not at all.
 
-    known: returns the files of a folder that an earlier call wrote.
+    known: returns the files of a folder that an earlier call wrote and nobody changed.
     The new files are written to a folder beside `path`, which then takes its place. The caller holds the lock of the
     folder above. NotSupported: there are other files in the folder. OSError: the disk is full, for example. The folder
     then is as it was.
@@ -59,7 +59,10 @@ def objection(path: Path, old: Collection[str], shown: Path | None = None) -> st
     if not found:
         return ""
     names = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
-    return f"folder {shown or path}: holds {names}, which no export wrote; move that away, or name a new folder"
+    return (
+        f"folder {shown or path}: holds {names}, which no export wrote, or which changed since; move that away, or name "
+        "a new folder"
+    )
 
 
 def _write(made: Path, data: bytes, path: Path) -> None:
@@ -132,11 +135,14 @@ def _renameat2(one: Path, other: Path) -> int:
 
 
 def _remove(folder: Path, names: Collection[str]) -> None:
-    """Removes these files of a folder, and the folders that are empty then."""
-    inside = {folder / parent for name in names for parent in PurePosixPath(name).parents}
-    for name in names:
-        with contextlib.suppress(OSError):
-            (folder / name).unlink()
-    for empty in sorted(inside | {folder}, reverse=True):
-        with contextlib.suppress(OSError):
-            empty.rmdir()
+    """Removes these files of a folder, and the folders that are empty then; follows no link out of it."""
+    for above, folders, files, handle in os.fwalk(folder, topdown=False) if folder.exists() else ():
+        for name in files:
+            if (Path(above) / name).relative_to(folder).as_posix() in names:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=handle)
+        for name in folders:
+            with contextlib.suppress(OSError):
+                os.rmdir(name, dir_fd=handle)
+    with contextlib.suppress(OSError):
+        folder.rmdir()

@@ -237,7 +237,7 @@ DAMAGES = {
     "cut cubin": (
         "sm_90a/fwd_sm90_bf16_d64_causal_192x128.cubin",
         _cut,
-        "differs from what was written; export it again",
+        "differs from what was written; delete it and export it again",
     ),
     "lost PTX": ("sm_90a/fwd_sm90_bf16_d64_causal_192x128.ptx", os.remove, "cannot be read (No such file"),
     "other header": ("attention.h", _cut, "differs from what was written"),

@@ -6,20 +6,22 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cutlass_py_attn import load_bundle
+from cutlass_py_attn import export_library, load_bundle
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bundle import replacing
+from cutlass_py_attn.bundle.manifest import SEAL, sealed, sha256
 from cutlass_py_attn.bundle.reading import MANIFEST
-from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from tests.support import fakes
-from tests.support.bundles import CASE, export, snapshot
+from tests.support.bundles import CASE, export, problem_of, snapshot
 
 
 def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +108,9 @@ def test_an_export_never_deletes_files_of_the_user(tmp_path: Path, name: str) ->
     with pytest.raises(NotSupported) as caught:
         export(folder, kernels=lambda build: pytest.fail("nothing compiles before the refusal"))
     assert name.split("/")[-1 if "notes" in name else 0] in str(caught.value)
-    assert str(caught.value).endswith("which no export wrote; move that away, or name a new folder")
+    assert str(caught.value).endswith(
+        "which no export wrote, or which changed since; move that away, or name a new folder"
+    )
     assert snapshot(folder) == before
     assert own.exists()
 
@@ -194,7 +198,8 @@ def test_a_manifest_that_lists_nothing_protects_nothing(tmp_path: Path, text: st
 def test_a_bundle_of_an_older_format_is_replaced(tmp_path: Path) -> None:
     folder = export(tmp_path / "bundle", "forward").path
     found = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({"format": "cutlass_py_attn bundle 1", "files": found["files"]}))
+    older = {"format": "cutlass_py_attn bundle 1", "files": found["files"]}
+    (folder / MANIFEST).write_text(json.dumps(sealed(older)))
     (folder / "attention.h").unlink()
     assert export(folder, "backward").directions == ("backward",)
     assert snapshot(folder).keys() == snapshot(export(tmp_path / "another", "backward").path).keys()
@@ -214,6 +219,88 @@ def test_links_lead_to_nothing_that_an_export_deletes(tmp_path: Path) -> None:
     with pytest.raises(NotSupported, match="holds sm_90a, which no export wrote"):
         export(folder)
     assert snapshot(kept) == before
+
+
+OUTSIDE = ("sub/thesis.tex", "sub", "../home/thesis.tex", "{home}/thesis.tex", "sub/../../home/thesis.tex")
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("write", [export, export_library])
+def test_a_manifest_from_elsewhere_deletes_nothing_outside_of_its_folder(
+    tmp_path: Path, name: str, write: Callable[..., object]
+) -> None:
+    """Its seal is right and so is the digest, as whoever wrote it may know the file."""
+    home, folder = tmp_path / "home", tmp_path / "downloaded"
+    home.mkdir()
+    folder.mkdir()
+    (home / "thesis.tex").write_text("a year of work")
+    (folder / "sub").symlink_to(home)
+    facts = {"bytes": 14, "sha256": sha256(b"a year of work")}
+    listed = dict.fromkeys(("sub", name.format(home=home)), facts)
+    (folder / MANIFEST).write_text(json.dumps(sealed({"format": "cutlass_py_attn bundle 5", "files": listed})))
+    arguments = ([problem_of("forward")], ["sm_80"]) if write is export_library else ("forward",)
+    with pytest.raises(NotSupported, match=r"holds (manifest\.json, )?sub, which no export wrote"):
+        write(folder, *arguments, kernels=fakes.artifact)
+    assert snapshot(home) == {"thesis.tex": b"a year of work"}
+    assert sorted(os.listdir(folder)) == [MANIFEST, "sub"]
+
+
+@pytest.mark.parametrize("change", ["digest", "seal", "no seal", "link", "pipe"])
+def test_a_changed_file_is_not_deleted(tmp_path: Path, change: str) -> None:
+    """Of the user, under a name that the manifest lists, or lists since somebody edited it."""
+    folder = export(tmp_path / "bundle", "forward").path
+    own, manifest = folder / "attention.h", json.loads((folder / MANIFEST).read_text())
+    if change == "digest":
+        own.write_text("a week of work")
+    elif change == "link":
+        own.rename(tmp_path / "attention.h")
+        own.symlink_to(tmp_path / "attention.h")
+    elif change == "pipe":
+        own.unlink()
+        os.mkfifo(own)
+    else:
+        own = folder / "main.c"
+        own.write_text("a week of work")
+        manifest["files"]["main.c"] = {"bytes": 14, "sha256": sha256(b"a week of work")}
+        if change == "no seal":
+            del manifest[SEAL]
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+    before = sorted(os.listdir(folder)), own.lstat()
+    with pytest.raises(NotSupported, match=f"holds .*{own.name}.*, or which changed since; move that away"):
+        export(folder, kernels=lambda build: pytest.fail("nothing compiles before the refusal"))
+    assert (sorted(os.listdir(folder)), own.lstat()) == before
+
+
+def test_a_file_that_changes_while_kernels_compile_is_kept(tmp_path: Path) -> None:
+    folder = export(tmp_path / "bundle", "forward").path
+
+    def kernels(build: Build) -> Artifact:
+        (folder / "attention.h").write_text("a week of work")
+        return fakes.artifact(build)
+
+    with pytest.raises(NotSupported, match=r"holds attention\.h, which no export wrote, or which changed since"):
+        export(folder, kernels=kernels)
+    assert (folder / "attention.h").read_text() == "a week of work"
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_link_that_comes_before_the_old_files_are_removed_is_not_followed(tmp_path: Path) -> None:
+    kept, folder = tmp_path / "elsewhere", tmp_path / "old"
+    for above in (kept, folder):
+        above.mkdir()
+    (kept / "file").write_text("mine")
+    (folder / "sub").symlink_to(kept)
+    replacing._remove(folder, {"sub/file", "sub"})
+    assert snapshot(kept) == {"file": b"mine"}
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "attention.h"])
+def test_a_pipe_in_a_bundle_is_no_wait_for_a_writer(tmp_path: Path, name: str) -> None:
+    folder = export(tmp_path / "bundle", "forward").path
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(Stale, match=f"{name}.* cannot be read"):
+        load_bundle(folder)
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
