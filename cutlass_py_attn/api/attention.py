@@ -368,6 +368,6 @@ def bind_kernels(problem: Problem, ordinal: int, kernels: Callable[[Build], Arti
 
 def default_kernels() -> Callable[[Build], Artifact]:
     """Returns the compiler with its disk cache. Imports the compiler module, but not the DSL."""
-    from cutlass_py_attn.compilation.compiler import artifact_for
+    from cutlass_py_attn.compilation.turns import artifact_for
 
     return artifact_for

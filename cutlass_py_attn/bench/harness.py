@@ -303,7 +303,7 @@ def run(
     if folder is not None:
         kernels = Folder(folder)
     else:
-        from cutlass_py_attn.compilation.compiler import artifact_for
+        from cutlass_py_attn.compilation.turns import artifact_for
 
         kernels = artifact_for
     cases = [parse(name) for name in bench_cases.select(names, only)]

@@ -223,7 +223,7 @@ class Bundle:
 
 
 def _compiler() -> Callable[[Build], Artifact]:
-    from cutlass_py_attn.compilation.compiler import artifact_for
+    from cutlass_py_attn.compilation.turns import artifact_for
 
     return artifact_for
 

@@ -60,8 +60,8 @@ def objection(path: Path, old: Collection[str], shown: Path | None = None) -> st
         return ""
     names = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
     return (
-        f"folder {shown or path}: holds {names}, which no export wrote, or which changed since; move that away, or name "
-        "a new folder"
+        f"folder {shown or path}: holds {names}, which no export wrote, or which changed since; move that away, or "
+        "name a new folder"
     )
 
 

@@ -16,7 +16,8 @@ from rich.table import Table
 from cutlass_py_attn import extras
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.compilation.cache import Cache
-from cutlass_py_attn.compilation.compiler import artifact_for, toolchain
+from cutlass_py_attn.compilation.compiler import toolchain
+from cutlass_py_attn.compilation.turns import artifact_for
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.inspection.listing import entry_text
 from cutlass_py_attn.plan.build import Build

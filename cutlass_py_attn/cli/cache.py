@@ -11,7 +11,7 @@ from rich.table import Table
 from cutlass_py_attn.cli.artifacts import counted, print_table
 from cutlass_py_attn.cli.outputs import writing
 from cutlass_py_attn.compilation import cache_folder
-from cutlass_py_attn.compilation.cache import MAX_BYTES, Cache
+from cutlass_py_attn.compilation.cache import MAX_BYTES
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -52,5 +52,5 @@ def clear() -> None:
     deleted = 0
     if folder.exists():
         with writing(folder):
-            deleted = Cache(folder).clear()
+            deleted = cache_folder.clear(folder)
     click.echo(f"{counted(deleted, 'entry', 'entries')} deleted from {folder}")

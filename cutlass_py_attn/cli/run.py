@@ -19,7 +19,7 @@ from cutlass_py_attn.cli import artifacts, run_cpu
 from cutlass_py_attn.cli.parameters import Choice, MaskName, masks_of
 from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, Selection, directions_of, names_rows
 from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, best_plans, first_gpu, sm90_arch
-from cutlass_py_attn.compilation.compiler import artifact_for
+from cutlass_py_attn.compilation.turns import artifact_for
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.kernels.component_gemms.planning import MAX_HEAD_DIM
 from cutlass_py_attn.plan.plan import Plan

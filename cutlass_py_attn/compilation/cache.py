@@ -21,6 +21,7 @@ from typing import Final
 
 from cutlass_py_attn.artifact import Artifact, artifact_from
 from cutlass_py_attn.compilation import registry
+from cutlass_py_attn.compilation.private_folder import cache_root, refusal
 from cutlass_py_attn.plan.abi_digest import abi_digest
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.build_json import read_build
@@ -32,37 +33,14 @@ Files = MutableMapping[bytes, bytes]
 FORMAT: Final = b"cutlass_py_attn artifact 1\n"
 FINDINGS: Final = b"cutlass_py_attn findings 1\n"
 MAX_BYTES: Final = 1 << 30
+ENTRIES: Final = "entries"  # folder of FileStreamProgramCache
 _LENGTHS: Final = struct.Struct("<QQ")  # bytes of the description and of the PTX; the cubin follows them
 _DIGEST_BYTES: Final = 32
 
 
 def default_folder() -> Path:
-    """Returns `$XDG_CACHE_HOME/cutlass_py_attn`, else `~/.cache/cutlass_py_attn`."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "cutlass_py_attn"
-
-
-def refusal(folder: Path) -> str:
-    """Returns why a folder that exists must not be a cache, "" if it may: whose files may get to the GPU through it.
-
-    The user's GPU runs the cached cubins with the user's rights. So only the user and root may own the folder, no other
-    user may write to it, and it is no symbolic link. A folder above it may be a link, as ~/.cache often is, but not one
-    in which every user may rename files.
-    """
-    if not hasattr(os, "geteuid"):
-        return ""  # Windows has no owners and modes of this kind
-    found = folder.lstat()
-    if stat.S_ISLNK(found.st_mode):
-        return "it is a symbolic link; set XDG_CACHE_HOME to the folder above the one that it leads to"
-    if found.st_uid not in (0, os.geteuid()):
-        return f"it belongs to user {found.st_uid}; set XDG_CACHE_HOME to a folder of your own"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"other users may write to it (mode {stat.S_IMODE(found.st_mode):04o}); empty it and run chmod 700 on it"
-    for above in (*folder.absolute().parents, *folder.resolve().parents):
-        mode = above.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            return f"every user may rename it in {above} (mode {stat.S_IMODE(mode):04o}); run chmod o-w on that folder"
-    return ""
+    """Returns `$XDG_CACHE_HOME/cutlass_py_attn`, else `~/.cache/cutlass_py_attn`; RuntimeError: there is no home."""
+    return cache_root() / "cutlass_py_attn"
 
 
 class Cache:
@@ -185,7 +163,7 @@ def _open(folder: str | os.PathLike[str] | None) -> Files | None:
     try:
         path = default_folder() if folder is None else Path(folder)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if reason := refusal(path):
+        if reason := _refusal(path):
             warnings.warn(f"kernels are not cached in {path}: {reason}", stacklevel=2)
             return None
         files: Files = store(path.resolve(), max_size_bytes=MAX_BYTES)
@@ -193,6 +171,16 @@ def _open(folder: str | os.PathLike[str] | None) -> Files | None:
         _warn(folder, error)
         return None
     return files
+
+
+def _refusal(path: Path) -> str:
+    """Returns why the folder, or that of its entries, must not be a cache; "" if it may."""
+    entries = path / ENTRIES
+    if reason := refusal(path):
+        return reason
+    entries.mkdir(mode=0o700, exist_ok=True)
+    is_closed = not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    return "" if is_closed else refusal(entries)
 
 
 def _warn(folder: str | os.PathLike[str] | None, error: Exception) -> None:

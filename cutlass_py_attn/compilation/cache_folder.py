@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cutlass_py_attn.compilation.cache import Cache, default_folder, not_cached, unpack
+from cutlass_py_attn.compilation.cache import ENTRIES, Cache, default_folder, not_cached, unpack
+from cutlass_py_attn.compilation.private_folder import (
+    NATIVE_LIBRARIES,
+    UNFINISHED,
+    read_private,
+    sweep,
+    sweep_compilations,
+)
+from cutlass_py_attn.compilation.turns import LOCKS
 from cutlass_py_attn.errors import NotSupported
 
 PROBE_BYTES = 4096  # enough for a full disk to refuse
@@ -33,15 +42,27 @@ class Entry:
 
 
 def entries(folder: Path) -> Iterator[Entry]:
-    """Yields every entry of a cache, in no order."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            data = path.read_bytes()
-            artifact = unpack(data)
-            if artifact is None:
+    """Yields every entry of a cache, in no order. An entry that another process deletes meanwhile is none."""
+    for above, _, names in os.walk(folder / ENTRIES):
+        for name in names:
+            data = read_private(Path(above, name))
+            artifact = unpack(data) if data is not None else None
+            if artifact is not None:
+                yield Entry(artifact.build.symbol, artifact.build.arch, artifact.toolchain, len(data or b""))
+            elif data is not None:
                 yield Entry("", "", "", len(data))
-            else:
-                yield Entry(artifact.build.symbol, artifact.build.arch, artifact.toolchain, len(data))
+
+
+def clear(folder: Path) -> int:
+    """Deletes every entry, and what killed processes left in the caches and among temporary files; returns the count.
+
+    Temporary files of the last hour stay, which a process may still write.
+    """
+    count = Cache(folder).clear()
+    sweep(folder / LOCKS)
+    sweep(folder.with_name(NATIVE_LIBRARIES), UNFINISHED)
+    sweep_compilations()
+    return count
 
 
 def objection(folder: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.compilation import compiler
+from cutlass_py_attn.compilation import compiler, turns
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
@@ -24,7 +24,7 @@ def artifact_for(build: Build, folder: str | os.PathLike[str] | None = None) -> 
         reasons.append(f"build = {shown(build)}: must be a Build; pass the field `build` of a plan")
     if reasons:
         raise NotSupported(reasons)
-    return compiler.artifact_for(build, folder)
+    return turns.artifact_for(build, folder)
 
 
 def compile(plan_or_build: Plan | Build) -> Artifact:

@@ -10,7 +10,8 @@ The environment variable CUTLASS_PY_ATTN_JAX_HANDLER decides when `cutlass_py_at
 XLA keeps one handler for each name, so the choice cannot change later.
 
 The library is cached beside the kernels' cache, in `cutlass_py_attn_jax`, under a hash of everything that decides its
-machine code. Like a cached kernel, it is used only if no other user could have written it (`cache.refusal`).
+machine code. Like a cached kernel, it is used only if no other user could have written it
+(`private_folder.refusal`). What was checked is what is loaded.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import jax
 
-from cutlass_py_attn.compilation import cache
+from cutlass_py_attn.compilation import private_folder
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.suggestions import did_you_mean
 
@@ -40,12 +42,13 @@ AUTO, NATIVE, PYTHON = HANDLERS = "auto", "native", "python"
 COMPILERS: Final = ("cc", "gcc", "clang")  # without the variable CC
 SOURCE: Final = Path(__file__).with_name("native_handler.c")
 FLAGS: Final = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
-FOLDER: Final = "cutlass_py_attn_jax"
+FOLDER: Final = private_folder.NATIVE_LIBRARIES
 
 _HEADER: Final = Path("xla", "ffi", "api", "c_api.h")
 _TIME_LIMIT: Final = 120  # seconds that the compiler may take
 _MAX_WORDS: Final = 2000  # characters of the compiler's words in an error
 _DIGEST_BYTES: Final = 32
+_PART: Final = f"{FOLDER}."  # start of the names of temporary folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,48 +103,82 @@ def load() -> tuple[ctypes.CDLL, str]:
     command = _command()
     folder, unfit = _folder()
     path = folder / f"{hashlib.sha256(_inputs(command)).hexdigest()}.so"
-    if not unfit and _is_intact(path):
+    if not unfit and (kept := _kept(path)):
         with contextlib.suppress(_NotBuilt):  # of another machine that shares the folder
-            return _opened(path), str(path)
+            return _opened(kept, folder), str(path)
+    made = _compiled(command, None if unfit else folder)
     if not unfit:
         try:
-            _store(command, path)
-            return _opened(path), str(path)
+            _store(made, path)
+            return _opened(made, folder), str(path)
         except OSError as error:
             unfit = error.strerror or str(error)
-    try:
-        with tempfile.TemporaryDirectory(prefix=FOLDER) as made:  # a loaded library needs no file
-            library = _opened(_compile(command, Path(made)))
-    except OSError as error:
-        raise _NotBuilt(f"{tempfile.gettempdir()}: {error.strerror or error}") from error
-    return library, f"compiled in each process, as {folder} cannot be its cache: {unfit}"
+    return _opened(made, None), f"compiled in each process, as {folder} cannot be its cache: {unfit}"
 
 
 def _folder() -> tuple[Path, str]:
     """Returns the folder of the cached libraries, and why it cannot be a cache; "" if it can."""
     folder = Path(FOLDER)
     try:
-        folder = cache.default_folder().with_name(FOLDER)
+        folder = private_folder.cache_root() / FOLDER
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder, cache.refusal(folder)
+        return folder, private_folder.refusal(folder)
     except OSError as error:
         return folder, error.strerror or str(error)
     except RuntimeError as error:  # there is no home directory
         return folder, str(error)
 
 
-def _store(command: list[str], path: Path) -> None:
-    """Compiles the library into a file of the cache, which is whole as soon as it is there."""
-    with tempfile.TemporaryDirectory(prefix="part_", dir=path.parent) as made:
-        found = _compile(command, Path(made))
-        with found.open("ab") as file:
-            file.write(_digest(found.read_bytes()))
-        found.replace(path)
+def _kept(path: Path) -> bytes:
+    """Returns the library of a file of the cache; b"" if it is none, was damaged, or others may have written it."""
+    data = private_folder.read_private(path) or b""
+    library = data[:-_DIGEST_BYTES]
+    return library if _digest(library) == data[-_DIGEST_BYTES:] else b""
+
+
+def _store(library: bytes, path: Path) -> None:
+    """Writes the library into the cache, followed by its digest: the file is whole as soon as it is there."""
+    private_folder.sweep(path.parent, private_folder.UNFINISHED)
+    handle, part = tempfile.mkstemp(prefix=private_folder.UNFINISHED, dir=path.parent)
+    try:
+        with open(handle, "wb") as file:
+            file.write(library + _digest(library))
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def _places(cache: Path | None) -> Iterator[Path]:
+    """Yields folders for temporary files: the system's, then the cache, if there is one."""
+    found: list[Path] = [] if cache is None else [cache]
+    with contextlib.suppress(OSError):  # no folder of the system's can be written
+        found.insert(0, Path(tempfile.gettempdir()))
+    yield from found
+
+
+def _compiled(command: list[str], cache: Path | None) -> bytes:
+    """Returns the library, compiled in the first folder that has room for it; _NotBuilt says why the first has not."""
+    first: _NotBuilt | None = None
+    for place in _places(cache):
+        try:
+            with tempfile.TemporaryDirectory(prefix=_PART, dir=place) as made:
+                return _compile(command, Path(made)).read_bytes()
+        except OSError as error:
+            first = first or _not_built(place, error)
+        except _NotBuilt as error:
+            first = first or error
+    raise first or _NotBuilt("there is no folder for temporary files")
 
 
 def _command() -> list[str]:
     """Returns the compiler and its options but the names of files."""
-    given = shlex.split(os.environ.get("CC", ""))
+    text = os.environ.get("CC", "")
+    try:
+        given = shlex.split(text)
+    except ValueError as error:
+        raise _NotBuilt(f"CC = {text!r}: must be a command ({error})") from error
     for words in [given] if given else [[name] for name in COMPILERS]:
         found = shutil.which(words[0])
         if found:
@@ -172,6 +209,7 @@ def _compile(command: list[str], folder: Path) -> Path:
             capture_output=True,
             text=True,
             errors="replace",
+            env={**os.environ, "TMPDIR": str(folder)},
             timeout=_TIME_LIMIT,
             check=False,
         )
@@ -182,20 +220,41 @@ def _compile(command: list[str], folder: Path) -> Path:
     return made
 
 
-def _is_intact(path: Path) -> bool:
-    """Returns whether the file ends with the digest of what is before it. A loader ignores what follows the library."""
+def _opened(library: bytes, cache: Path | None) -> ctypes.CDLL:
+    """Loads a library that was checked, by a name under which nobody can put another: memory, else a new file.
+
+    cache: another folder for that file, if the system's temporary files may not be executed.
+    """
     try:
-        data = path.read_bytes()
-    except OSError:
-        return False
-    return _digest(data[:-_DIGEST_BYTES]) == data[-_DIGEST_BYTES:]
+        return _from_memory(library)
+    except (AttributeError, OSError) as error:  # neither Linux nor /proc, or a policy forbids it
+        last = _NotBuilt(str(error))
+    for place in _places(cache):
+        try:
+            with tempfile.TemporaryDirectory(prefix=_PART, dir=place) as made:  # a loaded library needs no file
+                path = Path(made, "handler.so")
+                path.write_bytes(library)
+                return ctypes.CDLL(str(path))
+        except OSError as error:
+            last = _not_built(place, error)
+    raise last
 
 
-def _opened(path: Path) -> ctypes.CDLL:
+def _from_memory(library: bytes) -> ctypes.CDLL:
+    """Loads a library from a file that has no name in any folder, and that may be executed wherever the cache is."""
+    handle = os.memfd_create(FOLDER)
     try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise _NotBuilt(str(error)) from error
+        with open(handle, "wb", closefd=False) as file:
+            file.write(library)
+        # The handle stays open: the loader takes a later library of the same name for this one.
+        return ctypes.CDLL(f"/proc/self/fd/{handle}")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _not_built(place: Path, error: OSError) -> _NotBuilt:
+    return _NotBuilt(f"{place}: {error.strerror or error}")
 
 
 def _digest(data: bytes) -> bytes:

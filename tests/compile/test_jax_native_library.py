@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import shlex
 import shutil
 import stat
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,7 @@ import pytest
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
+from cutlass_py_attn.compilation import private_folder  # noqa: E402
 from cutlass_py_attn.errors import NotSupported  # noqa: E402
 from cutlass_py_attn.jax import native_library, native_program  # noqa: E402
 from cutlass_py_attn.plan import planner  # noqa: E402
@@ -78,7 +82,7 @@ def test_a_machine_with_driver_and_compiler_has_the_native_handler(cached: Path,
     assert stat.S_IMODE(cached.stat().st_mode) == 0o700
     assert chosen().reason == str(file)
     assert len(compilations) == 1
-    assert compilations[0].parent == cached
+    assert cached not in compilations[0].parents
     assert not compilations[0].exists()
 
 
@@ -104,6 +108,9 @@ def test_other_values_are_refused(cached: Path, monkeypatch: pytest.MonkeyPatch,
     [
         ("", r"there is no C compiler on the PATH \(cc, gcc, clang\)"),
         ("no-such-compiler -m64", r"there is no C compiler on the PATH \(CC = 'no-such-compiler'\)"),
+        ('gcc "x', r"CC = 'gcc \"x': must be a command \(No closing quotation\)"),
+        ("gcc\\", r"CC = .*: must be a command \(No escaped character\)"),
+        (" ", r"there is no C compiler on the PATH \(cc, gcc, clang\)"),
         (shutil.which("false"), "/false .*: exit code 1"),
         (f"{shutil.which('gcc')} -DXLA_FFI_API_C_API_H_", "error: .*XLA_FFI"),
     ],
@@ -120,6 +127,22 @@ def test_without_a_compiler(cached: Path, monkeypatch: pytest.MonkeyPatch, given
     remedy = f"; install a C compiler, or set {VARIABLE}=python"
     with pytest.raises(NotSupported, match=rf"(?s)^{VARIABLE} = 'native': .* cannot be compiled: .*{words}.*{remedy}$"):
         chosen()
+
+
+@pytest.mark.parametrize("name", ["two words", "it's", 'a "quote"', "dollar$HOME"])
+def test_a_compiler_with_arguments_and_odd_folders(
+    cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Folders of the compiler, of temporary files and of the cache need no quoting but that of CC."""
+    folder = tmp_path / name
+    folder.mkdir(mode=0o700)
+    (folder / "cc").symlink_to(compiler("c"))
+    monkeypatch.setenv("CC", shlex.join([str(folder / "cc"), "-DAN_ARGUMENT=1", "-O0"]))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    found = chosen()
+    assert (found.name, Path(found.reason).parent) == ("native", folder / native_library.FOLDER), found.reason
 
 
 # The cache
@@ -175,11 +198,110 @@ def test_full_disks(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(native_library, "_store", full)
-    assert chosen().reason.endswith(f"as {cached} cannot be its cache: No space left on device")
+    monkeypatch.setattr(native_library.tempfile, "mkstemp", full)
+    found = chosen()
+    assert found.name == "native"
+    assert found.reason.endswith(f"as {cached} cannot be its cache: No space left on device")
     monkeypatch.setattr(native_library.tempfile, "TemporaryDirectory", full)
     assert chosen().reason.startswith("the native handler cannot be compiled: ")
     assert chosen().reason.endswith(": No space left on device")
+
+
+def test_a_compiler_without_room_for_its_files_gets_another_folder(
+    cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's folder for temporary files, then the cache's; the compiler's own files are there too."""
+    script = tmp_path / "cc"
+    script.write_text(
+        f"#!/bin/sh\ncase $TMPDIR in {tmp_path}/small/*) echo No space left on device >&2; exit 1;; esac\n"
+        f'exec {compiler("c")} "$@"\n'
+    )
+    script.chmod(0o755)
+    (tmp_path / "small").mkdir()
+    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "small"))
+    found = chosen()
+    assert (found.name, Path(found.reason).parent) == ("native", cached), found.reason
+    assert list((tmp_path / "small").iterdir()) == []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(script))
+    assert "No space left on device" in chosen().reason
+
+
+@pytest.mark.parametrize("where", ["memory", "files", "cache"])
+def test_a_library_is_loaded_where_it_may_be_executed(
+    cached: Path, compilations: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """From memory, then from the system's folder for temporary files, then from the cache's file system."""
+    load, loaded = ctypes.CDLL, []
+
+    def refuse(name: str) -> ctypes.CDLL:
+        loaded.append(name)
+        is_refused = name.startswith("/proc/") if where != "memory" else False
+        if is_refused or (where == "cache" and name.startswith(str(tmp_path / "temporary"))):
+            raise OSError(f"{name}: failed to map segment from shared object")
+        return load(name)
+
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(native_library.ctypes, "CDLL", refuse)
+    for _ in range(2):  # compiled, then from the cache
+        loaded.clear()
+        library, place = native_library.load()
+        assert library.cutlass_py_attn_add
+        assert Path(place).parent == cached
+        starts = ["/proc/self/fd/", str(tmp_path / "temporary"), str(cached)][: len(loaded)]
+        assert [name[: len(start)] for name, start in zip(loaded, starts, strict=True)] == starts
+        assert len(loaded) == ["memory", "files", "cache"].index(where) + 1
+    assert len(compilations) == 1
+    assert [path.suffix for path in cached.iterdir()] == [".so"]
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_what_was_checked_is_loaded(cached: Path, compilations: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever puts another file into its place after the check has no code run."""
+    native_library.load()
+    (file,) = cached.iterdir()
+    read = private_folder.read_private
+
+    def exchanged(path: Path) -> bytes | None:
+        data = read(path)
+        path.write_bytes(b"foreign")
+        return data
+
+    monkeypatch.setattr(private_folder, "read_private", exchanged)
+    library, place = native_library.load()
+    assert library.cutlass_py_attn_add
+    assert (place, file.read_bytes(), len(compilations)) == (str(file), b"foreign", 1)
+
+
+@pytest.mark.parametrize("kind", ["link", "mode", "pipe"])
+def test_a_file_that_others_could_have_written_is_not_loaded(
+    cached: Path, compilations: list[Path], tmp_path: Path, kind: str
+) -> None:
+    native_library.load()
+    (file,) = cached.iterdir()
+    if kind == "mode":
+        file.chmod(0o666)
+    else:
+        file.rename(tmp_path / "elsewhere.so")
+        file.symlink_to(tmp_path / "elsewhere.so") if kind == "link" else os.mkfifo(file)
+    native_library.load()
+    assert len(compilations) == 2
+    assert stat.S_ISREG(file.lstat().st_mode)
+    assert stat.S_IMODE(file.lstat().st_mode) == 0o600
+
+
+def test_leftovers_of_killed_processes_are_swept(cached: Path, compilations: list[Path]) -> None:
+    """After an hour: a younger file may be of a process that still writes it."""
+    (cached / "part_folder").mkdir(parents=True, mode=0o700)
+    cached.chmod(0o700)
+    (cached / "part_folder" / "handler.so").write_bytes(b"half")
+    for name in ("part_old", "part_young"):
+        (cached / name).write_bytes(b"half")
+    for name in ("part_old", "part_folder"):
+        os.utime(cached / name, (0, 0))
+    native_library.load()
+    assert sorted(path.name for path in cached.iterdir() if path.suffix != ".so") == ["part_young"]
 
 
 def test_the_key_has_all_that_decides_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
-from cutlass_py_attn.compilation import cache, cache_folder, compiler, registry
+from cutlass_py_attn.compilation import cache, cache_folder, compiler, private_folder, registry
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.errors import BreaksPlan
 from cutlass_py_attn.plan.build import Build
@@ -194,10 +194,88 @@ def test_a_folder_that_others_may_rename_is_no_cache(tmp_path: Path) -> None:
     link.symlink_to(shared)
     shared.chmod(0o777)
     for above in (shared, link):
-        refused(above / "kept", rf"every user may rename it in .*{above.name} \(mode 0777\); run chmod o-w")
+        refused(above / "kept", r"other users may rename it in .*shared \(mode 0777\); run chmod go-w")
     shared.chmod(0o1777)
     with warnings.catch_warnings(action="error"):
         assert Cache(shared / "kept").get(BUILD, "compiler 1") == ARTIFACT, "as in /tmp"
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "words"),
+    [
+        (0o770, None, r"other users may rename it in .*shared \(mode 0770\); run chmod go-w on that folder"),
+        (0o702, None, r"other users may rename it in .*shared \(mode 0702\)"),
+        (0o755, 12345, "it lies below .*shared, of user 12345; set XDG_CACHE_HOME to a folder of your own"),
+        (0o1777, 12345, "it lies below .*shared, of user 12345"),
+        (0o1777, 0, ""),
+        (0o1770, None, ""),
+        (0o755, 0, ""),
+    ],
+)
+@pytest.mark.parametrize("way", ["below", "far below", "by a link", "by a link of a link"])
+def test_who_may_exchange_a_folder_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, owner: int | None, words: str, way: str
+) -> None:
+    """Root and the user may; nobody else, by name, owner or group."""
+    shared, kept = tmp_path / "shared", tmp_path / "shared" / "kept"
+    if way == "far below":
+        kept = shared / "a" / "b" / "kept"
+    Cache(kept).put(ARTIFACT)
+    if "link" in way:
+        (tmp_path / "link").symlink_to("shared" if way == "by a link" else "second")
+        (tmp_path / "second").symlink_to(shared)
+        kept = tmp_path / "link" / "kept"
+    shared.chmod(mode)
+    own_by(monkeypatch, shared, owner)
+    if words:
+        refused(kept, words)
+    else:
+        assert private_folder.refusal(kept) == ""
+
+
+def own_by(monkeypatch: pytest.MonkeyPatch, path: Path, owner: int | None) -> None:
+    """Lets a path seem to belong to another user; None for no other."""
+    real = Path.lstat
+
+    def lstat(asked: Path) -> os.stat_result:
+        found = real(asked)
+        if owner is None or not os.path.samestat(found, real(path)):
+            return found
+        return os.stat_result([*found[:4], owner, *found[5:10]])
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+
+
+def test_a_link_of_another_user_leads_to_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner may let it lead elsewhere, wherever it lies."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "link").symlink_to("home")
+    Cache(tmp_path / "home" / "kept").put(ARTIFACT)
+    own_by(monkeypatch, tmp_path / "link", 12345)
+    refused(tmp_path / "link" / "kept", "it lies below .*link, of user 12345")
+
+
+def test_links_that_lead_to_each_other(tmp_path: Path) -> None:
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / name).symlink_to(other)
+    with pytest.raises(OSError, match="Too many levels"):
+        [*private_folder._folders_above(tmp_path / "a" / "kept")]
+
+
+def test_entries_that_others_may_write_are_no_cache(folder: Path) -> None:
+    """Nobody gets there through a folder that is closed to others, as the umask of some systems makes them."""
+    (folder / "entries").chmod(0o775)
+    assert Cache(folder).get(BUILD, "compiler 1") == ARTIFACT
+    folder.chmod(0o755)
+    refused(folder, r"other users may write to it \(mode 0775\)")
+
+
+@pytest.mark.parametrize("given", ["", "relative/path", ".", "~/cache"])
+def test_a_relative_cache_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """As the XDG Base Directory Specification says."""
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache.default_folder() == tmp_path / ".cache" / "cutlass_py_attn"
 
 
 def test_an_unusable_folder_stores_nothing(tmp_path: Path) -> None:
@@ -301,6 +379,48 @@ def test_contents_and_clearing(folder: Path) -> None:
     assert Cache(folder).clear() == 2
     assert list(cache_folder.entries(folder)) == []
     assert Cache(folder).clear() == 0
+
+
+def test_entries_are_shown_while_others_are_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another process that stores a kernel, between listing and reading."""
+    for number in range(4):
+        Cache(folder).put_findings(BUILD, f"compiler {number}", "spills")
+    read, names = private_folder.read_private, iter(entries(folder)[:2])
+
+    def evicting(path: Path) -> bytes | None:
+        if name := next(names, None):
+            name.unlink(missing_ok=True)
+        return read(path)
+
+    monkeypatch.setattr(cache_folder, "read_private", evicting)
+    assert len([*cache_folder.entries(folder)]) in (3, 4), "of five, of which two are deleted"
+    assert len([*cache_folder.entries(folder)]) == 3
+
+
+def test_clearing_sweeps_what_killed_processes_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an hour; neither other names, nor folders that others could enter, nor what links lead to."""
+    folder, temporary, own = tmp_path / "cutlass_py_attn", tmp_path / "temporary", tmp_path / "own"
+    Cache(folder).put(ARTIFACT)
+    left = [folder / "tmp" / "entry", folder / "locks" / "lock", tmp_path / private_folder.NATIVE_LIBRARIES / "part_x"]
+    dead = [temporary / "cutlass_py_attn.0abc_xyz", temporary / "cutlass_py_attn_jax.0abc_xyz"]
+    kept = [temporary / "cutlass_py_attn", temporary / "cutlass_py_attn.checkout1", tmp_path / left[2].parent / "a.so"]
+    for path in (own, *dead, *kept[:2]):
+        path.mkdir(parents=True, mode=0o700)
+        (path / "file").write_text("text")
+    kept[1].chmod(0o755)
+    (temporary / "cutlass_py_attn.0abc_lnk").symlink_to(own)
+    for path in (*left, kept[2]):
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        path.write_text("half")
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    assert cache_folder.clear(folder) == 1
+    assert all(path.exists() for path in (*left, *dead)), "a process may still write them"
+    for path in (*left, *dead, *kept):
+        os.utime(path, (0, 0))
+    os.utime(temporary / "cutlass_py_attn.0abc_lnk", (0, 0), follow_symlinks=False)
+    assert cache_folder.clear(folder) == 0
+    assert not any(path.exists() for path in (*left, *dead))
+    assert all(path.exists() for path in (*kept, own / "file"))
 
 
 def test_the_objection_to_a_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
