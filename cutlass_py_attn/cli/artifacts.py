@@ -19,6 +19,7 @@ from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.compilation.compiler import toolchain
 from cutlass_py_attn.compilation.turns import artifact_for
 from cutlass_py_attn.errors import CompileError
+from cutlass_py_attn.inspection.facts import dynamic_bytes
 from cutlass_py_attn.inspection.listing import entry_text
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
@@ -40,7 +41,7 @@ class Made:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yields one object for each entry of the cubin."""
-        for launch, kernel in zip(self.plan.launches, self.artifact.kernels, strict=True):
+        for kernel in self.artifact.kernels:
             body = entry_text(self.artifact.ptx, kernel.symbol)
             yield {
                 "kernel": kernel.symbol.rpartition("_")[0],
@@ -48,16 +49,11 @@ class Made:
                 "registers": kernel.registers,
                 "frame_bytes": kernel.frame_bytes,
                 "spill_bytes": kernel.spill_bytes,
-                "shared_memory_bytes": launch.shared_memory_bytes,
+                "shared_memory_bytes": dynamic_bytes(self.plan, kernel.symbol),
                 "mma": body.count(f"{WARP_PRODUCT}."),
                 "wgmma": body.count(f"{WARPGROUP_PRODUCT}."),
                 "origin": self.origin,
             }
-
-
-def counted(count: int, noun: str, plural: str = "") -> str:
-    """Returns a count with its noun: `1 kernel`, `2 kernels`."""
-    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def compiler() -> Source:

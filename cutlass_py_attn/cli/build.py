@@ -77,6 +77,6 @@ def build(
     with outputs.writing(output):
         made, failures = artifacts.obtain(plans, artifacts.compiler(), keep=Folder(output).put)
     artifacts.show(made)
-    click.echo(f"{artifacts.counted(len(made), 'kernel')} in {output}")
+    click.echo(f"{outputs.counted(len(made), 'kernel')} in {output}")
     if failures:
         raise CompileError("\n".join(failures))

@@ -8,8 +8,8 @@ from dataclasses import asdict
 import click
 from rich.table import Table
 
-from cutlass_py_attn.cli.artifacts import counted, print_table
-from cutlass_py_attn.cli.outputs import writing
+from cutlass_py_attn.cli.artifacts import print_table
+from cutlass_py_attn.cli.outputs import counted, writing
 from cutlass_py_attn.compilation import cache_folder
 from cutlass_py_attn.compilation.cache import MAX_BYTES
 

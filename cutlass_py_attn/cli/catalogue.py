@@ -1,13 +1,15 @@
-"""Catalogue: the kernels of common problems on a target, planned without compiling, and what each of them serves."""
+"""Catalogue: the kernels of common problems on a target, found without compiling, and what each of them serves."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
 
-from cutlass_py_attn.cli.selection import SIZES, component_gemms
+from cutlass_py_attn.cli.selection import SIZES, builds_among, component_gemms
 from cutlass_py_attn.plan import planner, sm90
 from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.plan.arch import architecture
@@ -21,20 +23,22 @@ from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, TILE_SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
+from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS, OPERANDS, SHORT_NAMES
 
+TILE_SUFFIX: Final = re.compile(r"_\d+x\d+$")
 HEAD_DIMS: Final = ("d32", "d64", "d96", "d128", "d192", "d192v128", "d256", "d512")
 COMPONENT_GEMM_HEAD_DIMS: Final = (32, 64, 96, 128, 192, 256)
 ROW_HEAD_DIMS: Final = (64, 128, 256)
 LATENT_DIMS: Final = (512, 64)  # columns of a latent row that are codes, and those of the rotary embedding
 FEATURE_HEAD_DIMS: Final = ("d64", "d128")
-COMMON_MASKS: Final = ("full", "causal", "causal_window64")  # one for each form of a mask in kernels
+WINDOW: Final = "causal_window64"
+COMMON_MASKS: Final = ("full", "causal", WINDOW)  # one for each form of a mask in kernels
 FEATURES: Final = ("bias", "biasgrad", "biassum", "dropout0.5", "softcap30", "alibi", "sinks", "deterministic")
 # Sizes decide no machine code, except that the sm90 family has kernels for short and for long sequences, and for few.
 _LENGTH: Final = LONG_LENGTH
 _SM90_SIZES: Final = (*SIZES, (MULTICAST_LENGTH, 512))  # (length, heads)
-_SM90_DTYPES: Final = ("bf16", "f16")
 _VARIABLE_LENGTHS: Final = ("n128,100", "n128x128u100,100")
 _GROUPED_HEADS: Final = ("b1_h4k2", "b64_h4k2")  # few and many key tiles, for which sm90 backwards have two kernels
 _LENGTHS: Final = {"short": "short sequences", "long": "long sequences", "few_queries": "few queries and many keys"}
@@ -62,20 +66,72 @@ _E4M3: Final = tuple(f"e4m3_{dims}" for dims in ("d64", "d128", "d192", "d192v12
 _OF_BACKWARD: Final = ("biasgrad", "biassum", "deterministic")
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One kernel of the catalogue.
+
+    symbol, arch: of its build
+    serves: which problems it serves, in words
+    reason: returns why the planner chooses it, as `Plan.reason`
+    """
+
+    symbol: str
+    arch: str
+    serves: str
+    reason: Callable[[], str]
+
+    @property
+    def stem(self) -> str:
+        """The symbol without its tile."""
+        return TILE_SUFFIX.sub("", self.symbol)
+
+
+def of_plan(plan: Plan) -> Entry:
+    """Returns the entry of a plan."""
+    return Entry(plan.symbol, plan.build.arch, serves(plan.build), lambda: plan.reason)
+
+
 @functools.cache
-def plans(arch: str) -> tuple[Plan, ...]:
-    """Returns a plan of every kernel of the catalogue on a target, each once: component GEMMs, forwards, backwards.
+def entries(arch: str) -> tuple[Entry, ...]:
+    """Returns every kernel of the catalogue on a target, each once: component GEMMs, forwards, backwards.
 
     On sm_90a these are the kernels of the sm90 family alone: the other families are built for sm_90.
     """
     is_sm90 = architecture(arch).has_wgmma
-    found = {plan.symbol: plan for plan in _component_gemms(arch)}
-    found |= {plan.symbol: plan for plan in _row_kernels(arch)}
+    found = {
+        plan.symbol: of_plan(plan)
+        for plan in (*_component_gemms(arch), *_row_kernels(arch))
+        if not is_sm90 or plan.build.family == "sm90"
+    }
     for direction in DIRECTIONS:
-        for spec in _specs(direction, is_sm90):
-            plan = planner.plan(spec.problem(direction), arch)
-            found.setdefault(plan.symbol, plan)
-    return tuple(plan for plan in found.values() if not is_sm90 or plan.build.family == "sm90")
+        fused = [entry for specs in _specs(direction, is_sm90) for entry in _fused(specs, direction, arch)]
+        for entry in (*fused, *filter(None, map(_float16_twin, fused))):
+            found.setdefault(entry.symbol, entry)
+    return tuple(found.values())
+
+
+def _fused(specs: Iterable[ProblemSpec], direction: str, arch: str) -> Iterator[Entry]:
+    """Yields the kernels of problems that differ in sizes alone."""
+    given = (spec.problem(direction) for spec in specs)
+    limits = architecture(arch)
+    for build, problem in builds_among(given, arch).items():
+        if build.family == "sm90" or not limits.has_wgmma:
+            yield Entry(build.symbol, arch, serves(build), functools.partial(_reason, problem, build))
+
+
+def _reason(problem: Problem, build: Build) -> str:
+    return planner.plan_of_build(problem, build, architecture(build.arch).num_sms).reason
+
+
+def _float16_twin(entry: Entry) -> Entry | None:
+    """Returns the kernel of the same problems in float16; None for other dtypes, and for windows.
+
+    The planner has the tiles of bfloat16 for it, but with a window some variants have no registers.
+    """
+    symbol = entry.symbol.replace("_bf16_", "_f16_")
+    if symbol == entry.symbol or "_local" in symbol:
+        return None
+    return replace(entry, symbol=symbol, serves=entry.serves.replace("bfloat16", "float16"))
 
 
 def serves(build: Build) -> str:
@@ -120,33 +176,36 @@ def _row_kernels(arch: str) -> Iterator[Plan]:
         yield plan_merge(MergeProblem.packed(1, 1, (1, 1, head_dim), dtype), arch)
         for is_sum, is_last in product((False, True), (False, True)):
             if dtype != "float32" or (is_sum and not is_last):  # others are the kernels above
-                yield plan_merge(MergeProblem.into_total((1, 1, 1, head_dim), dtype, is_sum, is_last), arch)
+                total = MergeProblem.into_total((1, 1, 1, head_dim), dtype, is_sum, is_last)
+                yield plan_merge(total, arch)
     codes, columns = LATENT_DIMS
     for dtype in SHORT_NAMES:
         latent = AppendProblem.dense((1, 1, codes), (1, 1), dtype, head_dim_value=columns, scales=TILE_SCALES)
         yield plan_append(latent, arch)
 
 
-def _specs(direction: str, is_sm90: bool) -> Iterator[ProblemSpec]:
-    """Yields the problems of the catalogue: masks and lengths, then one feature each, then few queries."""
-    dtypes = _SM90_DTYPES if is_sm90 else tuple(SHORT_NAMES.values())
+def _specs(direction: str, is_sm90: bool) -> Iterator[list[ProblemSpec]]:
+    """Yields the problems of the catalogue: masks and lengths, then one feature each, then few queries.
+
+    Those of a list differ in sizes alone. Problems in float16 that have a `_float16_twin` are left out.
+    """
+    dtypes = ("bf16",) if is_sm90 else ("bf16", "f32")
     sizes = _SM90_SIZES if is_sm90 else ((_LENGTH, 1),)
-    for dtype, dims, mask, (length, count) in product(dtypes, HEAD_DIMS, COMMON_MASKS, sizes):
-        yield parse(f"{dtype}_{dims}_s{length}_b1_h{count}_{mask}")
+    masks = (*((dtype, mask) for dtype in dtypes for mask in COMMON_MASKS), ("f16", WINDOW))
+    for (dtype, mask), dims in product(masks, HEAD_DIMS):
+        yield [parse(f"{dtype}_{dims}_s{length}_b1_h{count}_{mask}") for length, count in sizes]
     for dtype, dims, mask in product(dtypes, FEATURE_HEAD_DIMS, ("full", "causal")):
         for feature in FEATURES:
             if direction == "backward" or feature not in _OF_BACKWARD:
-                yield parse(f"{dtype}_{dims}_s{_LENGTH}_b2_h2_{mask}_{feature}")
-        for heads in _GROUPED_HEADS:
-            yield parse(f"{dtype}_{dims}_s{_LENGTH}_{heads}_{mask}")
+                yield [parse(f"{dtype}_{dims}_s{_LENGTH}_b2_h2_{mask}_{feature}")]
+        yield [parse(f"{dtype}_{dims}_s{_LENGTH}_{heads}_{mask}") for heads in _GROUPED_HEADS]
         for variable in _VARIABLE_LENGTHS:
-            yield parse(f"{dtype}_{dims}_{variable}_h1_{mask}")
+            yield [parse(f"{dtype}_{dims}_{variable}_h1_{mask}")]
     if direction == "forward" and is_sm90:
         for dims, mask in product(_E4M3, COMMON_MASKS):
-            yield parse(f"{dims}_s{_LENGTH}_b1_h1_{mask}")
+            yield [parse(f"{dims}_s{_LENGTH}_b1_h1_{mask}")]
         for rest in ("s{length}_b1_h1_full_f16out", "s{length}_b1_h4k2_causal", "n128,100_h1_causal"):
-            yield parse(f"e4m3_d128_{rest.format(length=_LENGTH)}")
+            yield [parse(f"e4m3_d128_{rest.format(length=_LENGTH)}")]
     if direction == "forward" and not is_sm90:
-        for dtype, dims, heads in product(dtypes, HEAD_DIMS, ("h1", "h8k2")):
-            for mask in ("full", "causal_br"):
-                yield parse(f"{dtype}_{dims}_q1_s8192_b1_{heads}_{mask}")
+        for dtype, dims, heads, mask in product(dtypes, HEAD_DIMS, ("h1", "h8k2"), ("full", "causal_br")):
+            yield [parse(f"{dtype}_{dims}_q1_s8192_b1_{heads}_{mask}")]

@@ -10,7 +10,7 @@ import click
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bundle.files import Bundle, export_bundle, export_library
 from cutlass_py_attn.cli import artifacts
-from cutlass_py_attn.cli.outputs import OutputFolder, writing
+from cutlass_py_attn.cli.outputs import OutputFolder, counted, writing
 from cutlass_py_attn.cli.parameters import Archs, Choice
 from cutlass_py_attn.cli.selection import problems
 from cutlass_py_attn.plan.arch import ARCHITECTURES
@@ -70,4 +70,4 @@ def _show(made: Bundle) -> None:
         for target in item["targets"]:
             click.echo(f"{item['direction']} for {target['arch']}: {target['symbol']}; {target['reason']}")
     total = sum(facts["bytes"] for facts in made.manifest["files"].values())
-    click.echo(f"{artifacts.counted(len(made.manifest['files']) + 1, 'file')}, {total / 2**10:.0f} KiB, in {made.path}")
+    click.echo(f"{counted(len(made.manifest['files']) + 1, 'file')}, {total / 2**10:.0f} KiB, in {made.path}")

@@ -16,6 +16,8 @@ def main() -> None:
     warnings.formatwarning = _one_line
     try:
         from cutlass_py_attn.cli.group import group
+
+        group(prog_name="cutlass-py-attn")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in NEEDED:
@@ -23,7 +25,6 @@ def main() -> None:
         sys.exit(f"cutlass-py-attn needs {missing} for its commands: {extras.remedy('cli')}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    group(prog_name="cutlass-py-attn")
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> str:

@@ -1,4 +1,4 @@
-"""Outputs: options for files and folders to write, which are checked before a command computes anything."""
+"""Outputs: counts in words, and options for files and folders to write, checked before a command computes anything."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ class OutputFile(click.Path):
         """Returns the path; fails if the file cannot be written."""
         path: Any = super().convert(value, param, ctx)
         return _checked(self, path, _probe_file, param, ctx)
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Returns a count with its noun: `1 kernel`, `2 kernels`."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.cli import artifacts, run_cpu
 from cutlass_py_attn.cli.parameters import Choice, MaskName, masks_of
-from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, Selection, directions_of, names_rows
+from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, SHOWN_SIZES, Selection, directions_of, names_rows
 from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, best_plans, first_gpu, sm90_arch
 from cutlass_py_attn.compilation.turns import artifact_for
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
@@ -80,7 +80,7 @@ class Options:
                     yield from best_plans(spec.problem(direction), (self.arch,) if self.arch else ())
             return
         target = self.arch or (gpu.arch if gpu else DEFAULT_ARCH)
-        yield from self.selection.plans(target)
+        yield from self.selection.plans(target, SHOWN_SIZES)
         featured = sm90_arch(target)
         if self.arch is None and featured not in (None, target):
             standalone = Selection(("component-gemm",), self.selection.dtypes, (self.head_dim,), ())

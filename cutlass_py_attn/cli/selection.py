@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from cutlass_py_attn.bundle import row_rules, row_spec
 from cutlass_py_attn.bundle.rules import AnyProblem
+from cutlass_py_attn.cli.choices import Choices
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
 from cutlass_py_attn.kernels.component_gemms.planning import FAMILIES, MAX_HEAD_DIM, plan_component_gemm
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture
-from cutlass_py_attn.plan.build import COLUMN_MULTIPLE
+from cutlass_py_attn.plan.build import COLUMN_MULTIPLE, Build
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem import masks, typed_json
+from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.serialize import from_json
 from cutlass_py_attn.problem.spec import ProblemSpec, parse, parse_mask
 from cutlass_py_attn.problem.tensors import DIRECTIONS, SHORT_NAMES
@@ -27,12 +29,44 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS, SHORT_NAMES
 DTYPES = {short: name for name, short in SHORT_NAMES.items()}
 ARCHS = tuple(ARCHITECTURES)
 MASKS = masks.PLAIN
+Sizes = tuple[int, int, int]  # queries, keys, heads
 KINDS = ("component-gemm", "forward", "backward")
 
-# (length, heads). Other sizes give the same machine code, but the sm90 family has kernels for short heads and for few:
-# a backward that runs one block per head, forwards with other tiles, one of them for keys of a single tile, tiles
-# with fewer rows, and parts of few query tiles.
+# (length, heads) of a few problems. The sm90 family has kernels for short heads and for few: a backward that runs one
+# block per head, forwards with other tiles, one of them for keys of a single tile, tiles with fewer rows, and parts of
+# few query tiles.
 SIZES = (LONG_LENGTH, 512), (208, 512), (128, 512), (512, 8), (64, 1), (LONG_LENGTH, 1)
+SHOWN_SIZES = tuple((length, length, heads) for length, heads in SIZES)  # of problems whose kernels `run` shows
+# (queries, keys, heads): for some of them the planner chooses each kernel of a target. They are the fewest of a grid of
+# 530 that give each kernel of eight head dims and every mask twice, where the grid does, on the SMs of an H200.
+ANY_SIZE = (
+    *((1, 1, 16), (1, 65, 128), (1, 256, 4), (1, 256, 512), (64, 64, 4096), (64, LONG_LENGTH, 64)),
+    *((64, LONG_LENGTH, 128), (65, 65, 4096), (100, 100, 256), (100, 1800, 12), (130, 130, 512), (200, 200, 64)),
+    *((208, 208, 64), (384, 384, 24), (384, 384, 512), (512, LONG_LENGTH, 1), (512, 8192, 1), (512, 8192, 3)),
+    *((768, 768, 1), (768, 768, 4), (1024, 1024, 256), (1300, 1300, 2), (1300, 1300, 6), (1300, 1300, 24)),
+    *((2048, 2100, 3), (2048, 2100, 6), (2048, LONG_LENGTH, 2), (2048, LONG_LENGTH, 6), (4096, 4096, 1)),
+    *((4096, 4096, 3), (4096, 4096, 16), (4096, 4096, 4096), (140, 4768, 32)),
+)
+DEVICE_SMS = 132, 114, 78  # of an H100 SXM and H200, an H100 PCIe, and an H20
+# Without wgmma the sizes decide alone whether a decode kernel takes the problem.
+ANY_SIZE_WITHOUT_WGMMA = (LONG_LENGTH, LONG_LENGTH, 1), (1, LONG_LENGTH, 1)
+Sizes = tuple[int, int, int]  # queries, keys, heads
+KINDS = ("component-gemm", "forward", "backward")
+
+# (length, heads) of a few problems. The sm90 family has kernels for short heads and for few: a backward that runs one
+# block per head, forwards with other tiles, one of them for keys of a single tile, tiles with fewer rows, and parts of
+# few query tiles.
+SIZES = (LONG_LENGTH, 512), (208, 512), (128, 512), (512, 8), (64, 1), (LONG_LENGTH, 1)
+# (queries, keys) and heads of which every pair is planned to find the kernels that calls of any size take.
+_LENGTHS = tuple(
+    (n, n) for n in (1, 64, 65, 100, 128, 130, 200, 208, 256, 384, 512, 768, 1024, 1300, 2048, LONG_LENGTH, 4096)
+)
+_CROSS_LENGTHS = (
+    *((1, 65), (1, 256), (64, 512), (64, 900), (64, LONG_LENGTH), (100, 1800), (128, 1300), (200, 130), (512, 130)),
+    *((200, LONG_LENGTH), (512, LONG_LENGTH), (512, 8192), (2048, LONG_LENGTH), (2048, 130)),
+)
+_HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 4096)
+ANY_SIZE = tuple((*lengths, heads) for lengths in (*_LENGTHS, *_CROSS_LENGTHS) for heads in _HEADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +82,11 @@ class Selection:
     masks: tuple[str, ...]
     deterministic: bool = False
 
-    def plans(self, arch: str) -> Iterator[Plan]:
-        """Yields the plans of component GEMMs, then of forward and backward, with the kernels for short heads.
+    def plans(self, arch: str, sizes: Iterable[Sizes] = ()) -> Iterator[Plan]:
+        """Yields the plans of component GEMMs, then of forward and backward.
+
+        sizes: (queries, keys, heads) of the problems whose kernels are yielded; () for the kernels that calls of any
+            size take
 
         Component GEMMs have no mask and no partial tiles. Beyond MAX_HEAD_DIM there are none: with other kinds they are
         left out, without other kinds they are refused.
@@ -61,9 +98,24 @@ class Selection:
                     yield from component_gemms(dtype, round_up(head_dim, COLUMN_MULTIPLE), arch)
                 elif not directions:
                     yield from component_gemms(dtype, head_dim, arch)
+        limits = architecture(arch)
+        counts = DEVICE_SMS if limits.has_wgmma and not sizes else (limits.num_sms,)
+        chosen = tuple(sizes) or (ANY_SIZE if limits.has_wgmma else ANY_SIZE_WITHOUT_WGMMA)
         for direction, dtype, head_dim, mask in product(directions, self.dtypes, self.head_dims, self.masks):
-            made = (fused(direction, dtype, head_dim, mask, *sizes, arch, self.deterministic) for sizes in SIZES)
-            yield from {plan.symbol: plan for plan in made}.values()
+            made = (self._spec(dtype, head_dim, mask, *size).problem(direction) for size in chosen)
+            for build, problem in builds_among(made, arch, counts).items():
+                yield planner.plan_of_build(problem, build, limits.num_sms)
+
+    def _spec(self, dtype: str, head_dim: int, mask: str, queries: int, keys: int, heads: int) -> ProblemSpec:
+        return ProblemSpec(
+            dtype,
+            head_dim,
+            num_queries=queries,
+            num_keys=keys,
+            num_heads=heads,
+            mask=parse_mask(mask),
+            deterministic=self.deterministic,
+        )
 
 
 def component_gemms(dtype: str, head_dim: int, arch: str) -> Iterator[Plan]:
@@ -73,20 +125,18 @@ def component_gemms(dtype: str, head_dim: int, arch: str) -> Iterator[Plan]:
             yield from (plan_component_gemm(name, family, dtype, head_dim, arch) for name in COMPONENT_GEMMS)
 
 
-def fused(
-    direction: str, dtype: str, head_dim: int, mask: str, length: int, heads: int, arch: str, deterministic: bool
-) -> Plan:
-    """Returns the plan of a fused kernel for so many heads of that length."""
-    spec = ProblemSpec(
-        dtype,
-        head_dim,
-        num_queries=length,
-        num_keys=length,
-        num_heads=heads,
-        mask=parse_mask(mask),
-        deterministic=deterministic,
-    )
-    return plan(spec.problem(direction), arch)
+def builds_among(given: Iterable[Problem], arch: str, counts: Sequence[int | None] = (None,)) -> dict[Build, Problem]:
+    """Returns the builds that the planner chooses for problems that differ in sizes alone, each with its first one.
+
+    counts: multiprocessors of the devices; None for the usual part of the target
+    """
+    found: dict[Build, Problem] = {}
+    choices: Choices | None = None
+    for problem in given:
+        choices = choices or Choices(problem, arch)
+        for count in counts:
+            found.setdefault(choices.best(problem, count), problem)
+    return found
 
 
 def problems(names: Sequence[str], directions: tuple[str, ...] = ()) -> list[AnyProblem]:

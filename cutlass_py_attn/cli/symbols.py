@@ -6,18 +6,20 @@ import re
 from dataclasses import replace
 
 from cutlass_py_attn.cli import catalogue
+from cutlass_py_attn.cli.choices import Choices
 from cutlass_py_attn.cli.selection import DTYPES
 from cutlass_py_attn.cli.target import plans_for
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
 from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.abi import FLOAT32_OUTPUTS
 from cutlass_py_attn.plan.append import SCALES_OF
+from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.decode import MIN_KEYS
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, MLA, STANDARD, SUM, SUM_LAST, TOTAL, VARIANTS
@@ -54,7 +56,6 @@ _ROW_KERNEL = re.compile(
     rf"(?P<kind>append|merge)_sm80_(?P<dtype>{'|'.join(DTYPES)})_{_DIMS}(?P<varlen>_varlen)?(?:_a(?P<access>\d+))?"
     rf"(?:_(?P<variant>{E4M3_ROW}|{E4M3_TILE}|{E4M3}|{TOTAL}|{LAST}|{SUM_LAST}|{SUM}))?{_TILE}"
 )
-_TILE_SUFFIX = re.compile(r"_\d+x\d+$")
 # The main entry, if there is one, is number 0; the entries of the gradients of bias and sinks have later numbers.
 _ENTRY = re.compile(r"(?:_delta_\d+|_finish(?:_kv)?_\d+|_combine_1|_(?:bias|sinks)_[1-9]\d*|_0)$")
 
@@ -76,9 +77,9 @@ def parse_symbol(symbol: str, arch: str) -> Plan:
 def _nearest(stem: str, arch: str) -> str:
     """Returns a question with the nearest symbols of the catalogue, in which d128 may be the head dims of `stem`."""
     dims = re.search(rf"_{_DIMS}(?=_|$)", stem)
-    names = {plan.build.stem for plan in catalogue.plans(arch)}
+    names = {entry.stem for entry in catalogue.entries(arch)}
     names |= {name.replace("_d128", dims[0]) for name in names if dims}
-    suggestion = did_you_mean(_TILE_SUFFIX.sub("", stem), sorted(names))
+    suggestion = did_you_mean(catalogue.TILE_SUFFIX.sub("", stem), sorted(names))
     return f"{suggestion} " if suggestion else ""
 
 
@@ -146,13 +147,21 @@ def _fused_of(stem: str, arch: str) -> Plan | None:
 
 
 def _of_family(problem: Problem, arch: str, found: re.Match[str]) -> Plan:
-    """Returns the best plan of the symbol's family, variant and tile (if named); the best plan if none has them."""
-    made = plans(problem, arch)
-    wanted = found["family"], found["variant"] or ""
-    chosen = [plan for plan in made if (plan.build.family, plan.build.variant) == wanted]
-    tile = found["tile_m"], found["tile_n"]
-    of_tile = [plan for plan in chosen if tile in ((None, None), (str(plan.build.tile_m), str(plan.build.tile_n)))]
-    return (of_tile or chosen or made)[0]
+    """Returns the plan of the symbol's family, variant and tile (if named); the best plan if there is no such build.
+
+    problem: one that the family takes, of whatever sizes: every build for it is tried, not only the best for its sizes
+    """
+    problem.check()
+    choices, wanted = Choices(problem, arch), (found["family"], found["variant"] or STANDARD)
+    tile = found["tile_m"] and (int(found["tile_m"]), int(found["tile_n"]))
+    builds = choices.of_family(found["family"]) if tile else choices.in_order(problem)
+    chosen = (
+        build
+        for build in builds
+        if (build.family, build.variant) == wanted and (not tile or (build.tile_m, build.tile_n) == tile)
+    )
+    build = next(chosen, None) or choices.best(problem)
+    return planner.plan_of_build(problem, build, architecture(arch).num_sms)
 
 
 def _feature_pattern() -> str:

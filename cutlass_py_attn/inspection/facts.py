@@ -95,7 +95,7 @@ def facts(subject: InspectedKernel) -> Json:
 def _resources(subject: InspectedKernel, entry: Kernel) -> Json:
     """Returns the resources of one thread block of an entry, and the occupancy of a multiprocessor."""
     body = listing.entry_text(subject.artifact.ptx, entry.symbol)
-    memory = _dynamic_bytes(subject.plan, entry.symbol)
+    memory = dynamic_bytes(subject.plan, entry.symbol)
     limits = occupancy(
         subject.artifact.build.arch, entry.threads, entry.registers, memory, entry.static_shared_memory_bytes
     )
@@ -122,7 +122,11 @@ def _launch(subject: InspectedKernel, entry: Kernel) -> Json:
     return {"kernel": entry.symbol, "block": [entry.threads, 1, 1], "cluster": [cluster_size, 1, 1], "grid": grid}
 
 
-def _dynamic_bytes(plan: Plan, symbol: str) -> int:
+def dynamic_bytes(plan: Plan, symbol: str) -> int:
+    """Returns the dynamic shared memory of an entry in each of its launches; 0 for one that this plan never launches.
+
+    A grid with too many heads or batches is cut into several launches of one entry.
+    """
     return next((launch.shared_memory_bytes for launch in plan.launches if launch.symbol == symbol), 0)
 
 

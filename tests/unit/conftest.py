@@ -39,6 +39,6 @@ def few_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(catalogue, "HEAD_DIMS", ("d128",))
     monkeypatch.setattr(catalogue, "COMPONENT_GEMM_HEAD_DIMS", (128,))
     monkeypatch.setattr(catalogue, "FEATURE_HEAD_DIMS", ())
-    catalogue.plans.cache_clear()
+    catalogue.entries.cache_clear()
     yield
-    catalogue.plans.cache_clear()
+    catalogue.entries.cache_clear()

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
+import click
 import numpy as np
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ from cutlass_py_attn import __version__, extras
 from cutlass_py_attn.api import attention, results
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.cli import artifacts, doctor, run, run_cpu, run_gpu
-from cutlass_py_attn.cli.group import group
+from cutlass_py_attn.cli.group import COMMANDS, group
 from cutlass_py_attn.cli.selection import KINDS, Selection
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.cli.target import Gpu, sm90_arch
@@ -90,7 +91,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a"])
 def test_every_symbol_names_its_plan(arch: str) -> None:
-    selection = Selection(KINDS, ("float16", "float32"), (64, 96, 127), ("full", "causal"), deterministic=True)
+    selection = Selection(KINDS, ("float16", "float32"), (63,), ("causal",), deterministic=True)
     plans = list(selection.plans(arch))
     assert len({plan.symbol for plan in plans}) == len(plans)
     for plan in plans:
@@ -127,7 +128,8 @@ def test_symbols_of_tiles_for_short_sequences() -> None:
 def test_masks_of_one_form_share_their_kernels() -> None:
     """The corner and the window are numbers."""
     selection = Selection(("forward",), ("float16",), (64,), ("causal", "causal_br"))
-    assert [plan.build.stem for plan in selection.plans("sm_90")] == ["fwd_sm80_f16_d64_causal"] * 2
+    stems = ["fwd_sm80_f16_d64_causal", "fwd_decode_f16_d64_causal"]
+    assert sorted(plan.build.stem for plan in selection.plans("sm_90")) == sorted(stems * 2)
 
 
 def test_symbol_with_two_head_dims() -> None:
@@ -180,20 +182,30 @@ def test_hopper_arch() -> None:
 
 @pytest.mark.parametrize("missing", ["click", "rich"])
 def test_missing_extra_is_one_sentence(missing: str) -> None:
-    code = f"import sys; sys.modules[{missing!r}] = None; from cutlass_py_attn.cli.main import main; main()"
+    code = f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['', 'run']\n"
+    code += "from cutlass_py_attn.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [f"cutlass-py-attn needs {missing} for its commands: {extras.remedy('cli')}"]
 
 
 def test_other_missing_modules_are_not_hidden() -> None:
-    code = "import sys; sys.modules['numpy'] = None; from cutlass_py_attn.cli.main import main; main()"
+    code = "import sys; sys.modules['numpy'] = None; sys.argv = ['', 'list']\n"
+    code += "from cutlass_py_attn.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 1
     assert "numpy" in done.stderr.splitlines()[-1]
 
 
-def test_help_lists_the_commands() -> None:
+def test_help_lists_the_commands_without_importing_them() -> None:
+    code = "import sys; sys.argv = ['', '--help']; from cutlass_py_attn.cli.main import main\n"
+    code += "try: main()\nfinally: print({'numpy', 'rich', 'cuda'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
+    for name, (_, summary) in COMMANDS.items():
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
+        assert summary.split()[:3] == str(command.help).split()[:3]
     output = invoke("--help").output
     assert all(
         f"  {name} " in output for name in ("run", "doctor", "list", "build", "export", "inspect", "bench", "cache")
@@ -304,16 +316,30 @@ def test_build_fills_a_folder(tmp_path: Path) -> None:
     options = ("--kind", "forward", "--dtype", "f16", "--mask", "full", "-o", str(tmp_path))
     done = invoke("build", *archs, *head_dims, *options)
     assert done.exit_code == 0, done.output
-    names = [f"{artifact.build.arch}/{artifact.build.symbol}" for artifact in Folder(tmp_path).all()]
-    assert names == [
-        *("sm_80/fwd_sm80_f16_d64_full_128x128", "sm_80/fwd_sm80_f16_d96_full_128x64"),
-        # the sm90 family has two more tiles for short heads, two for few, and one whose query tiles are in parts
-        *(f"sm_90a/fwd_sm90_f16_d64_full_{tile}" for tile in ("128x128", "128x208", "192x128", "64x128", "64x64")),
-        "sm_90a/fwd_sm90_f16_d64_full_split_kv_128x128",
-        *(f"sm_90a/fwd_sm90_f16_d96_full_{tile}" for tile in ("128x128", "128x208", "192x112", "64x128", "64x64")),
-        "sm_90a/fwd_sm90_f16_d96_full_split_kv_64x128",
-    ]
-    assert f"14 kernels in {tmp_path}" in done.output
+    found = [artifact.build for artifact in Folder(tmp_path).all()]
+    tiles = {  # a decode kernel, and of the sm90 family tiles for short heads and for few, some with keys in parts
+        "sm_80": {64: {"decode 16x128", "128x128"}, 96: {"decode 16x128", "128x64"}},
+        "sm_90a": {
+            64: {
+                *("decode 16x128", "192x128", "128x128", "128x208", "64x128", "64x64"),
+                *("split_kv 192x128", "split_kv 128x128", "split_kv 64x128", "split_kv 64x64"),
+            },
+            96: {
+                *("decode 16x128", "192x112", "192x96", "128x128", "128x208", "64x128", "64x64"),
+                *("split_kv 192x112", "split_kv 192x96", "split_kv 128x128", "split_kv 64x128", "split_kv 64x64"),
+            },
+        },
+    }
+    for arch, by_dim in tiles.items():
+        for head_dim, expected in by_dim.items():
+            of_dim = [build for build in found if (build.arch, build.head_dim) == (arch, head_dim)]
+            names = [
+                f"{build.variant if build.variant else build.family if build.family == 'decode' else ''} "
+                f"{build.tile_m}x{build.tile_n}".strip()
+                for build in of_dim
+            ]
+            assert (sorted(names), {build.mask for build in of_dim}) == (sorted(expected), {"full"})
+    assert f"26 kernels in {tmp_path}" in done.output
 
 
 def test_wide_heads_have_no_component_gemms(tmp_path: Path) -> None:

@@ -221,11 +221,11 @@ def test_refused() -> None:
 
 @pytest.mark.usefixtures("few_kernels")
 def test_the_catalogue_has_row_kernels_on_portable_targets() -> None:
-    kinds = [plan.build.kind for plan in catalogue.plans("sm_90")]
+    entries = {entry.symbol: entry.serves for entry in catalogue.entries("sm_90")}
+    kinds = [symbol.partition("_")[0] for symbol in entries]
     assert (kinds.count("append"), kinds.count("merge")) == (30, 45)
-    assert "append" not in {plan.build.kind for plan in catalogue.plans("sm_90a")}
-    plans = {plan.symbol: plan for plan in catalogue.plans("sm_90")}
-    serves = catalogue.serves(plans["append_sm80_bf16_d128_e4m3_row_8x16"].build)
+    assert not any(entry.symbol.startswith("append") for entry in catalogue.entries("sm_90a"))
+    serves = entries["append_sm80_bf16_d128_e4m3_row_8x16"]
     assert serves == "rows for a paged e4m3 cache, by a scale of each row, bfloat16, head dim 128"
-    latent = catalogue.serves(plans["append_sm80_f16_d512v64_e4m3_tile_4x32"].build)
+    latent = entries["append_sm80_f16_d512v64_e4m3_tile_4x32"]
     assert latent.startswith("rows for a paged latent cache of e4m3 codes, by a scale of each 128 columns, float16")
