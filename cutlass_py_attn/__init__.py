@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.plan.append import plan_append
     from cutlass_py_attn.plan.build import Build
     from cutlass_py_attn.plan.merge import plan_merge
+    from cutlass_py_attn.plan.performance import PerformanceWarning
     from cutlass_py_attn.plan.plan import Plan
     from cutlass_py_attn.plan.planner import plan_backward, plan_forward, plan_with_tile
     from cutlass_py_attn.plan.tile_config import TileConfig
@@ -73,6 +74,7 @@ _PUBLIC_NAMES = {
     "plan.append": ("plan_append",),
     "plan.build": ("Build",),
     "plan.merge": ("plan_merge",),
+    "plan.performance": ("PerformanceWarning",),
     "plan.plan": ("Plan",),
     "plan.planner": ("plan_backward", "plan_forward", "plan_with_tile"),
     "plan.tile_config": ("TileConfig",),
@@ -119,6 +121,7 @@ __all__ = [
     "OldDriver",
     "Paged",
     "Pages",
+    "PerformanceWarning",
     "Plan",
     "Problem",
     "Sequences",

@@ -27,6 +27,7 @@ from cutlass_py_attn.api.request import of_cache, problem_of
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NoDevice, NotSupported
+from cutlass_py_attn.plan import performance
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.problem import Problem
@@ -362,8 +363,13 @@ def prepare(
 
 
 def bind_kernels(problem: Problem, ordinal: int, kernels: Callable[[Build], Artifact] | None) -> Bound:
-    """Plans the problem, compiles or loads its kernels, and binds them to the GPU."""
-    return bind_problem(problem, kernels or default_kernels(), ordinal)
+    """Plans the problem, compiles or loads its kernels, and binds them to the GPU.
+
+    Gives a PerformanceWarning if another layout of the call is estimated to be several times as fast.
+    """
+    bound = bind_problem(problem, kernels or default_kernels(), ordinal)
+    performance.warn(bound.plan)
+    return bound
 
 
 def default_kernels() -> Callable[[Build], Artifact]:

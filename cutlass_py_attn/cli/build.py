@@ -14,6 +14,7 @@ from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, MASKS, Selection
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.cli.target import plans_for
 from cutlass_py_attn.errors import CompileError
+from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 
 DEFAULT_HEAD_DIM = 128
@@ -68,15 +69,18 @@ def build(
         )
     if directions and not names:
         raise click.UsageError("--direction belongs to --problem: use --kind, or name a problem")
+    of_problems: list[Plan] = []
     if symbols or names:
         plans = [parse_symbol(symbol, arch) for arch in archs for symbol in symbols]
         chosen = problems(names, directions) if names else []
-        plans += [plans_for(problem, arch)[0] for arch in archs for problem in chosen]
+        of_problems = [plans_for(problem, arch)[0] for arch in archs for problem in chosen]
+        plans += of_problems
     else:
         plans = [plan for arch in archs for plan in selection.plans(arch)]
     with outputs.writing(output):
         made, failures = artifacts.obtain(plans, artifacts.compiler(), keep=Folder(output).put)
     artifacts.show(made)
+    outputs.show_slow_roads(of_problems)
     click.echo(f"{outputs.counted(len(made), 'kernel')} in {output}")
     if failures:
         raise CompileError("\n".join(failures))

@@ -15,7 +15,7 @@ from rich.table import Table
 from cutlass_py_attn import extras
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.cli import artifacts
-from cutlass_py_attn.cli.outputs import OutputFile, write_text
+from cutlass_py_attn.cli.outputs import OutputFile, show_slow_roads, write_text
 from cutlass_py_attn.cli.parameters import Choice
 from cutlass_py_attn.cli.selection import ARCHS, problems
 from cutlass_py_attn.cli.symbols import parse_symbol
@@ -102,6 +102,7 @@ def inspect(
         click.echo(f"{html}: {found.name}")
     elif other is None:
         _show(found, options.view)
+        show_slow_roads([plan] if problem and not options.view else ())
     else:
         is_folder = Path(other).is_dir()
         compared = (plan, Folder(other)(plan.build)) if is_folder else _of_symbol(other, options, folder)

@@ -13,7 +13,7 @@ import click
 from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.cli import catalogue
 from cutlass_py_attn.cli.catalogue import Entry
-from cutlass_py_attn.cli.outputs import counted
+from cutlass_py_attn.cli.outputs import counted, show_slow_roads
 from cutlass_py_attn.cli.parameters import Choice
 from cutlass_py_attn.cli.selection import ARCHS, DTYPES, problems
 from cutlass_py_attn.cli.symbols import parse_symbol
@@ -40,8 +40,9 @@ def list_kernels(*, patterns: tuple[str, ...], archs: tuple[str, ...], as_json: 
     (words: bench --help; append_... and merge_...: export --help), whose own kernels are then listed.
     """
     name = _problem_among(patterns)
+    plans = [plan for problem in _named(name) for plan in best_plans(problem, archs)] if name else []
     if name:
-        found = [catalogue.of_plan(plan) for problem in _named(name) for plan in best_plans(problem, archs)]
+        found = [catalogue.of_plan(plan) for plan in plans]
     else:
         targets = tuple(dict.fromkeys(archs or filter(None, (sm90_arch(default_arch()), default_arch()))))
         found = [entry for arch in targets for entry in catalogue.entries(arch)]
@@ -56,6 +57,7 @@ def list_kernels(*, patterns: tuple[str, ...], archs: tuple[str, ...], as_json: 
         return
     _print_table([("symbol", "target", "serves"), *(tuple(_texts(entry).values()) for entry in shown)])
     click.echo(f"{counted(len(shown), 'kernel')}. {'' if name else NOTE}".rstrip())
+    show_slow_roads(plan for plan in plans if plan.symbol in {entry.symbol for entry in shown})
 
 
 def _texts(entry: Entry) -> dict[str, str]:

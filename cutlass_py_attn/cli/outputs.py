@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
+
+from cutlass_py_attn.plan import performance
+from cutlass_py_attn.plan.plan import Plan
 
 PROBE_BYTES = 4096  # enough for a full disk to refuse
 
@@ -40,6 +43,12 @@ class OutputFile(click.Path):
 def counted(count: int, noun: str, plural: str = "") -> str:
     """Returns a count with its noun: `1 kernel`, `2 kernels`."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def show_slow_roads(plans: Iterable[Plan]) -> None:
+    """Prints what would make plans of named problems much faster; nothing for most."""
+    for line in dict.fromkeys(filter(None, map(performance.advice, plans))):
+        click.echo(line)
 
 
 def write_text(path: Path, text: str) -> None:

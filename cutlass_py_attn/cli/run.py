@@ -16,6 +16,7 @@ from rich.table import Table
 
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.cli import artifacts, run_cpu
+from cutlass_py_attn.cli.outputs import show_slow_roads
 from cutlass_py_attn.cli.parameters import Choice, MaskName, masks_of
 from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, SHOWN_SIZES, Selection, directions_of, names_rows
 from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, best_plans, first_gpu, sm90_arch
@@ -126,6 +127,7 @@ def run(context: click.Context, /, **given: Any) -> None:
     made, failures = artifacts.obtain(plans, source, quiet=options.as_json)
     if not options.as_json:
         artifacts.show(made)
+        show_slow_roads(plans if options.names else ())
     if failures:
         raise CompileError("\n".join(failures))
     on_gpu = _problems_on_gpu if options.names else _on_gpu

@@ -22,7 +22,7 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NoDevice
 from cutlass_py_attn.jax.handler import KEY, PAYLOAD, TARGET, WORKSPACE
 from cutlass_py_attn.jax.payload import Payload, key_of
-from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan import performance, planner
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.problem import Problem
@@ -72,8 +72,8 @@ def kernels_of(
 
 
 @functools.lru_cache(maxsize=MAX_PAYLOADS)
-def payload_of(kernels: Kernels) -> tuple[bytes, int]:
-    """Returns the packed payload of the best plan that has kernels, and its workspace size (bytes)."""
+def payload_of(kernels: Kernels) -> tuple[bytes, int, performance.Notice]:
+    """Returns the packed payload of the best plan that has kernels, its workspace size (bytes), and its warning."""
     capability, num_sms = target_of(kernels.arch)
     plan, artifact = binding.first_available(
         planner.plans_on(kernels.problem, capability, num_sms), kernels.kernels or attention.default_kernels()
@@ -81,7 +81,7 @@ def payload_of(kernels: Kernels) -> tuple[bytes, int]:
     names = [name for name, _, _ in kernels.results]
     names += [WORKSPACE] if plan.workspace.bytes else []
     payload = Payload(kernels.problem, plan, artifact, kernels.operands, tuple(names))
-    return payload.pack(), plan.workspace.bytes
+    return payload.pack(), plan.workspace.bytes, performance.Notice(plan)
 
 
 def target_of(arch: str | None) -> tuple[tuple[int, int], int | None]:
@@ -110,7 +110,8 @@ def _abstract_results(*_: Any, kernels: Kernels) -> list[jax.core.ShapedArray]:
 
 def _lower(context: Any, *operands: Any, kernels: Kernels) -> Any:
     """Lowers the primitive to an XLA custom call, whose last result is the workspace, if there is one."""
-    data, workspace_bytes = payload_of(kernels)
+    data, workspace_bytes, notice = payload_of(kernels)
+    notice.give()
     outputs = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for _, shape, dtype in kernels.results]
     if workspace_bytes:
         outputs.append(jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8))

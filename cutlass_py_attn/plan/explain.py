@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from cutlass_py_attn.plan import resources
+from cutlass_py_attn.plan import performance, resources
 from cutlass_py_attn.plan.arch import Architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Buffer, Build
 from cutlass_py_attn.plan.sm90_e4m3 import part_columns
@@ -23,14 +23,15 @@ _BIAS_AXES: Final = {"b": "batch", "h": "heads", "q": "queries", "k": "keys"}
 
 
 def explain(plan: Plan) -> str:
-    """Returns every number of `plan` with its unit, and why this kernel was chosen."""
+    """Returns every number of `plan` with its unit, why this kernel was chosen, and what would make it much faster."""
     build, limits = plan.build, plan.architecture
     if build.kind in ROW_KINDS:
         return _explain_rows(plan)
     rows = [*_build_rows(build), *_resource_rows(build, limits)]
     lines = [f"{build.kind} {plan.symbol}", "", *_table(rows), "", *_launch_lines(plan)]
     lines += ["", *_shared_memory_lines(build, limits), "", *_workspace_lines(plan.workspace)]
-    return "\n".join([*lines, "", f"reason: {plan.reason}", ""])
+    slow = performance.advice(plan)
+    return "\n".join([*lines, "", f"reason: {plan.reason}", *([slow] if slow else []), ""])
 
 
 def _explain_rows(plan: Plan) -> str:

@@ -16,11 +16,11 @@ from typing import Final
 from cutlass_py_attn.compilation import registry
 
 PACKAGE: Final = "cutlass_py_attn"
-# What a launch on a GPU runs on the host; errors and explanations decide no launch.
+# What a launch on a GPU runs on the host; errors, explanations and warnings decide no launch.
 LAUNCH_ENTRIES: Final = tuple(
     f"{PACKAGE}/{name}.py" for name in ("runtime/binding", "runtime/fill", "plan/append", "plan/merge")
 )
-NOT_LAUNCHING: Final = (f"{PACKAGE}/errors.py", f"{PACKAGE}/plan/explain.py")
+NOT_LAUNCHING: Final = tuple(f"{PACKAGE}/{name}.py" for name in ("errors", "plan/explain", "plan/performance"))
 # What decides whether a result on a GPU passes: the tools, and of the package the folders of references and checks.
 CHECK_ENTRIES: Final = ("tools/release/verify_gpu.py", "tools/release/fuzz.py")
 CHECK_FOLDERS: Final = (

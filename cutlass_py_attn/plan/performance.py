@@ -1,0 +1,305 @@
+"""Performance: what a plan is estimated to take, and which change of the call is estimated to make it much faster.
+
+The estimate is coarse: the rate of the kernel's class, measured on an H200 with long sequences (docs/performance.md and
+docs/tuning.md), times the part of its tiles that has rows and of the multiprocessors that have blocks, but no more than
+the memory allows. It tells a call that runs at a tenth of what its sizes allow, not one that loses a fifth.
+
+`slow_road` decides for the functions, JAX, `explain` and the command line; tools/tuning/cliffs.py compares it with
+plans.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
+from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
+from cutlass_py_attn.plan.tile_rules import DECODE_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
+from cutlass_py_attn.plan.variants import E4M3_CACHE, MLA, PERSISTENT, SPLIT_KV, STANDARD, VARIANTS
+from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, OPERAND_BYTES, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.score_terms import registry
+
+if TYPE_CHECKING:
+    from cutlass_py_attn.plan.plan import Plan
+
+LEAST_FACTOR: Final = 3.0  # of the estimated time without the change and with it, from which on a plan is slow
+LAUNCH: Final = 7.0  # microseconds of a call, whatever it computes
+BYTES_PER_US: Final = 4.0e6  # that decode kernels read from device memory
+HOPPER: Final = ("sm_90", "sm_90a")  # targets of GPUs that the sm90 family runs on; sm_90 is for its other kernels
+DENSE_MAX_ROWS, PAGED_MAX_ROWS = 64, 128  # queries of a group of heads that a decode kernel takes, by layout
+DECODE_ROWS: Final = 16  # of a tile of the decode kernels
+LEAST_LATENT_PAGE: Final = 16  # rows of a page of a latent cache
+MLA_ROWS: Final = 64  # of a tile
+# TFLOP/s by class and direction, up to so many columns of the wider head dim.
+_Rates = tuple[tuple[float, float], ...]
+WGMMA: Final[dict[str, _Rates]] = {
+    "forward": ((32, 340), (64, 610), (96, 715), (128, 790), (256, 830), (math.inf, 680)),
+    "backward": ((32, 380), (64, 620), (96, 650), (128, 700), (256, 510), (math.inf, 410)),
+}
+MMA_SYNC: Final[dict[str, _Rates]] = {
+    "forward": ((64, 322), (96, 327), (128, 360), (256, 320), (math.inf, 279)),
+    "backward": ((64, 295), (96, 267), (128, 322), (256, 257), (math.inf, 146)),
+}
+TF32: Final[dict[str, _Rates]] = {
+    "forward": ((64, 70), (128, 64), (math.inf, 54)),
+    "backward": ((64, 60), (128, 57), (math.inf, 39)),
+}
+E4M3_OPERANDS: Final[dict[str, _Rates]] = {"forward": ((64, 660), (128, 950), (math.inf, 980))}
+LATENT: Final[dict[str, _Rates]] = {"forward": ((math.inf, 580),)}
+LATENT_CODES: Final[dict[str, _Rates]] = {"forward": ((math.inf, 394),)}
+DECODE: Final[dict[str, _Rates]] = {"forward": ((math.inf, 275),)}
+CODES_FACTOR: Final = 0.73  # of a forward over an e4m3 cache
+NARROW_BIAS_BYTES, NARROW_BIAS_FACTOR = 2, 0.4  # of a backward whose bias has rows aligned to so few bytes: 121 of 297
+
+
+class PerformanceWarning(UserWarning):
+    """A call is computed, but much slower than its sizes allow: the message has the estimate and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRoad:
+    """A change that is estimated to make a plan at least LEAST_FACTOR times as fast.
+
+    factor: estimated time of the plan / estimated time with the change
+    remedy: the change, as the end of "faster with ..."
+    """
+
+    factor: float
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"estimated to be {self.factor:.0f} times as fast with {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The sizes of a plan that decide its time: those of a call, and the head dims and item bytes of its build."""
+
+    direction: str
+    batch: int
+    num_heads: int
+    group: int
+    num_queries: float  # of a sequence on average
+    num_keys: int
+    head_dim: int
+    head_dim_value: int
+    pairs: float  # of a query and a key that it sees, of one head of a sequence
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Work:
+        build, sizes = plan.build, dict(plan.params)
+        batch = max(sizes["batch"], 1)
+        queries = sizes["tokens_q"] / batch if sizes.get("tokens_q") else sizes["num_queries"]
+        pairs = _pairs(build.mask, queries, sizes["num_keys"], sizes)
+        heads, group = max(sizes["num_heads"], 1), sizes["group"]
+        dims = build.head_dim, build.head_dim_value
+        return cls(build.kind, batch, heads, group, queries, sizes["num_keys"], *dims, pairs)
+
+    @property
+    def widest(self) -> int:
+        return max(self.head_dim, self.head_dim_value)
+
+    def time(
+        self, rates: dict[str, _Rates], rows: int, key_bytes: int, *, packs_heads: bool = False, share: float = 1.0
+    ) -> float:
+        """Returns the estimated microseconds with kernels of a class.
+
+        rates: of the class. rows: queries of a tile. key_bytes: of an element of key. packs_heads: whether a tile has
+        the queries of a group of heads. share: of the multiprocessors that have blocks
+        """
+        rate = next(rate for most, rate in rates[self.direction] if self.widest <= most)
+        in_tiles = max(self.num_queries, 1) * (self.group if packs_heads else 1)
+        padding = ceil_div(math.ceil(in_tiles), rows) * rows / in_tiles
+        columns = self.head_dim + self.head_dim_value
+        flops = 2 * self.batch * self.num_heads * self.pairs * columns * (1 if self.direction == "forward" else 2.5)
+        keys = self.batch * self.num_heads // self.group * self.num_keys * columns * key_bytes
+        queries = self.batch * self.num_heads * self.num_queries * columns * 2
+        return LAUNCH + max(flops * padding / (rate * share * 1e6), (keys + queries) / BYTES_PER_US)
+
+
+def slow_road(plan: Plan) -> SlowRoad | None:
+    """Returns the smallest change of a call that makes this plan much faster, by estimate; None if there is none."""
+    if plan.build.kind not in ("forward", "backward") or not plan.launches or not plan.build.has_main:
+        return None
+    own = estimated_time(plan)
+    if own < LEAST_FACTOR * LAUNCH:
+        return None
+    for remedy, time in _changes(plan, _Work.of(plan)):
+        if own >= LEAST_FACTOR * time:
+            return SlowRoad(own / time, remedy)
+    return None
+
+
+def estimated_time(plan: Plan) -> float:
+    """Returns the estimated microseconds of a plan of attention on an H200."""
+    build, work = plan.build, _Work.of(plan)
+    grids = [math.prod(launch.grid) for launch in plan.launches]
+    share = min(1.0, max(grids, default=1) / plan.architecture.num_sms)
+    key_bytes = E4M3_BYTES if build.has(registry.KV8) else OPERAND_BYTES[build.dtype]
+    if build.variant == MLA:
+        return work.time(LATENT_CODES if build.has(registry.KV8) else LATENT, build.tile_m, key_bytes, packs_heads=True)
+    if build.family == "decode":
+        rates = TF32 if build.dtype == "float32" else DECODE
+        return work.time(rates, build.tile_m, key_bytes, packs_heads=True)
+    time = work.time(_rates(build.dtype, build.family == "sm90"), build.tile_m, key_bytes, share=share) - LAUNCH
+    if build.variant == E4M3_CACHE or (build.has(registry.KV8) and build.family == "sm80"):
+        time /= CODES_FACTOR
+    if build.kind == "backward" and build.bias_vector_bytes == NARROW_BIAS_BYTES and build.dtype != "float32":
+        time /= NARROW_BIAS_FACTOR
+    return LAUNCH + time
+
+
+def advice(plan: Plan) -> str:
+    """Returns a sentence about the slow road of a plan; "" for a plan that has none."""
+    found = slow_road(plan)
+    return f"slow: {plan.symbol} is {found}" if found else ""
+
+
+def warn(plan: Plan) -> None:
+    """Gives a PerformanceWarning for a plan with a slow road, for the line outside of this package that called it."""
+    if text := advice(plan):
+        warnings.warn(text.removeprefix("slow: "), PerformanceWarning, stacklevel=_callers_level())
+
+
+class Notice:
+    """The warning of a plan, to be given once, also if it is raised as an error."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan: Plan | None = plan
+
+    def give(self) -> None:
+        """Warns at the first call alone."""
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            warn(plan)
+
+
+_INNER: Final = (
+    "cutlass_py_attn",
+    "jax",
+    "jaxlib",
+    "contextlib",
+    "functools",
+)  # packages whose frames are no user's call
+
+
+def _callers_level() -> int:
+    """Returns the stack level, for a call of warnings.warn in the caller, of the innermost frame of a user."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _INNER:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _rates(dtype: str, has_wgmma: bool) -> dict[str, _Rates]:
+    """Returns the rates of the kernels of a dtype that are no decode kernels."""
+    if dtype == "float32":
+        return TF32
+    if dtype not in ITEM_BYTES:
+        return E4M3_OPERANDS
+    return WGMMA if has_wgmma else MMA_SYNC
+
+
+def _pairs(form: str, queries: float, keys: int, sizes: Mapping[str, int]) -> float:
+    """Returns how many pairs of a query and a key a mask shows, but for its edges."""
+    if form == "full":
+        return queries * keys
+    if form == "local":
+        return queries * min(keys, sizes["window_left"] + sizes["window_right"] + 1)
+    both = min(queries, keys)
+    rest = queries - keys if queries > keys else 0 if not sizes["bottom_right"] else keys - queries
+    shown = both * both / 2
+    if sizes["bottom_right"]:
+        return shown + (rest * queries if keys > queries else 0)
+    return shown + (rest * keys if queries > keys else 0)
+
+
+def _changes(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
+    """Yields changes of a call, those that keep its result first, each with the estimated time that it then takes."""
+    build = plan.build
+    is_hopper, item = build.arch in HOPPER, OPERAND_BYTES[build.dtype]
+    has_wgmma = is_hopper and build.dtype != "float32" and work.widest <= WIDE_MAX_HEAD_DIM
+    rows = min(build.tile_m, 128)
+    usual = work.time(_rates(build.dtype, has_wgmma), rows, item)
+    if build.vector_bytes < ROW_ALIGNMENT_BYTES:
+        text = f"rows of {ROW_ALIGNMENT_BYTES} bytes: align the addresses and strides, and pad the head dims"
+        yield text, usual
+    if build.kind == "backward" and build.bias_vector_bytes == NARROW_BIAS_BYTES:
+        yield "rows of the bias aligned to 4 bytes: pad its keys to an even number in memory", usual
+    yield from _latent(plan, work, item)
+    if build.kind == "forward":
+        yield from _heads_as_queries(plan, work, item, has_wgmma=has_wgmma)
+        yield from _decode(plan, work, item)
+        missing = [name for name in build.features if name not in VARIANTS["forward", "sm90", SPLIT_KV].features]
+        if (build.family, build.variant) == ("sm90", STANDARD) and len(missing) == 1 and build.mask != "local":
+            text = f"no {missing[0]}: blocks then share the keys of these few query tiles"
+            yield text, work.time(WGMMA, rows, item)
+    if build.dtype == "float32":
+        text = "bfloat16 or float16, if 16 bits suffice: a product of float32 is three of TF32"
+        yield text, work.time(WGMMA if is_hopper else MMA_SYNC, rows, ITEM_BYTES["bfloat16"])
+
+
+def _latent(plan: Plan, work: _Work, item: int) -> Iterator[tuple[str, float]]:
+    """Yields the change to a latent cache that variant mla reads, for keys of its head dims."""
+    build = plan.build
+    body = VARIANTS["forward", "sm90", MLA]
+    is_latent = (work.head_dim, work.head_dim_value) == MLA_HEAD_DIMS and build.kind == "forward"
+    if not is_latent or build.variant == MLA or build.arch not in HOPPER or build.dtype == "float32":
+        return
+    if {*build.features} - {*body.features, "seqused"} or item not in ITEM_BYTES.values():
+        return
+    pages = dict(plan.params).get("page_size", LEAST_LATENT_PAGE)
+    small = f" in pages of at least {LEAST_LATENT_PAGE} rows" if pages < LEAST_LATENT_PAGE else ""
+    text = (
+        f"a latent cache{small} whose value is the first {MLA_HEAD_DIMS[1]} columns of key, rows aligned to "
+        f"{ROW_ALIGNMENT_BYTES} bytes: pass it to mla_attention_forward"
+    )
+    yield text, work.time(LATENT, MLA_ROWS, item, packs_heads=True)
+
+
+def _heads_as_queries(plan: Plan, work: _Work, item: int, *, has_wgmma: bool) -> Iterator[tuple[str, float]]:
+    """Yields the change that gives the heads of a group one tile: as queries, which nothing tells apart from heads."""
+    build, sizes = plan.build, dict(plan.params)
+    sees_all = build.mask == "full" or (build.mask == "causal" and sizes["bottom_right"])
+    packs_heads = build.family == "decode" or build.variant == MLA
+    if packs_heads or sizes["num_queries"] != 1 or work.group == 1 or not sees_all:
+        return
+    if {*build.features} - {"grouped", "softcap", registry.PAGED, registry.KV8, registry.KV8_ROW}:
+        return
+    text = (
+        f"the {work.group} heads of a group as queries of one head: query as (batch, {work.group}, num_heads_key, "
+        "head_dim), without a mask"
+    )
+    yield text, work.time(_rates(build.dtype, has_wgmma), min(build.tile_m, 64), item, packs_heads=True)
+
+
+def _decode(plan: Plan, work: _Work, item: int) -> Iterator[tuple[str, float]]:
+    """Yields the one change with which a decode kernel takes a few queries of many keys."""
+    build, sizes = plan.build, dict(plan.params)
+    is_step = sizes["num_queries"] <= MAX_QUERIES and sizes["num_keys"] >= 256
+    if build.family == "decode" or build.variant == MLA or not is_step or build.dtype not in ITEM_BYTES:
+        return
+    has_pages = "page_size" in sizes
+    features = VARIANTS["forward", "decode", PERSISTENT if has_pages else STANDARD].features
+    missing = [name for name in build.features if name not in features]
+    rows, most = sizes["num_queries"] * work.group, PAGED_MAX_ROWS if has_pages else DENSE_MAX_ROWS
+    widest = DECODE_MAX_HEAD_DIM[ITEM_BYTES[build.dtype]]
+    changes = [f"no {name}, which no decode kernel takes" for name in missing]
+    if rows > most:
+        is_taken_in_pages = not has_pages and rows <= PAGED_MAX_ROWS
+        changes.append(
+            f"keys in pages, of which a decode kernel takes up to {PAGED_MAX_ROWS} queries of a group of heads"
+            if is_taken_in_pages
+            else f"at most {most} queries of a group of heads in a call, which a decode kernel takes: divide the heads"
+        )
+    if work.widest > widest:
+        changes.append(f"head dims up to {widest}, which a decode kernel takes")
+    if len(changes) == 1:
+        rates = TF32 if build.dtype == "float32" else DECODE
+        yield changes[0], work.time(rates, DECODE_ROWS, item, packs_heads=True)
