@@ -13,19 +13,25 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
-from cutlass_py_attn.plan.tile_rules import DECODE_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.variants import E4M3_CACHE, MLA, PERSISTENT, SPLIT_KV, STANDARD, VARIANTS
-from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, OPERAND_BYTES, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.plan.tile_rules import (
+    DECODE_MAX_HEAD_DIM,
+    NARROW_HEAD_DIM,
+    SM90_MAX_HEAD_DIM,
+    WIDE_MAX_HEAD_DIM,
+)
+from cutlass_py_attn.plan.variants import E4M3_CACHE, MLA, PERSISTENT, SPLIT_KV, STANDARD, TWO_CTA, VARIANTS, WIDE
+from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, OPERAND_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 
 if TYPE_CHECKING:
+    from cutlass_py_attn.plan.build import Build
     from cutlass_py_attn.plan.plan import Plan
 
 LEAST_FACTOR: Final = 3.0  # of the estimated time without the change and with it, from which on a plan is slow
@@ -33,8 +39,10 @@ LAUNCH: Final = 7.0  # microseconds of a call, whatever it computes
 BYTES_PER_US: Final = 4.0e6  # that decode kernels read from device memory
 HOPPER: Final = ("sm_90", "sm_90a")  # targets of GPUs that the sm90 family runs on; sm_90 is for its other kernels
 DENSE_MAX_ROWS, PAGED_MAX_ROWS = 64, 128  # queries of a group of heads that a decode kernel takes, by layout
+LEAST_KEYS: Final = 256  # of a dense call that a decode kernel takes
+LEAST_COPY: Final = 4  # bytes of a row that a decode kernel copies at once
 DECODE_ROWS: Final = 16  # of a tile of the decode kernels
-LEAST_LATENT_PAGE: Final = 16  # rows of a page of a latent cache
+LEAST_PAGE: Final = 16  # rows of a page that the sm90 family takes
 MLA_ROWS: Final = 64  # of a tile
 # TFLOP/s by class and direction, up to so many columns of the wider head dim.
 _Rates = tuple[tuple[float, float], ...]
@@ -150,7 +158,7 @@ def estimated_time(plan: Plan) -> float:
     time = work.time(_rates(build.dtype, build.family == "sm90"), build.tile_m, key_bytes, share=share) - LAUNCH
     if build.variant == E4M3_CACHE or (build.has(registry.KV8) and build.family == "sm80"):
         time /= CODES_FACTOR
-    if build.kind == "backward" and build.bias_vector_bytes == NARROW_BIAS_BYTES and build.dtype != "float32":
+    if _has_narrow_bias(build):
         time /= NARROW_BIAS_FACTOR
     return LAUNCH + time
 
@@ -180,13 +188,8 @@ class Notice:
             warn(plan)
 
 
-_INNER: Final = (
-    "cutlass_py_attn",
-    "jax",
-    "jaxlib",
-    "contextlib",
-    "functools",
-)  # packages whose frames are no user's call
+# Packages whose frames are no call of a user.
+_INNER: Final = ("cutlass_py_attn", "jax", "jaxlib", "contextlib", "functools")
 
 
 def _callers_level() -> int:
@@ -223,47 +226,113 @@ def _pairs(form: str, queries: float, keys: int, sizes: Mapping[str, int]) -> fl
 def _changes(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
     """Yields changes of a call, those that keep its result first, each with the estimated time that it then takes."""
     build = plan.build
-    is_hopper, item = build.arch in HOPPER, OPERAND_BYTES[build.dtype]
-    has_wgmma = is_hopper and build.dtype != "float32" and work.widest <= WIDE_MAX_HEAD_DIM
-    rows = min(build.tile_m, 128)
-    usual = work.time(_rates(build.dtype, has_wgmma), rows, item)
-    if build.vector_bytes < ROW_ALIGNMENT_BYTES:
+    step = _Step(plan, work) if build.kind == "forward" else None
+    has_short_rows, has_narrow_bias = build.vector_bytes < ROW_ALIGNMENT_BYTES, _has_narrow_bias(build)
+    if has_short_rows:
         text = f"rows of {ROW_ALIGNMENT_BYTES} bytes: align the addresses and strides, and pad the head dims"
-        yield text, usual
-    if build.kind == "backward" and build.bias_vector_bytes == NARROW_BIAS_BYTES:
-        yield "rows of the bias aligned to 4 bytes: pad its keys to an even number in memory", usual
-    yield from _latent(plan, work, item)
-    if build.kind == "forward":
-        yield from _heads_as_queries(plan, work, item, has_wgmma=has_wgmma)
-        yield from _decode(plan, work, item)
+        times = [_usual_time(plan, work, is_aligned=True, has_narrow_bias=has_narrow_bias)]
+        yield text, min([*times, *([step.time] if step and not step.objections else [])])
+    if has_narrow_bias:
+        text = "rows of the bias aligned to 4 bytes: pad its keys to an even number in memory"
+        yield text, _usual_time(plan, work, is_aligned=not has_short_rows, has_narrow_bias=False)
+    yield from _latent(plan, work)
+    if step is not None:
+        yield from _heads_as_queries(plan, work)
+        yield from step.changes()
         missing = [name for name in build.features if name not in VARIANTS["forward", "sm90", SPLIT_KV].features]
         if (build.family, build.variant) == ("sm90", STANDARD) and len(missing) == 1 and build.mask != "local":
             text = f"no {missing[0]}: blocks then share the keys of these few query tiles"
-            yield text, work.time(WGMMA, rows, item)
+            yield text, work.time(WGMMA, min(build.tile_m, 128), OPERAND_BYTES[build.dtype])
+    missing = _not_in_wgmma(build)
+    if build.family == "sm80" and len(missing) == 1 and build.arch in HOPPER and not has_short_rows:
+        text = f"no {missing[0]}, which no sm90 kernel of these head dims takes"
+        yield text, _usual_time(plan, work, is_aligned=True, has_narrow_bias=False, without=missing)
     if build.dtype == "float32":
         text = "bfloat16 or float16, if 16 bits suffice: a product of float32 is three of TF32"
-        yield text, work.time(WGMMA if is_hopper else MMA_SYNC, rows, ITEM_BYTES["bfloat16"])
+        yield text, _usual_time(plan, work, dtype="bfloat16", is_aligned=not has_short_rows, has_narrow_bias=False)
 
 
-def _latent(plan: Plan, work: _Work, item: int) -> Iterator[tuple[str, float]]:
+def _has_narrow_bias(build: Build) -> bool:
+    is_narrow = build.bias_vector_bytes == NARROW_BIAS_BYTES and build.dtype != "float32"
+    return build.kind == "backward" and is_narrow
+
+
+def _usual_time(
+    plan: Plan,
+    work: _Work,
+    *,
+    is_aligned: bool,
+    has_narrow_bias: bool,
+    dtype: str = "",
+    rows: int = 0,
+    without: Collection[str] = (),
+) -> float:
+    """Returns the estimated time of the kernels that are no decode kernels, with other rows, another bias or dtype.
+
+    rows: queries of a group of heads that are one tile; 0 for the queries of one head
+    without: features that are left out
+    """
+    build = plan.build
+    dtype = dtype or build.dtype
+    wgmma = dtype in ITEM_BYTES and dtype != "float32" and is_aligned and not has_narrow_bias
+    wgmma = wgmma and _takes_wgmma(plan, without)
+    tile = min(build.tile_m, 128) if not rows else min(build.tile_m, 64)
+    heads = work.num_heads // work.group if rows else work.num_heads
+    tiles = work.batch * heads * ceil_div(rows or math.ceil(work.num_queries), tile)
+    if work.direction == "backward":
+        tiles = work.batch * work.num_heads // work.group * ceil_div(work.num_keys, max(build.tile_n, 64))
+    splits = VARIANTS["forward", "sm90", SPLIT_KV].features
+    is_split = wgmma and work.widest <= SM90_MAX_HEAD_DIM and work.direction == "forward" and build.mask != "local"
+    share = 1.0 if is_split and {*build.features} <= {*splits} else min(1.0, tiles / plan.architecture.num_sms)
+    item = OPERAND_BYTES[dtype]
+    time = work.time(_rates(dtype, wgmma), tile, item, packs_heads=bool(rows), share=max(share, 1e-3))
+    return LAUNCH + (time - LAUNCH) / (NARROW_BIAS_FACTOR if has_narrow_bias else 1)
+
+
+def _wgmma_variant(build: Build) -> str:
+    """Returns the variant of the sm90 family for these head dims."""
+    widest = max(build.head_dim, build.head_dim_value)
+    narrow = SM90_MAX_HEAD_DIM if build.kind == "forward" else NARROW_HEAD_DIM
+    return WIDE if widest > SM90_MAX_HEAD_DIM else TWO_CTA if widest > narrow else STANDARD
+
+
+def _not_in_wgmma(build: Build) -> list[str]:
+    features = VARIANTS[build.kind, "sm90", _wgmma_variant(build)].features
+    return [name for name in build.features if name not in features]
+
+
+def _takes_wgmma(plan: Plan, without: Collection[str] = ()) -> bool:
+    """Returns whether the sm90 family has these features and head dims, on the GPUs of the target."""
+    build, variant = plan.build, _wgmma_variant(plan.build)
+    if build.arch not in HOPPER or max(build.head_dim, build.head_dim_value) > WIDE_MAX_HEAD_DIM:
+        return False
+    pages = dict(plan.params).get("page_size", LEAST_PAGE)
+    is_whole = build.kind == "forward" or {*OPERANDS} <= {*build.gradients}
+    is_repeatable = build.deterministic and variant == TWO_CTA
+    has_features = {*_not_in_wgmma(build)} <= {*without}
+    return has_features and pages >= LEAST_PAGE and is_whole and not is_repeatable
+
+
+def _latent(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
     """Yields the change to a latent cache that variant mla reads, for keys of its head dims."""
     build = plan.build
-    body = VARIANTS["forward", "sm90", MLA]
+    features = VARIANTS["forward", "sm90", MLA].features
     is_latent = (work.head_dim, work.head_dim_value) == MLA_HEAD_DIMS and build.kind == "forward"
     if not is_latent or build.variant == MLA or build.arch not in HOPPER or build.dtype == "float32":
         return
-    if {*build.features} - {*body.features, "seqused"} or item not in ITEM_BYTES.values():
+    missing = [name for name in build.features if name not in (*features, "seqused")]
+    if len(missing) > 1:
         return
-    pages = dict(plan.params).get("page_size", LEAST_LATENT_PAGE)
-    small = f" in pages of at least {LEAST_LATENT_PAGE} rows" if pages < LEAST_LATENT_PAGE else ""
+    pages = dict(plan.params).get("page_size", LEAST_PAGE)
+    small = f" in pages of at least {LEAST_PAGE} rows" if pages < LEAST_PAGE else ""
     text = (
         f"a latent cache{small} whose value is the first {MLA_HEAD_DIMS[1]} columns of key, rows aligned to "
-        f"{ROW_ALIGNMENT_BYTES} bytes: pass it to mla_attention_forward"
+        f"{ROW_ALIGNMENT_BYTES} bytes{f' and no {missing[0]}' if missing else ''}: pass it to mla_attention_forward"
     )
-    yield text, work.time(LATENT, MLA_ROWS, item, packs_heads=True)
+    yield text, work.time(LATENT, MLA_ROWS, OPERAND_BYTES[build.dtype], packs_heads=True)
 
 
-def _heads_as_queries(plan: Plan, work: _Work, item: int, *, has_wgmma: bool) -> Iterator[tuple[str, float]]:
+def _heads_as_queries(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
     """Yields the change that gives the heads of a group one tile: as queries, which nothing tells apart from heads."""
     build, sizes = plan.build, dict(plan.params)
     sees_all = build.mask == "full" or (build.mask == "causal" and sizes["bottom_right"])
@@ -276,30 +345,43 @@ def _heads_as_queries(plan: Plan, work: _Work, item: int, *, has_wgmma: bool) ->
         f"the {work.group} heads of a group as queries of one head: query as (batch, {work.group}, num_heads_key, "
         "head_dim), without a mask"
     )
-    yield text, work.time(_rates(build.dtype, has_wgmma), min(build.tile_m, 64), item, packs_heads=True)
+    is_aligned = build.vector_bytes == ROW_ALIGNMENT_BYTES
+    yield text, _usual_time(plan, work, is_aligned=is_aligned, has_narrow_bias=False, rows=work.group)
 
 
-def _decode(plan: Plan, work: _Work, item: int) -> Iterator[tuple[str, float]]:
-    """Yields the one change with which a decode kernel takes a few queries of many keys."""
-    build, sizes = plan.build, dict(plan.params)
-    is_step = sizes["num_queries"] <= MAX_QUERIES and sizes["num_keys"] >= 256
-    if build.family == "decode" or build.variant == MLA or not is_step or build.dtype not in ITEM_BYTES:
-        return
-    has_pages = "page_size" in sizes
-    features = VARIANTS["forward", "decode", PERSISTENT if has_pages else STANDARD].features
-    missing = [name for name in build.features if name not in features]
-    rows, most = sizes["num_queries"] * work.group, PAGED_MAX_ROWS if has_pages else DENSE_MAX_ROWS
-    widest = DECODE_MAX_HEAD_DIM[ITEM_BYTES[build.dtype]]
-    changes = [f"no {name}, which no decode kernel takes" for name in missing]
-    if rows > most:
-        is_taken_in_pages = not has_pages and rows <= PAGED_MAX_ROWS
-        changes.append(
-            f"keys in pages, of which a decode kernel takes up to {PAGED_MAX_ROWS} queries of a group of heads"
-            if is_taken_in_pages
-            else f"at most {most} queries of a group of heads in a call, which a decode kernel takes: divide the heads"
-        )
-    if work.widest > widest:
-        changes.append(f"head dims up to {widest}, which a decode kernel takes")
-    if len(changes) == 1:
-        rates = TF32 if build.dtype == "float32" else DECODE
-        yield changes[0], work.time(rates, DECODE_ROWS, item, packs_heads=True)
+class _Step:
+    """A few queries of many keys, which decode kernels compute if nothing objects.
+
+    objections: what they do not take, each as the change that removes it; time: estimated with them
+    """
+
+    def __init__(self, plan: Plan, work: _Work) -> None:
+        self._build, self._sizes, self._work = plan.build, dict(plan.params), work
+        rates = TF32 if plan.build.dtype == "float32" else DECODE
+        self.time = work.time(rates, DECODE_ROWS, OPERAND_BYTES[plan.build.dtype], packs_heads=True)
+        self.objections = [*self._objections(has_pages="page_size" in self._sizes)]
+
+    def changes(self) -> Iterator[tuple[str, float]]:
+        """Yields the one change with which a decode kernel computes the step; to pages, if it needs no other."""
+        build = self._build
+        if build.family == "decode" or build.variant == MLA or build.vector_bytes < LEAST_COPY:
+            return
+        if len(self.objections) == 1 and self._work.group * self._sizes["num_queries"] <= PAGED_MAX_ROWS:
+            yield self.objections[0], self.time
+        if "page_size" not in self._sizes and not [*self._objections(has_pages=True)]:
+            yield "keys in pages, of which a decode kernel computes up to 128 queries of a group of heads", self.time
+
+    def _objections(self, *, has_pages: bool) -> Iterator[str]:
+        build, queries = self._build, self._sizes["num_queries"]
+        rows = queries * self._work.group
+        features = VARIANTS["forward", "decode", PERSISTENT if has_pages else STANDARD].features
+        yield from (f"no {name}, which no decode kernel takes" for name in build.features if name not in features)
+        most = PAGED_MAX_ROWS if has_pages else DENSE_MAX_ROWS
+        if rows > most or (queries > MAX_QUERIES and not has_pages):
+            yield f"at most {most} queries of a group of heads in a call, which a decode kernel takes"
+        if self._sizes["num_keys"] < LEAST_KEYS and not has_pages:
+            yield f"at least {LEAST_KEYS} keys"
+        if build.dtype not in ITEM_BYTES:
+            yield "a query of 16 bits"
+        elif self._work.widest > (widest := DECODE_MAX_HEAD_DIM[ITEM_BYTES[build.dtype]]):
+            yield f"head dims up to {widest}, which a decode kernel takes"
