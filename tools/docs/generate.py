@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.docs import context_plots, faults_table, jax_table, short_map_plots, slower_rows
+from tools.docs import attempts, context_plots, faults_table, jax_table, short_map_plots, slower_rows
 from tools.docs.benchmark_plots import BENCHMARK, plots
 from tools.docs.reference import reference
 from tools.docs.schematics import schematics
@@ -80,13 +80,14 @@ def generated(root: Path) -> dict[str, str]:
 
 
 def testing(root: Path) -> str:
-    """Returns docs/testing.md with the tables of the mutation run, of the kernel faults and of the soak runs."""
+    """Returns docs/testing.md with the tables of the mutation run, of the kernel faults, the soak runs and attempts."""
     text = (root / TESTING).read_text()
     for name, table in (
         ("mutants", tables.mutants(root)),
         ("survivors", tables.survivors(root)),
         ("kernel_faults", tables.kernel_faults(root)),
         ("soak", soak_table.table(root)),
+        ("attempts", attempts.table(root)),
     ):
         text = with_block(text, name, table)
     return text

@@ -12,12 +12,21 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).with_name("libcuda.c")
 FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread", "-Wl,-soname,libcuda.so.1")
+
+
+# Gets the name of a call, its text, the addresses of its numbers and bytes, and the number of bytes. Returns a CUresult,
+# or -1 to leave the call to the fake driver.
+Taker = Callable[[bytes, bytes, int, int, int], int]
+_TAKER = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int
+)
 
 
 class _Record(ctypes.Structure):
@@ -116,6 +125,11 @@ class FakeDriver:
     def without_memory(self, without: bool) -> None:
         """Sets whether memset calls are only logged: for made-up addresses without memory."""
         self._library.fake_driver_without_memory(without)
+
+    def take(self, taker: Taker | None) -> None:
+        """Hands the work of streams to `taker` (simulated_gpu.py); None takes it back."""
+        self._taker = None if taker is None else _TAKER(taker)  # ctypes keeps no reference to the function
+        self._library.fake_driver_take(self._taker)
 
     @property
     def calls(self) -> list[Call]:

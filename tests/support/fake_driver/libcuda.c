@@ -57,6 +57,18 @@ static int note(const char *call, const char *text, const u64 *numbers, int coun
     do { u64 noted[] = {__VA_ARGS__}; int e = note(__func__, text, noted, sizeof noted / sizeof *noted); if (e) return e; } while (0)
 #define N(x) ((u64)(size_t)(x))
 
+/* A test may take over the work of streams (simulated_gpu.py): it gets each call of the functions with STEP or TAKE, and
+   returns its CUresult, or -1 to leave it to this file. */
+typedef int (*Taker)(const char *call, const char *text, const u64 *numbers, const unsigned char *bytes, int byte_count);
+static Taker taker;
+void fake_driver_take(Taker given) { taker = given; }
+static int taken(const char *call, const char *text, const u64 *numbers, const unsigned char *bytes, int byte_count) {
+    return taker ? taker(call, text, numbers, bytes, byte_count) : -1;
+}
+#define TAKE(...) \
+    do { u64 told[] = {__VA_ARGS__}; int t = taken(__func__, "", told, NULL, 0); if (t >= 0) return t; } while (0)
+#define STEP(...) do { NOTE("", __VA_ARGS__); TAKE(__VA_ARGS__); } while (0)
+
 /* Returns an error and invalidates the capture if this thread may make no unsafe call now: the rules of
    cuThreadExchangeStreamCaptureMode. */
 static int unsafe_call(void) {
@@ -97,25 +109,30 @@ int cuCtxSetCurrent(void *context) { NOTE("", N(context)); current = context; re
 int cuCtxPushCurrent(void *context) { previous = current; current = context; return 0; }
 int cuCtxPopCurrent(void **context) { *context = current; current = previous; return 0; }
 int cuCtxGetDevice(int *device) { *device = (int)(size_t)current - 0xC0; return 0; }
-int cuCtxSynchronize(void) { NOTE("", 0); return 0; }
+int cuCtxSynchronize(void) { STEP(0); return 0; }
 
 int cuPointerGetAttribute(void *value, int attribute, void *p) {
     if (attribute != 9) return INVALID_VALUE; /* 9: device ordinal */
     *(int *)value = 0;
     return 0;
 }
-int cuMemAllocAsync(void **p, size_t size, void *stream) { NOTE("", size, N(stream)); *p = memory(size); return 0; }
-int cuMemFreeAsync(void *p, void *stream) { NOTE("", N(p), N(stream)); free(p); return 0; }
-int cuMemAlloc(void **p, size_t size) { NOTE("", size); UNSAFE; *p = memory(size); return 0; }
-int cuMemFree(void *p) { NOTE("", N(p)); UNSAFE; free(p); return 0; }
+int cuMemAllocAsync(void **p, size_t size, void *stream) {
+    NOTE("", size, N(stream));
+    *p = memory(size);
+    TAKE(N(*p), size, N(stream));
+    return 0;
+}
+int cuMemFreeAsync(void *p, void *stream) { STEP(N(p), N(stream)); free(p); return 0; }
+int cuMemAlloc(void **p, size_t size) { NOTE("", size); UNSAFE; *p = memory(size); TAKE(N(*p), size); return 0; }
+int cuMemFree(void *p) { NOTE("", N(p)); UNSAFE; TAKE(N(p)); free(p); return 0; }
 /* cuda.h maps the names above to these names for C programs; cuda-python looks up the names above. */
 int cuMemAlloc_v2(void **p, size_t size) { return cuMemAlloc(p, size); }
 int cuMemFree_v2(void *p) { return cuMemFree(p); }
 int cuMemcpyHtoD_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoH_v2(void *d, const void *s, size_t n) { NOTE("", N(d), N(s), n); memcpy(d, s, n); return 0; }
-int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
-int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
-int cuMemcpyDtoDAsync(void *d, const void *s, size_t n, void *stream) { NOTE("", N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
+int cuMemcpyHtoDAsync(void *d, const void *s, size_t n, void *stream) { STEP(N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
+int cuMemcpyDtoHAsync(void *d, const void *s, size_t n, void *stream) { STEP(N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
+int cuMemcpyDtoDAsync(void *d, const void *s, size_t n, void *stream) { STEP(N(d), N(s), n, N(stream)); memcpy(d, s, n); return 0; }
 int cuMemcpyDtoDAsync_v2(void *d, const void *s, size_t n, void *stream) { return cuMemcpyDtoDAsync(d, s, n, stream); }
 typedef struct { size_t x, y; int kind; void *host; char *device; void *array; size_t pitch; } Rows;
 typedef struct { Rows source, target; size_t width, height; } RowsCopy;
@@ -128,7 +145,7 @@ int cuMemcpy2DAsync(const RowsCopy *c, void *stream) {
 }
 int cuMemcpy2DAsync_v2(const RowsCopy *c, void *stream) { return cuMemcpy2DAsync(c, stream); }
 int cuMemsetD32Async(unsigned *p, unsigned word, size_t n, void *stream) {
-    NOTE("", N(p), word, n, N(stream));
+    STEP(N(p), word, n, N(stream));
     for (size_t i = 0; i < n && !has_no_memory; i++) p[i] = word;
     return 0;
 }
@@ -139,17 +156,17 @@ int cuMemsetD16_v2(unsigned short *p, unsigned short word, size_t n) {
 }
 int cuMemsetD8Async(void *p, unsigned char byte, size_t n, void *stream) {
     if (!current) return INVALID_CONTEXT;
-    NOTE("", N(p), byte, n, N(stream));
+    STEP(N(p), byte, n, N(stream));
     if (!has_no_memory) memset(p, byte, n);
     return 0;
 }
 int cuMemsetD2D8Async(char *p, size_t pitch, unsigned char byte, size_t width, size_t height, void *stream) {
-    NOTE("", N(p), pitch, byte, width, height, N(stream));
+    STEP(N(p), pitch, byte, width, height, N(stream));
     for (size_t y = 0; y < height && !has_no_memory; y++) memset(p + y * pitch, byte, width);
     return 0;
 }
 int cuMemsetD2D32Async(char *p, size_t pitch, unsigned word, size_t width, size_t height, void *stream) {
-    NOTE("", N(p), pitch, word, width, height, N(stream));
+    STEP(N(p), pitch, word, width, height, N(stream));
     for (size_t y = 0; y < height && !has_no_memory; y++)
         for (size_t x = 0; x < width; x++) ((unsigned *)(p + y * pitch))[x] = word;
     return 0;
@@ -171,17 +188,20 @@ int cuThreadExchangeStreamCaptureMode(int *mode) {
 int cuStreamDestroy(void *stream) { NOTE("", N(stream)); free(stream); return 0; }
 int cuStreamSynchronize(void *stream) {
     NOTE("", N(stream));
-    if (!capture.stream || stream != capture.stream) return 0;
+    if (!capture.stream || stream != capture.stream) {
+        TAKE(N(stream));
+        return 0;
+    }
     capture.is_invalid = 1;
     return CAPTURE_UNSUPPORTED;
 }
-int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { NOTE("", N(stream), N(event), flags); return 0; }
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { STEP(N(stream), N(event), flags); return 0; }
 int cuEventCreate(void **event, unsigned flags) { NOTE("", flags); *event = malloc(8); return 0; }
-int cuEventRecord(void *event, void *stream) { NOTE("", N(event), N(stream)); return 0; }
-int cuEventQuery(void *event) { NOTE("", N(event)); UNSAFE; return is_busy ? NOT_READY : 0; }
+int cuEventRecord(void *event, void *stream) { STEP(N(event), N(stream)); return 0; }
+int cuEventQuery(void *event) { NOTE("", N(event)); UNSAFE; TAKE(N(event)); return is_busy ? NOT_READY : 0; }
 int cuEventSynchronize(void *event) { NOTE("", N(event)); return 0; }
 int cuEventElapsedTime(float *ms, void *a, void *b) { NOTE("", N(a), N(b)); *ms = 1.25f; return 0; }
-int cuEventDestroy(void *event) { NOTE("", N(event)); free(event); return 0; }
+int cuEventDestroy(void *event) { NOTE("", N(event)); TAKE(N(event)); free(event); return 0; }
 
 int cuLibraryLoadData(char **library, const char *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {
     NOTE(code, N(code));
@@ -279,6 +299,10 @@ int cuLaunchKernelEx(const LaunchConfig *c, Kernel *k, void **parameters, void *
     if (r) r->byte_count = copy_parameters(k, parameters, r->bytes);
     if (r && fake_driver_run && !is_recorded(c->stream, k, parameters, 0)) fake_driver_run(k->symbol, r->bytes, k->count - 1);
     pthread_mutex_unlock(&log_lock);
+    if (!error && taker) {
+        unsigned char bytes[BYTES];
+        taken(__func__, k->symbol, numbers, bytes, copy_parameters(k, parameters, bytes));
+    }
     return error;
 }
 
@@ -334,6 +358,7 @@ int cuStreamIsCapturing(void *stream, int *status) { /* not logged: every call a
 int cuGraphCreate(Graph **graph, unsigned flags) { NOTE("", flags); *graph = calloc(1, sizeof **graph); return 0; }
 int cuStreamBeginCapture(void *stream, int mode) {
     NOTE("", N(stream), mode);
+    if (taker) taken(__func__, "", (u64[]){N(stream)}, NULL, 0);
     capture.stream = stream, capture.mode = mode, capture.is_invalid = 0, capture.thread = pthread_self();
     capture.graph = calloc(1, sizeof *capture.graph);
     return 0;
@@ -344,6 +369,7 @@ int cuStreamEndCapture(void *stream, Graph **graph) {
     capture.stream = NULL;
     if (capture.is_invalid) return CAPTURE_INVALIDATED;
     *graph = capture.graph;
+    TAKE(N(stream), N(*graph));
     return 0;
 }
 int cuGraphExecKernelNodeSetParams(Graph *graph, Node *node, const KernelNode *given) {
@@ -394,6 +420,7 @@ int cuGraphExecDestroy(Graph *graph) { needs_context(__func__, graph); NOTE("", 
 int cuGraphLaunch(Graph *graph, void *stream) {
     needs_context(__func__, graph);
     NOTE("", N(stream));
+    TAKE(N(graph), N(stream));
     for (Node *node = graph->first; node; node = node->next) {
         const KernelNode *k = &node->kernel;
         if (node->ptx_threads) {
@@ -412,6 +439,7 @@ int cuGraphLaunch(Graph *graph, void *stream) {
         if (r && fake_driver_run) fake_driver_run(k->kernel->symbol, r->bytes, k->kernel->count - 1);
         pthread_mutex_unlock(&log_lock);
         if (error) return error;
+        if (taker) taken("cuLaunchKernelEx", k->kernel->symbol, noted, node->bytes, node->byte_count);
     }
     return 0;
 }
