@@ -220,7 +220,9 @@ class SimulatedGpu:
     _events: dict[int, Operation | None] = field(default_factory=dict)
     _captured: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
     _graphs: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
-    _tokens: dict[int, tuple[str, int]] = field(default_factory=dict)  # symbol and launches so far of a workspace's plan
+    _tokens: dict[int, tuple[str, int]] = field(
+        default_factory=dict
+    )  # symbol and launches so far of a workspace's plan
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __enter__(self) -> SimulatedGpu:

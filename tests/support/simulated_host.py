@@ -117,5 +117,3 @@ class SimulatedHost(Host):
         self._stack.close()
         gc.freeze()  # what is alive now stays: the next collection reads new objects alone
         return found
-
-

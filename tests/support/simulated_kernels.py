@@ -102,9 +102,7 @@ class _Launch:
             terms["bias"] = self.view("bias", self["bias"], (batch, heads, queries, keys), strides, self.build.dtype)
         if self["alibi_slopes"]:
             strides = self["alibi_batch"], 1
-            terms["alibi_slopes"] = self.view(
-                "alibi_slopes", self["alibi_slopes"], (batch, heads), strides, "float32"
-            )
+            terms["alibi_slopes"] = self.view("alibi_slopes", self["alibi_slopes"], (batch, heads), strides, "float32")
         if self["sinks"]:
             terms["sinks"] = self.vector("sinks", heads, "float32")
         if self.build.has("softcap"):

@@ -185,18 +185,18 @@ class SequenceMachine(RuleBasedStateMachine):
         self.count("operands")
         self.calls.append(self.made(line, seed, place, layout))
 
-    @rule(number=st.integers(0, 99), seed=st.sampled_from(SEEDS), layout=st.integers(0, 4), stream=st.integers(0, 2))
-    @precondition(lambda self: self.calls)
-    def make_alike(self, number: int, seed: int, layout: int, stream: int) -> None:
-        """Makes the operands of a call's case once more, in another layout, and makes both calls."""
-        call = self.chosen(number)
-        assert call is not None
-        self.count("other layouts")
-        line = f"{call.case.direction} {call.case.spec.name}"
-        other = self.made(line, seed, self.host.places.index(call.place), layout)
-        self.calls.append(other)
-        for each in (call, other):
-            self.launch(each, self.stream(stream), 0, 0)
+    @rule(
+        line=st.sampled_from(CASES),
+        place=st.integers(1, 2),
+        layouts=st.permutations(range(4)),
+        stream=st.integers(0, 2),
+    )
+    def in_layouts(self, line: str, place: int, layouts: list[int], stream: int) -> None:
+        """Makes the operands of a case in two layouts, and makes both calls."""
+        self.count("two layouts")
+        for layout in layouts[:2]:
+            self.calls.append(self.made(line, 0, place, layout))
+            self.launch(self.calls[-1], self.stream(stream), 0, 0)
 
     @rule(number=st.integers(0, 99), seed=st.sampled_from(SEEDS))
     @precondition(lambda self: self.calls)
@@ -477,9 +477,7 @@ class SequenceMachine(RuleBasedStateMachine):
         place = FOREIGN if call.place == DEVICE else call.place
         kind = call.held["query"].image.dtype
         names = ("output",) if call.case.direction == "forward" else ("grad_query", "grad_key", "grad_value")
-        return {
-            name: self.host.hold(place, np.full(truth[name].shape, np.nan, kind), layout, stream) for name in names
-        }
+        return {name: self.host.hold(place, np.full(truth[name].shape, np.nan, kind), layout, stream) for name in names}
 
     def options(self, call: Call, held: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the options of a call beside stream and out."""
@@ -664,9 +662,7 @@ class SequenceMachine(RuleBasedStateMachine):
         capacity = cache.table.shape[1] * PAGE
         mask = "causal_br" if bottom_right else "full"
         sizes = {"queries": queries, "capacity": capacity, "mask": mask}
-        case = Case.parse(
-            f"forward {CACHE.format(first=cache.lengths[0], second=cache.lengths[1], **sizes)}"
-        )
+        case = Case.parse(f"forward {CACHE.format(first=cache.lengths[0], second=cache.lengths[1], **sizes)}")
         cache.drawn += 1
         query = np.random.default_rng(cache.drawn).standard_normal((2, queries, HEADS, COLUMNS), dtype=np.float32)
         query = query.astype(numpy_dtype("bfloat16"))
