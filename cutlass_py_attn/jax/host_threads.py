@@ -1,7 +1,7 @@
 """Threads of XLA's CPU backend, which a program of several CPU devices with host callbacks may exhaust.
 
 A callback waits until JAX has copied its operands. XLA copies those of more than SMALL_BYTES in the threads that run
-the devices. With a callback of every device waiting in a thread of its own, and no other thread, nothing is ever copied.
+the devices. If the callback of every device waits in a thread, and there is no other thread, nothing is ever copied.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.errors import NotSupported
 from tests.support import fakes
 from tests.support.bad_calls import Unreadable
+from tests.support.selected_keys import selected_keys
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jax.config.update("jax_num_cpu_devices", 8)  # as in test_jax.py, which may share the process
@@ -142,33 +143,6 @@ def visible_pairs(options: dict[str, Any]) -> Any:
     return visible & (column < options.get("key_value_seq_lengths", np.array([S] * B))[:, None, None, None])
 
 
-def formula(arrays: list[Any], options: dict[str, Any], of_output: Any, of_residual: Any) -> dict[str, Any]:
-    """Returns results and gradients in float64. A hidden key has weight 0, and a row without keys results of 0."""
-    query, key, value = (np.asarray(array, np.float64) for array in arrays)
-    of_output, of_residual = np.float64(of_output), np.swapaxes(np.float64(of_residual), 1, 2)
-    key, value = (np.repeat(array, N // K, axis=2) for array in (key, value))
-    visible = visible_pairs(options)
-    scores = np.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(D) + np.asarray(options.get("bias", 0.0), np.float64)
-    weights = np.where(visible, np.exp(scores), 0.0)
-    total = weights.sum(-1, keepdims=True)
-    weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
-    of_weights = np.einsum("btnd,bsnd->bnts", of_output, value)
-    delta = (of_weights * weights).sum(-1, keepdims=True)
-    of_scores = weights * (of_weights - delta + of_residual[..., None])
-
-    def of_groups(gradient: Any) -> Any:
-        return gradient.reshape(B, S, K, N // K, D).sum(3)
-
-    found = {
-        "output": np.einsum("bnts,bsnd->btnd", weights, value),
-        "residual": np.swapaxes(np.where(total > 0, np.log(np.where(total > 0, total, 1)), -np.inf)[..., 0], 1, 2),
-        "query": np.einsum("bnts,bsnd->btnd", of_scores, key) / np.sqrt(D),
-        "key": of_groups(np.einsum("bnts,btnd->bsnd", of_scores, query)) / np.sqrt(D),
-        "value": of_groups(np.einsum("bnts,btnd->bsnd", weights, of_output)),
-    }
-    return found | ({"bias": of_scores.sum(0, keepdims=True)} if "bias" in options else {})
-
-
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all keys", "causal"])
 @pytest.mark.parametrize("has_window", [False, True], ids=["no window", "window"])
 def test_every_way_to_hide_keys(is_causal: bool, has_window: bool) -> None:
@@ -192,8 +166,8 @@ def test_every_way_to_hide_keys(is_causal: bool, has_window: bool) -> None:
         visible = visible_pairs(options)
         sees_keys = np.swapaxes(visible.any(-1), 1, 2)
         gradients = pull((of_output, jnp.where(sees_keys, of_residual, jnp.nan)))
-        expected = formula(arrays, options, of_output, np.where(sees_keys, of_residual, 0))
-        found = dict(zip(expected, (output, residual, *gradients), strict=True))
+        expected = selected_keys(arrays, visible, options.get("bias"), of_output, np.where(sees_keys, of_residual, 0))
+        found = dict(zip(expected, (output, residual, *gradients), strict=False))
         for name, array in found.items():
             np.testing.assert_allclose(array, expected[name], rtol=2e-5, atol=2e-5, err_msg=f"{name}, {names}")
         assert not np.asarray(found["output"])[~sees_keys].any()
