@@ -88,7 +88,7 @@ class Options(TypedDict, total=False):
     scale, softcap, dropout_p and the numbers of the mask are numbers that are known at trace time.
 
     bias: (batch, num_heads, num_queries, num_keys), differentiable; it may broadcast over any axis, and its gradient
-        is summed over that axis.
+        is summed over that axis. -inf hides a key; a row that sees no key has output 0 and zero gradients.
     alibi_slopes: (num_heads,) or (batch, num_heads) float32, not differentiable; a gradient of them is refused.
     sinks: (num_heads,) float32, differentiable.
     query_scale, key_scale, value_scale: of e4m3 codes, float8_e4m3fn or uint8 for their bytes. Nothing of such a call
