@@ -62,19 +62,25 @@ def refusal(folder: Path) -> str:
     return ""
 
 
-def read_private(path: Path) -> bytes | None:
+def read_private(path: Path, limit: int | None = None, owner: int | None = None) -> bytes | None:
     """Returns the contents of a file; None unless it is a regular file of this user or root that no other may write.
 
+    limit: the most bytes that it may have. owner: another user that counts as this one.
     The file that is opened is the file that is checked and read.
     """
+
+    def open_file(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)  # a pipe has no writer to wait for
+
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        with open(path, "rb", opener=open_file) as file:
+            status = os.fstat(file.fileno())
+            is_own = status.st_uid == owner or not _is_foreign(status)
+            is_short = limit is None or status.st_size <= limit
+            is_private = is_own and not status.st_mode & _OF_OTHERS
+            return file.read(limit) if is_private and is_short and stat.S_ISREG(status.st_mode) else None
     except OSError:
         return None
-    with open(handle, "rb") as file:
-        status = os.fstat(handle)
-        is_private = not _is_foreign(status) and not status.st_mode & _OF_OTHERS
-        return file.read() if stat.S_ISREG(status.st_mode) and is_private else None
 
 
 def sweep(folder: Path, prefix: str = "") -> None:

@@ -5,77 +5,139 @@ here, with its number, and NCCL starts with all ranks.
 
 The file: every other rank writes FILE.RANK with random bytes of its own. Rank 0 writes FILE with the identifier and all
 of these; a rank takes the identifier if its own are among them, so that files of an earlier run do no harm, and says so
-in FILE.RANK. Rank 0 removes the files.
+in FILE.RANK. Rank 0 removes the files. A file counts if it belongs to this user, and no other user may write to it.
+
+The port: rank 0 sends random bytes to whoever connects, which answers with its rank, size and random bytes of its own.
+
+A secret that all ranks know makes a code (HMAC-SHA256) of each message, with the random bytes of both sides. Without
+one the codes are those of an empty secret: they tell ranks from strangers that speak another protocol.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
+import hmac
 import os
 import secrets
+import selectors
 import socket
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from cutlass_py_attn.compilation.private_folder import read_private
 from cutlass_py_attn.distributed.communicator import PeerLost
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.scalars import shown
 
+VARIABLE: Final = "CUTLASS_PY_ATTN_SECRET"
+
 _NONCE_BYTES: Final = 16
-_MAGIC: Final = b"cutlass_py_attn 1"
+_CODE_BYTES: Final = 32
+_MAGIC: Final = b"cutlass_py_attn 2"
 _POLL_SECONDS: Final = 0.02
-_HELLO_BYTES: Final = len(_MAGIC) + 16
-_HELLO_SECONDS: Final = 1.0  # that rank 0 waits for the hello of one connection, while others queue
+_AGAIN_SECONDS: Final = 0.2  # until a rank asks again that rank 0 has hung up on
+_GREETING_BYTES: Final = len(_MAGIC) + _NONCE_BYTES
+_HELLO_BYTES: Final = len(_MAGIC) + 16 + _NONCE_BYTES + _CODE_BYTES
+_HELLO_SECONDS: Final = 5.0  # that rank 0 waits for the hello of one connection, beside others
+_MOST_STRANGERS: Final = 64  # connections without a hello; the oldest is dropped for another one
 _TELL_SECONDS: Final = 1.0  # that rank 0 waits for other ranks, to tell them that ranks disagree
 _HEAD_BYTES: Final = 2 + 4  # of an answer: its kind, and the length of the rest
-_MOST_BYTES: Final = 1 << 16  # of the rest
+_MOST_BYTES: Final = 1 << 16  # of the rest, and of an identifier
 
 
-def exchange_id(address: str, rank: int, size: int, create: Callable[[], bytes], timeout: float) -> bytes:
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """What one process knows of the group: its rank, their number, the secret, and the time of its time limit."""
+
+    rank: int
+    size: int
+    secret: bytes = field(repr=False)
+    limit: float
+
+    def code(self, *parts: bytes) -> bytes:
+        """Returns the code of a message, whose parts have a fixed length but for the last."""
+        return hmac.digest(self.secret, b"\0".join(parts), "sha256")
+
+    def is_code(self, given: bytes, *parts: bytes) -> bool:
+        return hmac.compare_digest(given, self.code(*parts))
+
+
+def exchange_id(
+    address: str, rank: int, size: int, create: Callable[[], bytes], timeout: float, secret: str | None = None
+) -> bytes:
     """Returns the identifier that `create` made on rank 0.
 
     address: "host:port" where rank 0 listens, or the path of a file that all ranks see, which has a "/"
+    secret: the same on all ranks; None for the environment variable CUTLASS_PY_ATTN_SECRET, or none
 
-    PeerLost: ranks did not come within `timeout` seconds. NotSupported: the address is none, or ranks disagree.
+    PeerLost: ranks did not come within `timeout` seconds. NotSupported: a wrong argument, or ranks disagree.
     """
-    if reasons := [*_objections(address)]:
+    if reasons := [*_objections(address), *_secret_objections(secret)]:
         raise NotSupported(reasons)
     if size == 1:
         return create()
+    given = os.environ.get(VARIABLE, "") if secret is None else secret
+    ranks = _Ranks(rank, size, given.encode(errors="surrogateescape"), time.monotonic() + timeout)
     through = _through_file if "/" in address else _through_port
-    return through(address, rank, size, create, time.monotonic() + timeout)
+    return through(address, ranks, create)
 
 
-def _objections(address: object) -> Iterator[str]:
+def _secret_objections(secret: object) -> Iterator[str]:
+    if secret is not None and not (isinstance(secret, str) and secret):  # an error does not repeat it
+        yield f"secret is {'empty' if secret == '' else f'a {type(secret).__name__}'}: must be a str, or None; pass one"
+
+
+def _objections(address: Any) -> Iterator[str]:
     if isinstance(address, str) and "/" in address:
-        if address.endswith("/") or Path(address).is_dir():
-            yield f"address = {address!r}: must be a file, and not a folder; add the name of one"
-        elif not Path(address).parent.is_dir():
-            yield f"address = {address!r}: must be a file in a folder that exists; create {Path(address).parent}"
+        try:
+            if "\0" in address:
+                raise ValueError("it has a zero byte")
+            if address.endswith("/") or Path(address).is_dir():
+                yield f"address = {address!r}: must be a file, and not a folder; add the name of one"
+            elif not Path(address).parent.is_dir():
+                yield f"address = {address!r}: must be a file in a folder that exists; create {Path(address).parent}"
+        except (OSError, ValueError) as error:  # a name that is too long, for example
+            yield f"address = {address!r}: must be the path of a file ({error}); pass another one"
         return
     port = address.rpartition(":")[2] if isinstance(address, str) else ""
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16 and str(address).rpartition(":")[0]):
         yield f"address = {shown(address)}: must be host:port, or the path of a file with a '/' in it; pass one"
+        return
+    try:
+        _host_of(address).encode("idna")
+    except UnicodeError as error:
+        yield f"address = {shown(address)}: must be host:port with the name of a host ({error}); correct it"
 
 
-def _absent(missing: list[int], size: int, address: str) -> PeerLost:
+_OTHER_SECRET: Final = f"a process there has another secret, or a wrong {VARIABLE}"
+
+
+def _host_of(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _absent(missing: list[int], size: int, address: str, why: str) -> PeerLost:
     names = ", ".join(map(str, missing))
     return PeerLost(
-        f"rank {names} of {size} did not come to {address} in time: start all ranks with this address, and one time "
-        "limit"
+        f"rank {names} of {size} did not come to {address} in time{_in_brackets(why)}: start all ranks with this "
+        "address, and one time limit"
     )
 
 
-def _no_answer(rank: int, address: str, error: OSError | None = None) -> PeerLost:
-    found = "" if error is None or isinstance(error, TimeoutError) else f" ({error})"
+def _no_answer(rank: int, address: str, why: str) -> PeerLost:
     return PeerLost(
-        f"rank {rank} got no answer at {address} in time{found}: rank 0, or another rank that it waits for, did not "
-        "come; start all ranks with this address"
+        f"rank {rank} got no answer at {address} in time{_in_brackets(why)}: rank 0, or another rank that it waits "
+        "for, did not come; start all ranks with this address"
     )
+
+
+def _in_brackets(why: str) -> str:
+    return f" ({why})" if why else ""
 
 
 def _left(limit: float) -> float:
@@ -86,112 +148,264 @@ def _left(limit: float) -> float:
 # A file
 
 
-def _through_file(address: str, rank: int, size: int, create: Callable[[], bytes], limit: float) -> bytes:
+def _through_file(address: str, ranks: _Ranks, create: Callable[[], bytes]) -> bytes:
     path = Path(address)
-    if rank:
-        return _read_id(path, rank, limit)
+    owner = _owner(path)
+    if ranks.rank:
+        return _read_id(path, ranks, owner)
     identifier, written = create(), b""
-    others = [path.with_name(f"{path.name}.{other}") for other in range(1, size)]
-    accepted = _accepted(identifier)
+    others = {other: path.with_name(f"{path.name}.{other}") for other in range(1, ranks.size)}
     try:
-        while (found := [_read(other) for other in others]) != [accepted] * len(others):
-            nonces = [text for text in found if len(text) == _NONCE_BYTES]
-            have_come = len(nonces) + found.count(accepted) == len(others)
-            content = len(identifier).to_bytes(4, "little") + identifier + b"".join(nonces)
-            if have_come and content != written:
-                _write(path, content)
+        while True:
+            texts = {other: _read(file, owner, ranks) for other, file in others.items()}
+            come = {other: text[:_NONCE_BYTES] for other, text in texts.items() if _is_rank(ranks, other, text)}
+            have_it = [other for other, text in texts.items() if _is_thanks(ranks, other, identifier, text)]
+            if len(have_it) == len(others):
+                break
+            content = len(identifier).to_bytes(4, "little") + identifier + b"".join(come.values())
+            if len(come) + len(have_it) == len(others) and content != written:
+                _write(path, content + ranks.code(b"id", content))
                 written = content
-            if time.monotonic() > limit:
-                raise _absent([number for number, text in enumerate(found, 1) if text != accepted], size, address)
+            if time.monotonic() > ranks.limit:
+                missing = [other for other in others if other not in have_it]
+                raise _absent(missing, ranks.size, address, _ignored(others.values(), owner))
             time.sleep(_POLL_SECONDS)
-        for other in others:
-            other.unlink(missing_ok=True)
+        for file in others.values():
+            file.unlink(missing_ok=True)
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
     return identifier
 
 
-def _read_id(path: Path, rank: int, limit: float) -> bytes:
+def _read_id(path: Path, ranks: _Ranks, owner: int) -> bytes:
     """Returns the identifier from the file of rank 0."""
-    nonce, own = secrets.token_bytes(_NONCE_BYTES), path.with_name(f"{path.name}.{rank}")
-    _write(own, nonce)
+    nonce, own = secrets.token_bytes(_NONCE_BYTES), path.with_name(f"{path.name}.{ranks.rank}")
+    number = ranks.rank.to_bytes(8, "little")
+    _write(own, nonce + ranks.code(b"rank", number, nonce))
     try:
-        while time.monotonic() <= limit:
-            text = _read(path)
-            end = 4 + int.from_bytes(text[:4], "little")
-            nonces = text[end:]
-            if nonce in (nonces[at : at + _NONCE_BYTES] for at in range(0, len(nonces), _NONCE_BYTES)):
-                _write(own, _accepted(text[4:end]))
-                return text[4:end]
+        while time.monotonic() <= ranks.limit:
+            text = _read(path, owner, ranks)
+            content, code = text[:-_CODE_BYTES], text[-_CODE_BYTES:]
+            end = 4 + int.from_bytes(content[:4], "little")
+            nonces = content[end:]
+            is_mine = nonce in (nonces[at : at + _NONCE_BYTES] for at in range(0, len(nonces), _NONCE_BYTES))
+            if is_mine and ranks.is_code(code, b"id", content):
+                _write(own, b"ok" + ranks.code(b"ok", number, content[4:end]))
+                return content[4:end]
             time.sleep(_POLL_SECONDS)
     except BaseException:
         own.unlink(missing_ok=True)
         raise
     own.unlink(missing_ok=True)
-    raise _no_answer(rank, str(path))
+    raise _no_answer(ranks.rank, str(path), _ignored([path], owner))
 
 
-def _accepted(identifier: bytes) -> bytes:
-    """Returns what a rank writes when it has taken the identifier; it is longer than random bytes."""
-    return b"ok" + hashlib.sha256(identifier).digest()
+def _is_rank(ranks: _Ranks, other: int, text: bytes) -> bool:
+    """Returns whether another rank has written this, which waits for the identifier."""
+    nonce, code = text[:_NONCE_BYTES], text[_NONCE_BYTES:]
+    return ranks.is_code(code, b"rank", other.to_bytes(8, "little"), nonce)
 
 
-def _read(path: Path) -> bytes:
+def _is_thanks(ranks: _Ranks, other: int, identifier: bytes, text: bytes) -> bool:
+    """Returns whether another rank has written this when it had taken the identifier."""
+    return text[:2] == b"ok" and ranks.is_code(text[2:], b"ok", other.to_bytes(8, "little"), identifier)
+
+
+def _owner(path: Path) -> int:
+    """Returns to whom a new file in the folder belongs: on a network file system perhaps not to this user."""
     try:
-        return path.read_bytes()
-    except OSError:  # not there yet, or removed
-        return b""
+        with tempfile.TemporaryFile(dir=path.parent) as file:
+            return os.fstat(file.fileno()).st_uid
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _read(path: Path, owner: int, ranks: _Ranks) -> bytes:
+    """Returns the contents of a file; b"" if it is not there yet, or not one that a rank writes."""
+    return read_private(path, 4 + _MOST_BYTES + ranks.size * _NONCE_BYTES + _CODE_BYTES, owner) or b""
+
+
+def _ignored(paths: Iterable[Path], owner: int) -> str:
+    """Returns the files that are there and that no rank of this user wrote, as a part of a sentence; "" for none."""
+    found = [str(path) for path in paths if path.is_symlink() or path.exists()]
+    unfit = [path for path in found if read_private(Path(path), owner=owner) is None]
+    return f"{', '.join(unfit)} must be a file of this user that nobody else may write" if unfit else ""
 
 
 def _write(path: Path, content: bytes) -> None:
     """Writes a file that other processes see whole or not at all; NotSupported if the folder refuses it."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+    part = ""
     try:
-        part.write_bytes(content)
-        part.replace(path)
+        handle, part = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)  # mode 0600
+        with open(handle, "wb") as file:
+            file.write(content)
+        os.replace(part, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise NotSupported(
-            f"address = {str(path)!r}: must be in a folder that this process can write ({error}); pass another one"
-        ) from error
+            os.unlink(part)
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> NotSupported:
+    return NotSupported(
+        f"address = {str(path)!r}: must be in a folder that this process can write ({error}); pass another one"
+    )
 
 
 # A TCP port
 
 
-def _through_port(address: str, rank: int, size: int, create: Callable[[], bytes], limit: float) -> bytes:
-    host, _, port = address.rpartition(":")
-    place = host.strip("[]"), int(port)
-    if rank:
-        return _ask(place, address, rank, size, limit)
+@dataclass(slots=True)
+class _Stranger:
+    """A connection that has not said its hello: what rank 0 sent and got, and when it hangs up."""
+
+    connection: socket.socket
+    nonce: bytes
+    end: float
+    text: bytes = b""
+
+
+class _Listener:
+    """Rank 0's port until all ranks have come: reads the hellos of all connections side by side.
+
+    A connection that says nothing in time, something else, or the code of another secret, is dropped. wrong: how ranks
+    disagree, "" if they do not.
+    """
+
+    def __init__(self, server: socket.socket, ranks: _Ranks) -> None:
+        self.wrong, self._first_wrong = "", 0.0
+        self.has_other_secret = False
+        self._server = server
+        self._ranks = ranks
+        self._selector = selectors.DefaultSelector()
+        self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
+        self._come: dict[int, tuple[socket.socket, bytes]] = {}  # by rank: its connection, and both random bytes
+        server.setblocking(False)
+        self._selector.register(server, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in [*self._strangers, *(connection for connection, _ in self._come.values())]:
+            connection.close()
+        self._selector.close()
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in range(1, self._ranks.size) if rank not in self._come]
+
+    def wait(self) -> None:
+        """Returns when all ranks have come, when ranks disagree and the others are told, or after the time limit."""
+        end = self._ranks.limit
+        while self.missing and time.monotonic() <= end:
+            for key, _ in self._selector.select(min(_left(end), _HELLO_SECONDS)):
+                if key.data is None:
+                    self._accept()
+                elif key.data.connection in self._strangers:
+                    self._hear(key.data)
+                else:
+                    self._lose(key.data.connection)
+            for stranger in [it for it in self._strangers.values() if time.monotonic() > it.end]:
+                self._drop(stranger)
+            if self.wrong:  # the others are told too, if they come now
+                end = min(end, self._first_wrong + _TELL_SECONDS)
+
+    def answer(self, kind: bytes, content: bytes) -> None:
+        """Sends an answer to every rank that has come."""
+        for connection, nonces in self._come.values():
+            self._send(connection, kind, content, nonces)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except OSError:  # it has gone already, or this process has too many open files
+            if self._strangers:
+                self._drop(next(iter(self._strangers.values())))
+            else:
+                time.sleep(_POLL_SECONDS)
+            return
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._drop(next(iter(self._strangers.values())))
+        stranger = _Stranger(connection, secrets.token_bytes(_NONCE_BYTES), time.monotonic() + _HELLO_SECONDS)
+        self._strangers[connection] = stranger
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, stranger)
+        with contextlib.suppress(OSError):
+            connection.send(_MAGIC + stranger.nonce)
+
+    def _hear(self, stranger: _Stranger) -> None:
+        """Reads a part of a hello; the stranger is a rank, or is dropped, when it is whole."""
+        try:
+            part = stranger.connection.recv(_HELLO_BYTES - len(stranger.text))
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        stranger.text += part
+        is_other = not stranger.text.startswith(_MAGIC[: len(stranger.text)])
+        if not part or is_other:
+            self._drop(stranger)
+        elif len(stranger.text) == _HELLO_BYTES:
+            self._judge(stranger)
+
+    def _judge(self, stranger: _Stranger) -> None:
+        said, code = stranger.text[len(_MAGIC) : -_CODE_BYTES], stranger.text[-_CODE_BYTES:]
+        rank, its_size = (int.from_bytes(said[at : at + 8], "little") for at in (0, 8))
+        nonces, wrong = stranger.nonce + said[16:], ""
+        if not self._ranks.is_code(code, b"hello", stranger.nonce, said):
+            self.has_other_secret = True
+            self._send(stranger.connection, b"no", b"", nonces)  # whose code says why
+        elif its_size != self._ranks.size:
+            wrong = (
+                f"rank {rank} has size = {its_size}, and rank 0 has {self._ranks.size}: must be the same on all "
+                "ranks; correct one"
+            )
+        elif rank in self._come:
+            wrong = f"two processes have rank = {rank}: must be different on each; correct one"
+        elif 0 < rank < self._ranks.size:
+            del self._strangers[stranger.connection]
+            self._come[rank] = stranger.connection, nonces
+            return
+        if wrong:
+            self._send(stranger.connection, b"no", wrong.encode(), nonces)
+            if not self.wrong:
+                self.wrong, self._first_wrong = wrong, time.monotonic()
+        self._drop(stranger)
+
+    def _lose(self, connection: socket.socket) -> None:
+        """Forgets a rank that hangs up before it has an answer: it may come again."""
+        for rank in [rank for rank, (other, _) in self._come.items() if other is connection]:
+            del self._come[rank]
+            self._selector.unregister(connection)
+            connection.close()
+
+    def _drop(self, stranger: _Stranger) -> None:
+        del self._strangers[stranger.connection]
+        self._selector.unregister(stranger.connection)
+        stranger.connection.close()
+
+    def _send(self, connection: socket.socket, kind: bytes, content: bytes, nonces: bytes) -> None:
+        with contextlib.suppress(OSError):  # NCCL reports a rank that has ended meanwhile
+            connection.settimeout(_HELLO_SECONDS)
+            connection.sendall(_answer(self._ranks, kind, content, nonces))
+
+
+def _through_port(address: str, ranks: _Ranks, create: Callable[[], bytes]) -> bytes:
+    place = _host_of(address), int(address.rpartition(":")[2])
+    if ranks.rank:
+        return _ask(place, address, ranks)
     identifier = create()
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_listen(place, address))
-        ranks: dict[int, socket.socket] = {}
-        wrong, end = "", limit
-        while len(ranks) < size - 1:
-            missing = [other for other in range(1, size) if other not in ranks]
-            server.settimeout(_left(end))
-            try:
-                connection, _ = server.accept()
-            except TimeoutError as error:
-                if wrong:
-                    break
-                listened = f"{address}, where rank 0 listened as {server.getsockname()[0]},"
-                raise _absent(missing, size, listened) from error
-            stack.enter_context(connection)
-            other, found = _hello_of(connection, ranks, size, limit)
-            if found and not wrong:  # the others are told too, if they come now
-                wrong, end = found, min(limit, time.monotonic() + _TELL_SECONDS)
-            if other:
-                ranks[other] = connection
-        answer = _answer(b"no", wrong.encode()) if wrong else _answer(b"ok", identifier)
-        for connection in ranks.values():
-            with contextlib.suppress(OSError):  # NCCL reports a rank that has ended meanwhile
-                connection.sendall(answer)
-    if wrong:
-        raise NotSupported(wrong)
+    with _listen(place, address) as server, _Listener(server, ranks) as listener:
+        listener.wait()
+        if listener.wrong:
+            listener.answer(b"no", listener.wrong.encode())
+            raise NotSupported(listener.wrong)
+        if listener.missing:
+            listened = f"{address}, where rank 0 listened as {server.getsockname()[0]},"
+            raise _absent(listener.missing, ranks.size, listened, _OTHER_SECRET if listener.has_other_secret else "")
+        listener.answer(b"ok", identifier)
     return identifier
 
 
@@ -214,58 +428,51 @@ def _listen(place: tuple[str, int], address: str) -> socket.socket:
     ) from errors[0]
 
 
-def _answer(kind: bytes, content: bytes) -> bytes:
-    """Returns what rank 0 sends: with its length, so that a part of it is no answer."""
-    return kind + len(content).to_bytes(4, "little") + content
+def _answer(ranks: _Ranks, kind: bytes, content: bytes, nonces: bytes) -> bytes:
+    """Returns what rank 0 sends: with its length, so that a part of it is no answer, and its code."""
+    return kind + len(content).to_bytes(4, "little") + content + ranks.code(kind, nonces, content)
 
 
-def _hello_of(connection: socket.socket, ranks: dict[int, socket.socket], size: int, limit: float) -> tuple[int, str]:
-    """Returns the rank at the other end, 0 for a stranger, and what is wrong with it.
-
-    A rank sends its hello at once. One that is dropped for being slow connects again.
-    """
-    try:
-        text = _receive(connection, _HELLO_BYTES, min(limit, time.monotonic() + _HELLO_SECONDS))
-    except OSError:
-        return 0, ""
-    if not text.startswith(_MAGIC) or len(text) < _HELLO_BYTES:
-        return 0, ""
-    connection.settimeout(_HELLO_SECONDS)
-    rank, its_size = (int.from_bytes(text[at : at + 8], "little") for at in (len(_MAGIC), len(_MAGIC) + 8))
-    if its_size != size:
-        wrong = f"rank {rank} has size = {its_size}, and rank 0 has {size}: must be the same on all ranks; correct one"
-    elif rank in ranks:
-        wrong = f"two processes have rank = {rank}: must be different on each; correct one"
-    elif not 0 < rank < size:  # no rank of this package sends it
-        return 0, ""
-    else:
-        return rank, ""
-    with contextlib.suppress(OSError):
-        connection.sendall(_answer(b"no", wrong.encode()))
-    return 0, wrong
-
-
-def _ask(place: tuple[str, int], address: str, rank: int, size: int, limit: float) -> bytes:
+def _ask(place: tuple[str, int], address: str, ranks: _Ranks) -> bytes:
     """Returns the identifier from rank 0's port."""
+    has_other_secret = False
     while True:  # at least once, however little time is left
-        refused: OSError | None = None
+        why, pause = "", _AGAIN_SECONDS
         try:
-            with socket.create_connection(place, timeout=_left(limit)) as connection:
+            with socket.create_connection(place, timeout=_left(ranks.limit)) as connection:
                 _expect_another_side(connection)
-                connection.sendall(_MAGIC + rank.to_bytes(8, "little") + size.to_bytes(8, "little"))
-                head = _receive(connection, _HEAD_BYTES, limit)
-                count = int.from_bytes(head[2:], "little")
-                content = _receive(connection, min(count, _MOST_BYTES), limit)
-            if len(head) == _HEAD_BYTES and len(content) == count:
-                if head.startswith(b"ok"):
-                    return content
-                if head.startswith(b"no"):
-                    raise NotSupported(content.decode(errors="replace"))
+                kind, content = _talk(connection, ranks)
+            if kind == b"ok":
+                return content
+            if kind == b"no":
+                raise NotSupported(content.decode(errors="replace"))
+            has_other_secret = has_other_secret or bool(kind)
+        except TimeoutError:
+            pass
         except OSError as error:  # nobody listens yet, or rank 0 has ended
-            refused = error
-        if time.monotonic() > limit:
-            raise _no_answer(rank, address, refused)
-        time.sleep(_POLL_SECONDS)
+            why, pause = str(error), _POLL_SECONDS
+        if time.monotonic() > ranks.limit:
+            raise _no_answer(ranks.rank, address, _OTHER_SECRET if has_other_secret else why)
+        time.sleep(pause)
+
+
+def _talk(connection: socket.socket, ranks: _Ranks) -> tuple[bytes, bytes]:
+    """Returns the kind and the content of rank 0's answer: "ok" or "no", "?" for another secret, b"" for no answer."""
+    greeting = _receive(connection, _GREETING_BYTES, ranks.limit)
+    if len(greeting) < _GREETING_BYTES or not greeting.startswith(_MAGIC):
+        return b"", b""
+    nonce, own = greeting[len(_MAGIC) :], secrets.token_bytes(_NONCE_BYTES)
+    said = ranks.rank.to_bytes(8, "little") + ranks.size.to_bytes(8, "little") + own
+    connection.sendall(_MAGIC + said + ranks.code(b"hello", nonce, said))
+    head = _receive(connection, _HEAD_BYTES, ranks.limit)
+    kind, count = head[:2], int.from_bytes(head[2:], "little")
+    if len(head) < _HEAD_BYTES or kind not in (b"ok", b"no") or count > _MOST_BYTES:
+        return b"", b""
+    text = _receive(connection, count + _CODE_BYTES, ranks.limit)
+    if len(text) < count + _CODE_BYTES:
+        return b"", b""
+    is_right = ranks.is_code(text[count:], kind, nonce + own, text[:count])
+    return (kind, text[:count]) if is_right else (b"?", b"")
 
 
 def _expect_another_side(connection: socket.socket) -> None:

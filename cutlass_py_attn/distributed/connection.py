@@ -25,6 +25,7 @@ def connect(
     device: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     check_calls: bool = True,
+    secret: str | None = None,
 ) -> Group:
     """Returns the group of `size` processes over NCCL, one for each GPU. Every process calls this, with its rank.
 
@@ -33,6 +34,8 @@ def connect(
         that all ranks see, which has a "/"
     device: ordinal of this process's GPU; None for the current one
     timeout, check_calls: as in `Group`; the time limit holds for this call too
+    secret: text that all ranks know and strangers do not, which then cannot pose as a rank; None for the environment
+        variable CUTLASS_PY_ATTN_SECRET. Without either, whoever reaches the port is trusted
 
     NotSupported: a wrong argument, or ranks disagree. PeerLost: a rank did not come in time. NoDevice: nccl4py or
     libnccl is not installed or too old, or there is no GPU.
@@ -43,7 +46,7 @@ def connect(
     ordinal = driver.current_ordinal() if device is None else driver.checked_ordinal(device)
     driver.device(ordinal)
     start = time.monotonic()
-    identifier = bootstrap.exchange_id(address, int(rank), int(size), nccl.unique_id, timeout)
+    identifier = bootstrap.exchange_id(address, int(rank), int(size), nccl.unique_id, timeout, secret)
     left = max(timeout - (time.monotonic() - start), 1.0)
     communicator = nccl.NcclCommunicator.create(identifier, int(rank), int(size), ordinal, timeout, left)
     return Group(communicator, timeout=timeout, check_calls=check_calls)

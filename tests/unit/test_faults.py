@@ -473,7 +473,7 @@ def test_an_export_waits_for_another_one(
     """Nobody replaces the folder while an export looks for other files in it, nor before it has read what it wrote."""
     folder = Path(shutil.copytree(exported / "backward", tmp_path / "bundle"))
     reader, writer = os.pipe()
-    module, name = (reading, "listed_files") if step == "check" else (files, "load_bundle")
+    module, name = (reading, "intact_files") if step == "check" else (files, "load_bundle")
     original = getattr(module, name)
 
     def slow(path: Path) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import inspect
+import os
 import re
 import socket
 import sys
@@ -321,9 +323,9 @@ def test_a_rank_that_never_comes(address: str) -> None:
 
 def test_ranks_of_different_sizes(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank that has come is told. The wrong one comes last here."""
-    has_come, hello = threading.Event(), bootstrap._hello_of
+    has_come, judge = threading.Event(), bootstrap._Listener._judge
     monkeypatch.setattr(bootstrap, "_TELL_SECONDS", 0.1)
-    monkeypatch.setattr(bootstrap, "_hello_of", lambda *given: (hello(*given), has_come.set())[0])
+    monkeypatch.setattr(bootstrap._Listener, "_judge", lambda *given: (judge(*given), has_come.set())[0])
     sizes = {0: 3, 1: 3, 2: 4}
 
     def of_rank(rank: int) -> bytes:
@@ -401,10 +403,11 @@ def talks(port: int, words: list[bytes], pause: float) -> Callable[[], None]:
     [
         ([b"x"] * 8, 0.1),
         ([bootstrap._MAGIC + b"\1"], 0.0),
-        ([bootstrap._MAGIC + bytes(8) + (2).to_bytes(8, "little")], 0.0),
-        ([bootstrap._MAGIC + (9).to_bytes(8, "little") + (2).to_bytes(8, "little")], 0.0),
+        ([bootstrap._MAGIC + bytes(64)], 0.0),
+        ([bootstrap._MAGIC + bytes(8), bytes(1000)], 0.0),
+        ([bytes(4096)], 0.0),
     ],
-    ids=["slow", "half a hello", "another rank 0", "rank 9 of 2"],
+    ids=["slow", "half a hello", "a wrong code", "too much", "long"],
 )
 def test_strangers_that_speak(port: int, words: list[bytes], pause: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them is a rank, and a slow one does not take the ranks' time."""
@@ -420,18 +423,21 @@ def test_strangers_that_speak(port: int, words: list[bytes], pause: float, monke
     thread.join()
 
 
-@pytest.mark.parametrize("cut", [1, 4, 20])
+@pytest.mark.parametrize("cut", [1, 4, 20, 120])
 def test_half_an_answer_is_none(cut: int) -> None:
     """Rank 0 ends while it sends: the rank asks again, and does not take a part of an identifier."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        whole = bootstrap._answer(b"ok", bytes(range(100)))
+        ranks = bootstrap._Ranks(0, 2, b"", time.monotonic() + 20)
 
         def serve() -> None:
-            for answer in (whole[:cut], whole):
+            for end in (cut, None):
                 connection, _ = server.accept()
                 with connection:
-                    bootstrap._receive(connection, bootstrap._HELLO_BYTES, time.monotonic() + 20)
+                    connection.sendall(bootstrap._MAGIC + bytes(16))
+                    hello = bootstrap._receive(connection, bootstrap._HELLO_BYTES, ranks.limit)
+                    nonces = bytes(16) + hello[len(bootstrap._MAGIC) + 16 : -32]
+                    answer = bootstrap._answer(ranks, b"ok", bytes(range(100)), nonces)[:end]
                     connection.sendall(answer[:3])
                     time.sleep(0.05)
                     connection.sendall(answer[3:])
@@ -508,6 +514,255 @@ def test_a_host_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "in time ([Errno -2] Name or service not known): rank 0, or another rank" in str(other)
 
 
+def hello(rank: int, size: int, greeting: bytes, secret: bytes = b"") -> bytes:
+    """What a rank answers to the greeting of rank 0."""
+    ranks = bootstrap._Ranks(rank, size, secret, 0.0)
+    said = rank.to_bytes(8, "little") + size.to_bytes(8, "little") + bytes(16)
+    return bootstrap._MAGIC + said + ranks.code(b"hello", greeting[len(bootstrap._MAGIC) :], said)
+
+
+class Strangers:
+    """Connections to a port where rank 0 listens, which stay open."""
+
+    def __init__(self, port: int) -> None:
+        self.open: list[socket.socket] = []
+        self._port = port
+
+    def connect(self) -> socket.socket:
+        for _ in range(1000):
+            try:
+                self.open.append(socket.create_connection(("127.0.0.1", self._port), timeout=5))
+                return self.open[-1]
+            except OSError:
+                time.sleep(0.01)
+        raise AssertionError("nobody listens")
+
+    def close(self) -> None:
+        for connection in self.open:
+            connection.close()
+
+
+@pytest.fixture
+def strangers(port: int) -> Iterator[Strangers]:
+    found = Strangers(port)
+    yield found
+    found.close()
+
+
+def beside(port: int, attack: Callable[[], object], secret: str | None = None, limit: float = 20.0) -> list[Any]:
+    """Returns what two ranks get when rank 1 comes after strangers."""
+
+    def of_rank(rank: int) -> bytes:
+        if rank:
+            attack()
+        return bootstrap.exchange_id(f"127.0.0.1:{port}", rank, 2, lambda: b"id", limit, secret)
+
+    return together(2, of_rank)
+
+
+@pytest.mark.parametrize("count", [1, 10, 3 * bootstrap._MOST_STRANGERS])
+def test_idle_connections_do_not_delay_the_ranks(port: int, strangers: Strangers, count: int) -> None:
+    begin = time.monotonic()
+    assert beside(port, lambda: [strangers.connect() for _ in range(count)]) == [b"id"] * 2
+    assert time.monotonic() - begin < bootstrap._HELLO_SECONDS, "none of them was waited for"
+
+
+def test_idle_connections_are_hung_up(port: int, strangers: Strangers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "_HELLO_SECONDS", 0.1)
+
+    def attack() -> None:
+        stranger = strangers.connect()
+        assert stranger.recv(100).startswith(bootstrap._MAGIC)
+        assert stranger.recv(100) == b""
+
+    assert beside(port, attack) == [b"id"] * 2
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ECONNABORTED, errno.ENOBUFS])
+def test_too_many_open_files_end_no_job(port: int, strangers: Strangers, code: int) -> None:
+    """As of rank 0 under a small limit: the oldest connection that has said nothing makes room."""
+    accept, left = socket.socket.accept, iter(range(6))
+
+    def failing(server: socket.socket) -> Any:
+        if next(left, None) in (2, 3, 4):
+            raise OSError(code, os.strerror(code))
+        return accept(server)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(socket.socket, "accept", failing)
+        assert beside(port, lambda: [strangers.connect() for _ in range(2)]) == [b"id"] * 2
+    assert next(left, None) is None or code, "rank 0 went on"
+
+
+def test_a_rank_that_hangs_up_may_come_again(port: int, strangers: Strangers) -> None:
+    has_gone = threading.Event()
+
+    def of_rank(rank: int) -> bytes:
+        if rank == 1:  # its first process ends before rank 2 comes
+            first = strangers.connect()
+            first.sendall(hello(1, 3, first.recv(bootstrap._GREETING_BYTES)))
+            time.sleep(0.1)
+            first.close()
+            has_gone.set()
+        elif rank:
+            has_gone.wait(20)
+        return bootstrap.exchange_id(f"127.0.0.1:{port}", rank, 3, lambda: b"id", 20.0)
+
+    assert together(3, of_rank) == [b"id"] * 3
+
+
+@pytest.mark.parametrize("said", [(1, 2), (1, 3), (0, 2), (2**64 - 1, 2)])
+@pytest.mark.parametrize("secret", [b"", b"guessed"])
+def test_a_stranger_cannot_pose_as_a_rank(
+    port: int, strangers: Strangers, said: tuple[int, int], secret: bytes
+) -> None:
+    """It gets no identifier, ends no job, and takes no rank's place, for want of the secret."""
+    got = []
+
+    def attack() -> None:
+        stranger = strangers.connect()
+        stranger.sendall(hello(*said, stranger.recv(bootstrap._GREETING_BYTES), secret))
+        got.append(b"".join(iter(lambda: stranger.recv(4096), b"")))
+
+    assert beside(port, attack, "the secret") == [b"id"] * 2
+    assert len(got[0]) == bootstrap._HEAD_BYTES + bootstrap._CODE_BYTES, "no, and nothing more"
+
+
+def test_a_hello_of_another_connection_is_none(port: int, strangers: Strangers) -> None:
+    """Whoever listened to a rank cannot say the same."""
+
+    def attack() -> None:
+        one, other = strangers.connect(), strangers.connect()
+        other.recv(bootstrap._GREETING_BYTES)
+        other.sendall(hello(1, 2, one.recv(bootstrap._GREETING_BYTES), b"the secret"))
+        assert other.recv(100).startswith(b"no")
+
+    assert beside(port, attack, "the secret") == [b"id"] * 2
+
+
+@pytest.mark.parametrize(
+    "answer", [b"ok\2\0\0\0id" + bytes(32), b"no\0\0\0\0" + bytes(32), b"ok\xff\xff\xff\xff", b"HTTP"]
+)
+def test_a_stranger_cannot_pose_as_rank_0(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.05)
+        port, ranks = server.getsockname()[1], []
+
+        def serve() -> None:
+            while not ranks:
+                with contextlib.suppress(OSError), server.accept()[0] as connection:
+                    connection.sendall(bootstrap._MAGIC + bytes(16))
+                    connection.recv(1000)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            with pytest.raises(PeerLost, match="rank 1 got no answer"):
+                bootstrap.exchange_id(f"127.0.0.1:{port}", 1, 2, lambda: b"", 0.3, "the secret")
+        finally:
+            ranks.append(1)
+            thread.join()
+
+
+def test_different_secrets_are_said(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(bootstrap.VARIABLE, "of the environment")
+    found = together(2, lambda rank: bootstrap.exchange_id(address, rank, 2, lambda: b"id", 0.5, "xy"[rank]))
+    assert [type(error) for error in found] == [PeerLost] * 2
+    if ":" in address:
+        assert all(f"a process there has another secret, or a wrong {bootstrap.VARIABLE}" in str(it) for it in found)
+    both = together(
+        2,
+        lambda rank: bootstrap.exchange_id(address, rank, 2, lambda: b"id", 20.0, [None, "of the environment"][rank]),
+    )
+    assert both == [b"id"] * 2
+    assert "of the environment" not in repr(bootstrap._Ranks(0, 2, b"of the environment", 0.0))
+
+
+@pytest.mark.parametrize("secret", ["", b"bytes", 7])
+def test_no_secret(secret: Any) -> None:
+    with pytest.raises(NotSupported, match=r"secret is (empty|a bytes|a int): must be a str, or None; pass one"):
+        bootstrap.exchange_id("host:80", 0, 2, lambda: b"", 1.0, secret)
+
+
+def test_files_are_of_this_user_alone(tmp_path: Path) -> None:
+    seen = set[tuple[str, int]]()
+    before, watching = os.umask(0), threading.Event()
+
+    def watch() -> None:
+        while not watching.wait(0.002):
+            for path in tmp_path.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    seen.add((path.name.split(".")[0], path.stat().st_mode & 0o777))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        assert of_ranks(str(tmp_path / "id")) == [b"id"] * 2
+    finally:
+        os.umask(before)
+        watching.set()
+        thread.join()
+    assert {mode for name, mode in seen if name == "id"} == {0o600}
+
+
+@pytest.mark.parametrize("name", ["id", "id.1"])
+@pytest.mark.parametrize("kind", ["pipe", "link to nothing", "link to a file", "zeros", "of others"])
+def test_what_is_in_the_place_of_a_file(tmp_path: Path, name: str, kind: str) -> None:
+    """It is replaced, and neither read nor followed; a pipe has no writer to wait for."""
+    path, own = tmp_path / name, tmp_path / "own"
+    own.write_text("precious")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif "link" in kind:
+        path.symlink_to(own if "file" in kind else tmp_path / "nothing")
+    else:
+        path.write_bytes(bytes(1 << 20) if kind == "zeros" else bytes(48))
+        path.chmod(0o666)
+    assert of_ranks(str(tmp_path / "id")) == [b"id"] * 2
+    assert own.read_text() == "precious"
+    assert [file.name for file in tmp_path.iterdir()] == ["own"]
+
+
+def test_a_pipe_that_stays_hangs_nobody(tmp_path: Path) -> None:
+    """Rank 2 never comes, and a pipe is in its place."""
+    os.mkfifo(tmp_path / "id.2")
+    found = together(2, lambda rank: bootstrap.exchange_id(str(tmp_path / "id"), rank, 3, lambda: b"id", 0.3))
+    assert [type(error) for error in found] == [PeerLost] * 2
+    assert f"({tmp_path}/id.2 must be a file of this user that nobody else may write)" in str(found[0])
+
+
+@pytest.mark.parametrize("owner", [12345, None])
+def test_an_identifier_of_another_user_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int | None
+) -> None:
+    """Who may read FILE.1 and write FILE, as in a folder of everybody, knows the random bytes."""
+    path, ranks = tmp_path / "id", bootstrap._Ranks(0, 2, b"", 0.0)
+    real = os.fstat
+
+    def fstat(handle: int) -> os.stat_result:
+        found = real(handle)
+        is_foreign = owner is not None and path.exists() and os.path.samestat(found, path.stat())
+        return os.stat_result([*found[:4], owner, *found[5:10]]) if is_foreign else found
+
+    monkeypatch.setattr(os, "fstat", fstat)
+
+    def foreign() -> None:
+        while not (tmp_path / "id.1").exists():
+            time.sleep(0.01)
+        content = (7).to_bytes(4, "little") + b"EVIL ID" + (tmp_path / "id.1").read_bytes()[:16]
+        bootstrap._write(path, content + ranks.code(b"id", content))
+
+    found = together(
+        2, lambda number: bootstrap.exchange_id(str(path), 1, 2, lambda: b"", 0.5) if number else foreign()
+    )
+    if owner is None:
+        assert found[1] == b"EVIL ID", "without a secret a process of this user is trusted"
+    else:
+        assert isinstance(found[1], PeerLost)
+        assert "id must be a file of this user that nobody else may write" in str(found[1])
+
+
 def test_no_files_are_left(tmp_path: Path) -> None:
     """Neither those of ranks that waited in vain."""
     found = together(3, lambda rank: bootstrap.exchange_id(str(tmp_path / "id"), rank, 4, lambda: b"id", 0.2))
@@ -516,15 +771,31 @@ def test_no_files_are_left(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "write_bytes", fails)
+    monkeypatch.setattr(bootstrap.tempfile, "mkstemp", fails)
     with pytest.raises(NotSupported, match=r"must be in a folder that this process can write \(\[Errno 13\]"):
         bootstrap.exchange_id(str(tmp_path / "id"), 1, 2, lambda: b"", 1.0)
     for address in (str(tmp_path), f"{tmp_path}/"):
         with pytest.raises(NotSupported, match=r"must be a file, and not a folder; add the name of one"):
             bootstrap.exchange_id(address, 1, 2, lambda: b"", 1.0)
+
+
+@pytest.mark.parametrize("address", ["/tmp/a\0b", "/tmp/" + "x" * 300, "x" * 300 + ":80", "é" * 70 + ".com:80"])
+def test_no_name_of_a_file_or_a_host(address: str) -> None:
+    with pytest.raises(
+        NotSupported, match=r"address = .*: must be (the path of a file|host:port with the name) .*\(.*\)"
+    ):
+        bootstrap.exchange_id(address, 0, 2, lambda: b"", 1.0)
+
+
+def test_a_folder_in_the_place_of_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "id.1").mkdir()
+    one, other = of_ranks(str(tmp_path / "id"), 0.3)
+    assert isinstance(one, PeerLost)
+    assert "id.1 must be a file of this user that nobody else may write" in str(one)
+    assert isinstance(other, NotSupported)
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:0", "host:99999", None, 7, "/no such folder/id"])
