@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
 
 from cutlass_py_attn.artifact import Artifact, NoPermission, artifact_of, locked, unreadable
 from cutlass_py_attn.bundle import header, library, reading
 from cutlass_py_attn.bundle.arguments import export_objections, listed
 from cutlass_py_attn.bundle.dispatch import NEVER, facts_of, family_order, order_key, preferred_when
 from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
+from cutlass_py_attn.bundle.names import name_objections
 from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
 from cutlass_py_attn.bundle.replacing import objection, replace_folder
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, exported_plans, plans
@@ -32,11 +31,6 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import path_objections, shown
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.binding import Bound, bind
-
-_NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
-# Headers that the sources include, which a file of that name would hide, and targets of CMake.
-_HEADERS: Final = ("cuda", "dlfcn", "math", "pthread", "stdarg", "stddef", "stdint", "stdio", "stdlib", "string")
-_RESERVED: Final = (*_HEADERS, "all", "clean", "help", "install", "package", "test")
 
 
 def export_bundle(
@@ -254,12 +248,7 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
                     for kind in sorted(kinds)]  # fmt: skip
     if not archs:
         reasons.append("archs is empty: must name at least one target, such as sm_80; pass one")
-    if not _NAME.fullmatch(name):
-        reasons.append(
-            f"name = {name!r}: must be lower-case letters, digits and _, as the prefix of C functions; correct it"
-        )
-    if name in _RESERVED:
-        reasons.append(f"name = {name!r}: must be none of {', '.join(_RESERVED)}, which C or CMake has; choose another")
+    reasons += name_objections(name)
     reasons += _folder_objections(path)
     reasons += [reason for arch in archs for reason in planner.arch_objections(arch)]
     if reasons:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from cutlass_py_attn.bundle import interface, library, row_spec
 from cutlass_py_attn.bundle.dispatch import ALWAYS, facts_of, order_key, preferred_when
 from cutlass_py_attn.bundle.files import MANIFEST, Bundle
 from cutlass_py_attn.bundle.manifest import Target, manifest, names_of, sealed
+from cutlass_py_attn.bundle.names import name_objections
 from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.group import group
@@ -32,6 +34,7 @@ from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields, VectorOperand
 from tests.support import fakes
 from tests.support.bundles import CASE, problem_of, snapshot
+from tests.support.c_compiler import compiler
 from tests.support.fake_driver import FakeDriver
 
 DECODE = "bf16_d64_q1_s8192_b4_h32k8_full"
@@ -285,11 +288,82 @@ def test_every_objection_at_once(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == {"notes.txt": b"mine"}
 
 
-@pytest.mark.parametrize("name", ["string", "cuda", "test"])
-def test_names_of_headers_and_targets_are_refused(tmp_path: Path, name: str) -> None:
+TAKEN_NAMES = {
+    "string": "a header that C programs include",
+    "features": "a header that C programs include",
+    "cuda": "a header that C programs include",
+    "errno": "a header that C programs include",
+    "m": "a library of the system or of CUDA",
+    "int": "a keyword of C or C\\+\\+, or a macro",
+    "linux": "a keyword of C or C\\+\\+, or a macro",
+    "class": "a keyword of C or C\\+\\+, or a macro",
+    "crate": "a keyword of Rust",
+    "for": "a keyword of C .*, nor of a keyword of Rust|a keyword of C",
+    "test": "a keyword of Rust, or a name that cargo keeps",
+    "edit_cache": "a target of CMake",
+    "con": "a device on Windows",
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_NAMES)
+def test_names_that_cannot_be_built_are_refused(tmp_path: Path, name: str) -> None:
     """A file string.h would hide the header that attention.c includes; CMake has a target test."""
-    with pytest.raises(NotSupported, match=rf"name = '{name}': must be none of cuda, .*test, which C or CMake has"):
+    with pytest.raises(NotSupported, match=rf"name = '{name}': must not be that of .*{TAKEN_NAMES[name]}.*; choose"):
         exported(tmp_path / "library", problem_of("forward"), name=name)
+    with pytest.raises(NotSupported, match="must have at most 64; shorten it"):
+        exported(tmp_path / "library", problem_of("forward"), name="x" * 65)
+    assert not list(tmp_path.iterdir())
+    assert list(name_objections(f"my_{name}")) == list(name_objections("x" * 64)) == []
+
+
+def test_every_header_that_programs_include_is_refused() -> None:
+    """What the C compiler reads for the standard headers, directly in one of its folders."""
+    standard = [
+        "assert",
+        "complex",
+        "ctype",
+        "errno",
+        "fenv",
+        "float",
+        "inttypes",
+        "iso646",
+        "limits",
+        "locale",
+        "math",
+        "setjmp",
+        "signal",
+        "stdalign",
+        "stdarg",
+        "stdatomic",
+        "stdbool",
+        "stddef",
+        "stdint",
+        "stdio",
+        "stdlib",
+        "stdnoreturn",
+        "string",
+        "tgmath",
+        "time",
+        "wchar",
+        "wctype",
+        "unistd",
+        "dlfcn",
+        "pthread",
+        "sys/stat",
+        "sys/socket",
+        "netdb",
+        "poll",
+        "semaphore",
+        "fcntl",
+        "dirent",
+    ]
+    source = "#define _GNU_SOURCE\n" + "".join(f"#include <{name}.h>\n" for name in standard)
+    command = [compiler("c"), "-M", "-x", "c", "-"]
+    read = subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
+    paths = [Path(word) for word in read.replace("\\\n", " ").split()[1:] if word.endswith(".h")]
+    names = {path.stem for path in paths if path.parent.name == "include"}
+    assert names >= {"errno", "features", "stdio", "stddef"}
+    assert [name for name in sorted(names) if not name.startswith("_") and not [*name_objections(name)]] == []
 
 
 def test_a_header_of_several_problems_names_the_library(tmp_path: Path) -> None:
