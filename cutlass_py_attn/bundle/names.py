@@ -61,7 +61,7 @@ _TARGETS: Final = _words(
     """
     all all_build clean continuous depend distclean edit_cache experimental help install install_local
     install_strip list_install_components nightly package package_source preinstall rebuild_cache run_tests
-    uninstall zero_check
+    zero_check
     """
 )
 _DEVICES: Final = frozenset(
