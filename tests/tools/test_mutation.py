@@ -5,14 +5,20 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.testing import guarded_check
-from tests.support import fakes
+from cutlass_py_attn.testing.cases import Case
+from tests.support import fake_launch, fakes
 from tests.support.fake_driver import FakeDriver
 from tools.mutation import kernel_faults, mutate, operators, tables, tree
 
@@ -152,6 +158,32 @@ def test_kernel_faults_cover_both_families_and_directions() -> None:
     assert kinds >= {(family, kind) for family in ("sm80", "sm90") for kind in ("forward", "backward")}
     assert ("decode", "forward") in kinds
     assert len({fault.folder for fault in kernel_faults.FAULTS}) == len(builds) >= 16
+
+
+# How a fault of a term changes the reference, and how far it must be beyond the allowed error.
+TERM_FAULTS: dict[str, tuple[str, Callable[[Any], Any], float]] = {
+    "softcap times 1.01 in a bfloat16 backward": ("softcap", lambda softcap: softcap * 1.01, 5.0),
+    "sink + 0.02": ("sinks", lambda sinks: sinks + np.float32(0.02), 20.0),
+    "sink + 0.02 in its bfloat16 gradient": ("sinks", lambda sinks: sinks + np.float32(0.02), 2.0),
+}
+
+
+@pytest.mark.parametrize("name", TERM_FAULTS)
+def test_the_inputs_of_a_kernel_fault_show_it(name: str) -> None:
+    """Of a kernel that rounds as the reference in the case's dtype does, and of one that is exact but for the fault."""
+    (fault,) = (each for each in kernel_faults.FAULTS if each.name == name)
+    case, (term, changed, least) = fault.case, TERM_FAULTS[name]
+    expected = guarded_check.expect(case)
+    score_mod = case.score_mod(expected.arrays)
+    wrong = replace(score_mod, **{term: changed(getattr(score_mod, term))})
+    with mock.patch.object(Case, "score_mod", return_value=wrong):
+        found = guarded_check.by_reference(case, expected.arrays, "float64")
+    stored = fake_launch.stored(case, replace(expected, truth={each: found[each] for each in expected.truth}))
+    assert max(guarded_check.ratios(case, expected, stored).values()) > least
+    rounded = fake_launch.stored(case, replace(expected, truth=expected.low))
+    ratios = guarded_check.ratios(case, expected, rounded)
+    ratios.pop("logsumexp", None)  # kernels keep it in float32
+    assert max(ratios.values()) < 0.5
 
 
 @pytest.mark.usefixtures("driver_log")

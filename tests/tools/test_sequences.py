@@ -1,4 +1,4 @@
-"""Tests of the sequence machine: right sequences pass on a simulated GPU, and each seeded fault of the host code fails."""
+"""Tests of the sequence machine: on a simulated GPU sequences pass, and each seeded fault of the host code fails."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sequence machine: random sequences of calls of the Python API on a host, against the NumPy reference in float64.
 
 A sequence makes operands of several libraries and layouts, and calls forward and backward with them: on several
-streams, with results in the caller's arrays, with contents that change between calls, from two threads, by a Bound, in a
-captured graph, with operands that die right after the call, and with refused calls in between. A paged cache grows by
+streams, with results in the caller's arrays, with contents that change between calls, from two threads, by a Bound, in
+a captured graph, with operands that die right after the call, and with refused calls in between. A paged cache grows by
 append_to_cache, is attended to in whole or in two parts, and the parts are merged.
 
 Results are compared when their stream is waited for: with float64 by the rule of testing/guarded_check.py, and with

@@ -21,8 +21,8 @@ SOURCE = Path(__file__).with_name("libcuda.c")
 FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread", "-Wl,-soname,libcuda.so.1")
 
 
-# Gets the name of a call, its text, the addresses of its numbers and bytes, and the number of bytes. Returns a CUresult,
-# or -1 to leave the call to the fake driver.
+# Gets the name of a call, its text, the addresses of its numbers and bytes, and the number of bytes. Returns a
+# CUresult, or -1 to leave the call to the fake driver.
 Taker = Callable[[bytes, bytes, int, int, int], int]
 _TAKER = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int
