@@ -252,3 +252,37 @@ def test_a_chunk_that_fails_is_one_wrong_sequence(machine: type[SequenceMachine]
     (failure,) = outcome.failures
     assert failure.startswith("seed 3: ")
     assert "state.start(" in failure, "the steps of the sequence"
+
+
+# The table of docs/testing.md
+
+
+def test_the_table_has_a_row_for_each_record(tmp_path: Path) -> None:
+    assert attempts.table(tmp_path).startswith("Nothing recorded yet")
+    line = {
+        "what": "plans",
+        "count": 5,
+        "wrong": 0,
+        "gpu": "NVIDIA H100",
+        "date": "2026-01-02T03:04:05",
+        "commit": "a" * 40,
+    }
+    for name, what in (("b", "programs"), ("a", "plans")):
+        attempts.write(tmp_path / attempts.RECORDS / f"{name}.json", {**line, "what": what, "seed": 1})
+    assert attempts.table(tmp_path).splitlines() == [
+        "| what was tried | how many | wrong | where |",
+        "| --- | --- | --- | --- |",
+        "| plans | 5 | 0 | NVIDIA H100, 2026-01-02, commit aaaaaaaaaaaa |",
+        "| programs | 5 | 0 | NVIDIA H100, 2026-01-02, commit aaaaaaaaaaaa |",
+    ]
+
+
+def test_a_record_without_its_fields_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / attempts.RECORDS / "a.json"
+    with pytest.raises(ValueError, match="count = '5': must be int"):
+        attempts.write(path, {"what": "plans", "count": "5", "wrong": 0, "gpu": "none", "commit": "a"})
+    assert not path.exists()
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"a\.json: what = None: must be str"):
+        attempts.read(tmp_path)

@@ -62,13 +62,14 @@ def placed(values: Array, layout: str, guard: int = GUARD) -> tuple[Array, Array
     """Returns a storage, in which every gap is NaN or -1, and its part in this layout, which has the values."""
     shape = values.shape
     batch, rows, heads, columns = shape if len(shape) == 4 else (0, 0, 0, 0)
-    base, take = {
+    layouts: dict[str, tuple[tuple[int, ...], Callable[[Array], Array]]] = {
         "dense": (shape, lambda whole: whole),
         "heads_first": ((batch, heads, rows, columns), lambda whole: whole.swapaxes(1, 2)),
         "packed": ((batch, rows, 3, heads, columns), lambda whole: whole[:, :, 1]),
         "padded": ((batch, rows, heads, columns + 8), lambda whole: whole[..., :columns]),
         "reversed": (shape, lambda whole: whole[::-1]),
-    }[layout if len(shape) == 4 else "dense"]
+    }
+    base, take = layouts[layout if len(shape) == 4 else "dense"]
     size = math.prod(base)
     image = np.full(size + 2 * guard, np.nan if values.dtype.kind not in "iu" else -1, values.dtype)
     view = take(image[guard : guard + size].reshape(base))
@@ -122,17 +123,19 @@ class Host(ABC):
     def hold(self, place: str, values: Array, layout: str, stream: int = 0) -> Held:
         """Returns an array with these values, written in the order of `stream`, the current one of the libraries."""
         image, view = placed(values, layout, 0 if place == DEVICE else GUARD)
+        array: Any
+        storage: Any
         offset = view.ctypes.data - image.ctypes.data
         if place == NUMPY:
             own = image.copy()
             strides = view.strides
-            array: Any = np.ndarray(view.shape, view.dtype, own.view(np.uint8).data, offset, strides)
+            array = np.ndarray(view.shape, view.dtype, own.view(np.uint8).data, offset, strides)
             return Held(place, array, image, view, own, 0)
         if place == DEVICE:
             array = storage = DeviceArray(view.shape, view.dtype.name, 0, stream)
         elif place == FOREIGN:
-            storage = Storage(max(image.nbytes, 1))
-            array = Foreign(storage, view, offset, stream)
+            owner = storage = Storage(max(image.nbytes, 1))
+            array = Foreign(owner, view, offset, stream)
         else:
             steps = [step // view.itemsize for step in view.strides]
             storage = self.create(place, image.size, view.dtype.name)

@@ -326,7 +326,7 @@ class SequenceMachine(RuleBasedStateMachine):
             pools = {pool: self.host.hold(name, empty, "dense", current) for pool in ("key", "value")}
         table = np.random.default_rng(seed).permutation(PAGES).astype(np.int32).reshape(2, PAGES // 2)
         self.cache = Cache(name, self.stream(stream), pools, table, [0, 0])
-        self.stored(self.cache, (5, 17 + seed))
+        self.stored(self.cache, (PAGE + 2, PAGE * seed + 5))
 
     @rule(tokens=st.tuples(st.integers(0, MOST_TOKENS), st.integers(0, MOST_TOKENS)))
     @precondition(lambda self: self.cache is not None)
@@ -633,10 +633,10 @@ class SequenceMachine(RuleBasedStateMachine):
         with self.on_cache(cache) as current:
             arrays = [self.host.hold(self.beside(cache), each, "dense", current).array for each in (*rows, order)]
             pools = [cache.pools[name] for name in ("key", "value")]
-            append_to_cache(
-                *arrays[:2], *(pool.array for pool in pools), arrays[2], stream=self.given(cache),
-                kernels=self.host.kernels,
-            )  # fmt: skip
+            key, value, slots_array = arrays
+            key_cache, value_cache = (pool.array for pool in pools)
+            options: dict[str, Any] = {"stream": self.given(cache), "kernels": self.host.kernels}
+            append_to_cache(key, value, key_cache, value_cache, slots_array, **options)
         for pool, values in zip(pools, rows, strict=True):
             serving.append(values, pool.view, order, None)
             pool.stream = handle_of(cache.stream)
@@ -673,7 +673,9 @@ class SequenceMachine(RuleBasedStateMachine):
             dict(
                 zip(
                     ("output", "logsumexp"),
-                    paged.forward(query, *pools.values(), layout, mask=case.spec.mask, precision=precision),
+                    paged.forward(
+                        query, pools["key"], pools["value"], layout, mask=case.spec.mask, precision=precision
+                    ),
                     strict=True,
                 )
             )
