@@ -35,6 +35,7 @@ class SimulatedHost(Host):
         self._catalogue = Catalogue()
         self.kernels = self._catalogue.kernels
         self.places = (NUMPY, TORCH, CUPY, FOREIGN, DEVICE)
+        self.captured = (TORCH, CUPY)
         self.streams = []
         self._stack = contextlib.ExitStack()
         clear_caches()

@@ -6,6 +6,8 @@ A host creates arrays of several libraries over guarded storages, reads them bac
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import importlib.util
 import math
 import weakref
@@ -18,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn.runtime import arrays, cuda_interface, driver, lifetimes
+from cutlass_py_attn.runtime import arrays, cuda_interface, driver, frameworks, lifetimes
 from cutlass_py_attn.runtime.arrays import DeviceArray, numpy_dtype
 from cutlass_py_attn.testing.check import Kernels
 
@@ -106,9 +108,14 @@ class Foreign:
 
 
 class Host(ABC):
-    """A GPU with array libraries. places: where arrays may be. streams: torch streams, as a caller passes them."""
+    """A GPU with array libraries.
+
+    places: where arrays may be. captured: places whose calls graphs hold. streams: torch streams, as a caller passes
+    them.
+    """
 
     kernels: Kernels
+    captured: tuple[str, ...]
     places: tuple[str, ...]
     streams: list[Any]
 
@@ -264,6 +271,18 @@ class Host(ABC):
         return [f"{len(lifetimes.kept)} calls' operands are kept"] if lifetimes.kept else []
 
 
+def _cupy() -> Any:
+    """Returns the module cupy; None without it, or if it has no bfloat16."""
+    if importlib.util.find_spec("cupy") is None:
+        return None
+    cupy = importlib.import_module("cupy")
+    try:
+        cupy.empty(1, dtype=numpy_dtype("bfloat16"))
+    except (TypeError, ValueError):
+        return None
+    return cupy
+
+
 class GpuHost(Host):
     """A GPU with torch, and with CuPy where it is installed."""
 
@@ -272,10 +291,10 @@ class GpuHost(Host):
         import torch
 
         self._torch: Any = torch
-        has_cupy = importlib.util.find_spec("cupy") is not None
-        self._cupy: Any = importlib.import_module("cupy") if has_cupy else None
+        self._cupy = _cupy()
         self.kernels = kernels
-        self.places = (NUMPY, TORCH, *((CUPY,) if has_cupy else ()), FOREIGN, DEVICE)
+        self.places = (NUMPY, TORCH, *((CUPY,) if self._cupy else ()), FOREIGN, DEVICE)
+        self.captured = (TORCH,)  # its graphs have a pool of their own for the results
         torch.zeros(1, device="cuda")
         self._pool = [torch.cuda.Stream() for _ in range(STREAMS)]
         self.streams = []
@@ -326,7 +345,7 @@ class GpuHost(Host):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._torch.cuda.stream(stream))
             if self._cupy is not None:
-                stack.enter_context(self._cupy.cuda.ExternalStream(stream.cuda_stream))
+                stack.enter_context(frameworks.CUPY.use_stream(stream.cuda_stream, 0))
             yield
 
     def capture(self, stream: Any, work: Work) -> tuple[Any, Any]:
@@ -356,6 +375,9 @@ class GpuHost(Host):
     def end(self) -> list[str]:
         self.synchronise()
         found = self.expect_clean()
+        gc.collect()
+        gc.freeze()  # what is alive now stays: the next collection reads new objects alone
+        DeviceArray((0,), "float32", 0, 0)  # repeats the frees that a capture forbade
         if self._allocated:
             found.append(f"{sum(self._allocated.values())} bytes of arrays are left on the GPU")
             self._allocated.clear()

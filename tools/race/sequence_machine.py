@@ -93,7 +93,7 @@ class Tally:
     steps: Counter[str] = field(default_factory=Counter)
     results: int = 0
     worst: float = 0.0
-    bits: dict[tuple[str, str, str], str] = field(default_factory=dict)
+    bits: dict[tuple[str, str, str, str], str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
 
@@ -108,10 +108,12 @@ class Call:
     users: set[int] = field(default_factory=set)
     is_unprotected: bool = False  # whether a launch may be running that does not protect operands that die
 
-    @property
-    def key(self) -> tuple[str, str]:
-        """What decides the bits of its results."""
-        return self.case.line, self.layout
+    def key(self, out: str) -> tuple[str, str, str]:
+        """Returns what decides the bits of its results, in the caller's arrays of layout `out`.
+
+        NumPy arrays are copied to dense ones on the GPU.
+        """
+        return self.case.line, *(("dense", "dense") if self.place == NUMPY else (self.layout, out))
 
 
 @dataclass(eq=False)
@@ -123,7 +125,7 @@ class Pending:
     results: Mapping[str, Any]
     targets: Mapping[str, Held]
     check: Callable[[dict[str, Array]], Mapping[str, float]]
-    key: tuple[str, str] | None = None  # under which all results have the same bits
+    key: tuple[str, str, str] | None = None  # under which all results have the same bits
 
 
 @dataclass(eq=False)
@@ -281,7 +283,7 @@ class SequenceMachine(RuleBasedStateMachine):
     def capture(self, number: int, stream: int, seed: int) -> None:
         """Captures a call, which was made once before, and launches the graph."""
         call = self.chosen(number)
-        if call is None or call.place not in LIBRARIES or len(self.graphs) >= 3:
+        if call is None or call.place not in self.host.captured or len(self.graphs) >= 3:
             return
         self.count("captures")
         chosen = self.stream(stream)
@@ -464,7 +466,7 @@ class SequenceMachine(RuleBasedStateMachine):
             call.is_unprotected |= current != 0  # libraries take the current stream for that of the operands
             targets = self.targets(call, LAYOUTS[out], current) if out > 0 else {}
             results = self.attend(call, targets, None if is_current else given)
-            self.expect(call, handle_of(stream), results, targets, "call")
+            self.expect(call, handle_of(stream), results, targets, "call", LAYOUTS[max(out, 0)])
 
     def in_thread(self, call: Call, stream: Any) -> Mapping[str, Any]:
         """Calls in another thread, which has no context."""
@@ -514,7 +516,13 @@ class SequenceMachine(RuleBasedStateMachine):
         return {f"grad_{name}": getattr(gradients, name) for name in names}
 
     def expect(
-        self, call: Call, stream: int, results: Mapping[str, Any], targets: Mapping[str, Held], kind: str
+        self,
+        call: Call,
+        stream: int,
+        results: Mapping[str, Any],
+        targets: Mapping[str, Held],
+        kind: str,
+        out: str = "dense",
     ) -> None:
         """Adds the results of a call to those that are compared later."""
         for name, target in targets.items():
@@ -524,7 +532,7 @@ class SequenceMachine(RuleBasedStateMachine):
         check = functools.partial(ratios, case, expectation(case.line), kind != "Bound")
         is_repeatable = case.direction == "forward" or case.spec.deterministic
         label = f"{kind}, {call.place}, {call.layout}, stream {stream:#x}: {case.line}"
-        key = call.key if is_repeatable and kind != "Bound" else None
+        key = call.key(out) if is_repeatable and kind != "Bound" else None
         self.pending.append(Pending(label, stream, results, targets, check, key))
 
     def launch_bound(self, call: Call, stream: Any, own: bool) -> None:
