@@ -147,8 +147,9 @@ def slow_road(plan: Plan) -> SlowRoad | None:
 def estimated_time(plan: Plan) -> float:
     """Returns the estimated microseconds of a plan of attention on an H200."""
     build, work = plan.build, _Work.of(plan)
-    grids = [math.prod(launch.grid) for launch in plan.launches]
-    share = min(1.0, max(grids, default=1) / plan.architecture.num_sms)
+    main = [launch for launch in plan.launches if launch.symbol.endswith("_0")]
+    blocks = sum(math.prod(launch.grid) for launch in main)
+    share = min(1.0, max(blocks, 1) / plan.architecture.num_sms)
     key_bytes = E4M3_BYTES if build.has(registry.KV8) else OPERAND_BYTES[build.dtype]
     if build.variant == MLA:
         return work.time(LATENT_CODES if build.has(registry.KV8) else LATENT, build.tile_m, key_bytes, packs_heads=True)
@@ -239,10 +240,7 @@ def _changes(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
     if step is not None:
         yield from _heads_as_queries(plan, work)
         yield from step.changes()
-        missing = [name for name in build.features if name not in VARIANTS["forward", "sm90", SPLIT_KV].features]
-        if (build.family, build.variant) == ("sm90", STANDARD) and len(missing) == 1 and build.mask != "local":
-            text = f"no {missing[0]}: blocks then share the keys of these few query tiles"
-            yield text, work.time(WGMMA, min(build.tile_m, 128), OPERAND_BYTES[build.dtype])
+        yield from _in_parts(plan, work)
     missing = _not_in_wgmma(build)
     if build.family == "sm80" and len(missing) == 1 and build.arch in HOPPER and not has_short_rows:
         text = f"no {missing[0]}, which no sm90 kernel of these head dims takes"
@@ -281,12 +279,20 @@ def _usual_time(
     tiles = work.batch * heads * ceil_div(rows or math.ceil(work.num_queries), tile)
     if work.direction == "backward":
         tiles = work.batch * work.num_heads // work.group * ceil_div(work.num_keys, max(build.tile_n, 64))
-    splits = VARIANTS["forward", "sm90", SPLIT_KV].features
-    is_split = wgmma and work.widest <= SM90_MAX_HEAD_DIM and work.direction == "forward" and build.mask != "local"
-    share = 1.0 if is_split and {*build.features} <= {*splits} else min(1.0, tiles / plan.architecture.num_sms)
+    share = 1.0 if wgmma and _divides_tiles(build) else min(1.0, tiles / plan.architecture.num_sms)
     item = OPERAND_BYTES[dtype]
     time = work.time(_rates(dtype, wgmma), tile, item, packs_heads=bool(rows), share=max(share, 1e-3))
     return LAUNCH + (time - LAUNCH) / (NARROW_BIAS_FACTOR if has_narrow_bias else 1)
+
+
+def _divides_tiles(build: Build) -> bool:
+    """Returns whether several blocks of the sm90 family share one tile of these kernels, if there are few tiles."""
+    widest = max(build.head_dim, build.head_dim_value)
+    if build.kind == "forward":
+        splits = VARIANTS["forward", "sm90", SPLIT_KV].features
+        return widest <= SM90_MAX_HEAD_DIM and build.mask != "local" and {*build.features} <= {*splits}
+    is_plain = build.mask == "full" and {*build.features} <= {"grouped", "sinks"} and not build.deterministic
+    return is_plain and widest <= NARROW_HEAD_DIM
 
 
 def _wgmma_variant(build: Build) -> str:
@@ -330,6 +336,19 @@ def _latent(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
         f"{ROW_ALIGNMENT_BYTES} bytes{f' and no {missing[0]}' if missing else ''}: pass it to mla_attention_forward"
     )
     yield text, work.time(LATENT, MLA_ROWS, OPERAND_BYTES[build.dtype], packs_heads=True)
+
+
+def _in_parts(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
+    """Yields the one change with which blocks of the sm90 family share the keys of few query tiles."""
+    build = plan.build
+    if build.family != "sm90" or build.variant not in (STANDARD, WIDE) or build.mask == "local":
+        return
+    missing = [name for name in build.features if name not in VARIANTS["forward", "sm90", SPLIT_KV].features]
+    changes = [f"no {name}" for name in missing]
+    changes += [f"head dims up to {SM90_MAX_HEAD_DIM}"] if build.variant == WIDE else []
+    if len(changes) == 1:
+        text = f"{changes[0]}: blocks then share the keys of these few query tiles"
+        yield text, work.time(WGMMA, min(build.tile_m, 64), OPERAND_BYTES[build.dtype])
 
 
 def _heads_as_queries(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:

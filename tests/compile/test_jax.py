@@ -12,6 +12,7 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ import pytest
 from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.errors import NoDevice, NotSupported, Stale
+from cutlass_py_attn.plan.performance import PerformanceWarning
 from cutlass_py_attn.plan.planner import plan_backward
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
 from cutlass_py_attn.problem.problem import Problem
@@ -360,6 +362,23 @@ def test_symbolic_sizes_are_refused_in_one_sentence(name: str) -> None:
         "query has shape (b, 16, 8, 64): must have no symbolic size, b, for a call is planned for its sizes; export a "
         "program for each of them"
     )
+
+
+def test_a_slow_call_warns_when_it_is_lowered_and_is_lowered_all_the_same() -> None:
+    """Once for a plan: a second lowering neither warns nor, where warnings are errors, fails again."""
+    primitive.payload_of.cache_clear()
+    shapes = (1, 1, 16, 576), (1, 4096, 1, 576), (1, 4096, 1, 512)
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    options = {"mask": Full(), "arch": "sm_90"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PerformanceWarning)
+        with pytest.raises(PerformanceWarning, match="times as fast with a latent cache"):
+            exported(lambda *given: gpu_call(*given, **options), *arrays)
+        exported(lambda *given: gpu_call(*given, **options), *arrays)
+    primitive.payload_of.cache_clear()
+    with pytest.warns(PerformanceWarning) as given:
+        exported(lambda *given: gpu_call(*given, **options), *arrays)
+    assert [warning.filename for warning in given] == [__file__]
 
 
 def test_export_holds_the_plans_of_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:

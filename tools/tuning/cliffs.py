@@ -125,7 +125,8 @@ def changed(drawn: Drawn) -> Iterator[tuple[str, Drawn]]:
     widest = 128 if spec.dtype == "float32" else 256
     if max(spec.head_dim, spec.head_dim_value) > widest and spec.num_queries <= MAX_QUERIES and not spec.value_in_key:
         yield "head dims that decode kernels take", other(head_dim=widest, head_dim_value=widest)
-    if spec.num_queries == 1 and spec.num_heads > spec.num_heads_key and not spec.alibi and not spec.sinks:
+    tells_heads_apart = spec.alibi or spec.sinks or spec.bias or spec.dropout_p
+    if spec.num_queries == 1 and spec.num_heads > spec.num_heads_key and not tells_heads_apart:
         group = spec.num_heads // spec.num_heads_key
         yield "heads of a group as queries", other(num_queries=group, num_heads=spec.num_heads_key, mask=Full())
     if not spec.page_size and drawn.direction == "forward" and not spec.bias and not spec.dropout_p:
@@ -147,12 +148,18 @@ def cliff_of(drawn: Drawn, arch: str) -> Cliff | None:
         return None
     own = performance.estimated_time(plan)
     others = [(change, _plan(other, arch)) for change, other in changed(drawn)]
-    times = {change: performance.estimated_time(other) for change, other in others if other is not None}
+    times = {change: _time_of_columns(plan, other) for change, other in others if other is not None}
     best = min(times, key=times.__getitem__, default="")
     found = performance.slow_road(plan)
     if not best or own < performance.LEAST_FACTOR * times[best]:
         return Cliff(drawn, "", 1.0, found.remedy) if found else None
     return Cliff(drawn, best, own / times[best], found.remedy if found else "")
+
+
+def _time_of_columns(plan: Plan, other: Plan) -> float:
+    """Returns the estimated time of another plan for as many columns of the head dims as `plan` has."""
+    columns, others = (each.build.head_dim + each.build.head_dim_value for each in (plan, other))
+    return performance.estimated_time(other) * columns / others
 
 
 def _plan(drawn: Drawn, arch: str) -> Plan | None:
@@ -165,14 +172,14 @@ def _plan(drawn: Drawn, arch: str) -> Plan | None:
 
 def table(cliffs: Sequence[Cliff]) -> Iterator[str]:
     """Yields one line for each change, the most frequent first: problems, the largest factor, and what is named."""
-    yield f"{'change':30} problems  at most  named  example"
+    yield f"{'change':36} problems  at most  named  example"
     changes = sorted({cliff.change for cliff in cliffs}, key=lambda change: -sum(c.change == change for c in cliffs))
     for change in changes:
         group = [cliff for cliff in cliffs if cliff.change == change]
         worst = max(group, key=lambda cliff: cliff.factor)
         named = sum(bool(cliff.said) for cliff in group)
         name = f"{worst.drawn.spec.name} {worst.drawn.direction}"
-        yield f"{change or '(none of these)':30} {len(group):8}  {worst.factor:7.0f}  {named:5}  {name}"
+        yield f"{change or '(none of these)':36} {len(group):8}  {worst.factor:7.0f}  {named:5}  {name}"
 
 
 def main() -> int:
