@@ -42,8 +42,7 @@ class _Group(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            error.message = f"{error.message} {did_you_mean(args[0], COMMANDS)}".rstrip()
-            raise
+            raise click.UsageError(f"{error.message} {did_you_mean(args[0], COMMANDS)}".rstrip(), ctx) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Final
 
 from cutlass_py_attn.bundle import row_rules, row_spec
 from cutlass_py_attn.bundle.rules import AnyProblem
@@ -39,7 +40,7 @@ SIZES = (LONG_LENGTH, 512), (208, 512), (128, 512), (512, 8), (64, 1), (LONG_LEN
 SHOWN_SIZES = tuple((length, length, heads) for length, heads in SIZES)  # of problems whose kernels `run` shows
 # (queries, keys, heads): for some of them the planner chooses each kernel of a target. They are the fewest of a grid of
 # 530 that give each kernel of eight head dims and every mask twice, where the grid does, on the SMs of an H200.
-ANY_SIZE = (
+ANY_SIZE: Final[tuple[Sizes, ...]] = (
     *((1, 1, 16), (1, 65, 128), (1, 256, 4), (1, 256, 512), (64, 64, 4096), (64, LONG_LENGTH, 64)),
     *((64, LONG_LENGTH, 128), (65, 65, 4096), (100, 100, 256), (100, 1800, 12), (130, 130, 512), (200, 200, 64)),
     *((208, 208, 64), (384, 384, 24), (384, 384, 512), (512, LONG_LENGTH, 1), (512, 8192, 1), (512, 8192, 3)),
@@ -49,24 +50,7 @@ ANY_SIZE = (
 )
 DEVICE_SMS = 132, 114, 78  # of an H100 SXM and H200, an H100 PCIe, and an H20
 # Without wgmma the sizes decide alone whether a decode kernel takes the problem.
-ANY_SIZE_WITHOUT_WGMMA = (LONG_LENGTH, LONG_LENGTH, 1), (1, LONG_LENGTH, 1)
-Sizes = tuple[int, int, int]  # queries, keys, heads
-KINDS = ("component-gemm", "forward", "backward")
-
-# (length, heads) of a few problems. The sm90 family has kernels for short heads and for few: a backward that runs one
-# block per head, forwards with other tiles, one of them for keys of a single tile, tiles with fewer rows, and parts of
-# few query tiles.
-SIZES = (LONG_LENGTH, 512), (208, 512), (128, 512), (512, 8), (64, 1), (LONG_LENGTH, 1)
-# (queries, keys) and heads of which every pair is planned to find the kernels that calls of any size take.
-_LENGTHS = tuple(
-    (n, n) for n in (1, 64, 65, 100, 128, 130, 200, 208, 256, 384, 512, 768, 1024, 1300, 2048, LONG_LENGTH, 4096)
-)
-_CROSS_LENGTHS = (
-    *((1, 65), (1, 256), (64, 512), (64, 900), (64, LONG_LENGTH), (100, 1800), (128, 1300), (200, 130), (512, 130)),
-    *((200, LONG_LENGTH), (512, LONG_LENGTH), (512, 8192), (2048, LONG_LENGTH), (2048, 130)),
-)
-_HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 4096)
-ANY_SIZE = tuple((*lengths, heads) for lengths in (*_LENGTHS, *_CROSS_LENGTHS) for heads in _HEADS)
+ANY_SIZE_WITHOUT_WGMMA: Final[tuple[Sizes, ...]] = (LONG_LENGTH, LONG_LENGTH, 1), (1, LONG_LENGTH, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +84,7 @@ class Selection:
                     yield from component_gemms(dtype, head_dim, arch)
         limits = architecture(arch)
         counts = DEVICE_SMS if limits.has_wgmma and not sizes else (limits.num_sms,)
-        chosen = tuple(sizes) or (ANY_SIZE if limits.has_wgmma else ANY_SIZE_WITHOUT_WGMMA)
+        chosen: Iterable[Sizes] = tuple(sizes) or (ANY_SIZE if limits.has_wgmma else ANY_SIZE_WITHOUT_WGMMA)
         for direction, dtype, head_dim, mask in product(directions, self.dtypes, self.head_dims, self.masks):
             made = (self._spec(dtype, head_dim, mask, *size).problem(direction) for size in chosen)
             for build, problem in builds_among(made, arch, counts).items():
