@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from cutlass_py_attn.jax import partition
 from cutlass_py_attn.jax.calls import Call, varying
 from cutlass_py_attn.jax.handler import PHILOX
+from cutlass_py_attn.plan import performance
 from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.score_terms.term import ScoreTerm
 
@@ -47,24 +48,31 @@ class MappedCall:
         run: computes one call, or the joined one
         operands: by name; the mapped axis is the first
         """
-        return self._joined(run, operands) if self._joins() else self._one_after_another(run, operands)
+        obstacle = self._obstacle()
+        if not obstacle:
+            return self._joined(run, operands)
+        if self.call.backend != "reference":
+            performance.warn_caller(
+                f"vmap of attention with {obstacle} launches {self.size} calls one after another, for they are no "
+                "call of a larger batch; call attention without vmap, on arrays that have the axis in their batch"
+            )
+        return self._one_after_another(run, operands)
 
-    def _joins(self) -> bool:
-        """Returns whether the mapped axis can join the batch axis.
+    def _obstacle(self) -> str:
+        """Returns why the mapped axis cannot join the batch axis; "" if it can.
 
-        It cannot for variable lengths, which have no batch axis, for pages, whose pools have none, nor for sinks and
-        terms without a batch axis, which all batches share, nor for scales of e4m3 codes that differ. Nor with dropout,
-        whose random numbers depend on the place in the batch.
+        Variable lengths have no batch axis, and pools of pages none. All batches share sinks, terms without a batch
+        axis and scales of e4m3 codes. Random numbers of dropout depend on the place in the batch.
         """
         call = self.call
         shared = ("sinks", *SCALES, *(term.name for term in call.score_terms if not _has_batch_form(term)))
-        return not (
-            call.max_seqlens is not None
-            or call.paged is not None
-            or PHILOX in self.is_mapped
-            or "sinks" in self.gradients
-            or any(self.is_mapped.get(name) for name in shared)
-        )
+        obstacles = {
+            "sequences": call.max_seqlens is not None or call.paged is not None,
+            "dropout": PHILOX in self.is_mapped,
+            "gradients of sinks": "sinks" in self.gradients,
+            **{f"mapped {name}": self.is_mapped.get(name, False) for name in shared},
+        }
+        return next((name for name, is_present in obstacles.items() if is_present), "")
 
     def _joined(self, run: Callable[[Arrays], Arrays], operands: Arrays) -> Arrays:
         elements = {

@@ -121,11 +121,16 @@ def _jvp_tangent(primals: Any, tangents: Any, *, params: _TangentParams) -> tupl
 
 
 def _transpose_tangent(cotangents: Any, *arrays: Any, params: _TangentParams) -> list[Any]:
-    """Returns the gradients of the tangents that are linear here, by the backward."""
+    """Returns the gradients of the tangents that are linear here, by the backward.
+
+    A row without keys has a constant logsumexp of -inf: whatever gradient arrives there, such as NaN, does not count.
+    """
     values, linear = params.named(arrays)
     wanted = tuple(name for name, array in linear.items() if ad.is_undefined_primal(array))
     given = {f"grad_{n}": array for n, array in zip(RESULTS, cotangents, strict=True) if type(array) is not ad.Zero}
     gradients: Arrays = {name: ad.Zero(linear[name].aval) for name in wanted}
+    if "grad_logsumexp" in given:
+        given["grad_logsumexp"] = jnp.where(jnp.isinf(values["logsumexp"]), 0, given["grad_logsumexp"])
     if given:
         operands = {**values, "grad_output": jnp.zeros_like(values["output"]), **given}
         results = _bind(params.call, wanted, operands)

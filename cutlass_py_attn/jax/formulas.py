@@ -21,6 +21,8 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import random_words
 from cutlass_py_attn.jax.calls import Call
 from cutlass_py_attn.jax.handler import PHILOX
+from cutlass_py_attn.plan import performance
+from cutlass_py_attn.problem.tensors import F32_BYTES
 from cutlass_py_attn.score_terms.dropout import keep_scale, threshold
 
 Arrays = dict[str, Any]
@@ -105,6 +107,11 @@ class _Scores:
         batch, rows, heads, head_dim = values["query"].shape
         keys = values["key"].shape[1]
         self.scale = 1 / np.sqrt(head_dim) if call.scale is None else call.scale
+        if call.backend != "reference":
+            performance.warn_caller(
+                f"{purpose} of attention is computed in jax.numpy, which stores scores of "
+                f"{batch * heads * rows * keys * F32_BYTES} bytes several times; only gradients have kernels"
+            )
         scores = _PRODUCT("bmkgd,bnkd->bkgmn", self.query, self.key) * self.scale
         self.softcap_slope: Any = 1.0
         if call.softcap:

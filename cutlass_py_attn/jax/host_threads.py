@@ -1,6 +1,6 @@
 """Threads of XLA's CPU backend, which a program of several CPU devices with host callbacks may exhaust.
 
-A callback waits until JAX has copied its operands. XLA copies those of more than SMALL_BYTES in the threads that run
+A callback waits until JAX has copied its operands. XLA copies those of SMALL_BYTES and more in the threads that run
 the devices. If the callback of every device waits in a thread, and there is no other thread, nothing is ever copied.
 """
 
@@ -16,7 +16,7 @@ import jax
 
 from cutlass_py_attn.errors import NotSupported
 
-SMALL_BYTES: Final = 100 * 1024  # XLA copies as many at once, without a thread
+SMALL_BYTES: Final = 100 * 1024  # XLA copies fewer at once, without a thread
 
 
 def expect_enough(operands: Mapping[str, Any]) -> None:
@@ -26,12 +26,12 @@ def expect_enough(operands: Mapping[str, Any]) -> None:
     """
     largest = max((array.size * array.dtype.itemsize for array in operands.values()), default=0)
     devices, threads = _devices(), _threads()
-    if largest <= SMALL_BYTES or devices < 2 or devices < threads or jax.default_backend() != "cpu":
+    if largest < SMALL_BYTES or devices < 2 or devices < threads or jax.default_backend() != "cpu":
         return
     raise NotSupported(
         f"backend = 'reference' on {devices} CPU devices with {threads} threads, and operands of {largest} bytes on a "
-        f"device: must have more threads than devices for operands beyond {SMALL_BYTES} bytes, because XLA may wait "
-        f"for ever; set the environment variable NPROC={devices + 1} before Python starts, or use fewer devices"
+        f"device: must have more threads than devices for operands of {SMALL_BYTES} bytes and more, because XLA may "
+        f"wait for ever; set the environment variable NPROC={devices + 1} before Python starts, or use fewer devices"
     )
 
 

@@ -173,7 +173,12 @@ def advice(plan: Plan) -> str:
 def warn(plan: Plan) -> None:
     """Gives a PerformanceWarning for a plan with a slow road, for the line outside of this package that called it."""
     if text := advice(plan):
-        warnings.warn(text.removeprefix("slow: "), PerformanceWarning, stacklevel=_callers_level())
+        warn_caller(text.removeprefix("slow: "))
+
+
+def warn_caller(text: str) -> None:
+    """Gives a PerformanceWarning for the line outside of this package that called it."""
+    warnings.warn(text, PerformanceWarning, stacklevel=_callers_level())
 
 
 class Notice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.plan.performance import PerformanceWarning
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight
 from cutlass_py_attn.score_terms import philox
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
@@ -179,6 +181,50 @@ def test_vmap_over_the_axis_of_an_explicit_mesh(what: str) -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         expect_close(run(jnp.zeros(4), jax.device_put(examples, jax.NamedSharding(mesh, jax.P("x")))), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "mapped", "obstacle"),
+    [
+        ({}, False, ""),
+        ({"dropout_p": 0.5, "dropout_key": jax.random.key(0)}, False, "dropout"),
+        ({"sinks": jnp.zeros(4)}, True, "gradients of sinks"),
+        ({"sequences": VariableLength(jnp.array([0, 16]), jnp.array([0, 16]), 16, 16)}, False, "sequences"),
+    ],
+    ids=["joined", "dropout", "sinks", "sequences"],
+)
+def test_calls_that_cannot_join_the_batch_are_slow_and_say_so(
+    options: dict[str, Any], mapped: bool, obstacle: str
+) -> None:
+    examples = jax.ShapeDtypeStruct((3, 1, 16, 4, 8), "float32")
+
+    def loss(x: Any, sinks: Any) -> Any:
+        terms = {"sinks": sinks} if mapped else {}
+        return attention(x, x, x, **{**options, **terms}, arch="sm_90").sum()
+
+    gradient = jax.vmap(jax.grad(loss, 1 if mapped else 0), (0, None))
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        jax.eval_shape(gradient, examples, jax.ShapeDtypeStruct((4,), "float32"))
+    slow = [str(warning.message) for warning in given if warning.category is PerformanceWarning]
+    assert bool(slow) is bool(obstacle)
+    assert all(text.startswith(f"vmap of attention with {obstacle} launches 3 calls one after") for text in slow)
+    assert {warning.filename for warning in given if warning.category is PerformanceWarning} <= {__file__}
+
+
+def test_a_row_without_keys_takes_no_gradient_of_its_logsumexp() -> None:
+    """The loss selects other rows behind a square, whose gradient of -inf is NaN."""
+    query, key, value = OPERANDS[0], OPERANDS[1][:, :4], OPERANDS[2][:, :4]  # the first 12 rows see no key
+
+    def loss(query: Any, key: Any, value: Any) -> Any:
+        output, lse = attention(query, key, value, mask=CausalBottomRight(), return_logsumexp=True, backend="reference")
+        return (output**2).sum() + jnp.where(jnp.isinf(lse), 0.0, lse**2).sum()
+
+    def of_seen_rows(query: Any, key: Any, value: Any) -> Any:
+        output, lse = attention(query[:, 12:], key, value, mask=Causal(), return_logsumexp=True, backend="reference")
+        return (output**2).sum() + (lse**2).sum()
+
+    expect_close(jax.grad(loss, ARGUMENTS)(query, key, value), jax.grad(of_seen_rows, ARGUMENTS)(query, key, value))
 
 
 # remat

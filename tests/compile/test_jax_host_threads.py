@@ -37,7 +37,7 @@ def test_more_threads_than_devices(monkeypatch: pytest.MonkeyPatch, kind: str) -
         traced(kind, BEYOND)
     assert caught.value.reasons == (
         "backend = 'reference' on 2 CPU devices with 2 threads, and operands of 104448 bytes on a device: must have "
-        "more threads than devices for operands beyond 102400 bytes, because XLA may wait for ever; set the "
+        "more threads than devices for operands of 102400 bytes and more, because XLA may wait for ever; set the "
         "environment variable NPROC=3 before Python starts, or use fewer devices",
     )
     assert traced(kind, WITHIN).shape == (2, WITHIN, 2, 8)
