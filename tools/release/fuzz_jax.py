@@ -20,10 +20,9 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
-import datetime
-import functools
-import json
+import math
 import multiprocessing
 import os
 import sys
@@ -48,6 +47,7 @@ import numpy as np  # noqa: E402
 
 from cutlass_py_attn.bench.harness import commit  # noqa: E402
 from cutlass_py_attn.errors import NotSupported  # noqa: E402
+from tools.docs import attempts  # noqa: E402
 from tools.release.jax_programs import (  # noqa: E402
     FORWARD,
     REVERSE,
@@ -66,7 +66,7 @@ Arrays = dict[str, Any]
 RIGHT: Final = ("", "SKIPPED", "REFUSED")  # "SKIPPED" is a program that jax.numpy cannot run
 TOLERANCE: Final = {"float32": 2e-3, "bfloat16": 6e-2}  # of the largest element
 STEP: Final = 0.01  # of finite differences
-KEPT: Final = 20  # programs whose compiled code JAX keeps
+KEPT: Final = 10  # programs whose compiled code JAX keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,19 @@ class Outcome:
     seed: int
     result: str
     what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """modes, kernel_sets: as for `jax_programs.draw`. backend: of the calls."""
+
+    modes: tuple[str, ...] = REVERSE + FORWARD
+    backend: str = "reference"
+    kernel_sets: int = 0
+
+    def program(self, seed: int) -> Program:
+        """Returns the program of a seed, for the devices at hand."""
+        return draw(seed, self.modes, len(jax.devices()), self.kernel_sets)
 
 
 def check(program: Program, backend: str, seed: int) -> Outcome:
@@ -91,7 +104,8 @@ def check(program: Program, backend: str, seed: int) -> Outcome:
 def _attempt(program: Program, backend: str, seed: int) -> Outcome:
     try:
         leaves = leaves_of(program)
-        expected = jax.block_until_ready(results(plain, program, leaves, True))
+        with jax.default_device(jax.devices("cpu")[0]) if backend == "gpu" else contextlib.nullcontext():
+            expected = jax.block_until_ready(results(plain, program, leaves, True))
     except Exception as error:  # such as shardings that JAX cannot derive
         return Outcome(seed, "SKIPPED", _first_line(error))
     try:
@@ -209,23 +223,31 @@ def described(program: Program) -> str:
 # Runs
 
 
-def run(seeds: range, modes: tuple[str, ...], backend: str) -> list[Outcome]:
+def run(seeds: range, settings: Settings) -> list[Outcome]:
     """Checks the programs of these seeds in this process."""
-    return [check(draw(seed, modes, len(jax.devices())), backend, seed) for seed in seeds]
+    return [check(settings.program(seed), settings.backend, seed) for seed in seeds]
 
 
-def run_in_processes(seeds: range, modes: tuple[str, ...], backend: str, processes: int) -> Iterator[Outcome]:
-    """Yields the outcomes of programs; processes take parts of KEPT programs."""
-    if processes == 1:
-        for start in range(0, len(seeds), KEPT):
-            yield from run(seeds[start : start + KEPT], modes, backend)
-            jax.clear_caches()
-        return
+def run_in_processes(seeds: range, settings: Settings, processes: int, seconds: float) -> Iterator[Outcome]:
+    """Yields the outcomes of programs until the time is over; processes take parts of KEPT programs."""
+    end = time.monotonic() + seconds
     parts = [seeds[start : start + KEPT] for start in range(0, len(seeds), KEPT)]
+    if processes == 1:
+        for part in parts:
+            if time.monotonic() < end:
+                yield from run(part, settings)
+                jax.clear_caches()
+        return
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(processes, spawn) as pool:
-        for outcomes in pool.map(functools.partial(run, modes=modes, backend=backend), parts):
-            yield from outcomes
+        waiting = {pool.submit(run, part, settings) for part in parts}
+        while waiting and time.monotonic() < end:
+            done, waiting = concurrent.futures.wait(waiting, 1, concurrent.futures.FIRST_COMPLETED)
+            for future in done:
+                yield from future.result()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children() if waiting else ():
+            process.terminate()
 
 
 def main() -> int:
@@ -237,42 +259,47 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="seed of the first program (0)")
     parser.add_argument("--backend", choices=["reference", "gpu"], default="reference")
     parser.add_argument("--processes", type=int, default=1, help="processes that run programs (1)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no program after this time")
+    parser.add_argument(
+        "--kernel-sets", type=int, default=0, help="sets of features that programs share (any features)"
+    )
     parser.add_argument("--reverse", action="store_true", help="without forward mode and second derivatives")
     parser.add_argument("--shrink", action="store_true", help="reduce the first wrong program of each result")
     parser.add_argument("--record", type=Path, help="JSON file to write")
     options = parser.parse_args()
     modes = REVERSE if options.reverse else REVERSE + FORWARD
+    settings = Settings(modes, options.backend, options.kernel_sets)
     start, counts = time.monotonic(), collections.Counter[str]()
     seeds = range(options.first, options.first + options.programs)
-    for outcome in run_in_processes(seeds, modes, options.backend, options.processes):
+    for outcome in run_in_processes(seeds, settings, options.processes, options.seconds):
         counts[outcome.result or "right"] += 1
+        if outcome.result == "REFUSED":
+            print(f"REFUSED seed {outcome.seed}: {outcome.what}", flush=True)
         if outcome.result in RIGHT:
             continue
-        program = draw(outcome.seed, modes, len(jax.devices()))
+        program = settings.program(outcome.seed)
         print(f"{outcome.result} seed {outcome.seed}: {outcome.what}\n{described(program)}", flush=True)
         if options.shrink and counts[outcome.result] == 1 and outcome.result != "CACHE":
             print(f"reduced: {described(shrunk(program, options.backend, outcome.result))}", flush=True)
     seconds = time.monotonic() - start
     wrong = sum(counts.values()) - counts["right"] - sum(counts[result] for result in RIGHT)
-    print(f"{options.programs} programs in {seconds:.0f} s: {dict(counts)}")
+    print(f"{sum(counts.values())} programs in {seconds:.0f} s: {dict(counts)}")
     if options.record:
-        options.record.write_text(json.dumps(_record(options, counts, wrong, seconds), indent=2) + "\n")
+        on_gpu = options.backend == "gpu"
+        record = {
+            "what": f"JAX programs of attention calls{'' if on_gpu else ', reference backend'}",
+            "count": sum(counts.values()) - counts["SKIPPED"],
+            "wrong": wrong,
+            "gpu": jax.devices()[0].device_kind if on_gpu else "CPU",
+            "commit": commit(),
+            "jax": jax.__version__,
+            "first": options.first,
+            "kernel_sets": options.kernel_sets,
+            "refused": counts["REFUSED"],
+            "seconds": round(seconds),
+        }
+        attempts.write(options.record, record)
     return int(wrong > 0)
-
-
-def _record(options: Any, counts: collections.Counter[str], wrong: int, seconds: float) -> dict[str, Any]:
-    return {
-        "commit": commit(),
-        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "backend": options.backend,
-        "first": options.first,
-        "programs": options.programs - counts["SKIPPED"],
-        "refused": counts["REFUSED"],
-        "wrong": wrong,
-        "seconds": round(seconds),
-    }
 
 
 if __name__ == "__main__":

@@ -104,14 +104,21 @@ class Program:
 Attention = Callable[[Layer, Arrays, Any], tuple[Any, Any]]
 
 
-def draw(seed: int, modes: tuple[str, ...], devices: int) -> Program:
-    """Returns the program of a seed. devices: at hand, for programs with a mesh."""
+def draw(seed: int, modes: tuple[str, ...], devices: int, kernel_sets: int = 0) -> Program:
+    """Returns the program of a seed.
+
+    devices: at hand, for programs with a mesh
+    kernel_sets: sets of features that all programs share, so that they need few kernels; 0 for any features
+    """
     choose = random.Random(seed)
+    features = random.Random(seed % kernel_sets) if kernel_sets else choose
     mesh = choose.choice(MESHES) if devices > 1 and choose.random() < 0.15 else "none"
     mode = choose.choice(modes)
-    layers = [_layer(choose, True, mesh != "none" or mode in FORWARD, devices)]
+    is_plain = mesh != "none" or mode in FORWARD
+    layers = [_layer(choose, features, True, is_plain, devices)]
     for _ in range(choose.randrange(4)):
-        layer = _layer(choose, False, mesh != "none" or mode in FORWARD, devices)
+        features = random.Random(seed % kernel_sets) if kernel_sets else choose
+        layer = _layer(choose, features, False, is_plain, devices)
         if choose.random() < 0.5:
             first = layers[0]
             has_both = first.bias != "none" and layer.bias != "none"
@@ -133,8 +140,12 @@ def draw(seed: int, modes: tuple[str, ...], devices: int) -> Program:
     return Program(tuple(layers), trained, mode, choose.random() < 0.7 or has_devices, dtype, examples, mesh)
 
 
-def _layer(choose: random.Random, is_first: bool, is_plain: bool, devices: int) -> Layer:
-    """Draws a call. is_plain: whether it has neither packed sequences nor split rows, which forward mode refuses."""
+def _layer(choose: random.Random, features: random.Random, is_first: bool, is_plain: bool, devices: int) -> Layer:
+    """Draws a call.
+
+    features: draws what decides the kernels
+    is_plain: whether the call has neither packed sequences nor split rows, which forward mode refuses
+    """
     wrap = choose.choice(WRAPS)
     if not is_plain and choose.random() < 0.2:
         wrap = choose.choice(("packed", *(STRATEGIES if devices > 1 else ())))
@@ -147,12 +158,12 @@ def _layer(choose: random.Random, is_first: bool, is_plain: bool, devices: int) 
         value=choose.choice(("value", "value", "x", "frozen")),
         stopped=tuple(name for name in OPERANDS[:3] if choose.random() < 0.1),
         is_short=is_short,
-        mask=choose.choice(("full", "causal", "causal", "window", "bottom_right")),
-        softcap=choose.choice((0.0, 0.0, 3.0)),
-        bias="none" if wrap == "packed" else choose.choice(("none", "none", "trained", "frozen")),
-        sinks=choose.choice(("none", "none", "trained", "frozen")),
-        has_alibi=choose.random() < 0.15 and wrap not in ("all_gather", "ring"),  # refused with most masks
-        dropout="none" if is_alone else choose.choice(("none", "none", "none", "shared", "split")),
+        mask=features.choice(("full", "causal", "causal", "window", "bottom_right")),
+        softcap=features.choice((0.0, 0.0, 3.0)),
+        bias=features.choice(("none", "none", "trained", "frozen")) if wrap != "packed" else "none",
+        sinks=features.choice(("none", "none", "trained", "frozen")),
+        has_alibi=features.random() < 0.15 and wrap not in ("all_gather", "ring"),  # refused with most masks
+        dropout=features.choice(("none", "none", "none", "shared", "split")) if not is_alone else "none",
         logsumexp=choose.choice(("none", "unused", "used")),
         wrap=wrap,
         mapped=tuple(name for name in OPERANDS if choose.random() < 0.5) or ("query",),
