@@ -66,7 +66,6 @@ from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 
 __all__ = [
-    "CHECKPOINT_NAME",
     "Options",
     "append_to_cache",
     "attention",

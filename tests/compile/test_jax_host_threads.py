@@ -16,7 +16,7 @@ jnp = jax.numpy
 
 from cutlass_py_attn.jax import attention, merge_states  # noqa: E402
 
-BEYOND, WITHIN = 1632, 1600  # rows of 2 heads of 8 float32: 104448 and 102400 bytes of a device
+BEYOND, WITHIN = 1600, 1599  # rows of 2 heads of 8 float32: 102400 and 102336 bytes of a device
 attend = functools.partial(attention, backend="reference")
 
 
@@ -36,7 +36,7 @@ def test_more_threads_than_devices(monkeypatch: pytest.MonkeyPatch, kind: str) -
     with pytest.raises(NotSupported) as caught:
         traced(kind, BEYOND)
     assert caught.value.reasons == (
-        "backend = 'reference' on 2 CPU devices with 2 threads, and operands of 104448 bytes on a device: must have "
+        "backend = 'reference' on 2 CPU devices with 2 threads, and operands of 102400 bytes on a device: must have "
         "more threads than devices for operands of 102400 bytes and more, because XLA may wait for ever; set the "
         "environment variable NPROC=3 before Python starts, or use fewer devices",
     )

@@ -337,10 +337,9 @@ def _run_layer(
         call = jax.jit(call)
     if layer.wrap.startswith("remat"):
         policies = jax.checkpoint_policies
-        name = getattr(library, "CHECKPOINT_NAME", "cutlass_py_attn")
         policy = {
             "remat": None,
-            "remat_names": policies.save_only_these_names(name),
+            "remat_names": policies.save_only_these_names("cutlass_py_attn"),
             "remat_dots": policies.dots_saveable,
         }[layer.wrap]
         call = jax.checkpoint(call, policy=policy)

@@ -61,6 +61,7 @@ def test_options_of_jax_are_keywords() -> None:
     assert {key: item.annotation for key, item in shown.items()} == annotations_of(package.Options)
     mine = {"dropout_p": 0.0, "dropout_key": None, "arch": None, "return_logsumexp": False}
     mine |= {"context_axis": None, "context_strategy": "all_gather", "load_balance": None}
+    mine |= {"checkpoint_name": "cutlass_py_attn"}
     assert {key: item.default for key, item in shown.items()} == {
         key: mine[key] if key in mine else DEFAULTS[key] for key in shown
     }
