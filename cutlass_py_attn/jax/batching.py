@@ -80,14 +80,15 @@ class MappedCall:
             for name, array in operands.items()
         }
         batch = elements["query"].shape[0]
-        of_forward = {name: array for name, array in elements.items() if _is_of_forward(name)}
+        # The bias of split rows has all keys; it does not say what the axes are.
+        of_forward = {name: array for name, array in elements.items() if _is_of_forward(name) and name != "bias"}
         problem = self.call.problem(of_forward, ())
 
         def join(name: str, array: Any) -> Any:
             role, shape = name.removeprefix(TANGENT), elements[name].shape
             has_batch = partition.BATCH in partition.axes_of(role, shape, problem)
-            is_summed = role == "bias" and name == role and "bias" in self.gradients  # one gradient for each element
-            if not (self.is_mapped[name] or has_batch or is_summed):
+            has_own_gradient = role == "bias" and name == role and "bias" in self.gradients
+            if not (self.is_mapped[name] or has_batch or has_own_gradient):
                 return array
             if role != "bias" and not has_batch:  # a mapped vector, such as slopes (num_heads,), gets a batch axis
                 shape, array = (1, *shape), array[:, None]

@@ -22,7 +22,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # XLA compiles in half the time
 jnp = jax.numpy
 
-from cutlass_py_attn.jax import attention, random_words  # noqa: E402
+from cutlass_py_attn.jax import attention, context_parallel_attention, random_words  # noqa: E402
 from tools.release import jax_programs  # noqa: E402
 from tools.release.jax_programs import Layer  # noqa: E402
 
@@ -365,3 +365,20 @@ def test_what_has_no_tangent_is_refused_in_one_sentence() -> None:
         jax.eval_shape(
             lambda: jax.grad(lambda q: jax.grad(lambda k: packed(q, k, arrays[2]).sum())(arrays[1]).sum())(arrays[0])
         )
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+def test_vmap_of_split_rows_with_a_bias_of_all_keys(strategy: str) -> None:
+    """The bias of a device has its own rows and all keys."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = functools.partial(context_parallel_attention, mesh=mesh, context_axis="x", context_strategy=strategy)
+    query, bias = draw(40, 3, *SHAPES[0]), draw(41, 1, 4, 16, 16)
+
+    def loss(attend: Attention, query: Any, bias: Any) -> Any:
+        return (attend(query, *OPERANDS[1:], bias=bias, mask=Causal(), backend="reference") ** 2).sum()
+
+    found, wanted = (
+        jax.jit(jax.vmap(jax.grad(functools.partial(loss, attend), (0, 1)), (0, None)))(query, bias)
+        for attend in (split, attention)
+    )
+    expect_close(found, wanted)

@@ -180,9 +180,15 @@ def _smaller(program: Program) -> Iterator[Program]:
     for number, layer in enumerate(layers):
         for field in dataclasses.fields(Layer):
             if field.name != "query" and getattr(layer, field.name) != field.default:
-                less = replace(layer, **{field.name: field.default})
-                yield replace(program, layers=(*layers[:number], less, *layers[number + 1 :]))
-    for less in ({"is_jitted": False}, {"mode": "grad"}, {"mesh": "none"}, {"dtype": "float32"}):
+                default: Any = {field.name: field.default}
+                yield replace(program, layers=(*layers[:number], replace(layer, **default), *layers[number + 1 :]))
+    simple: tuple[dict[str, Any], ...] = (
+        {"is_jitted": False},
+        {"mode": "grad"},
+        {"mesh": "none"},
+        {"dtype": "float32"},
+    )
+    for less in simple:
         if replace(program, **less) != program and not (program.mode in FORWARD and "mode" in less):
             yield replace(program, **less)
     for name in program.trained if len(program.trained) > 1 else ():

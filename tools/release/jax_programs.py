@@ -114,6 +114,8 @@ def draw(seed: int, modes: tuple[str, ...], devices: int, kernel_sets: int = 0) 
     features = random.Random(seed % kernel_sets) if kernel_sets else choose
     mesh = choose.choice(MESHES) if devices > 1 and choose.random() < 0.15 else "none"
     mode = choose.choice(modes)
+    # Examples may be split over devices; JAX cannot batch every program on an Explicit mesh then.
+    mesh = "auto" if mesh != "none" and mode in ("vmap_grad", "grad_vmap") else mesh
     is_plain = mesh != "none" or mode in FORWARD
     layers = [_layer(choose, features, True, is_plain, devices)]
     for _ in range(choose.randrange(4)):
@@ -158,7 +160,7 @@ def _layer(choose: random.Random, features: random.Random, is_first: bool, is_pl
         value=choose.choice(("value", "value", "x", "frozen")),
         stopped=tuple(name for name in OPERANDS[:3] if choose.random() < 0.1),
         is_short=is_short,
-        mask=features.choice(("full", "causal", "causal", "window", "bottom_right")),
+        mask=features.choice(("full", "causal", "causal", "window", "bottom_right")) if wrap != "ring" else "causal",
         softcap=features.choice((0.0, 0.0, 3.0)),
         bias=features.choice(("none", "none", "trained", "frozen")) if wrap != "packed" else "none",
         sinks=features.choice(("none", "none", "trained", "frozen")),
@@ -186,7 +188,7 @@ def ours(backend: str) -> Attention:
         arrays = [operands[name] for name in OPERANDS[:3]]
         if layer.wrap in STRATEGIES:
             mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
-            run = functools.partial(
+            run: Any = functools.partial(
                 library.context_parallel_attention, context_axis="rows", context_strategy=layer.wrap, mesh=mesh
             )
         else:
@@ -257,7 +259,7 @@ def _leaf(name: str, shape: tuple[int, ...]) -> Any:
     return jnp.asarray(np.random.default_rng(sum(map(ord, name))).standard_normal(shape).astype(np.float32))
 
 
-SLOPES: Final = np.float32([0.5, 0.25, 0.125, 0.0625])
+SLOPES: Final = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 VALUES: Final = {name: _leaf(name, shape) for name, shape in SHAPES.items()}
 FROZEN: Final = {name: _leaf(f"frozen {name}", shape) for name, shape in SHAPES.items()}
 WEIGHT: Final = _leaf("weight", SHAPES["query"])
@@ -315,7 +317,7 @@ def _run_layer(
     attend: Attention, program: Program, layer: Layer, number: int, leaves: Arrays, frozen: Arrays, x: Any
 ) -> tuple[Any, Any]:
     def pick(role: str, source: str) -> Any:
-        array = {"x": x, "frozen": frozen[role]}.get(source, leaves.get(source)).astype(program.dtype)
+        array = {**leaves, "x": x, "frozen": frozen[role]}[source].astype(program.dtype)
         if role != "query":
             array = array[:, : SHORT if layer.is_short else ROWS, :HEADS_KEY]
         return jax.lax.stop_gradient(array) if role in layer.stopped else array
