@@ -43,16 +43,11 @@ class Translated:
         return output.reshape(self.shape)
 
     def residual(self, logsumexp: Any) -> Any:
-        """Returns logsumexp (batch, num_queries, num_heads) in the dtype of query; -inf in rows that see no key.
-
-        Such rows have zero gradients, whatever gradient the caller's program gives their -inf: the square's is
-        infinite.
-        """
+        """Returns logsumexp (batch, num_queries, num_heads) in the dtype of query; -inf in rows that see no key."""
         rows = jnp.swapaxes(logsumexp[:, :, : self.shape[-3]], 1, 2).reshape(-1, *self.shape[-3:-1])
-        sees_keys = rows > -jnp.inf
         if self.queries is not None:
-            sees_keys &= self._used_rows()
-        return jnp.where(sees_keys, rows, -jnp.inf).reshape(self.shape[:-1]).astype(self.operands["query"].dtype)
+            rows = jnp.where(self._used_rows(), rows, -jnp.inf)
+        return rows.reshape(self.shape[:-1]).astype(self.operands["query"].dtype)
 
     def _used_rows(self) -> Any:
         """Returns whether a row is before query_seq_lengths, (batch, num_queries, 1)."""
