@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.integers import larger, smaller
+from cutlass_py_attn.problem.scalars import python_value
 
 FORMS = ("full", "causal", "local")
+_PLAIN = frozenset((int, bool, str, type(None)))
 UNLIMITED = 2**30 - 2**17  # means no edge; its sum with lengths up to 2^29 stays in 32 bits
 
 
@@ -69,10 +71,20 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Base class of all masks; use one of the classes below."""
+    """Base class of all masks; use one of the classes below.
+
+    Integers of other libraries and 0-d arrays become Python ints when a mask is made, so that masks are equal and
+    hashable by their numbers, also as static arguments of jax.jit.
+    """
 
     name: ClassVar[str] = ""
     bottom_right: ClassVar[bool] = False  # whether the diagonal ends in the last query and key, not starts in the first
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if type(value) not in _PLAIN:
+                object.__setattr__(self, name, python_value(value))
 
     @property
     def left(self) -> int | None:

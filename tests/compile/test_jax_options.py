@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.masks import Causal
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
@@ -74,3 +75,10 @@ def test_an_unknown_option_is_named_beside_wrong_arguments() -> None:
         "option 'is_casual' is unknown",
         "query_seq_lengths = 3 (int)",
     ]
+
+
+def test_a_mask_of_a_0d_array_is_a_static_argument() -> None:
+    run = jax.jit(package.attention, static_argnames=("mask", "backend"))
+    found = run(ARRAY, ARRAY, ARRAY, mask=Causal(np.array(2)), backend="reference")
+    np.testing.assert_array_equal(found, run(ARRAY, ARRAY, ARRAY, mask=Causal(2), backend="reference"))
+    assert run._cache_size() == 1

@@ -138,3 +138,12 @@ def test_edges_are_integers_of_at_least_0() -> None:
             f"mask left = {edge!r}: must be an int of at least 0, or None for no limit; correct it"
         ]
         assert [each.split()[1] for each in Window(edge, edge).objections()] == ["left", "right"]
+
+
+@pytest.mark.parametrize("number", [np.array(2), np.int32(2), np.uint8(2)], ids=repr)
+def test_masks_are_hashable_by_their_numbers(number: Any) -> None:
+    """Also as static arguments of jax.jit, which hashes them before this package sees them."""
+    for kind in (Causal, CausalBottomRight):
+        made = kind(number)
+        assert (made, hash(made), type(made.window_size)) == (kind(2), hash(kind(2)), int)
+    assert hash(Window(number, None)) == hash(Window(2, None))
