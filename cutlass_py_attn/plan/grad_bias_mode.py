@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cutlass_py_attn.plan.grad_bias_smem import suits_wgmma
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
@@ -25,6 +26,12 @@ def grad_bias_mode(problem: Problem) -> str:
     if not summed and has_main and not any(term.has_derivative for term in registry.present(problem)):
         return "main"
     return "".join(summed) or "none"
+
+
+def has_wgmma(problem: Problem) -> bool:
+    """Returns whether an sm90 backward of this problem, of narrow heads, has a grad_bias kernel that uses wgmma."""
+    tensor = problem.grad_bias
+    return tensor is not None and suits_wgmma(grad_bias_mode(problem), problem.features, tensor.vector_bytes)
 
 
 def unsupported_sm90(problem: Problem) -> Iterator[str]:

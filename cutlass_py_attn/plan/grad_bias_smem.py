@@ -1,4 +1,4 @@
-"""Separate grad_bias kernel: its tile, warps, grid and shared memory.
+"""Separate grad_bias kernel: its tile, warps and shared memory.
 
 Beside main kernels of both families there is one of mma.sync, which multiplies chunks of the head dims. Beside a main
 kernel of the sm80 family it has that one's tile; beside one of the sm90 family it has the same query rows, of which
@@ -12,15 +12,12 @@ from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.plan.build import Buffer, Build, Warps
-from cutlass_py_attn.plan.expressions import Expression, Grid
-from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.grad_bias_mode import grad_bias_mode
+from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import BARRIER_BYTES
 from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
 from cutlass_py_attn.plan.split_d import even_chunk
 from cutlass_py_attn.plan.variants import KEEPS_DS, PER_HEAD, QUERY_HEADS, STANDARD
-from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import F32_BYTES, ROW_ALIGNMENT_BYTES, WORD_BYTES
+from cutlass_py_attn.problem.tensors import F32_BYTES, ROW_ALIGNMENT_BYTES
 
 CHUNK_ROW_BYTES = (256, 128)  # of one row of a chunk; the widest that fits is chosen
 CHUNK_STAGES = 2  # one chunk is multiplied while the next is loaded
@@ -30,11 +27,9 @@ WGMMA_TILE: Final = 128  # queries and keys of a tile of the kernel of wgmma
 WGMMA_WARPS: Final = (8, 1)  # over rows and columns of the scores: two warpgroups
 WGMMA_REGISTERS: Final = (24, 240)  # of a thread of the warpgroup that loads, and of those that compute
 WGMMA_STAGES: Final = ((2, 2), (2, 1), (1, 1))  # of Q and K, and of dO and V; the first that fit are chosen
-LEAST_PART_PAIRS: Final = 4  # (batch, head) pairs of a part of a tile's sum, if blocks share tiles
 WGMMA_MODES: Final = ("b", "h", "bh", "none")
 WGMMA_FEATURES: Final = frozenset(("bias", "grouped", "varlen", "seqused", "sinks"))
 WGMMA_HEAD_DIM: Final = 128  # the widest
-_SIZES: Final = {"b": "batch", "h": "num_heads"}
 WGMMA_VARIANTS: Final = (STANDARD, PER_HEAD, QUERY_HEADS, *KEEPS_DS)  # of the main kernel
 
 
@@ -42,17 +37,12 @@ def uses_wgmma(build: Build) -> bool:
     """Returns whether the separate grad_bias kernel multiplies with wgmma."""
     if build.family != "sm90" or build.variant not in WGMMA_VARIANTS:
         return False
-    is_possible = _suits_wgmma(build.grad_bias_mode, build.features, build.grad_bias_vector_bytes)
+    is_possible = suits_wgmma(build.grad_bias_mode, build.features, build.grad_bias_vector_bytes)
     return is_possible and max(build.columns, build.columns_value) <= WGMMA_HEAD_DIM
 
 
-def has_wgmma(problem: Problem) -> bool:
-    """Returns whether an sm90 backward of this problem, of narrow heads, has a grad_bias kernel that uses wgmma."""
-    tensor = problem.grad_bias
-    return tensor is not None and _suits_wgmma(grad_bias_mode(problem), problem.features, tensor.vector_bytes)
-
-
-def _suits_wgmma(mode: str, features: tuple[str, ...], vector_bytes: int) -> bool:
+def suits_wgmma(mode: str, features: tuple[str, ...], vector_bytes: int) -> bool:
+    """Returns whether the kernel of wgmma computes a grad_bias of this mode, alignment and features beside it."""
     return mode in WGMMA_MODES and {*features} <= WGMMA_FEATURES and vector_bytes == ROW_ALIGNMENT_BYTES
 
 
@@ -110,37 +100,6 @@ def _wgmma_buffers(build: Build, score_stages: int, weight_stages: int) -> tuple
         ("delta", weight_stages * tile_m * F32_BYTES, 0, 4),
         ("barriers", 2 * BARRIER_BYTES * (score_stages + weight_stages), 0, 4),
     )
-
-
-def grad_bias_grid(build: Build, sizes: tuple[Expression, ...]) -> Grid:
-    """Returns the grid: a block for each tile of grad_bias, which has these sizes; of wgmma persistent blocks."""
-    if uses_wgmma(build):
-        return f"max(min(num_sms, {_num_tiles(build)} * {num_splits(build)}), 1)", "1", "1"
-    (batch, heads, queries, keys), own = sizes, grad_bias_build(build)
-    return f"ceil_div({queries}, {own.tile_m}) * ceil_div({keys}, {own.tile_n})", heads, batch
-
-
-def num_splits(build: Build) -> Expression:
-    """Returns how many blocks of the kernel of wgmma share the pairs of a tile, if tiles are fewer than SMs."""
-    pairs = " * ".join(_SIZES[axis] for axis in "bh" if axis in _summed(build)) or "1"
-    return f"max(min(div(num_sms, max({_num_tiles(build)}, 1)), div({pairs}, {LEAST_PART_PAIRS})), 1)"
-
-
-def parts_bytes(build: Build) -> dict[str, Expression]:
-    """Returns the bytes of what blocks that share tiles exchange: counts of parts by warp, and float32 sums."""
-    tiles, rows = _num_tiles(build), WGMMA_TILE // MMA_ROWS
-    sums = f"{tiles} * {num_splits(build)} * {WGMMA_TILE * WGMMA_TILE * F32_BYTES}"
-    return {"grad_bias_counts": f"{tiles} * {rows * WORD_BYTES}", "grad_bias_parts": sums}
-
-
-def _num_tiles(build: Build) -> Expression:
-    """Returns the tiles of grad_bias of the kernel of wgmma."""
-    whole = [_SIZES[axis] for axis in "bh" if axis not in _summed(build)]
-    return " * ".join([f"ceil_div(num_queries, {WGMMA_TILE}) * ceil_div(num_keys, {WGMMA_TILE})", *whole])
-
-
-def _summed(build: Build) -> str:
-    return build.grad_bias_mode.replace("none", "")
 
 
 def grad_bias_chunk(build: Build) -> int:

@@ -23,7 +23,8 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import abi, decode, entry_points, shared_tiles, sm80, sm90
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
-from cutlass_py_attn.plan.grad_bias_smem import grad_bias_grid, num_splits, parts_bytes, uses_wgmma
+from cutlass_py_attn.plan.grad_bias_launch import grad_bias_grid, num_splits, parts_bytes
+from cutlass_py_attn.plan.grad_bias_smem import uses_wgmma
 from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE

@@ -12,8 +12,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import mapped_field
 from cutlass_py_attn.plan.expressions import Expression, Grid, times
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
-from cutlass_py_attn.plan.grad_bias_mode import unsupported_sm90
-from cutlass_py_attn.plan.grad_bias_smem import has_wgmma
+from cutlass_py_attn.plan.grad_bias_mode import has_wgmma, unsupported_sm90
 from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS, WARP_ROWS
 from cutlass_py_attn.plan.sm90_smem import (
     DQ_WARPGROUPS,
