@@ -121,13 +121,19 @@ def _plans_of_target(problem: Problem, arch: str, count: int, *, any_length: boo
 
 def _code_objections(problem: Problem, arch: str) -> list[str]:
     """Returns why no kernel of the target reads the e4m3 codes of a problem."""
-    is_cache = problem.has_e4m3_cache
+    has_latent_rows = problem.key_rope is not None
+    is_cache = problem.has_e4m3_cache and not has_latent_rows
     family = "sm80" if is_cache else "sm90"
     missing = _unsupported(problem, arch, family)
     if not missing:
         tiles = sm80_tiles(problem) if is_cache else sm90_tiles(problem)
         return [_no_tile(arch, _tried(problem, arch, family, tiles))]
     dequantise = "dequantise, each code times its scale"
+    if has_latent_rows:
+        has_small_pages = problem.pages is not None and problem.key.shape[1] < sm90.LEAST_PAGE_SIZE
+        pages = f"pages of at least {sm90.LEAST_PAGE_SIZE} rows, or " if has_small_pages else ""
+        what = f"a latent cache of {FLOAT8}: the kernel of {arch} takes no"
+        return [f"{what} {name}; use {pages}a cache of 16 bits" for name in missing]
     if is_cache:
         return [f"key and value of {FLOAT8}: no kernel takes {name}; {dequantise}" for name in missing]
     return [f"operands of {FLOAT8}: the kernel of {arch} takes no {name}; {dequantise}" for name in missing]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copyreg
 import math
 import sys
 import weakref
@@ -23,8 +22,6 @@ from cutlass_py_attn.runtime.frameworks import numpy_dtype as numpy_dtype
 
 _LIBRARIES: Final = {name: name for name in ("numpy", "cupy", "torch", "jax", "numba")} | {"jaxlib": "jax"}
 _WAITING: Final = ("numpy", "jax")  # libraries for which a call waits until its results are complete
-# pickle would call the class with the message, which it makes itself: a process pool would wait for the error for ever.
-copyreg.pickle(driver.ForkedChild, lambda error: (driver.ForkedChild, (), vars(error)))
 _LEGACY_STREAM = 1  # DLPack and __cuda_array_interface__ forbid 0 for the default stream
 
 

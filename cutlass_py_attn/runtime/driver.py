@@ -48,6 +48,12 @@ _HINTS: Final = {
 is_forked_child = False  # whether this process was forked from one that had used the driver
 
 
+_FORKED: Final = (
+    "this process was forked after its parent had used CUDA, which does not work in a forked child; start it with "
+    "multiprocessing.get_context('spawn'), or fork before the first call"
+)
+
+
 class OldDriver(NoDevice):
     """The NVIDIA driver is older than MINIMUM_CUDA."""
 
@@ -55,11 +61,8 @@ class OldDriver(NoDevice):
 class ForkedChild(NoDevice):
     """This process was forked from one that had used CUDA, which CUDA does not support."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "this process was forked after its parent had used CUDA, which does not work in a forked child; start it "
-            "with multiprocessing.get_context('spawn'), or fork before the first call"
-        )
+    def __init__(self, message: str = _FORKED) -> None:  # pickle passes the message
+        super().__init__(message)
 
 
 @functools.cache

@@ -5,7 +5,8 @@ two keys that matter, `one_key` a single one. `integers` makes every product exa
 With `equal_keys` all weights of a row are equal and the query gradient cancels. With `zero_scores` query and key are
 zero, and value and grad_output are integers: a row with one visible key has an exact output. With `saturated` every
 score reaches the softcap, so that an error of the softcap changes the weights of the backward and logsumexp. `rising`
-has rows whose scores rise from key tile to key tile, in the order of a forward, by more than weights may exceed 1.
+has rows whose scores rise from key tile to key tile, in the order of a forward, by more than weights may exceed 1. With
+`one_sign` value and grad_output are positive, so that the rows' parts of the gradient of a sink do not cancel.
 
 A bias has families of its own: `gaussian` hides every tenth pair by -inf; `lowest` has the most negative finite number
 of the dtype beside ordinary keys, as frameworks hide keys; `hidden_rows` hides whole rows.
@@ -222,6 +223,11 @@ def _rising(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Seque
     return np.where(rises, factor * signs, query), key, value, grad_output
 
 
+def _one_sign(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+    query, key, value, grad_output = _gaussian(shape, mask, rng, sequences)
+    return query, key, np.abs(value), np.abs(grad_output)
+
+
 FAMILIES: dict[str, Callable[[Shape, Mask, np.random.Generator, Sequences], Tensors]] = {
     "gaussian": _gaussian,
     "gaussian_x3": _gaussian_x3,
@@ -232,6 +238,7 @@ FAMILIES: dict[str, Callable[[Shape, Mask, np.random.Generator, Sequences], Tens
     "zero_scores": _zero_scores,
     "saturated": _saturated,
     "rising": _rising,
+    "one_sign": _one_sign,
 }
 
 

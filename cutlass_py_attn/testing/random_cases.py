@@ -36,6 +36,7 @@ INPUTS: Final = (
 )  # fmt: skip
 BIAS_INPUTS: Final = ("gaussian", "gaussian", "gaussian", "lowest", "hidden_rows")
 SATURATED_SHARE: Final = 0.3  # of the cases with a softcap, see inputs.py
+ONE_SIGN_SHARE: Final = 0.3  # of the backwards with sinks, see inputs.py
 TINY_DROPOUT: Final = 1e-6
 TINY_DROPOUT_SHARE: Final = 0.2  # of the float32 cases with dropout in which the bounds can show its factor
 # Problems that sm90 kernels take.
@@ -627,6 +628,8 @@ def _with_inputs(case: Case, rng: np.random.Generator) -> Case:
     spec, family = case.spec, str(_pick(rng, INPUTS))
     if spec.softcap and rng.random() < SATURATED_SHARE:
         family = "saturated"
+    if spec.sinks and case.direction == "backward" and rng.random() < ONE_SIGN_SHARE:
+        family = "one_sign"
     if spec.bias:
         case = case.replace(bias_inputs=str(_pick(rng, BIAS_INPUTS)))
     sharp = _with_one_key(case).replace(inputs="zero_scores", dropout_p=TINY_DROPOUT) if spec.dropout_p else case

@@ -164,6 +164,7 @@ def test_kernel_faults_cover_both_families_and_directions() -> None:
 TERM_FAULTS: dict[str, tuple[str, Callable[[Any], Any], float]] = {
     "softcap times 1.01 in a bfloat16 backward": ("softcap", lambda softcap: softcap * 1.01, 5.0),
     "sink + 0.02": ("sinks", lambda sinks: sinks + np.float32(0.02), 20.0),
+    "sink + 0.02 in its bfloat16 gradient": ("sinks", lambda sinks: sinks + np.float32(0.02), 2.0),
 }
 
 

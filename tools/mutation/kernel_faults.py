@@ -53,6 +53,8 @@ BACKWARD_WIDE_GROUPED: Final = "sm90", "backward bf16_d320_q200_s300_b1_h4k2_ful
 BACKWARD_SM90: Final = "sm90", "backward f16_d64_q150_s200_b2_h2_window_left40_right20_softcap4_alibi"
 # Every score is at the softcap: an error of it changes all weights by the same factor, which bfloat16 does not hide.
 BACKWARD_SM90_SOFTCAP: Final = "sm90", "backward bf16_d64_q150_s200_b2_h2_causal_softcap30 inputs=saturated"
+# The rows' parts of the gradient of a sink do not cancel.
+BACKWARD_SM90_SINKS: Final = "sm90", "backward bf16_d64_q200_s200_b2_h4k2_causal_sinks inputs=one_sign"
 BACKWARD_SM90_DROPOUT: Final = "sm90", "backward f16_d64_q200_s200_b2_h2_causal_dropout0.3"
 DECODE: Final = "decode", "forward f16_d64_q2_s600_b2_h8k2_causal_br"
 
@@ -227,6 +229,13 @@ FAULTS: Final = (
         "sink = logit * math.log2(math.e)",
         "sink = (logit + 0.02) * math.log2(math.e)",
         FORWARD_SM90,
+    ),
+    Fault(
+        "sink + 0.02 in its bfloat16 gradient",
+        f"{KERNELS}/sm80/grad_sinks.py",
+        "sink = params.load_scalar(p.sinks, Float32, head) * LOG2_E",
+        "sink = (params.load_scalar(p.sinks, Float32, head) + 0.02) * LOG2_E",
+        BACKWARD_SM90_SINKS,
     ),
     Fault(
         "delta of another row, mma.sync",

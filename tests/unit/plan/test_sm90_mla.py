@@ -413,5 +413,16 @@ def test_refused_codes(name: str, reason: str) -> None:
 
 
 def test_other_targets_refuse_codes() -> None:
-    with pytest.raises(NotSupported, match="dequantise, each code times its scale"):
+    with pytest.raises(NotSupported, match="takes no targets without wgmma; use a cache of 16 bits"):
         planner.plan(parse(CODES).problem("forward"), "sm_80")
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_90"])
+def test_small_pages_of_codes_are_refused_with_the_pages_to_use(target: str) -> None:
+    """As pages, not as head dims that other kernels of codes do not take."""
+    problem = parse(CODES.replace("paged64", "paged1")).problem("forward")
+    with pytest.raises(NotSupported) as refused:
+        planner.plans_on(problem, (9, 0)) if target == "sm_90a" else planner.plans(problem, target)
+    wanted = f"the kernel of {target} takes no pages of fewer than 16 rows; use pages of at least 16 rows, or a cache"
+    assert any(wanted in reason for reason in refused.value.reasons)
+    assert not any("head dims" in reason for reason in refused.value.reasons)
