@@ -48,7 +48,7 @@ class MappedCall:
         run: computes one call, or the joined one
         operands: by name; the mapped axis is the first
         """
-        obstacle = self._obstacle()
+        obstacle = self._obstacle(operands)
         if not obstacle:
             return self._joined(run, operands)
         if self.call.backend != "reference":
@@ -58,7 +58,7 @@ class MappedCall:
             )
         return self._one_after_another(run, operands)
 
-    def _obstacle(self) -> str:
+    def _obstacle(self, operands: Arrays) -> str:
         """Returns why the mapped axis cannot join the batch axis; "" if it can.
 
         Variable lengths have no batch axis, and pools of pages none. All batches share sinks, terms without a batch
@@ -70,6 +70,7 @@ class MappedCall:
             "sequences": call.max_seqlens is not None or call.paged is not None,
             "dropout": PHILOX in self.is_mapped,
             "gradients of sinks": "sinks" in self.gradients,
+            "mapped axis and batch both split": bool(self.mesh_axes) and self._splits_batch(operands),
             **{f"mapped {name}": self.is_mapped.get(name, False) for name in shared},
         }
         return next((name for name, is_present in obstacles.items() if is_present), "")
@@ -94,13 +95,25 @@ class MappedCall:
                 shape, array = (1, *shape), array[:, None]
             array = array if self.is_mapped[name] else array[None]
             stacked = jnp.broadcast_to(array, (self.size, batch, *shape[1:]))
+            stacked = jnp.swapaxes(stacked, 0, 1) if is_batch_first else stacked
             return stacked.reshape(self.size * batch, *shape[1:])
 
+        def split_off(array: Any) -> Any:
+            if is_batch_first:
+                return jnp.swapaxes(array.reshape(batch, self.size, *array.shape[1:]), 0, 1)
+            return array.reshape(self.size, batch, *array.shape[1:])
+
+        # JAX merges axes of an Explicit mesh if the first one is split.
+        is_batch_first = self._splits_batch(operands)
         results = run({name: join(name, array) for name, array in operands.items()})
-        split = {name: array.reshape(self.size, batch, *array.shape[1:]) for name, array in results.items()}
+        split = {name: split_off(array) for name, array in results.items()}
         if "grad_bias" in split and elements["bias"].shape[0] == 1:
             split["grad_bias"] = split["grad_bias"].sum(axis=1, keepdims=True, dtype=split["grad_bias"].dtype)
         return split
+
+    def _splits_batch(self, operands: Arrays) -> bool:
+        """Returns whether an Explicit mesh splits the first axis of an operand, the batch of most."""
+        return any(partition.splits_axis(array, int(self.is_mapped[name])) for name, array in operands.items())
 
     def _one_after_another(self, run: Callable[[Arrays], Arrays], operands: Arrays) -> Arrays:
         """Maps the elements; each device those that it has, if a mesh splits the mapped axis."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.jax import random_words
+from cutlass_py_attn.jax import partition, random_words
 from cutlass_py_attn.jax.calls import Call
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.plan import performance
@@ -56,7 +56,7 @@ def tangent(call: Call, values: Arrays, tangents: Arrays) -> tuple[Any, Any]:
     output, logsumexp = values["output"], values["logsumexp"]
     of_lse = of_lse.reshape(of_lse.shape[0], -1, of_lse.shape[3])
     of_lse = jnp.pad(of_lse, ((0, 0), (0, 0), (0, logsumexp.shape[2] - of_lse.shape[2])))
-    return of_output.reshape(output.shape).astype(output.dtype), of_lse.astype(logsumexp.dtype)
+    return _like(of_output, output), _like(of_lse, logsumexp)
 
 
 def gradients(call: Call, values: Arrays, names: tuple[str, ...]) -> list[Any]:
@@ -79,7 +79,7 @@ def gradients(call: Call, values: Arrays, names: tuple[str, ...]) -> list[Any]:
         "bias": lambda: _summed(of_bias.reshape(of_bias.shape[0], -1, *of_bias.shape[3:]), values["bias"].shape),
         "sinks": lambda: -(scores.sink_weights * delta).sum((0, 3)),
     }
-    return [compute[name]().reshape(values[name].shape).astype(values[name].dtype) for name in names]
+    return [_like(compute[name](), values[name]) for name in names]
 
 
 def refusal(purpose: str) -> str:
@@ -89,6 +89,11 @@ def refusal(purpose: str) -> str:
         "(batch, rows, heads, head_dim) without these, for only the gradient has kernels; use jax.grad once, or "
         "attention in jax.numpy"
     )
+
+
+def _like(derivative: Any, primal: Any) -> Any:
+    """Returns a derivative in the shape, dtype and sharding of its primal."""
+    return partition.like(derivative.reshape(primal.shape).astype(primal.dtype), primal)
 
 
 def _summed(array: Any, shape: tuple[int, ...]) -> Any:

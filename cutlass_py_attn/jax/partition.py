@@ -327,6 +327,8 @@ def run_explicit(split: Split, run: Callable[[Arrays], Arrays], operands: Arrays
     specs = {name: split.spec(name, shape) for name, shape in shapes.items()}
     placed = {name: jax.sharding.reshard(array, NamedSharding(mesh, specs[name])) for name, array in operands.items()}
     names = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    # Without names shard_map takes all axes but that of a surrounding vmap.
+    names = set() if len(names) == len(mesh.axis_names) else names
     sharded = jax.shard_map(
         lambda own: split.on_device(run, own, shapes),
         mesh=mesh,
@@ -337,6 +339,12 @@ def run_explicit(split: Split, run: Callable[[Arrays], Arrays], operands: Arrays
     )
     found: Arrays = sharded(placed)
     return found
+
+
+def splits_axis(array: Any, axis: int) -> bool:
+    """Returns whether an Explicit mesh splits an axis of the array."""
+    spec = jax.typeof(array).sharding.spec
+    return len(spec) > axis and bool(_names(spec[axis]))
 
 
 def like(gradient: Any, primal: Any) -> Any:

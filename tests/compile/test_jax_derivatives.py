@@ -183,6 +183,39 @@ def test_vmap_over_the_axis_of_an_explicit_mesh(what: str) -> None:
         expect_close(run(jnp.zeros(4), jax.device_put(examples, jax.NamedSharding(mesh, jax.P("x")))), expected)
 
 
+@pytest.mark.parametrize("split", ["all", "query", "key", "examples too"])
+@pytest.mark.parametrize("what", ["gradient", "tangent of gradient", "gradient of tangent"])
+def test_vmap_of_calls_whose_batch_an_explicit_mesh_splits(what: str, split: str) -> None:
+    """The mapped axis joins behind the split one; both split cannot join."""
+    query, key = draw(0, 2, 4, 6, 4, 8), draw(1, 4, 6, 2, 8)
+    plan = {
+        "all": (jax.P(None, "x"), jax.P("x")),
+        "query": (jax.P(None, "x"), jax.P()),
+        "key": (jax.P(), jax.P("x")),
+        "examples too": (jax.P("y", "x"), jax.P("x")),
+    }[split]
+
+    def loss(query: Any, key: Any) -> Any:
+        return (jax.vmap(lambda each: ours(each, key, key) ** 2)(query)).sum()
+
+    def run(query: Any, key: Any) -> Any:
+        directions = jnp.cos(query), jnp.sin(key)
+        if what == "gradient":
+            return jax.value_and_grad(loss, (0, 1))(query, key)
+        if what == "tangent of gradient":
+            return jax.jvp(jax.grad(loss, (0, 1)), (query, key), directions)
+        return jax.grad(lambda query, key: jax.jvp(loss, (query, key), directions)[1], (0, 1))(query, key)
+
+    wanted = jax.jit(run)(query, key)
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(array, jax.NamedSharding(mesh, spec)) for array, spec in zip((query, key), plan, strict=True)
+        ]
+        expect_close(jax.jit(run)(*placed), wanted)
+
+
 @pytest.mark.parametrize(
     ("options", "mapped", "obstacle"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ import pytest
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
+from cutlass_py_attn.errors import Stale  # noqa: E402
 from cutlass_py_attn.jax import batching, derivatives  # noqa: E402
 from tools.release import fuzz_jax  # noqa: E402
 from tools.release.jax_programs import FORWARD, REVERSE, Layer, Program, draw  # noqa: E402
 
 MODES = REVERSE + FORWARD
+SETTINGS = fuzz_jax.Settings()
 PARTS, PROGRAMS = 6, 4
 
 
@@ -30,7 +33,7 @@ def _own_caches() -> Iterator[None]:
 @pytest.mark.expected_seconds(20)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_programs_of_fixed_seeds(part: int) -> None:
-    outcomes = fuzz_jax.run(range(part * PROGRAMS, (part + 1) * PROGRAMS), fuzz_jax.Settings())
+    outcomes = fuzz_jax.run(range(part * PROGRAMS, (part + 1) * PROGRAMS), SETTINGS)
     assert [outcome for outcome in outcomes if outcome.result not in ("", "SKIPPED")] == []
     assert sum(outcome.result == "" for outcome in outcomes) >= PROGRAMS - 1
 
@@ -43,39 +46,62 @@ def test_a_missing_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         return {name: array * (name != "grad_value") for name, array in results.items()}
 
     monkeypatch.setattr(derivatives, "_bind", without_value)
-    outcome = fuzz_jax.check(Program((Layer("query"),), ("key", "value"), "value_and_grad"), "reference", 5)
+    outcome = fuzz_jax.check(Program((Layer("query"),), ("key", "value"), "value_and_grad"), SETTINGS, 5)
     assert (outcome.seed, outcome.result) == (5, "GRADIENT")
     assert outcome.what.startswith("[1]['value'] is 0, off by")
 
 
 def test_other_random_numbers_under_vmap_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program((Layer("query", dropout="shared", wrap="vmap", mapped=("query",)),), ("query",), is_jitted=True)
-    assert fuzz_jax.check(program, "reference", 0).result == ""
+    assert fuzz_jax.check(program, SETTINGS, 0).result == ""
     jax.clear_caches()
-    monkeypatch.setattr(batching.MappedCall, "_obstacle", lambda self: "")
-    assert fuzz_jax.check(program, "reference", 0).result in ("VALUE", "GRADIENT")
+    monkeypatch.setattr(batching.MappedCall, "_obstacle", lambda *_: "")
+    assert fuzz_jax.check(program, SETTINGS, 0).result in ("VALUE", "GRADIENT")
 
 
 def test_a_fault_that_needs_an_earlier_program_and_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = iter([fuzz_jax.Outcome(1, "VALUE", "loss"), fuzz_jax.Outcome(1, "")])
     monkeypatch.setattr(fuzz_jax, "_attempt", lambda *_: next(outcomes))
-    assert fuzz_jax.check(draw(1, MODES, 2), "reference", 1) == fuzz_jax.Outcome(1, "CACHE", "loss")
+    assert fuzz_jax.check(draw(1, MODES, 2), SETTINGS, 1) == fuzz_jax.Outcome(1, "CACHE", "loss")
     monkeypatch.undo()
     monkeypatch.setattr(derivatives, "_bind", lambda *_: 1 / 0)
-    outcome = fuzz_jax.check(Program((Layer("query"),), ("query",)), "reference", 1)
+    outcome = fuzz_jax.check(Program((Layer("query"),), ("query",)), SETTINGS, 1)
     assert (outcome.result, outcome.what) == ("RAISED", "ZeroDivisionError: division by zero")
 
 
 def test_a_wrong_program_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attempt(program: Program, backend: str, seed: int) -> fuzz_jax.Outcome:
+    def attempt(program: Program, settings: fuzz_jax.Settings, seed: int) -> fuzz_jax.Outcome:
         return fuzz_jax.Outcome(seed, "VALUE" if any(layer.sinks == "trained" for layer in program.layers) else "")
 
     monkeypatch.setattr(fuzz_jax, "_attempt", attempt)
     layers = (Layer("query", softcap=3.0, wrap="scan"), Layer(sinks="trained", bias="frozen", stopped=("key",)))
     program = Program(layers, ("query", "sinks"), "vjp_reuse", True, "bfloat16")
-    reduced = fuzz_jax.shrunk(program, "reference", "VALUE")
+    reduced = fuzz_jax.shrunk(program, SETTINGS, "VALUE")
     assert reduced == Program((Layer("query", sinks="trained"),), ("sinks",), examples=(("sinks", 0),))
     assert fuzz_jax.described(reduced) == "grad of sinks, float32, mesh none\n    query=query, sinks=trained"
+
+
+def test_the_kernels_of_programs_are_found_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that lowering asks for: one for each set of wanted gradients."""
+    asked: list[str] = []
+
+    def compiled(build: Any) -> Any:
+        asked.append(build.symbol)
+        raise Stale(f"{build.symbol}: nothing compiles here")
+
+    monkeypatch.setattr(fuzz_jax, "artifact_for", compiled)
+    programs = {
+        0: Program((Layer("query"),), ("query",)),
+        1: Program((Layer("query"),), ("key", "value")),
+        2: Program((Layer("query"),), ("query",), "jvp"),
+    }
+    monkeypatch.setattr(fuzz_jax.Settings, "program", lambda _, seed: programs[seed])
+    for seed, directions in ((0, {"fwd", "bwd"}), (1, {"fwd", "bwd"}), (2, {"fwd"})):
+        asked.clear()
+        with contextlib.suppress(Stale):
+            fuzz_jax.builds(range(seed, seed + 1), SETTINGS)
+        assert {symbol[:3] for symbol in asked} <= directions
+        assert asked, seed
 
 
 def test_the_command_prints_and_records(

@@ -1,7 +1,8 @@
 """Fuzz of JAX programs: random programs of attention calls, compared with the same programs of jax.numpy.
 
 python -m tools.release.fuzz_jax --programs 1000 [--first SEED] [--processes N] [--record FILE]   on the CPU
-python -m tools.release.fuzz_jax --programs 1000 --backend gpu                                    kernels, on a GPU
+python -m tools.release.fuzz_jax --programs 1000 --backend gpu [--kernels FOLDER]                 kernels, on a GPU
+python -m tools.release.fuzz_jax --programs 1000 --build FOLDER                                   their kernels, no GPU
 python -m tools.release.fuzz_jax --first SEED --programs 1 --shrink                               one again, reduced
 
 A program that differs is run again after jax.clear_caches(), and beside finite differences of its own loss:
@@ -22,6 +23,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import math
 import multiprocessing
 import os
@@ -37,7 +39,10 @@ from typing import Any, Final
 _FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if tuple(map(int, metadata.version("jaxlib").split(".")[:3])) < (0, 11, 1):  # later ones end at the unknown flag
     _FLAGS += " --xla_cpu_use_fusion_emitters=false"
-os.environ.setdefault("XLA_FLAGS", f"{_FLAGS} --xla_force_host_platform_device_count=2")
+if "--backend" in sys.argv:
+    _FLAGS += " --xla_gpu_autotune_level=0"
+_DEVICES: Final = 1 if "--build" in sys.argv else 2  # --build is for a machine with one GPU
+os.environ.setdefault("XLA_FLAGS", f"{_FLAGS} --xla_force_host_platform_device_count={_DEVICES}")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 if "gpu" not in sys.argv:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -45,15 +50,20 @@ if "gpu" not in sys.argv:
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
+from cutlass_py_attn.artifact import Artifact, Folder  # noqa: E402
 from cutlass_py_attn.bench.harness import commit  # noqa: E402
+from cutlass_py_attn.compilation.turns import artifact_for  # noqa: E402
 from cutlass_py_attn.errors import NotSupported  # noqa: E402
+from cutlass_py_attn.plan.build import Build  # noqa: E402
 from tools.docs import attempts  # noqa: E402
 from tools.release.jax_programs import (  # noqa: E402
     FORWARD,
     REVERSE,
+    Attention,
     Layer,
     Program,
     draw,
+    function_of,
     leaves_of,
     loss_of,
     ours,
@@ -63,6 +73,7 @@ from tools.release.jax_programs import (  # noqa: E402
 
 Arrays = dict[str, Any]
 
+ARCH: Final = "sm_90a"
 RIGHT: Final = ("", "SKIPPED", "REFUSED")  # "SKIPPED" is a program that jax.numpy cannot run
 TOLERANCE: Final = {"float32": 2e-3, "bfloat16": 6e-2}  # of the largest element
 STEP: Final = 0.01  # of finite differences
@@ -80,36 +91,42 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """modes, kernel_sets: as for `jax_programs.draw`. backend: of the calls."""
+    """modes, kernel_sets: as for `jax_programs.draw`. backend: of the calls. kernels: folder of prebuilt kernels."""
 
     modes: tuple[str, ...] = REVERSE + FORWARD
     backend: str = "reference"
     kernel_sets: int = 0
+    kernels: Path | None = None
 
     def program(self, seed: int) -> Program:
         """Returns the program of a seed, for the devices at hand."""
         return draw(seed, self.modes, len(jax.devices()), self.kernel_sets)
 
+    @property
+    def attention(self) -> Attention:
+        """The package's attention."""
+        return ours(self.backend) if self.kernels is None else ours(self.backend, kernels=Folder(self.kernels))
 
-def check(program: Program, backend: str, seed: int) -> Outcome:
+
+def check(program: Program, settings: Settings, seed: int) -> Outcome:
     """Runs a program; a wrong one again without what JAX has cached."""
-    outcome = _attempt(program, backend, seed)
+    outcome = _attempt(program, settings, seed)
     if outcome.result in RIGHT:
         return outcome
     jax.clear_caches()
-    alone = _attempt(program, backend, seed)
+    alone = _attempt(program, settings, seed)
     return alone if alone.result else Outcome(seed, "CACHE", outcome.what)
 
 
-def _attempt(program: Program, backend: str, seed: int) -> Outcome:
+def _attempt(program: Program, settings: Settings, seed: int) -> Outcome:
     try:
         leaves = leaves_of(program)
-        with jax.default_device(jax.devices("cpu")[0]) if backend == "gpu" else contextlib.nullcontext():
+        with jax.default_device(jax.devices("cpu")[0]) if settings.backend == "gpu" else contextlib.nullcontext():
             expected = jax.block_until_ready(results(plain, program, leaves, True))
     except Exception as error:  # such as shardings that JAX cannot derive
         return Outcome(seed, "SKIPPED", _first_line(error))
     try:
-        found = jax.block_until_ready(results(ours(backend), program, leaves, program.is_jitted))
+        found = jax.block_until_ready(results(settings.attention, program, leaves, program.is_jitted))
     except NotSupported as error:
         return Outcome(seed, "REFUSED", _first_line(error))
     except Exception as error:  # the program of jax.numpy ran
@@ -119,7 +136,9 @@ def _attempt(program: Program, backend: str, seed: int) -> Outcome:
         return Outcome(seed, "")
     if program.mode in FORWARD or program.dtype != "float32":
         return Outcome(seed, "VALUE", what)
-    return Outcome(seed, "VALUE" if _agrees_with_itself(program, backend, found, expected) else "GRADIENT", what)
+    return Outcome(
+        seed, "VALUE" if _agrees_with_itself(program, settings.attention, found, expected) else "GRADIENT", what
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -142,12 +161,12 @@ def difference(found: Any, expected: Any, tolerance: float) -> str:
     return "; ".join(wrong)
 
 
-def _agrees_with_itself(program: Program, backend: str, found: Any, expected: Any) -> bool:
+def _agrees_with_itself(program: Program, attend: Attention, found: Any, expected: Any) -> bool:
     """Returns whether the gradient is the derivative of the program's own loss, by finite differences.
 
     They are taken at the elements where the two gradients differ most, and where the found one is largest.
     """
-    leaves, loss = leaves_of(program), jax.jit(loss_of(ours(backend), replace(program, mesh="none")))
+    leaves, loss = leaves_of(program), jax.jit(loss_of(attend, replace(program, mesh="none")))
     for name, array in leaves.items():
         gradient, other = np.asarray(found[1][name], np.float64), np.asarray(expected[1][name], np.float64)
         of_example = program.mode == "vmap_grad"
@@ -197,12 +216,12 @@ def _smaller(program: Program) -> Iterator[Program]:
         yield replace(program, trained=trained, examples=examples)
 
 
-def shrunk(program: Program, backend: str, result: str) -> Program:
+def shrunk(program: Program, settings: Settings, result: str) -> Program:
     """Returns the smallest program that keeps the result when one feature after the other is removed."""
     while True:
         for candidate in _smaller(program):
             jax.clear_caches()
-            if _attempt(candidate, backend, 0).result == result:
+            if _attempt(candidate, settings, 0).result == result:
                 program = candidate
                 break
         else:
@@ -226,12 +245,42 @@ def described(program: Program) -> str:
     return "\n".join(lines)
 
 
+# Kernels
+
+
+def builds(seeds: range, settings: Settings) -> set[Build]:
+    """Returns the kernels of programs on one GPU of `ARCH`, as lowering them asks for; compiles them."""
+    needed: set[Build] = set()
+
+    def kernels(build: Build) -> Artifact:
+        artifact = artifact_for(build)
+        needed.add(build)
+        return artifact
+
+    for seed in seeds:
+        program = settings.program(seed)
+        function = function_of(ours("gpu", arch=ARCH, kernels=kernels), program)
+        with contextlib.suppress(NotSupported):
+            jax.jit(function).trace(leaves_of(program)).lower(lowering_platforms=("cuda",))
+    return needed
+
+
+def build(folder: Path, seeds: range, settings: Settings, processes: int) -> int:
+    """Compiles the kernels of programs into the folder; exit code 0."""
+    from tools.release.build_ptx import build_into
+
+    parts = [seeds[start::processes] for start in range(processes)]
+    with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        needed = set[Build]().union(*pool.map(functools.partial(builds, settings=settings), parts))
+    return build_into(folder, [(build,) for build in sorted(needed, key=lambda build: build.symbol)])
+
+
 # Runs
 
 
 def run(seeds: range, settings: Settings) -> list[Outcome]:
     """Checks the programs of these seeds in this process."""
-    return [check(settings.program(seed), settings.backend, seed) for seed in seeds]
+    return [check(settings.program(seed), settings, seed) for seed in seeds]
 
 
 def run_in_processes(seeds: range, settings: Settings, processes: int, seconds: float) -> Iterator[Outcome]:
@@ -271,12 +320,16 @@ def main() -> int:
     )
     parser.add_argument("--reverse", action="store_true", help="without forward mode and second derivatives")
     parser.add_argument("--shrink", action="store_true", help="reduce the first wrong program of each result")
+    parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
+    parser.add_argument("--build", type=Path, help="only build the kernels, into this folder")
     parser.add_argument("--record", type=Path, help="JSON file to write")
     options = parser.parse_args()
     modes = REVERSE if options.reverse else REVERSE + FORWARD
-    settings = Settings(modes, options.backend, options.kernel_sets)
-    start, counts = time.monotonic(), collections.Counter[str]()
+    settings = Settings(modes, options.backend, options.kernel_sets, options.kernels)
     seeds = range(options.first, options.first + options.programs)
+    if options.build:
+        return build(options.build, seeds, settings, options.processes)
+    start, counts = time.monotonic(), collections.Counter[str]()
     for outcome in run_in_processes(seeds, settings, options.processes, options.seconds):
         counts[outcome.result or "right"] += 1
         if outcome.result == "REFUSED":
@@ -286,7 +339,7 @@ def main() -> int:
         program = settings.program(outcome.seed)
         print(f"{outcome.result} seed {outcome.seed}: {outcome.what}\n{described(program)}", flush=True)
         if options.shrink and counts[outcome.result] == 1 and outcome.result != "CACHE":
-            print(f"reduced: {described(shrunk(program, options.backend, outcome.result))}", flush=True)
+            print(f"reduced: {described(shrunk(program, settings, outcome.result))}", flush=True)
     seconds = time.monotonic() - start
     wrong = sum(counts.values()) - counts["right"] - sum(counts[result] for result in RIGHT)
     print(f"{sum(counts.values())} programs in {seconds:.0f} s: {dict(counts)}")

@@ -176,12 +176,13 @@ def _layer(choose: random.Random, features: random.Random, is_first: bool, is_pl
 # Attention
 
 
-def ours(backend: str) -> Attention:
-    """Returns attention of the package."""
+def ours(backend: str, **of_calls: Any) -> Attention:
+    """Returns attention of the package. of_calls: more options of every call."""
 
     def attend(layer: Layer, operands: Arrays, key: Any) -> tuple[Any, Any]:
         terms = {name: operands[name] for name in ("bias", "sinks") if operands[name] is not None}
         options: dict[str, Any] = {"mask": MASKS[layer.mask], "softcap": layer.softcap, "backend": backend, **terms}
+        options |= of_calls
         options |= {"alibi_slopes": SLOPES} if layer.has_alibi else {}
         options |= {"dropout_p": DROPOUT_P, "dropout_key": key} if layer.dropout != "none" else {}
         options |= {"return_logsumexp": True} if layer.logsumexp != "none" else {}
@@ -385,13 +386,13 @@ def _mapped(call: Any, layer: Layer, operands: Arrays, key: Any) -> tuple[Any, A
     return output.sum(layer.axes[3]), total.sum()
 
 
-def results(attend: Attention, program: Program, leaves: Arrays, is_jitted: bool) -> Any:
-    """Returns what the program computes: a tree of arrays, the loss first, then gradients or tangents."""
+def function_of(attend: Attention, program: Program) -> Callable[[Arrays], Any]:
+    """Returns the program as a function of its leaves: to a tree of arrays, the loss first, then derivatives."""
     loss = loss_of(attend, program)
     one = functools.partial(_loss, attend, program)
-    directions = {name: jnp.cos(3 * array) for name, array in leaves.items()}
 
     def whole(leaves: Arrays) -> Any:
+        directions = {name: jnp.cos(3 * array) for name, array in leaves.items()}
         if program.mode == "grad":
             return None, jax.grad(loss)(leaves)
         if program.mode == "value_and_grad":
@@ -417,6 +418,12 @@ def results(attend: Attention, program: Program, leaves: Arrays, is_jitted: bool
             return jax.jvp(jax.grad(loss), (leaves,), (directions,))
         return jax.grad(lambda leaves: jax.jvp(loss, (leaves,), (directions,))[1])(leaves)
 
+    return whole
+
+
+def results(attend: Attention, program: Program, leaves: Arrays, is_jitted: bool) -> Any:
+    """Returns what the program computes."""
+    whole = function_of(attend, program)
     run = jax.jit(whole) if is_jitted else whole
     if program.mesh == "none":
         return run(leaves)
