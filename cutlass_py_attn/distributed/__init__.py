@@ -7,7 +7,7 @@
     output, logsumexp = distributed.attention_forward(query, key, value, group=group, context_strategy="ring",
                                                       load_balance="zigzag", mask=Causal())
 
-docs/several_gpus.md says what each strategy computes, moves and needs.
+docs/several_gpus.md and docs/distributed.md say what each strategy computes, moves and needs.
 """
 
 from __future__ import annotations

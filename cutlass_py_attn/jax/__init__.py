@@ -199,7 +199,7 @@ def attention(
     the scores; docs/jax.md says for which calls.
 
     A call on several devices is split by batch and heads, as the shardings of query, key and value say: on Explicit and
-    Auto meshes, and inside shard_map. docs/jax.md says what is not split.
+    Auto meshes, and inside shard_map. docs/jax_devices.md says what is not split.
 
     NotSupported lists every reason when the call is traced, among them shardings that cannot be split. When the program
     is lowered, NoDevice: there is no GPU, and `arch` is None; CompileError, Stale: there is no kernel.

@@ -1,8 +1,8 @@
 """Performance: what a plan is estimated to take, and which change of the call is estimated to make it much faster.
 
-The estimate is coarse: the rate of the kernel's class, measured on an H200 with long sequences (docs/performance.md and
-docs/tuning.md), times the part of its tiles that has rows and of the multiprocessors that have blocks, but no more than
-the memory allows. It tells a call that runs at a tenth of what its sizes allow, not one that loses a fifth.
+The estimate is coarse: the rate of the kernel's class, measured on an H200 with long sequences (docs/data and the
+notes beside the kernels), times the part of its tiles that has rows and of the multiprocessors that have blocks, but no
+more than the memory allows. It tells a call that runs at a tenth of what its sizes allow, not one that loses a fifth.
 
 `slow_road` decides for the functions, JAX, `explain` and the command line; tools/tuning/cliffs.py compares it with
 plans.

@@ -2,7 +2,8 @@
 
 The work tiles that remain after the whole rounds of an sm90 kernel would keep few SMs busy for as long as a whole
 round. In parts they take one round of shorter parts; in the backward up to PART_ROUNDS rounds, if the parts of one
-would leave many SMs idle. Work tiles that are fewer than the SMs are all in parts. docs/tuning.md has the measurements.
+would leave many SMs idle. Work tiles that are fewer than the SMs are all in parts. The notes beside the sm90
+kernels have the measurements.
 """
 
 from __future__ import annotations

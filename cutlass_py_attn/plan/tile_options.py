@@ -1,6 +1,6 @@
 """Tile options: with which options the planner has a tile of the tables, and which builds can have them.
 
-docs/tuning.md says what each option gained, and which were slower.
+kernels/sm90/NOTES.md says what each option gained, and which were slower.
 """
 
 from __future__ import annotations

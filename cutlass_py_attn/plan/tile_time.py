@@ -59,7 +59,8 @@ class TileSpeeds:
     tiles: dict[tuple[int, int], TileSpeed]
 
 
-# By the widest head dim that the numbers hold for: fits of the measurements in docs/tuning.md, of bf16 on an H200.
+# By the widest head dim that the numbers hold for: fits of the measurements in kernels/sm90/NOTES-short-forward.md, of
+# bf16 on an H200.
 # At head dim 96, key tiles of 192x96 and 128x128 are fitted to s 8192 as well.
 FORWARD: Final = {
     64: TileSpeeds(

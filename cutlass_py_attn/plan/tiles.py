@@ -1,10 +1,10 @@
 """Tile tables: the tiles of the fused kernels by dtype and head dim, the fastest first.
 
 The planner chooses the first tile that fits the target's shared memory. The later tiles are for GPUs with 99 KiB of
-shared memory per block, and for features that leave the first tile too few registers. docs/tuning.md says what
-each tile was measured against. For the sm90 family, tools/bench/results/plans.jsonl keeps the measurements with GPU,
-clock, commit and command: tools/tuning/search_plans.py writes them, and tools/release/check_verified.py lists the tiles
-that have none.
+shared memory per block, and for features that leave the first tile too few registers. The notes beside the kernels
+say what each tile was measured against. For the sm90 family, tools/bench/results/plans.jsonl keeps the measurements
+with GPU, clock, commit and command: tools/tuning/search_plans.py writes them, and tools/release/check_verified.py lists
+the tiles that have none.
 """
 
 from __future__ import annotations

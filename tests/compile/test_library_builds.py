@@ -609,8 +609,8 @@ assert sys.byteorder == "little", "calls are written as bytes of this machine"
 
 
 def test_the_call_that_the_page_shows_compiles(bundle: Bundle, tmp_path: Path) -> None:
-    """Inside a function that has what the page says a caller has; and the exports of the page have its problems."""
-    page = (ROOT / "docs" / "c_library.md").read_text()
+    """Inside a function that has what the pages say a caller has; and the exports of the pages have its problems."""
+    page = "".join((ROOT / "docs" / name).read_text() for name in ("c_library.md", "c_library_calls.md"))
     block = "".join(re.findall(r"```c\n(.*?)```", page, re.DOTALL))
     names = (
         *("query", "key", "value", "output", "logsumexp", "workspace", "page_table", "seqused_k"),

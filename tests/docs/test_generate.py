@@ -98,6 +98,13 @@ def test_reference_has_every_public_name(generated: dict[str, str]) -> None:
     assert sorted(headings) == sorted([*cutlass_py_attn.__all__, *others])
 
 
+def test_the_front_of_the_reference_has_the_names_that_users_call(generated: dict[str, str]) -> None:
+    front = generated[generate.REFERENCE].partition("\n## ")[0]
+    assert re.findall(r"^\| \[`(\w+)`\]", front, re.MULTILINE) == [*reference.FRONT]
+    assert len(reference.FRONT) == 20
+    assert {*reference.FRONT} <= {*cutlass_py_attn.__all__}
+
+
 def test_reference_has_the_names_of_jax(generated: dict[str, str]) -> None:
     module = pytest.importorskip("cutlass_py_attn.jax", exc_type=ImportError)
     jax_names = reference.exports(reference.load()["jax"])

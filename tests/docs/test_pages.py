@@ -12,7 +12,9 @@ from tools.docs import pages
 
 ROOT = pages.ROOT
 PAGES = pages.pages()
-LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+MOST_LINES = 300
+LINKED = pages.linked()
+LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 EXTRAS = re.compile(r"\[([\w,-]+)\]")
 
 
@@ -43,11 +45,38 @@ def test_extras_that_pages_install_exist() -> None:
     assert named <= set(extras)
 
 
+def links() -> list[tuple[Path, str, str]]:
+    """(page, path, anchor) of every link to a file of this repository."""
+    found = [(page, *link) for page in LINKED for link in LINK.findall(prose(page))]
+    return [(page, path, anchor) for page, path, anchor in found if "://" not in path]
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_links_lead_to_files() -> None:
-    links = [(page, link) for page in (*PAGES, ROOT / "ptx/README.md") for link in LINK.findall(page.read_text())]
-    assert len(links) > 60
-    missing = [(page.name, link) for page, link in links if "://" not in link and not (page.parent / link).exists()]
-    assert missing == []
+    assert len(links()) > 200
+    assert [(page.name, path) for page, path, _ in links() if not (page.parent / path).exists()] == []
+
+
+def test_anchors_lead_to_headings() -> None:
+    targets = [(page, page.parent / path if path else page, anchor) for page, path, anchor in links() if anchor]
+    assert len(targets) > 100
+    assert [(page.name, target.name, anchor) for page, target, anchor in targets if anchor not in anchors(target)] == []
+
+
+def test_pages_are_short() -> None:
+    """At most 300 lines, without the generated reference and the tables of whole runs."""
+    lengths = {page.name: page.read_text().count("\n") for page in PAGES if page.name != "reference.md"}
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
 
 
 # The parser and the evaluators

@@ -24,13 +24,10 @@ from tools.tuning import plan_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PERFORMANCE = """# Title
-between
-<!-- benchmark:begin -->
-<!-- benchmark:end -->
-<!-- features:begin -->
-<!-- features:end -->
-"""
+PAGES = {
+    check_verified.BENCHMARK_PAGE: "# Title\nbetween\n<!-- benchmark:begin -->\n<!-- benchmark:end -->\n",
+    check_verified.FEATURES_PAGE: "# Title\n<!-- features:begin -->\n<!-- features:end -->\n",
+}
 SHAPE = Shape(1, 128, 128, 1, 64, 64)
 LAUNCH = "cutlass_py_attn/runtime/binding.py"
 TODAY = {"kernels": "today", "launch": "today", "checks": "today"}
@@ -57,8 +54,9 @@ COMPILER = "compiler 1"
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tree with two committed kernels and nothing verified."""
-    (tmp_path / "docs").mkdir()
-    (tmp_path / check_verified.PERFORMANCE).write_text(PERFORMANCE)
+    (tmp_path / "docs/data").mkdir(parents=True)
+    for page, text in PAGES.items():
+        (tmp_path / page).write_text(text)
     for name in record.SUITE:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
@@ -78,7 +76,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert feature_ptx.write(tmp_path, {}) == []
     monkeypatch.setattr(build_ptx, "committed_plans", lambda: PLANS)
     monkeypatch.setattr(plan_rows, "rows", lambda: ())
-    (tmp_path / check_verified.PERFORMANCE).write_text(check_verified.generated_performance(tmp_path))
+    for page, text in check_verified.generated_tables(tmp_path).items():
+        (tmp_path / page).write_text(text)
     (tmp_path / gallery.GALLERY).write_text(gallery.gallery(tmp_path))
     return tmp_path
 
@@ -322,9 +321,9 @@ def test_benchmark_table(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tree / check_verified.BENCHMARK
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(rows))
-    assert run(tree, monkeypatch) == 1, "docs/performance.md lacks the table"
+    assert run(tree, monkeypatch) == 1, "the page lacks the table"
     assert run(tree, monkeypatch, "--write-tables") == 0
-    text = (tree / check_verified.PERFORMANCE).read_text().partition("<!-- features:begin -->")[0]
+    text = (tree / check_verified.BENCHMARK_PAGE).read_text()
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert lines == [
         "| case | direction | ours | flash | cudnn |",

@@ -119,4 +119,4 @@ def test_a_picture_shows_every_point() -> None:
         "On H200 (CUDA 13.0), 2026-11-23, commit 000000000000. Peers: cuDNN 9.19.0 of torch 2.11.0, "
         "FlashAttention-4 4.0.0."
     )
-    assert lines[2] == "![short sequences, forward](pictures/short_map_forward.svg)"
+    assert lines[2] == "![short sequences, forward](../pictures/short_map_forward.svg)"

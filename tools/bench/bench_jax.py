@@ -4,9 +4,10 @@ python -m tools.bench.bench_jax [--kernels FOLDER] [--record FILE]
 python -m tools.bench.bench_jax [--kernels FOLDER] --host [FILE]    the second table alone, for a record of two GPUs
 
 The second table has the time of small programs, in which host time dominates, alone and beside a thread that executes
-Python. CUTLASS_PY_ATTN_JAX_HANDLER chooses the handler of our calls (docs/jax.md); the table names it.
+Python. CUTLASS_PY_ATTN_JAX_HANDLER chooses the handler of our calls (docs/jax_devices.md); the table names it.
 
-`--record tools/bench/results/jax.json` writes the results; `python -m tools.docs.generate` copies them to docs/jax.md.
+`--record tools/bench/results/jax.json` writes the results; `python -m tools.docs.generate` copies them to
+docs/data/jax.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attempts: how many programs, sequences, plans and attacks were tried, for the table of docs/testing.md.
+"""Attempts: how many programs, sequences, plans and attacks were tried, for the table of docs/data/tests.md.
 
 Every JSON file of the folder RECORDS is one row. `write` writes one; a recorder adds fields of its own.
 

@@ -146,9 +146,8 @@ def block(found: record.Json) -> str:
             arguments = point.strategy, part, point.tokens, point.gpus, point.entry
             cells += ["", ""] if time is None else [f"{time:.3g}", f"{expected.milliseconds(*arguments):.3g}"]
         lines.append(f"| {' | '.join(cells)} |")
-    picture = (
-        "![share of a perfect split by number of GPUs: measured points, and the model](pictures/context_parallel.svg)"
-    )
+    title = "share of a perfect split by number of GPUs: measured points, and the model"
+    picture = f"![{title}](../pictures/context_parallel.svg)"
     tables = _peers(found), _sharding(found), _handlers(found)
     return "\n".join([*lines, "", picture, *(line for table in tables if table for line in ("", *table))])
 

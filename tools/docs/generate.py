@@ -8,7 +8,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.docs import attempts, context_plots, faults_table, jax_table, short_map_plots, slower_rows
+from tools.docs import (
+    attempts,
+    context_plots,
+    faults_table,
+    front_tables,
+    jax_table,
+    kernel_map,
+    short_map_plots,
+    slower_rows,
+)
 from tools.docs.benchmark_plots import BENCHMARK, plots
 from tools.docs.reference import reference
 from tools.docs.schematics import schematics
@@ -18,9 +27,8 @@ from tools.release import record
 from tools.release.check_verified import benchmark_table, with_block
 
 ROOT = Path(__file__).resolve().parents[2]
-INDEX, REFERENCE, PERFORMANCE = "docs/README.md", "docs/reference.md", "docs/performance.md"
-JAX, FAULTS, TESTING, TUNING = "docs/jax.md", "docs/faults.md", "docs/testing.md", "docs/tuning.md"
-SEVERAL_GPUS = "docs/several_gpus.md"
+DATA = "docs/data"
+INDEX, REFERENCE = "docs/README.md", "docs/reference.md"
 SUSTAINED = "tools/bench/results/sustained.json"
 H100, H100_SUSTAINED = "tools/bench/results/h100.json", "tools/bench/results/h100_sustained.json"
 MICROBENCH = "tools/bench/results/microbench.jsonl"
@@ -30,72 +38,98 @@ NOT_MEASURED = (
 # The order in which a newcomer reads; pages that are not listed follow.
 ORDER = (
     "quick_start",
+    "support",
     "concepts",
     "arrays",
     "faults",
     "jax",
+    "jax_devices",
     "paged",
     "serving",
     "fp8",
     "several_gpus",
+    "distributed",
     "bundles",
     "c_library",
+    "c_library_calls",
     "inspect",
     "reference",
     "performance",
-    "tuning",
     "architecture",
     "extending",
+    "score_terms",
+    "records",
     "testing",
 )
 
 
 def generated(root: Path) -> dict[str, str]:
     """Returns the text of every generated file by its path from the root."""
-    records = (json.loads((root / name).read_text()) for name in (BENCHMARK, SUSTAINED, H100, H100_SUSTAINED))
-    bursts, sustained, h100, h100_sustained = records
-    charts = plots(bursts)
-    short_map = short_map_plots.read(root)
-    context = context_plots.read(root)
+    charts = plots(json.loads((root / BENCHMARK).read_text()))
+    short_map, context = short_map_plots.read(root), context_plots.read(root)
     pictures = schematics() | charts | short_map_plots.pictures(short_map) | context_plots.pictures(context)
     found = {f"docs/pictures/{name}.svg": text for name, text in pictures.items()}
     found[REFERENCE] = reference()
-    performance = with_block((root / PERFORMANCE).read_text(), "plots", plot_links(charts))
-    performance = with_block(performance, "sustained", benchmark_table(sustained))
-    performance = with_block(performance, "slower_rows", slower_rows.table(bursts, sustained))
-    performance = with_block(performance, "h100", f"{slower_rows.summary(h100)}\n\n{benchmark_table(h100)}")
-    performance = with_block(performance, "h100_sustained", benchmark_table(h100_sustained))
-    found[PERFORMANCE] = with_block(performance, "short_map", short_map_plots.block(short_map))
-    microbench = microbenchmarks(record.read_log(root / MICROBENCH))
-    found[TUNING] = with_block((root / TUNING).read_text(), "microbench", microbench)
-    measured = json.loads((root / jax_table.RESULTS).read_text())
-    found[JAX] = with_block((root / JAX).read_text(), "jax", jax_table.table(measured))
-    found[SEVERAL_GPUS] = with_block((root / SEVERAL_GPUS).read_text(), "context", context_plots.block(context))
-    found[FAULTS] = with_block((root / FAULTS).read_text(), "faults", faults_table.table())
-    found[TESTING] = testing(root)
+    blocks = {
+        "docs/performance.md": performance_tables(root),
+        "docs/architecture.md": {"kernels": kernel_map.table(root)},
+        "docs/faults.md": {"faults": faults_table.table()},
+        f"{DATA}/charts.md": {"plots": plot_links(charts)},
+        f"{DATA}/short_sequences.md": {"short_map": short_map_plots.block(short_map)},
+        f"{DATA}/several_gpus.md": {"context": context_plots.block(context)},
+        f"{DATA}/jax.md": {"jax": jax_table.table(json.loads((root / jax_table.RESULTS).read_text()))},
+        f"{DATA}/microbenchmarks.md": {"microbench": microbenchmarks(record.read_log(root / MICROBENCH))},
+        f"{DATA}/tests.md": testing_tables(root),
+        **machine_tables(root),
+    }
+    for page, contents in blocks.items():
+        text = (root / page).read_text()
+        for name, content in contents.items():
+            text = with_block(text, name, content)
+        found[page] = text
     pages = {path.stem: path.read_text() for path in (root / "docs").glob("*.md") if path.name != "README.md"}
     pages["reference"] = found[REFERENCE]
     found[INDEX] = with_block((root / INDEX).read_text(), "pages", index(pages))
     return found
 
 
-def testing(root: Path) -> str:
-    """Returns docs/testing.md with the tables of the mutation run, of the kernel faults, the soak runs and attempts."""
-    text = (root / TESTING).read_text()
-    for name, table in (
-        ("mutants", tables.mutants(root)),
-        ("survivors", tables.survivors(root)),
-        ("kernel_faults", tables.kernel_faults(root)),
-        ("soak", soak_table.table(root)),
-        ("attempts", attempts.table(root)),
-    ):
-        text = with_block(text, name, table)
-    return text
+def performance_tables(root: Path) -> dict[str, str]:
+    """Returns the tables of docs/performance.md by the names of their markers."""
+    bursts, sustained = (json.loads((root / name).read_text()) for name in (BENCHMARK, SUSTAINED))
+    return {
+        "forward": front_tables.rates(bursts, "forward", front_tables.FORWARD),
+        "backward": front_tables.rates(bursts, "backward", front_tables.BACKWARD),
+        "decode": front_tables.steps(bursts, front_tables.DECODE),
+        "slower_rows": slower_rows.table(bursts, sustained),
+    }
+
+
+def machine_tables(root: Path) -> dict[str, dict[str, str]]:
+    """Returns the tables of the other runs of the benchmark, by page and marker."""
+    sustained, h100, h100_sustained = (
+        json.loads((root / name).read_text()) for name in (SUSTAINED, H100, H100_SUSTAINED)
+    )
+    return {
+        f"{DATA}/h200_sustained.md": {"sustained": benchmark_table(sustained)},
+        f"{DATA}/h100.md": {"h100": f"{slower_rows.summary(h100)}\n\n{benchmark_table(h100)}"},
+        f"{DATA}/h100_sustained.md": {"h100_sustained": benchmark_table(h100_sustained)},
+    }
+
+
+def testing_tables(root: Path) -> dict[str, str]:
+    """Returns the tables of the mutation run, of the kernel faults, the soak runs and the attempts, by marker."""
+    return {
+        "mutants": tables.mutants(root),
+        "survivors": tables.survivors(root),
+        "kernel_faults": tables.kernel_faults(root),
+        "soak": soak_table.table(root),
+        "attempts": attempts.table(root),
+    }
 
 
 def plot_links(charts: Mapping[str, str]) -> str:
     """Returns a Markdown image for each plot."""
-    return "\n\n".join(f"![{name.replace('_', ', ')}](pictures/{name}.svg)" for name in charts)
+    return "\n\n".join(f"![{name.replace('_', ', ')}](../pictures/{name}.svg)" for name in charts)
 
 
 def microbenchmarks(lines: Sequence[record.Json]) -> str:

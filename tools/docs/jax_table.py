@@ -1,4 +1,4 @@
-"""JAX table: the measurements of tools/bench/bench_jax.py as Markdown, for its output and for docs/jax.md."""
+"""JAX table: the measurements of tools/bench/bench_jax.py as Markdown, for its output and for docs/data/jax.md."""
 
 from __future__ import annotations
 

@@ -38,6 +38,12 @@ def pages(root: Path = ROOT) -> list[Path]:
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 
+def linked(root: Path = ROOT) -> list[Path]:
+    """Returns the pages, and the other texts that link to each other: data, notes beside the code, and the gallery."""
+    others = ("docs/data/*.md", "cutlass_py_attn/**/NOTES*.md", "ptx/README.md", "CHANGELOG.md")
+    return [*pages(root), *sorted(path for pattern in others for path in root.glob(pattern))]
+
+
 def code_blocks(page: Path) -> list[CodeBlock]:
     """Returns the code blocks of a page in order, without the `text` blocks that are expected outputs."""
     return [_block_of(example) for example in Document.parse(str(page), parse_blocks)]

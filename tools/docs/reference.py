@@ -14,6 +14,13 @@ HEAD: Final = """# Reference
 
 Every public name with its signature and docstring. `tools/docs/generate.py` writes this page from the source.
 """
+# What users call; the rest is for those who plan, compile, launch or extend themselves.
+FRONT: Final = (
+    *("attention_forward", "attention_backward", "mla_attention_forward"),
+    *("Causal", "CausalBottomRight", "Window", "VariableLength", "Paged", "Dropout"),
+    *("append_to_cache", "merge_states", "quantize_e4m3"),
+    *("Problem", "Shape", "plan_forward", "plan_backward", "artifact_for", "Folder", "export_library", "NotSupported"),
+)
 SECTIONS: Final = {
     "Attention": ("attention_forward", "attention_backward", "AttentionOptions", "ForwardOptions", "BackwardOptions",
                   "Gradients", "Dropout", "dropout_mask", "VariableLength", "Paged"),
@@ -28,7 +35,7 @@ SECTIONS: Final = {
                "ForkedChild", "DriverError", "NoPermission"),
 }  # fmt: skip
 REST: Final = "Other names"
-DISTRIBUTED: Final = "[Several GPUs](several_gpus.md#without-jax) explains its use."
+DISTRIBUTED: Final = "[Several GPUs without JAX](distributed.md) explains its use."
 CONFIG: Final[ConfigDict] = {
     "heading_level": 3,
     "show_root_full_path": False,
@@ -48,7 +55,8 @@ PARAMETER: Final = re.compile(r"(?P<names>\w+(?:, \w+)*): ")
 
 def reference() -> str:
     """Returns the page."""
-    return "\n".join([HEAD, *_sections(load())])
+    package = load()
+    return "\n".join([HEAD, *_front(package), *_sections(package)])
 
 
 def load() -> Module:
@@ -64,6 +72,18 @@ def load() -> Module:
 def exports(module: Any) -> list[str]:
     """Returns the names in a module's `__all__`, sorted without regard to case."""
     return sorted(map(str, module.exports or ()), key=str.lower)
+
+
+def _front(package: Module) -> Iterator[str]:
+    """Yields the table of the names of FRONT, with the first sentence of each docstring."""
+    yield f"The {len(FRONT)} names that programs call:\n"
+    yield "| name | |"
+    yield "| --- | --- |"
+    for name in FRONT:
+        target = package[name].final_target if package[name].is_alias else package[name]
+        summary = " ".join(target.docstring.value.partition("\n\n")[0].split()).replace("|", "\\|")
+        yield f"| [`{name}`](#{name.lower()}) | {summary} |"
+    yield ""
 
 
 def _sections(package: Module) -> Iterator[str]:

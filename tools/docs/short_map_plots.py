@@ -48,7 +48,7 @@ def block(found: record.Json) -> str:
     about = (
         f"On {found['gpu']} ({found['driver']}), {found['date'][:10]}, commit {found['commit'][:12]}. Peers: {peers}."
     )
-    images = [f"![short sequences, {name}](pictures/short_map_{name}.svg)" for name in DIRECTIONS]
+    images = [f"![short sequences, {name}](../pictures/short_map_{name}.svg)" for name in DIRECTIONS]
     return "\n\n".join([about, *images])
 
 

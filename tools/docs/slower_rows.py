@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from tools.docs.benchmark_plots import tick_label
+
 Row = Mapping[str, Any]
 Key = tuple[str, str]  # case and direction
 
@@ -26,7 +28,12 @@ def table(bursts: Sequence[Row], sustained: Sequence[Row]) -> str:
     for _, key in slower:
         row = found[key]
         limit = f"{_ratio(limited[key]):.3f} of {limited[key]['peer']}" if key in limited else ""
-        cells = [f"`{key[0]}`", key[1], _rate(row["ours_tflops"]), f"{_rate(row['peer_tflops'])} ({row['peer']})"]
+        cells = [
+            f"`{tick_label(key[0])}`",
+            key[1],
+            _rate(row["ours_tflops"]),
+            f"{_rate(row['peer_tflops'])} ({row['peer']})",
+        ]
         lines.append(f"| {' | '.join([*cells, f'{_ratio(row):.3f}', limit])} |")
     return "\n".join([summary(bursts), f"With the rates at the power limit {len(slower)} are, TFLOP/s:", "", *lines])
 

@@ -1,4 +1,4 @@
-"""Tables of docs/testing.md: the record of the mutation run with its survivors, and that of the kernel faults."""
+"""Tables of docs/data/tests.md: the record of the mutation run with its survivors, and that of the kernel faults."""
 
 from __future__ import annotations
 

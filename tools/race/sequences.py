@@ -6,7 +6,7 @@ python -m tools.race.sequences --simulated --processes 2 --record FILE         r
 
 sequence_machine.py has the rules. Each process runs chunks of sequences with seeds of their own; a chunk ends at its
 first failure, whose sequence is printed, and the run goes on with the next one. `--only SEED` runs that chunk alone and
-shrinks its failure. --record adds the run to the folder of docs/testing.md's table of attempts.
+shrinks its failure. --record adds the run to the folder of docs/data/tests.md's table of attempts.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ with the first, bit for bit; sums whose order the scheduler decides are compared
 
 Memory is sampled every 10 s (soak_samples.py), and a line on stderr says how far the run is. At the end no array of the
 process may be left on the GPU. --record appends a line to a log, of which soak_table.py makes the table of
-docs/testing.md. --shared says that other programs use the GPU at the same time. SIGTERM and Ctrl-C end the run early:
-the record and the table say so.
+docs/data/tests.md. --shared says that other programs use the GPU at the same time. SIGTERM and Ctrl-C end the run
+early: the record and the table say so.
 """
 
 from __future__ import annotations

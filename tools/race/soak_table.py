@@ -1,4 +1,4 @@
-"""Table of docs/testing.md: the recorded runs of soak.py."""
+"""Table of docs/data/tests.md: the recorded runs of soak.py."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from cutlass_py_attn.compilation import compiler
 from tools.release import build_ptx, feature_ptx, features, gallery, record
 from tools.tuning import plan_rows
 
-PERFORMANCE = "docs/performance.md"
+BENCHMARK_PAGE, FEATURES_PAGE = "docs/data/h200.md", "docs/data/features.md"
 BENCHMARK = "tools/bench/results/h200.json"
 FEW_QUERIES = " GB/s count query, key, value and output once, in forwards of few queries (q)."
 SUSTAINED = f" after {SUSTAINED_MS:.0f} ms of load"
@@ -74,17 +74,21 @@ def with_block(text: str, name: str, content: str) -> str:
     before, found_begin, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
-        raise ValueError(f"{PERFORMANCE} lacks {begin.strip()} or {end}; add both, each on its own line")
+        raise ValueError(f"the page lacks {begin.strip()} or {end}; add both, each on its own line")
     return f"{before}{begin}{content}{chr(10) if content else ''}{end}{after}"
 
 
-def generated_performance(root: Path) -> str:
-    """Returns docs/performance.md with the tables of the benchmark and of the random cases."""
+def generated_tables(root: Path) -> dict[str, str]:
+    """Returns the pages of docs/data with the tables of the benchmark and of the random cases, by their paths."""
     path = root / BENCHMARK
     rows = json.loads(path.read_text()) if path.is_file() else []
-    text = with_block((root / PERFORMANCE).read_text(), "benchmark", benchmark_table(rows))
     recorded = features.read(root)
-    return with_block(text, "features", features.table(recorded) if recorded else "")
+    return {
+        BENCHMARK_PAGE: with_block((root / BENCHMARK_PAGE).read_text(), "benchmark", benchmark_table(rows)),
+        FEATURES_PAGE: with_block(
+            (root / FEATURES_PAGE).read_text(), "features", features.table(recorded) if recorded else ""
+        ),
+    }
 
 
 def rows_without_measurement(root: Path) -> list[str]:
@@ -118,7 +122,9 @@ def main() -> int:
         "compiler are others than those of the manifest or of the hashes, and a sample",
     )
     parser.add_argument(
-        "--write-tables", action="store_true", help=f"write the tables of {PERFORMANCE} and {gallery.GALLERY}"
+        "--write-tables",
+        action="store_true",
+        help=f"write the tables of {BENCHMARK_PAGE}, {FEATURES_PAGE} and {gallery.GALLERY}",
     )
     parser.add_argument("--root", type=Path, default=build_ptx.ROOT, help="the tree that is checked")
     given = parser.parse_args()
@@ -152,7 +158,7 @@ def main() -> int:
     failed = bool(objections) or any(words[word] for word in FAILING)
     failed |= given.strict and (set(words) != {"verified"} or bool(unmeasured))
     if not words["TAMPERED"]:
-        texts = {PERFORMANCE: generated_performance(root), gallery.GALLERY: gallery.gallery(root)}
+        texts = {**generated_tables(root), gallery.GALLERY: gallery.gallery(root)}
         for name, text in texts.items():
             path = root / name
             if given.write_tables:

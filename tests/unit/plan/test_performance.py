@@ -16,7 +16,7 @@ from cutlass_py_attn.problem.tensors import Tensor
 from tools.tuning import cliffs
 
 LATENT = "bf16_d576v512_q1_s8192_b64_h128k1_full"
-# (problem, direction, microseconds on an H200): of docs/performance.md, docs/paged.md and docs/tuning.md.
+# (problem, direction, microseconds on an H200): of docs/data and docs/paged.md.
 MEASURED = (
     ("bf16_d128_s8192_b4_h16_full", "forward", 2730),
     ("bf16_d128_s8192_b4_h16_causal", "forward", 1450),
