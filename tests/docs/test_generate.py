@@ -11,7 +11,8 @@ import pytest
 
 import cutlass_py_attn
 from cutlass_py_attn import distributed, torch_ops
-from tools.docs import benchmark_plots, generate, jax_table, reference
+from cutlass_py_attn.plan.variants import VARIANTS
+from tools.docs import benchmark_plots, front_tables, generate, jax_table, kernel_map, reference
 
 ROOT = generate.ROOT
 PICTURES = ROOT / "docs/pictures"
@@ -156,3 +157,30 @@ def test_a_run_of_jax_is_a_table() -> None:
     lines = jax_table.table({**run, "rows": [{**case, **times}]}).splitlines()
     assert lines[0] == "H200 (CUDA 13.0), JAX 0.11.2, 2026-11-22, commit 000000000000:"
     assert lines[-1] == "| float32, full, batch 4, 2048 tokens, 16 heads of 64 | 0.688 | refused | 2.400 | refused |"
+
+
+def test_the_first_tables_are_rows_of_the_benchmark() -> None:
+    rows = json.loads((ROOT / benchmark_plots.BENCHMARK).read_text())
+    tables = {
+        front_tables.FORWARD: front_tables.rates(rows, "forward", front_tables.FORWARD),
+        front_tables.BACKWARD: front_tables.rates(rows, "backward", front_tables.BACKWARD),
+        front_tables.DECODE: front_tables.steps(rows, front_tables.DECODE),
+    }
+    for cases, table in tables.items():
+        assert re.findall(r"^\| `([^`]+)`", table, re.MULTILINE) == [*cases]
+
+
+def test_a_first_table_has_the_fastest_of_a_column() -> None:
+    row = {"case": "a", "direction": "forward", "ours_tflops": 20.0, "ours_ms": 0.5, "ours_gb_s": 3000.4}
+    torch = {**row, "peer": "cudnn", "peer_tflops": 10.0, "peer_ms": 1.0, "ratio": 2.0}
+    own = {**row, "peer": "cudnn_frontend", "peer_tflops": 16.0, "peer_ms": 0.625, "ratio": 1.25}
+    refused = {**row, "peer": "fa4", "peer_tflops": None, "peer_ms": None, "ratio": None}
+    rows = [torch, own, refused]
+    assert front_tables.rates(rows, "forward", ["a", "b"]).splitlines()[2:] == ["| `a` | 20 |  | 16 (1.25) |  |  |"]
+    assert front_tables.rates(rows, "backward", ["a"]).splitlines()[2:] == []
+    assert front_tables.steps(rows, ["a"]).splitlines()[2:] == ["| `a` | 500.0 | 3000 |  | 625.0 (1.25) |  |  |"]
+
+
+def test_the_kernel_map_has_every_file_that_traces_kernels() -> None:
+    files = re.findall(r"^\| \[`([^`]+)`\]", kernel_map.table(ROOT), re.MULTILINE)
+    assert files == [*dict.fromkeys(f"{variant.module.replace('.', '/')}.py" for variant in VARIANTS.values())]
