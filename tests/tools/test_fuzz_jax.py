@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,17 @@ def test_other_random_numbers_under_vmap_are_noticed(monkeypatch: pytest.MonkeyP
     jax.clear_caches()
     monkeypatch.setattr(batching.MappedCall, "_obstacle", lambda *_: "")
     assert fuzz_jax.check(program, SETTINGS, 0).result in ("VALUE", "GRADIENT")
+
+
+def test_errors_of_rounding_are_no_fault_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program((Layer("query"),), ("query",), dtype="bfloat16")
+    leaves = fuzz_jax.leaves_of(program)
+    monkeypatch.setattr(fuzz_jax, "SPREADS", 1)
+    exact = fuzz_jax.results(fuzz_jax.plain, replace(program, dtype="float32"), leaves, True)
+    largest = float(abs(exact[1]["query"]).max())
+    for error, is_right in ((0.01, True), (0.2, False)):
+        found = exact[0], {"query": exact[1]["query"].at[0, 0, 0, 0].add(error * largest)}
+        assert fuzz_jax.is_within_rounding(program, leaves, found) is is_right
 
 
 def test_a_fault_that_needs_an_earlier_program_and_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
