@@ -86,6 +86,35 @@ def digest(folder: Path, text: str) -> str:
     return digests.code_sha256(folder / "a.py")
 
 
+def digest_of(folder: Path, **texts: str) -> str:
+    """The digest of files of these names."""
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    return digests.files_sha256(folder, [f"{name}.py" for name in texts])
+
+
+def test_where_a_statement_stands_does_not_count(tmp_path: Path) -> None:
+    importing = TEXT.replace("import math", "import math\nfrom tools.a import A") + "\n\nB = 2\n"
+    parted = {"c": TEXT, "b": "from tools.c import A\n\nB = 2\n"}
+    assert digest_of(tmp_path, a=importing) == digest_of(tmp_path, other=importing) == digest_of(tmp_path, **parted)
+    assert digest_of(tmp_path, a="B = 1\n", b="B = 2\n") != digest_of(tmp_path, a="B = 1\n", b="B = 1\n")
+    assert digest_of(tmp_path, a="B = 1\n", b="B = 1\n") != digest_of(tmp_path, a="B = 1\n")
+
+
+@pytest.mark.parametrize("line", ["{}\n\nB = 2\n", "def f():\n    {}\n    return g()\n"])
+def test_imports_count_by_the_names_that_they_give(tmp_path: Path, line: str) -> None:
+    own = "from cutlass_py_attn.plan.tiles import g"
+    moved = "from cutlass_py_attn.plan.tile_tables import g"
+    assert digest(tmp_path, line.format(own)) == digest(tmp_path, line.format(moved))
+    assert digest(tmp_path, line.format(own)) != digest(tmp_path, line.format(own.replace("import g", "import h as g")))
+    assert digest(tmp_path, line.format("from math import g")) != digest(tmp_path, line.format("from cmath import g"))
+
+
+def test_imports_for_types_do_not_count(tmp_path: Path) -> None:
+    typed = "from typing import TYPE_CHECKING\n\n"
+    assert digest(tmp_path, f"{typed}if TYPE_CHECKING:\n    from tools import a\n") == digest(tmp_path, typed)
+
+
 def test_other_files_count_with_every_byte(tmp_path: Path) -> None:
     (tmp_path / "a.j2").write_text("# a comment\n")
     before = digests.code_sha256(tmp_path / "a.j2")

@@ -1,7 +1,9 @@
 """Digests: hashes of the code that decides what a record on a GPU means: kernels, launches and checks.
 
-A hash of a Python file is that of its syntax tree without docstrings: comments, docstrings and formatting do not
-change it, nor does the Python version. Any other file counts with all its bytes.
+Python code counts as its statements, each as its syntax tree without docstrings: comments, docstrings and formatting do
+not change a hash, nor does the Python version. Where a statement stands does not count either: neither the name of its
+file, nor its place there, nor imports of this repository's modules. What is imported from elsewhere counts. Any other
+file counts with all its bytes.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ import ast
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from cutlass_py_attn.compilation import registry
 
 PACKAGE: Final = "cutlass_py_attn"
+OWN: Final = (PACKAGE, "tools", "tests")  # modules of this repository
 # What a launch on a GPU runs on the host; errors, explanations and warnings decide no launch.
 LAUNCH_ENTRIES: Final = tuple(
     f"{PACKAGE}/{name}.py" for name in ("runtime/binding", "runtime/fill", "plan/append", "plan/merge")
@@ -83,18 +87,59 @@ def _modules(text: str) -> tuple[str, ...]:
 
 
 def files_sha256(root: Path, names: Iterable[str]) -> str:
-    """Returns the hash of the code of these files, with their names."""
-    return _sha256("\n".join(f"{name} {code_sha256(root / name)}" for name in names))
+    """Returns the hash of the code of these files, which is the same wherever in them a statement stands."""
+    statements: list[str] = []
+    imported_names: set[str] = set()
+    for name in names:
+        code = _code_of(root / name)
+        statements += code.statements
+        imported_names |= code.imported
+    return _sha256("\n".join([*sorted(imported_names), *sorted(statements)]))
 
 
 def code_sha256(path: Path) -> str:
     """Returns the hash of a file's code."""
-    return _python_sha256(path.read_text()) if path.suffix == ".py" else hashlib.sha256(path.read_bytes()).hexdigest()
+    return files_sha256(path.parent, [path.name])
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """A file's code: the hash of each statement, and what its imports name."""
+
+    statements: tuple[str, ...]
+    imported: frozenset[str] = frozenset()
+
+
+def _code_of(path: Path) -> _Code:
+    if path.suffix == ".py":
+        return _python_code(path.read_text())
+    return _Code((hashlib.sha256(path.read_bytes()).hexdigest(),))
 
 
 @functools.cache
-def _python_sha256(text: str) -> str:
-    return _sha256("".join(_code(ast.parse(text))))
+def _python_code(text: str) -> _Code:
+    statements, imported_names = [], set[str]()
+    for node in _without_docstring(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imported_names.update(_imported_names(node))
+        elif not _is_for_types(node):
+            statements.append(_sha256("".join(_code(node))))
+    return _Code(tuple(statements), frozenset(imported_names))
+
+
+def _imported_names(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Yields what an import from elsewhere names, and other names that an import of this repository gives."""
+    parent = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+    for each in node.names:
+        name = f"{parent}{each.name}"
+        is_own = name.partition(".")[0] in OWN
+        if not is_own or each.asname:
+            yield f"{each.name if is_own else name} as {each.asname or each.name}"
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    """Whether a statement is for type checkers alone."""
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _code(node: object) -> Iterator[str]:
@@ -105,6 +150,8 @@ def _code(node: object) -> Iterator[str]:
             yield from _code(each)
             yield ","
         yield "]"
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from _imported_names(node)
     elif isinstance(node, ast.AST):
         yield f"{type(node).__name__}("
         for name, value in ast.iter_fields(node):
@@ -117,7 +164,7 @@ def _code(node: object) -> Iterator[str]:
         yield repr(node)
 
 
-def _without_docstring(node: ast.AST) -> object:
+def _without_docstring(node: ast.AST) -> Any:
     body = getattr(node, "body")  # noqa: B009
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         first = body[0] if body else None

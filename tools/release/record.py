@@ -182,9 +182,8 @@ def launch_sha256(root: Path) -> str:
 
 
 def sources_digest(root: Path) -> str:
-    """Returns the hash of the text of every file that decides the kernels' machine code, for measurements of them."""
-    package = root / "cutlass_py_attn"
-    return sha256("\n".join(f"{name} {sha256((package / name).read_bytes())}" for name in registry.source_modules()))
+    """Returns the hash of the code that decides the kernels' machine code, for measurements of them."""
+    return digests.files_sha256(root, digests.kernel_files())
 
 
 def difference(committed: Json, today: Json) -> str:
