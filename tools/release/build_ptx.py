@@ -116,12 +116,12 @@ def first_compiled(choices: Choices, compiler: Callable[[Build], Artifact]) -> A
     return compiler(choices[-1])
 
 
-def compile_all(needed: Sequence[Choices], *, fresh: bool) -> Iterator[Artifact]:
-    """Yields an artifact for each of the needed kernels in order, compiled by PROCESSES processes.
+def compile_all(needed: Sequence[Choices], *, fresh: bool, processes: int = PROCESSES) -> Iterator[Artifact]:
+    """Yields an artifact for each of the needed kernels in order, compiled by that many processes.
 
     fresh: compile even if the cache holds the kernel, and replace it there.
     """
-    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         for number, artifact in enumerate(pool.map(_fresh if fresh else _cached, needed), 1):
             print(f"{number:3}/{len(needed)} {record.name_of(artifact.build)}", file=sys.stderr, flush=True)
             yield artifact

@@ -1,12 +1,14 @@
 """Features: which features a case has, and the record of the random cases that ran on a GPU.
 
-The record counts launches by the family of the kernel that ran, not by the planner's choice.
+The record counts launches by the family of the kernel that ran, not by the planner's choice. It is of machine code and
+launches: it has the cubins of each kernel that ran, by name, and one hash for what the driver got for the cases of each
+kernel number. So it holds for other sources that give the same, which tools/release/carry_over.py shows without a GPU.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,12 +23,14 @@ from tools.release import digests, record
 
 Json = dict[str, Any]
 Passed = tuple[Case, Build, float]  # a case, the kernel that ran, and the worst error / allowed
-FORMAT: Final = 2
+FORMAT: Final = 3
 FAMILIES: Final = ("sm90", "sm80", "sm80 split-D", "decode")
 DTYPES: Final = ("f16", "bf16", "f32", "e4m3")
 COLUMNS: Final = tuple((dtype, direction) for direction in ("forward", "backward") for dtype in DTYPES)
 PATH: Final = "ptx/features.json"
 REMEDY: Final = f"run python -m tools.release.fuzz --record {PATH} on a GPU"
+CARRY: Final = "run python -m tools.release.carry_over"
+RUN_CHANGED: Final = f"run python -m tools.release.fuzz --changed --record {PATH} on a GPU"
 SUBJECTS: Final = {
     "kernels": "the kernels' sources",
     "launch": "the code that launches kernels",
@@ -138,7 +142,7 @@ def table(recorded: Json) -> str:
     """Returns the Markdown tables of a record: launches that agreed with float64, by family, feature, dtype and
     direction."""
     lines = [
-        f"{recorded['problems']} random problems in {recorded['launches']} launches of {recorded['kernels']} kernels "
+        f"{recorded['problems']} random problems in {recorded['launches']} launches of {num_kernels(recorded)} kernels "
         f"on {recorded['gpu']}, {recorded['date']}, commit {recorded['commit'][:12]}. A cell has the number of "
         "launches with the feature, and in brackets the worst error / allowed; all agree with float64. Empty: none was "
         "run.",
@@ -152,6 +156,11 @@ def table(recorded: Json) -> str:
         if cells:
             lines += ["", f"### {family} kernels", "", *_family_table(cells)]
     return "\n".join(lines)
+
+
+def num_kernels(recorded: Json) -> int:
+    """Returns how many kernels a record has."""
+    return sum(map(len, recorded["kernels"].values()))
 
 
 def _family_table(cells: Mapping[tuple[str, str, str], str]) -> Iterator[str]:
@@ -171,17 +180,65 @@ def read(root: Path) -> Json | None:
     return recorded if recorded.get("format") == FORMAT else None
 
 
+def write(root: Path, recorded: Json) -> None:
+    """Writes the record."""
+    (root / PATH).write_text(json.dumps(recorded, indent=1) + "\n")
+
+
 def sha256(root: Path) -> str:
-    """Returns the hash of the record's file; "" if there is none."""
-    path = root / PATH
-    return record.sha256(path.read_bytes()) if path.is_file() else ""
+    """Returns the hash of what ran on a GPU, whatever the sources that are known to give the same; "" for no record."""
+    recorded = read(root)
+    parts = ("gpu", "date", "commit", "kernels", "reruns")
+    return record.sha256(json.dumps([recorded.get(name) for name in parts])) if recorded else ""
+
+
+def merged(recorded: Json, rerun: Json) -> Json:
+    """Returns the record with that of a later run, of some of its kernel numbers."""
+    about = {name: rerun[name] for name in ("gpu", "date", "commit", "problems", "launches")}
+    return {
+        **recorded,
+        "digests": rerun["digests"],
+        "kernels": recorded["kernels"] | rerun["kernels"],
+        "groups": recorded["groups"] | rerun["groups"],
+        "changed": None,
+        "reruns": [*recorded["reruns"], about],
+        "rows": with_worst(rerun["rows"], recorded["rows"]),
+    }
+
+
+def with_worst(rows: Sequence[Json], others: Sequence[Json]) -> list[Json]:
+    """Returns the rows of two tallies, those of the first where both have one, with the larger of the worst ratios."""
+    found = {_key(row): row for row in (*others, *rows)}
+    for row in (*others, *rows):
+        kept = found[_key(row)]
+        found[_key(row)] = {**kept, "worst": max(kept["worst"], row["worst"])}
+    return list(found.values())
+
+
+def _key(row: Json) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("family", "feature", "dtype", "direction"))
 
 
 def objections(root: Path) -> list[str]:
-    """Returns a line if no random cases are recorded for today's kernels, launches and checks."""
+    """Returns a line for each reason why the recorded random cases are not those of today's code."""
     recorded = read(root)
     if recorded is None:
         return [f"{PATH}: MISSING, or of another format; {REMEDY}"]
-    today = digests.of(root)
-    changed = [subject for name, subject in SUBJECTS.items() if recorded["digests"].get(name) != today[name]]
-    return [f"{PATH}: STALE: {' and '.join(changed)} changed since; {REMEDY}"] if changed else []
+    today, compared = digests.of(root), recorded["changed"]
+    if compared and compared["digests"] == today:
+        return [f"{PATH}: CHANGED: {changes(compared)}; {RUN_CHANGED}"]
+    edited = [name for name in SUBJECTS if recorded["digests"].get(name) != today[name]]
+    if edited:
+        subjects = " and ".join(SUBJECTS[name] for name in edited)
+        return [f"{PATH}: STALE: {subjects} changed since; {REMEDY if 'checks' in edited else CARRY}"]
+    if not all(recorded["groups"].values()):
+        return [f"{PATH}: INCOMPLETE: it has no hashes of the launches; {CARRY}"]
+    return []
+
+
+def changes(changed: Json) -> str:
+    """Returns the names of changed kernels, and of kernel numbers whose launches changed or are of such a kernel."""
+    kernels, groups = changed["kernels"], changed["groups"]
+    parts = [f"kernels {', '.join(kernels)}"] if kernels else []
+    parts += [f"the launches of kernel numbers {', '.join(map(str, groups))}"] if groups else []
+    return "; ".join(parts)

@@ -4,6 +4,7 @@ python -m tools.release.fuzz [--kernels FOLDER] [--record ptx/features.json]
 python -m tools.release.fuzz --case "backward bf16_d64_s128_b1_h2_causal seed=3"    one case again, with every ratio
 python -m tools.release.fuzz --build FOLDER                                         the kernels; needs no GPU
 python -m tools.release.fuzz --list                                                 their names; needs no compiler
+python -m tools.release.fuzz --changed --record ptx/features.json                   what carry_over.py named, again
 
 A case that fails is reduced to a smaller one that fails too. Only kernels at hand are launched: those of --kernels, or
 those that the compiler makes.
@@ -18,7 +19,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -28,6 +29,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import random_cases, shrinking
 from cutlass_py_attn.testing.cases import Case
+from cutlass_py_attn.testing.check import Kernels, kernels_from
 from tools.release import digests, features, fuzz_run, record
 from tools.release.fuzz_run import Attempt, Outcome
 
@@ -68,6 +70,11 @@ KINDS: Final = {  # by name of the option
 }
 
 
+def numbers_of(kinds: Mapping[str, Kind]) -> list[int]:
+    """Returns the kernel numbers of these kinds."""
+    return [number for kind in kinds.values() for number in kind.numbers]
+
+
 def main() -> int:
     """Runs, builds or lists; exit code 1 if a case fails."""
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -80,13 +87,18 @@ def main() -> int:
     parser.add_argument("--processes", type=int, help="processes that run cases; all cores, or 1 with the compiler")
     parser.add_argument("--case", help="the line of one case, which runs on every family that takes it")
     parser.add_argument("--record", type=Path, help="write what passed, by family, feature, dtype and direction")
+    parser.add_argument(
+        "--changed", action="store_true", help="run the kernel numbers that the record has as changed, for --record"
+    )
     parser.add_argument("--build", type=Path, help="only build the kernels, into this folder")
     parser.add_argument("--list", action="store_true", help="only list the kernels")
     parser.add_argument("--family", choices=FAMILIES, help="family of the kernels to build or list; both without it")
     given = parser.parse_args()
     kinds = {name: replace(kind, count=getattr(given, name)) for name, kind in KINDS.items()}
     kinds["variants"] = replace(kinds["variants"], first=given.first)
-    numbers = [number for kind in kinds.values() for number in kind.numbers]
+    numbers = numbers_of(kinds)
+    if given.changed:
+        numbers = changed_numbers(ROOT)
     if given.build or given.list:
         return _build(given.build, needed(numbers, given.runs, (given.family,) if given.family else FAMILIES))
     if given.case:
@@ -100,8 +112,20 @@ def main() -> int:
         _reduce(summary.failed, given.kernels)
         return 1
     if given.record:
-        given.record.write_text(json.dumps(record_of(summary, driver.device(0).name), indent=1) + "\n")
+        found = record_of(summary, numbers, driver.device(0).name, kernels_from(given.kernels))
+        recorded = features.read(ROOT) if given.changed else None
+        found = features.merged(recorded, found) if recorded else found
+        given.record.write_text(json.dumps(found, indent=1) + "\n")
     return 0
+
+
+def changed_numbers(root: Path) -> list[int]:
+    """Returns the kernel numbers that the record has as changed; SystemExit if it names none of today's sources."""
+    changed = (features.read(root) or {}).get("changed")
+    if not changed or changed["digests"] != digests.of(root):
+        sys.exit(f"{features.PATH}: has no changed kernels or launches of today's sources; {features.CARRY}")
+    found: list[int] = changed["groups"]
+    return found
 
 
 def needed(numbers: Iterable[int], runs: int, families: Sequence[str]) -> list[tuple[Build, ...]]:
@@ -213,8 +237,14 @@ def reduced(case: Case, attempt: Attempt, launch: Launch, tries: int = shrinking
     return shrinking.shrink(case, fails, tries), last
 
 
-def record_of(summary: Summary, gpu: str) -> features.Json:
-    """Returns the record of a run in which every launch passed."""
+def record_of(summary: Summary, numbers: Iterable[int], gpu: str, kernels: Kernels) -> features.Json:
+    """Returns the record of a run of these kernel numbers in which every launch passed, with the kernels that ran.
+
+    tools/release/carry_over.py adds the hashes of the launches.
+    """
+    cubins: dict[str, set[str]] = {}
+    for build in {build for _, build, _ in summary.passed}:
+        cubins.setdefault(record.name_of(build), set()).add(record.sha256(kernels(build).cubin))
     return {
         "format": features.FORMAT,
         "gpu": gpu,
@@ -222,7 +252,11 @@ def record_of(summary: Summary, gpu: str) -> features.Json:
         "commit": commit(),
         "digests": digests.of(ROOT),
         **{name: summary.counts[name] for name in ("problems", "launches", "fallbacks")},
-        "kernels": len({build for _, build, _ in summary.passed}),
+        "kernels": {name: sorted(found) for name, found in sorted(cubins.items())},
+        "groups": {str(number): "" for number in numbers},
+        "changed": None,
+        "reruns": [],
+        "carried": None,
         "rows": features.tally(summary.passed),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -90,15 +90,28 @@ def run_case(case: Case, kernels: Kernels, *, generic_every: int = GENERIC_EVERY
     if not case.needs_kernels:
         return Outcome(case)
     expected = guarded_check.expect(case)
+
+    def launch(chosen: Kernels) -> Attempt:
+        return attempt(case, expected, chosen)
+
     if family:
-        return _outcome(case, [attempt(case, expected, only_family(kernels, family, case.direction))])
+        return _outcome(case, [launch(only_family(kernels, family, case.direction))])
+    return _outcome(case, attempts(case, kernels, launch, generic_every))
+
+
+def attempts(
+    case: Case, kernels: Kernels, launch: Callable[[Kernels], Attempt], generic_every: int = GENERIC_EVERY
+) -> list[Attempt]:
+    """Returns what `launch` gives with the kernels, and for one of `generic_every` cases that another family runs with
+    the sm80 kernels too.
+    """
     watched = _Watched(kernels)
-    first = attempt(case, expected, watched)
-    attempts = [replace(first, is_fallback=first.build is not None and watched.has_skipped)]
+    first = launch(watched)
+    found = [replace(first, is_fallback=first.build is not None and watched.has_skipped)]
     if first.build is not None and first.build.family != "sm80" and case.seed % generic_every == 0:
-        generic = attempt(case, expected, only_family(kernels, "sm80", case.direction))
-        attempts += [] if generic.is_absent else [generic]
-    return _outcome(case, attempts)
+        generic = launch(only_family(kernels, "sm80", case.direction))
+        found += [] if generic.is_absent else [generic]
+    return found
 
 
 def _outcome(case: Case, attempts: Sequence[Attempt]) -> Outcome:

@@ -149,6 +149,11 @@ def append(path: Path, lines: Iterable[Json]) -> None:
         log.writelines(json.dumps(line, sort_keys=True) + "\n" for line in lines)
 
 
+def write_log(path: Path, lines: Iterable[Json]) -> None:
+    """Writes a log anew."""
+    path.write_text("".join(json.dumps(line, sort_keys=True) + "\n" for line in lines))
+
+
 def about_run() -> Json:
     """Returns gpu, driver and date of a measurement on this machine's first GPU."""
     version = driver.driver_version()
@@ -199,6 +204,12 @@ def difference(committed: Json, today: Json) -> str:
     if committed.get("sources_sha256") != today["sources_sha256"]:
         return "same machine code, but the manifest is of other sources"
     return ""
+
+
+def is_same_machine_code(committed: Json, today: Json) -> bool:
+    """Whether an entry differs from the manifest's in its sources and in comments of its PTX alone."""
+    decided = ("plan", "ptx_body_sha256", "cubin_sha256", "kernels", "allocation", "toolchain")
+    return all(committed[name] == today[name] for name in decided)
 
 
 def plan_difference(committed: Json, today: Json) -> str:

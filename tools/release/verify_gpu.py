@@ -56,15 +56,14 @@ def verify(artifact: Artifact, kernels: check.Kernels) -> Results:
 
 def _fused(build: Build, kernels: check.Kernels) -> Results:
     kernels = only(build, kernels)
-    suite = covering_cases.FORWARD if build.kind == "forward" else covering_cases.BACKWARD
-    chosen = [case for case in suite if _is_case_of(case, build)]
+    chosen = fused_cases(build)
     assert chosen, f"{build.symbol}: the suite has no case for it"
     checked: list[accuracy.CheckResult] = []
     for case in chosen:
         found = check.run(case, kernels)
         check.assert_accurate(case, found)
         checked += found
-    repeated = chosen[0].replace(**_repeat_sizes(build), scale=None, num_splits_key=None, inputs="gaussian")
+    repeated = repeated_case(chosen[0], build)
 
     def launch_with(seed: int) -> device_memory.GuardedLaunch:
         return _synthetic_launch(repeated.replace(seed=seed), kernels)
@@ -75,6 +74,17 @@ def _fused(build: Build, kernels: check.Kernels) -> Results:
         "repeats": REPEATS,
         "outputs_sha256": _hashes(launch_with),
     }
+
+
+def fused_cases(build: Build) -> list[Case]:
+    """Returns the cases of the suite for which the planner selects a forward or backward kernel."""
+    suite = covering_cases.FORWARD if build.kind == "forward" else covering_cases.BACKWARD
+    return [case for case in suite if _is_case_of(case, build)]
+
+
+def repeated_case(first: Case, build: Build) -> Case:
+    """Returns a kernel's first case with the sizes with which its launches are repeated."""
+    return first.replace(**_repeat_sizes(build), scale=None, num_splits_key=None, inputs="gaussian")
 
 
 def _is_case_of(case: Case, build: Build) -> bool:
@@ -218,6 +228,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / record.LOG, help="the log to append to")
     parser.add_argument("--sanitizer", type=Path, help='JSON of compute-sanitizer errors: {"memcheck": 0, ...}')
     parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains TEXT")
+    parser.add_argument("--changed", action="store_true", help="kernels that the log does not have as verified")
     given = parser.parse_args()
     manifest = record.read_manifest(ROOT)
     if not record.is_sealed(manifest) or not manifest["kernels"]:
@@ -226,6 +237,9 @@ def main() -> int:
     kernels = Folder(given.kernels)
     shared = about_this_run(given.sanitizer)
     names = [name for name in manifest["kernels"] if given.only in name]
+    if given.changed:
+        states = record.states(ROOT, manifest, record.read_log(ROOT / record.LOG), None, {})
+        names = [name for name in names if not states[name].startswith("verified")]
     failed = 0
     with driver.device(0).current(), given.output.open("a") as log:
         for name in names:

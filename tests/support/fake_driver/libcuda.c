@@ -475,7 +475,7 @@ int cuTensorMapEncodeTiled(u64 *map, int type, unsigned rank, void *address, con
     Record *r = &records[record_count - 1];
     memset(map, 0xAB, 128);
     map[0] = N(address);
-    map[1] = copy_map(rank, dims, strides, box, steps, words) ^ (u64)(type << 8 | interleave << 4 | swizzle);
+    map[1] = copy_map(rank, dims, strides, box, steps, words) ^ (u64)(fill << 24 | l2 << 16 | type << 8 | interleave << 4 | swizzle);
     memcpy(r->bytes, words, r->byte_count = sizeof words);
     pthread_mutex_unlock(&log_lock);
     if (error) return error;
