@@ -1,6 +1,8 @@
-"""Machine code: tests of one kernel are skipped while neither they nor its machine code can have changed.
+"""Machine code: tests of one kernel are skipped while neither they nor its machine code have changed.
 
-machine_code.json has a digest of what decides the result of each such test that passed. WRITE writes it anew.
+machine_code.json has the digests of each such test that passed: of the test, of the kernel's sources and of its machine
+code. Nothing is compiled while the sources are the same. Other sources that give the same machine code need no run of
+the test either. WRITE writes the digests anew.
 """
 
 from __future__ import annotations
@@ -30,14 +32,25 @@ PROPERTY = "machine code"
 _PACKAGE = ("artifact.py", "compilation/", "inspection/", "reference/", "runtime/", "score_terms/", "testing/")
 FOLLOWED = ("tests/", *(f"{digests.PACKAGE}/{name}" for name in _PACKAGE))
 PLANNER = f"{digests.PACKAGE}/plan/planner.py"  # of what it does, the digest has the result
-_CALLED = pytest.StashKey[str]()
-_passed: dict[str, str] = {}  # in this run of pytest, in the process that hears of every test
+Digests = dict[str, str]
+
+_CALLED = pytest.StashKey[Digests]()
+_IS_SAME = pytest.StashKey[bool]()  # whether the test passed with this machine code, from other sources
+_passed: dict[str, Digests] = {}  # in this run of pytest, in the process that hears of every test
 
 
-def digest(test: Path, kernel: Plan | Build) -> str:
-    """Returns the digest of a test's code, of a plan or build, its sources and the compiler."""
+def digests_of(test: Path, kernel: Plan | Build) -> Digests:
+    """Returns the digest of a test's code with its plan or build, and that of the kernel's sources and the compiler."""
     build = kernel.build if isinstance(kernel, Plan) else kernel
-    parts = code_of_test(test), repr(kernel), record.sources_sha256(build), compiler.toolchain()
+    return {
+        "test": record.sha256("\n".join((code_of_test(test), repr(kernel)))),
+        "sources": record.sha256("\n".join((record.sources_sha256(build), compiler.toolchain()))),
+    }
+
+
+def machine_code_sha256(artifact: Artifact) -> str:
+    """Returns the digest of what a test reads of a kernel: PTX without comments, cubin and resources."""
+    parts = record.body(artifact.ptx), record.sha256(artifact.cubin), repr(artifact.kernels), artifact.allocation
     return record.sha256("\n".join(parts))
 
 
@@ -55,9 +68,9 @@ def files_of_test(test: Path) -> list[str]:
 
 
 @functools.cache
-def committed() -> dict[str, str]:
+def committed() -> dict[str, Digests]:
     """Returns the committed digests, by test."""
-    found: dict[str, str] = json.loads(DIGESTS.read_text()) if DIGESTS.is_file() else {}
+    found: dict[str, Digests] = json.loads(DIGESTS.read_text()) if DIGESTS.is_file() else {}
     return found
 
 
@@ -67,18 +80,23 @@ def machine_code(request: pytest.FixtureRequest) -> MachineCode:
 
     def compiled(kernel: Plan | Build) -> Artifact:
         item = request.node
-        assert _CALLED not in item.stash, "the digest is of one kernel"
+        assert _CALLED not in item.stash, "the digests are of one kernel"
         pytest.importorskip("cutlass.cute")
-        item.stash[_CALLED] = found = digest(item.path, kernel)
-        if committed().get(item.nodeid) == found and not request.config.getoption(OPTION):
-            pytest.skip(f"passed with this machine code; {OPTION} runs it again")
-        return compiler.artifact_for(kernel.build if isinstance(kernel, Plan) else kernel)
+        today, before = digests_of(item.path, kernel), committed().get(item.nodeid, {})
+        if today.items() <= before.items() and not request.config.getoption(OPTION):
+            pytest.skip(f"passed with these sources; {OPTION} compares the machine code")
+        artifact = compiler.artifact_for(kernel.build if isinstance(kernel, Plan) else kernel)
+        item.stash[_CALLED] = today = today | {"machine_code": machine_code_sha256(artifact)}
+        if all(before.get(name) == today[name] for name in ("test", "machine_code")):
+            item.stash[_IS_SAME] = True
+            pytest.skip("passed with this machine code")
+        return artifact
 
     return compiled
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    what = f"run every test of machine code and no other, and write tests/{DIGESTS.name}"
+    what = f"run the tests of machine code that changed, and no other, and write tests/{DIGESTS.name}"
     parser.addoption(OPTION, action="store_true", help=what)
 
 
@@ -92,22 +110,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Sends the digest of a test that passed to the process that writes them."""
+    """Sends the digests of a test that passed, now or with this machine code, to the process that writes them."""
     report = yield
-    if call.when == "call" and call.excinfo is None and _CALLED in item.stash:
+    has_passed = call.when == "call" and call.excinfo is None
+    if _CALLED in item.stash and (has_passed or (report.skipped and _IS_SAME in item.stash)):
         report.user_properties.append((PROPERTY, item.stash[_CALLED]))
     return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" and PROPERTY in dict(report.user_properties):
-        _passed[report.nodeid] = str(dict(report.user_properties)[PROPERTY])
+    for name, value in report.user_properties:
+        if name == PROPERTY and isinstance(value, dict):
+            _passed[report.nodeid] = value
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says that tests ran which need not run again."""
+    """Says that tests have new digests, with which they need neither run nor compile again."""
     if _passed and not config.getoption(OPTION):
-        terminalreporter.write_line(f"{len(_passed)} tests of machine code passed with a new digest; {WRITE}")
+        terminalreporter.write_line(f"{len(_passed)} tests of machine code passed with new digests; {WRITE}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
