@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -46,8 +45,8 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fuzz(root: Path, problems: int, kernels: str = "today") -> None:
     """Record random cases, as a GPU run would."""
-    content = {"format": features.FORMAT, "digests": TODAY | {"kernels": kernels}, "problems": problems}
-    (root / features.PATH).write_text(json.dumps(content))
+    content = {"digests": TODAY | {"kernels": kernels}, "date": str(problems), "groups": {}, "changed": None}
+    features.write(root, {"format": features.FORMAT, **content})
 
 
 def test_every_part_of_every_kernel_body_has_a_case() -> None:

@@ -21,7 +21,7 @@ from cutlass_py_attn.testing import guarded_check, random_cases
 from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
 from tests.support.fake_launch import on_hopper, stored
-from tools.release import digests, features, fuzz, fuzz_run
+from tools.release import digests, features, fuzz, fuzz_run, record
 from tools.release.fuzz_run import Attempt, Outcome
 
 HOPPER = Case.parse("forward bf16_d64_q40_s50_b1_h2_causal seed=4")
@@ -191,8 +191,12 @@ def test_the_record_counts_launches_by_family(hopper: dict[Build, float], monkey
     monkeypatch.setattr(digests, "of", lambda root: {"kernels": "k", "launch": "l", "checks": "j"})
     cases = (HOPPER, HOPPER.replace(seed=1), GENERIC, DECODE, SPLIT_D)
     summary = fuzz.summarise(fuzz_run.run_case(case, artifact) for case in cases)
-    recorded = json.loads(json.dumps(fuzz.record_of(summary, "H200")))
-    assert (recorded["problems"], recorded["launches"], recorded["fallbacks"], recorded["kernels"]) == (5, 6, 0, 5)
+    recorded = json.loads(json.dumps(fuzz.record_of(summary, [3, 4], "H200", artifact)))
+    assert (recorded["problems"], recorded["launches"], recorded["fallbacks"]) == (5, 6, 0)
+    assert recorded["kernels"] == {
+        record.name_of(build): [record.sha256(artifact(build).cubin)] for _, build, _ in summary.passed
+    }
+    assert recorded["groups"] == {"3": "", "4": ""}, "to be hashed without a GPU"
     assert recorded["digests"] == {"kernels": "k", "launch": "l", "checks": "j"}
     rows = {(r["family"], r["dtype"], r["direction"]): r for r in recorded["rows"] if r["feature"] == "any problem"}
     counts = {key[:2]: row["problems"] for key, row in rows.items()}

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 from cutlass_py_attn.artifact import Artifact
@@ -44,30 +45,39 @@ class Launcher:
 
     def __init__(self) -> None:
         self._fake = FakeDriver()
-        self._fake.without_memory(True)
 
     def of_problem(self, problem: Problem, kernels: Kernels, numbers: Mapping[str, int]) -> tuple[Build, bytes]:
         """Returns the kernel that a problem launches among those that `kernels` returns, and what the driver got.
 
         numbers: philox_seed and philox_offset, if they are no arrays
         """
-        self._fake.clear()
-        bound = bind_problem(problem, kernels)
-        self._launch(bound, params.alignments(problem), numbers)
-        return bound.plan.build, self._given()
+        with self._watched():
+            bound = bind_problem(problem, kernels)
+            self._launch(bound, params.alignments(problem), numbers)
+            return bound.plan.build, self._given()
 
     def of_plan(self, plan: Plan, artifact: Artifact, clear: Callable[[int], None] | None = None) -> bytes:
         """Returns what the driver got for a plan that alone says how it is launched.
 
         clear: clears the output at an address, before the launch
         """
-        self._fake.clear()
         alignments = abi.address_alignments(plan.build)
-        if clear is not None:
-            with driver.device(0).current():
+        with self._watched():
+            if clear is not None:
                 clear(_address("output", alignments["output"]))
-        self._launch(bind(artifact, plan), alignments, {})
-        return self._given()
+            self._launch(bind(artifact, plan), alignments, {})
+            return self._given()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Makes the device current, with an empty log and without memory, for addresses that are names."""
+        self._fake.clear()
+        self._fake.without_memory(True)
+        try:
+            with driver.device(0).current():
+                yield
+        finally:
+            self._fake.without_memory(False)
 
     def _launch(self, bound: Bound, alignments: Mapping[str, int], numbers: Mapping[str, int]) -> None:
         addresses = {name: _address(name, alignments[name]) for name in bound.tensor_names}
