@@ -16,11 +16,14 @@ import pytest
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Launch, Plan
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.problem import spec
 from cutlass_py_attn.testing import random_cases
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
 from tools.release import build_ptx, carry_over, digests, feature_ptx, features, fuzz, launches, record, verify_gpu
 from tools.release.carry_over import Compiled
+from tools.tuning import plan_rows, plan_space
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = 3
@@ -354,6 +357,28 @@ def test_verify_gpu_runs_what_is_not_verified(
         sources["launch"] = launch
         assert verify_gpu.main() == 0
         assert f"verify_gpu: {count} of {count} kernels passed" in capsys.readouterr().out
+
+
+# Measurements
+
+
+def test_measurements_of_the_same_kernels_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, direction = "bf16_d128_s8192_b4_h16_causal", "backward"
+    problem = plan_space.searched(spec.parse(case), direction, "sm90")
+    (first, second, *_) = plan_space.candidates(problem, "sm90", "sm_90a", [TileConfig.parse("64x128x12:2,2")])
+    line = {"case": case, "direction": direction, "family": "sm90", "arch": "sm_90a", "median_ms": 1.0}
+    lines = [
+        {**line, "tile": first.name, "cubin_sha256": cubin_of(first.build), "sources": "before"},
+        {**line, "tile": second.name, "cubin_sha256": "other", "sources": "before"},
+        {**line, "tile": first.name, "cubin_sha256": cubin_of(first.build), "sources": "long ago"},
+        {**line, "tile": first.name, "cubin_sha256": "", "sources": "before", "median_ms": None},
+    ]
+    record.append(tmp_path / plan_rows.LOG, lines)
+    monkeypatch.setattr(record, "sources_digest", lambda root: "today")
+    assert carry_over.measurements_of(tmp_path, "today", 1) == 0
+    assert carry_over.measurements_of(tmp_path, "before", 1) == 1
+    sources = [each["sources"] for each in record.read_log(tmp_path / plan_rows.LOG)]
+    assert sources == ["today", "before", "long ago", "before"]
 
 
 # A rename

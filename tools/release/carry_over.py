@@ -30,11 +30,14 @@ from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.bench.harness import commit
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.plan.build import Build, build_from
+from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.problem import spec
 from cutlass_py_attn.testing import random_cases
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
 from tools.release import build_ptx, digests, feature_ptx, features, fuzz, launches, record
 from tools.release.fuzz_run import Attempt
+from tools.tuning import plan_rows, plan_space
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 VERIFY: Final = "run python -m tools.release.verify_gpu --changed on a GPU"
@@ -322,6 +325,34 @@ def verifications_of(root: Path, processes: int) -> list[str]:
     return [f"{name}: {state}" for name, state in states.items() if not state.startswith("verified")]
 
 
+def measurements_of(root: Path, before: str, processes: int) -> int:
+    """Writes today's sources to the measurements of the sources `before` whose kernels are the same.
+
+    Returns how many kernels are others; their tiles have no measurement then.
+    """
+    log, today = record.read_log(root / plan_rows.LOG), record.sources_digest(root)
+    lines = [line for line in log if line["sources"] == before and line["median_ms"] is not None]
+    if before == today or not lines:
+        return 0
+    with pool(processes) as workers:
+        found = list(_counted("measured kernels", workers.map(_measured, lines), len(lines)))
+    same = [line for line, cubin in zip(lines, found, strict=True) if line["cubin_sha256"] == cubin]
+    for line in same:
+        line["sources"] = today
+    record.write_log(root / plan_rows.LOG, log)
+    return len(lines) - len(same)
+
+
+def _measured(line: record.Json) -> str:
+    """Returns the cubin's hash of a measured tile today; "" if it is no kernel any more."""
+    problem = plan_space.searched(spec.parse(line["case"]), line["direction"], line["family"])
+    tiles = [TileConfig.parse(line["tile"])]
+    for each in plan_space.candidates(problem, line["family"], line["arch"], tiles):
+        if each.name == line["tile"] and not each.objections:
+            return _compiled((each.build,)).cubin_sha256
+    return ""
+
+
 def main() -> int:
     """Compares, and carries over what is the same; exit code 1 if something must run on a GPU."""
     parser = argparse.ArgumentParser(
@@ -331,14 +362,16 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="processes that compile and launch")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree whose records are carried over")
     given = parser.parse_args()
+    before = (features.read(given.root) or {}).get("digests", {}).get("kernels", "")
     lines = [
         *random_cases_of(given.root, given.kernels, given.processes),
         *manifest_of(given.root, given.processes),
         *verifications_of(given.root, given.processes),
     ]
-    print(
-        "\n".join([*lines, f"carry_over: {len(lines)} records need a GPU" if lines else "carry_over: all records hold"])
-    )
+    if others := measurements_of(given.root, before, given.processes):
+        print(f"{plan_rows.LOG}: {others} measured kernels are others; {plan_rows.REMEDY}")
+    said = f"{len(lines)} records need a GPU" if lines else "all records hold"
+    print("\n".join([*lines, f"carry_over: {said}"]))
     return 1 if lines else 0
 
 
