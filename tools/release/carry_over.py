@@ -305,10 +305,11 @@ def verifications_of(root: Path, processes: int) -> list[str]:
     suite, launch = record.suite_sha256(root), record.launch_sha256(root)
     open_lines = {}
     for name, entry in manifest["kernels"].items():
-        lines = [line for line in log if (line["cubin_sha256"], line["suite_sha256"]) == (entry["cubin_sha256"], suite)]
-        current = [line for line in lines if line["launch_sha256"] == launch]
+        passed = {"cubin_sha256": entry["cubin_sha256"], "suite_sha256": suite}
+        lines = [line for line in log if passed.items() <= line.items()]
+        current = [line for line in lines if line.get("launch_sha256") == launch]
         for line in (current or [line for line in lines if "launches_sha256" in line])[-1:]:
-            if line["launch_sha256"] != launch or "launches_sha256" not in line:
+            if not current or "launches_sha256" not in line:
                 open_lines[name] = line
     builds = [build_from(manifest["kernels"][name]["plan"]) for name in open_lines]
     with pool(processes) as workers:
