@@ -182,8 +182,35 @@ def test_a_run_of_what_changed_completes_the_record(
     assert (after["digests"], after["changed"]) == (sources, None)
     assert set(after["groups"]) == set(before["groups"])
     assert not {*after["groups"].items()} & {*before["groups"].items()}
+    assert "6 of them ran again on H200, " in features.table(after)
     assert after["rows"] == [{**before["rows"][0], "worst": 0.75}, *before["rows"][1:]]
     assert [each["problems"] for each in after["reruns"]] == [2 * RUNS]
+
+
+def test_a_rerun_of_another_count_is_not_what_was_named(
+    root: Path, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources["launch"] = "edited"
+    rerun = run_of([SM90])
+    features.write(root, features.merged(read(root), {**rerun, "launches": 100}))
+    (line,) = carry(root)
+    assert f"not those that ran: launches: 100 ran, {rerun['launches']} were found" in line
+
+
+def test_launches_that_are_hashed_otherwise_are_hashed_anew(
+    root: Path, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the sources are those of the record."""
+    before, given = read(root), launches.Launcher._given
+    monkeypatch.setattr(launches.Launcher, "_given", lambda self: b"more " + given(self))
+    assert carry_over.random_cases_of(root, None, 1, rehash=True) == []
+    after = read(root)
+    assert not {*after["groups"].items()} & {*before["groups"].items()}
+    assert {**after, "groups": before["groups"]} == before
+    sources["launch"] = "edited"
+    monkeypatch.setattr(launches.Launcher, "_given", given)
+    (line,) = carry_over.random_cases_of(root, None, 1, rehash=True)
+    assert "CHANGED: the launches of kernel numbers" in line
 
 
 def test_only_what_was_named_runs_again(root: Path, sources: dict[str, str]) -> None:

@@ -70,7 +70,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(feature_ptx, "builds", dict)
     random_cases = {
         "format": features.FORMAT, "gpu": "H200", "date": "2026-01-02", "commit": "0123", "digests": TODAY,
-        "problems": 0, "launches": 0, "kernels": {}, "groups": {}, "changed": None, "rows": [],
+        "problems": 0, "launches": 0, "kernels": {}, "groups": {}, "changed": None, "reruns": [], "rows": [],
     }  # fmt: skip
     (tmp_path / features.PATH).write_text(json.dumps(random_cases))
     assert feature_ptx.write(tmp_path, {}) == []

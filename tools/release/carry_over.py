@@ -198,10 +198,19 @@ def counts(today: Sequence[Group]) -> record.Json:
     }
 
 
-def disagreements(recorded: record.Json, found: record.Json) -> list[str]:
-    """Returns what a run counted otherwise than the launches that were found without a GPU."""
-    names = [name for name in ("problems", "launches", "fallbacks") if recorded[name] != found[name]]
-    lines = [f"{name}: {recorded[name]} ran, {found[name]} were found" for name in names]
+def disagreements(recorded: record.Json, today: Sequence[Group]) -> list[str]:
+    """Returns what the last run counted otherwise than its launches that were found without a GPU.
+
+    Its launches are those without a hash.
+    """
+    unhashed = [group for group in today if not recorded["groups"][str(group.number)]]
+    if not unhashed:
+        return []
+    found, ran = counts(unhashed), (recorded["reruns"] or [recorded])[-1]
+    names = [name for name in ("problems", "launches", "fallbacks") if ran[name] != found[name]]
+    lines = [f"{name}: {ran[name]} ran, {found[name]} were found" for name in names]
+    if recorded["reruns"]:
+        return lines
     numbers = ("family", "feature", "dtype", "direction", "problems")
     before, after = ({tuple(row[name] for name in numbers) for row in each["rows"]} for each in (recorded, found))
     return [*lines, *(f"{row}: counted once" for row in sorted(before ^ after))]
@@ -230,22 +239,29 @@ def carried(recorded: record.Json, today: Mapping[str, str], problems: int) -> r
     return {**recorded, "digests": dict(today), "carried": about}
 
 
-def random_cases_of(root: Path, kernels: Path | None, processes: int) -> list[str]:
-    """Carries the record of the random cases over; returns a line for each reason to run cases on a GPU."""
+def random_cases_of(root: Path, kernels: Path | None, processes: int, *, rehash: bool = False) -> list[str]:
+    """Carries the record of the random cases over; returns a line for each reason to run cases on a GPU.
+
+    kernels: folder of today's kernels; None compiles them
+    rehash: hash all launches anew if the record is of today's sources
+    """
     recorded, today = features.read(root), digests.of(root)
-    if recorded is None or recorded["digests"]["checks"] != today["checks"] or not features.objections(root):
+    is_current = not features.objections(root)
+    if recorded is None or recorded["digests"]["checks"] != today["checks"] or (is_current and not rehash):
         return features.objections(root)
+    is_same_code = recorded["digests"] == today
+    if rehash and is_same_code:
+        recorded |= {"groups": dict.fromkeys(recorded["groups"], "")}
     numbers = [int(number) for number in recorded["groups"]]
     found = of_folder(kernels) if kernels else compiled(numbers, processes)
     builds, changed = at_hand(recorded["kernels"], found)
     drawn = groups(numbers, builds, processes)
-    is_same_code = recorded["digests"] == today
     other = compared(recorded, changed, drawn, is_same_code)
     other = Comparison((*other.kernels, *_feature_kernels(root, recorded, today, processes)), other.groups)
     if other:
         features.write(root, {**recorded, "changed": other.to_json(today)})
         return features.objections(root)
-    if not any(recorded["groups"].values()) and (lines := disagreements(recorded, counts(drawn))):
+    if not is_current and (lines := disagreements(recorded, drawn)):
         return [f"{features.PATH}: the launches found are not those that ran: {line}" for line in lines]
     recorded = completed(recorded, drawn) | {"changed": None}
     if not is_same_code:
@@ -295,11 +311,13 @@ def manifest_of(root: Path, processes: int) -> list[str]:
     return lines
 
 
-def verifications_of(root: Path, processes: int) -> list[str]:
+def verifications_of(root: Path, processes: int, *, rehash: bool = False) -> list[str]:
     """Carries the verifications of the shown kernels over; returns a line for each that must run again.
 
     A line of the log gets the hash of its launches while it is of today's sources, and later the digest of other
     sources that launch the same.
+
+    rehash: hash the launches of lines of today's sources anew
     """
     manifest, log = record.read_manifest(root), record.read_log(root / record.LOG)
     suite, launch = record.suite_sha256(root), record.launch_sha256(root)
@@ -309,7 +327,7 @@ def verifications_of(root: Path, processes: int) -> list[str]:
         lines = [line for line in log if passed.items() <= line.items()]
         current = [line for line in lines if line.get("launch_sha256") == launch]
         for line in (current or [line for line in lines if "launches_sha256" in line])[-1:]:
-            if not current or "launches_sha256" not in line:
+            if not current or rehash or "launches_sha256" not in line:
                 open_lines[name] = line
     builds = [build_from(manifest["kernels"][name]["plan"]) for name in open_lines]
     with pool(processes) as workers:
@@ -361,13 +379,18 @@ def main() -> int:
     )
     parser.add_argument("--kernels", type=Path, help="kernels of fuzz --build, of today's sources; else they are made")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="processes that compile and launch")
+    parser.add_argument(
+        "--rehash",
+        action="store_true",
+        help="hash launches anew that are of today's sources: how they are hashed changed",
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree whose records are carried over")
     given = parser.parse_args()
     before = (features.read(given.root) or {}).get("digests", {}).get("kernels", "")
     lines = [
-        *random_cases_of(given.root, given.kernels, given.processes),
+        *random_cases_of(given.root, given.kernels, given.processes, rehash=given.rehash),
         *manifest_of(given.root, given.processes),
-        *verifications_of(given.root, given.processes),
+        *verifications_of(given.root, given.processes, rehash=given.rehash),
     ]
     if others := measurements_of(given.root, before, given.processes):
         print(f"{plan_rows.LOG}: {others} measured kernels are others; {plan_rows.REMEDY}")

@@ -141,11 +141,15 @@ def tally(results: Iterable[Passed]) -> list[Json]:
 def table(recorded: Json) -> str:
     """Returns the Markdown tables of a record: launches that agreed with float64, by family, feature, dtype and
     direction."""
+    reruns = (
+        f" {each['problems']} of them ran again on {each['gpu']}, {each['date']}, commit {each['commit'][:12]}."
+        for each in recorded["reruns"]
+    )
     lines = [
         f"{recorded['problems']} random problems in {recorded['launches']} launches of {num_kernels(recorded)} kernels "
-        f"on {recorded['gpu']}, {recorded['date']}, commit {recorded['commit'][:12]}. A cell has the number of "
-        "launches with the feature, and in brackets the worst error / allowed; all agree with float64. Empty: none was "
-        "run.",
+        f"on {recorded['gpu']}, {recorded['date']}, commit {recorded['commit'][:12]}.{''.join(reruns)} "
+        "A cell has the number of launches with the feature, and in brackets the worst error / allowed; all agree with "
+        "float64. Empty: none was run.",
     ]
     for family in FAMILIES:
         cells = {
@@ -194,7 +198,7 @@ def sha256(root: Path) -> str:
 
 def merged(recorded: Json, rerun: Json) -> Json:
     """Returns the record with that of a later run, of some of its kernel numbers."""
-    about = {name: rerun[name] for name in ("gpu", "date", "commit", "problems", "launches")}
+    about = {name: rerun[name] for name in ("gpu", "date", "commit", "problems", "launches", "fallbacks")}
     return {
         **recorded,
         "digests": rerun["digests"],

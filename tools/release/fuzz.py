@@ -97,12 +97,12 @@ def main() -> int:
     kinds = {name: replace(kind, count=getattr(given, name)) for name, kind in KINDS.items()}
     kinds["variants"] = replace(kinds["variants"], first=given.first)
     numbers = numbers_of(kinds)
-    if given.changed:
-        numbers = changed_numbers(ROOT)
     if given.build or given.list:
         return _build(given.build, needed(numbers, given.runs, (given.family,) if given.family else FAMILIES))
     if given.case:
         return _run_one(Case.parse(given.case), given.kernels)
+    if given.changed:
+        numbers = changed_numbers(ROOT)
     cases = list(random_cases.cases(numbers, given.runs))
     processes = given.processes or (os.cpu_count() or 1 if given.kernels else 1)
     start = time.perf_counter()
