@@ -289,6 +289,16 @@ def test_of_one_name_those_kernels_are_at_hand_that_ran() -> None:
     assert carry_over.at_hand({name: ["3"]}, found) == ([deep], [name])
 
 
+def test_kernels_that_others_replace_are_compiled_if_they_ran() -> None:
+    """A run without a folder launches kernels of another family too."""
+    ((first, *others), *_) = carry_over._needed(SM90)
+    name = next(record.name_of(build) for build in others if build.family == "sm80")
+    found = {each.name for each in carry_over.compiled([SM90], 1)}
+    assert record.name_of(first) in found
+    assert name not in found
+    assert {each.name for each in carry_over.compiled([SM90], 1, [name])} == found | {name}
+
+
 def test_launches_are_of_the_problem_alone(root: Path) -> None:
     """Whatever ran before."""
     cases = list(random_cases.cases([SM90], RUNS))

@@ -19,7 +19,7 @@ import argparse
 import datetime
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -124,11 +124,17 @@ def pool(processes: int, builds: Sequence[Build] = ()) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(processes, mp_context=context, initializer=_start, initargs=(builds,))
 
 
-def compiled(numbers: Sequence[int], processes: int) -> list[Compiled]:
-    """Returns the kernels of random cases, each compiled or from the cache, in the order of `fuzz --build`."""
+def compiled(numbers: Sequence[int], processes: int, ran: Collection[str] = ()) -> list[Compiled]:
+    """Returns the kernels of random cases, each compiled or from the cache: those of `fuzz --build`, in its order.
+
+    ran: names of kernels that ran; kernels to fall back to are compiled too if they are among them
+    """
     with pool(processes) as workers:
         choices = list(dict.fromkeys(each for found in workers.map(_needed, numbers) for each in found))
-        return list(_counted("kernels", workers.map(_compiled, choices), len(choices)))
+        found = list(_counted("kernels", workers.map(_compiled, choices), len(choices)))
+        missing = {*ran} - {each.name for each in found}
+        others = dict.fromkeys((build,) for each in choices for build in each[1:] if record.name_of(build) in missing)
+        return [*found, *workers.map(_compiled, others)]
 
 
 def of_folder(folder: Path) -> list[Compiled]:
@@ -253,7 +259,7 @@ def random_cases_of(root: Path, kernels: Path | None, processes: int, *, rehash:
     if rehash and is_same_code:
         recorded |= {"groups": dict.fromkeys(recorded["groups"], "")}
     numbers = [int(number) for number in recorded["groups"]]
-    found = of_folder(kernels) if kernels else compiled(numbers, processes)
+    found = of_folder(kernels) if kernels else compiled(numbers, processes, recorded["kernels"])
     builds, changed = at_hand(recorded["kernels"], found)
     drawn = groups(numbers, builds, processes)
     other = compared(recorded, changed, drawn, is_same_code)
