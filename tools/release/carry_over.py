@@ -40,7 +40,6 @@ from tools.release.fuzz_run import Attempt
 from tools.tuning import plan_rows, plan_space
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-VERIFY: Final = "run python -m tools.release.verify_gpu --changed on a GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +175,13 @@ def at_hand(recorded: Mapping[str, Sequence[str]], today: Iterable[Compiled]) ->
 
 
 def compared(recorded: record.Json, changed: Sequence[str], today: Sequence[Group], is_same_code: bool) -> Comparison:
-    """Returns what changed: kernels, and groups whose launches are others or are of such a kernel.
+    """Returns what changed: launched kernels, and groups whose launches are others or are of such a kernel.
 
     changed: names of kernels whose cubins are others
     is_same_code: whether the record is of today's sources; launches that it has no hash of are then today's
     """
-    new = {name for group in today for name in group.kernels if name not in recorded["kernels"]}
-    kernels = tuple(sorted({*changed, *new}))
+    launched = {name for group in today for name in group.kernels}
+    kernels = tuple(sorted(name for name in launched if name in changed or name not in recorded["kernels"]))
     others = []
     for group in today:
         before = recorded["groups"].get(str(group.number), "")
@@ -223,13 +222,14 @@ def disagreements(recorded: record.Json, today: Sequence[Group]) -> list[str]:
 
 
 def completed(recorded: record.Json, today: Sequence[Group]) -> record.Json:
-    """Returns the record with the hashes of all launches, and with their counts."""
-    found = counts(today)
+    """Returns the record with the hashes of all launches, with their counts, and without kernels of none of them."""
+    found, launched = counts(today), {name for group in today for name in group.kernels}
     return {
         **recorded,
         **found,
+        "kernels": {name: cubins for name, cubins in recorded["kernels"].items() if name in launched},
         "groups": {str(group.number): group.sha256 for group in today},
-        "rows": features.with_worst(found["rows"], recorded["rows"]),
+        "rows": features.with_worst(found["rows"], recorded["rows"])[: len(found["rows"])],
     }
 
 

@@ -211,11 +211,11 @@ def merged(recorded: Json, rerun: Json) -> Json:
 
 
 def with_worst(rows: Sequence[Json], others: Sequence[Json]) -> list[Json]:
-    """Returns the rows of two tallies, those of the first where both have one, with the larger of the worst ratios."""
-    found = {_key(row): row for row in (*others, *rows)}
-    for row in (*others, *rows):
-        kept = found[_key(row)]
-        found[_key(row)] = {**kept, "worst": max(kept["worst"], row["worst"])}
+    """Returns the rows of a tally, then those of another that it lacks, with the larger of the worst ratios."""
+    found = {_key(row): dict(row) for row in rows}
+    for row in others:
+        kept = found.setdefault(_key(row), dict(row))
+        kept["worst"] = max(kept["worst"], row["worst"])
     return list(found.values())
 
 
