@@ -19,6 +19,7 @@ from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.testing import random_cases
+from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
 from tools.release import build_ptx, carry_over, digests, feature_ptx, features, fuzz, launches, record, verify_gpu
@@ -63,13 +64,17 @@ def sources(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> dict[str
     return found
 
 
-def run_of(numbers: Sequence[int]) -> features.Json:
-    """The record of a run of these kernel numbers on a GPU, whose launches are not hashed."""
+def summary_of(numbers: Sequence[int]) -> fuzz.Summary:
+    """What a run of these kernel numbers on a GPU gives."""
     found = carry_over.compiled(numbers, 1)
     drawn = carry_over.groups(numbers, carry_over.at_hand({}, found)[0], 1)
-    counts = carry_over.counts(drawn)
     passed = [(case, attempt.build, 0.5) for each in drawn for case, attempt in each.attempts if attempt.build]
-    return fuzz.record_of(fuzz.Summary(tuple(passed), (), counts), numbers, "H200", fakes.artifact)
+    return fuzz.Summary(tuple(passed), (), carry_over.counts(drawn) | {"failed": 0})
+
+
+def run_of(numbers: Sequence[int]) -> features.Json:
+    """The record of such a run, whose launches are not hashed."""
+    return fuzz.record_of(summary_of(numbers), numbers, "H200", fakes.artifact)
 
 
 @pytest.fixture
@@ -232,7 +237,27 @@ def test_launches_that_are_hashed_otherwise_are_hashed_anew(
     assert "CHANGED: the launches of kernel numbers" in line
 
 
-def test_only_what_was_named_runs_again(root: Path, sources: dict[str, str]) -> None:
+def test_only_what_was_named_runs_again(root: Path, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Case] = []
+
+    def summarise(outcomes: Iterable[Case]) -> fuzz.Summary:
+        ran.extend(outcomes)
+        return summary_of([SM90])
+
+    monkeypatch.setattr(fuzz, "ROOT", root)
+    monkeypatch.setattr(fuzz, "kernels_from", lambda folder: fakes.artifact)
+    monkeypatch.setattr(fuzz.fuzz_run, "outcomes", lambda cases, folder, processes: cases)
+    monkeypatch.setattr(fuzz, "summarise", summarise)
+    options = ["--changed", "--runs", str(RUNS), "--record", str(root / features.PATH)]
+    monkeypatch.setattr(sys, "argv", ["fuzz", *options])
+    sources["launch"] = "edited"
+    before = read(root) | {"changed": {"digests": dict(sources), "kernels": [], "groups": [SM90]}}
+    features.write(root, before)
+    assert fuzz.main() == 0
+    assert ran == list(random_cases.cases([SM90], RUNS))
+    after = read(root)
+    assert after["groups"] == {**before["groups"], str(SM90): ""}
+    assert (after["digests"], after["reruns"][0]["problems"]) == (sources, RUNS)
     with pytest.raises(SystemExit, match="has no changed kernels or launches of today's sources"):
         fuzz.changed_numbers(root)
 
