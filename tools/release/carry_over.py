@@ -263,7 +263,8 @@ def random_cases_of(root: Path, kernels: Path | None, processes: int, *, rehash:
     builds, changed = at_hand(recorded["kernels"], found)
     drawn = groups(numbers, builds, processes)
     other = compared(recorded, changed, drawn, is_same_code)
-    other = Comparison((*other.kernels, *_feature_kernels(root, recorded, today, processes)), other.groups)
+    kernels_of_features = _feature_kernels(root, recorded, today, processes)
+    other = Comparison(tuple(sorted({*other.kernels, *kernels_of_features})), other.groups)
     if other:
         features.write(root, {**recorded, "changed": other.to_json(today)})
         return features.objections(root)
