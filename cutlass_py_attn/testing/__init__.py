@@ -1,1 +1,1 @@
-"""Test cases, inputs, accuracy rules and checks of the kernels, shared by tools/ and tests/."""
+"""What a case is, its inputs, accuracy rules and checks of the kernels: for `run`, tools and tests."""

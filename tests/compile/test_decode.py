@@ -20,7 +20,7 @@ from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask,
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.runtime.binding import Bound, bind
-from cutlass_py_attn.testing import decode_cases
+from tests.cases import decode_cases
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
 from tests.support.machine_code import MachineCode

@@ -30,7 +30,7 @@ from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Windo
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.score_terms.dropout import Dropout
-from cutlass_py_attn.testing.distance_squared import distance_squared
+from tests.cases.distance_squared import distance_squared
 from tests.support import crafted_json, fakes
 from tests.support.c_compiler import compiler
 from tests.support.fake_driver import FakeDriver

@@ -35,7 +35,7 @@ from cutlass_py_attn.jax import (  # noqa: E402
     reorder,
     restore,
 )
-from cutlass_py_attn.testing.distance_squared import distance_squared  # noqa: E402
+from tests.cases.distance_squared import distance_squared  # noqa: E402
 from tests.support import xla_reference  # noqa: E402
 
 P = jax.sharding.PartitionSpec

@@ -24,7 +24,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.reference import quantization
-from cutlass_py_attn.testing.distance_squared import distance_squared
+from tests.cases.distance_squared import distance_squared
 from tests.support import fakes
 
 jax = pytest.importorskip("jax", reason="jax is not installed")

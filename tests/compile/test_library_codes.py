@@ -25,7 +25,7 @@ from cutlass_py_attn.problem.quantization import GRANULARITIES, SCALES, granular
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import binding
 from cutlass_py_attn.runtime.driver import device
-from cutlass_py_attn.testing import random_cases
+from tests.cases import random_cases
 from tests.support import fake_driver
 from tests.support.bundle_hosts import ADDRESSES
 from tests.support.fake_driver import FakeDriver

@@ -15,7 +15,7 @@ from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime.binding import bind
 from cutlass_py_attn.runtime.driver import device
-from cutlass_py_attn.testing.serving_cases import RowCase
+from tests.cases.serving_cases import RowCase
 from tests.support import fake_driver
 from tests.support.bundle_hosts import ADDRESSES, STREAM, compared
 from tests.support.fake_driver import FakeDriver

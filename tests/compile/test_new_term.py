@@ -12,7 +12,7 @@ from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
-from cutlass_py_attn.testing.distance_squared import distance_squared
+from tests.cases.distance_squared import distance_squared
 
 compiler = pytest.importorskip("cutlass_py_attn.compilation.compiler")
 pytest.importorskip("cutlass")

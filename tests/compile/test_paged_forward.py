@@ -12,7 +12,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import TensorMap
 from cutlass_py_attn.plan.sm90_smem import tma_tiles
 from cutlass_py_attn.plan.variants import SPLIT_KV
-from cutlass_py_attn.testing.paged_forward_cases import SINGLE, PagedCase
+from tests.cases.paged_forward_cases import SINGLE, PagedCase
 from tests.support.machine_code import MachineCode
 
 NAME = "bf16_d128_h4k2_causal_br"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.plan import abi
-from cutlass_py_attn.testing.serving_cases import AppendCase, append_case, latent_append_case
+from tests.cases.serving_cases import AppendCase, append_case, latent_append_case
 from tests.support.block_emulator import EmulatedBlock
 from tests.support.gemm_emulator import compiled
 from tests.support.ptx_threads import Array

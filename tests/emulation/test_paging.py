@@ -11,7 +11,7 @@ from cutlass_py_attn.plan import abi, launch_rules, planner
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import params
-from cutlass_py_attn.testing.paged_forward_cases import PagedCase
+from tests.cases.paged_forward_cases import PagedCase
 from tests.support.ptx_threads import Array, Threads
 from tests.support.traced import compile_traced
 

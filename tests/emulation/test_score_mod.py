@@ -14,7 +14,7 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.reference.score_mod import HeadScoreMod, ReferenceScoreMod, SeqlenInfo
 from cutlass_py_attn.score_terms.softcap import SOFTCAP
-from cutlass_py_attn.testing.distance_squared import distance_squared
+from tests.cases.distance_squared import distance_squared
 from tests.support.ptx_floats import FloatThreads
 from tests.support.ptx_threads import Array
 from tests.support.traced import compile_traced

@@ -32,8 +32,9 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.binding import bind_problem
-from cutlass_py_attn.testing import check, covering_cases, suite
+from cutlass_py_attn.testing import check
 from cutlass_py_attn.testing.check import Array, Kernels, same_bits
+from tests.cases import covering_cases, suite
 from tests.gpu.matrix_check import OnDevice, on_host
 
 # Repeatable bits, with operands, results and a workspace of several MiB: more than an allocator has in reserve.

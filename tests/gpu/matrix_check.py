@@ -24,7 +24,7 @@ from cutlass_py_attn.score_terms.dropout import Dropout, keep_mask
 from cutlass_py_attn.testing.check import Kernels
 from cutlass_py_attn.testing.device_memory import GuardedBuffer
 from cutlass_py_attn.testing.guarded_check import by_reference
-from cutlass_py_attn.testing.matrix import MatrixCase
+from tests.cases.matrix import MatrixCase
 
 Array = npt.NDArray[Any]
 Bounds = tuple[float, float]  # atol, rtol

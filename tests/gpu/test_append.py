@@ -15,9 +15,9 @@ from cutlass_py_attn.api.serving import append_to_cache
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import serving_cases
 from cutlass_py_attn.testing.check import Kernels
-from cutlass_py_attn.testing.serving_cases import AppendCase, Array, Placed
+from tests.cases import serving_cases
+from tests.cases.serving_cases import AppendCase, Array, Placed
 
 GROUP = 24  # random problems of a test
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cutlass_py_attn.testing import check, decode_cases, guarded_check
+from cutlass_py_attn.testing import check, guarded_check
 from cutlass_py_attn.testing.cases import Case
+from tests.cases import decode_cases
 
 
 @pytest.mark.parametrize("case", decode_cases.ALL, ids=lambda case: case.line.replace(" ", "_"))

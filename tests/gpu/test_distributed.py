@@ -23,9 +23,9 @@ from cutlass_py_attn.distributed import simulated
 from cutlass_py_attn.errors import NoDevice, NotSupported
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import context_cases
 from cutlass_py_attn.testing.check import Kernels
-from cutlass_py_attn.testing.context_cases import ContextCase
+from tests.cases import context_cases
+from tests.cases.context_cases import ContextCase
 
 ALLOWED = 0.01  # relative rms, of a whole bfloat16 array
 CAUSAL = context_cases.CASES[0]

@@ -11,10 +11,11 @@ import pytest
 
 from cutlass_py_attn import Causal, Full, Window, attention_forward, quantize_e4m3
 from cutlass_py_attn.reference import quantization
-from cutlass_py_attn.testing import guarded_check, suite
+from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, same_bits
 from cutlass_py_attn.testing.device_memory import guarded_launch
+from tests.cases import suite
 
 HEAD_DIM, SAMPLED = 128, 64
 # Relative error of the output (norm) against float64 of the operands that the kernel reads.

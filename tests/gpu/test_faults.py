@@ -24,9 +24,10 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime.binding import bind
-from cutlass_py_attn.testing import check, covering_cases, device_memory, suite
+from cutlass_py_attn.testing import check, device_memory
 from cutlass_py_attn.testing.cases import ARCH, PTX_ARCH, Case
 from cutlass_py_attn.testing.check import Array, Kernels, same_bits
+from tests.cases import covering_cases, suite
 from tests.gpu import fault_programs
 from tests.gpu.test_laws import differing, operands_of
 from tools.docs import faults_table

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cutlass_py_attn.testing import check, covering_cases
+from cutlass_py_attn.testing import check
 from cutlass_py_attn.testing.cases import Case
+from tests.cases import covering_cases
 
 
 @pytest.mark.parametrize("case", covering_cases.FORWARD, ids=lambda case: case.line.replace(" ", "_"))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cutlass_py_attn.testing import check, suite
+from cutlass_py_attn.testing import check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.guarded_check import check_case, expect
+from tests.cases import suite
 
 # Dense and packed, every family of kernels, with sinks, whose gradient has that of logsumexp too.
 CASES = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cutlass_py_attn.testing import grouped_cases, guarded_check
+from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
+from tests.cases import grouped_cases
 
 
 @pytest.mark.parametrize("case", grouped_cases.GROUPED, ids=lambda case: case.line.replace(" ", "_"))

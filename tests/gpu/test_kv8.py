@@ -13,11 +13,12 @@ from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.quantization import quantize_e4m3
 from cutlass_py_attn.reference import quantization
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import check, guarded_check, kv8_cases, paged_cases
+from cutlass_py_attn.testing import check, guarded_check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import same_bits
 from cutlass_py_attn.testing.device_memory import guarded_launch, stream
 from cutlass_py_attn.testing.guarded_check import guarded_case
+from tests.cases import kv8_cases, paged_cases
 from tests.gpu.test_launch import captured
 from tests.gpu.test_paged import name_of
 

@@ -11,9 +11,10 @@ from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.binding import bind_problem
-from cutlass_py_attn.testing import check, covering_cases, device_memory, layouts
+from cutlass_py_attn.testing import check, device_memory, layouts
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Array, Kernels, same_bits
+from tests.cases import covering_cases
 
 SIZES = ((2, 3, 65, 129), (1, 2, 203, 257), (3, 2, 640, 513))
 CAUSAL = tuple(map(parse, ("bf16_d128_s1_b1_h1_causal", "f16_d64_s1_b1_h1_causal", "f32_d64_s1_b1_h1_causal")))

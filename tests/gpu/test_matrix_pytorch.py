@@ -11,11 +11,12 @@ import pytest
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.problem.tensors import OPERANDS
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import device_memory, matrix
+from cutlass_py_attn.testing import device_memory
 from cutlass_py_attn.testing.check import Kernels
 from cutlass_py_attn.testing.device_memory import GuardedLaunch
 from cutlass_py_attn.testing.guarded_check import by_reference
-from cutlass_py_attn.testing.matrix import MatrixCase
+from tests.cases import matrix
+from tests.cases.matrix import MatrixCase
 from tests.gpu.matrix_check import (
     LOGSUMEXP,
     attend,

@@ -12,10 +12,11 @@ from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.tensors import OPERANDS, Tensor
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import device_memory, matrix
+from cutlass_py_attn.testing import device_memory
 from cutlass_py_attn.testing.check import Kernels, same_bits
 from cutlass_py_attn.testing.guarded_check import by_reference
-from cutlass_py_attn.testing.matrix import MatrixCase
+from tests.cases import matrix
+from tests.cases.matrix import MatrixCase
 from tests.gpu.matrix_check import (
     FORWARD,
     OnDevice,

@@ -11,8 +11,8 @@ from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.api.serving import merge_states
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.testing import serving_cases
 from cutlass_py_attn.testing.check import Array, Kernels
+from tests.cases import serving_cases
 
 GROUP = 24  # random problems of a test
 

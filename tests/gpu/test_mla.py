@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import check, guarded_check, mla_cases
+from cutlass_py_attn.testing import check, guarded_check
 from cutlass_py_attn.testing.cases import Case
+from tests.cases import mla_cases
 
 
 @pytest.mark.parametrize("case", mla_cases.CASES, ids=lambda case: case.line.replace(" ", "_"))

@@ -12,7 +12,7 @@ from cutlass_py_attn import attention_backward, attention_forward
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.testing.check import Kernels
-from cutlass_py_attn.testing.distance_squared import DTYPE, SHAPE, DistanceSquared, distance_squared
+from tests.cases.distance_squared import DTYPE, SHAPE, DistanceSquared, distance_squared
 
 Array = npt.NDArray[Any]
 

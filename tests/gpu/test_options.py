@@ -6,9 +6,10 @@ import pytest
 
 from cutlass_py_attn.problem.tensors import FLOAT8
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import guarded_check, suite
+from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
+from tests.cases import suite
 
 CASES = (
     *(*suite.SPECULATIVE, *suite.SHARED_END, *suite.SHARED_QUERIES),

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import check, guarded_check, paged_cases
+from cutlass_py_attn.testing import check, guarded_check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Array, same_bits
 from cutlass_py_attn.testing.device_memory import GuardedLaunch, guarded_launch, stream
+from tests.cases import paged_cases
 from tests.gpu.test_launch import captured
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import paged_forward_cases
 from cutlass_py_attn.testing.check import Array, Kernels, only_family, same_bits
 from cutlass_py_attn.testing.device_memory import guarded_launch, stream
-from cutlass_py_attn.testing.paged_forward_cases import PagedCase, PagedInputs, PageSizes
+from tests.cases import paged_forward_cases
+from tests.cases.paged_forward_cases import PagedCase, PagedInputs, PageSizes
 from tests.gpu.test_launch import captured
 
 pytestmark = pytest.mark.usefixtures("on_this_gpu")

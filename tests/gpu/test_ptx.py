@@ -12,9 +12,10 @@ import pytest
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import binding, driver
-from cutlass_py_attn.testing import check, covering_cases, device_memory
+from cutlass_py_attn.testing import check, device_memory
 from cutlass_py_attn.testing.cases import PTX_ARCH, Case
 from cutlass_py_attn.testing.check import Kernels
+from tests.cases import covering_cases
 from tests.gpu.test_laws import operands_of
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cutlass_py_attn.testing import device_memory, guarded_check, suite
+from cutlass_py_attn.testing import device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Array, Kernels, same_bits
+from tests.cases import suite
 
 INVALID = {"query": np.nan, "key": np.nan, "value": np.inf, "grad_output": np.inf}
 OF_QUERIES = ("query", "grad_output", "output", "grad_query")  # all other tensors have rows of keys

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cutlass_py_attn.testing import guarded_check, suite
+from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, same_bits
 from cutlass_py_attn.testing.device_memory import guarded_launch
+from tests.cases import suite
 
 LAUNCHES = 20  # a race that shows in one of them is found
 

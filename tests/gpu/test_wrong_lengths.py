@@ -21,10 +21,11 @@ from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.problem.tensors import OPERANDS, Tensor
-from cutlass_py_attn.testing import check, device_memory, guarded_check, suite
+from cutlass_py_attn.testing import check, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Array, Kernels, same_bits
 from cutlass_py_attn.testing.device_memory import GuardedLaunch
+from tests.cases import suite
 from tests.gpu.matrix_check import OnDevice, on_host
 
 LIMIT_S = 120  # of one test; a kernel that never ends would block the driver

@@ -20,9 +20,10 @@ from cutlass_py_attn.plan.planner import plan_backward
 from cutlass_py_attn.plan.variants import KEEPS_DS, STANDARD
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.tensors import DIRECTIONS
-from cutlass_py_attn.testing import component_gemms, covering_cases, layouts, suite
+from cutlass_py_attn.testing import component_gemms, layouts
 from cutlass_py_attn.testing.cases import ARCH, SM90_ARCH, Case, builds_of
-from cutlass_py_attn.testing.grouped_cases import GROUPED
+from tests.cases import covering_cases, suite
+from tests.cases.grouped_cases import GROUPED
 from tests.gpu import test_torch_ops
 from tests.gpu.hosts import test_jax_context, test_jax_native
 from tests.support import fakes
@@ -212,7 +213,7 @@ def test_the_gpu_machine_needs_no_compiler() -> None:
     """verify_gpu, fuzz, sanitize, stress and the tests on a GPU do not import the DSL."""
     modules = (
         *("tools.release.verify_gpu", "tools.release.fuzz", "tools.race.sanitize", "tools.race.stress"),
-        *("cutlass_py_attn.testing.suite", "tests.gpu.test_matrix_xformers", "tests.gpu.test_torch_ops"),
+        *("tests.cases.suite", "tests.gpu.test_matrix_xformers", "tests.gpu.test_torch_ops"),
     )
     code = f"import sys, {', '.join(modules)}; assert 'cutlass' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -29,9 +29,10 @@ from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.frameworks import numpy_dtype
 from cutlass_py_attn.score_terms.dropout import Dropout
-from cutlass_py_attn.testing import covering_cases, device_memory, matrix
+from cutlass_py_attn.testing import device_memory
 from cutlass_py_attn.testing.cases import ARCH
-from cutlass_py_attn.testing.matrix import MatrixCase
+from tests.cases import covering_cases, matrix
+from tests.cases.matrix import MatrixCase
 from tests.gpu import matrix_check
 from tests.gpu import test_matrix_pytorch as pytorch
 from tests.gpu import test_matrix_xformers as xformers

@@ -22,8 +22,8 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import OPERAND_AXES, ROW, SCALES, TILE, granularity
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, KEY_ROPE
 from cutlass_py_attn.score_terms import registry
-from cutlass_py_attn.testing import serving_cases
-from cutlass_py_attn.testing.serving_cases import RowCase
+from tests.cases import serving_cases
+from tests.cases.serving_cases import RowCase
 from tests.support.c_compiler import STRICT, build, compiler
 from tests.support.fakes import artifact
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.testing import suite
 from cutlass_py_attn.testing.cases import ARCH, SM90_ARCH, Case, builds_of
+from tests.cases import suite
 from tools.release import build_ptx
 
 CASES = tuple(map(Case.parse, ("forward bf16_d64_s128_b1_h1_full", "forward bf16_d128_q1_s999_b1_h8k2_full")))

@@ -18,8 +18,8 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
-from cutlass_py_attn.testing import random_cases
 from cutlass_py_attn.testing.cases import Case
+from tests.cases import random_cases
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
 from tools.release import build_ptx, carry_over, digests, feature_ptx, features, fuzz, launches, record, verify_gpu

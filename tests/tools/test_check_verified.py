@@ -118,7 +118,7 @@ def test_unverified_then_verified(tree: Path) -> None:
 def test_stale_when_the_suite_changes(tree: Path) -> None:
     verify(tree, *NAMES)
     (tree / "README.md").write_text("a page decides nothing\n")
-    (tree / "cutlass_py_attn/testing/suite.py").write_text("# neither do cases that verify_gpu does not run\n")
+    (tree / "tests/cases/suite.py").write_text("# neither do cases that verify_gpu does not run\n")
     assert states(tree) == {FULL: "verified", CAUSAL: "verified"}
     (tree / "cutlass_py_attn/testing/inputs.py").write_text('"""A docstring."""  # and a comment\n')
     assert states(tree) == {FULL: "verified", CAUSAL: "verified"}

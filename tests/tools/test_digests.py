@@ -132,8 +132,9 @@ def test_the_launch_covers_parameters_launchers_and_plans() -> None:
 
 def test_the_checks_cover_the_verifier_the_random_cases_and_what_they_import() -> None:
     found = digests.check_files(ROOT)
-    names = ("check", "guarded_check", "accuracy", "inputs", "cases", "random_cases", "device_memory", "layouts")
+    names = ("check", "guarded_check", "accuracy", "inputs", "cases", "device_memory", "layouts")
     assert {f"cutlass_py_attn/testing/{name}.py" for name in names} <= set(found)
+    assert {f"tests/cases/{name}.py" for name in ("random_cases", "covering_cases", "decode_cases")} <= set(found)
     assert {f"tools/release/{name}.py" for name in ("verify_gpu", "fuzz", "fuzz_run")} <= set(found)
 
 

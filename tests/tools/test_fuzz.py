@@ -17,8 +17,9 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import builds_on, plan, plans_on
 from cutlass_py_attn.plan.variants import E4M3_CACHE, WIDE
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
-from cutlass_py_attn.testing import guarded_check, random_cases
+from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
+from tests.cases import random_cases
 from tests.support import fakes
 from tests.support.fake_launch import on_hopper, stored
 from tools.release import digests, features, fuzz, fuzz_run, record

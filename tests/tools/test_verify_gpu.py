@@ -11,8 +11,9 @@ import pytest
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import plan
-from cutlass_py_attn.testing import accuracy, check, decode_cases, device_memory, guarded_check, serving_cases
+from cutlass_py_attn.testing import accuracy, check, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import ARCH, Case
+from tests.cases import decode_cases, serving_cases
 from tests.support import fakes
 from tests.support.fake_launch import FakeLaunch, stored
 from tools.release import build_ptx, verify_gpu

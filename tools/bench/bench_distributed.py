@@ -36,7 +36,7 @@ from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
-from cutlass_py_attn.testing import context_cases
+from tests.cases import context_cases
 from tools.bench import torch_ring
 from tools.release import record
 

@@ -22,8 +22,8 @@ from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.testing import random_cases
 from cutlass_py_attn.testing.cases import Case
+from tests.cases import random_cases
 from tools.release.fuzz import KINDS
 
 TARGETS: Final = ("sm_80", "sm_90", "sm_90a", "sm_120")

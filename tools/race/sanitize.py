@@ -23,17 +23,9 @@ from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.binding import portable_arch
-from cutlass_py_attn.testing import (
-    check,
-    component_gemms,
-    covering_cases,
-    decode_cases,
-    device_memory,
-    guarded_check,
-    serving_cases,
-    suite,
-)
+from cutlass_py_attn.testing import check, component_gemms, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case
+from tests.cases import covering_cases, decode_cases, serving_cases, suite
 from tools.race import stress_run
 
 Results = dict[str, npt.NDArray[Any]]

@@ -42,17 +42,10 @@ from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray, numpy_dtype
 from cutlass_py_attn.runtime.binding import Bound, bind_problem
-from cutlass_py_attn.testing import (
-    check,
-    covering_cases,
-    decode_cases,
-    device_memory,
-    guarded_check,
-    paged_cases,
-    suite,
-)
+from cutlass_py_attn.testing import check, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, same_bits
+from tests.cases import covering_cases, decode_cases, paged_cases, suite
 from tools.race.soak_samples import MIB, Memory, Sample, memory_of, resident_mib, rounded
 from tools.release import record
 from tools.release.verify_gpu import unordered

@@ -31,8 +31,9 @@ from cutlass_py_attn.problem.quantization import SCALES, TENSOR, granularity
 from cutlass_py_attn.problem.spec import ProblemSpec
 from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import check, component_gemms, decode_cases, device_memory, guarded_check
+from cutlass_py_attn.testing import check, component_gemms, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case
+from tests.cases import decode_cases
 from tools.race import stress_builds
 from tools.race.stress_kernels import Kernels
 from tools.release import record

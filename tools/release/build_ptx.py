@@ -30,8 +30,8 @@ from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem import spec
-from cutlass_py_attn.testing import decode_cases, distance_squared, serving_cases, suite
 from cutlass_py_attn.testing.cases import ARCH, PTX_ARCH, SM90_ARCH
+from tests.cases import decode_cases, distance_squared, serving_cases, suite
 from tools.release import feature_ptx, record
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -32,9 +32,9 @@ from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.plan.build import Build, build_from
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
-from cutlass_py_attn.testing import random_cases
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
+from tests.cases import random_cases
 from tools.release import build_ptx, digests, feature_ptx, features, fuzz, launches, record
 from tools.release.fuzz_run import Attempt
 from tools.tuning import plan_rows, plan_space

@@ -25,10 +25,11 @@ LAUNCH_ENTRIES: Final = tuple(
     f"{PACKAGE}/{name}.py" for name in ("runtime/binding", "runtime/fill", "plan/append", "plan/merge")
 )
 NOT_LAUNCHING: Final = tuple(f"{PACKAGE}/{name}.py" for name in ("errors", "plan/explain", "plan/performance"))
-# What decides whether a result on a GPU passes: the tools, and of the package the folders of references and checks.
+# What decides whether a result on a GPU passes: the tools, lists of cases, and the package's references and checks.
 CHECK_ENTRIES: Final = ("tools/release/verify_gpu.py", "tools/release/fuzz.py")
 CHECK_FOLDERS: Final = (
     *(f"{PACKAGE}/{folder}/" for folder in ("testing", "reference", "score_terms")),
+    "tests/cases/",
     "tools/release/fuzz",
     "tools/release/verify_gpu",
 )

@@ -18,7 +18,7 @@ from cutlass_py_attn.plan.variants import SPLIT_D
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.tensors import OPERAND_NAMES
 from cutlass_py_attn.testing.cases import Case
-from cutlass_py_attn.testing.random_cases import RESIDENT_DIMS
+from tests.cases.random_cases import RESIDENT_DIMS
 from tools.release import digests, record
 
 Json = dict[str, Any]

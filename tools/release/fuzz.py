@@ -27,9 +27,9 @@ from typing import Final
 from cutlass_py_attn.bench.harness import commit
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import random_cases, shrinking
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, kernels_from
+from tests.cases import random_cases, shrinking
 from tools.release import digests, features, fuzz_run, record
 from tools.release.fuzz_run import Attempt, Outcome
 

@@ -24,9 +24,10 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.runtime import driver, fill, params
 from cutlass_py_attn.runtime.binding import Bound, bind, bind_problem
-from cutlass_py_attn.testing import component_gemms, decode_cases, serving_cases
+from cutlass_py_attn.testing import component_gemms
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
+from tests.cases import decode_cases, serving_cases
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
 from tools.release import verify_gpu

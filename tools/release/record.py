@@ -38,15 +38,15 @@ SUITE = (
     "cutlass_py_attn/testing/cases.py",
     "cutlass_py_attn/testing/check.py",
     "cutlass_py_attn/testing/component_gemms.py",
-    "cutlass_py_attn/testing/covering_cases.py",
-    "cutlass_py_attn/testing/decode_cases.py",
+    "tests/cases/covering_cases.py",
+    "tests/cases/decode_cases.py",
     "cutlass_py_attn/testing/device_memory.py",
     "cutlass_py_attn/testing/e4m3_inputs.py",
     "cutlass_py_attn/testing/guarded_check.py",
     "cutlass_py_attn/testing/inputs.py",
     "cutlass_py_attn/testing/layouts.py",
     "cutlass_py_attn/testing/paged_inputs.py",
-    "cutlass_py_attn/testing/serving_cases.py",
+    "tests/cases/serving_cases.py",
     "tools/release/verify_gpu.py",
 )
 

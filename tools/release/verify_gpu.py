@@ -20,17 +20,9 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import (
-    accuracy,
-    check,
-    component_gemms,
-    covering_cases,
-    decode_cases,
-    device_memory,
-    guarded_check,
-    serving_cases,
-)
+from cutlass_py_attn.testing import accuracy, check, component_gemms, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case
+from tests.cases import covering_cases, decode_cases, serving_cases
 from tools.release import record
 
 ROOT = Path(__file__).resolve().parents[2]

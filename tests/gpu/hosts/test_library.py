@@ -20,19 +20,12 @@ from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.plan.arch import targets
 from cutlass_py_attn.problem.tensors import FLOAT8
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.testing import (
-    device_memory,
-    guarded_check,
-    kv8_cases,
-    mla_cases,
-    paged_forward_cases,
-    serving_cases,
-    suite,
-)
+from cutlass_py_attn.testing import device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, only_family, same_bits
 from cutlass_py_attn.testing.device_memory import GuardedLaunch
 from cutlass_py_attn.testing.guarded_check import guarded_case
+from tests.cases import kv8_cases, mla_cases, paged_forward_cases, serving_cases, suite
 from tests.gpu.test_launch import captured
 from tests.support.library_host import LibraryHost, Target, compiled, filled, filled_rows, row_cases
 

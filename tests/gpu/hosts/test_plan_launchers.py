@@ -11,10 +11,11 @@ import pytest
 
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.plan_launchers import GraphLauncher, Launcher, StreamLauncher
-from cutlass_py_attn.testing import device_memory, suite
+from cutlass_py_attn.testing import device_memory
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Array, Kernels
 from cutlass_py_attn.testing.device_memory import GuardedLaunch
+from tests.cases import suite
 from tests.gpu.test_laws import differing, operands_of
 from tests.support.threads import in_thread
 

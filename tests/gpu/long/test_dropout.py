@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cutlass_py_attn.testing import guarded_check, suite
+from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
+from tests.cases import suite
 
 
 @pytest.mark.expected_seconds(3)  # the reference on the CPU

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from cutlass_py_attn.testing import suite
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
+from tests.cases import suite
 from tests.gpu.large_run import LargeRun, large_run, repeated, samples_at
 
 GRADIENTS = ("grad_query", "grad_key", "grad_value")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.reference.numpy_reference import DTYPES
-from cutlass_py_attn.testing import suite
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
+from tests.cases import suite
 from tests.gpu.large_run import Host, Sample, Source, large_run
 
 NEEDLE = 2.0  # factor of an odd query: its two scores exceed the mean of the others by 22

@@ -25,7 +25,7 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.serialize import from_json, to_json
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, Sequences, Shape, Tensor
 from cutlass_py_attn.runtime import binding
-from cutlass_py_attn.testing.paged_forward_cases import PagedCase
+from tests.cases.paged_forward_cases import PagedCase
 from tests.support import crafted_json
 from tests.support.any_problem import ARCHS, problems
 from tests.support.fakes import artifact

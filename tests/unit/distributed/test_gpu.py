@@ -32,7 +32,7 @@ from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import OutputArrays
 from cutlass_py_attn.runtime.frameworks import numpy_dtype
 from cutlass_py_attn.score_terms.dropout import Dropout
-from cutlass_py_attn.testing import context_cases
+from tests.cases import context_cases
 from tests.support import fake_libraries, fakes
 from tests.support.fake_driver import FakeDriver
 from tests.support.split_cases import BATCH, HEADS, ROWS, Case, cut

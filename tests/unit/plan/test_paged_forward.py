@@ -11,8 +11,8 @@ from cutlass_py_attn.plan import abi, entry_points, planner, sm90, sm90_smem
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
-from cutlass_py_attn.testing import paged_forward_cases
-from cutlass_py_attn.testing.paged_forward_cases import PagedCase
+from tests.cases import paged_forward_cases
+from tests.cases.paged_forward_cases import PagedCase
 
 NAME = "bf16_d128_h32k8_causal_br"
 LENGTHS = ((300, 2000), (1, 129), (0, 40), (200, 0))

@@ -12,7 +12,7 @@ from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Shape
-from cutlass_py_attn.testing import suite
+from tests.cases import suite
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.runtime import params
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.term import SM80_KERNELS, StructFields, VectorOperand
-from cutlass_py_attn.testing.distance_squared import DistanceSquared, distance_squared
+from tests.cases.distance_squared import DistanceSquared, distance_squared
 
 Array = npt.NDArray[Any]
 

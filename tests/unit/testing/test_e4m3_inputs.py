@@ -7,8 +7,9 @@ import pytest
 
 from cutlass_py_attn.bench import cases as bench_cases
 from cutlass_py_attn.problem.spec import parse
-from cutlass_py_attn.testing import guarded_check, random_cases
+from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
+from tests.cases import random_cases
 
 
 @pytest.mark.parametrize(

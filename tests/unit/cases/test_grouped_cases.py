@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.testing.cases import SM90_ARCH
-from cutlass_py_attn.testing.grouped_cases import GROUPED
+from tests.cases.grouped_cases import GROUPED
 
 
 def test_every_case_is_computed_by_query_heads() -> None:

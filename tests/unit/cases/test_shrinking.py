@@ -8,7 +8,7 @@ import pytest
 
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.testing.cases import Case
-from cutlass_py_attn.testing.shrinking import shrink, smaller
+from tests.cases.shrinking import shrink, smaller
 
 LARGE = (
     "backward bf16_d96v72_q190_s257_b3_h8k2_causal_window64_biasbhqksum_dropout0.3_softcap4_alibi_sinks"

@@ -12,8 +12,8 @@ from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.append import TILE_SCALES
 from cutlass_py_attn.reference import serving
-from cutlass_py_attn.testing import serving_cases
-from cutlass_py_attn.testing.serving_cases import logsumexp_ratio, output_ratio
+from tests.cases import serving_cases
+from tests.cases.serving_cases import logsumexp_ratio, output_ratio
 
 
 def test_every_case_is_sound_and_most_store_rows() -> None:

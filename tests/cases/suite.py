@@ -9,7 +9,8 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS
-from cutlass_py_attn.testing import (
+from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
+from tests.cases import (
     context_cases,
     covering_cases,
     decode_cases,
@@ -21,8 +22,7 @@ from cutlass_py_attn.testing import (
     random_cases,
     serving_cases,
 )
-from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
-from cutlass_py_attn.testing.grouped_cases import GROUPED
+from tests.cases.grouped_cases import GROUPED
 
 
 def _cases(*lines: str) -> tuple[Case, ...]:

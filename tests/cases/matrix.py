@@ -1,6 +1,6 @@
 """Matrix: the cases that the test suites of xFormers and PyTorch run memory-efficient attention through.
 
-python -m cutlass_py_attn.testing.matrix    prints how many cases there are, and how many kernels they need
+python -m tests.cases.matrix    prints how many cases there are, and how many kernels they need
 
 Head dims, dtypes and features are combined so that about 150 kernels serve all cases. Lengths, batches and heads need
 no further kernels and are covered in full.
