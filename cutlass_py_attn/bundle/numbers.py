@@ -7,6 +7,7 @@ from typing import Final
 from cutlass_py_attn.bundle.inputs import Input, Pointer
 from cutlass_py_attn.plan import abi, launch_rules
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.preconditions import EDGES
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import BATCH_HEAD, HEAD, ROW, SCALES, TENSOR, TILE, granularity
 from cutlass_py_attn.problem.tensors import BIASES, KEY_ROPE, LSE_PADDING, Tensor
@@ -102,7 +103,7 @@ def inputs(problem: Problem, build: Build) -> dict[str, Input]:
     for field in (term.vector.batch_field for term in terms if term.vector is not None):
         found |= {field: Input("i64", int(given[field]), meaning(field))} if field else {}
     planned = dict(launch_rules.params(problem, build))
-    edges = build.form.parameters
+    edges = EDGES[build.mask]
     numbers = [*edges, *(("bottom_right",) if edges else ()), *(name for term in terms for name in term.struct.sizes)]
     found |= {name: Input("i64", planned[name], meaning(name)) for name in numbers}
     factors = ("scale", *(name for term in terms for name in term.struct.factors))

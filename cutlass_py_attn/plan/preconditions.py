@@ -36,6 +36,7 @@ from cutlass_py_attn.score_terms.softcap import MIN_SOFTCAP
 
 Condition = tuple[str, str]  # (expression, the condition in words)
 
+EDGES = {"full": (), "causal": ("window_right",), "local": ("window_left", "window_right")}  # of each mask form
 MAX_WORKSPACE_BYTES: Final = 2**48  # of one buffer; more than any device has, and a sum of them fits in 64 bits
 MAX_MAP_STRIDE_BYTES: Final = 2**40 - 16  # of cuTensorMapEncodeTiled: a multiple of 16 below 2^40
 
@@ -135,10 +136,10 @@ def _page_maps(build: Build) -> Iterator[Condition]:
 
 
 def _edges(build: Build) -> Iterator[Condition]:
-    for name in build.form.parameters:
+    for name in EDGES[build.mask]:
         yield f"{name} >= 0", f"{name} must be at least 0"
         yield f"{name} <= {UNLIMITED}", f"{name} must be at most {UNLIMITED}, which stands for no limit"
-    if build.form.parameters:
+    if EDGES[build.mask]:
         yield "bottom_right * (1 - bottom_right) == 0", "bottom_right must be 0 or 1"
 
 

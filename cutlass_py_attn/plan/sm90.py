@@ -89,8 +89,7 @@ MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multica
 LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
 # Queries of d 64 by mask, up to which backward tiles of 64 queries and keys are faster: 3 to 8 %; causal, s 384 and
 # 448: 15 and 21 %, s 512: 0 to 8 %.
-SHORT_QUERIES_FULL: Final = 256
-SHORT_QUERIES: Final = 512
+SHORT_QUERIES: Final = {"full": 256, "causal": 512}
 
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
@@ -259,7 +258,7 @@ def applicable(
 def _is_short_causal(problem: Problem) -> bool:
     """Returns whether a causal mask hides much of the key tiles on the diagonal, compared with all of them."""
     shape = problem.shape
-    return problem.mask.form.grows and min(shape.num_queries, shape.num_keys) < MULTICAST_LENGTH
+    return problem.mask.form == "causal" and min(shape.num_queries, shape.num_keys) < MULTICAST_LENGTH
 
 
 def has_few_rows(kind: str, tile: TileConfig | Build) -> bool:
@@ -279,11 +278,10 @@ def _few_keys_are_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
     faster in one block per head, unless SMs idle. Windows and score terms were not measured.
     """
     shape = problem.shape
-    if {*problem.features} - {"grouped"} or problem.mask.form.has_left:
+    if {*problem.features} - {"grouped"} or problem.mask.form == "local":
         return False
     is_narrow = max(shape.head_dim, shape.head_dim_value) <= WARPGROUP_ROWS
-    most_queries = SHORT_QUERIES_FULL if problem.mask.form.sees_all else SHORT_QUERIES
-    if is_narrow and tile.tile_m == WARPGROUP_ROWS and shape.num_queries > most_queries:
+    if is_narrow and tile.tile_m == WARPGROUP_ROWS and shape.num_queries > SHORT_QUERIES[problem.mask.form]:
         return False
     if _parts_of_key_tiles_are_faster(problem, num_sms):
         return False
@@ -292,7 +290,7 @@ def _few_keys_are_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
         return False
     if not is_narrow and shape.num_keys <= 2 * WARPGROUP_ROWS:
         return shape.num_keys > WARPGROUP_ROWS and 2 * tiles <= num_sms
-    has_rounds = problem.mask.form.grows and shape.num_keys > 2 * WARPGROUP_ROWS  # else one block per head
+    has_rounds = problem.mask.form == "causal" and shape.num_keys > 2 * WARPGROUP_ROWS  # else one block per head
     return tiles <= (2 if has_rounds else 1) * num_sms
 
 
@@ -302,7 +300,7 @@ def _parts_of_key_tiles_are_faster(problem: Problem, num_sms: int) -> bool:
     The parts are those of the tiles that have option shared_end.
     """
     shape = problem.shape
-    has_equal_tiles = problem.mask.form.sees_all and {*problem.features} <= {"grouped", "sinks"}
+    has_equal_tiles = problem.mask.form == "full" and {*problem.features} <= {"grouped", "sinks"}
     work_tiles = shape.batch * shape.num_heads_key * ceil_div(shape.num_keys, 2 * WARPGROUP_ROWS)
     if not has_equal_tiles or problem.deterministic or work_tiles >= num_sms:
         return False
@@ -344,7 +342,7 @@ def _per_head_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> boo
     width = shape.head_dim * F32_BYTES + (shape.head_dim + shape.head_dim_value) * ITEM_BYTES[problem.dtype]
     rows = max(min(num_sms, heads), 1) * shape.num_queries * shape.group
     # Under a causal mask a key tile is done with the queries before it.
-    live = rows * width // (1 if problem.mask.form.sees_all else 2)
+    live = rows * width // (1 if problem.mask.form == "full" else 2)
     return busiest <= PER_HEAD_IMBALANCE * shared and live <= PER_HEAD_L2_BYTES
 
 
@@ -361,7 +359,7 @@ def _query_heads_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> 
     key_tiles = shape.batch * ceil_div(shape.num_keys, tile.tile_n)
     if shape.tokens is not None:  # num_keys is that of the longest sequence
         key_tiles = min(key_tiles, shape.tokens[1] // tile.tile_n + shape.batch)
-    most = QUERY_HEADS_WORK_TILES_FULL if problem.mask.form.sees_all else QUERY_HEADS_WORK_TILES
+    most = QUERY_HEADS_WORK_TILES_FULL if problem.mask.form == "full" else QUERY_HEADS_WORK_TILES
     return key_tiles * shape.num_heads_key < most * num_sms
 
 
@@ -373,7 +371,7 @@ def _ds_registers_objection(problem: Problem, tile: TileConfig) -> str:
 
 def _key_stages_are_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
     """Two key stages are faster, but were not measured with windows, unless their gradients are deterministic."""
-    return tile.key_stages == 1 or not problem.mask.form.has_left or problem.deterministic
+    return tile.key_stages == 1 or problem.mask.form != "local" or problem.deterministic
 
 
 def _always_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
@@ -383,7 +381,7 @@ def _always_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
 
 def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
     features = VARIANTS["forward", "sm90", MULTICAST].features
-    is_plain = {*problem.features} <= {*features} and problem.mask.form.grows
+    is_plain = {*problem.features} <= {*features} and problem.mask.form == "causal"
     return "" if is_plain else f"the kernel has causal masks and no features but {', '.join(features)}"
 
 
@@ -395,7 +393,7 @@ def _multicast_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
 def _split_kv_objection(problem: Problem, tile: TileConfig) -> str:
     """How many blocks share the keys follows from the sizes of a call, and decides the bits of its results."""
     features = VARIANTS["forward", "sm90", SPLIT_KV].features
-    if problem.direction != "forward" or problem.mask.form.has_left or not {*problem.features} <= {*features}:
+    if problem.direction != "forward" or problem.mask.form == "local" or not {*problem.features} <= {*features}:
         return f"the kernel has no windows, and no features but {', '.join(features)}"
     is_invariant = problem.pages is not None and problem.pages.invariant
     return "results would depend on the other sequences of a call, and pages are invariant" if is_invariant else ""
